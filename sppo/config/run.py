@@ -90,7 +90,8 @@ class ParallelConfig(Section):
     looped_bfs, zb_h1, seq_zb_h1, sppo or sppo_msp. auto: the fastest one simulated."""
     multiplexed: Literal["auto", "on", "off"] = "auto"
     """Multiplexed sequence partitioning: cut the units next to pipeline bubbles once more, over the
-    ranks that would idle. auto: where that is faster, with its messages priced."""
+    ranks that would idle. auto: where that is faster, with its messages priced; on: schedule
+    sppo_msp, or nothing."""
     zero: Literal[0, 1, 2, 3] = 1
     """Sharded among ranks with the same weights: 0 nothing, 1 optimizer states, 2 gradients too,
     3 weights too."""

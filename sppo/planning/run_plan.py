@@ -24,7 +24,7 @@ from sppo.planning.search.candidates import candidate_of, candidate_of_subsequen
 from sppo.planning.search.choices import (
     Degrees,
     cut_sequence,
-    lone_stage_problem,
+    multiplexed_problem,
     subsequence_counts_to_try,
     virtual_stages_to_try,
 )
@@ -117,20 +117,16 @@ def run_candidate(run: RunConfig, *, hardware: HardwareSpec) -> Candidate:
         ValueError: sequences that cannot be divided evenly over the replicas, or units sharded over
             the ranks of one stage.
     """
-    parallel = run.parallel
-    degrees = Degrees(
-        parallel.data_parallel_degree,
-        parallel.pipeline_parallel_degree,
-        parallel.sequence_parallel_degree,
-    )
+    degrees = Degrees.of_run(run)
     if run.train.sequences_per_step % degrees.data_parallel:
         raise ValueError(
             f"train.sequences_per_step {run.train.sequences_per_step} on "
             f"{degrees.data_parallel} data-parallel replicas: must be a multiple of the replicas"
         )
-    problem = lone_stage_problem(run, stages=degrees.pipeline_parallel)
-    if problem is not None:
-        raise ValueError(problem)
+    if run.parallel.multiplexed == "on":
+        problem = multiplexed_problem(run, degrees=degrees)
+        if problem is not None:
+            raise ValueError(problem)
     counts = subsequence_counts_to_try(run, hardware=hardware)
     virtual = virtual_stages_to_try(run, num_ranks=degrees.pipeline_parallel)
     if len(counts) == len(virtual) == 1:

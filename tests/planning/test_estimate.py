@@ -90,7 +90,7 @@ def test_stages_add_up_to_the_model():
     assert states == 18 * (found.counts.parameters + copied)
 
 
-@pytest.mark.parametrize("change", [{}, {"multiplexed": "on"}, {"multiplexed": "on", "zero": 3}])
+@pytest.mark.parametrize("change", [{}, {"multiplexed": "on"}, {"multiplexed": "auto", "zero": 3}])
 def test_an_estimate_has_the_schedule_that_training_plans(change):
     degrees = {"data_parallel_degree": 1, "sequence_parallel_degree": 8}
     run = run_config(

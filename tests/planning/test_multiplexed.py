@@ -10,7 +10,8 @@ from sppo.planning.run_plan import plan_run
 from sppo.planning.search.solver import solve
 from sppo.planning.simulated_run import simulated_run
 from sppo.training.checks.input_checks import degree_problems
-from tests.planning.cases import run_config
+from sppo.units import GIB
+from tests.planning.cases import machine, run_config
 
 
 def multiplexed(**parallel):
@@ -31,6 +32,47 @@ def test_every_command_refuses_one_stage_alike(command):
     with pytest.raises(ValueError, match="and there is one: raise") as refused:
         command(run, hardware=hardware_for(run.hardware))
     assert str(refused.value) == rule
+
+
+@pytest.mark.parametrize("command", [solve, estimate, simulated_run, planned])
+@pytest.mark.parametrize("shards", [{"sequence_parallel": "megatron"}, {"zero": 3}])
+def test_every_command_refuses_sharded_weights_alike(command, shards):
+    run = multiplexed(
+        pipeline_parallel_degree=2,
+        data_parallel_degree=1,
+        sequence_parallel_degree=4,
+        **shards,
+    )
+    ((key, rule),) = degree_problems(run)
+    assert key == "multiplexed"
+    with pytest.raises(ValueError, match="no rank has them: write ulysses") as refused:
+        command(run, hardware=hardware_for(run.hardware))
+    assert str(refused.value) == rule
+
+
+def test_megatron_shards_no_weights_with_one_rank_of_a_group():
+    run = multiplexed(sequence_parallel="megatron", schedule="sppo_msp")
+    best = solve(run, hardware=hardware_for(run.hardware)).best
+    assert best.candidate.schedule == "sppo_msp"
+    assert best.degrees.sequence_parallel == 1
+
+
+def test_units_are_not_left_whole_where_sharing_them_does_not_fit():
+    """Not even where K and V that leave the device in the looped order would fit."""
+    degrees = {
+        "pipeline_parallel_degree": 2,
+        "sequence_parallel_degree": 4,
+        "data_parallel_degree": 1,
+    }
+    looped, shared = (
+        run_config("llama-3.2-1b", length="4Mi", parallel={**degrees, "multiplexed": asked})
+        for asked in ("auto", "on")
+    )
+    hardware = machine(memory_bytes=40 * GIB)
+    assert solve(looped, hardware=hardware).best.kv == "offloaded"
+    solution = solve(shared, hardware=hardware)
+    assert solution.best is None
+    assert [one.shortfall.place for one in solution.rejected] == ["device"]
 
 
 def test_one_device_has_one_stage():

@@ -26,13 +26,7 @@ def estimate_report(found: Estimate, *, baselines: Sequence[Baseline] = ()) -> d
     report: dict[str, Any] = {
         "fits": evaluated.shortfall is None,
         "shortfall": shortfall_report(evaluated.shortfall),
-        **degrees_report(
-            Degrees(
-                candidate.data_parallel_degree,
-                candidate.pipeline_parallel_degree,
-                candidate.workload.sequence_parallel_degree,
-            )
-        ),
+        **degrees_report(Degrees.of_candidate(candidate)),
         "chosen_by_solve": list(found.chosen),
         "num_subsequences": len(candidate.lengths),
         "subsequence_lengths": list(candidate.lengths),

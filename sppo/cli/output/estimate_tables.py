@@ -27,11 +27,7 @@ def print_estimate(found: Estimate, *, console: Console) -> None:
 
     evaluated = found.evaluated
     candidate = evaluated.candidate
-    degrees = Degrees(
-        candidate.data_parallel_degree,
-        candidate.pipeline_parallel_degree,
-        candidate.workload.sequence_parallel_degree,
-    )
+    degrees = Degrees.of_candidate(candidate)
     say(run_line(found.run))
     say(f"on {hardware_line(found.hardware)}")
     console.print(_counts_table(found))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.planning.search.candidate_search import WORTH_IT
-from sppo.planning.search.choices import places_kv, trains_msp
+from sppo.planning.search.choices import asked_schedule, multiplexed_problem, places_kv
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, assess
 from sppo.planning.search.simulated_candidate import simulate_candidate
 
@@ -19,30 +19,26 @@ def with_best_schedule(run: RunConfig, best: EvaluatedCandidate) -> EvaluatedCan
     """`best` with the schedule that makes it fastest, where the run leaves the choice.
 
     Tried are the zero-bubble program, multiplexed sequence partitioning (MSP), and the interleaved
-    program where ranks have several stages, each with the memory it needs. MSP is taken however
-    little it gains where the run asks for it, and never where training could not run it.
+    program where ranks have several stages, each with the memory it needs; MSP never where training
+    could not run it.
     """
     candidate = best.candidate
-    size = best.costs.forward_s.size
-    if run.parallel.schedule != "auto" or candidate.pipeline_parallel_degree == 1:
+    if asked_schedule(run) != "auto" or candidate.pipeline_parallel_degree == 1:
         return best
     if places_kv(run):  # what no other schedule does
         return best if best.played is not None else simulate_candidate(best)
     streams = candidate.state.streams_weights or candidate.state.streams_gradients
-    may_cut = trains_msp(run) and not streams
-    forced = run.parallel.multiplexed == "on" and may_cut
-    if size > SCHEDULED_UNITS and not forced:
+    if best.costs.forward_s.size > SCHEDULED_UNITS:
         return best
     if best.played is None:
         best = simulate_candidate(best)
-    multiplexed = replace(candidate, schedule="sppo_msp", kv="retained")
-    if forced:
-        return _simulated(multiplexed) or best
     virtual = candidate.virtual_stages
     others = [replace(candidate, schedule="interleaved_seq1f1b")] if virtual > 1 else []
     if not streams and (virtual == 1 or run.parallel.virtual_stages == "auto"):
         others.append(replace(candidate, schedule="seq_zb_h1", virtual_stages=1))
+    may_cut = multiplexed_problem(run, degrees=best.degrees) is None and not streams
     if may_cut and run.parallel.multiplexed == "auto":
+        multiplexed = replace(candidate, schedule="sppo_msp", kv="retained")
         others.append(multiplexed)
         if virtual > 1 and run.parallel.virtual_stages == "auto":
             others.append(replace(multiplexed, virtual_stages=1))

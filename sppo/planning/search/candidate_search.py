@@ -36,7 +36,7 @@ from sppo.planning.search.evaluated_candidate import (
     leaves_room,
 )
 from sppo.planning.search.shortfall import Shortfall
-from sppo.planning.search.simulated_candidate import judged_candidate
+from sppo.planning.search.simulated_candidate import is_quick, judged_candidate
 
 WORTH_IT = 0.99
 """Another schedule is taken if it leaves at most this fraction of the step: predictions are not so
@@ -112,9 +112,14 @@ class CandidateSearch:
             elif way.best.shortfall is None:
                 heapq.heappush(heap, (rank_of(way.best), place, way, way.best))
 
-    def refined(self, degrees: Degrees) -> EvaluatedCandidate:
-        """The best with these degrees, its number of subsequences chosen by simulation."""
-        return self._ways[degrees].refined
+    def refined(self, found: EvaluatedCandidate, *, below: float = math.inf) -> EvaluatedCandidate:
+        """Return the best with the degrees of a candidate that was found, N chosen by simulation.
+
+        Args:
+            found: by the closed form, simulated or not.
+            below: seconds of a step; only values of N that may take less are simulated.
+        """
+        return self._ways[found.degrees].refined(found, below=below)
 
     def by_num_subsequences(
         self, degrees: Degrees, *, virtual_stages: int
@@ -138,7 +143,8 @@ def best_of_degrees(
     Where none does, the one short of least memory.
     """
     counts = subsequence_counts_to_try(run, hardware=hardware)
-    return _WaysOfDegrees(run, hardware=hardware, degrees=degrees, counts=counts).refined
+    ways = _WaysOfDegrees(run, hardware=hardware, degrees=degrees, counts=counts)
+    return ways.refined(ways.best)
 
 
 def rank_of(evaluated: EvaluatedCandidate) -> Rank:
@@ -210,12 +216,14 @@ class _WaysOfDegrees:
             best = found or best
         return best
 
-    @cached_property
-    def refined(self) -> EvaluatedCandidate:
-        """The best, with the number of subsequences of which simulations say that it is fastest."""
-        if self.best.shortfall is not None:
-            return self.best
-        return self._way(self.best.candidate.virtual_stages).refined(self.best)
+    def refined(self, found: EvaluatedCandidate, *, below: float = math.inf) -> EvaluatedCandidate:
+        """Return one of them with the number of subsequences with which it simulates fastest.
+
+        Only those are simulated that may take less than `below` seconds.
+        """
+        if found.shortfall is not None:
+            return found
+        return self._way(found.candidate.virtual_stages).refined(found, below=below)
 
     @property
     def fits(self) -> bool:
@@ -404,20 +412,22 @@ class _Way:
         assert chosen is not None, "there is at least one number of subsequences to try"
         return chosen
 
-    def refined(self, best: EvaluatedCandidate) -> EvaluatedCandidate:
+    def refined(self, best: EvaluatedCandidate, *, below: float) -> EvaluatedCandidate:
         """Return the fastest of all, where closed forms may be off as simulated.
 
         Programs that cut units (MSP) take long to make, and large steps to simulate: of those it
-        is `best`, which the closed form found.
+        is `best`, which the closed form found. So it is where none may take less than `below`
+        seconds.
         """
-        found = judged_candidate(best)
-        if not found.is_judged:
+        if not is_quick(best):
             return best
+        found = judged_candidate(best)
         for bound_s, num_subsequences in self._bounds:
-            if bound_s > found.step_s:
+            most_s = min(found.step_s, below)
+            if bound_s > most_s:
                 break
             evaluated = self._candidates.assessed(num_subsequences)
-            if evaluated.shortfall is None and evaluated.prices.least_s <= found.step_s:
+            if evaluated.shortfall is None and evaluated.prices.least_s <= most_s:
                 judged = self._candidates.judged(num_subsequences)
                 found = min(found, judged, key=rank_of) if judged.is_judged else found
         return found

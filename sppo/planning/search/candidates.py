@@ -6,7 +6,12 @@ from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.search.choices import Degrees, cut_sequence, machine_asked_for
+from sppo.planning.search.choices import (
+    Degrees,
+    asked_schedule,
+    cut_sequence,
+    machine_asked_for,
+)
 from sppo.planning.search.state_choices import state_choices
 from sppo.schedule.generators import LOOPED
 from sppo.schedule.transfers.kv_placement import KVPlacement
@@ -58,7 +63,7 @@ def candidate_of(
     virtual_stages: int = 1,
 ) -> Candidate:
     """The run with these degrees and cuts, everything else as it asks."""
-    schedule, policy = run.parallel.schedule, run.activations.policy
+    schedule, policy = asked_schedule(run), run.activations.policy
     automatic = "sppo" if virtual_stages == 1 else LOOPED
     in_loop = (automatic if schedule == "auto" else schedule) == LOOPED and virtual_stages > 1
     ratio = run.activations.offload_ratio

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from sppo.config.run import RunConfig
+from sppo.cost.candidate import Candidate
 from sppo.cost.flops import partition_costs
 from sppo.cost.layer import Workload, seconds_per_token_and_pair
 from sppo.hardware.description import HardwareSpec
@@ -32,6 +33,25 @@ class Degrees:
     pipeline_parallel: int
     sequence_parallel: int
 
+    @classmethod
+    def of_run(cls, run: RunConfig) -> Degrees:
+        """Return those that a run writes; 1 where it writes none."""
+        parallel = run.parallel
+        return cls(
+            parallel.data_parallel_degree,
+            parallel.pipeline_parallel_degree,
+            parallel.sequence_parallel_degree,
+        )
+
+    @classmethod
+    def of_candidate(cls, candidate: Candidate) -> Degrees:
+        """Return those of a candidate."""
+        return cls(
+            candidate.data_parallel_degree,
+            candidate.pipeline_parallel_degree,
+            candidate.workload.sequence_parallel_degree,
+        )
+
     @property
     def num_devices(self) -> int:
         """Devices it occupies."""
@@ -46,26 +66,32 @@ class Refusal:
     reason: str
 
 
-def trains_msp(run: RunConfig) -> bool:
-    """Whether training can shard units over pipeline ranks.
+def asked_schedule(run: RunConfig) -> str:
+    """Return the schedule that the run asks for: ``multiplexed: on`` is schedule sppo_msp."""
+    parallel = run.parallel
+    is_msp = parallel.multiplexed == "on" and parallel.schedule == "auto"
+    return "sppo_msp" if is_msp else parallel.schedule
+
+
+def multiplexed_problem(run: RunConfig, *, degrees: Degrees) -> str | None:
+    """Say why training cannot shard units over pipeline ranks (MSP); None where it can.
 
     Every rank of a stage must have all of its weights, to send them.
     """
+    if degrees.pipeline_parallel == 1:
+        return (
+            "parallel.multiplexed=on shards units over pipeline ranks, and there is one: raise "
+            "parallel.pipeline_parallel_degree, or leave it out"
+        )
     parallel = run.parallel
-    shards_weights = parallel.sequence_parallel == "megatron" and (
-        parallel.sequence_parallel_degree > 1
-    )
-    return not shards_weights and parallel.zero != 3
-
-
-def lone_stage_problem(run: RunConfig, *, stages: int) -> str | None:
-    """Say so if the run shards units over pipeline ranks (MSP) and there is one; None if not."""
-    if run.parallel.multiplexed != "on" or stages > 1:
-        return None
-    return (
-        "parallel.multiplexed=on shards units over pipeline ranks, and there is one: raise "
-        "parallel.pipeline_parallel_degree, or leave it out"
-    )
+    shards_weights = parallel.sequence_parallel == "megatron" and degrees.sequence_parallel > 1
+    if shards_weights or parallel.zero == 3:
+        return (
+            "parallel.multiplexed=on lends whole weights to other pipeline ranks, and with "
+            "parallel.sequence_parallel=megatron or parallel.zero=3 no rank has them: write "
+            "ulysses and parallel.zero=2, or parallel.multiplexed=off"
+        )
+    return None
 
 
 def machine_asked_for(run: RunConfig, *, hardware: HardwareSpec) -> HardwareSpec:
@@ -112,7 +138,7 @@ def degrees_to_try(
 
     Raises:
         ValueError: degrees in the run that need more devices than there are, or units sharded over
-            the ranks of one stage.
+            pipeline ranks (MSP) with degrees none of which allow it.
     """
     given, total = run.parallel.model_fields_set, hardware.num_devices
     fixed: dict[str, int] = {
@@ -138,13 +164,14 @@ def degrees_to_try(
                 possible.append(degrees)
             else:
                 refused.append(Refusal(degrees, reason))
-    most = max((degrees.pipeline_parallel for degrees in possible), default=2)
-    problem = lone_stage_problem(run, stages=most)
-    if problem is not None:
-        raise ValueError(problem)
-    piped = {d: lone_stage_problem(run, stages=d.pipeline_parallel) for d in possible}
-    refused += [Refusal(degrees, reason) for degrees, reason in piped.items() if reason is not None]
-    return [degrees for degrees, reason in piped.items() if reason is None], refused
+    if run.parallel.multiplexed == "on":
+        problems = {degrees: multiplexed_problem(run, degrees=degrees) for degrees in possible}
+        possible = [degrees for degrees, reason in problems.items() if reason is None]
+        refused += [Refusal(degrees, reason) for degrees, reason in problems.items() if reason]
+        if problems and not possible:
+            most_stages = max(problems, key=lambda degrees: degrees.pipeline_parallel)
+            raise ValueError(problems[most_stages])
+    return possible, refused
 
 
 def subsequence_counts_to_try(run: RunConfig, *, hardware: HardwareSpec) -> tuple[int, ...]:
@@ -168,10 +195,10 @@ def virtual_stages_to_try(run: RunConfig, *, num_ranks: int) -> tuple[int, ...]:
 
     Those with equally many layers: one stage, then some of the divisors of a rank's layers.
     """
-    asked, parallel = run.parallel.virtual_stages, run.parallel
+    asked = run.parallel.virtual_stages
     if asked != "auto":
         return (asked,)
-    if parallel.schedule not in ("auto", LOOPED) or parallel.multiplexed == "on":
+    if asked_schedule(run) not in ("auto", LOOPED):
         return (1,)
     divisors = _divisors(run.model.num_layers // num_ranks)[1:]
     last, steps = len(divisors) - 1, _MOST_VIRTUAL_STAGES - 1

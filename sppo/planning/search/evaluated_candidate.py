@@ -163,12 +163,7 @@ class EvaluatedCandidate:
     @property
     def degrees(self) -> Degrees:
         """How the devices are divided."""
-        candidate = self.candidate
-        return Degrees(
-            candidate.data_parallel_degree,
-            candidate.pipeline_parallel_degree,
-            candidate.workload.sequence_parallel_degree,
-        )
+        return Degrees.of_candidate(self.candidate)
 
     @property
     def device_peak_bytes(self) -> int:

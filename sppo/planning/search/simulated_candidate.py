@@ -43,10 +43,16 @@ def judged_candidate(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
 
     Programs that cut units over ranks (MSP) take long to make.
     """
+    if evaluated.is_judged or not is_quick(evaluated):
+        return evaluated
+    return simulate_candidate(evaluated)
+
+
+def is_quick(evaluated: EvaluatedCandidate) -> bool:
+    """Whether a simulation of a candidate takes a fraction of a second."""
     costs = evaluated.costs
     most = _QUICK_UNITS // 8 if costs.copies_stages else _QUICK_UNITS
-    is_long = evaluated.candidate.schedule == "sppo_msp" or costs.forward_s.size > most
-    return evaluated if is_long or evaluated.is_judged else simulate_candidate(evaluated)
+    return evaluated.candidate.schedule != "sppo_msp" and costs.forward_s.size <= most
 
 
 def simulated_device_bytes(evaluated: EvaluatedCandidate) -> tuple[int, ...] | None:

@@ -90,13 +90,28 @@ def _leaders(
         search = CandidateSearch(attempt, hardware=hardware)
         leaders = _simulated(search.fastest_first())
         if leaders:
-            leaders[0] = simulate_candidate(search.refined(leaders[0].degrees))
-            return attempt, search, leaders
+            return attempt, search, _refined(leaders, search)
         if place == 0 and not any(fits_at_all(other, hardware) for other in attempts[1:]):
             break
     if len(attempts) > 1:
         search = CandidateSearch(attempts[-1], hardware=hardware)
     return attempts[-1], search, []
+
+
+def _refined(
+    leaders: list[EvaluatedCandidate], search: CandidateSearch
+) -> list[EvaluatedCandidate]:
+    """Return leaders with the number of subsequences that simulates fastest; the fastest first.
+
+    Of those behind the first one only where they may be faster than it.
+    """
+    best = simulate_candidate(search.refined(leaders[0]))
+    found = [best]
+    for leader in leaders[1:_SIMULATED]:
+        refined = simulate_candidate(search.refined(leader, below=best.step_s))
+        found.append(min(leader, refined, key=rank_of))
+        best = min(best, refined, key=rank_of)
+    return sorted([*found, *leaders[_SIMULATED:]], key=rank_of)
 
 
 def nearest_rejection(rejected: Sequence[Rejection]) -> Rejection | None:

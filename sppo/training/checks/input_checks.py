@@ -21,7 +21,7 @@ from sppo.model.hf_files import check_headers
 from sppo.offload.disk import usable_directory
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.run_plan import plan_run
-from sppo.planning.search.choices import lone_stage_problem, trains_msp
+from sppo.planning.search.choices import Degrees, multiplexed_problem
 from sppo.quoting import quoted
 from sppo.training.run_directory import check_output
 
@@ -86,16 +86,10 @@ def _problems(run: RunConfig, check: _Check) -> Iterator[Problem]:
 def degree_problems(run: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield (key of ``parallel``, rule) for degrees that model or step cannot be divided by."""
     parallel, model = run.parallel, run.model
-    lone_stage = lone_stage_problem(run, stages=parallel.pipeline_parallel_degree)
-    if lone_stage is not None:
-        yield "multiplexed", lone_stage
-    if parallel.multiplexed == "on" and not trains_msp(run):
-        yield (
-            "multiplexed",
-            "parallel.multiplexed=on lends whole weights to other pipeline ranks, and with "
-            "parallel.sequence_parallel=megatron or parallel.zero=3 no rank has them: write "
-            "ulysses and parallel.zero=2, or parallel.multiplexed=off",
-        )
+    if parallel.multiplexed == "on":
+        problem = multiplexed_problem(run, degrees=Degrees.of_run(run))
+        if problem is not None:
+            yield "multiplexed", problem
     if parallel.pipeline_parallel_degree > model.num_layers:
         yield (
             "pipeline_parallel_degree",

@@ -1,6 +1,5 @@
 """Plans of steps of samples: they fit as assessed, hold no more than that, and can be run."""
 
-
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
