@@ -94,11 +94,19 @@ def side_steps(request: Request, *, ranks: int, sides: Sequence[str]) -> dict[st
                 _recomputing(planner, request, lengths, side=side) for lengths in request.lengths
             ]
         elif side not in packings:
-            own = planner
+            planners = [planner]
             if side == "elastic_auto":
-                own = _planner(request, ranks=ranks, schedule="auto")
-            found[side] = [_elastic(own, lengths, limit) for lengths in request.lengths]
+                # The fastest schedule may hold more than there is.
+                planners.append(_planner(request, ranks=ranks, schedule="auto"))
+            tried = [
+                [_elastic(own, lengths, limit) for lengths in request.lengths] for own in planners
+            ]
+            found[side] = min(tried, key=_total_s)
     return {side: found[side] for side in sides}
+
+
+def _total_s(steps: Sequence[SideStep]) -> float:
+    return sum(step.plan.step_s for step in steps)
 
 
 def figures(steps: Sequence[SideStep], *, lengths: Sequence[Sequence[int]]) -> dict[str, Any]:
