@@ -58,6 +58,6 @@ class StateStreams:
         """Drop what is on the device: the step failed."""
         self._reduced.clear()
         if self.weights is not None:
-            self.weights.forget()
+            self.weights.abort()
         if self.gradients is not None:
             self.gradients.abort()

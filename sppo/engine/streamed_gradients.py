@@ -109,7 +109,9 @@ class StreamedGradients(Mapping[str, Tensor]):
         self._make_room()
 
     def abort(self) -> None:
-        """Drop what is on the device: the step failed."""
+        """Free the device: the step failed. Where it no longer answers, all of it stays."""
+        if not self._transfers.wait_for_device():
+            return
         for done in self._coming.values():
             done.before_compute()
         self._coming.clear()

@@ -79,12 +79,17 @@ class StreamedWeights(Mapping[str, Tensor]):
         return len(self._rows)
 
     def forget(self) -> None:
-        """Free the device: the step is over, or failed."""
+        """Free the device: the step is over."""
         for done in self._coming.values():
             done.before_compute()  # what is freed is used again by compute alone
         self._coming.clear()
         self._named.clear()
         self._here.clear()
+
+    def abort(self) -> None:
+        """Free the device: the step failed. Where it no longer answers, all of it stays."""
+        if self._transfers.wait_for_device():
+            self.forget()
 
     def take_peak_bytes(self) -> int:
         """Return the most bytes on the device since the last call."""

@@ -58,17 +58,25 @@ class Transfers(Protocol):
         """Compute issued from now on finds everything that went up."""
         ...
 
+    def wait_for_device(self) -> bool:
+        """Return True when the device has done all work, False if it does not in time, or fails.
+
+        After that nothing may be issued to it, and what it may still use has to stay.
+        """
+        ...
+
 
 class CudaTransfers:
     """:class:`Transfers` of a CUDA device: a stream per direction, page-locked host memory.
 
     Args:
         device: whose state is copied.
+        give_up_s: seconds that :meth:`wait_for_device` waits; None: as long as it takes.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, give_up_s: float | None = None) -> None:
         self._device = device
-        self._streams = CopyStreams(_cuda, device)
+        self._streams = CopyStreams(_cuda, device, give_up_s=give_up_s)
         self._down, self._up = self._streams.out, self._streams.back
         self._last: Any = None
         self._holders: list[CudaQueues] = []
@@ -91,6 +99,10 @@ class CudaTransfers:
         """Let compute issued from now on wait for the last copy up."""
         if self._last is not None:
             self._last.before_compute()
+
+    def wait_for_device(self) -> bool:
+        """Return True when the device has done all work, False if it does not in time, or fails."""
+        return self._streams.wait_for_device()
 
     def _copy(self, stream: Any, copies: Sequence[Copy]) -> _StreamDone:
         stream.wait_stream(_cuda.current_stream(self._device))
@@ -146,6 +158,10 @@ class ThreadTransfers:
         """Wait for the last copy up."""
         if self._last is not None:
             self._last.wait()
+
+    def wait_for_device(self) -> bool:
+        """Return True: a CPU's work is done when it is issued, and copies wait for no other."""
+        return True
 
 
 class _ThreadDone:

@@ -31,9 +31,10 @@ from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.devices.device import Device
 from sppo.training.state_tensors import StateTensors, make_state
 
-GIVE_UP_S = 5.0
-"""Seconds that a rank which fails waits for its device, which may wait for other ranks in vain;
-shorter than the launcher waits for the others to end by themselves."""
+GIVE_UP_S = 4.0
+"""Seconds that a rank which fails waits for its device, which may wait for other ranks in vain:
+once for offloaded tensors, once for training state; both together shorter than the launcher waits
+for the others to end by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,10 @@ def build_state(
     sharded = ShardedState(
         run.model, mesh=mesh, pipeline=pipeline, device=place, zero=run.parallel.zero
     )
-    tensors = make_state(run, tiers=plan.state_tiers, sharded=sharded, device=device)
+    give_up_s = GIVE_UP_S if mesh.is_distributed else None
+    tensors = make_state(
+        run, tiers=plan.state_tiers, sharded=sharded, device=device, give_up_s=give_up_s
+    )
     device.trim()  # of what only the start needed
     disk = None if run.activations.disk is None else Path(run.activations.disk)
     shard_stages = range(len(plan.stages) if cuts_units else 0)
@@ -156,7 +160,7 @@ def build_state(
         count=(1 + len(shard_stages)) * may_offload(run, plan),
         disk=disk,
         debug=run.activations.debug,
-        give_up_s=GIVE_UP_S if mesh.is_distributed else None,
+        give_up_s=give_up_s,
     )
     engine = Engine(
         run.model,

@@ -94,7 +94,12 @@ class StateTensors:
 
 
 def make_state(
-    run: RunConfig, *, tiers: StateTiers, sharded: ShardedState, device: Device
+    run: RunConfig,
+    *,
+    tiers: StateTiers,
+    sharded: ShardedState,
+    device: Device,
+    give_up_s: float | None,
 ) -> StateTensors:
     """Make weights as the run starts with them, zero gradients, zero moments.
 
@@ -103,13 +108,14 @@ def make_state(
         tiers: where they live.
         sharded: this rank's shard of them.
         device: that this rank computes on.
+        give_up_s: seconds that a step which failed is waited for; None: until it has ended.
 
     Raises:
         MemoryError: the host has not the memory, or may not lock its part of it.
         OSError: the disk has not the space.
     """
     _say_what_stays(run, device)
-    memory, transfers = _tier(run, tiers, device)
+    memory, transfers = _tier(run, tiers, device, give_up_s=give_up_s)
     weights, masters = _start(run, tiers, sharded, memory=memory, place=device.torch_device)
     shapes = sharded.gradient_shapes
     if tiers.streams_gradients:
@@ -221,7 +227,7 @@ def _say_what_stays(run: RunConfig, device: Device) -> None:
 
 
 def _tier(
-    run: RunConfig, tiers: StateTiers, device: Device
+    run: RunConfig, tiers: StateTiers, device: Device, *, give_up_s: float | None
 ) -> tuple[StateMemory | None, Transfers | None]:
     """Return the memory of the tier behind the device, and the copies to and from it."""
     if not tiers.leaves_device:
@@ -229,8 +235,8 @@ def _tier(
     if "disk" in (tiers.weights, tiers.gradients, tiers.optimizer):
         assert run.activations.disk is not None, "checked with the run file"
         memory = DiskMemory(Path(run.activations.disk))
-        return memory, device.transfers(memory)
-    transfers = device.transfers(None)
+        return memory, device.transfers(memory, give_up_s=give_up_s)
+    transfers = device.transfers(None, give_up_s=give_up_s)
     return LockedHostMemory(transfers), transfers
 
 

@@ -31,6 +31,9 @@ class LateTransfers:
         while self._waiting:
             self._waiting[0].wait()
 
+    def wait_for_device(self):
+        return True
+
 
 class _Late:
     def __init__(self, waiting, copies):

@@ -8,6 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sppo.engine.pipeline import Pipeline
+from sppo.engine.state_streams import StateStreams
+from sppo.engine.streamed_gradients import StreamedGradients
+from sppo.engine.streamed_weights import StreamedWeights
 from sppo.schedule.actions import ActionKind
 from tests.engine.models import (
     Trained,
@@ -89,6 +92,38 @@ def test_a_step_that_fails_leaves_nothing_behind():
         assert not streamed.weights._here
         assert not streamed.sums._here
         assert_equal_bits(streamed.step(data, cuts), expected)
+
+
+class NoAnswer:
+    """Copies of a device that no longer answers: to wait for one, or let compute wait, may hang."""
+
+    def up(self, copies):
+        return self
+
+    down = up
+
+    def wait(self):
+        raise AssertionError("waits for a device that no longer answers")
+
+    before_compute = wait
+
+    def wait_for_device(self):
+        return False
+
+
+def test_what_a_device_that_no_longer_answers_may_use_stays():
+    rows = {"first": torch.ones(3), "second": torch.ones(3)}
+    how = {"stages": {0: ["first"], 1: ["second"]}, "device": torch.device("cpu")}
+    weights = StreamedWeights(rows, **how, transfers=NoAnswer())
+    sums = StreamedGradients(rows, **how, transfers=NoAnswer())
+    weights.fetch(0)
+    sums.bring_back(1)
+    sums.leave(0, complete=True)
+    StateStreams(weights, sums).abort()
+    assert weights.has(["first"])
+    assert [*sums._here] == ["second"]
+    assert sums._leaving is not None
+    assert sums._leaving[1]
 
 
 def test_copies_are_actions_of_the_program():

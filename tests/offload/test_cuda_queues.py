@@ -60,6 +60,9 @@ class StreamOfNow:
     def wait_event(self, event):
         event.synchronize()
 
+    def wait_stream(self, other):
+        """Return: the other one has run everything, too."""
+
 
 def runtime_without_a_gpu(*, register_fails=False):
     """What the queues ask of torch.cuda, on this process's memory: the bookkeeping is the same."""

@@ -192,7 +192,6 @@ def test_masters_are_widened_weights_where_none_are_given():
 def test_the_copies_of_a_gpu_without_one(monkeypatch):
     """Streams that run at once: the bookkeeping, the locked memory, the same bits."""
     runtime = runtime_without_a_gpu()
-    runtime.Stream.wait_stream = lambda self, other: None
     for module in (cuda_queues, host_transfers):
         monkeypatch.setattr(module, "_cuda", runtime)
     transfers = CudaTransfers(torch.device("cpu"))

@@ -117,7 +117,7 @@ class CpuDevice:
         """Return a stopwatch that reads the host's clock."""
         return HostStopwatch()
 
-    def transfers(self, memory: StateMemory | None) -> Transfers:
+    def transfers(self, memory: StateMemory | None, *, give_up_s: float | None) -> Transfers:
         """Return copies by threads, to and from a file."""
         assert memory is not None, "host memory is the device's own"
         return ThreadTransfers(memory.forget)

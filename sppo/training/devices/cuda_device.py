@@ -185,10 +185,10 @@ class CudaDevice:
         """Return a stopwatch that records CUDA events."""
         return CudaStopwatch(self.torch_device)
 
-    def transfers(self, memory: StateMemory | None) -> Transfers:
+    def transfers(self, memory: StateMemory | None, *, give_up_s: float | None) -> Transfers:
         """Return copies by two streams, to and from page-locked host memory."""
         assert memory is None, "what leaves a GPU goes to host memory"
-        return CudaTransfers(self.torch_device)
+        return CudaTransfers(self.torch_device, give_up_s=give_up_s)
 
     def offload_stores(
         self,

@@ -137,11 +137,12 @@ class Device(Protocol):
         """Return a stopwatch for the actions of a step."""
         ...
 
-    def transfers(self, memory: StateMemory | None) -> Transfers:
+    def transfers(self, memory: StateMemory | None, *, give_up_s: float | None) -> Transfers:
         """Return the copies of training state between this device and the tier behind it.
 
         Args:
             memory: where that state lives, in a file; None: in host memory.
+            give_up_s: seconds that a step which failed is waited for; None: until it has ended.
         """
         ...
 
