@@ -125,7 +125,7 @@ def _serve(arguments: argparse.Namespace) -> None:
             "samples": sampler.samples,
         }
         print(json.dumps(answer), flush=True)
-    state.engine.close()
+    state.close()
 
 
 def _run_of(arguments: argparse.Namespace) -> dict[str, Any]:

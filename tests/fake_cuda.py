@@ -16,7 +16,7 @@ import torch
 
 from sppo.engine import trace
 from sppo.hardware.numa import NumaNode
-from sppo.offload import cuda_queues
+from sppo.offload import cuda_queues, transfers
 from sppo.training.devices import cuda_device
 from sppo.training.devices.cuda_device import CudaDevice
 from sppo.units import GIB, MIB
@@ -86,7 +86,7 @@ def fake_gpu(*, free_bytes: int = TOTAL_BYTES) -> Iterator[tuple[FakeGpu, Any]]:
         }
     )
     with ExitStack() as stack:
-        for module in (cuda_queues, cuda_device, trace):
+        for module in (cuda_queues, transfers, cuda_device, trace):
             stack.enter_context(patch.object(module, "_cuda", found))
         stack.enter_context(patch.object(cuda_device, "_page_locked", lambda tensor: tensor))
         stack.enter_context(patch.object(cuda_device, "stay_near", stay_near))

@@ -211,7 +211,7 @@ class _Steps:
         pool = self._device.pool()
         assert pool is not None, "a GPU's tensors come from a pool"
         host_waits = dict(gpu.runtime.host_waits)
-        state.engine.close()
+        state.close()
         return {
             "predicted": memory,
             "measured": self._buckets,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sppo.offload.copy_streams import CopyStreams
 from sppo.offload.cuda_queues import CudaQueues
-from sppo.offload.worker_queue import WorkerQueue, wait_for
+from sppo.offload.worker_queue import WorkerQueue, close_queues, wait_for
 
 _cuda: Any = torch.cuda  # parts of it have no types
 
@@ -65,6 +65,13 @@ class Transfers(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """End copies, and free what they need; closing again does nothing.
+
+        Host memory stays valid, but nothing is copied to or from it any more.
+        """
+        ...
+
 
 class CudaTransfers:
     """:class:`Transfers` of a CUDA device: a stream per direction, page-locked host memory.
@@ -103,6 +110,14 @@ class CudaTransfers:
     def wait_for_device(self) -> bool:
         """Return True when the device has done all work, False if it does not in time, or fails."""
         return self._streams.wait_for_device()
+
+    def close(self) -> None:
+        """Wait for the device, and unlock the host memory; closing again does nothing.
+
+        Where the device does not end its work in time, all of it is left to the end of the process.
+        """
+        for holder in self._holders:
+            holder.close()
 
     def _copy(self, stream: Any, copies: Sequence[Copy]) -> _StreamDone:
         stream.wait_stream(_cuda.current_stream(self._device))
@@ -162,6 +177,10 @@ class ThreadTransfers:
     def wait_for_device(self) -> bool:
         """Return True: a CPU's work is done when it is issued, and copies wait for no other."""
         return True
+
+    def close(self) -> None:
+        """Leave out copies that have not begun, and end the threads."""
+        close_queues((self._down, self._up))
 
 
 class _ThreadDone:

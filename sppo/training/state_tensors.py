@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -43,6 +44,7 @@ class StateTensors:
         streamed_weights: Those on the device; None where all are there all the time.
         streamed_gradients: Likewise.
         memory: Of the tier behind the device; None where nothing lives there.
+        transfers: To and from that tier; closed with the tensors.
     """
 
     tiers: StateTiers
@@ -52,6 +54,7 @@ class StateTensors:
     streamed_weights: StreamedWeights | None
     streamed_gradients: StreamedGradients | None
     memory: StateMemory | None
+    transfers: Transfers | None
 
     @property
     def used_weights(self) -> Mapping[str, Tensor]:
@@ -67,6 +70,11 @@ class StateTensors:
         """Take what was read of a file, all at once, out of memory."""
         if self.memory is not None:
             self.memory.forget()
+
+    def close(self) -> None:
+        """End threads and copies and unlock host memory; does nothing the second time."""
+        if self.transfers is not None:
+            self.transfers.close()
 
     def with_state(self, copies: CopyReport) -> CopyReport:
         """Add what of the state lives behind the device to what copies hold there."""
@@ -116,14 +124,34 @@ def make_state(
     """
     _say_what_stays(run, device)
     memory, transfers = _tier(run, tiers, device, give_up_s=give_up_s)
-    weights, masters = _start(run, tiers, sharded, memory=memory, place=device.torch_device)
+    with ExitStack() as on_failure:
+        if transfers is not None:
+            on_failure.enter_context(closing(transfers))
+        state = _place_state(
+            run, tiers, sharded, memory=memory, transfers=transfers, place=device.torch_device
+        )
+        on_failure.pop_all()
+    return state
+
+
+def _place_state(
+    run: RunConfig,
+    tiers: StateTiers,
+    sharded: ShardedState,
+    *,
+    memory: StateMemory | None,
+    transfers: Transfers | None,
+    place: torch.device,
+) -> StateTensors:
+    """Make each tensor in its tier: on the device ``place``, or in the memory behind it."""
+    weights, masters = _start(run, tiers, sharded, memory=memory, place=place)
     shapes = sharded.gradient_shapes
     if tiers.streams_gradients:
         assert memory is not None, "a tier has memory"
         gradients = memory.tensors(shapes, torch.float32)
     else:
         gradients = {
-            name: torch.zeros(shape, dtype=torch.float32, device=device.torch_device)
+            name: torch.zeros(shape, dtype=torch.float32, device=place)
             for name, shape in shapes.items()
         }
     optimizer = make_optimizer(
@@ -134,7 +162,7 @@ def make_state(
         memory=memory,
         transfers=transfers,
     )
-    stages, place = sharded.names_of_stages, device.torch_device
+    stages = sharded.names_of_stages
     streamed_weights = streamed_gradients = None
     if transfers is not None and tiers.streams_weights:
         streamed_weights = StreamedWeights(
@@ -145,7 +173,14 @@ def make_state(
             gradients, stages=stages, device=place, transfers=transfers
         )
     return StateTensors(
-        tiers, weights, gradients, optimizer, streamed_weights, streamed_gradients, memory
+        tiers,
+        weights,
+        gradients,
+        optimizer,
+        streamed_weights,
+        streamed_gradients,
+        memory,
+        transfers,
     )
 
 

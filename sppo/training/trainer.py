@@ -23,7 +23,7 @@ from sppo.training.outcome import TrainingOutcome
 from sppo.training.ranks import Ranks, one_rank, shared_output
 from sppo.training.run_checkpoints import RunCheckpoints
 from sppo.training.run_directory import PLAN_FILE, note_configuration
-from sppo.training.state import build_state
+from sppo.training.state import TrainingState, build_state
 from sppo.training.state_tensors import DTYPES
 from sppo.training.step_loop import StepLoop
 from sppo.training.step_metrics import StepMeasures
@@ -119,8 +119,23 @@ def _train_in(
     ranks: Ranks,
 ) -> TrainingOutcome:
     """Build the state of a run or load it, and run the steps that are left."""
+    state = build_state(run, plan=preflight.plan, mesh=ranks.mesh, device=base.device)
+    with closing(state):
+        return _train_state(state, output, run, preflight, base, console=console, ranks=ranks)
+
+
+def _train_state(
+    state: TrainingState,
+    output: Path,
+    run: RunConfig,
+    preflight: Preflight,
+    base: _Baseline,
+    *,
+    console: Console,
+    ranks: Ranks,
+) -> TrainingOutcome:
+    """Load the newest checkpoint if there is one, and run the steps that are left."""
     plan, tokens = preflight.plan, preflight.data.data
-    state = build_state(run, plan=plan, mesh=ranks.mesh, device=base.device)
     checkpoints = RunCheckpoints(run, state, output=output, ranks=ranks, tokens=tokens)
     first_step, metadata = checkpoints.resume()
     ranks.decided_by_main(lambda: note_configuration(run, output))
@@ -162,8 +177,8 @@ def _train_in(
         ranks=ranks,
         device=base.device,
     )
-    # The failure is noted first: closing may wait for a device that no longer answers.
-    with closing(state.engine), closing(source), ranks.progress.failing():
+    # The failure is noted here, for closing the state may wait for a device that does not answer.
+    with closing(source), ranks.progress.failing():
         loop.run()
     _add_last_step(outcome, source, loop.last_work, ranks=ranks)
     return outcome

@@ -66,10 +66,11 @@ class StreamOfNow:
 
 def runtime_without_a_gpu(*, register_fails=False):
     """What the queues ask of torch.cuda, on this process's memory: the bookkeeping is the same."""
-    locked = set()
+    locked, sizes = set(), []
 
     def register(address, size_bytes, flags):
         locked.add(address)
+        sizes.append(size_bytes)
         return OUT_OF_MEMORY if register_fails else 0
 
     def unregister(address):
@@ -90,6 +91,7 @@ def runtime_without_a_gpu(*, register_fails=False):
         set_device=lambda device: None,
         cudart=lambda: runtime,
         locked=locked,
+        locked_sizes=sizes,
     )
 
 

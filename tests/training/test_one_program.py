@@ -149,7 +149,7 @@ def execute(rank, run, plan):
         try:
             done = state.engine.accumulate(data, [plan.boundaries] * plan.sequences)
         finally:
-            state.engine.close()
+            state.close()
         return mesh.at.pipeline, tuple(executed.action for executed in done.trace)
 
 

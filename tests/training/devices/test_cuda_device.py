@@ -14,11 +14,13 @@ from rich.console import Console
 
 from sppo.config import load_run
 from sppo.engine.engine import Engine
+from sppo.engine.stage import Stage
 from sppo.engine.trace import CudaStopwatch, Trace
 from sppo.hardware.file import hardware_json
 from sppo.hardware.numa import NumaNode
 from sppo.hardware.presets import PRESETS
 from sppo.kernels.native.machine_memory import MemoryRoom
+from sppo.optim.host_adamw import HostAdamW
 from sppo.parallel.job.environment import RankEnvironment
 from sppo.planning.plan import read_plan
 from sppo.schedule.actions import Action, ActionKind
@@ -38,6 +40,7 @@ from sppo.training.devices.cuda_device import (
 )
 from sppo.training.evaluation import evaluate
 from sppo.training.results import report
+from sppo.training.run_checkpoints import RunCheckpoints
 from sppo.training.steps.warm_up import warm_up
 from sppo.units import GIB, MIB
 from tests import fake_cuda
@@ -217,6 +220,43 @@ def test_the_training_is_that_of_the_cpu(work, activations):
     on_disk = activations.get("tier") == "disk"
     assert all((record["disk_peak_bytes"] > 0) == on_disk for record in found)
     assert outcome.last_step.forward_s > 0 < outcome.last_step.backward_s
+
+
+IN_HOST_MEMORY = {
+    "optimizer": {"optimizer": {"offload": True}},
+    "all": {
+        "state": {"weights": "host", "gradients": "host", "optimizer": "host"},
+        "parallel": {"virtual_stages": 3},
+    },
+}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("which", IN_HOST_MEMORY)
+def test_state_in_host_memory_trains_as_on_the_cpu_and_is_unlocked(work, which, dtype):
+    sections = {**IN_HOST_MEMORY[which], "train": {"dtype": dtype}}
+    on_device = {**sections, "state": {}, "optimizer": {}}
+    _, expected = train(run_of(work, output="cpu", **on_device), CpuDevice())
+    with fake_gpu() as (device, runtime):
+        _, found = train(run_of(work, **sections), device)
+        assert runtime.locked_sizes
+        assert runtime.locked == set()
+    assert losses(found) == losses(expected)
+
+
+@pytest.mark.parametrize("which", IN_HOST_MEMORY)
+def test_a_run_that_fails_unlocks_what_it_locked(work, which, monkeypatch):
+    def fail(*_, **__):
+        raise OSError("at odds")
+
+    run = run_of(work, **IN_HOST_MEMORY[which])
+    for owner, name in ((Stage, "forward"), (RunCheckpoints, "resume"), (HostAdamW, "_upload")):
+        with monkeypatch.context() as broken, fake_gpu() as (device, runtime):
+            broken.setattr(owner, name, fail)
+            with pytest.raises(OSError, match="at odds"):
+                train(run, device)
+            assert runtime.locked_sizes
+            assert runtime.locked == set(), name
 
 
 def test_the_host_waits_for_the_device_only_between_steps(work, monkeypatch):

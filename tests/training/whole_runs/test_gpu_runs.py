@@ -8,22 +8,26 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from rich.console import Console
 
 from sppo.config import load_run
+from sppo.offload.transfers import CudaTransfers
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.job.failures import RankProgress
 from sppo.parallel.mesh import Mesh
 from sppo.training import trainer
 from sppo.training.checks.preflight import check_before_training
+from sppo.training.devices import cuda_device
 from sppo.training.devices.choose_device import choose_device
 from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.evaluation import evaluate
 from sppo.training.ranks import Ranks, mesh_shape
 from sppo.training.results import report
+from sppo.training.state import GIVE_UP_S
 from tests.fake_cuda import fake_gpu
 from tests.training.whole_runs.test_parallel_runs import MODEL, alone, assert_like_alone, overrides
 
@@ -58,6 +62,7 @@ def train_on_a_fake_gpu(rank, directory, arguments):
         outcome = trainer.train(run, checked, console=console, ranks=ranks, device=device)
         if ranks.is_main:
             report(run, checked, outcome, console=console)
+    assert runtime.locked_sizes
     assert runtime.locked == set()
     return plan.tier, outcome.done_steps, sum(c.total_out_bytes for c in outcome.copies) > 0
 
@@ -77,6 +82,35 @@ def test_many_ranks_do_on_gpus_what_one_does_on_the_cpu(ranks, work, run_file, s
     assert_like_alone(work, "grid")
     summary = json.loads((work / "grid/run_summary.json").read_text())
     assert summary["timeline"]["makespan_s"]["measured"] > 0
+
+
+IN_HOST_MEMORY = {
+    "optimizer": ((2, 1, 1), {"optimizer.offload": True}),
+    "all": (
+        (1, 2, 1),
+        {
+            "model.num_layers": 4,
+            "parallel.virtual_stages": 2,
+            **dict.fromkeys(("state.weights", "state.gradients", "state.optimizer"), "host"),
+        },
+    ),
+}
+
+
+def train_with_state_in_host_memory(rank, directory, arguments):
+    """Steps done by one rank, and how long it would wait for a device that stands still."""
+    with mock.patch.object(cuda_device, "CudaTransfers", wraps=CudaTransfers) as made:
+        _, steps, _ = train_on_a_fake_gpu(rank, directory, arguments)
+    return steps, made.call_args.kwargs["give_up_s"]
+
+
+@pytest.mark.parametrize("which", IN_HOST_MEMORY)
+def test_ranks_unlock_the_state_that_they_keep_in_host_memory(ranks, work, run_file, which):
+    shape, how = IN_HOST_MEMORY[which]
+    run_file(model=MODEL, train={"steps": 2, "dtype": "bf16", "sequences_per_step": 2})
+    arguments = overrides(shape, 2, **how)
+    done = ranks.run(train_with_state_in_host_memory, work, arguments, ranks=2)
+    assert done == [(2, GIVE_UP_S)] * 2
 
 
 # On a real one
