@@ -31,7 +31,7 @@ from sppo.kernels.attention import document_offsets, interface
 from sppo.kernels.attention.kernel import AttentionKernel
 from sppo.model import rope
 from sppo.offload import cuda_queues
-from sppo.optim import host_adamw
+from sppo.optim import optimizer_rows
 from sppo.optim.adamw import MOMENTS
 from sppo.training import state_tensors
 from sppo.training.devices import cuda_device
@@ -163,7 +163,7 @@ def _replace_host(stack: ExitStack, recorder: Recorder) -> None:
         (cuda_queues.CudaQueues, "host_memory", host_memory),
         (cuda_queues, "WorkerQueue", partial(InlineQueue, runtime=recorder.runtime)),
         (cuda_queues, "FileTier", partial(FakeFile, recorder=recorder)),
-        (host_adamw, "_rows", rows),
+        (optimizer_rows, "_rows", rows),
         (cuda_device, "_page_locked", recorder.ledger.page_lock),
         (state_tensors, "made_ahead", made_ahead),
     )

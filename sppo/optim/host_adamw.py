@@ -19,15 +19,13 @@ from sppo.checkpoint.checkpoint import MODEL_PREFIX
 from sppo.config.run import OptimizerConfig
 from sppo.cost.memory.stage_memory import UPDATE_SLOTS
 from sppo.cost.parameters import is_decayed
-from sppo.offload.arena import HostArena
-from sppo.offload.state_memory import StateMemory
 from sppo.offload.transfers import Done, Transfers
 from sppo.optim.adamw import MOMENTS, STEP_KEY, take_over
+from sppo.optim.optimizer_rows import WIDE, OptimizerRows
 
 _BUCKET_ELEMENTS = 1 << 24
 """64 MiB of gradients: long copies, and what waits for the first and the last one stays small."""
 _SLOTS = UPDATE_SLOTS
-_WIDE = torch.float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +64,12 @@ class HostAdamW:
         weights: what the engine computes with, on its device or behind it, by global name; written
             after every step.
         config: betas, eps, weight decay. Rate and clipping are given at each step.
+        rows: of the weights, filled with the fp32 values that they were rounded from.
         transfers: copies of that device.
-        masters: fp32 values that weights in the compute dtype were rounded from; copied. None
-            converts the weights themselves.
-        memory: where masters and moments live; None takes host memory.
         bucket_elements: most parameters of a bucket.
 
     Raises:
-        MemoryError: the host has not the memory, or may not lock its part of it.
+        MemoryError: the host has not the memory for what passes through it, or may not lock it.
     """
 
     def __init__(
@@ -81,31 +77,20 @@ class HostAdamW:
         weights: Mapping[str, Tensor],
         *,
         config: OptimizerConfig,
+        rows: OptimizerRows,
         transfers: Transfers,
-        masters: Mapping[str, Tensor] | None = None,
-        memory: StateMemory | None = None,
         bucket_elements: int = _BUCKET_ELEMENTS,
     ) -> None:
-        self._memory = memory
+        shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+        assert shapes == rows.shapes, "rows are of the weights"
         self._weights = {name: weight.detach().view(-1) for name, weight in weights.items()}
-        self._shapes = {name: weight.shape for name, weight in weights.items()}
-        self._transfers, self._steps = transfers, 0
-        self._places, self._buckets = _layout(
-            self._shapes, weight_decay=config.weight_decay, bucket_elements=bucket_elements
+        self._rows, self._transfers, self._steps = rows, transfers, 0
+        self._buckets = _cut(
+            rows, weight_decay=config.weight_decay, bucket_elements=bucket_elements
         )
-        elements = sum(weight.numel() for weight in weights.values())
-        rows = _rows(elements) if memory is None else _rows_in(memory, elements)
-        self._row, *self._moments = rows
-        for name, weight in weights.items():
-            self._view(self._row, name).copy_(weight if masters is None else masters[name])
-            self._forget()
         self._gradients, self._narrow = self._staging()
         self._optimizers = [self._optimizer(bucket, config) for bucket in self._buckets]
         self._upload_all()
-
-    def _forget(self) -> None:
-        if self._memory is not None:
-            self._memory.forget()
 
     @property
     def steps(self) -> int:
@@ -120,14 +105,13 @@ class HostAdamW:
     @property
     def row_bytes(self) -> int:
         """Memory of masters and moments."""
-        rows = (self._row, *self._moments)
-        return sum(row.numel() * row.element_size() for row in rows)
+        return self._rows.size_bytes
 
     @property
     def bucket_bytes(self) -> int:
         """Memory that a bucket takes where its masters and moments are in a file."""
         most = max(bucket.elements for bucket in self._buckets)
-        return self.staging_bytes + (1 + len(MOMENTS)) * most * _WIDE.itemsize
+        return self.staging_bytes + (1 + len(MOMENTS)) * most * WIDE.itemsize
 
     @property
     def staging_bytes(self) -> int:
@@ -163,7 +147,7 @@ class HostAdamW:
             if len(going) >= _SLOTS:
                 going[-_SLOTS].wait()  # its slot is written next
             going.append(self._upload(index))
-            self._forget()
+            self._rows.forget()
         self._transfers.finish()
         for done in going[-_SLOTS:]:
             done.wait()  # the next step, or a load, writes these slots
@@ -171,10 +155,11 @@ class HostAdamW:
 
     def state(self) -> dict[str, Tensor]:
         """Everything a resumed run needs, flat by key, as of :class:`AdamW`; on the host, live."""
-        state = {f"{MODEL_PREFIX}{name}": self._view(self._row, name) for name in self._weights}
-        for moment, row in zip(MOMENTS, self._moments, strict=True):
+        rows = self._rows
+        state = {f"{MODEL_PREFIX}{name}": rows.view(rows.masters, name) for name in self._weights}
+        for moment, row in zip(MOMENTS, rows.moments, strict=True):
             for name in self._weights:
-                state[f"optimizer.{moment}.{name}"] = self._view(row, name)
+                state[f"optimizer.{moment}.{name}"] = rows.view(row, name)
         state[STEP_KEY] = torch.tensor(self._steps)
         return state
 
@@ -187,12 +172,9 @@ class HostAdamW:
                 parameter_state["step"].fill_(self._steps)
         self._upload_all()
 
-    def _view(self, row: Tensor, name: str) -> Tensor:
-        begin, shape = self._places[name], self._shapes[name]
-        return row[begin : begin + shape.numel()].view(shape)
-
     def _optimizer(self, bucket: _UpdateBucket, config: OptimizerConfig) -> torch.optim.AdamW:
-        master, *moments = (row[bucket.begin : bucket.end] for row in (self._row, *self._moments))
+        rows = (self._rows.masters, *self._rows.moments)
+        master, *moments = (row[bucket.begin : bucket.end] for row in rows)
         optimizer = torch.optim.AdamW(
             [master],
             betas=config.betas,
@@ -200,7 +182,7 @@ class HostAdamW:
             weight_decay=bucket.weight_decay,
             fused=True,
         )
-        step = torch.zeros((), dtype=_WIDE)
+        step = torch.zeros((), dtype=WIDE)
         optimizer.state[master] = {"step": step, **dict(zip(MOMENTS, moments, strict=True))}
         return optimizer
 
@@ -208,7 +190,7 @@ class HostAdamW:
         """Slots for gradients that come down, and for weights that go up, by their dtype."""
         most = max(bucket.elements for bucket in self._buckets)
         dtypes = sorted({weight.dtype for weight in self._weights.values()}, key=str)
-        sizes = [_WIDE, *dtypes] * _SLOTS
+        sizes = [WIDE, *dtypes] * _SLOTS
         memory = self._transfers.memory(sum(most * dtype.itemsize for dtype in sizes))
         views, begin = [], 0
         # The widest first, so that every view begins at a multiple of its element.
@@ -235,12 +217,13 @@ class HostAdamW:
     def _upload(self, index: int) -> Done:
         """Round one bucket's masters, and start to send them to the weights."""
         bucket, slot = self._buckets[index], self._narrow[index % _SLOTS]
+        masters = self._rows.masters
         copies = []
         for part in bucket.parts:
             target = self._weights[part.name][part.begin : part.end]
             place = part.offset, part.offset + part.end - part.begin
             staged = slot[target.dtype][place[0] : place[1]]
-            staged.copy_(self._row[bucket.begin + place[0] : bucket.begin + place[1]])
+            staged.copy_(masters[bucket.begin + place[0] : bucket.begin + place[1]])
             copies.append((target, staged))
         return self._transfers.up(copies)
 
@@ -248,57 +231,32 @@ class HostAdamW:
     def _upload_all(self) -> None:
         for index in range(len(self._buckets)):
             self._upload(index).wait()
-            self._forget()
+            self._rows.forget()
         self._transfers.finish()
 
 
-def _rows(elements: int) -> list[Tensor]:
-    """Masters and both moments: zeros in host memory of exactly that size."""
-    count = 1 + len(MOMENTS)
-    with HostArena(count * elements * _WIDE.itemsize) as arena:  # lives as long as views of it
-        memory = arena.tensor(0, (count, elements), _WIDE)
-    return list(memory.unbind())
-
-
-def _rows_in(memory: StateMemory, elements: int) -> list[Tensor]:
-    """Masters and both moments: zeros in another tier."""
-    names = ("masters", *MOMENTS)
-    return [*memory.tensors(dict.fromkeys(names, (elements,)), _WIDE).values()]
-
-
-def _layout(
-    shapes: Mapping[str, Sequence[int]], *, weight_decay: float, bucket_elements: int
-) -> tuple[dict[str, int], list[_UpdateBucket]]:
-    """Return where every parameter begins in the row, and the buckets that the row is cut into."""
+def _cut(rows: OptimizerRows, *, weight_decay: float, bucket_elements: int) -> list[_UpdateBucket]:
+    """Return the buckets that the rows are cut into."""
     assert bucket_elements > 0, "a bucket holds something"
-    places: dict[str, int] = {}
     buckets: list[_UpdateBucket] = []
     begin = 0
     for decayed in (True, False):
-        first = begin
-        names = [name for name, shape in shapes.items() if is_decayed(tuple(shape)) == decayed]
-        for name in names:
-            places[name] = begin
-            begin += prod(shapes[name])
+        names = [name for name in rows.begins if is_decayed(rows.shapes[name]) == decayed]
+        first, begin = begin, begin + sum(prod(rows.shapes[name]) for name in names)
         for start in range(first, begin, bucket_elements):
             end = min(start + bucket_elements, begin)
-            parts = tuple(_parts(names, places, shapes, start=start, end=end))
+            parts = tuple(_parts(rows, names, start=start, end=end))
             buckets.append(_UpdateBucket(start, end, weight_decay if decayed else 0.0, parts))
-    return places, buckets
+    return buckets
 
 
 def _parts(
-    names: Sequence[str],
-    places: Mapping[str, int],
-    shapes: Mapping[str, Sequence[int]],
-    *,
-    start: int,
-    end: int,
+    rows: OptimizerRows, names: Sequence[str], *, start: int, end: int
 ) -> list[_ParameterRange]:
-    """What of the parameters lies between `start` and `end` of the row."""
+    """What of the parameters lies between `start` and `end` of a row."""
     found = []
     for name in names:
-        place, size = places[name], prod(shapes[name])
+        place, size = rows.begins[name], prod(rows.shapes[name])
         begin, stop = max(start, place), min(end, place + size)
         if begin < stop:
             found.append(_ParameterRange(name, begin - place, stop - place, begin - start))

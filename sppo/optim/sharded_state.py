@@ -156,6 +156,12 @@ class ShardedState:
             return dict(self.shapes)
         return {name: self._own_shape(name) for name in self.shapes}
 
+    @property
+    def own_shapes(self) -> dict[str, Shape]:
+        """Shapes of what is this rank's :meth:`own` of the parameters, by global name."""
+        shapes = {name: self._own_shape(name) for name in self.shapes}
+        return {name: shape for name, shape in shapes.items() if shape[0]}
+
     def gradient_provider(self, gradients: Mapping[str, Tensor]) -> GradientProvider:
         """What gives the engine its gradients.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from sppo.config import RunConfig
 from sppo.cost.memory.stage_memory import DISK_UPDATE_ELEMENTS
 from sppo.cost.parameters import parameter_shapes
-from sppo.cost.state_tiers import StateTier, StateTiers
+from sppo.cost.state_tiers import StateTiers
 from sppo.engine.streamed_gradients import StreamedGradients
 from sppo.engine.streamed_weights import StreamedWeights
 from sppo.model.hf import open_hf_weights
@@ -24,6 +24,7 @@ from sppo.offload.state_memory import DiskMemory, LockedHostMemory, StateMemory
 from sppo.offload.transfers import Transfers
 from sppo.optim.adamw import AdamW
 from sppo.optim.host_adamw import HostAdamW
+from sppo.optim.optimizer_rows import OptimizerRows
 from sppo.optim.sharded_state import ShardedState
 from sppo.training.devices.device import Device
 
@@ -144,7 +145,11 @@ def _place_state(
     place: torch.device,
 ) -> StateTensors:
     """Make each tensor in its tier: on the device ``place``, or in the memory behind it."""
-    weights, masters = _start(run, tiers, sharded, memory=memory, place=place)
+    rows = None
+    if tiers.offloads_optimizer:
+        on_disk = tiers.optimizer == "disk"
+        rows = OptimizerRows(sharded.own_shapes, memory=memory if on_disk else None)
+    weights, masters = _start(run, tiers, sharded, memory=memory, rows=rows, place=place)
     shapes = sharded.gradient_shapes
     if tiers.streams_gradients:
         assert memory is not None, "a tier has memory"
@@ -154,13 +159,8 @@ def _place_state(
             name: torch.zeros(shape, dtype=torch.float32, device=place)
             for name, shape in shapes.items()
         }
-    optimizer = make_optimizer(
-        run,
-        sharded.own(weights),
-        tier=tiers.optimizer,
-        masters=masters,
-        memory=memory,
-        transfers=transfers,
+    optimizer = _make_optimizer(
+        run, sharded.own(weights), tiers, masters=masters, rows=rows, transfers=transfers
     )
     stages = sharded.names_of_stages
     streamed_weights = streamed_gradients = None
@@ -190,9 +190,13 @@ def _start(
     sharded: ShardedState,
     *,
     memory: StateMemory | None,
+    rows: OptimizerRows | None,
     place: torch.device,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the weights of step 0 in their tier, and the fp32 values they were rounded from."""
+    """Return the weights of step 0 in their tier, and the fp32 values they were rounded from.
+
+    Those go to ``rows`` where there are some; otherwise they are returned, on the device.
+    """
     dtype = DTYPES[run.train.dtype]
     weights: dict[str, Tensor] = {}
     if tiers.streams_weights:
@@ -205,48 +209,34 @@ def _start(
             weights[name].copy_(sharded.kept(name, weight.to(dtype)))
         else:
             weights[name] = sharded.kept(name, weight.to(device=place, dtype=dtype))
-        if dtype is not torch.float32:
-            master = weight if tiers.offloads_optimizer else weight.to(place)
-            masters |= sharded.own({name: master}, copy=True)
+        if rows is not None:
+            rows.fill(sharded.own({name: weight}))
+        elif dtype is not torch.float32:
+            masters |= sharded.own({name: weight.to(place)}, copy=True)
     return weights, masters
 
 
-def make_optimizer(
+def _make_optimizer(
     run: RunConfig,
     weights: Mapping[str, Tensor],
+    tiers: StateTiers,
     *,
-    tier: StateTier,
     masters: Mapping[str, Tensor],
-    memory: StateMemory | None = None,
-    transfers: Transfers | None = None,
+    rows: OptimizerRows | None,
+    transfers: Transfers | None,
 ) -> AdamW | HostAdamW:
-    """Make the optimizer where its state lives.
-
-    Args:
-        run: checked.
-        weights: that it updates, on the device or behind it.
-        tier: where.
-        masters: fp32 values that weights in the compute dtype were rounded from; empty where there
-            are none.
-        memory: of the tier behind the device, if anything lives there.
-        transfers: to and from it.
-
-    Raises:
-        MemoryError: the host has not the memory, or may not lock its part of it.
-        OSError: the disk has not the space.
-    """
-    config, wide = run.optimizer, masters or None
-    if tier == "device":
-        return AdamW(weights, config=config, masters=wide)
+    """Make the optimizer where its state lives: in ``rows`` behind the device, or on it."""
+    config = run.optimizer
+    if rows is None:
+        return AdamW(weights, config=config, masters=masters or None)
     assert transfers is not None, "a tier has copies"
-    if tier == "host":
-        return HostAdamW(weights, config=config, transfers=transfers, masters=wide)
+    if tiers.optimizer == "host":
+        return HostAdamW(weights, config=config, rows=rows, transfers=transfers)
     return HostAdamW(
         weights,
         config=config,
+        rows=rows,
         transfers=transfers,
-        masters=wide,
-        memory=memory,
         bucket_elements=DISK_UPDATE_ELEMENTS,
     )
 

@@ -13,6 +13,7 @@ from sppo.offload import transfers as host_transfers
 from sppo.offload.transfers import CudaTransfers
 from sppo.optim.adamw import AdamW
 from sppo.optim.host_adamw import HostAdamW
+from sppo.optim.optimizer_rows import OptimizerRows
 from sppo.planning.plan import read_plan
 from tests.conftest import succeed
 from tests.offload.test_cuda_queues import on_gpu, runtime_without_a_gpu
@@ -83,6 +84,8 @@ def pair(dtype, *, transfers, bucket_elements, given_masters=True):
     device = {name: master.to(dtype, copy=True) for name, master in masters.items()}
     host = {name: weight.clone() for name, weight in device.items()}
     copies = None if narrow is None else {n: m.clone() for n, m in narrow.items()}
+    rows = OptimizerRows(SHAPES)
+    rows.fill(host if narrow is None else narrow)
     return (
         (device, AdamW(device, config=CONFIG, masters=copies)),
         (
@@ -90,8 +93,8 @@ def pair(dtype, *, transfers, bucket_elements, given_masters=True):
             HostAdamW(
                 host,
                 config=CONFIG,
+                rows=rows,
                 transfers=transfers,
-                masters=narrow,
                 bucket_elements=bucket_elements,
             ),
         ),
@@ -212,8 +215,10 @@ def test_a_gpu_gets_the_weights_of_the_host():
     results = []
     for where, transfers in ((device, CudaTransfers(device)), ("cpu", ImmediateTransfers())):
         weights = {name: master.to(where, torch.bfloat16) for name, master in masters.items()}
+        rows = OptimizerRows(SHAPES)
+        rows.fill(masters)
         optimizer = HostAdamW(
-            weights, config=CONFIG, transfers=transfers, masters=masters, bucket_elements=320
+            weights, config=CONFIG, rows=rows, transfers=transfers, bucket_elements=320
         )
         for step in range(3):
             gradients = {name: g.to(where) for name, g in _tensors(step + 1).items()}

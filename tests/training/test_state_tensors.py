@@ -1,0 +1,54 @@
+"""Where a run's state is while it is made."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+
+from sppo.config import load_run
+from sppo.training import state_tensors
+from sppo.training.checks.preflight import check_before_training
+from sppo.training.devices.cpu_device import CpuDevice
+from sppo.training.state import build_state
+from sppo.training.state_tensors import starting_weights
+from tests.conftest import write_run
+from tests.fake_cuda import fake_gpu
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_start_holds_one_parameter_beside_the_rows_of_the_optimizer(work, monkeypatch, tier):
+    """Masters are written where they stay: together they would be a third of the rows again."""
+    left = []
+
+    def watched(run, names):
+        made = []
+        for name, weight in starting_weights(run, names):
+            left.append(sum(other() is not None for other in made))
+            made.append(weakref.ref(weight))
+            yield name, weight
+            del weight
+
+    monkeypatch.setattr(state_tensors, "starting_weights", watched)
+    (work / "spill").mkdir()
+    run = load_run(
+        write_run(
+            work / "run.yaml",
+            state={"optimizer": tier},
+            activations={"disk": "spill"} if tier == "disk" else {},
+            train={"dtype": "bf16"},
+        )
+    )
+    with fake_gpu() as (gpu, _):
+        device = gpu if tier == "host" else CpuDevice()
+        plan = check_before_training(run, device=device).plan
+        state = build_state(run, plan=plan, device=device)
+        state.close()
+    assert len(left) > 5
+    assert max(left) <= 1
+    masters = state.optimizer.state()
+    assert plan.state_tiers.optimizer == tier
+    for name, weight in starting_weights(run):
+        assert torch.equal(masters[f"model.{name}"], weight)
+        assert torch.equal(state.weights[name], weight.bfloat16())
