@@ -96,7 +96,7 @@ def side_steps(request: Request, *, ranks: int, sides: Sequence[str]) -> dict[st
         elif side not in packings:
             planners = [planner]
             if side == "elastic_auto":
-                # The fastest schedule may hold more than there is.
+                # Within the limit it may have to cut so small that the simple schedule is faster.
                 planners.append(_planner(request, ranks=ranks, schedule="auto"))
             tried = [
                 [_elastic(own, lengths, limit) for lengths in request.lengths] for own in planners

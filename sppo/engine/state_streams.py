@@ -55,7 +55,7 @@ class StateStreams:
             self.gradients.assert_idle()
 
     def abort(self) -> None:
-        """Drop what is on the device: the step failed."""
+        """Free the device: the step failed. Where it no longer answers, all of it stays."""
         self._reduced.clear()
         if self.weights is not None:
             self.weights.abort()

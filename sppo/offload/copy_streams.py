@@ -41,11 +41,11 @@ class CopyStreams:
         """Return True when the device has done all work, False if it does not in time, or fails."""
         if self.given_up:
             return False
-        if self._give_up_s is None:
-            self._cuda.synchronize(self._device)
-            return True
         streams = (self._cuda.current_stream(self._device), self.out, self.back)
         try:
+            if self._give_up_s is None:
+                self._cuda.synchronize(self._device)
+                return True
             done = done_in_time(self._cuda, self._device, streams, still_s=self._give_up_s)
         except RuntimeError:  # of a device that has failed; whoever gives up has a reason already
             done = False

@@ -115,7 +115,7 @@ def run_candidate(run: RunConfig, *, hardware: HardwareSpec) -> Candidate:
 
     Raises:
         ValueError: sequences that cannot be divided evenly over the replicas, or units sharded over
-            the ranks of one stage.
+            pipeline ranks (MSP) with degrees that do not allow it.
     """
     degrees = Degrees.of_run(run)
     if run.train.sequences_per_step % degrees.data_parallel:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -159,8 +159,29 @@ def build_state(
         run, tiers=plan.state_tiers, sharded=sharded, device=device, give_up_s=give_up_s
     )
     device.trim()  # of what only the start needed
+    with ExitStack() as on_failure:
+        on_failure.enter_context(closing(tensors))
+        engine = _build_engine(
+            run, plan, tensors, sharded, pipeline, mesh=mesh, device=device, give_up_s=give_up_s
+        )
+        on_failure.pop_all()
+    return TrainingState(tensors, engine, sharded)
+
+
+def _build_engine(
+    run: RunConfig,
+    plan: ExecutionPlan,
+    tensors: StateTensors,
+    sharded: ShardedState,
+    pipeline: Pipeline,
+    *,
+    mesh: Mesh,
+    device: Device,
+    give_up_s: float | None,
+) -> Engine:
+    """Make the engine of a rank, with the stores of what it offloads."""
     disk = None if run.activations.disk is None else Path(run.activations.disk)
-    shard_stages = range(len(plan.stages) if cuts_units else 0)
+    shard_stages = range(len(plan.stages) if plan.schedule == "sppo_msp" else 0)
     stores = device.offload_stores(
         plan,
         count=(1 + len(shard_stages)) * may_offload(run, plan),
@@ -168,7 +189,7 @@ def build_state(
         debug=run.activations.debug,
         give_up_s=give_up_s,
     )
-    engine = Engine(
+    return Engine(
         run.model,
         weights=sharded.provider(tensors.used_weights),
         gradients=sharded.gradient_provider(tensors.used_gradients),
@@ -186,7 +207,6 @@ def build_state(
         stopwatch=device.stopwatch(),
         debug=run.activations.debug,
     )
-    return TrainingState(tensors, engine, sharded)
 
 
 def may_offload(run: RunConfig, plan: ExecutionPlan) -> bool:

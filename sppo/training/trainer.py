@@ -120,7 +120,8 @@ def _train_in(
 ) -> TrainingOutcome:
     """Build the state of a run or load it, and run the steps that are left."""
     state = build_state(run, plan=preflight.plan, mesh=ranks.mesh, device=base.device)
-    with closing(state):
+    # A failure is noted first, for closing the state may wait for a device that does not answer.
+    with closing(state), ranks.progress.failing():
         return _train_state(state, output, run, preflight, base, console=console, ranks=ranks)
 
 
@@ -177,7 +178,6 @@ def _train_state(
         ranks=ranks,
         device=base.device,
     )
-    # The failure is noted here, for closing the state may wait for a device that does not answer.
     with closing(source), ranks.progress.failing():
         loop.run()
     _add_last_step(outcome, source, loop.last_work, ranks=ranks)

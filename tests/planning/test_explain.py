@@ -6,12 +6,16 @@ from dataclasses import replace
 
 import pytest
 
+from sppo.cost.attention_backend import planned_backend
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.cost.pass_parts import PART_NAMES
 from sppo.hardware.description import HardwareSpec
+from sppo.hardware.file import hardware_for
 from sppo.hardware.presets import PRESETS
 from sppo.planning.explain import PARTS, rates_used, step_parts
+from sppo.planning.search.candidates import workload_of
+from sppo.planning.search.choices import Degrees
 from sppo.planning.search.evaluated_candidate import assess
 from sppo.planning.search.simulated_candidate import simulate_candidate
 from tests.planning.cases import PERFECT, run_config
@@ -67,6 +71,25 @@ def test_rates_name_the_back_end_and_who_measured_it():
     assert "FlashAttention-3 paper" in rates["attention (cudnn)"].source
     assert 0.2 < rates["attention (cudnn)"].value / rates["attention (cudnn)"].peak < 0.5
     assert "mamf-finder" in rates["matrix products"].source
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"data": {"samples": "documents"}, "train": {"samples_per_step": 8}},
+        {"data": {"isolate_documents": True}},
+    ],
+)
+def test_documents_are_not_priced_with_a_back_end_that_takes_none(sections):
+    degrees = Degrees(1, 1, 8)
+    backends = []
+    for own in ({}, sections):
+        data = {"tokens": "data", **own.get("data", {})}
+        run = run_config(**{**own, "data": data, "hardware": {"preset": "h100"}})
+        hardware = hardware_for(run.hardware)
+        workload = workload_of(run, hardware=hardware, degrees=degrees)
+        backends.append(planned_backend(workload))
+    assert backends == ["cudnn", "flash_attn_2"]
 
 
 @pytest.mark.parametrize(

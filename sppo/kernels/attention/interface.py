@@ -6,10 +6,12 @@ size.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Literal
 
 from torch import Tensor
 
+from sppo.kernels.attention.blocks import attention_blocks
 from sppo.kernels.attention.choice import AttentionCase, Name, choose
 from sppo.kernels.attention.kernel import AttentionKernel
 
@@ -116,16 +118,22 @@ def _kernel(
     backend: Backend,
 ) -> AttentionKernel:
     queries, heads, head_size = q_CND.shape
-    prefix = k_TKD.shape[0] - queries
     case = AttentionCase(
         q_CND.device,
         q_CND.dtype,
         head_size,
         group=heads // k_TKD.shape[1],
         window=window is not None,
-        single_tokens=len(document_starts) > 1 or 1 in (queries, prefix),
+        single_tokens=len(document_starts) > 1 or _has_single_tokens(queries, k_TKD.shape[0]),
     )
     return choose(backend, case)
+
+
+@lru_cache(maxsize=256)
+def _has_single_tokens(queries: int, keys: int) -> bool:
+    """Whether a span of one document has a block of one query or one key."""
+    blocks = attention_blocks(queries, keys)
+    return any(1 in (block.num_queries, block.num_keys) for block in blocks)
 
 
 def _check(q_CND: Tensor, k_TKD: Tensor, v_TKD: Tensor, window: int | None) -> None:

@@ -12,7 +12,7 @@ from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.flops import partition_costs
 from sppo.cost.layer import Workload, seconds_per_token_and_pair
-from sppo.hardware.description import HardwareSpec
+from sppo.hardware.description import DeviceSpec, HardwareSpec
 from sppo.planning.partition import boundaries_by_flops, boundaries_by_length, lengths_of
 from sppo.schedule.generators import LOOPED, WHOLE_SEQUENCES
 
@@ -95,7 +95,7 @@ def multiplexed_problem(run: RunConfig, *, degrees: Degrees) -> str | None:
 
 
 def machine_asked_for(run: RunConfig, *, hardware: HardwareSpec) -> HardwareSpec:
-    """The machine with the tiers behind its devices that the run allows.
+    """The machine with the tiers behind its devices that the run allows, and its attention.
 
     Raises:
         ValueError: the run asks for a tier that the machine does not have.
@@ -118,7 +118,24 @@ def machine_asked_for(run: RunConfig, *, hardware: HardwareSpec) -> HardwareSpec
             "be used; leave the key out, name a directory (activations.disk), or raise "
             "activations.host_memory or disk_memory"
         )
-    return replace(hardware, node=replace(node, host_memory_bytes=host, disk_bytes=disk))
+    return replace(
+        hardware,
+        device=_device_of_documents(hardware.device) if _has_documents(run) else hardware.device,
+        node=replace(node, host_memory_bytes=host, disk_bytes=disk),
+    )
+
+
+def _has_documents(run: RunConfig) -> bool:
+    """Whether tokens attend to those of their own document alone."""
+    return run.data.samples == "documents" or run.data.isolate_documents
+
+
+def _device_of_documents(device: DeviceSpec) -> DeviceSpec:
+    """Return the device with another back end than cuDNN, which takes no documents."""
+    other = "flash_attn_2"
+    if device.attention_backend != "cudnn" or other not in device.published_backends:
+        return device
+    return replace(device, attention_backend=other)
 
 
 def degrees_to_try(

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sppo.kernels.attention import choice as attention_choice
+from sppo.kernels.attention import interface
 from sppo.kernels.attention.choice import CAPABILITIES, AttentionCase, choose, chosen_name, why_not
 from sppo.kernels.attention.interface import attention_forward
 from sppo.kernels.attention.kernel import OfBlocks, Reference
@@ -102,6 +103,29 @@ def test_compute_capability_counts(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert why_not("flash_attn_3", case()) == "is not for compute capability 8.0"
     assert why_not("flash_attn_2", case()) is None
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "documents", "single"),
+    [
+        (64, 8256, (0,), False),
+        (64, 8257, (0,), True),  # a prefix is read in parts of 8192 keys
+        (64, 64, (0,), False),
+        (1, 64, (0,), True),
+        (64, 8256, (0, 100), True),
+    ],
+)
+def test_blocks_of_one_token_are_told(monkeypatch, queries, keys, documents, single):
+    asked = []
+
+    def choose(backend, case):
+        asked.append(case.single_tokens)
+        return Reference()
+
+    monkeypatch.setattr(interface, "choose", choose)
+    q, kv = torch.zeros(queries, 1, 8), torch.zeros(keys, 1, 8)
+    attention_forward(q, kv, kv, document_starts=documents)
+    assert asked == [single]
 
 
 def test_what_is_not_installed_is_not_taken(gpu, monkeypatch):

@@ -332,3 +332,20 @@ def test_what_does_not_fit_is_explained():
     assert solution.best is None
     assert solution.runners_up == solution.by_num_subsequences == ()
     assert all(rejection.reason for rejection in solution.rejected)
+
+
+def test_n_of_the_ways_behind_the_best_one_is_simulated_too():
+    run = run_config(
+        "llama-3.1-8b",
+        length="32Ki",
+        train={"sequences_per_step": 8},
+        parallel={"virtual_stages": 1},
+    )
+    search = CandidateSearch(run, hardware=hardware_for(run.hardware))
+    by_closed_form = {one.degrees: simulate_candidate(one) for one in search.fastest_first()}
+    better = [
+        one
+        for one in solved(run).runners_up
+        if one.step_s < 0.999 * by_closed_form[one.degrees].step_s
+    ]
+    assert better

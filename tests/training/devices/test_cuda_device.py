@@ -250,7 +250,12 @@ def test_a_run_that_fails_unlocks_what_it_locked(work, which, monkeypatch):
         raise OSError("at odds")
 
     run = run_of(work, **IN_HOST_MEMORY[which])
-    for owner, name in ((Stage, "forward"), (RunCheckpoints, "resume"), (HostAdamW, "_upload")):
+    for owner, name in (
+        (Stage, "forward"),
+        (RunCheckpoints, "resume"),
+        (HostAdamW, "_upload"),
+        (Engine, "__init__"),
+    ):
         with monkeypatch.context() as broken, fake_gpu() as (device, runtime):
             broken.setattr(owner, name, fail)
             with pytest.raises(OSError, match="at odds"):
