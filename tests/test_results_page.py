@@ -80,8 +80,46 @@ def test_documents_of_their_own_length(side):
     measured = report["measured"][side]
     cells = [f"{measured['tokens_per_s']:.0f}, {measured['over_fixed']:.2f}x"]
     cells.append(f"{measured['idle_share']:.1%}")
+    cells.append(f"{max(measured['peak_bytes']) / MIB:.0f} MiB")
     cells += [f"{report['simulated'][ranks][side]['over_fixed']:.2f}x" for ranks in "248"]
     assert f"| {' | '.join(cells)} |" in TEXT
+
+
+@pytest.mark.parametrize("side", ["recompute_all", "recompute_uniform", "checkpointing", "levels"])
+def test_levels(side):
+    report = _file("compare_levels")
+    measured, base = report["measured"][side], report["measured"]["recompute_all"]
+    simulated = [
+        sides[side]["tokens_per_s"] / sides["recompute_all"]["tokens_per_s"]
+        for sides in report["simulated"].values()
+    ]
+    over = measured["tokens_per_s"] / base["tokens_per_s"]
+    cells = [f"{measured['tokens_per_s']:.0f}, {over:.2f}x", f"{simulated[0]:.2f}x"]
+    cells.append(f"{max(measured['peak_bytes']) / MIB:.0f} MiB")
+    cells += [f"{gain:.2f}x" for gain in simulated[1:]]
+    assert f" | {' | '.join(cells)} |" in TEXT
+
+
+def test_stages_on_a_rank():
+    for order in _file("compare_virtual_stages")["orders"]:
+        cells = [
+            f"{order['virtual_stages']}",
+            f"{order['idle_share']:.1%}",
+            f"{order['planned_idle_share']:.1%}",
+            f"{order['step_s']:.1f} s, {order['over_one']:.2f}x",
+            f"{order['simulated_over_one']:.2f}x",
+        ]
+        assert f"| {' | '.join(cells)} |" in TEXT
+
+
+def test_state_on_a_disk():
+    report = _file("compare_state_tiers")
+    sides = report["sides"]
+    for side in sides.values():
+        cells = [f"{side[part] / MIB:.1f} MiB" for part in ("weights", "gradients", "optimizer")]
+        assert f" | {' | '.join(cells)} | {side['all'] / MIB:.1f} MiB" in TEXT
+    times = sides["on a disk"]["step_s"] / sides["in memory"]["step_s"]
+    assert f"{sides['on a disk']['step_s']:.1f} s, {times:.2f}x |" in TEXT
 
 
 def test_samples_beside_rows():

@@ -160,6 +160,9 @@ def solve_corpus(run: RunConfig, *, hardware: HardwareSpec, steps: DrawnSteps) -
         ValueError: the run asks for what the machine or the model cannot do.
     """
     fewest = min(map(len, steps.lengths))
+    if run.train.tokens_per_step is not None:
+        # A step of the longest samples has fewest, and one for each replica.
+        fewest = max(1, min(fewest, run.train.tokens_per_step // run.sequence.length))
     possible, refusals = degrees_to_try(run, hardware=hardware, samples=fewest)
     refused = [RefusedDegrees(refusal.degrees, refusal.reason) for refusal in refusals]
     fitting: list[PlannedDegrees] = []

@@ -28,8 +28,9 @@ def check_kv(candidate: Candidate) -> None:
     """
     if candidate.kv == "offloaded" and not copy_bytes_per_s(candidate)[0]:
         raise ValueError(
-            "activations.kv=offload, and there is no tier to offload K and V to: name a directory "
-            "(activations.disk=DIR), or write activations.kv=recompute or auto"
+            "activations.kv=offload, and there is no tier to offload K and V to: leave "
+            "activations.tier out, name a directory (activations.disk=DIR) on a CPU, or write "
+            "activations.kv=recompute or auto"
         )
     if candidate.kv == "recomputed" and candidate.input_every > 1:
         raise ValueError(

@@ -12,6 +12,7 @@ from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.flops import partition_costs
 from sppo.cost.layer import Workload, seconds_per_token_and_pair
+from sppo.cost.sharding.heads import HeadShard, head_shard, tensor_shard
 from sppo.hardware.description import DeviceSpec, HardwareSpec
 from sppo.planning.partition import boundaries_by_flops, boundaries_by_length, lengths_of
 from sppo.schedule.generators import LOOPED, WHOLE_SEQUENCES
@@ -22,6 +23,8 @@ kernels are too small, above 16K nothing is gained."""
 _MANTISSAS = (4, 5, 6, 7)
 _MOST_VIRTUAL_STAGES = 4
 """Numbers of stages on a rank that are tried beside one."""
+_SHARDED_GRADIENTS = 2
+"""ZeRO level from which on replicas meet in every action, so that all run the same program."""
 _DEGREES = ("data_parallel_degree", "pipeline_parallel_degree", "sequence_parallel_degree")
 
 
@@ -92,6 +95,18 @@ def multiplexed_problem(run: RunConfig, *, degrees: Degrees) -> str | None:
             "ulysses and parallel.zero=2, or parallel.multiplexed=off"
         )
     return None
+
+
+def shard_heads(run: RunConfig, *, degree: int) -> HeadShard:
+    """Return the heads of each rank of a sequence-parallel group.
+
+    Raises:
+        ValueError: heads, or what else is sharded, cannot be divided by the degree.
+    """
+    model = run.model
+    if run.parallel.sequence_parallel == "megatron":
+        return tensor_shard(model, degree=degree)
+    return head_shard(model.num_heads, model.kv_heads, degree=degree)
 
 
 def machine_asked_for(run: RunConfig, *, hardware: HardwareSpec) -> HardwareSpec:
@@ -281,7 +296,7 @@ def _data_degree(run: RunConfig, *, room: int, fixed: dict[str, int], samples: i
     if "data_parallel_degree" in fixed:
         return fixed["data_parallel_degree"]
     if samples is not None:
-        return max(1, min(room, samples))
+        return 1 if run.parallel.zero >= _SHARDED_GRADIENTS else max(1, min(room, samples))
     sequences = run.train.sequences_per_step
     return max(n for n in range(1, max(1, min(room, sequences)) + 1) if sequences % n == 0)
 
@@ -305,7 +320,16 @@ def _refusal(run: RunConfig, *, degrees: Degrees, total: int, samples: int | Non
             f"{model.num_heads} attention heads cannot be divided by a sequence-parallel group "
             f"of {degrees.sequence_parallel}"
         )
+    try:
+        shard_heads(run, degree=degrees.sequence_parallel)
+    except ValueError as error:
+        return str(error)
     if samples is not None:
+        if run.parallel.zero >= _SHARDED_GRADIENTS and degrees.data_parallel > 1:
+            return (
+                f"parallel.zero={run.parallel.zero} shards gradients over replicas, and those of "
+                "data.samples=documents run programs of their own"
+            )
         if degrees.data_parallel > samples:
             return f"{samples} samples of a step for {degrees.data_parallel} replicas: one has none"
     elif run.train.sequences_per_step % degrees.data_parallel:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from sppo.config import RunConfig
 from sppo.config.problems import Problem
-from sppo.cost.sharding.heads import head_shard, tensor_shard
 from sppo.data.run_tokens import open_data, open_evaluated
 from sppo.hardware.file import hardware_for
 from sppo.hardware.presets import PRESETS
@@ -21,7 +20,7 @@ from sppo.model.hf_files import check_headers
 from sppo.offload.disk import usable_directory
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.run_plan import plan_run
-from sppo.planning.search.choices import Degrees, multiplexed_problem
+from sppo.planning.search.choices import Degrees, multiplexed_problem, shard_heads
 from sppo.quoting import quoted
 from sppo.training.run_directory import check_output
 
@@ -105,12 +104,8 @@ def degree_problems(run: RunConfig) -> Iterator[tuple[str, str]]:
             f"train.sequences_per_step {run.train.sequences_per_step} cannot be divided evenly; "
             "make it a multiple",
         )
-    degree = parallel.sequence_parallel_degree
     try:
-        if parallel.sequence_parallel == "megatron":
-            tensor_shard(model, degree=degree)
-        else:
-            head_shard(model.num_heads, model.kv_heads, degree=degree)
+        shard_heads(run, degree=parallel.sequence_parallel_degree)
     except ValueError as error:
         yield "sequence_parallel_degree", str(error)
 
