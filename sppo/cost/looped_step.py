@@ -27,30 +27,38 @@ def looped_parts(
 ) -> tuple[float, float, float]:
     """Return the seconds of all forwards, of all backwards, and of what follows the last of them.
 
+    Backwards of a rank wait while it reduces the gradients of a stage.
+
     Args:
         forward: of each unit on each stage, [stages, units].
         backward: both halves of the same.
         message_bytes: between ranks, [units].
         links: between ranks.
-        reduce_s: reducing gradients and the update, [stages].
+        reduce_s: reducing gradients; with the first stage of each rank also the update, [stages].
         num_sequences: of the step, all cut alike.
         num_ranks: pipeline ranks; stage s is on rank s mod `num_ranks`.
     """
     count = forward.shape[1] // num_sequences
-    sizes = [len(g) for g in sequence_groups(((1,) * count,) * num_sequences, num_ranks=num_ranks)]
+    lengths = ((1,) * count,) * num_sequences
+    *groups, last = (len(g) for g in sequence_groups(lengths, num_ranks=num_ranks))
     forward_s = backward_s = 0.0
     ends = np.zeros(len(forward))
-    for size in sorted({*sizes}, reverse=True):
+    # Stages are reduced when their last backward has run, which is one of the last group.
+    for size, times, reduced_s in (
+        *((size, groups.count(size), np.zeros_like(reduce_s)) for size in {*groups}),
+        (last, 1, reduce_s),
+    ):
         units = np.arange(size * count)
         # Sequences come in their order in both passes, subsequences backward in reverse.
         reverse = units.reshape(size, count)[:, ::-1].ravel()
         down = _Flow(message_bytes[units], links, num_ranks=num_ranks, step=1)
         down_ends = down.ends(forward[:, units])
         up = _Flow(message_bytes[reverse], links, num_ranks=num_ranks, step=-1)
-        ends = up.ends(backward[::-1, reverse])[::-1]
-        forward_s += sizes.count(size) * float(down_ends[-1])
-        backward_s += sizes.count(size) * float(ends[0])
-    return forward_s, backward_s, _reduced_s(ends, reduce_s, num_ranks=num_ranks) - float(ends[0])
+        ends = up.ends(backward[::-1, reverse], behind_s=reduced_s[::-1])[::-1]
+        forward_s += times * float(down_ends[-1])
+        backward_s += times * float(ends[0])
+    updated_s = float((ends + reduce_s)[:num_ranks].max())
+    return forward_s, backward_s, updated_s - float(ends[0])
 
 
 class _Flow:
@@ -67,8 +75,14 @@ class _Flow:
         self._bytes, self._links = message_bytes, links
         self._num_ranks, self._step = num_ranks, step
 
-    def ends(self, seconds: Table) -> Floats:
-        """When each stage has ended its last unit, [stages], in the order in which they pass."""
+    def ends(self, seconds: Table, *, behind_s: Floats | None = None) -> Floats:
+        """Return when each stage has ended its last unit, [stages], in the order of passing.
+
+        Args:
+            seconds: of each unit, [stages, units].
+            behind_s: that a rank takes behind its last unit of each stage, [stages]; None: nothing.
+        """
+        behind = np.zeros(len(seconds)) if behind_s is None else behind_s
         ranks = self._num_ranks
         free, sent = np.zeros(ranks), np.zeros(ranks)
         ends = np.zeros(len(seconds))
@@ -81,7 +95,8 @@ class _Flow:
                 left = queue(np.maximum(done, sent[before]), wire_s)
                 sent[before], done = left[-1], left + link.latency_s
             done = queue(np.maximum(done, free[here]), row)
-            free[here] = ends[place] = done[-1]
+            ends[place] = done[-1]
+            free[here] = done[-1] + behind[place]
         return ends
 
     def _link(self, before: int, here: int) -> Link:
@@ -89,15 +104,6 @@ class _Flow:
         if self._step < 0:
             before, here = self._num_ranks - 1 - before, self._num_ranks - 1 - here
         return self._links.link(before, receiver=here)
-
-
-def _reduced_s(ends: Floats, reduce_s: Floats, *, num_ranks: int) -> float:
-    """Return when all gradients are reduced: each rank's stages one after the other, last first."""
-    free = np.zeros(num_ranks)
-    for first in reversed(range(0, len(ends), num_ranks)):
-        own = slice(first, first + num_ranks)
-        free = np.maximum(free, ends[own]) + reduce_s[own]
-    return float(free.max())
 
 
 def queue(ready: Floats, seconds: Floats) -> Floats:

@@ -34,7 +34,7 @@ from sppo.cost.layer import (
 from sppo.cost.packed_sequence import PackedSequence, parts_of_packed, parts_of_sequence
 from sppo.cost.parameters import layer_parameters, outer_shapes
 from sppo.cost.pass_parts import PASS_NAMES, LayerSeconds, PassParts
-from sppo.cost.sharding.collectives import shard_seconds
+from sppo.cost.sharding.collectives import REDUCE_BUCKET_BYTES, REDUCE_BUCKETS, shard_seconds
 from sppo.cost.sharding.part_seconds import (
     last_reduction_seconds,
     unit_collective_seconds,
@@ -56,7 +56,8 @@ class StageSeconds:
         units: What the layers and the head of a stage take, with collectives after each use.
         update_s: The optimizer step, [stages]: of all stages of a rank with its first, for it waits
             for the norm of all gradients.
-        reduce_s: Collectives at the end of a step, which nothing hides, [stages].
+        reduce_s: Reductions behind the last backward of each stage, which its rank waits for; with
+            the first stage of a rank also the gathers of all weights that were updated, [stages].
     """
 
     units: LayerSeconds
@@ -514,18 +515,24 @@ def stage_parts(candidate: Candidate) -> tuple[Mapping[str, PassParts], ...]:
 
 
 def _reduce_seconds(candidate: Candidate) -> Table:
-    """Collectives at the end of a step, over everyone with the same weights, as executed.
+    """Collectives over everyone with the same weights, as executed, [stages].
 
-    fp32 gradients are reduced to the devices that update them, and what was updated is gathered:
-    weights in the compute dtype, or, where nothing is sharded, the sums themselves. Devices that
-    reduce gradients after each use (ZeRO-2) have only the last of them left, and those that keep a
-    part of the weights (ZeRO-3) gather none.
+    fp32 gradients of a stage are reduced to the devices that update them; where nothing is sharded
+    the sums are gathered, too. The last buckets are under way while the rank computes on, if it has
+    another stage. Devices that reduce gradients after each use (ZeRO-2) have only the last of them
+    left. What was updated is gathered in the compute dtype behind the update: of all stages of a
+    rank with its first. Devices that keep a part of the weights (ZeRO-3) gather none.
     """
-    reduced = ACCUMULATION_BYTES if candidate.zero < 2 else 0
-    gathered = {0: ACCUMULATION_BYTES, 3: 0}.get(candidate.zero, candidate.workload.element_bytes)
+    passes = {0: 2, 1: 1}.get(candidate.zero, 0)
+    gathered = candidate.workload.element_bytes if candidate.zero in (1, 2) else 0
+    beside: Table = np.full(len(candidate.stages), float(REDUCE_BUCKETS * REDUCE_BUCKET_BYTES))
+    beside[: candidate.pipeline_parallel_degree] = 0.0
     seconds: Table = np.zeros(len(candidate.stages))
     if candidate.zero >= 2:
         seconds = last_reduction_seconds(candidate)
     for copies, held in _parameters_by_copies(candidate).items():
-        seconds = seconds + shard_seconds(candidate, held * (reduced + gathered), copies=copies)
+        sent = passes * np.maximum(0.0, held * ACCUMULATION_BYTES - beside)
+        seconds = seconds + shard_seconds(candidate, sent, copies=copies)
+        updated = of_ranks(candidate, held * gathered)
+        seconds[: len(updated)] += shard_seconds(candidate, updated, copies=copies)
     return seconds

@@ -35,7 +35,7 @@ class StepWork:
         kv_recompute_s: K and V recomputed ahead of a backward.
         message_bytes: Between stages, [units].
         links: Between ranks.
-        reduce_s: Reducing gradients and the update, [stages].
+        reduce_s: Reducing gradients; with the first stage of each rank also the update, [stages].
     """
 
     schedule: str
@@ -63,6 +63,11 @@ class StepWork:
         """Sum what the stages of each rank have, [ranks]."""
         sums: Table = of_stages.reshape(-1, self.num_ranks).sum(axis=0)
         return sums
+
+    @property
+    def reduced_between_s(self) -> Table:
+        """Reductions that a rank waits for between its stages: of all but its first, [ranks]."""
+        return self.of_ranks(self.reduce_s) - self.reduce_s[: self.num_ranks]
 
     def way(self) -> tuple[Table, Table]:
         """Return the seconds before each rank begins, and behind its last backward, [ranks]."""
@@ -101,6 +106,7 @@ def least_compute_s(work: StepWork) -> float:
     """Seconds that a step takes at least, if no copy is ever waited for."""
     passes = work.passes_s
     whole_s = work.of_ranks((work.forward_s + passes + work.kv_recompute_s).sum(axis=1))
+    whole_s += work.reduced_between_s
     deferred_s = work.of_ranks(work.weight_s.sum(axis=1) * work.defers_weights)
     bounds = []
     is_looped = work.schedule == LOOPED

@@ -23,8 +23,8 @@ from torch.distributed import ProcessGroup
 from sppo.checkpoint.checkpoint import MODEL_PREFIX
 from sppo.checkpoint.state_block import StateBlock
 from sppo.config.model import ModelConfig
-from sppo.cost.memory.stage_memory import REDUCE_BUCKET_BYTES
 from sppo.cost.parameters import Shape, parameter_shapes
+from sppo.cost.sharding.collectives import REDUCE_BUCKET_BYTES
 from sppo.engine.gathered_weights import GatheredWeights
 from sppo.engine.gradients import GradientProvider, ResidentGradients
 from sppo.engine.pipeline import Pipeline

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from sppo.cost.memory.stage_memory import REDUCE_BUCKET_BYTES, REDUCE_BUCKETS
+from sppo.cost.sharding.collectives import REDUCE_BUCKET_BYTES, REDUCE_BUCKETS
 from sppo.parallel.collectives import all_gather, reduce_scatter
 from sppo.parallel.job.failures import peer_errors
 
@@ -92,7 +92,7 @@ class GradientReducer:
         return rows_of(self._shapes[name][0], index=self.index, count=self.count)
 
     def reduce(self, gradients: Mapping[str, Tensor], names: Iterable[str]) -> None:
-        """Begin to add up gradients; :meth:`wait` ends it.
+        """Begin to add up gradients, waiting for all but the last buckets; :meth:`wait` ends it.
 
         Args:
             gradients: by global name; afterwards right in :meth:`own_rows`.

@@ -75,7 +75,12 @@ def step_parts(evaluated: EvaluatedCandidate) -> tuple[Mapping[str, float], ...]
         parts["beside_copies"] = float(beside_copies[stages].sum())
         parts["carried"] = 2 * float(carried_s[stages].sum())
         parts["recompute"] = float(own[stages].sum()) - sum(parts.values())
-        parts |= _waits(evaluated, rank=rank, own_s=float(own[stages].sum()))
+        parts |= _waits(
+            evaluated,
+            rank=rank,
+            own_s=float(own[stages].sum()),
+            reduced_s=float(seconds.reduce_s[stages[1:]].sum()),
+        )
         parts["reduce"] = float(seconds.reduce_s[stages].sum())
         parts["update"] = float(seconds.update_s[stages].sum())
         parts["bubble"] = evaluated.step_s - sum(parts.values())
@@ -129,14 +134,23 @@ def _summed(stages: Sequence[Mapping[str, PassParts]], *, sequences: int) -> dic
     }
 
 
-def _waits(evaluated: EvaluatedCandidate, *, rank: int, own_s: float) -> dict[str, float]:
-    """What a simulation tells of a rank beyond its own compute; in closed form only its copies."""
+def _waits(
+    evaluated: EvaluatedCandidate, *, rank: int, own_s: float, reduced_s: float
+) -> dict[str, float]:
+    """What a simulation tells of a rank beyond its own compute; in closed form only its copies.
+
+    Args:
+        evaluated: whose step it is.
+        rank: of the pipeline.
+        own_s: compute of its stages.
+        reduced_s: reductions between its stages, among its waits.
+    """
     played = evaluated.played
     if played is None:
         return {"borrowed": 0.0, "communication": 0.0, "copy": evaluated.time.exposed_copy_s}
     return {
         "borrowed": played.step_s - played.waited_s(rank) - own_s,
-        "communication": played.waited_s(rank, "communication"),
+        "communication": played.waited_s(rank, "communication") - reduced_s,
         "copy": played.waited_s(rank, "copy"),
     }
 

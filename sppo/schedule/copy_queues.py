@@ -193,7 +193,7 @@ class CopyQueues:
         """D2H of a stage's gradients, behind its REDUCE where that stands in front."""
         played = self._played
         queue = self.engine_free[D2H]
-        start = max(queue[rank], played.free[rank], played.reduce_free[rank])
+        start = max(queue[rank], played.free[rank])
         queue[rank] = finish = start + played.seconds[code][stage]
         self.gradients_gone[stage] = finish
         played.starts[rank][index], played.finishes[rank][index] = start, finish

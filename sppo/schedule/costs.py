@@ -134,7 +134,7 @@ class Costs:
         backward_s: B of (stage, unit) when a W takes the weight half; without one, B costs
             backward_s + weight_s.
         weight_s: W of (stage, unit).
-        reduce_s: REDUCE of each stage [num_stages]; it does not occupy the compute queue.
+        reduce_s: REDUCE of each stage [num_stages]; compute of its rank waits for it.
         message_bytes: One activation or gradient between stages [num_units].
         activation_bytes: What F of (stage, unit) leaves for its backward, without K/V.
         offload_bytes: How much of that a D2H moves away and an H2D brings back.

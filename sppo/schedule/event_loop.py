@@ -1,7 +1,7 @@
 """The clock of the simulator: when each action of each rank starts and ends.
 
-Every resource serves its actions in program order: a rank's compute, its two copy engines, its
-reductions, and each directed link. So the start of an action is the latest of what it waits for,
+Every resource serves its actions in program order: a rank's compute, its two copy engines, and
+each directed link. So the start of an action is the latest of what it waits for,
 and no event queue is needed: a rank is walked until it waits for something that has no time yet,
 and taken up again when that gets one.
 
@@ -12,8 +12,10 @@ What an action waits for, beside its resource:
   its H2D if the program has one; W: its B; KV: its F;
 * D2H: its F; H2D: its D2H, and the compute in front of it in the program, which frees its room;
   where copies flow layer by layer, and for those of K and V, see :mod:`sppo.schedule.copy_queues`;
-* copies of a whole stage's weights or gradients: the compute in front of them; those that go wait
-  for its REDUCE, too, and compute of the stage for those that come;
+* REDUCE: the compute in front of it; compute behind it waits, for few buckets of gradients are
+  under way at once (:mod:`sppo.parallel.data_parallel`);
+* copies of a whole stage's weights or gradients: the compute and the REDUCE in front of them;
+  compute of the stage waits for those that come;
 * SEND: the compute in front of it. Programs without SEND send as soon as a tensor exists. RECV
   costs nothing: the message has arrived or it has not.
 * a shard of an MSP group: all that its unit waits for, on all ranks of the MSP group.
@@ -65,8 +67,8 @@ class DeadlockError(ValueError):
 class Clock:
     """Times of all actions, by rank and position in its program, and each rank's idle gaps.
 
-    Gaps are (from, to, BUBBLE or COMMUNICATION or COPY) in seconds; the time behind a rank's
-    last compute action is not among them.
+    Gaps are (from, to, BUBBLE or COMMUNICATION or COPY) in seconds; of the time behind a rank's
+    last compute action only its REDUCE is among them.
     """
 
     starts_s: Sequence[Sequence[float]]
@@ -326,9 +328,10 @@ class _EventLoop(PlayedActions):
         return True
 
     def _reduce(self, rank: int, index: int, code: int, slot: int) -> bool:
-        start = max(self.free[rank], self.reduce_free[rank])
-        finish = start + self.seconds[REDUCE][slot]
-        self.reduce_free[rank] = finish
+        start = self.free[rank]
+        self.free[rank] = finish = start + self.seconds[REDUCE][slot]
+        if finish > start:
+            self.gaps[rank].append((start, finish, COMMUNICATION))
         self.starts[rank][index], self.finishes[rank][index] = start, finish
         return True
 

@@ -62,7 +62,6 @@ class PlayedActions:
             self.at[SEND_ACT * self.size + unit] = 0.0
             self.at[SEND_GRAD * self.size + self.size - self.units + unit] = 0.0
         self.free = [0.0] * self.num_ranks
-        self.reduce_free = [0.0] * self.num_ranks
         self.waiting: dict[int, int] = {}
         self.woken: list[int] = []
 

@@ -48,8 +48,8 @@ class Idle:
     """A stretch in which a rank's compute waited, and for what.
 
     "bubble": the input was not computed yet, or there was nothing left to do; "communication":
-    it was computed and on its way; "copy": it was here, but the activations were not back from
-    the host (exposed copy time).
+    it was computed and on its way, or gradients of another stage of the rank were being reduced;
+    "copy": it was here, but the activations were not back from the host (exposed copy time).
     """
 
     start_s: float

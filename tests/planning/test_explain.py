@@ -27,6 +27,7 @@ CASES = {
     "offloaded": {"policy": "offload_all"},
     "multiplexed": {"schedule": "sppo_msp"},
     "weights sharded": {"zero": 3, "data_parallel_degree": 4},
+    "several stages": {"schedule": "looped_bfs", "virtual_stages": 2, "data_parallel_degree": 4},
     "inputs shared": {"policy": "keep_attention", "input_every": 2},
 }
 
@@ -39,24 +40,26 @@ def some_candidate(case: str, *, hardware: HardwareSpec = PRESETS["h100"]) -> Ca
 
 @pytest.mark.parametrize("simulated", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_the_parts_of_each_stage_are_the_step(case, simulated):
+def test_the_parts_of_each_rank_are_the_step(case, simulated):
     evaluated = assess(some_candidate(case))
     if simulated:
         evaluated = simulate_candidate(evaluated)
     costs = evaluated.costs
     own = (costs.forward_s + costs.backward_s + costs.weight_s).sum(axis=1)
+    own = own.reshape(-1, evaluated.candidate.pipeline_parallel_degree).sum(axis=0)
     computed = (*PART_NAMES, "recompute", "zero_collectives", "beside_copies", "carried")
-    for stage, parts in enumerate(step_parts(evaluated)):
+    for rank, parts in enumerate(step_parts(evaluated)):
         assert tuple(parts) == tuple(PARTS)
         assert sum(parts.values()) == pytest.approx(evaluated.step_s, rel=1e-9)
-        assert sum(parts[name] for name in computed) == pytest.approx(own[stage], rel=1e-9)
-        assert all(parts[name] >= -1e-9 * own[stage] for name in computed)
+        assert sum(parts[name] for name in computed) == pytest.approx(own[rank], rel=1e-9)
+        assert all(parts[name] >= -1e-9 * own[rank] for name in computed)
         assert (parts["recompute"] > 1e-9 * parts["products"]) == (
             case in ("recomputed", "inputs shared")
         )
-        assert (abs(parts["borrowed"]) > 1e-9 * own[stage]) == (case == "multiplexed" and simulated)
+        assert (abs(parts["borrowed"]) > 1e-9 * own[rank]) == (case == "multiplexed" and simulated)
         if simulated:
-            assert parts["bubble"] >= -1e-9 * own[stage]
+            assert parts["bubble"] >= -1e-9 * own[rank]
+            assert parts["communication"] >= -1e-9 * own[rank]
 
 
 def test_on_a_perfect_machine_rates_are_the_peak():

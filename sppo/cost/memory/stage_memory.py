@@ -21,6 +21,7 @@ from sppo.cost.memory.unit_messages import sent_bytes
 from sppo.cost.memory.unit_working_sets import computing_bytes, loss_bytes
 from sppo.cost.memory.units_in_flight import KVTokens, UnitsInFlight
 from sppo.cost.parameters import layer_parameters, num_parameters
+from sppo.cost.sharding.collectives import REDUCE_BUCKET_BYTES, REDUCE_BUCKETS
 from sppo.cost.sharding.parts import ShardedParts, outer_by_copies, rank_parts
 from sppo.cost.stage_cost import (
     device_parameters,
@@ -34,12 +35,7 @@ from sppo.cost.stage_cost import (
 )
 from sppo.schedule.costs import Table
 from sppo.schedule.generators import LOOPED
-from sppo.units import MIB
 
-REDUCE_BUCKET_BYTES = 32 * MIB
-"""Gradients that are reduced together, of all ranks."""
-REDUCE_BUCKETS = 2
-"""Buckets of gradients whose reduction is under way at once."""
 UPDATE_SLOTS = 2
 """Buckets of an update behind the device that are there at once: one is stepped, one is copied."""
 DISK_UPDATE_ELEMENTS = 1 << 19

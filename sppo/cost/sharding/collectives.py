@@ -8,6 +8,12 @@ import numpy as np
 
 from sppo.cost.candidate import Candidate
 from sppo.schedule.costs import Table
+from sppo.units import MIB
+
+REDUCE_BUCKET_BYTES = 32 * MIB
+"""fp32 gradients that are reduced together, of all ranks (ZeRO-0 and 1)."""
+REDUCE_BUCKETS = 2
+"""Buckets of gradients whose reduction is under way at once."""
 
 
 def shard_seconds(candidate: Candidate, sent_bytes: Table, *, copies: int) -> Table:

@@ -64,7 +64,7 @@ def unit_collective_seconds(candidate: Candidate) -> tuple[tuple[float, float], 
 
 
 def last_reduction_seconds(candidate: Candidate) -> Table:
-    """Return how long the last reduction of each stage takes, which nothing hides, [stages]."""
+    """Return how long the last reduction of each stage takes, which REDUCE waits for, [stages]."""
     seconds = np.zeros(len(candidate.stages))
     for stage in range(len(candidate.stages)):
         parts = sharded_parts(candidate, stage=stage)

@@ -66,7 +66,11 @@ def simulate(schedule: Schedule, *, costs: Costs) -> Timeline:
 
 def _idle(clock: Clock, *, rank: int, busy_until_s: float, makespan_s: float) -> tuple[Idle, ...]:
     """A rank's gaps with their causes, and the bubble behind its last compute action."""
-    gaps = [Idle(begin, end, _CAUSES[cause]) for begin, end, cause in clock.gaps[rank]]
+    gaps = [
+        Idle(begin, end, _CAUSES[cause])
+        for begin, end, cause in clock.gaps[rank]
+        if begin < busy_until_s
+    ]
     if makespan_s > busy_until_s:
         gaps.append(Idle(busy_until_s, makespan_s, "bubble"))
     return tuple(gaps)

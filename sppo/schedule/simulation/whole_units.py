@@ -117,8 +117,8 @@ class _Chunk:
         self.leaves: list[bool] = (offloaded > 0).tolist()
         self.gone_s = [0.0] * costs.num_units
         self.flow = costs.layer_copies[stage]
-        self.last_s = 0.0
-        """When the last B or W of the stage has ended."""
+        self.left = (1 + defers) * costs.num_units
+        """B and W to come; behind the last of them the stage's gradients are reduced."""
 
 
 class _Rank:
@@ -142,15 +142,15 @@ class _Rank:
         self._up = self._wires.get((rank - 1) % num_ranks)
         self._leaving_s = self._returning_s = self._block_out_s = 0.0
         self._before_s = self._layer_s = 0.0
+        self._reducing_s = 0.0
+        """Of the reduction behind the last action."""
 
     @property
     def last_s(self) -> float:
         """When its last action has ended."""
-        reduced = 0.0
-        for chunk in sorted(self.chunks, key=lambda chunk: chunk.last_s):
-            reduced = max(reduced, chunk.last_s) + chunk.reduce_s
+        reduced_s = self.free_s + self._reducing_s
         arrived = max((wire.last_s for wire in self._wires.values()), default=0.0)
-        return max(reduced, arrived, self._leaving_s, self._last_return_s)
+        return max(reduced_s, arrived, self._leaving_s, self._last_return_s)
 
     def run(self) -> Iterator[tuple[int, int, int]]:
         """Walk the order of the rank to its end; yield the (code, chunk, unit) that waits."""
@@ -160,6 +160,10 @@ class _Rank:
         first_backward = True
         for code, place, unit in zip(*self.order, strict=True):
             chunk = self.chunks[place]
+            if self._reducing_s:
+                self.free_s += self._reducing_s
+                self.message_s += self._reducing_s
+                self._reducing_s = 0.0
             begun_before_s, begun_s = begun_s, self.free_s
             if code == F:
                 while chunk.activations[unit] < 0:
@@ -174,7 +178,9 @@ class _Rank:
                 first_backward, room_s = False, begun_s
             else:
                 self.free_s += chunk.weight_s[unit]
-            chunk.last_s = self.free_s
+            chunk.left -= 1
+            if not chunk.left:
+                self._reducing_s = chunk.reduce_s
 
     def _forward(self, chunk: _Chunk, unit: int, arrived: float) -> None:
         """Run a forward, and send off what it makes and what leaves the device."""

@@ -280,6 +280,15 @@ def test_a_reduction_lengthens_the_step_but_not_the_compute():
     assert idle(timeline) == [4]
 
 
+def test_compute_waits_for_a_reduction_between_two_stages_of_a_rank():
+    schedule = make("looped_bfs", p=1, v=2, n=3, m=1)
+    costs = replace(abstract_costs(2, num_units=3), reduce_s=np.array([4.0, 0.5]))
+    timeline = simulate(schedule, costs=costs)
+    assert timeline.makespan_s == 2 * 3 * 3 + 4.5
+    assert timeline.ranks[0].idle_s("communication") == 0.5
+    assert timeline.ranks[0].idle_s() == 4.5
+
+
 def test_a_large_step_goes_through_every_pass():
     """In miniature what 128 x 160 and 1024 x 512 are timed with; no wall clock here."""
     p, n = 48, 64
