@@ -17,6 +17,7 @@ from sppo.activations.activation_layout import (
 from sppo.activations.placement import Counts
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import ACCUMULATION_BYTES, Workload, kv_seconds
+from sppo.cost.sharding.part_seconds import layer_gather_seconds
 from sppo.schedule.costs import Table
 from sppo.schedule.transfers.kv_placement import KVPlacement
 
@@ -40,7 +41,17 @@ def kv_offload_bytes(candidate: Candidate) -> Table:
 
 
 def kv_recompute_seconds(candidate: Candidate) -> Table:
-    """Seconds that each stage takes to recompute K and V of each subsequence, [stages, N]."""
+    """Seconds that each stage takes to recompute K and V of each subsequence, [stages, N].
+
+    Where weights are sharded (ZeRO-3) whole layers are gathered for it, one ahead of the compute.
+    """
+    gather_s = layer_gather_seconds(candidate) * (_layers(candidate, "recomputed") > 0)
+    seconds: Table = np.maximum(kv_compute_seconds(candidate), gather_s[:, None])
+    return seconds
+
+
+def kv_compute_seconds(candidate: Candidate) -> Table:
+    """Return the same without gathers of weights, [stages, N]."""
     tokens = np.array(candidate.lengths, dtype=np.float64)
     recomputed = _layers(candidate, "recomputed")
     if not recomputed.any():

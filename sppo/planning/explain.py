@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from sppo.cost.candidate import Candidate
 from sppo.cost.flops import FLASH_BACKWARD_RATIO, causal_pairs, head_flops, layer_flops
+from sppo.cost.kv import kv_compute_seconds
 from sppo.cost.pass_parts import PART_NAMES, PassParts
 from sppo.cost.stage_cost import message_seconds, stage_parts, stage_seconds
 from sppo.hardware.preset_sources import source_of
@@ -66,12 +67,15 @@ def step_parts(evaluated: EvaluatedCandidate) -> tuple[Mapping[str, float], ...]
     copied_bytes = costs.offload_bytes + costs.kv_offload_bytes
     beside_copies = 2 * per_byte * copied_bytes.sum(axis=1)
     carried_s = message_seconds(candidate)
+    kv_compute_s = candidate.sequences * kv_compute_seconds(candidate).sum(axis=1)
+    kv_gathers_s = costs.kv_recompute_s.sum(axis=1) - kv_compute_s
     own = (costs.forward_s + costs.backward_s + costs.weight_s + costs.kv_recompute_s).sum(axis=1)
     found = []
     for rank in range(candidate.pipeline_parallel_degree):
         stages = list(candidate.stages_of_rank(rank))
         parts = _summed([plain[stage] for stage in stages], sequences=candidate.sequences)
         parts["zero_collectives"] = float(nothing_recomputed[stages].sum()) - sum(parts.values())
+        parts["zero_collectives"] += float(kv_gathers_s[stages].sum())
         parts["beside_copies"] = float(beside_copies[stages].sum())
         parts["carried"] = 2 * float(carried_s[stages].sum())
         parts["recompute"] = float(own[stages].sum()) - sum(parts.values())

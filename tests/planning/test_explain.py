@@ -28,6 +28,13 @@ CASES = {
     "multiplexed": {"schedule": "sppo_msp"},
     "weights sharded": {"zero": 3, "data_parallel_degree": 4},
     "several stages": {"schedule": "looped_bfs", "virtual_stages": 2, "data_parallel_degree": 4},
+    "keys recomputed": {
+        "schedule": "looped_bfs",
+        "virtual_stages": 2,
+        "kv": "recomputed",
+        "zero": 3,
+        "data_parallel_degree": 4,
+    },
     "inputs shared": {"policy": "keep_attention", "input_every": 2},
 }
 
@@ -45,7 +52,8 @@ def test_the_parts_of_each_rank_are_the_step(case, simulated):
     if simulated:
         evaluated = simulate_candidate(evaluated)
     costs = evaluated.costs
-    own = (costs.forward_s + costs.backward_s + costs.weight_s).sum(axis=1)
+    passes = costs.forward_s + costs.backward_s + costs.weight_s + costs.kv_recompute_s
+    own = passes.sum(axis=1)
     own = own.reshape(-1, evaluated.candidate.pipeline_parallel_degree).sum(axis=0)
     computed = (*PART_NAMES, "recompute", "zero_collectives", "beside_copies", "carried")
     for rank, parts in enumerate(step_parts(evaluated)):
@@ -54,7 +62,7 @@ def test_the_parts_of_each_rank_are_the_step(case, simulated):
         assert sum(parts[name] for name in computed) == pytest.approx(own[rank], rel=1e-9)
         assert all(parts[name] >= -1e-9 * own[rank] for name in computed)
         assert (parts["recompute"] > 1e-9 * parts["products"]) == (
-            case in ("recomputed", "inputs shared")
+            case in ("recomputed", "keys recomputed", "inputs shared")
         )
         assert (abs(parts["borrowed"]) > 1e-9 * own[rank]) == (case == "multiplexed" and simulated)
         if simulated:

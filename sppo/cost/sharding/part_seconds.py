@@ -63,6 +63,15 @@ def unit_collective_seconds(candidate: Candidate) -> tuple[tuple[float, float], 
     return tuple(found)
 
 
+def layer_gather_seconds(candidate: Candidate) -> Table:
+    """Return how long the weights of all layers of each stage take to be gathered, [stages].
+
+    0 where they are whole on each device.
+    """
+    parts = [sharded_parts(candidate, stage=stage) for stage in range(len(candidate.stages))]
+    return np.array([own.num_layers * _gather_s(candidate, own.layer) for own in parts])
+
+
 def last_reduction_seconds(candidate: Candidate) -> Table:
     """Return how long the last reduction of each stage takes, which REDUCE waits for, [stages]."""
     seconds = np.zeros(len(candidate.stages))

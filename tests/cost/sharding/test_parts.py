@@ -10,6 +10,7 @@ import pytest
 
 from sppo.config.loading import check_run
 from sppo.cost.candidate import Candidate
+from sppo.cost.kv import kv_compute_seconds, kv_recompute_seconds
 from sppo.cost.layer import Workload
 from sppo.cost.parameters import layer_shapes, outer_shapes
 from sppo.cost.stage_cost import stage_costs, stage_seconds
@@ -147,6 +148,28 @@ def stage_of_three(zero, rate, **change):
     )
     layers = 2 * sum(map(prod, layer_shapes(model).values())) * 3 / 4
     return stage_seconds(candidate), layers
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_recomputing_keys_waits_for_gathers_of_whole_layers(zero):
+    model = run_of((1, 1, 1), zero=1).model
+    elements = 2 * sum(map(prod, layer_shapes(model).values())) * 3 / 4
+    found = {}
+    for rate in (1e15, 1e3):
+        candidate = Candidate(
+            Workload(model, linked(rate), dtype="bf16"),
+            (64, 32),
+            virtual_stages=2,
+            data_parallel_degree=4,
+            schedule="looped_bfs",
+            kv="recomputed",
+            zero=zero,
+        )
+        found[rate] = kv_recompute_seconds(candidate)
+        assert (kv_compute_seconds(candidate) == found[1e15]).all()
+    assert (found[1e3][1] == 0).all()  # a rank's last stage retains K and V
+    gathered = np.full(2, elements * 2 / 1e3) if zero == 3 else found[1e15][0]
+    assert found[1e3][0] == pytest.approx(gathered)
 
 
 def test_the_longer_of_compute_and_collectives_counts():
