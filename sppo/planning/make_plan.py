@@ -104,7 +104,8 @@ def compute_seconds(evaluated: EvaluatedCandidate) -> tuple[float, float]:
 
 def _staging_bytes(evaluated: EvaluatedCandidate) -> int:
     """Host memory in front of a disk; part of the device's where that is RAM."""
-    return staging_bytes(evaluated.candidate, placement=evaluated.placement)
+    saved = max(rank.background_save_bytes for rank in evaluated.memory)
+    return saved + staging_bytes(evaluated.candidate, placement=evaluated.placement)
 
 
 def offload_ratios(evaluated: EvaluatedCandidate) -> tuple[float, ...]:

@@ -29,6 +29,7 @@ from sppo.planning.search.choices import (
     virtual_stages_to_try,
 )
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, assess
+from sppo.planning.search.shortfall import SAVED_IN_BACKGROUND
 from sppo.planning.search.simulated_candidate import simulate_candidate
 from sppo.planning.search.state_choices import runs_by_state
 from sppo.units import format_bytes
@@ -213,6 +214,13 @@ def _too_large(
         on_disk = shortfall.place == "disk"
         where = f"activations.disk={run.activations.disk}" if on_disk else "host memory"
         state = max(rank.tier_state_bytes for rank in evaluated.memory)
+        saved = 0 if on_disk else max(rank.background_save_bytes for rank in evaluated.memory)
+        if shortfall.bucket == SAVED_IN_BACKGROUND:
+            return (
+                f"checkpoint.async_save copies {format_bytes(saved)} to {where}, of which "
+                f"{format_bytes(shortfall.available_bytes)} may be used: write "
+                f"checkpoint.async_save=false, or {_more_host(run)}"
+            )
         if shortfall.bucket != "offloaded activations":
             return (
                 f"the training state takes {format_bytes(state)} of {where}, of which "
@@ -224,8 +232,10 @@ def _too_large(
         what = f"activations.policy={policy} offloads {format_bytes(shortfall.bucket_bytes)}"
         if kv_bytes:
             what += f" with K and V ({format_bytes(kv_bytes)}, activations.kv)"
+        if saved:
+            what += f", beside {format_bytes(saved)} that checkpoint.async_save copies,"
         less = offload_less(
-            room_bytes=max(0, shortfall.available_bytes - state),
+            room_bytes=max(0, shortfall.available_bytes - state - saved),
             needed_bytes=shortfall.bucket_bytes,
             kv_bytes=kv_bytes,
             ratio=_offloaded_fraction(evaluated),

@@ -9,6 +9,7 @@ import pytest
 
 from sppo.activations.policy import POLICIES
 from sppo.activations.tensor_classes import ATTENTION, LINEAR
+from sppo.cost.parameters import num_parameters
 from sppo.hardware.presets import PRESETS
 from sppo.planning.partition import boundaries_by_flops, boundaries_by_length
 from sppo.planning.run_plan import USABLE_FRACTION, evaluation_boundaries, plan_run
@@ -220,9 +221,14 @@ def test_what_pieces_share_may_be_measured_time():
 GPU = replace(PRESETS["h200"], node=replace(PRESETS["h200"].node, num_devices=1, numa_nodes=1))
 
 
-def plan_on_gpu(*, host_bytes=PLENTY, disk_bytes=0, **activations):
+def plan_on_gpu(*, host_bytes=PLENTY, disk_bytes=0, async_save=False, **activations):
     run = any_run(
-        "tiny", length=16384, activations=activations, train={"dtype": "bf16"}, hardware="auto"
+        "tiny",
+        length=16384,
+        activations=activations,
+        train={"dtype": "bf16"},
+        checkpoint={"async_save": async_save},
+        hardware="auto",
     )
     return plan_run(
         run,
@@ -248,6 +254,21 @@ def test_a_disk_behind_it_is_used_where_the_run_says_so():
     assert offloading.predicted.disk_peak_bytes > 0
     with pytest.raises(ValueError, match=r"activations\.tier=disk without a directory"):
         plan_on_gpu(policy="offload_all", tier="disk")
+
+
+def test_a_save_in_the_background_takes_host_memory():
+    offloading, saving = (
+        plan_on_gpu(policy="offload_all", async_save=saves).predicted.host_peak_bytes
+        for saves in (False, True)
+    )
+    copied = saving - offloading
+    assert copied == 12 * num_parameters(any_run("tiny").model)
+    less = plan_on_gpu(async_save=True, tier="disk", disk="spill", disk_bytes=PLENTY)
+    assert less.predicted.host_peak_bytes >= copied > 0 == less.predicted.disk_peak_bytes
+    with pytest.raises(MemoryError, match=r"write checkpoint\.async_save=false, or end other"):
+        plan_on_gpu(async_save=True, host_bytes=copied - 1)
+    with pytest.raises(MemoryError, match=r"offload_ratio=.* would fit"):
+        plan_on_gpu(policy="offload_all", async_save=True, host_bytes=saving - offloading // 2)
 
 
 def test_host_memory_that_is_short_is_said_with_what_would_fit():

@@ -13,6 +13,7 @@ from sppo.cli.output.solve_text import tier_text
 from sppo.cost.memory.plot import BUCKETS, FREE, RankGroup, memory_bar, rank_groups, shown_groups
 from sppo.cost.memory.stage_memory import StageMemory
 from sppo.hardware.description import HardwareSpec
+from sppo.planning.search.shortfall import SAVED_IN_BACKGROUND
 from sppo.units import format_bytes
 
 _MOST_GROUPS = 4
@@ -88,4 +89,6 @@ def _bucket_table(groups: Sequence[RankGroup], *, hardware: HardwareSpec) -> Tab
     add("", f"optimizer states in {tier}", [each.host_optimizer_bytes for each in held])
     add("", f"gradients in {tier}", [each.tier_gradients_bytes for each in held])
     add("", f"weights in {tier}", [each.tier_weights_bytes for each in held])
+    saved = [each.background_save_bytes for each in held]
+    add("", f"{SAVED_IN_BACKGROUND}, in host memory", saved)
     return table

@@ -138,6 +138,7 @@ def memory_report(held: StageMemory) -> dict[str, Any]:
         "host_optimizer_bytes": held.host_optimizer_bytes,
         "tier_gradients_bytes": held.tier_gradients_bytes,
         "tier_weights_bytes": held.tier_weights_bytes,
+        "background_save_bytes": held.background_save_bytes,
     }
 
 

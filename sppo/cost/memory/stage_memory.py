@@ -104,6 +104,9 @@ class StageMemory:
     """Weights there."""
     tier_gradients_bytes: int = 0
     """Gradients there."""
+    background_save_bytes: int = 0
+    """Copy of the training state in the host memory behind a GPU, not page-locked, while a
+    checkpoint is written in the background; on a CPU it is among the process's growth."""
 
     @property
     def tier_state_bytes(self) -> int:
@@ -112,8 +115,13 @@ class StageMemory:
 
     @property
     def tier_bytes(self) -> int:
-        """All that is in the next tier."""
+        """All that is in the next tier, without copies that a checkpoint is written from."""
         return self.tier_activations_bytes + self.tier_state_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """All that is in host memory where that is the next tier."""
+        return self.tier_bytes + self.background_save_bytes
 
 
 class _RankFigures(NamedTuple):
@@ -177,6 +185,16 @@ def state_memory(candidate: Candidate, *, units: UnitsInFlight) -> tuple[StageMe
     return tuple(ranks)
 
 
+def saved_state_bytes(candidate: Candidate) -> int:
+    """Return the most bytes that a checkpoint has of a rank: fp32 weights and both moments."""
+    stepped = updated_parameters(candidate) if candidate.zero else device_parameters(candidate)
+    return _saved_bytes(float(of_ranks(candidate, stepped).max()))
+
+
+def _saved_bytes(stepped: float) -> int:
+    return int(stepped * 3 * ACCUMULATION_BYTES)
+
+
 def _rank_memory(
     candidate: Candidate,
     own: _RankFigures,
@@ -190,7 +208,9 @@ def _rank_memory(
     masters = ACCUMULATION_BYTES if element < ACCUMULATION_BYTES else 0
     stepped = own.updated if candidate.zero else own.parameters
     optimizer = int(stepped * (2 * ACCUMULATION_BYTES + masters))
-    saved = int(stepped * 3 * ACCUMULATION_BYTES)
+    saved = _saved_bytes(stepped)
+    copied = saved if candidate.background_saves else 0
+    is_cpu = candidate.workload.hardware.device.kind == "cpu"
     kept_weights = (own.updated if candidate.zero >= 3 else own.parameters) * element
     kept_gradients = (own.updated if candidate.zero >= 2 else own.parameters) * ACCUMULATION_BYTES
     weights = own.weights + parts.room_elements * (candidate.zero >= 3)
@@ -210,9 +230,7 @@ def _rank_memory(
         working_bytes=working_bytes,
         heap_bytes=round(working_bytes * candidate.workload.hardware.device.heap_share),
         communication_bytes=own.sent_bytes + collective,
-        growth_bytes=process_growth_bytes(
-            candidate, background_save_bytes=saved if candidate.background_saves else 0
-        ),
+        growth_bytes=process_growth_bytes(candidate, background_save_bytes=copied),
     )
     return StageMemory(
         buckets,
@@ -220,6 +238,7 @@ def _rank_memory(
         saved * tiers.offloads_optimizer,
         int(kept_weights) * tiers.streams_weights,
         int(kept_gradients) * tiers.streams_gradients,
+        0 if is_cpu else copied,
     )
 
 

@@ -173,7 +173,8 @@ class EvaluatedCandidate:
     @property
     def tier_peak_bytes(self) -> int:
         """Peak bytes in the tier behind the fullest device, training state included."""
-        return max(rank.tier_bytes for rank in self.memory)
+        on_host = self.candidate.workload.hardware.node.host_memory_bytes > 0
+        return max(rank.host_bytes if on_host else rank.tier_bytes for rank in self.memory)
 
     @property
     def node_host_bytes(self) -> int:

@@ -49,8 +49,9 @@ def policy_inputs(
     operands = weight_operand_bytes(candidate)
     used += units.peak(np.zeros_like(operands), deferred=operands)
     used += _kv_slots_bytes(candidate)
-    state_bytes = np.array([state.tier_state_bytes for state in states], dtype=np.float64)
     on_host = hardware.node.host_memory_bytes > 0
+    elsewhere = [state.host_bytes if on_host else state.tier_bytes for state in states]
+    state_bytes = np.array(elsewhere, dtype=np.float64)
     tier = hardware.host_bytes_per_device if on_host else hardware.disk_bytes_per_device
     virtual = candidate.virtual_stages
     shares = layers / np.tile(np.array(candidate.layers_of_ranks, dtype=np.float64), virtual)

@@ -8,6 +8,9 @@ from sppo.cost.candidate import Candidate
 from sppo.cost.memory.stage_memory import StageMemory
 from sppo.units import format_bytes
 
+SAVED_IN_BACKGROUND = "checkpoint saved in the background"
+"""Bucket of host memory behind a GPU, see :class:`sppo.cost.memory.stage_memory.StageMemory`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shortfall:
@@ -71,10 +74,13 @@ def find_shortfall(candidate: Candidate, memory: tuple[StageMemory, ...]) -> Sho
                 candidate.budget_bytes,
             )
         )
-        on_host = hardware.node.host_memory_bytes > 0
-        room = hardware.host_bytes_per_device if on_host else hardware.disk_bytes_per_device
-        bucket, size_bytes = max(_tier_buckets(held), key=lambda bucket: bucket[1])
-        place = "host" if on_host else "disk"
-        found.append(Shortfall(place, rank, bucket, size_bytes, held.tier_bytes, room))
+        if hardware.node.host_memory_bytes > 0:
+            place, needed, room = "host", held.host_bytes, hardware.host_bytes_per_device
+            buckets = (*_tier_buckets(held), (SAVED_IN_BACKGROUND, held.background_save_bytes))
+        else:
+            place, needed, room = "disk", held.tier_bytes, hardware.disk_bytes_per_device
+            buckets = _tier_buckets(held)
+        bucket, size_bytes = max(buckets, key=lambda bucket: bucket[1])
+        found.append(Shortfall(place, rank, bucket, size_bytes, needed, room))
     worst = max(found, key=lambda shortfall: shortfall.short_bytes)
     return worst if worst.short_bytes > 0 else None

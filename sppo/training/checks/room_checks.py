@@ -9,11 +9,13 @@ from pathlib import Path
 from sppo.config import RunConfig
 from sppo.cost.kv import offloaded_kv_bytes
 from sppo.cost.memory.process_growth import PLANNING_PROCESS_BYTES, REPORT_BYTES, step_bytes
+from sppo.cost.memory.stage_memory import saved_state_bytes
 from sppo.kernels.native.process_memory import private_bytes
 from sppo.offload.disk import DiskRoom, is_memory, usable_directory
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.plan_program import plan_candidate
 from sppo.planning.run_plan import offload_less
+from sppo.planning.search.shortfall import SAVED_IN_BACKGROUND
 from sppo.training.devices.device import Device, Kind
 from sppo.units import format_bytes
 
@@ -106,22 +108,33 @@ def check_memory(run: RunConfig, plan: ExecutionPlan, room: Room) -> None:
             "again on this machine"
         )
     if room.kind == "cuda":
-        _check_host(plan, room.host_bytes)
+        _check_host(run, plan, room.host_bytes)
 
 
-def _check_host(plan: ExecutionPlan, host_bytes: int) -> None:
-    """Check host memory: offloaded tensors, or the slots in front of a disk; training state."""
+def _check_host(run: RunConfig, plan: ExecutionPlan, host_bytes: int) -> None:
+    """Check host memory: offloaded tensors, or the slots in front of a disk; training state.
+
+    Also the copy of it that a checkpoint in the background is written from, whether the plan was
+    made with such checkpoints or not.
+    """
     offloaded = max(stage.memory.tier_activations_bytes for stage in plan.stages)
     if plan.tier == "disk":
-        offloaded = plan.predicted.host_peak_bytes
+        planned = max(stage.memory.background_save_bytes for stage in plan.stages)
+        offloaded = plan.predicted.host_peak_bytes - planned
     state = max(stage.memory.tier_state_bytes for stage in plan.stages)
-    if offloaded + state > host_bytes:
-        less = _offload_less(plan, room_bytes=host_bytes - state, needed_bytes=offloaded)
-        raise MemoryError(
-            f"a rank takes {format_bytes(offloaded + state)} of host memory "
-            f"({format_bytes(offloaded)} offloaded activations, {format_bytes(state)} training "
-            f"state), and {format_bytes(host_bytes)} may be used: {less}, or end other programs"
-        )
+    saved = saved_state_bytes(plan_candidate(plan)) if run.checkpoint.async_save else 0
+    needed = offloaded + state + saved
+    if needed <= host_bytes:
+        return
+    taken = (
+        f"a rank takes {format_bytes(needed)} of host memory ({format_bytes(offloaded)} offloaded "
+        f"activations, {format_bytes(state)} training state, {format_bytes(saved)} "
+        f"{SAVED_IN_BACKGROUND}), and {format_bytes(host_bytes)} may be used"
+    )
+    if needed - saved <= host_bytes:
+        raise MemoryError(f"{taken}: write checkpoint.async_save=false, or end other programs")
+    less = _offload_less(plan, room_bytes=host_bytes - state - saved, needed_bytes=offloaded)
+    raise MemoryError(f"{taken}: {less}, or end other programs")
 
 
 def _offload_less(plan: ExecutionPlan, *, room_bytes: int, needed_bytes: int) -> str:

@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 HOST_FRACTION = 0.85
 """Fraction of the free host memory that offloaded tensors may fill; the rest is for the processes
-themselves, and for checkpoints on their way to the disk."""
+themselves, and for what the system keeps of files on their way to the disk."""
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Environment variables with the settings of torch's caching allocator; the first one wins."""
 SETTINGS = {

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from sppo.config.model import ModelConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
@@ -13,9 +15,12 @@ from sppo.cost.memory.process_growth import (
     STEPS_BYTES,
     TOKEN_BYTES,
 )
+from sppo.cost.memory.stage_memory import saved_state_bytes
 from sppo.cost.parameters import num_parameters
+from sppo.cost.state_tiers import StateTiers
 from sppo.hardware.presets import PRESETS
 from sppo.planning.search.evaluated_candidate import assess
+from sppo.planning.search.shortfall import SAVED_IN_BACKGROUND
 from sppo.units import KIB
 
 MODEL = ModelConfig(
@@ -50,6 +55,36 @@ def test_a_save_in_the_background_holds_the_state_once_more():
 
 def test_a_gpu_has_no_part_in_it():
     assert growth("h100") == 0
+    assert growth("h100", background_saves=True) == 0
+
+
+@pytest.mark.parametrize("optimizer", ["device", "host"])
+def test_behind_a_gpu_a_save_in_the_background_takes_host_memory(optimizer):
+    """Beside an optimizer that lives there, whose state changes while it is written."""
+    state = StateTiers(optimizer=optimizer)
+    workload = Workload(MODEL, PRESETS["h100"], dtype="fp32")
+    candidate = Candidate(workload, (KIB, KIB), data_parallel_degree=2, state=state)
+    without = assess(candidate)
+    found = assess(replace(candidate, background_saves=True))
+    copied = 3 * 4 * num_parameters(MODEL) // 2
+    assert saved_state_bytes(candidate) == copied
+    assert found.memory[0].device == without.memory[0].device
+    assert found.tier_peak_bytes - without.tier_peak_bytes == copied
+    assert found.node_host_bytes - without.node_host_bytes == 2 * copied
+
+
+def test_it_counts_against_the_host():
+    def shortfall(room_bytes, **change):
+        hardware = PRESETS["h100"]
+        node = replace(hardware.node, num_devices=1, host_memory_bytes=room_bytes)
+        workload = Workload(MODEL, replace(hardware, node=node), dtype="fp32")
+        return assess(Candidate(workload, (KIB,), background_saves=True, **change)).shortfall
+
+    needed = 3 * 4 * num_parameters(MODEL)
+    assert shortfall(needed) is None
+    short = shortfall(needed - 1)
+    assert (short.place, short.bucket, short.short_bytes) == ("host", SAVED_IN_BACKGROUND, 1)
+    assert shortfall(needed + 1000, state=StateTiers(optimizer="host")).short_bytes == needed - 1000
 
 
 def test_it_counts_against_the_budget():

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 
 from sppo.config import load_run
+from sppo.cost.memory.stage_memory import saved_state_bytes
 from sppo.engine.engine import Engine
 from sppo.engine.stage import Stage
 from sppo.engine.trace import CudaStopwatch, Trace
@@ -23,6 +24,7 @@ from sppo.kernels.native.machine_memory import MemoryRoom
 from sppo.optim.host_adamw import HostAdamW
 from sppo.parallel.job.environment import RankEnvironment
 from sppo.planning.plan import read_plan
+from sppo.planning.plan_program import plan_candidate
 from sppo.schedule.actions import Action, ActionKind
 from sppo.training import trainer
 from sppo.training.checks import preflight
@@ -34,6 +36,7 @@ from sppo.training.devices.choose_device import choose_device, device_kind
 from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.devices.cuda_device import (
     ALLOCATOR_VARIABLES,
+    HOST_FRACTION,
     SETTINGS,
     CudaDevice,
     prepare_cuda,
@@ -385,6 +388,20 @@ def test_a_plan_made_before_may_take_more_of_the_host_than_is_free_now(work, mon
             lambda: MemoryRoom(machine_bytes=100_000),
         )
         with pytest.raises(MemoryError, match="a rank takes .* of host memory .* would fit"):
+            check_before_training(run, plan=plan, device=device)
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_save_in_the_background_needs_host_memory_beside_a_plan(work, monkeypatch, planned):
+    run = run_of(work, activations={"policy": "offload_all"}, checkpoint={"async_save": True})
+    before = run if planned else run_of(work, activations={"policy": "offload_all"})
+    with fake_gpu() as (device, _):
+        plan = check_before_training(before, device=device).plan
+        taken, saved = plan.stages[0].memory.tier_bytes, saved_state_bytes(plan_candidate(plan))
+        assert plan.predicted.host_peak_bytes == taken + saved * planned
+        room = MemoryRoom(machine_bytes=int((taken + saved / 2) / HOST_FRACTION))
+        monkeypatch.setattr("sppo.training.devices.cuda_device.memory_room", lambda: room)
+        with pytest.raises(MemoryError, match="background.*: write checkpoint.async_save=false"):
             check_before_training(run, plan=plan, device=device)
 
 
