@@ -253,6 +253,8 @@ def as_rank(rank, directory, arguments, killed_in, planned_otherwise_by):
                 os.kill(plans[0]._worker.pid, signal.SIGKILL)
             elif step < STEPS and plans[0]._ahead:
                 wait_for(begun(plans[0]).done)
+                if step + 1 == killed_in and rank == 1:  # or its next plan might be there already
+                    os.kill(plans[0]._worker.pid, signal.SIGSTOP)
 
         if rank == planned_otherwise_by:
             usual = step_work.step_planner
