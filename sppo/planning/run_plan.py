@@ -25,6 +25,7 @@ from sppo.planning.search.choices import (
     Degrees,
     cut_sequence,
     multiplexed_problem,
+    shares_units,
     subsequence_counts_to_try,
     virtual_stages_to_try,
 )
@@ -124,7 +125,7 @@ def run_candidate(run: RunConfig, *, hardware: HardwareSpec) -> Candidate:
             f"train.sequences_per_step {run.train.sequences_per_step} on "
             f"{degrees.data_parallel} data-parallel replicas: must be a multiple of the replicas"
         )
-    if run.parallel.multiplexed == "on":
+    if shares_units(run):
         problem = multiplexed_problem(run, degrees=degrees)
         if problem is not None:
             raise ValueError(problem)

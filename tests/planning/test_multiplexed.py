@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from sppo.hardware.file import hardware_for
+from sppo.planning.corpus.search import DrawnSteps, solve_corpus
 from sppo.planning.estimate import estimate
 from sppo.planning.run_plan import plan_run
+from sppo.planning.search.choices import multiplexed_problem
 from sppo.planning.search.solver import solve
 from sppo.planning.simulated_run import simulated_run
 from sppo.training.checks.input_checks import degree_problems
@@ -34,20 +36,44 @@ def test_every_command_refuses_one_stage_alike(command):
     assert str(refused.value) == rule
 
 
+ASKED = [{"multiplexed": "on"}, {"multiplexed": "auto", "schedule": "sppo_msp"}]
+"""The two ways to ask for it."""
+
+
 @pytest.mark.parametrize("command", [solve, estimate, simulated_run, planned])
 @pytest.mark.parametrize("shards", [{"sequence_parallel": "megatron"}, {"zero": 3}])
-def test_every_command_refuses_sharded_weights_alike(command, shards):
-    run = multiplexed(
-        pipeline_parallel_degree=2,
-        data_parallel_degree=1,
-        sequence_parallel_degree=4,
-        **shards,
-    )
+@pytest.mark.parametrize("asked", ASKED)
+def test_every_command_refuses_sharded_weights_alike(command, shards, asked):
+    degrees = {"pipeline_parallel_degree": 2, "sequence_parallel_degree": 4}
+    run = multiplexed(data_parallel_degree=1, **degrees, **shards, **asked)
     ((key, rule),) = degree_problems(run)
-    assert key == "multiplexed"
+    assert key in asked
+    assert f"parallel.{key}={asked[key]} lends whole weights" in rule
     with pytest.raises(ValueError, match="no rank has them: write ulysses") as refused:
         command(run, hardware=hardware_for(run.hardware))
     assert str(refused.value) == rule
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_units_of_many_samples_are_not_shared(asked):
+    documents = {"tokens": "data", "samples": "documents"}
+    train = {"samples_per_step": 3}
+    run = run_config("llama-3.2-1b", length="32Ki", data=documents, parallel=asked, train=train)
+    ((key, rule),) = degree_problems(run)
+    assert key in asked
+    steps = DrawnSteps("", "", ((32768, 1024, 512),))
+    with pytest.raises(ValueError, match="hold many samples") as refused:
+        solve_corpus(run, hardware=hardware_for(run.hardware), steps=steps)
+    assert str(refused.value) == rule
+
+
+@pytest.mark.parametrize("shards", [{"sequence_parallel": "megatron"}, {"zero": 3}])
+def test_on_one_pipeline_rank_the_schedule_shares_nothing(shards):
+    run = run_config("llama-3.2-1b", length="32Ki", parallel={"schedule": "sppo_msp", **shards})
+    best = solve(run, hardware=hardware_for(run.hardware)).best
+    assert best.candidate.schedule == "sppo_msp"
+    assert best.degrees.pipeline_parallel == 1 or best.degrees.sequence_parallel == 1
+    assert not multiplexed_problem(run, degrees=best.degrees)
 
 
 def test_megatron_shards_no_weights_with_one_rank_of_a_group():

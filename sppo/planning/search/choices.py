@@ -76,23 +76,41 @@ def asked_schedule(run: RunConfig) -> str:
     return "sppo_msp" if is_msp else parallel.schedule
 
 
+def shares_units(run: RunConfig) -> bool:
+    """Whether the run asks for units sharded over pipeline ranks (MSP), whichever key says so."""
+    return asked_schedule(run) == "sppo_msp"
+
+
 def multiplexed_problem(run: RunConfig, *, degrees: Degrees) -> str | None:
     """Say why training cannot shard units over pipeline ranks (MSP); None where it can.
 
-    Every rank of a stage must have all of its weights, to send them.
+    Every rank of a stage must have all of its weights, to send them. On one pipeline rank schedule
+    sppo_msp, by its name, is an ordinary one.
     """
+    parallel = run.parallel
+    by_key = parallel.multiplexed == "on"
+    if run.data.samples == "documents":
+        return (
+            "multiplexed sequence partitioning cuts subsequences of one long sequence, and with "
+            "data.samples=documents they hold many samples; leave parallel.multiplexed and "
+            "parallel.schedule out"
+        )
     if degrees.pipeline_parallel == 1:
+        if not by_key:
+            return None
         return (
             "parallel.multiplexed=on shards units over pipeline ranks, and there is one: raise "
             "parallel.pipeline_parallel_degree, or leave it out"
         )
-    parallel = run.parallel
     shards_weights = parallel.sequence_parallel == "megatron" and degrees.sequence_parallel > 1
     if shards_weights or parallel.zero == 3:
+        asked, other = "parallel.schedule=sppo_msp", "another parallel.schedule"
+        if by_key:
+            asked, other = "parallel.multiplexed=on", "parallel.multiplexed=off"
         return (
-            "parallel.multiplexed=on lends whole weights to other pipeline ranks, and with "
+            f"{asked} lends whole weights to other pipeline ranks, and with "
             "parallel.sequence_parallel=megatron or parallel.zero=3 no rank has them: write "
-            "ulysses and parallel.zero=2, or parallel.multiplexed=off"
+            f"ulysses and parallel.zero=2, or {other}"
         )
     return None
 
@@ -196,7 +214,7 @@ def degrees_to_try(
                 possible.append(degrees)
             else:
                 refused.append(Refusal(degrees, reason))
-    if run.parallel.multiplexed == "on":
+    if shares_units(run):
         problems = {degrees: multiplexed_problem(run, degrees=degrees) for degrees in possible}
         possible = [degrees for degrees, reason in problems.items() if reason is None]
         refused += [Refusal(degrees, reason) for degrees, reason in problems.items() if reason]

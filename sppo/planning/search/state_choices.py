@@ -8,7 +8,7 @@ from sppo.config.rules import WITH_VIRTUAL_STAGES
 from sppo.config.run import RunConfig, StateConfig
 from sppo.cost.state_tiers import StateTier, StateTiers
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.search.choices import asked_schedule, machine_asked_for
+from sppo.planning.search.choices import machine_asked_for, shares_units
 
 _PARTS = ("weights", "gradients", "optimizer")
 _LEAVING = ((), ("optimizer",), ("gradients", "optimizer"), _PARTS)
@@ -77,4 +77,4 @@ def _may_have_stages(run: RunConfig) -> bool:
     parallel = run.parallel
     schedules = ("auto", *WITH_VIRTUAL_STAGES)
     several = parallel.virtual_stages != 1 and parallel.schedule in schedules
-    return several and asked_schedule(run) != "sppo_msp"
+    return several and not shares_units(run)

@@ -20,7 +20,7 @@ from sppo.model.hf_files import check_headers
 from sppo.offload.disk import usable_directory
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.run_plan import plan_run
-from sppo.planning.search.choices import Degrees, multiplexed_problem, shard_heads
+from sppo.planning.search.choices import Degrees, multiplexed_problem, shard_heads, shares_units
 from sppo.quoting import quoted
 from sppo.training.run_directory import check_output
 
@@ -85,19 +85,18 @@ def _problems(run: RunConfig, check: _Check) -> Iterator[Problem]:
 def degree_problems(run: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield (key of ``parallel``, rule) for degrees that model or step cannot be divided by."""
     parallel, model = run.parallel, run.model
-    if parallel.multiplexed == "on":
+    if shares_units(run):
         problem = multiplexed_problem(run, degrees=Degrees.of_run(run))
         if problem is not None:
-            yield "multiplexed", problem
+            yield "multiplexed" if parallel.multiplexed == "on" else "schedule", problem
     if parallel.pipeline_parallel_degree > model.num_layers:
         yield (
             "pipeline_parallel_degree",
             f"parallel.pipeline_parallel_degree {parallel.pipeline_parallel_degree}: every stage "
             f"needs a layer, and the model has {model.num_layers}; use at most that many",
         )
-    if run.data.samples == "documents":
-        yield from _sample_problems(run)
-    elif run.train.sequences_per_step % parallel.data_parallel_degree:
+    of_documents = run.data.samples == "documents"
+    if not of_documents and run.train.sequences_per_step % parallel.data_parallel_degree:
         yield (
             "data_parallel_degree",
             f"parallel.data_parallel_degree {parallel.data_parallel_degree}: "
@@ -108,18 +107,6 @@ def degree_problems(run: RunConfig) -> Iterator[tuple[str, str]]:
         shard_heads(run, degree=parallel.sequence_parallel_degree)
     except ValueError as error:
         yield "sequence_parallel_degree", str(error)
-
-
-def _sample_problems(run: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key of ``parallel``, rule) for degrees with which samples cannot be trained on."""
-    parallel = run.parallel
-    if parallel.multiplexed == "on" or parallel.schedule == "sppo_msp":
-        yield (
-            "multiplexed" if parallel.multiplexed == "on" else "schedule",
-            "multiplexed sequence partitioning cuts subsequences of one long sequence, and with "
-            "data.samples=documents they hold many samples; leave parallel.multiplexed and "
-            "parallel.schedule out",
-        )
 
 
 def _named_hardware(run: RunConfig) -> object:

@@ -27,6 +27,7 @@ from sppo.planning.elastic.step_plan import step_planner
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.plan_program import plan_program
 from sppo.planning.run_plan import plan_run
+from sppo.planning.search.choices import Degrees, multiplexed_problem
 from sppo.schedule.encoding import encode
 from sppo.schedule.msp_groups import find_msp_groups
 from sppo.training.checks.input_checks import check_inputs, check_weights
@@ -206,20 +207,13 @@ def _as_used(run: RunConfig, device: Device, *, local_ranks: int) -> HardwareSpe
 
 def _check_trainable(run: RunConfig, plan: ExecutionPlan) -> None:
     """What a plan may hold, and training cannot do."""
+    shares = plan.schedule == "sppo_msp"
+    problem = multiplexed_problem(run, degrees=Degrees.of_run(run)) if shares else None
+    if problem is not None:
+        raise ValueError(problem)
     if plan.sequence_parallel == "megatron" and plan.sequence_parallel_degree > 1:
-        if plan.schedule == "sppo_msp":
-            raise ValueError(
-                "schedule sppo_msp lends whole weights to other pipeline ranks, and with "
-                "parallel.sequence_parallel=megatron no rank has them: write ulysses, or another "
-                "parallel.schedule"
-            )
         for stage in plan.stages:
             check_whole_classes(stage.subsequences)
-    if plan.schedule == "sppo_msp" and plan.zero == 3:
-        raise ValueError(
-            "schedule sppo_msp lends whole weights to other pipeline ranks, and with "
-            "parallel.zero=3 no rank has them: write parallel.zero=2, or another parallel.schedule"
-        )
     degree, shortest = run.parallel.sequence_parallel_degree, min(plan.lengths)
     shards = 2 * degree * plan.pipeline_parallel_degree  # a shard of one token may be rounded away
     if plan.schedule == "sppo_msp" and shortest < shards:

@@ -229,9 +229,10 @@ def test_weights_that_cannot_be_shared_out_are_refused(work, run_file, fields, d
     assert not Path("out").exists()
 
 
-def megatron_plan():
+def megatron_plan(*, pipeline=1):
     """A run with sharded weights, and its plan."""
-    run = load_run(Path("run.yaml"), overrides((1, 1, 2), 1, **MEGATRON))
+    layers = {"model.num_layers": pipeline}
+    run = load_run(Path("run.yaml"), overrides((1, pipeline, 2), 1, **MEGATRON, **layers))
     return run, check_before_training(run).plan
 
 
@@ -250,7 +251,7 @@ def test_a_plan_that_recomputes_part_of_a_class_is_refused(work):
 
 
 def test_weights_shared_out_and_lent_are_refused(work):
-    run, plan = megatron_plan()
+    run, plan = megatron_plan(pipeline=2)
     with pytest.raises(ValueError, match="no rank has them: write ulysses"):
         check_before_training(run, plan=replace(plan, schedule="sppo_msp"))
 
