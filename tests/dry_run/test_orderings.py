@@ -11,7 +11,7 @@ import pytest
 from sppo.dry_run.orderings import OrderingCheck
 from sppo.dry_run.streams import Wait, Worker
 from sppo.dry_run.traced_step import trace_step
-from sppo.optim import host_adamw
+from sppo.optim.host_adamw import HostAdamW
 from tests.dry_run.cases import CASES, plan_for_gpu, planned, small_run
 from tests.planning.cases import run_config
 
@@ -40,7 +40,7 @@ def trace(name, *, lost=frozenset()):
     run, plan = planned(name)
     check = OrderingCheck()
     # More buckets than slots, so that slots of the optimizer on the host are used again.
-    with patch.object(host_adamw, "_BUCKET_ELEMENTS", 1 << 12):
+    with patch.dict(HostAdamW.__init__.__kwdefaults__, bucket_elements=1 << 12):
         return trace_step(run, plan, orderings=check, lost=lost), check
 
 
@@ -190,3 +190,5 @@ def test_plans_of_several_kinds_are_meant():
     assert planned("to a disk")[1].tier == "disk"
     assert planned("multiplexed")[1].schedule == "sppo_msp"
     assert small_run().activations.policy == "keep_attention"
+    step, _ = trace("optimizer on the host")
+    assert sum(step.waits.values()) > 10 * len(step.waits)  # of every bucket's copies
