@@ -29,6 +29,7 @@ from sppo.activations.placement import (
     PolicyInputs,
     alike_stages,
     prefix_rows,
+    saved_bytes,
 )
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN
 from sppo.schedule.costs import Table
@@ -52,6 +53,7 @@ class StageProblem:
 
     tokens: Counts
     row_bytes: Table
+    shared_input_bytes: Table
     in_flight: Counts
     sequences: int
     next_forward_s: Table
@@ -73,8 +75,9 @@ class StageProblem:
 def choices(inputs: PolicyInputs) -> Iterator[ActivationPlacement]:
     """Placements worth pricing; all fit, or the only one needs the least memory of all."""
     keys = alike_stages(
-        *(inputs.row_bytes, inputs.in_flight, inputs.sequences, inputs.next_forward_s),
-        *(inputs.hidden_bytes, inputs.device_bytes, inputs.tier_bytes, inputs.slots.row_bytes),
+        *(inputs.row_bytes, inputs.shared_input_bytes, inputs.in_flight, inputs.sequences),
+        *(inputs.next_forward_s, inputs.hidden_bytes, inputs.device_bytes, inputs.tier_bytes),
+        inputs.slots.row_bytes,
     )
     distinct = {stage: _problem(inputs, stage) for stage in dict.fromkeys(keys)}
     free = {key: without_waiting(problem) for key, problem in distinct.items()}
@@ -171,20 +174,19 @@ def _recomputing(
     """
     if serves[0]:
         return retained, offloaded, np.zeros_like(retained)
-    if not serves[-1]:
+    fewest = int(serves.argmax())
+    if not serves[fewest]:
         return None
-    low, high = 0, len(serves) - 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if serves[middle] else (middle, high)
-    left = _last_in_part(_freed(retained, low), _freed(retained, high), offloaded, problem)
+    before, after = _freed(retained, fewest - 1), _freed(retained, fewest)
+    left = _last_in_part(before, after, offloaded, problem)
     return left, offloaded, retained - left
 
 
 def _serving(retained: Counts, offloaded: Counts, problem: StageProblem) -> npt.NDArray[np.bool_]:
     """Whether placements fit that recompute their first classes, as :func:`_freed` counts them.
 
-    What is held falls with each class by its own rows; joining takes what the worst subsequence
+    What is held falls with each class by its own rows, but where layers share an input those of
+    all are saved with the attention class recomputed; joining takes what the worst subsequence
     does, of those with the class recomputed and of those behind them.
 
     Args:
@@ -197,7 +199,10 @@ def _serving(retained: Counts, offloaded: Counts, problem: StageProblem) -> npt.
     """
     count = len(problem.tokens)
     held = (retained * problem.row_bytes) * problem.in_flight[:, None]
-    freed = np.cumsum(np.concatenate([held[:, :, LINEAR], held[:, :, ATTENTION]], axis=1), axis=1)
+    more_inputs = (retained[:, :, ATTENTION] > 0) * problem.shared_input_bytes
+    more_held = retained[:, :, X_IN] * more_inputs * problem.in_flight
+    attention = held[:, :, ATTENTION] - more_held
+    freed = np.cumsum(np.concatenate([held[:, :, LINEAR], attention], axis=1), axis=1)
     joined = []
     for classes in ([], [LINEAR], [LINEAR, ATTENTION]):
         left = retained.copy()
@@ -213,6 +218,9 @@ def _serving(retained: Counts, offloaded: Counts, problem: StageProblem) -> npt.
     needed += held.sum(axis=(1, 2))[:, None] + problem.slots.of_blocks(offloaded)[:, None]
     needed[:, 1:] -= freed
     fits: npt.NDArray[np.bool_] = needed <= problem.device_bytes - _ROUNDING_BYTES
+    more_sent = np.cumsum(offloaded[:, :, X_IN] * more_inputs, axis=1)
+    sent = (offloaded @ problem.row_bytes).sum(axis=1)[:, None] + more_sent
+    fits[:, count + 1 :] &= sent * problem.sequences <= problem.tier_bytes
     return fits
 
 
@@ -225,11 +233,18 @@ def least(problem: StageProblem) -> StageCounts:
     wanted = [
         way(problem, _most_in_tier(problem, way) * fractions) for way in (_by_time, _by_class)
     ]
-    offloaded = _offloaded(np.concatenate(wanted), problem)
+    sent = _offloaded(np.concatenate(wanted), problem)
+    # Where layers share an input, attention kept may take less than the inputs of them all.
+    kept = [[X_IN], [X_IN, ATTENTION]][: 1 + bool(problem.shared_input_bytes)]
+    offloaded = np.concatenate([sent] * len(kept))
     left = np.zeros_like(offloaded)
-    left[:, :, X_IN] = problem.tokens - offloaded[:, :, X_IN]
-    best = int(np.argmin(_needed_by_each(left, offloaded, problem)))
-    return left[best], offloaded[best], _whole(problem) - offloaded[best] - left[best]
+    for rows, classes in zip(np.split(left, len(kept)), kept, strict=True):
+        rows[:, :, classes] = problem.tokens[:, None] - sent[:, :, classes]
+    recomputed = _whole(problem) - offloaded - left
+    tier_bytes = _saved(offloaded, recomputed, problem).sum(axis=1) * problem.sequences
+    needed = _needed_by_each(left, offloaded, problem)
+    best = int(np.argmin(np.where(tier_bytes <= problem.tier_bytes, needed, np.inf)))
+    return left[best], offloaded[best], recomputed[best]
 
 
 def _most_in_tier(problem: StageProblem, wanted: WantedBytes) -> float:
@@ -313,12 +328,22 @@ def _needed(retained: Counts, offloaded: Counts, problem: StageProblem) -> float
 
 def _needed_by_each(retained: Counts, offloaded: Counts, problem: StageProblem) -> Table:
     """Device bytes that each of some placements needs, [placements]."""
-    held = (retained @ problem.row_bytes) @ problem.in_flight
     recomputed = problem.tokens[:, None] - retained - offloaded
+    held = _saved(retained, recomputed, problem) @ problem.in_flight
     needed: Table = held + problem.slots.reserved(
         ActivationPlacement(retained, offloaded, recomputed)
     )
     return needed
+
+
+def _saved(rows: Counts, recomputed: Counts, problem: StageProblem) -> Table:
+    """Bytes of some rows of each subsequence, [..., N]."""
+    return saved_bytes(
+        rows,
+        recomputed=recomputed,
+        row_bytes=problem.row_bytes,
+        shared_input_bytes=problem.shared_input_bytes,
+    )
 
 
 def _freed(retained: Counts, count: int) -> Counts:
@@ -340,6 +365,9 @@ def _last_in_part(
         return after
     row_bytes = float(problem.row_bytes[tensor_class]) * int(problem.in_flight[index])
     short = _needed(before, offloaded, problem) - problem.device_bytes + _ROUNDING_BYTES
+    if tensor_class == ATTENTION:  # then every layer saves its input
+        inputs = int(before[index, X_IN]) * int(problem.in_flight[index])
+        short += inputs * float(problem.shared_input_bytes)
     rows = int(np.ceil(short / row_bytes / ROW_ALIGNMENT)) * ROW_ALIGNMENT
     left = before.copy()
     left[index, tensor_class] -= min(rows, int(before[index, tensor_class]))
@@ -351,6 +379,7 @@ def _problem(inputs: PolicyInputs, stage: int) -> StageProblem:
     return StageProblem(
         tokens=inputs.tokens,
         row_bytes=inputs.row_bytes[stage],
+        shared_input_bytes=inputs.shared_input_bytes[stage],
         in_flight=inputs.in_flight[stage],
         sequences=int(inputs.sequences[stage]),
         next_forward_s=inputs.next_forward_s[stage],

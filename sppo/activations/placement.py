@@ -234,6 +234,8 @@ class PolicyInputs:
     Attributes:
         tokens: Tokens of every subsequence, [subsequences].
         row_bytes: Bytes of one row of each class on one device, all layers, [stages, 3].
+        shared_input_bytes: Of a row's inputs, those that layers do not save which share one,
+            [stages]; see :func:`saved_bytes`.
         in_flight: How many times a subsequence is held at once at the worst moment; more than
             once where several sequences overlap.
         sequences: Sequences that have room in the next tier at once, [stages].
@@ -253,6 +255,7 @@ class PolicyInputs:
 
     tokens: Counts
     row_bytes: Table
+    shared_input_bytes: Table
     in_flight: Counts
     sequences: Counts
     next_forward_s: Table
@@ -271,6 +274,30 @@ class PolicyInputs:
         """Bytes of a whole class, [stages, subsequences, 3]."""
         result: Table = self.tokens[None, :, None] * self.row_bytes[:, None, :]
         return result
+
+
+def saved_bytes(
+    rows: Counts, *, recomputed: Counts, row_bytes: Table, shared_input_bytes: Table
+) -> Table:
+    """Bytes of some saved rows of each subsequence, all layers of a stage.
+
+    Without its attention output no layer can recompute the input of the one above: then every
+    layer saves its own.
+
+    Args:
+        rows: of each class, [..., subsequences, 3].
+        recomputed: rows of the same subsequences that backward recomputes, of the same shape.
+        row_bytes: of one row of each class, [..., 3].
+        shared_input_bytes: of one row's inputs that layers do not save which share one, [...].
+
+    Returns:
+        [..., subsequences].
+    """
+    found: Table = (rows @ row_bytes[..., None])[..., 0]
+    if shared_input_bytes.any():
+        every_layer = recomputed[..., ATTENTION] > 0
+        found += rows[..., X_IN] * every_layer * shared_input_bytes[..., None]
+    return found
 
 
 def prefix_rows(

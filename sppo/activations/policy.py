@@ -27,6 +27,7 @@ from sppo.activations.placement import (
     PolicyInputs,
     SubsequencePlacement,
     prefix_rows,
+    saved_bytes,
 )
 from sppo.activations.tensor_classes import (
     ATTENTION,
@@ -205,7 +206,12 @@ def seconds_added(placement: ActivationPlacement, inputs: PolicyInputs) -> float
     linear, attention = (placement.recomputed[:, :, index] for index in (LINEAR, ATTENTION))
     recomputed = linear / inputs.tokens * inputs.linear_recompute_s
     recomputed += attention / inputs.tokens * inputs.attention_recompute_s
-    offloaded = (placement.offloaded @ inputs.row_bytes[:, :, None])[:, :, 0]
+    offloaded = saved_bytes(
+        placement.offloaded,
+        recomputed=placement.recomputed,
+        row_bytes=inputs.row_bytes,
+        shared_input_bytes=inputs.shared_input_bytes,
+    )
     waited = np.maximum(0.0, offloaded - inputs.hidden_bytes)
     if inputs.copy_bytes_per_s > 0:
         recomputed = recomputed + waited / inputs.copy_bytes_per_s

@@ -17,7 +17,7 @@ from typing import TypeVar
 import numpy as np
 
 from sppo.activations.activation_layout import PREFETCH_LAYERS, SOURCES_HELD, BlockLayout
-from sppo.activations.placement import ActivationPlacement, Counts
+from sppo.activations.placement import ActivationPlacement, Counts, saved_bytes
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN, class_bytes_per_token
 from sppo.config.model import ModelConfig
 from sppo.cost.candidate import Candidate
@@ -213,16 +213,22 @@ def row_bytes_of(candidate: Candidate) -> Table:
     workload = candidate.workload
     layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)
     classes = class_bytes_per_token(workload.model, element_bytes=workload.element_bytes)
-    result: Table = layers[:, None] * classes / workload.sequence_parallel_degree
-    result[:, X_IN] *= np.ceil(layers / candidate.input_every) / layers
-    return result
+    result: Table = layers[:, None] * classes
+    result[:, X_IN] = np.ceil(layers / candidate.input_every) * classes[X_IN]
+    return result / workload.sequence_parallel_degree
+
+
+def shared_input_bytes_of(candidate: Candidate) -> Table:
+    """Bytes of one row's inputs that layers do not save which share one, [stages]."""
+    workload = candidate.workload
+    layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)
+    classes = class_bytes_per_token(workload.model, element_bytes=workload.element_bytes)
+    sharing: Table = layers - np.ceil(layers / candidate.input_every)
+    return sharing * float(classes[X_IN]) / workload.sequence_parallel_degree
 
 
 def placed_bytes(rows: Counts, *, recomputed: Counts, candidate: Candidate) -> Table:
     """Bytes of some rows of each unit on one device, all layers of a stage.
-
-    Without its attention output no layer can recompute the input of the one above: then every
-    layer saves its own.
 
     Args:
         rows: of each tensor class, [stages, units, 3].
@@ -232,16 +238,12 @@ def placed_bytes(rows: Counts, *, recomputed: Counts, candidate: Candidate) -> T
     Returns:
         [stages, units].
     """
-    row_bytes = row_bytes_of(candidate)[:, None, :]
-    result: Table = rows[:, :, X_IN] * row_bytes[:, :, X_IN]
-    if candidate.input_every > 1:
-        layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)
-        shared_by = layers / np.ceil(layers / candidate.input_every)
-        every_layer = recomputed[:, :, ATTENTION] > 0
-        result *= np.where(every_layer, shared_by[:, None], 1.0)
-    for index in (ATTENTION, LINEAR):
-        result += rows[:, :, index] * row_bytes[:, :, index]
-    return result
+    return saved_bytes(
+        rows,
+        recomputed=recomputed,
+        row_bytes=row_bytes_of(candidate),
+        shared_input_bytes=shared_input_bytes_of(candidate),
+    )
 
 
 def weight_operand_bytes(candidate: Candidate) -> Table:

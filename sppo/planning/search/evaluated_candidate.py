@@ -430,6 +430,7 @@ class _PlacementChoice:
         possible = self._possible()
         if (free := self._hiding(possible)) is not None:
             return free
+        possible += self._alike_everywhere()
         if len(possible) > 1:
             possible.sort(key=lambda prices: prices.time.step_s)
         return self._first(possible)
@@ -440,8 +441,9 @@ class _PlacementChoice:
             return free
         possible = self._possible()
         found = self._first(possible)
-        hidden = self._hiding(possible) if found.shortfall is not None else None
-        return hidden or found
+        if found.shortfall is None:
+            return found
+        return self._hiding(possible) or self._first([found.prices, *self._alike_everywhere()])
 
     def _retaining(self) -> EvaluatedCandidate | None:
         """Return what retains everything if it fits and the policy may choose it.
@@ -449,17 +451,17 @@ class _PlacementChoice:
         The room that hybrid decides in allows for the working set of any placement, also one that
         recomputes. Placements that cost no time are tried with their own.
         """
-        return self._if_it_fits("retain") if self._tries_free_placements else None
+        return self._if_it_fits("retain") if self._is_free_to_choose else None
 
     def _hiding(self, possible: Iterable[StepPrices]) -> EvaluatedCandidate | None:
         """Return what offloads all that hides if it fits and every other placement costs time."""
-        if not self._tries_free_placements or not self.inputs.copy_bytes_per_s:
+        if not self._is_free_to_choose or not self.inputs.copy_bytes_per_s:
             return None
         costs_time = all(seconds_added(one.placement, self.inputs) for one in possible)
         return self._if_it_fits("sppo") if costs_time else None
 
     @property
-    def _tries_free_placements(self) -> bool:
+    def _is_free_to_choose(self) -> bool:
         candidate = self.candidate
         chooses = candidate.policy == "hybrid" and candidate.offload_ratio is None
         return chooses and _short_beside(candidate, states=self.states) <= 0
@@ -479,6 +481,16 @@ class _PlacementChoice:
 
     def _possible(self) -> list[StepPrices]:
         return [*map(self._priced, _placements(self.candidate, self.inputs))]
+
+    def _alike_everywhere(self) -> list[StepPrices]:
+        """Return what recomputes or offloads the same of every subsequence, if it may be chosen.
+
+        With its own working set it may fit where the room that hybrid decides in is too small.
+        """
+        if not self._is_free_to_choose:
+            return []
+        offloading = ("offload_all",) if self.inputs.copy_bytes_per_s else ()
+        return [self._priced(decide(one, self.inputs)) for one in (*POLICIES[1:], *offloading)]
 
     def _priced(self, placement: ActivationPlacement) -> StepPrices:
         return StepPrices(self.candidate, self.seconds, placement)

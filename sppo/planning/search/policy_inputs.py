@@ -12,7 +12,13 @@ from sppo.cost.memory.copy_room import copy_slots, slots_on_device, tier_padding
 from sppo.cost.memory.joined_tensors import block_layout
 from sppo.cost.memory.stage_memory import StageMemory
 from sppo.cost.memory.units_in_flight import UnitsInFlight
-from sppo.cost.stage_cost import StageSeconds, copy_bytes_per_s, row_bytes_of, weight_operand_bytes
+from sppo.cost.stage_cost import (
+    StageSeconds,
+    copy_bytes_per_s,
+    row_bytes_of,
+    shared_input_bytes_of,
+    weight_operand_bytes,
+)
 from sppo.schedule.costs import Table
 
 
@@ -67,6 +73,7 @@ def policy_inputs(
     return PolicyInputs(
         tokens=tokens,
         row_bytes=row_bytes_of(candidate),
+        shared_input_bytes=shared_input_bytes_of(candidate),
         in_flight=in_flight,
         sequences=units.sequences,
         next_forward_s=forward,
