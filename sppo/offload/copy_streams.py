@@ -1,4 +1,4 @@
-"""The two streams in which one rank copies between a CUDA device and its host memory.
+"""The two streams in which one rank copies between a CUDA device and its host memory, in pieces.
 
 All offload stores of a rank share them: torch has 32 streams, and hands out the first ones again
 after that (:mod:`sppo.parallel.stream_budget`). Sharing costs nothing, for a device has one copy
@@ -18,8 +18,26 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from sppo.units import MIB
+
+PIECE_BYTES = 32 * MIB
+"""Longest copy; longer ones are cut, so that other users of the copy engine get their turn."""
 _ASK_EVERY_S = 0.001
+
+
+def copy_in_pieces(target: Tensor, source: Tensor) -> None:
+    """Copy between host and device in the current stream, cut to the longest copy.
+
+    Args:
+        target: contiguous, of as many bytes.
+        source: contiguous.
+    """
+    into, data = (tensor.view(-1).view(torch.uint8) for tensor in (target, source))
+    for start in range(0, data.numel(), PIECE_BYTES):
+        piece = slice(start, start + PIECE_BYTES)
+        into[piece].copy_(data[piece], non_blocking=True)
 
 
 class CopyStreams:

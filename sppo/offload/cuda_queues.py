@@ -29,18 +29,14 @@ from torch import Tensor
 
 from sppo.offload.arena import HostArena
 from sppo.offload.copy_report import CopyReport
-from sppo.offload.copy_streams import CopyStreams
+from sppo.offload.copy_streams import CopyStreams, copy_in_pieces
 from sppo.offload.file_tier import FileTier
 from sppo.offload.page_lock import lock_pages, unlock_pages
 from sppo.offload.queues import Dependency, Event, Region
 from sppo.offload.thread_queues import POISON
 from sppo.offload.worker_queue import WorkerQueue, close_queues, wait_for
-from sppo.units import MIB
 
 _cuda: Any = torch.cuda  # parts of it have no types
-
-PIECE_BYTES = 32 * MIB
-"""Longest copy; longer ones are cut, so that other users of the copy engine get their turn."""
 
 
 class StreamEvent:
@@ -149,8 +145,7 @@ class CudaQueues:
 
         def copy() -> None:
             for offset, source in placed:
-                data = source.view(-1).view(torch.uint8)
-                _copy(host.data[offset : offset + data.numel()], data)
+                copy_in_pieces(host.data[offset : offset + source.nbytes], source)
 
         copied = self._enqueue("out", copy, after)
         self._sources.append((copied, placed))
@@ -194,9 +189,9 @@ class CudaQueues:
         """Copy from ``host`` to ``ring`` in the stream back."""
 
         def copy() -> None:
-            _copy(ring.data[:size_bytes], host.data[:size_bytes])
+            copy_in_pieces(ring.data[:size_bytes], host.data[:size_bytes])
             if self._poisonous is not None:
-                _copy(host.data[:size_bytes], self._poisonous[:size_bytes])
+                copy_in_pieces(host.data[:size_bytes], self._poisonous[:size_bytes])
 
         return self._enqueue("back", copy, after)
 
@@ -316,13 +311,6 @@ class CudaQueues:
             issue()
             return StreamEvent(end)
         return StreamEvent(end, issued=self._workers[name].submit(issue, after=on_host))
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    """Copy bytes between host and device in the current stream, cut to the longest copy."""
-    for start in range(0, source.numel(), PIECE_BYTES):
-        stop = min(start + PIECE_BYTES, source.numel())
-        target[start:stop].copy_(source[start:stop], non_blocking=True)
 
 
 def _on_host(after: Sequence[Dependency]) -> list[Event]:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sppo.offload.copy_streams import CopyStreams
+from sppo.offload.copy_streams import CopyStreams, copy_in_pieces
 from sppo.offload.cuda_queues import CudaQueues
 from sppo.offload.worker_queue import WorkerQueue, close_queues, wait_for
 
@@ -76,6 +76,9 @@ class Transfers(Protocol):
 class CudaTransfers:
     """:class:`Transfers` of a CUDA device: a stream per direction, page-locked host memory.
 
+    An embedding may take a device's copy engine 100 ms, and blocks of activations pass it in other
+    streams: so these copies, too, are cut into pieces.
+
     Args:
         device: whose state is copied.
         give_up_s: seconds that :meth:`wait_for_device` waits; None: as long as it takes.
@@ -123,7 +126,7 @@ class CudaTransfers:
         stream.wait_stream(_cuda.current_stream(self._device))
         with torch.no_grad(), _cuda.stream(stream):
             for target, source in copies:
-                target.copy_(source, non_blocking=True)
+                copy_in_pieces(target, source)
             event = _cuda.Event()
             event.record(stream)
         return _StreamDone(event, self._device)

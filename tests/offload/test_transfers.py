@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from sppo.offload import cuda_queues, transfers
+from sppo.offload import copy_streams, cuda_queues, transfers
 from sppo.offload.transfers import CudaTransfers, ThreadTransfers
 from tests.offload.test_cuda_queues import DeviceThatStandsStill, runtime_without_a_gpu
 
@@ -45,6 +45,30 @@ def test_host_memory_is_unlocked_once(runtime):
         copies.close()
         assert runtime.locked == set()
     assert all(memory.sum() == 0 for memory in kept), "views stay valid"
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (64,), (7, 9), (5, 4, 13)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_long_copies_are_cut_and_copy_every_byte(runtime, monkeypatch, shape, dtype):
+    """So that activations, which are copied in other streams, need not wait for a whole stage."""
+    monkeypatch.setattr(copy_streams, "PIECE_BYTES", 64)
+    sizes = []
+    copy = torch.Tensor.copy_
+
+    def counted(target, source, **how):
+        sizes.append(source.nbytes)
+        return copy(target, source, **how)
+
+    copies = CudaTransfers(torch.device("cpu"))
+    source = torch.randn(shape).to(dtype)
+    down, up = torch.empty_like(source), torch.empty_like(source)
+    monkeypatch.setattr(torch.Tensor, "copy_", counted)
+    copies.down([(down, source)]).wait()
+    copies.up([(up, down)]).wait()
+    monkeypatch.undo()
+    assert torch.equal(up, source)
+    assert sum(sizes) == 2 * source.nbytes
+    assert max(sizes, default=0) <= 64
 
 
 def test_threads_end_with_the_copies():
