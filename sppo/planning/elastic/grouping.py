@@ -15,7 +15,7 @@ import numpy as np
 
 from sppo.activations.placement import ActivationPlacement
 from sppo.cost.candidate import Candidate
-from sppo.cost.stage_cost import stage_seconds
+from sppo.cost.stage_cost import of_ranks, stage_seconds
 from sppo.planning.elastic.levels import fastest_levels
 from sppo.planning.elastic.pipeline_bounds import PipelineBounds
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, assess_placement
@@ -117,7 +117,7 @@ def grouped(
     if candidate.pipeline_parallel_degree == 1 or len(counts) == 1:
         return None
     seconds = stage_seconds(candidate)
-    end_s = float((seconds.reduce_s + seconds.update_s).max())
+    end_s = float(of_ranks(candidate, seconds.reduce_s + seconds.update_s).max())
     enough_s = min(below, np.inf if alone is None else alone.step_s) - end_s
     found: dict[range, EvaluatedCandidate] = {}
 
