@@ -123,7 +123,8 @@ class ActivationsConfig(Section):
     """Tier of offloaded activations; device offloads nothing. auto: host memory of a GPU, the
     directory of ``disk`` on a CPU."""
     host_memory: Auto | Size = "auto"
-    """Most host memory of one machine for offloaded activations, e.g. 64GiB. auto: what is free."""
+    """Most host memory of one machine behind its GPUs, e.g. 64GiB, for offloaded activations,
+    training state, and copies of it that are saved in the background. auto: what is free."""
     disk: Directory | None = None
     """Directory on a fast local disk, where offloaded activations lie; nothing in it has a name."""
     disk_memory: Auto | Size = "auto"

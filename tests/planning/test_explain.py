@@ -8,6 +8,7 @@ import pytest
 
 from sppo.cost.attention_backend import planned_backend
 from sppo.cost.candidate import Candidate
+from sppo.cost.kv import kv_compute_seconds
 from sppo.cost.layer import Workload
 from sppo.cost.pass_parts import PART_NAMES
 from sppo.hardware.description import HardwareSpec
@@ -65,9 +66,16 @@ def test_the_parts_of_each_rank_are_the_step(case, simulated):
             case in ("recomputed", "keys recomputed", "inputs shared")
         )
         assert (abs(parts["borrowed"]) > 1e-9 * own[rank]) == (case == "multiplexed" and simulated)
+        if case == "keys recomputed":  # and nothing else: what is gathered for it is not compute
+            stages = [*evaluated.candidate.stages_of_rank(rank)]
+            compute = kv_compute_seconds(evaluated.candidate)[stages].sum()
+            assert parts["recompute"] == pytest.approx(compute)
         if simulated:
-            assert parts["bubble"] >= -1e-9 * own[rank]
             assert parts["communication"] >= -1e-9 * own[rank]
+        if simulated and case != "multiplexed":
+            behind_s = costs.reduce_s[rank]
+            waits_s = evaluated.played.waited_s(rank, "bubble") - behind_s
+            assert parts["bubble"] == pytest.approx(waits_s, abs=1e-9 * own[rank])
 
 
 def test_on_a_perfect_machine_rates_are_the_peak():
