@@ -7,7 +7,7 @@ beside its working set:
 
 * gradients of the layer's K and V, of the prefix with the unit, which every rank forms on its own;
 * some parameters' fp32 gradients on their way to the owner;
-* on a borrower two layers' weights, and the layer's K and V.
+* on a borrower the layer's weights, those of the next one, and the layer's K and V.
 
 Sequences of a program that cuts units follow one another, so less of them is held at once.
 
@@ -28,12 +28,12 @@ from sppo.cost.layer import ACCUMULATION_BYTES
 from sppo.cost.memory.copy_room import reserved_slots, slots_on_device, stage_blocks
 from sppo.cost.memory.joined_tensors import block_layout, joined_bytes
 from sppo.cost.memory.process_growth import code_bytes
-from sppo.cost.memory.stage_memory import StageMemory, collective_bytes, two_layers_bytes
+from sppo.cost.memory.stage_memory import StageMemory, collective_bytes
 from sppo.cost.memory.unit_messages import sent_bytes
 from sppo.cost.memory.unit_runs import UnitRun, unit_runs
 from sppo.cost.memory.unit_working_sets import loss_bytes, run_working_bytes
 from sppo.cost.memory.units_in_flight import UnitsInFlight
-from sppo.cost.parameters import layer_shapes
+from sppo.cost.parameters import layer_parameters, layer_shapes
 from sppo.cost.stage_cost import placed_bytes
 from sppo.schedule.actions import Action, ActionKind, Schedule
 from sppo.schedule.encoding import encode
@@ -43,6 +43,8 @@ from sppo.schedule.orders import UnitKey
 
 _Blocks = Mapping[UnitKey, Sequence[int]]
 """Bytes of the block of every layer, by unit."""
+BORROWED_LAYERS = 2
+"""Layers whose weights a borrower holds at once: one is computed with, the next one comes."""
 _GRADIENTS_UNDER_WAY = 3
 """Parameters whose gradients a rank holds at once: one is formed, two are sent."""
 
@@ -295,7 +297,9 @@ class _Rank:
             kv_gradients = round(shard.end * gradient_bytes)
             beside += max(kv_gradients + behind, _GRADIENTS_UNDER_WAY * largest)
         if shard.stage not in self._own:
-            beside += two_layers_bytes(self._candidate) + round(shard.end * kv_bytes)
+            layers = min(BORROWED_LAYERS, len(self._candidate.stages[shard.stage]))
+            weights_bytes = layer_parameters(workload.model) * workload.element_bytes
+            beside += layers * weights_bytes + round(shard.end * kv_bytes)
         return beside
 
     def _lengths(self) -> set[int]:

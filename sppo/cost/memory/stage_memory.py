@@ -20,7 +20,7 @@ from sppo.cost.memory.process_growth import process_growth_bytes
 from sppo.cost.memory.unit_messages import sent_bytes
 from sppo.cost.memory.unit_working_sets import computing_bytes, loss_bytes
 from sppo.cost.memory.units_in_flight import KVTokens, UnitsInFlight
-from sppo.cost.parameters import layer_parameters, num_parameters
+from sppo.cost.parameters import num_parameters
 from sppo.cost.sharding.collectives import REDUCE_BUCKET_BYTES, REDUCE_BUCKETS
 from sppo.cost.sharding.parts import ShardedParts, outer_by_copies, rank_parts
 from sppo.cost.stage_cost import (
@@ -411,15 +411,6 @@ def _longest(candidate: Candidate) -> int:
     """Tokens of the longest subsequence on one device."""
     longest = max(candidate.lengths)
     return -(-longest // candidate.workload.sequence_parallel_degree)
-
-
-def two_layers_bytes(candidate: Candidate) -> int:
-    """Weights of two layers, as far as a device computes with them."""
-    workload = candidate.workload
-    layer = layer_parameters(workload.model)
-    shared = workload.sequence_parallel == "megatron"
-    degree = workload.sequence_parallel_degree if shared else 1
-    return 2 * layer * workload.element_bytes // degree
 
 
 def collective_bytes(candidate: Candidate, *, rank: int) -> int:
