@@ -187,7 +187,12 @@ class Engine:
         self._gradients = (
             ResidentGradients(gradients) if isinstance(gradients, Mapping) else gradients
         )
-        self._state = StateStreams(streamed_weights, streamed_gradients, self._gradients)
+        self._state = StateStreams(
+            streamed_weights,
+            streamed_gradients,
+            self._gradients,
+            stages=pipeline.layers(model.num_layers).keys(),
+        )
         self._programs: dict[object, Schedule] = {}
         self._msp_executors: dict[str, MspExecutor] = {}
         self._kv = self._build_stages(

@@ -31,7 +31,7 @@ class GradientProvider(Protocol):
         ...
 
     def reduce(self, stage: int) -> None:
-        """Reduce what is left of the gradients of a stage, which are complete on this rank."""
+        """Begin to reduce what is left of the gradients of a stage, complete on this rank."""
         ...
 
     def settle(self) -> None:

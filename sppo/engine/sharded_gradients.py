@@ -87,8 +87,7 @@ class ShardedGradients:
         self._under_way, self._forming = self._forming, []
 
     def reduce(self, stage: int) -> None:
-        """Wait until all gradients that were released are in their shards."""
-        self._finish()
+        """Do nothing: each part is reduced when it is released."""
 
     def settle(self) -> None:
         """Wait until all gradients that were released are in their shards."""

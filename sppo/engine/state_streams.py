@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from sppo.engine.gradients import GradientProvider
@@ -18,11 +19,13 @@ class StateStreams:
         weights: None where they are on the device all the time.
         gradients: None where they are.
         provider: gives them to the stages.
+        stages: of this rank, each of which is reduced once in a step.
     """
 
     weights: StreamedWeights | None = None
     gradients: StreamedGradients | None = None
     provider: GradientProvider | None = None
+    stages: Collection[int] = ()
     _reduced: set[int] = field(default_factory=set)
 
     def run(self, action: Action) -> None:
@@ -41,10 +44,16 @@ class StateStreams:
         self.gradients.leave(stage, complete=stage in self._reduced)
 
     def reduce(self, stage: int) -> None:
-        """Reduce the gradients of a stage, which are complete on this rank."""
-        if self.provider is not None:
-            self.provider.reduce(stage)
+        """Reduce the gradients of a stage, which are complete on this rank; wait behind the last.
+
+        Until then what is under way travels while another stage computes.
+        """
         self._reduced.add(stage)
+        if self.provider is None:
+            return
+        self.provider.reduce(stage)
+        if len(self._reduced) == len(self.stages):
+            self.provider.settle()
 
     def finish(self) -> None:
         """End a step: nothing is left on the device."""

@@ -7,7 +7,8 @@ arguments, which come from a plan, never from what a rank measures; so every ran
 Gathers of sharded weights (ZeRO-3) are no actions. They belong to the F and B that read the
 weights, which fetch them layer by layer, one ahead of the compute, and are priced with it. Nor are
 reductions of sharded gradients (ZeRO-2 and 3): they belong to the F (of the head), B and W that
-form the gradients, and run behind the compute of the next layer; REDUCE waits for the last ones.
+form the gradients, and run behind the compute of the next layer; the last REDUCE of a rank waits
+for the last ones, and so do copies of a stage's gradients that leave the device.
 """
 
 from __future__ import annotations

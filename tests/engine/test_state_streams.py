@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -72,6 +74,19 @@ def test_two_stages_are_there_at_once(variant):
     assert streamed.sums.take_peak_bytes() == most
     assert not streamed.weights._here
     assert not streamed.sums._here
+
+
+def test_only_the_last_stage_of_a_rank_waits_for_reductions():
+    """Those of the others travel while the next one computes."""
+    log = []
+    provider = SimpleNamespace(reduce=log.append, settle=lambda: log.append("settled"))
+    streams = StateStreams(provider=provider, stages=(0, 2, 4))
+    for _ in range(2):
+        for stage in (4, 2, 0):
+            streams.reduce(stage)
+        assert log == [4, 2, 0, "settled"]
+        log.clear()
+        streams.finish()
 
 
 def test_a_step_that_fails_leaves_nothing_behind():

@@ -130,10 +130,10 @@ def reductions_reused() -> Any:
 def last_reduction_skipped() -> Any:
     """What a stage formed last in a step never reaches its shard."""
 
-    def reduce(self: Any, stage: int) -> None:
+    def settle(self: Any) -> None:
         self._under_way.clear()
 
-    return patch.object(ShardedGradients, "reduce", reduce)
+    return patch.object(ShardedGradients, "settle", settle)
 
 
 class _Nothing:

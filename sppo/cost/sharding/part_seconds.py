@@ -73,9 +73,14 @@ def layer_gather_seconds(candidate: Candidate) -> Table:
 
 
 def last_reduction_seconds(candidate: Candidate) -> Table:
-    """Return how long the last reduction of each stage takes, which REDUCE waits for, [stages]."""
+    """Return how long the last reduction of each stage takes, if its REDUCE waits, [stages].
+
+    It does behind the last backward of its rank, and where the stage's gradients then leave the
+    device. Others travel while the rank's next stage computes.
+    """
     seconds = np.zeros(len(candidate.stages))
-    for stage in range(len(candidate.stages)):
+    leaves = candidate.state.streams_gradients
+    for stage in range(len(seconds) if leaves else candidate.pipeline_parallel_degree):
         parts = sharded_parts(candidate, stage=stage)
         last = parts.layer
         if stage == 0:

@@ -14,6 +14,7 @@ from sppo.cost.kv import kv_compute_seconds, kv_recompute_seconds
 from sppo.cost.layer import Workload
 from sppo.cost.parameters import layer_shapes, outer_shapes
 from sppo.cost.stage_cost import stage_costs, stage_seconds
+from sppo.cost.state_tiers import StateTiers
 from sppo.hardware.presets import PRESETS
 from sppo.parallel.gradient_reduce_scatter import GradientMessage
 from sppo.parallel.parameter_all_gather import ParameterAllGather
@@ -201,6 +202,24 @@ def test_only_the_last_reduction_is_left_for_the_end():
     assert stage_of_three(3, rate)[0].reduce_s[1] == pytest.approx(elements / 2 * 4 / rate)
     both = stage_of_three(2, rate)[0].reduce_s[1]
     assert both == pytest.approx(elements / 2 * 4 / rate + elements * 2 / rate)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_between_stages_the_last_reduction_is_hidden_unless_gradients_leave(leaves):
+    model = run_of((1, 1, 1), zero=1).model
+    candidate = Candidate(
+        Workload(model, linked(1e9), dtype="bf16"),
+        (64, 32),
+        pipeline_parallel_degree=2,
+        virtual_stages=2,
+        data_parallel_degree=4,
+        schedule="looped_bfs",
+        zero=3,
+        state=StateTiers(gradients="host" if leaves else "device"),
+    )
+    layer = sum(map(prod, layer_shapes(model).values())) * 3 / 4
+    reduce_s = stage_seconds(candidate).reduce_s
+    assert reduce_s[1:] == pytest.approx(np.array([1, leaves, leaves]) * layer * 4 / 1e9)
 
 
 def test_ends_without_room_beside_a_layer_are_exposed():
