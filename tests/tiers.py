@@ -570,12 +570,6 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
         ),
     },
     "planning/search/test_feasibility.py": {
-        "test_fitting_is_what_the_solver_calls_fitting": only(
-            "activations0-3145728",
-            "activations0-6291456",
-            why="hybrid, which every request without a policy gets; one length that fits and one "
-            "that does not",
-        ),
         "test_the_quick_time_is_near_the_solvers": without(
             "run2-*", why="the largest of five requests"
         ),
@@ -591,7 +585,7 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
         ),
     },
     "planning/test_advice.py": {
-        "test_the_longest_is_the_same_whoever_asks": only("12582912", why="one of two lengths"),
+        "test_the_longest_is_the_same_whoever_asks": only("1400Ki", why="one of two lengths"),
         "test_a_million_tokens_on_one_node_need_the_host_and_how_much_of_it": replaced(
             "cli/test_solve.py::test_advice_that_is_followed_helps",
             why="advice of a smaller model that is followed; that host memory is named shows in the"

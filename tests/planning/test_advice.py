@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -12,7 +13,7 @@ from sppo.planning.baselines import SPPO, baselines
 from sppo.planning.longest import longest_tokens, with_length
 from sppo.planning.search.feasibility import fits_at_all, quick_best
 from sppo.units import GIB, KIB, format_tokens
-from tests.planning.cases import run_config
+from tests.planning.cases import machine, run_config
 
 
 def request(model="llama-3.2-1b", *, length, devices=2, nodes=1, **sections):
@@ -30,12 +31,22 @@ def advised(run):
     }
 
 
-@pytest.mark.parametrize("length", [12288 * KIB, 14336 * KIB])
-def test_the_longest_is_the_same_whoever_asks(length):
+@cache
+def too_long(length):
+    """A run that does not fit, on little memory, and what would: by change."""
     run = request(length=length)
-    hardware = hardware_for(run.hardware)
+    hardware = machine(
+        hardware_for(run.hardware), memory_bytes=20 * GIB, host_memory_bytes=64 * GIB
+    )
+    advice = {advice.change: advice for advice in what_would_fit(run, hardware=hardware)}
+    return run, hardware, advice
+
+
+@pytest.mark.parametrize("length", ["768Ki", "1400Ki"])
+def test_the_longest_is_the_same_whoever_asks(length):
+    run, hardware, advice = too_long(length)
     longest = {row.method: row.longest_tokens for row in baselines(run, hardware=hardware)}[SPPO]
-    assert f"sequence.length={format_tokens(longest)}" in advised(run)
+    assert f"sequence.length={format_tokens(longest)}" in advice
     assert fits_at_all(with_length(run, longest), hardware)
     assert not fits_at_all(with_length(run, longest + KIB), hardware)
 
@@ -59,10 +70,10 @@ def test_a_million_tokens_on_one_node_need_the_host_and_how_much_of_it():
 
 
 def test_the_smallest_cluster_is_the_smallest():
-    run = request(length="12Mi")
-    hardware = hardware_for(run.hardware)
-    change = next(change for change in advised(run) if change.startswith("hardware.nodes="))
+    run, hardware, advice = too_long("1400Ki")
+    change = next(change for change in advice if change.startswith("hardware.nodes="))
     nodes = int(change.partition("=")[2])
+    assert nodes > 2
     assert fits_at_all(run, replace(hardware, num_nodes=nodes))
     assert not fits_at_all(run, replace(hardware, num_nodes=nodes - 1))
 

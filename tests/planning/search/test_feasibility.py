@@ -7,10 +7,13 @@ from dataclasses import replace
 import pytest
 
 from sppo.config import check_run
+from sppo.hardware.file import hardware_for
 from sppo.hardware.presets import PRESETS
 from sppo.planning.advice import what_would_fit
 from sppo.planning.search.feasibility import fits_at_all, quick_best
 from sppo.planning.search.solver import solve
+from sppo.units import GIB
+from tests.planning.cases import machine
 
 KIB = 1 << 10
 NODE = PRESETS["h100"]
@@ -43,13 +46,22 @@ def test_the_quick_time_is_near_the_solvers(run, hardware):
     assert best.step_s * 0.98 <= quick.step_s <= best.step_s * 1.1
 
 
-@pytest.mark.parametrize("length", [3 << 20, 4 << 20, 6 << 20])
-@pytest.mark.parametrize("activations", [{}, {"policy": "recompute"}, {"policy": "retain"}])
-def test_fitting_is_what_the_solver_calls_fitting(length, activations):
-    run = run_of(length=length, activations=activations)
-    fits = solve(run, hardware=NODE).best is not None
-    assert fits_at_all(run, NODE) is fits
-    assert (quick_best(run, NODE) is not None) is fits
+@pytest.mark.parametrize(
+    ("length", "fitting"),
+    [(16, {"auto", "recompute", "retain"}), (448, {"auto"}), (768, set())],
+)
+@pytest.mark.parametrize("policy", ["auto", "recompute", "retain"])
+def test_fitting_is_what_the_solver_calls_fitting(length, fitting, policy):
+    run = run_of(
+        length=length * KIB,
+        activations={"policy": policy},
+        hardware={"preset": "h100", "devices_per_node": 2},
+    )
+    little = machine(hardware_for(run.hardware), memory_bytes=20 * GIB, host_memory_bytes=64 * GIB)
+    fits = solve(run, hardware=little).best is not None
+    assert fits is (policy in fitting)
+    assert fits_at_all(run, little) is fits
+    assert (quick_best(run, little) is not None) is fits
 
 
 @pytest.mark.parametrize(

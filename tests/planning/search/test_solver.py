@@ -298,7 +298,7 @@ def test_schedules_for_whole_sequences_are_not_cut():
 
 def test_tiers_that_are_written_are_kept():
     def used(**activations):
-        asked = small(length="256Ki", activations=activations)
+        asked = small(length="128Ki", activations=activations, parallel={"schedule": "sppo"})
         best = solved(asked, hardware=machine(memory_bytes=20 * GIB)).best
         return best.tier_peak_bytes
 
