@@ -1,9 +1,9 @@
 """Training and evaluation through ``import sppo``, in one process and several."""
 
+import importlib
 import json
 import math
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -14,6 +14,7 @@ import pytest
 
 import sppo
 from tests.conftest import succeed
+from tests.training.steps.test_planning_ahead import each_step
 from tests.unpainted import unpainted
 
 TWO = {"model.num_layers": 2, "parallel.pipeline_parallel_degree": 2}
@@ -114,6 +115,13 @@ def test_a_rank_that_fails_is_an_error(work):
     assert caught.value.exit_code == 1
 
 
+def test_the_exit_code_of_the_ranks_is_told(work, monkeypatch):
+    monkeypatch.setattr("sppo.interface.training.start_ranks", lambda *_, **__: 4)
+    with pytest.raises(sppo.RunFailedError, match="exit code 4") as caught:
+        sppo.train(sppo.load_run(work / "run.yaml", TWO), progress=False)
+    assert caught.value.exit_code == 4
+
+
 def test_bad_input_is_refused_before_anything_starts(work):
     missing = sppo.load_run(work / "run.yaml", {"data.tokens": "nowhere"})
     with pytest.raises(ValueError, match="nowhere"):
@@ -137,21 +145,16 @@ def test_only_the_main_thread_trains(run):
 
 
 def test_an_interrupt_saves_and_is_told(work):
-    code = (
-        "import sppo; run = sppo.load_run('run.yaml', {'train.steps': 100000}); "
-        "print(sppo.train(run).interrupted_by, flush=True)"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step 2/"):
-            process.send_signal(signal.SIGINT)
-            break
-    rest = process.stdout.read()
-    assert process.wait(60) == 0
-    assert rest.splitlines()[-1] == "SIGINT"
-    run = sppo.load_run("run.yaml", {"train.steps": 100000})
-    done = sppo.trained_run(run)
+    def interrupts(step):
+        if step == 10:  # a few of them warm up
+            os.kill(os.getpid(), signal.SIGINT)
+
+    run = sppo.load_run(work / "run.yaml", {"train.steps": 100000})
+    with unpainted(), each_step(interrupts):
+        done = sppo.train(run, progress=False)
+    assert done.interrupted_by == "SIGINT"
+    assert 0 < done.steps < 10
+    assert sppo.trained_run(run).interrupted_by is None
     assert done.checkpoint is not None
     assert done.checkpoint.name == f"step_{done.steps:06d}"
 
@@ -208,9 +211,11 @@ def test_a_run_that_has_not_begun_has_nothing(run):
     assert (nothing.steps, nothing.losses, nothing.checkpoint) == (0, [], None)
 
 
-def test_the_example_of_an_own_loop_learns(capsys):
-    example = Path(__file__).parents[2] / "docs/examples/own_loop.py"
-    runpy.run_path(str(example), run_name="__main__")
+def test_the_example_of_an_own_loop_learns(capsys, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "docs/examples")
+    example = importlib.import_module("own_loop")
+    monkeypatch.setattr(example, "LENGTH", 512)
+    example.main()
     losses = [float(line.rpartition(" ")[2]) for line in capsys.readouterr().out.splitlines()]
     assert len(losses) == 8
     assert losses[-1] < losses[0] - 1

@@ -25,7 +25,8 @@ def order(schedule, rank, kinds="FBW"):
 
 
 def test_interleaved_is_valid_on_the_whole_grid():
-    grid = itertools.product(range(1, 7), range(1, 4), range(1, 7), range(1, 8))
+    ranks, pieces = range(1, examples(5, all=7)), range(1, examples(6, all=8))
+    grid = itertools.product(ranks, range(1, 4), range(1, examples(5, all=7)), pieces)
     bad = {
         (p, v, m, n): found
         for p, v, m, n in grid

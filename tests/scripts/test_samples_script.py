@@ -1,5 +1,6 @@
 """scripts/compare_samples.py: both sides train on the same documents, in turns."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -7,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+from tests.unpainted import unpainted
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/compare_samples.py"
@@ -18,17 +21,25 @@ def call(*words):
     )
 
 
-def test_both_sides_go_on_in_turns(tmp_path):
+def test_both_sides_go_on_in_turns(tmp_path, monkeypatch):
+    """In this process, with a smaller model and shorter documents."""
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    script = importlib.import_module("compare_samples")
+    longest = 400
+    monkeypatch.setattr(script, "LONGEST", longest)
+    monkeypatch.setattr(script, "MODEL", {"preset": "tiny-test"})
+    monkeypatch.setitem(script.SIDES["samples"]["sequence"], "length", longest)
     out = tmp_path / "out.json"
-    words = ["--samples", 60, "--row", 8192, "--turns", 2, "--steps", 2, "--output", out]
-    done = call(tmp_path / "runs", *words)
-    assert done.returncode == 0, done.stderr
+    words = ["--samples", 60, "--row", 512, "--turns", 2, "--steps", 2, "--output", out]
+    monkeypatch.setattr(sys, "argv", list(map(str, [SCRIPT, tmp_path / "runs", *words])))
+    with unpainted():
+        script.main()
     report = json.loads(out.read_text())
     samples, rows = report["sides"]["samples"], report["sides"]["rows"]
     assert report["num_samples"] == 60
     assert report["ratio"] == samples["tokens_per_s"] / rows["tokens_per_s"]
-    assert rows["tokens"] == [8192, 8192]
-    assert all(0 < tokens <= 8192 for tokens in samples["tokens"])
+    assert rows["tokens"] == [512, 512]
+    assert all(0 < tokens <= 512 for tokens in samples["tokens"])
     assert len(samples["planning_wait_s"]) == 2
     lengths = np.diff(np.load(tmp_path / "runs/tokens/documents.npy"))
     assert (lengths.min(), lengths.max()) > (9, 0)
