@@ -438,14 +438,7 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
         ),
         "test_measured_gradients_are_the_predicted_ones": each("each level and largest part once"),
         "test_steps_that_are_not_finite_are_skipped": only("3", why="weights are sharded as well"),
-        "test_rows_of_shared_weights": replaced(
-            "training/whole_runs/test_parallel_runs.py"
-            "::test_ranks_that_share_weights_out_do_what_one_does",
-            "training/whole_runs/test_zero_runs.py"
-            "::test_ranks_that_keep_their_own_rows_do_what_one_does",
-            _RANDOM_TRAININGS,
-            why="either way to shard weights in a whole run; random trainings have both at once",
-        ),
+        "test_rows_of_shared_weights": only("3", why="gradients are sharded as well"),
         "test_gathering_changes_no_bit": replaced(
             "training/whole_runs/test_zero_runs.py::test_ranks_that_keep_their_own_rows_do_what_one_does",
             "engine/test_sharded_gradients.py::test_gradients_of_steps_in_a_row",
