@@ -1,0 +1,254 @@
+"""Plans of the longest sequences: what the looped order is to reach on GPUs, and what is planned.
+
+Runs ``sppo solve`` for every row, on presets: analytic rates and a simulated step, nothing is run.
+
+    python scripts/plan_long_sequences.py [--only TEXT] [--output docs/results/planned_looped.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from option_types import output_file
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from sppo.cli.exit_codes import NO_PLAN
+from sppo.output_file import write_text
+from sppo.units import format_bytes
+
+ROOT = Path(__file__).parent.parent
+_NODE = "configs/run/llama_8b_1m_1node.yaml"
+_CLUSTER = "configs/run/gpt_7b_512k_32gpu.yaml"
+_H100 = ("hardware.preset=h100", "hardware.host_memory=2TiB")
+_WIDTH = 150
+_ONE_H200 = ("hardware.preset=h200", "hardware.devices_per_node=1")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a plan is to reach.
+
+    Attributes:
+        name: Model, tokens, machine.
+        run_file: Of the request, from the repository's root.
+        overrides: Of its keys.
+        most_s: Seconds that a step may take; None where fitting is all that is asked.
+        baseline: Overrides that turn the request into what it is compared with.
+        least_ratio: What the baseline's step is to take as a multiple.
+        note: What others measured or published, or why it cannot be reached.
+    """
+
+    name: str
+    run_file: str
+    overrides: tuple[str, ...]
+    most_s: float | None = None
+    baseline: tuple[str, ...] = ()
+    least_ratio: float | None = None
+    note: str = ""
+
+
+TARGETS = (
+    Target(
+        "Llama-3.1-8B, 1Mi tokens, 8 H100-80 with 2 TiB: at most 270 s",
+        _NODE,
+        _H100,
+        most_s=270,
+        note="Qwen3-8B, FSDP2 and CP 8 with offload: 373 s measured by others",
+    ),
+    Target(
+        "the same, 3.7M tokens",
+        _NODE,
+        (*_H100, "sequence.length=3700Ki"),
+        note="ALST: 6 424 s measured by its authors",
+    ),
+    Target(
+        "the same, 3.7M tokens, ZeRO-3, optimizer on the host",
+        _NODE,
+        (*_H100, "sequence.length=3700Ki", "optimizer.offload=true", "parallel.zero=3"),
+        note="ALST: 6 424 s measured by its authors",
+    ),
+    Target(
+        "Llama-3.1-8B, 3Mi tokens, 1 H200 with 2 TiB",
+        _NODE,
+        (*_ONE_H200, "hardware.host_memory=2TiB", "sequence.length=3Mi"),
+    ),
+    Target(
+        "Llama-3.1-8B, 512Ki tokens, 1 H200 with 128 GiB (and a disk of 64 GiB)",
+        _NODE,
+        (*_ONE_H200, "hardware.host_memory=128GiB", "sequence.length=512Ki"),
+        note="layer inputs alone are 128 GiB, training state is 135 GiB; a GPU's plans do not use "
+        "a disk behind its host",
+    ),
+    Target(
+        "Llama-3.1-8B, 500Ki tokens, 1 H100 with 2 TiB: at most 520 s",
+        _NODE,
+        (*_H100, "hardware.devices_per_node=1", "sequence.length=500Ki"),
+        most_s=520,
+        note="ALST: 1 010 s measured by its authors",
+    ),
+    Target(
+        "GPT-65B, 1Mi tokens, 128 A100-80",
+        _CLUSTER,
+        (
+            "model.preset=gpt-65b",
+            "sequence.length=1Mi",
+            "train.sequences_per_step=1",
+            "hardware.preset=a100-80g",
+            "hardware.nodes=16",
+        ),
+    ),
+    Target(
+        "GPT-13B, 512Ki tokens, 64 A100-80: at least 1.40x over recomputing whole layers",
+        _CLUSTER,
+        ("model.preset=gpt-13b", "hardware.preset=a100-80g", "hardware.nodes=8"),
+        baseline=("activations.policy=recompute", "parallel.virtual_stages=1"),
+        least_ratio=1.40,
+        note="the SPPO paper: 1.44x",
+    ),
+    Target(
+        "GPT-13B, 512Ki tokens, 64 A100-80: beside one stage on a rank",
+        _CLUSTER,
+        ("model.preset=gpt-13b", "hardware.preset=a100-80g", "hardware.nodes=8"),
+        baseline=("parallel.virtual_stages=1",),
+    ),
+    Target(
+        "GPT-7B, 1Mi tokens, 32 A100-80: beside one stage on a rank",
+        _CLUSTER,
+        ("hardware.preset=a100-80g", "sequence.length=1Mi"),
+        baseline=("parallel.virtual_stages=1",),
+    ),
+    Target(
+        "GPT-7B, 4Mi tokens, 128 A100-80: beside one stage on a rank",
+        _CLUSTER,
+        ("hardware.preset=a100-80g", "hardware.nodes=16", "sequence.length=4Mi"),
+        baseline=("parallel.virtual_stages=1",),
+    ),
+    Target(
+        "Llama-3.1-8B, 1Mi tokens, 8 A100-80: beside one stage on a rank",
+        _NODE,
+        ("hardware.preset=a100-80g",),
+        baseline=("parallel.virtual_stages=1",),
+    ),
+)
+
+
+def main() -> None:
+    """Plan every target, and print and write what was found."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="targets whose name contains this")
+    parser.add_argument("--output", type=output_file, help="write the figures here as JSON")
+    arguments = parser.parse_args()
+    console, rows = Console(width=_WIDTH), []
+    for target in TARGETS:
+        if arguments.only in target.name:
+            rows.append(row(target))
+            console.print(f"planned: {target.name}", highlight=False)
+    print_rows(rows, console=console)
+    if arguments.output:
+        report = {
+            "what": "Planned, never run: sppo solve on presets (analytic rates, simulated steps).",
+            "command": shlex.join(["python", *sys.argv]),
+            "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+            "rows": rows,
+        }
+        write_text(arguments.output, json.dumps(report, indent=2) + "\n")
+
+
+def row(target: Target) -> dict[str, Any]:
+    """Return a target, its commands, what they found, and whether that reaches it."""
+    words = [target.run_file, *target.overrides]
+    found = solve(words)
+    result: dict[str, Any] = {"target": target.name, "command": command(words), "found": found}
+    fits = found["feasible"]
+    reached = fits and (target.most_s is None or found["step_s"] <= target.most_s)
+    if target.baseline:
+        baseline = solve([*words, *target.baseline])
+        ratio = baseline["step_s"] / found["step_s"] if fits and baseline["feasible"] else None
+        result |= {
+            "baseline_command": command([*words, *target.baseline]),
+            "baseline": baseline,
+            "ratio": ratio,
+        }
+        reached &= target.least_ratio is None or (ratio is not None and ratio >= target.least_ratio)
+    return result | {"reached": reached, "note": target.note}
+
+
+def command(words: Sequence[str]) -> str:
+    """Return the command as a user types it."""
+    return shlex.join(["sppo", "solve", *words])
+
+
+def solve(words: Sequence[str]) -> dict[str, Any]:
+    """Return the figures of the best plan, or why nothing fits and what would.
+
+    Raises:
+        RuntimeError: the request is refused.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "sppo", "solve", *words, "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode not in (0, NO_PLAN):
+        raise RuntimeError(f"{command(words)}: {done.stderr.strip()}")
+    answer = json.loads(done.stdout)
+    if not answer["feasible"]:
+        advice = [f"{one['change']}: {one['effect']}" for one in answer["advice"]]
+        return {"feasible": False, "reason": answer["nearest"]["reason"], "advice": advice}
+    return {"feasible": True, **figures(answer["best"])}
+
+
+def figures(best: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of the best plan stands in the table."""
+    predicted = best["predicted"]
+    kept = ("step_s", "mfu", "bubble_fraction", "device_peak_bytes")
+    degrees = ("sequence_parallel_degree", "pipeline_parallel_degree", "data_parallel_degree")
+    chosen = ("virtual_stages", "num_subsequences", "schedule", "policy", "kv", "state")
+    return {
+        **{name: predicted[name] for name in kept},
+        "node_host_peak_bytes": best["node_host_peak_bytes"],
+        **{name: best[name] for name in (*degrees, *chosen)},
+    }
+
+
+def print_rows(rows: Sequence[Mapping[str, Any]], *, console: Console) -> None:
+    """Print the table."""
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("target")
+    for title in ("step", "MFU", "device", "SP/PP/DP", "v", "N", "ratio", "reached"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for one in rows:
+        ratio = one.get("ratio")
+        ending = ["" if ratio is None else f"{ratio:.2f}", "yes" if one["reached"] else "no"]
+        table.add_row(one["target"], *_cells(one["found"]), *ending)
+    console.print(table)
+
+
+def _cells(found: Mapping[str, Any]) -> list[str]:
+    if not found["feasible"]:
+        return ["nothing fits", "", "", "", "", ""]
+    names = ("sequence_parallel_degree", "pipeline_parallel_degree", "data_parallel_degree")
+    return [
+        f"{found['step_s']:.1f} s",
+        f"{found['mfu']:.1%}",
+        format_bytes(found["device_peak_bytes"]),
+        "/".join(str(found[name]) for name in names),
+        str(found["virtual_stages"]),
+        str(found["num_subsequences"]),
+    ]
+
+
+if __name__ == "__main__":
+    main()
