@@ -42,6 +42,9 @@ from sppo.schedule.program import lower
 from sppo.schedule.simulation.simulate import simulate
 from sppo.units import format_bytes
 
+_WIDTH = 150
+"""Columns of what is printed, also to a file."""
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -80,7 +83,7 @@ def main() -> None:
     parser.add_argument("--output", type=output_file, help="write the figures here as JSON")
     arguments = parser.parse_args()
     compared = [compare(published) for published in configurations()]
-    print_comparisons(compared, console=Console(soft_wrap=True))
+    print_comparisons(compared, console=Console(width=_WIDTH))
     if arguments.output:
         report = {
             "command": shlex.join(["python", *sys.argv]),

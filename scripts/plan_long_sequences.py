@@ -32,6 +32,7 @@ _NODE = "configs/run/llama_8b_1m_1node.yaml"
 _CLUSTER = "configs/run/gpt_7b_512k_32gpu.yaml"
 _H100 = ("hardware.preset=h100", "hardware.host_memory=2TiB")
 _WIDTH = 150
+"""Columns of what is printed, also to a file."""
 _ONE_H200 = ("hardware.preset=h200", "hardware.devices_per_node=1")
 
 
