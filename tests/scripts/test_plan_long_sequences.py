@@ -11,6 +11,7 @@ RUN = "configs/run/gpt_7b_512k_32gpu.yaml"
 SMALL = ("model.preset=tiny-gpt", "sequence.length=4Ki", "hardware.nodes=1")
 ONE_DEVICE = (*SMALL, "hardware.devices_per_node=1")
 LITTLE_HOST = "hardware.host_memory=8GiB"
+ONE_WAY = "activations.policy=recompute"
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def test_what_is_missed_is_not_called_reached(script, limit):
 
 def test_what_does_not_fit_says_why(script):
     found = script.row(
-        script.Target("too long", RUN, (*ONE_DEVICE, "model.preset=gpt-65b", LITTLE_HOST))
+        script.Target("too long", RUN, (*ONE_DEVICE, "model.preset=gpt-65b", LITTLE_HOST, ONE_WAY))
     )
     assert not found["reached"]
     assert "needs" in found["found"]["reason"]
