@@ -17,6 +17,7 @@ from sppo.planning.search.best_schedule import SCHEDULED_UNITS, with_best_schedu
 from sppo.planning.search.candidate_search import CandidateSearch
 from sppo.planning.search.choices import subsequence_counts_to_try
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
+from sppo.planning.search.feasibility import fits_at_all
 from sppo.planning.search.simulated_candidate import simulate_candidate
 from sppo.planning.search.solver import Solution
 from sppo.planning.search.state_choices import runs_by_state
@@ -131,8 +132,8 @@ def _fastest(
     for run in runs_by_state(change.run, hardware=change.hardware):
         search = CandidateSearch(run, hardware=change.hardware, subsequence_counts=few)
         first = next(search.fastest_first(most_s=most_s), None)
-        if first is not None:
-            break
+        if first is not None or fits_at_all(run, change.hardware):
+            break  # a tier farther away is not looked at where a nearer one does
     if first is None:
         return None
     if first.costs.forward_s.size > SCHEDULED_UNITS:

@@ -10,15 +10,16 @@ from sppo.units import KIB
 _LONGEST_TOKENS = 1 << 32
 
 
-def longest_tokens(fits: Callable[[int], bool]) -> int:
-    """The longest sequence that fits, to whole Ki tokens; 0 where not even 1Ki does.
+def longest_tokens(fits: Callable[[int], bool], *, least: int = 1) -> int:
+    """The longest sequence that fits, to whole Ki tokens; 0 where not even the shortest does.
 
     Args:
         fits: whether a sequence of so many tokens does; a shorter one fits where a longer one does.
+        least: tokens that a sequence must have.
     """
-    if not fits(KIB):
+    low = -(-least // KIB)
+    if not fits(low * KIB):
         return 0
-    low = 1
     while low * KIB < _LONGEST_TOKENS and fits(2 * low * KIB):
         low *= 2
     high = 2 * low

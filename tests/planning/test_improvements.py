@@ -5,17 +5,21 @@ from __future__ import annotations
 import pytest
 
 from sppo.config.run import RunConfig
+from sppo.cost.state_tiers import StateTiers
 from sppo.hardware.file import hardware_for
 from sppo.planning.improvements import WORTH_IT, _Change, _fastest, improvements
+from sppo.planning.search.candidate_search import CandidateSearch
 from tests.planning.cases import run_config, solved
 
 
-def request(model="llama-3.2-1b", *, nodes=1, devices=8, length="64Ki", **sections) -> RunConfig:
+def request(
+    model="llama-3.2-1b", *, preset="h100", nodes=1, devices=8, length="64Ki", **sections
+) -> RunConfig:
     """A request that leaves out MSP, whose search takes seconds."""
     return run_config(
         model,
         length=length,
-        hardware={"preset": "h100", "nodes": nodes, "devices_per_node": devices},
+        hardware={"preset": preset, "nodes": nodes, "devices_per_node": devices},
         **{**sections, "parallel": {"multiplexed": "off", **sections.get("parallel", {})}},
     )
 
@@ -40,6 +44,7 @@ def rate(run: RunConfig) -> float:
     return tokens / best.step_s / hardware.num_devices
 
 
+LITTLE_ROOM = request("llama-3.1-8b", preset="a100-40g", nodes=2, devices=4, length="512Ki")
 STAGES = {"pipeline_parallel_degree": 4, "sequence_parallel_degree": 2}
 
 
@@ -54,8 +59,8 @@ STAGES = {"pipeline_parallel_degree": 4, "sequence_parallel_degree": 2}
             "sequence.num_subsequences",
         ),
         (request(activations={"policy": "recompute"}), "activations.policy"),
-        (request("llama-3.1-8b", devices=4, length="128Ki"), "optimizer.offload"),
-        (request("llama-3.1-8b", devices=4, length="128Ki"), "parallel.zero"),
+        (LITTLE_ROOM, "state.optimizer"),
+        (LITTLE_ROOM, "parallel.zero"),
     ],
 )
 def test_what_is_listed_pays_as_much_as_it_says(run, key):
@@ -68,6 +73,21 @@ def test_what_is_listed_pays_as_much_as_it_says(run, key):
     gained = rate(followed(run, improvement.change)) / rate(run)
     # The full answer has every number of subsequences to choose from.
     assert improvement.gain * (1 - 1e-9) <= gained <= improvement.gain * 1.1
+
+
+def test_a_tier_farther_away_than_the_answer_would_have_is_not_counted(monkeypatch):
+    """Whoever follows a change gets the nearest tier in which anything fits, however slow."""
+    solution, slow = solved(request(parallel=STAGES)), StateTiers("device", "device", "device")
+    usual = CandidateSearch.fastest_first
+
+    def fastest_first(self, *, most_s):
+        found = usual(self, most_s=most_s)
+        return (one for one in found if one.candidate.state != slow)
+
+    monkeypatch.setattr(CandidateSearch, "fastest_first", fastest_first)
+    same = _Change("nothing", solution.run, solution.hardware)
+    assert solution.best.candidate.state == slow
+    assert _fastest(same, known=solution.best, most_s=solution.best.step_s * 2) is None
 
 
 def test_the_best_is_listed_first_and_a_good_answer_has_none():

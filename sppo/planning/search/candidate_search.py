@@ -24,6 +24,7 @@ from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.choices import (
     Degrees,
     degrees_to_try,
+    likeliest_to_fit,
     subsequence_counts_to_try,
     virtual_stages_to_try,
 )
@@ -171,6 +172,8 @@ class _WaysOfDegrees:
     ) -> None:
         self._run, self._hardware, self._degrees = run, hardware, degrees
         self._counts = counts
+        is_last = len(likeliest_to_fit(counts, hardware=hardware)) == 1
+        self._few_likeliest = counts[-_FEW:] if is_last else counts
         self._simplest, *self._further = virtual_stages_to_try(
             run, num_ranks=degrees.pipeline_parallel
         )
@@ -231,17 +234,17 @@ class _WaysOfDegrees:
         if "best" in self.__dict__:
             return self.best.shortfall is None
         return self._way(self._simplest).fits or (
-            bool(self._further) and self._way(self._further[-1], counts=self._counts[-_FEW:]).fits
+            bool(self._further) and self._way(self._further[-1], counts=self._few_likeliest).fits
         )
 
     def _best_that_fits(self, virtual_stages: int) -> EvaluatedCandidate:
         """Return the best with so many stages on a rank, where fewer subsequences may not fit.
 
-        The largest few numbers of subsequences tell whether anything fits; then all are tried from
-        the smallest one on that fits.
+        The few likeliest numbers of subsequences tell whether anything fits; then all are tried
+        from the smallest one on that fits.
         """
-        found = self._way(virtual_stages, counts=self._counts[-_FEW:]).best
-        if found.shortfall is not None:
+        found = self._way(virtual_stages, counts=self._few_likeliest).best
+        if found.shortfall is not None or self._few_likeliest == self._counts:
             return found
         candidates = self._assessments[virtual_stages]
         first = bisect_left(self._counts, True, key=candidates.fits)
@@ -289,8 +292,8 @@ class _Assessments:
     def __init__(
         self, run: RunConfig, *, hardware: HardwareSpec, degrees: Degrees, virtual_stages: int
     ) -> None:
-        self._run, self._hardware, self._degrees = run, hardware, degrees
-        self.virtual_stages = virtual_stages
+        self._run, self._degrees = run, degrees
+        self.hardware, self.virtual_stages = hardware, virtual_stages
         self._candidates: dict[int, Candidate] = {}
         self._seconds: dict[int, StageSeconds] = {}
         self._assessed: dict[tuple[int, str], EvaluatedCandidate] = {}
@@ -301,7 +304,7 @@ class _Assessments:
         if num_subsequences not in self._candidates:
             self._candidates[num_subsequences] = candidate_of_subsequences(
                 self._run,
-                hardware=self._hardware,
+                hardware=self.hardware,
                 degrees=self._degrees,
                 num_subsequences=num_subsequences,
                 virtual_stages=self.virtual_stages,
@@ -360,22 +363,23 @@ class _Way:
 
     def __init__(self, candidates: _Assessments, *, counts: Sequence[int]) -> None:
         self._candidates, self._counts = candidates, counts
+        self._likeliest = likeliest_to_fit(counts, hardware=candidates.hardware)
         self.virtual_stages = candidates.virtual_stages
 
     @cached_property
     def may_fit(self) -> bool:
-        """Whether any candidate may fit: without saved activations memory only shrinks with N."""
+        """Whether any candidate may fit, whatever is done with saved activations."""
         return self.least_short_bytes <= 0
 
     @cached_property
     def least_short_bytes(self) -> int:
         """Bytes by which every candidate does not fit at least; 0 or less where one may."""
-        return least_short_bytes(self._candidates.candidate(self._counts[-1]))
+        return min(least_short_bytes(self._candidates.candidate(n)) for n in self._likeliest)
 
     @cached_property
     def _worth_trying(self) -> Sequence[int]:
-        """Values of N that may fit: where the last does not, which needs least, no other does."""
-        if len(self._counts) == 1:
+        """Values of N that may fit: where the likeliest do not, no other does."""
+        if len(self._likeliest) == len(self._counts):
             return self._counts
         last = self._counts[-1]
         fits = leaves_room(self._candidates.candidate(last)) or self._candidates.fits(last)
@@ -434,12 +438,12 @@ class _Way:
 
     @property
     def fits(self) -> bool:
-        """Whether any of its candidates fits; the last is the likeliest to."""
+        """Whether any of its candidates fits."""
         if not self.may_fit:
             return False
         if "best" in self.__dict__:
             return self.best.shortfall is None
-        return self._candidates.fits(self._counts[-1]) or self.best.shortfall is None
+        return any(map(self._candidates.fits, self._likeliest)) or self.best.shortfall is None
 
     def _is_slower_cut(self, num_subsequences: int, *, than: EvaluatedCandidate) -> bool:
         """Whether a candidate whose program cuts units (MSP) is slower: that takes long to make.

@@ -5,6 +5,7 @@ A key that is written is a condition; a key that is left out is the solver's to 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -238,6 +239,15 @@ def subsequence_counts_to_try(run: RunConfig, *, hardware: HardwareSpec) -> tupl
     steps = {m << k for k in range(20) for m in _MANTISSAS} | {1, 2, 3}
     chosen = {n for n in steps if fewest <= n <= most}
     return tuple(sorted(chosen | {min(fewest, most)}))
+
+
+def likeliest_to_fit(counts: Sequence[int], *, hardware: HardwareSpec) -> Sequence[int]:
+    """Values of N, of some in ascending order, one of which fits if any does.
+
+    Memory only shrinks with N, so that is the last. On a CPU the process grows with what is
+    compiled for subsequences of every length, so it may be any.
+    """
+    return counts if hardware.device.kind == "cpu" else counts[-1:]
 
 
 def virtual_stages_to_try(run: RunConfig, *, num_ranks: int) -> tuple[int, ...]:

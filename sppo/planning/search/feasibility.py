@@ -13,6 +13,7 @@ from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.choices import (
     Degrees,
     degrees_to_try,
+    likeliest_to_fit,
     subsequence_counts_to_try,
     virtual_stages_to_try,
 )
@@ -38,10 +39,7 @@ def quick_best(run: RunConfig, hardware: HardwareSpec) -> EvaluatedCandidate | N
 
 
 def fits_at_all(run: RunConfig, hardware: HardwareSpec) -> bool:
-    """Whether any way to divide the devices fits, with any number of subsequences worth trying.
-
-    Memory only shrinks with the number of subsequences, so no other number is looked at.
-    """
+    """Whether any way to divide the devices fits, with any number of subsequences worth trying."""
     try:
         attempts = runs_by_state(run, hardware=hardware)
     except ValueError:
@@ -54,7 +52,7 @@ def _fits(run: RunConfig, hardware: HardwareSpec) -> bool:
     """Whether any way to divide the devices fits, with the training state where the run says."""
     try:
         possible, _ = degrees_to_try(run, hardware=hardware)
-        num_subsequences = subsequence_counts_to_try(run, hardware=hardware)[-1]
+        counts = subsequence_counts_to_try(run, hardware=hardware)
         # Most devices first, and of those the ones that also shard the running layer.
         possible.sort(key=lambda d: (d.num_devices, d.sequence_parallel), reverse=True)
         candidates = (
@@ -67,6 +65,7 @@ def _fits(run: RunConfig, hardware: HardwareSpec) -> bool:
             )
             for degrees in possible
             for virtual_stages in _fewest_and_most(run, degrees)
+            for num_subsequences in reversed(likeliest_to_fit(counts, hardware=hardware))
         )
         return any(
             may_fit(candidate) and assess(candidate).shortfall is None for candidate in candidates
@@ -77,7 +76,11 @@ def _fits(run: RunConfig, hardware: HardwareSpec) -> bool:
 
 def longest_sequence(run: RunConfig, hardware: HardwareSpec) -> int:
     """Tokens of the longest sequence that fits under the other conditions of `run`, in whole Ki."""
-    return longest_tokens(lambda tokens: fits_at_all(with_length(run, tokens), hardware))
+    count, degree = run.sequence.num_subsequences, run.parallel.sequence_parallel_degree
+    least = 1 if count == "auto" else count * degree
+    return longest_tokens(
+        lambda tokens: fits_at_all(with_length(run, tokens), hardware), least=least
+    )
 
 
 def _fewest_and_most(run: RunConfig, degrees: Degrees) -> tuple[int, ...]:

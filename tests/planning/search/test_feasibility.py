@@ -10,9 +10,10 @@ from sppo.config import check_run
 from sppo.hardware.file import hardware_for
 from sppo.hardware.presets import PRESETS
 from sppo.planning.advice import what_would_fit
-from sppo.planning.search.feasibility import fits_at_all, quick_best
+from sppo.planning.longest import with_length
+from sppo.planning.search.feasibility import fits_at_all, longest_sequence, quick_best
 from sppo.planning.search.solver import solve
-from sppo.units import GIB
+from sppo.units import GIB, MIB
 from tests.planning.cases import machine
 
 KIB = 1 << 10
@@ -98,3 +99,39 @@ def test_fewest_conditions_are_given_up():
     found = what_would_fit(run_of(length=1024 * KIB), hardware=small)
     assert found
     assert not any("leave out" in advice.change for advice in found)
+
+
+@pytest.mark.parametrize("policy", ["retain", "recompute"])
+def test_on_a_cpu_fewer_subsequences_may_be_what_fits(policy):
+    """The process grows with what oneDNN compiles for bf16 and every length."""
+    run = run_of(
+        "tiny",
+        length=13000,
+        sequence={"partition": "flops"},
+        activations={"policy": policy},
+        train={"dtype": "bf16"},
+        parallel={"schedule": "sppo"},
+    )
+    laptop = PRESETS["laptop-cpu"]
+    answers = solve(run, hardware=laptop).by_num_subsequences
+    needed = {len(each.candidate.lengths): each.device_peak_bytes for each in answers}
+    assert min(needed.values()) < needed[max(needed)] * 0.95
+    little = replace(laptop.device, memory_bytes=min(needed.values()) + MIB, reserved_bytes=0)
+    machine = replace(laptop, device=little)
+    assert fits_at_all(run, machine)
+    best = solve(run, hardware=machine).best
+    assert best is not None
+    assert len(best.candidate.lengths) < max(needed)
+    assert not fits_at_all(run, replace(laptop, device=replace(little, memory_bytes=100 * MIB)))
+
+
+def test_the_longest_sequence_in_more_subsequences_than_1ki():
+    run = run_of(
+        sequence={"num_subsequences": 1100},
+        activations={"policy": "retain"},
+        parallel={"schedule": "sppo", "virtual_stages": 1},
+    )
+    one = replace(machine(NODE, memory_bytes=60 * GIB), node=replace(NODE.node, num_devices=1))
+    longest = longest_sequence(run, one)
+    assert longest > 1100
+    assert not fits_at_all(with_length(run, longest + KIB), one)
