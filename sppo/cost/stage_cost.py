@@ -521,14 +521,17 @@ def _reduce_seconds(candidate: Candidate) -> Table:
 
     fp32 gradients of a stage are reduced to the devices that update them; where nothing is sharded
     the sums are gathered, too. The last buckets are under way while the rank computes on, if it has
-    another stage. Devices that reduce gradients after each use (ZeRO-2) have only the last of them
-    left. What was updated is gathered in the compute dtype behind the update: of all stages of a
-    rank with its first. Devices that keep a part of the weights (ZeRO-3) gather none.
+    another stage and gradients stay on the device: those that leave wait for all buckets. Devices
+    that reduce gradients after each use (ZeRO-2) have only the last of them left. What was updated
+    is gathered in the compute dtype behind the update: of all stages of a rank with its first.
+    Devices that keep a part of the weights (ZeRO-3) gather none.
     """
     passes = {0: 2, 1: 1}.get(candidate.zero, 0)
     gathered = candidate.workload.element_bytes if candidate.zero in (1, 2) else 0
     beside: Table = np.full(len(candidate.stages), float(REDUCE_BUCKETS * REDUCE_BUCKET_BYTES))
     beside[: candidate.pipeline_parallel_degree] = 0.0
+    if candidate.state.streams_gradients:
+        beside[:] = 0.0
     seconds: Table = np.zeros(len(candidate.stages))
     if candidate.zero >= 2:
         seconds = last_reduction_seconds(candidate)

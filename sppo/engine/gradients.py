@@ -18,8 +18,9 @@ from sppo.engine.weights import WeightPart, names_by_part, streamed_peak_bytes
 class GradientProvider(Protocol):
     """Gives a rank's stages the fp32 (float64) tensors to which they add gradients.
 
-    One part is taken at a time, and released before the next is taken. At the end of a step
-    :meth:`reduce` comes once for each stage.
+    One part is taken at a time, and released before the next is taken. In a step :meth:`reduce`
+    comes once for each stage, and :meth:`settle` behind the last of them: before, sums are not
+    complete.
     """
 
     def take(self, part: WeightPart) -> Mapping[str, Tensor]:

@@ -19,7 +19,7 @@ class StateStreams:
         weights: None where they are on the device all the time.
         gradients: None where they are.
         provider: gives them to the stages.
-        stages: of this rank, each of which is reduced once in a step.
+        stages: of this rank, each of which is reduced once in a step; those of `provider`.
     """
 
     weights: StreamedWeights | None = None

@@ -35,6 +35,7 @@ def copy_in_pieces(target: Tensor, source: Tensor) -> None:
         source: contiguous.
     """
     into, data = (tensor.view(-1).view(torch.uint8) for tensor in (target, source))
+    assert into.numel() == data.numel(), f"{data.numel()} bytes into {into.numel()}"
     for start in range(0, data.numel(), PIECE_BYTES):
         piece = slice(start, start + PIECE_BYTES)
         into[piece].copy_(data[piece], non_blocking=True)

@@ -172,6 +172,11 @@ class ExecutionPlan:
         return tuple(stage.memory for stage in self.stages[: self.pipeline_parallel_degree])
 
     @property
+    def shares_units(self) -> bool:
+        """Whether several pipeline ranks run shards of one unit (MSP); one rank has none to ask."""
+        return self.schedule == "sppo_msp" and self.pipeline_parallel_degree > 1
+
+    @property
     def offloads_anything(self) -> bool:
         """Whether any saved tensor, or K and V of any stage, leave the device."""
         return any(

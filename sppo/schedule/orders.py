@@ -158,12 +158,19 @@ def delay_weights(order: Sequence[tuple[str, Step]], *, delay: int) -> list[tupl
 
 
 def with_reductions(actions: Sequence[Action], *, stages: Sequence[int]) -> list[Action]:
-    """`actions` of one rank with a REDUCE behind the last B or W of each stage it owns."""
+    """`actions` of one rank with a REDUCE for each stage it owns.
+
+    It stands behind the stage's last B or W; of the stage that ends last at the end of the program,
+    behind shards of other ranks' stages: the rank waits there for all that is being reduced.
+    """
     backward = (ActionKind.B, ActionKind.W)
     last = {a.stage: n for n, a in enumerate(actions) if a.kind in backward and a.stage in stages}
+    if last:
+        last[max(last, key=last.__getitem__)] = len(actions) - 1
+    ended = {index: stage for stage, index in last.items()}
     placed: list[Action] = []
     for index, action in enumerate(actions):
         placed.append(action)
-        if last.get(action.stage) == index:
-            placed.append(Action(ActionKind.REDUCE, action.stage))
+        if index in ended:
+            placed.append(Action(ActionKind.REDUCE, ended[index]))
     return placed

@@ -130,7 +130,6 @@ def build_state(
         device: that this rank computes on; None: the CPU.
     """
     mesh, device = mesh or alone(), device or CpuDevice()
-    cuts_units = plan.schedule == "sppo_msp"
     # Steps of samples are planned later, and may take many times as long as one of the longest.
     differ = run.data.samples == "documents"
     predicted_step_s = math.inf if differ else plan.predicted.step_s
@@ -138,7 +137,7 @@ def build_state(
     mesh.connect(
         timeout_s=timeouts.issued_s if device.group_device is not None else None,
         wraps=plan.virtual_stages > 1,
-        cuts_units=cuts_units,
+        cuts_units=plan.shares_units,
         ties_ends=run.model.tie_embeddings,
     )
     place = device.torch_device
@@ -149,7 +148,7 @@ def build_state(
         num_virtual=plan.virtual_stages,
         p2p=PipelineLinks(mesh, device=place) if mesh.groups.edges else None,
         planned=plan_program(plan),
-        msp_links=MspLinks(mesh, device=place) if cuts_units else None,
+        msp_links=MspLinks(mesh, device=place) if plan.shares_units else None,
     )
     sharded = ShardedState(
         run.model, mesh=mesh, pipeline=pipeline, device=place, zero=run.parallel.zero
@@ -181,7 +180,7 @@ def _build_engine(
 ) -> Engine:
     """Make the engine of a rank, with the stores of what it offloads."""
     disk = None if run.activations.disk is None else Path(run.activations.disk)
-    shard_stages = range(len(plan.stages) if plan.schedule == "sppo_msp" else 0)
+    shard_stages = range(len(plan.stages) if plan.shares_units else 0)
     stores = device.offload_stores(
         plan,
         count=(1 + len(shard_stages)) * may_offload(run, plan),

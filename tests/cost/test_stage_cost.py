@@ -23,6 +23,7 @@ from sppo.cost.packed_sequence import parts_of_sequence
 from sppo.cost.parameters import layer_shapes, num_parameters
 from sppo.cost.sharding.collectives import REDUCE_BUCKET_BYTES, REDUCE_BUCKETS
 from sppo.cost.stage_cost import device_parameters, of_ranks, stage_parameters, stage_seconds
+from sppo.cost.state_tiers import StateTiers
 from sppo.hardware.file import hardware_for
 from sppo.hardware.presets import PRESETS
 from sppo.planning.search.evaluated_candidate import assess
@@ -218,11 +219,15 @@ def test_replicas_reduce_once_per_step():
     assert price(twice).forward_s.sum() == pytest.approx(2 * price(way()).forward_s.sum())
 
 
+@pytest.mark.parametrize("leave", [False, True])
 @pytest.mark.parametrize(("zero", "reduced", "gathered"), [(0, 8, 0), (1, 4, 2)])
 def test_a_rank_waits_for_reductions_behind_each_stage_and_for_gathers_at_the_end(
-    zero, reduced, gathered
+    zero, reduced, gathered, leave
 ):
-    """Whatever stands between two of its stages holds up the next one, but the last buckets."""
+    """Whatever stands between two of its stages holds up the next one, but the last buckets.
+
+    Gradients that leave the device wait for all of them.
+    """
     two = way(
         model=MODEL.model_copy(update={"num_layers": 4, "mlp_size": 32768}),
         pipeline_parallel_degree=2,
@@ -230,10 +235,11 @@ def test_a_rank_waits_for_reductions_behind_each_stage_and_for_gathers_at_the_en
         schedule="looped_bfs",
         data_parallel_degree=4,
         zero=zero,
+        state=StateTiers(gradients="host", optimizer="host") if leave else StateTiers(),
     )
     rate, away = PERFECT.network.intra_node_bytes_per_s, 3 / 4
     parameters = device_parameters(two)
-    beside = REDUCE_BUCKETS * REDUCE_BUCKET_BYTES
+    beside = 0 if leave else REDUCE_BUCKETS * REDUCE_BUCKET_BYTES
     assert (parameters * 4 > 2 * beside).all()
     at_reduce = (parameters * 4 - [0, 0, beside, beside]) * (reduced / 4)
     at_end = gathered * of_ranks(two, parameters)

@@ -181,6 +181,17 @@ def test_it_never_makes_a_step_slower(p, factors, m, v, bandwidth, forward_only)
     assert after <= before + 1e-9
 
 
+@pytest.mark.parametrize(("p", "n", "m", "v"), [(2, 4, 1, 1), (4, 8, 2, 1), (3, 7, 1, 3)])
+def test_ranks_reduce_and_update_at_the_same_time(p, n, m, v):
+    """None of them keeps others waiting, whose units it runs shards of, until its own are done."""
+    costs = priced(p * v, n * m, bandwidth=1e3)
+    schedule = make("sppo_msp", p=p, n=n, m=m, v=v, tokens=64, costs=costs)
+    assert shards(schedule)
+    updating = replace(costs, reduce_s=np.where(np.arange(p * v) < p, 100.0, 0.0))
+    before, after = (simulate(schedule, costs=each).makespan_s for each in (costs, updating))
+    assert after <= before + 100.0 + 1e-9
+
+
 def test_flops_balanced_lengths():
     """32K tokens in 8 FLOPs-balanced parts rounded to 128: nearly equal costs, unequal lengths."""
     slope, total, n = 1 / 8192, 32768, 8

@@ -430,7 +430,7 @@ class _PlacementChoice:
         possible = self._possible()
         if (free := self._hiding(possible)) is not None:
             return free
-        possible += self._alike_everywhere()
+        possible += self._of_other_policies()
         if len(possible) > 1:
             possible.sort(key=lambda prices: prices.time.step_s)
         return self._first(possible)
@@ -443,7 +443,7 @@ class _PlacementChoice:
         found = self._first(possible)
         if found.shortfall is None:
             return found
-        return self._hiding(possible) or self._first([found.prices, *self._alike_everywhere()])
+        return self._hiding(possible) or self._first([found.prices, *self._of_other_policies()])
 
     def _retaining(self) -> EvaluatedCandidate | None:
         """Return what retains everything if it fits and the policy may choose it.
@@ -482,14 +482,14 @@ class _PlacementChoice:
     def _possible(self) -> list[StepPrices]:
         return [*map(self._priced, _placements(self.candidate, self.inputs))]
 
-    def _alike_everywhere(self) -> list[StepPrices]:
-        """Return what recomputes or offloads the same of every subsequence, if it may be chosen.
+    def _of_other_policies(self) -> list[StepPrices]:
+        """Return what every other policy chooses, if it may be chosen.
 
         With its own working set it may fit where the room that hybrid decides in is too small.
         """
         if not self._is_free_to_choose:
             return []
-        offloading = ("offload_all",) if self.inputs.copy_bytes_per_s else ()
+        offloading = ("sppo", "offload_all") if self.inputs.copy_bytes_per_s else ()
         return [self._priced(decide(one, self.inputs)) for one in (*POLICIES[1:], *offloading)]
 
     def _priced(self, placement: ActivationPlacement) -> StepPrices:

@@ -207,8 +207,8 @@ def _as_used(run: RunConfig, device: Device, *, local_ranks: int) -> HardwareSpe
 
 def _check_trainable(run: RunConfig, plan: ExecutionPlan) -> None:
     """What a plan may hold, and training cannot do."""
-    shares = plan.schedule == "sppo_msp"
-    problem = multiplexed_problem(run, degrees=Degrees.of_run(run)) if shares else None
+    by_name = plan.schedule == "sppo_msp"
+    problem = multiplexed_problem(run, degrees=Degrees.of_run(run)) if by_name else None
     if problem is not None:
         raise ValueError(problem)
     if plan.sequence_parallel == "megatron" and plan.sequence_parallel_degree > 1:
@@ -216,7 +216,7 @@ def _check_trainable(run: RunConfig, plan: ExecutionPlan) -> None:
             check_whole_classes(stage.subsequences)
     degree, shortest = run.parallel.sequence_parallel_degree, min(plan.lengths)
     shards = 2 * degree * plan.pipeline_parallel_degree  # a shard of one token may be rounded away
-    if plan.schedule == "sppo_msp" and shortest < shards:
+    if plan.shares_units and shortest < shards:
         raise ValueError(
             f"parallel.multiplexed: the shortest subsequence has {shortest} tokens, too few for "
             f"shards on {plan.pipeline_parallel_degree} pipeline ranks of {degree} sequence-"
@@ -232,7 +232,7 @@ def _check_trainable(run: RunConfig, plan: ExecutionPlan) -> None:
 def _stream_use(run: RunConfig, plan: ExecutionPlan) -> StreamUse:
     """What takes CUDA streams in a run."""
     ranges: set[tuple[int, int]] = set()
-    if plan.schedule == "sppo_msp":
+    if plan.shares_units:
         schedule = plan_program(plan)
         groups = find_msp_groups(schedule, programs=encode(schedule)).values()
         ranges = {(group.ranks[0], group.ranks[-1]) for group in groups}

@@ -158,12 +158,20 @@ def test_a_run_goes_on_with_other_degrees(ranks, job):
 
 
 MEGATRON = {"parallel.sequence_parallel": "megatron"}
+ZERO_3 = {"parallel.zero": 3}
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 2), (2, 2, 2), (1, 1, 4), (2, 1, 4)], ids=str)
 def test_ranks_that_share_weights_out_do_what_one_does(ranks, job, shape):
     """Also where two of them hold the same key/value head."""
     run_on(ranks, job, shape, 3, "grid", **MEGATRON)
+    assert_like_alone(job, "grid")
+
+
+@pytest.mark.parametrize(("shape", "more"), [((1, 1, 2), MEGATRON), ((2, 1, 1), ZERO_3)])
+def test_msp_by_name_on_one_pipeline_rank_is_an_ordinary_schedule(ranks, job, shape, more):
+    """So it goes with what units that ranks share do not go with."""
+    run_on(ranks, job, shape, 3, "grid", **more, **{"parallel.schedule": "sppo_msp"})
     assert_like_alone(job, "grid")
 
 
