@@ -30,7 +30,7 @@ from sppo.planning.search.choices import (
     virtual_stages_to_try,
 )
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, assess
-from sppo.planning.search.shortfall import SAVED_IN_BACKGROUND
+from sppo.planning.search.shortfall import Shortfall
 from sppo.planning.search.simulated_candidate import simulate_candidate
 from sppo.planning.search.state_choices import runs_by_state
 from sppo.units import format_bytes
@@ -210,41 +210,9 @@ def _too_large(
 ) -> str:
     shortfall, policy = evaluated.shortfall, run.activations.policy
     assert shortfall is not None, "only called where something is short"
-    needed = format_bytes(shortfall.needed_bytes)
     if shortfall.place != "device":
-        on_disk = shortfall.place == "disk"
-        where = f"activations.disk={run.activations.disk}" if on_disk else "host memory"
-        state = max(rank.tier_state_bytes for rank in evaluated.memory)
-        saved = 0 if on_disk else max(rank.background_save_bytes for rank in evaluated.memory)
-        if shortfall.bucket == SAVED_IN_BACKGROUND:
-            return (
-                f"checkpoint.async_save copies {format_bytes(saved)} to {where}, of which "
-                f"{format_bytes(shortfall.available_bytes)} may be used: write "
-                f"checkpoint.async_save=false, or {_more_host(run)}"
-            )
-        if shortfall.bucket != "offloaded activations":
-            return (
-                f"the training state takes {format_bytes(state)} of {where}, of which "
-                f"{format_bytes(shortfall.available_bytes)} may be used: write "
-                "state.optimizer=device (state.gradients, state.weights), or "
-                f"{_more_disk(run) if on_disk else _more_host(run)}"
-            )
-        kv_bytes = offloaded_kv_bytes(evaluated.candidate)
-        what = f"activations.policy={policy} offloads {format_bytes(shortfall.bucket_bytes)}"
-        if kv_bytes:
-            what += f" with K and V ({format_bytes(kv_bytes)}, activations.kv)"
-        if saved:
-            what += f", beside {format_bytes(saved)} that checkpoint.async_save copies,"
-        less = offload_less(
-            room_bytes=max(0, shortfall.available_bytes - state - saved),
-            needed_bytes=shortfall.bucket_bytes,
-            kv_bytes=kv_bytes,
-            ratio=_offloaded_fraction(evaluated),
-        )
-        return (
-            f"{what} to {where}, of which {format_bytes(shortfall.available_bytes)} may be "
-            f"used; {less}, or {_more_disk(run) if on_disk else _more_host(run)}"
-        )
+        return _tier_too_small(run, evaluated, shortfall)
+    needed = format_bytes(shortfall.needed_bytes)
     bucket = f"{shortfall.bucket.replace('_', ' ')}: {format_bytes(shortfall.bucket_bytes)}"
     if policy in ("auto", "hybrid"):
         return (
@@ -257,6 +225,51 @@ def _too_large(
         f"{run.sequence.length} tokens, and {format_bytes(available)} are available; write "
         "activations.policy=auto, shorten sequence.length or take a smaller model"
     )
+
+
+def _tier_too_small(run: RunConfig, evaluated: EvaluatedCandidate, shortfall: Shortfall) -> str:
+    """Say what a rank puts behind its device, and what to change for it to fit there."""
+    held, kv_bytes = evaluated.memory[shortfall.rank], offloaded_kv_bytes(evaluated.candidate)
+    offloaded, state = held.tier_activations_bytes, held.tier_state_bytes
+    copied = shortfall.needed_bytes - held.tier_bytes
+    parts = []
+    if offloaded:
+        offloads = f"activations.policy={run.activations.policy} offloads"
+        kv = f" with K and V ({format_bytes(kv_bytes)}, activations.kv)" if kv_bytes else ""
+        parts.append(f"{offloads} {format_bytes(offloaded)}{kv}")
+    if state:
+        parts.append(f"the section state moves {format_bytes(state)}")
+    if copied:
+        parts.append(f"checkpoint.async_save copies {format_bytes(copied)}")
+    on_disk = shortfall.place == "disk"
+    where = f"activations.disk={run.activations.disk}" if on_disk else "host memory"
+    return (
+        f"{', '.join(parts)} to {where}, of which {format_bytes(shortfall.available_bytes)} may be "
+        f"used: {_put_less(evaluated, shortfall)}, or "
+        f"{_more_disk(run) if on_disk else _more_host(run)}"
+    )
+
+
+def _put_less(evaluated: EvaluatedCandidate, shortfall: Shortfall) -> str:
+    """Say which of what a rank puts behind its device to leave out for the rest to fit."""
+    held, room = evaluated.memory[shortfall.rank], shortfall.available_bytes
+    copied = shortfall.needed_bytes - held.tier_bytes
+    fixes = []
+    if copied > room or (copied and held.tier_bytes <= room):
+        fixes.append("write checkpoint.async_save=false")
+    else:
+        room -= copied
+    if held.tier_state_bytes > room:
+        fixes.append("write state.optimizer=device (state.gradients, state.weights)")
+    elif held.tier_bytes > room:
+        less = offload_less(
+            room_bytes=room - held.tier_state_bytes,
+            needed_bytes=held.tier_activations_bytes,
+            kv_bytes=offloaded_kv_bytes(evaluated.candidate),
+            ratio=_offloaded_fraction(evaluated),
+        )
+        fixes.append(less)
+    return " and ".join(fixes)
 
 
 def offload_less(*, room_bytes: float, needed_bytes: float, kv_bytes: int, ratio: float) -> str:

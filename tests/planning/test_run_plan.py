@@ -13,7 +13,7 @@ from sppo.cost.parameters import num_parameters
 from sppo.hardware.presets import PRESETS
 from sppo.planning.partition import boundaries_by_flops, boundaries_by_length
 from sppo.planning.run_plan import USABLE_FRACTION, evaluation_boundaries, plan_run
-from sppo.units import MIB
+from sppo.units import MIB, format_bytes
 from tests.planning.cases import A100
 from tests.planning.cases import run_config as any_run
 
@@ -221,13 +221,14 @@ def test_what_pieces_share_may_be_measured_time():
 GPU = replace(PRESETS["h200"], node=replace(PRESETS["h200"].node, num_devices=1, numa_nodes=1))
 
 
-def plan_on_gpu(*, host_bytes=PLENTY, disk_bytes=0, async_save=False, **activations):
+def plan_on_gpu(*, host_bytes=PLENTY, disk_bytes=0, async_save=False, state=None, **activations):
     run = any_run(
         "tiny",
         length=16384,
         activations=activations,
         train={"dtype": "bf16"},
         checkpoint={"async_save": async_save},
+        state=state or {},
         hardware="auto",
     )
     return plan_run(
@@ -268,7 +269,20 @@ def test_a_save_in_the_background_takes_host_memory():
     with pytest.raises(MemoryError, match=r"write checkpoint\.async_save=false, or end other"):
         plan_on_gpu(async_save=True, host_bytes=copied - 1)
     with pytest.raises(MemoryError, match=r"offload_ratio=.* would fit"):
-        plan_on_gpu(policy="offload_all", async_save=True, host_bytes=saving - offloading // 2)
+        plan_on_gpu(policy="offload_all", async_save=True, host_bytes=offloading // 2)
+
+
+def test_what_a_save_needs_beside_the_state_behind_the_device_is_said():
+    state = {"optimizer": "host"}
+    taken = plan_on_gpu(state=state).predicted.host_peak_bytes
+    assert taken == 12 * num_parameters(any_run("tiny").model)
+    moved_and_copied = rf"moves {re.escape(format_bytes(taken))}, .* copies .* to host memory"
+    for room, fix in (
+        (taken * 3 // 2, r"checkpoint\.async_save=false, or end"),
+        (taken // 2, r"checkpoint\.async_save=false and write state\.optimizer=device"),
+    ):
+        with pytest.raises(MemoryError, match=f"{moved_and_copied}, .* may be used: write {fix}"):
+            plan_on_gpu(state=state, async_save=True, host_bytes=room)
 
 
 def test_host_memory_that_is_short_is_said_with_what_would_fit():

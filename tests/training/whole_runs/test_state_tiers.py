@@ -135,7 +135,7 @@ def test_a_disk_without_room_is_refused_before_the_start(work, monkeypatch):
         room_checks, "usable_directory", lambda directory: DiskRoom(free_bytes=1000)
     )
     text = refuse("train", run_of(work, "other", state=ALL), code=4)
-    assert "the training state takes" in text
+    assert "the section state moves" in text
     assert "activations.disk=spill" in text
     assert not (work / "other").exists()
 
