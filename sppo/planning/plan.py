@@ -200,6 +200,14 @@ class ExecutionPlan:
         """Where offloaded tensors go: to host memory if the machine has some behind its devices."""
         return "host" if self.hardware.node.host_memory_bytes > 0 else "disk"
 
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory that every rank's copies pass through in front of a disk; 0 without one."""
+        if self.tier == "host":
+            return 0
+        copied = max(rank.background_save_bytes for rank in self.rank_memory)
+        return self.predicted.host_peak_bytes - copied
+
     def recomputed_fractions(self, tensor_class: int) -> tuple[float, ...]:
         """Share of each subsequence in which a class is recomputed, averaged over the layers."""
         layers = sum(stage.num_layers for stage in self.stages)

@@ -20,10 +20,11 @@ def copies_summary(plan: ExecutionPlan, reports: Sequence[CopyReport]) -> dict[s
     if not plan.offloads_anything or not reports:
         return None
     last, predicted, node = reports[-1], plan.predicted, plan.hardware.node
-    saved = max(rank.background_save_bytes for rank in plan.rank_memory)
+    host_bytes = plan.staging_bytes
     out, back = node.disk_write_bytes_per_s, node.disk_read_bytes_per_s
     if plan.tier == "host":
         out, back = node.d2h_bytes_per_s, node.h2d_bytes_per_s
+        host_bytes = max(rank.tier_bytes for rank in plan.rank_memory)
     return {
         "out_bytes": dict(last.out_bytes),
         "back_bytes": dict(last.back_bytes),
@@ -39,6 +40,6 @@ def copies_summary(plan: ExecutionPlan, reports: Sequence[CopyReport]) -> dict[s
             "predicted": predicted.exposed_copy_s,
             "measured": statistics.median(report.exposed_s for report in reports),
         },
-        "host_bytes": {"predicted": predicted.host_peak_bytes - saved, "measured": last.host_bytes},
+        "host_bytes": {"predicted": host_bytes, "measured": last.host_bytes},
         "disk_bytes": {"predicted": predicted.disk_peak_bytes, "measured": last.disk_bytes},
     }

@@ -185,13 +185,13 @@ def state_memory(candidate: Candidate, *, units: UnitsInFlight) -> tuple[StageMe
     return tuple(ranks)
 
 
-def saved_state_bytes(candidate: Candidate) -> int:
-    """Return the most bytes that a checkpoint has of a rank: fp32 weights and both moments."""
+def checkpoint_bytes(candidate: Candidate) -> tuple[int, ...]:
+    """Return the bytes that a checkpoint has of each rank: fp32 weights and both moments."""
     stepped = updated_parameters(candidate) if candidate.zero else device_parameters(candidate)
-    return _saved_bytes(float(of_ranks(candidate, stepped).max()))
+    return tuple(map(_checkpoint_bytes, of_ranks(candidate, stepped).tolist()))
 
 
-def _saved_bytes(stepped: float) -> int:
+def _checkpoint_bytes(stepped: float) -> int:
     return int(stepped * 3 * ACCUMULATION_BYTES)
 
 
@@ -208,8 +208,8 @@ def _rank_memory(
     masters = ACCUMULATION_BYTES if element < ACCUMULATION_BYTES else 0
     stepped = own.updated if candidate.zero else own.parameters
     optimizer = int(stepped * (2 * ACCUMULATION_BYTES + masters))
-    saved = _saved_bytes(stepped)
-    copied = saved if candidate.background_saves else 0
+    checkpoint = _checkpoint_bytes(stepped)
+    copied = checkpoint if candidate.background_saves else 0
     is_cpu = candidate.workload.hardware.device.kind == "cpu"
     kept_weights = (own.updated if candidate.zero >= 3 else own.parameters) * element
     kept_gradients = (own.updated if candidate.zero >= 2 else own.parameters) * ACCUMULATION_BYTES
@@ -235,7 +235,7 @@ def _rank_memory(
     return StageMemory(
         buckets,
         0,
-        saved * tiers.offloads_optimizer,
+        checkpoint * tiers.offloads_optimizer,
         int(kept_weights) * tiers.streams_weights,
         int(kept_gradients) * tiers.streams_gradients,
         0 if is_cpu else copied,

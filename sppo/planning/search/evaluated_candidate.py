@@ -172,7 +172,7 @@ class EvaluatedCandidate:
 
     @property
     def tier_peak_bytes(self) -> int:
-        """Peak bytes in the tier behind the fullest device, training state included."""
+        """Peak bytes in the tier behind the fullest device; of host memory, saves included."""
         on_host = self.candidate.workload.hardware.node.host_memory_bytes > 0
         return max(rank.host_bytes if on_host else rank.tier_bytes for rank in self.memory)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from sppo.config import RunConfig
 from sppo.cost.kv import offloaded_kv_bytes
 from sppo.cost.memory.process_growth import PLANNING_PROCESS_BYTES, REPORT_BYTES, step_bytes
-from sppo.cost.memory.stage_memory import saved_state_bytes
+from sppo.cost.memory.stage_memory import checkpoint_bytes
 from sppo.kernels.native.process_memory import private_bytes
 from sppo.offload.disk import DiskRoom, is_memory, usable_directory
 from sppo.planning.plan import ExecutionPlan
@@ -117,23 +117,28 @@ def _check_host(run: RunConfig, plan: ExecutionPlan, host_bytes: int) -> None:
     Also the copy of it that a checkpoint in the background is written from, whether the plan was
     made with such checkpoints or not.
     """
-    offloaded = max(stage.memory.tier_activations_bytes for stage in plan.stages)
-    if plan.tier == "disk":
-        planned = max(stage.memory.background_save_bytes for stage in plan.stages)
-        offloaded = plan.predicted.host_peak_bytes - planned
-    state = max(stage.memory.tier_state_bytes for stage in plan.stages)
-    saved = saved_state_bytes(plan_candidate(plan)) if run.checkpoint.async_save else 0
-    needed = offloaded + state + saved
+    ranks = [
+        (
+            held.tier_activations_bytes if plan.tier == "host" else plan.staging_bytes,
+            held.tier_state_bytes,
+            checkpoint if run.checkpoint.async_save else 0,
+        )
+        for held, checkpoint in zip(
+            plan.rank_memory, checkpoint_bytes(plan_candidate(plan)), strict=True
+        )
+    ]
+    offloaded, state, copied = max(ranks, key=sum)
+    needed = offloaded + state + copied
     if needed <= host_bytes:
         return
     taken = (
         f"a rank takes {format_bytes(needed)} of host memory ({format_bytes(offloaded)} offloaded "
-        f"activations, {format_bytes(state)} training state, {format_bytes(saved)} "
+        f"activations, {format_bytes(state)} training state, {format_bytes(copied)} "
         f"{SAVED_IN_BACKGROUND}), and {format_bytes(host_bytes)} may be used"
     )
-    if needed - saved <= host_bytes:
+    if needed - copied <= host_bytes:
         raise MemoryError(f"{taken}: write checkpoint.async_save=false, or end other programs")
-    less = _offload_less(plan, room_bytes=host_bytes - state - saved, needed_bytes=offloaded)
+    less = _offload_less(plan, room_bytes=host_bytes - state - copied, needed_bytes=offloaded)
     raise MemoryError(f"{taken}: {less}, or end other programs")
 
 

@@ -15,7 +15,7 @@ from sppo.cost.memory.process_growth import (
     STEPS_BYTES,
     TOKEN_BYTES,
 )
-from sppo.cost.memory.stage_memory import saved_state_bytes
+from sppo.cost.memory.stage_memory import checkpoint_bytes
 from sppo.cost.parameters import num_parameters
 from sppo.cost.state_tiers import StateTiers
 from sppo.hardware.presets import PRESETS
@@ -67,7 +67,7 @@ def test_behind_a_gpu_a_save_in_the_background_takes_host_memory(optimizer):
     without = assess(candidate)
     found = assess(replace(candidate, background_saves=True))
     copied = 3 * 4 * num_parameters(MODEL) // 2
-    assert saved_state_bytes(candidate) == copied
+    assert checkpoint_bytes(candidate) == (copied,)
     assert found.memory[0].device == without.memory[0].device
     assert found.tier_peak_bytes - without.tier_peak_bytes == copied
     assert found.node_host_bytes - without.node_host_bytes == 2 * copied

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from sppo.config import load_run
-from sppo.cost.memory.stage_memory import saved_state_bytes
+from sppo.cost.memory.stage_memory import checkpoint_bytes
 from sppo.engine.engine import Engine
 from sppo.engine.stage import Stage
 from sppo.engine.trace import CudaStopwatch, Trace
@@ -397,7 +397,7 @@ def test_a_save_in_the_background_needs_host_memory_beside_a_plan(work, monkeypa
     before = run if planned else run_of(work, activations={"policy": "offload_all"})
     with fake_gpu() as (device, _):
         plan = check_before_training(before, device=device).plan
-        taken, saved = plan.stages[0].memory.tier_bytes, saved_state_bytes(plan_candidate(plan))
+        taken, (saved,) = plan.stages[0].memory.tier_bytes, checkpoint_bytes(plan_candidate(plan))
         assert plan.predicted.host_peak_bytes == taken + saved * planned
         room = MemoryRoom(machine_bytes=int((taken + saved / 2) / HOST_FRACTION))
         monkeypatch.setattr("sppo.training.devices.cuda_device.memory_room", lambda: room)
