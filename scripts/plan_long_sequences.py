@@ -31,9 +31,9 @@ ROOT = Path(__file__).parent.parent
 _NODE = "configs/run/llama_8b_1m_1node.yaml"
 _CLUSTER = "configs/run/gpt_7b_512k_32gpu.yaml"
 _H100 = ("hardware.preset=h100", "hardware.host_memory=2TiB")
+_ONE_H200 = ("hardware.preset=h200", "hardware.devices_per_node=1")
 _WIDTH = 150
 """Columns of what is printed, also to a file."""
-_ONE_H200 = ("hardware.preset=h200", "hardware.devices_per_node=1")
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ TARGETS = (
         (*_ONE_H200, "hardware.host_memory=2TiB", "sequence.length=3Mi"),
     ),
     Target(
-        "Llama-3.1-8B, 512Ki tokens, 1 H200 with 128 GiB (and a disk of 64 GiB)",
+        "Llama-3.1-8B, 512Ki tokens, 1 H200 with 128 GiB",
         _NODE,
         (*_ONE_H200, "hardware.host_memory=128GiB", "sequence.length=512Ki"),
         note="layer inputs alone are 128 GiB, training state is 135 GiB; a GPU's plans do not use "

@@ -76,8 +76,8 @@ class Transfers(Protocol):
 class CudaTransfers:
     """:class:`Transfers` of a CUDA device: a stream per direction, page-locked host memory.
 
-    An embedding may take a device's copy engine 100 ms, and blocks of activations pass it in other
-    streams: so these copies, too, are cut into pieces.
+    Blocks of activations pass the same copy engine in other streams, and would wait for the whole
+    of an embedding: so these copies, too, are cut into pieces.
 
     Args:
         device: whose state is copied.

@@ -116,13 +116,13 @@ def test_on_a_cpu_fewer_subsequences_may_be_what_fits(policy):
     answers = solve(run, hardware=laptop).by_num_subsequences
     needed = {len(each.candidate.lengths): each.device_peak_bytes for each in answers}
     assert min(needed.values()) < needed[max(needed)] * 0.95
-    little = replace(laptop.device, memory_bytes=min(needed.values()) + MIB, reserved_bytes=0)
-    machine = replace(laptop, device=little)
-    assert fits_at_all(run, machine)
-    best = solve(run, hardware=machine).best
+    device = replace(laptop.device, memory_bytes=min(needed.values()) + MIB, reserved_bytes=0)
+    little = replace(laptop, device=device)
+    assert fits_at_all(run, little)
+    best = solve(run, hardware=little).best
     assert best is not None
     assert len(best.candidate.lengths) < max(needed)
-    assert not fits_at_all(run, replace(laptop, device=replace(little, memory_bytes=100 * MIB)))
+    assert not fits_at_all(run, replace(laptop, device=replace(device, memory_bytes=100 * MIB)))
 
 
 def test_the_longest_sequence_in_more_subsequences_than_1ki():
