@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,7 +28,7 @@ _ROUNDS, _QUICK_ROUNDS = 5, 3
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """What one run of the benchmarks found; empty where a subject was not asked for.
+    """Findings of one run of the benchmarks; empty where a subject was not asked for.
 
     Attributes:
         device: "cpu" or "cuda".
@@ -78,12 +78,12 @@ class Grids:
 
 
 def default_grids(device: str, *, quick: bool) -> Grids:
-    """What is timed where nobody asks for shapes; few of them if ``quick``."""
+    """Return the shapes that are timed where nobody asks for any; few of them if ``quick``."""
     return Grids(gemm_grid(device, quick=quick), attention_grid(device, quick=quick))
 
 
 def device_to_measure() -> str:
-    """What torch runs on here: "cuda" where it can, else "cpu"."""
+    """Return the device that torch runs on here: "cuda" where it can, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -129,10 +129,7 @@ def measure(
     overlap: OverlapMeasurements | None = None
     if "pcie" in subjects:
         assert copying is not None, "copies go somewhere"
-        if device == "cuda":
-            copies += (measure_pcie(torch.device(device), quick=quick, watcher=watcher),)
-        if copying.directory is not None:
-            copies += (measure_disk(copying.directory, quick=quick, watcher=watcher),)
+        copies = tuple(_measure_copies(device, copying, quick=quick, watcher=watcher))
     if "overlap" in subjects:
         assert copying is not None, "copies go somewhere"
         overlap = measure_overlap(
@@ -150,6 +147,16 @@ def measure(
         overlap=overlap,
         messages=messages,
     )
+
+
+def _measure_copies(
+    device: str, copying: CopySetup, *, quick: bool, watcher: Watcher
+) -> Iterator[CopyMeasurements]:
+    """Measure copies to every tier that is there: host memory of a GPU, and a disk."""
+    if device == "cuda":
+        yield measure_pcie(torch.device(device), quick=quick, watcher=watcher)
+    if copying.directory is not None:
+        yield measure_disk(copying.directory, quick=quick, watcher=watcher)
 
 
 def _measure_kernels(

@@ -212,6 +212,31 @@ def _write(
         write_plot(png, name=spec.name, measurements=found)
 
 
+def _report(spec: HardwareSpec, found: Measurements, *, output: Path | None) -> dict[str, Any]:
+    """Return the description of the machine and all measurements as plain values."""
+    from dataclasses import asdict
+
+    from sppo.hardware.file import hardware_json
+
+    report: dict[str, Any] = {
+        "device": found.device,
+        "wall_s": found.wall_s,
+        "num_timings": len(found.spreads),
+        "worst_spread": max(found.spreads),
+        "output": None if output is None else str(output),
+        "hardware": hardware_json(spec),
+    }
+    if found.backends is not None:
+        report["attention_backends"] = [rate.as_json() for rate in found.backends.rates]
+    if found.copies:
+        report["copies"] = [asdict(copies) for copies in found.copies]
+    if found.messages is not None:
+        report["messages"] = asdict(found.messages)
+    if found.overlap is not None:
+        report["overlap"] = asdict(found.overlap)
+    return report
+
+
 def _print(
     spec: HardwareSpec,
     found: Measurements,
@@ -220,30 +245,11 @@ def _print(
     png: Path | None,
     as_json: bool,
 ) -> None:
-    """One JSON object, or tables for people."""
+    """Print one JSON object, or tables for people."""
     if as_json:
         import json
-        from dataclasses import asdict
 
-        from sppo.hardware.file import hardware_json
-
-        report: dict[str, Any] = {
-            "device": found.device,
-            "wall_s": found.wall_s,
-            "num_timings": len(found.spreads),
-            "worst_spread": max(found.spreads),
-            "output": None if output is None else str(output),
-            "hardware": hardware_json(spec),
-        }
-        if found.backends is not None:
-            report["attention_backends"] = [rate.as_json() for rate in found.backends.rates]
-        if found.copies:
-            report["copies"] = [asdict(copies) for copies in found.copies]
-        if found.messages is not None:
-            report["messages"] = asdict(found.messages)
-        if found.overlap is not None:
-            report["overlap"] = asdict(found.overlap)
-        typer.echo(json.dumps(report, allow_nan=False))
+        typer.echo(json.dumps(_report(spec, found, output=output), allow_nan=False))
         return
     from rich.console import Console
 

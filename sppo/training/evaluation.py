@@ -31,7 +31,7 @@ from sppo.training.checks.evaluation_inputs import initial_weights
 from sppo.training.checks.input_checks import check_weights
 from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.devices.device import Device
-from sppo.training.evaluated_sequences import evaluated_sequences
+from sppo.training.evaluated_sequences import EvaluatedSequences, evaluated_sequences
 from sppo.training.state_tensors import DTYPES, starting_weights
 from sppo.units import format_bytes
 
@@ -108,22 +108,15 @@ def evaluate(
     source = None if initial else checkpoint or Path(run.train.output)
     weights, weights_from, step = _weights(run, source, device=device.torch_device)
     engine = Engine(run.model, weights=weights, gradients=None)
-    length, done = run.sequence.length, 0
     evaluated = evaluated_sequences(run, data, boundaries=boundaries, most=max_sequences)
-    total = evaluated.count
-    losses_S = torch.zeros(length, dtype=torch.float64)
-    counts_S = torch.zeros(length, dtype=torch.int64)
-    for part in evaluated.parts:
-        losses = engine.evaluate(device.put(part.sequence), part.boundaries).double().cpu()
-        positions = document_positions(len(losses), part.sequence.document_starts)
-        losses_S.index_add_(0, positions, losses)
-        counts_S.index_add_(0, positions, (part.sequence.labels_S != IGNORED_LABEL).long())
-        done += part.count
-        on_sequence(done, total)
-    unit = "samples" if run.data.samples == "documents" else "sequences"
+    losses_S, counts_S = _sum_by_position(
+        evaluated, engine, length=run.sequence.length, device=device, on_sequence=on_sequence
+    )
+    are_samples = run.data.samples == "documents"
     if not counts_S.any():
+        parts = f"{evaluated.count} {'samples' if are_samples else 'sequences'}"
         raise ValueError(
-            f"{data.directory}: no label of its first {total} {unit} counts: the first token of an "
+            f"{data.directory}: no label of its first {parts} counts: the first token of an "
             "isolated document is nobody's label, nor is one that a loss mask leaves out"
         )
     loss = float(losses_S.sum() / counts_S.sum())
@@ -131,14 +124,40 @@ def evaluate(
         loss,
         math.exp(loss) if loss < _LARGEST_EXPONENT else math.inf,
         int(counts_S.sum()),
-        total,
+        evaluated.count,
         loss_by_position(losses_S, counts_S),
         weights_from,
         step,
         run.data.eval_tokens or run.data.tokens,
         run.data.eval_tokens is not None,
-        run.data.samples == "documents",
+        are_samples,
     )
+
+
+def _sum_by_position(
+    evaluated: EvaluatedSequences,
+    engine: Engine,
+    *,
+    length: int,
+    device: Device,
+    on_sequence: Callable[[int, int], None],
+) -> tuple[Tensor, Tensor]:
+    """Run the forward of all sequences; return their losses and valid labels, by position.
+
+    Returns:
+        [length] each: summed losses in float64, and how many labels they are of.
+    """
+    losses_S = torch.zeros(length, dtype=torch.float64)
+    counts_S = torch.zeros(length, dtype=torch.int64)
+    done = 0
+    for part in evaluated.parts:
+        losses = engine.evaluate(device.put(part.sequence), part.boundaries).double().cpu()
+        positions = document_positions(len(losses), part.sequence.document_starts)
+        losses_S.index_add_(0, positions, losses)
+        counts_S.index_add_(0, positions, (part.sequence.labels_S != IGNORED_LABEL).long())
+        done += part.count
+        on_sequence(done, evaluated.count)
+    return losses_S, counts_S
 
 
 def loss_by_position(losses_S: Tensor, counts_S: Tensor) -> tuple[PositionLoss, ...]:

@@ -1,12 +1,13 @@
-"""What a run leaves behind: a plot of its loss, and the summary, predicted against measured."""
+"""The files and lines a run ends with: a plot of its loss, and predicted against measured."""
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -14,7 +15,7 @@ from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY
 from sppo.config import RunConfig
 from sppo.report.copies_summary import copies_summary
 from sppo.report.loss_plot import loss_plot
-from sppo.report.metrics import METRICS_FILE, read_metrics
+from sppo.report.metrics import METRICS_FILE, StepMetrics, read_metrics
 from sppo.report.run_summary import Pair, print_summary, run_summary, write_summary
 from sppo.training.checks.preflight import Preflight
 from sppo.training.executed_step import timeline_summary, timeline_writers
@@ -45,39 +46,13 @@ def report(
         console: where to print.
         command: that goes on with the run where steps are left.
     """
-    output = outcome.output
     if _was_done(outcome):
-        _say(
-            f"{output}: all {run.train.steps} steps were done before, nothing to do; "
-            "raise train.steps to go on",
-            console,
-        )
-        if not (output / LOSS_PLOT).exists():
-            _write({LOSS_PLOT: _loss_writer(run, outcome)}, outcome, console=console)
+        _report_nothing_to_do(run, outcome, console=console)
         return
+    output = outcome.output
     steps = read_metrics(output / METRICS_FILE)
-    summary = run_summary(
-        steps,
-        name=output.name,
-        wall_s=outcome.wall_s,
-        memory_bytes=_memory(outcome),
-        phases_s=_phases(outcome),
-    )
-    hardware = preflight.plan.hardware
-    summary["predicted_for"] = f"{hardware.name} ({hardware.provenance})"
-    summary["copies"] = copies_summary(preflight.plan, outcome.copies)
-    summary["interrupted_by"] = outcome.interrupted_by
-    writers: dict[str, Callable[[Path], None]] = {SUMMARY_FILE: partial(write_summary, summary)}
-    if steps:
-        writers[LOSS_PLOT] = _loss_writer(run, outcome)
-    if outcome.timeline is not None and outcome.planned_timeline is not None:
-        summary["program_digest"] = outcome.timeline.schedule.digest()
-        planned = outcome.planned_timeline
-        summary["timeline"] = timeline_summary(
-            planned, outcome.timeline, exposed_copy_s=outcome.exposed_copy_s
-        )
-        writers |= timeline_writers(planned, outcome.timeline)
-    missing = _write(writers, outcome, console=console)
+    summary = _summary(steps, preflight, outcome)
+    missing = _write(_writers(run, steps, summary, outcome), outcome, console=console)
     print_summary(summary, console=console)
     written = [name for name in _WRITTEN if name not in missing and (output / name).exists()]
     _say(f"{output}: {', '.join(written)}", console)
@@ -87,6 +62,55 @@ def report(
             f"{run.train.steps}, {run.train.steps - outcome.done_steps} left; to go on: {command}",
             console,
         )
+
+
+def _report_nothing_to_do(run: RunConfig, outcome: TrainingOutcome, *, console: Console) -> None:
+    """Say that all steps were done before, and draw their loss where its plot is missing."""
+    _say(
+        f"{outcome.output}: all {run.train.steps} steps were done before, nothing to do; "
+        "raise train.steps to go on",
+        console,
+    )
+    if not (outcome.output / LOSS_PLOT).exists():
+        _write({LOSS_PLOT: _loss_writer(run, outcome)}, outcome, console=console)
+
+
+def _summary(
+    steps: Sequence[StepMetrics], preflight: Preflight, outcome: TrainingOutcome
+) -> dict[str, Any]:
+    """Return the summary of a run, with its last step's timeline where there is one."""
+    plan, planned, executed = preflight.plan, outcome.planned_timeline, outcome.timeline
+    summary = run_summary(
+        steps,
+        name=outcome.output.name,
+        wall_s=outcome.wall_s,
+        memory_bytes=_memory(outcome),
+        phases_s=_phases(outcome),
+    )
+    summary["predicted_for"] = f"{plan.hardware.name} ({plan.hardware.provenance})"
+    summary["copies"] = copies_summary(plan, outcome.copies)
+    summary["interrupted_by"] = outcome.interrupted_by
+    if executed is not None and planned is not None:
+        summary["program_digest"] = executed.schedule.digest()
+        summary["timeline"] = timeline_summary(
+            planned, executed, exposed_copy_s=outcome.exposed_copy_s
+        )
+    return summary
+
+
+def _writers(
+    run: RunConfig,
+    steps: Sequence[StepMetrics],
+    summary: Mapping[str, Any],
+    outcome: TrainingOutcome,
+) -> dict[str, Callable[[Path], None]]:
+    """Return the functions that write the files of a run, by their names."""
+    writers: dict[str, Callable[[Path], None]] = {SUMMARY_FILE: partial(write_summary, summary)}
+    if steps:
+        writers[LOSS_PLOT] = _loss_writer(run, outcome)
+    if outcome.timeline is not None and outcome.planned_timeline is not None:
+        writers |= timeline_writers(outcome.planned_timeline, outcome.timeline)
+    return writers
 
 
 def _loss_writer(run: RunConfig, outcome: TrainingOutcome) -> Callable[[Path], None]:
@@ -122,7 +146,7 @@ def _write(
 
 
 def _was_done(outcome: TrainingOutcome) -> bool:
-    """Whether nothing was done now, and what was done before is summed up."""
+    """Return whether nothing was done now, and the steps done before have their summary."""
     if outcome.done_steps > outcome.first_step or outcome.interrupted_by is not None:
         return False
     try:
@@ -137,7 +161,7 @@ def _say(text: str, console: Console) -> None:
 
 
 def _memory(outcome: TrainingOutcome) -> Mapping[str, Pair]:
-    """Buckets that were measured, beside their prediction."""
+    """Return the buckets that were measured, beside their prediction."""
     if outcome.most_planned is None:
         return {}
     return predicted_and_measured(
@@ -148,7 +172,7 @@ def _memory(outcome: TrainingOutcome) -> Mapping[str, Pair]:
 
 
 def _phases(outcome: TrainingOutcome) -> dict[str, Pair]:
-    """Median time of each phase beside the median of its predictions."""
+    """Return the median time of each phase beside the median of its predictions."""
     if not outcome.phases:
         return {}
     median, planned, measured = statistics.median, outcome.planned_phases, outcome.phases

@@ -150,15 +150,7 @@ def _place_state(
         on_disk = tiers.optimizer == "disk"
         rows = OptimizerRows(sharded.own_shapes, memory=memory if on_disk else None)
     weights, masters = _start(run, tiers, sharded, memory=memory, rows=rows, place=place)
-    shapes = sharded.gradient_shapes
-    if tiers.streams_gradients:
-        assert memory is not None, "a tier has memory"
-        gradients = memory.tensors(shapes, torch.float32)
-    else:
-        gradients = {
-            name: torch.zeros(shape, dtype=torch.float32, device=place)
-            for name, shape in shapes.items()
-        }
+    gradients = _zero_gradients(tiers, sharded, memory=memory, place=place)
     optimizer = _make_optimizer(
         run, sharded.own(weights), tiers, masters=masters, rows=rows, transfers=transfers
     )
@@ -214,6 +206,20 @@ def _start(
         elif dtype is not torch.float32:
             masters |= sharded.own({name: weight.to(place)}, copy=True)
     return weights, masters
+
+
+def _zero_gradients(
+    tiers: StateTiers, sharded: ShardedState, *, memory: StateMemory | None, place: torch.device
+) -> Mapping[str, Tensor]:
+    """Return the fp32 sums of gradients in their tier, all of them zero."""
+    shapes = sharded.gradient_shapes
+    if tiers.streams_gradients:
+        assert memory is not None, "a tier has memory"
+        return memory.tensors(shapes, torch.float32)
+    return {
+        name: torch.zeros(shape, dtype=torch.float32, device=place)
+        for name, shape in shapes.items()
+    }
 
 
 def _make_optimizer(

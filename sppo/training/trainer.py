@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -65,7 +67,7 @@ def train(
         ranks.check_same_facts(input_facts(run, preflight.data.data))
     base = _baseline(run, preflight, device)
     with shared_output(run, ranks) as output:
-        outcome = _train_in(output, run, preflight, base, console=console, ranks=ranks)
+        outcome = _Training(run, preflight, base, output, console, ranks).run_steps()
         # What is drawn and written next has the memory that training had.
         gc.collect()  # the engine's parts refer to each other
         device.trim()
@@ -109,79 +111,101 @@ def _baseline(run: RunConfig, preflight: Preflight, device: Device) -> _Baseline
     )
 
 
-def _train_in(
-    output: Path,
-    run: RunConfig,
-    preflight: Preflight,
-    base: _Baseline,
-    *,
-    console: Console,
-    ranks: Ranks,
-) -> TrainingOutcome:
-    """Build the state of a run or load it, and run the steps that are left."""
-    state = build_state(run, plan=preflight.plan, mesh=ranks.mesh, device=base.device)
-    # A failure is noted first, for closing the state may wait for a device that does not answer.
-    with closing(state), ranks.progress.failing():
-        return _train_state(state, output, run, preflight, base, console=console, ranks=ranks)
+@dataclass(frozen=True, slots=True)
+class _Training:
+    """One call of :func:`train` on one rank, once its output directory is its own.
 
+    Attributes:
+        run: Checked.
+        preflight: Of the same run.
+        base: The device before there is a model.
+        output: Directory of the run.
+        console: Where progress goes.
+        ranks: With whom this process trains.
+    """
 
-def _train_state(
-    state: TrainingState,
-    output: Path,
-    run: RunConfig,
-    preflight: Preflight,
-    base: _Baseline,
-    *,
-    console: Console,
-    ranks: Ranks,
-) -> TrainingOutcome:
-    """Load the newest checkpoint if there is one, and run the steps that are left."""
-    plan, tokens = preflight.plan, preflight.data.data
-    checkpoints = RunCheckpoints(run, state, output=output, ranks=ranks, tokens=tokens)
-    first_step, metadata = checkpoints.resume()
-    ranks.decided_by_main(lambda: note_configuration(run, output))
-    if first_step < run.train.steps:
-        ranks.decided_by_main(lambda: write_json(output / PLAN_FILE, plan_json(plan)))
-    outcome = TrainingOutcome(
-        output,
-        first_step,
-        first_step,
-        baseline_bytes=base.held_bytes,
-        warm_up_bytes=base.warm_up_bytes,
-    )
-    outcome.buckets.count_state(state)
-    records = StepRecords(
-        run,
-        output,
-        first_step=first_step,
-        capacity_bytes=base.capacity_bytes,
-        console=console,
-        ranks=ranks,
-    )
-    source = step_source(run, preflight.data, plan=plan, ranks=ranks, metadata=metadata)
-    loop = StepLoop(
-        run,
-        state,
-        outcome,
-        checkpoints=checkpoints,
-        records=records,
-        source=source,
-        measures=StepMeasures(
+    run: RunConfig
+    preflight: Preflight
+    base: _Baseline
+    output: Path
+    console: Console
+    ranks: Ranks
+
+    def run_steps(self) -> TrainingOutcome:
+        """Build the state, load the newest checkpoint if there is one, and run what is left."""
+        run, ranks, plan, data = self.run, self.ranks, self.preflight.plan, self.preflight.data
+        state = build_state(run, plan=plan, mesh=ranks.mesh, device=self.base.device)
+        # Failures are noted first: closing the state may wait for a device that does not answer.
+        with closing(state), ranks.progress.failing():
+            checkpoints = RunCheckpoints(
+                run, state, output=self.output, ranks=ranks, tokens=data.data
+            )
+            first_step, metadata = checkpoints.resume()
+            self._write_plan(first_step)
+            outcome = self._new_outcome(first_step, state)
+            source = step_source(run, data, plan=plan, ranks=ranks, metadata=metadata)
+            loop = self._loop(state, outcome, source, checkpoints, metadata)
+            with closing(source), ranks.progress.failing():
+                loop.run()
+            _add_last_step(outcome, source, loop.last_work, ranks=ranks)
+        return outcome
+
+    def _write_plan(self, first_step: int) -> None:
+        """Write the run file and, where steps are left, the plan into the output directory."""
+        run, output, ranks = self.run, self.output, self.ranks
+        ranks.decided_by_main(lambda: note_configuration(run, output))
+        if first_step < run.train.steps:
+            plan = self.preflight.plan
+            ranks.decided_by_main(lambda: write_json(output / PLAN_FILE, plan_json(plan)))
+
+    def _new_outcome(self, first_step: int, state: TrainingState) -> TrainingOutcome:
+        """Return the outcome of no step yet, with the memory of the state."""
+        outcome = TrainingOutcome(
+            self.output,
+            first_step,
+            first_step,
+            baseline_bytes=self.base.held_bytes,
+            warm_up_bytes=self.base.warm_up_bytes,
+        )
+        outcome.buckets.count_state(state)
+        return outcome
+
+    def _loop(
+        self,
+        state: TrainingState,
+        outcome: TrainingOutcome,
+        source: StepSource,
+        checkpoints: RunCheckpoints,
+        metadata: Mapping[str, Any],
+    ) -> StepLoop:
+        """Return the loop over the steps that are left after a checkpoint with ``metadata``."""
+        run, base, ranks, plan = self.run, self.base, self.ranks, self.preflight.plan
+        return StepLoop(
+            run,
+            state,
             outcome,
-            source,
+            checkpoints=checkpoints,
+            records=StepRecords(
+                run,
+                self.output,
+                first_step=outcome.first_step,
+                capacity_bytes=base.capacity_bytes,
+                console=self.console,
+                ranks=ranks,
+            ),
+            source=source,
+            measures=StepMeasures(
+                outcome,
+                source,
+                ranks=ranks,
+                device=base.device,
+                peak_flops_per_s=base.peak_flops_per_s * ranks.mesh.shape.num_ranks,
+            ),
+            schedule=state.engine.schedule([plan.lengths] * plan.sequences),
+            consumed=int(metadata.get("sequences_consumed", 0)),
             ranks=ranks,
             device=base.device,
-            peak_flops_per_s=base.peak_flops_per_s * ranks.mesh.shape.num_ranks,
-        ),
-        schedule=state.engine.schedule([plan.lengths] * plan.sequences),
-        consumed=int(metadata.get("sequences_consumed", 0)),
-        ranks=ranks,
-        device=base.device,
-    )
-    with closing(source), ranks.progress.failing():
-        loop.run()
-    _add_last_step(outcome, source, loop.last_work, ranks=ranks)
-    return outcome
+        )
 
 
 def _add_last_step(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -23,6 +23,7 @@ from sppo.cli.output.solve_text import (
 )
 from sppo.config.run import RunConfig
 from sppo.cost.parameters import num_parameters
+from sppo.hardware.description import HardwareSpec
 from sppo.hardware.run_hardware import hardware_line
 from sppo.planning.improvements import Improvement
 from sppo.planning.make_plan import predict
@@ -54,7 +55,7 @@ def step_text(seconds: float) -> str:
 
 
 def print_solution(solution: Solution, *, paying: Sequence[Improvement], console: Console) -> None:
-    """All that a person needs to decide.
+    """Print all that a person needs to decide.
 
     Args:
         solution: What was found.
@@ -90,61 +91,76 @@ def print_solution(solution: Solution, *, paying: Sequence[Improvement], console
     _say(console, "words: docs/glossary.md; what is decided, and how: docs/planning.md")
 
 
+_Row = tuple[str, Callable[[EvaluatedCandidate, Prediction], str]]
+"""Name of a row, and what it says of a candidate."""
+_Compared = Sequence[tuple[EvaluatedCandidate, Prediction]]
+
+
 def _option_table(solution: Solution) -> Table:
-    """The best and its runners-up, a column each."""
+    """Return a table of the best candidate and its runners-up, a column each."""
     assert solution.best is not None, "checked by the caller"
     candidates = (solution.best, *solution.runners_up)
-    predictions = [predict(solution.run, evaluated) for evaluated in candidates]
-    pairs = list(zip(candidates, predictions, strict=True))
-    hardware = solution.hardware
+    compared = [(evaluated, predict(solution.run, evaluated)) for evaluated in candidates]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True)
     for place in range(len(candidates)):
         table.add_column("best" if place == 0 else f"next {place}", justify="right")
+    memory = _memory_rows(compared, solution.hardware)
+    for rows in (_choice_rows(compared), _speed_rows(compared), memory):
+        table.add_section()
+        for name, text in rows:
+            table.add_row(name, *(text(evaluated, predicted) for evaluated, predicted in compared))
+    return table
 
-    def add(name: str, value: Callable[[EvaluatedCandidate, Prediction], str]) -> None:
-        table.add_row(name, *(value(evaluated, predicted) for evaluated, predicted in pairs))
 
-    first_s = candidates[0].step_s
-    add("sequence parallel", lambda o, _: str(o.degrees.sequence_parallel))
-    add("pipeline parallel", lambda o, _: str(o.degrees.pipeline_parallel))
-    add("data parallel", lambda o, _: str(o.degrees.data_parallel))
+def _choice_rows(compared: _Compared) -> Iterator[_Row]:
+    """Yield what is chosen in each candidate; what all leave at its default is left out."""
+    candidates = [evaluated for evaluated, _ in compared]
+    yield "sequence parallel", lambda o, _: str(o.degrees.sequence_parallel)
+    yield "pipeline parallel", lambda o, _: str(o.degrees.pipeline_parallel)
+    yield "data parallel", lambda o, _: str(o.degrees.data_parallel)
     if len({evaluated.degrees.num_devices for evaluated in candidates}) > 1:
-        add("devices used", lambda o, _: str(o.degrees.num_devices))
-    add("subsequences (N)", lambda o, _: str(len(o.candidate.lengths)))
-    add("tokens of each", lambda o, _: lengths_text(o.candidate.lengths))
-    add("schedule", lambda o, _: o.candidate.schedule)
+        yield "devices used", lambda o, _: str(o.degrees.num_devices)
+    yield "subsequences (N)", lambda o, _: str(len(o.candidate.lengths))
+    yield "tokens of each", lambda o, _: lengths_text(o.candidate.lengths)
+    yield "schedule", lambda o, _: o.candidate.schedule
     if any(evaluated.candidate.virtual_stages > 1 for evaluated in candidates):
-        add("stages on a rank", lambda o, _: str(o.candidate.virtual_stages))
+        yield "stages on a rank", lambda o, _: str(o.candidate.virtual_stages)
     if any(evaluated.kv != "retained" for evaluated in candidates):
-        add("K/V placement", lambda o, _: o.kv)
+        yield "K/V placement", lambda o, _: o.kv
     if any(evaluated.candidate.state.leaves_device for evaluated in candidates):
-        add("state", lambda o, _: o.candidate.state.text())
-    add("policy", lambda o, _: o.effective_policy)
-    add("offload ratio", lambda _, p: ratio_text(p.offload_ratios))
-    if any(any(predicted.offload_ratios) for predicted in predictions):
-        add("  its mean", lambda _, p: f"{sum(p.offload_ratios) / len(p.offload_ratios):.2f}")
-    table.add_section()
-    add("step", lambda o, _: step_text(o.step_s))
-    add("against the best", lambda o, _: f"{o.step_s / first_s:.3f}x")
-    add("step time is", lambda _, p: "simulated" if p.simulated else "closed form")
-    add("tokens/s a device", lambda _, p: f"{p.tokens_per_s_per_gpu:.4g}")
-    add(
+        yield "state", lambda o, _: o.candidate.state.text()
+    yield "policy", lambda o, _: o.effective_policy
+    yield "offload ratio", lambda _, p: ratio_text(p.offload_ratios)
+    if any(any(predicted.offload_ratios) for _, predicted in compared):
+        yield "  its mean", lambda _, p: f"{sum(p.offload_ratios) / len(p.offload_ratios):.2f}"
+
+
+def _speed_rows(compared: _Compared) -> Iterator[_Row]:
+    """Yield the predicted time of a step and what follows from it."""
+    best_s = compared[0][0].step_s
+    yield "step", lambda o, _: step_text(o.step_s)
+    yield "against the best", lambda o, _: f"{o.step_s / best_s:.3f}x"
+    yield "step time is", lambda _, p: "simulated" if p.simulated else "closed form"
+    yield "tokens/s a device", lambda _, p: f"{p.tokens_per_s_per_gpu:.4g}"
+    yield (
         "tokens/s in total",
         lambda o, p: format_count(p.tokens_per_s_per_gpu * o.degrees.num_devices),
     )
-    add("MFU", lambda _, p: f"{p.mfu:.1%}")
-    add("bubble", lambda _, p: f"{p.bubble_fraction:.1%}")
-    add("exposed copies", lambda _, p: format_duration(p.exposed_copy_s))
-    table.add_section()
-    add("device peak", lambda _, p: format_bytes(p.device_peak_bytes))
+    yield "MFU", lambda _, p: f"{p.mfu:.1%}"
+    yield "bubble", lambda _, p: f"{p.bubble_fraction:.1%}"
+    yield "exposed copies", lambda _, p: format_duration(p.exposed_copy_s)
+
+
+def _memory_rows(compared: _Compared, hardware: HardwareSpec) -> Iterator[_Row]:
+    """Yield the peak of each kind of memory that the machine has."""
+    yield "device peak", lambda _, p: format_bytes(p.device_peak_bytes)
     if hardware.node.host_memory_bytes:
-        add("host peak", lambda _, p: format_bytes(p.host_peak_bytes))
-        if any(predicted.host_peak_bytes for predicted in predictions):
-            add("  of a node", lambda o, p: format_bytes(node_host_bytes(o, p)))
+        yield "host peak", lambda _, p: format_bytes(p.host_peak_bytes)
+        if any(predicted.host_peak_bytes for _, predicted in compared):
+            yield "  of a node", lambda o, p: format_bytes(node_host_bytes(o, p))
     if hardware.node.disk_bytes:
-        add("disk peak", lambda _, p: format_bytes(p.disk_peak_bytes))
-    return table
+        yield "disk peak", lambda _, p: format_bytes(p.disk_peak_bytes)
 
 
 def _print_improvements(paying: Sequence[Improvement], *, console: Console) -> None:
@@ -210,7 +226,7 @@ def _print_rejected(solution: Solution, *, console: Console) -> None:
 
 
 def print_ablation(rows: Sequence[AblationRow], *, console: Console) -> None:
-    """What each part is worth, beside the paper's figures."""
+    """Print what each part is worth, beside the paper's figures."""
     console.print()
     _say(
         console,
