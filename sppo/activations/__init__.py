@@ -1,1 +1,1 @@
-"""What happens to saved activations between forward and backward, as plans decide it."""
+"""Placement of saved activations between forward and backward, as plans decide it."""

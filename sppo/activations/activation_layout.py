@@ -101,7 +101,7 @@ class BlockLayout:
     shared_by: int = 1
 
     def has_own_input(self, layer: int, *, attention_saved: bool) -> bool:
-        """Whether a layer saves its input.
+        """Return whether a layer saves its input.
 
         Without its attention output no layer can recompute the input of the one above.
         """
@@ -213,7 +213,7 @@ class ActivationLayout:
     whole: Mapping[UnitKey, SubsequencePlacement] | None = None
 
     def saves_input(self, unit: UnitKey, layer: int) -> bool:
-        """Whether a layer saves its input."""
+        """Return whether a layer saves its input."""
         return self.blocks.has_own_input(
             layer, attention_saved=self._placement(unit).attention_saved
         )

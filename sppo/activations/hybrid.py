@@ -61,7 +61,7 @@ class StageProblem:
     device_bytes: float
     tier_bytes: float
     slots: CopySlots
-    """Of this stage alone."""
+    """Slots on the device for copies of this stage alone."""
     allow_partial: bool = True
 
     @property
@@ -183,7 +183,7 @@ def _recomputing(
 
 
 def _serving(retained: Counts, offloaded: Counts, problem: StageProblem) -> npt.NDArray[np.bool_]:
-    """Whether placements fit that recompute their first classes, as :func:`_freed` counts them.
+    """Return whether placements fit that recompute their first classes; see :func:`_freed`.
 
     What is held falls with each class by its own rows, but where layers share an input those of
     all are saved with the attention class recomputed; joining takes what the worst subsequence
@@ -313,7 +313,7 @@ def _in_tier(wanted: Table, problem: StageProblem) -> bool:
 
 
 def _has_room(problem: StageProblem) -> bool:
-    """Whether there is room for anything: most ways to divide devices leave none."""
+    """Return whether there is room for anything: most ways to divide devices leave none."""
     return problem.device_bytes >= _ROUNDING_BYTES
 
 

@@ -56,7 +56,7 @@ class SubsequencePlacement:
 
     @property
     def attention_saved(self) -> bool:
-        """Whether every layer's attention output is there for backward."""
+        """Return whether every layer's attention output is there for backward."""
         return self.recomputed[ATTENTION] == 0
 
     def sharded(self, parts: Sequence[int]) -> tuple[SubsequencePlacement, ...]:
@@ -141,12 +141,12 @@ class ActivationPlacement:
 
     @cached_property
     def alike(self) -> Sequence[int]:
-        """For each stage the first one with the same rows, [stages]."""
+        """Return, for each stage, the first stage with the same rows, [stages]."""
         return alike_stages(self.retained, self.offloaded, self.recomputed)
 
     @property
     def offloads_anything(self) -> bool:
-        """Whether any row leaves the device."""
+        """Return whether any row leaves the device."""
         return bool(self.offloaded.any())
 
 
@@ -201,18 +201,18 @@ class CopySlots:
         )
 
     def reserved(self, placement: ActivationPlacement) -> Table:
-        """What `placement` needs at most, [stages]; of one stage's slots, each of its rows."""
+        """Return the bytes that a placement needs at most, [stages]; for one stage, per row."""
         needed: Table = self.of_blocks(placement.offloaded) + self.joined(placement).max(axis=1)
         return needed
 
     def of_blocks(self, offloaded: Counts) -> Table:
-        """What the slots take for rows that are offloaded, [stages, subsequences, 3]; [stages]."""
+        """Return the bytes of slots for offloaded rows, [stages, subsequences, 3] to [stages]."""
         slots = (offloaded @ self.row_bytes[:, :, None])[:, :, 0].max(axis=1)
         taken: Table = slots + self.padding_bytes * (slots > 0)
         return taken
 
     def joined(self, placement: ActivationPlacement) -> Table:
-        """What putting together the cut classes of each subsequence takes, [stages, N]."""
+        """Return the bytes for joining the cut classes of each subsequence, [stages, N]."""
         retains, offloads = placement.retained > 0, placement.offloaded > 0
         recomputes = placement.recomputed > 0
         cut_with_rest = (retains | offloads) & recomputes
@@ -223,13 +223,13 @@ class CopySlots:
 
 
 def _any_class(holds: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Whether something holds of any class, [stages, subsequences]; many times faster than any."""
+    """Return whether any class is True, [stages, subsequences]; many times faster than any."""
     return holds[:, :, X_IN] | holds[:, :, ATTENTION] | holds[:, :, LINEAR]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PolicyInputs:
-    """What a policy decides from: bytes, seconds, and room. Tables are [stages, subsequences].
+    """Bytes, seconds and room that a policy decides from. Tables are [stages, subsequences].
 
     Attributes:
         tokens: Tokens of every subsequence, [subsequences].

@@ -65,7 +65,7 @@ DESCRIPTIONS: Mapping[str, tuple[str, str, str]] = {
         "what is left, cheapest first",
     ),
 }
-"""What each policy retains, offloads and recomputes, in words."""
+"""Saved tensors that each policy retains, offloads and recomputes, in words."""
 
 _RETAINED: Mapping[str, tuple[int, ...]] = {
     "retain": (X_IN, ATTENTION, LINEAR),
@@ -95,7 +95,7 @@ def classes_retained(policy: str) -> tuple[int, ...]:
 
 
 def policy_placement(policy: str) -> PlacementOf:
-    """What a policy that offloads nothing does on every stage, for sequences however they are cut.
+    """Return the placement of a policy that offloads nothing, for any stage and any lengths.
 
     Raises:
         ValueError: not one of :data:`POLICIES`.
@@ -123,7 +123,7 @@ def saved_bytes_per_token(policy: str, model: ModelConfig, *, element_bytes: int
 
 
 def decide(policy: str, inputs: PolicyInputs) -> ActivationPlacement:
-    """What ``policy`` does to every class of every subsequence on every stage.
+    """Return the placement of every class of every subsequence on every stage by a policy.
 
     The result may need more room than there is: only ``hybrid`` looks at the room, and it too
     keeps what it finds no other place for. Whoever asks looks at the memory of the placement
@@ -202,7 +202,7 @@ def _offloaded_bytes(inputs: PolicyInputs, wanted: Table) -> ActivationPlacement
 
 
 def seconds_added(placement: ActivationPlacement, inputs: PolicyInputs) -> float:
-    """What recomputing and waiting for copies adds on the stage with most of it."""
+    """Return the seconds of recomputing and waiting for copies on the stage with most of them."""
     linear, attention = (placement.recomputed[:, :, index] for index in (LINEAR, ATTENTION))
     recomputed = linear / inputs.tokens * inputs.linear_recompute_s
     recomputed += attention / inputs.tokens * inputs.attention_recompute_s

@@ -111,7 +111,7 @@ def attention_points(
 def _choose(
     operands: Operands, grid: AttentionGrid, shapes: list[AttentionShape], taken: Name
 ) -> tuple[list[tuple[Name, AttentionShape]], list[LeftOut]]:
-    """What to time of the shapes of one problem, and what not.
+    """Return what to time of the shapes of one problem, and what not.
 
     Args:
         operands: of the device.
@@ -141,7 +141,7 @@ def _choose(
 def _gaps(
     operands: Operands, name: Name, shapes: list[AttentionShape], longest_s: float
 ) -> dict[AttentionShape, str | None]:
-    """Why a back end that ``auto`` does not take is not timed on each shape; None where it is.
+    """Return why a back end that ``auto`` does not take is not timed, by shape; None where it is.
 
     A package may get a small case right and fail on a larger one: that costs its own place only.
     """

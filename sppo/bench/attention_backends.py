@@ -84,7 +84,7 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class BackendComparison:
-    """What was timed and what was not.
+    """Rates of all back ends that were timed, and why others were not.
 
     Attributes:
         rates: By shape; every shape has at least one.
@@ -112,7 +112,7 @@ class BackendComparison:
 
 
 def failure(error: Exception) -> str:
-    """What a back end ended with, as the end of a sentence."""
+    """Return the error that a back end ended with, as the end of a sentence."""
     first_line = (str(error).splitlines() or [""])[0]
     return f"fails with {type(error).__name__}: {first_line}"
 
@@ -129,7 +129,7 @@ def backends_to_try(grid: AttentionGrid, *, device: str) -> tuple[Name, ...]:
 
 
 def why_not_timed(name: Name, case: AttentionCase) -> str | None:
-    """Why a back end is not timed on ``case``, as the end of a sentence; None if it can be."""
+    """Return why a back end is not timed on ``case``, as the end of a sentence; None if it is."""
     if _interpreted(name, case.device.type):
         return f"runs on {case.device.type} under its interpreter only, whose times say nothing"
     return why_not(name, case) or error_on_a_small_case(name, case)

@@ -1,4 +1,4 @@
-"""Which attention is timed: spans of queries at the end of their keys, on a grid of shapes."""
+"""Shapes at which attention is timed: spans of queries at the end of their keys, on a grid."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class AttentionShape:
         return 4 * self.heads.queries * self.head_size * pairs
 
     def case(self, device: str) -> AttentionCase:
-        """What a back end has to be able to do for it."""
+        """Return what a back end has to be able to do for it."""
         group = self.heads.queries // self.heads.kv
         where = torch.device(device)
         return AttentionCase(where, DTYPES[self.dtype], self.head_size, group, window=False)
@@ -87,7 +87,7 @@ class AttentionGrid:
 
     @property
     def for_plans(self) -> bool:
-        """Whether all queries have the same numbers of keys per query, as plans read them."""
+        """Return whether all queries have the same numbers of keys each, as plans read them."""
         return self.keys is None or len(self.queries) == 1
 
     def problems(self, dtypes: Sequence[str]) -> Iterator[list[AttentionShape]]:
@@ -101,7 +101,7 @@ class AttentionGrid:
 
 
 def attention_grid(device: str, *, quick: bool) -> AttentionGrid:
-    """What is timed where nobody asks for shapes.
+    """Return the shapes that are timed where nobody asks for any.
 
     On a CPU there are as few heads as keep all threads busy, for they take long.
     """

@@ -1,4 +1,4 @@
-"""What copies between a device and its next tier reach: one direction alone, and both at once.
+"""Rates of copies between a device and its next tier: one direction alone, and both at once.
 
 On a GPU the next tier is host memory (:mod:`sppo.bench.pcie`), on a CPU a disk
 (:mod:`sppo.bench.disk`). A plan wants the rates with both directions busy: while one subsequence's
@@ -46,7 +46,7 @@ class CopyPoint:
 
 @dataclass(frozen=True, slots=True)
 class CopyMeasurements:
-    """What one run of the copy benchmark found.
+    """Findings of one run of the copy benchmark.
 
     Attributes:
         tier: "host" or "disk".

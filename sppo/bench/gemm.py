@@ -40,7 +40,7 @@ class GemmGrid:
 
 
 def gemm_grid(device: str, *, quick: bool) -> GemmGrid:
-    """What is timed where nobody asks for shapes."""
+    """Return the shapes that are timed where nobody asks for any."""
     tokens, widths = (_QUICK_TOKENS, _QUICK_WIDTHS) if quick else (_TOKENS, _WIDTHS)
     return GemmGrid(tokens[device], widths[device])
 

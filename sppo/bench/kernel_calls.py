@@ -31,7 +31,7 @@ _VOCABULARY = 4096
 _PARAMETERS = 16
 """Tensors the optimizer works on."""
 _STACK_BYTES = 1 << 28
-"""More than caches hold, so that what is saved leaves them as it does in training."""
+"""Size beyond that of caches, so that what is saved leaves them as it does in training."""
 _EPS = 1e-6
 
 
@@ -204,4 +204,4 @@ MAKERS: Mapping[str, Maker] = {
     "loss_gradient": _loss_gradient,
     "adamw": _adamw,
 }
-"""What builds the call of each kernel in :data:`sppo.cost.elementwise.PASSES`."""
+"""Functions that build the call of each kernel in :data:`sppo.cost.elementwise.PASSES`."""

@@ -1,4 +1,4 @@
-"""Whether shapes that somebody asked for fit, before anything is timed."""
+"""Check that shapes somebody asked for fit, before anything is timed."""
 
 from __future__ import annotations
 

@@ -29,19 +29,19 @@ from sppo.units import MIB
 _RANKS = 2
 _SMALL_BYTES, _LARGE_BYTES = 4096, 8 * MIB
 _BESIDE_BYTES = MIB // 2
-"""Of a message beside compute: that of a subsequence of a narrow model."""
+"""Size of a message beside compute: that of a subsequence of a narrow model."""
 _WIDTH = 512
-"""Of the square matrices that are multiplied meanwhile."""
+"""Width of the square matrices that are multiplied meanwhile."""
 _PRODUCTS, _QUICK_PRODUCTS = 100, 10
 _ROUNDS, _QUICK_ROUNDS = 5, 2
 _TIMEOUT = timedelta(minutes=2)
 _END_S = 10.0
-"""How long a process that has measured may take to end."""
+"""Seconds that a process which has measured may take to end."""
 
 
 @dataclass(frozen=True, slots=True)
 class MessageMeasurements:
-    """What messages between two processes of this machine cost.
+    """Costs of messages between two processes of this machine.
 
     Attributes:
         bytes_per_s: Of one large message.
@@ -168,7 +168,7 @@ def _timed(work: Callable[[], None]) -> float:
 
 
 class _Pair:
-    """This process and the other, with a group for each direction as pipelines have them."""
+    """This process and the other one, with a group for each direction as pipelines have them."""
 
     def __init__(self, rank: int) -> None:
         import torch

@@ -54,7 +54,7 @@ LeftOut = tuple[int, int, str]
 
 @dataclass(frozen=True, slots=True)
 class OverlapMeasurements:
-    """What one run of the overlap benchmark found.
+    """Findings of one run of the overlap benchmark.
 
     Attributes:
         model: What the layer is called.
@@ -103,7 +103,7 @@ _DEFAULT_CUDA = "llama-3.2-1b"
 
 
 def default_layer(device: str) -> MeasuredLayer:
-    """What copies run behind where no run file says: small on a CPU."""
+    """Return the layer that copies run behind where no run file says: small on a CPU."""
     if device == "cuda":
         return MeasuredLayer(_DEFAULT_CUDA, ModelConfig(**PRESETS[_DEFAULT_CUDA]), "bf16")
     return MeasuredLayer("a Llama shape of width 512", _DEFAULT_CPU, "bf16")

@@ -122,7 +122,7 @@ def measure_pcie(device: torch.device, *, quick: bool, watcher: Watcher) -> Copy
 
 
 def best_of_planned(points: list[CopyPoint]) -> CopyPoint:
-    """What training does: an arena through torch, on the best NUMA node, in long copies."""
+    """Return the copies that training makes: an arena through torch, the best NUMA node, long."""
     arena = [point for point in points if point.how == _ARENA]
     longest = max(point.request_bytes for point in arena)
     return max(

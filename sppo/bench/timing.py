@@ -1,4 +1,4 @@
-"""How long kernels take: warm, synchronised, in rounds over all of them, as medians.
+"""Timing of kernels: warm, synchronised, in rounds over all of them, as medians.
 
 All cases of a subject are measured once, then once more, and so on: what disturbs the machine for
 a second falls on one round of some cases, and their medians do not notice.
@@ -53,7 +53,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """How thoroughly to measure.
+    """Thoroughness of measuring.
 
     Attributes:
         device: "cpu" or "cuda".
@@ -69,7 +69,7 @@ class Rounds:
 
 
 class Watcher(Protocol):
-    """Is told how measuring goes on."""
+    """Listener that is told how measuring goes on."""
 
     def begin(self, subject: str, *, total: int) -> None:
         """``total`` timings of ``subject`` follow."""

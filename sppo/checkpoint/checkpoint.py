@@ -91,7 +91,7 @@ def run_metadata(
     tokens_sha256: str | None = None,
     more: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """What a checkpoint says about its run: all that is needed to go on, besides the tensors.
+    """Return the metadata of a checkpoint: all that is needed to go on, besides the tensors.
 
     Args:
         config: of the run.
@@ -322,7 +322,7 @@ def _made(directory: Path) -> Path:
 
 
 def _copies(state: Mapping[str, StateBlock]) -> dict[str, StateBlock]:
-    """What the caller may change while ``state`` is being written."""
+    """Return CPU copies of blocks that the caller may change while ``state`` is being written."""
     return {
         name: replace(block, tensor=block.tensor.detach().to("cpu", copy=True))
         for name, block in state.items()
@@ -368,7 +368,7 @@ def _model_tensors(directory: Path) -> dict[str, Tensor]:
 
 
 def _newest(directory: Path) -> str:
-    """What a run that ends now goes on from."""
+    """Return, as text, the checkpoint that a run which ends now goes on from."""
     with suppress(OSError):
         for step, path in list_checkpoints(directory):
             return f"the newest is {path.name}: what was trained after step {step} is lost"

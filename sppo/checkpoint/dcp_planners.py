@@ -1,4 +1,4 @@
-"""How torch.distributed.checkpoint saves blocks and finds, for other blocks, what to read.
+"""Planners of torch.distributed.checkpoint that save blocks, and read others out of them.
 
 DCP stores every block as a chunk with its offsets and reads, for each wanted block, the parts of
 all chunks that overlap it; that is how a checkpoint changes its layout. It knows how to ask its own
@@ -44,7 +44,7 @@ class BlockSavePlanner(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def create_local_plan(self) -> SavePlan:
-        """This rank's blocks; vacant ones would pass for the block that begins where they do."""
+        """Plan to write this rank's blocks, without vacant ones, which would pass for others."""
         blocks: Mapping[str, StateBlock] = self.state_dict
         self.plan = SavePlan(
             [_write_item(name, block) for name, block in blocks.items() if not block.is_vacant]
@@ -75,7 +75,7 @@ class BlockLoadPlanner(DefaultLoadPlanner):
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
-        """What overlaps each block that holds anything."""
+        """Plan to read what overlaps each block that holds anything."""
         assert self.metadata is not None, "set up before planning"
         saved = self.metadata.state_dict_metadata
         blocks: Mapping[str, StateBlock] = self.state_dict

@@ -22,7 +22,7 @@ CHECKPOINTS_DIRECTORY = "checkpoints"
 """Inside a run's output directory."""
 
 METADATA_FILE = "metadata.json"
-"""What the run was and where it stood."""
+"""File of a checkpoint that says what the run was and where it stood."""
 
 _logger = logging.getLogger(__name__)
 _COMPLETE = re.compile(r"step_(\d{6,})")
@@ -35,7 +35,7 @@ def step_name(step: int) -> str:
 
 
 def is_step_name(name: str) -> bool:
-    """Whether ``name`` is that of a complete checkpoint."""
+    """Return whether ``name`` is that of a complete checkpoint."""
     return _COMPLETE.fullmatch(name) is not None
 
 

@@ -47,7 +47,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class FileSum:
-    """What a file must be."""
+    """Size and checksums that a file must have."""
 
     size_bytes: int
     block_crc32: tuple[str, ...]

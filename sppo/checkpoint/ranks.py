@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from sppo.parallel.job.failures import peer_errors
 
 TIMEOUT_S = 7200.0
-"""How long a rank waits for the disks of others, which takes longer than anything in a step."""
+"""Seconds that a rank waits for the disks of others, which takes longer than anything in a step."""
 
 _WAITING = "waiting for what the other ranks do with a checkpoint"
 
@@ -44,7 +44,7 @@ class CheckpointRanks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that does what is done once."""
+        """Return whether this is the rank that does what is done once."""
         return self.rank == 0
 
     def on_first(self, work: Callable[[], T]) -> T:
@@ -80,7 +80,7 @@ class CheckpointRanks:
         return [value for value, _ in outcomes or []]
 
     def failure(self, failures: Mapping[int, BaseException]) -> BaseException:
-        """What all ranks raise when these failed; says which rank did, if there are several."""
+        """Return the error that all ranks raise when these failed; it names the rank of several."""
         rank = min(failures)
         error = failures[rank]
         if self.group is None:

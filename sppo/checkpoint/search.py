@@ -37,7 +37,7 @@ class InvalidCheckpointError(ValueError):
 
 
 class NoCheckpointError(InvalidCheckpointError):
-    """There is no checkpoint where one must be."""
+    """A checkpoint is missing where one must be."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ class StateBlock:
 
     @property
     def is_vacant(self) -> bool:
-        """Whether the block covers nothing of a tensor that has elements."""
+        """Return whether the block covers nothing of a tensor that has elements."""
         return self.tensor.numel() == 0 and 0 not in self.global_shape
 
 

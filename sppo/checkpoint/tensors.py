@@ -38,7 +38,7 @@ BlockKey = tuple[str, tuple[int, ...]]
 
 _NAMES_SHOWN = 5
 _AHEAD_BYTES = 10_000_000
-"""Of tensors on a GPU, those that are copied to the CPU while others are written."""
+"""Bytes of tensors on a GPU that are copied to the CPU while others are written."""
 
 
 def block_bytes(state: Mapping[str, StateBlock]) -> dict[BlockKey, int]:
@@ -230,5 +230,5 @@ def _fault(name: str, block: StateBlock, shapes: Mapping[str, torch.Size]) -> st
 
 
 def _cause(error: CheckpointException) -> BaseException:
-    """What went wrong, freed from DCP's wrapping (which hides interrupts, too)."""
+    """Return the error itself, freed from DCP's wrapping (which hides interrupts, too)."""
     return next((wrapped[0] for wrapped in error.failures.values()), error)

@@ -27,12 +27,12 @@ MEANINGS = {
     130: "stopped by SIGINT (Ctrl-C) with steps left",
     143: "stopped by SIGTERM with steps left",
 }
-"""What the exit codes of all commands mean."""
+"""Meanings of the exit codes of all commands."""
 
 _NO_ROOM = FULL_ERRNOS | {errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN}
 """Error numbers for too little memory or disk, open files or processes."""
 _LIMITS = ("Too many open files", "Resource temporarily unavailable", "can't start new thread")
-"""What torch and Python say of these limits in errors without a number."""
+"""Words of torch and Python for these limits in errors without a number."""
 _BAD_PATH = frozenset(
     {
         errno.EACCES,

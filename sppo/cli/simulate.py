@@ -93,7 +93,7 @@ def simulate(
 
 @dataclass(frozen=True, slots=True)
 class _Outputs:
-    """What is written where."""
+    """Files to write, and whether JSON is printed."""
 
     html: Path | None
     png: Path | None

@@ -178,7 +178,7 @@ def _best(solution: Solution) -> EvaluatedCandidate:
 
 
 def _print_failure(solution: Solution, *, as_json: bool) -> None:
-    """What is short and what would fit: JSON on stdout, or a screen on stderr."""
+    """Print what is short and what would fit: JSON on stdout, or a screen on stderr."""
     from sppo.planning.advice import what_would_fit
 
     changes = what_would_fit(solution.run, hardware=solution.hardware)

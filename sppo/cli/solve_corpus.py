@@ -96,7 +96,7 @@ def _print_solution(
 
 
 def _print_failure(solution: CorpusSolution, *, as_json: bool) -> None:
-    """What is short, of which sample on which stage: JSON on stdout, or text on stderr."""
+    """Print what is short, of which sample on which stage: JSON on stdout, or text on stderr."""
     from sppo.planning.advice import what_would_fit
     from sppo.planning.elastic.longest_samples import run_of_longest_samples
 

@@ -24,7 +24,7 @@ from sppo.parallel.job.failures import STOP_SIGNALS, stopped_exit_code
 from sppo.parallel.job.taken_signals import listen, stop_listening
 
 _UNHEARD_S = 5.0
-"""How long the main thread may be inside a library, where it hears no signal."""
+"""Seconds that the main thread may be inside a library, where it hears no signal."""
 _REPEATED_S = 0.2
 """Signals this close to each other count as one."""
 _SURELY = 2
@@ -159,7 +159,7 @@ class _Watch:
 
 
 def _handles_stopped() -> bool:
-    """Whether the main thread still unwinds a Stopped, and no library has caught it for good."""
+    """Return whether the main thread still unwinds a Stopped that no library caught for good."""
     main = threading.main_thread().ident
     assert main is not None, "it runs"
     found: Any = sys._current_exceptions().get(main)

@@ -50,7 +50,7 @@ _DEFAULTS: dict[Family, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-"""What a key that a ``config.json`` leaves out means, by family. Sizes are never guessed."""
+"""Values of keys that a ``config.json`` leaves out, by family. Sizes are never guessed."""
 
 _ALIASES = {
     "hidden_size": "n_embd",

@@ -21,7 +21,7 @@ from sppo.quoting import quoted
 _REQUIRED = ("model", "data", "sequence")
 _WRITTEN = "an override is written section.key=value"
 _SHAPE = ("vocab_size", "hidden_size", "num_layers", "num_heads", "mlp_size")
-"""What a model without preset or from_hf must say."""
+"""Keys that a model without preset or from_hf must have."""
 
 
 def load_run(
@@ -133,7 +133,7 @@ def _replace(target: dict[str, Any], path: str, value: Any, problems: list[Probl
 
 
 def _write(target: dict[str, Any], keys: list[str], value: Any) -> bool:
-    """Whether there was a place to write ``value`` to."""
+    """Return whether there was a place to write ``value`` to."""
     for key in keys[:-1]:
         inner = target.get(key)
         if inner is None or inner == "auto":

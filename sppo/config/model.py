@@ -13,7 +13,7 @@ Family = Literal["llama", "qwen2", "qwen3", "mistral", "gpt2"]
 
 
 class RopeScaling(Section):
-    """How rotary frequencies are stretched past the length they were trained at."""
+    """Stretching of rotary frequencies past the length they were trained at."""
 
     type: Literal["linear", "llama3", "yarn"]
     """linear: all frequencies alike; llama3: long wavelengths only; yarn: by rotations within the
@@ -168,7 +168,7 @@ class ModelConfig(Section):
 
     @property
     def gated(self) -> bool:
-        """Whether the MLP has a gate projection beside the up projection."""
+        """Return whether the MLP has a gate projection beside the up projection."""
         return self.mlp == "swiglu"
 
     def window_of(self, layer: int) -> int | None:

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in the terms of the person who wrote it."""
+"""Messages about a wrong configuration, in the terms of the person who wrote it."""
 
 from __future__ import annotations
 

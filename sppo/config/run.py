@@ -100,7 +100,7 @@ class ParallelConfig(Section):
 
 
 class ActivationsConfig(Section):
-    """What happens to saved activations between forward and backward."""
+    """Placement of saved activations between forward and backward."""
 
     policy: Literal[
         "auto", "retain", "keep_attention", "recompute", "offload_all", "sppo", "hybrid"
@@ -137,7 +137,7 @@ StateTierChoice = Literal["auto", "device", "host", "disk"]
 
 
 class StateConfig(Section):
-    """Where weights, gradients and optimizer states live while nothing computes with them.
+    """Tiers of weights, gradients and optimizer states while nothing computes with them.
 
     auto: on the device where that fits, else behind it: first optimizer states, then gradients,
     then weights. host: memory of the host, of a GPU; a CPU's memory is the host's already. disk:
@@ -182,7 +182,7 @@ class OptimizerConfig(Section):
 
 
 class TrainConfig(Section):
-    """How long to train, in which precision, and where results go."""
+    """Length of the training, its precision, and the directory of its results."""
 
     steps: Steps = 100
     """Optimizer steps in all; a finished run goes on when it is raised."""
@@ -221,7 +221,7 @@ class TrainConfig(Section):
 
 
 class PlanningConfig(Section):
-    """How each step of ``data.samples=documents`` is planned; steps of a stream are all alike."""
+    """Planning of each step of ``data.samples=documents``; steps of a stream are all alike."""
 
     ahead: bool = True
     """Whether another process plans the next step while a step runs. false plans each step when it
@@ -236,7 +236,7 @@ class PlanningConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When state is saved. SIGTERM always saves."""
+    """Times at which state is saved. SIGTERM always saves."""
 
     every: int = Field(default=0, ge=0, le=MOST_STEPS)
     """Steps between checkpoints; 0 saves at the end only."""
@@ -249,7 +249,8 @@ class CheckpointConfig(Section):
 
 
 DEFAULT_MARGIN = 0.03
-"""Of a device's memory that plans leave free. Memory in closed form was within 2 % of measured."""
+"""Fraction of a device's memory that plans leave free. Memory in closed form was within 2 % of
+measured."""
 _MOST_MARGIN = 0.5
 
 

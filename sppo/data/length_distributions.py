@@ -22,7 +22,7 @@ class LengthDistribution(Protocol):
 
     @property
     def source(self) -> str:
-        """What was published, and where."""
+        """Return the publication that has the distribution, and where in it."""
         ...
 
     def sample(self, generator: np.random.Generator, count: int) -> NDArray[np.float64]:

@@ -1,4 +1,4 @@
-"""How long the documents of token data are, and how many of their labels count.
+"""Statistics of the documents of token data: their lengths, and labels that count.
 
 The length of a document is that of the sample it makes: of n tokens, n - 1 are trained on. Torch is
 not needed, and memory is 24 bytes a document.
@@ -74,7 +74,7 @@ class LengthBucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitStats:
-    """What becomes of documents with ``sequence.length`` set to ``length``."""
+    """Documents that are longer than a ``sequence.length`` of ``length``, and what is cut there."""
 
     length: int
     num_longer_documents: int
@@ -88,7 +88,7 @@ class LimitStats:
 
 @dataclass(frozen=True, slots=True)
 class LengthStats:
-    """What ``sppo data stats`` tells."""
+    """Statistics that ``sppo data stats`` tells."""
 
     directory: str
     _: KW_ONLY

@@ -1,4 +1,4 @@
-"""Whether token data speaks the vocabulary that a model's weights were trained with."""
+"""Check that token data has the vocabulary that a model's weights were trained with."""
 
 from __future__ import annotations
 

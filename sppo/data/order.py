@@ -19,7 +19,7 @@ _MIN_HALF_BITS = 3
 
 @dataclass(frozen=True, slots=True)
 class SequenceOrder:
-    """Which of ``num_sequences`` training sequences comes at each position of a run.
+    """Order in which ``num_sequences`` training sequences come in a run, by position.
 
     Every epoch is a permutation of all sequences, so each is read exactly once per epoch. It is
     computed an element at a time by a Feistel network keyed by (seed, epoch), walking its cycle
@@ -100,7 +100,7 @@ def _mixed(seed: int, epoch: int, turn: int, half: int) -> int:
 
 @lru_cache(maxsize=4)
 def _round_tables(seed: int, epoch: int, half_bits: int) -> NDArray[np.int64]:
-    """What every round of an epoch mixes into each half, int64 [rounds, 2^half_bits]."""
+    """Return what every round of an epoch mixes into each half, int64 [rounds, 2^half_bits]."""
     size = 1 << half_bits
     values = [
         [_mixed(seed, epoch, turn, half) & (size - 1) for half in range(size)]

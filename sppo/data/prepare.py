@@ -37,7 +37,7 @@ LONG_TOKENS = (16 * KIB, 128 * KIB, MIB)
 
 @dataclass(frozen=True, slots=True)
 class PrepareProgress:
-    """How far the writing is."""
+    """Bytes read and tokens written so far."""
 
     done_bytes: int
     """Bytes of input read."""

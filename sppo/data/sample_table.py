@@ -1,4 +1,4 @@
-"""Where every sample lies in the token stream.
+"""Table of the places of all samples in the token stream.
 
 A sample is a document that is trained on by itself. Of a document of n tokens all but the last are
 inputs and all but the first are labels, so the sample has n - 1 tokens: its length everywhere.

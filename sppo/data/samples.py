@@ -70,6 +70,6 @@ class DocumentSamples(StepSamples):
         return read_ids(self.data, start, start + int(self.table.lengths[sample]) + 1)
 
     def _counts(self, sample: int) -> NDArray[np.bool_]:
-        """Whether each label of a sample counts, bool [length]."""
+        """Return whether each label of a sample counts, bool [length]."""
         start = int(self.table.starts[sample])
         return counting_tokens(self.data, start + 1, start + int(self.table.lengths[sample]) + 1)

@@ -97,7 +97,7 @@ class TrainingData:
 
     @property
     def order(self) -> SequenceOrder:
-        """Which sequence comes at each position of the run."""
+        """Return the order of sequences over the positions of the run."""
         return SequenceOrder(self.num_sequences, seed=self.seed, shuffle=self.shuffle)
 
     def epoch_of(self, step: int) -> int:
@@ -127,7 +127,7 @@ class TrainingData:
 
     @property
     def _excluded_labels(self) -> str:
-        """What keeps labels from counting here."""
+        """Return, as a sentence, why no label counts here."""
         first = "with data.isolate_documents the first token of a document is nobody's label"
         if self.data.loss_mask is None:
             return f"all documents there have one token, and {first}"

@@ -1,4 +1,4 @@
-"""Which samples each step of a run has: a pure function of (seed, samples consumed before)."""
+"""Samples of each step of a run: a pure function of (seed, samples consumed before)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class StepSamples:
 
     @property
     def order(self) -> SequenceOrder:
-        """Which sample comes at each position of the run."""
+        """Return the order of samples over the positions of the run."""
         return SequenceOrder(self.num_samples, seed=self.seed, shuffle=self.shuffle)
 
     def epoch_of(self, position: int) -> int:

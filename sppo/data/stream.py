@@ -38,7 +38,7 @@ def document_starts(data: TokenData, low: int, high: int) -> NDArray[np.int64]:
 
 
 def counting_tokens(data: TokenData, low: int, high: int) -> NDArray[np.bool_]:
-    """Whether predicting each token in [low, high) of the stream counts, by the loss mask.
+    """Return whether predicting each token in [low, high) of the stream counts, by the loss mask.
 
     Raises:
         ValueError: a file that has become shorter.

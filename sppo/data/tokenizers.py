@@ -44,7 +44,7 @@ class EncodedShard:
 
 
 class Tokenizer(Protocol):
-    """What :func:`sppo.data.prepare.prepare_tokens` needs of a tokenizer."""
+    """Interface of a tokenizer, as :func:`sppo.data.prepare.prepare_tokens` uses it."""
 
     @property
     def description(self) -> TokenizerDescription:

@@ -43,7 +43,7 @@ _PREPARE_HINT = "prepare the data again with --force"
 
 @dataclass(frozen=True, slots=True)
 class TokenizerDescription:
-    """What turned text into ids: enough to tell whether two data sets share a vocabulary."""
+    """Tokenizer of token data: enough to tell whether two data sets share a vocabulary."""
 
     name: str
     """``bytes``, ``ids``, or the tokenizer file as it was given."""
@@ -214,7 +214,7 @@ def check_fits(data: TokenData, *, vocab_size: int, length: int) -> None:
 
 
 def vocabulary_problems(data: TokenData, *, vocab_size: int) -> Iterator[str]:
-    """Why a model with ``vocab_size`` rows of its token embedding cannot read these ids, if so."""
+    """Yield reasons why a model with ``vocab_size`` embedding rows cannot read these ids."""
     if data.meta.max_id >= vocab_size:
         yield (
             f"{data.directory}: ids up to {data.meta.max_id} (tokenizer"

@@ -45,7 +45,8 @@ _RUNTIME_NAMES = (
 
 
 _CAPABILITY = (9, 0)
-"""Nothing that a step does depends on it: the attention back end is the planned one."""
+"""Compute capability, on which nothing in a step depends: the attention back end is the planned
+one."""
 _CACHED_TENSORS = (rope._frequencies_on, document_offsets._offsets)
 """Functions that keep tensors of a device."""
 
@@ -64,7 +65,7 @@ class FakeGpu:
 
     @property
     def runtime(self) -> Runtime:
-        """Its streams and its memory."""
+        """Return its streams and its memory."""
         return self.recorder.runtime
 
 

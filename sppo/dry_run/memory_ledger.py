@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from sppo.dry_run.streams import Runtime, Stream
 
 ROUNDING_BYTES = 512
-"""What the caching allocator rounds every request up to (``kMinBlockSize`` in torch's
+"""Multiple to which the caching allocator rounds every request up (``kMinBlockSize`` in torch's
 ``CUDACachingAllocator.cpp``)."""
 
 

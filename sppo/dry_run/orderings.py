@@ -1,4 +1,4 @@
-"""Whether all work on the same memory is ordered: over every access of every stream and host.
+"""Proof that all work on the same memory is ordered, over every access of streams and host.
 
 Two accesses of the same bytes, at least one of which writes, must be ordered by events, waits and
 streams. The caching allocator gives memory that is freed to the next request of the stream it came

@@ -1,4 +1,4 @@
-"""What a step does on a fake GPU: operations, launches, accesses of memory, waits."""
+"""Record of a step on a fake GPU: operations, launches, accesses of memory, waits."""
 
 from __future__ import annotations
 

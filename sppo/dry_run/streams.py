@@ -71,7 +71,7 @@ class Worker:
 
 
 class Runtime:
-    """What :mod:`torch.cuda` offers to the CUDA path, of one fake GPU.
+    """Parts of :mod:`torch.cuda` that the CUDA path uses, of one fake GPU.
 
     Functions of :attr:`module` stand in for those of :mod:`torch.cuda` with their names.
 
@@ -93,7 +93,7 @@ class Runtime:
         self.compute = Stream(self, name="compute")
         self.host = Worker("host")
         self.host_waits: Counter[str] = Counter()
-        """How often the host waited for the GPU, by why and where in the program."""
+        """Counts of the host's waits for the GPU, by why and where in the program."""
         self.waits: Counter[Wait] = Counter()
         """All waits of streams and hosts."""
         self._lost = lost
@@ -102,7 +102,7 @@ class Runtime:
         self._streams: list[Stream] = [self.compute]
         self.used_bytes = self.used_peak_bytes = 0
         self.action = ""
-        """What the program does now."""
+        """Running action of the program."""
         self.peaks: dict[Moment, int] = {}
         """Most bytes used in each moment since peaks are counted."""
         runtime, total = self, memory_bytes

@@ -37,7 +37,7 @@ _CASTS: Mapping[Any, torch.dtype] = {
 
 
 class DevicelessFunctions(TorchFunctionMode):
-    """Does what a build for CPUs refuses, and counts where the host waits.
+    """Replacements of what a build for CPUs refuses, which count where the host waits.
 
     Args:
         recorder: whose host waits and has memory.

@@ -68,7 +68,7 @@ class RunTracer:
 
     @cached_property
     def num_actions(self) -> int:
-        """How many actions a trace has."""
+        """Return how many actions a trace has."""
         traces = 1 if self.layers is None else 2
         return traces * TRACED_STEPS * len(plan_program(self.plan).programs[self.position])
 

@@ -37,7 +37,7 @@ TRACED_STEPS = 2
 
 @dataclass(frozen=True, slots=True)
 class ActionCounts:
-    """What actions of one kind make the host do, each on average.
+    """Work that actions of one kind make the host do, each on average.
 
     Attributes:
         num_actions: Of that kind in the step.
@@ -52,7 +52,7 @@ class ActionCounts:
 
 @dataclass(frozen=True, slots=True)
 class TracedStep:
-    """What one rank's step took.
+    """Memory, launches and waits of one rank's step.
 
     Attributes:
         rank: Which.

@@ -73,7 +73,7 @@ class EnginePeaks:
 
 
 StepPlacements = Sequence[Sequence[Sequence[SubsequencePlacement]]]
-"""What each stage does with each subsequence of each sequence of a step."""
+"""Placements of a step, by stage, sequence and subsequence."""
 
 
 @dataclass(frozen=True, slots=True)

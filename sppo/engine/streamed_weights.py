@@ -67,7 +67,7 @@ class StreamedWeights(Mapping[str, Tensor]):
         return self._here[name]
 
     def has(self, names: Iterable[str]) -> bool:
-        """Whether parameters are on the device, or on their way."""
+        """Return whether parameters are on the device, or on their way."""
         return all(name in self._here for name in names)
 
     def __iter__(self) -> Iterator[str]:

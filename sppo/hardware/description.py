@@ -146,7 +146,7 @@ class DeviceSpec:
         return self.bf16_flops_per_s if dtype == "bf16" else self.fp32_flops_per_s
 
     def measured_gemm(self, dtype: str) -> bool:
-        """Whether matrix products of `dtype` were measured."""
+        """Return whether matrix products of `dtype` were measured."""
         return gemm_grid(self.gemm_points, dtype, product="forward") is not None
 
     def gemm_flops_per_s(
@@ -211,7 +211,7 @@ class DeviceSpec:
 
 @dataclass(frozen=True, slots=True)
 class NodeSpec:
-    """What the devices of a node have in common.
+    """Memory, disk and links that the devices of a node share.
 
     Attributes:
         num_devices: Devices of a node.

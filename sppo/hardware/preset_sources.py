@@ -1,4 +1,4 @@
-"""Where the figures of presets come from."""
+"""Sources of the figures of presets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LAPTOP = "assumed; sppo bench measures this machine"
 
 
 def source_of(hardware: HardwareSpec, figure: str, *, dtype: str, head_size: int) -> str:
-    """Where a figure of a machine comes from.
+    """Return the source of a figure of a machine, as text.
 
     Args:
         hardware: the machine.

@@ -1,4 +1,4 @@
-"""How fast kernels run by shape: measured points with interpolation, or a rule of thumb.
+"""Rates of kernels by shape: measured points with interpolation, or a rule of thumb.
 
 A kernel of b thread blocks on m multiprocessors runs in ceil(b / m) waves, and on average half of
 the last one is idle, so it reaches b / (b + m/2) of what an endless kernel does. That, times the

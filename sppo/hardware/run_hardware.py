@@ -8,7 +8,7 @@ from sppo.hardware.file import hardware_for
 
 
 def run_hardware(run: RunConfig) -> HardwareSpec:
-    """What `run` is planned for.
+    """Return the machine that `run` is planned for.
 
     Raises:
         ValueError: an unknown preset, or a file that is no hardware description.

@@ -31,9 +31,11 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
 _ALLOCATOR = Path(__file__).parents[1] / "kernels/_native/sppo_cpu_allocator.so"
 _ALLOCATOR_SWITCH = "SPPO_CPU_ALLOCATOR"
-"""Both as in :mod:`sppo.kernels.native.cpu_allocator`, which loads torch."""
+"""Path and switch of the memory pool, as in :mod:`sppo.kernels.native.cpu_allocator`, which loads
+torch."""
 C_HEAP_SHARE = 1.0
-"""What a C heap holds beyond a layer's temporaries: calibrated on small Llama shapes, two cores."""
+"""Memory that a C heap holds beyond a layer's temporaries, as a share of them: calibrated on small
+Llama shapes, two cores."""
 _NO_LIMIT_BYTES = 1 << 60  # version 1 has no word for it and names the largest number instead
 
 
@@ -63,7 +65,7 @@ def this_machine(path: Path | None = None) -> HardwareSpec:
 
 
 def detect_machine() -> HardwareSpec:
-    """This machine with the analytic rates of the preset that is most like it."""
+    """Return this machine with the analytic rates of the preset that is most like it."""
     gpus = find_gpus()
     host_bytes = usable_memory_bytes()
     return describe_cpu(host_bytes) if gpus is None else describe_gpus(gpus, host_bytes=host_bytes)
@@ -87,7 +89,7 @@ def describe_gpus(gpus: Gpus, *, host_bytes: int) -> HardwareSpec:
 
 
 def describe_cpu(memory_bytes: int) -> HardwareSpec:
-    """This machine's CPU as the device, ``memory_bytes`` as the device's memory."""
+    """Return this machine's CPU as a device that has ``memory_bytes`` of memory."""
     preset, cores = PRESETS["laptop-cpu"], count_cores()
     device = preset.device
     fraction = cores / device.num_multiprocessors
@@ -203,7 +205,7 @@ def _nearest_preset(gpus: Gpus) -> tuple[HardwareSpec, bool]:
 
 
 def cpu_model(*, cpu_info: Path = _CPU_INFO) -> str:
-    """What the CPU calls itself, the architecture where it says nothing."""
+    """Return the name that the CPU gives itself, or the architecture where it gives none."""
     try:
         found = re.search(r"^model name\s*:\s*(\S.*)$", cpu_info.read_text(), re.MULTILINE)
     except OSError:

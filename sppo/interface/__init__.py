@@ -1,1 +1,1 @@
-"""What ``import sppo`` offers: planning, training and evaluation as functions."""
+"""Functions of ``import sppo``: planning, training and evaluation."""

@@ -1,4 +1,4 @@
-"""What a run is about to do, as lines before it begins."""
+"""Announcement of a run: lines that say what it is about to do, before it begins."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _parallelism(run: RunConfig) -> str:
 
 
 def _epoch(preflight: Preflight) -> str:
-    """What an epoch has."""
+    """Return the length of an epoch, as text."""
     import numpy as np
 
     from sppo.data.samples import DocumentSamples
@@ -106,7 +106,7 @@ def _epoch(preflight: Preflight) -> str:
 
 
 def _cut(run: RunConfig, preflight: Preflight) -> tuple[str, ...]:
-    """How sequences are cut, or samples packed."""
+    """Return lines on how sequences are cut, or samples packed."""
     from sppo.data.samples import DocumentSamples
     from sppo.units import format_count, format_duration
 
@@ -136,7 +136,7 @@ def _cut(run: RunConfig, preflight: Preflight) -> tuple[str, ...]:
 
 
 def _state(run: RunConfig, preflight: Preflight) -> tuple[str, ...]:
-    """Where the training state lives, if not all of it on the device."""
+    """Return a line on where the training state lives, if not all of it is on the device."""
     from sppo.units import format_bytes
 
     tiers = preflight.plan.state_tiers
@@ -148,7 +148,7 @@ def _state(run: RunConfig, preflight: Preflight) -> tuple[str, ...]:
 
 
 def _ids_made_elsewhere(run: RunConfig, preflight: Preflight) -> str:
-    """What nobody could check about ready-made ids for weights that know a vocabulary."""
+    """Return what nobody could check about ready-made ids for weights with a vocabulary."""
     unknown = preflight.data.data.meta.tokenizer.name == "ids" and run.model.from_hf is not None
     return f"; ready-made ids, taken for those of {run.model.from_hf}" if unknown else ""
 
@@ -167,7 +167,7 @@ def _positions(run: RunConfig) -> tuple[str, ...]:
 
 
 def _loss(run: RunConfig) -> tuple[str, ...]:
-    """What the loss is, where it is more than the cross entropy."""
+    """Return a line on the loss, where it is more than the cross entropy."""
     terms = run.train.beside_cross_entropy
     return (
         (f"loss      cross entropy with {terms}; sppo eval reports the cross entropy alone",)
@@ -177,7 +177,7 @@ def _loss(run: RunConfig) -> tuple[str, ...]:
 
 
 def _offloads(run: RunConfig, preflight: Preflight) -> tuple[str, ...]:
-    """What goes to the next tier, if anything does."""
+    """Return a line on what goes to the next tier, if anything does."""
     from sppo.units import format_bytes
 
     plan = preflight.plan

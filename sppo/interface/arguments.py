@@ -1,4 +1,4 @@
-"""What the functions of the Python interface are given: of another type it is refused."""
+"""Types of the arguments of the Python interface: another type is refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ADVICE: dict[Any, str] = {
     str: "text",
     None: "leave it out",
 }
-"""What to give where a type is wanted."""
+"""Advice on what to give where a type is wanted."""
 
 
 def check_argument(function: str, name: str, value: object, *kinds: Any) -> None:

@@ -1,4 +1,4 @@
-"""What this machine offers for planning and training, and what to do about what is missing."""
+"""Findings on this machine: what planning and training have here, and how to add what they lack."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 _LEAST_SHARED_BYTES = 64 * MIB
 _MANY_RANKS = 64
 _HEAD_SIZE, _GROUP = 128, 4
-"""Of the attention that back ends are asked for."""
+"""Head size, and query heads per key/value head, of the attention that back ends are asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def _machine() -> Iterator[Finding]:
 
 
 def _threads(cores: int) -> Finding:
-    """What OMP_NUM_THREADS lets torch use."""
+    """Find how many threads OMP_NUM_THREADS lets torch use."""
     given = os.environ.get("OMP_NUM_THREADS")
     subject, name = "machine", "threads"
     if given is None:
@@ -218,7 +218,7 @@ def _torch() -> Any:
 
 
 def _native_parts() -> Iterator[Finding]:
-    """What was compiled when SPPO was installed."""
+    """Find what was compiled when SPPO was installed."""
     from sppo.kernels.native.extension import describe, native_library
 
     subject = "native parts"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class NothingFitsError(MemoryError):
-    """No way to run what was asked for fits the machine's memory.
+    """Memory of the machine is too small for every way to run what was asked for.
 
     Attributes:
         changes: Of the request that would make it fit, the nearest first.

@@ -47,7 +47,7 @@ class ReadyRun:
 
     @property
     def starts_ranks(self) -> bool:
-        """Whether this process starts the ranks, and trains nothing itself."""
+        """Return whether this process starts the ranks, and trains nothing itself."""
         return self.environment is None and self.num_ranks > 1
 
 

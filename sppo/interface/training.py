@@ -33,7 +33,7 @@ class RunFailedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class TrainedRun:
-    """What a run has done so far, as its output directory has it.
+    """State of a run so far, as its output directory has it.
 
     Attributes:
         output: The directory, by its absolute path.
@@ -54,7 +54,7 @@ class TrainedRun:
 
     @property
     def plan(self) -> ExecutionPlan:
-        """What was run, with what it was predicted to take.
+        """Return the plan that was run, with its predictions.
 
         Raises:
             ValueError: there is none yet, or it is damaged.
@@ -128,7 +128,7 @@ def train(
 
 
 def trained_run(run: RunConfig, *, interrupted_by: str | None = None) -> TrainedRun:
-    """What ``run`` has done so far; of a run that has not begun, nothing.
+    """Return what ``run`` has done so far; of a run that has not begun, nothing.
 
     Args:
         run: with the ``train.output`` to look into.

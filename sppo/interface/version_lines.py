@@ -1,4 +1,4 @@
-"""What ``sppo --version`` prints: the version, what was built and found; loads no torch."""
+"""Lines of ``sppo --version``: the version, what was built and found; loads no torch."""
 
 from __future__ import annotations
 

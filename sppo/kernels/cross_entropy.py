@@ -34,7 +34,7 @@ from sppo.kernels.row_tiles import row_tiles
 
 @dataclass(frozen=True, slots=True)
 class LossTerms:
-    """What is added to the cross entropy of a token."""
+    """Terms that are added to the cross entropy of a token."""
 
     label_smoothing: float = 0.0
     """s: fraction of the label's weight that all tokens of the vocabulary get alike."""

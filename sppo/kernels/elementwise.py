@@ -90,7 +90,7 @@ def rms_norm_backward(
 def _rms_norm_backward(
     dy_tE: Tensor, x_tE: Tensor, weight_E: Tensor, *, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Both gradients of one tile, in fp32 or better."""
+    """Return both gradients of one tile, in fp32 or better."""
     inverse = _inverse_rms(x_tE, eps)
     normed = x_tE * inverse
     product = dy_tE * normed
@@ -169,7 +169,7 @@ def layer_norm_backward(
 
 @dataclass(frozen=True, slots=True)
 class ActivationGradient:
-    """What the backward of an MLP activation yields."""
+    """Results of the backward of an MLP activation."""
 
     hidden_CF: Tensor
     """The activation's output, recomputed for the weight gradient of the down projection."""

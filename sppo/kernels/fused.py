@@ -1,4 +1,4 @@
-"""Whether a chain of element-wise operations runs as one Triton kernel."""
+"""Decision whether a chain of element-wise operations runs as one Triton kernel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _log = logging.getLogger(__name__)
 
 
 def fused(x: Tensor) -> bool:
-    """Whether Triton kernels serve ``x``: on a GPU where triton works, not elsewhere."""
+    """Return whether Triton kernels serve ``x``: on a GPU where triton works, not elsewhere."""
     return x.device.type == "cuda" and _triton_works(x.device)
 
 

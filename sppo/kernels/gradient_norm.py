@@ -91,7 +91,7 @@ def scale_(
 
 
 def _in_one_launch(tensors: Sequence[Tensor]) -> bool:
-    """Whether one table of addresses can describe them."""
+    """Return whether one table of addresses can describe them."""
     return (
         len({(x.device, x.dtype) for x in tensors}) == 1
         and tensors[0].dtype in _SUPPORTED_DTYPES

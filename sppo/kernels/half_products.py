@@ -19,13 +19,13 @@ _TILE = 256
 
 
 def needs_casts(x: Tensor) -> bool:
-    """Whether products of matrices like ``x`` are made in fp32, tile by tile."""
+    """Return whether products of matrices like ``x`` are made in fp32, tile by tile."""
     return x.device.type == "cpu" and not _is_fast(x.dtype)
 
 
 @cache
 def _is_fast(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies in this dtype."""
+    """Return whether this CPU multiplies in this dtype."""
     if dtype is torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     if dtype is torch.float16:

@@ -1,4 +1,4 @@
-"""How fast this device multiplies matrices: the denominator of MFU when no description gives it."""
+"""Rate of matrix products on this device: the denominator of MFU without a description."""
 
 from __future__ import annotations
 

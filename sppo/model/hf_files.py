@@ -1,4 +1,4 @@
-"""Which safetensors files a Hugging Face directory has and what their headers promise.
+"""Safetensors files of a Hugging Face directory, and what their headers promise.
 
 Needs no torch: a directory that does not hold a model's weights is refused before that is loaded.
 """
@@ -135,7 +135,7 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 def tokenizer_files(directory: Path) -> list[Path]:
-    """What belongs to the tokenizer in ``directory``, with the settings of generation."""
+    """Return the tokenizer's files in ``directory``, with the settings of generation."""
     found = {path for pattern in _TOKENIZER_FILES for path in directory.glob(pattern)}
     return sorted(path for path in found if path.is_file())
 

@@ -1,4 +1,4 @@
-"""How Hugging Face files name and store the tensors of a model.
+"""Names and layouts that Hugging Face files give the tensors of a model.
 
 One table serves both directions: a stored tensor is one or several of ours, stacked along the
 outputs, and transposed where GPT-2 keeps ``[inputs, outputs]``.
@@ -76,7 +76,7 @@ class HfTensor:
 
 
 def hf_tensors(model: ModelConfig) -> tuple[HfTensor, ...]:
-    """What a Hugging Face directory of ``model`` holds, in the order of our inventory.
+    """Return the tensors of a Hugging Face directory of ``model``, in the order of our inventory.
 
     Raises:
         ValueError: a parameter that no family has a name for.
@@ -95,7 +95,7 @@ def bare_name(stored: str) -> str:
 
 
 def is_buffer(name: str) -> bool:
-    """Whether a bare name is a constant that older files carry along: masks and frequencies."""
+    """Return whether a bare name is a constant that older files carry: masks and frequencies."""
     return _BUFFERS.search(name) is not None
 
 

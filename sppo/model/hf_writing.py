@@ -47,7 +47,7 @@ _HEADER_ROOM_BYTES = MIB
 
 @dataclass(frozen=True, slots=True)
 class SavedWeights:
-    """What was written: weight files in order, and their contents."""
+    """Weight files that were written, in order, and their contents."""
 
     files: tuple[str, ...]
     num_parameters: int

@@ -124,12 +124,12 @@ class HostArena:
 
     @property
     def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
+        """Return whether :meth:`close` was called."""
         return self._bytes is None
 
     @property
     def released(self) -> bool:
-        """Whether the memory was returned to the system: closed, and no view is left."""
+        """Return whether the memory was returned to the system: closed, and no view is left."""
         return self._alive() is None
 
     def close(self) -> None:

@@ -205,7 +205,7 @@ class FileTier:
 
     @property
     def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
+        """Return whether :meth:`close` was called."""
         return not self._end.alive
 
     def close(self, *, cancel: bool = False) -> None:

@@ -67,7 +67,7 @@ class Region:
     """``host`` or ``ring``."""
     index: int
     data: Tensor
-    """Its bytes, uint8."""
+    """Bytes of the region, uint8."""
 
 
 class CopyQueues(Protocol):

@@ -37,7 +37,7 @@ class Slot:
 
     @property
     def can_be_filled(self) -> bool:
-        """Whether the next filling may be enqueued: nothing unread is in the slot."""
+        """Return whether the next filling may be enqueued: nothing unread is in the slot."""
         return self._filled is None
 
     def before_filling(self) -> tuple[Dependency, ...]:
@@ -86,7 +86,7 @@ class SlotMemory:
 
     @property
     def on_disk(self) -> bool:
-        """Whether blocks go on from the host to a file."""
+        """Return whether blocks go on from the host to a file."""
         return self._disk is not None
 
     @property

@@ -94,7 +94,7 @@ class DiskMemory:
 def _begins(
     shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
 ) -> tuple[dict[str, int], int]:
-    """Where tensors begin in their block, in bytes, and where the last one ends."""
+    """Return where tensors begin in their block, in bytes, and where the last one ends."""
     begins, end = {}, 0
     for name, shape in shapes.items():
         begins[name] = end

@@ -1,4 +1,4 @@
-"""In-order queues of host work, each served by one thread.
+"""Worker queues: in-order queues of host work, each served by one thread.
 
 Work waits for the events it depends on and then runs; its future is an event for later work. If one
 of the events failed, the work fails with it, so nothing ever runs on wrong data.
@@ -114,7 +114,7 @@ class WorkerQueue:
 
     @property
     def _has_thread(self) -> bool:
-        """Whether the queue is open, and of this process: a fork has none of its threads."""
+        """Return whether the queue is open, and of this process: a fork has none of its threads."""
         return self._process == os.getpid()
 
     def _error_of(self, work: Callable[[], None], after: Sequence[Event]) -> BaseException | None:

@@ -176,6 +176,6 @@ def _groups(masters: Mapping[str, Tensor], *, weight_decay: float) -> list[dict[
 
 
 def _zero_state(master: Tensor) -> dict[str, Tensor]:
-    """What torch's AdamW makes at its first step, in the layout its fused kernel wants."""
+    """Return what torch's AdamW makes at its first step, in the layout its fused kernel wants."""
     step = torch.zeros((), dtype=torch.float32, device=master.device)
     return {"step": step} | {moment: torch.zeros_like(master) for moment in MOMENTS}

@@ -37,7 +37,7 @@ class _ParameterRange:
     """First of the parameter's elements."""
     end: int
     offset: int
-    """Within the bucket, elements."""
+    """Begin of the range within the bucket, elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +253,7 @@ def _cut(rows: OptimizerRows, *, weight_decay: float, bucket_elements: int) -> l
 def _parts(
     rows: OptimizerRows, names: Sequence[str], *, start: int, end: int
 ) -> list[_ParameterRange]:
-    """What of the parameters lies between `start` and `end` of a row."""
+    """Return the parameters that lie between `start` and `end` of a row, each with its range."""
     found = []
     for name in names:
         place, size = rows.begins[name], prod(rows.shapes[name])

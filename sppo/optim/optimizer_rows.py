@@ -47,7 +47,7 @@ class OptimizerRows:
         return sum(row.numel() * row.element_size() for row in (self.masters, *self.moments))
 
     def view(self, row: Tensor, name: str) -> Tensor:
-        """What a row has of one parameter, in its shape."""
+        """Return one parameter's part of a row, in its shape."""
         begin, shape = self.begins[name], self.shapes[name]
         return row[begin : begin + prod(shape)].view(shape)
 
@@ -64,7 +64,7 @@ class OptimizerRows:
 
 
 def _places(shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, int], int]:
-    """Where parameters begin in a row, in its order, and where the last one ends."""
+    """Return where parameters begin in a row, in its order, and where the last one ends."""
     begins: dict[str, int] = {}
     end = 0
     for name in sorted(shapes, key=lambda name: not is_decayed(shapes[name])):

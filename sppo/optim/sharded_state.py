@@ -104,13 +104,13 @@ class ShardedState:
         return self._groups[self.sharding.holders(name)]
 
     def kept(self, name: str, weight: Tensor) -> Tensor:
-        """What stays here of a parameter while nobody computes with it."""
+        """Return the part of a parameter that stays here while nobody computes with it."""
         if not self._keeps_rows(name):
             return weight
         return weight[self._group(name).own_rows(name)].clone()
 
     def provider(self, weights: Mapping[str, Tensor]) -> WeightProvider:
-        """What gives the engine its weights; every rank calls it at the same point.
+        """Return what gives the engine its weights; every rank calls it at the same point.
 
         Args:
             weights: what is :meth:`kept` of all parameters of this rank's stages, by global name,
@@ -142,7 +142,7 @@ class ShardedState:
         }
 
     def _keeps_rows(self, name: str) -> bool:
-        """Whether only some rows of a parameter stay here while nobody computes with it."""
+        """Return whether only some rows of a parameter stay here while nobody computes with it."""
         return self._shards_weights and self._group(name).shards_state
 
     def _own_shape(self, name: str) -> Shape:
@@ -163,7 +163,7 @@ class ShardedState:
         return {name: shape for name, shape in shapes.items() if shape[0]}
 
     def gradient_provider(self, gradients: Mapping[str, Tensor]) -> GradientProvider:
-        """What gives the engine its gradients.
+        """Return what gives the engine its gradients.
 
         Reductions after each use have the communicators that otherwise reduce gradients once per
         step: no rank does both, and nothing else uses them during a step.
@@ -293,7 +293,7 @@ def _rows(tensor: Tensor, rows: slice) -> Tensor:
 
 
 def weight_sharding(model: ModelConfig, mesh: Mesh) -> WeightSharding:
-    """What of the model's parameters is a rank's."""
+    """Return how a rank's part of the model's parameters is cut."""
     if mesh.shape.key_copies is None:
         return WeightSharding(model)
     return WeightSharding(model, mesh.at.sequence, mesh.shape.sequence_parallel)

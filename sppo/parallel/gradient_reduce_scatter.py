@@ -84,7 +84,7 @@ class GradientMessage:
 
     @property
     def is_copied(self) -> bool:
-        """Whether :meth:`reduce` needs as much memory again for a moment."""
+        """Return whether :meth:`reduce` needs as much memory again for a moment."""
         return len(self._parts) > 1
 
     def reduce(self) -> None:

@@ -83,7 +83,7 @@ class WeightSharding:
         return tuple(first if index == dimension else 0 for index in range(len(whole)))
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a parameter; memory of its own, where it is not all."""
+        """Return this rank's part of a parameter; memory of its own, where it is not all."""
         shape = _shape_of(name, self.own_model)
         if shape == tuple(whole.shape):
             return whole

@@ -104,12 +104,12 @@ class Mesh:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there is more than one rank."""
+        """Return whether there is more than one rank."""
         return self.shape.num_ranks > 1
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which draws, prints and writes for all."""
+        """Return whether this is rank 0, which draws, prints and writes for all."""
         return self.rank == 0
 
     @property
@@ -124,7 +124,7 @@ class Mesh:
 
     @property
     def speaks_for_replica(self) -> bool:
-        """Whether this rank tells what all ranks of its replica know."""
+        """Return whether this rank tells what all ranks of its replica know."""
         return self.at.pipeline == self.at.sequence == 0
 
     def gather_group(self, holders: Holders) -> ProcessGroup | None:

@@ -47,7 +47,7 @@ class MspExchange:
 
     @property
     def is_owner(self) -> bool:
-        """Whether this rank owns the stage."""
+        """Return whether this rank owns the stage."""
         return self.place == self.owner
 
     @property
@@ -157,7 +157,7 @@ class TokenMembers:
         self._group, self._ranks, self._index = group, tuple(ranks), index
 
     def own_rows(self, tensor: Tensor) -> Tensor:
-        """This rank's part of a parameter's rows; a view."""
+        """Return this rank's part of a parameter's rows; a view."""
         return tensor[rows_of(tensor.shape[0], index=self._index, count=len(self._ranks))]
 
     def put_together(self, tensors: Sequence[Tensor]) -> None:

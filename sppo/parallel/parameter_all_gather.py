@@ -68,7 +68,7 @@ class AllGatherHandle:
 
     @property
     def is_copied(self) -> bool:
-        """Whether :meth:`finish` needs as much memory again as the gathered rows."""
+        """Return whether :meth:`finish` needs as much memory again as the gathered rows."""
         return len(self._parts) > 1
 
     def finish(self) -> dict[str, Tensor]:

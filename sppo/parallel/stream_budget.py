@@ -1,4 +1,4 @@
-"""How many CUDA streams a rank uses, and how many torch has.
+"""Number of CUDA streams that a rank uses, and that torch has.
 
 torch has pools of 32 streams on a device, one pool a priority, and hands out the first ones again
 after that. Two communicators of NCCL on one stream would wait for each other's messages, and ranks
@@ -23,17 +23,17 @@ class StreamCount:
 
     normal: int
     high: int
-    """Of high priority: those of hurried groups of :mod:`sppo.parallel.mesh`."""
+    """Streams of high priority: those of hurried groups of :mod:`sppo.parallel.mesh`."""
 
     @property
     def fits(self) -> bool:
-        """Whether no stream of a pool is handed out twice."""
+        """Return whether no stream of a pool is handed out twice."""
         return max(self.normal, self.high) <= POOL_STREAMS
 
 
 @dataclass(frozen=True, slots=True)
 class StreamUse:
-    """What of a run takes streams beside the grid of its ranks."""
+    """Parts of a run that take streams beside the grid of its ranks."""
 
     ranges: Sequence[tuple[int, int]] = ()
     """(first, last) positions of pipeline ranks that run shards of the same units; MSP alone."""

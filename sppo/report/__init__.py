@@ -1,1 +1,1 @@
-"""What a run reports: metrics of every step, progress, plots, and the summary at its end."""
+"""Reports of a run: metrics of every step, progress, plots, and the summary at its end."""

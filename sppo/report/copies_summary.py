@@ -1,4 +1,4 @@
-"""What a run's copies came to, beside its plan."""
+"""Summary of a run's copies, beside its plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: bars on a terminal or in a notebook, else plain lines.
+"""Display of a run that goes on: bars on a terminal or in a notebook, else plain lines.
 
 Rich redraws the bars from where it left the cursor. A line that reaches the same terminal by
 another way moves the cursor, so the bars stay behind as dead text and the line is drawn over.
@@ -71,7 +71,7 @@ def _stderr_shares_terminal(console: Console) -> bool:
 
 
 def _is_notebook_with_widgets(console: Console) -> bool:
-    """Whether a notebook shows what is printed, and can redraw a part of it."""
+    """Return whether a notebook shows what is printed, and can redraw a part of it."""
     return console.is_jupyter and not console.quiet and find_spec("ipywidgets") is not None
 
 

@@ -1,4 +1,4 @@
-"""What is known after every step, and the file it goes to: ``metrics.jsonl``.
+"""Metrics of every step, and the file they go to: ``metrics.jsonl``.
 
 Sinks get plain numbers. Whoever makes them reads the device once a step; nothing here does.
 """

@@ -1,4 +1,4 @@
-"""What a run came to, and how well it was predicted."""
+"""Summary of a run: speed, loss and memory, and how well they were predicted."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ SUMMARY_FIELDS: Mapping[str, str] = {
     "timeline.idle_fraction": "Idle share of all ranks, waits for copies included.",
     "timeline.exposed_copy_s_by_rank": "Time that each rank waited for copies.",
 }
-"""What stands in ``run_summary.json``, keys within keys behind a point. The last nine stand there
-where a run made a step."""
+"""Meanings of the keys of ``run_summary.json``, keys within keys behind a point. The last nine
+stand there where a run made a step."""
 
 _MOST_ENDS = 5  # steps that the first and the last loss are means of, where they do not overlap
 

@@ -40,7 +40,7 @@ def step_line(
 
 
 def _samples(metrics: StepMetrics) -> str:
-    """How many samples, how they are packed, and how much of the time pipeline ranks idle.
+    """Return the number of samples, how they are packed, and the idle share of pipeline ranks.
 
     Example:
         ``512 samples, 1.2M tokens in 7 split + 91 batched + 4 hybrid | bubble 8.1% (plan 7.5%)``

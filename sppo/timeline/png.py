@@ -47,7 +47,7 @@ class _Panel:
 
     @property
     def bar_bottom(self) -> float:
-        """Where the compute bar of a row ends; copies have the rest of the height."""
+        """Return where the compute bar of a row ends; copies have the rest of the height."""
         return 0.62 if self.has_copies else 0.9
 
     @property
@@ -366,7 +366,7 @@ def _draw_legend(
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What a legend must explain."""
+    """Kinds of marks in a plot, which its legend must explain."""
 
     kinds: frozenset[ActionKind]
     other_copies: frozenset[style.Copy]
@@ -376,7 +376,7 @@ class _Seen:
 
     @classmethod
     def of(cls, panels: Sequence[_Panel]) -> _Seen:
-        """What is drawn in any of `panels`."""
+        """Collect what is drawn in any of `panels`."""
         timelines = [panel.timeline for panel in panels]
         tracks = [track for timeline in timelines for track in timeline.ranks]
         drawn = set(COMPUTE_KINDS)

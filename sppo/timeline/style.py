@@ -1,4 +1,4 @@
-"""What plots of a timeline have in common: colours, labels, and which end of MSP a shard is.
+"""Style that all plots of a timeline share: colours, labels, and which end of MSP a shard is.
 
 Colours tell kinds apart also for colour-blind readers (Paul Tol's bright scheme); idle stretches
 are pale, one colour per cause.
@@ -121,7 +121,7 @@ def colour_of(
 
 
 def shades(schedule: Schedule) -> str | None:
-    """What has light colours; None where all is dark.
+    """Return what light colours stand for; None where all is dark.
 
     Stages of a rank alternate, and where each has one the sequences of a step whose samples were
     packed: those differ in length.
@@ -139,7 +139,7 @@ def other_copy(action: Action) -> Copy | None:
 
 
 def name_of(action: Action) -> str:
-    """What an action does, in the words of the legend."""
+    """Return what an action does, in the words of the legend."""
     copy = other_copy(action)
     return KIND_NAMES[action.kind] if copy is None else OTHER_COPY_NAMES[copy]
 

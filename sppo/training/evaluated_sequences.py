@@ -1,4 +1,4 @@
-"""What an evaluation runs forward: sequences of the token stream, or samples packed into some."""
+"""Sequences that an evaluation runs forward: of the token stream, or of packed samples."""
 
 from __future__ import annotations
 

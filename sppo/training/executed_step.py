@@ -33,14 +33,14 @@ _MOST_DRAWN = 4000
 
 @dataclass(frozen=True, slots=True)
 class _RankStep:
-    """What one rank did; sent to rank 0."""
+    """Actions of one rank in a step, with their times; sent to rank 0."""
 
     host: str
     met_s: float
     """Its clock when all ranks met."""
     pipeline_rank: int
     actions: tuple[Action, ...]
-    """What it executed, in that order."""
+    """Executed actions, in the order of their execution."""
     times_s: tuple[tuple[float, float], ...]
     """(start, end) of each."""
 
@@ -89,7 +89,7 @@ def _timeline(executed: StepResult, steps: Sequence[_RankStep]) -> Timeline:
 
 
 def timeline_writers(planned: Timeline, measured: Timeline) -> dict[str, Callable[[Path], None]]:
-    """What draws the plan above what was measured, by file: a plot, a page, a Chrome trace."""
+    """Return what draws the plan above the measured step, by file: plot, page, Chrome trace."""
     both = (planned, measured)
     writers: dict[str, Callable[[Path], None]] = {
         TIMELINE_PAGE: partial(write_html, timelines=both),

@@ -1,4 +1,4 @@
-"""What a call of the training loop did, for the report of the run."""
+"""Outcome of a call of the training loop, for the report of the run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sppo.training.steps.step_work import PlannedPhases
 
 @dataclass(slots=True)
 class TrainingOutcome:
-    """What a call of :func:`sppo.training.trainer.train` did."""
+    """Steps, measurements and end of a call of :func:`sppo.training.trainer.train`."""
 
     output: Path
     first_step: int
@@ -39,7 +39,7 @@ class TrainingOutcome:
     copies: list[CopyReport] = field(default_factory=list)
     """One entry per step of this process."""
     last_step: StepResult | None = None
-    """What this rank executed in its last step, and when."""
+    """Actions that this rank executed in its last step, with their times."""
     planned_phases: list[PlannedPhases] = field(default_factory=list)
     """Predicted seconds, one entry per step of this process."""
     most_planned: MemoryBuckets | None = None
@@ -47,6 +47,6 @@ class TrainingOutcome:
     timeline: Timeline | None = None
     """The last step of a pipeline of ranks; on rank 0."""
     planned_timeline: Timeline | None = None
-    """The same step as it was simulated."""
+    """Simulated timeline of the last step."""
     exposed_copy_s: tuple[float, ...] = ()
-    """How long each of those ranks waited for copies in it."""
+    """Seconds that each rank of the pipeline waited for copies in the last step."""

@@ -35,7 +35,7 @@ _MAY_DIFFER = frozenset({"data.tokens", "data.eval_tokens", "model.from_hf"})
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among those that train the same run."""
+    """Place of this process among those that train the same run."""
 
     mesh: Mesh
     peers: HostCollectives
@@ -45,11 +45,11 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank speaks for all."""
+        """Return whether this rank speaks for all."""
         return self.mesh.is_main
 
     def decided_by_main(self, decide: Callable[[], T]) -> T:
-        """What rank 0 decides, on every rank; what it raises is raised everywhere."""
+        """Return what rank 0 decides, on every rank; what it raises is raised everywhere."""
         decided: tuple[T | None, Exception | None] | None = None
         if self.is_main:
             try:
@@ -200,7 +200,7 @@ def _connected(
 
 
 def _configuration(run: RunConfig) -> dict[str, str]:
-    """What ranks must be told alike; of data they compare the contents, wherever a copy lies."""
+    """Return what ranks must be told alike; of data they compare contents, not places."""
     facts = flat_facts(run.model_dump(mode="json"))
     return {name: value for name, value in facts.items() if name not in _MAY_DIFFER}
 

@@ -214,7 +214,7 @@ def _check_same(run: RunConfig, config: Path) -> None:
 
 
 def _completed(before: dict[str, Any], now: Section) -> dict[str, Any]:
-    """What an older version noted, with the defaults of keys it did not know: it did as they say.
+    """Return the notes of an older version, with the defaults of keys that it did not know.
 
     Args:
         before: a section as it was noted.

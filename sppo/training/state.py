@@ -1,4 +1,4 @@
-"""What a run changes as it goes, and the engine on it."""
+"""State that a run changes as it goes, and the engine on it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ for the others to end by themselves."""
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """What changes in training, and what changes it."""
+    """Tensors that change in training, and the engine that changes them."""
 
     tensors: StateTensors
     engine: Engine
@@ -48,7 +48,7 @@ class TrainingState:
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """What this rank keeps of its stages' parameters, in the compute dtype, by global name."""
+        """Return what this rank keeps of its stages' parameters, by global name."""
         return self.tensors.weights
 
     @property
@@ -109,7 +109,7 @@ class TrainingState:
 
     @property
     def _after_each(self) -> Callable[[], None] | None:
-        """What to call between gradients, which a file holds; None where all are in memory."""
+        """Return what to call between gradients in a file; None where all are in memory."""
         memory = self.tensors.memory
         return memory.forget if memory and self.tensors.tiers.gradients == "disk" else None
 
@@ -229,5 +229,5 @@ def _exchange(run: RunConfig, mesh: Mesh) -> UlyssesAllToAll | MegatronSequenceP
 
 
 def loss_terms(run: RunConfig) -> LossTerms:
-    """What training adds to the cross entropy."""
+    """Return the terms that training adds to the cross entropy."""
     return LossTerms(run.train.label_smoothing, run.train.z_loss)

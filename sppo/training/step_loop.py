@@ -269,7 +269,7 @@ class StepLoop:
         return StepInput(work.sequences, work.boundaries, int(num_valid), work.for_engine)
 
     def _names(self, own: Sequence[str]) -> list[str]:
-        """What any rank names."""
+        """Return the names of all ranks, each once, in order."""
         return sorted({name for names in self._peers.all_gather(own) for name in names})
 
     def _save_if_due(self, done: int) -> None:

@@ -1,4 +1,4 @@
-"""Where a run records its steps: files, and lines on the console."""
+"""Records of the steps of a run: files, and lines on the console."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run reads: sequences of its token stream, or samples."""
+"""Data that a run reads: sequences of its token stream, or samples."""
 
 from __future__ import annotations
 

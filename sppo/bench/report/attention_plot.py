@@ -78,7 +78,7 @@ def _draw_line(
     text: str,
     colour: str,
 ) -> Label:
-    """Both directions of points that differ in keys only; the label at the forward's end."""
+    """Draw both directions of points that differ in keys only; label the forward's end."""
     forward = [point.forward_flops_per_s / unit for point in row]
     backward = [point.backward_flops_per_s / unit for point in row]
     axes.plot(keys, forward, color=colour, lw=1.6, marker="o", ms=3)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _MOST_BEHIND = 0.03
-"""How far the back end that ``auto`` takes may be from the fastest."""
+"""Share of time that the back end which ``auto`` takes may need beyond the fastest."""
 _AUTOMATIC_MARK = "*"
 
 
@@ -28,7 +28,7 @@ def print_attention(found: BackendComparison, *, console: Console) -> None:
 
 
 def automatic_line(found: BackendComparison) -> str:
-    """How far the back end that ``auto`` takes is from the fastest, forward and backward."""
+    """Return how far the back end that ``auto`` takes is from the fastest, in both directions."""
     mark = f"{_AUTOMATIC_MARK} what auto takes"
     rows = {
         shape: rates for shape, rates in found.by_shape.items() if _has_choice(found, shape, rates)
@@ -46,7 +46,7 @@ def automatic_line(found: BackendComparison) -> str:
 
 
 def left_out_lines(found: BackendComparison) -> list[str]:
-    """Why there are gaps, a line per back end and reason."""
+    """Return why there are gaps, a line per back end and reason."""
     gaps: dict[tuple[Name, str], int] = {}
     for left_out in found.left_out:
         key = (left_out.backend, left_out.reason)
@@ -105,7 +105,7 @@ def _has_choice(
 def _behind(
     found: BackendComparison, shape: AttentionShape, rates: Mapping[Name, BackendRate]
 ) -> float:
-    """How much longer the back end that ``auto`` takes needs than the fastest."""
+    """Return the share of time that the back end of ``auto`` needs beyond the fastest."""
     return rates[found.automatic[shape]].both_s / _fastest(rates).both_s - 1
 
 

@@ -34,7 +34,7 @@ def print_overlap(found: OverlapMeasurements, *, console: Console) -> None:
 
 
 def copies_lines(found: CopyMeasurements) -> list[str]:
-    """What stands under the table."""
+    """Return the lines under the table."""
     planned = found.planned
     lines = [found.where]
     if found.first_write_bytes_per_s:
@@ -50,7 +50,7 @@ def copies_lines(found: CopyMeasurements) -> list[str]:
 
 
 def overlap_lines(found: OverlapMeasurements) -> list[str]:
-    """What stands under the tables."""
+    """Return the lines under the tables."""
     point = found.points[0]
     per_token = format_bytes(point.moved_bytes / point.tokens)
     lines = [

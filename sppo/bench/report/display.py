@@ -1,4 +1,4 @@
-"""How far measuring is: a bar on a terminal, a line per subject elsewhere."""
+"""Display of measuring: a bar on a terminal, a line per subject elsewhere."""
 
 from __future__ import annotations
 

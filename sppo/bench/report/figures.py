@@ -1,4 +1,4 @@
-"""How measured figures are written, in tables and in plots."""
+"""Texts of measured figures, in tables and in plots."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def measurement_table(title: str) -> Table:
 
 
 def flops_unit(rates: Iterable[float]) -> tuple[float, str]:
-    """What to divide FLOP/s by, and its name: TFLOP/s where the fastest reaches ten of them."""
+    """Return the divisor of FLOP/s and its name: TFLOP/s where the fastest reaches ten of them."""
     return (1e12, "TFLOP/s") if max(rates) >= _TERA_FROM else (1e9, "GFLOP/s")
 
 

@@ -20,7 +20,7 @@ _DTYPES = ("bf16", "fp32")
 
 
 def described_machine(device: str) -> HardwareSpec:
-    """This machine as it is before measuring, with the device that will be measured.
+    """Return this machine as it is before measuring, with the device that will be measured.
 
     A CPU has as many multiprocessors as torch has threads here: rates will hold for those.
 
@@ -45,7 +45,7 @@ def described_machine(device: str) -> HardwareSpec:
 
 
 def starting_description(detected: HardwareSpec, *, path: Path | None) -> HardwareSpec:
-    """What measurements are merged into: the file that is there already, else ``detected``.
+    """Return what measurements are merged into: the file that is there, else ``detected``.
 
     So subjects can be measured one after the other, and what a person wrote into the file stays.
 
@@ -140,7 +140,7 @@ def _merged(old: tuple[_P, ...], new: tuple[_P, ...]) -> tuple[_P, ...]:
 
 
 def _with_peaks(device: DeviceSpec, points: Sequence[GemmPoint]) -> DeviceSpec:
-    """What endless products reach: for a GPU a fraction of its peak, for a CPU the peak itself."""
+    """Add the rate of endless products: a fraction of a GPU's peak, the peak itself of a CPU."""
     best = {
         dtype: max(p.forward_flops_per_s for p in points if p.dtype == dtype)
         for dtype in {point.dtype for point in points}

@@ -53,7 +53,7 @@ def messages_line(found: MessageMeasurements) -> str:
 
 
 def summary_line(measurements: Measurements) -> str:
-    """How long it took, and how far the rounds of a timing lay apart."""
+    """Return how long it took, and how far the rounds of a timing lay apart."""
     spreads = measurements.spreads
     return (
         f"measured {len(spreads)} kernels, copies and shapes on {measurements.device} in "

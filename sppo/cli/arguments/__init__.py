@@ -1,1 +1,1 @@
-"""What commands are asked: their arguments and options, read and checked."""
+"""Arguments and options of commands, read and checked."""

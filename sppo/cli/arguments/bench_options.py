@@ -13,7 +13,7 @@ ALL_DTYPES = ",".join(DTYPES)
 
 
 class Subject(StrEnum):
-    """What can be measured."""
+    """Kinds of things that can be measured."""
 
     GEMM = "gemm"
     ATTENTION = "attention"
@@ -41,7 +41,7 @@ class Subject(StrEnum):
 
     @property
     def copies(self) -> bool:
-        """Whether copies are measured."""
+        """Return whether copies are measured."""
         return self in (Subject.PCIE, Subject.OVERLAP, Subject.ALL)
 
 

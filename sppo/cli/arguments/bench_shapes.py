@@ -44,7 +44,7 @@ Widths = Annotated[str | None, _option("gemm: of the input and the output, such 
 
 @dataclass(frozen=True, slots=True)
 class ShapeOptions:
-    """What stands on the command line, by option; None where it was not given."""
+    """Shapes on the command line, by option; None where one was not given."""
 
     queries: str | None = None
     keys: str | None = None

@@ -1,4 +1,4 @@
-"""What ``sppo simulate`` was asked for: which schedules with which costs."""
+"""Request of ``sppo simulate``: which schedules with which costs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Flags:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Simulation:
-    """What to play.
+    """Cases to play.
 
     Attributes:
         cases: The schedule asked for, then those to compare it with.

@@ -1,4 +1,4 @@
-"""What ``sppo solve --json`` prints of a run of documents."""
+"""Report of a run of documents that ``sppo solve --json`` prints."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def corpus_report(solution: CorpusSolution, *, output: Path | None = None) -> di
 
 
 def corpus_failure_report(solution: CorpusSolution, *, changes: Sequence[Advice]) -> dict[str, Any]:
-    """Why nothing fits, and what would."""
+    """Return why nothing fits, and what would."""
     return {
         "feasible": False,
         "corpus": steps_report(solution),

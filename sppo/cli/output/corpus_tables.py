@@ -30,7 +30,7 @@ _SIDE_TEXTS = {
 
 
 def print_corpus_solution(solution: CorpusSolution, *, console: Console) -> None:
-    """All that a person needs to decide."""
+    """Print all that a person needs to decide."""
     assert solution.best is not None, "print_corpus_failure is for the other case"
     best = solution.best
     _print_request(solution, console=console)

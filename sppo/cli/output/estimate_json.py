@@ -1,4 +1,4 @@
-"""What ``sppo estimate --json`` prints."""
+"""Report that ``sppo estimate --json`` prints."""
 
 from __future__ import annotations
 

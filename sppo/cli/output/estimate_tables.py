@@ -90,7 +90,7 @@ def _kv_name(found: Estimate) -> str:
 
 
 def print_baselines(rows: Sequence[Baseline], *, length: int, console: Console) -> None:
-    """How far other ways go on the same machine, and how fast they are at a sequence length."""
+    """Print how far other ways go on the same machine, and how fast they are at one length."""
     claims = any(row.paper for row in rows)
     console.print(
         "longest sequence that fits on these devices (analytic)"

@@ -1,4 +1,4 @@
-"""Where the seconds of a step go, and how fast the machine was taken to be, for people and JSON."""
+"""Explanation of a step: where its seconds go, and the assumed speeds, for people and JSON."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def _draw_limit(axes: Any, limit: LimitStats) -> None:
 
 
 def _draw_legend(axes: Any) -> None:
-    """Where no curve is: both are near 100 % on the left."""
+    """Draw the legend where no curve is: both are near 100 % on the left."""
     axes.legend(
         loc="lower left",
         fontsize=_SMALL_PT,

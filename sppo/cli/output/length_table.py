@@ -29,7 +29,7 @@ def print_lengths(stats: LengthStats, *, console: Console) -> None:
 
 
 def _labels_text(stats: LengthStats) -> str:
-    """Which labels count, and documents that have none."""
+    """Return how many labels count, and how many documents have none."""
     counting = "all labels count"
     if stats.has_loss_mask:
         share = stats.num_counting_labels / max(1, stats.num_tokens)
@@ -57,7 +57,7 @@ def _bucket_table(stats: LengthStats) -> Table:
 
 
 def _limit_text(limit: LimitStats) -> str:
-    """What becomes of documents longer than the limit."""
+    """Return the number of documents longer than the limit, and how much of them is cut."""
     return (
         f"sequence.length {format_tokens(limit.length)}: longer documents "
         f"{limit.num_longer_documents:,} ({limit.longer_documents_share:.2%}), with "

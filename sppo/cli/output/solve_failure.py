@@ -63,7 +63,7 @@ def print_failure(solution: Solution, *, changes: Sequence[Advice], console: Con
 
 
 def _nearest_lines(solution: Solution, nearest: Rejection) -> list[str]:
-    """What is short, where, by how much, and what takes it."""
+    """Return lines on which memory is short, where, by how much, and what takes it."""
     shortfall = nearest.shortfall
     assert shortfall is not None, "chosen for it"
     assert nearest.num_subsequences is not None, "memory is short at some N"

@@ -1,4 +1,4 @@
-"""What ``sppo solve --json`` prints."""
+"""Report that ``sppo solve --json`` prints."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def solution_report(
 
 
 def failure_report(solution: Solution, *, changes: Sequence[Advice]) -> dict[str, Any]:
-    """Why nothing fits, and what would."""
+    """Return why nothing fits, and what would."""
     nearest = nearest_rejection(solution.rejected)
     return {
         "feasible": False,

@@ -118,7 +118,7 @@ def _group(members: Sequence[Rejection], reason: str) -> RejectedGroup:
 
 
 def _reason(rejection: Rejection) -> tuple[bool, str]:
-    """Whether it cannot work whatever the memory, and why."""
+    """Return whether it cannot work whatever the memory, and why."""
     shortfall = rejection.shortfall
     if shortfall is None:
         return True, _without_numbers(rejection.reason)

@@ -1,4 +1,4 @@
-"""What ``sppo estimate --trace`` found, for people."""
+"""Table of what ``sppo estimate --trace`` found."""
 
 from __future__ import annotations
 

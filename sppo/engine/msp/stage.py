@@ -138,7 +138,7 @@ class MspStage(Stage):
         self._borrowed.clear()
 
     def embed(self, unit: Unit) -> Tensor:
-        """This shard of the first stage's input, which the owner looks up."""
+        """Return this shard of the first stage's input, which the owner looks up."""
         whole = None if self._owner is None else self._owner.embed(_shard(unit).whole)
         return self._handed_out(unit, whole)
 
@@ -159,12 +159,12 @@ class MspStage(Stage):
             self._owner.loss(shard.whole, whole_CE, loss_scale)
 
     def take_loss_gradient(self, unit: Unit) -> Tensor:
-        """This shard of the gradient that the owner of the last stage formed in forward."""
+        """Return this shard of the gradient that the last stage's owner formed in forward."""
         whole = None if self._owner is None else self._owner.take_loss_gradient(_shard(unit).whole)
         return self._handed_out(unit, whole)
 
     def _handed_out(self, unit: Unit, whole_CE: Tensor | None) -> Tensor:
-        """This shard of the owner's tensor, which has the rows of the whole unit."""
+        """Return this shard of the owner's tensor, which has the rows of the whole unit."""
         shard, weights = _shard(unit), self._weights
         shape = (shard.tokens_C.shape[0], self.model.hidden_size)
         own = torch.empty(shape, dtype=weights.dtype, device=weights.device)

@@ -1,4 +1,4 @@
-"""Which rectangles of the attention matrix a span of queries needs, as data.
+"""Rectangles of the attention matrix that a span of queries needs, as data.
 
 A span's queries are the last C of T positions (bottom-right aligned): query i sees the keys of its
 document at positions ``<= i``, the last ``window`` of them when there is a sliding window. That
@@ -35,7 +35,7 @@ MAX_REMAINDER_TOKENS = 256
 
 
 class BlockKind(StrEnum):
-    """How the pairs inside a block are masked."""
+    """Mask of the pairs inside a block."""
 
     FULL = "full"
     CAUSAL = "causal"

@@ -1,4 +1,4 @@
-"""Which back end of attention serves a case: a table of what each can do, and a rule.
+"""Choice of a back end of attention: a table of what each can do, and a rule.
 
 ``auto`` goes down the table and takes the first back end that can do the case; on Hopper it prefers
 cuDNN to flash-attn 2 (:data:`_BEFORE_ON_HOPPER`). On a GPU it also has
@@ -51,7 +51,7 @@ _DOCUMENTS = ((0,), (0, 20, 150))
 
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
-    """What a back end has to be able to do."""
+    """Properties of a call that decide which back ends serve it."""
 
     device: torch.device
     dtype: torch.dtype
@@ -72,12 +72,12 @@ class AttentionCase:
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """What a back end can do; it has grouped queries in any case."""
+    """Cases that a back end serves; it has grouped queries in any case."""
 
     devices: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
     module: str | None = None
-    """Has to be installed."""
+    """Module that has to be installed."""
     max_head_size: int | None = None
     head_size_multiple: int = 1
     window: bool = True
@@ -108,13 +108,14 @@ CAPABILITIES: Mapping[Name, Capability] = {
     "torch_blocks": Capability(("cpu", "cuda"), _ALL),
     "reference": Capability(("cpu", "cuda"), _ALL, automatic=False),
 }
-"""What each back end can do, in the order in which ``auto`` prefers them on most devices."""
+"""Capabilities of all back ends, in the order in which ``auto`` prefers them on most devices."""
 
 
 _HOPPER = 9
 _BEFORE_ON_HOPPER: tuple[Name, Name] = ("cudnn", "flash_attn_2")
-"""There cuDNN is 1.7 to 2.3 times faster in training than the flash-attn 2 of torch, and on Ampere
-and Blackwell workstations slower (transformers, pull request 48163)."""
+"""Back end that comes before another on Hopper: there cuDNN is 1.7 to 2.3 times faster in training
+than the flash-attn 2 of torch, and on Ampere and Blackwell workstations slower (transformers, pull
+request 48163)."""
 
 
 def choose(backend: Name | Literal["auto"], case: AttentionCase) -> AttentionKernel:
@@ -172,7 +173,7 @@ def _may(name: Name) -> bool:
 
 
 def why_not(name: Name, case: AttentionCase) -> str | None:
-    """Why a back end cannot do a case, as the end of a sentence; None if it can."""
+    """Return why a back end cannot do a case, as the end of a sentence; None if it can."""
     able = CAPABILITIES[name]
     if case.device.type not in able.devices:
         return f"runs on {' and '.join(able.devices)}, tensors are on {case.device.type}"
@@ -205,7 +206,7 @@ def _why_not_triton(device: torch.device) -> str | None:
 
 @lru_cache(maxsize=16)
 def is_installed(module: str) -> bool:
-    """Whether a module can be found; it is not imported, but the packages around it are."""
+    """Return whether a module can be found; it is not imported, but the packages around it are."""
     try:
         return find_spec(module) is not None
     except Exception:  # of the package that it is part of, which is imported and may be broken
@@ -244,7 +245,7 @@ def load(name: Name) -> AttentionKernel:
 
 @torch.no_grad()
 def error_on_a_small_case(name: Name, case: AttentionCase) -> str | None:
-    """What goes wrong when a back end does a small case like ``case``, against its definition."""
+    """Return what goes wrong in a small case like ``case``, by the definition; None if nothing."""
     random = torch.Generator().manual_seed(0)
     heads = _SMALL_KV_HEADS * case.group
     documents = _DOCUMENTS if CAPABILITIES[name].single_tokens else _DOCUMENTS[:1]

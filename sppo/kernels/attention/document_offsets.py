@@ -1,4 +1,4 @@
-"""Where the documents of a span begin, as kernels read it that take all of them in one call.
+"""Begins of the documents of a span, as kernels read them that take all in one call.
 
 Such a kernel takes rows and keys of the documents one after another, and for each the sums of the
 lengths so far (``cu_seqlens`` of flash-attn, ``cum_seq`` of torch).
@@ -24,7 +24,7 @@ class DocumentOffsets:
     queries: Tensor
     """int32, where each document's queries begin, and where the last one's end."""
     keys: Tensor
-    """The same of its keys."""
+    """Begins of the documents among the keys, likewise."""
     most_queries: int
     """Queries of the longest."""
     most_keys: int

@@ -131,7 +131,7 @@ def _kernel(
 
 @lru_cache(maxsize=256)
 def _has_single_tokens(queries: int, keys: int) -> bool:
-    """Whether a span of one document has a block of one query or one key."""
+    """Return whether a span of one document has a block of one query or one key."""
     blocks = attention_blocks(queries, keys)
     return any(1 in (block.num_queries, block.num_keys) for block in blocks)
 

@@ -1,4 +1,4 @@
-"""What a back end of attention offers, whatever it is made of.
+"""Interface of an attention back end, whatever it is made of.
 
 Legend: C queries (the last C of T positions), T keys, N query heads, K key/value heads, D head
 size.

@@ -1,4 +1,4 @@
-"""How keys, values and their gradients lie in memory.
+"""Layout of keys, values and their gradients in memory.
 
 ``[T, K, D]`` everywhere to look at. On a CPU a head's tokens lie next to each other, because its
 kernels go head by head and read a strided one a twentieth slower; kernels of GPUs read any stride

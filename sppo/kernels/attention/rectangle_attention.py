@@ -34,7 +34,7 @@ class RectangleKernel(Protocol):
 
     @property
     def takes_documents(self) -> bool:
-        """Whether a call may have ``documents``."""
+        """Return whether a call may have ``documents``."""
         ...
 
     def forward(
@@ -78,7 +78,7 @@ class Rectangle:
     k1: int
     causal: bool
     documents: tuple[Rectangle, ...] = ()
-    """What it joins, in order: its own queries and keys are those of all of them."""
+    """Rectangles that it joins, in order: its own queries and keys are those of all of them."""
 
 
 def rectangles(
@@ -125,7 +125,7 @@ class OfRectangles:
 
     kernel: RectangleKernel
     max_backward_keys: int | None = None
-    """None for :data:`MAX_BACKWARD_KEYS`."""
+    """Most keys of one backward call; None for :data:`MAX_BACKWARD_KEYS`."""
 
     def forward(
         self,

@@ -28,7 +28,7 @@ SWITCH = "SPPO_CPU_ALLOCATOR"
 
 _PLACE = Path(__file__).parents[1] / "_native"
 _LEAST_ADDRESSES = 1 << 30
-"""What the pool begins with, at least, however little memory there is."""
+"""Addresses that the pool begins with, at least, however little memory there is."""
 _ADDRESSES_PER_BYTE = 4
 """Addresses are free; several times the memory there is, so that holes never use them up."""
 
@@ -55,7 +55,7 @@ class _MemoryStruct(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class CpuMemory:
-    """What the pool holds; peaks since :meth:`CpuAllocator.reset_peak`."""
+    """Memory that the pool holds; peaks since :meth:`CpuAllocator.reset_peak`."""
 
     used_bytes: int
     """Bytes in tensors of at least :data:`LEAST_POOLED_BYTES`, in whole pages."""

@@ -42,7 +42,7 @@ class ReservedMemory:
 
     address: int
     size_bytes: int
-    """What was asked for, rounded up to whole pages."""
+    """Size that was asked for, rounded up to whole pages."""
     huge_pages: bool
     """Whether the system took the advice to use huge pages."""
     struct: ArenaStruct
@@ -132,7 +132,7 @@ def load(place: Path) -> NativeLibrary | str:
 
 
 def why_missing(path: Path, *, reason_name: str, needs: str) -> str:
-    """What installation left in the place of library ``path``, or what it takes to build it."""
+    """Return what installation left in place of library ``path``, or what it takes to build it."""
     try:
         return f"not built: {(path.parent / reason_name).read_text().strip()}"
     except OSError:

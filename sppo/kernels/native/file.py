@@ -116,7 +116,7 @@ class FileFunctions:
         self._forget(request)
 
     def measure(self, file: FileStruct) -> TotalsStruct:
-        """What was transferred so far."""
+        """Return the totals of what was transferred so far."""
         totals = TotalsStruct()
         _check(self._measure(ctypes.byref(file), ctypes.byref(totals)))
         return totals

@@ -1,4 +1,4 @@
-"""How much memory there is to take: the machine's, the control groups', the process's own limits.
+"""Memory there is to take: the machine's, the control groups', the process's own limits.
 
 Containers limit memory by control groups, of which two versions are in use; a limit of any group
 above the process holds. ``ulimit -v`` and ``ulimit -d`` limit the addresses of one process.
@@ -16,7 +16,7 @@ import psutil
 from sppo.units import GIB, MIB, format_bytes
 
 LIBRARY_BYTES = 240 * MIB
-"""What the libraries of a training process take of the memory; measured with torch 2.13."""
+"""Memory that the libraries of a training process take; measured with torch 2.13."""
 LIBRARY_ADDRESS_BYTES = GIB
 """Addresses that they take, with threads."""
 
@@ -39,7 +39,7 @@ class MemoryRoom:
 
     @property
     def least_bytes(self) -> int:
-        """What all limits leave together."""
+        """Return the bytes that all limits leave together."""
         return self.share_bytes(1)
 
     def share_bytes(self, processes: int) -> int:
@@ -64,7 +64,7 @@ class MemoryRoom:
 
 
 def memory_room(*, numa_node: int | None = None) -> MemoryRoom:
-    """What may be taken now, on ``numa_node`` if one is named.
+    """Return the memory that may be taken now, on ``numa_node`` if one is named.
 
     Raises:
         ValueError: the machine has no such node.
@@ -154,7 +154,7 @@ def _groups(top: Path, name: str) -> list[Path]:
 
 
 def _room_v2(group: Path) -> int | None:
-    """What ``group`` may still take; files it has cached make way and do not count."""
+    """Return the bytes that ``group`` may still take; files it has cached make way."""
     try:
         limit = int((group / "memory.max").read_text())  # "max" where there is no limit
         current = int((group / "memory.current").read_text())

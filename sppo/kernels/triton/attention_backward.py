@@ -113,7 +113,7 @@ def _delta(do: Tensor, o: Tensor, block: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What both kernels read."""
+    """Operands that both kernels read."""
 
     do: Tensor
     q: Tensor

@@ -38,7 +38,7 @@ def _add_to_dq(
     UPCAST: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
-    """What the keys of ``[begin, end)`` add, yet without ``scale``."""
+    """Return dq with what the keys of ``[begin, end)`` add, yet without ``scale``."""
     for key in range(begin, end, KEYS):
         key_t = key + tl.arange(0, KEYS)
         k_tD = load_rows(k_ptr, key_t, num_keys, k_stride, d_D, SIZE, FIT=not MASKED)

@@ -23,9 +23,9 @@ _LEAST_BLOCK = 1024
 _MOST_BLOCK = 4096
 _BLOCK_PER_WARP = 512
 _LOAD_BYTES = 16
-"""Of a thread at once, at most."""
+"""Bytes that a thread loads at once, at most."""
 _ALIGNED = 16
-"""What a stride must be a multiple of for Triton to take neighbours at once."""
+"""Divisor that a stride must have for Triton to take neighbours at once."""
 
 
 @triton.jit

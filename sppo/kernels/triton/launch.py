@@ -1,4 +1,4 @@
-"""What every launch of a Triton kernel decides: device, accumulation type, interpreter or not.
+"""Decisions of every launch of a Triton kernel: device, accumulation type, interpreter or not.
 
 The kernels also run on CPU tensors under Triton's interpreter, which is how they are tested without
 a GPU: set ``TRITON_INTERPRET=1`` before triton is first imported.
@@ -83,7 +83,7 @@ def accumulation_type(dtype: torch.dtype) -> Any:
 
 
 def must_upcast(dtype: torch.dtype) -> bool:
-    """Whether :func:`dot` must convert operands of this dtype."""
+    """Return whether :func:`dot` must convert operands of this dtype."""
     return INTERPRETED and dtype == torch.bfloat16
 
 

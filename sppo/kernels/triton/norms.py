@@ -21,11 +21,11 @@ _FORWARD_TILE = {"elements": 4096, "elements_per_warp": 1024}
 _BACKWARD_TILE = {"elements": 2048, "elements_per_warp": 512}
 """A backward keeps four times as many values of a row as a forward."""
 _BACKWARD_WARPS = 4096
-"""Of all programs together: 512 programs of eight warps with a row of 4096 each. A number of its
-own, not the device's: how sums are split must not depend on where they run. Up to three rows of
+"""Warps of all programs together: 512 programs of eight warps with a row of 4096 each. A number of
+its own, not the device's: how sums are split must not depend on where they run. Up to three rows of
 4096 fit the registers of a multiprocessor, and a GPU has up to 160 of those."""
 _LEAST_BACKWARD_PROGRAMS = 512
-"""Of larger rows, one of which fills a multiprocessor."""
+"""Programs for larger rows, one of which fills a multiprocessor."""
 
 
 @triton.jit

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a kernel is cut, and how it is compiled."""
+    """Sizes at which a kernel is cut, and with which it is compiled."""
 
     queries: int
     keys: int
@@ -37,7 +37,7 @@ compute capability 8.0 on, 99 KiB where there is least; what is not listed is cu
 _WARPGROUP_TILES = {
     (128, 2): AttentionTiles(Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 64, 4, 2)),
 }
-"""The same where four warps multiply together and read operands from shared memory. Two such groups
+"""Tiles where four warps multiply together and read operands from shared memory. Two such groups
 would both compute all scores of 64 keys."""
 _WARPGROUP_MAJORS = (9, 10, 11)
 _FINE = AttentionTiles(Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1))

@@ -1,4 +1,4 @@
-"""Which keys a span's queries see, as the numbers that the Triton kernels read.
+"""Keys that a span's queries see, as the numbers that the Triton kernels read.
 
 A query sees the keys from its *first* one to itself. Window and documents both only move the first
 one, which never moves back from one query to the next. So a block of queries sees keys in three

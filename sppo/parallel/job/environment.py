@@ -67,7 +67,7 @@ class RankEnvironment:
 
     @property
     def is_one_machine(self) -> bool:
-        """Whether every rank runs on this machine."""
+        """Return whether every rank runs on this machine."""
         return self.local_world_size == self.world_size
 
 
@@ -191,7 +191,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> RankEnvironment:
 
 
 def _is_slurm_task(environ: Mapping[str, str]) -> bool:
-    """Whether srun started this process as one of several tasks of a step."""
+    """Return whether srun started this process as one of several tasks of a step."""
     step = environ.get("SLURM_STEP_ID", "")
     if not step.isdecimal() or int(step) >= _FIRST_SPECIAL_STEP or "SLURM_PROCID" not in environ:
         return False

@@ -1,4 +1,4 @@
-"""How the failure of a rank is noticed, recorded and told.
+"""Failure of a rank: how it is noticed, recorded and told.
 
 Another rank that is lost shows as PeerLostError. Every rank writes a flight record: a small file,
 mapped into memory, that says what the rank does now and survives any death but the machine's. From
@@ -330,7 +330,7 @@ _STATE_TEXTS: dict[RankState, str] = {
 
 @dataclass(frozen=True, slots=True)
 class RankEnd:
-    """How one rank ended.
+    """End of one rank's process.
 
     Attributes:
         rank: Its number.
@@ -353,7 +353,7 @@ class RankEnd:
 
     @property
     def failed_s(self) -> float:
-        """When it failed: as its flight record says, else when it ended, which takes a while."""
+        """Return when it failed: by its flight record, else when it ended, which takes a while."""
         if self.note is not None and self.note.state in ("failed", "peer_lost"):
             return min(self.note.changed_s, self.ended_s)
         return self.ended_s
@@ -384,7 +384,7 @@ class RankEnd:
 
     @property
     def was_aborted(self) -> bool:
-        """Whether a library ended the process by SIGABRT, and the rank itself had not failed."""
+        """Return whether a library ended the process by SIGABRT before the rank had failed."""
         failed = self.note is not None and self.note.state == "failed"
         return self.returncode == -signal.SIGABRT and not failed
 

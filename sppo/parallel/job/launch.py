@@ -55,7 +55,7 @@ _LAST_LINES = 15
 _LAST_BYTES = 1 << 14
 _WATCHDOG_BYTES = 1 << 20
 _WATCHDOG_SIGN = b"Watchdog caught collective operation timeout"
-"""What torch's watchdog says before it ends a process; stacks of all threads may follow."""
+"""Line of torch's watchdog before it ends a process; stacks of all threads may follow."""
 _SHARED_MEMORY = "/dev/shm"
 _WRAPPER = Path(__file__).with_name("end_with_parent.py")
 

@@ -1,4 +1,4 @@
-"""How many files and connections a rank opens, and the limit of them; loads no torch."""
+"""Number of files and connections that a rank opens, and the limit of them; loads no torch."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from typing import TypeVar, cast
 T = TypeVar("T")
 
 _unanswered: list[Event] = []
-"""Of each call whose outcome nobody has taken: set once it has returned."""
+"""Events of calls whose outcome nobody has taken: set once the call has returned."""
 _without_shutdown = Event()
 
 

@@ -1,4 +1,4 @@
-"""How long ranks wait for each other's devices, which is not how long hosts wait for hosts.
+"""Times that ranks wait for each other's devices, which differ from those of hosts.
 
 Over gloo a host waits for each message, and for no longer than ``parallel.timeout_s``. Over NCCL it
 issues a whole step and then waits for its device, which waits for messages meanwhile: a wait
@@ -21,9 +21,9 @@ class DeviceTimeouts:
     """Longest waits of a rank with a device, in seconds."""
 
     still_s: float
-    """For a device that does not get on."""
+    """Seconds for a device that does not get on."""
     issued_s: float
-    """For work of NCCL, from the time at which it was issued."""
+    """Seconds for work of NCCL, from the time at which it was issued."""
 
 
 def device_timeouts(timeout_s: float, *, predicted_step_s: float) -> DeviceTimeouts:

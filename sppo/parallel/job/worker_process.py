@@ -46,7 +46,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int | None:
-        """Its process id; None where it does not run."""
+        """Return the process id; None where it does not run."""
         process = self._context.process
         return None if process is None else process.pid
 

@@ -1,1 +1,1 @@
-"""What is looked at before a run starts: its inputs, its plan, and the room that it needs."""
+"""Checks before a run starts: of its inputs, its plan, and the room that it needs."""

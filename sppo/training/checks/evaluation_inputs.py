@@ -1,4 +1,4 @@
-"""What an evaluation reads, looked at before it begins: tokens and weights. Needs no torch."""
+"""Checks of what an evaluation reads, before it begins: tokens and weights. Needs no torch."""
 
 from __future__ import annotations
 

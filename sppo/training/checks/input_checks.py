@@ -1,4 +1,4 @@
-"""What a run file names, looked at before anything starts: data, weights, output, machine, degrees.
+"""Checks of what a run file names, before anything starts: data, weights, output, machine, degrees.
 
 ``sppo train`` refuses what is found here, and ``sppo config check`` lists it. Nothing here depends
 on how much memory there is, nothing is changed, and :func:`check_inputs` needs no torch, whose
@@ -28,7 +28,7 @@ _UNBOUNDED_BYTES = 1 << 60
 """Memory with which a plan is made to see what it refuses for other reasons."""
 
 _BAD_PATHS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
-"""What is wrong with a path in a run file; other faults of the system end the command as such."""
+"""Errors of a wrong path in a run file; other faults of the system end the command as such."""
 
 
 @dataclass(frozen=True, slots=True)

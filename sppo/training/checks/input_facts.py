@@ -1,4 +1,4 @@
-"""What all ranks must read alike: their token data and starting weights, as far as it shows.
+"""Facts that all ranks must read alike: token data and starting weights, as far as it shows.
 
 Files may lie in other places on other nodes, as copies on local disks do; their contents must not
 differ, or a pipeline takes inputs from one data set and labels from another.

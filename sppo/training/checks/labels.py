@@ -1,4 +1,4 @@
-"""Whether any step of a run has something to learn: a label that counts."""
+"""Check that some step of a run has something to learn: a label that counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that can be found wrong before a run starts, and what it will do."""
+"""All checks before a run starts, and the plan of its steps."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Preflight:
 
     data: TrainingData | DocumentSamples
     plan: ExecutionPlan
-    """Of its steps; of samples, of a step of the longest ones."""
+    """Plan of a step; of a step of the longest samples where steps have samples."""
     next_step: NextStep | None = None
     """The step of samples that is run first; None of sequences, whose steps are alike, and where
     all steps are done."""
@@ -206,7 +206,7 @@ def _as_used(run: RunConfig, device: Device, *, local_ranks: int) -> HardwareSpe
 
 
 def _check_trainable(run: RunConfig, plan: ExecutionPlan) -> None:
-    """What a plan may hold, and training cannot do."""
+    """Refuse a plan that training cannot run."""
     by_name = plan.schedule == "sppo_msp"
     problem = multiplexed_problem(run, degrees=Degrees.of_run(run)) if by_name else None
     if problem is not None:
@@ -230,7 +230,7 @@ def _check_trainable(run: RunConfig, plan: ExecutionPlan) -> None:
 
 
 def _stream_use(run: RunConfig, plan: ExecutionPlan) -> StreamUse:
-    """What takes CUDA streams in a run."""
+    """Return what takes CUDA streams in a run."""
     ranges: set[tuple[int, int]] = set()
     if plan.shares_units:
         schedule = plan_program(plan)

@@ -22,7 +22,7 @@ from sppo.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a run finds on this machine.
+    """Memory and disk space that a run finds on this machine.
 
     Attributes:
         kind: Of the device.

@@ -1,1 +1,1 @@
-"""What a rank computes on: a CPU or a GPU, and which of them a run gets."""
+"""Devices that a rank computes on: a CPU or a GPU, and which of them a run gets."""

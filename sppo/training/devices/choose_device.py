@@ -13,7 +13,7 @@ from sppo.training.devices.device import Device, Kind
 
 
 def device_kind(run: RunConfig) -> Kind:
-    """What ``run`` is trained on here: a GPU, unless there is none or it names a CPU."""
+    """Return the kind of device that ``run`` is trained on here: a GPU unless it names a CPU."""
     if torch.version.cuda is not None:
         prepare_cuda()
     return "cuda" if torch.cuda.is_available() and _named_kind(run) != "cpu" else "cpu"

@@ -1,4 +1,4 @@
-"""What a rank computes on: everything in training that a CPU and a GPU do differently.
+"""Interface of a device: everything in training that a CPU and a GPU do differently.
 
 The trainer asks this object and never which kind it is. A CPU's device memory is the machine's, its
 work is done when it is issued, and what is offloaded goes to a disk; of a GPU see
@@ -27,7 +27,7 @@ Kind = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True, slots=True)
 class PoolUse:
-    """What torch's tensors take of the memory that its allocator manages."""
+    """Memory of torch's tensors, of what its allocator manages."""
 
     used_bytes: int
     """Now."""
@@ -62,11 +62,11 @@ class Device(Protocol):
         ...
 
     def describe_memory(self) -> str:
-        """What manages its tensors' memory, for people."""
+        """Return what manages the memory of tensors, for people."""
         ...
 
     def machine(self) -> HardwareSpec:
-        """This machine, for a run file that names none."""
+        """Return this machine, for a run file that names none."""
         ...
 
     def room_bytes(self, *, local_ranks: int) -> int:
@@ -78,7 +78,7 @@ class Device(Protocol):
         ...
 
     def describe_room(self) -> str:
-        """What of the device's memory is free, for people."""
+        """Return how much of the device's memory is free, for people."""
         ...
 
     def host_room_bytes(self, *, local_ranks: int) -> int:
@@ -90,7 +90,7 @@ class Device(Protocol):
         ...
 
     def peak_flops_per_s(self, dtype: torch.dtype) -> float:
-        """What matrix products reach, measured now."""
+        """Return the rate that matrix products reach, measured now."""
         ...
 
     def held_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""What a run of samples learns about its predictions: alike on all ranks, kept in checkpoints."""
+"""Corrections of predicted seconds by measured ones: alike on all ranks, kept in checkpoints."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ class Corrections:
 
     @property
     def current(self) -> StepCorrection:
-        """Of the step that begins, or runs."""
+        """Return the correction for the step that begins, or runs."""
         return self._current
 
     @property
     def following(self) -> StepCorrection:
-        """Of the step after that."""
+        """Return the correction for the step after that."""
         return self._history.current
 
     def learn(

@@ -1,4 +1,4 @@
-"""What the steps of a run measure on one rank: where time went, and what held how much memory."""
+"""Measurements of the steps of a run on one rank: where time went, and what held memory."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class MeasuredBuckets:
     """Bytes that were held, at most, by what held them."""
 
     weights_bytes: int = 0
-    """What a rank keeps, and what it puts together for the time it computes with it."""
+    """Weights that a rank keeps, and those it puts together for the time it computes with them."""
     gradients_bytes: int = 0
-    """What a rank keeps, and what is whole for the time it is formed and reduced."""
+    """Gradients that a rank keeps, and those that are whole while they are formed and reduced."""
     optimizer_bytes: int = 0
     kv_bytes: int = 0
     activations_bytes: int = 0
@@ -43,7 +43,7 @@ class MeasuredBuckets:
 
     @property
     def counted_bytes(self) -> int:
-        """All that is counted tensor by tensor."""
+        """Return all bytes that are counted tensor by tensor."""
         state = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
         saved = self.kv_bytes + self.activations_bytes + self.copies_bytes
         return state + saved + (self.working_bytes or 0)

@@ -31,7 +31,7 @@ class NonFiniteGuard:
 
     @property
     def failing(self) -> bool:
-        """Whether the last step was not finite."""
+        """Return whether the last step was not finite."""
         return self._in_a_row > 0
 
     def problem(
@@ -43,7 +43,7 @@ class NonFiniteGuard:
         gradients: Mapping[str, Tensor],
         all_gather: Callable[[Sequence[str]], Sequence[str]] = lambda own: own,
     ) -> str | None:
-        """None for a healthy step, else what is not finite; the update must then be skipped.
+        """Return what is not finite, so that the update must be skipped; None for a healthy step.
 
         Args:
             step: counted from 1.
@@ -72,7 +72,7 @@ class NonFiniteGuard:
 
 
 def nonfinite_state(state: Mapping[str, Tensor]) -> str | None:
-    """What is NaN or infinite in a state that is to be saved; None if nothing is."""
+    """Return what is NaN or infinite in a state that is to be saved; None if nothing is."""
     bad = _nonfinite_names(state)
     return f"not finite: {_first_of(bad)}" if bad else None
 

@@ -37,7 +37,7 @@ class TakenPlan:
 
 
 class _NotThereError(Exception):
-    """There is no plan from the other process; says why, or "" where none was asked for."""
+    """The other process has no plan; says why, or "" where none was asked for."""
 
 
 class StepPlans:
@@ -68,7 +68,7 @@ class StepPlans:
         self._failures = 0
         self._begun: tuple[StepRequest, Future[ReplicaPlan]] | None = None
         self._note = ""
-        """What went wrong since the last plan was taken."""
+        """Failure since the last plan was taken, as text; "" without one."""
 
     def begin(self, request: StepRequest) -> None:
         """Have the other process plan a step."""

@@ -21,7 +21,7 @@ from sppo.training.steps.measured import MeasuredBuckets
 
 @dataclass(frozen=True, slots=True)
 class StepSums:
-    """What all ranks have added up when the update is decided on.
+    """Sums over all ranks, from which the update is decided.
 
     Attributes:
         num_valid: Labels that count, of all replicas.
@@ -38,7 +38,7 @@ class StepSums:
 
 @dataclass(frozen=True, slots=True)
 class DoneStep:
-    """What a step did and took.
+    """Results and times of one step on this rank.
 
     Attributes:
         result: Of the engine.
@@ -59,7 +59,7 @@ class DoneStep:
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """What a step of one replica trains on.
+    """Sequences that a step of one replica trains on.
 
     Attributes:
         sequences: Its sequences.
@@ -80,7 +80,7 @@ def _nothing(*_: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepHooks:
-    """What a step asks of whoever runs it, in this order.
+    """Callbacks of a step, in the order of their calls.
 
     Attributes:
         read: Returns what this replica trains on.

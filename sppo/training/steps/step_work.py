@@ -1,4 +1,4 @@
-"""What each step of a run trains on, and what was planned for it: fixed sequences, or samples."""
+"""Work of each step of a run and its plan: fixed sequences, or samples."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class StepWork:
 
     @property
     def for_engine(self) -> PlannedStep | None:
-        """What the engine follows; None where its own plan serves."""
+        """Return the plan that the engine follows; None where its own plan serves."""
         if self.planned is None:
             return None
         return PlannedStep(self.planned.program, self.planned.placements)
