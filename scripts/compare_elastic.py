@@ -42,7 +42,7 @@ from option_types import one_of, output_file, positive, several
 from pipeline_ranks import TIMEOUT, provenance, run_ranks, timed_s  # beside this file
 
 from sppo.cost.packed_sequence import PackedSequence
-from sppo.data.length_distributions import DISTRIBUTIONS, draw
+from sppo.data.samples.length_distributions import DISTRIBUTIONS, draw
 from sppo.hardware.this_machine import divide_cpu, this_machine, usable_memory_bytes
 from sppo.output_file import write_text
 from sppo.planning.corpus.packings import Piece

@@ -51,7 +51,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from sppo.data.length_distributions import DISTRIBUTIONS
+from sppo.data.samples.length_distributions import DISTRIBUTIONS
 from sppo.output_file import write_text
 from sppo.planning.corpus.sides import deviation
 from sppo.planning.elastic.step_plan import StepPlan

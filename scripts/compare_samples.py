@@ -23,7 +23,7 @@ from option_types import output_file, positive
 from pipeline_ranks import provenance  # beside this file
 
 import sppo
-from sppo.data.token_writer import TokenWriter
+from sppo.data.preparation.token_writer import TokenWriter
 from sppo.data.tokens import TokenizerDescription, open_tokens
 from sppo.output_file import write_text
 

@@ -16,7 +16,7 @@ from level_sides import RECOMPUTING_SIDES  # beside this file
 
 from sppo.config import check_run
 from sppo.config.run import RunConfig
-from sppo.data.length_distributions import draw
+from sppo.data.samples.length_distributions import draw
 from sppo.hardware.run_hardware import run_hardware
 from sppo.planning.corpus.packings import fixed_chunks
 from sppo.planning.corpus.sides import heaviest_replica

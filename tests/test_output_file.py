@@ -258,7 +258,7 @@ def test_devices_and_new_names_pass(path):
 _BY_ITSELF = {
     "sppo/output_file.py": "the mechanism",
     "sppo/report/metrics.py": "metrics.jsonl grows by whole lines",
-    "sppo/data/token_writer.py": "in a directory that is renamed when it is complete",
+    "sppo/data/preparation/token_writer.py": "in a directory that is renamed when it is complete",
     "sppo/training/run_directory.py": "the lock, which says who holds it",
     "sppo/kernels/native/process_memory.py": "a switch of the kernel",
     "sppo/parallel/job/failures.py": "a mapped file of the launcher's own",

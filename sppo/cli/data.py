@@ -15,9 +15,9 @@ from sppo.cli.command_group import CommandGroup
 from sppo.cli.exit_codes import exit_codes
 
 if TYPE_CHECKING:
-    from sppo.data.length_stats import LengthStats
-    from sppo.data.prepare import PreparedTokens, PrepareProgress
-    from sppo.data.tokenizers import EndOfDocument
+    from sppo.data.preparation.prepare import PreparedTokens, PrepareProgress
+    from sppo.data.preparation.tokenizers import EndOfDocument
+    from sppo.data.samples.length_stats import LengthStats
 
 app = CommandGroup(help="Write and describe the token data that runs read.")
 
@@ -81,7 +81,7 @@ def prepare(
 
     Example: sppo data prepare --tokenizer bytes --out data/stdlib --glob '*.py' DIRECTORY
     """
-    from sppo.data.prepare import prepare_tokens
+    from sppo.data.preparation.prepare import prepare_tokens
 
     with exit_codes(), _disk_full_explained(out), _progress(quiet=json_output) as on_progress:
         if tokenizer is None:
@@ -128,7 +128,7 @@ def stats(
 
         sppo data stats data/code --length 8Ki -o lengths.png
     """
-    from sppo.data.length_stats import length_distribution, length_stats
+    from sppo.data.samples.length_stats import length_distribution, length_stats
     from sppo.data.tokens import open_tokens
     from sppo.output_file import check_output_files
 

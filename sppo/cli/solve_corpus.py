@@ -57,7 +57,7 @@ def solve_and_print(
 
 
 def _solution(run: RunConfig, lengths: str | None) -> CorpusSolution:
-    from sppo.data.step_lengths import drawn_steps
+    from sppo.data.samples.step_lengths import drawn_steps
     from sppo.hardware.run_hardware import run_hardware
     from sppo.planning.corpus.search import solve_corpus
 

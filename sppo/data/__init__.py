@@ -1,1 +1,1 @@
-"""Token data: documents, tokenizers, token directories, and the sequences cut from them."""
+"""Token data: its preparation from documents, and the sequences and samples cut from it."""

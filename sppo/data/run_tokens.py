@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from sppo.config import RunConfig
-from sppo.data.model_tokenizer import check_same_vocabulary, check_tokenizer
-from sppo.data.sample_table import SampleTable, check_samples, sample_table
+from sppo.data.preparation.model_tokenizer import check_same_vocabulary, check_tokenizer
+from sppo.data.samples.sample_table import SampleTable, check_samples, sample_table
 from sppo.data.tokens import TokenData, check_fits, open_tokens
 
 

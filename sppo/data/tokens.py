@@ -52,8 +52,8 @@ class TokenizerDescription:
     sha256: str | None = None
     """SHA-256 of the tokenizer file; None for the built-in tokenizers."""
     vocabulary_sha256: str | None = None
-    """Checksum of its vocabulary by id (:mod:`sppo.data.model_tokenizer`); None for built-in
-    ones."""
+    """Checksum of its vocabulary by id (:mod:`sppo.data.preparation.model_tokenizer`); None for
+    built-in ones."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,7 @@ def _epoch(preflight: Preflight) -> str:
     """Return the length of an epoch, as text."""
     import numpy as np
 
-    from sppo.data.samples import DocumentSamples
+    from sppo.data.samples.document_samples import DocumentSamples
     from sppo.units import counted, format_count, format_tokens
 
     data = preflight.data
@@ -107,7 +107,7 @@ def _epoch(preflight: Preflight) -> str:
 
 def _cut(run: RunConfig, preflight: Preflight) -> tuple[str, ...]:
     """Return lines on how sequences are cut, or samples packed."""
-    from sppo.data.samples import DocumentSamples
+    from sppo.data.samples.document_samples import DocumentSamples
     from sppo.units import format_count, format_duration
 
     data, lengths = preflight.data, preflight.plan.lengths

@@ -166,7 +166,7 @@ def load_plan(path: Path | str) -> ExecutionPlan:
 
 def _solve_corpus(run: RunConfig, lengths: str | None) -> ExecutionPlan:
     """Return the plan of the longest samples by the degrees that are best for drawn steps."""
-    from sppo.data.step_lengths import drawn_steps
+    from sppo.data.samples.step_lengths import drawn_steps
     from sppo.planning.corpus.search import plan_of_longest, solve_corpus
 
     steps = drawn_steps(run, distribution=lengths)

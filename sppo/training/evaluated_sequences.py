@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from sppo.config import RunConfig
 from sppo.data.run_tokens import samples_of
-from sppo.data.samples import DocumentSamples
+from sppo.data.samples.document_samples import DocumentSamples
 from sppo.data.sequences import count_sequences, training_sequence
 from sppo.data.tokens import TokenData
 from sppo.engine.unit import SequenceData

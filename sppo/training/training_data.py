@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sppo.config import RunConfig
 from sppo.data.run_tokens import samples_of
-from sppo.data.samples import DocumentSamples
+from sppo.data.samples.document_samples import DocumentSamples
 from sppo.data.sequences import TrainingData
 from sppo.data.tokens import open_tokens
 

@@ -16,7 +16,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from sppo.cli.data import app
-from sppo.data.token_writer import TokenWriter
+from sppo.data.preparation.token_writer import TokenWriter
 
 
 def prepare(*words: object) -> Result:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sppo.data.prepare import prepare_tokens
+from sppo.data.preparation.prepare import prepare_tokens
 from tests.conftest import call, succeed
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sppo.data.length_distributions import DISTRIBUTIONS
+from sppo.data.samples.length_distributions import DISTRIBUTIONS
 from sppo.planning.plan import read_plan
 from tests.conftest import call, refuse, succeed, write_run, write_tokens
 

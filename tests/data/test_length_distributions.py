@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sppo.data.length_distributions import DISTRIBUTIONS, draw
+from sppo.data.samples.length_distributions import DISTRIBUTIONS, draw
 
 KI = 1024
 MANY = 1_000_000

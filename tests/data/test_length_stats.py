@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sppo.data import length_stats as length_stats_module
-from sppo.data.length_stats import LengthStats, length_distribution, length_stats
-from sppo.data.sample_table import sample_table
+from sppo.data.samples import length_stats as length_stats_module
+from sppo.data.samples.length_stats import LengthStats, length_distribution, length_stats
+from sppo.data.samples.sample_table import sample_table
 from tests.data.test_sequences import stream_of
 
 documents = st.lists(st.integers(1, 1300), min_size=1, max_size=12)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from sppo.config.model import ModelConfig
-from sppo.data.model_tokenizer import (
+from sppo.data.preparation.model_tokenizer import (
     check_same_vocabulary,
     check_tokenizer,
     vocabulary_identity,
 )
-from sppo.data.prepare import prepare_tokens
+from sppo.data.preparation.prepare import prepare_tokens
 from sppo.data.tokens import TokenData, open_tokens
 
 hf = pytest.importorskip("tokenizers")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sppo.data.sample_table import SampleTable, sample_table
+from sppo.data.samples.sample_table import SampleTable, sample_table
 
 documents = st.lists(st.integers(1, 40), min_size=1, max_size=20)
 

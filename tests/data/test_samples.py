@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sppo.data.sample_table import check_samples, sample_table
-from sppo.data.samples import DocumentSamples
+from sppo.data.samples.document_samples import DocumentSamples
+from sppo.data.samples.sample_table import check_samples, sample_table
 from sppo.data.sequences import IGNORED_LABEL, training_sequence
 from tests.data.test_sequences import stream_of
 from tests.tiers import examples

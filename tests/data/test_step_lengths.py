@@ -8,10 +8,10 @@ import sys
 import pytest
 
 from sppo.config import check_run
-from sppo.data.length_distributions import DISTRIBUTIONS
-from sppo.data.sample_table import sample_table
-from sppo.data.samples import DocumentSamples
-from sppo.data.step_lengths import DRAWN_STEPS, drawn_steps
+from sppo.data.samples.document_samples import DocumentSamples
+from sppo.data.samples.length_distributions import DISTRIBUTIONS
+from sppo.data.samples.sample_table import sample_table
+from sppo.data.samples.step_lengths import DRAWN_STEPS, drawn_steps
 from sppo.data.tokens import open_tokens
 from tests.conftest import write_tokens
 
@@ -90,5 +90,5 @@ def test_mistakes_are_told(tmp_path, tokens):
 
 
 def test_torch_is_not_loaded():
-    code = "import sys, sppo.data.step_lengths; sys.exit('torch' in sys.modules)"
+    code = "import sys, sppo.data.samples.step_lengths; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from sppo.data.text_files import why_binary
+from sppo.data.preparation.text_files import why_binary
 
 GERMAN = "Grüße aus Köln, für 5 \u20ac.\r\n" * 40
 RUSSIAN = "\u041f\u0440\u0438\u0432\u0435\u0442, \u043c\u0438\u0440!\n" * 40

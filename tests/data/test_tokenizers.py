@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-import sppo.data.tokenizers as tokenizers_module
-from sppo.data.prepare import prepare_tokens
-from sppo.data.tokenizer_file import load_tokenizer_file
-from sppo.data.tokenizers import ByteTokenizer, EncodedShard, scan_ids
+import sppo.data.preparation.tokenizers as tokenizers_module
+from sppo.data.preparation.prepare import prepare_tokens
+from sppo.data.preparation.tokenizer_file import load_tokenizer_file
+from sppo.data.preparation.tokenizers import ByteTokenizer, EncodedShard, scan_ids
 
 hf = pytest.importorskip("tokenizers")
 

@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sppo.data import token_writer, tokenizers, tokens
-from sppo.data.prepare import prepare_tokens
+from sppo.data import tokens
+from sppo.data.preparation import token_writer, tokenizers
+from sppo.data.preparation.prepare import prepare_tokens
+from sppo.data.preparation.tokenizers import scan_ids
 from sppo.data.sequences import IGNORED_LABEL, training_sequence
-from sppo.data.tokenizers import scan_ids
 from sppo.data.tokens import (
     DOCUMENTS_FILE,
     TOKEN_DATA_FILES,

@@ -17,14 +17,14 @@ from sppo.checkpoint.search import find_checkpoint
 from sppo.cli.app import app
 from sppo.config.loading import check_run, load_run
 from sppo.config.yaml_file import read_yaml
-from sppo.data.documents import read_text
-from sppo.data.model_tokenizer import vocabulary_identity
-from sppo.data.prepare import prepare_tokens
-from sppo.data.sample_table import check_samples, sample_table
-from sppo.data.samples import DocumentSamples
+from sppo.data.preparation.documents import read_text
+from sppo.data.preparation.model_tokenizer import vocabulary_identity
+from sppo.data.preparation.prepare import prepare_tokens
+from sppo.data.preparation.tokenizer_file import load_tokenizer_file
+from sppo.data.preparation.tokenizers import scan_ids
+from sppo.data.samples.document_samples import DocumentSamples
+from sppo.data.samples.sample_table import check_samples, sample_table
 from sppo.data.sequences import count_sequences, training_sequence
-from sppo.data.tokenizer_file import load_tokenizer_file
-from sppo.data.tokenizers import scan_ids
 from sppo.data.tokens import open_tokens
 from sppo.hardware.file import hardware_json, read_hardware
 from sppo.hardware.presets import PRESETS

@@ -14,8 +14,8 @@ from sppo.config.model import ModelConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.state_tiers import StateTiers
 from sppo.data.order import SequenceOrder
-from sppo.data.sample_table import SampleTable, sample_table
-from sppo.data.samples import DocumentSamples
+from sppo.data.samples.document_samples import DocumentSamples
+from sppo.data.samples.sample_table import SampleTable, sample_table
 from sppo.engine.engine import PlannedStep
 from sppo.engine.unit import SequenceData
 from sppo.kernels.labels import IGNORED_LABEL

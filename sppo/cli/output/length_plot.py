@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from sppo.data.length_stats import LengthDistribution, LengthStats, LimitStats
+from sppo.data.samples.length_stats import LengthDistribution, LengthStats, LimitStats
 from sppo.output_file import write_figure
 from sppo.units import format_count, format_tokens
 

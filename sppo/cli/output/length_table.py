@@ -6,7 +6,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from sppo.data.length_stats import LengthStats, LimitStats
+from sppo.data.samples.length_stats import LengthStats, LimitStats
 from sppo.units import format_count, format_tokens
 
 

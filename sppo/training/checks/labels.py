@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sppo.data.samples import DocumentSamples
+from sppo.data.samples.document_samples import DocumentSamples
 from sppo.data.sequences import TrainingData
 
 

@@ -12,7 +12,7 @@ from sppo.activations.placement import check_whole_classes
 from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, METADATA_FILE, list_checkpoints
 from sppo.config import RunConfig
 from sppo.config.json_file import read_json
-from sppo.data.samples import DocumentSamples
+from sppo.data.samples.document_samples import DocumentSamples
 from sppo.data.sequences import TrainingData
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.file import hardware_for

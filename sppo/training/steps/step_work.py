@@ -16,7 +16,7 @@ from sppo.cost.flops import executed_step_flops, sample_flops, step_flops
 from sppo.cost.memory.process_growth import code_bytes
 from sppo.cost.memory.stage_memory import MemoryBuckets
 from sppo.cost.packed_sequence import parts_of_sequence
-from sppo.data.samples import DocumentSamples
+from sppo.data.samples.document_samples import DocumentSamples
 from sppo.data.sequences import TrainingData
 from sppo.engine.engine import PlannedStep
 from sppo.engine.unit import SequenceData

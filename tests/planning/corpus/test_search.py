@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sppo.config import check_run
-from sppo.data.length_distributions import draw
+from sppo.data.samples.length_distributions import draw
 from sppo.hardware.run_hardware import run_hardware
 from sppo.planning.corpus.search import DrawnSteps, plan_of_longest, solve_corpus
 from sppo.planning.elastic.longest_samples import run_of_longest_samples

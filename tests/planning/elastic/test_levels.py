@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from sppo.activations.tensor_classes import ATTENTION, LINEAR
-from sppo.data.length_distributions import draw
+from sppo.data.samples.length_distributions import draw
 from sppo.planning.elastic import step_plan
 from sppo.planning.elastic.level_program import solve
 from sppo.planning.elastic.levels import (

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from sppo.config import check_run
-from sppo.data.length_distributions import draw
+from sppo.data.samples.length_distributions import draw
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.this_machine import divide_cpu
 from sppo.planning.elastic import samples_plan

@@ -11,7 +11,7 @@ from sppo.config.model import ModelConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.cost.packed_sequence import PackedSequence
-from sppo.data.length_distributions import draw
+from sppo.data.samples.length_distributions import draw
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.this_machine import divide_cpu
 from sppo.planning.elastic import level_program

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sppo.data.array_file import map_array
-from sppo.data.documents import read_bytes, reading
-from sppo.data.mask_files import map_loss_mask
+from sppo.data.preparation.documents import read_bytes, reading
+from sppo.data.preparation.mask_files import map_loss_mask
 from sppo.data.tokens import MAX_VOCAB_SIZE, TokenizerDescription
 from sppo.quoting import one_line
 
@@ -44,7 +44,7 @@ class EncodedShard:
 
 
 class Tokenizer(Protocol):
-    """Interface of a tokenizer, as :func:`sppo.data.prepare.prepare_tokens` uses it."""
+    """Interface of a tokenizer, as :func:`sppo.data.preparation.prepare.prepare_tokens` uses it."""
 
     @property
     def description(self) -> TokenizerDescription:

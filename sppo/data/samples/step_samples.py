@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sppo.data.order import SequenceOrder
-from sppo.data.sample_table import SampleTable
+from sppo.data.samples.sample_table import SampleTable
 
 _SPARE = 8
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from sppo.config.json_file import read_json
-from sppo.data.documents import TextDocument, read_text, reading
-from sppo.data.model_tokenizer import TOKENIZER_FILE, vocabulary_identity
-from sppo.data.tokenizers import EncodedShard, EndOfDocument, check_end_of_document
+from sppo.data.preparation.documents import TextDocument, read_text, reading
+from sppo.data.preparation.model_tokenizer import TOKENIZER_FILE, vocabulary_identity
+from sppo.data.preparation.tokenizers import EncodedShard, EndOfDocument, check_end_of_document
 from sppo.data.tokens import TokenizerDescription
 from sppo.quoting import one_line
 

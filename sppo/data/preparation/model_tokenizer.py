@@ -10,7 +10,7 @@ from typing import Any
 
 from sppo.config.json_file import parse_json
 from sppo.config.model import ModelConfig
-from sppo.data.documents import reading
+from sppo.data.preparation.documents import reading
 from sppo.data.tokens import META_FILE, TokenData, read_meta
 
 TOKENIZER_FILE = "tokenizer.json"

@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from sppo.data.prepare import PERCENTILES
+from sppo.data.preparation.prepare import PERCENTILES
 from sppo.data.tokens import TokenData
 from sppo.units import KIB
 

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from sppo.config.problems import nearest
 from sppo.config.run import RunConfig
-from sppo.data.length_distributions import DISTRIBUTIONS, draw
-from sppo.data.sample_table import sample_table
-from sppo.data.step_samples import StepSamples
+from sppo.data.samples.length_distributions import DISTRIBUTIONS, draw
+from sppo.data.samples.sample_table import sample_table
+from sppo.data.samples.step_samples import StepSamples
 from sppo.data.tokens import open_tokens
 from sppo.planning.corpus.search import DrawnSteps
 from sppo.quoting import quoted

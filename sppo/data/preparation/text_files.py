@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from sppo.data.documents import JSONL_SUFFIX, reading
+from sppo.data.preparation.documents import JSONL_SUFFIX, reading
 
 _HEAD_BYTES = 1 << 16
 _SIGNATURES = {

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import numpy as np
 
-from sppo.data.documents import find_files, reading
-from sppo.data.mask_files import without_masks
-from sppo.data.text_files import check_text_files
-from sppo.data.token_writer import (
+from sppo.data.preparation.documents import find_files, reading
+from sppo.data.preparation.mask_files import without_masks
+from sppo.data.preparation.text_files import check_text_files
+from sppo.data.preparation.token_writer import (
     TokenWriter,
     check_destination,
     move_into_place,
     temporary_sibling,
 )
-from sppo.data.tokenizer_file import load_tokenizer_file
-from sppo.data.tokenizers import (
+from sppo.data.preparation.tokenizer_file import load_tokenizer_file
+from sppo.data.preparation.tokenizers import (
     BYTE_END_OF_DOCUMENT,
     BYTE_VOCAB_SIZE,
     ByteTokenizer,
@@ -83,7 +83,7 @@ def prepare_tokens(
     """Tokenize ``inputs`` into the directory ``out``, or leave the disk as it was.
 
     Args:
-        inputs: Files and directories, in order; see :func:`sppo.data.documents.find_files`.
+        inputs: Files and directories, in order; see :func:`.documents.find_files`.
         tokenizer: ``bytes``, ``ids``, or the path of a ``tokenizer.json``.
         out: Directory to write; appears only when it is complete.
         globs: Patterns for files below directories; for ``ids`` the default is ``*.npy``.

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sppo.data.array_file import map_array
-from sppo.data.documents import reading
+from sppo.data.preparation.documents import reading
 from sppo.quoting import one_line
 
 _SUFFIX = ".npy"

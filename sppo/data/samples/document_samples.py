@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sppo.data.step_samples import StepSamples
+from sppo.data.samples.step_samples import StepSamples
 from sppo.data.stream import counting_tokens, few_of, read_ids
 from sppo.data.tokens import TokenData
 from sppo.engine.unit import SequenceData

@@ -1,0 +1,1 @@
+"""Preparation of token data: documents, tokenizers, and the writing of token directories."""

@@ -1,0 +1,1 @@
+"""Samples: documents that are trained on whole, the steps they come in, and their lengths."""
