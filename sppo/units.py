@@ -92,8 +92,8 @@ def format_count(value: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 rank``, ``2 ranks``."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    """``1 rank``, ``2 ranks``, ``1,024 ranks``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def format_duration(seconds: float) -> str:

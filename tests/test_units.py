@@ -137,4 +137,5 @@ def test_rounding_never_prints_a_thousand_of_a_smaller_unit(value, text):
 
 
 def test_nouns_are_counted():
-    assert [counted(n, "rank") for n in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
+    shown = [counted(n, "rank") for n in (0, 1, 2, 1024)]
+    assert shown == ["0 ranks", "1 rank", "2 ranks", "1,024 ranks"]

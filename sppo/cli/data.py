@@ -287,7 +287,7 @@ def _json(prepared: PreparedTokens) -> str:
 
 
 def _report(prepared: PreparedTokens) -> str:
-    from sppo.units import format_bytes, format_tokens
+    from sppo.units import counted, format_bytes, format_tokens
 
     meta = prepared.meta
     end = meta.tokenizer.end_of_document
@@ -295,7 +295,7 @@ def _report(prepared: PreparedTokens) -> str:
     lengths = prepared.document_tokens_percentiles
     longer = prepared.documents_longer_than
     rows = {
-        "documents": f"{meta.num_documents:,} from {prepared.num_files:,} files"
+        "documents": f"{meta.num_documents:,} from {counted(prepared.num_files, 'file')}"
         + (f" ({empty:,} empty ones left out)" if empty else ""),
         "tokens": f"{meta.num_tokens:,} from {format_bytes(prepared.source_bytes)},"
         f" {format_bytes(prepared.tokens_bytes)} as {meta.dtype}",

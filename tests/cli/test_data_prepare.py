@@ -208,7 +208,7 @@ def _umask() -> int:
 def test_report(work: Path) -> None:
     result = prepare("--tokenizer", "bytes", "--out", "out", "src")
     assert result.exit_code == 0
-    for text in ("out: written", "1 from 1 files", "3 from 2 B", "257 ids", "p50 3", "128Ki: 0"):
+    for text in ("out: written", "1 from 1 file\n", "3 from 2 B", "257 ids", "p50 3", "128Ki: 0"):
         assert text in result.stdout
     again = prepare("--tokenizer", "bytes", "--out", "out", "src")
     assert "holds these tokens already" in again.stdout

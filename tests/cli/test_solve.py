@@ -214,7 +214,7 @@ def test_the_example_is_the_configuration_of_the_paper():
 def test_rejections_are_grouped_for_people_and_listed_for_programs():
     text = example_text("parallel.virtual_stages=1")
     assert "10 other ways do not work (--json lists them):" in text
-    assert "10 short of device memory, most of it dK and dV nearest SP 1 · PP 8 · DP 1" in text
+    assert "10 × short of device memory, most of it dK and dV nearest SP 1 · PP 8 · DP 1" in text
     rejected = example("parallel.virtual_stages=1")["rejected"]
     assert len(rejected) == 10
     for rejection in rejected:
@@ -229,7 +229,12 @@ def test_degrees_that_cannot_work_are_said(run):
     reasons = [rejection["reason"] for rejection in report(*words)["rejected"]]
     assert reasons == ["4 layers cannot be divided into 8 stages"]
     text = one_line(succeed("solve", *words))
-    assert "1 other way does not work (--json lists it): 1 SP 1 · PP 8 · DP 1: 4 layers" in text
+    assert "1 other way does not work (--json lists it): 1 × SP 1 · PP 8 · DP 1: 4 layers" in text
+
+
+def test_of_ways_that_cannot_work_alike_what_differs_is_left_open(run):
+    text = one_line(succeed("solve", run, "model.num_layers=1"))
+    assert "× 1 layer cannot be divided into … stages SP 1 · PP 2 · DP 1: 1 layer cannot" in text
 
 
 @pytest.mark.parametrize(

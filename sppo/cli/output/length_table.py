@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sppo.data.samples.length_stats import LengthStats, LimitStats
-from sppo.units import format_count, format_tokens
+from sppo.units import counted, format_count, format_tokens
 
 
 def print_lengths(stats: LengthStats, *, console: Console) -> None:
@@ -17,8 +17,8 @@ def print_lengths(stats: LengthStats, *, console: Console) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     say(
-        f"{stats.directory}: {stats.num_documents:,} documents, {stats.num_tokens:,} tokens to "
-        "train on (all but one of each document)"
+        f"{stats.directory}: {counted(stats.num_documents, 'document')}, "
+        f"{counted(stats.num_tokens, 'token')} to train on (all but one of each document)"
     )
     percentiles = ", ".join(f"{name} {n:,}" for name, n in stats.length_percentiles.items())
     say(f"length: mean {stats.mean_length:,.1f}, {percentiles} tokens")

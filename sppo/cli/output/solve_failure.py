@@ -47,7 +47,7 @@ def print_failure(solution: Solution, *, changes: Sequence[Advice], console: Con
             else "the only way to divide the devices does not work:"
         )
         for group in groups[:_SHOWN_GROUPS]:
-            say(f" {group.count:>3} {group.reason}")
+            say(f" {group.count:>3} × {group.reason}")
             if nearest is None and group.example:
                 say(f"     {group.example}")
     if not changes:

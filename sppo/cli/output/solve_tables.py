@@ -220,7 +220,7 @@ def _print_rejected(solution: Solution, *, console: Console) -> None:
     ways = "1 other way does" if total == 1 else f"{total} other ways do"
     _say(console, f"{ways} not work (--json lists {'it' if total == 1 else 'them'}):")
     for group in groups:
-        _say(console, f" {group.count:>3} {group.reason}")
+        _say(console, f" {group.count:>3} × {group.reason}")
         if group.example:
             _say(console, f"     {group.example}")
 

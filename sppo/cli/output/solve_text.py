@@ -112,24 +112,32 @@ def rejected_groups(rejected: Sequence[Rejection]) -> tuple[RejectedGroup, ...]:
 
 def _group(members: Sequence[Rejection], reason: str) -> RejectedGroup:
     example = _example(members)
-    if len(members) == 1 and members[0].shortfall is None:
+    if members[0].shortfall is not None:
+        return RejectedGroup(len(members), reason, example)
+    if len(members) == 1:
         return RejectedGroup(1, example, "")
-    return RejectedGroup(len(members), reason, example)
+    return RejectedGroup(len(members), _in_common(members), example)
+
+
+def _in_common(members: Sequence[Rejection]) -> str:
+    """The reason of ways that differ in figures alone, those that differ left open."""
+    places = zip(*(_without_figures(member.reason).split() for member in members), strict=True)
+    return " ".join(words[0] if len(set(words)) == 1 else "…" for words in places)
 
 
 def _reason(rejection: Rejection) -> tuple[bool, str]:
     """Return whether it cannot work whatever the memory, and why."""
     shortfall = rejection.shortfall
     if shortfall is None:
-        return True, _without_numbers(rejection.reason)
+        words = _without_figures(rejection.reason).split()
+        return True, " ".join("…" if word.strip(",;").isdigit() else word for word in words)
     place = f"{shortfall.place} memory" if shortfall.place != "disk" else "disk space"
     return False, f"short of {place}, most of it {bucket_text(shortfall.bucket)}"
 
 
-def _without_numbers(reason: str) -> str:
-    """`reason` up to its figures, or with those that differ between degrees left open."""
-    reason, _, _ = reason.partition(": ")
-    return " ".join("…" if word.strip(",;").isdigit() else word for word in reason.split())
+def _without_figures(reason: str) -> str:
+    """`reason` up to the figures that stand behind a colon."""
+    return reason.partition(": ")[0]
 
 
 def _example(members: Sequence[Rejection]) -> str:

@@ -17,6 +17,7 @@ from sppo.cost.sharding.heads import HeadShard, head_shard, tensor_shard
 from sppo.hardware.description import DeviceSpec, HardwareSpec
 from sppo.planning.partition import boundaries_by_flops, boundaries_by_length, lengths_of
 from sppo.schedule.generators import LOOPED, WHOLE_SEQUENCES
+from sppo.units import counted
 
 SUBSEQUENCE_TOKENS = {"cuda": (2048, 16384), "cpu": (1024, 4096)}
 """Mean tokens of a subsequence worth trying. On accelerators the paper's sweet spot: below 2K
@@ -331,22 +332,20 @@ def _data_degree(run: RunConfig, *, room: int, fixed: dict[str, int], samples: i
 
 def _refusal(run: RunConfig, *, degrees: Degrees, total: int, samples: int | None) -> str | None:
     model = run.model
+    layers, heads = counted(model.num_layers, "layer"), counted(model.num_heads, "attention head")
     if degrees.num_devices > total:
         return f"needs more devices than there are: {degrees.num_devices}, there are {total}"
     if degrees.pipeline_parallel > model.num_layers:
-        return (
-            f"{model.num_layers} layers cannot be divided into {degrees.pipeline_parallel} stages"
-        )
+        return f"{layers} cannot be divided into {degrees.pipeline_parallel} stages"
     virtual = run.parallel.virtual_stages
     if virtual != "auto" and degrees.pipeline_parallel * virtual > model.num_layers:
         return (
-            f"{model.num_layers} layers cannot be divided into {virtual} stages on each of "
+            f"{layers} cannot be divided into {virtual} stages on each of "
             f"{degrees.pipeline_parallel} ranks"
         )
     if model.num_heads % degrees.sequence_parallel:
         return (
-            f"{model.num_heads} attention heads cannot be divided by a sequence-parallel group "
-            f"of {degrees.sequence_parallel}"
+            f"{heads} cannot be divided by a sequence-parallel group of {degrees.sequence_parallel}"
         )
     try:
         shard_heads(run, degree=degrees.sequence_parallel)
@@ -359,7 +358,8 @@ def _refusal(run: RunConfig, *, degrees: Degrees, total: int, samples: int | Non
                 "data.samples=documents run programs of their own"
             )
         if degrees.data_parallel > samples:
-            return f"{samples} samples of a step for {degrees.data_parallel} replicas: one has none"
+            few = counted(samples, "sample")
+            return f"{few} of a step for {degrees.data_parallel} replicas: one has none"
     elif run.train.sequences_per_step % degrees.data_parallel:
         return (
             f"train.sequences_per_step {run.train.sequences_per_step} is not a multiple of "
