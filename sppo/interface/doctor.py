@@ -21,6 +21,7 @@ broken: there, and it does not work."""
 
 _SHARED_MEMORY = Path("/dev/shm")
 _LEAST_SHARED_BYTES = 64 * MIB
+_LEAST_DISK_BYTES = GIB
 _MANY_RANKS = 64
 _HEAD_SIZE, _GROUP = 128, 4
 """Head size, and query heads per key/value head, of the attention that back ends are asked for."""
@@ -64,7 +65,7 @@ def examine(hardware: Path | None = None) -> tuple[Finding, ...]:
 
 
 def _machine() -> Iterator[Finding]:
-    """Processor, memory, NUMA nodes."""
+    """Processor, memory, NUMA nodes, disk."""
     from sppo.hardware.this_machine import (
         control_group_limit_bytes,
         count_cores,
@@ -83,6 +84,7 @@ def _machine() -> Iterator[Finding]:
     yield Finding(subject, "memory", "ok", f"{format_bytes(usable_memory_bytes())}{group}")
     nodes = count_numa_nodes()
     yield Finding(subject, "NUMA", "ok", counted(nodes, "memory node"))
+    yield _disk()
     system = f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
     yield Finding(subject, "system", "ok", system)
 
@@ -105,6 +107,22 @@ def _threads(cores: int) -> Finding:
     advice = f"unset it to train one rank on all {cores} cores" if int(outer) < cores else ""
     state: State = "note" if advice else "ok"
     return Finding(subject, name, state, f"OMP_NUM_THREADS={given}", advice)
+
+
+def _disk() -> Finding:
+    """Room on the disk of the working directory, below which runs write unless told otherwise."""
+    subject, name = "machine", "disk space"
+    try:
+        directory, room = Path.cwd(), os.statvfs(".")
+    except OSError as error:
+        found = f"the working directory cannot be read: {error.strerror}"
+        return Finding(subject, name, "note", found, "change to another")
+    free = room.f_bavail * room.f_frsize
+    found = f"{format_bytes(free)} free in {directory}"
+    if free >= _LEAST_DISK_BYTES:
+        return Finding(subject, name, "ok", found)
+    advice = "checkpoints and a disk tier need more: free some space, or work on another disk"
+    return Finding(subject, name, "note", found, advice)
 
 
 def _limits() -> Iterator[Finding]:

@@ -112,6 +112,16 @@ def test_little_shared_memory_is_told(monkeypatch):
     assert "--shm-size" in found(doctor.examine(), "shared memory").advice
 
 
+def test_room_on_the_disk_is_told(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    finding = found(doctor.examine(), "disk space")
+    assert finding.found.endswith(f" free in {tmp_path}")
+    monkeypatch.setattr(doctor.os, "statvfs", lambda path: SimpleNamespace(f_bavail=1, f_frsize=1))
+    assert found(doctor.examine(), "disk space").state == "note"
+    tmp_path.rmdir()
+    assert "cannot be read" in found(doctor.examine(), "disk space").found
+
+
 def test_broken_torch_ends_with_1(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     result = call("doctor", "--json")
