@@ -37,6 +37,14 @@ class _Command(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
         return _without_types_of_flags(super().get_params(ctx))
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if any("SECTION.KEY=VALUE" in str(p.metavar) for p in self.params):
+                _explain_keys(error)
+            raise
+
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         arguments = [p for p in self.params if p.param_type_name == "argument"]
         return [*map(usage_name, arguments), str(self.options_metavar)]
@@ -45,6 +53,18 @@ class _Command(TyperCommand):
 class _Group(TyperGroup):
     def get_params(self, ctx: Any) -> list[Any]:
         return _without_types_of_flags(super().get_params(ctx))
+
+
+def _explain_keys(error: Any) -> None:
+    """Let the error of an unknown option that is a key of the run file say how it is written."""
+    from sppo.config.loading import KEY_PATHS
+
+    option = getattr(error, "option_name", "")
+    paths = KEY_PATHS.get(option.lstrip("-").rpartition(".")[2].replace("-", "_"))
+    if paths:
+        written = " or ".join(f"{path}=VALUE" for path in paths)
+        error.message += f"; a value of the run file is replaced by {written}"
+        error.possibilities = None
 
 
 def _without_types_of_flags(parameters: list[Any]) -> list[Any]:

@@ -161,7 +161,7 @@ def check_run(
     for key, value in raw.items():
         if key not in RunConfig.model_fields:
             known = RunConfig.model_fields
-            found.append(unknown_key(str(key), str(key), value, known, homes=_HOMES))
+            found.append(unknown_key(str(key), str(key), value, known, homes=KEY_PATHS))
     for name in RunConfig.model_fields:
         if raw.get(name) is not None or name in _REQUIRED:
             parsed = _parse_section(name, raw.get(name), found)
@@ -182,7 +182,9 @@ def _parse_section(name: str, value: Any, found: list[Problem]) -> Any:
     if value is None:
         value = {}
     if not isinstance(value, dict):
-        rule = "a section is a mapping of keys to values" + (" or auto" * (name == "hardware"))
+        rule = "a section is a mapping of keys to values" + " or auto" * (name == "hardware")
+        if "preset" in section.model_fields:
+            rule += f"; a preset is named by {name}.preset"
         found.append(Problem(name, quoted(value), rule))
         return None
     if name == "model":
@@ -193,7 +195,7 @@ def _parse_section(name: str, value: Any, found: list[Problem]) -> Any:
     try:
         return TypeAdapter(section).validate_python(value)
     except ValidationError as error:
-        problems = problems_of(error, name, annotations, homes=_HOMES)
+        problems = problems_of(error, name, annotations, homes=KEY_PATHS)
         found.extend(_without_shape(problems) if name == "model" else problems)
         return None
 
@@ -205,7 +207,7 @@ def _section_class(name: str) -> Any:
     return next(c for c in choices if hasattr(c, "model_fields"))
 
 
-def _homes() -> dict[str, list[str]]:
+def _key_paths() -> dict[str, list[str]]:
     """Full paths by key, of every section."""
     homes: dict[str, list[str]] = {}
     for name in RunConfig.model_fields:
@@ -214,7 +216,8 @@ def _homes() -> dict[str, list[str]]:
     return homes
 
 
-_HOMES = _homes()
+KEY_PATHS = _key_paths()
+"""Full paths, such as ``optimizer.lr``, of the keys of all sections, by their last word."""
 
 
 def _without_shape(problems: list[Problem]) -> list[Problem]:

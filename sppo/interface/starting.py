@@ -77,9 +77,9 @@ def made_ready(
         run = followed_plan(run, plan)
     num_ranks = MeshShape.of(run.parallel).num_ranks
     starts_ranks = environment is None and num_ranks > 1
-    check_room_for_libraries(processes=1 + num_ranks if starts_ranks else 1)
     if environment is None:  # of ranks that others started, one tells for all, once they have met
         check_inputs(run)
+    check_room_for_libraries(processes=1 + num_ranks if starts_ranks else 1)
     if starts_ranks:
         announce_ranks(run, console)
     with torch_kept_quiet(os.environ):

@@ -64,6 +64,20 @@ def test_a_shell_completes_commands(monkeypatch):
     assert done.stdout.split() == ["stats"], done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "written"),
+    [
+        (["train", "run.yaml", "--steps", "3"], "replaced by train.steps=VALUE"),
+        (["solve", "run.yaml", "--optimizer.lr=1"], "replaced by optimizer.lr=VALUE"),
+        (["simulate", "run.yaml", "--dtype", "fp32"], "replaced by train.dtype=VALUE"),
+    ],
+)
+def test_a_key_that_is_written_as_an_option_is_explained(words, written):
+    text = " ".join(call(*words).stderr.replace("│", " ").split())
+    assert f"No such option: {words[2].partition('=')[0]}; a value of the run file is" in text
+    assert written in text
+
+
 def test_there_are_commands_within_commands():
     assert ("config", "check") in ALL
     assert ("data", "prepare") in ALL

@@ -40,6 +40,7 @@ CASES = {
     "train run.yaml train.output=run.yaml": "is a file, not a directory",
     "train run.yaml activations.disk=nowhere": "activations.disk=nowhere: no such directory",
     "train run.yaml parallel.pipeline_parallel_degree=9": "every stage needs a layer",
+    "train run.yaml parallel.pipeline_parallel_degree=9999": "every stage needs a layer",
     "train run.yaml parallel.sequence_parallel_degree=3": "query heads cannot be sharded",
     "train run.yaml --plan nowhere.json": "nowhere.json",
     "train run.yaml --plan plan.json": "the plan was made for another run",

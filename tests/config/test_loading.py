@@ -79,7 +79,8 @@ def test_every_problem_has_path_value_rule_and_the_nearest_spelling():
         "train.seed": "must be a valid integer, got a number with a fractional part",
         "train.length": "unknown key. Did you mean sequence.length?",
         "checkpoint": "a section is a mapping of keys to values",
-        "hardware": "a section is a mapping of keys to values or auto",
+        "hardware": "a section is a mapping of keys to values or auto; a preset is named by "
+        "hardware.preset",
     }
 
 
