@@ -128,7 +128,7 @@ def stats(
 
         sppo data stats data/code --length 8Ki -o lengths.png
     """
-    from sppo.data.samples.length_stats import length_distribution, length_stats
+    from sppo.data.samples.length_stats import document_lengths, length_stats
     from sppo.data.tokens import open_tokens
     from sppo.output_file import check_output_files
 
@@ -136,7 +136,7 @@ def stats(
         limit = _length(length)
         check_output_files({"-o": output}, plots=["-o"])
         tokens = open_tokens(directory)
-        distribution = length_distribution(tokens.document_offsets)
+        distribution = document_lengths(tokens.document_offsets)
         found = length_stats(tokens, distribution, length=limit)
         if output is not None:
             from sppo.cli.output.length_plot import length_plot

@@ -22,7 +22,7 @@ from sppo.schedule.generators import DEFERRING_WEIGHTS, LOOPED
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StepWork:
+class StepTables:
     """What the ranks of a step compute, send and reduce; tables are [stages, units].
 
     Attributes:
@@ -81,14 +81,14 @@ class StepWork:
         return to_rank, follows
 
 
-def step_work(candidate: Candidate, costs: Costs) -> StepWork:
-    """Return the work of a step of a candidate.
+def step_tables(candidate: Candidate, costs: Costs) -> StepTables:
+    """Return the tables of a step of a candidate.
 
     Args:
         candidate: Whose.
         costs: Of it.
     """
-    return StepWork(
+    return StepTables(
         schedule=candidate.schedule,
         num_ranks=candidate.pipeline_parallel_degree,
         num_sequences=candidate.sequences,
@@ -102,58 +102,58 @@ def step_work(candidate: Candidate, costs: Costs) -> StepWork:
     )
 
 
-def least_compute_s(work: StepWork) -> float:
+def least_compute_s(tables: StepTables) -> float:
     """Seconds that a step takes at least, if no copy is ever waited for."""
-    passes = work.passes_s
-    whole_s = work.of_ranks((work.forward_s + passes + work.kv_recompute_s).sum(axis=1))
-    whole_s += work.reduced_between_s
-    deferred_s = work.of_ranks(work.weight_s.sum(axis=1) * work.defers_weights)
+    passes = tables.passes_s
+    whole_s = tables.of_ranks((tables.forward_s + passes + tables.kv_recompute_s).sum(axis=1))
+    whole_s += tables.reduced_between_s
+    deferred_s = tables.of_ranks(tables.weight_s.sum(axis=1) * tables.defers_weights)
     bounds = []
-    is_looped = work.schedule == LOOPED
-    if is_looped or len(passes) == work.num_ranks:
+    is_looped = tables.schedule == LOOPED
+    if is_looped or len(passes) == tables.num_ranks:
         parts = parts_of_step(
-            work.forward_s,
+            tables.forward_s,
             passes,
-            message_bytes=work.message_bytes,
-            links=work.links,
-            reduce_s=work.reduce_s,
-            num_sequences=work.num_sequences,
-            looped_ranks=work.num_ranks if is_looped else None,
+            message_bytes=tables.message_bytes,
+            links=tables.links,
+            reduce_s=tables.reduce_s,
+            num_sequences=tables.num_sequences,
+            looped_ranks=tables.num_ranks if is_looped else None,
         )
         bounds.append(sum(parts))
-    to_rank, follows = work.way()
-    if not bounds or work.kv_recompute_s.any():
+    to_rank, follows = tables.way()
+    if not bounds or tables.kv_recompute_s.any():
         bounds.append(float((to_rank + whole_s + follows).max()))
-    if work.defers_weights:
+    if tables.defers_weights:
         bounds.append(
-            float((to_rank + whole_s + deferred_s + work.reduce_s[: work.num_ranks]).max())
+            float((to_rank + whole_s + deferred_s + tables.reduce_s[: tables.num_ranks]).max())
         )
     return max(bounds)
 
 
-def least_copies_s(work: StepWork, costs: Costs) -> float:
+def least_copies_s(tables: StepTables, costs: Costs) -> float:
     """Seconds that a step takes at least for the copies of activations, K and V; 0 without any.
 
     Args:
-        work: Of the step.
+        tables: Of the step.
         costs: With what is copied, and how fast.
     """
     copied = costs.offload_bytes + costs.kv_offload_bytes
     if not copied.any():
         return 0.0
-    bytes_of_ranks = work.of_ranks(copied.sum(axis=1))
+    bytes_of_ranks = tables.of_ranks(copied.sum(axis=1))
     out_s = bytes_of_ranks / costs.copies.d2h_bytes_per_s
     back_s = bytes_of_ranks / costs.copies.h2d_bytes_per_s
-    to_rank, follows = work.way()
-    count = copied.shape[1] // work.num_sequences
-    first_s = work.of_ranks(work.forward_s[:, :count].sum(axis=1))
+    to_rank, follows = tables.way()
+    count = copied.shape[1] // tables.num_sequences
+    first_s = tables.of_ranks(tables.forward_s[:, :count].sum(axis=1))
     least = max((to_rank + out_s).max(), (to_rank + first_s + back_s + follows).max())
-    if work.num_sequences == 1 and (work.schedule == LOOPED or len(copied) == work.num_ranks):
+    if tables.num_sequences == 1 and (tables.schedule == LOOPED or len(copied) == tables.num_ranks):
         # Behind the last copy that leaves are the backwards of all that left before it.
-        left = _in_forward_order(copied, work.num_ranks) > 0
+        left = _in_forward_order(copied, tables.num_ranks) > 0
         last = left.shape[1] - 1 - np.argmax(left[:, ::-1], axis=1)
-        ends = np.cumsum(_in_forward_order(work.passes_s, work.num_ranks), axis=1)
-        behind_s = ends[np.arange(work.num_ranks), last] * left.any(axis=1)
+        ends = np.cumsum(_in_forward_order(tables.passes_s, tables.num_ranks), axis=1)
+        behind_s = ends[np.arange(tables.num_ranks), last] * left.any(axis=1)
         least = max(least, ((to_rank + out_s + behind_s + follows) * left.any(axis=1)).max())
     return float(least)
 

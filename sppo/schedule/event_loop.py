@@ -11,7 +11,7 @@ What an action waits for, beside its resource:
 * B: its F, the B of the subsequence behind it (dK/dV), the gradient from the stage behind it, and
   its H2D if the program has one; W: its B; KV: its F;
 * D2H: its F; H2D: its D2H, and the compute in front of it in the program, which frees its room;
-  where copies flow layer by layer, and for those of K and V, see :mod:`sppo.schedule.copy_queues`;
+  :mod:`sppo.schedule.played_copies` has those that flow layer by layer, and those of K and V;
 * REDUCE: the compute in front of it; compute behind it waits, for few buckets of gradients are
   under way at once (:mod:`sppo.parallel.data_parallel`);
 * copies of a whole stage's weights or gradients: the compute and the REDUCE in front of them;
@@ -27,7 +27,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sppo.schedule.actions import Schedule
-from sppo.schedule.copy_queues import CopyQueues
 from sppo.schedule.costs import Costs
 from sppo.schedule.encoding import (
     H2D,
@@ -44,6 +43,7 @@ from sppo.schedule.encoding import (
 )
 from sppo.schedule.msp_groups import Route, msp_routes
 from sppo.schedule.played_actions import PlayedActions
+from sppo.schedule.played_copies import PlayedCopies
 
 BUBBLE, COMMUNICATION, COPY = range(3)
 IdleGap = tuple[float, float, int]
@@ -95,7 +95,7 @@ class _EventLoop(PlayedActions):
     ) -> None:
         super().__init__(schedule, programs=programs, costs=costs)
         self.links = costs.links
-        self.copies = CopyQueues(self)
+        self.copies = PlayedCopies(self)
         self.routes = msp_routes(schedule, groups=self.groups) if self.groups else {}
         self.latest: dict[tuple[int, int], float] = {}
         self.outstanding = {key: len(routes) for key, routes in self.routes.items()}

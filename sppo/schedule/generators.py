@@ -134,9 +134,9 @@ def _rank_order(name: str, request: _Request, rank: int) -> RankOrder:
         return generator(request, rank)
     ends = [*accumulate(request.pipelines)]
     return [
-        (kind, (chunk, (first + sequence, subsequence)))
+        (kind, (virtual, (first + sequence, subsequence)))
         for first, end in pairwise((0, *ends))
-        for kind, (chunk, (sequence, subsequence)) in generator(
+        for kind, (virtual, (sequence, subsequence)) in generator(
             replace(request, lengths=request.lengths[first:end], pipelines=()), rank
         )
     ]
@@ -157,13 +157,13 @@ def _plain(name: str, request: _Request) -> Schedule:
 def _program(order: Iterable[tuple[str, Step]], *, stages: Sequence[int]) -> tuple[Action, ...]:
     """Actions of one rank from its order of steps, with a REDUCE where a stage is done."""
     actions = [
-        Action(_KINDS[kind], stages[chunk], unit[0], unit[1]) for kind, (chunk, unit) in order
+        Action(_KINDS[kind], stages[virtual], unit[0], unit[1]) for kind, (virtual, unit) in order
     ]
     return tuple(orders.with_reductions(actions, stages=stages))
 
 
 def _gpipe(request: _Request, rank: int) -> RankOrder:
-    forward, backward, _ = _single_chunk(request.lengths)
+    forward, backward, _ = _one_stage(request.lengths)
     return orders.pair_up(forward, backward=backward, warmup=len(forward))
 
 
@@ -173,7 +173,7 @@ def _seq1f1b(request: _Request, rank: int) -> RankOrder:
     Where sequences have unequal numbers of subsequences, no more are in flight at a time than the
     sequences that are left need.
     """
-    forward, _, least = _single_chunk(request.lengths)
+    forward, _, least = _one_stage(request.lengths)
     ahead = request.hop * (request.num_ranks - 1 - rank)
     return _paired_up(request.lengths, min(ahead, len(forward) - least))
 
@@ -181,16 +181,16 @@ def _seq1f1b(request: _Request, rank: int) -> RankOrder:
 @lru_cache(maxsize=16)
 def _paired_up(lengths: Lengths, ahead: int) -> RankOrder:
     """The order of one stage: of ranks that run all forwards first, the same list."""
-    forward, backward, _ = _single_chunk(lengths)
+    forward, backward, _ = _one_stage(lengths)
     return orders.pair_up_ahead(forward, backward=backward, ahead=ahead)
 
 
 @lru_cache(maxsize=16)
-def _single_chunk(lengths: Lengths) -> tuple[tuple[Step, ...], tuple[Step, ...], int]:
+def _one_stage(lengths: Lengths) -> tuple[tuple[Step, ...], tuple[Step, ...], int]:
     """Forward steps, backward steps and least warm-up of a rank with one stage."""
     groups = [range(len(lengths))]
-    forward = orders.forward_steps(lengths, groups=groups, num_chunks=1)
-    backward = orders.backward_steps(lengths, groups=groups, num_chunks=1)
+    forward = orders.forward_steps(lengths, groups=groups, num_virtual=1)
+    backward = orders.backward_steps(lengths, groups=groups, num_virtual=1)
     return tuple(forward), tuple(backward), orders.least_warmup(forward, backward=backward)
 
 
@@ -218,20 +218,20 @@ def _interleaved(request: _Request, rank: int) -> RankOrder:
     return interleaved_order(
         request.lengths,
         groups=groups,
-        num_chunks=request.num_virtual,
+        num_virtual=request.num_virtual,
         hops_behind=2 * (request.num_ranks - 1 - rank),
     )
 
 
 def interleaved_order(
-    lengths: Lengths, *, groups: Sequence[range], num_chunks: int, hops_behind: int
+    lengths: Lengths, *, groups: Sequence[range], num_virtual: int, hops_behind: int
 ) -> RankOrder:
     """The interleaved order of one rank for given groups of sequences.
 
     `hops_behind` is the number of warm-up forwards beyond those of the last rank.
     """
-    forward = orders.forward_steps(lengths, groups=groups, num_chunks=num_chunks)
-    backward = orders.backward_steps(lengths, groups=groups, num_chunks=num_chunks)
+    forward = orders.forward_steps(lengths, groups=groups, num_virtual=num_virtual)
+    backward = orders.backward_steps(lengths, groups=groups, num_virtual=num_virtual)
     least = orders.least_warmup(forward, backward=backward)
     return orders.pair_up(forward, backward=backward, warmup=least + hops_behind)
 
@@ -249,12 +249,12 @@ def _looped_bfs(request: _Request, rank: int) -> RankOrder:
 
 
 @lru_cache(maxsize=16)
-def _breadth_first(lengths: Lengths, num_ranks: int, num_chunks: int) -> RankOrder:
+def _breadth_first(lengths: Lengths, num_ranks: int, num_virtual: int) -> RankOrder:
     """The looped breadth-first order, which is the same list on all ranks."""
     order: RankOrder = []
     for group in orders.sequence_groups(lengths, num_ranks=num_ranks):
         forward, backward = (
-            steps(lengths, groups=[group], num_chunks=num_chunks)
+            steps(lengths, groups=[group], num_virtual=num_virtual)
             for steps in (orders.forward_steps, orders.backward_steps)
         )
         order.extend(("F", step) for step in forward)

@@ -4,8 +4,8 @@ Every order here obeys the two rules of causal subsequences: inside one sequence
 ascending order (a subsequence reads the K/V before it) and backwards in descending order (its
 dK/dV is complete once all later ones ran), while sequences stay first in, first out.
 
-A *step* is (chunk, unit): the chunk is the position of the stage on its rank, 0 unless stages
-are interleaved.
+A *step* is (virtual, unit): the virtual stage is the position of a stage on its rank, 0 where a
+rank has one.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def backward_units(lengths: Lengths, *, sequences: Iterable[int]) -> list[UnitKe
 
 
 def sequence_groups(lengths: Lengths, *, num_ranks: int) -> list[range]:
-    """Whole sequences that pass a chunk together in an interleaved schedule.
+    """Whole sequences that pass a virtual stage together in an interleaved schedule.
 
     A group must hold at least `num_ranks` units, or its first unit is not back from the last rank
-    when the next chunk wants it; and it must hold whole sequences, or a backward would start
-    before its sequence is through. Sequences are spread evenly over the groups, larger groups
+    when the next virtual stage wants it; and it must hold whole sequences, or a backward would
+    start before its sequence is through. Sequences are spread evenly over the groups, larger groups
     first, because a short last group can starve the ranks for good.
     """
     counts = [len(sequence) for sequence in lengths]
@@ -69,22 +69,22 @@ def _groups_of_unequal(counts: Sequence[int], *, num_ranks: int) -> list[range]:
     return [range(begin, end) for begin, end in pairwise(ends)]
 
 
-def forward_steps(lengths: Lengths, *, groups: Sequence[range], num_chunks: int) -> list[Step]:
-    """Forward steps of a rank: each group passes chunk after chunk."""
+def forward_steps(lengths: Lengths, *, groups: Sequence[range], num_virtual: int) -> list[Step]:
+    """Forward steps of a rank: each group passes one virtual stage after another."""
     return [
-        (chunk, unit)
+        (virtual, unit)
         for group in groups
-        for chunk in range(num_chunks)
+        for virtual in range(num_virtual)
         for unit in forward_units(lengths, sequences=group)
     ]
 
 
-def backward_steps(lengths: Lengths, *, groups: Sequence[range], num_chunks: int) -> list[Step]:
-    """Backward steps of a rank: each group passes the chunks in reverse."""
+def backward_steps(lengths: Lengths, *, groups: Sequence[range], num_virtual: int) -> list[Step]:
+    """Backward steps of a rank: each group passes the virtual stages in reverse."""
     return [
-        (chunk, unit)
+        (virtual, unit)
         for group in groups
-        for chunk in reversed(range(num_chunks))
+        for virtual in reversed(range(num_virtual))
         for unit in backward_units(lengths, sequences=group)
     ]
 
@@ -94,7 +94,7 @@ def least_warmup(forward: Sequence[Step], *, backward: Sequence[Step]) -> int:
 
     The k-th backward runs after warm-up + k + 1 forwards and its own forward must be among them.
     For N subsequences per sequence this is the N - 1 of Seq1F1B, and (v - 1) * G + N - 1 for v
-    chunks and groups of G units; sequences of different N need no further rule.
+    virtual stages and groups of G units; sequences of different N need no further rule.
     """
     position = {step: index for index, step in enumerate(forward)}
     return max(position[step] - index for index, step in enumerate(backward))

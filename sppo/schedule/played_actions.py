@@ -1,7 +1,7 @@
 """Times of actions and results in one simulation, as far as it has got.
 
 The walk of the ranks (:mod:`sppo.schedule.event_loop`) and their copies
-(:mod:`sppo.schedule.copy_queues`) read and set them.
+(:mod:`sppo.schedule.played_copies`) read and set them.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sppo.data.samples import length_stats as length_stats_module
-from sppo.data.samples.length_stats import LengthStats, length_distribution, length_stats
+from sppo.data.samples.length_stats import LengthStats, document_lengths, length_stats
 from sppo.data.samples.sample_table import sample_table
 from tests.data.test_sequences import stream_of
 
@@ -19,7 +19,7 @@ def stats_of(
     lengths: list[int], *, length: int | None = None, loss_mask: list[bool] | None = None
 ) -> LengthStats:
     data = stream_of(lengths, loss_mask=loss_mask)
-    return length_stats(data, length_distribution(data.document_offsets), length=length)
+    return length_stats(data, document_lengths(data.document_offsets), length=length)
 
 
 @given(documents, st.integers(1, 1400))

@@ -85,8 +85,8 @@ def test_a_long_sequence_holds_no_more_once_it_is_through():
 def test_equal_sequences_pair_up_after_a_constant_warm_up(ahead, m, n):
     lengths = ((8,) * n,) * m
     groups = [range(m)]
-    forward = orders.forward_steps(lengths, groups=groups, num_chunks=1)
-    backward = orders.backward_steps(lengths, groups=groups, num_chunks=1)
+    forward = orders.forward_steps(lengths, groups=groups, num_virtual=1)
+    backward = orders.backward_steps(lengths, groups=groups, num_virtual=1)
     shrinking = orders.pair_up_ahead(forward, backward=backward, ahead=ahead)
     assert shrinking == orders.pair_up(forward, backward=backward, warmup=n - 1 + ahead)
 

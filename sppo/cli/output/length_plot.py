@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from sppo.data.samples.length_stats import LengthDistribution, LengthStats, LimitStats
+from sppo.data.samples.length_stats import DocumentLengths, LengthStats, LimitStats
 from sppo.output_file import write_figure
 from sppo.units import format_count, format_tokens
 
@@ -20,7 +20,7 @@ _AREA = (0.07, 0.13, 0.86, 0.66)
 _MOST_POINTS = 1000
 
 
-def length_plot(stats: LengthStats, distribution: LengthDistribution, path: Path) -> None:
+def length_plot(stats: LengthStats, distribution: DocumentLengths, path: Path) -> None:
     """Draw the distribution of lengths into ``path``, a PNG of 1600 by 900 pixels.
 
     Two curves over the length: the share of documents that are longer, and the share of all tokens
@@ -44,7 +44,7 @@ def length_plot(stats: LengthStats, distribution: LengthDistribution, path: Path
     write_figure(path, figure)
 
 
-def _draw_curves(axes: Any, distribution: LengthDistribution) -> None:
+def _draw_curves(axes: Any, distribution: DocumentLengths) -> None:
     """A falling step at every length that occurs, or at many lengths where too many do."""
     at = np.unique(distribution.lengths)
     if len(at) > _MOST_POINTS:

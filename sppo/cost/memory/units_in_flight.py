@@ -459,17 +459,17 @@ def _events(order: RankOrder, firsts: Sequence[int]) -> _Events:
     spans: dict[tuple[int, int], list[int]] = {}
     forwards: dict[tuple[int, int], list[int]] = {}
     backwards: dict[tuple[int, int], list[int]] = {}
-    for place, (kind, (chunk, (sequence, within))) in enumerate(order):
+    for place, (kind, (virtual, (sequence, within))) in enumerate(order):
         index = within + (firsts[sequence] if firsts else 0)
         if kind == "F":
-            rows.append((chunk, index, 1, 0, 1, 0))
-            forwards.setdefault((chunk, sequence), []).append(place)
+            rows.append((virtual, index, 1, 0, 1, 0))
+            forwards.setdefault((virtual, sequence), []).append(place)
         elif kind == "B":
-            rows.append((chunk, index, -1, int((chunk, (sequence, within)) in deferred), 0, 1))
-            backwards.setdefault((chunk, sequence), []).append(place)
+            rows.append((virtual, index, -1, int((virtual, (sequence, within)) in deferred), 0, 1))
+            backwards.setdefault((virtual, sequence), []).append(place)
         else:
-            rows.append((chunk, index, 0, -1, 0, 0))
-        spans.setdefault((chunk, sequence), [place, place])[1] = place
+            rows.append((virtual, index, 0, -1, 0, 0))
+        spans.setdefault((virtual, sequence), [place, place])[1] = place
     of_rank = sorted(chain.from_iterable(backwards.values()))
     table = np.array(
         [
@@ -478,11 +478,11 @@ def _events(order: RankOrder, firsts: Sequence[int]) -> _Events:
         ],
         dtype=np.intp,
     )
-    chunks, indices, held, deferred_halves, is_forward, is_backward = (
+    virtual_stages, indices, held, deferred_halves, is_forward, is_backward = (
         np.array(rows, dtype=np.int64).reshape(-1, 6).T
     )
     return _Events(
-        chunks[None], indices, held, deferred_halves, is_forward, is_backward, table, _FIRST
+        virtual_stages[None], indices, held, deferred_halves, is_forward, is_backward, table, _FIRST
     )
 
 

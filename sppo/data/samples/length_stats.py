@@ -22,7 +22,7 @@ _BLOCK_DOCUMENTS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LengthDistribution:
+class DocumentLengths:
     """Lengths of all documents, sorted."""
 
     lengths: NDArray[np.int64]
@@ -109,18 +109,18 @@ class LengthStats:
     """Figures for one length that was asked about."""
 
 
-def length_distribution(document_offsets: NDArray[np.int64]) -> LengthDistribution:
+def document_lengths(document_offsets: NDArray[np.int64]) -> DocumentLengths:
     """Sort the lengths of documents.
 
     Args:
         document_offsets: [num_documents + 1] first token of each document, then num_tokens.
     """
     lengths = np.sort(np.diff(document_offsets) - 1)
-    return LengthDistribution(lengths, np.concatenate([[0], np.cumsum(lengths)]))
+    return DocumentLengths(lengths, np.concatenate([[0], np.cumsum(lengths)]))
 
 
 def length_stats(
-    data: TokenData, distribution: LengthDistribution, *, length: int | None = None
+    data: TokenData, distribution: DocumentLengths, *, length: int | None = None
 ) -> LengthStats:
     """Summarise the lengths of documents.
 
@@ -166,7 +166,7 @@ def _count_labels(data: TokenData) -> tuple[int, int]:
     return counting, without
 
 
-def _buckets(distribution: LengthDistribution) -> tuple[LengthBucket, ...]:
+def _buckets(distribution: DocumentLengths) -> tuple[LengthBucket, ...]:
     """Buckets up to the one that has the longest document."""
     longest = int(distribution.lengths[-1])
     edges = list(_SHORT)
@@ -177,7 +177,7 @@ def _buckets(distribution: LengthDistribution) -> tuple[LengthBucket, ...]:
     return tuple(_bucket(distribution, low=low, high=high) for low, high in pairwise([-1, *edges]))
 
 
-def _bucket(distribution: LengthDistribution, *, low: int, high: int) -> LengthBucket:
+def _bucket(distribution: DocumentLengths, *, low: int, high: int) -> LengthBucket:
     """Documents longer than ``low`` and at most ``high`` long."""
     (before, tokens_before), (within, tokens_within) = map(distribution.up_to, (low, high))
     documents, tokens = within - before, tokens_within - tokens_before
@@ -193,7 +193,7 @@ def _bucket(distribution: LengthDistribution, *, low: int, high: int) -> LengthB
     )
 
 
-def _limit_stats(distribution: LengthDistribution, *, length: int) -> LimitStats:
+def _limit_stats(distribution: DocumentLengths, *, length: int) -> LimitStats:
     """Figures for one length."""
     lengths = distribution.lengths
     within, _ = distribution.up_to(length)

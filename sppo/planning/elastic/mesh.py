@@ -26,7 +26,7 @@ _LEAST_BEGIN = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Mesh:
+class SliceMesh:
     """Where samples are cut, and how much a subsequence is to have.
 
     Attributes:
@@ -49,7 +49,7 @@ class Mesh:
 @lru_cache(maxsize=16)
 def mesh_of_slices(
     cost: SampleCost, *, longest: int, slices: int, balanced: bool, alignment: int
-) -> Mesh:
+) -> SliceMesh:
     """Cut the longest sample of a run into a given number of slices.
 
     Args:
@@ -63,7 +63,7 @@ def mesh_of_slices(
     if not balanced or slices == 1:
         cuts = boundaries_by_length(longest, num_subsequences=slices, alignment=alignment)
         most = max(end - begin for begin, end in pairwise(cuts))
-        return Mesh(cuts[1:], most, _seconds(cost, 0, most) if balanced else None)
+        return SliceMesh(cuts[1:], most, _seconds(cost, 0, most) if balanced else None)
     table = _slice_seconds(cost, longest)
     low, high = 0.0, _seconds(cost, 0, longest)
     ends = [longest]
@@ -76,13 +76,13 @@ def mesh_of_slices(
             high, ends = middle, found
     cut = _with_all_slices(ends, slices, alignment)
     most = max(end - begin for begin, end in pairwise((0, *cut)))
-    return Mesh(cut, most, _seconds(cost, 0, cut[0]))
+    return SliceMesh(cut, most, _seconds(cost, 0, cut[0]))
 
 
 @lru_cache(maxsize=128)
 def mesh_of_first_slice(
     cost: SampleCost, *, longest: int, first: int, least: int, room: int, alignment: int
-) -> Mesh:
+) -> SliceMesh:
     """Cut samples into slices that take as long as one of so many tokens at the beginning.
 
     Args:
@@ -99,7 +99,7 @@ def mesh_of_first_slice(
         longest, slice_s=slice_s, alignment=alignment, begin=first, least=least
     )
     assert later is not None, "any number of slices will do"
-    return Mesh((min(first, longest), *later), room, slice_s)
+    return SliceMesh((min(first, longest), *later), room, slice_s)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

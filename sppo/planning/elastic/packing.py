@@ -21,7 +21,7 @@ import numpy as np
 
 from sppo.cost.packed_sequence import PackedSequence, parts_of_packed
 from sppo.hardware.rates import Floats
-from sppo.planning.elastic.mesh import Mesh
+from sppo.planning.elastic.mesh import SliceMesh
 from sppo.planning.elastic.sample_cost import SampleCost
 
 PADDING = -1
@@ -64,7 +64,7 @@ def pack_samples(
     lengths: Sequence[int],
     *,
     cost: SampleCost,
-    mesh: Mesh,
+    mesh: SliceMesh,
     least_tokens: int = 1,
     multiple: int = 1,
 ) -> PackedSamples:
@@ -94,7 +94,7 @@ def subsequence_seconds(packed: PackedSamples, *, cost: SampleCost) -> Floats:
     return seconds
 
 
-def _slices(tokens: int, mesh: Mesh, *, least_tokens: int) -> tuple[int, ...]:
+def _slices(tokens: int, mesh: SliceMesh, *, least_tokens: int) -> tuple[int, ...]:
     """Tokens of the slices of a sample, its tail last; a tail that is too short joins a slice."""
     cuts = [0, *(end for end in mesh.ends if end < tokens), tokens]
     if len(cuts) > 2 and tokens - cuts[-2] < least_tokens:
@@ -105,7 +105,7 @@ def _slices(tokens: int, mesh: Mesh, *, least_tokens: int) -> tuple[int, ...]:
 class _Buckets:
     """Subsequences that tails and short samples are packed into."""
 
-    def __init__(self, cost: SampleCost, mesh: Mesh, *, least_tokens: int) -> None:
+    def __init__(self, cost: SampleCost, mesh: SliceMesh, *, least_tokens: int) -> None:
         self._cost, self._mesh, self._least_tokens = cost, mesh, least_tokens
         self._buckets: list[_Bucket] = []
         self._tokens: Floats = np.zeros(0)

@@ -29,7 +29,7 @@ from sppo.cost.state_tiers import ON_DEVICE
 from sppo.planning.candidate_program import candidate_program
 from sppo.planning.elastic.grouping import grouped
 from sppo.planning.elastic.levels import fastest_levels
-from sppo.planning.elastic.mesh import Mesh, mesh_of_first_slice, mesh_of_slices
+from sppo.planning.elastic.mesh import SliceMesh, mesh_of_first_slice, mesh_of_slices
 from sppo.planning.elastic.packing import PADDING, PackedSamples, pack_samples, subsequence_seconds
 from sppo.planning.elastic.pipeline_bounds import PipelineBounds
 from sppo.planning.elastic.replicas import divide_samples
@@ -363,11 +363,11 @@ class StepPlanner:
         return [self._packing(lengths, self._mesh_as_planned)]
 
     @property
-    def _mesh_as_planned(self) -> Mesh:
+    def _mesh_as_planned(self) -> SliceMesh:
         return self._mesh_of_slices(self.slices)
 
     @property
-    def _meshes_of_one_rank(self) -> Iterator[Mesh]:
+    def _meshes_of_one_rank(self) -> Iterator[SliceMesh]:
         """Meshes of slices of equal tokens: that of the run's plan, and smaller and larger ones."""
         sizes = [self.room // 2]
         while sizes[-1] < min(self.longest, self._most_room):
@@ -378,7 +378,7 @@ class StepPlanner:
             mesh = self._mesh_of_slices(-(-self.longest // size))
             yield replace(mesh, room=max(mesh.room, size))
 
-    def _mesh_of_slices(self, slices: int) -> Mesh:
+    def _mesh_of_slices(self, slices: int) -> SliceMesh:
         return mesh_of_slices(
             self._cost,
             longest=self.longest,
@@ -420,7 +420,7 @@ class StepPlanner:
         )
         return self._packing(lengths, mesh, first=first)
 
-    def _packing(self, lengths: Sequence[int], mesh: Mesh, *, first: int = 0) -> _Packing:
+    def _packing(self, lengths: Sequence[int], mesh: SliceMesh, *, first: int = 0) -> _Packing:
         """Return the samples packed by a mesh."""
         packed = pack_samples(
             lengths,

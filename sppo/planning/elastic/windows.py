@@ -84,7 +84,7 @@ def _windows_of(
     stage_of = candidate.stages_of_rank(rank)
     steps = [step for kind, step in order if kind == "B"]
     place_of = {step: place for place, step in enumerate(steps)}
-    stages = np.array([stage_of[chunk] for chunk, _ in steps])
+    stages = np.array([stage_of[virtual] for virtual, _ in steps])
     sequences = np.array([sequence for _, (sequence, _) in steps])
     units = np.array([firsts[sequence] + within for _, (sequence, within) in steps])
     index_of = {action: index for index, action in enumerate(order)}

@@ -25,7 +25,7 @@ from sppo.cost.stage_cost import (
     stage_costs,
     stage_seconds,
 )
-from sppo.cost.step_bound import StepWork, least_compute_s, least_copies_s, step_work
+from sppo.cost.step_bound import StepTables, least_compute_s, least_copies_s, step_tables
 from sppo.cost.step_time import StepTime, step_time
 from sppo.planning.candidate_program import candidate_program
 from sppo.planning.search.candidate_checks import (
@@ -82,7 +82,7 @@ class StepPrices:
     @cached_property
     def least_s(self) -> float:
         """Seconds of a step that no simulation is below, unless it cuts units over ranks."""
-        work = step_work(self.candidate, self.costs)
+        work = step_tables(self.candidate, self.costs)
         return max(least_compute_s(work), least_copies_s(work, self.costs))
 
     @property
@@ -273,7 +273,7 @@ def least_seconds(candidate: Candidate, *, seconds: StageSeconds) -> float:
         seconds: of its units, with everything retained.
     """
     units, carried_s = seconds.units, message_seconds(candidate)
-    work = StepWork(
+    tables = StepTables(
         schedule=candidate.schedule,
         num_ranks=candidate.pipeline_parallel_degree,
         num_sequences=candidate.sequences,
@@ -285,7 +285,7 @@ def least_seconds(candidate: Candidate, *, seconds: StageSeconds) -> float:
         links=pipeline_links(candidate),
         reduce_s=seconds.reduce_s + seconds.update_s,
     )
-    return least_compute_s(work)
+    return least_compute_s(tables)
 
 
 def _best_of(found: Sequence[EvaluatedCandidate]) -> EvaluatedCandidate:

@@ -72,10 +72,10 @@ def play_whole_units(
 
 
 class _Compute(NamedTuple):
-    """The compute of one rank in order: kinds, chunks, units counted through all sequences."""
+    """The compute of one rank in order: kinds, virtual stages, units of all sequences."""
 
     codes: list[int]
-    chunks: list[int]
+    virtual: list[int]
     units: list[int]
 
 
@@ -89,7 +89,7 @@ class _Inbox:
         self.gradient_arrived_s = [_UNKNOWN] * num_units
 
 
-class _Chunk:
+class _VirtualStage:
     """One stage of a rank: what its units cost, where their inputs come from and results go."""
 
     def __init__(self, stage: int, *, costs: Costs, defers: bool, inbox: Sequence[_Inbox]) -> None:
@@ -128,8 +128,9 @@ class _Rank:
         self, stages: range, order: _Compute, *, costs: Costs, inbox: Sequence[_Inbox]
     ) -> None:
         self.stages, self.order = stages, order
-        self.chunks = [
-            _Chunk(stage, costs=costs, defers=W in order.codes, inbox=inbox) for stage in stages
+        self.virtual_stages = [
+            _VirtualStage(stage, costs=costs, defers=W in order.codes, inbox=inbox)
+            for stage in stages
         ]
         self.free_s = self._last_return_s = 0.0
         self.bubble_s = self.message_s = self.copy_s = 0.0
@@ -153,70 +154,70 @@ class _Rank:
         return max(reduced_s, arrived, self._leaving_s, self._last_return_s)
 
     def run(self) -> Iterator[tuple[int, int, int]]:
-        """Walk the order of the rank to its end; yield the (code, chunk, unit) that waits."""
+        """Walk the order of the rank to its end; yield the (code, stage, unit) that waits."""
         # The room for a unit that comes back is free when the backward two in front of its own has
         # ended: when that in front of it might begin.
         begun_s = room_s = 0.0
         first_backward = True
         for code, place, unit in zip(*self.order, strict=True):
-            chunk = self.chunks[place]
+            stage = self.virtual_stages[place]
             if self._reducing_s:
                 self.free_s += self._reducing_s
                 self.message_s += self._reducing_s
                 self._reducing_s = 0.0
             begun_before_s, begun_s = begun_s, self.free_s
             if code == F:
-                while chunk.activations[unit] < 0:
+                while stage.activations[unit] < 0:
                     yield code, place, unit
-                self._forward(chunk, unit, chunk.activations[unit])
+                self._forward(stage, unit, stage.activations[unit])
                 continue
             if code == B:
-                while chunk.gradients[unit] < 0:
+                while stage.gradients[unit] < 0:
                     yield code, place, unit
                 permitted_s = begun_before_s if first_backward else room_s
-                self._backward(chunk, unit, chunk.gradients[unit], permitted_s)
+                self._backward(stage, unit, stage.gradients[unit], permitted_s)
                 first_backward, room_s = False, begun_s
             else:
-                self.free_s += chunk.weight_s[unit]
-            chunk.left -= 1
-            if not chunk.left:
-                self._reducing_s = chunk.reduce_s
+                self.free_s += stage.weight_s[unit]
+            stage.left -= 1
+            if not stage.left:
+                self._reducing_s = stage.reduce_s
 
-    def _forward(self, chunk: _Chunk, unit: int, arrived: float) -> None:
+    def _forward(self, stage: _VirtualStage, unit: int, arrived: float) -> None:
         """Run a forward, and send off what it makes and what leaves the device."""
-        seconds, leaves, free = chunk.forward_s[unit], chunk.leaves[unit], self.free_s
+        seconds, leaves, free = stage.forward_s[unit], stage.leaves[unit], self.free_s
         start = arrived if arrived > free else free
         if leaves:
-            room_s = chunk.flow.forward_start_s(
+            room_s = stage.flow.forward_start_s(
                 start,
                 seconds=seconds,
-                copy_s=chunk.out_s[unit],
+                copy_s=stage.out_s[unit],
                 free_s=self._leaving_s,
                 block_before_s=self._block_out_s,
             )
             if room_s > start:
                 start = room_s
         if start > free:
-            self._wait(start, chunk.inbox.activation_made_s[unit], arrived)
+            self._wait(start, stage.inbox.activation_made_s[unit], arrived)
         self.free_s = finish = start + seconds
-        if chunk.above is not None:
-            chunk.above.activation_made_s[unit] = finish
+        if stage.above is not None:
+            stage.above.activation_made_s[unit] = finish
             sent = finish if self._down is None else self._down.send(unit, ready=finish)
-            chunk.above.activation_arrived_s[unit] = sent
+            stage.above.activation_arrived_s[unit] = sent
         if leaves:
-            copy_s, layers = chunk.out_s[unit], chunk.flow.layers
+            copy_s, layers = stage.out_s[unit], stage.flow.layers
             self._block_out_s = copy_s / layers
             begin = max(self._leaving_s, finish - seconds * (layers - 1) / layers)
             self._leaving_s = max(begin + copy_s, finish + self._block_out_s)
-            chunk.gone_s[unit] = self._leaving_s
+            stage.gone_s[unit] = self._leaving_s
 
-    def _backward(self, chunk: _Chunk, unit: int, arrived: float, room_s: float) -> None:
+    def _backward(self, stage: _VirtualStage, unit: int, arrived: float, room_s: float) -> None:
         """Run a backward, behind the copy back of its unit, for which there is room at `room_s`."""
-        seconds, free, flow = chunk.backward_s[unit], self.free_s, chunk.flow
+        seconds, free, flow = stage.backward_s[unit], self.free_s, stage.flow
         layer_s = seconds / flow.layers
         start = arrived if arrived > free else free
-        if chunk.leaves[unit]:
-            permitted, copy_s = max(chunk.gone_s[unit], room_s), chunk.back_s[unit]
+        if stage.leaves[unit]:
+            permitted, copy_s = max(stage.gone_s[unit], room_s), stage.back_s[unit]
             first = max(permitted, self._returning_s, self._before_s - flow.back * self._layer_s)
             start, last = flow.backward_start_s(
                 max(start, permitted), first=first, layer_s=layer_s, copy_s=copy_s
@@ -224,13 +225,13 @@ class _Rank:
             self._returning_s = first + copy_s
             self._last_return_s = max(self._last_return_s, last)
         if start > free:
-            self._wait(start, chunk.inbox.gradient_made_s[unit], arrived)
+            self._wait(start, stage.inbox.gradient_made_s[unit], arrived)
         self.free_s = self._before_s = finish = start + seconds
         self._layer_s = layer_s
-        if chunk.below is not None:
-            chunk.below.gradient_made_s[unit] = finish
+        if stage.below is not None:
+            stage.below.gradient_made_s[unit] = finish
             sent = finish if self._up is None else self._up.send(unit, ready=finish)
-            chunk.below.gradient_arrived_s[unit] = sent
+            stage.below.gradient_arrived_s[unit] = sent
 
     def _wait(self, start: float, made: float, arrived: float) -> None:
         """Book what compute that begins at `start` waited for."""
@@ -260,7 +261,7 @@ class _Wire:
 def _compute(order: RankOrder, offsets: list[int]) -> _Compute:
     return _Compute(
         [_CODES[kind] for kind, _ in order],
-        [chunk for _, (chunk, _) in order],
+        [virtual for _, (virtual, _) in order],
         [offsets[sequence] + subsequence for _, (_, (sequence, subsequence)) in order],
     )
 
@@ -294,7 +295,7 @@ def _play(ranks: Sequence[_Rank]) -> None:
 def _held_bytes(rank: _Rank, *, costs: Costs, offsets: np.typing.NDArray[np.int64]) -> float:
     """Peak of what the units of a rank hold, from the order of its compute alone."""
     own = list(rank.stages)
-    codes, chunks, units = (np.array(column) for column in rank.order)
+    codes, virtual, units = (np.array(column) for column in rank.order)
     counts = np.diff(np.append(offsets, costs.num_units))
     is_first, is_last = np.zeros((2, costs.num_units), dtype=bool)
     is_first[offsets] = is_last[offsets + counts - 1] = True
@@ -308,7 +309,7 @@ def _held_bytes(rank: _Rank, *, costs: Costs, offsets: np.typing.NDArray[np.int6
     )
     kept = costs.activation_bytes[own] - costs.offload_bytes[own]
     operands = costs.operand_bytes[own] * bool((codes == W).any())
-    at = chunks, units
+    at = virtual, units
     taken = np.select(
         [codes == F, codes == B],
         [(kept + is_first * kv)[at], (is_last * gradients)[at]],

@@ -160,7 +160,7 @@ def test_a_short_last_group_deadlocks():
         order = interleaved_order(
             lengths,
             groups=[range(2), range(2, 3)],
-            num_chunks=3,
+            num_virtual=3,
             hops_behind=2 * (7 - rank),
         )
         programs.append(tuple(Action(ActionKind(k), c * 8 + rank, *unit) for k, (c, unit) in order))

@@ -1,8 +1,8 @@
 """The copies of a simulation: two copy engines a rank, and what waits for them.
 
 Copies of saved tensors flow layer by layer where costs say so, see
-:meth:`CopyQueues.wait_for_blocks`; those of K and V come back beside a backward, see
-:meth:`CopyQueues.bring_kv_back`; weights and gradients are copied stage by stage.
+:meth:`PlayedCopies.wait_for_blocks`; those of K and V come back beside a backward, see
+:meth:`PlayedCopies.bring_kv_back`; weights and gradients are copied stage by stage.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from sppo.schedule.encoding import D2H, D2H_KV, H2D, H2D_KV, B, F
 from sppo.schedule.played_actions import PlayedActions
 
 
-class CopyQueues:
+class PlayedCopies:
     """Copies of one simulation, each played when the walk of its rank comes to it.
 
     A method that plays an action returns whether it has a time; if not, its rank waits.
