@@ -1,1 +1,1 @@
-"""What a run costs: FLOPs, seconds, and bytes of memory. Pure Python and numpy, never torch."""
+"""Costs of a run: FLOPs, seconds, and bytes of memory. Pure Python and numpy, never torch."""

@@ -1,4 +1,4 @@
-"""Which attention back end a plan counts on: without asking the machine, which may be elsewhere."""
+"""Attention back end that a plan counts on, without asking the machine, which may be elsewhere."""
 
 from __future__ import annotations
 

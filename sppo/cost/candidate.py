@@ -87,7 +87,7 @@ class Candidate:
 
     @property
     def distinct_sequences(self) -> tuple[slice, ...]:
-        """Where in `lengths` each sequence has its subsequences; alike ones are there once."""
+        """Return each sequence's place among `lengths`; sequences that are alike are there once."""
         if not self.packed:
             return (slice(0, len(self.lengths)),)
         ends = accumulate((len(sequence.lengths) for sequence in self.packed), initial=0)
@@ -101,7 +101,7 @@ class Candidate:
 
     @property
     def sample_parts(self) -> SampleParts:
-        """What attention sees of each subsequence, [subsequences]."""
+        """Return what attention sees of each subsequence, [subsequences]."""
         return parts_of_packed(self.packed) if self.packed else parts_of_sequence(self.lengths)
 
     @property
@@ -169,7 +169,7 @@ class Candidate:
         )
 
     def kv_of_stage(self, stage: int) -> KVPlacement:
-        """What becomes of K and V of a stage between its forward and its backward."""
+        """Return the placement of a stage's K and V between its forward and its backward."""
         is_last_of_rank = stage >= self.num_stages - self.pipeline_parallel_degree
         if self.schedule != LOOPED or is_last_of_rank:
             return "retained"
@@ -181,7 +181,7 @@ class Candidate:
         return order_of(self.schedule, num_virtual=self.virtual_stages)
 
     def is_last_stage(self, stage: int) -> bool:
-        """Whether a stage holds the head and the loss."""
+        """Return whether a stage holds the head and the loss."""
         return stage == self.num_stages - 1
 
 

@@ -1,4 +1,4 @@
-"""How much longer compute takes than the cost model says, as a run has measured it."""
+"""Correction of predicted compute seconds, as a run has measured them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CostCorrection:
-    """What is made of the predicted seconds of compute: a factor of them, and seconds more.
+    """Factor of the predicted seconds of compute, and seconds that are added.
 
     One of each for forwards and for backwards, whose kernels and memory traffic differ: these two a
     run times apart on any device, action by action. Rates that are off multiply all seconds; what

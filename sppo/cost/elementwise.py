@@ -1,4 +1,4 @@
-"""What element-wise kernels do in one layer: which, how often, over how many elements.
+"""Element-wise kernels of one layer: which, how often, over how many elements.
 
 Each kernel counts the bytes it must read and write at least: every input read and every output
 written once. Where nothing was measured, these bytes are transferred at the device's memory
@@ -119,7 +119,7 @@ def backward_work(model: ModelConfig, *, element_bytes: int) -> Iterator[Work]:
 
 
 def linear_recompute_work(model: ModelConfig) -> Iterator[Work]:
-    """What recomputing the linear class adds beside matrix products."""
+    """Yield the kernels of recomputing the linear class, beside matrix products."""
     e, query, _ = _widths(model)
     if not model.qk_norm:
         yield from _towards_attention(model, query)
@@ -127,7 +127,7 @@ def linear_recompute_work(model: ModelConfig) -> Iterator[Work]:
 
 
 def kv_work(model: ModelConfig) -> Iterator[Work]:
-    """What recomputing K and V from a layer's input adds beside matrix products."""
+    """Yield the kernels of recomputing K and V from a layer's input, beside matrix products."""
     e, _, key = _widths(model)
     yield Work(model.norm, e)
     yield from _towards_attention(model, key)

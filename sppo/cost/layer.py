@@ -71,7 +71,7 @@ _EXCHANGES = {"ulysses": _Exchanges(1.0, 0.0, 0.5), "megatron": _Exchanges(1.5, 
 
 @dataclass(frozen=True)
 class Workload:
-    """What runs where: enough to price one layer.
+    """Model, machine and sharding: enough to price one layer.
 
     Attributes:
         model: Its shape.

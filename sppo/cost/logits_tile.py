@@ -1,4 +1,4 @@
-"""How many tokens' logits exist at once: the vocabulary projection works on tiles of tokens.
+"""Tokens whose logits exist at once: the vocabulary projection works on tiles of tokens.
 
 Every tile reads the projection and reads and writes its fp32 gradient, ``V x E`` each. On a GPU a
 tile has to be so long that its products take longer than that: 6 E V t FLOPs over 12 E V bytes are

@@ -1,4 +1,4 @@
-"""How long a step of the looped order takes, in closed form.
+"""Time of a step of the looped order, in closed form.
 
 A machine is a pipeline rank, which takes up a stage when it is done with the one before. So stage
 after stage is a flow shop (:mod:`sppo.cost.step_time`) whose machines and links are free from a

@@ -87,7 +87,7 @@ def num_parameters(model: ModelConfig) -> int:
 
 
 def is_decayed(shape: Shape) -> bool:
-    """Whether weight decay applies: matrices and embeddings yes, biases and norms no."""
+    """Return whether weight decay applies: matrices and embeddings yes, biases and norms no."""
     return len(shape) >= 2
 
 
@@ -119,6 +119,6 @@ def stage_shapes(model: ModelConfig, layers: range) -> dict[str, Shape]:
 
 
 def _owner(name: str) -> str:
-    """What a parameter belongs to: `layers.7`, `embed`, `final_norm`."""
+    """Return the part of the model that has a parameter: `layers.7`, `embed`, `final_norm`."""
     parts = name.split(".")
     return ".".join(parts[:2]) if parts[0] == "layers" else parts[0]

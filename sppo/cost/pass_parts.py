@@ -40,7 +40,7 @@ class PassParts:
         return total
 
     def __add__(self, other: PassParts) -> PassParts:
-        """Both passes, part by part."""
+        """Add up two passes, part by part."""
         return PassParts(*(getattr(self, name) + getattr(other, name) for name in PART_NAMES))
 
     def times(self, factor: Table | float) -> PassParts:
@@ -79,7 +79,7 @@ class LayerSeconds:
     attention_recompute: Table
 
     def __add__(self, other: LayerSeconds) -> LayerSeconds:
-        """Both, one after the other."""
+        """Add up two layers, one after the other."""
         return LayerSeconds(*(getattr(self, name) + getattr(other, name) for name in PASS_NAMES))
 
     def times(self, layers: int) -> LayerSeconds:
@@ -92,7 +92,7 @@ PASS_NAMES = tuple(field.name for field in fields(LayerSeconds))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerParts:
-    """What :class:`LayerSeconds` consists of."""
+    """Parts of :class:`LayerSeconds`."""
 
     forward: PassParts
     backward: PassParts

@@ -1,4 +1,4 @@
-"""How much of a weight gradient exists in half precision before it joins its fp32 sum, on a CPU."""
+"""Tile of a weight gradient in half precision before it joins its fp32 sum, on a CPU."""
 
 from __future__ import annotations
 

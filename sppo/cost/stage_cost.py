@@ -1,4 +1,4 @@
-"""What each stage and subsequence costs on a machine, as the tables that schedules are played with.
+"""Costs of each stage and subsequence on a machine: the tables that schedules are played with.
 
 Built from :mod:`sppo.cost.layer`, stage by stage; what the activation policy decided
 adds the copies and the time of what is recomputed.
@@ -186,7 +186,7 @@ def _recompute_seconds(candidate: Candidate, *, units: LayerSeconds, recomputed:
 
 
 def _layer_copies(candidate: Candidate, layers: range) -> LayerCopies:
-    """How blocks flow: to a disk through slots, to host memory straight from where they are."""
+    """Return the flow of blocks: to a disk through slots, to host memory from where they are."""
     workload = candidate.workload
     layout = BlockLayout(workload.model, workload.element_bytes, layers=layers)
     to_host = workload.hardware.node.host_memory_bytes > 0
@@ -494,7 +494,7 @@ def _layers_and_head_seconds(
 
 
 def stage_parts(candidate: Candidate) -> tuple[Mapping[str, PassParts], ...]:
-    """What the passes over all layers of each stage consist of, for one sequence or all packed.
+    """Return the parts of all passes of each stage's layers, for one sequence or all packed.
 
     Returns:
         for each stage, parts [subsequences] of F, B and W by the names of a

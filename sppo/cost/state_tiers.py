@@ -1,4 +1,4 @@
-"""Where weights, gradients and optimizer state live while nothing computes with them."""
+"""Tiers of weights, gradients and optimizer state while nothing computes with them."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ class StateTiers:
 
     @property
     def streams_weights(self) -> bool:
-        """Whether weights come to the device stage by stage."""
+        """Return whether weights come to the device stage by stage."""
         return self.weights != "device"
 
     @property
     def streams_gradients(self) -> bool:
-        """Whether gradients leave the device stage by stage."""
+        """Return whether gradients leave the device stage by stage."""
         return self.gradients != "device"
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Whether the optimizer steps somewhere else than on the device."""
+        """Return whether the optimizer steps somewhere else than on the device."""
         return self.optimizer != "device"
 
     @property
     def leaves_device(self) -> bool:
-        """Whether any part lives behind the device."""
+        """Return whether any part lives behind the device."""
         return any(getattr(self, field.name) != "device" for field in fields(self))
 
     def text(self) -> str:

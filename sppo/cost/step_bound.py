@@ -23,7 +23,7 @@ from sppo.schedule.generators import DEFERRING_WEIGHTS, LOOPED
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepTables:
-    """What the ranks of a step compute, send and reduce; tables are [stages, units].
+    """Seconds and bytes that the ranks of a step compute, send and reduce; tables [stages, units].
 
     Attributes:
         schedule: Its name.
@@ -51,12 +51,12 @@ class StepTables:
 
     @property
     def defers_weights(self) -> bool:
-        """Whether weight halves run as actions of their own."""
+        """Return whether weight halves run as actions of their own."""
         return self.schedule in DEFERRING_WEIGHTS
 
     @property
     def passes_s(self) -> Table:
-        """What of a backward the stage before waits for, [stages, units]."""
+        """Return the part of a backward that the stage before waits for, [stages, units]."""
         return self.backward_s if self.defers_weights else self.backward_s + self.weight_s
 
     def of_ranks(self, of_stages: Table) -> Table:

@@ -1,4 +1,4 @@
-"""How long a step takes, in closed form: what the solver ranks by before it simulates a few.
+"""Time of a step in closed form, by which the solver ranks before it simulates a few.
 
 One sequence on p stages is a permutation flow shop forward, and another one backward, with the
 links between stages as further machines. A machine that takes t[u] for unit u once it is ready at
@@ -68,7 +68,7 @@ class StageLinks:
 
     @property
     def reversed(self) -> StageLinks:
-        """The same links, last stage and last unit first."""
+        """Return the links, last stage and last unit first."""
         return StageLinks(self.wire_s[::-1, ::-1], self.latency_s[::-1])
 
     def hops_s(self, unit: int) -> Floats:
@@ -118,7 +118,7 @@ def step_time(costs: Costs, *, num_sequences: int, looped_ranks: int | None = No
 
 
 def flow_ends(seconds: Table, *, links: StageLinks) -> Floats:
-    """When each stage of a permutation flow shop has ended its last unit, [stages].
+    """Return when each stage of a permutation flow shop has ended its last unit, [stages].
 
     Args:
         seconds: of each unit on each stage, [stages, units].

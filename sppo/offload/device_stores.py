@@ -27,7 +27,7 @@ class ActivationStore(Protocol):
 
     @property
     def lends_memory(self) -> bool:
-        """Whether tensors of :meth:`take` lie in memory that is reused after :meth:`release`.
+        """Return whether tensors of :meth:`take` lie in memory reused after :meth:`release`.
 
         Otherwise they belong to the caller.
         """

@@ -1,4 +1,4 @@
-"""What each part of SPPO is worth for one request: the paper's ablation (its section 7), ours.
+"""Ablation of SPPO for one request: what each part is worth, as in the paper's section 7.
 
 Every row runs the same degrees and cuts. "none" is the paper's baseline: nothing is offloaded,
 whole layers are recomputed. The paper reports 0.91 for offloading everything, 1.23 for adaptive

@@ -1,4 +1,4 @@
-"""What to change where nothing fits: as text, with numbers, from trying it.
+"""Advice on what to change where nothing fits: as text, with numbers, from trying it.
 
 Each change is tried by asking the solver's closed forms again: fewer conditions, another activation
 policy, optimizer states in host memory, a larger tier, a shorter sequence, more nodes.
@@ -119,7 +119,7 @@ def _fewer_conditions(run: RunConfig, hardware: HardwareSpec) -> Iterator[Advice
 
 
 def _no_conditions(run: RunConfig, hardware: HardwareSpec) -> Iterator[Advice]:
-    """All that the solver can choose left to it, and a shorter sequence or more nodes besides."""
+    """Advise to leave the solver every choice, and a shorter sequence or more nodes besides."""
     written = {
         section: [key for key in keys if key in getattr(run, section).model_fields_set]
         for section, keys in _CHOSEN.items()

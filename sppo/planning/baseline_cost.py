@@ -60,7 +60,7 @@ class BaselineStep:
 
 
 def fits(memory: StageMemory, *, hardware: HardwareSpec) -> bool:
-    """Whether `hardware` has so much memory on and behind each device."""
+    """Return whether `hardware` has so much memory on and behind each device."""
     in_host = memory.tier_activations_bytes + memory.host_optimizer_bytes
     on_device = memory.device.total_bytes <= hardware.device.usable_bytes
     return on_device and in_host <= hardware.host_bytes_per_device
@@ -143,7 +143,7 @@ def _chunks(length: int, chunk_tokens: int | None) -> tuple[int, ...]:
 
 
 def _placement(candidate: Candidate, method: Method) -> ActivationPlacement:
-    """What becomes of saved tensors: nothing recomputed, or all but layer inputs."""
+    """Return the placement of saved tensors: nothing recomputed, or all but layer inputs."""
     shape = (candidate.num_stages, len(candidate.lengths), len(CLASSES))
     tokens = np.array(candidate.lengths, dtype=np.int64)[None, :, None]
     rows = np.broadcast_to(tokens, shape).copy()
@@ -249,7 +249,7 @@ def _with_state_on_host(stage: StageMemory, candidate: Candidate) -> StageMemory
 
 
 def _exchanged_bytes(candidate: Candidate, *, tokens: int) -> int:
-    """What a Megatron group exchanges beyond what our own would.
+    """Return the bytes that a Megatron group exchanges beyond our own.
 
     Its products shard outputs, not tokens, so each device gathers the residual stream of
     the whole sequence and its gradient, and has a part of their sums. Ours holds one tensor more.

@@ -20,12 +20,12 @@ from sppo.units import KIB
 HOST = "host"
 """Stands for memory of the host among the buckets of a device."""
 SPPO = "SPPO"
-"""How tables call the run itself."""
+"""Name of the run itself in tables."""
 
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """How far one way goes.
+    """Longest sequence of one way, and its speed.
 
     Attributes:
         method: Its name.
@@ -72,7 +72,7 @@ def baselines(
 
 
 def baseline(run: RunConfig, *, hardware: HardwareSpec, method: Method) -> Baseline:
-    """How far one method goes on all of `hardware`, and its step at the length of `run`."""
+    """Return how far one method goes on all of `hardware`, and its step at the length of `run`."""
     best = Baseline(method.name, 0)
     for degrees in method.degrees(run.model, hardware):
 
@@ -116,7 +116,7 @@ def _fastest_step(run: RunConfig, hardware: HardwareSpec, method: Method) -> Bas
 
 
 def _paper_claims(run: RunConfig, hardware: HardwareSpec) -> dict[str, str]:
-    """What the paper reports for GPT-7B on 32 and 128 A100-80GB."""
+    """Return the paper's reports on GPT-7B on 32 and 128 A100-80GB, by method."""
     if run.model.preset != "gpt-7b" or not hardware.name.startswith("a100-80g"):
         return {}
     if hardware.num_devices == 32:

@@ -62,7 +62,7 @@ class ModelCounts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Estimate:
-    """What a run needs as it stands.
+    """Needs of a run as it stands.
 
     Attributes:
         run: Which.
@@ -96,7 +96,7 @@ def estimate(run: RunConfig, *, hardware: HardwareSpec) -> Estimate:
 
 
 def model_counts(run: RunConfig) -> ModelCounts:
-    """What the whole model and one sequence take."""
+    """Return the FLOPs and bytes of the whole model and one sequence."""
     model, length = run.model, run.sequence.length
     element = ELEMENT_BYTES[run.train.dtype]
     masters = ACCUMULATION_BYTES if element < ACCUMULATION_BYTES else 0

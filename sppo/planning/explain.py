@@ -1,4 +1,4 @@
-"""Where the seconds of a step go, rank by rank, and how fast the machine was taken to be."""
+"""Explanation of a step: where its seconds go, rank by rank, and the speeds that were assumed."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ PARTS: Mapping[str, str] = {
     "reduce": "gradient reduction",
     "update": "optimizer update",
 }
-"""What a rank's step consists of, in the order of tables, by the name in JSON."""
+"""Parts of a rank's step, in the order of tables, by the name in JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class RateUsed:
-    """How fast the machine was taken to be at one kind of work.
+    """Assumed speed of the machine at one kind of work.
 
     Attributes:
         figure: What kind.
@@ -93,7 +93,7 @@ def step_parts(evaluated: EvaluatedCandidate) -> tuple[Mapping[str, float], ...]
 
 
 def rates_used(evaluated: EvaluatedCandidate) -> tuple[RateUsed, ...]:
-    """How fast the machine was taken to be, and who says so."""
+    """Return the speeds that were assumed of the machine, and their sources."""
     candidate = evaluated.candidate
     workload, hardware = candidate.workload, candidate.workload.hardware
     device, peak = hardware.device, hardware.device.flops_per_s(workload.dtype)
@@ -141,7 +141,7 @@ def _summed(stages: Sequence[Mapping[str, PassParts]], *, sequences: int) -> dic
 def _waits(
     evaluated: EvaluatedCandidate, *, rank: int, own_s: float, reduced_s: float
 ) -> dict[str, float]:
-    """What a simulation tells of a rank beyond its own compute; in closed form only its copies.
+    """Return a rank's waits in a simulation beyond its compute; in closed form only its copies.
 
     Args:
         evaluated: whose step it is.

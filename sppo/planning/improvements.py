@@ -88,7 +88,7 @@ def _best(solution: Solution) -> EvaluatedCandidate:
 def _improvement(
     solution: Solution, change: _Change, *, most_s: float = math.inf
 ) -> Improvement | None:
-    """What comes of a change; None where it fits nowhere or a bound says that it does not pay.
+    """Return the gain of a change; None where it fits nowhere or a bound says it does not pay.
 
     Args:
         solution: What it is held against.

@@ -56,7 +56,7 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What one step will take.
+    """Predicted time, memory and rates of one step.
 
     Attributes:
         provenance: Provenance of the machine's figures: measured, calibrated or analytic.
@@ -96,7 +96,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class ExecutionPlan:
-    """What to run, and what will come of it.
+    """Everything that is decided before a run, and what was predicted of it.
 
     Attributes:
         version: Version of this format.
@@ -149,7 +149,7 @@ class ExecutionPlan:
 
     @property
     def state_tiers(self) -> StateTiers:
-        """Where the training state lives; before plans said so, only the optimizer could leave."""
+        """Return the tiers of the state; before plans said so, only the optimizer could leave."""
         if self.state is not None:
             return self.state
         offloads = self.run["optimizer"]["offload"] and self.hardware.device.kind != "cpu"
@@ -173,12 +173,12 @@ class ExecutionPlan:
 
     @property
     def shares_units(self) -> bool:
-        """Whether several pipeline ranks run shards of one unit (MSP); one rank has none to ask."""
+        """Return whether several pipeline ranks run shards of one unit (MSP)."""
         return self.schedule == "sppo_msp" and self.pipeline_parallel_degree > 1
 
     @property
     def offloads_anything(self) -> bool:
-        """Whether any saved tensor, or K and V of any stage, leave the device."""
+        """Return whether any saved tensor, or K and V of any stage, leave the device."""
         return any(
             stage.kv == "offloaded" or any(any(part.offloaded) for part in stage.subsequences)
             for stage in self.stages
@@ -186,18 +186,18 @@ class ExecutionPlan:
 
     @property
     def has_tier(self) -> bool:
-        """Whether there is a tier that something could be offloaded to."""
+        """Return whether there is a tier that something could be offloaded to."""
         node = self.hardware.node
         return node.host_memory_bytes > 0 or node.disk_bytes > 0
 
     @property
     def uses_tier(self) -> bool:
-        """Whether anything goes to the tier behind the devices."""
+        """Return whether anything goes to the tier behind the devices."""
         return self.offloads_anything or self.state_tiers.leaves_device
 
     @property
     def tier(self) -> Literal["host", "disk"]:
-        """Where offloaded tensors go: to host memory if the machine has some behind its devices."""
+        """Return the tier of offloaded tensors: host memory if devices have some behind them."""
         return "host" if self.hardware.node.host_memory_bytes > 0 else "disk"
 
     @property
@@ -375,7 +375,7 @@ def _differences(
 
 
 def _faults(plan: ExecutionPlan) -> Iterator[str]:
-    """What the parts of a plan say that does not agree."""
+    """Yield disagreements between the parts of a plan."""
     if plan.run_digest != digest_of(plan.run):
         yield "its run does not match its digest"
         return

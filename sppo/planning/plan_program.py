@@ -1,4 +1,4 @@
-"""What a plan says, as the program of its step: the candidate, its costs, its actions."""
+"""Program of a plan's step: the candidate, its costs, its actions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def plan_program(plan: ExecutionPlan) -> Schedule:
 
 
 def plan_costs(plan: ExecutionPlan) -> Costs:
-    """What the actions of one data-parallel replica cost under `plan`."""
+    """Return the costs of the actions of one data-parallel replica under `plan`."""
     candidate = plan_candidate(plan)
     return stage_costs(candidate, seconds=stage_seconds(candidate), placement=plan_placement(plan))
 
@@ -51,7 +51,7 @@ def plan_candidate(plan: ExecutionPlan) -> Candidate:
 
 
 def plan_placement(plan: ExecutionPlan) -> ActivationPlacement:
-    """What `plan` does to every saved tensor."""
+    """Return the placement of every saved tensor under `plan`."""
     tables = (
         np.array(
             [[getattr(part, name) for part in stage.subsequences] for stage in plan.stages],

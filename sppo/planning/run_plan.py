@@ -106,7 +106,7 @@ def assess_run(
 
 
 def scheduled(run: RunConfig, evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
-    """What fits, simulated, with the best schedule that can be trained where that is left open."""
+    """Simulate what fits, with the best schedule that can be trained where that is left open."""
     if evaluated.shortfall is not None:
         return evaluated
     return with_best_schedule(run, simulate_candidate(evaluated))

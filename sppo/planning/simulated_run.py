@@ -22,7 +22,7 @@ from sppo.schedule.program import Case
 
 @dataclass(frozen=True, slots=True)
 class RunShape:
-    """What flags replace in a run for a what-if; None keeps the run's own."""
+    """Replacements in a run by flags, for a what-if; None keeps the run's own."""
 
     schedule: str | None = None
     num_ranks: int | None = None
@@ -51,7 +51,7 @@ class SimulatedRun:
 def simulated_run(
     run: RunConfig, *, hardware: HardwareSpec, shape: RunShape | None = None
 ) -> SimulatedRun:
-    """What one step of one data-parallel replica of `run` does on `hardware`.
+    """Simulate one step of one data-parallel replica of `run` on `hardware`.
 
     Raises:
         ValueError: degrees or a schedule that do not fit the run, with what to change.
@@ -77,7 +77,7 @@ def simulated_run(
 
 
 def simulated_plan(plan: ExecutionPlan) -> SimulatedRun:
-    """What one step of one data-parallel replica does under `plan`."""
+    """Simulate one step of one data-parallel replica under `plan`."""
     return _simulated(plan_candidate(plan), costs=plan_costs(plan), memory=plan.rank_memory)
 
 

@@ -35,7 +35,7 @@ OffloadRatios = Literal["none", "full", "adaptive"] | tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class AbstractOffload:
-    """What leaves the device, and how fast.
+    """Fractions that leave the device, and the speed of their copies.
 
     Attributes:
         ratios: "none"; "full", every subsequence whole; "adaptive", as much of each as its own
@@ -132,7 +132,7 @@ def abstract_case(request: AbstractCase) -> Case:
 
 
 def forward_case(request: AbstractCase) -> Case:
-    """Only the forward of `request`, as an evaluation would run it: nothing is offloaded."""
+    """Return the forward of `request` alone, as an evaluation runs it: nothing is offloaded."""
     kept = replace(request, offload=AbstractOffload())
     costs = case_costs(
         kept, num_stages=request.num_ranks * request.num_virtual, lengths=request.lengths
@@ -141,7 +141,7 @@ def forward_case(request: AbstractCase) -> Case:
 
 
 def compared_case(request: AbstractCase, *, name: str) -> Case:
-    """The same work under the schedule `name`.
+    """Return the work of `request` under the schedule `name`.
 
     A schedule of whole sequences gets each sequence in one piece, and one without interleaving
     gets all stages of a rank as one.

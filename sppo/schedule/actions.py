@@ -37,7 +37,7 @@ PlacementStyle = Literal["loop", "v"]
 
 
 class ActionKind(StrEnum):
-    """What an action does; the value is its spelling in the text form.
+    """Kinds of actions; the value is the spelling in the text form.
 
     F forward; KV recomputation of K and V ahead of a stage's backward; B backward (or its
     input-gradient half), all other recomputation included; W weight gradients;
@@ -110,7 +110,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which rank holds which stage.
+    """Ranks of stages.
 
     Attributes:
         num_ranks: Pipeline ranks, at least 1.
@@ -206,7 +206,7 @@ class Schedule:
 
     @property
     def is_training(self) -> bool:
-        """Whether the programs hold a backward pass (False for evaluation)."""
+        """Return whether the programs hold a backward pass (False for evaluation)."""
         backward = ActionKind.B
         return any(action.kind is backward for program in self.programs for action in program)
 

@@ -1,4 +1,4 @@
-"""What a schedule's actions cost: seconds and bytes per stage and unit, and what the links carry.
+"""Costs of a schedule's actions: seconds and bytes per stage and unit, and rates of links.
 
 The tables are plain numpy arrays of shape [num_stages, num_units], units counted through all
 sequences. The planner fills them from its cost model; `abstract_costs` fills them with numbers
@@ -70,7 +70,7 @@ class CopyEngines:
 
 @dataclass(frozen=True, slots=True)
 class LayerCopies:
-    """How the copies of one stage's units flow: in blocks of one layer each, not as a whole.
+    """Flow of the copies of one stage's units: in blocks of one layer each, not as a whole.
 
     Attributes:
         layers: Layers of the stage, taken as equal.
@@ -85,7 +85,7 @@ class LayerCopies:
     def forward_start_s(
         self, start: float, *, seconds: float, copy_s: float, free_s: float, block_before_s: float
     ) -> float:
-        """When a forward can start and then never wait for blocks on their way out.
+        """Return when a forward can start and then never wait for blocks on their way out.
 
         Args:
             start: When everything else is there.
@@ -111,7 +111,7 @@ class LayerCopies:
     def backward_start_s(
         self, start: float, *, first: float, layer_s: float, copy_s: float
     ) -> tuple[float, float]:
-        """When a backward can start and then never wait for blocks, and when the last one is back.
+        """Return when a backward can start and never wait for blocks, and when the last is back.
 
         Args:
             start: When everything else is there.
@@ -206,7 +206,7 @@ class Costs:
 
     @property
     def copies_stages(self) -> bool:
-        """Whether K and V, weights or gradients come and go, or K and V are recomputed."""
+        """Return whether K and V, weights or gradients come and go, or K and V are recomputed."""
         tables = (
             self.kv_offload_bytes,
             self.kv_recompute_s,
@@ -234,7 +234,7 @@ class Costs:
         )
 
     def repeats(self, count: int) -> bool:
-        """Whether all units cost what the first `count` of them do, over and over."""
+        """Return whether all units cost what the first `count` of them do, over and over."""
         tables = [getattr(self, name) for name in _STAGE_UNIT_TABLES]
         return all(
             bool((table[..., count:] == table[..., :-count]).all())

@@ -54,7 +54,7 @@ class EncodedProgram:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the rank runs any shard of a unit, or sends one in several messages."""
+        """Return whether the rank runs any shard of a unit, or sends one in several messages."""
         return bool((self.num_shards > 1).any())
 
 
@@ -124,7 +124,7 @@ def _column(values: Sequence[int | None]) -> Codes:
 
 
 def _problem(action: Action, schedule: Schedule) -> str | None:
-    """What is wrong with `action` on its own, if anything."""
+    """Return what is wrong with `action` on its own, if anything."""
     if not 0 <= action.stage < schedule.num_stages:
         return f"stage {action.stage} does not exist: there are {schedule.num_stages}"
     if (action.kind, action.wire) not in _OPCODES:

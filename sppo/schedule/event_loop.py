@@ -50,7 +50,7 @@ IdleGap = tuple[float, float, int]
 
 
 class DeadlockError(ValueError):
-    """No rank can go on: the order of the programs contradicts itself.
+    """Every rank waits: the order of the programs contradicts itself.
 
     Attributes:
         rank: The first rank that stands.
@@ -150,7 +150,7 @@ class _EventLoop(PlayedActions):
         return True
 
     def _ready(self, rank: int, code: int, slot: int) -> tuple[float, float, float] | None:
-        """When the inputs were computed, arrived by message, were copied back; None to wait."""
+        """Return when inputs were computed, arrived, and were copied back; None to wait."""
         at, size = self.at, self.size
         produced = 0.0
         for key in self._needs(code, slot):

@@ -23,7 +23,7 @@ _KINDS = {"F": ActionKind.F, "B": ActionKind.B, "W": ActionKind.W}
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What a generator is asked for, checked."""
+    """Checked arguments of a generator."""
 
     num_ranks: int
     num_virtual: int
@@ -297,7 +297,7 @@ DESCRIPTIONS: Mapping[str, str] = {
     "sppo_msp": "The same, with the units next to bubbles cut once more over the ranks that would "
     "idle (SPPO, section 6); with several stages on a rank the same of looped_bfs.",
 }
-"""What the schedules are, by name, and whose."""
+"""Descriptions of the schedules, by name, with their sources."""
 # Schedules whose warm-up can be lengthened to hide the latency of messages.
 _WITH_HOP = ("1f1b", "seq1f1b", "zb_h1", "seq_zb_h1", "sppo")
 # Schedules that run the weight half of a backward as an action of its own.

@@ -1,4 +1,4 @@
-"""How many units a rank holds between their forward and the end of their backward."""
+"""Number of units that a rank holds between their forward and the end of their backward."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def peak_in_flight(program: EncodedProgram, *, groups: Mapping[int, MspGroup]) -
 
 
 def sequences_in_flight(actions: Iterable[Action]) -> int:
-    """How many consecutive sequences a stage, or a rank, holds something of at once.
+    """Return how many consecutive sequences a stage, or a rank, holds something of at once.
 
     A sequence holds something from its first F to its last B or W; sequences begin in order.
 

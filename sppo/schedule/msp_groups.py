@@ -79,7 +79,7 @@ def find_msp_groups(
 def shard_shares(
     program: EncodedProgram, *, groups: Mapping[int, MspGroup]
 ) -> npt.NDArray[np.float64]:
-    """Which part of its unit's tokens each compute action of a program runs: 1 if all of it."""
+    """Return the share of its unit's tokens that each compute action of a program runs."""
     shares = np.ones(program.codes.shape)
     cut = (program.num_shards > 1) & (program.codes < encoding.NUM_COMPUTE)
     for index in np.flatnonzero(cut).tolist():

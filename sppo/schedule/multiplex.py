@@ -130,7 +130,7 @@ class _Builder:
         return groups
 
     def seconds(self, groups: Mapping[int, MspGroup]) -> dict[tuple[int, int], float]:
-        """What each MSP group takes if exactly these are chosen."""
+        """Return the seconds of each MSP group if exactly these are chosen."""
         priced = replace(self.plain, cuts=self._cuts(groups.values()))
         return msp_seconds(priced, groups=groups, costs=self.costs)
 

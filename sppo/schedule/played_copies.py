@@ -31,7 +31,7 @@ class PlayedCopies:
         self.last_backward: dict[int, tuple[float, float]] = {}
         self.weights_held: list[list[int]] = [[] for _ in range(ranks)]
         self.stage_here = [0.0] * stages
-        """When the weights and gradients of each stage are there."""
+        """Times at which the weights and gradients of each stage have arrived."""
         self.gradients_gone = [0.0] * stages
 
     def copy(self, rank: int, index: int, code: int, slot: int) -> bool:

@@ -180,7 +180,7 @@ def _numbers(values: Iterable[int]) -> str:
 
 
 class _Reader:
-    """What has been read of a file so far."""
+    """State of reading a file."""
 
     def __init__(self) -> None:
         self.name = "program"

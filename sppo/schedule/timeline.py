@@ -1,4 +1,4 @@
-"""What happened when: the result of a simulation, or of a measured run.
+"""Timeline: when every action ran, in a simulation or in a measured run.
 
 Times are seconds from the start of the step on one clock. Every number is per rank, so that a
 planned and a measured timeline of the same schedule can be laid over each other.
@@ -72,7 +72,7 @@ class MemoryTrack:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankTrack:
-    """What one rank did.
+    """Actions of one rank with their times, idle times and memory.
 
     Attributes:
         actions: Its program.

@@ -28,7 +28,7 @@ SPAN_KEYS = 16384
 _WHOLE_SPANS = frozenset(("flash_attn_2", "flash_attn_3", "flash_attn_4", "torch_flash", "triton"))
 """Back ends that take a span of queries and its keys in one call, not in blocks."""
 _FLASH_COMPUTE_BYTES = 450 << 10
-"""What its backward takes beyond that per thread, in bf16; measured with torch 2.13."""
+"""Bytes that its backward takes beyond that per thread, in bf16; measured with torch 2.13."""
 
 
 def attention_forward(s: TensorSizes) -> Iterator[tuple[str, int]]:

@@ -37,7 +37,7 @@ class TensorSizes:
 
     @property
     def is_half(self) -> bool:
-        """Whether the accumulation dtype is another than the compute dtype."""
+        """Return whether the accumulation dtype is another than the compute dtype."""
         return self.element < ACCUMULATION_BYTES
 
     @property
@@ -88,7 +88,7 @@ class TensorSizes:
 
     @property
     def gates(self) -> int:
-        """What the MLP's activation takes: gate and up, or up alone."""
+        """Return the widths of the MLP's activation: gate and up, or up alone."""
         return (2 if self.model.gated else 1) * self.mlp
 
     @property

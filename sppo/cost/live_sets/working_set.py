@@ -1,4 +1,4 @@
-"""What the running subsequence needs beside everything that is saved: its working set, exactly.
+"""Working set: memory of the running subsequence beside everything saved, exactly.
 
 Every tensor of :mod:`sppo.model.layer`, :mod:`sppo.kernels` and the head has a name and a size; a
 live set of a pass holds those that are live at a time, and the working set is the largest live set.

@@ -33,7 +33,7 @@ def _layouts(candidate: Candidate) -> list[BlockLayout]:
 
 
 def passes_through_slots(candidate: Candidate) -> bool:
-    """Whether copies go through memory of the device that is reserved once."""
+    """Return whether copies go through memory of the device that is reserved once."""
     hardware = candidate.workload.hardware
     return hardware.device.kind == "cpu" and hardware.node.host_memory_bytes == 0
 
@@ -73,7 +73,7 @@ def _sources_waiting(candidate: Candidate) -> int:
 
 
 def copy_slots(candidate: Candidate, *, shares: Table) -> CopySlots:
-    """What slots take, from the rows that are offloaded.
+    """Return the bytes of slots, as a function of the rows that are offloaded.
 
     Args:
         candidate: whose.
@@ -109,7 +109,7 @@ def _longest_stage(candidate: Candidate, *, rank: int) -> int:
 
 
 def tier_padding_bytes(candidate: Candidate, *, units: UnitsInFlight) -> Table:
-    """What alignment adds to the offloaded tensors in the tier at most, [stages]."""
+    """Return the most bytes that alignment adds to offloaded tensors in the tier, [stages]."""
     shapes = _layouts(candidate)
     blocks = np.array([len(shape.layers) * shape.most_padding_bytes for shape in shapes])
     most = max(own.stop - own.start for own in candidate.distinct_sequences)
@@ -166,11 +166,11 @@ class _StageRoom(NamedTuple):
     """Bytes of what one stage offloads."""
 
     block_bytes: int
-    """Of the largest block."""
+    """Bytes of the largest block."""
     joined_bytes: int
-    """Of tensors that are put together from parts."""
+    """Bytes of tensors that are joined from parts."""
     tier_bytes: int
-    """Of one sequence in the tier."""
+    """Bytes of one sequence in the tier."""
 
 
 def _stage_room(candidate: Candidate, placement: ActivationPlacement, *, stage: int) -> _StageRoom:

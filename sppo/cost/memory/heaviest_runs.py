@@ -13,7 +13,7 @@ from sppo.cost.live_sets.attention_live_sets import SPAN_KEYS
 from sppo.cost.memory.unit_runs import UnitRun
 
 Units = Counts | slice
-"""Which of a block's subsequences."""
+"""Subsequences of a block, by index."""
 _SIMILAR = 0.9
 """A subsequence at least so long, relative to the longest of its neighbours, counts as that."""
 

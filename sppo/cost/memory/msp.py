@@ -98,7 +98,7 @@ def with_msp(
 
 
 class _Rank:
-    """What one rank of the pipeline runs, and what that takes."""
+    """Program and memory of one rank of the pipeline."""
 
     def __init__(
         self,
@@ -279,7 +279,7 @@ class _Rank:
         return running
 
     def _sent_bytes(self, action: Action) -> float:
-        """What is received, sent and exchanged for the unit of an action."""
+        """Return the bytes received, sent and exchanged for the unit of an action."""
         return float(self._sent[action.kind][action.unit[1]])
 
     def _beside(self, shard: _Shard, *, backward: bool) -> int:

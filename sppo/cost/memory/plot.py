@@ -16,7 +16,7 @@ BUDGET_LINE = "│"
 
 @dataclass(frozen=True, slots=True)
 class BucketLabel:
-    """How a bucket of :class:`sppo.cost.memory.stage_memory.MemoryBuckets` is shown.
+    """Name and letter of a bucket of :class:`sppo.cost.memory.stage_memory.MemoryBuckets` in plots.
 
     Attributes:
         field: Its field, with ``_bytes``.
@@ -29,7 +29,7 @@ class BucketLabel:
     label: str
 
     def bytes_of(self, device: MemoryBuckets) -> int:
-        """What it takes."""
+        """Return the bytes of the bucket."""
         return int(getattr(device, self.field))
 
 
@@ -48,7 +48,7 @@ BUCKETS = (
     BucketLabel("growth_bytes", "P", "process growth"),
 )
 _NOT_SHOWN = "never_at_once_bytes"
-"""Nothing that is held, and 0 in plans of runs."""
+"""Bucket that corrects the sum of the others, and is 0 in plans of runs."""
 assert [bucket.field for bucket in BUCKETS] == [
     field.name for field in fields(MemoryBuckets) if field.name != _NOT_SHOWN
 ], "every bucket is shown, in its order"

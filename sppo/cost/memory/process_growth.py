@@ -19,10 +19,10 @@ checkpoints, pages of libraries that the first steps touch: 15 to 17 MiB on an A
 on an Intel Xeon with AMX, however many steps."""
 CODE_BYTES = 3 * MIB
 CODE_BYTES_PER_LENGTH = 18 * MIB
-"""What oneDNN compiles for bf16: for attention, and three quarters of a MiB for each of a layer's
-24 products with subsequences of one length."""
+"""Bytes of code that oneDNN compiles for bf16: for attention, and three quarters of a MiB for each
+of a layer's 24 products with subsequences of one length."""
 CODE_BYTES_PER_ODD_LENGTH = 12 * MIB
-"""And for the rows beyond a multiple of 128 of a length that is none."""
+"""Bytes of code for the rows beyond a multiple of 128 of a length that is none."""
 ACTION_BYTES = 4 * KIB
 """An action of a step's program, the record of its last execution, and that of the one before."""
 TOKEN_BYTES = 16

@@ -69,12 +69,12 @@ class MemoryBuckets:
     """Working set of the running subsequence (:mod:`sppo.cost.live_sets.working_set`), and the
     saved tensors that backward joins (:mod:`sppo.cost.memory.copy_room`)."""
     heap_bytes: int
-    """What a C heap holds beyond that."""
+    """Bytes that a C heap holds beyond that."""
     communication_bytes: int
     """Messages between stages, the residual stream that waits between two stages of a rank, and
     what a sequence-parallel group exchanges."""
     growth_bytes: int = 0
-    """What the process takes beside tensors, see :mod:`sppo.cost.memory.process_growth`."""
+    """Bytes that the process takes beside tensors, see :mod:`sppo.cost.memory.process_growth`."""
     never_at_once_bytes: int = 0
     """At most 0: what is held of K and V, their gradients and saved tensors at the fullest moment
     of a step of samples, less the sum of their peaks, which come at different moments."""
@@ -95,7 +95,7 @@ class StageMemory:
     """One device of a pipeline rank, with all stages of the rank, and what it puts elsewhere."""
 
     device: MemoryBuckets
-    """What is on the device, by bucket."""
+    """Bytes on the device, by bucket."""
     tier_activations_bytes: int
     """Offloaded tensors in the next tier."""
     host_optimizer_bytes: int
@@ -115,17 +115,17 @@ class StageMemory:
 
     @property
     def tier_bytes(self) -> int:
-        """All that is in the next tier, without copies that a checkpoint is written from."""
+        """Return all bytes in the next tier, without copies that a checkpoint is written from."""
         return self.tier_activations_bytes + self.tier_state_bytes
 
     @property
     def host_bytes(self) -> int:
-        """All that is in host memory where that is the next tier."""
+        """Return all bytes in host memory where that is the next tier."""
         return self.tier_bytes + self.background_save_bytes
 
 
 class _RankFigures(NamedTuple):
-    """What memory of a rank follows from, beside what all ranks have alike.
+    """Figures of a rank that its memory follows from, beside those of all ranks.
 
     Attributes:
         parameters: That a device computes with.
@@ -357,7 +357,7 @@ def kv_tokens(candidate: Candidate) -> KVTokens:
 
 
 def keeps_a_stack(candidate: Candidate) -> bool:
-    """Whether retained tensors lie in room set aside once, whatever is held: a CPU's lone stage."""
+    """Return whether retained tensors lie in room set aside once: on the lone stage of a CPU."""
     on_cpu = candidate.workload.hardware.device.kind == "cpu"
     return on_cpu and candidate.num_stages == 1 and candidate.schedule == "sppo"
 

@@ -1,4 +1,4 @@
-"""What a unit receives, sends and exchanges: memory of its messages while it runs."""
+"""Memory of a unit's messages while it runs: received, sent and exchanged tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sppo.schedule.costs import Table
 
 
 def sent_bytes(candidate: Candidate) -> Running:
-    """What units receive from neighbouring stages, send there, and exchange in their group.
+    """Return the bytes that units receive from neighbours, send there, and exchange in their group.
 
     With it what waits on the rank of a unit for another of its stages.
     """
@@ -27,7 +27,7 @@ def sent_bytes(candidate: Candidate) -> Running:
 
 
 def exchanged_bytes(candidate: Candidate, lengths: Table) -> Table:
-    """What a sequence-parallel group exchanges for units: with Ulysses q, k, v and o, twice.
+    """Return the bytes that a sequence-parallel group exchanges for units; Ulysses twice q to o.
 
     With Megatron what has all tokens where the working set counts a device's own: in the backward
     of the MLP both normed inputs, gathered again, this rank's part of their gradient, and all

@@ -1,4 +1,4 @@
-"""What the working set of a unit depends on: tokens, prefix, and what becomes of its rows."""
+"""Facts on which a unit's working set depends: tokens, prefix, and the placement of its rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class UnitRun(NamedTuple):
 def unit_runs(
     candidate: Candidate, placement: ActivationPlacement, *, stage: int
 ) -> tuple[UnitRun, ...]:
-    """What a stage computes for each subsequence."""
+    """Return what a stage computes for each subsequence."""
     kinds = unit_kinds(candidate, placement, stage=stage).tolist()
     return tuple(
         UnitRun.of_kind(kind, tokens, start)

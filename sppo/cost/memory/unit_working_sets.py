@@ -51,11 +51,11 @@ def run_working_bytes(candidate: Candidate, run: UnitRun, *, stage: int) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class _StageKind:
-    """What working sets of a stage's units depend on beside the units."""
+    """Facts on which the working sets of a stage's units depend, beside the units."""
 
     workload: Workload
     layers: int
-    """As many as make a difference."""
+    """Layers of the stage, as many as make a difference."""
     input_every: int
     defers: bool
     is_last: bool

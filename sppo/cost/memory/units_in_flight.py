@@ -1,4 +1,4 @@
-"""What a rank holds at once: units between their forward and the end of their backward.
+"""Units in flight: those that a rank holds between their forward and the end of their backward.
 
 Only the order of a rank's compute decides that, no time, so peaks of a candidate are exact before
 anything is simulated. A schedule of the SPPO family holds N + p - 1 - r units on rank r of p
@@ -42,18 +42,18 @@ _BACKWARD, _FORWARD, _RETURN, _LAST_BACKWARD = 4, 5, 6, 7
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Running:
-    """What runs beside what is held, [stages, N]: bytes of a unit's F and of its B."""
+    """Bytes that run beside what is held, of a unit's F and of its B, [stages, N]."""
 
     forward: Table
     backward: Table
 
     def __add__(self, other: Running) -> Running:
-        """Both at once."""
+        """Return the bytes of both at once."""
         return Running(self.forward + other.forward, self.backward + other.backward)
 
     @property
     def most(self) -> Table:
-        """Of the unit that takes most, [stages]."""
+        """Return the bytes of the unit that takes most, [stages]."""
         most: Table = np.maximum(self.forward, self.backward).max(axis=1)
         return most
 
@@ -212,7 +212,7 @@ class UnitsInFlight:
         return bytes_held
 
     def _packed_kv_spans(self, events: _Events) -> Places:
-        """When K and V of packed sequences are there: rows (place, first event, last, sequence)."""
+        """Return when K and V of packed sequences exist: (place, first event, last, sequence)."""
         candidate, spans = self.candidate, events.spans
         degree = candidate.pipeline_parallel_degree
         count = int(spans[:, 0].max()) + 1
@@ -322,7 +322,7 @@ class UnitsInFlight:
         return np.minimum(ahead, count * (sequences - 1))
 
     def _moments(self, weights: Table) -> Table:
-        """What is held after each backward of a sequence, [stages, N+1]."""
+        """Return the weights held after each backward of a sequence, [stages, N+1]."""
         count = self._shape[1]
         before = np.pad(np.cumsum(weights, axis=1), ((0, 0), (1, 0)))
         held: Table = before[:, ::-1]
@@ -354,7 +354,7 @@ class UnitsInFlight:
         return most
 
     def _counts_after(self, done: npt.NDArray[np.intp]) -> Counts:
-        """How often each subsequence is held after so many backwards of each stage, [stages, N]."""
+        """Return how often each subsequence is held after `done` backwards, [stages, N]."""
         count = self._shape[1]
         index = np.arange(count)
         ahead = np.take_along_axis(self._ahead, done[:, None], axis=1)
@@ -364,7 +364,7 @@ class UnitsInFlight:
 
     @property
     def _events(self) -> tuple[_Events, ...]:
-        """What ranks begin and end to hold, in the order of their programs; all ranks, in order."""
+        """Return what ranks begin and end to hold, in the order of their programs."""
         candidate = self.candidate
         return _events_of_ranks(
             candidate.schedule,
@@ -378,7 +378,7 @@ class UnitsInFlight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Events:
-    """What some ranks begin (1) or end (-1) to hold, in program order, and what runs then.
+    """Events of ranks in program order: what they begin (1) or end (-1) to hold, and what runs.
 
     Attributes:
         stages: Of each event on each of the ranks, [ranks, events].

@@ -1,4 +1,4 @@
-"""Which parameters a Megatron group shards, and on how many of its devices each part lies."""
+"""Parameters that a Megatron group shards, and the number of devices that have each part."""
 
 from __future__ import annotations
 

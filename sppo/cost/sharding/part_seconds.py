@@ -1,4 +1,4 @@
-"""What gathering weights and reducing gradients part by part adds to a step (ZeRO-2 and 3).
+"""Seconds that gathering weights and reducing gradients by parts adds to a step (ZeRO-2 and 3).
 
 One part is on its way while another computes, so of compute and collectives of a unit the longer
 one counts; gathers and reductions share the links. A part outside of the layers that is larger than

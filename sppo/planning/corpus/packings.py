@@ -23,7 +23,7 @@ class Piece(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """How many they are."""
+        """Return the number of tokens."""
         return self.end - self.begin
 
 
@@ -41,7 +41,7 @@ class Packing:
 
     @property
     def packed(self) -> PackedSamples:
-        """The same as planners of steps take it."""
+        """Return the packing as planners of steps take it."""
         samples = (tuple(piece.sample for piece in pieces) for pieces in self.pieces)
         return PackedSamples(self.sequences, tuple(samples))
 

@@ -101,7 +101,7 @@ class PlannedDegrees:
 
     @property
     def degrees(self) -> Degrees:
-        """How the devices are divided."""
+        """Return the division of the devices."""
         return self.longest.degrees
 
     @property

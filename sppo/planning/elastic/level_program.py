@@ -22,7 +22,7 @@ from sppo.planning.elastic.silent_milp import milp
 from sppo.schedule.costs import Table
 
 Levels = npt.NDArray[np.intp]
-"""Which level each diagonal or unit has."""
+"""Levels of diagonals or units, by index."""
 ROUNDING = 4e-6
 """Share of a window by which a solution within HiGHS's tolerance may exceed it."""
 _FULL = 1 - ROUNDING / 2
@@ -52,7 +52,7 @@ class LevelProgram:
     room: Table
 
     def fits(self, levels: Levels) -> bool:
-        """Whether a choice of levels, [diagonals], breaks no window."""
+        """Return whether a choice of levels, [diagonals], breaks no window."""
         return not (self.used @ self._chosen(levels) > self.room).any()
 
     def added(self, levels: Levels) -> float:
@@ -230,12 +230,12 @@ class _Choice:
         return [level for level in by_cost if cost[level] < cost[self.levels[diagonal]]]
 
     def _gain(self, diagonal: int, level: int) -> float:
-        """How much less another level would add."""
+        """Return the cost that another level would save."""
         cost = self._cost[diagonal]
         return float(cost[self.levels[diagonal]] - cost[level])
 
     def _more(self, diagonal: int, level: int | slice = slice(None)) -> Table:
-        """What another level, or each of them, takes more of the windows of a diagonal."""
+        """Return what another level, or each, takes more of the windows of a diagonal."""
         taken = self._taken[diagonal]
         now = taken[:, self.levels[diagonal]]
         more: Table = taken[:, level] - (now if isinstance(level, int) else now[:, None])

@@ -1,4 +1,4 @@
-"""What becomes of saved tensors, unit by unit, by integer program.
+"""Levels: the placement of saved tensors, unit by unit, by integer program.
 
 Every unit of a step has a *level*: all is retained, what hides behind compute is offloaded, or
 attention, the linear class or both are recomputed, with or without that. What one rank recomputes
@@ -47,11 +47,11 @@ _ATTEMPTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What becomes of the saved tensors of a unit.
+    """Fate of one unit's saved tensors: recomputed shares, and whether the rest is offloaded.
 
     Attributes:
         attention: Share of the rows of the attention class that backward recomputes.
-        linear: The same of the linear class.
+        linear: Share of the rows of the linear class that backward recomputes.
         offloads: Whether what hides behind compute leaves the device first.
     """
 
@@ -146,7 +146,7 @@ def _excess_bytes(evaluated: EvaluatedCandidate) -> Table:
 
 @dataclass(frozen=True, eq=False)
 class _LevelChoice:
-    """What levels of a candidate come to. Tables are [levels, stages, subsequences].
+    """Bytes and seconds of a candidate at every level. Tables are [levels, stages, subsequences].
 
     Attributes:
         candidate: Whose.
@@ -217,7 +217,7 @@ class _LevelChoice:
         )
 
     def _taken(self, own: RankWindows, levels: Levels) -> Table:
-        """What units of a rank with such levels take of its windows, [moments]."""
+        """Return the bytes that units of a rank with such levels take of its windows, [moments]."""
         held = own.of_units(self.held_bytes)[np.arange(len(levels)), levels]
         running = self._running_bytes(own)[np.arange(len(own.running)), levels[own.running]]
         taken: Table = own.holds @ held + running + own.fixed_bytes
@@ -259,7 +259,7 @@ class _LevelChoice:
         return levels
 
     def _running_bytes(self, own: RankWindows) -> Table:
-        """What runs at every moment takes, by its level, [moments, levels]."""
+        """Return the bytes that run at every moment, by level, [moments, levels]."""
         backward, forward = (
             own.of_units(table)[own.running] for table in (self.backward_bytes, self.forward_bytes)
         )

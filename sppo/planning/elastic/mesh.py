@@ -1,4 +1,4 @@
-"""Where the samples of a step are cut: one mesh of places for all of them.
+"""Mesh of places at which the samples of a step are cut, one for all of them.
 
 Slices of a sample between places take equally long, so later ones are shorter: they have more
 tokens before them. A mesh goes from the first token on, so one that is made for long samples serves
@@ -27,7 +27,7 @@ _LEAST_BEGIN = 64
 
 @dataclass(frozen=True, slots=True)
 class SliceMesh:
-    """Where samples are cut, and how much a subsequence is to have.
+    """Places at which samples are cut, and the size that a subsequence is to have.
 
     Attributes:
         ends: End of each slice of the longest sample, ascending.

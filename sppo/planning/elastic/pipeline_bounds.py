@@ -1,4 +1,4 @@
-"""What pipelines of some sequences of a step take at least, quick to tell before one is planned."""
+"""Lower bounds of the time of pipelines of some sequences, quick to tell before one is planned."""
 
 from __future__ import annotations
 

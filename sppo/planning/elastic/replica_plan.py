@@ -1,4 +1,4 @@
-"""What one replica runs in one step of samples: those it is given, and their plan."""
+"""Plan of one replica for one step of samples: those it is given, and how they run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sppo.planning.elastic.step_prediction import StepPrediction, predict_step
 
 @dataclass(frozen=True, slots=True)
 class StepRequest:
-    """What a plan of a step is made from, beside the planner of the run.
+    """Lengths and corrections that a plan of a step is made from, beside the planner of the run.
 
     Attributes:
         lengths: Tokens of each sample of the step, of all replicas.

@@ -85,6 +85,6 @@ def sample_cost(workload: Workload, *, most_tokens: int) -> SampleCost:
 
 
 def _windows(workload: Workload) -> Counter[int | None]:
-    """How many layers have each sliding window."""
+    """Return how many layers have each sliding window."""
     model = workload.model
     return Counter(model.window_of(layer) for layer in range(model.num_layers))

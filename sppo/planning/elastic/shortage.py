@@ -1,4 +1,4 @@
-"""What a step of samples that does not fit lacks: which sample, which stage, how many bytes."""
+"""Shortage of memory of a step of samples: which sample, which stage, how many bytes."""
 
 from __future__ import annotations
 

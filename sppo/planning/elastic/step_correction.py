@@ -89,7 +89,7 @@ class ActionSums:
 
 @dataclass(frozen=True, slots=True)
 class PassFigures:
-    """What one step says about forwards, or about backwards.
+    """Figures of one step on forwards, or on backwards.
 
     Attributes:
         ratio: Measured over predicted seconds.
@@ -116,7 +116,7 @@ class PassFigures:
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """What one step says about predictions.
+    """Figures of one step on its predictions.
 
     Attributes:
         forward: Of forwards.
@@ -225,7 +225,7 @@ class CorrectionHistory:
 
 
 def _is_step(row: Any, count: int) -> bool:
-    """Whether plain values are those of a step."""
+    """Return whether plain values are those of a step."""
     return (
         isinstance(row, list)
         and len(row) == count

@@ -65,12 +65,12 @@ _SIMULATED = 3
 _MOST_SIMULATED = 6
 """Packings that fit of which it is taken where activations cannot stay."""
 _LEVELLED = 2
-"""Of these, packings whose activations are placed by integer program, too."""
+"""Number of these packings whose activations are placed by integer program, too."""
 
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:
-    """What one replica runs in one step.
+    """Packed samples of one replica in one step, and how they run.
 
     Attributes:
         packed: Its samples, as they are packed.
@@ -92,7 +92,7 @@ class StepPlan:
 
     @property
     def sequences(self) -> tuple[PackedSequence, ...]:
-        """What the samples are packed into."""
+        """Return the sequences that the samples are packed into."""
         return self.packed.sequences
 
     @cached_property
@@ -109,7 +109,7 @@ class StepPlan:
 
     @cached_property
     def placements(self) -> tuple[tuple[tuple[SubsequencePlacement, ...], ...], ...]:
-        """What each stage does with each subsequence of each sequence."""
+        """Return the placement of each subsequence of each sequence, by stage."""
         sequences = self.evaluated.candidate.distinct_sequences
         return tuple(
             tuple(stage.subsequences[own] for own in sequences)
@@ -490,7 +490,7 @@ class _Packing:
 
 
 def _chooses_levels(base: Candidate) -> bool:
-    """Whether its activations may be placed unit by unit, as is fastest."""
+    """Return whether its activations may be placed unit by unit, as is fastest."""
     return base.policy == "hybrid" and base.offload_ratio is None
 
 

@@ -1,4 +1,4 @@
-"""What a planned step takes: as the cost model says, and corrected by what earlier steps took."""
+"""Prediction of a planned step: by the cost model, and corrected by what earlier steps took."""
 
 from __future__ import annotations
 

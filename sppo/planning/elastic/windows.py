@@ -27,7 +27,7 @@ _NEVER = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankWindows:
-    """What one rank holds, moment by moment, its units in the order of their backwards.
+    """Units that one rank holds, moment by moment, in the order of their backwards.
 
     Attributes:
         rank: Which.
@@ -110,14 +110,14 @@ def _windows_of(
 
 
 class _Spans(NamedTuple):
-    """When units of a rank are worked on, each [units of the rank], as places in its order."""
+    """Times at which units of a rank run, [units of the rank], as places in its order."""
 
     stages: Places
     sequences: Places
     begins: Places
-    """Of their forwards."""
+    """Places of their forwards."""
     ends: Places
-    """Of their backwards."""
+    """Places of their backwards."""
 
     def kv_bytes(self, candidate: Candidate, at: Places, kv: KVTokens) -> Table:
         """Return bytes of K, V and their gradients at some places, [places, 1]; [places]."""

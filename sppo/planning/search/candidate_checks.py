@@ -1,4 +1,4 @@
-"""What a candidate may do with K and V and with its training state, and what is refused."""
+"""Choices of a candidate for K and V and its training state, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sppo.schedule.transfers.kv_placement import KVPlacement
 
 
 def kv_choices(candidate: Candidate) -> tuple[KVPlacement, ...]:
-    """What may become of K and V under a candidate that leaves it open, the simplest first."""
+    """Return the placements of K and V under a candidate that leaves it open, simplest first."""
     found: list[KVPlacement] = ["retained"]
     if copy_bytes_per_s(candidate)[0] > 0:
         found.append("offloaded")

@@ -182,11 +182,11 @@ class _WaysOfDegrees:
 
     @property
     def may_fit(self) -> bool:
-        """Whether any candidate may fit."""
+        """Return whether any candidate may fit."""
         return any(self._way(virtual).may_fit for virtual in (self._simplest, *self._further))
 
     def may_take(self, most_s: float) -> bool:
-        """Whether any candidate may take at most so long: where that matters, quicker to tell."""
+        """Return whether any candidate may take at most `most_s`; quick where all may."""
         return most_s == math.inf or self.bound_s <= most_s
 
     @cached_property
@@ -230,7 +230,7 @@ class _WaysOfDegrees:
 
     @property
     def fits(self) -> bool:
-        """Whether any of its candidates fits."""
+        """Return whether any of its candidates fits."""
         if "best" in self.__dict__:
             return self.best.shortfall is None
         return self._way(self._simplest).fits or (
@@ -368,7 +368,7 @@ class _Way:
 
     @cached_property
     def may_fit(self) -> bool:
-        """Whether any candidate may fit, whatever is done with saved activations."""
+        """Return whether any candidate may fit, whatever is done with saved activations."""
         return self.least_short_bytes <= 0
 
     @cached_property
@@ -438,7 +438,7 @@ class _Way:
 
     @property
     def fits(self) -> bool:
-        """Whether any of its candidates fits."""
+        """Return whether any of its candidates fits."""
         if not self.may_fit:
             return False
         if "best" in self.__dict__:
@@ -446,7 +446,7 @@ class _Way:
         return any(map(self._candidates.fits, self._likeliest)) or self.best.shortfall is None
 
     def _is_slower_cut(self, num_subsequences: int, *, than: EvaluatedCandidate) -> bool:
-        """Whether a candidate whose program cuts units (MSP) is slower: that takes long to make.
+        """Return whether a program that cuts units (MSP), which takes long to make, is slower.
 
         The closed form of its time is that of whole units in the memory that shards leave.
         """
@@ -471,7 +471,7 @@ class _Way:
 
     @property
     def _work(self) -> Iterator[tuple[float, float]]:
-        """For each N, seconds of compute of a mean rank, and of a unit's way to the last and back.
+        """Yield, for each N, seconds of compute of a mean rank, and of a unit's way there and back.
 
         With one stage on each rank.
         """
@@ -489,7 +489,7 @@ class _Way:
 
 
 def _short_first(evaluated: EvaluatedCandidate) -> tuple[int, float]:
-    """What fits in front of what does not, by time; then what is short of least."""
+    """Return the order of candidates: those that fit, by time; then by the memory they lack."""
     if evaluated.shortfall is None:
         return 0, evaluated.time.step_s
     return evaluated.short_bytes, 0.0

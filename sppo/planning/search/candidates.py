@@ -44,7 +44,7 @@ def candidate_of_subsequences(
 
 
 def workload_of(run: RunConfig, *, hardware: HardwareSpec, degrees: Degrees) -> Workload:
-    """What a device computes, with the tiers behind it that the run allows."""
+    """Return what a device computes, with the tiers behind it that the run allows."""
     return Workload(
         run.model,
         machine_asked_for(run, hardware=hardware),

@@ -1,4 +1,4 @@
-"""What a run file leaves open, and which values are worth trying.
+"""Choices that a run file leaves open, and the values worth trying.
 
 A key that is written is a condition; a key that is left out is the solver's to choose.
 """
@@ -79,7 +79,7 @@ def asked_schedule(run: RunConfig) -> str:
 
 
 def shares_units(run: RunConfig) -> bool:
-    """Whether the run asks for units sharded over pipeline ranks (MSP), whichever key says so."""
+    """Return whether the run asks for units sharded over pipeline ranks (MSP), by any key."""
     return asked_schedule(run) == "sppo_msp"
 
 
@@ -161,7 +161,7 @@ def machine_asked_for(run: RunConfig, *, hardware: HardwareSpec) -> HardwareSpec
 
 
 def _has_documents(run: RunConfig) -> bool:
-    """Whether tokens attend to those of their own document alone."""
+    """Return whether tokens attend to those of their own document alone."""
     return run.data.samples == "documents" or run.data.isolate_documents
 
 
@@ -270,7 +270,7 @@ def virtual_stages_to_try(run: RunConfig, *, num_ranks: int) -> tuple[int, ...]:
 
 
 def places_kv(run: RunConfig) -> bool:
-    """Whether the run writes that K and V do not stay on the device between two uses."""
+    """Return whether the run writes that K and V do not stay on the device between two uses."""
     return run.activations.kv in ("offload", "recompute")
 
 

@@ -1,4 +1,4 @@
-"""What comes of a candidate: time, memory, whether it fits."""
+"""Evaluation of a candidate: time, memory, whether it fits."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _SLOTS_SHARE = 1 / 16
 
 @dataclass(frozen=True, eq=False)
 class StepPrices:
-    """What a candidate's step costs under a placement, computed when it is asked for.
+    """Costs of a candidate's step under a placement, computed when they are asked for.
 
     Attributes:
         candidate: What is priced.
@@ -87,7 +87,7 @@ class StepPrices:
 
     @property
     def is_exact(self) -> bool:
-        """Whether a simulation takes as long as the closed form says.
+        """Return whether a simulation takes as long as the closed form says.
 
         Not where units are cut, weight halves put off or ranks change between their stages, where
         sequences overlap, and where K and V, weights or gradients come and go.
@@ -117,7 +117,7 @@ def looped_ranks(candidate: Candidate) -> int | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EvaluatedCandidate:
-    """What a candidate comes to.
+    """Candidate with its placement, memory, costs and step time.
 
     Attributes:
         candidate: What was assessed.
@@ -137,7 +137,7 @@ class EvaluatedCandidate:
 
     @property
     def placement(self) -> ActivationPlacement:
-        """What its activation policy decided."""
+        """Return the decision of its activation policy."""
         return self.prices.placement
 
     @property
@@ -157,12 +157,12 @@ class EvaluatedCandidate:
 
     @property
     def is_judged(self) -> bool:
-        """Whether its time is what a simulation says."""
+        """Return whether its time is what a simulation says."""
         return self.played is not None or self.prices.is_exact
 
     @property
     def degrees(self) -> Degrees:
-        """How the devices are divided."""
+        """Return the division of the devices."""
         return Degrees.of_candidate(self.candidate)
 
     @property
@@ -186,7 +186,7 @@ class EvaluatedCandidate:
 
     @property
     def kv(self) -> KVPlacement:
-        """What becomes of K and V where the schedule can do without them for a while."""
+        """Return the placement of K and V where the schedule can do without them for a while."""
         return self.candidate.kv_of_stage(0)
 
     @property
@@ -260,7 +260,7 @@ def _kv_worth_trying(candidate: Candidate) -> list[Candidate]:
 
 
 def _is_fastest(evaluated: EvaluatedCandidate) -> bool:
-    """Whether nothing that happens to activations, K and V could make it faster."""
+    """Return whether nothing that happens to activations, K and V could make it faster."""
     least_s = least_seconds(evaluated.candidate, seconds=evaluated.prices.seconds)
     return evaluated.time.step_s <= least_s * (1 + _ROUNDING)
 
@@ -313,7 +313,7 @@ def assess_placement(candidate: Candidate, placement: ActivationPlacement) -> Ev
 
 
 def can_fit(candidate: Candidate, *, seconds: StageSeconds) -> bool:
-    """Whether :func:`assess` finds something that fits, units run whole: quicker to tell.
+    """Return whether :func:`assess` finds something that fits, units run whole: quicker to tell.
 
     Args:
         candidate: what would be assessed.
@@ -366,7 +366,7 @@ def with_program(evaluated: EvaluatedCandidate, *, program: Schedule) -> Evaluat
 
 
 def _is_placed_alike(one: EvaluatedCandidate, other: EvaluatedCandidate) -> bool:
-    """Whether two candidates that differ in spare memory only come to the same program."""
+    """Return whether two candidates that differ in spare memory only come to the same program."""
     first, second = one.placement, other.placement
     return all(
         np.array_equal(getattr(first, name), getattr(second, name))
@@ -512,7 +512,7 @@ def _retained_bytes(evaluated: EvaluatedCandidate) -> Table:
 
 
 def _placements(candidate: Candidate, inputs: PolicyInputs) -> Iterable[ActivationPlacement]:
-    """What the activation policy may decide; of several the fastest is meant."""
+    """Return what the activation policy may decide; of several the fastest is meant."""
     policy, ratio = candidate.policy, candidate.offload_ratio
     if ratio is not None:
         if ratio > 0 and policy in POLICIES:
@@ -525,7 +525,7 @@ def _placements(candidate: Candidate, inputs: PolicyInputs) -> Iterable[Activati
 
 
 def leaves_room(candidate: Candidate) -> bool:
-    """Whether it fits without any saved activation, whatever is recomputed: quick to tell."""
+    """Return whether it fits without any saved activation, all recomputed: quick to tell."""
     if candidate.kv is None:
         return any(leaves_room(replace(candidate, kv=kv)) for kv in kv_choices(candidate))
     budget = candidate.budget_bytes
@@ -535,7 +535,7 @@ def leaves_room(candidate: Candidate) -> bool:
 
 
 def may_fit(candidate: Candidate) -> bool:
-    """Whether any activation policy may make it fit: quick to tell, and most do not."""
+    """Return whether any activation policy may make it fit: quick to tell, and most do not."""
     return least_short_bytes(candidate) <= 0
 
 

@@ -1,4 +1,4 @@
-"""Whether anything fits, and roughly how fast: the solver's closed forms with few values of N.
+"""Feasibility of a run, and its rough speed: the solver's closed forms with few values of N.
 
 What advice and comparisons ask many times over, so it takes a fraction of what `solve` takes.
 """
@@ -39,7 +39,7 @@ def quick_best(run: RunConfig, hardware: HardwareSpec) -> EvaluatedCandidate | N
 
 
 def fits_at_all(run: RunConfig, hardware: HardwareSpec) -> bool:
-    """Whether any way to divide the devices fits, with any number of subsequences worth trying."""
+    """Return whether any way to divide the devices fits, with any N worth trying."""
     try:
         attempts = runs_by_state(run, hardware=hardware)
     except ValueError:
@@ -49,7 +49,7 @@ def fits_at_all(run: RunConfig, hardware: HardwareSpec) -> bool:
 
 
 def _fits(run: RunConfig, hardware: HardwareSpec) -> bool:
-    """Whether any way to divide the devices fits, with the training state where the run says."""
+    """Return whether any way to divide the devices fits, with the state where the run says."""
     try:
         possible, _ = degrees_to_try(run, hardware=hardware)
         counts = subsequence_counts_to_try(run, hardware=hardware)

@@ -1,4 +1,4 @@
-"""What an activation policy decides from: bytes, seconds and room of a candidate's stages."""
+"""Inputs of an activation policy: bytes, seconds and room of a candidate's stages."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def policy_inputs(
 
 
 def _kv_slots_bytes(candidate: Candidate) -> Table:
-    """What slots for blocks of K and V take of each rank's memory, [ranks]."""
+    """Return the bytes of slots for blocks of K and V in each rank's memory, [ranks]."""
     block_bytes = largest_kv_block(candidate)
     slots = [
         slots_on_device(candidate, block_layout(candidate, stage=rank))

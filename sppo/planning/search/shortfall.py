@@ -1,4 +1,4 @@
-"""Where a candidate lacks memory, and of what most of it is."""
+"""Shortfall: which memory a candidate lacks, on which stage, and what most of it is."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Shortfall:
 
     @property
     def reason(self) -> str:
-        """Why something does not fit, in one line."""
+        """Return why something does not fit, in one line."""
         return (
             f"rank {self.rank} needs {format_bytes(self.needed_bytes)} of {self.place} memory "
             f"and {format_bytes(self.available_bytes)} are there: short by "

@@ -49,7 +49,7 @@ def judged_candidate(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
 
 
 def is_quick(evaluated: EvaluatedCandidate) -> bool:
-    """Whether a simulation of a candidate takes a fraction of a second."""
+    """Return whether a simulation of a candidate takes a fraction of a second."""
     costs = evaluated.costs
     most = _QUICK_UNITS // 8 if costs.copies_stages else _QUICK_UNITS
     return evaluated.candidate.schedule != "sppo_msp" and costs.forward_s.size <= most
@@ -69,7 +69,7 @@ def simulated_device_bytes(evaluated: EvaluatedCandidate) -> tuple[int, ...] | N
 
 
 def steady_bytes(device: MemoryBuckets) -> int:
-    """What a simulation does not follow: state, room for copies, and what runs beside what is held.
+    """Return what a simulation does not follow: state, room for copies, and what runs beside.
 
     Of what runs it counts as much as the peak of both together exceeds the peak of what is held.
     """

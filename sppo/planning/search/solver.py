@@ -115,7 +115,7 @@ def _refined(
 
 
 def nearest_rejection(rejected: Sequence[Rejection]) -> Rejection | None:
-    """What lacks least memory; None where nothing was refused for memory."""
+    """Return what lacks least memory; None where nothing was refused for memory."""
     short = [rejection for rejection in rejected if rejection.shortfall is not None]
     return min(short, key=_short_bytes, default=None)
 

@@ -1,4 +1,4 @@
-"""Where the training state of a run may live, as its run file says."""
+"""Tiers in which the training state of a run may live, as its run file says."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sppo.planning.search.choices import machine_asked_for, shares_units
 
 _PARTS = ("weights", "gradients", "optimizer")
 _LEAVING = ((), ("optimizer",), ("gradients", "optimizer"), _PARTS)
-"""What leaves the device, from the least that it costs to the most that it frees."""
+"""Parts of the state that leave the device, from the least costly to what frees most."""
 
 
 def runs_by_state(run: RunConfig, *, hardware: HardwareSpec) -> tuple[RunConfig, ...]:
@@ -73,7 +73,7 @@ def _asked(run: RunConfig, part: str, *, on_cpu: bool) -> StateTier | None:
 
 
 def _may_have_stages(run: RunConfig) -> bool:
-    """Whether ranks may have several stages, one behind the other on the device."""
+    """Return whether ranks may have several stages, one behind the other on the device."""
     parallel = run.parallel
     schedules = ("auto", *WITH_VIRTUAL_STAGES)
     several = parallel.virtual_stages != 1 and parallel.schedule in schedules

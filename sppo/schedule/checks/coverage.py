@@ -346,7 +346,7 @@ def _name(schedule: Schedule, code: int, slot: int) -> str:
 
 
 def _result(schedule: Schedule, slot: int) -> str:
-    """What a stage makes of a unit, forward or backward."""
+    """Name the result of a stage for a unit, forward or backward."""
     return f"what stage {slot // schedule.num_units} makes of unit {_unit(schedule, slot)}"
 
 

@@ -67,7 +67,7 @@ def check_deadlock_free(
 
 
 class _WaitingGraph:
-    """What of a program waits for what.
+    """Graph of the actions of a program that wait for others.
 
     A node is a unit's compute of one kind on one stage, or a message, by the stage and unit that
     make it; of a unit that is cut into shards each interval of its tokens is one of its own.
@@ -95,7 +95,7 @@ class _WaitingGraph:
                 yield rank, int(waits[0])
 
     def _never_happens(self) -> npt.NDArray[np.bool_]:
-        """Whether each node is on a circle, or behind one."""
+        """Return whether each node is on a circle, or behind one."""
         from scipy.sparse import csgraph, csr_array
 
         def graph(earlier: _Nodes, later: _Nodes) -> csr_array:

@@ -1,4 +1,4 @@
-"""Whether a schedule is correct, without any timing.
+"""Check that a schedule is correct, without any timing.
 
 Rules, each with the failure it prevents:
 
@@ -130,7 +130,7 @@ class _Positions:
     last: dict[int, npt.NDArray[np.int64]]
 
     def sequence_ends(self) -> npt.NDArray[np.int64]:
-        """Of each slot, where the slot of its sequence's last unit on the same stage stands."""
+        """Return, for each slot, the slot of its sequence's last unit on the same stage."""
         schedule = self.schedule
         ends = np.cumsum([len(parts) for parts in schedule.lengths]) - 1
         stages, units = np.divmod(self.slots, schedule.num_units)

@@ -1,4 +1,4 @@
-"""What is wrong with a schedule: the rule, the action, and where it stands."""
+"""Violations of a schedule: the rule, the action, and where it stands."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def _activation_events(
 def _sequence_events(
     schedule: Schedule, *, played: PlayedProgram, first: int, sizes: Table
 ) -> _Events:
-    """What a rank's own stages hold of a whole sequence, from its first action to its last B.
+    """Return what a rank's stages hold of a whole sequence, from its first action to its last B.
 
     Args:
         schedule: with its sequences and the ranks of its stages.

@@ -1,4 +1,4 @@
-"""What the simulation of a step comes to, without the times of its actions."""
+"""Result of simulating a step, without the times of its actions."""
 
 from __future__ import annotations
 

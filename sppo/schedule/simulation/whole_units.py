@@ -80,7 +80,7 @@ class _Compute(NamedTuple):
 
 
 class _Inbox:
-    """When inputs of each unit of one stage were computed before, and when they arrived."""
+    """Times at which inputs of each unit of one stage were computed before, and arrived."""
 
     def __init__(self, num_units: int) -> None:
         self.activation_made_s = [_UNKNOWN] * num_units
@@ -144,11 +144,11 @@ class _Rank:
         self._leaving_s = self._returning_s = self._block_out_s = 0.0
         self._before_s = self._layer_s = 0.0
         self._reducing_s = 0.0
-        """Of the reduction behind the last action."""
+        """Seconds of the reduction behind the last action."""
 
     @property
     def last_s(self) -> float:
-        """When its last action has ended."""
+        """Return when its last action has ended."""
         reduced_s = self.free_s + self._reducing_s
         arrived = max((wire.last_s for wire in self._wires.values()), default=0.0)
         return max(reduced_s, arrived, self._leaving_s, self._last_return_s)

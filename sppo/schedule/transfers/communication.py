@@ -26,7 +26,7 @@ _WIRES: Mapping[ActionKind, tuple[Wire, int, int]] = {
     ActionKind.F: ("act", encoding.SEND_ACT, 1),
     ActionKind.B: ("grad", encoding.SEND_GRAD, -1),
 }
-"""What the results of compute travel as: the wire, the opcode of the SEND, how many stages on."""
+"""Messages with the results of compute: the wire, the opcode of the SEND, how many stages on."""
 _MESSAGES = (encoding.SEND_ACT, encoding.SEND_GRAD, encoding.RECV_ACT, encoding.RECV_GRAD)
 
 

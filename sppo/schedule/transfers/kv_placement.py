@@ -20,7 +20,7 @@ from sppo.quoting import quoted
 from sppo.schedule.actions import Action, ActionKind, Schedule
 
 KVPlacement = Literal["retained", "offloaded", "recomputed"]
-"""What becomes of a stage's K and V between its forward and its backward of a sequence."""
+"""Placements of a stage's K and V between its forward and its backward of a sequence."""
 _StageSequence = tuple[int, int | None]
 """(stage, sequence)."""
 
@@ -64,7 +64,7 @@ def place_kv(
 
 
 def kv_placement(actions: Iterable[Action]) -> KVPlacement:
-    """What a program does with K and V of one stage.
+    """Return the placement of one stage's K and V by a program.
 
     Args:
         actions: of the stage.
