@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from sppo.kernels.native.extension import describe, native_library
 from sppo.offload.disk import disk_room, is_memory
-from sppo.offload.tier_file import FileStatistics, NativeFile, PythonFile
+from sppo.offload.threaded_files import FileStatistics, NativeFile, PythonFile
 from sppo.output_file import FULL_ERRNOS
 from sppo.units import format_bytes
 

@@ -285,7 +285,7 @@ def test_a_disk_that_fills_up_meanwhile_is_refused(implementation, tmp_path, mon
         raise OSError(errno.ENOSPC, "full")
 
     monkeypatch.setattr(file_tier_module, "NativeFile", full)
-    monkeypatch.setattr("sppo.offload.tier_file._reserve_space", full)
+    monkeypatch.setattr("sppo.offload.threaded_files._reserve_space", full)
     before = nameless_files()
     with pytest.raises(OSError, match=r"does not fit: .* are free there") as caught:
         FileTier(tmp_path, MIB)

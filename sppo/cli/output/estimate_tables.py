@@ -8,10 +8,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from sppo.cli.output.memory_groups import bucket_text
 from sppo.cli.output.memory_table import print_memory
 from sppo.cli.output.solve_tables import run_line
 from sppo.cli.output.solve_text import degrees_text, policy_text, schedule_text
-from sppo.cost.memory.plot import bucket_text
 from sppo.hardware.run_hardware import hardware_line
 from sppo.planning.baselines import HOST, Baseline
 from sppo.planning.estimate import SECTION_5_1_BYTES, TABLE_2_BYTES, Estimate

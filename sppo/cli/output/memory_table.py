@@ -9,8 +9,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sppo.cli.output.memory_groups import (
+    BUCKETS,
+    FREE,
+    RankGroup,
+    memory_bar,
+    rank_groups,
+    shown_groups,
+)
 from sppo.cli.output.solve_text import tier_text
-from sppo.cost.memory.plot import BUCKETS, FREE, RankGroup, memory_bar, rank_groups, shown_groups
 from sppo.cost.memory.stage_memory import StageMemory
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.search.shortfall import SAVED_IN_BACKGROUND

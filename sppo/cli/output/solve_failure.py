@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from sppo.cli.output.memory_groups import BUCKETS, bucket_text
 from sppo.cli.output.solve_tables import run_line
 from sppo.cli.output.solve_text import degrees_text, rejected_groups
-from sppo.cost.memory.plot import BUCKETS, bucket_text
 from sppo.cost.memory.stage_memory import MemoryBuckets
 from sppo.hardware.run_hardware import hardware_line
 from sppo.planning.advice import Advice, too_long_for

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from sppo.activations.tensor_classes import ATTENTION, LINEAR
+from sppo.cli.output.memory_groups import bucket_text
 from sppo.cost.candidate import Candidate
-from sppo.cost.memory.plot import bucket_text
 from sppo.cost.stage_cost import row_bytes_of
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.plan import Prediction

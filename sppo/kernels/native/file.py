@@ -1,7 +1,7 @@
 """The file functions of the native library, with their types: see csrc/file_tier.h.
 
 Every file that is opened must be closed once, and every request that is submitted must be forgotten
-once; sppo/offload/tier_file.py does both.
+once; sppo/offload/threaded_files.py does both.
 """
 
 from __future__ import annotations

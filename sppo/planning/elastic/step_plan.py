@@ -34,7 +34,7 @@ from sppo.planning.elastic.packing import PADDING, PackedSamples, pack_samples, 
 from sppo.planning.elastic.pipeline_bounds import PipelineBounds
 from sppo.planning.elastic.replicas import divide_samples
 from sppo.planning.elastic.sample_cost import SampleCost, sample_cost
-from sppo.planning.elastic.shortage import shortage_text
+from sppo.planning.elastic.sample_shortfall import shortfall_text
 from sppo.planning.make_plan import compute_seconds, stage_plans
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.plan_program import plan_candidate
@@ -275,7 +275,7 @@ class StepPlanner:
                 return found[0]
         if self.quick:
             return replace(self, quick=False).plan(lengths)
-        raise MemoryError(shortage_text(lengths, short))
+        raise MemoryError(shortfall_text(lengths, short))
 
     def _fitting(
         self,

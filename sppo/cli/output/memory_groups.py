@@ -1,4 +1,4 @@
-"""Memory of the ranks as something to look at: groups of equal ranks, and a bar of letters.
+"""Memory of the ranks for people: groups of equal ranks, and a bar of letters.
 
 Every bucket has a letter, so a bar reads the same with and without colour.
 """

@@ -1,4 +1,4 @@
-"""Shortage of memory of a step of samples: which sample, which stage, how many bytes."""
+"""Shortfall of memory of a step of samples: which sample, which stage, how many bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.units import format_bytes
 
 
-def shortage_text(
+def shortfall_text(
     lengths: Sequence[int], short: Sequence[tuple[PackedSamples, EvaluatedCandidate]]
 ) -> str:
     """Say what a step lacks of which nothing fits.

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from sppo.cost.memory.plot import (
+from sppo.cli.output.memory_groups import (
     BUCKETS,
     bucket_text,
     memory_bar,
