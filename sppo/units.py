@@ -62,7 +62,7 @@ def _whole(value: Fraction, text: object) -> int:
 
 
 def format_bytes(count: int | float) -> str:
-    """``1536`` as ``1.5 KiB``; always in powers of 1024."""
+    """Return ``1536`` as ``1.5 KiB``; always in powers of 1024."""
     value = float(count)
     if abs(value) < 1023.5:
         return f"{value:.0f} B"
@@ -74,7 +74,7 @@ def format_bytes(count: int | float) -> str:
 
 
 def format_tokens(count: int) -> str:
-    """``32768`` as ``32Ki``; numbers that are not whole Ki or Mi are printed in full."""
+    """Return ``32768`` as ``32Ki``; numbers that are not whole Ki or Mi are printed in full."""
     for suffix, size in (("Mi", MIB), ("Ki", KIB)):
         if count >= size and count % size == 0:
             return f"{count // size}{suffix}"
@@ -82,7 +82,7 @@ def format_tokens(count: int) -> str:
 
 
 def format_count(value: float) -> str:
-    """``41234`` as ``41.2k``: three digits for rates and parameter counts."""
+    """Return ``41234`` as ``41.2k``: three digits for rates and parameter counts."""
     if abs(value) < 999.5:
         return f"{value:.0f}"
     for suffix, size in (("k", 1e3), ("M", 1e6), ("B", 1e9)):
@@ -92,12 +92,12 @@ def format_count(value: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 rank``, ``2 ranks``, ``1,024 ranks``."""
+    """Return ``1 rank``, ``2 ranks``, ``1,024 ranks``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def format_duration(seconds: float) -> str:
-    """``12345`` as ``3h26m``, ``75`` as ``1m15s``, ``2.345`` as ``2.35 s``."""
+    """Return ``12345`` as ``3h26m``, ``75`` as ``1m15s``, ``2.345`` as ``2.35 s``."""
     if seconds < 0.99995:
         return f"{seconds * 1e3:.1f} ms"
     if seconds < 59.995:

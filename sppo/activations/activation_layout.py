@@ -219,7 +219,7 @@ class ActivationLayout:
         )
 
     def tensor_rows(self, unit: UnitKey, layer: int) -> tuple[dict[str, int], dict[str, int]]:
-        """(offloaded, retained): first rows of each tensor that a layer saves, and those behind."""
+        """Return (offloaded, retained): first rows of each tensor of a layer, and those behind."""
         placement, residual = self._placement(unit), self.shards[unit][self.rank]
         own, rows = self.saves_input(unit, layer), self.blocks.tensor_rows
         return (

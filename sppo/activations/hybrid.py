@@ -347,7 +347,7 @@ def _saved(rows: Counts, recomputed: Counts, problem: StageProblem) -> Table:
 
 
 def _freed(retained: Counts, count: int) -> Counts:
-    """`retained` without the first `count` classes to recompute."""
+    """Return `retained` without the first `count` classes to recompute."""
     left = retained.copy()
     left[:count, LINEAR] = 0
     left[: max(0, count - len(retained)), ATTENTION] = 0

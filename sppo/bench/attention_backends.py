@@ -55,7 +55,7 @@ class BackendRate:
         return FLASH_BACKWARD_RATIO * self.shape.forward_flops / self.backward_s
 
     def as_json(self) -> dict[str, Any]:
-        """One flat object; seconds and FLOP/s."""
+        """Return one flat object; seconds and FLOP/s."""
         shape = self.shape
         return {
             "backend": self.backend,
@@ -106,7 +106,7 @@ class BackendComparison:
 
     @property
     def backends(self) -> tuple[Name, ...]:
-        """Those that were timed, in the order in which ``auto`` prefers them."""
+        """Return those that were timed, in the order in which ``auto`` prefers them."""
         timed = {rate.backend for rate in self.rates}
         return tuple(name for name in CAPABILITIES if name in timed)
 
@@ -118,7 +118,7 @@ def failure(error: Exception) -> str:
 
 
 def backends_to_try(grid: AttentionGrid, *, device: str) -> tuple[Name, ...]:
-    """Those asked for, else all that are made for ``device``."""
+    """Return those asked for, else all that are made for ``device``."""
     if grid.backends is not None:
         return grid.backends
     return tuple(

@@ -115,7 +115,7 @@ def break_even_tokens(row: Sequence[OverlapPoint], *, ratio: float) -> tuple[flo
 
 
 def _closed_form(point: OverlapPoint, *, ratio: float) -> float:
-    """``2 * ((bytes / rate - a) / b - p)`` with the rates of one point; below 0 where all hide."""
+    """Return ``2 * ((bytes / rate - a) / b - p)`` with one point's rates; below 0 if all hide."""
     missing_s = (ratio * point.copy_s - point.products_copying_s) / point.tokens
     mean_context = point.context + point.tokens / 2
     pair_s = point.attention_copying_s / (point.tokens * mean_context)

@@ -166,7 +166,7 @@ def _queues(device: str) -> CopyQueues:
 
 
 def moved_bytes_per_token(layer: MeasuredLayer) -> int:
-    """Everything one layer saves for a token: layer input, attention's output, linear parts."""
+    """Return the bytes that one layer saves for a token: its input, attention, linear parts."""
     element_bytes = DTYPES[layer.dtype].itemsize
     return int(class_bytes_per_token(layer.model, element_bytes=element_bytes).sum())
 
@@ -184,7 +184,7 @@ def added_s_per_byte(points: Sequence[OverlapPoint]) -> float:
 def _shapes(
     operands: Operands, layer: MeasuredLayer, *, quick: bool
 ) -> tuple[list[tuple[int, int]], list[LeftOut]]:
-    """(tokens, context) to measure, and those that would take a slow device too long."""
+    """Return (tokens, context) to measure, and those that would take a slow device too long."""
     shapes: list[tuple[int, int]] = []
     left_out: list[LeftOut] = []
     device = operands.device

@@ -52,7 +52,7 @@ class BlockSavePlanner(DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Every block once. DCP finds overlaps; what is left out or contradictory is found here."""
+        """Plan to write every block once. DCP finds overlaps; gaps are found here."""
         _check_tiles(all_plans)
         return super().create_global_plan(all_plans)
 

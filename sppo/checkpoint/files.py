@@ -30,7 +30,7 @@ _LEFTOVER = re.compile(r"step_\d{6,}\.(?:partial|deleting)-\d+")
 
 
 def step_name(step: int) -> str:
-    """``step_000012``."""
+    """Return ``step_000012``."""
     return f"step_{step:06d}"
 
 
@@ -45,7 +45,7 @@ def partial_path(directory: Path, *, step: int) -> Path:
 
 
 def list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
-    """(step, path) of every checkpoint in ``directory``, newest first, unverified."""
+    """Return (step, path) of every checkpoint in ``directory``, newest first, unverified."""
     if not directory.is_dir():
         return []
     # Twice where the first look finds none: a run that publishes one and deletes another while the

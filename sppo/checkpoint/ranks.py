@@ -100,7 +100,7 @@ class CheckpointRanks:
 
 
 def portable(error: BaseException | None) -> BaseException | None:
-    """``error``, or one with its text where it cannot travel to another process."""
+    """Return ``error``, or one with its text where it cannot travel to another process."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

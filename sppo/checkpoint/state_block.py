@@ -40,12 +40,12 @@ class StateBlock:
 
 
 def whole(tensor: Tensor) -> StateBlock:
-    """All of a tensor, as a rank holds it where it is not sharded."""
+    """Return all of a tensor, as a rank holds it where it is not sharded."""
     return StateBlock(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
 
 
 def as_blocks(state: Mapping[str, Tensor | StateBlock]) -> dict[str, StateBlock]:
-    """``state`` with every bare tensor :func:`whole`."""
+    """Return ``state`` with every bare tensor :func:`whole`."""
     return {
         name: value if isinstance(value, StateBlock) else whole(value)
         for name, value in state.items()

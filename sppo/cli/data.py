@@ -161,7 +161,7 @@ def _length(text: str | None) -> int | None:
 
 
 def _print_stats(found: LengthStats, *, as_json: bool) -> None:
-    """One JSON object, or a table for people."""
+    """Print one JSON object, or a table for people."""
     if as_json:
         import json
         from dataclasses import asdict

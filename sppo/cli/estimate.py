@@ -114,7 +114,7 @@ def _print(
     traced: TracedStep | None,
     as_json: bool,
 ) -> None:
-    """One JSON object, or tables for people."""
+    """Print one JSON object, or tables for people."""
     if as_json:
         import json
 

@@ -171,7 +171,7 @@ def _print(
     as_json: bool,
     devices: SimulatedDevices | None,
 ) -> None:
-    """One JSON object, or a table for people."""
+    """Print one JSON object, or a table for people."""
     if not as_json:
         from sppo.cli.output.simulate_table import print_tables
 

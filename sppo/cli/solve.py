@@ -146,7 +146,7 @@ def _print_solution(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """One JSON object, or tables for people."""
+    """Print one JSON object, or tables for people."""
     if as_json:
         from sppo.cli.output.solve_json import solution_report
 

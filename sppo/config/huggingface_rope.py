@@ -24,7 +24,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {
 
 
 def read_rope(config: Json) -> dict[str, Any]:
-    """``rope_theta`` and ``rope_scaling`` of a model configuration.
+    """Return ``rope_theta`` and ``rope_scaling`` of a model configuration.
 
     Raises:
         ValueError: a rope type, or a variant of one, that this trainer does not compute.
@@ -94,7 +94,7 @@ def _read_yarn_variants(scaling: dict[str, Any], rope: Json) -> None:
 
 
 def write_rope(model: ModelConfig) -> dict[str, Any]:
-    """``rope_theta`` and ``rope_scaling`` for a ``config.json``."""
+    """Return ``rope_theta`` and ``rope_scaling`` for a ``config.json``."""
     scaling = model.rope_scaling
     return {
         "rope_theta": model.rope_theta,

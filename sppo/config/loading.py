@@ -255,7 +255,7 @@ def expand_model(value: dict[str, Any], found: list[Problem]) -> dict[str, Any] 
 
 
 def _overlay(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """``base`` with ``given`` written over it; what the base left to be derived follows.
+    """Return ``base`` with ``given`` written over it; what the base left to be derived follows.
 
     As many key/value heads as query heads stay as many; other numbers of them, and a head size,
     were chosen and stay as they are.

@@ -34,7 +34,7 @@ class Problem:
     rule: str
 
     def line(self) -> str:
-        """``path  value  rule`` on one line; an empty path or value takes no room."""
+        """Return ``path  value  rule`` on one line; an empty path or value takes no room."""
         where = f"{one_line(self.path):<32} " if self.path else ""
         written = f"{one_line(self.value):<16} " if self.value else ""
         return f"  {where}{written}{one_line(self.rule, most=_RULE_CHARACTERS)}".rstrip()
@@ -56,7 +56,7 @@ class ConfigError(ValueError):
 
 
 def nearest(word: object, choices: Iterable[object]) -> str:
-    """``" Did you mean 'flops'?"`` or an empty string when nothing is close."""
+    """Return ``" Did you mean 'flops'?"`` or an empty string when nothing is close."""
     said = str(word)[:QUOTE_CHARACTERS]  # what is longer is near nothing, and slow to compare
     close = difflib.get_close_matches(said, [str(c) for c in choices], n=1, cutoff=0.55)
     return f" Did you mean '{close[0]}'?" if close else ""
@@ -94,7 +94,7 @@ def problems_of(
     *,
     homes: Homes = NO_HOMES,
 ) -> list[Problem]:
-    """One :class:`Problem` per path that pydantic found a fault at.
+    """Return one :class:`Problem` per path that pydantic found a fault at.
 
     Args:
         error: of validating one section.

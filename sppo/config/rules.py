@@ -40,7 +40,7 @@ WITH_VIRTUAL_STAGES = ("interleaved_1f1b", "interleaved_seq1f1b", "looped_bfs", 
 
 
 def check_sections(sections: Mapping[str, Any]) -> Iterator[Problem]:
-    """Every broken rule among the parsed ``sections``, by section name."""
+    """Return every broken rule among the parsed ``sections``, by section name."""
     for name, rule in _RULES:
         section = sections.get(name)
         if section is not None:
@@ -65,7 +65,7 @@ def check_sections(sections: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _check_samples(sections: Mapping[str, Any]) -> Iterator[Problem]:
-    """Every broken rule of ``data.samples`` among the parsed ``sections``."""
+    """Return every broken rule of ``data.samples`` among the parsed ``sections``."""
     data, sequence, train = (sections.get(name) for name in ("data", "sequence", "train"))
     if data is None:
         return
@@ -129,7 +129,7 @@ def _step_suits_samples(data: DataConfig, train: TrainConfig) -> Iterator[Proble
 def _replicas_get_samples(
     sequence: SequenceConfig, train: TrainConfig, parallel: ParallelConfig
 ) -> Iterator[Problem]:
-    """Every data-parallel replica needs a sample of every step, however long samples are."""
+    """Check that every data-parallel replica has a sample of every step."""
     replicas = parallel.data_parallel_degree
     samples, tokens = train.samples_per_step, train.tokens_per_step
     if samples is not None and samples < replicas:
@@ -222,7 +222,7 @@ def _virtual_stages_are_served(parallel: ParallelConfig) -> Iterator[Problem]:
 
 
 def _layers_suffice(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Problem]:
-    """Every virtual stage needs a layer."""
+    """Check that every virtual stage has a layer."""
     virtual, ranks = parallel.virtual_stages, parallel.pipeline_parallel_degree
     if virtual not in ("auto", 1) and ranks * int(virtual) > model.num_layers:
         on_ranks = "" if ranks == 1 else f" on each of {ranks} pipeline ranks"

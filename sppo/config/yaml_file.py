@@ -60,7 +60,7 @@ class StrictLoader(yaml.SafeLoader):
             raise yaml.MarkedYAMLError(problem=rule, problem_mark=node.start_mark) from None
 
     def construct_decimal(self, node: yaml.ScalarNode) -> int:
-        """``010`` is ten: YAML 1.2 has no octal numbers with a leading zero."""
+        """Read ``010`` as ten: YAML 1.2 has no octal numbers with a leading zero."""
         return int(self.construct_scalar(node))
 
 

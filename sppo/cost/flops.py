@@ -86,7 +86,7 @@ def sample_flops(model: ModelConfig, lengths: Iterable[int]) -> int:
 
 
 def partition_costs(model: ModelConfig) -> tuple[float, float]:
-    """(a, b) of :mod:`sppo.planning.partition`: FLOPs per token and per pair, all layers.
+    """Return (a, b) of :mod:`sppo.planning.partition`: FLOPs per token and per pair, all layers.
 
     A sliding window makes attention nearly linear in the prefix, so its pairs count per token.
     """

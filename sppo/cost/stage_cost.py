@@ -356,7 +356,7 @@ def most_held_of_ranks(candidate: Candidate, of_stages: Table, *, consecutive: b
 
 
 def _by_rank(candidate: Candidate, of_stages: Table) -> Table:
-    """[virtual stages, ranks, ...] of [stages, ...]."""
+    """Return [virtual stages, ranks, ...] of [stages, ...]."""
     return of_stages.reshape(-1, candidate.pipeline_parallel_degree, *of_stages.shape[1:])
 
 

@@ -145,7 +145,7 @@ def _beside_copies(
     """
 
     def by_sequence(table: Table) -> Table:
-        """[ranks, sequences, stages of a rank, N], one view of the table."""
+        """Return [ranks, sequences, stages of a rank, N], one view of the table."""
         view: Table = table.reshape(-1, num_ranks, num_sequences, count).transpose(1, 2, 0, 3)
         return view
 

@@ -93,7 +93,7 @@ class SequenceOrder:
 
 
 def _mixed(seed: int, epoch: int, turn: int, half: int) -> int:
-    """64 pseudo-random bits of one half, in one round of the network."""
+    """Return 64 pseudo-random bits of one half, in one round of the network."""
     key = f"{seed} {epoch} {turn} {half}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
 

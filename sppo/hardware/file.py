@@ -66,7 +66,7 @@ def hardware_for(
 
 
 def _with_attention(spec: HardwareSpec, backend: str) -> HardwareSpec:
-    """`spec` with attention priced as one of the back ends that others measured.
+    """Return `spec` with attention priced as one of the back ends that others measured.
 
     Raises:
         ValueError: it was measured here, or nobody measured that back end.
@@ -83,7 +83,7 @@ def _with_attention(spec: HardwareSpec, backend: str) -> HardwareSpec:
 
 
 def _with_margin(spec: HardwareSpec, margin: float) -> HardwareSpec:
-    """`spec` with a fraction of its devices' memory that no plan uses."""
+    """Return `spec` with a fraction of its devices' memory that no plan uses."""
     device = spec.device
     reserved = device.reserved_bytes + round(margin * device.memory_bytes)
     reserved = min(reserved, device.memory_bytes)
@@ -106,7 +106,7 @@ def read_hardware(path: Path) -> HardwareSpec:
 
 
 def hardware_json(spec: HardwareSpec) -> dict[str, Any]:
-    """`spec` as plain values, the content of its file."""
+    """Return `spec` as plain values, the content of its file."""
     return asdict(spec)
 
 

@@ -33,7 +33,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def rms_norm(x_CE: Tensor, weight_E: Tensor, *, eps: float) -> Tensor:
-    """``x / rms(x) * weight`` over the last dimension, in x's dtype."""
+    """Return ``x / rms(x) * weight`` over the last dimension, in x's dtype."""
     if fused(x_CE):
         from sppo.kernels.triton import norms
 
@@ -69,7 +69,7 @@ def rms_norm_backward(
     eps: float,
     dresidual_CE: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(dx in x's dtype, dweight ``[E]`` in fp32) of :func:`rms_norm`.
+    """Return (dx in x's dtype, dweight ``[E]`` in fp32) of :func:`rms_norm`.
 
     With n = x / rms(x) and g = dy * weight: dx = (g - n mean(g n)) / rms(x), dweight = sum dy n.
     ``dresidual_CE``, the gradient that reaches x around the norm, is added to dx.
@@ -101,7 +101,7 @@ def _rms_norm_backward(
 
 
 def _inverse_rms(x_E: Tensor, eps: float) -> Tensor:
-    """``1 / rms(x)`` per row, ``[..., 1]`` in fp32 or better."""
+    """Return ``1 / rms(x)`` per row, ``[..., 1]`` in fp32 or better."""
     norm: Tensor = torch.linalg.vector_norm(
         x_E, dim=-1, keepdim=True, dtype=accumulation_dtype(x_E.dtype)
     )
@@ -109,7 +109,7 @@ def _inverse_rms(x_E: Tensor, eps: float) -> Tensor:
 
 
 def layer_norm(x_CE: Tensor, weight_E: Tensor, bias_E: Tensor, *, eps: float) -> Tensor:
-    """``(x - mean) / std * weight + bias`` over the last dimension, in x's dtype."""
+    """Return ``(x - mean) / std * weight + bias`` over the last dimension, in x's dtype."""
     if fused(x_CE):
         from sppo.kernels.triton import norms
 
@@ -141,7 +141,7 @@ def layer_norm_backward(
     eps: float,
     dresidual_CE: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx in x's dtype, dweight, dbias in fp32) of :func:`layer_norm`.
+    """Return (dx in x's dtype, dweight, dbias in fp32) of :func:`layer_norm`.
 
     ``dresidual_CE``, the gradient that reaches x around the norm, is added to dx.
     """
@@ -180,7 +180,7 @@ class ActivationGradient:
 
 
 def activation(gate_CF: Tensor | None, up_CF: Tensor, *, kind: Activation) -> Tensor:
-    """``silu(gate) * up``, or ``gelu(up)`` where there is no gate."""
+    """Return ``silu(gate) * up``, or ``gelu(up)`` where there is no gate."""
     if fused(up_CF):
         from sppo.kernels.triton import activations
 

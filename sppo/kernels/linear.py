@@ -15,7 +15,7 @@ from sppo.kernels.row_tiles import row_tiles
 
 
 def linear(x_CI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias``, ``[C, O]``."""
+    """Return ``x @ weight.T + bias``, ``[C, O]``."""
     if needs_casts(x_CI):
         y_CO = x_CI.new_empty(x_CI.shape[0], weight_OI.shape[0])
         return product_by_casts(x_CI, weight_OI.t(), into_MN=y_CO, bias_N=bias_O)
@@ -23,7 +23,7 @@ def linear(x_CI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
 
 
 def input_gradient(dy_CO: Tensor, weight_OI: Tensor, *, into_CI: Tensor | None = None) -> Tensor:
-    """``dy @ weight``, ``[C, I]``, written over ``into_CI`` if that is given."""
+    """Return ``dy @ weight``, ``[C, I]``, written over ``into_CI`` if that is given."""
     if not needs_casts(dy_CO):
         return torch.mm(dy_CO, weight_OI, out=into_CI)
     if into_CI is None:

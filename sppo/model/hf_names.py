@@ -90,7 +90,7 @@ def hf_tensors(model: ModelConfig) -> tuple[HfTensor, ...]:
 
 
 def bare_name(stored: str) -> str:
-    """``stored`` without the prefix that some files have and some have not."""
+    """Return ``stored`` without the prefix that some files have and some have not."""
     return _PREFIX.sub("", stored)
 
 

@@ -60,11 +60,11 @@ class TokenExchange(Protocol):
     """Collectives of the ranks over which the residual stream's tokens are sharded (Megatron)."""
 
     def gather(self, x_cE: Tensor) -> Tensor:
-        """``[C, E]``: the tokens of all of them."""
+        """Return ``[C, E]``: the tokens of all of them."""
         ...
 
     def scatter_sum(self, x_CE: Tensor) -> Tensor:
-        """``[c, E]``: own tokens of the sum over all of them."""
+        """Return ``[c, E]``: own tokens of the sum over all of them."""
         ...
 
 
@@ -233,7 +233,7 @@ class Layer:
     def recompute_kv(
         self, x_CE: Tensor, weights: Weights, *, rotary: RotaryTable | None
     ) -> tuple[Tensor, Tensor]:
-        """(k_CKD, v_CKD) with the bits that :meth:`forward` gave them."""
+        """Return (k_CKD, v_CKD) with the bits that :meth:`forward` gave them."""
         n1 = self._gathered_norm("attention_norm", x_CE, weights)
         k, v = (self._heads(name, n1, weights) for name in ("k", "v"))
         return self._norm_and_rotate("k", k, weights, rotary), v
@@ -258,7 +258,7 @@ class Layer:
         rotary: RotaryTable | None,
         save: Callable[..., None],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(q_CND, k_CKD, v_CKD) as attention takes them."""
+        """Return (q_CND, k_CKD, v_CKD) as attention takes them."""
         n1 = self._gathered_norm("attention_norm", x_CE, weights)
         q, k, v = (self._heads(name, n1, weights) for name in ("q", "k", "v"))
         del n1
@@ -273,7 +273,7 @@ class Layer:
     def _queries(
         self, n1_CE: Tensor, saved: Saved, weights: Weights, rotary: RotaryTable | None
     ) -> tuple[Tensor | None, Tensor]:
-        """(projected, rotated) queries ``[C, N, D]``; projected only if they have a norm."""
+        """Return (projected, rotated) queries ``[C, N, D]``; projected only if they have a norm."""
         q = saved.pop("q", None)
         if q is not None and not self.model.qk_norm:
             return None, q
@@ -302,11 +302,11 @@ class Layer:
         return x_CHD if rotary is None else rotate(x_CHD, rotary)
 
     def _attention_output(self, o_CQ: Tensor, weights: Weights) -> Tensor:
-        """``[C, E]``: what attention adds to the residual stream."""
+        """Return ``[C, E]``: what attention adds to the residual stream."""
         return self.tokens.scatter_sum(linear(o_CQ, weights["o.weight"], weights.get("o.bias")))
 
     def _after_attention(self, x_CE: Tensor, o_CQ: Tensor, weights: Weights) -> Tensor:
-        """``x_mid`` alone, with the bits that :meth:`forward` gave it."""
+        """Return ``x_mid`` alone, with the bits that :meth:`forward` gave it."""
         return self._attention_output(o_CQ, weights).add_(x_CE)
 
     def _mlp_inputs(self, x_mid_CE: Tensor, weights: Weights) -> tuple[Tensor | None, Tensor]:
@@ -316,7 +316,7 @@ class Layer:
     def _projected_mlp_inputs(
         self, n2_CE: Tensor, weights: Weights
     ) -> tuple[Tensor | None, Tensor]:
-        """(gate_CF if there is one, up_CF)."""
+        """Return (gate_CF if there is one, up_CF)."""
         up = linear(n2_CE, weights["up.weight"], weights.get("up.bias"))
         if not self.model.gated:
             return None, up

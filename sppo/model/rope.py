@@ -41,7 +41,7 @@ def _frequencies_on(
 
 
 def rotary_frequencies(model: ModelConfig, *, dtype: torch.dtype) -> tuple[Tensor, float]:
-    """(radians per token for each pair ``[D/2]``, factor of cosine and sine)."""
+    """Return (radians per token for each pair ``[D/2]``, factor of cosine and sine)."""
     size = model.head_dim
     exponents = torch.arange(0, size, 2, dtype=torch.int64).to(dtype) / size
     frequencies = 1.0 / (model.rope_theta**exponents)

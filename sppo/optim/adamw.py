@@ -103,7 +103,7 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], *, lr: float) -> None:
-        """One update (Loshchilov and Hutter, 2019, algorithm 2) and fresh weights.
+        """Make one update (Loshchilov and Hutter, 2019, algorithm 2) and fresh weights.
 
         Args:
             gradients: one per weight, in the master's dtype; not kept.
@@ -121,7 +121,7 @@ class AdamW:
         self._compute_weights()
 
     def state(self) -> dict[str, Tensor]:
-        """Everything a resumed run needs, flat by key.
+        """Return everything a resumed run needs, flat by key.
 
         ``model.NAME`` are the masters, ``optimizer.exp_avg.NAME`` and ``optimizer.exp_avg_sq.NAME``
         the moments, all live: filling them in place is half of loading. ``optimizer.step``, int64,

@@ -121,7 +121,7 @@ class HostAdamW:
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], *, lr: float) -> None:
-        """One update (Loshchilov and Hutter, 2019, algorithm 2) and fresh weights.
+        """Make one update (Loshchilov and Hutter, 2019, algorithm 2) and fresh weights.
 
         Args:
             gradients: one per weight, fp32, on the device; not kept.

@@ -96,7 +96,7 @@ class ShardedState:
         self._speaks_for_tied = not self._is_tied or mesh.at.pipeline == 0
 
     def _held_by(self, holders: Holders, names: Mapping[str, T]) -> dict[str, T]:
-        """Those of ``names`` of which ``holders`` have the same."""
+        """Return those of ``names`` of which ``holders`` have the same."""
         return {name: v for name, v in names.items() if self.sharding.holders(name) == holders}
 
     def _group(self, name: str) -> GradientReducer:

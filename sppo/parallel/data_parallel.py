@@ -176,7 +176,7 @@ class GradientReducer:
     def _flat(
         self, bucket: _GradientBucket, tensors: Mapping[str, Tensor], *, ranks: Sequence[int]
     ) -> Tensor:
-        """``[ranks, elements]``: every rank's rows, one behind the other, padded with zeros."""
+        """Return ``[ranks, elements]``: the ranks' rows one behind the other, padded with zeros."""
         first = tensors[bucket.parts[0].name]
         flat = first.new_zeros((len(ranks), bucket.elements))
         for row, rank in enumerate(ranks):
@@ -205,7 +205,7 @@ class GradientReducer:
     def _places(
         self, bucket: _GradientBucket, rank: int
     ) -> Iterable[tuple[slice, slice, _ParameterRows]]:
-        """(elements of the bucket, rows of the parameter, part of the bucket) of one rank."""
+        """Return (elements of the bucket, rows of the parameter, part of the bucket) of a rank."""
         offset = 0
         for part in bucket.parts:
             rows, *rest = self._shapes[part.name]

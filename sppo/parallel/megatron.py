@@ -110,7 +110,7 @@ class MegatronSequenceParallel:
         self.sharding = WeightSharding(model, rank, self.degree)
 
     def gather(self, x_cE: Tensor, parts: Sequence[int]) -> Tensor:
-        """``[C, E]``: the tokens of all ranks, in order.
+        """Return ``[C, E]``: the tokens of all ranks, in order.
 
         Args:
             x_cE: this rank's.
@@ -129,7 +129,7 @@ class MegatronSequenceParallel:
         return torch.cat([x[:part] for x, part in zip(slices, parts, strict=True)])
 
     def scatter_sum(self, x_CE: Tensor, parts: Sequence[int]) -> Tensor:
-        """``[c, E]``: the sum over all ranks, of this rank's tokens.
+        """Return ``[c, E]``: the sum over all ranks, of this rank's tokens.
 
         What travels has the dtype of ``x_CE``; a sum in half precision is taken in fp32 and
         rounded once.

@@ -128,7 +128,7 @@ class Mesh:
         return self.at.pipeline == self.at.sequence == 0
 
     def gather_group(self, holders: Holders) -> ProcessGroup | None:
-        """One more communicator of the ranks that hold the same parameters, for gathering weights.
+        """Make one more communicator of the ranks with the same parameters, for gathering weights.
 
         Gathers are under way while gradients are added up and messages of all kinds travel, so they
         have a communicator with none of them. Every rank makes it, or none; None where this rank
@@ -147,7 +147,7 @@ class Mesh:
         return self._group(ranks[holders], f"gathers of {holders}", hurried=True)
 
     def _make_groups(self, *, wraps: bool, cuts_units: bool, ties_ends: bool) -> Groups:
-        """Every rank makes as many groups, in the same order.
+        """Make as many groups on every rank, in the same order.
 
         Only members take part in making one, so a thousand ranks make a handful each. torch names
         a group after the number of groups its members have made before: a rank that has no part in
@@ -174,7 +174,7 @@ class Mesh:
     def make_range_groups(
         self, ranges: Sequence[tuple[int, int]]
     ) -> dict[tuple[int, int], tuple[ProcessGroup, ProcessGroup]]:
-        """Two communicators for each range of pipeline positions that this rank is in.
+        """Make two communicators for each range of pipeline positions that this rank is in.
 
         Every rank must call it with the same ranges, in the same order.
 
@@ -192,7 +192,7 @@ class Mesh:
         return found
 
     def _make_edges(self, *, wraps: bool) -> dict[tuple[int, int], ProcessGroup]:
-        """One communicator for each direction of each edge at this rank.
+        """Make one communicator for each direction of each edge at this rank.
 
         Of the edges at a rank one begins at an even position and one at an odd one, so they are
         made in two turns; the edge from the last position to the first has a turn of its own.

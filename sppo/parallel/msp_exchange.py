@@ -103,7 +103,7 @@ class MspExchange:
                 work.wait()
 
     def scatter(self, parts: Sequence[Tensor] | None, own: Tensor) -> Tensor:
-        """One of the owner's ``parts`` for each rank; ``own`` has its shape and is filled."""
+        """Send one of the owner's ``parts`` to each rank; ``own`` has its shape and is filled."""
         with peer_errors("scattering shards of a unit"):
             if parts is None:
                 dist.recv(own, self._ranks[self.owner], group=self._group)

@@ -123,7 +123,7 @@ class PipelineLinks:
             _wait_for_first(under_way)
 
     def _warm_up(self) -> None:
-        """One small message over every edge: connections are made before anything is timed."""
+        """Send one small message over every edge: connections are made before anything is timed."""
         for edge in self._groups:
             sender, receiver = edge
             what = "a first message"

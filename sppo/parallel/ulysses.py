@@ -52,7 +52,7 @@ class UlyssesAllToAll:
     def inputs_to_heads(
         self, q_cND: Tensor, k_cKD: Tensor, v_cKD: Tensor, parts: Sequence[int]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(q_CnD, k_CkD, v_CkD), in one exchange."""
+        """Return (q_CnD, k_CkD, v_CkD), in one exchange."""
         sent = [self._split(q_cND), self._split_keys(k_cKD), self._split_keys(v_cKD)]
         q, k, v = self._to_heads(sent, parts)
         return q, k, v
@@ -60,46 +60,46 @@ class UlyssesAllToAll:
     def keys_to_heads(
         self, k_cKD: Tensor, v_cKD: Tensor, parts: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """(k_CkD, v_CkD), in one exchange."""
+        """Return (k_CkD, v_CkD), in one exchange."""
         k, v = self._to_heads([self._split_keys(k_cKD), self._split_keys(v_cKD)], parts)
         return k, v
 
     def queries_to_tokens(self, o_CnD: Tensor, parts: Sequence[int]) -> Tensor:
-        """``[C, n, D]`` as ``[c, N, D]``."""
+        """Return ``[C, n, D]`` as ``[c, N, D]``."""
         (o,) = self._to_tokens([o_CnD], parts)
         return _join(o)
 
     def gradients_to_tokens(
         self, dq_CnD: Tensor, dk_CkD: Tensor, dv_CkD: Tensor, parts: Sequence[int]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq_cND, dk_cKD, dv_cKD): those of a key head that several ranks used are added up."""
+        """Return (dq_cND, dk_cKD, dv_cKD), added up where several ranks used a key head."""
         dq, dk, dv = self._to_tokens([dq_CnD, dk_CkD, dv_CkD], parts)
         return _join(dq), self._join_keys(dk), self._join_keys(dv)
 
     def lse_to_tokens(self, lse_nC: Tensor, parts: Sequence[int]) -> Tensor:
-        """``[n, C]`` as ``[N, c]``."""
+        """Return ``[n, C]`` as ``[N, c]``."""
         tokens = self.queries_to_tokens(lse_nC.t().unsqueeze(2), parts)
         return tokens.squeeze(2).t().contiguous()
 
     def lse_to_heads(self, lse_Nc: Tensor, parts: Sequence[int]) -> Tensor:
-        """``[N, c]`` as ``[n, C]``."""
+        """Return ``[N, c]`` as ``[n, C]``."""
         (heads,) = self.queries_to_heads([lse_Nc.t().unsqueeze(2)], parts)
         return heads.squeeze(2).t().contiguous()
 
     def _split(self, x_cND: Tensor) -> Tensor:
-        """``[G, c, n, D]``: what each rank gets of the query heads."""
+        """Return ``[G, c, n, D]``: what each rank gets of the query heads."""
         tokens, _, size = x_cND.shape
         return x_cND.reshape(tokens, self.degree, self.shard.queries, size).transpose(0, 1)
 
     def _split_keys(self, x_cKD: Tensor) -> Tensor:
-        """``[G, c, k, D]``: what each rank gets of the key/value heads."""
+        """Return ``[G, c, k, D]``: what each rank gets of the key/value heads."""
         tokens, _, size = x_cKD.shape
         distinct = self.degree // self.shard.repeats
         heads = x_cKD.reshape(tokens, distinct, self.shard.keys, size).transpose(0, 1)
         return heads.repeat_interleave(self.shard.repeats, dim=0)
 
     def _join_keys(self, d_GckD: Tensor) -> Tensor:
-        """``[c, K, D]`` from each rank's part of the sum."""
+        """Return ``[c, K, D]`` from each rank's part of the sum."""
         if self.shard.repeats > 1:
             _, *shape = d_GckD.shape
             terms = d_GckD.reshape(-1, self.shard.repeats, *shape)

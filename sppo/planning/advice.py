@@ -186,7 +186,7 @@ def _may_offload(run: RunConfig, hardware: HardwareSpec) -> bool:
 
 
 def _offloading(run: RunConfig) -> RunConfig:
-    """`run` with optimizer states in host memory."""
+    """Return `run` with optimizer states in host memory."""
     state = run.state.model_copy(update={"optimizer": "host"})
     return run.model_copy(update={"state": state})
 

@@ -30,7 +30,7 @@ def longest_tokens(fits: Callable[[int], bool], *, least: int = 1) -> int:
 
 
 def with_length(run: RunConfig, tokens: int) -> RunConfig:
-    """`run` with sequences of `tokens`, cut anew if its cuts were written for another length."""
+    """Return `run` with sequences of `tokens`, cut anew if its cuts are for another length."""
     change: dict[str, object] = {"length": tokens}
     if run.sequence.boundaries is not None:
         change["boundaries"] = None

@@ -276,7 +276,7 @@ def boundaries_of(lengths: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def plan_json(plan: ExecutionPlan) -> dict[str, Any]:
-    """`plan` as plain values, the content of its file: its fields and their digest."""
+    """Return `plan` as plain values, the content of its file: its fields and their digest."""
     values: dict[str, Any] = json.loads(_ADAPTER.dump_json(plan, by_alias=True))
     return {**values, _DIGEST: digest_of(values)}
 

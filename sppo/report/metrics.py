@@ -186,7 +186,7 @@ def read_metrics(path: Path) -> list[StepMetrics]:
 
 
 def finite_or_none(value: Any) -> Any:
-    """``value``, or None for a float that JSON has no word for."""
+    """Return ``value``, or None for a float that JSON has no word for."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

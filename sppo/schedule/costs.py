@@ -323,7 +323,7 @@ def abstract_costs(
 
 
 def per_unit(what: str, values: Sequence[float], *, num_units: int) -> Table:
-    """`values` repeated until every unit has one."""
+    """Return `values` repeated until every unit has one."""
     repeats, rest = divmod(num_units, len(values))
     if rest:
         raise ValueError(
@@ -333,7 +333,7 @@ def per_unit(what: str, values: Sequence[float], *, num_units: int) -> Table:
 
 
 def with_offload(costs: Costs, *, ratios: Table, copies: CopyEngines) -> Costs:
-    """`costs` when each (stage, unit) sends away `ratios` of its activations over `copies`.
+    """Return `costs` when each (stage, unit) sends away `ratios` of its activations over `copies`.
 
     Args:
         costs: What everything else costs.

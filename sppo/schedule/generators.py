@@ -316,7 +316,7 @@ WHOLE_SEQUENCES = {
 
 
 def _checked(name: str, request: _Request) -> _Request:
-    """`request` if `name` can serve it."""
+    """Return `request` if `name` can serve it."""
     if name not in schedule_names():
         raise ValueError(
             f"schedule {quoted(name)} is not known: choose one of {', '.join(schedule_names())}"

@@ -89,7 +89,7 @@ def shard_shares(
 
 
 def equal_shards(tokens: int, *, num_shards: int) -> tuple[int, ...]:
-    """`tokens` in `num_shards` parts that differ by at most one, the longer ones first."""
+    """Return `tokens` in `num_shards` parts that differ by at most one, the longer ones first."""
     part, larger = divmod(tokens, num_shards)
     return tuple(part + (shard < larger) for shard in range(num_shards))
 
@@ -97,7 +97,7 @@ def equal_shards(tokens: int, *, num_shards: int) -> tuple[int, ...]:
 def balanced_shards(
     tokens: int, *, num_shards: int, start: int, context_slope: float
 ) -> tuple[int, ...]:
-    """`tokens` in parts of equal compute, where later tokens of a causal span cost more.
+    """Return `tokens` in parts of equal compute, where later tokens of a causal span cost more.
 
     A token at position x costs 1 + context_slope * x, so the span [0, x) costs
     x + context_slope * x^2 / 2 and each boundary is the root of a quadratic; boundaries are

@@ -158,7 +158,7 @@ def delay_weights(order: Sequence[tuple[str, Step]], *, delay: int) -> list[tupl
 
 
 def with_reductions(actions: Sequence[Action], *, stages: Sequence[int]) -> list[Action]:
-    """`actions` of one rank with a REDUCE for each stage it owns.
+    """Return `actions` of one rank with a REDUCE for each stage it owns.
 
     It stands behind the stage's last B or W; of the stage that ends last at the end of the program,
     behind shards of other ranks' stages: the rank waits there for all that is being reduced.

@@ -85,7 +85,7 @@ def _rank_events(timeline: Timeline, *, rank: int, process: int) -> Iterator[Eve
 
 
 def _memory_events(timeline: Timeline, *, rank: int, process: int) -> Iterator[Event]:
-    """One counter per rank with a series per bucket that is ever used."""
+    """Yield one counter per rank, with a series per bucket that is ever used."""
     for name, track in timeline.ranks[rank].memory.items():
         if name == "total" or track.peak_bytes == 0:
             continue

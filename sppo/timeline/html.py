@@ -61,7 +61,7 @@ def write_html(path: Path, *, timelines: Sequence[Timeline], is_abstract: bool =
 
 
 def _panel(timeline: Timeline, *, every: int, is_abstract: bool) -> dict[str, object]:
-    """One schedule: every `every`-th of its ranks."""
+    """Return the data of one schedule: every `every`-th of its ranks."""
     phases = style.phases(timeline.schedule)
     styles: dict[tuple[str, str], int] = {}
     rows = [
@@ -99,7 +99,7 @@ def _bar(
     phases: dict[tuple[int, int | None, int | None], style.Phase],
     styles: dict[tuple[str, str], int],
 ) -> list[object]:
-    """[start, end, lane, style, label, text form of the action]."""
+    """Return [start, end, lane, style, label, text form of the action]."""
     action, schedule = span.action, timeline.schedule
     colour = style.colour_of(action, schedule=schedule, phases=phases)
     name = style.name_of(action)
@@ -116,7 +116,7 @@ def _bar(
 
 
 def _memory(track: RankTrack) -> list[list[float]]:
-    """[time, value] of the total; of a long step only the points a screen can show."""
+    """Return [time, value] of the total; of a long step only the points a screen can show."""
     if not track.memory:
         return []
     total = track.memory["total"]

@@ -138,7 +138,7 @@ def _axes(figure: Figure, bottom: float, height: float, total: float) -> Axes:
 
 
 def _draw_rows(axes: Axes, *, panel: _Panel, end_s: float) -> None:
-    """One row per rank, rank 0 on top."""
+    """Draw one row per rank, rank 0 on top."""
     timeline = panel.timeline
     ranks = len(timeline.ranks)
     axes.set_xlim(0, end_s)
@@ -239,7 +239,7 @@ def _label(
 
 
 def _paint(axes: Axes, *, timeline: Timeline) -> None:
-    """Every row as one line of pixels: what the rank does at the middle of each."""
+    """Return every row as one line of pixels: what the rank does at the middle of each."""
     image = np.full((len(timeline.ranks), _PIXELS, 3), 255, dtype=np.uint8)
     at = (np.arange(_PIXELS) + 0.5) / _PIXELS * timeline.makespan_s
     schedule = timeline.schedule

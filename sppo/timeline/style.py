@@ -156,7 +156,7 @@ def unit_label(action: Action, *, schedule: Schedule) -> str:
 
 
 def title(timeline: Timeline, *, is_abstract: bool) -> str:
-    """One line that says what a panel shows and its main numbers.
+    """Return one line that says what a panel shows and its main numbers.
 
     Args:
         timeline: of the panel.

@@ -192,7 +192,7 @@ def _check_memory(
 def _weights(
     run: RunConfig, source: Path | None, *, device: torch.device
 ) -> tuple[dict[str, Tensor], str, int]:
-    """(weights in the compute dtype on the device, where they come from, steps they have seen)."""
+    """Return (weights in the compute dtype on the device, their source, steps they have seen)."""
     dtype = DTYPES[run.train.dtype]
     if source is None:
         check_weights(run)

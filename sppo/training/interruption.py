@@ -34,7 +34,7 @@ class StopRequest:
             signal.signal(number, handler)
 
     def check(self) -> None:
-        """Called between the actions of a step.
+        """Stop between the actions of a step where that is asked for.
 
         Raises:
             Interrupted: a signal has come.

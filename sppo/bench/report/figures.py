@@ -26,6 +26,6 @@ def flops_unit(rates: Iterable[float]) -> tuple[float, str]:
 
 
 def format_rates(rates: Iterable[float], *, unit: float = 1e9) -> str:
-    """``123 / 4.5``: rates in ``unit``, whole numbers from ten on, two digits below."""
+    """Return ``123 / 4.5``: rates in ``unit``, whole numbers from ten on, two digits below."""
     values = [rate / unit for rate in rates]
     return " / ".join(f"{v:.0f}" if v >= 9.95 else f"{v:.2g}" for v in values) or NOT_MEASURED

@@ -71,7 +71,7 @@ def starting_description(detected: HardwareSpec, *, path: Path | None) -> Hardwa
 
 
 def describe(base: HardwareSpec, measurements: Measurements) -> HardwareSpec:
-    """``base`` with measured points, the peaks that follow from them, rates of copies and messages.
+    """Return ``base`` with measured points and their peaks, and rates of copies and messages.
 
     "measured" once matrix products, attention and element-wise kernels are, "calibrated" before.
     """

@@ -27,7 +27,7 @@ class Label:
 
 
 def coloured_dtypes(points: Iterable[Any]) -> Iterator[tuple[str, str]]:
-    """(colour, dtype) of every dtype of points."""
+    """Yield (colour, dtype) of every dtype of points."""
     yield from zip(COLOURS, dict.fromkeys(point.dtype for point in points), strict=False)
 
 

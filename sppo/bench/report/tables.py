@@ -24,7 +24,7 @@ _STEADY = 0.25
 
 
 def print_measurements(measurements: Measurements, *, console: Console) -> None:
-    """One table per subject, and how steady the machine was."""
+    """Print one table per subject, and how steady the machine was."""
     if measurements.gemm:
         console.print(_gemm_table(measurements.gemm))
     if measurements.backends is not None:

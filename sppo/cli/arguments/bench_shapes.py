@@ -55,7 +55,7 @@ class ShapeOptions:
     width: str | None = None
 
     def check_subjects(self, subject: str, parts: Sequence[str]) -> None:
-        """Every option is used.
+        """Refuse options that none of the subjects uses.
 
         Raises:
             ValueError: one is of a subject that is not measured.
@@ -125,7 +125,7 @@ def list_text(text: str) -> tuple[str, ...]:
 
 
 def _each(option: str, text: str | None, read: Callable[[str], _T]) -> tuple[_T, ...]:
-    """Every word of a list read, each value once; nothing where the option was not given.
+    """Return every word of a list read, each value once; nothing where there is no option.
 
     Raises:
         ValueError: no word, or one that cannot be read.
@@ -154,7 +154,7 @@ def _size(word: str) -> int:
 
 
 def _heads(word: str) -> Heads:
-    """``32/8``, or ``32`` where every query head has keys of its own."""
+    """Return ``32/8``, or ``32`` where every query head has keys of its own."""
     from sppo.bench.attention_grid import Heads
 
     parts = word.split("/")
@@ -190,7 +190,7 @@ def _check_keys(grid: AttentionGrid) -> None:
 
 
 def _check_backends(grid: AttentionGrid, *, device: str, dtypes: Sequence[str]) -> None:
-    """Every back end asked for can do something; what it cannot do of the rest is a gap."""
+    """Refuse back ends that can do nothing that was asked for; the rest are gaps."""
     from sppo.bench.attention_backends import why_never_timed
 
     for name in grid.backends or ():

@@ -82,7 +82,7 @@ def steps_report(solution: CorpusSolution) -> dict[str, Any]:
 
 
 def candidate_report(way: PlannedDegrees, steps: DrawnSteps) -> dict[str, Any]:
-    """One way to divide the devices."""
+    """Return one way to divide the devices as plain values."""
     rate = steps.num_tokens / way.seconds
     return {
         **degrees_report(way.degrees),
@@ -108,7 +108,7 @@ def candidate_report(way: PlannedDegrees, steps: DrawnSteps) -> dict[str, Any]:
 
 
 def step_report(plan: StepPlan) -> dict[str, Any]:
-    """One drawn step of the replica that has most work."""
+    """Return one drawn step of the replica that has most work, as plain values."""
     evaluated = plan.evaluated
     return {
         "samples": plan.num_samples,
@@ -146,7 +146,7 @@ def fullest_report(evaluated: EvaluatedCandidate) -> dict[str, Any]:
 
 
 def sides_report(solution: CorpusSolution) -> dict[str, Any]:
-    """Every way to pack the drawn steps, priced with the best degrees."""
+    """Return every way to pack the drawn steps, priced with the best degrees."""
     assert solution.best is not None, "sides are of the best"
     found: dict[str, Any] = {}
     base = None
@@ -179,7 +179,7 @@ def sides_report(solution: CorpusSolution) -> dict[str, Any]:
 
 
 def refused_report(refused: RefusedDegrees) -> dict[str, Any]:
-    """One way that does not work."""
+    """Return one way that does not work, as plain values."""
     return {
         **degrees_report(refused.degrees),
         "reason": refused.reason,

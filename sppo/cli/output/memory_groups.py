@@ -76,7 +76,7 @@ class RankGroup:
 
     @property
     def name(self) -> str:
-        """``rank 0`` or ``ranks 1-6``."""
+        """Return ``rank 0`` or ``ranks 1-6``."""
         if self.first == self.last:
             return f"rank {self.first}"
         return f"ranks {self.first}-{self.last}"
@@ -103,7 +103,7 @@ def shown_groups(groups: Sequence[RankGroup], *, most: int) -> tuple[RankGroup, 
 
 
 def memory_bar(device: MemoryBuckets, *, budget_bytes: int, scale_bytes: int, width: int) -> str:
-    """One device's memory in letters, with a line where the budget ends.
+    """Return one device's memory in letters, with a line where the budget ends.
 
     Args:
         device: its buckets.

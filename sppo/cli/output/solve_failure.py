@@ -24,7 +24,7 @@ _SHOWN_GROUPS = 3
 
 
 def print_failure(solution: Solution, *, changes: Sequence[Advice], console: Console) -> None:
-    """One screen on stderr."""
+    """Print one screen on stderr."""
 
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -92,7 +92,7 @@ def failure_report(solution: Solution, *, changes: Sequence[Advice]) -> dict[str
 
 
 def candidate_report(run: RunConfig, evaluated: EvaluatedCandidate) -> dict[str, Any]:
-    """One way to run it."""
+    """Return one way to run it as plain values."""
     candidate = evaluated.candidate
     prediction = predict(run, evaluated)
     predicted = asdict(prediction)
@@ -130,7 +130,7 @@ def stage_reports(evaluated: EvaluatedCandidate) -> list[dict[str, Any]]:
 
 
 def memory_report(held: StageMemory) -> dict[str, Any]:
-    """One device of a rank, bucket by bucket, and what it has elsewhere."""
+    """Return one device of a rank, bucket by bucket, and what the rank has elsewhere."""
     return {
         "device": asdict(held.device),
         "device_bytes": held.device.total_bytes,
@@ -143,7 +143,7 @@ def memory_report(held: StageMemory) -> dict[str, Any]:
 
 
 def rejection_report(rejection: Rejection) -> dict[str, Any]:
-    """One way that does not work."""
+    """Return one way that does not work, as plain values."""
     return {
         **degrees_report(rejection.degrees),
         "num_subsequences": rejection.num_subsequences,

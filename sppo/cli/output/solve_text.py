@@ -22,7 +22,7 @@ _SHOWN_RATIOS = 10
 
 
 def degrees_text(degrees: Degrees) -> str:
-    """``SP 8 · PP 4 · DP 1``."""
+    """Return ``SP 8 · PP 4 · DP 1``."""
     return (
         f"SP {degrees.sequence_parallel} · PP {degrees.pipeline_parallel} · "
         f"DP {degrees.data_parallel}"
@@ -136,7 +136,7 @@ def _reason(rejection: Rejection) -> tuple[bool, str]:
 
 
 def _without_figures(reason: str) -> str:
-    """`reason` up to the figures that stand behind a colon."""
+    """Return `reason` up to the figures that stand behind a colon."""
     return reason.partition(": ")[0]
 
 

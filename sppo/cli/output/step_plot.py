@@ -91,7 +91,7 @@ def level_shares(plan: StepPlan) -> npt.NDArray[np.float64]:
 
 
 def _draw_lengths(axes: Any, plan: StepPlan) -> None:
-    """Two falling curves over the length, and a mark for each chunk at its tokens."""
+    """Draw two falling curves over the length, and a mark for each chunk at its tokens."""
     lengths = np.sort(_sample_lengths(plan))[::-1]
     samples = np.arange(1, len(lengths) + 1) / len(lengths)
     tokens = np.cumsum(lengths) / lengths.sum()
@@ -186,7 +186,7 @@ def _draw_levels(axes: Any, plan: StepPlan) -> None:
 
 
 def _draw_bands(axes: Any, plan: StepPlan) -> None:
-    """Every other sequence on a band."""
+    """Draw every other sequence on a band."""
     firsts = [*_first_chunks(plan), len(plan.evaluated.candidate.lengths)]
     for place in range(0, len(firsts) - 1, 2):
         axes.axvspan(firsts[place] - 0.5, firsts[place + 1] - 0.5, color=_BAND, lw=0, zorder=0)

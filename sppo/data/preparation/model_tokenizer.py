@@ -51,7 +51,7 @@ def vocabulary_identity(data: bytes) -> VocabularyIdentity | None:
 
 
 def _words(vocabulary: Any) -> list[tuple[int, str]]:
-    """(id, word), by id."""
+    """Return (id, word), by id."""
     if isinstance(vocabulary, dict):
         return sorted((int(number), str(word)) for word, number in vocabulary.items())
     return [(number, str(word)) for number, (word, *_) in enumerate(vocabulary)]

@@ -147,7 +147,7 @@ def _end_of_text(backend: Any, *, vocabulary: dict[str, int], folder: Path) -> i
 
 
 def _configured_end(path: Path) -> str:
-    """``eos_token`` of a ``tokenizer_config.json``, or an empty string."""
+    """Return ``eos_token`` of a ``tokenizer_config.json``, or an empty string."""
     try:
         token = read_json(path).get("eos_token")
     except (OSError, ValueError, AttributeError):

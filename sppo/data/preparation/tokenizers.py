@@ -66,7 +66,7 @@ class ByteTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """257, also when nothing ends a document: models made for bytes have 257 rows."""
+        """Return 257, also when nothing ends a document: models made for bytes have 257 rows."""
         return BYTE_VOCAB_SIZE
 
     @property

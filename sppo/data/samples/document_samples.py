@@ -43,7 +43,7 @@ class DocumentSamples(StepSamples):
         return f"{where}: the loss mask excludes them"
 
     def row(self, samples: Sequence[int]) -> SequenceData:
-        """One sequence of the samples one after another, each isolated from the others.
+        """Return one sequence of the samples one after another, each isolated from the others.
 
         Attention and positions are to start anew at ``document_starts``, the first token of every
         sample. Labels that the loss mask excludes are :data:`IGNORED_LABEL`.

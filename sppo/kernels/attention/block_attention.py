@@ -35,7 +35,7 @@ class BlockKernel(Protocol):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """(o like q, lse ``[batch, heads, r]`` in fp32 or better)."""
+        """Return (o like q, lse ``[batch, heads, r]`` in fp32 or better)."""
         ...
 
     def backward(
@@ -51,7 +51,7 @@ class BlockKernel(Protocol):
         mask: Tensor | None,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv) like q, k, v; rows use the given global ``o`` and ``lse``."""
+        """Return (dq, dk, dv) like q, k, v; rows use the given global ``o`` and ``lse``."""
         ...
 
 
@@ -79,7 +79,7 @@ def forward(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """(o_CND in q's dtype, lse_NC in fp32 or better)."""
+    """Return (o_CND in q's dtype, lse_NC in fp32 or better)."""
     q_NCD = q_CND.transpose(0, 1).contiguous()
     merged = _Merged(q_NCD, kv_heads=k_TKD.shape[1])
     for block in blocks:
@@ -226,7 +226,7 @@ class _Merged:
         lse.copy_(both)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """(o_NCD, lse_NC) of all rows."""
+        """Return (o_NCD, lse_NC) of all rows."""
         assert all(self._seen), "every query sees at least itself"
         return self._o_KGCD.flatten(0, 1), self._lse_KGC.flatten(0, 1)
 
@@ -266,7 +266,7 @@ def _operands(
 
 
 def _tokens_first(x_NCD: Tensor, dtype: torch.dtype) -> Tensor:
-    """``[C, N, D]`` in ``dtype``, in one pass."""
+    """Return ``[C, N, D]`` in ``dtype``, in one pass."""
     heads, tokens, size = x_NCD.shape
     x_CND = torch.empty((tokens, heads, size), dtype=dtype, device=x_NCD.device)
     x_CND.transpose(0, 1).copy_(x_NCD)

@@ -152,7 +152,7 @@ def _rectangle(q0: int, q1: int, k0: int, k1: int) -> Iterator[Block]:
 def documents_in_span(
     start: int, end: int, document_starts: tuple[int, ...]
 ) -> Iterator[tuple[int, int]]:
-    """(first key, end) of each document that has a query in ``[start, end)``."""
+    """Yield (first key, end) of each document that has a query in ``[start, end)``."""
     edges = sorted({0, *document_starts, end})
     for first, last in zip(edges, edges[1:], strict=False):
         if last > start and first < end:

@@ -68,7 +68,7 @@ class CpuFlash:
 
 
 def _cast(x: Tensor) -> Tensor:
-    """``x`` in fp32; what is repeated for a group of heads is cast once."""
+    """Return ``x`` in fp32; what is repeated for a group of heads is cast once."""
     if x.dim() == 4 and x.stride(1) == 0:
         return x[:, :1].float().expand_as(x)
     return x.float()
@@ -105,7 +105,7 @@ def _backward_in_parts(
 
 
 def _sum(x: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """``[parts, K, r, D]`` as ``[1, K, r, D]`` in ``dtype``; torch's own would cast it whole."""
+    """Return ``[parts, K, r, D]`` summed to ``[1, K, r, D]``; torch's own would cast it whole."""
     total = x[:1].to(dtype)
     for part in x[1:]:
         for of_head, part_of_head in zip(total[0], part, strict=True):
@@ -115,6 +115,6 @@ def _sum(x: Tensor, *, dtype: torch.dtype) -> Tensor:
 
 
 def _parted(x: Tensor, parts: int) -> Tensor:
-    """``[1, K, t, D]`` as ``[parts, K, t/parts, D]`` without a copy."""
+    """Return ``[1, K, t, D]`` as ``[parts, K, t/parts, D]`` without a copy."""
     heads, tokens, size = x.shape[1:]
     return x[0].view(heads, parts, tokens // parts, size).transpose(0, 1)

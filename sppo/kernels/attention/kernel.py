@@ -29,7 +29,7 @@ class AttentionKernel(Protocol):
         window: int | None,
         document_starts: tuple[int, ...],
     ) -> tuple[Tensor, Tensor]:
-        """(o_CND in q's dtype, lse_NC in fp32 or better)."""
+        """Return (o_CND in q's dtype, lse_NC in fp32 or better)."""
         ...
 
     def backward(

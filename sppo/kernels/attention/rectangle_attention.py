@@ -47,7 +47,7 @@ class RectangleKernel(Protocol):
         scale: float,
         documents: DocumentOffsets | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(o_cND, lse_Nc in fp32), causal."""
+        """Return (o_cND, lse_Nc in fp32), causal."""
         ...
 
     def backward(
@@ -64,7 +64,7 @@ class RectangleKernel(Protocol):
         scale: float,
         documents: DocumentOffsets | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv) like q, k, v; rows use the given global ``o`` and ``lse``."""
+        """Return (dq, dk, dv) like q, k, v; rows use the given global ``o`` and ``lse``."""
         ...
 
 

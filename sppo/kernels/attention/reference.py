@@ -32,7 +32,7 @@ def forward(
     document_starts: tuple[int, ...],
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """(o_CND, lse_NC), computed in fp32 or better."""
+    """Return (o_CND, lse_NC), computed in fp32 or better."""
     acc_dtype = torch.promote_types(q_CND.dtype, torch.float32)
     group = q_CND.shape[1] // k_TKD.shape[1]
     k_TND, v_TND = (x.to(acc_dtype).repeat_interleave(group, dim=1) for x in (k_TKD, v_TKD))
@@ -56,7 +56,7 @@ def backward(
     document_starts: tuple[int, ...],
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq_CND, dk_TKD, dv_TKD) by autograd through :func:`forward`."""
+    """Return (dq_CND, dk_TKD, dv_TKD) by autograd through :func:`forward`."""
     with torch.enable_grad():
         inputs = [x.detach().requires_grad_() for x in (q_CND, k_TKD, v_TKD)]
         o, _ = forward(*inputs, window=window, document_starts=document_starts, scale=scale)

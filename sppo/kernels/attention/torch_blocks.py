@@ -80,7 +80,7 @@ def _tiles(q: Tensor, k: Tensor) -> Iterator[slice]:
 def _scores(
     q: Tensor, k: Tensor, rows: slice, *, causal: bool, mask: Tensor | None, scale: float
 ) -> Tensor:
-    """``[batch, heads, rows, t]`` in k's dtype, minus infinity where hidden."""
+    """Return ``[batch, heads, rows, t]`` in k's dtype, minus infinity where hidden."""
     scores = (q[:, :, rows].to(k.dtype) @ k.transpose(-1, -2)).mul_(scale)
     if mask is not None:
         scores.add_(mask[:, :, rows])

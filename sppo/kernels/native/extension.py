@@ -112,7 +112,7 @@ def native_library() -> NativeLibrary | None:
 
 
 def describe() -> str:
-    """``native: …`` or ``python fallback: …`` with the reason; one line for people."""
+    """Return ``native: …`` or ``python fallback: …`` with the reason; one line for people."""
     loaded = load(_PLACE)
     if isinstance(loaded, NativeLibrary):
         return f"native: {loaded.path.name}, interface {INTERFACE_VERSION}"

@@ -107,7 +107,7 @@ class FileFunctions:
         return request.value
 
     def wait(self, request: int, timeout_s: float | None) -> int | None:
-        """0 or the errno of a request that is done; None: not within ``timeout_s``, or never."""
+        """Return 0 or the errno of a finished request; None if not within ``timeout_s``."""
         code = int(self._wait(request, _FOR_EVER_S if timeout_s is None else timeout_s))
         return None if code == _UNFINISHED else code
 

@@ -91,7 +91,7 @@ def attention_backward(
 
 
 def _delta(do: Tensor, o: Tensor, block: int) -> Tensor:
-    """``sum_D(do o)``, ``[N, C]`` in fp32 or better."""
+    """Return ``sum_D(do o)``, ``[N, C]`` in fp32 or better."""
     num_queries, heads, head_size = do.shape
     acc_dtype = torch.promote_types(do.dtype, torch.float32)
     delta_NC = torch.empty((heads, num_queries), dtype=acc_dtype, device=do.device)

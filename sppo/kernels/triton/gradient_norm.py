@@ -136,7 +136,7 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def _table(tensors: Sequence[Tensor]) -> tuple[Tensor, bool]:
-    """(address and elements of each chunk ``[chunks, 2]``, whether all are aligned for vectors)."""
+    """Return (address and elements of each chunk ``[chunks, 2]``, whether all are aligned)."""
     first = tensors[0]
     places = tuple((x.data_ptr(), x.numel()) for x in tensors)
     aligned = all(address % _VECTOR_BYTES == 0 for address, _ in places)

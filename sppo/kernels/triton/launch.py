@@ -106,5 +106,5 @@ def block_size(size: int) -> int:
 
 
 def row_major(x: Tensor) -> Tensor:
-    """``x`` with its last dimension contiguous, copied only where it is not."""
+    """Return ``x`` with its last dimension contiguous, copied only where it is not."""
     return x if x.stride(-1) == 1 else x.contiguous()

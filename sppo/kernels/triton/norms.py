@@ -226,7 +226,7 @@ def _norm_backward(
     eps: float,
     centred: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(dx, sums ``[1 or 2, E]`` of the parameters' gradients)."""
+    """Return (dx, sums ``[1 or 2, E]`` of the parameters' gradients)."""
     dy_RE, x_RE = _rows(dy_CE), _rows(x_CE)
     dresidual_RE = None if dresidual_CE is None else _rows(dresidual_CE)
     num_rows, size = x_RE.shape
@@ -261,13 +261,13 @@ def _norm_backward(
 
 
 def _rows_in_place(x_CE: Tensor) -> Tensor:
-    """``[R, E]``, never a copy."""
+    """Return ``[R, E]``, never a copy."""
     assert x_CE.is_contiguous(), "what is written in place cannot be copied first"
     return x_CE.view(-1, x_CE.shape[-1])
 
 
 def _rows(x_CE: Tensor) -> Tensor:
-    """``[R, E]``, each row contiguous; a view wherever there is one."""
+    """Return ``[R, E]``, each row contiguous; a view wherever there is one."""
     return row_major(x_CE.reshape(-1, x_CE.shape[-1]))
 
 

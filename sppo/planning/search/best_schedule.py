@@ -16,7 +16,7 @@ SCHEDULED_UNITS = 1200
 
 
 def with_best_schedule(run: RunConfig, best: EvaluatedCandidate) -> EvaluatedCandidate:
-    """`best` with the schedule that makes it fastest, where the run leaves the choice.
+    """Return `best` with the schedule that makes it fastest, where the run leaves the choice.
 
     Tried are the zero-bubble program, multiplexed sequence partitioning (MSP), and the interleaved
     program where ranks have several stages, each with the memory it needs; MSP never where training

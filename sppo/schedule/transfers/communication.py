@@ -139,7 +139,7 @@ def _next_compute(program: Sequence[Action], begin: int) -> int:
 def _in_time_order(
     schedule: Schedule, *, programs: Sequence[EncodedProgram], costs: Costs | None
 ) -> Iterator[tuple[int, int]]:
-    """(rank, position) of every compute action by simulated completion, ties by rank.
+    """Yield (rank, position) of every compute action by simulated completion, ties by rank.
 
     Compute must take time, or an action and the one that needs it could tie; so everything is
     raised to a millionth of the longest action.

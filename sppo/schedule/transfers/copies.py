@@ -21,7 +21,7 @@ from sppo.schedule.actions import Action, ActionKind, Schedule
 def place_copies(
     schedule: Schedule, *, offloaded: npt.NDArray[np.bool_], prefetch: int = 1
 ) -> Schedule:
-    """`schedule` with a D2H and an H2D for every offloaded unit.
+    """Return `schedule` with a D2H and an H2D for every offloaded unit.
 
     Args:
         schedule: A training schedule without copies.

@@ -28,7 +28,7 @@ _StageSequence = tuple[int, int | None]
 def place_kv(
     schedule: Schedule, *, offloaded: Collection[int] = (), recomputed: Collection[int] = ()
 ) -> Schedule:
-    """`schedule` with the copies and the recomputation of K and V.
+    """Return `schedule` with the copies and the recomputation of K and V.
 
     Args:
         schedule: A training schedule, with the copies of saved tensors and without messages.

@@ -36,7 +36,7 @@ class Phase:
 
 
 def place_state(schedule: Schedule, *, weights: bool, gradients: bool) -> Schedule:
-    """`schedule` with the copies of weights and gradients that are not on the device all the time.
+    """Return `schedule` with the copies of weights and gradients that live in another tier.
 
     Args:
         schedule: With everything else, but without messages.

@@ -114,7 +114,7 @@ class Device(Protocol):
         ...
 
     def put(self, sequence: SequenceData) -> SequenceData:
-        """``sequence`` on the device; may still be on its way there when this returns."""
+        """Return ``sequence`` on the device; may still be on its way there when this returns."""
         ...
 
     def synchronize(self) -> None:
