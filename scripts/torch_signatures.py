@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -98,7 +99,10 @@ CALLS: Mapping[str, Call] = {
     "cuda.mem_get_info": Call(1),
     "cuda.cudart": Call(),
     "cuda._sleep": Call(1),
-    "optim.AdamW": Call(1, ("lr", "betas", "eps", "weight_decay", "fused")),
+    "optim.adamw.adamw": Call(
+        6,
+        ("fused", "amsgrad", "beta1", "beta2", "lr", "weight_decay", "eps", "maximize"),
+    ),
     "distributed.init_process_group": Call(1, ("store", "rank", "world_size", "timeout")),
     "distributed.new_group": Call(
         1,
@@ -229,10 +233,10 @@ def _compare_names(findings: Findings, names: Mapping[str, tuple[str, ...]]) -> 
 
 def _below_torch(name: str) -> Any:
     """The object called ``name`` below ``torch``; None where there is none."""
-    found: Any = torch
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
+    try:
+        return resolve_name(f"torch.{name}")
+    except AttributeError:
+        return None
 
 
 def _name(schema: str) -> str:

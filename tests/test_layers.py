@@ -114,3 +114,20 @@ def test_the_planning_core_runs_without_torch():
 def test_the_command_line_starts_without_anything_heavy():
     loaded = modules_after("import sppo.cli.app")
     assert loaded & set(HEAVY) == set()
+
+
+UPDATED = """
+import torch
+from sppo.config.run import OptimizerConfig
+from sppo.kernels import cross_entropy, elementwise, gradient_norm, rotary
+from sppo.kernels.attention import block_attention, interface
+from sppo.optim.fused_adamw import FusedAdamW
+
+x = torch.ones(2)
+FusedAdamW([x], [[x], [x]], config=OptimizerConfig(), weight_decay=0.1).step([x], lr=1e-3)
+"""
+
+
+def test_a_cpu_trains_without_triton_and_torch_s_compiler():
+    """Each is a second of every process that trains; kernels for GPUs import Triton when called."""
+    assert modules_after(UPDATED) & {"triton", "torch._dynamo"} == set()

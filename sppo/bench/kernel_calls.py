@@ -15,12 +15,14 @@ from torch import Tensor
 
 from sppo.bench.operands import Operands
 from sppo.bench.timing import Call
+from sppo.config.run import OptimizerConfig
 from sppo.kernels import elementwise
 from sppo.kernels.cross_entropy import losses_to_gradient_
 from sppo.kernels.elementwise import Activation
 from sppo.kernels.gradient_norm import scale_, total_norm
 from sppo.kernels.linear import accumulate_bias_gradient
 from sppo.kernels.rotary import RotaryTable, rotate
+from sppo.optim.fused_adamw import FusedAdamW
 
 Maker = Callable[[Operands, torch.dtype, int], Call]
 
@@ -164,17 +166,16 @@ def _adamw(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
     """A step's work on fp32 parameters: see ``adamw`` in PASSES."""
     shape = (_PARAMETERS, elements // _PARAMETERS)
     parameters = [row.clone() for row in operands.take(*shape, dtype=torch.float32)]
-    gradients = [torch.zeros_like(row) for row in parameters]
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-    optimizer = torch.optim.AdamW(parameters, fused=True)
+    gradients, *moments = ([torch.zeros_like(row) for row in parameters] for _ in range(3))
+    config = OptimizerConfig()
+    update = FusedAdamW(parameters, moments, config=config, weight_decay=config.weight_decay)
     factor = torch.full((), 0.5, device=operands.device)  # of one, a GPU would clip nothing
 
     def step() -> None:
         torch._foreach_zero_(gradients)
         total_norm(gradients)
         scale_(gradients, factor)
-        optimizer.step()
+        update.step(gradients, lr=config.lr)
 
     return step
 

@@ -32,7 +32,7 @@ from sppo.kernels.attention.kernel import AttentionKernel
 from sppo.model import rope
 from sppo.offload import cuda_queues
 from sppo.optim import optimizer_rows
-from sppo.optim.adamw import MOMENTS
+from sppo.optim.fused_adamw import MOMENTS
 from sppo.training import state_tensors
 from sppo.training.devices import cuda_device
 

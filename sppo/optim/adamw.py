@@ -8,7 +8,6 @@ inventory.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +16,9 @@ from sppo.checkpoint.checkpoint import MODEL_PREFIX
 from sppo.config.run import OptimizerConfig
 from sppo.cost.parameters import is_decayed
 from sppo.kernels.gradient_norm import scale_, total_norm
+from sppo.optim.fused_adamw import MOMENTS, FusedAdamW
 
 STEP_KEY = "optimizer.step"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def global_norm(
@@ -59,7 +58,7 @@ def clip_(
 
 
 class AdamW:
-    """torch's fused AdamW; the weights follow its fp32 masters.
+    """AdamW by torch's fused kernel; the weights follow its fp32 masters.
 
     Weights that are fp32 (or float64, in tests) are their own masters: no second copy. The moments
     exist, as zeros, from the start, so a checkpoint of step 0 is like any other.
@@ -85,15 +84,12 @@ class AdamW:
         rounded = [name for name, weight in weights.items() if self._masters[name] is not weight]
         self._rounded = [weights[name] for name in rounded]
         self._converted_masters = [self._masters[name] for name in rounded]
+        self._moments = {
+            moment: {name: torch.zeros_like(master) for name, master in self._masters.items()}
+            for moment in MOMENTS
+        }
         self._steps = 0
-        self._optimizer = torch.optim.AdamW(
-            _groups(self._masters, weight_decay=config.weight_decay),
-            betas=config.betas,
-            eps=config.eps,
-            fused=True,
-        )
-        for master in self._masters.values():
-            self._optimizer.state[master] = _zero_state(master)
+        self._updates = self._make_updates(config)
         self._compute_weights()
 
     @property
@@ -110,13 +106,8 @@ class AdamW:
             lr: of this step.
         """
         assert gradients.keys() == self._masters.keys(), "a gradient for every weight"
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        for name, master in self._masters.items():
-            master.grad = gradients[name]
-        self._optimizer.step()
-        for master in self._masters.values():
-            master.grad = None
+        for names, update in self._updates:
+            update.step([gradients[name] for name in names], lr=lr)
         self._steps += 1
         self._compute_weights()
 
@@ -128,9 +119,8 @@ class AdamW:
         is a copy. Hand the dictionary to :meth:`load_state` for the other half.
         """
         state = {f"{MODEL_PREFIX}{name}": master for name, master in self._masters.items()}
-        for moment in MOMENTS:
-            for name, master in self._masters.items():
-                state[f"optimizer.{moment}.{name}"] = self._optimizer.state[master][moment]
+        for moment, tensors in self._moments.items():
+            state |= {f"optimizer.{moment}.{name}": tensor for name, tensor in tensors.items()}
         state[STEP_KEY] = torch.tensor(self._steps)
         return state
 
@@ -138,9 +128,21 @@ class AdamW:
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Take over ``state``, of another optimizer or this one's own filled in place."""
         self._steps = take_over(self.state(), state)
-        for master in self._masters.values():
-            self._optimizer.state[master]["step"].fill_(self._steps)
+        for _, update in self._updates:
+            update.set_steps(self._steps)
         self._compute_weights()
+
+    def _make_updates(self, config: OptimizerConfig) -> list[tuple[list[str], FusedAdamW]]:
+        """Return the names of the parameters with weight decay and of those without."""
+        updates = []
+        for decayed, weight_decay in ((True, config.weight_decay), (False, 0.0)):
+            own = {n: m for n, m in self._masters.items() if is_decayed(tuple(m.shape)) is decayed}
+            moments = [[tensors[name] for name in own] for tensors in self._moments.values()]
+            update = FusedAdamW(
+                list(own.values()), moments, config=config, weight_decay=weight_decay
+            )
+            updates.append((list(own), update))
+        return updates
 
     @torch.no_grad()
     def _compute_weights(self) -> None:
@@ -166,16 +168,3 @@ def _master(weight: Tensor, given: Tensor | None) -> Tensor:
     assert given.dtype == torch.float32, f"master in {given.dtype}"
     assert given.shape == weight.shape, f"master {given.shape}, weight {weight.shape}"
     return given
-
-
-def _groups(masters: Mapping[str, Tensor], *, weight_decay: float) -> list[dict[str, Any]]:
-    decayed = [m for m in masters.values() if is_decayed(tuple(m.shape))]
-    others = [m for m in masters.values() if not is_decayed(tuple(m.shape))]
-    groups = ((decayed, weight_decay), (others, 0.0))
-    return [{"params": params, "weight_decay": rate} for params, rate in groups if params]
-
-
-def _zero_state(master: Tensor) -> dict[str, Tensor]:
-    """Return what torch's AdamW makes at its first step, in the layout its fused kernel wants."""
-    step = torch.zeros((), dtype=torch.float32, device=master.device)
-    return {"step": step} | {moment: torch.zeros_like(master) for moment in MOMENTS}

@@ -20,7 +20,8 @@ from sppo.config.run import OptimizerConfig
 from sppo.cost.memory.stage_memory import UPDATE_SLOTS
 from sppo.cost.parameters import is_decayed
 from sppo.offload.transfers import Done, Transfers
-from sppo.optim.adamw import MOMENTS, STEP_KEY, take_over
+from sppo.optim.adamw import STEP_KEY, take_over
+from sppo.optim.fused_adamw import MOMENTS, FusedAdamW
 from sppo.optim.optimizer_rows import WIDE, OptimizerRows
 
 _BUCKET_ELEMENTS = 1 << 24
@@ -89,7 +90,7 @@ class HostAdamW:
             rows, weight_decay=config.weight_decay, bucket_elements=bucket_elements
         )
         self._gradients, self._narrow = self._staging()
-        self._optimizers = [self._optimizer(bucket, config) for bucket in self._buckets]
+        self._updates = [self._update(bucket, config) for bucket in self._buckets]
         self._upload_all()
 
     @property
@@ -131,19 +132,12 @@ class HostAdamW:
         flat = {name: gradient.view(-1) for name, gradient in gradients.items()}
         coming = self._fetch(0, flat)
         going: list[Done] = []
-        for index, (bucket, optimizer) in enumerate(
-            zip(self._buckets, self._optimizers, strict=True)
-        ):
+        for index, (bucket, update) in enumerate(zip(self._buckets, self._updates, strict=True)):
             here = coming
             if index + 1 < len(self._buckets):
                 coming = self._fetch(index + 1, flat)
             here.wait()
-            (group,) = optimizer.param_groups
-            (parameter,) = group["params"]
-            group["lr"] = lr
-            parameter.grad = self._gradients[index % _SLOTS][: bucket.elements]
-            optimizer.step()
-            parameter.grad = None
+            update.step([self._gradients[index % _SLOTS][: bucket.elements]], lr=lr)
             if len(going) >= _SLOTS:
                 going[-_SLOTS].wait()  # its slot is written next
             going.append(self._upload(index))
@@ -167,24 +161,19 @@ class HostAdamW:
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Take over ``state``, of another optimizer or this one's own filled in place."""
         self._steps = take_over(self.state(), state)
-        for optimizer in self._optimizers:
-            for parameter_state in optimizer.state.values():
-                parameter_state["step"].fill_(self._steps)
+        for update in self._updates:
+            update.set_steps(self._steps)
         self._upload_all()
 
-    def _optimizer(self, bucket: _UpdateBucket, config: OptimizerConfig) -> torch.optim.AdamW:
+    def _update(self, bucket: _UpdateBucket, config: OptimizerConfig) -> FusedAdamW:
         rows = (self._rows.masters, *self._rows.moments)
         master, *moments = (row[bucket.begin : bucket.end] for row in rows)
-        optimizer = torch.optim.AdamW(
+        return FusedAdamW(
             [master],
-            betas=config.betas,
-            eps=config.eps,
+            [[moment] for moment in moments],
+            config=config,
             weight_decay=bucket.weight_decay,
-            fused=True,
         )
-        step = torch.zeros((), dtype=WIDE)
-        optimizer.state[master] = {"step": step, **dict(zip(MOMENTS, moments, strict=True))}
-        return optimizer
 
     def _staging(self) -> tuple[list[Tensor], list[dict[torch.dtype, Tensor]]]:
         """Slots for gradients that come down, and for weights that go up, by their dtype."""

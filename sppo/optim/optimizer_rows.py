@@ -15,7 +15,7 @@ from torch import Tensor
 from sppo.cost.parameters import is_decayed
 from sppo.offload.arena import HostArena
 from sppo.offload.state_memory import StateMemory
-from sppo.optim.adamw import MOMENTS
+from sppo.optim.fused_adamw import MOMENTS
 
 WIDE = torch.float32
 

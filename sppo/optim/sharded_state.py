@@ -31,7 +31,8 @@ from sppo.engine.pipeline import Pipeline
 from sppo.engine.sharded_gradients import ShardedGradients
 from sppo.engine.weights import ResidentWeights, WeightProvider
 from sppo.kernels.gradient_norm import sum_of_squares
-from sppo.optim.adamw import MOMENTS, STEP_KEY, global_norm
+from sppo.optim.adamw import STEP_KEY, global_norm
+from sppo.optim.fused_adamw import MOMENTS
 from sppo.parallel.data_parallel import GradientReducer, add_up
 from sppo.parallel.gradient_reduce_scatter import GradientReduceScatter
 from sppo.parallel.host_collectives import HostCollectives

@@ -33,6 +33,7 @@ def evaluated(case, step):
 
 
 def check(ranks, case):
+    """Compare a case with the plain model; what each rank answers, by step."""
     answers = ranks.run(run_case, case, ranks=case.mesh.num_ranks)
     for step in range(case.steps):
         expected = autograd_step(
@@ -44,6 +45,7 @@ def check(ranks, case):
         assert sum(answer[step][7] for answer in answers) == pytest.approx(
             evaluated(case, step), rel=1e-11
         )
+    return answers
 
 
 UNCUT = ((0, 9), (0, 5), (0, 17))

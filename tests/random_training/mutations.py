@@ -208,8 +208,8 @@ def resumed_without_step() -> Iterator[None]:
 
     def forgetful(self: Any, state: Any) -> None:
         load_state(self, state)
-        for master in self._masters.values():
-            self._optimizer.state[master]["step"].fill_(0)
+        for _, update in self._updates:
+            update.set_steps(0)
 
     with patch.object(AdamW, "load_state", forgetful):
         yield

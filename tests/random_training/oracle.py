@@ -10,7 +10,8 @@ from torch import Tensor
 from sppo.checkpoint.checkpoint import MODEL_PREFIX
 from sppo.cost.parameters import is_decayed, parameter_shapes
 from sppo.engine.unit import SequenceData
-from sppo.optim.adamw import MOMENTS, STEP_KEY
+from sppo.optim.adamw import STEP_KEY
+from sppo.optim.fused_adamw import MOMENTS
 from sppo.optim.learning_rate import learning_rate
 from tests.engine.models import autograd_step, random_weights
 from tests.engine.reference import reference_token_losses

@@ -22,9 +22,8 @@ CUTS = {
 }
 
 
-def shards_of(ranks, case):
-    """Actions of the step that are shards."""
-    answers = ranks.run(run_case, case, ranks=case.mesh.num_ranks)
+def shards_of(answers):
+    """Actions of the first step that are shards."""
     return {a for answer in answers for a in answer[0][4] if "[" in a and a[1] in "FB"}
 
 
@@ -32,8 +31,7 @@ def shards_of(ranks, case):
 @pytest.mark.parametrize("shards", CUTS)
 def test_gradients(ranks, num_ranks, shards):
     case = Case(shape=(1, num_ranks, 1), schedule="sppo_msp", cuts=(CUTS[shards],))
-    assert shards_of(ranks, case)
-    check(ranks, case)
+    assert shards_of(check(ranks, case))
 
 
 @pytest.mark.parametrize("policy", ["retain", "recompute"])
@@ -48,8 +46,7 @@ def test_with_sequence_and_data_parallelism(ranks, shape, policy):
     sizes = {"num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_size": 6}
     cuts = ((0, 17, 33, 49, 60),) if shape[2] == 4 else (CUTS[5],)
     case = Case(shape=shape, schedule="sppo_msp", cuts=cuts, policy=policy, sizes=sizes)
-    assert shards_of(ranks, case)
-    check(ranks, case)
+    assert shards_of(check(ranks, case))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -99,12 +96,12 @@ def test_several_stages_on_a_rank(ranks, shape, virtual):
         sizes={"num_layers": shape[1] * virtual + 1, **sizes},
         steps=2,
     )
-    found = {int(action.split("F")[0]) for action in shards_of(ranks, case) if "F" in action}
+    shards = shards_of(check(ranks, case))
+    found = {int(action.split("F")[0]) for action in shards if "F" in action}
     last = shape[1] * virtual - 1
     assert 0 in found
     assert last in found
     assert found <= {*range(shape[1]), *range(last - shape[1] + 1, last + 1)}
-    check(ranks, case)
 
 
 @pytest.mark.parametrize("virtual", [1, 2])
@@ -124,8 +121,7 @@ def test_with_tensors_moved_to_a_disk(ranks, tmp_path, num_ranks, ratio, virtual
         directory=tmp_path,
         steps=2,
     )
-    assert shards_of(ranks, case)
-    check(ranks, case)
+    assert shards_of(check(ranks, case))
 
 
 class NoIndices(TorchDispatchMode):
@@ -170,7 +166,8 @@ def test_the_file_holds_what_a_rank_runs_and_no_more(ranks, tmp_path):
     case = Case(
         schedule="sppo_msp", cuts=(CUTS[5],), placement_of=rows, directory=tmp_path, sizes=sizes
     )
-    assert shards_of(ranks, case)
-    for answer in ranks.run(run_case, case, ranks=case.mesh.num_ranks):
+    answers = ranks.run(run_case, case, ranks=case.mesh.num_ranks)
+    assert shards_of(answers)
+    for answer in answers:
         copies = answer[-1][8]
         assert copies.total_out_bytes <= copies.disk_bytes <= 1.2 * copies.total_out_bytes
