@@ -23,7 +23,6 @@ TIMEOUT_S = 40.0
 PRELOADED = (
     "tests.engine.pipelined",
     "tests.training.whole_runs.test_parallel_runs",
-    "torch._dynamo",  # of optimizers and checkpoints, at their first use
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
 )

@@ -28,9 +28,12 @@ from sppo.parallel.msp_exchange import MspLinks
 from sppo.parallel.parameter_all_gather import ParameterAllGather
 from sppo.parallel.pipeline_p2p import PipelineLinks
 from sppo.parallel.ulysses import UlyssesAllToAll
+from tests import tiers
 from tests.engine.models import random_sequence, random_weights, tiny_model
 from tests.engine.packed_steps import PackedStep
 from tests.nccl_rules import nccl_rules
+from tests.random_training.emulated_ranks import run_emulated
+from tests.ranks import RankPool
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,18 @@ def same_weights(mesh: Mesh):
 
 def disk_store(directory: str) -> OffloadStore:
     return OffloadStore(ThreadQueues(poison=True), disk=Path(directory))
+
+
+def answers_of(ranks: RankPool, case: Case):
+    """What :func:`run_case` returns on each rank of a case.
+
+    Over gloo, in the processes of ``ranks``, with --all and under the rules of NCCL. In the default
+    tier ranks are threads of this process, which takes a third of the time, with messages that come
+    as late as they may. Steps over gloo are left to whole runs there.
+    """
+    if tiers.default_tier and case.nccl_rules is None:
+        return run_emulated(run_case, case, ranks=case.mesh.num_ranks, seed=0)
+    return ranks.run(run_case, case, ranks=case.mesh.num_ranks)
 
 
 def run_case(rank: int, case: Case):

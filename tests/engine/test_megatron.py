@@ -10,7 +10,7 @@ from sppo.cost.stage_cost import row_bytes_of
 from sppo.hardware.presets import PRESETS
 from tests.engine.models import VARIANTS, tiny_model
 from tests.engine.offloading import FixedRows, RatioRows
-from tests.engine.pipelined import Case, run_case
+from tests.engine.pipelined import Case, answers_of
 from tests.engine.test_pipeline import CUTS_FOR_TWO, check, shared_heads
 
 
@@ -149,7 +149,7 @@ def test_recomputing_part_of_a_class_is_refused(ranks):
         sizes={"num_layers": 2},
     )
     with pytest.raises(Exception, match="recomputes 5 of 9 rows of linear of subsequence 0"):
-        ranks.run(run_case, case, ranks=2)
+        answers_of(ranks, case)
 
 
 @pytest.mark.parametrize("policy", ["retain", "keep_attention", "recompute"])
@@ -180,7 +180,7 @@ def test_bytes_held_are_those_predicted(ranks, variant, policy):
         sum(per_token[index] for index in classes_retained(policy)) + model.hidden_size * 8 / 2
     )
     kv = sum(kv_bytes_per_token(workload)) * model.num_layers * wider
-    for answer in ranks.run(run_case, case, ranks=2):
+    for answer in answers_of(ranks, case):
         peaks = answer[0][5]
         assert peaks.activations_bytes == tokens * retained
         assert peaks.kv_bytes == tokens * kv

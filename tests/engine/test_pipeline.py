@@ -7,7 +7,7 @@ from sppo.engine.engine import Engine
 from sppo.schedule.generators import WITH_VIRTUAL_STAGES
 from tests.engine.models import VARIANTS, assert_same_step, autograd_step, random_weights
 from tests.engine.offloading import RatioRows
-from tests.engine.pipelined import Case, run_case
+from tests.engine.pipelined import Case, answers_of
 
 UNEVEN = ((0, 3, 4, 11, 17), (0, 6, 9), (0, 1, 5, 6, 9, 13, 16, 19))
 SHAPES = [(1, 1, 4), (1, 2, 4), (2, 1, 4), (1, 1, 3), (2, 4, 1), (3, 1, 1)]
@@ -34,7 +34,7 @@ def evaluated(case, step):
 
 def check(ranks, case):
     """Compare a case with the plain model; what each rank answers, by step."""
-    answers = ranks.run(run_case, case, ranks=case.mesh.num_ranks)
+    answers = answers_of(ranks, case)
     for step in range(case.steps):
         expected = autograd_step(
             case.model(), random_weights(case.model()), case.all_sequences(step)

@@ -144,7 +144,6 @@ def serve() -> None:
     import matplotlib.backends.backend_agg
     import matplotlib.figure
     import rich.table
-    import torch._dynamo  # what torch's optimizers import when the first one is made
 
     import sppo.cli.app
     import sppo.config
@@ -155,7 +154,7 @@ def serve() -> None:
 
     # How fast matrices are multiplied is no matter here, and takes as long to find as ten steps.
     sppo.training.devices.cpu_device.measure_matmul_flops_per_s = lambda dtype: 1e10
-    del matplotlib, rich, torch
+    del matplotlib, rich
     answers = os.fdopen(os.dup(1), "w")
     gc.freeze()  # collections leave out what was imported
     for line in sys.stdin:

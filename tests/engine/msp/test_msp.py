@@ -11,7 +11,7 @@ from sppo.engine.msp.attention import MspAttention
 from sppo.engine.msp.shard import MspShard
 from tests.engine.models import VARIANTS
 from tests.engine.offloading import RatioRows
-from tests.engine.pipelined import Case, run_case
+from tests.engine.pipelined import Case, answers_of, run_case
 from tests.engine.test_pipeline import check
 
 CUTS = {
@@ -67,7 +67,7 @@ def test_what_a_helper_holds_of_others(ranks, shape):
     sizes = {"num_layers": layers * shape[1], "num_heads": 4, "num_kv_heads": 2, "head_size": 6}
     cuts = CUTS[9 if shape[2] == 1 else 5]
     case = Case(shape=shape, schedule="sppo_msp", cuts=(cuts,), sizes=sizes)
-    answers = ranks.run(run_case, case, ranks=case.mesh.num_ranks)
+    answers = answers_of(ranks, case)
     element_bytes, tokens = 8, cuts[-1]
     prefix_bytes = 2 * tokens * (2 // shape[2]) * 6 * (element_bytes + element_bytes)
     helped = 0
@@ -166,7 +166,7 @@ def test_the_file_holds_what_a_rank_runs_and_no_more(ranks, tmp_path):
     case = Case(
         schedule="sppo_msp", cuts=(CUTS[5],), placement_of=rows, directory=tmp_path, sizes=sizes
     )
-    answers = ranks.run(run_case, case, ranks=case.mesh.num_ranks)
+    answers = answers_of(ranks, case)
     assert shards_of(answers)
     for answer in answers:
         copies = answer[-1][8]
