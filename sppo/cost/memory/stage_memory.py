@@ -130,6 +130,7 @@ class _RankFigures(NamedTuple):
     Attributes:
         parameters: That a device computes with.
         updated: That a device updates.
+        saved: Of which a checkpoint has this device's part.
         weights: Elements held all the time.
         gradients: The same of gradients.
         kv_bytes: Most K and V.
@@ -142,6 +143,7 @@ class _RankFigures(NamedTuple):
 
     parameters: float
     updated: float
+    saved: float
     weights: float
     gradients: float
     kv_bytes: float
@@ -154,16 +156,16 @@ class _RankFigures(NamedTuple):
 
 def state_memory(candidate: Candidate, *, units: UnitsInFlight) -> tuple[StageMemory, ...]:
     """Memory of each rank without any saved activation, whatever will be recomputed."""
-    parameters, updated = (
+    parameters, updated, saved = (
         of_ranks(candidate, of_stages(candidate)).tolist()
-        for of_stages in (device_parameters, updated_parameters)
+        for of_stages in (device_parameters, updated_parameters, _saved_parameters)
     )
     sent = np.rint(most_of_ranks(candidate, sent_bytes(candidate).most)).astype(np.int64)
     kv = (table.tolist() for table in _kv_bytes(candidate, units=units))
     held, layers = _held_elements(candidate), candidate.layers_of_ranks
     last = candidate.rank_of_stage(candidate.num_stages - 1)
     is_first, is_last = ([rank == end for rank in range(len(layers))] for end in (0, last))
-    columns = (parameters, updated, *held, *kv, sent.tolist(), layers, is_first, is_last)
+    columns = (parameters, updated, saved, *held, *kv, sent.tolist(), layers, is_first, is_last)
     layer = _most_working_bytes(candidate)
     working_bytes = {
         False: layer,
@@ -187,12 +189,24 @@ def state_memory(candidate: Candidate, *, units: UnitsInFlight) -> tuple[StageMe
 
 def checkpoint_bytes(candidate: Candidate) -> tuple[int, ...]:
     """Return the bytes that a checkpoint has of each rank: fp32 weights and both moments."""
-    stepped = updated_parameters(candidate) if candidate.zero else device_parameters(candidate)
-    return tuple(map(_checkpoint_bytes, of_ranks(candidate, stepped).tolist()))
+    saved = of_ranks(candidate, _saved_parameters(candidate))
+    return tuple(map(_adamw_bytes, saved.tolist()))
 
 
-def _checkpoint_bytes(stepped: float) -> int:
-    return int(stepped * 3 * ACCUMULATION_BYTES)
+def _saved_parameters(candidate: Candidate) -> Table:
+    """Parameters of each stage of which a checkpoint has a device's part, [stages].
+
+    Of a tied embedding that two ranks update it has the first one's.
+    """
+    saved = updated_parameters(candidate) if candidate.zero else device_parameters(candidate)
+    if candidate.pipeline_parallel_degree > 1:
+        saved[-1] -= _tied_elements(candidate)[candidate.zero > 0]
+    return saved
+
+
+def _adamw_bytes(parameters: float) -> int:
+    """Bytes of fp32 weights and both moments."""
+    return int(parameters * 3 * ACCUMULATION_BYTES)
 
 
 def _rank_memory(
@@ -208,8 +222,7 @@ def _rank_memory(
     masters = ACCUMULATION_BYTES if element < ACCUMULATION_BYTES else 0
     stepped = own.updated if candidate.zero else own.parameters
     optimizer = int(stepped * (2 * ACCUMULATION_BYTES + masters))
-    checkpoint = _checkpoint_bytes(stepped)
-    copied = checkpoint if candidate.background_saves else 0
+    copied = _adamw_bytes(own.saved) if candidate.background_saves else 0
     is_cpu = candidate.workload.hardware.device.kind == "cpu"
     kept_weights = (own.updated if candidate.zero >= 3 else own.parameters) * element
     kept_gradients = (own.updated if candidate.zero >= 2 else own.parameters) * ACCUMULATION_BYTES
@@ -235,7 +248,7 @@ def _rank_memory(
     return StageMemory(
         buckets,
         0,
-        checkpoint * tiers.offloads_optimizer,
+        _adamw_bytes(stepped) * tiers.offloads_optimizer,
         int(kept_weights) * tiers.streams_weights,
         int(kept_gradients) * tiers.streams_gradients,
         0 if is_cpu else copied,

@@ -73,6 +73,38 @@ def test_behind_a_gpu_a_save_in_the_background_takes_host_memory(optimizer):
     assert found.node_host_bytes - without.node_host_bytes == 2 * copied
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("ranks", "virtual"), [(1, 2), (2, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize(("zero", "replicas"), [(0, 1), (1, 2), (3, 2)])
+@pytest.mark.parametrize("kind", ["ulysses", "megatron"])
+def test_ranks_save_every_parameter_once(tied, ranks, virtual, zero, replicas, kind):
+    """Also an embedding that the first and the last rank update."""
+    model = MODEL.model_copy(update={"num_layers": 4, "tie_embeddings": tied})
+    for degree in (1, 2) if zero else (1,):
+        workload = Workload(
+            model,
+            PRESETS["h100"],
+            dtype="bf16",
+            sequence_parallel_degree=degree,
+            sequence_parallel=kind,
+        )
+        candidate = Candidate(
+            workload,
+            (KIB, KIB),
+            pipeline_parallel_degree=ranks,
+            virtual_stages=virtual,
+            schedule="looped_bfs" if virtual > 1 else "sppo",
+            data_parallel_degree=replicas,
+            zero=zero,
+            background_saves=True,
+        )
+        saved = checkpoint_bytes(candidate)
+        shares = degree * replicas
+        assert sum(saved) * shares == pytest.approx(3 * 4 * num_parameters(model), abs=100)
+        memory = assess(candidate).memory
+        assert tuple(rank.background_save_bytes for rank in memory) == saved
+
+
 def test_it_counts_against_the_host():
     def shortfall(room_bytes, **change):
         hardware = PRESETS["h100"]
