@@ -65,7 +65,7 @@ class StageProblem:
     allow_partial: bool = True
 
     @property
-    def saved_bytes(self) -> Table:
+    def movable_bytes(self) -> Table:
         """All of each subsequence that may be moved; the last one's are needed at once."""
         saved: Table = self.tokens * self.row_bytes.sum()
         saved[-1] = 0.0
@@ -119,7 +119,7 @@ def without_waiting(problem: StageProblem) -> StageCounts | None:
 
     def wanted(rate: float) -> Table:
         hidden = np.minimum(rate * problem.next_forward_s, problem.hidden_bytes)
-        result: Table = np.minimum(hidden, problem.saved_bytes)
+        result: Table = np.minimum(hidden, problem.movable_bytes)
         return result
 
     def serves(rate: float) -> bool:
@@ -293,7 +293,7 @@ def _by_time(problem: StageProblem, fraction: float | Table) -> Table:
         problem: of one stage.
         fraction: as of :func:`_by_class`.
     """
-    saved = problem.saved_bytes
+    saved = problem.movable_bytes
     most = float((saved / problem.next_forward_s).max())
     result: Table = np.minimum(fraction * most * problem.next_forward_s, saved)
     return result
