@@ -13,7 +13,6 @@ from sppo.cost.flops import step_flops
 from sppo.cost.memory.copy_room import stage_blocks, staging_bytes
 from sppo.cost.memory.joined_tensors import block_layout
 from sppo.cost.stage_cost import of_ranks, row_bytes_of
-from sppo.planning.candidate_program import candidate_program
 from sppo.planning.plan import (
     PLAN_VERSION,
     ExecutionPlan,
@@ -32,7 +31,6 @@ def make_plan(run: RunConfig, evaluated: EvaluatedCandidate) -> ExecutionPlan:
     candidate = evaluated.candidate
     hardware = candidate.workload.hardware
     part = planned_part(run)
-    program = evaluated.program or candidate_program(candidate, costs=evaluated.costs)
     return ExecutionPlan(
         version=PLAN_VERSION,
         made_by=__version__,
@@ -51,7 +49,7 @@ def make_plan(run: RunConfig, evaluated: EvaluatedCandidate) -> ExecutionPlan:
         policy=evaluated.effective_policy,
         stages=stage_plans(evaluated),
         predicted=predict(run, evaluated),
-        program_digest=program.digest(),
+        program_digest=evaluated.executed_program().digest(),
         virtual_stages=candidate.virtual_stages,
         state=candidate.state,
     )

@@ -43,10 +43,13 @@ class Links:
     Attributes:
         default: The link of every pair without an entry.
         between: (sender, receiver) -> its link.
+        most_ranges: Ranges of ranks in which one rank may share units (MSP), each of which takes
+            communicators.
     """
 
     default: Link = Link()
     between: Mapping[tuple[int, int], Link] = field(default_factory=lambda: MappingProxyType({}))
+    most_ranges: float = math.inf
 
     def link(self, sender: int, *, receiver: int) -> Link:
         """The link from `sender` to `receiver`."""

@@ -75,6 +75,11 @@ class Clock:
     finishes_s: Sequence[Sequence[float]]
     gaps: Sequence[Sequence[IdleGap]]
 
+    @property
+    def end_s(self) -> float:
+        """When the last action ends."""
+        return max(max(times, default=0.0) for times in self.finishes_s)
+
 
 def run_clock(schedule: Schedule, *, programs: Sequence[EncodedProgram], costs: Costs) -> Clock:
     """Play `schedule` once.

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from sppo.schedule import encoding
 from sppo.schedule.actions import Schedule
-from sppo.schedule.costs import Costs
+from sppo.schedule.costs import Costs, Table
 from sppo.schedule.encoding import EncodedProgram
 
 
@@ -185,6 +185,10 @@ def msp_seconds(
     """
     seconds = {}
     starts = np.concatenate([np.cumsum((0, *parts))[:-1] for parts in schedule.lengths])
+    before_kv_bytes, before_gradient_bytes = (
+        _before_units(table, lengths=schedule.lengths)
+        for table in (costs.kv_bytes, costs.kv_gradient_bytes)
+    )
     for slot, group in groups.items():
         stage, unit = divmod(slot, costs.num_units)
         owner = schedule.placement.rank_of(stage)
@@ -194,9 +198,8 @@ def msp_seconds(
         share = _largest_share(
             group, start=int(starts[unit]), context_slope=costs.context_slope, schedule=schedule
         )
-        prefix = _prefix_slots(schedule, slot=slot)
-        before_kv = sum(float(costs.kv_bytes.flat[s]) for s in prefix)
-        before_gradients = sum(float(costs.kv_gradient_bytes.flat[s]) for s in prefix)
+        before_kv = float(before_kv_bytes[stage, unit])
+        before_gradients = float(before_gradient_bytes[stage, unit])
         own_kv = float(costs.kv_bytes[stage, unit])
         weights = float(costs.weight_bytes[stage])
         stream = weights + before_kv
@@ -229,8 +232,8 @@ def _largest_share(
     return float(np.diff(compute).max() / compute[-1])
 
 
-def _prefix_slots(schedule: Schedule, *, slot: int) -> list[int]:
-    """Slots of the subsequences before this one, on the same stage."""
-    unit = slot % schedule.num_units
-    first = max(offset for offset in schedule.unit_offsets() if offset <= unit)
-    return list(range(slot - (unit - first), slot))
+def _before_units(table: Table, *, lengths: tuple[tuple[int, ...], ...]) -> Table:
+    """Sum over the subsequences before each unit of its sequence, of every stage."""
+    ends = np.cumsum([len(parts) for parts in lengths])[:-1]
+    before = (np.pad(part[:, :-1], ((0, 0), (1, 0))) for part in np.split(table, ends, axis=1))
+    return np.concatenate([np.cumsum(part, axis=1) for part in before], axis=1)

@@ -93,8 +93,7 @@ def step_program(
         )
     if not messages:
         return _with_copies(schedule, costs=costs, prefetch=prefetch)
-    with _no_circles_made():
-        return lower(schedule, costs=costs, prefetch=prefetch)
+    return lower(schedule, costs=costs, prefetch=prefetch)
 
 
 @contextmanager
@@ -128,14 +127,29 @@ def lower(schedule: Schedule, *, costs: Costs, prefetch: int = 1) -> Schedule:
         ScheduleError: The schedule breaks a rule.
         DeadlockError: Its messages would wait for each other.
     """
-    validate_rules(schedule)
-    schedule = _with_copies(schedule, costs=costs, prefetch=prefetch)
+    with _no_circles_made():
+        # Compute that waits for itself has no order in time, by which messages are placed.
+        validate_rules(schedule)
+        return with_messages(_with_copies(schedule, costs=costs, prefetch=prefetch), costs=costs)
+
+
+def with_messages(schedule: Schedule, *, costs: Costs) -> Schedule:
+    """Return `schedule`, which has its copies, with its messages, checked.
+
+    Args:
+        schedule: Without messages.
+        costs: Whose times order the messages.
+
+    Raises:
+        ScheduleError: The schedule breaks a rule.
+        DeadlockError: Its messages would wait for each other.
+    """
     if schedule.num_ranks == 1:
         validate(schedule)
         return schedule
-    # Compute that waits for itself has no order in time, by which messages are placed.
-    schedule = place_messages(schedule, costs=costs)
-    check_deadlock_free(schedule, programs=validate_rules(schedule))
+    with _no_circles_made():
+        schedule = place_messages(schedule, costs=costs)
+        check_deadlock_free(schedule, programs=validate_rules(schedule))
     return schedule
 
 

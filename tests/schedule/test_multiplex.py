@@ -13,6 +13,7 @@ from sppo.schedule import multiplex as multiplexing
 from sppo.schedule.actions import ActionKind, Placement
 from sppo.schedule.checks.validate import validate
 from sppo.schedule.costs import Link, Links, abstract_costs
+from sppo.schedule.cut_steps import CutSteps
 from sppo.schedule.encoding import encode
 from sppo.schedule.generators import generate, order_of
 from sppo.schedule.msp_groups import (
@@ -26,6 +27,7 @@ from sppo.schedule.multiplex import multiplex, multiplexed_ranks
 from sppo.schedule.program import lower
 from sppo.schedule.simulation.simulate import simulate
 from tests.schedule.cases import make, play
+from tests.tiers import examples
 
 
 def shards(schedule):
@@ -130,11 +132,25 @@ def test_what_pays_is_found_without_the_stages_between(monkeypatch, bandwidth):
     """As fast as what a search over all stages finds, and as much of it."""
     costs = priced(12, 8, bandwidth=bandwidth)
     found = make("sppo_msp", p=4, n=8, m=1, v=3, tokens=64, costs=costs)
-    monkeypatch.setattr(multiplexing._Builder, "of_ends", lambda builder: None)
+    monkeypatch.setattr(multiplexing, "_ENDS", 3)
     whole = make("sppo_msp", p=4, n=8, m=1, v=3, tokens=64, costs=costs)
     assert shards(found) == shards(whole)
     seconds = [simulate(each, costs=costs).makespan_s for each in (found, whole)]
     assert seconds[0] == pytest.approx(seconds[1])
+
+
+@pytest.mark.parametrize("most", [0, 1, 3, 5])
+def test_ranks_share_units_in_as_many_ranges_as_they_may(most):
+    costs = priced(6, 12, bandwidth=1e3)
+    shared, limited = (
+        make("sppo_msp", p=6, n=12, m=1, tokens=64, costs=replace(costs, links=links))
+        for links in (costs.links, replace(costs.links, most_ranges=most))
+    )
+    found = find_msp_groups(limited, programs=encode(limited)).values()
+    ranges = {group.ranks for group in found}
+    counts = [sum(rank in ranks for ranks in ranges) for rank in range(6)]
+    assert max(counts) <= most < shards(shared)
+    assert (most == 0) == (shards(limited) == 0)
 
 
 def test_every_chosen_msp_group_pays():
@@ -179,6 +195,38 @@ def test_it_never_makes_a_step_slower(p, factors, m, v, bandwidth, forward_only)
     before = simulate(plain, costs=costs).makespan_s
     after = simulate(lower(cut, costs=costs), costs=costs).makespan_s
     assert after <= before + 1e-9
+
+
+@settings(deadline=None, max_examples=examples(20, all=60))
+@given(
+    st.integers(2, 4),
+    st.lists(st.lists(st.integers(1, 8), min_size=1, max_size=7), min_size=1, max_size=3),
+    st.sampled_from((1, 2, 3)),
+    st.sampled_from((1e3, 5.0, 0.2)),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+)
+def test_a_walk_takes_as_long_as_the_program(p, factors, v, bandwidth, forward_only, dice):
+    """Whatever is cut, of sequences that differ too."""
+    every = [factor for sequence in factors for factor in sequence]
+    costs = priced(p * v, len(every), bandwidth=bandwidth, factors=every)
+    links = {(a, b): Link(1e-3 * a, bandwidth + b) for a in range(p) for b in range(p)}
+    costs = replace(
+        costs,
+        links=Links(between=links),
+        message_bytes=np.array(every) * 0.1,
+        reduce_s=np.arange(p * v) * 0.3,
+    )
+    lengths = [[16 * factor for factor in sequence] for sequence in factors]
+    case = {"num_ranks": p, "num_virtual": v, "lengths": lengths}
+    plain = generate(order_of("sppo_msp", num_virtual=v), **case, forward_only=forward_only)
+    groups = multiplexing._possible_groups(plain, costs=costs)
+    steps = CutSteps(plain, costs=costs, groups=groups, forward_only=forward_only)
+    chosen = {slot: group for slot, group in groups.items() if dice.random() < 0.6}
+    program = steps.program(chosen)
+    validate(program)
+    assert shards(program) == sum(len(g.ranks) for g in chosen.values()) * (2 - forward_only)
+    assert steps.step_s(chosen) == simulate(program, costs=costs).makespan_s
 
 
 @pytest.mark.parametrize(("p", "n", "m", "v"), [(2, 4, 1, 1), (4, 8, 2, 1), (3, 7, 1, 3)])

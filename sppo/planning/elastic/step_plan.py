@@ -26,7 +26,6 @@ from sppo.cost.flops import executed_step_flops
 from sppo.cost.layer import ACCUMULATION_BYTES
 from sppo.cost.packed_sequence import PackedSequence
 from sppo.cost.state_tiers import ON_DEVICE
-from sppo.planning.candidate_program import candidate_program
 from sppo.planning.elastic.grouping import grouped
 from sppo.planning.elastic.levels import fastest_levels
 from sppo.planning.elastic.mesh import SliceMesh, mesh_of_first_slice, mesh_of_slices
@@ -99,7 +98,7 @@ class StepPlan:
     def program(self) -> Schedule:
         """The program of the step."""
         evaluated = self.evaluated
-        return evaluated.program or candidate_program(evaluated.candidate, costs=evaluated.costs)
+        return evaluated.executed_program()
 
     @cached_property
     def digest(self) -> str:

@@ -40,6 +40,7 @@ from sppo.planning.search.shortfall import Shortfall, find_shortfall
 from sppo.schedule.actions import Schedule
 from sppo.schedule.costs import Costs, Table
 from sppo.schedule.generators import DEFERRING_WEIGHTS, LOOPED
+from sppo.schedule.program import with_messages
 from sppo.schedule.simulation.played_step import PlayedStep
 from sppo.schedule.transfers.kv_placement import KVPlacement
 
@@ -125,7 +126,7 @@ class EvaluatedCandidate:
         memory: Of each pipeline rank.
         shortfall: Why it does not fit; None where it does.
         played: Its simulation; None where only the closed form was computed.
-        program: Its program, where that was made: with MSP only it tells what fits.
+        program: Its program without messages, where it was made: with MSP only it tells what fits.
     """
 
     candidate: Candidate
@@ -164,6 +165,12 @@ class EvaluatedCandidate:
     def degrees(self) -> Degrees:
         """Return the division of the devices."""
         return Degrees.of_candidate(self.candidate)
+
+    def executed_program(self) -> Schedule:
+        """Return the program of its step, with messages."""
+        if self.program is None:
+            return candidate_program(self.candidate, costs=self.costs)
+        return with_messages(self.program, costs=self.costs)
 
     @property
     def device_peak_bytes(self) -> int:
@@ -229,7 +236,7 @@ def assess(candidate: Candidate, *, seconds: StageSeconds | None = None) -> Eval
         whole = _assess_whole(replace(candidate, spare_bytes=spare), seconds=seconds)
         if before is not None and _is_placed_alike(whole, before):
             break
-        program = candidate_program(candidate, costs=whole.costs)
+        program = candidate_program(candidate, costs=whole.costs, messages=False)
         found = with_program(replace(whole, candidate=candidate), program=program)
         if found.shortfall is None or found.shortfall.place != "device":
             break
@@ -309,7 +316,8 @@ def assess_placement(candidate: Candidate, placement: ActivationPlacement) -> Ev
     found = EvaluatedCandidate(candidate, prices, memory, find_shortfall(candidate, memory))
     if candidate.schedule != "sppo_msp":
         return found
-    return with_program(found, program=candidate_program(candidate, costs=found.costs))
+    program = candidate_program(candidate, costs=found.costs, messages=False)
+    return with_program(found, program=program)
 
 
 def can_fit(candidate: Candidate, *, seconds: StageSeconds) -> bool:
@@ -354,7 +362,7 @@ def with_program(evaluated: EvaluatedCandidate, *, program: Schedule) -> Evaluat
 
     Args:
         evaluated: with the memory of ranks that run their own units whole.
-        program: of a step.
+        program: of a step, without messages.
     """
     candidate = evaluated.candidate
     memory = with_msp(

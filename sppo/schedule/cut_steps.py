@@ -1,0 +1,270 @@
+"""Steps that differ in which of their units are cut over ranks (MSP): order, program, length.
+
+Within a sequence forwards run in the order in which they may start, and backwards in the reverse
+order, on all ranks. So one walk along that order says when a step ends: what the event loop
+(:mod:`sppo.schedule.event_loop`) finds for the program, without making one.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from sppo.schedule.actions import Action, ActionKind, Cut, Schedule
+from sppo.schedule.costs import Costs
+from sppo.schedule.encoding import B, F
+from sppo.schedule.msp_groups import MspGroup, msp_seconds, routes_between
+from sppo.schedule.orders import with_reductions
+
+_Messages = tuple[tuple[int, float, float], ...]
+"""Of a unit between two stages: link, seconds on it, and until it arrives after that."""
+
+
+class CutSteps:
+    """Steps of one schedule with some of its units cut.
+
+    Args:
+        plain: every unit on the rank of its stage.
+        costs: of its actions.
+        groups: the MSP groups that a step may have, by slot.
+        forward_only: leave out the backward.
+    """
+
+    def __init__(
+        self,
+        plain: Schedule,
+        *,
+        costs: Costs,
+        groups: Mapping[int, MspGroup],
+        forward_only: bool = False,
+    ) -> None:
+        self._plain, self._costs, self._forward_only = plain, costs, forward_only
+        self._units, self._size = costs.num_units, costs.num_stages * costs.num_units
+        self._offsets = plain.unit_offsets()
+        self._rank_of = [plain.placement.rank_of(stage) for stage in range(costs.num_stages)]
+        self._reduce_s: list[float] = costs.reduce_s.tolist()
+        self._tokens = [tokens for parts in plain.lengths for tokens in parts]
+        self._whole_s = {
+            F: costs.forward_s.ravel().tolist(),
+            B: (costs.backward_s + costs.weight_s).ravel().tolist(),
+        }
+        priced = replace(plain, cuts=self._cuts(groups.values()))
+        self._cut_s = msp_seconds(priced, groups=groups, costs=costs)
+        self._groups = groups
+        self._hops = {F: self._whole_messages(1), B: self._whole_messages(-1)}
+        self._messages: dict[tuple[int, int, bool, bool], _Messages] = {}
+
+    def saved_s(self, slot: int) -> float:
+        """Return the seconds that an MSP group saves against its whole unit, messages included."""
+        codes = (F,) if self._forward_only else (F, B)
+        return sum(self._whole_s[code][slot] - self._cut_s[code, slot] for code in codes)
+
+    def program(self, chosen: Mapping[int, MspGroup]) -> Schedule:
+        """Return the schedule with exactly these MSP groups."""
+        programs: list[list[Action]] = [[] for _ in range(self._plain.num_ranks)]
+        for sequence in range(self._plain.num_sequences):
+            forwards = self._forwards(sequence, chosen)
+            for rank, forward in enumerate(forwards):
+                programs[rank].extend(forward)
+                if not self._forward_only:
+                    mirrored = (a._replace(kind=ActionKind.B) for a in reversed(forward))
+                    programs[rank].extend(mirrored)
+        reduced = tuple(
+            # Borrowers send their gradients home, so only the owner of a stage reduces it.
+            tuple(with_reductions(program, stages=self._plain.placement.stages_of(rank)))
+            for rank, program in enumerate(programs)
+        )
+        return replace(self._plain, programs=reduced, cuts=self._cuts(chosen.values()))
+
+    def step_s(self, chosen: Mapping[int, MspGroup]) -> float:
+        """Return the simulated seconds of a step with exactly these MSP groups."""
+        num_ranks = self._plain.num_ranks
+        clock = _Clock([0.0] * num_ranks, [0.0] * num_ranks**2)
+        for sequence in range(self._plain.num_sequences):
+            order = self._order(sequence, chosen)
+            self._walk(order, F, sequence, chosen, clock)
+            if not self._forward_only:
+                self._walk(order[::-1], B, sequence, chosen, clock)
+        if self._forward_only:
+            return max(clock.free)
+        # The stage of a rank that ends last, its first, is reduced at the end of its program.
+        return max(end + seconds for end, seconds in zip(clock.free, self._reduce_s, strict=False))
+
+    def _walk(
+        self,
+        order: Sequence[int],
+        code: int,
+        sequence: int,
+        chosen: Mapping[int, MspGroup],
+        clock: _Clock,
+    ) -> None:
+        """Run the forwards or the backwards of one sequence in their order, and move the clock."""
+        units, size, rank_of, num_ranks = self._units, self._size, self._rank_of, len(clock.free)
+        free, sent, whole_s, cut_s = clock.free, clock.sent, self._whole_s[code], self._cut_s
+        hops = self._hops[code]
+        begins = self._offsets[sequence]
+        ends = begins + len(self._plain.lengths[sequence]) - 1
+        to_next, to_before = units, -1
+        if code == B:
+            begins, ends, to_next, to_before = ends, begins, -units, 1
+        reduces = code == B and sequence == self._plain.num_sequences - 1
+        made, arrived = [0.0] * size, [0.0] * size
+        for slot in order:
+            stage, unit = divmod(slot, units)
+            start = arrived[slot]
+            if unit != begins and made[slot + to_before] > start:
+                start = made[slot + to_before]
+            group = chosen.get(slot)
+            if group is None:
+                rank = rank_of[stage]
+                start = free[rank] if free[rank] > start else start
+                end = free[rank] = start + whole_s[slot]
+            else:
+                start = max(start, *[free[rank] for rank in group.ranks])
+                end = start + cut_s[code, slot]
+                for rank in group.ranks:
+                    free[rank] = end
+            made[slot] = end
+            target = slot + to_next
+            if 0 <= target < size:
+                whole = group is None and target not in chosen
+                messages = hops[slot] if whole else self._sent(slot, target, chosen)
+                arrival = end
+                for edge, wire_s, latency_s in messages:
+                    gone = (sent[edge] if sent[edge] > end else end) + wire_s
+                    sent[edge] = gone
+                    if gone + latency_s > arrival:
+                        arrival = gone + latency_s
+                arrived[target] = arrival
+            if reduces and unit == ends and stage >= num_ranks:
+                free[rank_of[stage]] += self._reduce_s[stage]
+
+    def _whole_messages(self, step: int) -> list[_Messages]:
+        """Return messages of units that are whole here and on the stage `step` on, by slot."""
+        unit_bytes: list[float] = self._costs.message_bytes.tolist()
+        found: list[_Messages] = []
+        for stage, sender in enumerate(self._rank_of):
+            there = stage + step
+            receiver = self._rank_of[there] if 0 <= there < len(self._rank_of) else sender
+            if sender == receiver:
+                found += [()] * self._units
+                continue
+            link = self._costs.links.link(sender, receiver=receiver)
+            edge = sender * self._plain.num_ranks + receiver
+            found += [((edge, x / link.bytes_per_s, link.latency_s),) for x in unit_bytes]
+        return found
+
+    def _sent(self, slot: int, target: int, chosen: Mapping[int, MspGroup]) -> _Messages:
+        """Return the messages of a unit to a stage beside it, where it is cut on one of the two."""
+        key = slot, target, slot in chosen, target in chosen
+        if key not in self._messages:
+            self._messages[key] = tuple(self._messages_of(*key))
+        return self._messages[key]
+
+    def _messages_of(
+        self, slot: int, target: int, cut: bool, target_cut: bool
+    ) -> Iterator[tuple[int, float, float]]:
+        unit_bytes = float(self._costs.message_bytes[slot % self._units])
+        holders = self._holders(slot, cut), self._holders(target, target_cut)
+        # Routes are those of activations; gradients take them the other way.
+        producer, consumer = holders if slot < target else holders[::-1]
+        for route in routes_between(producer, consumer=consumer):
+            ends = route.sender, route.receiver
+            sender, receiver = ends if slot < target else ends[::-1]
+            if sender != receiver:
+                link = self._costs.links.link(sender, receiver=receiver)
+                wire_s = unit_bytes * route.share / link.bytes_per_s
+                yield sender * self._plain.num_ranks + receiver, wire_s, link.latency_s
+
+    def _holders(self, slot: int, cut: bool) -> list[tuple[int, int]]:
+        """Return (rank, tokens) of the shards of a unit on a stage."""
+        stage, unit = divmod(slot, self._units)
+        if not cut:
+            return [(self._rank_of[stage], self._tokens[unit])]
+        group = self._groups[slot]
+        return list(zip(group.ranks, group.lengths, strict=True))
+
+    def _cuts(self, groups: Iterable[MspGroup]) -> tuple[Cut, ...]:
+        """Return token counts of shards, where compute grows with the context."""
+        if self._costs.context_slope == 0:
+            return ()
+        cuts = []
+        for group in groups:
+            stage, unit = divmod(group.slot, self._units)
+            sequence = bisect_right(self._offsets, unit) - 1
+            cuts.append(Cut(stage, sequence, unit - self._offsets[sequence], group.lengths))
+        return tuple(sorted(cuts))
+
+    def _forwards(self, sequence: int, chosen: Mapping[int, MspGroup]) -> list[list[Action]]:
+        """Return the forwards of a sequence on each rank."""
+        forwards: list[list[Action]] = [[] for _ in range(self._plain.num_ranks)]
+        for slot in self._order(sequence, chosen):
+            stage, unit = divmod(slot, self._units)
+            part, group = unit - self._offsets[sequence], chosen.get(slot)
+            ranks = group.ranks if group else (self._rank_of[stage],)
+            for shard, rank in enumerate(ranks):
+                action = Action(
+                    ActionKind.F, stage, sequence, part, shard=shard, num_shards=len(ranks)
+                )
+                forwards[rank].append(action)
+        return forwards
+
+    def _order(self, sequence: int, chosen: Mapping[int, MspGroup]) -> list[int]:
+        """Order slots of a sequence as forwards start: earliest first, of equal ones the widest.
+
+        Only the next unit of each stage can be ready, so the heap never holds more than one
+        entry per stage; an entry whose ranks were taken meanwhile goes back with a later start.
+        """
+        num_ranks, num_stages, units = self._plain.num_ranks, self._costs.num_stages, self._units
+        rank_of, whole_s, cut_s = self._rank_of, self._whole_s[F], self._cut_s
+        first = self._offsets[sequence]
+        end = first + len(self._plain.lengths[sequence])
+        done, free = [0.0] * self._size, [0.0] * num_ranks
+        next_unit, is_offered = [first] * num_stages, [False] * num_stages
+        order: list[int] = []
+        ready = [(0.0, 0, first)]
+        while ready:
+            start, _, slot = heapq.heappop(ready)
+            stage, group = slot // units, chosen.get(slot)
+            ranks = group.ranks if group else (rank_of[stage],)
+            earliest = max([start, *[free[rank] for rank in ranks]])
+            if earliest > start:
+                heapq.heappush(ready, (earliest, -len(ranks), slot))
+                continue
+            order.append(slot)
+            done[slot] = ended = start + (cut_s[F, slot] if group else whole_s[slot])
+            for rank in ranks:
+                free[rank] = ended
+            next_unit[stage] += 1
+            is_offered[stage] = False
+            for follower in (stage, stage + 1, stage + num_ranks):
+                if follower >= num_stages or is_offered[follower]:
+                    continue
+                unit, before = next_unit[follower], follower - num_ranks
+                if unit == end or (follower and next_unit[follower - 1] <= unit):
+                    continue
+                if before >= 0 and next_unit[before] < end:  # the rank's stage before this
+                    continue
+                offered = follower * units + unit
+                earliest = done[offered - units] if follower else 0.0
+                if unit > first and done[offered - 1] > earliest:
+                    earliest = done[offered - 1]
+                width = len(chosen[offered].ranks) if offered in chosen else 1
+                heapq.heappush(ready, (earliest, -width, offered))
+                is_offered[follower] = True
+        return order
+
+
+@dataclass(frozen=True, slots=True)
+class _Clock:
+    """How far a step has got.
+
+    Attributes:
+        free: When each rank is.
+        sent: When each link is, [sender x ranks + receiver].
+    """
+
+    free: list[float]
+    sent: list[float]
