@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import permutations
-from math import prod
+from math import inf, prod
 from typing import TypeVar
 
 import numpy as np
@@ -46,6 +46,9 @@ from sppo.schedule.actions import STAGES_HELD
 from sppo.schedule.costs import CopyEngines, Costs, LayerCopies, Link, Links, Table
 
 _Values = TypeVar("_Values", Table, Counts)
+_MOST_RANGES = {"cuda": 24}
+"""Ranges of ranks in which one may share units (MSP): each takes a stream of each of torch's two
+pools of 32, which leaves 8 for all else (:mod:`sppo.parallel.stream_budget`)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -438,7 +441,7 @@ def pipeline_links(candidate: Candidate) -> Links:
     for rank, node in enumerate(node_of):
         members.setdefault(node, []).append(rank)
     between = {pair: inside for ranks in members.values() for pair in permutations(ranks, 2)}
-    return Links(outside, between)
+    return Links(outside, between, _MOST_RANGES.get(hardware.device.kind, inf))
 
 
 def _unit_rows(candidate: Candidate, placement: ActivationPlacement | None) -> ActivationPlacement:

@@ -20,13 +20,16 @@ from sppo.planning.partition import automatic_num_subsequences
 from sppo.planning.plan import ExecutionPlan, boundaries_of
 from sppo.planning.search.best_schedule import with_best_schedule
 from sppo.planning.search.candidate_search import best_of_degrees
-from sppo.planning.search.candidates import candidate_of, candidate_of_subsequences
+from sppo.planning.search.candidates import (
+    candidate_of,
+    candidate_of_subsequences,
+    counts_of_degrees,
+)
 from sppo.planning.search.choices import (
     Degrees,
     cut_sequence,
     multiplexed_problem,
     shares_units,
-    subsequence_counts_to_try,
     virtual_stages_to_try,
 )
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, assess
@@ -116,8 +119,9 @@ def run_candidate(run: RunConfig, *, hardware: HardwareSpec) -> Candidate:
     """The run with the degrees it writes and the cuts it asks for; the solver's where it does not.
 
     Raises:
-        ValueError: sequences that cannot be divided evenly over the replicas, or units sharded over
-            pipeline ranks (MSP) with degrees that do not allow it.
+        ValueError: sequences that cannot be divided evenly over the replicas, units sharded over
+            pipeline ranks (MSP) with degrees that do not allow it, or subsequences too short to be
+            shared by so many ranks.
     """
     degrees = Degrees.of_run(run)
     if run.train.sequences_per_step % degrees.data_parallel:
@@ -126,10 +130,12 @@ def run_candidate(run: RunConfig, *, hardware: HardwareSpec) -> Candidate:
             f"{degrees.data_parallel} data-parallel replicas: must be a multiple of the replicas"
         )
     if shares_units(run):
-        problem = multiplexed_problem(run, degrees=degrees)
-        if problem is not None:
-            raise ValueError(problem)
-    counts = subsequence_counts_to_try(run, hardware=hardware)
+        refused = multiplexed_problem(run, degrees=degrees)
+        if refused is not None:
+            raise ValueError(refused)
+    counts, problem = counts_of_degrees(run, hardware=hardware, degrees=degrees)
+    if not counts:
+        raise ValueError(problem)
     virtual = virtual_stages_to_try(run, num_ranks=degrees.pipeline_parallel)
     if len(counts) == len(virtual) == 1:
         return candidate_of_subsequences(

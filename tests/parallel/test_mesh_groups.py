@@ -10,6 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from sppo.config.model import ModelConfig
+from sppo.cost.candidate import Candidate
+from sppo.cost.layer import Workload
+from sppo.cost.stage_cost import pipeline_links
+from sppo.hardware.presets import PRESETS
 from sppo.parallel import mesh as mesh_module
 from sppo.parallel.mesh import Mesh
 from sppo.parallel.mesh_shape import Coordinates, MeshShape
@@ -230,6 +235,18 @@ def test_more_streams_than_torch_has_are_refused():
         check_streams(MeshShape(1, 32, 1), from_the_first(32))
     copies = StreamUse(offloads=True, offloads_state=True)
     assert count_streams(MeshShape(), Coordinates(0, 0, 0), copies) == StreamCount(4, 0)
+
+
+def test_planned_ranges_have_streams():
+    """Whatever else of a run with shared units takes some."""
+    model = ModelConfig(vocab_size=64, hidden_size=64, num_layers=2, num_heads=2, mlp_size=128)
+    workload = Workload(model, PRESETS["h100"])
+    most = pipeline_links(Candidate(workload, (1,), pipeline_parallel_degree=2)).most_ranges
+    ranges = [(0, 31 - place) for place in range(int(most))]
+    more = {"wraps": True, "ties_ends": True, "offloads": True, "offloads_state": True}
+    check_streams(MeshShape(2, 32, 2), StreamUse(ranges=ranges, **more))
+    with pytest.raises(ValueError, match="CUDA streams"):
+        check_streams(MeshShape(2, 32, 2), StreamUse(ranges=[*ranges, (0, 1)], **more))
 
 
 class _Here:

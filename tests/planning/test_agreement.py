@@ -19,6 +19,9 @@ from sppo.planning.search.simulated_candidate import simulate_candidate, simulat
 from sppo.planning.search.solver import Solution, solve
 from sppo.planning.simulated_run import simulated_plan, simulated_run
 from sppo.schedule.simulation.simulate import simulate
+from sppo.training.checks.given_plan import followed_plan
+from sppo.training.checks.input_checks import degree_problems
+from sppo.training.checks.preflight import check_trainable
 from sppo.units import KIB
 from tests.planning.cases import run_config
 
@@ -150,6 +153,7 @@ def test_answers_fit_are_best_and_agree(seed: int, work: Counter[str]):
         solved += 1
         fits_and_is_best(solution)
         agrees_with_its_plan(run, solution)
+        is_trained(run, solution)
         # Of the request as it is the commands ask the solver again, so once for each seed.
         commands_agree(as_recommended(run, solution.best), solution)
         if solved == 1:
@@ -188,6 +192,34 @@ def agrees_with_its_plan(run: RunConfig, solution: Solution) -> None:
     assert max(peaks) <= plan.predicted.device_peak_bytes + 8
     assert peaks == list(simulated_device_bytes(best))
     assert timeline.makespan_s == pytest.approx(plan.predicted.step_s)
+
+
+def is_trained(run: RunConfig, solution: Solution) -> None:
+    """Training refuses nothing of what is recommended, whatever it looks at before it begins."""
+    plan = make_plan(run, solution.best)
+    followed = followed_plan(run, plan)
+    assert not [*degree_problems(followed)]
+    check_trainable(followed, plan, kind=plan.hardware.device.kind)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_is_recommended_is_trained_where_many_ranks_share_few_tokens(seed: int):
+    dice = random.Random(f"trained {seed}")
+    parallel: dict[str, object] = {"virtual_stages": dice.choice([1, 2, "auto"])}
+    parallel |= dice.choice([{}, {"multiplexed": "on"}, {"schedule": "sppo_msp"}])
+    run = run_config(
+        dice.choice(["llama-3.2-1b", "gpt-7b"]),
+        length=dice.choice([256, 1024, 3000]),
+        sequence={
+            "num_subsequences": dice.choice([8, 24, 64]),
+            "partition": dice.choice(["length", "flops"]),
+        },
+        parallel=parallel,
+        hardware={"preset": "a100-80g", "nodes": dice.choice([1, 2, 4])},
+    )
+    solution = answer(run)
+    if solution is not None and solution.best is not None:
+        is_trained(run, solution)
 
 
 def commands_agree(request: RunConfig, solution: Solution) -> None:

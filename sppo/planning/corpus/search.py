@@ -29,6 +29,7 @@ from sppo.planning.make_plan import make_plan
 from sppo.planning.plan import ExecutionPlan, digest_of, planned_part
 from sppo.planning.run_plan import scheduled
 from sppo.planning.search.candidate_search import best_of_degrees
+from sppo.planning.search.candidates import counts_of_degrees
 from sppo.planning.search.choices import SUBSEQUENCE_TOKENS, Degrees, degrees_to_try
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.shortfall import Shortfall
@@ -220,6 +221,9 @@ def _of_degrees(
         }
     )
     longest = run_of_longest_samples(own)
+    counts, problem = counts_of_degrees(longest, hardware=hardware, degrees=degrees)
+    if not counts:
+        return RefusedDegrees(degrees, problem)
     tried = []
     for attempt in runs_by_state(longest, hardware=hardware):
         found = best_of_degrees(attempt, hardware=hardware, degrees=degrees)

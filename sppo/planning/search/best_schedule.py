@@ -7,7 +7,12 @@ from dataclasses import replace
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.planning.search.candidate_search import WORTH_IT
-from sppo.planning.search.choices import asked_schedule, multiplexed_problem, places_kv
+from sppo.planning.search.choices import (
+    asked_schedule,
+    multiplexed_problem,
+    places_kv,
+    subsequence_problem,
+)
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, assess
 from sppo.planning.search.simulated_candidate import simulate_candidate
 
@@ -36,8 +41,7 @@ def with_best_schedule(run: RunConfig, best: EvaluatedCandidate) -> EvaluatedCan
     others = [replace(candidate, schedule="interleaved_seq1f1b")] if virtual > 1 else []
     if not streams and (virtual == 1 or run.parallel.virtual_stages == "auto"):
         others.append(replace(candidate, schedule="seq_zb_h1", virtual_stages=1))
-    may_cut = multiplexed_problem(run, degrees=best.degrees) is None and not streams
-    if may_cut and run.parallel.multiplexed == "auto":
+    if run.parallel.multiplexed == "auto" and not streams and _may_share(run, best):
         multiplexed = replace(candidate, schedule="sppo_msp", kv="retained")
         others.append(multiplexed)
         if virtual > 1 and run.parallel.virtual_stages == "auto":
@@ -47,6 +51,15 @@ def with_best_schedule(run: RunConfig, best: EvaluatedCandidate) -> EvaluatedCan
         if other is not None and other.step_s <= best.step_s * WORTH_IT:
             best = other
     return best
+
+
+def _may_share(run: RunConfig, best: EvaluatedCandidate) -> bool:
+    """Whether training could shard its units over pipeline ranks (MSP)."""
+    degrees, lengths = best.degrees, best.candidate.lengths
+    return (
+        multiplexed_problem(run, degrees=degrees)
+        or subsequence_problem(run, lengths=lengths, degrees=degrees, shares_units=True)
+    ) is None
 
 
 def _simulated(candidate: Candidate) -> EvaluatedCandidate | None:

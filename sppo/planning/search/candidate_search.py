@@ -20,12 +20,12 @@ from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.stage_cost import StageSeconds, stage_seconds
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.search.candidates import candidate_of_subsequences
+from sppo.planning.search.candidates import candidate_of_subsequences, counts_of_degrees
 from sppo.planning.search.choices import (
     Degrees,
+    Refusal,
     degrees_to_try,
     likeliest_to_fit,
-    subsequence_counts_to_try,
     virtual_stages_to_try,
 )
 from sppo.planning.search.evaluated_candidate import (
@@ -74,7 +74,7 @@ class CandidateSearch:
     Args:
         run: The request.
         hardware: The machine.
-        subsequence_counts: Values of N to try; those worth trying if not given.
+        subsequence_counts: Values of N to try; () for those worth trying.
 
     Raises:
         ValueError: degrees in the run that need more devices than there are.
@@ -85,14 +85,20 @@ class CandidateSearch:
         run: RunConfig,
         *,
         hardware: HardwareSpec,
-        subsequence_counts: Sequence[int] | None = None,
+        subsequence_counts: Sequence[int] = (),
     ) -> None:
         possible, self._refused = degrees_to_try(run, hardware=hardware)
-        counts = subsequence_counts or subsequence_counts_to_try(run, hardware=hardware)
-        self._ways = {
-            degrees: _WaysOfDegrees(run, hardware=hardware, degrees=degrees, counts=counts)
-            for degrees in possible
-        }
+        self._ways: dict[Degrees, _WaysOfDegrees] = {}
+        for degrees in possible:
+            counts, problem = counts_of_degrees(
+                run, hardware=hardware, degrees=degrees, counts=subsequence_counts
+            )
+            if counts:
+                self._ways[degrees] = _WaysOfDegrees(
+                    run, hardware=hardware, degrees=degrees, counts=counts
+                )
+            else:
+                self._refused.append(Refusal(degrees, problem))
 
     def fastest_first(self, *, most_s: float = math.inf) -> Iterator[EvaluatedCandidate]:
         """Yield the best candidate that fits of every way to divide the devices, fastest first.
@@ -142,8 +148,13 @@ def best_of_degrees(
     """The fastest candidate with these degrees, of every N and v worth trying, that fits.
 
     Where none does, the one short of least memory.
+
+    Raises:
+        ValueError: subsequences too short to be shared by so many ranks, whatever N.
     """
-    counts = subsequence_counts_to_try(run, hardware=hardware)
+    counts, problem = counts_of_degrees(run, hardware=hardware, degrees=degrees)
+    if not counts:
+        raise ValueError(problem)
     ways = _WaysOfDegrees(run, hardware=hardware, degrees=degrees, counts=counts)
     return ways.refined(ways.best)
 

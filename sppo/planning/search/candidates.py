@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
@@ -11,6 +13,9 @@ from sppo.planning.search.choices import (
     asked_schedule,
     cut_sequence,
     machine_asked_for,
+    shares_units,
+    subsequence_counts_to_try,
+    subsequence_problem,
 )
 from sppo.planning.search.state_choices import state_choices
 from sppo.schedule.generators import LOOPED
@@ -22,6 +27,42 @@ _KV_PLACEMENTS: dict[str, KVPlacement | None] = {
     "offload": "offloaded",
     "recompute": "recomputed",
 }
+
+
+def counts_of_degrees(
+    run: RunConfig, *, hardware: HardwareSpec, degrees: Degrees, counts: Sequence[int] = ()
+) -> tuple[tuple[int, ...], str]:
+    """Return those numbers of subsequences of which ranks can share the shortest subsequence.
+
+    Args:
+        run: checked.
+        hardware: the machine.
+        degrees: how the devices are divided.
+        counts: to choose from; () for all that are worth trying.
+
+    Returns:
+        them, and why not the last of the others.
+
+    Raises:
+        ValueError: more subsequences than tokens.
+    """
+    workload = workload_of(run, hardware=hardware, degrees=degrees)
+    found, problem = [], ""
+    for count in counts or subsequence_counts_to_try(run, hardware=hardware):
+        lengths = cut_sequence(
+            run,
+            num_subsequences=count,
+            workload=workload,
+            num_stages=degrees.pipeline_parallel,
+        )
+        refused = subsequence_problem(
+            run, lengths=lengths, degrees=degrees, shares_units=shares_units(run)
+        )
+        if refused is None:
+            found.append(count)
+        else:
+            problem = refused
+    return tuple(found), problem
 
 
 def candidate_of_subsequences(

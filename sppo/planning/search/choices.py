@@ -117,6 +117,37 @@ def multiplexed_problem(run: RunConfig, *, degrees: Degrees) -> str | None:
     return None
 
 
+def subsequence_problem(
+    run: RunConfig, *, lengths: Sequence[int], degrees: Degrees, shares_units: bool
+) -> str | None:
+    """Say why ranks cannot share the shortest of some subsequences; None where they can.
+
+    Args:
+        run: checked.
+        lengths: tokens of each subsequence.
+        degrees: how the devices are divided.
+        shares_units: whether units are sharded over pipeline ranks (MSP).
+    """
+    shortest, degree, ranks = min(lengths), degrees.sequence_parallel, degrees.pipeline_parallel
+    # A shard of one token may be rounded away.
+    if shares_units and ranks > 1 and shortest < 2 * degree * ranks:
+        by_name = run.parallel.schedule == "sppo_msp"
+        asked, other = "parallel.multiplexed", "parallel.multiplexed=off"
+        if by_name:
+            asked, other = "parallel.schedule=sppo_msp", "another parallel.schedule"
+        return (
+            f"{asked}: the shortest subsequence has {shortest} tokens, too few for shards on "
+            f"{ranks} pipeline ranks of {degree} sequence-parallel ranks each, two for each; use "
+            f"fewer subsequences, or {other}"
+        )
+    if shortest < degree:
+        return (
+            f"parallel.sequence_parallel_degree {degree}: the shortest subsequence has {shortest} "
+            "tokens, and every rank needs one; use fewer subsequences or a lower degree"
+        )
+    return None
+
+
 def shard_heads(run: RunConfig, *, degree: int) -> HeadShard:
     """Return the heads of each rank of a sequence-parallel group.
 

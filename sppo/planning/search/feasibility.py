@@ -9,7 +9,7 @@ from sppo.config.run import RunConfig
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.longest import longest_tokens, with_length
 from sppo.planning.search.candidate_search import CandidateSearch
-from sppo.planning.search.candidates import candidate_of_subsequences
+from sppo.planning.search.candidates import candidate_of_subsequences, counts_of_degrees
 from sppo.planning.search.choices import (
     Degrees,
     degrees_to_try,
@@ -52,7 +52,6 @@ def _fits(run: RunConfig, hardware: HardwareSpec) -> bool:
     """Return whether any way to divide the devices fits, with the state where the run says."""
     try:
         possible, _ = degrees_to_try(run, hardware=hardware)
-        counts = subsequence_counts_to_try(run, hardware=hardware)
         # Most devices first, and of those the ones that also shard the running layer.
         possible.sort(key=lambda d: (d.num_devices, d.sequence_parallel), reverse=True)
         candidates = (
@@ -64,6 +63,7 @@ def _fits(run: RunConfig, hardware: HardwareSpec) -> bool:
                 virtual_stages=virtual_stages,
             )
             for degrees in possible
+            for counts in (counts_of_degrees(run, hardware=hardware, degrees=degrees)[0],)
             for virtual_stages in _fewest_and_most(run, degrees)
             for num_subsequences in reversed(likeliest_to_fit(counts, hardware=hardware))
         )

@@ -27,7 +27,7 @@ from sppo.planning.elastic.step_plan import step_planner
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.plan_program import plan_program
 from sppo.planning.run_plan import plan_run
-from sppo.planning.search.choices import Degrees, multiplexed_problem
+from sppo.planning.search.choices import Degrees, multiplexed_problem, subsequence_problem
 from sppo.schedule.encoding import encode
 from sppo.schedule.msp_groups import find_msp_groups
 from sppo.training.checks.input_checks import check_inputs, check_weights
@@ -41,7 +41,7 @@ from sppo.training.checks.room_checks import (
     find_room,
 )
 from sppo.training.devices.cpu_device import CpuDevice
-from sppo.training.devices.device import Device
+from sppo.training.devices.device import Device, Kind
 from sppo.training.ranks import mesh_shape
 from sppo.training.state import may_offload
 from sppo.training.steps.corrections import saved_history
@@ -117,10 +117,8 @@ def check_before_training(
         if device.kind == "cuda":  # what no plan may use is not free either
             room = replace(room, device_bytes=min(room.device_bytes, hardware.device.usable_bytes))
         plan = _planned(run, training, hardware=hardware, room=room)
-    _check_trainable(run, plan)
+    check_trainable(run, plan, kind=device.kind)
     check_memory(run, plan, room)
-    if device.kind == "cuda":
-        check_streams(mesh_shape(run), _stream_use(run, plan))
     check_disk(run, plan, room)
     return Preflight(training, plan, _next_step(run, training, plan))
 
@@ -205,28 +203,31 @@ def _as_used(run: RunConfig, device: Device, *, local_ranks: int) -> HardwareSpe
     return replace(hardware, node=node, num_nodes=num_nodes)
 
 
-def _check_trainable(run: RunConfig, plan: ExecutionPlan) -> None:
-    """Refuse a plan that training cannot run."""
-    by_name = plan.schedule == "sppo_msp"
-    problem = multiplexed_problem(run, degrees=Degrees.of_run(run)) if by_name else None
+def check_trainable(run: RunConfig, plan: ExecutionPlan, *, kind: Kind) -> None:
+    """Refuse what a plan may hold, and training cannot do; the solver recommends none of it.
+
+    Args:
+        run: with the degrees of the plan.
+        plan: to follow.
+        kind: of the devices.
+
+    Raises:
+        ValueError: the rule that it breaks, and what to write.
+    """
+    degrees, by_name = Degrees.of_run(run), plan.schedule == "sppo_msp"
+    problem = multiplexed_problem(run, degrees=degrees) if by_name else None
     if problem is not None:
         raise ValueError(problem)
     if plan.sequence_parallel == "megatron" and plan.sequence_parallel_degree > 1:
         for stage in plan.stages:
             check_whole_classes(stage.subsequences)
-    degree, shortest = run.parallel.sequence_parallel_degree, min(plan.lengths)
-    shards = 2 * degree * plan.pipeline_parallel_degree  # a shard of one token may be rounded away
-    if plan.shares_units and shortest < shards:
-        raise ValueError(
-            f"parallel.multiplexed: the shortest subsequence has {shortest} tokens, too few for "
-            f"shards on {plan.pipeline_parallel_degree} pipeline ranks of {degree} sequence-"
-            "parallel ranks each; use fewer subsequences, or parallel.multiplexed=off"
-        )
-    if shortest < degree:
-        raise ValueError(
-            f"parallel.sequence_parallel_degree {degree}: the shortest subsequence has {shortest} "
-            "tokens, and every rank needs one; use fewer subsequences or a lower degree"
-        )
+    problem = subsequence_problem(
+        run, lengths=plan.lengths, degrees=degrees, shares_units=plan.shares_units
+    )
+    if problem is not None:
+        raise ValueError(problem)
+    if kind == "cuda":
+        check_streams(mesh_shape(run), _stream_use(run, plan))
 
 
 def _stream_use(run: RunConfig, plan: ExecutionPlan) -> StreamUse:
