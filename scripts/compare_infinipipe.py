@@ -7,7 +7,7 @@ node, a pipeline stage on each) and once each with the degrees that are fastest 
 - *fixed*: chunks of a fixed number of tokens, each recomputed as little as fits.
 - *fixed_uniform*: as many layers recomputed of all of them, as few as fit.
 - *fixed_recomputed*: everything recomputed.
-- *elastic*: chunks, recomputation and pipelines as the planner of steps decides.
+- *elastic*: chunks, recomputation and how far ranks run ahead as the planner of steps decides.
 - *unbalanced*: the same in fixed chunks.
 - *retained*, *recomputed*: the same with nothing, with everything recomputed.
 
@@ -173,7 +173,7 @@ def figures(side: Side, case: Case) -> dict[str, Any]:
         "parts_s": _mean_parts(plans),
         "chunks": [len(plan.evaluated.candidate.lengths) for plan in plans],
         "most_tokens": [max(plan.evaluated.candidate.lengths) for plan in plans],
-        "pipelines": [len(plan.evaluated.candidate.sequences_of_pipelines) for plan in plans],
+        "paced": [bool(plan.evaluated.candidate.begun) for plan in plans],
         "time_deviation": median(deviation(chunk_seconds(plan)) for plan in plans),
         "length_deviation": median(deviation(plan.evaluated.candidate.lengths) for plan in plans),
         "device_peak_bytes": max(plan.device_peak_bytes for plan in plans),

@@ -3,8 +3,8 @@
 A device of every step has the memory between what it takes to recompute everything and what it
 takes to retain everything, so something must be recomputed. *recompute_all*: everything.
 *recompute_uniform*: of all subsequences on all stages the same number of layers, the least that
-fits. *checkpointing*: InfiniPipe's integer program over numbers of layers. *levels*: the planner's,
-in several pipelines where that is faster. Nothing is offloaded.
+fits. *checkpointing*: InfiniPipe's integer program over numbers of layers. *levels*: the planner's.
+Nothing is offloaded.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from sppo.cost.candidate import Candidate
-from sppo.planning.elastic.grouping import grouped
 from sppo.planning.elastic.levels import (
-    LEVELS,
     checkpointing_levels,
+    everything_recomputed,
     fastest_levels,
     place_levels,
 )
@@ -50,11 +49,6 @@ def recomputing_step(
     return StepPlan(packed, found)
 
 
-def _everything(candidate: Candidate) -> EvaluatedCandidate | None:
-    placed = place_levels(candidate, levels=LEVELS[-1:])
-    return None if placed is None else simulate_candidate(placed)
-
-
 def _uniform(candidate: Candidate) -> EvaluatedCandidate | None:
     """Return the candidate with the fewest layers of all units recomputed, as many of each."""
     for level in checkpointing_levels(len(candidate.stages[0])):
@@ -70,17 +64,11 @@ def _checkpointing(candidate: Candidate) -> EvaluatedCandidate | None:
     return None if placed is None else simulate_candidate(placed)
 
 
-def _levels(candidate: Candidate) -> EvaluatedCandidate | None:
-    alone = fastest_levels(candidate)
-    found = [one for one in (alone, grouped(candidate, alone=alone)) if one is not None]
-    return min(found, key=lambda one: one.step_s, default=None)
-
-
 RECOMPUTING_SIDES: dict[str, Callable[[Candidate], EvaluatedCandidate | None]] = {
-    RECOMPUTING_BASELINE: _everything,
+    RECOMPUTING_BASELINE: everything_recomputed,
     "recompute_uniform": _uniform,
     "checkpointing": _checkpointing,
-    "levels": _levels,
+    "levels": fastest_levels,
 }
 
 

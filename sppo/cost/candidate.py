@@ -17,7 +17,7 @@ from sppo.cost.packed_sequence import (
     parts_of_sequence,
 )
 from sppo.cost.state_tiers import ON_DEVICE, StateTiers
-from sppo.schedule.generators import LOOPED, order_of
+from sppo.schedule.generators import LOOPED, Begun, order_of
 from sppo.schedule.transfers.kv_placement import KVPlacement
 
 Counts = NDArray[np.int64]
@@ -48,8 +48,8 @@ class Candidate:
         kv: What becomes of K and V between a stage's forward and its backward, in the looped order,
             on all stages of a rank but its last; None leaves it open.
         packed: The sequences of the step of a replica, where samples are packed into them.
-        pipelines: Sequences of each of several pipelines that a step of packed ones runs one after
-            another, their gradients accumulated; empty: one of all.
+        begun: How many forwards each rank has begun before each of its backwards, where there is no
+            room for as many as the schedule begins; empty: as many as that.
     """
 
     workload: Workload
@@ -69,14 +69,12 @@ class Candidate:
     virtual_stages: int = 1
     kv: KVPlacement | None = "retained"
     packed: tuple[PackedSequence, ...] = ()
-    pipelines: tuple[int, ...] = ()
+    begun: Begun = ()
 
-    def with_packed(
-        self, sequences: tuple[PackedSequence, ...], *, pipelines: tuple[int, ...] = ()
-    ) -> Candidate:
-        """Return the candidate with a step of other sequences, in so many of each pipeline."""
+    def with_packed(self, sequences: tuple[PackedSequence, ...]) -> Candidate:
+        """Return the candidate with a step of other sequences."""
         lengths = tuple(chain.from_iterable(sequence.lengths for sequence in sequences))
-        return replace(self, lengths=lengths, sequences=1, packed=sequences, pipelines=pipelines)
+        return replace(self, lengths=lengths, sequences=1, packed=sequences, begun=())
 
     @property
     def sequence_lengths(self) -> tuple[tuple[int, ...], ...]:
@@ -92,12 +90,6 @@ class Candidate:
             return (slice(0, len(self.lengths)),)
         ends = accumulate((len(sequence.lengths) for sequence in self.packed), initial=0)
         return tuple(slice(begin, end) for begin, end in pairwise(ends))
-
-    @property
-    def sequences_of_pipelines(self) -> tuple[range, ...]:
-        """The sequences of each pipeline of a step, by their places in it."""
-        counts = self.pipelines or (len(self.sequence_lengths),)
-        return tuple(range(begin, end) for begin, end in pairwise((0, *accumulate(counts))))
 
     @property
     def sample_parts(self) -> SampleParts:

@@ -21,6 +21,11 @@ from sppo.schedule.orders import Lengths, Step
 _KINDS = {"F": ActionKind.F, "B": ActionKind.B, "W": ActionKind.W}
 
 
+RankOrder = list[tuple[str, Step]]
+Begun = tuple[tuple[int, ...], ...]
+"""Forwards that each rank has begun before each of its backwards, [ranks][backwards]."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Request:
     """Checked arguments of a generator."""
@@ -30,15 +35,12 @@ class _Request:
     lengths: Lengths
     hop: int
     forward_only: bool
-    pipelines: tuple[int, ...]
+    begun: Begun
 
     @property
     def everything(self) -> range:
         """All sequences, as one group."""
         return range(len(self.lengths))
-
-
-RankOrder = list[tuple[str, Step]]
 
 
 def schedule_names() -> tuple[str, ...]:
@@ -54,7 +56,7 @@ def generate(
     num_virtual: int = 1,
     hop: int = 1,
     forward_only: bool = False,
-    pipelines: Sequence[int] = (),
+    begun: Begun = (),
     costs: Costs | None = None,
 ) -> Schedule:
     """The schedule `name`.
@@ -68,8 +70,8 @@ def generate(
         hop: Extra warm-up forwards per rank towards the front: 1 is Seq1F1B; 2 hides message
             latency at the price of one more unit in flight per rank. Only without interleaving.
         forward_only: Leave out backwards and reductions (evaluation).
-        pipelines: Sequences of each of several pipelines, of which a rank begins one when it has
-            ended the one before; empty: one of all sequences.
+        begun: How many forwards each rank has begun before each of its backwards, where that is
+            not as many as the schedule begins.
         costs: What sppo_msp weighs its choice with; equal units and free messages if not given.
 
     Raises:
@@ -83,7 +85,7 @@ def generate(
             tuple(map(tuple, lengths)),
             hop,
             forward_only,
-            tuple(pipelines),
+            begun,
         ),
     )
     plain = _plain(order_of(name, num_virtual=num_virtual), request)
@@ -98,7 +100,7 @@ def rank_orders(
     num_ranks: int,
     lengths: Sequence[Sequence[int]],
     num_virtual: int = 1,
-    pipelines: Sequence[int] = (),
+    begun: Begun = (),
 ) -> Iterator[RankOrder]:
     """The order of each rank's compute, where every unit runs whole.
 
@@ -107,14 +109,14 @@ def rank_orders(
         num_ranks: Pipeline ranks.
         lengths: Tokens of every subsequence of every sequence.
         num_virtual: Stages per rank; more than 1 only for `WITH_VIRTUAL_STAGES`.
-        pipelines: Sequences of each of several pipelines, see `generate`.
+        begun: Forwards that ranks have begun before backwards, see `generate`.
 
     Raises:
         ValueError: an unknown name, or a request the schedule cannot serve, with what to change.
     """
     request = _checked(
         name,
-        _Request(num_ranks, num_virtual, tuple(map(tuple, lengths)), 1, False, tuple(pipelines)),
+        _Request(num_ranks, num_virtual, tuple(map(tuple, lengths)), 1, False, begun),
     )
     order = order_of(name, num_virtual=num_virtual)
     return (_rank_order(order, request, rank) for rank in range(num_ranks))
@@ -128,18 +130,9 @@ def order_of(name: str, *, num_virtual: int) -> str:
 
 
 def _rank_order(name: str, request: _Request, rank: int) -> RankOrder:
-    """Return the order of a rank's compute, one pipeline behind the other."""
-    generator = _GENERATORS[name]
-    if len(request.pipelines) < 2:
-        return generator(request, rank)
-    ends = [*accumulate(request.pipelines)]
-    return [
-        (kind, (virtual, (first + sequence, subsequence)))
-        for first, end in pairwise((0, *ends))
-        for kind, (virtual, (sequence, subsequence)) in generator(
-            replace(request, lengths=request.lengths[first:end], pipelines=()), rank
-        )
-    ]
+    """Return the order of a rank's compute, with the forwards begun that are asked for."""
+    order = _GENERATORS[name](request, rank)
+    return orders.with_begun(order, begun=request.begun[rank]) if request.begun else order
 
 
 def _plain(name: str, request: _Request) -> Schedule:
@@ -339,25 +332,29 @@ def _checked(name: str, request: _Request) -> _Request:
             "num_virtual to 1"
         )
     _check_lengths(name, request.lengths)
-    _check_pipelines(name, request)
+    _check_begun(name, request)
     return request
 
 
-def _check_pipelines(name: str, request: _Request) -> None:
-    """Refuse pipelines that do not have all sequences, and those of a schedule that cuts units."""
-    pipelines = request.pipelines
-    if not pipelines:
+def _check_begun(name: str, request: _Request) -> None:
+    """Refuse forwards begun too late for their backwards, and those of ranks with more stages."""
+    if not request.begun:
         return
-    if min(pipelines) < 1 or sum(pipelines) != len(request.lengths):
+    if request.num_virtual > 1 or name == "sppo_msp":
         raise ValueError(
-            f"pipelines of {list(pipelines)} sequences for {len(request.lengths)}: each needs at "
-            "least 1, and together they have all"
+            f"begun changes the order of ranks that run the units of one stage whole, not that of "
+            f"{quoted(name)} with {request.num_virtual} stages on a rank: leave it out"
         )
-    if name == "sppo_msp" and len(pipelines) > 1:
-        raise ValueError(
-            f"{len(pipelines)} pipelines of {name}, which cuts units of a whole step over ranks: "
-            "use sppo, or one pipeline"
-        )
+    ends = list(accumulate(map(len, request.lengths)))
+    least = [end for end, own in zip(ends, request.lengths, strict=True) for _ in own]
+    for rank, begun in enumerate(request.begun):
+        ascends = all(one <= other for one, other in pairwise((0, *begun, ends[-1])))
+        enough = len(begun) == len(least) and all(a <= b for a, b in zip(least, begun, strict=True))
+        if not ascends or not enough:
+            raise ValueError(
+                f"begun of rank {rank} is {list(begun)}: it must ascend, one for each of "
+                f"{len(least)} backwards, from {least} up to {ends[-1]}"
+            )
 
 
 def _check_lengths(name: str, lengths: Lengths) -> None:

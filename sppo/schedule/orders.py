@@ -138,6 +138,27 @@ def pair_up_ahead(
     return order
 
 
+def with_begun(
+    order: Sequence[tuple[str, Step]], *, begun: Sequence[int]
+) -> list[tuple[str, Step]]:
+    """An order with as many forwards before each backward, in all, as are to have begun by then.
+
+    Args:
+        order: of a rank.
+        begun: of each backward; never fewer than those of its own sequence and of those before it.
+    """
+    forward = [item for item in order if item[0] == "F"]
+    others = [item for item in order if item[0] != "F"]
+    changed: list[tuple[str, Step]] = []
+    done = index = 0
+    for item in others:
+        if item[0] == "B":
+            changed += forward[done : begun[index]]
+            done, index = begun[index], index + 1
+        changed.append(item)
+    return changed
+
+
 def delay_weights(order: Sequence[tuple[str, Step]], *, delay: int) -> list[tuple[str, Step]]:
     """Split every backward and run its weight half `delay` backwards later (ZB-H1).
 

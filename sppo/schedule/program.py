@@ -25,7 +25,7 @@ from sppo.schedule.actions import ActionKind, Schedule
 from sppo.schedule.checks.deadlock import check_deadlock_free
 from sppo.schedule.checks.validate import validate, validate_rules
 from sppo.schedule.costs import CopyEngines, Costs, abstract_costs, with_offload
-from sppo.schedule.generators import generate
+from sppo.schedule.generators import Begun, generate
 from sppo.schedule.transfers.communication import place_messages
 from sppo.schedule.transfers.copies import place_copies
 from sppo.schedule.transfers.kv_placement import place_kv
@@ -49,7 +49,7 @@ def step_program(
     num_virtual: int = 1,
     hop: int = 1,
     forward_only: bool = False,
-    pipelines: Sequence[int] = (),
+    begun: Begun = (),
     prefetch: int = 1,
     messages: bool = True,
 ) -> Schedule:
@@ -66,7 +66,7 @@ def step_program(
         num_virtual: Stages per rank.
         hop: Extra warm-up forwards, see `generators.generate`.
         forward_only: Leave out backwards, copies and reductions (evaluation).
-        pipelines: Sequences of each of several pipelines, see `generators.generate`.
+        begun: Forwards that ranks have begun before backwards, see `generators.generate`.
         prefetch: How many backwards ahead a unit may come back from the next tier.
         messages: Place messages, and check; without them, which a simulation sends as soon as what
             they carry exists, it takes a third of the time.
@@ -83,7 +83,7 @@ def step_program(
         lengths=lengths,
         hop=hop,
         forward_only=forward_only,
-        pipelines=pipelines,
+        begun=begun,
         costs=costs,
     )
     if forward_only:

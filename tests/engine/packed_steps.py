@@ -18,6 +18,7 @@ from sppo.engine.unit import SequenceData
 from sppo.hardware.presets import PRESETS
 from sppo.kernels.labels import IGNORED_LABEL
 from sppo.planning.elastic.levels import LEVELS, OFFLOADING_LEVELS, Level, _level_choice
+from sppo.planning.elastic.pacing import can_be_paced
 from sppo.planning.elastic.packing import PADDING, PackedSamples
 from sppo.planning.elastic.step_plan import StepPlan, StepPlanner
 from sppo.planning.search.evaluated_candidate import (
@@ -27,6 +28,7 @@ from sppo.planning.search.evaluated_candidate import (
 )
 from sppo.planning.search.simulated_candidate import simulate_candidate
 from tests.engine.models import random_sequence
+from tests.schedule.begun import begun_between
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,7 @@ def hand_packed_step(
     *,
     seed: int = 0,
     mixed: bool = False,
-    pipelines: tuple[int, ...] = (),
+    paced: float | None = None,
 ) -> PackedStep:
     """Return a step of sequences that were packed in any way, planned as those of a run are.
 
@@ -187,12 +189,20 @@ def hand_packed_step(
         sequences: what the samples are packed into.
         seed: of the first sample.
         mixed: whether every unit has a level of its own instead of what the policy decides.
-        pipelines: sequences of each of several pipelines.
+        paced: share of the forwards that the schedule begins ahead; None lets it.
     """
     places = iter(range(sum(len(sequence.samples) for sequence in sequences)))
     indices = tuple(tuple(next(places) for _ in one.samples) for one in sequences)
     packed = PackedSamples(tuple(sequences), indices)
-    candidate = base.with_packed(packed.sequences, pipelines=pipelines)
+    candidate = base.with_packed(packed.sequences)
+    if paced is not None and can_be_paced(candidate):
+        begun = begun_between(
+            candidate.schedule,
+            num_ranks=candidate.pipeline_parallel_degree,
+            lengths=candidate.sequence_lengths,
+            share=paced,
+        )
+        candidate = replace(candidate, begun=begun)
     evaluated = _with_mixed_levels(candidate, seed=seed) if mixed else assess(candidate)
     return PackedStep(StepPlan(packed, simulate_candidate(evaluated)), seed)
 

@@ -143,7 +143,7 @@ def steps(draw, base, *, whole, seed):
             alignment=draw(st.sampled_from([1, 3])),
             seed=seed,
         )
-    mixed, several = draw(st.booleans()), draw(st.booleans())
+    mixed, paced = draw(st.booleans()), draw(st.sampled_from([None, 0.0, 0.5]))
     packed = [
         draw(packed_sequences(least_tokens=least, whole=whole))
         for _ in range(base.data_parallel_degree)
@@ -154,7 +154,7 @@ def steps(draw, base, *, whole, seed):
             sequences,
             seed=seed + 20 * replica,
             mixed=mixed,
-            pipelines=(1, len(sequences) - 1) if several and len(sequences) > 1 else (),
+            paced=paced,
         )
         for replica, sequences in enumerate(packed)
     )

@@ -118,7 +118,7 @@ def step_report(plan: StepPlan) -> dict[str, Any]:
         "schedule": evaluated.candidate.schedule,
         "policy": evaluated.effective_policy,
         "chunks": chunks_report(plan),
-        "pipelines": len(evaluated.candidate.sequences_of_pipelines),
+        "paced": bool(evaluated.candidate.begun),
         "device_peak_bytes": evaluated.device_peak_bytes,
     }
 

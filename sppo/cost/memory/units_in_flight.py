@@ -25,7 +25,7 @@ import numpy.typing as npt
 from sppo.activations.placement import Counts, alike_stages
 from sppo.cost.candidate import Candidate
 from sppo.schedule.costs import Table
-from sppo.schedule.generators import LOOPED, RankOrder, rank_orders
+from sppo.schedule.generators import LOOPED, Begun, RankOrder, rank_orders
 from sppo.schedule.orders import sequence_groups
 
 Places = npt.NDArray[np.intp]
@@ -371,7 +371,7 @@ class UnitsInFlight:
             num_ranks=candidate.pipeline_parallel_degree,
             lengths=candidate.sequence_lengths,
             num_virtual=candidate.virtual_stages,
-            pipelines=candidate.pipelines,
+            begun=candidate.begun,
             packed=bool(candidate.packed),
         )
 
@@ -422,7 +422,7 @@ def _events_of_ranks(
     num_ranks: int,
     lengths: tuple[tuple[int, ...], ...],
     num_virtual: int,
-    pipelines: tuple[int, ...],
+    begun: Begun,
     packed: bool,
 ) -> tuple[_Events, ...]:
     """Return the events of all ranks, which are asked for with many placements.
@@ -432,11 +432,11 @@ def _events_of_ranks(
         num_ranks: of the pipeline.
         lengths: tokens of every subsequence of every sequence.
         num_virtual: stages of a rank.
-        pipelines: sequences of each of several pipelines.
+        begun: forwards that ranks have begun before backwards, where the schedule does not decide.
         packed: whether every sequence has places of its own among the subsequences.
     """
     orders = rank_orders(
-        schedule, num_ranks=num_ranks, lengths=lengths, num_virtual=num_virtual, pipelines=pipelines
+        schedule, num_ranks=num_ranks, lengths=lengths, num_virtual=num_virtual, begun=begun
     )
     firsts = [*accumulate(map(len, lengths), initial=0)][:-1] if packed else []
     ranks = np.arange(num_ranks)

@@ -55,13 +55,7 @@ def _waiting_tokens(candidate: Candidate) -> np.typing.NDArray[np.float64]:
     lengths = np.array(candidate.lengths, dtype=np.float64)
     if candidate.packed:
         of_sequences = candidate.sequence_lengths
-        groups = [
-            own[group.start : group.stop]
-            for own in candidate.sequences_of_pipelines
-            for group in sequence_groups(
-                of_sequences[own.start : own.stop], num_ranks=candidate.pipeline_parallel_degree
-            )
-        ]
+        groups = sequence_groups(of_sequences, num_ranks=candidate.pipeline_parallel_degree)
         ends = np.cumsum([len(of_sequence) for of_sequence in of_sequences])
         tokens = np.zeros((candidate.virtual_stages, len(lengths)))
         for group in groups:

@@ -26,9 +26,10 @@ from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.cost.candidate import Candidate
 from sppo.cost.memory.unit_messages import sent_bytes
 from sppo.cost.memory.unit_working_sets import computing_bytes
-from sppo.cost.memory.units_in_flight import UnitsInFlight
+from sppo.cost.memory.units_in_flight import Running, UnitsInFlight
 from sppo.cost.stage_cost import StageSeconds, copy_bytes_per_s, placed_bytes, stage_seconds
 from sppo.planning.elastic.level_program import ROUNDING, LevelProgram, Levels, solve
+from sppo.planning.elastic.pacing import begun_within, can_be_paced
 from sppo.planning.elastic.windows import Places, RankWindows, rank_windows
 from sppo.planning.search.evaluated_candidate import (
     EvaluatedCandidate,
@@ -79,6 +80,7 @@ def place_levels(
     *,
     levels: Sequence[Level],
     counts_shares: bool = False,
+    paces: bool = False,
     below: float = np.inf,
 ) -> EvaluatedCandidate | None:
     """Return the candidate with levels chosen by integer program; None where the last does not fit.
@@ -90,11 +92,15 @@ def place_levels(
         levels: that units may have, the one that takes least memory last.
         counts_shares: minimise the shares recomputed instead of the seconds added, as InfiniPipe
             does.
+        paces: whether ranks begin forwards later where not even the last level fits otherwise.
         below: what is minimised is of interest below this.
     """
     choice = _level_choice(candidate, levels=levels, counts_shares=counts_shares)
     least = np.full((candidate.num_stages, len(candidate.lengths)), len(levels) - 1)
     everything = choice.evaluated(least)
+    if everything.shortfall is not None and paces and can_be_paced(candidate):
+        choice = choice.paced(least, room=choice.peak_bytes(least) - _excess_bytes(everything))
+        everything = choice.evaluated(least)
     if everything.shortfall is not None:
         return None
     room = choice.peak_bytes(least) - _excess_bytes(everything)
@@ -110,6 +116,12 @@ def place_levels(
             break
         room = np.minimum(room, choice.peak_bytes(chosen) - _excess_bytes(found))
     return everything
+
+
+def everything_recomputed(candidate: Candidate) -> EvaluatedCandidate | None:
+    """Return the candidate with everything recomputed, simulated; None where that does not fit."""
+    placed = place_levels(candidate, levels=LEVELS[-1:], paces=True)
+    return None if placed is None else simulate_candidate(placed)
 
 
 def fastest_levels(candidate: Candidate) -> EvaluatedCandidate | None:
@@ -128,7 +140,8 @@ def fastest_levels(candidate: Candidate) -> EvaluatedCandidate | None:
     found: list[EvaluatedCandidate] = []
     for levels in (OFFLOADING_LEVELS, LEVELS) if has_tier else (LEVELS,):
         fastest_s = min((one.step_s for one in found), default=np.inf)
-        placed = place_levels(candidate, levels=levels, below=fastest_s - retaining.step_s)
+        below = fastest_s - retaining.step_s
+        placed = place_levels(candidate, levels=levels, paces=True, below=below)
         if placed is None:
             continue
         found.append(simulate_candidate(placed))
@@ -206,6 +219,21 @@ class _LevelChoice:
             for name in ("retained", "offloaded", "recomputed")
         )
         return assess_placement(self.candidate, ActivationPlacement(*tables))
+
+    def paced(self, levels: Levels, *, room: Table) -> _LevelChoice:
+        """Return the choice where ranks run only as far ahead as units with such levels fit.
+
+        Args:
+            levels: of units, [stages, subsequences].
+            room: of each rank, [ranks].
+        """
+        held, forward, backward = (
+            np.take_along_axis(table, levels[None], axis=0)[0]
+            for table in (self.held_bytes, self.forward_bytes, self.backward_bytes)
+        )
+        running = Running(forward, backward)
+        begun = begun_within(self.candidate, held=held, running=running, room=room)
+        return replace(self, candidate=replace(self.candidate, begun=begun))
 
     def peak_bytes(self, levels: Levels) -> Table:
         """Return what the fullest window of each rank takes, [ranks]."""

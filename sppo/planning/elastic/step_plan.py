@@ -26,11 +26,10 @@ from sppo.cost.flops import executed_step_flops
 from sppo.cost.layer import ACCUMULATION_BYTES
 from sppo.cost.packed_sequence import PackedSequence
 from sppo.cost.state_tiers import ON_DEVICE
-from sppo.planning.elastic.grouping import grouped
-from sppo.planning.elastic.levels import fastest_levels
+from sppo.planning.elastic.levels import everything_recomputed, fastest_levels
 from sppo.planning.elastic.mesh import SliceMesh, mesh_of_first_slice, mesh_of_slices
 from sppo.planning.elastic.packing import PADDING, PackedSamples, pack_samples, subsequence_seconds
-from sppo.planning.elastic.pipeline_bounds import PipelineBounds
+from sppo.planning.elastic.pipeline_bounds import least_pipeline_s
 from sppo.planning.elastic.replicas import divide_samples
 from sppo.planning.elastic.sample_cost import SampleCost, sample_cost
 from sppo.planning.elastic.sample_shortfall import shortfall_text
@@ -63,7 +62,7 @@ _SIMULATED = 3
 """Packings that fit, everything retained, of which the fastest is taken."""
 _MOST_SIMULATED = 6
 """Packings that fit of which it is taken where activations cannot stay."""
-_LEVELLED = 2
+_LEVELLED = 3
 """Number of these packings whose activations are placed by integer program, too."""
 
 
@@ -501,16 +500,28 @@ def _with_levels(pressed: Sequence[tuple[float, PackedSamples, Candidate]]) -> l
             can be retained.
     """
     found: list[StepPlan] = []
-    for _, packed, candidate in sorted(pressed, key=lambda one: one[0]):
+    for packed, candidate in _quickest_first(pressed):
         fastest_s = min((plan.step_s for plan in found), default=np.inf)
-        if PipelineBounds(candidate).least_s(range(len(candidate.packed))) >= fastest_s:
+        if least_pipeline_s(candidate) >= fastest_s:
             continue
-        alone = fastest_levels(candidate)
-        several = grouped(candidate, alone=alone, below=fastest_s)
-        found += [StepPlan(packed, placed) for placed in (alone, several) if placed is not None]
-        if len({plan.packed for plan in found}) == _LEVELLED:
+        placed = fastest_levels(candidate)
+        if placed is not None:
+            found.append(StepPlan(packed, placed))
+        if len(found) == _LEVELLED:
             break
     return found
+
+
+def _quickest_first(
+    pressed: Sequence[tuple[float, PackedSamples, Candidate]],
+) -> list[tuple[PackedSamples, Candidate]]:
+    """Return packings by their seconds; of those that the policy cannot place, recomputed whole."""
+    seconds: list[float] = []
+    for policy_s, _, candidate in pressed:
+        everything = everything_recomputed(candidate) if np.isinf(policy_s) else None
+        seconds.append(policy_s if everything is None else everything.step_s)
+    order = sorted(range(len(pressed)), key=seconds.__getitem__)
+    return [pressed[place][1:] for place in order]
 
 
 def step_planner(plan: ExecutionPlan, *, background_saves: bool = False) -> StepPlanner:

@@ -68,7 +68,7 @@ def rank_windows(candidate: Candidate) -> tuple[RankWindows, ...]:
         num_ranks=candidate.pipeline_parallel_degree,
         lengths=candidate.sequence_lengths,
         num_virtual=candidate.virtual_stages,
-        pipelines=candidate.pipelines,
+        begun=candidate.begun,
     )
     operands, kv = weight_operand_bytes(candidate), kv_tokens(candidate)
     return tuple(

@@ -33,7 +33,7 @@ def simulate_candidate(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
         lengths=candidate.sequence_lengths,
         costs=costs,
         num_virtual=candidate.virtual_stages,
-        pipelines=candidate.pipelines,
+        begun=candidate.begun,
     )
     return replace(evaluated, played=played)
 

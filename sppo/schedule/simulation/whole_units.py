@@ -16,7 +16,7 @@ import numpy as np
 from sppo.schedule.costs import Costs, Link, Table
 from sppo.schedule.encoding import B, F, W
 from sppo.schedule.event_loop import DeadlockError
-from sppo.schedule.generators import RankOrder, rank_orders
+from sppo.schedule.generators import Begun, RankOrder, rank_orders
 from sppo.schedule.simulation.played_step import PlayedStep
 
 _CODES = {"F": F, "B": B, "W": W}
@@ -30,7 +30,7 @@ def play_whole_units(
     lengths: Sequence[Sequence[int]],
     costs: Costs,
     num_virtual: int = 1,
-    pipelines: Sequence[int] = (),
+    begun: Begun = (),
 ) -> PlayedStep:
     """Simulate a step of the schedule `name`.
 
@@ -40,7 +40,7 @@ def play_whole_units(
         lengths: Tokens of every subsequence of every sequence.
         costs: Of as many stages and units; copies flow layer by layer.
         num_virtual: Stages per rank.
-        pipelines: Sequences of each of several pipelines, see `generators.generate`.
+        begun: Forwards that ranks have begun before backwards, see `generators.generate`.
 
     Raises:
         ValueError: a schedule that cannot serve the request.
@@ -57,7 +57,7 @@ def play_whole_units(
     ranks: list[_Rank] = []
     before = None
     orders = rank_orders(
-        name, num_ranks=num_ranks, lengths=lengths, num_virtual=num_virtual, pipelines=pipelines
+        name, num_ranks=num_ranks, lengths=lengths, num_virtual=num_virtual, begun=begun
     )
     for place, order in enumerate(orders):
         compute = ranks[-1].order if order is before else _compute(order, offsets.tolist())

@@ -18,9 +18,11 @@ from sppo.cost.packed_sequence import PackedSequence
 from sppo.cost.stage_cost import weight_operand_bytes
 from sppo.planning.elastic.level_program import solve
 from sppo.planning.elastic.levels import LEVELS, _level_choice
+from sppo.planning.elastic.pacing import can_be_paced
 from sppo.schedule.actions import ActionKind
 from tests.planning.elastic.test_step_search import planner
 from tests.planning.elastic.walked_memory import schedule_of, walked_peaks
+from tests.schedule.begun import begun_between
 from tests.tiers import examples
 
 _LAYOUTS = [
@@ -40,9 +42,14 @@ def small_choices(draw):
     while sum(cuts) > most:
         cuts.pop()
     sequences = tuple(PackedSequence((300 * count,), (300,) * count) for count in cuts or [most])
-    several = draw(st.booleans()) and len(sequences) > 1
     base = replace(planner(4096, ranks=ranks).base, schedule=schedule, virtual_stages=virtual)
-    candidate = base.with_packed(sequences, pipelines=(1, len(sequences) - 1) if several else ())
+    candidate = base.with_packed(sequences)
+    if can_be_paced(candidate) and draw(st.booleans()):
+        lengths = candidate.sequence_lengths
+        begun = begun_between(
+            schedule, num_ranks=ranks, lengths=lengths, share=draw(st.sampled_from([0.0, 0.5]))
+        )
+        candidate = replace(candidate, begun=begun)
     count = draw(st.integers(2, 3))
     choice = _level_choice(candidate, levels=LEVELS[:count], counts_shares=False)
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))

@@ -23,7 +23,7 @@ def schedule_of(candidate):
         num_ranks=candidate.pipeline_parallel_degree,
         num_virtual=candidate.virtual_stages,
         lengths=candidate.sequence_lengths,
-        pipelines=candidate.pipelines,
+        begun=candidate.begun,
     )
     stages = range(candidate.num_stages)
     return place_kv(

@@ -1,0 +1,189 @@
+"""Paced ranks: they begin as much as there is room for, in no less time than they need to."""
+
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from sppo.cost.memory.units_in_flight import Running, UnitsInFlight
+from sppo.cost.packed_sequence import PackedSequence
+from sppo.cost.stage_cost import weight_operand_bytes
+from sppo.planning.candidate_program import candidate_program
+from sppo.planning.elastic.levels import LEVELS, fastest_levels, place_levels
+from sppo.planning.elastic.pacing import begun_within, can_be_paced
+from sppo.planning.elastic.windows import rank_windows
+from sppo.planning.search.simulated_candidate import simulate_candidate, simulated_device_bytes
+from sppo.schedule.checks.validate import validate
+from sppo.schedule.generators import generate
+from sppo.schedule.simulation.simulate import simulate
+from tests.planning.elastic.test_levels import pressed, with_room
+from tests.planning.elastic.test_step_plan import packed_candidates, walked
+from tests.planning.elastic.test_step_search import LARGE, planner
+from tests.planning.elastic.walked_memory import walked_device_bytes, walked_peaks
+from tests.schedule.begun import begun_between, least_begun, most_begun
+from tests.tiers import examples
+
+PACED = ("sppo", "seq1f1b", "seq_zb_h1", "gpipe")
+
+
+def partitions(number):
+    """All ways to part so many sequences into pipelines."""
+    for count in range(number):
+        for cuts in combinations(range(1, number), count):
+            yield [range(begin, end) for begin, end in pairwise((0, *cuts, number))]
+
+
+def begun_in_pipelines(candidate, runs):
+    """Forwards begun where each rank ends a pipeline of some sequences before the next one."""
+    ranks, lengths = candidate.pipeline_parallel_degree, candidate.sequence_lengths
+    begun = [[] for _ in range(ranks)]
+    for run in runs:
+        own = lengths[run.start : run.stop]
+        most = most_begun(candidate.schedule, num_ranks=ranks, lengths=own)
+        for rank, counts in enumerate(most):
+            before = len(begun[rank])
+            begun[rank] += [before + count for count in counts]
+    return tuple(map(tuple, begun))
+
+
+@st.composite
+def small_steps(draw):
+    """A step of few sequences with too little memory to run freely, or just enough."""
+    planned = planner(
+        65536,
+        model=LARGE,
+        hardware="a100-80g",
+        ranks=draw(st.sampled_from([2, 4])),
+        sequence_parallel=8,
+    )
+    node = replace(planned.base.workload.hardware.node, host_memory_bytes=0)
+    hardware = replace(planned.base.workload.hardware, node=node)
+    base = replace(planned.base, workload=replace(planned.base.workload, hardware=hardware))
+    counts = sorted(draw(st.lists(st.integers(1, 6), min_size=2, max_size=4)), reverse=True)
+    tokens = [draw(st.integers(16, 64)) * 128 for _ in counts]
+    sequences = (
+        PackedSequence((size * count,), (size,) * count)
+        for count, size in zip(counts, tokens, strict=True)
+    )
+    return with_room(base.with_packed(tuple(sequences)), draw(st.floats(-0.6, 0.3)))
+
+
+@settings(
+    deadline=None, max_examples=examples(6, all=150), suppress_health_check=[HealthCheck.too_slow]
+)
+@given(small_steps())
+def test_a_paced_step_is_as_fast_as_any_grouping_into_pipelines(candidate):
+    """Where not everything recomputed fits at once; InfiniPipe groups sequences there."""
+    assume(place_levels(candidate, levels=LEVELS[-1:]) is None)
+    grouped_s = np.inf
+    for runs in partitions(len(candidate.packed)):
+        begun = begun_in_pipelines(candidate, runs)
+        placed = place_levels(replace(candidate, begun=begun), levels=LEVELS)
+        if placed is not None:
+            grouped_s = min(grouped_s, simulate_candidate(placed).step_s)
+    found = fastest_levels(candidate)
+    if found is None:
+        assert np.isinf(grouped_s)
+        return
+    assert found.step_s <= 1.02 * grouped_s
+
+
+@st.composite
+def paced_candidates(draw):
+    """A step whose ranks begin some of their forwards later."""
+    candidate = draw(packed_candidates(policies=("retain",), schedules=PACED))
+    assume(can_be_paced(candidate))
+    begun = begun_between(
+        candidate.schedule,
+        num_ranks=candidate.pipeline_parallel_degree,
+        lengths=candidate.sequence_lengths,
+        share=draw(st.floats(0, 1)),
+    )
+    return replace(candidate, begun=begun)
+
+
+@settings(
+    deadline=None, max_examples=examples(15, all=300), suppress_health_check=[HealthCheck.too_slow]
+)
+@given(paced_candidates(), st.integers(0, 2**32 - 1))
+def test_what_paced_ranks_hold_is_what_their_program_does(candidate, seed):
+    schedule = generate(
+        candidate.schedule,
+        num_ranks=candidate.pipeline_parallel_degree,
+        lengths=candidate.sequence_lengths,
+        begun=candidate.begun,
+    )
+    validate(schedule)
+    held = np.random.default_rng(seed).random((candidate.num_stages, len(candidate.lengths)))
+    peaks = UnitsInFlight(candidate).peak(held)
+    assert peaks == pytest.approx(walked(schedule, held))
+    windows = [own.holds @ held[own.stages, own.units] for own in rank_windows(candidate)]
+    assert [most.max() for most in windows] == pytest.approx(peaks)
+
+
+@settings(
+    deadline=None, max_examples=examples(20, all=300), suppress_health_check=[HealthCheck.too_slow]
+)
+@given(paced_candidates(), st.integers(0, 2**32 - 1), st.floats(0, 1.1))
+def test_ranks_begin_as_much_as_there_is_room_for(candidate, seed, share):
+    """Counted along the program: it fits where anything does, and the first rank has no room left.
+
+    That holds for its first backward; later it may have begun less to be able to hold it.
+    """
+    lengths, ranks = candidate.sequence_lengths, candidate.pipeline_parallel_degree
+    held, forward, backward = np.random.default_rng(seed).random(
+        (3, candidate.num_stages, len(candidate.lengths))
+    )
+    size = rank_windows(candidate)[0].fixed_bytes.max()
+    # A backward forms the operands that its weight half waits with.
+    backward = 0.1 * size * backward + weight_operand_bytes(candidate)
+    held, running = held * size, Running(0.1 * size * forward, backward)
+    least = (least_begun(lengths),) * ranks
+    most = most_begun(candidate.schedule, num_ranks=ranks, lengths=lengths)
+
+    def peaks(begun):
+        return np.array(walked_peaks(replace(candidate, begun=begun), held, running))
+
+    room = peaks(least) + share * np.maximum(peaks(most) - peaks(least), 0.0) + 1.0
+    found = begun_within(replace(candidate, begun=()), held=held, running=running, room=room)
+    assert (np.array(found) <= np.array(most)).all()
+    assert (np.array(found) >= np.array(least)).all()
+    assert (np.diff(np.array(found), axis=0) <= 0).all()
+    assert (peaks(found) <= room).all()
+    if (peaks(most) <= room).all():
+        assert found == most
+    first = found[0]
+    more = tuple(max(first[0] + 1, count) for count in first)
+    if first[0] < most[0][0] and all(np.array(more) <= np.array(most[0])):
+        assert peaks((more, *found[1:]))[0] > room[0]
+
+
+@settings(
+    deadline=None, max_examples=examples(10, all=200), suppress_health_check=[HealthCheck.too_slow]
+)
+@given(packed_candidates(policies=("auto", "recompute"), schedules=PACED), st.floats(-0.5, 0.5))
+def test_paced_levels_never_break_a_limit(candidate, share):
+    candidate = with_room(candidate, share)
+    found = place_levels(candidate, levels=LEVELS, paces=True)
+    assume(found is not None)
+    simulated = simulate_candidate(found)
+    assert max(simulated_device_bytes(simulated)) <= candidate.budget_bytes
+    assert max(walked_device_bytes(found)) <= candidate.budget_bytes + 8
+
+
+def test_ranks_are_paced_where_not_even_recomputing_everything_fits():
+    candidate = pressed(share=-0.1, longest=131072)
+    assert place_levels(candidate, levels=LEVELS) is None
+    found = fastest_levels(candidate)
+    assert found.candidate.begun
+    assert found.shortfall is None
+    program = candidate_program(found.candidate, costs=found.costs)
+    validate(program)
+    assert simulate(program, costs=found.costs).makespan_s == pytest.approx(found.step_s)
+
+
+def test_ranks_run_freely_where_recomputing_is_enough():
+    assert not fastest_levels(pressed(share=0.1)).candidate.begun
