@@ -222,7 +222,7 @@ def _draw(answers: dict[str, list[dict[str, Any]]], path: Path) -> None:
 
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.add_subplot()
-    for side, label in zip(SIDES, ("kept", "moved to the disk"), strict=True):
+    for side, label in zip(SIDES, ("retained", "offloaded to the disk"), strict=True):
         points, before_s = [(0.0, 0)], 0.0
         for answer in answers[side]:
             points += [(before_s + seconds, held) for seconds, held in answer["samples"]]
