@@ -186,8 +186,8 @@ _OPTIONAL = (
     ("triton", "triton", "GPU kernels of SPPO; without it a GPU runs slower ones of torch"),
     ("flash-attn", "flash-attn", "attention on a GPU before Hopper; torch has its own copy"),
     ("pynvml", "nvidia-ml-py", "finds out which GPU this is; without it the plan assumes one"),
-    ("tokenizers", "tokenizers", "reads tokenizer.json: pip install 'sppo[hf]'"),
-    ("tensorboard", "tensorboard", "train.tensorboard=true: pip install 'sppo[track]'"),
+    ("tokenizers", "tokenizers", "reads tokenizer.json"),
+    ("tensorboard", "tensorboard", "writes what train.tensorboard=true asks for"),
     ("ipywidgets", "ipywidgets", "bars in a notebook; without it lines"),
 )
 """Name, distribution and use of packages that a run may do without."""
@@ -214,7 +214,8 @@ def _packages() -> Iterator[Finding]:
         try:
             version = importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
-            yield Finding(subject, name, "missing", "not installed", use)
+            advice = f"{use}: pip install {distribution}"
+            yield Finding(subject, name, "missing", "not installed", advice)
         else:
             yield Finding(subject, name, "ok", version)
 

@@ -35,6 +35,12 @@ def test_says_what_is_there():
             assert finding.advice, finding
 
 
+def test_what_is_not_installed_is_told_with_its_package(monkeypatch):
+    monkeypatch.setattr(doctor, "_OPTIONAL", (("pynvml", "no-such-package", "tells the GPU"),))
+    finding = found(doctor.examine(), "pynvml")
+    assert finding.advice == "tells the GPU: pip install no-such-package"
+
+
 def test_json_has_every_finding():
     report = json.loads(succeed("doctor", "--json"))
     assert [entry["name"] for entry in report["findings"]] == [f.name for f in doctor.examine()]
