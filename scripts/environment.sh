@@ -37,6 +37,7 @@ make_environment() { # EXTRAS, e.g. [dev] or nothing
     if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
         "$venv/bin/pip" install --quiet --disable-pip-version-check torch==2.13.0
     fi
-    "$venv/bin/pip" install --quiet --disable-pip-version-check --editable "$repository$extras"
+    # Setuptools warns of every editable installation, in a box of ten lines.
+    PYTHONWARNINGS=ignore "$venv/bin/pip" install --quiet --disable-pip-version-check --editable "$repository$extras"
     echo "$wanted $extras" >>"$stamp"
 }

@@ -473,7 +473,7 @@ def test_the_screen(work):
     for start in ("model ", "data ", "cut ", "policy ", "output ", "step 1/4 | loss ", "step 4/4 "):
         assert any(line.startswith(start) for line in text.splitlines()), start
     assert "20 sequences of 64 an epoch" in text
-    assert "4 subsequences of 16 to 16 tokens (sequence.partition=auto)" in text
+    assert "4 subsequences of 16 tokens (sequence.partition=auto)" in text
     assert (
         "out: metrics.jsonl, run_summary.json, loss.png, timeline.png, timeline.html, "
         "timeline.json, checkpoints"
