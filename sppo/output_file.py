@@ -132,13 +132,18 @@ def sync_directory(directory: Path) -> None:
 
 
 def check_output_files(
-    files: Mapping[str, Path | None], *, plots: Sequence[str] = (), inputs: Sequence[Path] = ()
+    files: Mapping[str, Path | None],
+    *,
+    plots: Sequence[str] = (),
+    plans: Sequence[str] = (),
+    inputs: Sequence[Path] = (),
 ) -> None:
     """Find out before any work whether files can be written; leaves everything as it is.
 
     Args:
         files: by the option that names each; None where it was not given.
         plots: options whose files are PNG plots, and must be called so.
+        plans: options whose files are plans, which ``sppo simulate`` tells by their name.
         inputs: files that the command reads, which it must not replace.
 
     Raises:
@@ -155,6 +160,8 @@ def check_output_files(
             continue
         if option in plots and path.suffix.lower() != ".png":
             raise ValueError(f"{option} {path}: a plot is written as PNG; end the name in .png")
+        if option in plans and path.suffix != ".json":
+            raise ValueError(f"{option} {path}: a plan is written as JSON; end the name in .json")
         target = os.path.realpath(path)
         if target in named:
             raise ValueError(f"{option} {path}: {named[target]}; give another name")

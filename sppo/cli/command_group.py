@@ -1,6 +1,7 @@
 """Commands with subcommands, and how their help is written: as people would write it by hand.
 
-Typer says <bool> behind a flag, as if it took a value, and puts braces around what is needed.
+Typer says <bool> behind a flag, as if it took a value, <list[str]> behind an argument whose name
+says what it is, and puts braces around what is needed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def usage_name(argument: Any) -> str:
 
 class _Command(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
-        return _without_types_of_flags(super().get_params(ctx))
+        return _without_types(super().get_params(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -52,7 +53,7 @@ class _Command(TyperCommand):
 
 class _Group(TyperGroup):
     def get_params(self, ctx: Any) -> list[Any]:
-        return _without_types_of_flags(super().get_params(ctx))
+        return _without_types(super().get_params(ctx))
 
 
 def _explain_keys(error: Any) -> None:
@@ -67,9 +68,15 @@ def _explain_keys(error: Any) -> None:
         error.possibilities = None
 
 
-def _without_types_of_flags(parameters: list[Any]) -> list[Any]:
-    """Let the help say nothing behind a flag."""
+def _without_types(parameters: list[Any]) -> list[Any]:
+    """Let the help say no type behind a flag or an argument."""
     for parameter in parameters:
         if getattr(parameter, "is_flag", False):
             parameter.metavar = ""
+        elif parameter.param_type_name == "argument":
+            parameter.display_type_rich = _no_type
     return parameters
+
+
+def _no_type(ctx: Any) -> None:
+    """Stand in for what typer writes in the column of types."""

@@ -51,6 +51,7 @@ def prepare(
     glob: Annotated[
         list[str] | None,
         typer.Option(
+            metavar="PATTERN",
             help="Which files below a directory, e.g. '*.py'; may be given several times."
             " Without it all of them, or *.npy for ids.",
         ),

@@ -71,7 +71,9 @@ def solve(
         sppo solve configs/run/gpt_7b_documents_32gpu.yaml --lengths github
     """
     with exit_codes():
-        check_output_files({"-o": output, "--png": png}, plots=["--png"], inputs=[run_file])
+        check_output_files(
+            {"-o": output, "--png": png}, plots=["--png"], plans=["-o"], inputs=[run_file]
+        )
         run = _load(run_file, overrides or [])
         if run.data.samples == "documents":
             if ablation:
@@ -163,7 +165,7 @@ def _print_solution(
     from sppo.cli.output.solve_tables import print_ablation, print_solution
 
     console = Console()
-    print_solution(solution, paying=paying, console=console)
+    print_solution(solution, paying=paying, output=output, console=console)
     if rows:
         print_ablation(rows, console=console)
     if explain:

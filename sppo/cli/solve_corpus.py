@@ -88,7 +88,7 @@ def _print_solution(
     from sppo.cli.output.explain_table import print_explanation
 
     console = Console()
-    print_corpus_solution(solution, console=console)
+    print_corpus_solution(solution, output=output, console=console)
     if explain:
         print_explanation(evaluated, console=console)
     if output is not None:

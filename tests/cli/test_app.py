@@ -34,6 +34,7 @@ def test_every_command_explains_itself(words):
     text = succeed(*words, "--help")
     assert "Usage: " in text
     assert "<bool>" not in text, "behind a flag stands no value"
+    assert "<list[" not in text, "the name of an argument says what it is"
     assert "{" not in text.split("Usage: ")[1].splitlines()[0]
     assert len(text.splitlines()) <= 100
 

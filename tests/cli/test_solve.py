@@ -288,6 +288,12 @@ def test_a_plan_is_written_read_and_simulated(run):
     assert numbers["schedule"] == plan.schedule
 
 
+def test_the_launch_command_names_the_plan_that_was_written(run):
+    assert "launch: sppo train RUN.yaml --plan mine.json" in succeed(
+        "solve", run, "-o", "mine.json"
+    )
+
+
 def test_json_names_the_plan_it_wrote(run):
     assert report(run, "-o", "plan.json")["plan"] == "plan.json"
     assert read_plan(Path("plan.json"))
@@ -299,6 +305,7 @@ def test_json_names_the_plan_it_wrote(run):
     [
         ("no/plan.json", "-o no/plan.json: there is no directory no"),
         (".", "-o .: is a directory; name a file in it"),
+        ("plan.txt", "-o plan.txt: a plan is written as JSON; end the name in .json"),
     ],
 )
 def test_an_output_that_cannot_be_written_is_found_before_solving(run, output, message):
@@ -483,7 +490,7 @@ def test_what_was_simulated_is_reported_by_rank_and_fits(run):
     ],
 )
 def test_the_launch_commands_are_those_of_the_degrees(degrees, launched):
-    commands = launch_commands(Degrees(*degrees), devices_per_node=8)
+    commands = launch_commands(Degrees(*degrees), devices_per_node=8, output=None)
     for command, start in zip(commands, launched, strict=True):
         assert command.startswith(start)
     assert all(command.endswith("sppo train RUN.yaml --plan plan.json") for command in commands)

@@ -45,7 +45,7 @@ def corpus_report(solution: CorpusSolution, *, output: Path | None = None) -> di
             launch_commands(
                 best.degrees,
                 devices_per_node=hardware.node.num_devices,
-                plan=str(output or "plan.json"),
+                output=output,
             )
         ),
         "hardware": hardware_report(hardware),

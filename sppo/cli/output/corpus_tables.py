@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from statistics import median
 
 from rich import box
@@ -29,8 +30,16 @@ _SIDE_TEXTS = {
 }
 
 
-def print_corpus_solution(solution: CorpusSolution, *, console: Console) -> None:
-    """Print all that a person needs to decide."""
+def print_corpus_solution(
+    solution: CorpusSolution, *, output: Path | None, console: Console
+) -> None:
+    """Print all that a person needs to decide.
+
+    Args:
+        solution: What was found.
+        output: Where the plan of the longest samples was written, if it was.
+        console: Where to print.
+    """
     assert solution.best is not None, "print_corpus_failure is for the other case"
     best = solution.best
     _print_request(solution, console=console)
@@ -45,7 +54,7 @@ def print_corpus_solution(solution: CorpusSolution, *, console: Console) -> None
     if left:
         _say(console, f"{left} of {solution.hardware.num_devices} devices are left over")
     per_node = solution.hardware.node.num_devices
-    for command in launch_commands(best.degrees, devices_per_node=per_node):
+    for command in launch_commands(best.degrees, devices_per_node=per_node, output=output):
         _say(console, f"launch: {command}")
     console.print()
     _print_sides(solution, console=console)

@@ -64,7 +64,7 @@ def solution_report(
             launch_commands(
                 best.degrees,
                 devices_per_node=solution.hardware.node.num_devices,
-                plan=str(output or "plan.json"),
+                output=output,
             )
         ),
         "hardware": hardware_report(solution.hardware),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -54,12 +55,15 @@ def step_text(seconds: float) -> str:
     return f"{seconds:.4g} s" if 1 <= seconds < 1000 else format_duration(seconds)
 
 
-def print_solution(solution: Solution, *, paying: Sequence[Improvement], console: Console) -> None:
+def print_solution(
+    solution: Solution, *, paying: Sequence[Improvement], output: Path | None, console: Console
+) -> None:
     """Print all that a person needs to decide.
 
     Args:
         solution: What was found.
         paying: Changes of the request that pay.
+        output: Where the best plan was written, if it was.
         console: Where to print.
     """
     assert solution.best is not None, "print_failure is for the other case"
@@ -81,7 +85,7 @@ def print_solution(solution: Solution, *, paying: Sequence[Improvement], console
             "(train.sequences_per_step) would use them",
         )
     per_node = hardware.node.num_devices
-    for command in launch_commands(best.degrees, devices_per_node=per_node):
+    for command in launch_commands(best.degrees, devices_per_node=per_node, output=output):
         _say(console, f"launch: {command}")
     _print_improvements(paying, console=console)
     _print_numbers_of_subsequences(solution, console=console)

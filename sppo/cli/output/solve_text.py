@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -163,10 +164,16 @@ def node_host_bytes(evaluated: EvaluatedCandidate, predicted: Prediction) -> int
 
 
 def launch_commands(
-    degrees: Degrees, *, devices_per_node: int, plan: str = "plan.json"
+    degrees: Degrees, *, devices_per_node: int, output: Path | None
 ) -> tuple[str, ...]:
-    """Commands that train by a plan: one on a node, torchrun's and srun's on several."""
-    train = f"sppo train RUN.yaml --plan {plan}"
+    """Commands that train by a plan: one on a node, torchrun's and srun's on several.
+
+    Args:
+        degrees: of the plan.
+        devices_per_node: of the machine.
+        output: the plan's file; None: it is not written yet.
+    """
+    train = f"sppo train RUN.yaml --plan {output or 'plan.json'}"
     devices, group = degrees.num_devices, degrees.sequence_parallel
     if devices <= devices_per_node:
         return (train,)
