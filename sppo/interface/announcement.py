@@ -130,8 +130,11 @@ def _cut(run: RunConfig, preflight: Preflight) -> tuple[str, ...]:
     if len(lengths) == 1:
         return (f"cut       nowhere: one subsequence of {lengths[0]} tokens",)
     longest, shortest = max(lengths), min(lengths)
-    tokens = f"{longest} tokens" if longest == shortest else f"{longest} to {shortest} tokens"
-    return (f"cut       {len(lengths)} subsequences of {tokens} (sequence.partition={_cut_by(run)})",)
+    tokens = str(longest) if longest == shortest else f"{longest} to {shortest}"
+    return (
+        f"cut       {len(lengths)} subsequences of {tokens} tokens "
+        f"(sequence.partition={_cut_by(run)})",
+    )
 
 
 def _state(run: RunConfig, preflight: Preflight) -> tuple[str, ...]:
