@@ -22,12 +22,13 @@ def looped_parts(
     message_bytes: Floats,
     links: Links,
     reduce_s: Floats,
+    settle_s: Floats | None,
     num_sequences: int,
     num_ranks: int,
 ) -> tuple[float, float, float]:
     """Return the seconds of all forwards, of all backwards, and of what follows the last of them.
 
-    Backwards of a rank wait while it reduces the gradients of a stage.
+    Backwards of a rank wait while it reduces the gradients of a stage, and for those that leave.
 
     Args:
         forward: of each unit on each stage, [stages, units].
@@ -35,6 +36,8 @@ def looped_parts(
         message_bytes: between ranks, [units].
         links: between ranks.
         reduce_s: reducing gradients; with the first stage of each rank also the update, [stages].
+        settle_s: what a rank waits for where gradients leave that are added to once more, no longer
+            than a backward, [stages]; None: nothing.
         num_sequences: of the step, all cut alike.
         num_ranks: pipeline ranks; stage s is on rank s mod `num_ranks`.
     """
@@ -43,9 +46,10 @@ def looped_parts(
     *groups, last = (len(g) for g in sequence_groups(lengths, num_ranks=num_ranks))
     forward_s = backward_s = 0.0
     ends = np.zeros(len(forward))
+    settled_s = np.zeros_like(reduce_s) if settle_s is None else settle_s
     # Stages are reduced when their last backward has run, which is one of the last group.
-    for size, times, reduced_s in (
-        *((size, groups.count(size), np.zeros_like(reduce_s)) for size in {*groups}),
+    for size, times, behind_s in (
+        *((size, groups.count(size), settled_s) for size in {*groups}),
         (last, 1, reduce_s),
     ):
         units = np.arange(size * count)
@@ -54,9 +58,10 @@ def looped_parts(
         down = _Flow(message_bytes[units], links, num_ranks=num_ranks, step=1)
         down_ends = down.ends(forward[:, units])
         up = _Flow(message_bytes[reverse], links, num_ranks=num_ranks, step=-1)
-        ends = up.ends(backward[::-1, reverse], behind_s=reduced_s[::-1])[::-1]
+        ends = up.ends(backward[::-1, reverse], behind_s=behind_s[::-1])[::-1]
         forward_s += times * float(down_ends[-1])
         backward_s += times * float(ends[0])
+    backward_s += len(groups) * float(settled_s[0])
     updated_s = float((ends + reduce_s)[:num_ranks].max())
     return forward_s, backward_s, updated_s - float(ends[0])
 

@@ -85,6 +85,13 @@ def stage_seconds(candidate: Candidate) -> StageSeconds:
     )
 
 
+def _settle_seconds(candidate: Candidate) -> Table:
+    """What a rank waits for where gradients leave before their REDUCE, [stages]."""
+    if candidate.zero >= 2 and candidate.state.streams_gradients:
+        return last_reduction_seconds(candidate)
+    return np.zeros(len(candidate.stages))
+
+
 def _update_seconds(candidate: Candidate) -> Table:
     """The optimizer step of each rank, with its first stage, [stages].
 
@@ -155,6 +162,7 @@ def stage_costs(
         backward_s=units.backward + disturbed_s + carried_s + recomputed_s,
         weight_s=units.weight,
         reduce_s=seconds.reduce_s + seconds.update_s,
+        settle_s=_settle_seconds(candidate),
         message_bytes=message_bytes(candidate),
         activation_bytes=retained + offloaded,
         offload_bytes=offloaded,

@@ -95,6 +95,7 @@ def step_time(costs: Costs, *, num_sequences: int, looped_ranks: int | None = No
             message_bytes=costs.message_bytes,
             links=costs.links,
             reduce_s=costs.reduce_s,
+            settle_s=costs.settle_s,
             num_sequences=num_sequences,
             looped_ranks=looped_ranks,
         )
@@ -178,6 +179,7 @@ def parts_of_step(
     reduce_s: Floats,
     num_sequences: int,
     looped_ranks: int | None,
+    settle_s: Floats | None = None,
 ) -> tuple[float, float, float]:
     """Forward, backward and update one after the other."""
     if looped_ranks is not None:
@@ -187,6 +189,7 @@ def parts_of_step(
             message_bytes=message_bytes,
             links=links,
             reduce_s=reduce_s,
+            settle_s=settle_s,
             num_sequences=num_sequences,
             num_ranks=looped_ranks,
         )

@@ -12,6 +12,8 @@ from sppo.cost.pass_parts import PART_NAMES, PassParts
 from sppo.cost.stage_cost import message_seconds, stage_parts, stage_seconds
 from sppo.hardware.preset_sources import source_of
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
+from sppo.schedule.generators import LOOPED
+from sppo.schedule.orders import sequence_groups
 
 PARTS: Mapping[str, str] = {
     "products": "matrix products",
@@ -76,14 +78,16 @@ def step_parts(evaluated: EvaluatedCandidate) -> tuple[Mapping[str, float], ...]
         parts = _summed([plain[stage] for stage in stages], sequences=candidate.sequences)
         parts["zero_collectives"] = float(nothing_recomputed[stages].sum()) - sum(parts.values())
         parts["zero_collectives"] += float(kv_gathers_s[stages].sum())
+        settled_s = (_groups(candidate) - 1) * float(costs.settle_s[stages].sum())
+        parts["zero_collectives"] += settled_s
         parts["beside_copies"] = float(beside_copies[stages].sum())
         parts["carried"] = 2 * float(carried_s[stages].sum())
-        parts["recompute"] = float(own[stages].sum()) - sum(parts.values())
+        parts["recompute"] = float(own[stages].sum()) + settled_s - sum(parts.values())
         parts |= _waits(
             evaluated,
             rank=rank,
             own_s=float(own[stages].sum()),
-            reduced_s=float(seconds.reduce_s[stages[1:]].sum()),
+            reduced_s=float(seconds.reduce_s[stages[1:]].sum()) + settled_s,
         )
         parts["reduce"] = float(seconds.reduce_s[stages].sum())
         parts["update"] = float(seconds.update_s[stages].sum())
@@ -136,6 +140,14 @@ def _summed(stages: Sequence[Mapping[str, PassParts]], *, sequences: int) -> dic
         * sum(float(getattr(parts, name).sum()) for passes in stages for parts in passes.values())
         for name in PART_NAMES
     }
+
+
+def _groups(candidate: Candidate) -> int:
+    """Return how many groups of sequences pass the stages of the looped order one after another."""
+    if candidate.order != LOOPED:
+        return 1
+    ranks = candidate.pipeline_parallel_degree
+    return len(sequence_groups(candidate.sequence_lengths, num_ranks=ranks))
 
 
 def _waits(

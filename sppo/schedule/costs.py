@@ -138,6 +138,8 @@ class Costs:
             backward_s + weight_s.
         weight_s: W of (stage, unit).
         reduce_s: REDUCE of each stage [num_stages]; compute of its rank waits for it.
+        settle_s: What compute of a rank waits for where gradients of a stage leave before their
+            REDUCE: the last of the reductions after each use, [num_stages].
         message_bytes: One activation or gradient between stages [num_units].
         activation_bytes: What F of (stage, unit) leaves for its backward, without K/V.
         offload_bytes: How much of that a D2H moves away and an H2D brings back.
@@ -166,6 +168,7 @@ class Costs:
     backward_s: Table
     weight_s: Table
     reduce_s: Table
+    settle_s: Table
     message_bytes: Table
     activation_bytes: Table
     offload_bytes: Table
@@ -247,6 +250,7 @@ class Costs:
 
 _STAGE_TABLES = (
     "reduce_s",
+    "settle_s",
     "weight_bytes",
     "weight_gradient_bytes",
     "streamed_weight_bytes",
@@ -309,6 +313,7 @@ def abstract_costs(
         backward_s=np.broadcast_to(factors * backward_s, shape),
         weight_s=np.broadcast_to(factors * weight_s, shape),
         reduce_s=np.zeros(num_stages),
+        settle_s=np.zeros(num_stages),
         message_bytes=np.zeros(num_units),
         activation_bytes=np.broadcast_to(retained, shape),
         offload_bytes=zeros,

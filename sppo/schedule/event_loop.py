@@ -15,7 +15,8 @@ What an action waits for, beside its resource:
 * REDUCE: the compute in front of it; compute behind it waits, for few buckets of gradients are
   under way at once (:mod:`sppo.parallel.data_parallel`);
 * copies of a whole stage's weights or gradients: the compute and the REDUCE in front of them;
-  compute of the stage waits for those that come;
+  compute of the stage waits for those that come; gradients that leave before their REDUCE wait, and
+  compute behind them, for the last reduction after a use;
 * SEND: the compute in front of it. Programs without SEND send as soon as a tensor exists. RECV
   costs nothing: the message has arrived or it has not.
 * a shard of an MSP group: all that its unit waits for, on all ranks of the MSP group.
@@ -106,6 +107,7 @@ class _EventLoop(PlayedActions):
         self.outstanding = {key: len(routes) for key, routes in self.routes.items()}
         self.link_free: dict[int, float] = {}
         self.position = [0] * self.num_ranks
+        self.reduced: set[int] = set()
         self.gathered: dict[tuple[int, int], list[tuple[int, int]]] = {}
         self.gaps: list[list[IdleGap]] = [[] for _ in range(self.num_ranks)]
 
@@ -116,7 +118,7 @@ class _EventLoop(PlayedActions):
         handlers += [copies.copy, copies.copy, self._send, self._send]
         handlers += [self._receive, self._receive, copies.copy_kv_out, copies.permit_kv_back]
         handlers += [self._reduce]
-        handlers += [copies.fetch_weights, copies.copy_gradients_out, copies.bring_gradients_back]
+        handlers += [copies.fetch_weights, self._gradients_out, copies.bring_gradients_back]
         self.woken = list(range(self.num_ranks - 1, -1, -1))
         while self.woken:
             rank = self.woken.pop()
@@ -332,13 +334,24 @@ class _EventLoop(PlayedActions):
         self.starts[rank][index] = self.finishes[rank][index] = self.free[rank]
         return True
 
-    def _reduce(self, rank: int, index: int, code: int, slot: int) -> bool:
+    def _reduce(self, rank: int, index: int, code: int, stage: int) -> bool:
+        self.starts[rank][index] = self.free[rank]
+        self.finishes[rank][index] = self._wait_for_ranks(rank, self.seconds[REDUCE][stage])
+        self.reduced.add(stage)
+        return True
+
+    def _gradients_out(self, rank: int, index: int, code: int, stage: int) -> bool:
+        if stage not in self.reduced:
+            self._wait_for_ranks(rank, self.settle_s[stage])
+        return self.copies.copy_gradients_out(rank, index, code, stage)
+
+    def _wait_for_ranks(self, rank: int, seconds: float) -> float:
+        """Let compute of a rank wait for what it reduces with others; return until when."""
         start = self.free[rank]
-        self.free[rank] = finish = start + self.seconds[REDUCE][slot]
+        self.free[rank] = finish = start + seconds
         if finish > start:
             self.gaps[rank].append((start, finish, COMMUNICATION))
-        self.starts[rank][index], self.finishes[rank][index] = start, finish
-        return True
+        return finish
 
     def _deadlock(self) -> str:
         """The ranks that stand, each with its action and what it waits for."""

@@ -104,6 +104,7 @@ class PlayedActions:
             D2H_GRADIENTS: (costs.streamed_gradient_bytes / costs.copies.d2h_bytes_per_s).tolist(),
             H2D_GRADIENTS: (costs.streamed_gradient_bytes / costs.copies.h2d_bytes_per_s).tolist(),
         }
+        self.settle_s: list[float] = costs.settle_s.tolist()
         self.message_bytes = costs.message_bytes.tolist()
         self.layer_copies = costs.layer_copies
 

@@ -142,6 +142,30 @@ def test_the_looped_order_takes_what_the_simulator_says(shape, sequences, seed, 
     assert found.step_s == pytest.approx(timeline.makespan_s, rel=1e-9)
 
 
+@settings(deadline=None, max_examples=examples(20, all=40))
+@given(
+    st.tuples(st.integers(1, 4), st.integers(2, 3), st.integers(1, 6)),
+    st.integers(1, 5),
+    seeds,
+    links,
+)
+def test_every_group_of_sequences_waits_for_gradients_that_leave(shape, sequences, seed, wires):
+    """For the last reduction of each stage, which is no longer than a backward."""
+    ranks, virtual, pieces = shape
+    costs = random_costs(
+        (ranks * virtual, pieces), seed=seed, sequences=sequences, wires=wires, spread=0.3
+    )
+    costs = replace(
+        costs,
+        settle_s=np.random.default_rng(seed).uniform(0, costs.backward_s.min(), ranks * virtual),
+        streamed_gradient_bytes=np.ones(ranks * virtual),
+    )
+    lengths = ((16,) * pieces,) * sequences
+    timeline = play(costs, lengths=lengths, schedule="looped_bfs", num_virtual=virtual)
+    found = step_time(costs, num_sequences=sequences, looped_ranks=ranks)
+    assert found.step_s == pytest.approx(timeline.makespan_s, rel=1e-9)
+
+
 @pytest.mark.parametrize(("p", "v", "n"), [(1, 4, 3), (4, 2, 16), (8, 5, 32), (4, 3, 2)])
 def test_equal_units_idle_as_breadth_first_pipelines_do(p, v, n):
     """Idle (p - 1) / (v N + p - 1) of the time where N >= p (Lamy-Poirier, section 4)."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,6 +16,12 @@ from sppo.engine.state_streams import StateStreams
 from sppo.engine.streamed_gradients import StreamedGradients
 from sppo.engine.streamed_weights import StreamedWeights
 from sppo.schedule.actions import ActionKind
+from sppo.schedule.costs import abstract_costs
+from sppo.schedule.encoding import encode
+from sppo.schedule.event_loop import COMMUNICATION, run_clock
+from sppo.schedule.generators import generate
+from sppo.schedule.program import lower
+from sppo.schedule.transfers.state_streaming import gradient_phases
 from tests.engine.models import (
     Trained,
     assert_equal_bits,
@@ -87,6 +95,43 @@ def test_only_the_last_stage_of_a_rank_waits_for_reductions():
         assert log == [4, 2, 0, "settled"]
         log.clear()
         streams.finish()
+
+
+@pytest.mark.parametrize(("p", "v", "n", "m"), [(1, 3, 2, 2), (2, 2, 4, 1), (2, 2, 1, 6)])
+@pytest.mark.parametrize("schedule", ["looped_bfs", "interleaved_seq1f1b"])
+def test_it_waits_for_reductions_as_often_as_is_priced(schedule, p, v, n, m):
+    """Where sums leave that are added to once more, too; those behind a REDUCE are its own."""
+    stages = p * v
+    costs = replace(
+        abstract_costs(stages, num_units=n * m, forward_s=0.0, backward_s=0.0),
+        settle_s=2.0 ** np.arange(stages),
+        streamed_gradient_bytes=np.ones(stages),
+    )
+    lengths = ((1,) * n,) * m
+    plain = generate(schedule, num_ranks=p, num_virtual=v, lengths=lengths)
+    program = lower(plain, costs=costs)
+    clock = run_clock(program, programs=encode(program), costs=costs)
+    sums = SimpleNamespace(leave=lambda stage, complete: None, bring_back=lambda stage: None)
+    settled = []
+    provider = SimpleNamespace(reduce=lambda stage: None, settle=lambda: settled.append(1))
+    for rank, actions in enumerate(program.programs):
+        streams = StateStreams(
+            gradients=sums, provider=provider, stages=program.placement.stages_of(rank)
+        )
+        waited_s, reduced = 0.0, set()
+        for action in actions:
+            if action.kind is ActionKind.REDUCE:
+                streams.reduce(action.stage)
+                reduced.add(action.stage)
+            elif action.wire == "gradients":
+                settled.clear()
+                streams.run(action)
+                waited_s += (
+                    len(settled) * costs.settle_s[action.stage] * (action.stage not in reduced)
+                )
+        priced_s = sum(end - start for start, end, why in clock.gaps[rank] if why == COMMUNICATION)
+        assert priced_s == waited_s
+        assert (waited_s > 0) == (len(gradient_phases(actions, last_stage=stages - 1)) > v)
 
 
 def test_a_step_that_fails_leaves_nothing_behind():

@@ -43,6 +43,7 @@ def some_costs(*, stages: int, units: int, copies: float, seed: int) -> Costs:
         backward_s=2 * table(),
         weight_s=table(),
         reduce_s=dice.uniform(0, 3, stages),
+        settle_s=np.zeros(stages),
         message_bytes=dice.uniform(0.5, 2.0, units),
         activation_bytes=kept,
         kv_offload_bytes=np.zeros(kept.shape),
