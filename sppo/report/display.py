@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+
+_REDRAWN_EVERY_S = 0.1
+"""How often bars of a notebook are redrawn, at most."""
 
 
 @contextmanager
@@ -77,6 +81,9 @@ def _is_notebook_with_widgets(console: Console) -> bool:
 class TrainingDisplay:
     """One line per step; below them, on a terminal or in a notebook, bars of the run and its step.
 
+    A widget of a notebook takes all that is shown while it is redrawn, and loses it with the next
+    redrawing. So no thread redraws it, but the one that prints the lines.
+
     Args:
         console: where to write.
         total_steps: of the run.
@@ -86,6 +93,7 @@ class TrainingDisplay:
     def __init__(self, console: Console, *, total_steps: int, first_step: int) -> None:
         self._console = console
         self._progress: Progress | None = None
+        self._redraw_at_s = 0.0
         if console.is_terminal or _is_notebook_with_widgets(console):
             self._progress = Progress(
                 TextColumn("{task.description}"),
@@ -93,6 +101,7 @@ class TrainingDisplay:
                 MofNCompleteColumn(),
                 console=console,
                 transient=True,
+                auto_refresh=not console.is_jupyter,
                 redirect_stderr=_stderr_shares_terminal(console),
             )
             self._run = self._progress.add_task("run", total=total_steps, completed=first_step)
@@ -115,14 +124,22 @@ class TrainingDisplay:
     def action(self) -> None:
         """One more action of the current step begins."""
         if self._progress is not None:
-            self._progress.advance(self._step)
+            self._advance(self._progress, self._step)
 
     def step_done(self, line: str) -> None:
         """Print a finished step."""
         self.say(line)
         if self._progress is not None:
-            self._progress.advance(self._run)
+            self._advance(self._progress, self._run)
 
     def say(self, text: str) -> None:
         """Print a line above the bars."""
         print_line(text, self._console)
+
+    def _advance(self, progress: Progress, task: TaskID) -> None:
+        """Advance a bar; on a terminal a thread of rich redraws it."""
+        progress.advance(task)
+        now_s = time.monotonic()
+        if self._console.is_jupyter and now_s >= self._redraw_at_s:
+            self._redraw_at_s = now_s + _REDRAWN_EVERY_S
+            progress.refresh()
