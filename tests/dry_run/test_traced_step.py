@@ -138,7 +138,7 @@ def test_no_bucket_of_a_layout_holds_more_than_planned(name, preset):
     degrees = {"data_parallel_degree": 1, "sequence_parallel_degree": 1}
     degrees |= {"pipeline_parallel_degree": 1, **sections.get("parallel", {})}
     run = run_config(
-        {**TWO_LAYERS["qwen3"], "num_layers": 4},
+        {**TWO_LAYERS["qwen3"], "num_layers": 2 * degrees.get("virtual_stages", 1)},
         length=24576,
         **{
             "sequence": {"num_subsequences": 4},

@@ -40,7 +40,7 @@ def sequences_of(model, cuts, starts):
     return [random_sequence(model, c[-1], seed=n, starts=starts) for n, c in enumerate(cuts)]
 
 
-@settings(deadline=None, max_examples=examples(8, all=25))
+@settings(deadline=None, max_examples=examples(6, all=25))
 @given(
     variant=st.sampled_from(VARIANTS),
     layers=st.integers(1, 5),
@@ -90,7 +90,7 @@ def test_offloading_changes_no_bit(virtual, ratio, queues, tmp_path):
 
 @settings(
     deadline=None,
-    max_examples=examples(8, all=25),
+    max_examples=examples(6, all=25),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
@@ -137,7 +137,7 @@ def test_keys_that_leave_and_come_back_change_no_bit(variant, layers, data, poli
     kept.engine.close()
 
 
-@settings(deadline=None, max_examples=examples(8, all=25))
+@settings(deadline=None, max_examples=examples(6, all=25))
 @given(
     variant=st.sampled_from(VARIANTS),
     layers=st.integers(1, 5),

@@ -190,7 +190,7 @@ def test_samples_train_as_if_each_were_alone(case, tmp_path):
 @settings(
     deadline=None,
     derandomize=True,
-    max_examples=examples(4, all=60),
+    max_examples=examples(3, all=60),
     suppress_health_check=[
         HealthCheck.filter_too_much,
         HealthCheck.function_scoped_fixture,
@@ -233,7 +233,7 @@ def counting(case, sample, *, changed):
 @settings(
     deadline=None,
     derandomize=True,
-    max_examples=examples(3, all=30),
+    max_examples=examples(2, all=30),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(case=cases(), data=st.data())

@@ -14,6 +14,7 @@ import torch
 
 from sppo.hardware.file import hardware_json
 from sppo.hardware.presets import PRESETS
+from sppo.hardware.rates import GemmPoint
 from sppo.interface import doctor
 from sppo.kernels.native.cpu_allocator import describe_cpu_allocator
 from tests.conftest import call, succeed
@@ -61,11 +62,12 @@ def test_a_narrow_terminal_gets_every_finding(monkeypatch):
 
 
 def test_a_hardware_file_is_shown(tmp_path):
-    file = tmp_path / "hardware.json"
-    succeed("bench", "gemm", "--quick", "-o", file)
+    laptop, file = PRESETS["laptop-cpu"], tmp_path / "hardware.json"
+    device = replace(laptop.device, gemm_points=(GemmPoint("fp32", 64, 64, 1e12, 1e12, 1e12),))
+    file.write_text(json.dumps(hardware_json(replace(laptop, device=device))))
     findings = doctor.examine(file)
-    assert f"calibrated, in {file}" in found(findings, "rates").found
-    assert "TFLOP/s in" in found(findings, "products").found
+    assert f"{laptop.name}: analytic, in {file}" in found(findings, "rates").found
+    assert "TFLOP/s in fp32" in found(findings, "products").found
 
 
 @pytest.mark.parametrize(("content", "says"), [("{}", "hardware file"), (None, "No such file")])

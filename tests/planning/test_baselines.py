@@ -20,7 +20,7 @@ from sppo.planning.baseline_methods import (
     RECOMPUTES,
     ULYSSES,
 )
-from sppo.planning.baselines import HOST, SPPO, baseline, baselines
+from sppo.planning.baselines import HOST, SPPO, _paper_claims, baseline, baselines
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.feasibility import fits_at_all
 from sppo.planning.search.solver import solve
@@ -78,9 +78,8 @@ def test_degrees_obey_the_rules_of_each_method(paper):
     assert paper[MEGATRON].degrees == Degrees(1, 4, 8)
     assert paper[ULYSSES].degrees == Degrees(1, 1, 32)
     assert of_the_paper(16)[ULYSSES].degrees == Degrees(4, 1, 32)
-    few_heads = rows(run_of("llama-3.2-3b"), A100S)
-    assert few_heads[ULYSSES].degrees == Degrees(1, 1, 24)
-    assert few_heads[MEGATRON].degrees.sequence_parallel == 8
+    assert row_of(ULYSSES, A100S, "llama-3.2-3b").degrees == Degrees(1, 1, 24)
+    assert row_of(MEGATRON, A100S, "llama-3.2-3b").degrees.sequence_parallel == 8
 
 
 def test_claims_of_the_paper_stand_beside_its_model_and_machine_only(paper):
@@ -93,7 +92,7 @@ def test_claims_of_the_paper_stand_beside_its_model_and_machine_only(paper):
         (run_of(), replace(PRESETS["h100"], num_nodes=4)),
         (run_of(), replace(A100S, num_nodes=8)),
     ):
-        assert not any(row.paper for row in rows(run, hardware).values())
+        assert _paper_claims(run, hardware) == {}
 
 
 @pytest.mark.parametrize(("nodes", "claimed"), [(4, 1024 * KIB), (16, 4096 * KIB)])
@@ -175,8 +174,8 @@ def machine_of(preset, devices, *, nodes=1, host=2 << 40):
     return replace(spec, device=device, node=node, num_nodes=nodes)
 
 
-def row_of(name, hardware):
-    return baseline(run_of("llama-3.1-8b"), hardware=hardware, method=method_of(name))
+def row_of(name, hardware, model="llama-3.1-8b"):
+    return baseline(run_of(model), hardware=hardware, method=method_of(name))
 
 
 PUBLISHED = {

@@ -2,7 +2,6 @@
 
 import json
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,19 +11,23 @@ import torch
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
-def run(name, *arguments):
-    done = subprocess.run(
-        [sys.executable, SCRIPTS / name, *arguments, "--threads", "1", "--turns", "1"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs a script in this process, and gives what it prints."""
+
+    def run_script(name, *arguments):
+        words = [str(SCRIPTS / name), *arguments, "--threads", "1", "--turns", "1"]
+        monkeypatch.setattr(sys, "argv", words)
+        monkeypatch.syspath_prepend(SCRIPTS)
+        runpy.run_path(words[0], run_name="__main__")
+        return capsys.readouterr().out
+
+    threads = torch.get_num_threads()
+    yield run_script
+    torch.set_num_threads(threads)
 
 
-def test_attention_beside_one_unsplit_call(tmp_path):
+def test_attention_beside_one_unsplit_call(run, tmp_path):
     output = tmp_path / "attention.json"
     options = "--length 300 --tokens 100,64 --heads 4/2 --head-size 16 --dtypes fp32"
     said = run("compare_attention.py", *options.split(), "--output", str(output))
@@ -37,7 +40,7 @@ def test_attention_beside_one_unsplit_call(tmp_path):
 CROSS_ENTROPY = ("--tokens=200", "--vocabulary=500", "--hidden=16", "--output=losses.json")
 
 
-def test_cross_entropy_beside_two_steps(tmp_path, monkeypatch):
+def test_cross_entropy_beside_two_steps(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "tiled takes" in run("compare_cross_entropy.py", *CROSS_ENTROPY)
     (both,) = json.loads((tmp_path / "losses.json").read_text())
@@ -45,7 +48,7 @@ def test_cross_entropy_beside_two_steps(tmp_path, monkeypatch):
     assert abs(losses[0] - losses[1]) < 1e-2 * losses[1]
 
 
-def test_one_side_joins_the_report_of_another_time(tmp_path, monkeypatch):
+def test_one_side_joins_the_report_of_another_time(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "losses.json").write_text('[{"sides": {}}]')
     run("compare_cross_entropy.py", *CROSS_ENTROPY, "--sides", "tiled")
@@ -53,7 +56,7 @@ def test_one_side_joins_the_report_of_another_time(tmp_path, monkeypatch):
     assert set(tiled["sides"]) == {"tiled"}
 
 
-def test_fused_projections_beside_separate_ones(tmp_path):
+def test_fused_projections_beside_separate_ones(run, tmp_path):
     output = tmp_path / "fused.json"
     options = f"--hidden 1024 --tokens 16 --dtypes fp32 --output {output}"
     said = run("compare_fused_projections.py", *options.split())

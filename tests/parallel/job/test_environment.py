@@ -1,3 +1,4 @@
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from sppo.parallel.job.environment import (
     expand_hosts,
     nccl_dump_prefix,
     rank_environment,
+    with_module_path,
 )
 
 TORCHRUN = {
@@ -204,3 +206,12 @@ def test_nccl_leaves_its_dumps_where_the_user_says():
     old, new = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE"
     assert nccl_dump_prefix({old: "/there/old"}) == "/there/old"
     assert nccl_dump_prefix({old: "/there/old", new: "/there/new"}) == "/there/new"
+
+
+def test_ranks_find_modules_where_this_process_does(tmp_path, monkeypatch):
+    """First what comes first here, none by the directory that is current later."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", "/usr/lib/python3", "beside"])
+    found = with_module_path({"PYTHONPATH": "elsewhere", "HOME": "/root"})
+    here = str(tmp_path)
+    assert found == {"PYTHONPATH": f"{here}:/usr/lib/python3:{here}/beside", "HOME": "/root"}

@@ -21,6 +21,7 @@ from sppo.planning.search.simulated_candidate import simulate_candidate
 from sppo.planning.search.solver import solve
 from sppo.units import GIB
 from tests.planning.cases import machine, run_config, solved
+from tests.tiers import examples
 
 PAPER = {"512Ki": 32, "640Ki": 64, "768Ki": 80, "896Ki": 128, "1Mi": 160}
 """N of the SPPO paper for GPT-7B on 32 A100-80GB, with SP 8 and PP 4 at every length."""
@@ -201,7 +202,7 @@ def test_a_better_machine_is_never_slower(asked, what, factor):
     assert before is None or after <= before * (1 + 1e-6)
 
 
-@settings(deadline=None, max_examples=5)
+@settings(deadline=None, max_examples=examples(2, all=5))
 @given(*better_machines)
 def test_nor_by_more_than_closed_forms_are_off_once_simulated(asked, what, factor):
     """Of one number of subsequences only the closed form decides, which may choose another."""

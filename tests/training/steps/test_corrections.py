@@ -33,7 +33,7 @@ from tests.training.whole_runs.test_parallel_runs import (
     train_as,
 )
 
-STEPS = 6
+STEPS = 5
 CORRECTED = {"planning.corrected": "true"}
 
 
@@ -83,7 +83,7 @@ def on_two_ranks(ranks, job, output, *, steps=STEPS, first_step=0, **more):
 def test_every_step_says_what_its_prediction_rests_on(job):
     alone(job, overrides((1, 1, 1), STEPS))
     steps = records(job / "alone")
-    assert [step["correction_steps"] for step in steps] == [0, 0, 1, 2, 3, 4]
+    assert [step["correction_steps"] for step in steps] == [0, 0, 1, 2, 3]
     for step in steps[:2]:
         assert step["predicted_step_s"] == pytest.approx(step["uncorrected_step_s"], rel=1e-9)
         assert (step["forward_correction"], step["waiting_correction"]) == (1.0, 1.0)

@@ -23,7 +23,6 @@ from sppo.training.steps import step_work
 from sppo.training.steps.planning_ahead import StepPlans
 from tests.parallel.job.test_launch import wait_for
 from tests.planning.elastic.test_step_search import planner
-from tests.training.forked_sppo import ForkedSppo
 from tests.training.whole_runs.test_parallel_runs import alone, overrides, train_as
 from tests.training.whole_runs.test_sample_runs import write_samples
 
@@ -292,13 +291,6 @@ def test_two_ranks_one_of_whose_processes_is_killed(ranks, job, in_line_on_two):
 def test_ranks_with_other_plans_are_refused(ranks, job):
     with pytest.raises(AssertionError, match="rank 1 has made another plan of step 1 than rank 0"):
         on_two_ranks(ranks, job, planned_otherwise_by=1)
-
-
-@pytest.fixture(scope="module")
-def sppo():
-    command = ForkedSppo()
-    yield command
-    command.close()
 
 
 @pytest.fixture(scope="module")

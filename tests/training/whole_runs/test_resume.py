@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +33,6 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "activations": {"policy": "offload_all", "kv": "offload", "disk": "spill"},
     },
 }
-
-
-@pytest.fixture(scope="module")
-def sppo() -> Iterator[ForkedSppo]:
-    command = ForkedSppo()
-    yield command
-    command.close()
 
 
 class Run:

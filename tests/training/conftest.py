@@ -1,0 +1,17 @@
+"""What whole runs share: a process that forks those that they kill."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.training.forked_sppo import ForkedSppo
+
+
+@pytest.fixture(scope="session")
+def sppo() -> Iterator[ForkedSppo]:
+    """Runs the command in children that get signals at an exact moment."""
+    command = ForkedSppo()
+    yield command
+    command.close()
