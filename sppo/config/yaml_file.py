@@ -98,6 +98,8 @@ def parse_yaml(text: str, *, source: str) -> Any:
         rule = ", ".join(parts)
         if r"'\t'" in rule:
             rule += "; indent with spaces, not with tabs"
+        if "<block end>" in rule:
+            rule += "; let the keys of a section begin in one column"
         raise ConfigError(source, [Problem(where, "", rule)]) from None
     except yaml.YAMLError as error:
         rule = one_line(f"is not YAML text: {error}".partition("\n")[0])

@@ -83,6 +83,7 @@ def test_a_key_given_twice_beside_a_merge_is_refused():
         ("? {a: 1}\n: 1", "line 1", "a key is a word"),
         ("a: !!python/object:os.system x", "line 1", "python/object"),
         ("a:\n\t- b", "line 2", "'\\t' that cannot start any token; indent with spaces"),
+        ("a:\n  b: 1\n c: 2", "line 3", "; let the keys of a section begin in one column"),
         ("a: *nowhere", "line 1", "undefined alias"),
         ("a: " + "9" * 5000, "line 1", "digits"),
         ("a: \0", "", "not YAML text"),
