@@ -120,15 +120,16 @@ class ActivationsConfig(Section):
     offload_ratio: Auto | Fraction = "auto"
     """Fraction of the bytes saved by every subsequence but the last that is offloaded."""
     tier: Literal["auto", "device", "host", "disk"] = "auto"
-    """Tier of offloaded activations; device offloads nothing. auto: host memory of a GPU, the
-    directory of ``disk`` on a CPU."""
+    """Tier of offloaded activations, K and V; device offloads none. auto: host memory of a GPU, or
+    the directory of ``disk`` where that is too small; on a CPU that directory."""
     host_memory: Auto | Size = "auto"
     """Most host memory of one machine behind its GPUs, e.g. 64GiB, for offloaded activations,
     training state, and copies of it that are saved in the background. auto: what is free."""
     disk: Directory | None = None
     """Directory on a fast local disk, where offloaded activations lie; nothing in it has a name."""
     disk_memory: Auto | Size = "auto"
-    """Most bytes on the disk for offloaded activations, e.g. 200GiB. auto: what is free."""
+    """Most bytes on the disk for offloaded activations, e.g. 200GiB. auto: what is free. In plans
+    for a machine whose description has no disk, the size of one."""
     debug: bool = False
     """Verify every offloaded tensor by checksum, and overwrite with NaN what is done with; slow."""
 

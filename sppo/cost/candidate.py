@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, chain, pairwise
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from sppo.cost.packed_sequence import (
     parts_of_sequence,
 )
 from sppo.cost.state_tiers import ON_DEVICE, StateTiers
+from sppo.hardware.description import Tier
 from sppo.schedule.generators import LOOPED, Begun, order_of
 from sppo.schedule.transfers.kv_placement import KVPlacement
 
@@ -40,6 +42,8 @@ class Candidate:
         offload_ratio: Share that every subsequence sends away; None leaves it to the policy.
         zero: How much of the state the replicas shard.
         state: Where its training state lives.
+        activation_tier: Where offloaded activations, K and V go; "nearest" to the tier next to the
+            device that the machine has.
         input_every: Layers that share one saved input.
         allow_partial: Whether the policy may cut a tensor class.
         spare_bytes: Device memory that activation policies leave free for shards (MSP).
@@ -62,6 +66,7 @@ class Candidate:
     offload_ratio: float | None = None
     zero: int = 1
     state: StateTiers = ON_DEVICE
+    activation_tier: Tier | Literal["nearest"] = "nearest"
     input_every: int = 1
     allow_partial: bool = True
     spare_bytes: int = 0
@@ -70,6 +75,13 @@ class Candidate:
     kv: KVPlacement | None = "retained"
     packed: tuple[PackedSequence, ...] = ()
     begun: Begun = ()
+
+    @property
+    def tier(self) -> Tier:
+        """Where offloaded activations, K and V go; "device" where nothing is offloaded."""
+        if self.activation_tier == "nearest":
+            return self.workload.hardware.node.nearest_tier
+        return self.activation_tier
 
     def with_packed(self, sequences: tuple[PackedSequence, ...]) -> Candidate:
         """Return the candidate with a step of other sequences."""

@@ -41,6 +41,7 @@ from sppo.cost.sharding.part_seconds import (
     with_collectives,
 )
 from sppo.cost.sharding.parts import layer_by_copies, outer_by_copies
+from sppo.hardware.description import Tier
 from sppo.hardware.rates import Floats
 from sppo.schedule.actions import STAGES_HELD
 from sppo.schedule.costs import CopyEngines, Costs, LayerCopies, Link, Links, Table
@@ -103,7 +104,7 @@ def _update_seconds(candidate: Candidate) -> Table:
     parameters = of_ranks(candidate, updated)
     seconds = update_seconds(workload, parameters=parameters, shards=1)
     if state.offloads_optimizer:
-        engines = copy_engines(candidate)
+        engines = _engines(candidate, state.tier)
         out, back = engines.d2h_bytes_per_s, engines.h2d_bytes_per_s
         gradients = 0 if state.streams_gradients else ACCUMULATION_BYTES
         weights = 0 if state.streams_weights else workload.element_bytes
@@ -178,6 +179,7 @@ def stage_costs(
         context_slope=slope_quadratic / slope_linear if slope_linear else 0.0,
         links=pipeline_links(candidate),
         copies=copy_engines(candidate),
+        state_copies=state_copy_engines(candidate),
         layer_copies=tuple(_layer_copies(candidate, stage) for stage in candidate.stages),
         unit_collectives_s=unit_collective_seconds(candidate)
         if candidate.zero == 2 and candidate.schedule == "sppo_msp"
@@ -200,10 +202,8 @@ def _layer_copies(candidate: Candidate, layers: range) -> LayerCopies:
     """Return the flow of blocks: to a disk through slots, to host memory from where they are."""
     workload = candidate.workload
     layout = BlockLayout(workload.model, workload.element_bytes, layers=layers)
-    to_host = workload.hardware.node.host_memory_bytes > 0
-    return LayerCopies(
-        len(layers), SOURCES_HELD if to_host else layout.staging_slots, PREFETCH_LAYERS
-    )
+    leaving = layout.staging_slots if candidate.tier == "disk" else SOURCES_HELD
+    return LayerCopies(len(layers), leaving, PREFETCH_LAYERS)
 
 
 def _input_recompute_fraction(candidate: Candidate) -> Table:
@@ -277,19 +277,44 @@ def weight_operand_bytes(candidate: Candidate) -> Table:
 
 
 def copy_bytes_per_s(candidate: Candidate) -> tuple[float, float]:
-    """Rates (out, back) of a device's copies to its next tier; 0 where there is none."""
-    node = candidate.workload.hardware.node
-    if node.host_memory_bytes:
-        return node.d2h_bytes_per_s, node.h2d_bytes_per_s
-    if node.disk_bytes:
-        count = node.num_devices
-        return node.disk_write_bytes_per_s / count, node.disk_read_bytes_per_s / count
-    return 0.0, 0.0
+    """Rates (out, back) of a device's offloaded tensors; 0 where there is no tier for them."""
+    return tier_bytes_per_s(candidate, candidate.tier)
+
+
+def tier_bytes_per_s(candidate: Candidate, tier: Tier) -> tuple[float, float]:
+    """Rates (out, back) of a device's copies to a tier; 0 of the device itself.
+
+    What goes from a GPU to a disk passes through the host, so the slower of both counts.
+    """
+    hardware = candidate.workload.hardware
+    node, host = hardware.node, (hardware.node.d2h_bytes_per_s, hardware.node.h2d_bytes_per_s)
+    if tier == "host":
+        return host
+    if tier == "device":
+        return 0.0, 0.0
+    write, read = (
+        rate / node.num_devices
+        for rate in (node.disk_write_bytes_per_s, node.disk_read_bytes_per_s)
+    )
+    if hardware.device.kind == "cpu":
+        return write, read
+    return min(write, host[0]), min(read, host[1])
 
 
 def copy_engines(candidate: Candidate) -> CopyEngines:
-    """Copies as schedules are played with them."""
-    out, back = copy_bytes_per_s(candidate)
+    """Copies of activations, K and V as schedules are played with them."""
+    return _engines(candidate, candidate.tier)
+
+
+def state_copy_engines(candidate: Candidate) -> CopyEngines | None:
+    """Copies of weights and gradients; None where they pass one queue with those of activations."""
+    tier = candidate.state.tier
+    return None if tier in ("device", candidate.tier) else _engines(candidate, tier)
+
+
+def _engines(candidate: Candidate, tier: Tier) -> CopyEngines:
+    """Copies to and from a tier; of one that is not there they take no time."""
+    out, back = tier_bytes_per_s(candidate, tier)
     return CopyEngines(out, back) if out > 0 and back > 0 else CopyEngines()
 
 

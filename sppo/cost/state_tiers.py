@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal
 
-StateTier = Literal["device", "host", "disk"]
-"""Memory of the device, of the host behind it, or a file on a disk."""
+from sppo.hardware.description import Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +21,9 @@ class StateTiers:
         optimizer: fp32 masters and both moments.
     """
 
-    weights: StateTier = "device"
-    gradients: StateTier = "device"
-    optimizer: StateTier = "device"
+    weights: Tier = "device"
+    gradients: Tier = "device"
+    optimizer: Tier = "device"
 
     @property
     def streams_weights(self) -> bool:
@@ -45,14 +43,23 @@ class StateTiers:
     @property
     def leaves_device(self) -> bool:
         """Return whether any part lives behind the device."""
-        return any(getattr(self, field.name) != "device" for field in fields(self))
+        return bool(self._away)
+
+    @property
+    def tier(self) -> Tier:
+        """The one tier of all parts that live behind the device; "device" if none does."""
+        tier: Tier = getattr(self, self._away[-1]) if self._away else "device"
+        return tier
 
     def text(self) -> str:
         """Say what lives behind the device, and where; "on the device" if nothing does."""
-        parts = [field.name for field in fields(self) if getattr(self, field.name) != "device"]
-        if not parts:
-            return "on the device"
-        return f"{', '.join(parts)} on {getattr(self, parts[-1])}"
+        return f"{', '.join(self._away)} on {self.tier}" if self._away else "on the device"
+
+    @property
+    def _away(self) -> tuple[str, ...]:
+        """Names of the parts that live behind the device."""
+        names = (field.name for field in fields(self))
+        return tuple(name for name in names if getattr(self, name) != "device")
 
 
 ON_DEVICE = StateTiers()

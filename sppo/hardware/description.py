@@ -209,6 +209,10 @@ class DeviceSpec:
         return np.full_like(elements, self.memory_bytes_per_s)
 
 
+Tier = Literal["device", "host", "disk"]
+"""Memory of the device, of the host behind it, or a file on a disk."""
+
+
 @dataclass(frozen=True, slots=True)
 class NodeSpec:
     """Memory, disk and links that the devices of a node share.
@@ -249,6 +253,13 @@ class NodeSpec:
         if self.disk_bytes:
             above += ("disk_write_bytes_per_s", "disk_read_bytes_per_s")
         check_figures(self, where="node", above_zero=above)
+
+    @property
+    def nearest_tier(self) -> Tier:
+        """The tier next to its devices: host memory before a disk; "device" where there is none."""
+        if self.host_memory_bytes:
+            return "host"
+        return "disk" if self.disk_bytes else "device"
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ def source_of(hardware: HardwareSpec, figure: str, *, dtype: str, head_size: int
     Args:
         hardware: the machine.
         figure: "matrix products", "attention", "memory bandwidth", "links inside a node", "links
-            between nodes" or "copies to and from host memory".
+            between nodes", "copies to and from host memory" or "copies to a disk".
         dtype: of the products and the attention that are meant.
         head_size: of the attention that is meant.
     """
@@ -67,6 +67,7 @@ def source_of(hardware: HardwareSpec, figure: str, *, dtype: str, head_size: int
         "matrix products": _SUSTAINED_A100 if ampere else _SUSTAINED,
         "memory bandwidth": _MEMORY,
         "copies to and from host memory": _PCIE,
+        "copies to a disk": _LAPTOP,
         "links inside a node": _NVLINK,
         "links between nodes": _NETWORK.get(preset, _NETWORK["a100" if ampere else "later"]),
     }[figure]

@@ -145,7 +145,7 @@ def _state(run: RunConfig, preflight: Preflight) -> tuple[str, ...]:
     if not tiers.leaves_device:
         return ()
     behind = max(rank.tier_state_bytes for rank in preflight.plan.rank_memory)
-    where = f" ({run.activations.disk})" if preflight.plan.tier == "disk" else ""
+    where = f" ({run.activations.disk})" if tiers.tier == "disk" else ""
     return (f"state     {tiers.text()}{where}: {format_bytes(behind)}",)
 
 

@@ -22,6 +22,8 @@ _TIB = 1 << 40
 _DEGREES = ("data_parallel_degree", "pipeline_parallel_degree", "sequence_parallel_degree")
 _CUTS = ("num_subsequences", "boundaries")
 _OFFLOAD = "state.optimizer=host"
+_SOME_DIRECTORY = "DIR"
+"""What advice calls a directory on a disk of the machine."""
 _CHOSEN = {
     "parallel": (*_DEGREES, "schedule", "virtual_stages"),
     "sequence": _CUTS,
@@ -163,20 +165,24 @@ def _other_policies(run: RunConfig, hardware: HardwareSpec) -> Iterator[Advice]:
 
 
 def _tiers(run: RunConfig, hardware: HardwareSpec) -> Iterator[Advice]:
-    """Optimizer states in host memory; then more of the tier behind the device."""
+    """Optimizer states in host memory; a disk that is there; then more of a tier."""
     if _may_offload(run, hardware):
         best = quick_best(_offloading(run), hardware)
         if best is not None:
             yield _advice(_OFFLOAD, best)
     node = hardware.node
-    name = "host_memory_bytes" if node.host_memory_bytes else "disk_bytes"
-    if not getattr(node, name):
-        return
-    roomy = replace(hardware, node=replace(node, **{name: 1024 * _TIB}))
-    best = quick_best(run, roomy)
-    if best is not None:
-        what = "host memory" if node.host_memory_bytes else "disk space"
-        yield _advice(f"more {what} per node", best)
+    if node.disk_bytes and run.activations.disk is None:
+        activations = run.activations.model_copy(update={"disk": _SOME_DIRECTORY})
+        best = quick_best(run.model_copy(update={"activations": activations}), hardware)
+        if best is not None:
+            yield _advice(f"activations.disk={_SOME_DIRECTORY}", best)
+    for name, what in (("host_memory_bytes", "host memory"), ("disk_bytes", "disk space")):
+        if getattr(node, name):
+            roomy = replace(hardware, node=replace(node, **{name: 1024 * _TIB}))
+            best = quick_best(run, roomy)
+            if best is not None:
+                yield _advice(f"more {what} per node", best)
+                return
 
 
 def _may_offload(run: RunConfig, hardware: HardwareSpec) -> bool:

@@ -9,7 +9,12 @@ from sppo.cost.candidate import Candidate
 from sppo.cost.flops import FLASH_BACKWARD_RATIO, causal_pairs, head_flops, layer_flops
 from sppo.cost.kv import kv_compute_seconds
 from sppo.cost.pass_parts import PART_NAMES, PassParts
-from sppo.cost.stage_cost import message_seconds, stage_parts, stage_seconds
+from sppo.cost.stage_cost import (
+    copy_bytes_per_s,
+    message_seconds,
+    stage_parts,
+    stage_seconds,
+)
 from sppo.hardware.preset_sources import source_of
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.schedule.generators import LOOPED
@@ -121,6 +126,8 @@ def rates_used(evaluated: EvaluatedCandidate) -> tuple[RateUsed, ...]:
         rows.append(("links between nodes", hardware.network.inter_node_bytes_per_s, "B/s", None))
     if hardware.node.host_memory_bytes:
         rows.append(("copies to and from host memory", hardware.node.d2h_bytes_per_s, "B/s", None))
+    if candidate.tier == "disk":
+        rows.append(("copies to a disk", copy_bytes_per_s(candidate)[0], "B/s", None))
     return tuple(
         RateUsed(
             f"{figure} ({backend})" if figure == "attention" and backend else figure,

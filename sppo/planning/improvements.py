@@ -20,7 +20,7 @@ from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.feasibility import fits_at_all
 from sppo.planning.search.simulated_candidate import simulate_candidate
 from sppo.planning.search.solver import Solution
-from sppo.planning.search.state_choices import runs_by_state
+from sppo.planning.search.state_choices import runs_by_tiers
 
 WORTH_IT = 1.03
 """Tokens per second and device, against the best found, from which a change is listed."""
@@ -129,7 +129,7 @@ def _fastest(
     is_large = known.costs.forward_s.size > _LARGE
     wanted = (near,) if is_large else (near // 4, near // 2, near, near * 3 // 2)
     few = sorted({min(counts, key=lambda count: abs(count - want)) for want in wanted})
-    for run in runs_by_state(change.run, hardware=change.hardware):
+    for run in runs_by_tiers(change.run, hardware=change.hardware):
         search = CandidateSearch(run, hardware=change.hardware, subsequence_counts=few)
         first = next(search.fastest_first(most_s=most_s), None)
         if first is not None or fits_at_all(run, change.hardware):

@@ -10,7 +10,7 @@ import numpy as np
 from sppo.activations.placement import SubsequencePlacement
 from sppo.config.run import RunConfig
 from sppo.cost.flops import step_flops
-from sppo.cost.memory.copy_room import stage_blocks, staging_bytes
+from sppo.cost.memory.copy_room import stage_blocks
 from sppo.cost.memory.joined_tensors import block_layout
 from sppo.cost.stage_cost import of_ranks, row_bytes_of
 from sppo.planning.plan import (
@@ -52,6 +52,7 @@ def make_plan(run: RunConfig, evaluated: EvaluatedCandidate) -> ExecutionPlan:
         program_digest=evaluated.executed_program().digest(),
         virtual_stages=candidate.virtual_stages,
         state=candidate.state,
+        activation_tier=candidate.tier,
     )
 
 
@@ -62,8 +63,6 @@ def predict(run: RunConfig, evaluated: EvaluatedCandidate) -> Prediction:
     length, sequences = run.sequence.length, run.train.sequences_per_step
     flops = step_flops(run.model, length=length, sequences=sequences)
     peak = hardware.device.flops_per_s(run.train.dtype) * candidate.num_devices
-    on_host = hardware.node.host_memory_bytes > 0
-    tier = evaluated.tier_peak_bytes
     forward_s, backward_s = compute_seconds(evaluated)
     exposed = time.exposed_copy_s
     if evaluated.played is not None:
@@ -80,8 +79,8 @@ def predict(run: RunConfig, evaluated: EvaluatedCandidate) -> Prediction:
         mfu=flops / evaluated.step_s / peak,
         bubble_fraction=_bubble_fraction(evaluated),
         device_peak_bytes=evaluated.device_peak_bytes,
-        host_peak_bytes=tier if on_host else _staging_bytes(evaluated),
-        disk_peak_bytes=0 if on_host else tier,
+        host_peak_bytes=evaluated.host_peak_bytes,
+        disk_peak_bytes=evaluated.disk_peak_bytes,
         offload_ratios=offload_ratios(evaluated),
     )
 
@@ -98,12 +97,6 @@ def compute_seconds(evaluated: EvaluatedCandidate) -> tuple[float, float]:
     )
     busiest = int(np.argmax(forward_s + backward_s))
     return float(forward_s[busiest]), float(backward_s[busiest])
-
-
-def _staging_bytes(evaluated: EvaluatedCandidate) -> int:
-    """Host memory in front of a disk; part of the device's where that is RAM."""
-    saved = max(rank.background_save_bytes for rank in evaluated.memory)
-    return saved + staging_bytes(evaluated.candidate, placement=evaluated.placement)
 
 
 def offload_ratios(evaluated: EvaluatedCandidate) -> tuple[float, ...]:

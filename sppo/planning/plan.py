@@ -21,8 +21,9 @@ from sppo.config.json_file import JsonError, read_json
 from sppo.config.model import ModelConfig
 from sppo.config.run import RunConfig
 from sppo.cost.memory.stage_memory import StageMemory
+from sppo.cost.memory.tier_memory import tier_buckets
 from sppo.cost.state_tiers import StateTiers
-from sppo.hardware.description import HardwareSpec, Provenance
+from sppo.hardware.description import HardwareSpec, Provenance, Tier
 from sppo.quoting import one_line, quoted
 from sppo.schedule.transfers.kv_placement import KVPlacement
 from sppo.version import __version__
@@ -122,6 +123,8 @@ class ExecutionPlan:
         virtual_stages: Stages on each pipeline rank; 1 in plans that were made before it stood
             there.
         state: Where the training state lives; None in plans that were made before it stood there.
+        activation_tier: Where offloaded activations, K and V go; None in plans that were made
+            before it stood there, which use the nearest tier.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -146,6 +149,7 @@ class ExecutionPlan:
     program_digest: str | None = None
     virtual_stages: int = 1
     state: StateTiers | None = None
+    activation_tier: Tier | None = None
 
     @property
     def state_tiers(self) -> StateTiers:
@@ -185,28 +189,16 @@ class ExecutionPlan:
         )
 
     @property
-    def has_tier(self) -> bool:
-        """Return whether there is a tier that something could be offloaded to."""
-        node = self.hardware.node
-        return node.host_memory_bytes > 0 or node.disk_bytes > 0
+    def tier(self) -> Tier:
+        """Where offloaded activations, K and V go; "device" where there is no tier for them."""
+        return self.activation_tier or self.hardware.node.nearest_tier
 
-    @property
-    def uses_tier(self) -> bool:
-        """Return whether anything goes to the tier behind the devices."""
-        return self.offloads_anything or self.state_tiers.leaves_device
-
-    @property
-    def tier(self) -> Literal["host", "disk"]:
-        """Return the tier of offloaded tensors: host memory if devices have some behind them."""
-        return "host" if self.hardware.node.host_memory_bytes > 0 else "disk"
-
-    @property
-    def staging_bytes(self) -> int:
-        """Host memory that every rank's copies pass through in front of a disk; 0 without one."""
-        if self.tier == "host":
-            return 0
-        copied = max(rank.background_save_bytes for rank in self.rank_memory)
-        return self.predicted.host_peak_bytes - copied
+    def rank_tier_buckets(self, place: Literal["host", "disk"]) -> tuple[Mapping[str, int], ...]:
+        """Return what one device of each pipeline rank has in a tier, by bucket."""
+        return tuple(
+            tier_buckets(held, place, activations=self.tier, state=self.state_tiers)
+            for held in self.rank_memory
+        )
 
     def recomputed_fractions(self, tensor_class: int) -> tuple[float, ...]:
         """Share of each subsequence in which a class is recomputed, averaged over the layers."""

@@ -44,6 +44,7 @@ def plan_candidate(plan: ExecutionPlan) -> Candidate:
         policy=plan.policy,
         zero=plan.zero,
         state=plan.state_tiers,
+        activation_tier=plan.tier,
         input_every=plan.run["activations"]["input_every"],
         virtual_stages=plan.virtual_stages,
         kv=plan.stages[0].kv,

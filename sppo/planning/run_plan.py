@@ -6,15 +6,20 @@ the number of subsequences, and what happens to saved activations in the memory 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.kv import offloaded_kv_bytes
 from sppo.cost.layer import Workload
+from sppo.cost.memory.tier_memory import (
+    IN_FRONT_OF_DISK,
+    OFFLOADED,
+    SAVED_IN_BACKGROUND,
+    tier_buckets,
+)
 from sppo.cost.stage_cost import row_bytes_of
-from sppo.hardware.description import HardwareSpec, NodeSpec
-from sppo.hardware.presets import PRESETS
+from sppo.hardware.description import HardwareSpec, NodeSpec, Tier
 from sppo.planning.make_plan import make_plan
 from sppo.planning.partition import automatic_num_subsequences
 from sppo.planning.plan import ExecutionPlan, boundaries_of
@@ -27,15 +32,17 @@ from sppo.planning.search.candidates import (
 )
 from sppo.planning.search.choices import (
     Degrees,
+    activation_tiers,
     cut_sequence,
     multiplexed_problem,
     shares_units,
     virtual_stages_to_try,
+    with_disk,
 )
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, assess
 from sppo.planning.search.shortfall import Shortfall
 from sppo.planning.search.simulated_candidate import simulate_candidate
-from sppo.planning.search.state_choices import runs_by_state
+from sppo.planning.search.state_choices import runs_by_tiers
 from sppo.units import format_bytes
 
 EVALUATION_TOKENS = {"cpu": 2048, "cuda": 8192}
@@ -75,7 +82,7 @@ def plan_run(
     node = _tiers(run, hardware=hardware, disk_bytes=disk_bytes, host_bytes=host_bytes)
     machine = replace(hardware, device=device, node=node)
     # Without a tier whole classes: nothing is gained by putting tensors together from parts.
-    has_tier = node.disk_bytes + node.host_memory_bytes > 0
+    has_tier = activation_tiers(run, hardware=machine) != ("device",)
     evaluated = assess_run(run, hardware=machine, allow_partial=has_tier)
     if evaluated.shortfall is not None:
         raise MemoryError(_too_large(run, evaluated, usable=usable, available=available_bytes))
@@ -85,7 +92,7 @@ def plan_run(
 def assess_run(
     run: RunConfig, *, hardware: HardwareSpec, allow_partial: bool = True
 ) -> EvaluatedCandidate:
-    """Assess a run with its training state as near to the devices as it fits.
+    """Assess a run with activations and training state as near to the devices as they fit.
 
     Args:
         run: checked.
@@ -96,7 +103,10 @@ def assess_run(
         ValueError: see :func:`run_candidate`.
     """
     tried: list[EvaluatedCandidate] = []
-    for attempt in runs_by_state(run, hardware=hardware):
+    full: set[Tier] = set()
+    for attempt in runs_by_tiers(run, hardware=hardware):
+        if attempt.activations.tier in full:
+            continue  # what leaves the device goes there, too
         candidate = run_candidate(attempt, hardware=hardware)
         partial = candidate.allow_partial and allow_partial
         found = assess(replace(candidate, allow_partial=partial))
@@ -104,7 +114,7 @@ def assess_run(
             return found
         tried.append(found)
         if found.shortfall.place != "device":
-            break  # what leaves the device goes there, too
+            full.add(candidate.tier)
     return min(tried, key=lambda one: one.short_bytes)
 
 
@@ -171,10 +181,9 @@ def evaluation_boundaries(run: RunConfig, *, hardware: HardwareSpec) -> tuple[in
 
 
 def _tiers(run: RunConfig, *, hardware: HardwareSpec, disk_bytes: int, host_bytes: int) -> NodeSpec:
-    """The node with the tiers that the run may use.
+    """The node with what is free of the tiers behind its devices, as far as the run may use it.
 
-    Behind a GPU the host's memory, unless the run says otherwise; else a disk, if it names a
-    directory on one.
+    Behind a GPU that is the host's memory; and a disk, if the run names a directory on one.
     """
     asked, node = run.activations, hardware.node
     if asked.tier == "host" and host_bytes == 0:
@@ -182,33 +191,32 @@ def _tiers(run: RunConfig, *, hardware: HardwareSpec, disk_bytes: int, host_byte
             "activations.tier=host on a CPU, whose device memory is the host's: name a directory "
             "on a fast local disk (activations.disk=DIR), or leave activations.tier out"
         )
-    if host_bytes > 0 and asked.tier in ("auto", "host"):
-        room = host_bytes
-        if asked.host_memory != "auto":
-            room = min(room, asked.host_memory // node.num_devices)
-        return replace(node, host_memory_bytes=room * node.num_devices, disk_bytes=0)
     if asked.tier == "disk" and asked.disk is None:
         raise ValueError(
             "activations.tier=disk without a directory: write activations.disk=DIR, on a fast "
             "local disk, or leave activations.tier out"
         )
-    if asked.disk is None or asked.tier == "device":
-        return replace(node, host_memory_bytes=0, disk_bytes=0)
-    room = disk_bytes if asked.disk_memory == "auto" else min(disk_bytes, asked.disk_memory)
-    asks = asked.kv == "offload" or asked.policy in ("offload_all", "sppo") or asked.tier == "disk"
-    if disk_bytes == 0 and (asks or asked.offload_ratio not in ("auto", 0)):
+    host, disk = host_bytes, 0 if asked.disk is None else disk_bytes
+    if asked.host_memory != "auto":
+        host = min(host, asked.host_memory // node.num_devices)
+    if asked.disk_memory != "auto":
+        disk = min(disk, asked.disk_memory)
+    if asked.disk is not None and disk_bytes == 0 and _needs_disk(run, behind_gpu=host_bytes > 0):
         raise MemoryError(
             f"activations.disk={asked.disk}: the disk is full; free space, or name a directory on "
             "another disk"
         )
-    rates = node if node.disk_write_bytes_per_s > 0 else PRESETS["laptop-cpu"].node
-    return replace(
-        node,
-        host_memory_bytes=0,
-        disk_bytes=room,
-        disk_write_bytes_per_s=rates.disk_write_bytes_per_s,
-        disk_read_bytes_per_s=rates.disk_read_bytes_per_s,
-    )
+    return with_disk(replace(node, host_memory_bytes=host * node.num_devices), disk)
+
+
+def _needs_disk(run: RunConfig, *, behind_gpu: bool) -> bool:
+    """Whether a run asks for what goes to its disk, rather than to the host's memory."""
+    asked = run.activations
+    if asked.tier != "auto" or behind_gpu:
+        return asked.tier == "disk"
+    offloads = asked.kv == "offload" or asked.policy in ("offload_all", "sppo")
+    moves = "disk" in (run.state.weights, run.state.gradients, run.state.optimizer)
+    return offloads or moves or asked.offload_ratio not in ("auto", 0)
 
 
 def _too_large(
@@ -234,43 +242,71 @@ def _too_large(
 
 
 def _tier_too_small(run: RunConfig, evaluated: EvaluatedCandidate, shortfall: Shortfall) -> str:
-    """Say what a rank puts behind its device, and what to change for it to fit there."""
-    held, kv_bytes = evaluated.memory[shortfall.rank], offloaded_kv_bytes(evaluated.candidate)
-    offloaded, state = held.tier_activations_bytes, held.tier_state_bytes
-    copied = shortfall.needed_bytes - held.tier_bytes
+    """Say what a rank puts in a tier behind its device, and what to change for it to fit there."""
+    taken = _taken(evaluated, shortfall)
+    kv_bytes = offloaded_kv_bytes(evaluated.candidate)
     parts = []
-    if offloaded:
+    if taken.offloaded:
         offloads = f"activations.policy={run.activations.policy} offloads"
         kv = f" with K and V ({format_bytes(kv_bytes)}, activations.kv)" if kv_bytes else ""
-        parts.append(f"{offloads} {format_bytes(offloaded)}{kv}")
-    if state:
-        parts.append(f"the section state moves {format_bytes(state)}")
-    if copied:
-        parts.append(f"checkpoint.async_save copies {format_bytes(copied)}")
+        parts.append(f"{offloads} {format_bytes(taken.offloaded)}{kv}")
+    if taken.staged:
+        parts.append(f"activations on their way to a disk take {format_bytes(taken.staged)}")
+    if taken.state:
+        parts.append(f"the section state moves {format_bytes(taken.state)}")
+    if taken.copied:
+        parts.append(f"checkpoint.async_save copies {format_bytes(taken.copied)}")
     on_disk = shortfall.place == "disk"
     where = f"activations.disk={run.activations.disk}" if on_disk else "host memory"
     return (
         f"{', '.join(parts)} to {where}, of which {format_bytes(shortfall.available_bytes)} may be "
-        f"used: {_put_less(evaluated, shortfall)}, or "
+        f"used: {_put_less(evaluated, shortfall, taken)}, or "
         f"{_more_disk(run) if on_disk else _more_host(run)}"
     )
 
 
-def _put_less(evaluated: EvaluatedCandidate, shortfall: Shortfall) -> str:
-    """Say which of what a rank puts behind its device to leave out for the rest to fit."""
-    held, room = evaluated.memory[shortfall.rank], shortfall.available_bytes
-    copied = shortfall.needed_bytes - held.tier_bytes
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """Bytes that a rank puts in one tier.
+
+    Attributes:
+        offloaded: Activations, K and V.
+        staged: Slots in front of a disk.
+        state: Weights, gradients and optimizer states.
+        copied: By a checkpoint that is saved in the background.
+    """
+
+    offloaded: int
+    staged: int
+    state: int
+    copied: int
+
+
+def _taken(evaluated: EvaluatedCandidate, shortfall: Shortfall) -> _Taken:
+    assert shortfall.place != "device", "only of a tier behind it"
+    candidate, held = evaluated.candidate, evaluated.memory[shortfall.rank]
+    buckets = tier_buckets(held, shortfall.place, activations=candidate.tier, state=candidate.state)
+    offloaded, staged = buckets[OFFLOADED], buckets.get(IN_FRONT_OF_DISK, 0)
+    copied = buckets.get(SAVED_IN_BACKGROUND, 0)
+    return _Taken(offloaded, staged, sum(buckets.values()) - offloaded - staged - copied, copied)
+
+
+def _put_less(evaluated: EvaluatedCandidate, shortfall: Shortfall, taken: _Taken) -> str:
+    """Say which of what a rank puts in a tier to leave out for the rest to fit."""
+    room, kept = shortfall.available_bytes, shortfall.needed_bytes - taken.copied
     fixes = []
-    if copied > room or (copied and held.tier_bytes <= room):
+    if taken.copied > room or (taken.copied and kept <= room):
         fixes.append("write checkpoint.async_save=false")
     else:
-        room -= copied
-    if held.tier_state_bytes > room:
+        room -= taken.copied
+    if taken.state and taken.state + taken.staged > room:
         fixes.append("write state.optimizer=device (state.gradients, state.weights)")
-    elif held.tier_bytes > room:
+    elif taken.staged > room:
+        fixes.append("write activations.tier=device")
+    elif kept > room:
         less = offload_less(
-            room_bytes=room - held.tier_state_bytes,
-            needed_bytes=held.tier_activations_bytes,
+            room_bytes=room - taken.state,
+            needed_bytes=taken.offloaded,
             kv_bytes=offloaded_kv_bytes(evaluated.candidate),
             ratio=_offloaded_fraction(evaluated),
         )

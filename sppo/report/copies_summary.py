@@ -6,8 +6,11 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from sppo.cost.memory.tier_memory import SAVED_IN_BACKGROUND
+from sppo.cost.stage_cost import copy_bytes_per_s
 from sppo.offload.copy_report import CopyReport
 from sppo.planning.plan import ExecutionPlan
+from sppo.planning.plan_program import plan_candidate
 
 
 def copies_summary(plan: ExecutionPlan, reports: Sequence[CopyReport]) -> dict[str, Any] | None:
@@ -19,12 +22,12 @@ def copies_summary(plan: ExecutionPlan, reports: Sequence[CopyReport]) -> dict[s
     """
     if not plan.offloads_anything or not reports:
         return None
-    last, predicted, node = reports[-1], plan.predicted, plan.hardware.node
-    host_bytes = plan.staging_bytes
-    out, back = node.disk_write_bytes_per_s, node.disk_read_bytes_per_s
-    if plan.tier == "host":
-        out, back = node.d2h_bytes_per_s, node.h2d_bytes_per_s
-        host_bytes = max(rank.tier_bytes for rank in plan.rank_memory)
+    last, predicted = reports[-1], plan.predicted
+    out, back = copy_bytes_per_s(plan_candidate(plan))
+    host_bytes = max(
+        sum(buckets.values()) - buckets[SAVED_IN_BACKGROUND]
+        for buckets in plan.rank_tier_buckets("host")
+    )
     return {
         "out_bytes": dict(last.out_bytes),
         "back_bytes": dict(last.back_bytes),

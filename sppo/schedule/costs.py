@@ -58,7 +58,7 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class CopyEngines:
-    """Bandwidth of a rank's copies to and from its host tier, both directions busy."""
+    """Bandwidth of a rank's copies to and from one tier, both directions busy."""
 
     d2h_bytes_per_s: float = math.inf
     h2d_bytes_per_s: float = math.inf
@@ -159,6 +159,8 @@ class Costs:
             first token's; it balances the shards of an MSP unit. 0 means all tokens are equal.
         links: What carries messages between ranks.
         copies: What carries D2H and H2D.
+        state_copies: What carries those of weights and gradients, where they go to another tier
+            than the rest; None where all pass one queue a direction.
         layer_copies: How copies flow on each stage; () for whole units that lag without limit.
         unit_collectives_s: Of each stage, seconds of the collectives that go with every F and with
             every B, which take as long where a unit is shared (MSP); () for none.
@@ -184,6 +186,7 @@ class Costs:
     context_slope: float = 0.0
     links: Links = Links()
     copies: CopyEngines = CopyEngines()
+    state_copies: CopyEngines | None = None
     layer_copies: tuple[LayerCopies, ...] = ()
     unit_collectives_s: tuple[tuple[float, float], ...] = ()
 

@@ -88,6 +88,7 @@ class PlayedActions:
             f"{self.schedule.num_stages}, {self.units}"
         )
         backward, weight = costs.backward_s.ravel(), costs.weight_s.ravel()
+        state_copies = costs.state_copies or costs.copies
         split = [bool(x) for x in self.present[W]]
         fused = (backward + weight).tolist()
         self.seconds = {
@@ -100,13 +101,14 @@ class PlayedActions:
             D2H_KV: (costs.kv_offload_bytes / costs.copies.d2h_bytes_per_s).ravel().tolist(),
             H2D_KV: (costs.kv_offload_bytes / costs.copies.h2d_bytes_per_s).ravel().tolist(),
             REDUCE: costs.reduce_s.tolist(),
-            H2D_WEIGHTS: (costs.streamed_weight_bytes / costs.copies.h2d_bytes_per_s).tolist(),
-            D2H_GRADIENTS: (costs.streamed_gradient_bytes / costs.copies.d2h_bytes_per_s).tolist(),
-            H2D_GRADIENTS: (costs.streamed_gradient_bytes / costs.copies.h2d_bytes_per_s).tolist(),
+            H2D_WEIGHTS: (costs.streamed_weight_bytes / state_copies.h2d_bytes_per_s).tolist(),
+            D2H_GRADIENTS: (costs.streamed_gradient_bytes / state_copies.d2h_bytes_per_s).tolist(),
+            H2D_GRADIENTS: (costs.streamed_gradient_bytes / state_copies.h2d_bytes_per_s).tolist(),
         }
         self.settle_s: list[float] = costs.settle_s.tolist()
         self.message_bytes = costs.message_bytes.tolist()
         self.layer_copies = costs.layer_copies
+        self.has_state_queues = costs.state_copies is not None
 
     def _load_msp_groups(self, programs: Sequence[EncodedProgram], costs: Costs) -> None:
         self.groups: Mapping[int, MspGroup] = {}

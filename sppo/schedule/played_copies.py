@@ -1,4 +1,4 @@
-"""The copies of a simulation: two copy engines a rank, and what waits for them.
+"""The copies of a simulation: two copy engines a rank and tier, and what waits for them.
 
 Copies of saved tensors flow layer by layer where costs say so, see
 :meth:`PlayedCopies.wait_for_blocks`; those of K and V come back beside a backward, see
@@ -25,6 +25,9 @@ class PlayedCopies:
         self._played = played
         ranks, stages = played.num_ranks, played.schedule.num_stages
         self.engine_free = {D2H: [0.0] * ranks, H2D: [0.0] * ranks}
+        self.state_engine_free = self.engine_free
+        if played.has_state_queues:
+            self.state_engine_free = {D2H: [0.0] * ranks, H2D: [0.0] * ranks}
         self.block_out_s = [0.0] * ranks
         self.reload: dict[tuple[int, int], tuple[int, float]] = {}
         self.kv_back: list[list[tuple[int, int, float]]] = [[] for _ in range(ranks)]
@@ -183,7 +186,7 @@ class PlayedCopies:
     def _copy_in(self, rank: int, index: int, code: int, stage: int, ready: float) -> None:
         """Copy what a whole stage waits for."""
         played = self._played
-        queue = self.engine_free[H2D]
+        queue = self.state_engine_free[H2D]
         start = max(queue[rank], ready)
         queue[rank] = finish = start + played.seconds[code][stage]
         self.stage_here[stage] = max(self.stage_here[stage], finish)
@@ -192,7 +195,7 @@ class PlayedCopies:
     def copy_gradients_out(self, rank: int, index: int, code: int, stage: int) -> bool:
         """D2H of a stage's gradients, behind its REDUCE where that stands in front."""
         played = self._played
-        queue = self.engine_free[D2H]
+        queue = self.state_engine_free[D2H]
         start = max(queue[rank], played.free[rank])
         queue[rank] = finish = start + played.seconds[code][stage]
         self.gradients_gone[stage] = finish

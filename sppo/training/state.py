@@ -210,7 +210,7 @@ def _build_engine(
 
 def may_offload(run: RunConfig, plan: ExecutionPlan) -> bool:
     """Return whether any step of a run may offload activations: those of samples decide anew."""
-    return plan.offloads_anything or (run.data.samples == "documents" and plan.has_tier)
+    return plan.offloads_anything or (run.data.samples == "documents" and plan.tier != "device")
 
 
 def _exchange(run: RunConfig, mesh: Mesh) -> UlyssesAllToAll | MegatronSequenceParallel | None:

@@ -313,7 +313,7 @@ def test_what_fits_stays_within_every_budget(candidate):
     for found in assessed(candidate, stage_seconds(candidate)).values():
         if found.shortfall is None:
             assert found.device_peak_bytes <= hardware.device.usable_bytes
-            assert found.tier_peak_bytes <= hardware.host_bytes_per_device
+            assert found.host_peak_bytes <= hardware.host_bytes_per_device
         else:
             assert found.shortfall.short_bytes > 0
 

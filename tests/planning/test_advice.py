@@ -65,7 +65,7 @@ def test_a_million_tokens_on_one_node_need_the_host_and_how_much_of_it():
         request("llama-3.1-8b", state={"optimizer": "host"}, **how), hardware_for(run.hardware)
     )
     assert found.step_s == best.step_s
-    assert found.node_host_bytes == 8 * best.tier_peak_bytes
+    assert found.node_host_bytes == 8 * best.host_peak_bytes
     assert "of host memory a node" in found.effect
 
 

@@ -169,7 +169,7 @@ def fits_and_is_best(solution: Solution) -> None:
     for listed in (best, *solution.runners_up, *solution.by_num_subsequences):
         assert listed.shortfall is None
         assert listed.device_peak_bytes <= hardware.device.usable_bytes
-        assert listed.tier_peak_bytes <= hardware.host_bytes_per_device
+        assert listed.host_peak_bytes <= hardware.host_bytes_per_device
         simulated = simulate_candidate(listed)
         assert max(simulated_device_bytes(simulated)) <= listed.device_peak_bytes + 8
         # Units are cut over ranks (MSP) where a run asks for it, however slow that is.
@@ -231,7 +231,7 @@ def commands_agree(request: RunConfig, solution: Solution) -> None:
     assert evaluated.candidate.schedule == best.candidate.schedule
     assert evaluated.shortfall is None
     assert evaluated.device_peak_bytes == best.device_peak_bytes
-    assert evaluated.tier_peak_bytes == best.tier_peak_bytes
+    assert evaluated.host_peak_bytes == best.host_peak_bytes
     assert evaluated.node_host_bytes == best.node_host_bytes
     case = simulated_run(found.whole, hardware=hardware).case
     assert simulate(case.schedule, costs=case.costs).makespan_s == pytest.approx(best.step_s)

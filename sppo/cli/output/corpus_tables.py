@@ -60,7 +60,7 @@ def print_corpus_solution(
     _print_sides(solution, console=console)
     console.print()
     _say(console, "the drawn step that takes most memory:")
-    print_memory(best.fullest.evaluated.memory, hardware=solution.hardware, console=console)
+    print_memory(best.fullest.evaluated, console=console)
     longest, rank = best.longest, fullest_rank(best.longest.memory)
     _say(
         console,

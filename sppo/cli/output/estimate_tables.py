@@ -44,7 +44,7 @@ def print_estimate(found: Estimate, *, console: Console) -> None:
         say(f"does not fit: {evaluated.shortfall.reason}")
         say("sppo solve says what would")
     console.print()
-    print_memory(evaluated.memory, hardware=found.hardware, console=console)
+    print_memory(evaluated, console=console)
 
 
 def _counts_table(found: Estimate) -> Table:

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sppo.cli.output.solve_text import TIER_NAMES
+from sppo.cost.candidate import Candidate
 from sppo.cli.output.memory_groups import (
     BUCKETS,
     FREE,
@@ -17,10 +19,8 @@ from sppo.cli.output.memory_groups import (
     rank_groups,
     shown_groups,
 )
-from sppo.cli.output.solve_text import tier_text
-from sppo.cost.memory.stage_memory import StageMemory
-from sppo.hardware.description import HardwareSpec
-from sppo.planning.search.shortfall import SAVED_IN_BACKGROUND
+from sppo.cost.memory.tier_memory import tier_buckets
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.units import format_bytes
 
 _MOST_GROUPS = 4
@@ -40,13 +40,11 @@ _COLOURS = {
 }
 
 
-def print_memory(
-    memory: Sequence[StageMemory], *, hardware: HardwareSpec, console: Console
-) -> None:
+def print_memory(evaluated: EvaluatedCandidate, *, console: Console) -> None:
     """Bars and buckets of one device of each rank, ranks with equal memory together."""
-    groups = rank_groups(memory)
+    groups, candidate = rank_groups(evaluated.memory), evaluated.candidate
     shown = shown_groups(groups, most=_MOST_GROUPS)
-    budget = hardware.device.usable_bytes
+    budget = candidate.workload.hardware.device.usable_bytes
     console.print(
         f"memory of one device of each rank; the line is its budget, {format_bytes(budget)}",
         highlight=False,
@@ -61,7 +59,7 @@ def print_memory(
         line = Text(f" {group.name:<{width}} ").append(_coloured(bar))
         line.append(f" {format_bytes(group.memory.device.total_bytes)}")
         console.print(line, highlight=False, soft_wrap=True)
-    console.print(_bucket_table(shown, hardware=hardware))
+    console.print(_bucket_table(shown, candidate=candidate))
     hidden = len(groups) - len(shown)
     if hidden:
         console.print(f"and {hidden} more kinds of ranks; --json lists all", highlight=False)
@@ -74,7 +72,7 @@ def _coloured(bar: str) -> Text:
     return text
 
 
-def _bucket_table(groups: Sequence[RankGroup], *, hardware: HardwareSpec) -> Table:
+def _bucket_table(groups: Sequence[RankGroup], *, candidate: Candidate) -> Table:
     """A row per bucket that anything is in, then totals and what lies elsewhere."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
@@ -91,11 +89,11 @@ def _bucket_table(groups: Sequence[RankGroup], *, hardware: HardwareSpec) -> Tab
         add(bucket.letter, bucket.label, [bucket.bytes_of(each.device) for each in held])
     table.add_section()
     add("", "one device", [each.device.total_bytes for each in held])
-    tier = tier_text(hardware)
-    add("", f"activations in {tier}", [each.tier_activations_bytes for each in held])
-    add("", f"optimizer states in {tier}", [each.host_optimizer_bytes for each in held])
-    add("", f"gradients in {tier}", [each.tier_gradients_bytes for each in held])
-    add("", f"weights in {tier}", [each.tier_weights_bytes for each in held])
-    saved = [each.background_save_bytes for each in held]
-    add("", f"{SAVED_IN_BACKGROUND}, in host memory", saved)
+    for place in ("host", "disk"):
+        behind = [
+            tier_buckets(each, place, activations=candidate.tier, state=candidate.state)
+            for each in held
+        ]
+        for name in behind[0]:
+            add("", f"{name} in {TIER_NAMES[place]}", [buckets[name] for buckets in behind])
     return table

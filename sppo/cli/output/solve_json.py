@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sppo.cli.output.solve_text import launch_commands, node_host_bytes
+from sppo.cli.output.solve_text import launch_commands
 from sppo.config.run import RunConfig
 from sppo.cost.memory.stage_memory import StageMemory
 from sppo.hardware.description import HardwareSpec
@@ -107,9 +107,10 @@ def candidate_report(run: RunConfig, evaluated: EvaluatedCandidate) -> dict[str,
         "policy": evaluated.effective_policy,
         "kv": evaluated.kv,
         "state": asdict(evaluated.candidate.state),
+        "activation_tier": evaluated.candidate.tier,
         "sequences_per_replica": candidate.sequences,
         "predicted": predicted,
-        "node_host_peak_bytes": node_host_bytes(evaluated, prediction),
+        "node_host_peak_bytes": evaluated.node_host_bytes,
         "simulated_device_bytes": None if simulated is None else list(simulated),
         "stages": stage_reports(evaluated),
     }
@@ -139,6 +140,7 @@ def memory_report(held: StageMemory) -> dict[str, Any]:
         "tier_gradients_bytes": held.tier_gradients_bytes,
         "tier_weights_bytes": held.tier_weights_bytes,
         "background_save_bytes": held.background_save_bytes,
+        "staging_bytes": held.staging_bytes,
     }
 
 

@@ -16,7 +16,6 @@ from sppo.cli.output.solve_text import (
     degrees_text,
     launch_commands,
     lengths_text,
-    node_host_bytes,
     policy_text,
     ratio_text,
     rejected_groups,
@@ -90,7 +89,7 @@ def print_solution(
     _print_improvements(paying, console=console)
     _print_numbers_of_subsequences(solution, console=console)
     console.print()
-    print_memory(best.memory, hardware=hardware, console=console)
+    print_memory(best, console=console)
     _print_rejected(solution, console=console)
     _say(console, "words: docs/glossary.md; what is decided, and how: docs/planning.md")
 
@@ -159,11 +158,11 @@ def _speed_rows(compared: _Compared) -> Iterator[_Row]:
 def _memory_rows(compared: _Compared, hardware: HardwareSpec) -> Iterator[_Row]:
     """Yield the peak of each kind of memory that the machine has."""
     yield "device peak", lambda _, p: format_bytes(p.device_peak_bytes)
-    if hardware.node.host_memory_bytes:
+    if hardware.device.kind != "cpu":
         yield "host peak", lambda _, p: format_bytes(p.host_peak_bytes)
         if any(predicted.host_peak_bytes for _, predicted in compared):
-            yield "  of a node", lambda o, p: format_bytes(node_host_bytes(o, p))
-    if hardware.node.disk_bytes:
+            yield "  of a node", lambda o, _: format_bytes(o.node_host_bytes)
+    if hardware.node.disk_bytes or any(predicted.disk_peak_bytes for _, predicted in compared):
         yield "disk peak", lambda _, p: format_bytes(p.disk_peak_bytes)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,13 +12,17 @@ from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.cli.output.memory_groups import bucket_text
 from sppo.cost.candidate import Candidate
 from sppo.cost.stage_cost import row_bytes_of
-from sppo.hardware.description import HardwareSpec
-from sppo.planning.plan import Prediction
+from sppo.hardware.description import Tier
 from sppo.planning.search.candidate_search import Rejection
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.units import format_bytes
 
+TIER_NAMES: Mapping[Tier, str] = {
+    "device": "the device",
+    "host": "host memory",
+    "disk": "a file on the disk",
+}
 _SHOWN_RATIOS = 10
 
 
@@ -48,11 +52,6 @@ def sampled_ratios(ratios: Sequence[float]) -> str:
     return " ".join(f"{ratios[place]:.2f}" for place in places)
 
 
-def tier_text(hardware: HardwareSpec) -> str:
-    """Name the tier behind the devices."""
-    return "host memory" if hardware.node.host_memory_bytes else "disk"
-
-
 def schedule_text(candidate: Candidate) -> str:
     """Name the schedule, and the stages on a rank where these are several."""
     if candidate.virtual_stages == 1:
@@ -78,7 +77,7 @@ def policy_text(evaluated: EvaluatedCandidate) -> str:
     if retained.any():
         parts.append(f"{retained.sum() / whole:.0%} is retained on the device")
     if offloaded.any():
-        tier = tier_text(evaluated.candidate.workload.hardware)
+        tier = TIER_NAMES[evaluated.candidate.tier]
         parts.append(f"{offloaded.sum() / whole:.0%} is offloaded to {tier}")
     if recomputed[LINEAR]:
         parts.append(f"{recomputed[LINEAR] / whole:.0%} is recomputed by projections")
@@ -155,12 +154,6 @@ def _example(members: Sequence[Rejection]) -> str:
         f"{format_bytes(shortfall.bucket_bytes)} of {format_bytes(shortfall.needed_bytes)} needed, "
         f"{format_bytes(shortfall.available_bytes)} there)"
     )
-
-
-def node_host_bytes(evaluated: EvaluatedCandidate, predicted: Prediction) -> int:
-    """Host memory that the devices of one node take together, at its peak."""
-    node = evaluated.candidate.workload.hardware.node
-    return predicted.host_peak_bytes * min(node.num_devices, evaluated.degrees.num_devices)
 
 
 def launch_commands(

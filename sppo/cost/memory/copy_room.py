@@ -34,8 +34,7 @@ def _layouts(candidate: Candidate) -> list[BlockLayout]:
 
 def passes_through_slots(candidate: Candidate) -> bool:
     """Return whether copies go through memory of the device that is reserved once."""
-    hardware = candidate.workload.hardware
-    return hardware.device.kind == "cpu" and hardware.node.host_memory_bytes == 0
+    return candidate.workload.hardware.device.kind == "cpu"
 
 
 def stage_blocks(placement: ActivationPlacement, shape: BlockLayout, *, stage: int) -> Counts:
@@ -65,6 +64,11 @@ def reserved_slots(candidate: Candidate, layout: BlockLayout) -> int:
     """Blocks that there is memory for all the time."""
     leaving = layout.staging_slots if passes_through_slots(candidate) else 0
     return leaving + layout.ring_slots
+
+
+def staging_slots(candidate: Candidate, layout: BlockLayout) -> int:
+    """Blocks that there is host memory for in front of a disk; on a CPU they are on the device."""
+    return layout.staging_slots if candidate.tier == "disk" else 0
 
 
 def _sources_waiting(candidate: Candidate) -> int:
@@ -158,7 +162,15 @@ def with_placement(
             (rooms[stage].tier_bytes + int(kv_bytes[stage])) * int(units.sequences[stage])
             for stage in own
         )
-        found.append(replace(memory, device=device, tier_activations_bytes=tier))
+        staging_bytes = staging_slots(candidate, layout) * block_bytes
+        found.append(
+            replace(
+                memory,
+                device=device,
+                tier_activations_bytes=tier,
+                staging_bytes=staging_bytes,
+            )
+        )
     return tuple(found)
 
 
@@ -182,17 +194,3 @@ def _stage_room(candidate: Candidate, placement: ActivationPlacement, *, stage: 
         0 if on_gpu else int(joined_bytes(placement, layout, stage=stage).max()),
         max(int(blocks[own].sum()) for own in candidate.distinct_sequences),
     )
-
-
-def staging_bytes(candidate: Candidate, *, placement: ActivationPlacement) -> int:
-    """Host memory of the slots in front of a disk, of the rank with most."""
-    most = 0
-    for rank in range(candidate.pipeline_parallel_degree):
-        blocks = [
-            int(stage_blocks(placement, block_layout(candidate, stage=stage), stage=stage).max())
-            for stage in candidate.stages_of_rank(rank)
-        ]
-        layout = block_layout(candidate, stage=_longest_stage(candidate, rank=rank))
-        blocks.append(largest_kv_block(candidate))
-        most = max(most, layout.staging_slots * max(blocks))
-    return most

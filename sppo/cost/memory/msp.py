@@ -25,7 +25,12 @@ from sppo.activations.placement import ActivationPlacement, SubsequencePlacement
 from sppo.cost.candidate import Candidate
 from sppo.cost.kv import kv_bytes_per_token
 from sppo.cost.layer import ACCUMULATION_BYTES
-from sppo.cost.memory.copy_room import reserved_slots, slots_on_device, stage_blocks
+from sppo.cost.memory.copy_room import (
+    reserved_slots,
+    slots_on_device,
+    stage_blocks,
+    staging_slots,
+)
 from sppo.cost.memory.joined_tensors import block_layout, joined_bytes
 from sppo.cost.memory.process_growth import code_bytes
 from sppo.cost.memory.stage_memory import StageMemory, collective_bytes
@@ -152,7 +157,7 @@ class _Rank:
             held: by its stage if it ran all its units whole.
             overlapping: sequences of which it would hold anything at once then.
         """
-        copies, leaving, tier = self._room()
+        copies, leaving, staging, tier = self._room()
         retained, working, sent, running = self._peaks()
         workload = self._candidate.workload
         code = code_bytes(workload, lengths=self._lengths())
@@ -167,7 +172,7 @@ class _Rank:
             communication_bytes=collective_bytes(self._candidate, rank=self._rank) + sent,
             growth_bytes=held.device.growth_bytes + code,
         )
-        return replace(held, device=device, tier_activations_bytes=tier)
+        return replace(held, device=device, tier_activations_bytes=tier, staging_bytes=staging)
 
     def _peaks(self) -> tuple[int, int, int, int]:
         """Return the most that units and shards retain, compute with beside that, send, and run in.
@@ -202,14 +207,14 @@ class _Rank:
         shard = self._shards[action.stage, *action.unit]
         return shard.tokens / self._candidate.lengths[shard.subsequence]
 
-    def _room(self) -> tuple[int, int, int]:
-        """Return the bytes of slots on the device, of sources beside them, and of the tier.
+    def _room(self) -> tuple[int, int, int, int]:
+        """Return the bytes of slots on the device, of sources, of staging slots, and of the tier.
 
         Own stages take turns with the slots of whole units; each has room of its own in the tier.
         """
         whole = [self._whole_blocks(stage) for stage in self._own]
         longest = max(self._own, key=lambda stage: len(self._candidate.stages[stage]))
-        copies, leaving = self._slots_bytes(longest, max(map(_largest, whole)))
+        rooms = [self._slots_bytes(longest, max(map(_largest, whole)))]
         tier = sum(map(_tier_bytes, whole)) * self._sequences
         for stage in sorted({shard.stage for shard in self._shards.values()}):
             blocks = {
@@ -217,17 +222,19 @@ class _Rank:
                 for shard in self._shards.values()
                 if shard.stage == stage
             }
-            slots, sources = self._slots_bytes(stage, _largest(blocks))
-            copies, leaving = copies + slots, leaving + sources
+            rooms.append(self._slots_bytes(stage, _largest(blocks)))
             tier += _tier_bytes(blocks)
-        return copies, leaving, tier
+        copies, leaving, staging = map(sum, zip(*rooms, strict=True))
+        return copies, leaving, staging, tier
 
-    def _slots_bytes(self, stage: int, block_bytes: int) -> tuple[int, int]:
-        """Return the bytes of a stage's slots on the device, and of sources beside them."""
-        layout = block_layout(self._candidate, stage=stage)
-        slots = reserved_slots(self._candidate, layout)
-        sources = slots_on_device(self._candidate, layout) - slots
-        return slots * block_bytes, sources * block_bytes
+    def _slots_bytes(self, stage: int, block_bytes: int) -> tuple[int, int, int]:
+        """Return the bytes of slots on the device, of sources beside, of staging slots."""
+        candidate = self._candidate
+        layout = block_layout(candidate, stage=stage)
+        slots = reserved_slots(candidate, layout)
+        sources = slots_on_device(candidate, layout) - slots
+        staging = staging_slots(candidate, layout)
+        return slots * block_bytes, sources * block_bytes, staging * block_bytes
 
     def _whole_blocks(self, stage: int) -> _Blocks:
         """Bytes of the block of every layer of the units that an own stage runs whole."""

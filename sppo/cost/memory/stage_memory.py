@@ -97,9 +97,9 @@ class StageMemory:
     device: MemoryBuckets
     """Bytes on the device, by bucket."""
     tier_activations_bytes: int
-    """Offloaded tensors in the next tier."""
+    """Offloaded tensors, in the tier of activations."""
     host_optimizer_bytes: int
-    """Optimizer states there."""
+    """Optimizer states, in the tier of the state."""
     tier_weights_bytes: int = 0
     """Weights there."""
     tier_gradients_bytes: int = 0
@@ -107,21 +107,14 @@ class StageMemory:
     background_save_bytes: int = 0
     """Copy of the training state in the host memory behind a GPU, not page-locked, while a
     checkpoint is written in the background; on a CPU it is among the process's growth."""
+    staging_bytes: int = 0
+    """Slots in the host through which offloaded tensors pass on their way to a disk and back; on a
+    CPU the copies of its device."""
 
     @property
     def tier_state_bytes(self) -> int:
-        """Weights, gradients and optimizer states in the next tier."""
+        """Weights, gradients and optimizer states in the tier that they have."""
         return self.tier_weights_bytes + self.tier_gradients_bytes + self.host_optimizer_bytes
-
-    @property
-    def tier_bytes(self) -> int:
-        """Return all bytes in the next tier, without copies that a checkpoint is written from."""
-        return self.tier_activations_bytes + self.tier_state_bytes
-
-    @property
-    def host_bytes(self) -> int:
-        """Return all bytes in host memory where that is the next tier."""
-        return self.tier_bytes + self.background_save_bytes
 
 
 class _RankFigures(NamedTuple):

@@ -33,7 +33,7 @@ from sppo.planning.search.candidates import counts_of_degrees
 from sppo.planning.search.choices import SUBSEQUENCE_TOKENS, Degrees, degrees_to_try
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.shortfall import Shortfall
-from sppo.planning.search.state_choices import runs_by_state
+from sppo.planning.search.state_choices import runs_by_tiers
 from sppo.units import format_bytes
 
 RUNNERS_UP = 3
@@ -225,7 +225,7 @@ def _of_degrees(
     if not counts:
         return RefusedDegrees(degrees, problem)
     tried = []
-    for attempt in runs_by_state(longest, hardware=hardware):
+    for attempt in runs_by_tiers(longest, hardware=hardware):
         found = best_of_degrees(attempt, hardware=hardware, degrees=degrees)
         if found.shortfall is None:
             return _with_closed_form(own, found, steps=steps)
@@ -299,7 +299,7 @@ def _numbers_of_stages(way: PlannedDegrees) -> Iterator[EvaluatedCandidate]:
     single = way.run.parallel.model_copy(update={"virtual_stages": 1})
     longest = run_of_longest_samples(way.run.model_copy(update={"parallel": single}))
     hardware = way.longest.candidate.workload.hardware
-    for attempt in runs_by_state(longest, hardware=hardware):
+    for attempt in runs_by_tiers(longest, hardware=hardware):
         found = best_of_degrees(attempt, hardware=hardware, degrees=way.degrees)
         if found.shortfall is None:
             yield found

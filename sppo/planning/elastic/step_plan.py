@@ -547,7 +547,7 @@ def planner_of_candidate(
         background_saves: whether checkpoints are copied in memory and written while it goes on.
     """
     workload = candidate.workload
-    node, kind = workload.hardware.node, workload.hardware.device.kind
+    kind = workload.hardware.device.kind
     shards_weights = (
         workload.sequence_parallel == "megatron" and workload.sequence_parallel_degree > 1
     )
@@ -556,7 +556,6 @@ def planner_of_candidate(
     policy, ratio = run["activations"]["policy"], run["activations"]["offload_ratio"]
     sequence = run["sequence"]
     free = sequence["num_subsequences"] == "auto" and schedule not in WHOLE_SEQUENCES
-    has_tier = node.host_memory_bytes > 0 or node.disk_bytes > 0
     return StepPlanner(
         replace(
             candidate,
@@ -564,7 +563,7 @@ def planner_of_candidate(
             policy="hybrid" if policy == "auto" else policy,
             offload_ratio=None if ratio == "auto" else ratio,
             # Where weights are sharded, tensors are recomputed whole or not at all.
-            allow_partial=has_tier and not shards_weights,
+            allow_partial=candidate.tier != "device" and not shards_weights,
             background_saves=background_saves,
         ),
         longest=sum(candidate.lengths),

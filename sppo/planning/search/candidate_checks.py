@@ -52,7 +52,7 @@ def check_state(candidate: Candidate) -> None:
         if tier == "host" and not hardware.node.host_memory_bytes:
             raise ValueError(
                 f"state.{part}=host keeps it in host memory, and {hardware.name} has none beside "
-                f"its devices', or activations.tier leaves none: write state.{part}=device"
+                f"its devices', or activations.host_memory leaves none: write state.{part}=device"
             )
         on_gpu = hardware.device.kind == "cuda"
         if tier == "disk" and (on_gpu or not hardware.node.disk_bytes):

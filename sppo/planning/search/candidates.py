@@ -10,6 +10,7 @@ from sppo.cost.layer import Workload
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.search.choices import (
     Degrees,
+    activation_tiers,
     asked_schedule,
     cut_sequence,
     machine_asked_for,
@@ -119,6 +120,7 @@ def candidate_of(
         offload_ratio=None if ratio == "auto" else ratio,
         zero=run.parallel.zero,
         state=state_choices(run, hardware=workload.hardware)[0],
+        activation_tier=activation_tiers(run, hardware=workload.hardware)[0],
         input_every=run.activations.input_every,
         background_saves=run.checkpoint.async_save,
         # Where weights are sharded, tensors are recomputed whole or not at all.

@@ -14,7 +14,8 @@ from sppo.cost.candidate import Candidate
 from sppo.cost.flops import partition_costs
 from sppo.cost.layer import Workload, seconds_per_token_and_pair
 from sppo.cost.sharding.heads import HeadShard, head_shard, tensor_shard
-from sppo.hardware.description import DeviceSpec, HardwareSpec
+from sppo.hardware.description import DeviceSpec, HardwareSpec, NodeSpec, Tier
+from sppo.hardware.presets import PRESETS
 from sppo.planning.partition import boundaries_by_flops, boundaries_by_length, lengths_of
 from sppo.schedule.generators import LOOPED, WHOLE_SEQUENCES
 from sppo.units import counted
@@ -161,7 +162,7 @@ def shard_heads(run: RunConfig, *, degree: int) -> HeadShard:
 
 
 def machine_asked_for(run: RunConfig, *, hardware: HardwareSpec) -> HardwareSpec:
-    """The machine with the tiers behind its devices that the run allows, and its attention.
+    """The machine with what the run allows of the tiers behind its devices, and its attention.
 
     Raises:
         ValueError: the run asks for a tier that the machine does not have.
@@ -171,14 +172,13 @@ def machine_asked_for(run: RunConfig, *, hardware: HardwareSpec) -> HardwareSpec
     if asked.host_memory != "auto":
         host = min(host, asked.host_memory)
     if asked.disk_memory != "auto":
-        disk = min(disk, asked.disk_memory)
-    if asked.tier in ("device", "disk"):
-        host = 0
-    # The disk of a laptop is not a run's to fill unless it is told where.
-    unnamed = hardware.device.kind == "cpu" and asked.disk is None
-    if asked.tier in ("device", "host") or unnamed:
+        # What a run writes of a disk that nobody has described is all that is known of it.
+        disk = min(disk or asked.disk_memory, asked.disk_memory)
+    # A disk is not a run's to fill unless it is told where; of a GPU also if it is asked for one.
+    if asked.disk is None and (hardware.device.kind == "cpu" or asked.tier != "disk"):
         disk = 0
-    if asked.tier not in ("auto", "device") and not host + disk:
+    there = {"host": host, "disk": disk}
+    if there.get(asked.tier) == 0:
         raise ValueError(
             f"activations.tier={asked.tier}: {hardware.name} has no {asked.tier} memory that may "
             "be used; leave the key out, name a directory (activations.disk), or raise "
@@ -187,7 +187,36 @@ def machine_asked_for(run: RunConfig, *, hardware: HardwareSpec) -> HardwareSpec
     return replace(
         hardware,
         device=_device_of_documents(hardware.device) if _has_documents(run) else hardware.device,
-        node=replace(node, host_memory_bytes=host, disk_bytes=disk),
+        node=with_disk(replace(node, host_memory_bytes=host), disk),
+    )
+
+
+def activation_tiers(run: RunConfig, *, hardware: HardwareSpec) -> tuple[Tier, ...]:
+    """Return where offloaded activations, K and V may go, the nearest to the device first.
+
+    Args:
+        run: checked.
+        hardware: the machine, with the tiers that the run may use.
+    """
+    if run.activations.tier != "auto":
+        return (run.activations.tier,)
+    rooms: dict[Tier, int] = {
+        "host": hardware.node.host_memory_bytes,
+        "disk": hardware.node.disk_bytes,
+    }
+    return tuple(tier for tier, room in rooms.items() if room) or ("device",)
+
+
+def with_disk(node: NodeSpec, disk_bytes: int) -> NodeSpec:
+    """Return the node with so much of a disk, at rates of a laptop's where nobody measured it."""
+    if not disk_bytes:
+        return replace(node, disk_bytes=0)
+    rates = node if node.disk_write_bytes_per_s > 0 else PRESETS["laptop-cpu"].node
+    return replace(
+        node,
+        disk_bytes=disk_bytes,
+        disk_write_bytes_per_s=rates.disk_write_bytes_per_s,
+        disk_read_bytes_per_s=rates.disk_read_bytes_per_s,
     )
 
 

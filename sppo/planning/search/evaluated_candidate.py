@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Literal
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from sppo.cost.candidate import Candidate
 from sppo.cost.memory.copy_room import with_placement
 from sppo.cost.memory.msp import with_msp
 from sppo.cost.memory.stage_memory import StageMemory, state_memory
+from sppo.cost.memory.tier_memory import tier_bytes
 from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.cost.stage_cost import (
     StageSeconds,
@@ -178,18 +180,29 @@ class EvaluatedCandidate:
         return max(rank.device.total_bytes for rank in self.memory)
 
     @property
-    def tier_peak_bytes(self) -> int:
-        """Peak bytes in the tier behind the fullest device; of host memory, saves included."""
-        on_host = self.candidate.workload.hardware.node.host_memory_bytes > 0
-        return max(rank.host_bytes if on_host else rank.tier_bytes for rank in self.memory)
+    def host_peak_bytes(self) -> int:
+        """Peak bytes of host memory for the device that takes most of it."""
+        return self._tier_peak_bytes("host")
+
+    @property
+    def disk_peak_bytes(self) -> int:
+        """Peak bytes on a disk of the device that puts most there."""
+        return self._tier_peak_bytes("disk")
+
+    def _tier_peak_bytes(self, place: Literal["host", "disk"]) -> int:
+        activations, state = self.candidate.tier, self.candidate.state
+        return max(
+            tier_bytes(rank, place, activations=activations, state=state) for rank in self.memory
+        )
 
     @property
     def node_host_bytes(self) -> int:
-        """Host memory that the devices of one node take together, at its peak."""
-        node = self.candidate.workload.hardware.node
-        if node.host_memory_bytes == 0:
+        """Host memory behind the devices of one node together, at its peak; of a CPU none."""
+        hardware = self.candidate.workload.hardware
+        if hardware.device.kind == "cpu":
             return 0
-        return self.tier_peak_bytes * min(node.num_devices, self.degrees.num_devices)
+        devices = min(hardware.node.num_devices, self.degrees.num_devices)
+        return self.host_peak_bytes * devices
 
     @property
     def kv(self) -> KVPlacement:

@@ -18,7 +18,7 @@ from sppo.planning.search.choices import (
     virtual_stages_to_try,
 )
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, assess, may_fit
-from sppo.planning.search.state_choices import runs_by_state
+from sppo.planning.search.state_choices import runs_by_tiers
 
 
 def quick_best(run: RunConfig, hardware: HardwareSpec) -> EvaluatedCandidate | None:
@@ -30,7 +30,7 @@ def quick_best(run: RunConfig, hardware: HardwareSpec) -> EvaluatedCandidate | N
     if not fits_at_all(run, hardware):
         return None
     counts = _few(subsequence_counts_to_try(run, hardware=hardware))
-    for attempt in runs_by_state(run, hardware=hardware):
+    for attempt in runs_by_tiers(run, hardware=hardware):
         search = CandidateSearch(attempt, hardware=hardware, subsequence_counts=counts)
         found = next(search.fastest_first(), None)
         if found is not None:
@@ -41,7 +41,7 @@ def quick_best(run: RunConfig, hardware: HardwareSpec) -> EvaluatedCandidate | N
 def fits_at_all(run: RunConfig, hardware: HardwareSpec) -> bool:
     """Return whether any way to divide the devices fits, with any N worth trying."""
     try:
-        attempts = runs_by_state(run, hardware=hardware)
+        attempts = runs_by_tiers(run, hardware=hardware)
     except ValueError:
         return False
     # The last needs least of the devices, the first least of the tier behind them.

@@ -11,6 +11,7 @@ from sppo.cost.layer import exchange_seconds
 from sppo.cost.memory.copy_room import copy_slots, slots_on_device, tier_padding_bytes
 from sppo.cost.memory.joined_tensors import block_layout
 from sppo.cost.memory.stage_memory import StageMemory
+from sppo.cost.memory.tier_memory import tier_bytes
 from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.cost.stage_cost import (
     StageSeconds,
@@ -41,7 +42,6 @@ def policy_inputs(
         units: in flight.
         states: memory of each rank without any saved activation.
     """
-    hardware = candidate.workload.hardware
     count = len(candidate.lengths)
     tokens = np.array(candidate.lengths, dtype=np.int64)
     layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)
@@ -55,14 +55,10 @@ def policy_inputs(
     operands = weight_operand_bytes(candidate)
     used += units.peak(np.zeros_like(operands), deferred=operands)
     used += _kv_slots_bytes(candidate)
-    on_host = hardware.node.host_memory_bytes > 0
-    elsewhere = [state.host_bytes if on_host else state.tier_bytes for state in states]
-    state_bytes = np.array(elsewhere, dtype=np.float64)
-    tier = hardware.host_bytes_per_device if on_host else hardware.disk_bytes_per_device
     virtual = candidate.virtual_stages
     shares = layers / np.tile(np.array(candidate.layers_of_ranks, dtype=np.float64), virtual)
     device_room = shares * np.tile(np.maximum(0.0, candidate.budget_bytes - used), virtual)
-    tier_room = shares * np.tile(tier - state_bytes, virtual)
+    tier_room = shares * np.tile(_tier_room_bytes(candidate, states), virtual)
     tier_room = tier_room - kv_tier_bytes(candidate) * units.sequences
     tier_room = np.maximum(0.0, tier_room - tier_padding_bytes(candidate, units=units))
     hidden = np.minimum(forward * out, backward * back)
@@ -87,6 +83,16 @@ def policy_inputs(
         slots=copy_slots(candidate, shares=shares),
         lasts=tuple(own.stop - 1 for own in candidate.distinct_sequences),
     )
+
+
+def _tier_room_bytes(candidate: Candidate, states: tuple[StageMemory, ...]) -> Table:
+    """Room for activations in their tier, beside what else is there, of each rank, [ranks]."""
+    tier, hardware = candidate.tier, candidate.workload.hardware
+    if tier == "device":
+        return np.zeros(len(states))
+    room = hardware.host_bytes_per_device if tier == "host" else hardware.disk_bytes_per_device
+    taken = [tier_bytes(state, tier, activations=tier, state=candidate.state) for state in states]
+    return room - np.array(taken, dtype=np.float64)
 
 
 def _kv_slots_bytes(candidate: Candidate) -> Table:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from sppo.cost.candidate import Candidate
 from sppo.cost.memory.stage_memory import StageMemory
+from sppo.cost.memory.tier_memory import tier_buckets
 from sppo.units import format_bytes
-
-SAVED_IN_BACKGROUND = "checkpoint saved in the background"
-"""Bucket of host memory behind a GPU, see :class:`sppo.cost.memory.stage_memory.StageMemory`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +24,7 @@ class Shortfall:
         available_bytes: What there is.
     """
 
-    place: str
+    place: Literal["device", "host", "disk"]
     rank: int
     bucket: str
     bucket_bytes: int
@@ -48,18 +47,12 @@ class Shortfall:
         )
 
 
-def _tier_buckets(held: StageMemory) -> tuple[tuple[str, int], ...]:
-    return (
-        ("offloaded activations", held.tier_activations_bytes),
-        ("optimizer states", held.host_optimizer_bytes),
-        ("gradients", held.tier_gradients_bytes),
-        ("weights", held.tier_weights_bytes),
-    )
-
-
 def find_shortfall(candidate: Candidate, memory: tuple[StageMemory, ...]) -> Shortfall | None:
     """Return where the ranks of a candidate lack most memory; None where it fits."""
     hardware = candidate.workload.hardware
+    rooms: list[tuple[Literal["host", "disk"], int]] = [("disk", hardware.disk_bytes_per_device)]
+    if hardware.device.kind != "cpu":  # its host memory is the device's
+        rooms.append(("host", hardware.host_bytes_per_device))
     found = []
     for rank, held in enumerate(memory):
         device = held.device
@@ -74,13 +67,10 @@ def find_shortfall(candidate: Candidate, memory: tuple[StageMemory, ...]) -> Sho
                 candidate.budget_bytes,
             )
         )
-        if hardware.node.host_memory_bytes > 0:
-            place, needed, room = "host", held.host_bytes, hardware.host_bytes_per_device
-            buckets = (*_tier_buckets(held), (SAVED_IN_BACKGROUND, held.background_save_bytes))
-        else:
-            place, needed, room = "disk", held.tier_bytes, hardware.disk_bytes_per_device
-            buckets = _tier_buckets(held)
-        bucket, size_bytes = max(buckets, key=lambda bucket: bucket[1])
-        found.append(Shortfall(place, rank, bucket, size_bytes, needed, room))
+        for place, room in rooms:
+            buckets = tier_buckets(held, place, activations=candidate.tier, state=candidate.state)
+            bucket = max(buckets, key=lambda name: buckets[name])
+            needed = sum(buckets.values())
+            found.append(Shortfall(place, rank, bucket, buckets[bucket], needed, room))
     worst = max(found, key=lambda shortfall: shortfall.short_bytes)
     return worst if worst.short_bytes > 0 else None

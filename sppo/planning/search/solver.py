@@ -17,7 +17,7 @@ from sppo.planning.search.candidate_search import CandidateSearch, Rejection, ra
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.feasibility import fits_at_all
 from sppo.planning.search.simulated_candidate import simulate_candidate
-from sppo.planning.search.state_choices import runs_by_state
+from sppo.planning.search.state_choices import runs_by_tiers
 
 RUNNERS_UP = 3
 _SIMULATED = 1 + RUNNERS_UP
@@ -85,7 +85,7 @@ def _leaders(
     Returns:
         the run with the place of its state decided, its search, and what is simulated of it.
     """
-    attempts = runs_by_state(run, hardware=hardware)
+    attempts = runs_by_tiers(run, hardware=hardware)
     for place, attempt in enumerate(attempts):
         search = CandidateSearch(attempt, hardware=hardware)
         leaders = _simulated(search.fastest_first())

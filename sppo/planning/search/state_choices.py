@@ -1,4 +1,4 @@
-"""Tiers in which the training state of a run may live, as its run file says."""
+"""Tiers in which activations and the training state of a run may live, as its run file says."""
 
 from __future__ import annotations
 
@@ -6,29 +6,37 @@ from dataclasses import asdict
 
 from sppo.config.rules import WITH_VIRTUAL_STAGES
 from sppo.config.run import RunConfig, StateConfig
-from sppo.cost.state_tiers import StateTier, StateTiers
-from sppo.hardware.description import HardwareSpec
-from sppo.planning.search.choices import machine_asked_for, shares_units
+from sppo.cost.state_tiers import StateTiers
+from sppo.hardware.description import HardwareSpec, Tier
+from sppo.planning.search.choices import activation_tiers, machine_asked_for, shares_units
 
 _PARTS = ("weights", "gradients", "optimizer")
 _LEAVING = ((), ("optimizer",), ("gradients", "optimizer"), _PARTS)
 """Parts of the state that leave the device, from the least costly to what frees most."""
 
 
-def runs_by_state(run: RunConfig, *, hardware: HardwareSpec) -> tuple[RunConfig, ...]:
-    """Return `run` with each place decided where its state may live, the nearest first.
+def runs_by_tiers(run: RunConfig, *, hardware: HardwareSpec) -> tuple[RunConfig, ...]:
+    """Return `run` with each place decided for activations and for its state, the nearest first.
 
-    Whoever looks for what fits takes the first that does. One farther away leaves policies more
+    Whoever looks for what fits takes the first that does: activations go to a disk where host
+    memory is too small for them, wherever the state is. A place farther away leaves policies more
     memory, and may be faster: `improvements` lists that.
 
     Raises:
         ValueError: the run asks for a tier that the machine does not have.
     """
-    choices = state_choices(run, hardware=machine_asked_for(run, hardware=hardware))
+    machine = machine_asked_for(run, hardware=hardware)
     optimizer = run.optimizer.model_copy(update={"offload": False})
     return tuple(
-        run.model_copy(update={"state": StateConfig(**asdict(tiers)), "optimizer": optimizer})
-        for tiers in choices
+        run.model_copy(
+            update={
+                "activations": run.activations.model_copy(update={"tier": tier}),
+                "state": StateConfig(**asdict(tiers)),
+                "optimizer": optimizer,
+            }
+        )
+        for tier in activation_tiers(run, hardware=machine)
+        for tiers in state_choices(run, hardware=machine)
     )
 
 
@@ -44,7 +52,7 @@ def state_choices(run: RunConfig, *, hardware: HardwareSpec) -> tuple[StateTiers
     """
     on_cpu = hardware.device.kind == "cpu"
     asked = {part: _asked(run, part, on_cpu=on_cpu) for part in _PARTS}
-    behind: StateTier = "disk" if on_cpu else "host"
+    behind: Tier = "disk" if on_cpu else "host"
     may_leave = not on_cpu and hardware.node.host_memory_bytes > 0
     choices: list[StateTiers] = []
     for leaving in _LEAVING if may_leave else _LEAVING[:1]:
@@ -61,14 +69,14 @@ def state_choices(run: RunConfig, *, hardware: HardwareSpec) -> tuple[StateTiers
     return tuple(choices)
 
 
-def _asked(run: RunConfig, part: str, *, on_cpu: bool) -> StateTier | None:
+def _asked(run: RunConfig, part: str, *, on_cpu: bool) -> Tier | None:
     """Return the tier that a run writes; None where it leaves that open."""
     written = getattr(run.state, part)
     if part == "optimizer" and run.optimizer.offload:
         written = "host"
     if written == "auto":
         return None
-    tier: StateTier = "device" if on_cpu and written == "host" else written
+    tier: Tier = "device" if on_cpu and written == "host" else written
     return tier
 
 

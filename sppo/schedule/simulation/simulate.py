@@ -24,8 +24,8 @@ _CAUSES: dict[int, IdleCause] = {
 def simulate(schedule: Schedule, *, costs: Costs) -> Timeline:
     """The timeline of one step of `schedule`.
 
-    Resources per rank are its compute, one copy engine per direction and one link per directed
-    pair of ranks; each serves in program order (`event_loop` states what waits for what).
+    Resources per rank are its compute, one copy engine per tier and direction and one link per
+    directed pair of ranks; each serves in program order (`event_loop` states what waits for what).
     Schedules with and without message and copy actions can be simulated.
 
     Args:

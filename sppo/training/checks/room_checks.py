@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import resource
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 
 from sppo.config import RunConfig
 from sppo.cost.kv import offloaded_kv_bytes
 from sppo.cost.memory.process_growth import PLANNING_PROCESS_BYTES, REPORT_BYTES, step_bytes
 from sppo.cost.memory.stage_memory import checkpoint_bytes
+from sppo.cost.memory.tier_memory import OFFLOADED, SAVED_IN_BACKGROUND
 from sppo.kernels.native.process_memory import private_bytes
 from sppo.offload.disk import DiskRoom, is_memory, usable_directory
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.plan_program import plan_candidate
 from sppo.planning.run_plan import offload_less
-from sppo.planning.search.shortfall import SAVED_IN_BACKGROUND
 from sppo.training.devices.device import Device, Kind
 from sppo.units import format_bytes
 
@@ -94,7 +95,7 @@ def check_memory(run: RunConfig, plan: ExecutionPlan, room: Room) -> None:
         needed = max(needed, REPORT_BYTES)
     disk, available = run.activations.disk, room.device_bytes
     if room.kind == "cpu" and disk is not None and is_memory(Path(disk)):
-        needed += memory.tier_bytes
+        needed += max(sum(buckets.values()) for buckets in plan.rank_tier_buckets("disk"))
         if needed > available:
             raise MemoryError(
                 f"activations.disk={run.activations.disk} is a file system in memory: with what "
@@ -112,43 +113,40 @@ def check_memory(run: RunConfig, plan: ExecutionPlan, room: Room) -> None:
 
 
 def _check_host(run: RunConfig, plan: ExecutionPlan, host_bytes: int) -> None:
-    """Check host memory: offloaded tensors, or the slots in front of a disk; training state.
+    """Check host memory: what lives there, and the slots in front of a disk.
 
-    Also the copy of it that a checkpoint in the background is written from, whether the plan was
-    made with such checkpoints or not.
+    Also the copy that a checkpoint in the background is written from, whether the plan was made
+    with such checkpoints or not.
     """
+    saved = checkpoint_bytes(plan_candidate(plan)) if run.checkpoint.async_save else repeat(0)
     ranks = [
-        (
-            held.tier_activations_bytes if plan.tier == "host" else plan.staging_bytes,
-            held.tier_state_bytes,
-            checkpoint if run.checkpoint.async_save else 0,
-        )
-        for held, checkpoint in zip(
-            plan.rank_memory, checkpoint_bytes(plan_candidate(plan)), strict=True
-        )
+        {**buckets, SAVED_IN_BACKGROUND: copied}
+        for buckets, copied in zip(plan.rank_tier_buckets("host"), saved, strict=False)
     ]
-    offloaded, state, copied = max(ranks, key=sum)
-    needed = offloaded + state + copied
+    fullest = max(ranks, key=lambda buckets: sum(buckets.values()))
+    needed, copied = sum(fullest.values()), fullest[SAVED_IN_BACKGROUND]
     if needed <= host_bytes:
         return
+    parts = ", ".join(f"{format_bytes(size)} {name}" for name, size in fullest.items() if size)
     taken = (
-        f"a rank takes {format_bytes(needed)} of host memory ({format_bytes(offloaded)} offloaded "
-        f"activations, {format_bytes(state)} training state, {format_bytes(copied)} "
-        f"{SAVED_IN_BACKGROUND}), and {format_bytes(host_bytes)} may be used"
+        f"a rank takes {format_bytes(needed)} of host memory ({parts}), and "
+        f"{format_bytes(host_bytes)} may be used"
     )
     if needed - copied <= host_bytes:
         raise MemoryError(f"{taken}: write checkpoint.async_save=false, or end other programs")
-    less = _offload_less(plan, room_bytes=host_bytes - state - copied, needed_bytes=offloaded)
+    offloaded = fullest[OFFLOADED]
+    room = host_bytes - (needed - offloaded)
+    less = _offload_less(plan, room_bytes=room, needed_bytes=offloaded)
     raise MemoryError(f"{taken}: {less}, or end other programs")
 
 
 def _offload_less(plan: ExecutionPlan, *, room_bytes: int, needed_bytes: int) -> str:
     """Say how a rank would offload no more than fits."""
-    if not plan.offloads_anything:
+    if not needed_bytes:
         return "keep weights, gradients and optimizer states on the device (the section state)"
     return offload_less(
         room_bytes=max(0, room_bytes),
-        needed_bytes=max(1, needed_bytes),
+        needed_bytes=needed_bytes,
         kv_bytes=offloaded_kv_bytes(plan_candidate(plan)),
         ratio=max(plan.predicted.offload_ratios),
     )
@@ -161,7 +159,9 @@ def check_disk(run: RunConfig, plan: ExecutionPlan, room: Room) -> None:
         ValueError: the run names no disk.
         MemoryError: the disk, or the largest file, is too small.
     """
-    if not (plan.uses_tier and plan.tier == "disk"):
+    fullest = max(plan.rank_tier_buckets("disk"), key=lambda buckets: sum(buckets.values()))
+    needed, offloaded = sum(fullest.values()), fullest[OFFLOADED]
+    if not needed:
         return
     disk, local_ranks = room.disk, room.local_ranks
     if run.activations.disk is None:
@@ -169,7 +169,6 @@ def check_disk(run: RunConfig, plan: ExecutionPlan, room: Room) -> None:
             "the plan needs a disk: write activations.disk=DIR, on a fast local "
             "disk, and solve again with it"
         )
-    needed = max(stage.memory.tier_bytes for stage in plan.stages)
     largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if resource.RLIM_INFINITY != largest < needed:
         raise MemoryError(
@@ -179,8 +178,7 @@ def check_disk(run: RunConfig, plan: ExecutionPlan, room: Room) -> None:
         )
     needed *= local_ranks
     if needed > disk.usable_bytes:
-        state = max(stage.memory.tier_state_bytes for stage in plan.stages)
-        left, offloaded = disk.usable_bytes // local_ranks - state, needed // local_ranks - state
+        left = disk.usable_bytes // local_ranks - (needed // local_ranks - offloaded)
         less = _offload_less(plan, room_bytes=left, needed_bytes=offloaded)
         raise MemoryError(
             f"the plan puts {format_bytes(needed)} on activations.disk={run.activations.disk}: "

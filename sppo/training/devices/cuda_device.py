@@ -202,7 +202,7 @@ class CudaDevice:
         """Return stores that offload to page-locked host memory, or through it to a disk."""
         if not count:
             return []
-        assert disk is not None or plan.tier == "host", "checked before training"
+        assert disk is not None or plan.tier != "disk", "checked before training"
         streams = CopyStreams(_cuda, self.torch_device, give_up_s=give_up_s)
         queues = (
             CudaQueues(self.torch_device, streams=streams, poison=debug) for _ in range(count)

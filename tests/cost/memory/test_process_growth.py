@@ -16,11 +16,11 @@ from sppo.cost.memory.process_growth import (
     TOKEN_BYTES,
 )
 from sppo.cost.memory.stage_memory import checkpoint_bytes
+from sppo.cost.memory.tier_memory import SAVED_IN_BACKGROUND
 from sppo.cost.parameters import num_parameters
 from sppo.cost.state_tiers import StateTiers
 from sppo.hardware.presets import PRESETS
 from sppo.planning.search.evaluated_candidate import assess
-from sppo.planning.search.shortfall import SAVED_IN_BACKGROUND
 from sppo.units import KIB
 
 MODEL = ModelConfig(
@@ -69,7 +69,7 @@ def test_behind_a_gpu_a_save_in_the_background_takes_host_memory(optimizer):
     copied = 3 * 4 * num_parameters(MODEL) // 2
     assert checkpoint_bytes(candidate) == (copied,)
     assert found.memory[0].device == without.memory[0].device
-    assert found.tier_peak_bytes - without.tier_peak_bytes == copied
+    assert found.host_peak_bytes - without.host_peak_bytes == copied
     assert found.node_host_bytes - without.node_host_bytes == 2 * copied
 
 

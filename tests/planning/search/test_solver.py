@@ -132,7 +132,7 @@ def assert_sound(solution):
         assert sum(evaluated.candidate.lengths) == run.sequence.length
         assert min(evaluated.candidate.lengths) > 0
         assert evaluated.device_peak_bytes <= hardware.device.usable_bytes
-        assert evaluated.tier_peak_bytes <= hardware.host_bytes_per_device
+        assert evaluated.host_peak_bytes <= hardware.host_bytes_per_device
         assert evaluated.degrees.num_devices <= hardware.num_devices
     steps = [evaluated.step_s for evaluated in (solution.best, *solution.runners_up)]
     assert all(a <= b * SEVERAL for a, b in pairwise(steps))
@@ -301,7 +301,7 @@ def test_tiers_that_are_written_are_kept():
     def used(**activations):
         asked = small(length="128Ki", activations=activations, parallel={"schedule": "sppo"})
         best = solved(asked, hardware=machine(memory_bytes=20 * GIB)).best
-        return best.tier_peak_bytes
+        return best.host_peak_bytes
 
     free = used()
     assert free > 0
@@ -315,7 +315,7 @@ def test_tiers_that_are_written_are_kept():
 
 def test_optimizer_states_need_a_host_to_go_to():
     run = small(optimizer={"offload": True})
-    assert solved(run).best.tier_peak_bytes > 0
+    assert solved(run).best.host_peak_bytes > 0
     with pytest.raises(
         ValueError, match="state.optimizer=host keeps .* host memory, and a100-80g has"
     ):

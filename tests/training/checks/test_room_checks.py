@@ -42,9 +42,9 @@ def plan() -> ExecutionPlan:
         )
         for rank, stage in enumerate(made.stages)
     ]
-    peak = max(stage.memory.host_bytes for stage in stages)
-    predicted = replace(made.predicted, host_peak_bytes=peak)
-    return replace(made, stages=tuple(stages), predicted=predicted)
+    made = replace(made, stages=tuple(stages))
+    peak = max(sum(buckets.values()) for buckets in made.rank_tier_buckets("host"))
+    return replace(made, predicted=replace(made.predicted, host_peak_bytes=peak))
 
 
 def test_each_rank_has_its_own_sum_of_host_memory(plan):
@@ -61,5 +61,5 @@ def test_each_rank_has_its_own_sum_of_host_memory(plan):
 def test_copies_are_summed_up_without_saves_of_other_ranks(plan):
     summary = copies_summary(plan, [CopyReport()])
     assert summary is not None
-    most = max(rank.tier_bytes for rank in plan.rank_memory)
+    most = max(rank.tier_activations_bytes for rank in plan.rank_memory)
     assert summary["host_bytes"]["predicted"] == most

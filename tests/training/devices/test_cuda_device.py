@@ -248,6 +248,32 @@ def test_state_in_host_memory_trains_as_on_the_cpu_and_is_unlocked(work, which, 
 
 
 @pytest.mark.parametrize("which", IN_HOST_MEMORY)
+def test_activations_go_to_a_disk_beside_state_in_host_memory(work, which):
+    """Bit for bit what is learnt with everything on the device; each tier holds what is planned."""
+    sections = {**IN_HOST_MEMORY[which], "train": {"dtype": "bf16"}}
+    on_device = {**sections, "state": {}, "optimizer": {}}
+    kv = "offload" if which == "all" else "auto"
+    offloading = {"policy": "offload_all", "kv": kv, "tier": "disk", "disk": "spill"}
+    with fake_gpu() as (device, runtime):
+        _, expected = train(run_of(work, output="near", **on_device), device)
+        run = run_of(work, activations=offloading, **sections)
+        plan = check_before_training(run, device=device).plan
+        assert (plan.tier, plan.state_tiers.tier) == ("disk", "host")
+        outcome, found = train(run, device)
+        assert len(runtime.locked_sizes) > 1
+        assert runtime.locked == set()
+    assert losses(found) == losses(expected)
+    assert list((work / "spill").iterdir()) == []
+    copies = json.loads((work / "out" / "run_summary.json").read_text())["copies"]
+    for place in ("host_bytes", "disk_bytes"):
+        assert copies[place]["measured"] == copies[place]["predicted"] > 0
+    (held,) = plan.rank_memory
+    assert copies["disk_bytes"]["predicted"] == held.tier_activations_bytes
+    assert copies["host_bytes"]["predicted"] == held.tier_state_bytes + held.staging_bytes
+    assert sum(outcome.copies[-1].out_bytes.values()) > 0
+
+
+@pytest.mark.parametrize("which", IN_HOST_MEMORY)
 def test_a_run_that_fails_unlocks_what_it_locked(work, which, monkeypatch):
     def fail(*_, **__):
         raise OSError("at odds")
@@ -397,7 +423,8 @@ def test_a_save_in_the_background_needs_host_memory_beside_a_plan(work, monkeypa
     before = run if planned else run_of(work, activations={"policy": "offload_all"})
     with fake_gpu() as (device, _):
         plan = check_before_training(before, device=device).plan
-        taken, (saved,) = plan.stages[0].memory.tier_bytes, checkpoint_bytes(plan_candidate(plan))
+        taken = plan.stages[0].memory.tier_activations_bytes
+        (saved,) = checkpoint_bytes(plan_candidate(plan))
         assert plan.predicted.host_peak_bytes == taken + saved * planned
         room = MemoryRoom(machine_bytes=int((taken + saved / 2) / HOST_FRACTION))
         monkeypatch.setattr("sppo.training.devices.cuda_device.memory_room", lambda: room)

@@ -1,0 +1,46 @@
+"""What one device has in each tier behind it, bucket by bucket, as it is held against its room."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from sppo.cost.memory.stage_memory import StageMemory
+from sppo.cost.state_tiers import StateTiers
+from sppo.hardware.description import Tier
+
+OFFLOADED = "offloaded activations"
+IN_FRONT_OF_DISK = "slots in front of the disk"
+SAVED_IN_BACKGROUND = "checkpoint saved in the background"
+"""Buckets of tiers, the last two of host memory, as :func:`tier_buckets` fills them."""
+
+
+def tier_buckets(
+    held: StageMemory, place: Literal["host", "disk"], *, activations: Tier, state: StateTiers
+) -> Mapping[str, int]:
+    """Bytes in one tier by bucket; each kind of tensor is in one tier, whole.
+
+    Args:
+        held: by one device.
+        place: the tier.
+        activations: tier of offloaded activations, K and V.
+        state: tiers of the training state.
+    """
+    has_state = state.tier == place
+    buckets = {
+        OFFLOADED: held.tier_activations_bytes * (activations == place),
+        "optimizer states": held.host_optimizer_bytes * has_state,
+        "gradients": held.tier_gradients_bytes * has_state,
+        "weights": held.tier_weights_bytes * has_state,
+    }
+    if place == "host":
+        buckets[IN_FRONT_OF_DISK] = held.staging_bytes
+        buckets[SAVED_IN_BACKGROUND] = held.background_save_bytes
+    return buckets
+
+
+def tier_bytes(
+    held: StageMemory, place: Literal["host", "disk"], *, activations: Tier, state: StateTiers
+) -> int:
+    """Sum of :func:`tier_buckets`."""
+    return sum(tier_buckets(held, place, activations=activations, state=state).values())

@@ -1,0 +1,221 @@
+"""Activations and training state behind the device: each in one tier, both tiers kept apart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sppo.cost.memory.tier_memory import SAVED_IN_BACKGROUND, tier_buckets
+from sppo.cost.stage_cost import copy_bytes_per_s, state_copy_engines
+from sppo.hardware.presets import PRESETS
+from sppo.output_file import write_json
+from sppo.planning.make_plan import make_plan
+from sppo.planning.plan import plan_json, read_plan
+from sppo.planning.plan_program import check_program, plan_candidate
+from sppo.planning.run_plan import plan_run
+from sppo.planning.search.candidates import candidate_of_subsequences
+from sppo.planning.search.choices import Degrees
+from sppo.planning.search.evaluated_candidate import assess
+from sppo.planning.search.solver import solve
+from sppo.planning.simulated_run import simulated_plan
+from sppo.schedule.simulation.simulate import simulate
+from sppo.units import GIB
+from tests.planning.cases import machine, run_config
+
+H100 = PRESETS["h100"]
+DISK_RATES = {"disk_write_bytes_per_s": 3e9, "disk_read_bytes_per_s": 5e9}
+DISK = {"disk": "spill"}
+
+
+def one_gpu(*, device=16, host=64, disk=64):
+    """A node of one GPU, with so many GiB on and behind it."""
+    return machine(
+        H100,
+        num_devices=1,
+        memory_bytes=device * GIB,
+        reserved_bytes=0,
+        host_memory_bytes=round(host * GIB),
+        disk_bytes=round(disk * GIB),
+        **DISK_RATES,
+    )
+
+
+def request(length="128Ki", *, activations=None, state=None, **sections):
+    """A request with few choices beside the tiers, so that it is answered soon."""
+    return run_config(
+        "llama-3.2-1b",
+        length=length,
+        sequence={"num_subsequences": 16},
+        parallel={"virtual_stages": 8},
+        activations={**DISK, **(activations or {})},
+        state=state or {},
+        **{"hardware": {"preset": "h100", "devices_per_node": 1}, **sections},
+    )
+
+
+def behind(evaluated, place):
+    candidate = evaluated.candidate
+    return [
+        tier_buckets(held, place, activations=candidate.tier, state=candidate.state)
+        for held in evaluated.memory
+    ]
+
+
+@settings(deadline=None, max_examples=10)
+@given(
+    device=st.integers(8, 40),
+    host=st.sampled_from((0, 3, 12, 17, 24, 64)),
+    disk=st.sampled_from((0, 2, 8, 24, 64)),
+    tier=st.sampled_from(("auto", "auto", "device", "host", "disk")),
+    saves=st.booleans(),
+)
+def test_neither_tier_is_ever_overfull(device, host, disk, tier, saves):
+    hardware = one_gpu(device=device, host=host, disk=disk)
+    run = request(activations={"tier": tier}, checkpoint={"async_save": saves})
+    if {"host": host, "disk": disk}.get(tier) == 0:
+        with pytest.raises(ValueError, match=f"activations.tier={tier}"):
+            solve(run, hardware=hardware)
+        return
+    best = solve(run, hardware=hardware).best
+    if best is None:
+        return
+    (held,), candidate = best.memory, best.candidate
+    on_disk = held.tier_activations_bytes * (candidate.tier == "disk")
+    in_host = held.tier_activations_bytes * (candidate.tier == "host")
+    in_host += held.host_optimizer_bytes + held.tier_gradients_bytes + held.tier_weights_bytes
+    in_host += held.staging_bytes + held.background_save_bytes
+    assert (best.disk_peak_bytes, best.host_peak_bytes) == (on_disk, in_host)
+    assert on_disk <= disk * GIB
+    assert in_host <= host * GIB
+    assert held.device.total_bytes <= device * GIB
+    assert (held.background_save_bytes > 0) == saves
+    assert (held.staging_bytes > 0) == (on_disk > 0)
+    assert tier in ("auto", candidate.tier)
+
+
+@pytest.mark.parametrize("host", [17, 24, 64])
+def test_a_disk_is_taken_where_host_memory_alone_is_too_small(host):
+    hardware = one_gpu(host=host)
+    found = solve(request(), hardware=hardware).best
+    near = solve(request(activations={"tier": "host"}), hardware=hardware).best
+    assert found.candidate.tier == ("disk" if near is None else "host")
+    assert found.candidate.state.tier == "host"
+    unnamed = solve(request(activations={"disk": None}), hardware=hardware).best
+    assert (unnamed is None) == (near is None)
+
+
+def test_a_plan_says_which_tier_and_runs_as_it_was_solved(tmp_path):
+    run = request()
+    best = solve(run, hardware=one_gpu(host=17)).best
+    assert best.candidate.tier == "disk"
+    assert best.candidate.state.leaves_device
+    plan = make_plan(run, best)
+    write_json(tmp_path / "plan.json", plan_json(plan))
+    again = read_plan(tmp_path / "plan.json")
+    assert again == plan
+    check_program(again)
+    assert plan_candidate(again).tier == again.tier == "disk"
+    (host,), (disk,) = (again.rank_tier_buckets(place) for place in ("host", "disk"))
+    assert sum(host.values()) == again.predicted.host_peak_bytes == best.host_peak_bytes
+    assert sum(disk.values()) == again.predicted.disk_peak_bytes == best.disk_peak_bytes > 0
+    case = simulated_plan(again).case
+    played = simulate(case.schedule, costs=case.costs)
+    assert played.makespan_s == pytest.approx(plan.predicted.step_s)
+
+
+def test_a_plan_of_before_uses_the_nearest_tier(tmp_path):
+    run = request()
+    plan = make_plan(run, solve(run, hardware=one_gpu()).best)
+    values = plan_json(replace(plan, activation_tier=None))
+    write_json(tmp_path / "plan.json", values)
+    assert read_plan(tmp_path / "plan.json").tier == "host"
+
+
+def test_training_plans_as_the_solver_does():
+    run = request(hardware="auto")
+    room = {"available_bytes": 16 * GIB, "disk_bytes": 64 * GIB}
+    plan = plan_run(run, hardware=one_gpu(), host_bytes=17 * GIB, **room)
+    assert (plan.tier, plan.state_tiers.tier) == ("disk", "host")
+    assert 0 < plan.predicted.host_peak_bytes <= 17 * GIB
+    assert plan.predicted.disk_peak_bytes > 0
+    roomy = plan_run(run, hardware=one_gpu(), host_bytes=64 * GIB, **room)
+    assert roomy.tier == "host"
+
+
+def candidate(*, tier="disk", state="host", hardware=None):
+    run = request(
+        activations={"tier": tier, "policy": "offload_all"},
+        state={"optimizer": state, "gradients": state, "weights": state},
+    )
+    return candidate_of_subsequences(
+        run,
+        hardware=hardware or one_gpu(),
+        degrees=Degrees(1, 1, 1),
+        num_subsequences=16,
+        virtual_stages=8,
+    )
+
+
+def test_the_slower_of_the_disk_and_the_way_to_the_host_counts():
+    assert copy_bytes_per_s(candidate()) == (3e9, 5e9)
+    fast = machine(one_gpu(), disk_write_bytes_per_s=1e12, disk_read_bytes_per_s=1e12)
+    node = fast.node
+    assert copy_bytes_per_s(candidate(hardware=fast)) == (
+        node.d2h_bytes_per_s,
+        node.h2d_bytes_per_s,
+    )
+    engines = state_copy_engines(candidate())
+    assert (engines.d2h_bytes_per_s, engines.h2d_bytes_per_s) == (
+        node.d2h_bytes_per_s,
+        node.h2d_bytes_per_s,
+    )
+    assert state_copy_engines(candidate(tier="host")) is None
+    assert state_copy_engines(candidate(state="device")) is None
+
+
+def test_what_moves_to_the_disk_leaves_the_host_and_nothing_else():
+    disk, host = (
+        assess(replace(candidate(tier=tier), kv="offloaded")) for tier in ("disk", "host")
+    )
+    (far,), (near,) = disk.memory, host.memory
+    assert far.tier_activations_bytes == near.tier_activations_bytes > 0
+    assert disk.host_peak_bytes == near.tier_state_bytes + far.staging_bytes
+    assert disk.disk_peak_bytes == far.tier_activations_bytes
+    assert host.disk_peak_bytes == near.staging_bytes == 0
+    assert far.device == near.device
+    assert np.array_equal(disk.placement.offloaded, host.placement.offloaded)
+
+
+@pytest.mark.parametrize("tier", ["device", "disk"])
+def test_a_save_in_the_background_takes_host_memory_wherever_activations_go(tier):
+    run = request("8Ki", activations={"tier": tier}, checkpoint={"async_save": True})
+    copied = 12 * 1_235_814_400
+    roomy, small = (one_gpu(device=40, host=copied / GIB + more) for more in (1, -1))
+    best = solve(run, hardware=roomy).best
+    assert behind(best, "host")[0][SAVED_IN_BACKGROUND] == copied
+    assert best.node_host_bytes >= copied
+    refused = solve(run, hardware=small)
+    assert refused.best is None
+    short = min((one.shortfall for one in refused.rejected), key=lambda one: one.short_bytes)
+    assert short.place == "host"
+    room = {"available_bytes": 40 * GIB, "disk_bytes": 64 * GIB}
+    with pytest.raises(MemoryError, match=r"write checkpoint\.async_save=false"):
+        plan_run(run, hardware=small, host_bytes=small.node.host_memory_bytes, **room)
+    plan_run(run, hardware=roomy, host_bytes=roomy.node.host_memory_bytes, **room)
+
+
+def test_each_tier_that_is_short_is_said_with_what_is_in_it():
+    run = request(
+        activations={"tier": "disk", "policy": "offload_all"}, state={"optimizer": "host"}
+    )
+    room = {"hardware": one_gpu(), "available_bytes": 64 * GIB}
+    with pytest.raises(MemoryError, match=r"offloads .* to activations\.disk=spill, of which"):
+        plan_run(run, host_bytes=64 * GIB, disk_bytes=GIB, **room)
+    with pytest.raises(
+        MemoryError, match=r"on their way to a disk take .* moves .*state\.optimizer"
+    ):
+        plan_run(run, host_bytes=GIB, disk_bytes=128 * GIB, **room)
