@@ -113,7 +113,7 @@ class ActivationsConfig(Section):
     """K and V between a stage's forward and its backward, in the looped order, where a rank has
     several stages: retain them, offload them to the further tier, or recompute them from the
     layers' inputs, which the policy must then retain. auto: the faster of the first two that fits,
-    or else recompute."""
+    or else recompute, on all stages or on as many as have to."""
     input_every: Degree = 1
     """Interval in layers between saved inputs: the other layers recompute theirs from the layer
     below, whose attention output is retained, at the price of one product of the MLP."""

@@ -20,7 +20,7 @@ from sppo.cost.packed_sequence import (
 from sppo.cost.state_tiers import ON_DEVICE, StateTiers
 from sppo.hardware.description import Tier
 from sppo.schedule.generators import LOOPED, Begun, order_of
-from sppo.schedule.transfers.kv_placement import KVPlacement
+from sppo.schedule.transfers.kv_placement import KVPlacement, kv_of_turns
 
 Counts = NDArray[np.int64]
 
@@ -42,7 +42,7 @@ class Candidate:
         offload_ratio: Share that every subsequence sends away; None leaves it to the policy.
         zero: How much of the state the replicas shard.
         state: Where its training state lives.
-        activation_tier: Where offloaded activations, K and V go; "nearest" to the tier next to the
+        activation_tier: Tier of offloaded activations, K and V; "nearest" is the one next to the
             device that the machine has.
         input_every: Layers that share one saved input.
         allow_partial: Whether the policy may cut a tensor class.
@@ -51,6 +51,7 @@ class Candidate:
         virtual_stages: Stages on each rank of the pipeline (v).
         kv: What becomes of K and V between a stage's forward and its backward, in the looped order,
             on all stages of a rank but its last; None leaves it open.
+        kv_recomputed: Stages of each rank that recompute theirs instead, from inputs that stay.
         packed: The sequences of the step of a replica, where samples are packed into them.
         begun: How many forwards each rank has begun before each of its backwards, where there is no
             room for as many as the schedule begins; empty: as many as that.
@@ -73,12 +74,13 @@ class Candidate:
     background_saves: bool = False
     virtual_stages: int = 1
     kv: KVPlacement | None = "retained"
+    kv_recomputed: int = 0
     packed: tuple[PackedSequence, ...] = ()
     begun: Begun = ()
 
     @property
     def tier(self) -> Tier:
-        """Where offloaded activations, K and V go; "device" where nothing is offloaded."""
+        """Tier of offloaded activations, K and V; "device" where nothing is offloaded."""
         if self.activation_tier == "nearest":
             return self.workload.hardware.node.nearest_tier
         return self.activation_tier
@@ -174,10 +176,10 @@ class Candidate:
 
     def kv_of_stage(self, stage: int) -> KVPlacement:
         """Return the placement of a stage's K and V between its forward and its backward."""
-        is_last_of_rank = stage >= self.num_stages - self.pipeline_parallel_degree
-        if self.schedule != LOOPED or is_last_of_rank:
+        if self.schedule != LOOPED or self.kv is None:
             return "retained"
-        return self.kv or "retained"
+        turns = kv_of_turns(self.kv, recomputed=self.kv_recomputed, turns=self.virtual_stages)
+        return turns[stage // self.pipeline_parallel_degree]
 
     @property
     def order(self) -> str:

@@ -189,8 +189,8 @@ def _offloads(run: RunConfig, preflight: Preflight) -> tuple[str, ...]:
     size = max(rank.tier_activations_bytes for rank in plan.rank_memory)
     where = "host memory" if plan.tier == "host" else run.activations.disk
     what = f"{min(ratios):.0%} to {max(ratios):.0%} of what a subsequence saves"
-    if plan.stages[0].kv == "offloaded":
-        others = len(plan.stages) - plan.pipeline_parallel_degree
+    if plan.kv == "offloaded":
+        others = sum(stage.kv == "offloaded" for stage in plan.stages)
         what += f"; K and V of {others} of {len(plan.stages)} stages"
     return (f"offload   {format_bytes(size)} to {where} and back: {what}",)
 

@@ -23,7 +23,7 @@ _DEGREES = ("data_parallel_degree", "pipeline_parallel_degree", "sequence_parall
 _CUTS = ("num_subsequences", "boundaries")
 _OFFLOAD = "state.optimizer=host"
 _SOME_DIRECTORY = "DIR"
-"""What advice calls a directory on a disk of the machine."""
+"""Name in advice of a directory on a disk of the machine."""
 _CHOSEN = {
     "parallel": (*_DEGREES, "schedule", "virtual_stages"),
     "sequence": _CUTS,

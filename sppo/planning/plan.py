@@ -25,7 +25,7 @@ from sppo.cost.memory.tier_memory import tier_buckets
 from sppo.cost.state_tiers import StateTiers
 from sppo.hardware.description import HardwareSpec, Provenance, Tier
 from sppo.quoting import one_line, quoted
-from sppo.schedule.transfers.kv_placement import KVPlacement
+from sppo.schedule.transfers.kv_placement import KVPlacement, kv_of_turns
 from sppo.version import __version__
 
 PLAN_VERSION = 1
@@ -123,7 +123,7 @@ class ExecutionPlan:
         virtual_stages: Stages on each pipeline rank; 1 in plans that were made before it stood
             there.
         state: Where the training state lives; None in plans that were made before it stood there.
-        activation_tier: Where offloaded activations, K and V go; None in plans that were made
+        activation_tier: Tier of offloaded activations, K and V; None in plans that were made
             before it stood there, which use the nearest tier.
     """
 
@@ -190,8 +190,22 @@ class ExecutionPlan:
 
     @property
     def tier(self) -> Tier:
-        """Where offloaded activations, K and V go; "device" where there is no tier for them."""
+        """Tier of offloaded activations, K and V; "device" where there is none for them."""
         return self.activation_tier or self.hardware.node.nearest_tier
+
+    @property
+    def kv(self) -> KVPlacement:
+        """Placement of K and V of the stages of a rank that do not recompute them."""
+        placed = [stage.kv for stage in self.stages[: -self.pipeline_parallel_degree]]
+        return next(
+            (kv for kv in placed if kv != "recomputed"), placed[0] if placed else "retained"
+        )
+
+    @property
+    def kv_recomputed(self) -> int:
+        """Stages of a rank that recompute theirs where others do not."""
+        own = self.stages[:: self.pipeline_parallel_degree]
+        return 0 if self.kv == "recomputed" else sum(stage.kv == "recomputed" for stage in own)
 
     def rank_tier_buckets(self, place: Literal["host", "disk"]) -> tuple[Mapping[str, int], ...]:
         """Return what one device of each pipeline rank has in a tier, by bucket."""
@@ -395,11 +409,11 @@ def _faults(plan: ExecutionPlan) -> Iterator[str]:
 
 
 def _kv_faults(plan: ExecutionPlan) -> Iterator[str]:
-    """All stages but the last of each rank place K and V alike; those retain theirs."""
-    others = len(plan.stages) - plan.pipeline_parallel_degree
-    first = plan.stages[0].kv if others > 0 else "retained"
-    for number, stage in enumerate(plan.stages):
-        if stage.kv != (first if number < others else "retained"):
+    """Stages place K and V as :func:`kv_of_turns` spreads them, alike on all ranks."""
+    ranks, turns = plan.pipeline_parallel_degree, plan.virtual_stages
+    expected = kv_of_turns(plan.kv, recomputed=plan.kv_recomputed, turns=turns)
+    for number, stage in enumerate(plan.stages[: ranks * turns]):
+        if stage.kv != expected[number // ranks]:
             yield f"stage {number} has its K and V {stage.kv}"
 
 

@@ -47,7 +47,8 @@ def plan_candidate(plan: ExecutionPlan) -> Candidate:
         activation_tier=plan.tier,
         input_every=plan.run["activations"]["input_every"],
         virtual_stages=plan.virtual_stages,
-        kv=plan.stages[0].kv,
+        kv=plan.kv,
+        kv_recomputed=plan.kv_recomputed,
     )
 
 

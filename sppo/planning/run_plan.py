@@ -210,7 +210,7 @@ def _tiers(run: RunConfig, *, hardware: HardwareSpec, disk_bytes: int, host_byte
 
 
 def _needs_disk(run: RunConfig, *, behind_gpu: bool) -> bool:
-    """Whether a run asks for what goes to its disk, rather than to the host's memory."""
+    """Return whether a run asks for what goes to its disk, rather than to the host's memory."""
     asked = run.activations
     if asked.tier != "auto" or behind_gpu:
         return asked.tier == "disk"

@@ -159,7 +159,7 @@ class Costs:
             first token's; it balances the shards of an MSP unit. 0 means all tokens are equal.
         links: What carries messages between ranks.
         copies: What carries D2H and H2D.
-        state_copies: What carries those of weights and gradients, where they go to another tier
+        state_copies: Engines of the copies of weights and gradients, where they go to another tier
             than the rest; None where all pass one queue a direction.
         layer_copies: How copies flow on each stage; () for whole units that lag without limit.
         unit_collectives_s: Of each stage, seconds of the collectives that go with every F and with

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+import numpy as np
 import pytest
 
+from sppo.activations.tensor_classes import X_IN
 from sppo.cli.output.solve_json import candidate_report
 from sppo.cli.output.solve_text import policy_text
 from sppo.hardware.file import hardware_for
+from sppo.hardware.presets import PRESETS
+from sppo.output_file import write_json
 from sppo.planning.explain import step_parts
+from sppo.planning.make_plan import make_plan
+from sppo.planning.plan import plan_json, read_plan
+from sppo.planning.plan_program import check_program, plan_candidate
 from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.choices import Degrees, virtual_stages_to_try
 from sppo.planning.search.evaluated_candidate import assess
-from sppo.planning.search.simulated_candidate import simulate_candidate
+from sppo.planning.search.simulated_candidate import simulate_candidate, simulated_device_bytes
 from sppo.planning.search.solver import solve
+from sppo.schedule.transfers.kv_placement import kv_of_turns
 from sppo.units import GIB
 from tests.planning.cases import machine, run_config
 
@@ -83,3 +93,71 @@ def test_an_answer_says_what_becomes_of_keys(kv):
     placed = {"retain": "retained", "offload": "offloaded"}[kv]
     assert candidate_report(run, found)["kv"] == placed
     assert ("K and V are offloaded" in policy_text(found)) == (kv == "offload")
+
+
+def test_stages_that_recompute_are_spread_over_all_but_the_last():
+    assert kv_of_turns("offloaded", recomputed=0, turns=1) == ("retained",)
+    assert kv_of_turns("recomputed", recomputed=0, turns=3) == ("recomputed",) * 2 + ("retained",)
+    for turns in range(2, 9):
+        for count in range(turns):
+            placed = kv_of_turns("offloaded", recomputed=count, turns=turns)
+            assert (len(placed), placed[-1]) == (turns, "retained")
+            assert placed.count("recomputed") == count
+            assert placed.count("offloaded") == turns - 1 - count
+            gaps = [turn for turn, kv in enumerate(placed) if kv == "recomputed"]
+            between = {after - before for before, after in pairwise(gaps)}
+            assert max(between, default=0) - min(between, default=0) <= 1
+
+
+@pytest.fixture(scope="module")
+def mixed():
+    """A request whose K and V neither fit behind the device nor, with all inputs, on it."""
+    run = run_config(
+        "llama-3.2-1b",
+        length="256Ki",
+        sequence={"num_subsequences": 32},
+        parallel={"virtual_stages": 16},
+        state={"optimizer": "host", "gradients": "host"},
+        activations={"tier": "disk", "disk": "spill"},
+        hardware={"preset": "h100", "devices_per_node": 1},
+    )
+    hardware = machine(
+        PRESETS["h100"],
+        num_devices=1,
+        memory_bytes=17 * GIB,
+        reserved_bytes=0,
+        host_memory_bytes=32 * GIB,
+        disk_bytes=11 * GIB,
+        disk_write_bytes_per_s=3e9,
+        disk_read_bytes_per_s=3e9,
+    )
+    return run, hardware
+
+
+def test_some_stages_recompute_their_keys_where_no_one_placement_fits(mixed, tmp_path):
+    run, hardware = mixed
+    for kv in ("retain", "offload", "recompute"):
+        one = run.model_copy(update={"activations": run.activations.model_copy(update={"kv": kv})})
+        assert solve(one, hardware=hardware).best is None
+    best = solve(run, hardware=hardware).best
+    candidate = best.candidate
+    assert (candidate.kv, candidate.virtual_stages) == ("offloaded", 16)
+    assert 0 < candidate.kv_recomputed < 15
+    placed = [candidate.kv_of_stage(stage) for stage in range(16)]
+    recomputes = np.array(placed) == "recomputed"
+    assert not best.placement.offloaded[recomputes].any()
+    assert best.placement.offloaded[~recomputes, :, X_IN].any()
+    assert best.costs.kv_recompute_s[recomputes].all()
+    assert best.disk_peak_bytes <= 11 * GIB
+    assert max(simulated_device_bytes(best)) <= best.device_peak_bytes + 8
+    assert best.device_peak_bytes <= 17 * GIB
+    plan = make_plan(run, best)
+    write_json(tmp_path / "plan.json", plan_json(plan))
+    again = read_plan(tmp_path / "plan.json")
+    assert [stage.kv for stage in again.stages] == placed
+    own = plan_candidate(again)
+    assert (own.kv, own.kv_recomputed) == (candidate.kv, candidate.kv_recomputed)
+    check_program(again)
+    assert "recomputed on" in policy_text(best)
+    for parts in step_parts(best):
+        assert sum(parts.values()) == pytest.approx(best.step_s)

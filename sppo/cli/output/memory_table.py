@@ -9,8 +9,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sppo.cli.output.solve_text import TIER_NAMES
-from sppo.cost.candidate import Candidate
 from sppo.cli.output.memory_groups import (
     BUCKETS,
     FREE,
@@ -19,6 +17,8 @@ from sppo.cli.output.memory_groups import (
     rank_groups,
     shown_groups,
 )
+from sppo.cli.output.solve_text import TIER_NAMES
+from sppo.cost.candidate import Candidate
 from sppo.cost.memory.tier_memory import tier_buckets
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.units import format_bytes

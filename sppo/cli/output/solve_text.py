@@ -71,6 +71,8 @@ def policy_text(evaluated: EvaluatedCandidate) -> str:
     kv = ""
     if evaluated.kv != "retained":
         kv = f"; K and V are {evaluated.kv} between a stage's forward and its backward"
+        if recomputed_stages := evaluated.candidate.kv_recomputed:
+            kv += f", and recomputed on {recomputed_stages} stages of a rank"
     if retained.sum() == whole:
         return f"every saved tensor stays on the device until its backward{kv}"
     parts = []

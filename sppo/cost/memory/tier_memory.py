@@ -1,4 +1,4 @@
-"""What one device has in each tier behind it, bucket by bucket, as it is held against its room."""
+"""Buckets of one device in each tier behind it, which are held against the room there."""
 
 from __future__ import annotations
 

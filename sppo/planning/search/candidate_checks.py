@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
+
 from sppo.activations.placement import ActivationPlacement
 from sppo.activations.tensor_classes import X_IN
 from sppo.cost.candidate import Candidate
-from sppo.cost.stage_cost import copy_bytes_per_s
+from sppo.cost.kv import kv_tier_bytes
+from sppo.cost.memory.stage_memory import StageMemory
+from sppo.cost.stage_cost import copy_bytes_per_s, of_ranks, row_bytes_of
+from sppo.planning.search.policy_inputs import tier_room_bytes
 from sppo.schedule.transfers.kv_placement import KVPlacement
 
 
@@ -20,6 +27,33 @@ def kv_choices(candidate: Candidate) -> tuple[KVPlacement, ...]:
     return tuple(found)
 
 
+def kv_mixes(candidate: Candidate, states: tuple[StageMemory, ...]) -> tuple[Candidate, ...]:
+    """A candidate that leaves K and V open, with some stages of each rank recomputing them.
+
+    For where no one placement fits: stages that recompute have their inputs on the device, and the
+    tier has inputs, K and V of as many others as there is room for.
+
+    Args:
+        candidate: whose K and V are placed.
+        states: memory of each rank without any saved activation.
+    """
+    turns, out = candidate.virtual_stages, copy_bytes_per_s(candidate)[0]
+    is_free = candidate.policy == "hybrid" and candidate.offload_ratio is None
+    if not (is_free and out and turns > 2) or candidate.input_every > 1 or candidate.packed:
+        return ()
+    room = tier_room_bytes(candidate, states)
+    inputs = row_bytes_of(candidate)[:, X_IN] * sum(candidate.lengths)
+    whole = inputs + kv_tier_bytes(replace(candidate, kv="offloaded")).max()
+    for count in range(1, turns - 1):
+        mixed = replace(candidate, kv="offloaded", kv_recomputed=count)
+        stays = [mixed.kv_of_stage(stage) == "recomputed" for stage in range(mixed.num_stages)]
+        behind = np.where(stays, 0.0, whole * mixed.sequences)
+        if (of_ranks(mixed, behind) <= room).all():
+            counts = (number for number in (count, count + 1) if number < turns - 1)
+            return tuple(replace(mixed, kv_recomputed=number) for number in counts)
+    return ()
+
+
 def check_kv(candidate: Candidate) -> None:
     """Refuse K and V that cannot be placed as asked.
 
@@ -32,7 +66,8 @@ def check_kv(candidate: Candidate) -> None:
             "activations.tier out, name a directory (activations.disk=DIR) on a CPU, or write "
             "activations.kv=recompute or auto"
         )
-    if candidate.kv == "recomputed" and candidate.input_every > 1:
+    recomputes = candidate.kv == "recomputed" or candidate.kv_recomputed > 0
+    if recomputes and candidate.input_every > 1:
         raise ValueError(
             f"activations.kv=recompute with activations.input_every={candidate.input_every}: K and "
             "V are recomputed from every layer's input; write activations.input_every=1, or "

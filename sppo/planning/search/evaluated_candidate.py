@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -35,6 +36,7 @@ from sppo.planning.search.candidate_checks import (
     check_kv,
     check_state,
     kv_choices,
+    kv_mixes,
 )
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.policy_inputs import policy_inputs
@@ -260,8 +262,8 @@ def assess(candidate: Candidate, *, seconds: StageSeconds | None = None) -> Eval
 def _best_of_kv(candidate: Candidate, *, seconds: StageSeconds) -> EvaluatedCandidate:
     """Assess what may become of K and V: the faster of retaining and offloading them that fits.
 
-    Recomputing is tried where neither fits. Where nothing can, offloading is assessed, or without a
-    tier recomputing: they need less than retaining.
+    Recomputing is tried where neither fits, and then to do so on some stages. Where nothing can,
+    offloading is assessed, or without a tier recomputing: they need less than retaining.
     """
     found: list[EvaluatedCandidate] = []
     for choice in _kv_worth_trying(candidate):
@@ -270,7 +272,14 @@ def _best_of_kv(candidate: Candidate, *, seconds: StageSeconds) -> EvaluatedCand
         ):
             break
         found.append(assess(choice, seconds=seconds))
+    if all(one.shortfall is not None for one in found):
+        found += [assess(mixed, seconds=seconds) for mixed in _kv_mixes_worth_trying(candidate)]
     return _best_of(found)
+
+
+def _kv_mixes_worth_trying(candidate: Candidate) -> list[Candidate]:
+    states = memory_without_activations(replace(candidate, kv="offloaded"))
+    return [one for one in kv_mixes(candidate, states) if may_fit(one)]
 
 
 def _kv_worth_trying(candidate: Candidate) -> list[Candidate]:
@@ -341,7 +350,8 @@ def can_fit(candidate: Candidate, *, seconds: StageSeconds) -> bool:
         seconds: of its units, with everything retained.
     """
     if candidate.kv is None:
-        return any(can_fit(one, seconds=seconds) for one in _kv_worth_trying(candidate))
+        choices = chain(_kv_worth_trying(candidate), _kv_mixes_worth_trying(candidate))
+        return any(can_fit(one, seconds=seconds) for one in choices)
     check_kv(candidate)
     check_state(candidate)
     found = _assess_with_room(candidate, seconds=seconds, first_that_fits=True)
@@ -510,7 +520,8 @@ class _PlacementChoice:
         """
         if not self._is_free_to_choose:
             return []
-        offloading = ("sppo", "offload_all") if self.inputs.copy_bytes_per_s else ()
+        may_offload = self.inputs.copy_bytes_per_s > 0 and not self.candidate.kv_recomputed
+        offloading = ("sppo", "offload_all") if may_offload else ()
         return [self._priced(decide(one, self.inputs)) for one in (*POLICIES[1:], *offloading)]
 
     def _priced(self, placement: ActivationPlacement) -> StepPrices:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from sppo.activations.placement import Counts, PolicyInputs
+from sppo.activations.tensor_classes import X_IN
 from sppo.cost.candidate import Candidate
 from sppo.cost.kv import kv_offload_bytes, kv_tier_bytes, largest_kv_block
 from sppo.cost.layer import exchange_seconds
@@ -16,6 +18,7 @@ from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.cost.stage_cost import (
     StageSeconds,
     copy_bytes_per_s,
+    of_ranks,
     row_bytes_of,
     shared_input_bytes_of,
     weight_operand_bytes,
@@ -57,15 +60,19 @@ def policy_inputs(
     used += _kv_slots_bytes(candidate)
     virtual = candidate.virtual_stages
     shares = layers / np.tile(np.array(candidate.layers_of_ranks, dtype=np.float64), virtual)
-    device_room = shares * np.tile(np.maximum(0.0, candidate.budget_bytes - used), virtual)
-    tier_room = shares * np.tile(_tier_room_bytes(candidate, states), virtual)
+    # Inputs are what a policy offloads first, and K and V are recomputed from them.
+    offloads = _may_offload(candidate)
+    pinned = (~offloads & offloads.any()) * row_bytes_of(candidate)[:, X_IN] * (in_flight @ tokens)
+    free = np.maximum(0.0, candidate.budget_bytes - used - of_ranks(candidate, pinned))
+    device_room = pinned + shares * np.tile(free, virtual)
+    offloading = np.maximum(1.0, of_ranks(candidate, layers * offloads))
+    tier_shares = layers * offloads / np.tile(offloading, virtual)
+    tier_room = tier_shares * np.tile(tier_room_bytes(candidate, states), virtual)
     tier_room = tier_room - kv_tier_bytes(candidate) * units.sequences
     tier_room = np.maximum(0.0, tier_room - tier_padding_bytes(candidate, units=units))
-    hidden = np.minimum(forward * out, backward * back)
-    if candidate.kv == "recomputed" and candidate.policy == "hybrid":
-        # Inputs are what a policy offloads first, and K and V are recomputed from them.
+    hidden = np.minimum(forward * out, backward * back) * offloads[:, None]
+    if not offloads.any():
         out = back = 0.0
-        tier_room, hidden = np.zeros_like(tier_room), np.zeros_like(hidden)
     return PolicyInputs(
         tokens=tokens,
         row_bytes=row_bytes_of(candidate),
@@ -85,7 +92,17 @@ def policy_inputs(
     )
 
 
-def _tier_room_bytes(candidate: Candidate, states: tuple[StageMemory, ...]) -> Table:
+def _may_offload(candidate: Candidate) -> npt.NDArray[np.bool_]:
+    """Return whether the activation policy may offload what each stage saves, [stages]."""
+    stages = range(candidate.num_stages)
+    if candidate.policy != "hybrid":
+        return np.ones(len(stages), dtype=np.bool_)
+    if candidate.kv == "recomputed":
+        return np.zeros(len(stages), dtype=np.bool_)
+    return np.array([candidate.kv_of_stage(stage) != "recomputed" for stage in stages])
+
+
+def tier_room_bytes(candidate: Candidate, states: tuple[StageMemory, ...]) -> Table:
     """Room for activations in their tier, beside what else is there, of each rank, [ranks]."""
     tier, hardware = candidate.tier, candidate.workload.hardware
     if tier == "device":

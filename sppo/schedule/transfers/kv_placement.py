@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Literal
 
 from sppo.quoting import quoted
@@ -21,6 +22,27 @@ from sppo.schedule.actions import Action, ActionKind, Schedule
 
 KVPlacement = Literal["retained", "offloaded", "recomputed"]
 """Placements of a stage's K and V between its forward and its backward of a sequence."""
+
+
+@cache
+def kv_of_turns(kv: KVPlacement, *, recomputed: int, turns: int) -> tuple[KVPlacement, ...]:
+    """Return what becomes of K and V of each stage of a rank, in the order of their forwards.
+
+    The last one's backward follows its forward, so it retains them.
+
+    Args:
+        kv: what becomes of those that are not recomputed.
+        recomputed: stages that recompute theirs instead, spread evenly over all but the last.
+        turns: stages of the rank.
+    """
+    others = turns - 1
+    own: tuple[KVPlacement, ...] = tuple(
+        kv if turn * recomputed // others == (turn + 1) * recomputed // others else "recomputed"
+        for turn in range(others)
+    )
+    return (*own, "retained")
+
+
 _StageSequence = tuple[int, int | None]
 """(stage, sequence)."""
 
