@@ -14,8 +14,8 @@ from dataclasses import replace
 
 from sppo.cost.candidate import Candidate
 from sppo.planning.elastic.levels import (
+    LEVELS,
     checkpointing_levels,
-    everything_recomputed,
     fastest_levels,
     place_levels,
 )
@@ -49,6 +49,11 @@ def recomputing_step(
     return StepPlan(packed, found)
 
 
+def _everything(candidate: Candidate) -> EvaluatedCandidate | None:
+    placed = place_levels(candidate, levels=LEVELS[-1:])
+    return None if placed is None else simulate_candidate(placed)
+
+
 def _uniform(candidate: Candidate) -> EvaluatedCandidate | None:
     """Return the candidate with the fewest layers of all units recomputed, as many of each."""
     for level in checkpointing_levels(len(candidate.stages[0])):
@@ -65,7 +70,7 @@ def _checkpointing(candidate: Candidate) -> EvaluatedCandidate | None:
 
 
 RECOMPUTING_SIDES: dict[str, Callable[[Candidate], EvaluatedCandidate | None]] = {
-    RECOMPUTING_BASELINE: everything_recomputed,
+    RECOMPUTING_BASELINE: _everything,
     "recompute_uniform": _uniform,
     "checkpointing": _checkpointing,
     "levels": fastest_levels,
