@@ -293,7 +293,9 @@ def saved_bytes(
     Returns:
         [..., subsequences].
     """
-    found: Table = (rows @ row_bytes[..., None])[..., 0]
+    x_in, attention, linear = np.moveaxis(row_bytes, -1, 0)[..., None]
+    found: Table = rows[..., X_IN] * x_in + rows[..., ATTENTION] * attention
+    found += rows[..., LINEAR] * linear
     if shared_input_bytes.any():
         every_layer = recomputed[..., ATTENTION] > 0
         found += rows[..., X_IN] * every_layer * shared_input_bytes[..., None]

@@ -468,7 +468,7 @@ class _PlacementChoice:
 
     def first_that_fits(self) -> EvaluatedCandidate:
         """Return any placement that fits, if there is one; else the one short of least."""
-        if (free := self._retaining()) is not None:
+        if (free := self._retaining() or self._recomputing()) is not None:
             return free
         possible = self._possible()
         found = self._first(possible)
@@ -483,6 +483,10 @@ class _PlacementChoice:
         recomputes. Placements that cost no time are tried with their own.
         """
         return self._if_it_fits("retain") if self._is_free_to_choose else None
+
+    def _recomputing(self) -> EvaluatedCandidate | None:
+        """Return what recomputes everything if it fits and the policy may choose it."""
+        return self._if_it_fits("recompute") if self._is_free_to_choose else None
 
     def _hiding(self, possible: Iterable[StepPrices]) -> EvaluatedCandidate | None:
         """Return what offloads all that hides if it fits and every other placement costs time."""
