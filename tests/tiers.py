@@ -651,7 +651,7 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
         ),
     },
     "planning/test_advice.py": {
-        "test_the_longest_is_the_same_whoever_asks": only("1400Ki", why="one of two lengths"),
+        "test_the_longest_is_the_same_whoever_asks": only("768Ki", why="one of two lengths"),
         "test_a_million_tokens_on_one_node_need_the_host_and_how_much_of_it": replaced(
             "cli/test_solve.py::test_advice_that_is_followed_helps",
             why="advice of a smaller model that is followed; that host memory is named shows in the"

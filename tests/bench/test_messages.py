@@ -19,6 +19,7 @@ from sppo.hardware.presets import PRESETS
 from sppo.planning.explain import step_parts
 from sppo.planning.search.evaluated_candidate import assess, least_seconds
 from sppo.planning.search.simulated_candidate import simulate_candidate
+from tests.bench.failing_process import fail
 from tests.bench.report.test_hardware_description import NOTHING
 from tests.conftest import refuse, succeed
 
@@ -57,12 +58,8 @@ def test_two_processes_measure_their_messages(capfd):
     assert capfd.readouterr().err == ""
 
 
-def _fail(rank, *_):
-    raise ValueError("no messages here")
-
-
 def test_a_process_that_fails_is_an_error(monkeypatch, capfd):
-    monkeypatch.setattr(messages, "_serve", _fail)
+    monkeypatch.setattr(messages, "_serve", fail)
     with pytest.raises(RuntimeError, match="a process failed"):
         measure_messages(quick=True, watcher=Rounds())
     assert "no messages here" in capfd.readouterr().err

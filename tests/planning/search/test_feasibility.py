@@ -55,10 +55,16 @@ def test_the_quick_time_is_near_the_solvers(run, hardware):
 def test_fitting_is_what_the_solver_calls_fitting(length, fitting, policy):
     run = run_of(
         length=length * KIB,
+        model={"preset": "llama-3.2-1b", "num_layers": 4, "vocab_size": 16384},
         activations={"policy": policy},
         hardware={"preset": "h100", "devices_per_node": 2},
     )
-    little = machine(hardware_for(run.hardware), memory_bytes=20 * GIB, host_memory_bytes=64 * GIB)
+    little = machine(
+        hardware_for(run.hardware),
+        memory_bytes=5 * GIB,
+        reserved_bytes=0,
+        host_memory_bytes=16 * GIB,
+    )
     fits = solve(run, hardware=little).best is not None
     assert fits is (policy in fitting)
     assert fits_at_all(run, little) is fits

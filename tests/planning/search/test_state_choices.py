@@ -144,11 +144,11 @@ def test_with_shards_the_rows_of_two_stages_are_there(zero):
 def test_what_does_not_fit_on_the_device_leaves_it_and_the_plan_says_so(tmp_path):
     """Eight bytes of weights and gradients a parameter, on a device that has five."""
     run = run_config(
-        "llama-3.1-8b",
+        {"preset": "llama-3.1-8b", "num_layers": 8},
         length="64Ki",
         hardware={"preset": "h100", "devices_per_node": 1, "host_memory": "1TiB"},
     )
-    small = machine(H100, memory_bytes=44 << 30, num_devices=1, host_memory_bytes=1 << 40)
+    small = machine(H100, memory_bytes=16 << 30, num_devices=1, host_memory_bytes=1 << 40)
     best = solve(run, hardware=small).best
     assert best is not None
     assert best.shortfall is None
