@@ -36,6 +36,7 @@ from sppo.planning.elastic.sample_shortfall import shortfall_text
 from sppo.planning.make_plan import compute_seconds, stage_plans
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.plan_program import plan_candidate
+from sppo.planning.search.candidate_search import WORTH_IT
 from sppo.planning.search.choices import SUBSEQUENCE_TOKENS
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, assess
 from sppo.planning.search.simulated_candidate import simulate_candidate, simulated_device_bytes
@@ -43,6 +44,7 @@ from sppo.schedule.actions import Schedule
 from sppo.schedule.generators import LOOPED, WHOLE_SEQUENCES
 
 _INTERLEAVED = "interleaved_seq1f1b"
+_ZERO_BUBBLE = "seq_zb_h1"
 LEAST_TOKENS = 256
 """Subsequences are not cut shorter than this to fill a pipeline."""
 _MOST_PER_RANK = 128
@@ -189,6 +191,7 @@ class StepPlanner:
             the longest sample is; 0 for those of a slice of the plan alone.
         interleaves: Whether a plan in the looped order may run sequences side by side instead, by
             interleaved Seq1F1B on the same stages.
+        defers_weights: Whether gradients of weights may be put off to fill bubbles (zero bubble).
         quick: Whether the first packing that fits is taken, its activations placed by the policy;
             all is searched where none does.
         levels: Whether activations may have levels, by integer program.
@@ -201,6 +204,7 @@ class StepPlanner:
     searches: bool
     room: int = 0
     interleaves: bool = False
+    defers_weights: bool = False
     quick: bool = False
     levels: bool = True
 
@@ -265,7 +269,7 @@ class StepPlanner:
                 plan for base in bases for plan in self._fitting(packings, base=base, short=short)
             ]
             if found:
-                return min(found, key=lambda plan: plan.step_s)
+                return self._with_best_schedule(min(found, key=lambda plan: plan.step_s))
         # What the run's plan was made for: its own cuts, one sequence after another.
         for bases in self._bases():
             found = self._fitting(self._as_planned(lengths), base=bases[-1], short=short)
@@ -274,6 +278,17 @@ class StepPlanner:
         if self.quick:
             return replace(self, quick=False).plan(lengths)
         raise MemoryError(shortfall_text(lengths, short))
+
+    def _with_best_schedule(self, plan: StepPlan) -> StepPlan:
+        """Return a plan, with gradients of weights put off where that is faster by enough."""
+        if not self.defers_weights or plan.evaluated.candidate.begun:
+            return plan
+        base = replace(self.base, schedule=_ZERO_BUBBLE)
+        evaluated = assess(base.with_packed(plan.sequences))
+        if evaluated.shortfall is not None:
+            return plan
+        other = StepPlan(plan.packed, simulate_candidate(evaluated))
+        return other if other.step_s <= plan.step_s * WORTH_IT else plan
 
     def _fitting(
         self,
@@ -553,6 +568,16 @@ def planner_of_candidate(
     )
     # Units of different sequences are not cut over ranks; the order without it is run.
     schedule = candidate.order
+    is_open = (
+        run["parallel"]["schedule"] == "auto"
+        and candidate.pipeline_parallel_degree > 1
+        and candidate.state == ON_DEVICE
+    )
+    # Where it is open every step decides whether gradients of weights are put off.
+    defers_weights = (
+        is_open and candidate.virtual_stages == 1 and schedule in ("sppo", _ZERO_BUBBLE)
+    )
+    schedule = "sppo" if defers_weights else schedule
     policy, ratio = run["activations"]["policy"], run["activations"]["offload_ratio"]
     sequence = run["sequence"]
     free = sequence["num_subsequences"] == "auto" and schedule not in WHOLE_SEQUENCES
@@ -571,9 +596,6 @@ def planner_of_candidate(
         alignment=sequence["alignment"],
         searches=free and candidate.pipeline_parallel_degree > 1,
         room=SUBSEQUENCE_TOKENS[kind][1] if free and candidate.pipeline_parallel_degree == 1 else 0,
-        interleaves=run["parallel"]["schedule"] == "auto"
-        and schedule == LOOPED
-        and candidate.virtual_stages > 1
-        and candidate.pipeline_parallel_degree > 1
-        and candidate.state == ON_DEVICE,
+        interleaves=is_open and schedule == LOOPED and candidate.virtual_stages > 1,
+        defers_weights=defers_weights,
     )

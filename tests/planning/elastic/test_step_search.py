@@ -167,17 +167,17 @@ def test_a_large_step_takes_few_programs_and_none_of_integers(monkeypatch):
     assert not any(integral for _, integral in programs)
 
 
-def run_planner(schedule):
-    """What plans the steps of a run on two ranks with several stages each."""
+def run_planner(schedule, *, ranks=2, virtual=8):
+    """What plans the steps of a run on some ranks with so many stages each."""
     run = check_run(
         {
             "model": SMALL.model_dump(exclude_defaults=True),
             "data": {"tokens": ".", "samples": "documents"},
             "sequence": {"length": 12288},
             "parallel": {
-                "pipeline_parallel_degree": 2,
+                "pipeline_parallel_degree": ranks,
                 "schedule": schedule,
-                **({} if schedule == "auto" else {"virtual_stages": 8}),
+                "virtual_stages": virtual,
             },
             "train": {"dtype": "bf16", "samples_per_step": 64},
         },
@@ -185,10 +185,10 @@ def run_planner(schedule):
     )
     plan = plan_run(
         run_of_longest_samples(run),
-        hardware=divide_cpu(PRESETS["laptop-cpu"], 2),
+        hardware=divide_cpu(PRESETS["laptop-cpu"], ranks),
         available_bytes=8 << 30,
     )
-    assert (plan.schedule, plan.virtual_stages) == ("looped_bfs", 8)
+    assert plan.virtual_stages == virtual
     return step_planner(plan)
 
 
@@ -198,4 +198,15 @@ def test_sequences_run_side_by_side_on_the_stages_of_a_looped_plan():
     assert planned.evaluated.candidate.schedule == "interleaved_seq1f1b"
     assert asked.evaluated.candidate.schedule == "looped_bfs"
     assert planned.step_s < 0.98 * asked.step_s
+    validate(planned.program)
+
+
+def test_gradients_of_weights_are_put_off_where_that_is_faster():
+    lengths = draw("magi", 96, seed=2, scale=1 / 16, longest=12288)
+    planned, asked = (
+        run_planner(schedule, ranks=4, virtual=1).plan(lengths) for schedule in ("auto", "sppo")
+    )
+    assert planned.evaluated.candidate.schedule == "seq_zb_h1"
+    assert asked.evaluated.candidate.schedule == "sppo"
+    assert planned.step_s <= 0.99 * asked.step_s
     validate(planned.program)
