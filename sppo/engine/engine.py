@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +21,7 @@ from sppo.engine.msp.stage import MspMemory, MspStage
 from sppo.engine.pipeline import ALONE, Pipeline
 from sppo.engine.stage import Stage
 from sppo.engine.state_streams import StateStreams
+from sppo.engine.step_programs import StepPrograms
 from sppo.engine.streamed_gradients import StreamedGradients
 from sppo.engine.streamed_weights import StreamedWeights
 from sppo.engine.trace import ExecutedAction, Stopwatch, Trace
@@ -39,11 +38,9 @@ from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.planning.partition import lengths_of
 from sppo.schedule.actions import COMPUTE_KINDS, Action, ActionKind, Schedule
 from sppo.schedule.encoding import encode
-from sppo.schedule.generators import order_of
 from sppo.schedule.in_flight import sequences_in_flight
 from sppo.schedule.msp_groups import find_msp_groups
 from sppo.schedule.orders import UnitKey
-from sppo.schedule.program import equal_costs, step_program
 from sppo.schedule.transfers.kv_placement import kv_placement
 
 
@@ -171,9 +168,6 @@ class Engine:
         debug: bool = False,
     ) -> None:
         self._pipeline = pipeline
-        every_stage = range(pipeline.placement.num_stages)
-        self._placements = dict(placements or dict.fromkeys(every_stage, policy_placement(policy)))
-        self._kv_offloaded, self._kv_recomputed = kv_offloaded, kv_recomputed
         self._stopwatch = stopwatch
         self._shard = (
             SequenceShard() if exchange is None else SequenceShard(exchange.rank, exchange.degree)
@@ -193,7 +187,15 @@ class Engine:
             self._gradients,
             stages=pipeline.layers(model.num_layers).keys(),
         )
-        self._programs: dict[object, Schedule] = {}
+        every_stage = range(pipeline.placement.num_stages)
+        self._programs = StepPrograms(
+            pipeline,
+            placements=placements or dict.fromkeys(every_stage, policy_placement(policy)),
+            kv_offloaded=kv_offloaded,
+            kv_recomputed=kv_recomputed,
+            streams_weights=streamed_weights is not None,
+            streams_gradients=streamed_gradients is not None,
+        )
         self._msp_executors: dict[str, MspExecutor] = {}
         self._kv = self._build_stages(
             model,
@@ -339,7 +341,7 @@ class Engine:
 
         Connects the ranks of each MSP group, so every rank must call it.
         """
-        schedule = self._program(tuple(map(tuple, lengths)), forward_only=False)
+        schedule = self._programs.program(tuple(map(tuple, lengths)), forward_only=False)
         self._msp_executor(schedule)
         return schedule
 
@@ -390,7 +392,7 @@ class Engine:
             units |= units_of(index, data, cuts, self._shard)
         lengths = tuple(lengths_of(tuple(cuts)) for cuts in boundaries)
         if planned is None:
-            schedule = self._program(lengths, forward_only=loss_scale is None)
+            schedule = self._programs.program(lengths, forward_only=loss_scale is None)
         else:
             schedule = planned.program
             assert schedule.lengths == lengths, "the step was planned for other sequences"
@@ -421,47 +423,6 @@ class Engine:
             if action.kind in COMPUTE_KINDS and action.num_shards == 1:
                 yield from self._stages[action.stage].visits(action.kind, units[action.unit])
 
-    def _program(self, lengths: tuple[tuple[int, ...], ...], *, forward_only: bool) -> Schedule:
-        """Return the program of a step, made and checked once: that takes a while."""
-        key = (lengths, forward_only)
-        if key not in self._programs:
-            # Training steps are alike; only evaluations bring other lengths, a few at a time.
-            if len(self._programs) >= _PROGRAMS_KEPT:
-                self._programs.clear()
-            self._programs[key] = self._made_program(lengths, forward_only=forward_only)
-        return self._programs[key]
-
-    def _made_program(
-        self, lengths: tuple[tuple[int, ...], ...], *, forward_only: bool
-    ) -> Schedule:
-        """Return the planned program, or one for equal units if no such step was planned."""
-        pipeline, planned = self._pipeline, self._pipeline.planned
-        if planned is not None and planned.lengths == lengths and not forward_only:
-            return planned
-        num_units = sum(map(len, lengths))
-        offloaded = np.zeros((pipeline.placement.num_stages, num_units), dtype=np.bool_)
-        if not forward_only:
-            for stage in self._placements:
-                placed = chain.from_iterable(self._placements_of(stage, lengths))
-                offloaded[stage] = [any(part.offloaded) for part in placed]
-        return step_program(
-            # The solver chose MSP for training steps.
-            order_of(pipeline.schedule, num_virtual=pipeline.num_virtual)
-            if forward_only
-            else pipeline.schedule,
-            num_ranks=pipeline.num_ranks,
-            num_virtual=pipeline.num_virtual,
-            lengths=lengths,
-            forward_only=forward_only,
-            costs=equal_costs(
-                offloaded=offloaded,
-                kv_offloaded=() if forward_only else self._kv_offloaded,
-                kv_recomputed=() if forward_only else self._kv_recomputed,
-                streams_weights=self._state.weights is not None,
-                streams_gradients=self._state.gradients is not None,
-            ),
-        )
-
     def _msp_executor(self, schedule: Schedule) -> MspExecutor | None:
         """Return what runs the MSP shards of ``schedule``; None if no unit is cut."""
         links = self._pipeline.msp_links
@@ -476,7 +437,7 @@ class Engine:
                     schedule,
                     stages=self._msp_stages,
                     placements={
-                        stage: by_unit(self._placements_of(stage, schedule.lengths))
+                        stage: by_unit(self._programs.placements_of(stage, schedule.lengths))
                         for stage in self._msp_stages
                     },
                     exchange_of=links.exchange,
@@ -485,12 +446,6 @@ class Engine:
                 )
             }
         return self._msp_executors[digest]
-
-    def _placements_of(
-        self, stage: int, lengths: Sequence[tuple[int, ...]]
-    ) -> list[tuple[SubsequencePlacement, ...]]:
-        """Return what a stage does with each subsequence of each sequence."""
-        return [self._placements[stage](parts) for parts in lengths]
 
     def _prepare(
         self,
@@ -504,7 +459,7 @@ class Engine:
             stage.prepare(
                 {a.unit: units[a.unit] for a in own if a.kind is ActionKind.B},
                 placements=by_unit(
-                    self._placements_of(index, schedule.lengths)
+                    self._programs.placements_of(index, schedule.lengths)
                     if planned is None
                     else planned[index]
                 ),
@@ -546,6 +501,3 @@ def by_unit(
         for sequence, parts in enumerate(placements)
         for index, placement in enumerate(parts)
     }
-
-
-_PROGRAMS_KEPT = 8

@@ -22,7 +22,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from sppo.engine.engine import Engine
+from sppo.engine.step_programs import StepPrograms
 from sppo.parallel import collectives
 from sppo.schedule.actions import Schedule
 from tests.random_training.turns import Turns
@@ -40,17 +40,17 @@ def run_emulated(function: Callable[..., Any], *arguments: Any, ranks: int, seed
 @contextmanager
 def _same_for_all_ranks() -> Iterator[None]:
     """Make the program of a step once for all ranks, which takes longer than to run it here."""
-    make = Engine._made_program
+    make = StepPrograms._make
     made: dict[Any, Schedule] = {}
 
-    def program(self: Engine, lengths: Any, *, forward_only: bool) -> Schedule:
+    def program(self: StepPrograms, lengths: Any, *, forward_only: bool) -> Schedule:
         pipeline = self._pipeline
         key = (pipeline.schedule, pipeline.num_ranks, pipeline.num_virtual, lengths, forward_only)
         if key not in made:
             made[key] = make(self, lengths, forward_only=forward_only)
         return made[key]
 
-    with patch.object(Engine, "_made_program", program):
+    with patch.object(StepPrograms, "_make", program):
         yield
 
 

@@ -1,0 +1,91 @@
+"""Programs of the steps of an engine: the planned one, and those of steps that nobody planned."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
+
+import numpy as np
+
+from sppo.activations.placement import PlacementOf, SubsequencePlacement
+from sppo.engine.pipeline import Pipeline
+from sppo.schedule.actions import Schedule
+from sppo.schedule.generators import order_of
+from sppo.schedule.orders import Lengths
+from sppo.schedule.program import equal_costs, step_program
+
+_PROGRAMS_KEPT = 8
+
+
+class StepPrograms:
+    """Programs of a rank's steps, each made and checked once: that takes a while.
+
+    Args:
+        pipeline: this rank's place in it, with the planned program if there is one.
+        placements: what to retain, offload and recompute, by stage: of all stages, for every rank
+            must make the same program.
+        kv_offloaded: stages whose K and V leave the device between forward and backward.
+        kv_recomputed: stages that recompute theirs before their backward.
+        streams_weights: whether weights come to the device stage by stage.
+        streams_gradients: whether gradients leave it stage by stage.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        *,
+        placements: Mapping[int, PlacementOf],
+        kv_offloaded: Collection[int],
+        kv_recomputed: Collection[int],
+        streams_weights: bool,
+        streams_gradients: bool,
+    ) -> None:
+        self._pipeline, self._placements = pipeline, placements
+        self._kv_offloaded, self._kv_recomputed = kv_offloaded, kv_recomputed
+        self._streams_weights, self._streams_gradients = streams_weights, streams_gradients
+        self._made: dict[tuple[Lengths, bool], Schedule] = {}
+
+    def program(self, lengths: Lengths, *, forward_only: bool) -> Schedule:
+        """Return the program of a step of sequences cut into ``lengths``."""
+        key = (lengths, forward_only)
+        if key not in self._made:
+            # Training steps are alike; only evaluations bring other lengths, a few at a time.
+            if len(self._made) >= _PROGRAMS_KEPT:
+                self._made.clear()
+            self._made[key] = self._make(lengths, forward_only=forward_only)
+        return self._made[key]
+
+    def placements_of(
+        self, stage: int, lengths: Sequence[tuple[int, ...]]
+    ) -> list[tuple[SubsequencePlacement, ...]]:
+        """Return the placement of each subsequence of each sequence on a stage."""
+        return [self._placements[stage](parts) for parts in lengths]
+
+    def _make(self, lengths: Lengths, *, forward_only: bool) -> Schedule:
+        """Return the planned program, or one for equal units if no such step was planned."""
+        pipeline, planned = self._pipeline, self._pipeline.planned
+        if planned is not None and planned.lengths == lengths and not forward_only:
+            return planned
+        num_units = sum(map(len, lengths))
+        offloaded = np.zeros((pipeline.placement.num_stages, num_units), dtype=np.bool_)
+        if not forward_only:
+            for stage in self._placements:
+                placed = chain.from_iterable(self.placements_of(stage, lengths))
+                offloaded[stage] = [any(part.offloaded) for part in placed]
+        return step_program(
+            # The solver chose MSP for training steps.
+            order_of(pipeline.schedule, num_virtual=pipeline.num_virtual)
+            if forward_only
+            else pipeline.schedule,
+            num_ranks=pipeline.num_ranks,
+            num_virtual=pipeline.num_virtual,
+            lengths=lengths,
+            forward_only=forward_only,
+            costs=equal_costs(
+                offloaded=offloaded,
+                kv_offloaded=() if forward_only else self._kv_offloaded,
+                kv_recomputed=() if forward_only else self._kv_recomputed,
+                streams_weights=self._streams_weights,
+                streams_gradients=self._streams_gradients,
+            ),
+        )
