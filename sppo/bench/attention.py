@@ -26,12 +26,12 @@ from sppo.bench.attention_grid import AttentionGrid, AttentionShape
 from sppo.bench.operands import DTYPES, Operands
 from sppo.bench.timing import Call, Rounds, TimedCase, Timing, Watcher, time_cases, time_once
 from sppo.hardware.rates import AttentionPoint
-from sppo.kernels.attention.choice import Name, chosen_name
+from sppo.kernels.attention.choice import BackendName, chosen_name
 from sppo.kernels.attention.interface import attention_backward, attention_forward
 from sppo.kernels.attention.kv_layout import empty_keys
 
 Direction = Literal["forward", "backward"]
-AttentionKey = tuple[Name, AttentionShape, Direction]
+AttentionKey = tuple[BackendName, AttentionShape, Direction]
 
 _FIRST_PROBE = {"cpu": 256, "cuda": 1024}
 """Most queries and keys of the first call that says how slow a back end is."""
@@ -61,9 +61,9 @@ def measure_attention(
     Returns:
         The timings, and what follows from them for each back end and shape.
     """
-    chosen: list[tuple[Name, AttentionShape]] = []
+    chosen: list[tuple[BackendName, AttentionShape]] = []
     left_out: list[LeftOut] = []
-    automatic: dict[AttentionShape, Name] = {}
+    automatic: dict[AttentionShape, BackendName] = {}
     for shapes in grid.problems(dtypes):
         taken = chosen_name("auto", shapes[0].case(operands.device))
         timed, not_timed = _choose(operands, grid, shapes, taken)
@@ -109,8 +109,8 @@ def attention_points(
 
 
 def _choose(
-    operands: Operands, grid: AttentionGrid, shapes: list[AttentionShape], taken: Name
-) -> tuple[list[tuple[Name, AttentionShape]], list[LeftOut]]:
+    operands: Operands, grid: AttentionGrid, shapes: list[AttentionShape], taken: BackendName
+) -> tuple[list[tuple[BackendName, AttentionShape]], list[LeftOut]]:
     """Return what to time of the shapes of one problem, and what not.
 
     Args:
@@ -127,7 +127,7 @@ def _choose(
     if first is not None and not grid.fixed:
         shapes = _shorter(operands, first, shapes)
     longest_s = _LONGEST_ASKED_S if grid.fixed else _LONGEST_S[operands.device]
-    timed: list[tuple[Name, AttentionShape]] = []
+    timed: list[tuple[BackendName, AttentionShape]] = []
     left_out: list[LeftOut] = []
     for name in names:
         gaps = dict.fromkeys(shapes, reasons[name])
@@ -139,7 +139,7 @@ def _choose(
 
 
 def _gaps(
-    operands: Operands, name: Name, shapes: list[AttentionShape], longest_s: float
+    operands: Operands, name: BackendName, shapes: list[AttentionShape], longest_s: float
 ) -> dict[AttentionShape, str | None]:
     """Return why a back end that ``auto`` does not take is not timed, by shape; None where it is.
 
@@ -161,7 +161,9 @@ def _gaps(
     return gaps
 
 
-def _shorter(operands: Operands, name: Name, shapes: list[AttentionShape]) -> list[AttentionShape]:
+def _shorter(
+    operands: Operands, name: BackendName, shapes: list[AttentionShape]
+) -> list[AttentionShape]:
     """Drop the shapes with most queries while these take too long; two numbers of queries stay."""
     queries = sorted({shape.queries for shape in shapes})
     probe = max((shape for shape in shapes if shape.queries == queries[0]), key=lambda s: s.keys)
@@ -172,7 +174,7 @@ def _shorter(operands: Operands, name: Name, shapes: list[AttentionShape]) -> li
 
 
 def _in_time(
-    operands: Operands, name: Name, shapes: list[AttentionShape], longest_s: float
+    operands: Operands, name: BackendName, shapes: list[AttentionShape], longest_s: float
 ) -> list[AttentionShape]:
     """Spans whose backward takes no longer than ``longest_s``, foretold from shorter ones.
 
@@ -194,18 +196,22 @@ def _in_time(
     return rising
 
 
-def _probe(operands: Operands, name: Name, shape: AttentionShape) -> float:
+def _probe(operands: Operands, name: BackendName, shape: AttentionShape) -> float:
     """Seconds of one warm backward."""
     return time_once(_make(operands, name, shape, "backward"), device=operands.device)
 
 
-def _rate(name: Name, shape: AttentionShape, forward: Timing, backward: Timing) -> BackendRate:
+def _rate(
+    name: BackendName, shape: AttentionShape, forward: Timing, backward: Timing
+) -> BackendRate:
     spread = max(forward.spread, backward.spread)
     return BackendRate(name, shape, forward.median_s, backward.median_s, spread)
 
 
 @torch.no_grad()
-def _make(operands: Operands, name: Name, shape: AttentionShape, direction: Direction) -> Call:
+def _make(
+    operands: Operands, name: BackendName, shape: AttentionShape, direction: Direction
+) -> Call:
     operands.begin()
     of, size = DTYPES[shape.dtype], shape.head_size
     q, do = (operands.take(shape.queries, shape.heads.queries, size, dtype=of) for _ in range(2))

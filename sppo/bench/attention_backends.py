@@ -11,12 +11,14 @@ from sppo.cost.flops import FLASH_BACKWARD_RATIO
 from sppo.kernels.attention.choice import (
     CAPABILITIES,
     AttentionCase,
-    Name,
+    BackendName,
     error_on_a_small_case,
     why_not,
 )
 
-BACKENDS: tuple[Name, ...] = tuple(name for name in get_args(Name) if CAPABILITIES[name].automatic)
+BACKENDS: tuple[BackendName, ...] = tuple(
+    name for name in get_args(BackendName) if CAPABILITIES[name].automatic
+)
 """The definition is left out: its memory is that of all scores."""
 
 
@@ -33,7 +35,7 @@ class BackendRate:
             both directions.
     """
 
-    backend: Name
+    backend: BackendName
     shape: AttentionShape
     forward_s: float
     backward_s: float
@@ -77,7 +79,7 @@ class BackendRate:
 class LeftOut:
     """A back end that was not timed on a shape, and why, as the end of a sentence."""
 
-    backend: Name
+    backend: BackendName
     shape: AttentionShape
     reason: str
 
@@ -93,19 +95,19 @@ class BackendComparison:
     """
 
     rates: tuple[BackendRate, ...]
-    automatic: Mapping[AttentionShape, Name]
+    automatic: Mapping[AttentionShape, BackendName]
     left_out: tuple[LeftOut, ...] = ()
 
     @property
-    def by_shape(self) -> Mapping[AttentionShape, Mapping[Name, BackendRate]]:
+    def by_shape(self) -> Mapping[AttentionShape, Mapping[BackendName, BackendRate]]:
         """Rates by shape and back end, in the order in which they were timed."""
-        found: dict[AttentionShape, dict[Name, BackendRate]] = {}
+        found: dict[AttentionShape, dict[BackendName, BackendRate]] = {}
         for rate in self.rates:
             found.setdefault(rate.shape, {})[rate.backend] = rate
         return found
 
     @property
-    def backends(self) -> tuple[Name, ...]:
+    def backends(self) -> tuple[BackendName, ...]:
         """Return those that were timed, in the order in which ``auto`` prefers them."""
         timed = {rate.backend for rate in self.rates}
         return tuple(name for name in CAPABILITIES if name in timed)
@@ -117,7 +119,7 @@ def failure(error: Exception) -> str:
     return f"fails with {type(error).__name__}: {first_line}"
 
 
-def backends_to_try(grid: AttentionGrid, *, device: str) -> tuple[Name, ...]:
+def backends_to_try(grid: AttentionGrid, *, device: str) -> tuple[BackendName, ...]:
     """Return those asked for, else all that are made for ``device``."""
     if grid.backends is not None:
         return grid.backends
@@ -128,7 +130,7 @@ def backends_to_try(grid: AttentionGrid, *, device: str) -> tuple[Name, ...]:
     )
 
 
-def why_not_timed(name: Name, case: AttentionCase) -> str | None:
+def why_not_timed(name: BackendName, case: AttentionCase) -> str | None:
     """Return why a back end is not timed on ``case``, as the end of a sentence; None if it is."""
     if _interpreted(name, case.device.type):
         return f"runs on {case.device.type} under its interpreter only, whose times say nothing"
@@ -136,7 +138,7 @@ def why_not_timed(name: Name, case: AttentionCase) -> str | None:
 
 
 def why_never_timed(
-    name: Name, grid: AttentionGrid, *, dtypes: Sequence[str], device: str
+    name: BackendName, grid: AttentionGrid, *, dtypes: Sequence[str], device: str
 ) -> str | None:
     """The first reason of a back end that can do nothing of ``grid``; None if it can do some."""
     reasons = []
@@ -148,5 +150,5 @@ def why_never_timed(
     return reasons[0]
 
 
-def _interpreted(name: Name, device: str) -> bool:
+def _interpreted(name: BackendName, device: str) -> bool:
     return name == "triton" and device == "cpu"

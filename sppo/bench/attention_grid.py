@@ -11,7 +11,7 @@ import torch
 
 from sppo.bench.operands import DTYPES
 from sppo.cost.flops import causal_pairs
-from sppo.kernels.attention.choice import AttentionCase, Name
+from sppo.kernels.attention.choice import AttentionCase, BackendName
 from sppo.units import format_tokens
 
 _QUERIES = {"cpu": (256, 1024), "cuda": (1024, 4096, 16384)}
@@ -82,7 +82,7 @@ class AttentionGrid:
     head_sizes: tuple[int, ...]
     prefixes: tuple[int, ...] = _PREFIXES
     keys: tuple[int, ...] | None = None
-    backends: tuple[Name, ...] | None = None
+    backends: tuple[BackendName, ...] | None = None
     fixed: bool = False
 
     @property

@@ -159,7 +159,7 @@ def train_as_rank(ready: ReadyRun, *, console: Console, command: str) -> Trainin
         logging_to(None if console.quiet else console),
         joined(run, environment, device=device) as ranks,
     ):
-        local = ranks.local_count
+        local = ranks.local_ranks
         if device.kind == "cpu":
             load_libraries()
         ranks.peers.barrier()  # memory is free only once every rank has what all will have

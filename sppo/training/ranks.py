@@ -40,7 +40,7 @@ class Ranks:
     mesh: Mesh
     peers: HostCollectives
     progress: RankProgress
-    local_count: int = 1
+    local_ranks: int = 1
     """Ranks on this machine, which share its memory and its disks."""
 
     @property

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from sppo.bench.attention_backends import BackendComparison, BackendRate
 from sppo.bench.attention_grid import AttentionShape
 from sppo.bench.report.figures import NOT_MEASURED, flops_unit, format_rates, measurement_table
-from sppo.kernels.attention.choice import Name
+from sppo.kernels.attention.choice import BackendName
 from sppo.units import format_tokens
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def automatic_line(found: BackendComparison) -> str:
 
 def left_out_lines(found: BackendComparison) -> list[str]:
     """Return why there are gaps, a line per back end and reason."""
-    gaps: dict[tuple[Name, str], int] = {}
+    gaps: dict[tuple[BackendName, str], int] = {}
     for left_out in found.left_out:
         key = (left_out.backend, left_out.reason)
         gaps[key] = gaps.get(key, 0) + 1
@@ -82,8 +82,8 @@ def _table(found: BackendComparison) -> Table:
 def _cell(
     found: BackendComparison,
     shape: AttentionShape,
-    rates: Mapping[Name, BackendRate],
-    backend: Name,
+    rates: Mapping[BackendName, BackendRate],
+    backend: BackendName,
     unit: float,
 ) -> str:
     if backend not in rates:
@@ -97,17 +97,17 @@ def _cell(
 
 
 def _has_choice(
-    found: BackendComparison, shape: AttentionShape, rates: Mapping[Name, BackendRate]
+    found: BackendComparison, shape: AttentionShape, rates: Mapping[BackendName, BackendRate]
 ) -> bool:
     return found.automatic[shape] in rates and len(rates) > 1
 
 
 def _behind(
-    found: BackendComparison, shape: AttentionShape, rates: Mapping[Name, BackendRate]
+    found: BackendComparison, shape: AttentionShape, rates: Mapping[BackendName, BackendRate]
 ) -> float:
     """Return the share of time that the back end of ``auto`` needs beyond the fastest."""
     return rates[found.automatic[shape]].both_s / _fastest(rates).both_s - 1
 
 
-def _fastest(rates: Mapping[Name, BackendRate]) -> BackendRate:
+def _fastest(rates: Mapping[BackendName, BackendRate]) -> BackendRate:
     return min(rates.values(), key=lambda rate: rate.both_s)

@@ -14,7 +14,7 @@ from sppo.units import format_tokens, parse_size
 if TYPE_CHECKING:
     from sppo.bench.attention_grid import AttentionGrid, Heads
     from sppo.bench.suite import Grids
-    from sppo.kernels.attention.choice import Name
+    from sppo.kernels.attention.choice import BackendName
 
 _T = TypeVar("_T")
 _GEMM_FIELDS = ("tokens", "width")
@@ -169,7 +169,7 @@ def _heads(word: str) -> Heads:
     return heads
 
 
-def _backend(word: str) -> Name:
+def _backend(word: str) -> BackendName:
     from sppo.bench.attention_backends import BACKENDS
     from sppo.config.problems import nearest
 

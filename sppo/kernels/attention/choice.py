@@ -23,7 +23,7 @@ from sppo.kernels.attention.cpu_flash import CpuFlash
 from sppo.kernels.attention.kernel import AttentionKernel, OfBlocks, Reference
 from sppo.kernels.attention.rectangle_attention import OfRectangles, RectangleKernel
 
-Name = Literal[
+BackendName = Literal[
     "cpu_flash",
     "flash_attn_3",
     "flash_attn_4",
@@ -88,7 +88,7 @@ class Capability:
     """Whether ``auto`` may take it."""
 
 
-CAPABILITIES: Mapping[Name, Capability] = {
+CAPABILITIES: Mapping[BackendName, Capability] = {
     "cpu_flash": Capability(("cpu",), _ALL),
     "flash_attn_3": Capability(
         ("cuda",), _HALF, "flash_attn_interface", 256, 8, compute_majors=(9,)
@@ -112,13 +112,13 @@ CAPABILITIES: Mapping[Name, Capability] = {
 
 
 _HOPPER = 9
-_BEFORE_ON_HOPPER: tuple[Name, Name] = ("cudnn", "flash_attn_2")
+_BEFORE_ON_HOPPER: tuple[BackendName, BackendName] = ("cudnn", "flash_attn_2")
 """Back end that comes before another on Hopper: there cuDNN is 1.7 to 2.3 times faster in training
 than the flash-attn 2 of torch, and on Ampere and Blackwell workstations slower (transformers, pull
 request 48163)."""
 
 
-def choose(backend: Name | Literal["auto"], case: AttentionCase) -> AttentionKernel:
+def choose(backend: BackendName | Literal["auto"], case: AttentionCase) -> AttentionKernel:
     """The back end that serves.
 
     Raises:
@@ -128,7 +128,7 @@ def choose(backend: Name | Literal["auto"], case: AttentionCase) -> AttentionKer
 
 
 @lru_cache(maxsize=64)
-def chosen_name(backend: Name | Literal["auto"], case: AttentionCase) -> Name:
+def chosen_name(backend: BackendName | Literal["auto"], case: AttentionCase) -> BackendName:
     """Name of the back end that :func:`choose` returns."""
     if backend == "auto":
         return _automatic(case)
@@ -141,7 +141,7 @@ def chosen_name(backend: Name | Literal["auto"], case: AttentionCase) -> Name:
     return backend
 
 
-def _automatic(case: AttentionCase) -> Name:
+def _automatic(case: AttentionCase) -> BackendName:
     passed_over: list[str] = []
     for name in preference(case.device):
         reason = why_not(name, case) or ("is not for auto" if not _may(name) else None)
@@ -158,7 +158,7 @@ def _automatic(case: AttentionCase) -> Name:
     raise ValueError(f"no attention back end for {case}: {'; '.join(passed_over)}")
 
 
-def preference(device: torch.device) -> tuple[Name, ...]:
+def preference(device: torch.device) -> tuple[BackendName, ...]:
     """All back ends in the order in which ``auto`` tries them on a device."""
     names = list(CAPABILITIES)
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == _HOPPER:
@@ -168,11 +168,11 @@ def preference(device: torch.device) -> tuple[Name, ...]:
     return tuple(names)
 
 
-def _may(name: Name) -> bool:
+def _may(name: BackendName) -> bool:
     return CAPABILITIES[name].automatic
 
 
-def why_not(name: Name, case: AttentionCase) -> str | None:
+def why_not(name: BackendName, case: AttentionCase) -> str | None:
     """Return why a back end cannot do a case, as the end of a sentence; None if it can."""
     able = CAPABILITIES[name]
     if case.device.type not in able.devices:
@@ -214,7 +214,7 @@ def is_installed(module: str) -> bool:
 
 
 @lru_cache(maxsize=16)
-def load(name: Name) -> AttentionKernel:
+def load(name: BackendName) -> AttentionKernel:
     """The back end called ``name``; what it is made of is imported now."""
     if name == "cpu_flash":
         return OfBlocks(CpuFlash())
@@ -244,7 +244,7 @@ def load(name: Name) -> AttentionKernel:
 
 
 @torch.no_grad()
-def error_on_a_small_case(name: Name, case: AttentionCase) -> str | None:
+def error_on_a_small_case(name: BackendName, case: AttentionCase) -> str | None:
     """Return what goes wrong in a small case like ``case``, by the definition; None if nothing."""
     random = torch.Generator().manual_seed(0)
     heads = _SMALL_KV_HEADS * case.group

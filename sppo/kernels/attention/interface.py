@@ -12,10 +12,10 @@ from typing import Literal
 from torch import Tensor
 
 from sppo.kernels.attention.blocks import attention_blocks
-from sppo.kernels.attention.choice import AttentionCase, Name, choose
+from sppo.kernels.attention.choice import AttentionCase, BackendName, choose
 from sppo.kernels.attention.kernel import AttentionKernel
 
-Backend = Literal["auto"] | Name
+Backend = Literal["auto"] | BackendName
 
 
 def attention_forward(

@@ -14,7 +14,7 @@ from sppo.planning.plan import ExecutionPlan, check_plan_fits
 from sppo.planning.plan_program import check_program
 
 if TYPE_CHECKING:
-    from sppo.training.devices.device import Kind
+    from sppo.training.devices.device import DeviceKind
 
 
 def followed_plan(run: RunConfig, plan: ExecutionPlan) -> RunConfig:
@@ -43,7 +43,7 @@ def followed_plan(run: RunConfig, plan: ExecutionPlan) -> RunConfig:
     return followed
 
 
-def check_kind(plan: ExecutionPlan, *, kind: Kind, source: str) -> None:
+def check_kind(plan: ExecutionPlan, *, kind: DeviceKind, source: str) -> None:
     """Refuse a plan that was made for the other kind of device.
 
     Args:

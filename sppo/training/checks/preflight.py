@@ -41,7 +41,7 @@ from sppo.training.checks.room_checks import (
     find_room,
 )
 from sppo.training.devices.cpu_device import CpuDevice
-from sppo.training.devices.device import Device, Kind
+from sppo.training.devices.device import Device, DeviceKind
 from sppo.training.ranks import mesh_shape
 from sppo.training.state import may_offload
 from sppo.training.steps.corrections import saved_history
@@ -203,7 +203,7 @@ def _as_used(run: RunConfig, device: Device, *, local_ranks: int) -> HardwareSpe
     return replace(hardware, node=node, num_nodes=num_nodes)
 
 
-def check_trainable(run: RunConfig, plan: ExecutionPlan, *, kind: Kind) -> None:
+def check_trainable(run: RunConfig, plan: ExecutionPlan, *, kind: DeviceKind) -> None:
     """Refuse what a plan may hold, and training cannot do; the solver recommends none of it.
 
     Args:

@@ -17,7 +17,7 @@ from sppo.offload.disk import DiskRoom, is_memory, usable_directory
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.plan_program import plan_candidate
 from sppo.planning.run_plan import offload_less
-from sppo.training.devices.device import Device, Kind
+from sppo.training.devices.device import Device, DeviceKind
 from sppo.units import format_bytes
 
 
@@ -33,7 +33,7 @@ class Room:
         local_ranks: Ranks on this machine.
     """
 
-    kind: Kind
+    kind: DeviceKind
     device_bytes: int
     host_bytes: int
     disk: DiskRoom

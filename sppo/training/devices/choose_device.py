@@ -9,10 +9,10 @@ from sppo.hardware.file import hardware_for
 from sppo.parallel.job.environment import RankEnvironment
 from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.devices.cuda_device import CudaDevice, prepare_cuda
-from sppo.training.devices.device import Device, Kind
+from sppo.training.devices.device import Device, DeviceKind
 
 
-def device_kind(run: RunConfig) -> Kind:
+def device_kind(run: RunConfig) -> DeviceKind:
     """Return the kind of device that ``run`` is trained on here: a GPU unless it names a CPU."""
     if torch.version.cuda is not None:
         prepare_cuda()
@@ -53,7 +53,7 @@ def choose_device(
     return CudaDevice(torch.device("cuda", local_rank), is_own=not starts_others)
 
 
-def _named_kind(run: RunConfig) -> Kind | None:
+def _named_kind(run: RunConfig) -> DeviceKind | None:
     """Kind of device of the hardware that a run file names; None where it names none."""
     config = run.hardware
     if config == "auto" or (config.file is None and config.preset is None):

@@ -26,14 +26,14 @@ from sppo.offload.state_memory import StateMemory
 from sppo.offload.thread_queues import ThreadQueues
 from sppo.offload.transfers import ThreadTransfers, Transfers
 from sppo.planning.plan import ExecutionPlan
-from sppo.training.devices.device import Kind, PoolUse
+from sppo.training.devices.device import DeviceKind, PoolUse
 
 
 @dataclass(frozen=True, slots=True)
 class CpuDevice:
     """The CPU, with the machine's memory."""
 
-    kind: Kind = "cpu"
+    kind: DeviceKind = "cpu"
     torch_device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
     group_device: torch.device | None = None
 

@@ -29,7 +29,7 @@ from sppo.offload.offload_store import OffloadStore
 from sppo.offload.state_memory import StateMemory
 from sppo.offload.transfers import CudaTransfers, Transfers
 from sppo.planning.plan import ExecutionPlan
-from sppo.training.devices.device import Kind, PoolUse
+from sppo.training.devices.device import DeviceKind, PoolUse
 from sppo.units import format_bytes
 
 _cuda: Any = torch.cuda  # parts of it have no types
@@ -79,7 +79,7 @@ class CudaDevice:
 
     torch_device: torch.device
     is_own: bool = True
-    kind: Kind = "cuda"
+    kind: DeviceKind = "cuda"
 
     @property
     def group_device(self) -> torch.device | None:

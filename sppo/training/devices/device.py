@@ -22,7 +22,7 @@ from sppo.offload.state_memory import StateMemory
 from sppo.offload.transfers import Transfers
 from sppo.planning.plan import ExecutionPlan
 
-Kind = Literal["cpu", "cuda"]
+DeviceKind = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Device(Protocol):
     """One rank's device."""
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> DeviceKind:
         """Kind of device, in the terms of hardware descriptions."""
         ...
 
