@@ -21,8 +21,8 @@ from typing import Any
 
 from sppo.bench.timing import Watcher
 from sppo.parallel.job.end_with_parent import end_with_parent
-from sppo.parallel.job.failures import STOP_SIGNALS
 from sppo.parallel.job.launch import held_back
+from sppo.parallel.job.signals import STOP_SIGNALS
 from sppo.parallel.job.worker_process import without_script
 from sppo.units import MIB
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from sppo.parallel.job.failures import peer_errors
+from sppo.parallel.job.peer_errors import peer_errors
 
 TIMEOUT_S = 7200.0
 """Seconds that a rank waits for the disks of others, which takes longer than anything in a step."""

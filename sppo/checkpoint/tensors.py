@@ -31,7 +31,7 @@ from sppo.checkpoint.dcp_planners import BlockLoadPlanner, BlockSavePlanner
 from sppo.checkpoint.manifest import why_absent
 from sppo.checkpoint.ranks import CheckpointRanks, portable
 from sppo.checkpoint.state_block import StateBlock, whole
-from sppo.parallel.job.failures import peer_errors
+from sppo.parallel.job.peer_errors import peer_errors
 
 BlockKey = tuple[str, tuple[int, ...]]
 """Name and offsets: what replicas have in common."""

@@ -20,7 +20,7 @@ from io import FileIO
 from types import FrameType
 from typing import Any
 
-from sppo.parallel.job.failures import STOP_SIGNALS, stopped_exit_code
+from sppo.parallel.job.signals import STOP_SIGNALS, stopped_exit_code
 from sppo.parallel.job.taken_signals import listen, stop_listening
 
 _UNHEARD_S = 5.0

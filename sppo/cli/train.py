@@ -12,7 +12,7 @@ import typer
 from sppo.cli.arguments.common import Overrides, RunFile
 from sppo.cli.exit_codes import exit_codes, fail
 from sppo.cli.stop_signals import Stopped
-from sppo.parallel.job.failures import stopped_exit_code
+from sppo.parallel.job.signals import stopped_exit_code
 
 if TYPE_CHECKING:
     from rich.console import Console

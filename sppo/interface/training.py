@@ -14,7 +14,7 @@ from sppo.config import RunConfig, run_sections
 from sppo.interface.arguments import check_argument
 from sppo.interface.starting import made_ready, start_ranks, train_as_rank
 from sppo.output_file import write_json
-from sppo.parallel.job.failures import STOP_CODES
+from sppo.parallel.job.signals import STOP_CODES
 from sppo.planning.plan import ExecutionPlan, plan_json, read_plan
 from sppo.report.metrics import METRICS_FILE, StepMetrics, read_metrics
 

@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 
 from sppo.cost.sharding.collectives import REDUCE_BUCKET_BYTES, REDUCE_BUCKETS
 from sppo.parallel.collectives import all_gather, reduce_scatter
-from sppo.parallel.job.failures import peer_errors
+from sppo.parallel.job.peer_errors import peer_errors
 
 
 def rows_of(num_rows: int, *, index: int, count: int) -> slice:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from sppo.parallel.job.failures import peer_errors
+from sppo.parallel.job.peer_errors import peer_errors
 from sppo.parallel.mesh import Mesh
 
 T = TypeVar("T")

@@ -25,7 +25,7 @@ from sppo.cost.parameters import Shape, layer_shapes, outer_shapes, stage_shapes
 from sppo.cost.sharding.heads import tensor_shard
 from sppo.cost.sharding.megatron_weights import COLUMNS, KEYS, ROWS
 from sppo.parallel.collectives import all_gather
-from sppo.parallel.job.failures import peer_errors
+from sppo.parallel.job.peer_errors import peer_errors
 from sppo.parallel.mesh import Holders
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from sppo.parallel.data_parallel import add_up, rows_of
-from sppo.parallel.job.failures import peer_errors
+from sppo.parallel.job.peer_errors import peer_errors
 from sppo.parallel.mesh import Mesh
 
 

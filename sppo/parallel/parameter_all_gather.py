@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from sppo.parallel.collectives import all_gather
 from sppo.parallel.data_parallel import rows_of
-from sppo.parallel.job.failures import peer_errors
+from sppo.parallel.job.peer_errors import peer_errors
 from sppo.parallel.row_layout import PaddedRows, row_layout
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from sppo.cost.sharding.heads import head_shard
-from sppo.parallel.job.failures import peer_errors
+from sppo.parallel.job.peer_errors import peer_errors
 
 
 def token_parts(tokens: int, *, degree: int) -> tuple[int, ...]:

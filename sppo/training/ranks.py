@@ -15,7 +15,7 @@ from sppo.config import RunConfig
 from sppo.cost.sharding.heads import tensor_shard
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.job.environment import RankEnvironment
-from sppo.parallel.job.failures import RankProgress
+from sppo.parallel.job.flight_record import RankProgress
 from sppo.parallel.job.open_files import allow_connections
 from sppo.parallel.job.rendezvous import connect, difference_report, disconnect, flat_facts
 from sppo.parallel.job.timed_call import end_without_shutdown

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from sppo.config import RunConfig
 from sppo.engine.engine import StepResult
 from sppo.optim.learning_rate import learning_rate
-from sppo.parallel.job.failures import PeerLostError
+from sppo.parallel.job.peer_errors import PeerLostError
 from sppo.parallel.job.timeouts import device_timeouts
 from sppo.report.metrics import StepMetrics
 from sppo.schedule.actions import Action, Schedule

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from sppo.parallel.job.failures import PeerLostError
+from sppo.parallel.job.peer_errors import PeerLostError
 from sppo.parallel.mesh import Mesh
 from sppo.parallel.pipeline_p2p import PipelineLinks, _Awaited
 from tests.engine import pipelined

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from sppo.parallel.collectives import all_gather, reduce_scatter
-from sppo.parallel.job.failures import PeerLostError, peer_errors
+from sppo.parallel.job.peer_errors import PeerLostError, peer_errors
 from tests.nccl_rules import nccl_rules
 
 LIMIT_S = 0.5

@@ -5,7 +5,7 @@ import pytest
 from sppo.config import load_run
 from sppo.data.tokens import open_tokens
 from sppo.parallel.host_collectives import HostCollectives
-from sppo.parallel.job.failures import RankProgress
+from sppo.parallel.job.flight_record import RankProgress
 from sppo.parallel.mesh import Mesh
 from sppo.parallel.mesh_shape import MeshShape
 from sppo.training.checks.input_facts import fingerprint, input_facts

@@ -23,7 +23,7 @@ from sppo.cost.parameters import layer_shapes
 from sppo.engine.weights import WeightPart, WeightProvider
 from sppo.kernels.elementwise import accumulation_dtype
 from sppo.kernels.linear import accumulate_bias_gradient, accumulate_weight_gradient
-from sppo.parallel.job.failures import peer_errors
+from sppo.parallel.job.peer_errors import peer_errors
 from sppo.parallel.msp_exchange import MspExchange, TokenMembers
 
 _MOST_UNDER_WAY = 2

@@ -34,16 +34,15 @@ from types import FrameType
 from typing import IO
 
 from sppo.parallel.job.environment import child_environment, nccl_dump_prefix
-from sppo.parallel.job.failures import (
-    STOP_SIGNALS,
+from sppo.parallel.job.failure_report import (
     RankEnd,
     exit_code,
     failure_report,
     first_failure,
-    read_progress,
-    signal_name,
     was_said_by_rank_0,
 )
+from sppo.parallel.job.flight_record import read_progress
+from sppo.parallel.job.signals import STOP_SIGNALS, signal_name
 from sppo.parallel.job.taken_signals import signal_taken
 
 _LOOK_EVERY_S = 0.05

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from sppo.parallel.job.environment import RankEnvironment
-from sppo.parallel.job.failures import PeerLostError, loss_in, peer_errors
+from sppo.parallel.job.peer_errors import PeerLostError, loss_in, peer_errors
 from sppo.parallel.job.timed_call import call_in_time
 from sppo.quoting import quoted
 

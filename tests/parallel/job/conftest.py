@@ -15,7 +15,7 @@ PREAMBLE = """
 import os, signal, sys, time
 from pathlib import Path
 from sppo.parallel.job.environment import rank_environment
-from sppo.parallel.job.failures import RankProgress
+from sppo.parallel.job.flight_record import RankProgress
 
 signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
 place = rank_environment(os.environ)

@@ -7,18 +7,9 @@ from pathlib import Path
 import pytest
 import typer
 
-from sppo.parallel.job.failures import (
-    PeerLostError,
-    ProgressNote,
-    RankEnd,
-    RankProgress,
-    RankState,
-    exit_code,
-    failure_report,
-    first_failure,
-    peer_errors,
-    read_progress,
-)
+from sppo.parallel.job.failure_report import RankEnd, exit_code, failure_report, first_failure
+from sppo.parallel.job.flight_record import ProgressNote, RankProgress, RankState, read_progress
+from sppo.parallel.job.peer_errors import PeerLostError, peer_errors
 
 
 @pytest.mark.parametrize(
@@ -122,7 +113,7 @@ def test_a_note_costs_microseconds():
 WRITER = """
 import sys
 from pathlib import Path
-from sppo.parallel.job.failures import RankProgress
+from sppo.parallel.job.flight_record import RankProgress
 
 progress = RankProgress.create(Path(sys.argv[1]))
 for number in range(10**9):

@@ -11,13 +11,13 @@ import pytest
 
 from sppo.parallel.job import launch, rendezvous
 from sppo.parallel.job.environment import RankEnvironment
-from sppo.parallel.job.failures import PeerLostError
+from sppo.parallel.job.peer_errors import PeerLostError
 from sppo.parallel.job.rendezvous import connect, difference_report, flat_facts
 
 CONNECTED = """
 import torch
 import torch.distributed as dist
-from sppo.parallel.job.failures import PeerLostError, peer_errors
+from sppo.parallel.job.peer_errors import PeerLostError, peer_errors
 from sppo.parallel.job.rendezvous import connect, disconnect
 
 TIMEOUT_S = 30.0

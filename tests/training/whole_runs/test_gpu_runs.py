@@ -17,7 +17,7 @@ from rich.console import Console
 from sppo.config import load_run
 from sppo.offload.transfers import CudaTransfers
 from sppo.parallel.host_collectives import HostCollectives
-from sppo.parallel.job.failures import RankProgress
+from sppo.parallel.job.flight_record import RankProgress
 from sppo.parallel.mesh import Mesh
 from sppo.training import trainer
 from sppo.training.checks.preflight import check_before_training

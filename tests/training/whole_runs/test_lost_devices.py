@@ -16,7 +16,9 @@ from sppo.engine.stage import Stage
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.job import timed_call
 from sppo.parallel.job.environment import RankEnvironment
-from sppo.parallel.job.failures import PeerLostError, RankEnd, RankProgress, read_progress
+from sppo.parallel.job.failure_report import RankEnd
+from sppo.parallel.job.flight_record import RankProgress, read_progress
+from sppo.parallel.job.peer_errors import PeerLostError
 from sppo.parallel.mesh import alone
 from sppo.training import ranks, state, trainer
 from sppo.training.checks.preflight import check_before_training

@@ -15,7 +15,7 @@ from rich.console import Console
 from sppo.checkpoint.checkpoint import read_model
 from sppo.config import load_run
 from sppo.parallel.host_collectives import HostCollectives
-from sppo.parallel.job.failures import RankProgress
+from sppo.parallel.job.flight_record import RankProgress
 from sppo.parallel.mesh import Mesh
 from sppo.planning.plan import plan_json, read_plan
 from sppo.training import trainer

@@ -1,0 +1,228 @@
+"""Report of a failed job: which rank broke it, from flight records and how the processes ended."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sppo.parallel.job.flight_record import ProgressNote, RankState
+from sppo.parallel.job.signals import STOP_CODES, signal_name, stopped_exit_code
+
+_OTHER_FAILURE = 1
+"""Exit code of a failure that has no code of its own, as in :mod:`sppo.cli.exit_codes`."""
+_NOTABLE_STILLNESS_S = 1.0
+
+_STATE_TEXTS: dict[RankState, str] = {
+    "starting": "was starting",
+    "running": "was running",
+    "waiting_for_peer": "was waiting for another rank",
+    "failed": "failed",
+    "peer_lost": "lost another rank",
+    "done": "was done",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnd:
+    """End of one rank's process.
+
+    Attributes:
+        rank: Its number.
+        returncode: As :class:`subprocess.Popen` has it: minus the signal that killed it.
+        ended_s: When that was seen, on the clock of ``time.monotonic``.
+        stopped: Whether it was told to end because another rank had failed before.
+        note: The last entry of its flight record, None if there is none.
+        last_lines: Of its output, where that has not been seen.
+        collective_timed_out: Whether NCCL's watchdog says in its output that it ended the rank;
+            None where the output was not kept.
+    """
+
+    rank: int
+    returncode: int
+    ended_s: float
+    stopped: bool
+    note: ProgressNote | None
+    last_lines: tuple[str, ...] = ()
+    collective_timed_out: bool | None = None
+
+    @property
+    def failed_s(self) -> float:
+        """Return when it failed: by its flight record, else when it ended, which takes a while."""
+        if self.note is not None and self.note.state in ("failed", "peer_lost"):
+            return min(self.note.changed_s, self.ended_s)
+        return self.ended_s
+
+    @property
+    def still_s(self) -> float:
+        """Seconds from the last entry of its flight record to its end; 0 if there is none."""
+        return 0.0 if self.note is None else self.ended_s - self.note.changed_s
+
+    @property
+    def message(self) -> str:
+        """First line of the message in its flight record, "" if there is none."""
+        lines = self.note.message.splitlines() if self.note is not None else []
+        return lines[0] if lines else ""
+
+    @property
+    def distance(self) -> int:
+        """Distance from the cause: 0 may be the cause, 1 was aborted, 2 lost a peer, 3 was stopped.
+
+        A rank that aborts without having failed was most likely ended by NCCL's watchdog, because
+        another rank does not answer; it may have been an assertion of a library, though.
+        """
+        if self.stopped:
+            return 3
+        if self.note is not None and self.note.state == "peer_lost":
+            return 2
+        return 1 if self.was_aborted else 0
+
+    @property
+    def was_aborted(self) -> bool:
+        """Return whether a library ended the process by SIGABRT before the rank had failed."""
+        failed = self.note is not None and self.note.state == "failed"
+        return self.returncode == -signal.SIGABRT and not failed
+
+    @property
+    def timeout(self) -> str | None:
+        """The timeout that ended it, e.g. ``timed out after 8 s``, None if none did.
+
+        Without the seconds if it used a connection that an earlier wait of its own had given up.
+        """
+        if self.was_aborted and self.collective_timed_out:
+            return "timed out in NCCL"
+        if self.note is None or self.note.state != "peer_lost":
+            return None
+        found = re.search(r"timed out( after [\d.]+ s)?", self.message)
+        return found and found[0]
+
+
+def first_failure(ends: Sequence[RankEnd]) -> RankEnd | None:
+    """Return the rank to blame, None if all ended well.
+
+    Ranks that failed by themselves come before those that were aborted, these before those that
+    lost another one, these before those that were stopped; among equals the earliest.
+    """
+    failed = [end for end in ends if end.returncode != 0]
+    return min(failed, key=lambda end: (end.distance, end.failed_s), default=None)
+
+
+def exit_code(end: RankEnd, *, asked: Sequence[str] = ()) -> int:
+    """Return the exit code of the job: that of the rank to blame, 1 if a signal killed it.
+
+    Args:
+        end: of the rank to blame.
+        asked: names of the signals by which the user had asked for the end. If the rank did not
+            fail by itself, the code is 128 + the number of the first of them.
+    """
+    failed_itself = end.returncode > 0 and end.distance == 0
+    if asked and not failed_itself:
+        return stopped_exit_code(signal.Signals[asked[0]])
+    return end.returncode if end.returncode > 0 else _OTHER_FAILURE
+
+
+def was_said_by_rank_0(ends: Sequence[RankEnd]) -> bool:
+    """Return whether rank 0, whose output is seen, has said the one reason why all ranks ended.
+
+    That is so if all of them refused the same, or if all ended because a signal asked them.
+    """
+    codes = {end.returncode for end in ends}
+    if codes <= {0, *STOP_CODES}:
+        return ends[0].returncode != 0
+    messages = {end.message for end in ends}
+    return len(codes) == len(messages) == 1 and min(codes) > _OTHER_FAILURE and messages != {""}
+
+
+def failure_report(
+    ends: Sequence[RankEnd], *, first: RankEnd, asked: Sequence[str], dumps: Sequence[Path] = ()
+) -> str:
+    """Return what happened, the rank to blame first, for a terminal.
+
+    Args:
+        ends: of all ranks.
+        first: the one to blame.
+        asked: names of the signals by which the user had asked for the end.
+        dumps: files in which NCCL has left what it was about.
+    """
+    return "\n".join([*_failure_lines(ends, first=first, asked=asked), *_dump_lines(dumps)])
+
+
+def _dump_lines(dumps: Sequence[Path]) -> list[str]:
+    if not dumps:
+        return []
+    names = ", ".join(path.name for path in dumps)
+    return [f"  what NCCL was about (torchfrtrace reads it): {names} in {dumps[0].parent}"]
+
+
+def _failure_lines(ends: Sequence[RankEnd], *, first: RankEnd, asked: Sequence[str]) -> list[str]:
+    after = f"after {' and '.join(asked)}, " if asked else ""
+    hung = _unanswering(ends)
+    if hung is not None:
+        told = [_other(end) for end in ends if end is not hung]
+        return [f"error: {after}{_did_not_answer(hung, ends)}", *told]
+    lines = [f"error: {after}rank {first.rank} of {len(ends)} {_how(first)}{_where(first)}"]
+    if first.message and not any(first.message in line for line in first.last_lines):
+        lines.append(f"  {first.message}")
+    if first.last_lines:
+        lines.append(f"  its last {len(first.last_lines)} lines of output:")
+        lines += [f"  | {line}" for line in first.last_lines]
+    return lines + [_other(end) for end in ends if end is not first]
+
+
+def _unanswering(ends: Sequence[RankEnd]) -> RankEnd | None:
+    """Return the rank that others waited for until they timed out, None: they ended otherwise.
+
+    It neither failed nor waited long enough to give up itself: of the ranks that had to be ended it
+    has not moved for the longest time, since before the first of the others gave up.
+    """
+    lost = [end for end in ends if end.timeout is not None]
+    crashed = (end.was_aborted and end.collective_timed_out is False for end in ends)
+    if not lost or any(end.returncode and end.distance == 0 for end in ends) or any(crashed):
+        return None
+    gave_up_s = min(end.failed_s for end in lost)
+    still = [(end.note.changed_s, end) for end in ends if end.stopped and end.note is not None]
+    changed_s, hung = min(still, key=lambda found: found[0], default=(gave_up_s, ends[0]))
+    return hung if changed_s < gave_up_s else None
+
+
+def _did_not_answer(hung: RankEnd, ends: Sequence[RankEnd]) -> str:
+    waited = min((end for end in ends if end.timeout is not None), key=lambda end: end.failed_s)
+    assert hung.note is not None, "a rank without a note is never blamed for not answering"
+    return (
+        f"rank {hung.rank} of {len(ends)} did not answer, and rank {waited.rank} {waited.timeout}: "
+        f"rank {hung.rank} {_STATE_TEXTS[hung.note.state]}{_where(hung)}, for {hung.still_s:.0f} s"
+    )
+
+
+def _how(end: RankEnd) -> str:
+    if end.returncode in STOP_CODES:
+        return f"was stopped by {STOP_CODES[end.returncode]}"
+    if end.returncode >= 0:
+        return f"ended with exit code {end.returncode}"
+    name = signal_name(-end.returncode)
+    if name == "SIGKILL" and not end.stopped:
+        return "was killed by SIGKILL, which is also what a system short of memory sends,"
+    if end.was_aborted and end.collective_timed_out:
+        return "was ended by NCCL, whose work did not end in time,"
+    return f"was killed by {name}"
+
+
+def _where(end: RankEnd) -> str:
+    if end.note is None:
+        return " before it could say anything"
+    place = end.note.place()
+    return f" {place}" if place.startswith("before") else f" at {place}"
+
+
+def _other(end: RankEnd) -> str:
+    """Return a line for a rank that is not to blame."""
+    if end.returncode == 0:
+        return f"  rank {end.rank} ended well"
+    if end.note is None or end.was_aborted:
+        return f"  rank {end.rank} {_how(end)}{_where(end)}"
+    said = f": {end.message}" if end.message else ""
+    if end.stopped and end.still_s >= _NOTABLE_STILLNESS_S:
+        said = f", for {end.still_s:.0f} s{said}"
+    return f"  rank {end.rank} {_STATE_TEXTS[end.note.state]}{_where(end)}{said}"

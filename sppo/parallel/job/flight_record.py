@@ -1,0 +1,231 @@
+"""Flight record of a rank: what it does at the moment, in a file that survives it.
+
+The file is small and mapped into memory, so it survives any death but the machine's. The launcher
+reads it (:mod:`sppo.parallel.job.failure_report`).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from sppo.parallel.job.peer_errors import PeerLostError
+
+RankState = Literal["starting", "running", "waiting_for_peer", "failed", "peer_lost", "done"]
+_STATES: tuple[RankState, ...] = get_args(RankState)
+_CODES = {state: code for code, state in enumerate(_STATES)}
+
+_ACTION_BYTES = 48
+_MESSAGE_BYTES = 400
+_TURN = struct.Struct("Q")
+"""Number of changes so far; its remainder by the number of copies is the index of the latest."""
+_RECORD = struct.Struct(f"=dqqqB{_ACTION_BYTES}s{_MESSAGE_BYTES}s")
+"""Time, step, position, number of actions, state, action, message."""
+_NUM_COPIES = 16
+_COPY_BYTES = 512
+_STARTS = tuple(64 + index * _COPY_BYTES for index in range(_NUM_COPIES))
+_FILE_BYTES = 64 + _NUM_COPIES * _COPY_BYTES
+assert _RECORD.size <= _COPY_BYTES, "copies overlap"
+_READ_ATTEMPTS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressNote:
+    """The last entry of a flight record.
+
+    Attributes:
+        state: What the rank was about.
+        step: The training step, None before the first.
+        position: Of the action in its program of this step, from 0.
+        num_actions: Of that program.
+        action: Text of the action.
+        changed_s: When, on the clock of ``time.monotonic``, the same for all processes of a
+            machine.
+        message: Why it failed, if it did.
+    """
+
+    state: RankState
+    step: int | None
+    position: int
+    num_actions: int
+    action: str
+    changed_s: float
+    message: str
+
+    def place(self) -> str:
+        """Place in the program, e.g. ``step 3, action 7 of 40 (0F2)``."""
+        if self.step is None:
+            return "before the first step"
+        if not self.action:
+            return f"step {self.step}"
+        return f"step {self.step}, action {self.position + 1} of {self.num_actions} ({self.action})"
+
+
+class RankProgress:
+    """Writes the flight record of one rank, without a system call; for one thread.
+
+    Changes go round among copies of the record, and a number says which copy is the latest, so
+    neither a reader nor a death halfway meets half a record.
+    """
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        """Use :meth:`create`."""
+        self._memory = memory
+        # A memoryview stores a number at once; struct would write zeros first.
+        self._turns = memoryview(memory)[: _TURN.size].cast("Q")
+        self._turn = self._turns[0]
+        self._step = -1
+        self._position = 0
+        self._num_actions = 0
+        self._action = b""
+        self._failed_s: float | None = None
+        self.state("starting")
+
+    @classmethod
+    def create(cls, path: Path | None) -> RankProgress:
+        """Make the file, or continue the one that exists; None makes a record that nobody reads.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        if path is None:
+            return cls(mmap.mmap(-1, _FILE_BYTES))
+        with path.open("a+b") as file:
+            if os.fstat(file.fileno()).st_size < _FILE_BYTES:
+                file.truncate(_FILE_BYTES)
+            return cls(mmap.mmap(file.fileno(), _FILE_BYTES))
+
+    def note(
+        self, *, step: int, position: int, action: str, num_actions: int | None = None
+    ) -> None:
+        """Record that an action begins; takes less than a microsecond.
+
+        Args:
+            step: of training.
+            position: of the action in the rank's program, from 0.
+            action: its text; longer ones are cut.
+            num_actions: of the program; None: as said before.
+        """
+        self._step = step
+        self._position = position
+        self._action = action.encode()
+        if num_actions is not None:
+            self._num_actions = num_actions
+        self.state("running")
+
+    def state(self, state: RankState, *, message: str = "") -> None:
+        """Record another state of the rank within the same action."""
+        self._failed_s = None
+        self._write(state, message=message, at_s=time.monotonic())
+
+    def failed(self, error: BaseException) -> None:
+        """Record what ends the rank; when it is told again, on its way out, the time stays."""
+        at_s = time.monotonic() if self._failed_s is None else self._failed_s
+        self._write(_state_after(error), message=_message_of(error), at_s=at_s)
+        self._failed_s = at_s
+
+    def _write(self, state: RankState, *, message: str, at_s: float) -> None:
+        turn = self._turn + 1
+        _RECORD.pack_into(
+            self._memory,
+            _STARTS[turn % _NUM_COPIES],
+            at_s,
+            self._step,
+            self._position,
+            self._num_actions,
+            _CODES[state],
+            self._action,
+            message.encode(),
+        )
+        self._turns[0] = self._turn = turn
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """Record why the code within ends, if it fails: with a message, or by a lost peer."""
+        try:
+            yield
+        except BaseException as error:
+            self.failed(error)
+            raise
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Record how the code within ends: done, failed with a message, or by a lost peer."""
+        with self.failing():
+            yield
+        self.state("done")
+
+
+def read_progress(path: Path) -> ProgressNote | None:
+    """Return the last whole entry of a flight record, None if its rank has not written one.
+
+    Raises:
+        OSError: the file is there but cannot be read.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        if os.fstat(descriptor).st_size < _FILE_BYTES:
+            return None
+        return _last_note(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _last_note(descriptor: int) -> ProgressNote | None:
+    """Read the latest copy, again if the writer has come round to it meanwhile."""
+    turn, record = 0, b""
+    for _ in range(_READ_ATTEMPTS):
+        turn = _read_turn(descriptor)
+        record = os.pread(descriptor, _RECORD.size, _STARTS[turn % _NUM_COPIES])
+        # The copy after the last finished one may be half written.
+        if 0 <= _read_turn(descriptor) - turn < _NUM_COPIES - 1:
+            break
+    if not turn:
+        return None
+    changed_s, step, position, num_actions, code, action, message = _RECORD.unpack(record)
+    return ProgressNote(
+        state=_STATES[min(code, len(_STATES) - 1)],
+        step=step if step >= 0 else None,
+        position=position,
+        num_actions=num_actions,
+        action=_text(action),
+        changed_s=changed_s,
+        message=_text(message),
+    )
+
+
+def _read_turn(descriptor: int) -> int:
+    (turn,) = _TURN.unpack(os.pread(descriptor, _TURN.size, 0))
+    return int(turn)
+
+
+def _text(field: bytes) -> str:
+    """Decode a field without its padding, and without the half of a character that was cut."""
+    return field.rstrip(b"\0").decode(errors="ignore")
+
+
+def _state_after(error: BaseException) -> RankState:
+    if isinstance(error, PeerLostError):
+        return "peer_lost"
+    # Of SystemExit, or of the exit of a command line library.
+    code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", 1)
+    return "done" if code in (0, None) else "failed"
+
+
+def _message_of(error: BaseException) -> str:
+    """Return the text of an error, "" for an exit, before which the reason was printed."""
+    if isinstance(error, SystemExit) or hasattr(error, "exit_code"):
+        return ""
+    if isinstance(error, ValueError | OSError | PeerLostError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
