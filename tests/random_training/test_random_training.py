@@ -19,6 +19,7 @@ from tests.random_training.emulated_ranks import Distributed, run_emulated
 from tests.random_training.mutations import MUTATIONS
 from tests.random_training.training import faults_of
 from tests.random_training.turns import Deadlock, Turns
+from tests.tiers import examples
 
 SAMPLE = range(30)
 MOST_TRIED = 12
@@ -51,7 +52,8 @@ def test_every_number_of_random_trainings_on_samples(first):
 
 def test_ranks_that_are_processes(ranks):
     """Also their messages are real; of the cases of up to four ranks the first few."""
-    cases = [case for case in map(draw, range(1000, 1100)) if 2 <= case.num_ranks <= 4][:4]
+    cases = [case for case in map(draw, range(1000, 1100)) if 2 <= case.num_ranks <= 4]
+    cases = cases[: examples(2, all=4)]
     assert {leg.sequence_parallel for case in cases for leg in case.legs} == {"ulysses", "megatron"}
     wrong = [f"{case}: {faults}" for case in cases if (faults := faults_of(case, ranks))]
     assert not wrong, "\n".join(wrong)
