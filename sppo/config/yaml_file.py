@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from sppo.quoting import one_line, quoted
 _MOST_BYTES = 4 << 20
 _NEIGHBOURS = 5
 _MERGE = "tag:yaml.org,2002:merge"
+_Pair = tuple[yaml.Node, yaml.Node]
+"""A key of a mapping, and its value."""
 
 
 class StrictLoader(yaml.SafeLoader):
@@ -23,21 +26,34 @@ class StrictLoader(yaml.SafeLoader):
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
-        self._checked: set[yaml.MappingNode] = set()
+        self._flattened: set[yaml.MappingNode] = set()
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Refuse a key that was given twice, then merge in what ``<<: *anchor`` stands for.
+        """Replace each ``<<: *anchor`` of a mapping by the keys and values of the anchor.
 
-        A key may be given beside a merge that holds it too: the given one counts.
+        A key given beside the merge counts, then the first merged mapping that has the key.
+        PyYAML's own method is not called: 6.0.3 and 6.0.4 keep different values.
+
+        Raises:
+            yaml.MarkedYAMLError: A key is given twice, or a merge names no mapping.
         """
-        if node not in self._checked:  # a second time, merged keys would stand there as well
-            self._checked.add(node)
-            self._check_keys(node)
-        super().flatten_mapping(node)
+        if node in self._flattened:
+            return
+        self._flattened.add(node)
+        given = self._given_keys(node)
+        merges = [value for key, value in node.value if key.tag == _MERGE]
+        node.value = list(given.values())
+        merged: dict[Any, _Pair] = {}
+        for mapping in self._merged_mappings(merges):
+            for key_node, value in mapping.value:
+                key = self.construct_object(key_node, deep=True)
+                merged.setdefault(key, (key_node, value))
+        node.value = [pair for key, pair in merged.items() if key not in given] + node.value
 
-    def _check_keys(self, node: yaml.MappingNode) -> None:
-        seen: dict[Any, int] = {}
-        for key_node, _ in node.value:
+    def _given_keys(self, node: yaml.MappingNode) -> dict[Any, _Pair]:
+        """Return the pairs of a mapping by key, merges left out."""
+        given: dict[Any, _Pair] = {}
+        for key_node, value in node.value:
             mark = key_node.start_mark
             if key_node.tag == _MERGE:
                 continue
@@ -45,10 +61,23 @@ class StrictLoader(yaml.SafeLoader):
                 rule = "a key is a word, not a list or a mapping"
                 raise yaml.MarkedYAMLError(problem=rule, problem_mark=mark)
             key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                rule = f"key {quoted(key)} is given twice (first in line {seen[key]}); keep one"
+            if key in given:
+                first = given[key][0].start_mark.line + 1
+                rule = f"key {quoted(key)} is given twice (first in line {first}); keep one"
                 raise yaml.MarkedYAMLError(problem=rule, problem_mark=mark)
-            seen[key] = mark.line + 1
+            given[key] = (key_node, value)
+        return given
+
+    def _merged_mappings(self, merges: list[yaml.Node]) -> Iterator[yaml.MappingNode]:
+        """Yield the flattened mappings that the values of ``<<`` name, each a mapping or a list."""
+        for value in merges:
+            listed = value.value if isinstance(value, yaml.SequenceNode) else [value]
+            for mapping in listed:
+                if not isinstance(mapping, yaml.MappingNode):
+                    rule = "<< merges a mapping or a list of mappings: <<: *anchor"
+                    raise yaml.MarkedYAMLError(problem=rule, problem_mark=mapping.start_mark)
+                self.flatten_mapping(mapping)
+                yield mapping
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         """The value of ``node``, where PyYAML's own constructors fail with the line."""

@@ -69,6 +69,24 @@ def test_a_merge_fills_and_given_keys_win():
     assert parse(text)["c"] == {"x": 3, "y": 2, "z": 4}
 
 
+def test_the_first_of_several_merged_mappings_counts():
+    anchors = "a: &a {lr: 1, steps: 2}\nb: &b {lr: 5, seed: 3}\n"
+    expected = {"lr": 1, "steps": 2, "seed": 3, "zero": 4}
+    assert parse(f"{anchors}c: {{<<: [*a, *b], zero: 4}}\n")["c"] == expected
+    assert parse(f"{anchors}c: {{<<: *a, zero: 4, <<: *b}}\n")["c"] == expected
+
+
+@pytest.mark.parametrize("merged", ["1", "[1]", "[*a, x]"])
+def test_a_merge_of_no_mapping_is_refused(merged):
+    refused = problem(f"a: &a {{x: 1}}\nb: {{<<: {merged}}}\n")
+    assert refused.path == "line 2"
+    assert refused.rule == "<< merges a mapping or a list of mappings: <<: *anchor"
+
+
+def test_a_mapping_that_merges_itself_is_read_without_the_merge():
+    assert parse("a: &a {<<: *a, x: 1}\n") == {"a": {"x": 1}}
+
+
 def test_a_key_given_twice_beside_a_merge_is_refused():
     assert "'x' is given twice" in problem("a: &a {x: 1}\nb: {<<: *a, x: 3, x: 4}\n").rule
 
