@@ -30,8 +30,8 @@ from sppo.planning.search.choices import (
 )
 from sppo.planning.search.evaluated_candidate import (
     EvaluatedCandidate,
+    any_that_fits,
     assess,
-    can_fit,
     least_seconds,
     least_short_bytes,
     leaves_room,
@@ -348,13 +348,22 @@ class _Assessments:
     def fits(self, num_subsequences: int) -> bool:
         """Return whether it fits with whole units."""
         candidate = self._whole_candidate(num_subsequences)
-        assessed = self._assessed.get((num_subsequences, candidate.schedule))
-        if assessed is not None:
-            return assessed.shortfall is None
+        key = num_subsequences, candidate.schedule
+        if key in self._assessed:
+            return self._assessed[key].shortfall is None
         if num_subsequences not in self._fits:
-            seconds = self.seconds(num_subsequences)
-            self._fits[num_subsequences] = can_fit(candidate, seconds=seconds)
+            found = any_that_fits(candidate, seconds=self.seconds(num_subsequences))
+            self._fits[num_subsequences] = found.shortfall is None
+            if found.shortfall is not None:
+                self._assessed[key] = found
         return self._fits[num_subsequences]
+
+    def seems_to_fit(self, num_subsequences: int) -> bool:
+        """Return whether it fits with whole units; True, too, if that takes long to tell."""
+        known = self._fits.get(num_subsequences)
+        if known is not None:
+            return known
+        return leaves_room(self.candidate(num_subsequences)) or self.fits(num_subsequences)
 
     def _whole_candidate(self, num_subsequences: int) -> Candidate:
         candidate = self.candidate(num_subsequences)
@@ -393,8 +402,7 @@ class _Way:
         if len(self._likeliest) == len(self._counts):
             return self._counts
         last = self._counts[-1]
-        fits = leaves_room(self._candidates.candidate(last)) or self._candidates.fits(last)
-        return self._counts if fits else self._counts[-1:]
+        return self._counts if self._candidates.seems_to_fit(last) else self._counts[-1:]
 
     @property
     def bound_s(self) -> float:
@@ -421,8 +429,12 @@ class _Way:
             evaluated = self._candidates.assessed(num_subsequences)
             if evaluated.shortfall is None:
                 best = min(best or evaluated, evaluated, key=rank_of)
-            else:
-                nearest = min(nearest or evaluated, evaluated, key=lambda one: one.short_bytes)
+                continue
+            if nearest is None and len(self._likeliest) == 1:
+                likeliest = self._candidates.assessed(self._likeliest[0])
+                if likeliest.shortfall is not None:
+                    return likeliest
+            nearest = min(nearest or evaluated, evaluated, key=lambda one: one.short_bytes)
         chosen = best or nearest
         assert chosen is not None, "there is at least one number of subsequences to try"
         return chosen

@@ -342,20 +342,28 @@ def assess_placement(candidate: Candidate, placement: ActivationPlacement) -> Ev
     return with_program(found, program=program)
 
 
-def can_fit(candidate: Candidate, *, seconds: StageSeconds) -> bool:
-    """Return whether :func:`assess` finds something that fits, units run whole: quicker to tell.
+def any_that_fits(candidate: Candidate, *, seconds: StageSeconds) -> EvaluatedCandidate:
+    """Return any placement that fits, units run whole: found sooner than the fastest.
+
+    If none fits, return the one that lacks the least memory, as :func:`assess` does.
 
     Args:
-        candidate: what would be assessed.
-        seconds: of its units, with everything retained.
+        candidate: Candidate to place activations for.
+        seconds: Seconds of its units with everything retained.
     """
     if candidate.kv is None:
-        choices = chain(_kv_worth_trying(candidate), _kv_mixes_worth_trying(candidate))
-        return any(can_fit(one, seconds=seconds) for one in choices)
+        found = []
+        for choice in chain(_kv_worth_trying(candidate), _kv_mixes_worth_trying(candidate)):
+            found.append(any_that_fits(choice, seconds=seconds))
+            if found[-1].shortfall is None:
+                return found[-1]
+        return _best_of(found)
     check_kv(candidate)
     check_state(candidate)
-    found = _assess_with_room(candidate, seconds=seconds, first_that_fits=True)
-    return found.shortfall is None
+    evaluated = _assess_with_room(candidate, seconds=seconds, first_that_fits=True)
+    if evaluated.shortfall is not None:
+        check_inputs_retained(candidate, evaluated.placement)
+    return evaluated
 
 
 def _assess_with_room(
@@ -462,7 +470,7 @@ class _PlacementChoice:
         if (free := self._hiding(possible)) is not None:
             return free
         possible += self._of_other_policies()
-        if len(possible) > 1:
+        if len(possible) > 1 and self._may_fit:
             possible.sort(key=lambda prices: prices.time.step_s)
         return self._first(possible)
 
@@ -499,7 +507,12 @@ class _PlacementChoice:
     def _is_free_to_choose(self) -> bool:
         candidate = self.candidate
         chooses = candidate.policy == "hybrid" and candidate.offload_ratio is None
-        return chooses and _short_beside(candidate, states=self.states) <= 0
+        return chooses and self._may_fit
+
+    @property
+    def _may_fit(self) -> bool:
+        """Return whether any placement may fit."""
+        return _short_beside(self.candidate, states=self.states) <= 0
 
     def _if_it_fits(self, policy: str) -> EvaluatedCandidate | None:
         found = self._evaluated(self._priced(decide(policy, self.inputs)))
