@@ -1,8 +1,8 @@
-"""Schedules without a model: costs in units that a person chooses, as in papers and in tests.
+"""Schedules without a model: costs in arbitrary units, as in papers and in tests.
 
-One forward of one subsequence on one stage takes `forward_s`, which is 1 unless said otherwise;
-"second" then means that forward, and "byte" the activations that one subsequence leaves on one
-stage. With interleaving the costs given are those of one of the rank's stages.
+One forward of one subsequence on one stage takes `forward_s`, by default 1; "second" then means
+the time of that forward, and "byte" the activations that one subsequence leaves on one stage. With
+interleaving, the costs are those of one of the rank's stages.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ OffloadRatios = Literal["none", "full", "adaptive"] | tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class AbstractOffload:
-    """Fractions that leave the device, and the speed of their copies.
+    """Offloaded fractions of the units, and the speed of the copies.
 
     Attributes:
-        ratios: "none"; "full", every subsequence whole; "adaptive", as much of each as its own
-            forward hides (the paper's alpha_i * A_i = bandwidth * T_c); or a ratio for all, or
-            one per subsequence.
-        d2h_s: Copying a unit of size 1 to the host.
-        h2d_s: Copying it back.
-        keep_last: The last subsequences of each sequence stay, because their backward comes
-            at once; None keeps one under "adaptive" and none otherwise.
+        ratios: "none"; "full", all of every subsequence; "adaptive", as much of each subsequence
+            as its own forward hides (the paper's alpha_i * A_i = bandwidth * T_c); or one ratio for
+            all, or one per subsequence.
+        d2h_s: Seconds to copy a unit of size 1 to the host.
+        h2d_s: Seconds to copy a unit of size 1 back.
+        keep_last: Number of last subsequences of each sequence that stay, because their backward
+            follows at once; None keeps one under "adaptive" and none otherwise.
         prefetch: How many backwards ahead a unit comes back.
     """
 
@@ -57,26 +57,26 @@ class AbstractOffload:
 
 @dataclass(frozen=True, slots=True)
 class AbstractCase:
-    """A schedule and its costs as flags give them.
+    """Schedule and costs as given by command-line flags.
 
     Attributes:
-        schedule: A name `generate` knows.
+        schedule: Schedule name that `generate` accepts.
         num_ranks: Pipeline ranks.
         num_sequences: Sequences of the step.
-        num_subsequences: Subsequences of each.
+        num_subsequences: Subsequences of each sequence.
         num_virtual: Stages per rank.
         hop: Warm-up forwards per rank towards the front (see `generate`).
-        forward_s: One forward.
-        backward_s: One backward without its weight half.
-        weight_s: That half.
-        unit_costs: A factor on all three for each subsequence in turn.
-        unit_sizes: What a unit leaves on the device, for each subsequence in turn.
-        latency_s: A message's latency.
-        bytes_per_s: A link's bandwidth.
-        message_bytes: A message.
-        weight_bytes: A stage's weights, which MSP moves; their gradients count twice that.
-        kv_bytes: A unit's K/V; dK/dV count twice that.
-        offload: What leaves the device.
+        forward_s: Seconds of one forward.
+        backward_s: Seconds of one backward without its weight half.
+        weight_s: Seconds of the weight half.
+        unit_costs: Factor on all three times for each subsequence in turn.
+        unit_sizes: Bytes that a unit leaves on the device, for each subsequence in turn.
+        latency_s: Latency of a message.
+        bytes_per_s: Bandwidth of a link.
+        message_bytes: Bytes of a message.
+        weight_bytes: Bytes of a stage's weights, which MSP sends; gradients count twice that.
+        kv_bytes: Bytes of a unit's K/V; dK/dV count twice that.
+        offload: Offloaded fractions and the speed of copies.
     """
 
     schedule: str
@@ -113,15 +113,16 @@ class AbstractCase:
 
     @property
     def lengths(self) -> tuple[tuple[int, ...], ...]:
-        """Nominal tokens: enough of them that MSP can cut a unit for every rank."""
+        """Nominal tokens of every subsequence: enough for MSP to cut a unit over all ranks."""
         return ((self.num_ranks,) * self.num_subsequences,) * self.num_sequences
 
 
 def abstract_case(request: AbstractCase) -> Case:
-    """The lowered schedule of `request` and its costs.
+    """Return the lowered schedule of `request` and its costs.
 
     Raises:
-        ValueError: a request that cannot be served, with the value, the rule and what to change.
+        ValueError: A request that cannot be served; the message names the value, the rule and what
+            to change.
     """
     costs = case_costs(
         request,
@@ -143,8 +144,8 @@ def forward_case(request: AbstractCase) -> Case:
 def compared_case(request: AbstractCase, *, name: str) -> Case:
     """Return the work of `request` under the schedule `name`.
 
-    A schedule of whole sequences gets each sequence in one piece, and one without interleaving
-    gets all stages of a rank as one.
+    A schedule of whole sequences gets each sequence merged into one subsequence, not offloaded; a
+    schedule without interleaving gets all stages of a rank merged into one.
     """
     other = replace(request, schedule=name)
     if name in WHOLE_SEQUENCES and request.num_subsequences > 1:
@@ -178,7 +179,7 @@ def compared_case(request: AbstractCase, *, name: str) -> Case:
 def case_costs(
     request: AbstractCase, *, num_stages: int, lengths: Sequence[Sequence[int]]
 ) -> Costs:
-    """The costs of `request` for `num_stages` stages and sequences of these lengths."""
+    """Return the costs of `request` for `num_stages` stages and sequences of the given lengths."""
     counts = [len(parts) for parts in lengths]
     units = sum(counts)
     costs = abstract_costs(
@@ -207,10 +208,10 @@ def case_costs(
 
 
 def offload_ratios(offload: AbstractOffload, *, costs: Costs, counts: Sequence[int]) -> Table:
-    """Share of each unit that leaves the device, [num_stages, num_units].
+    """Return the fraction of each unit that leaves the device, [num_stages, num_units].
 
     Raises:
-        ValueError: a ratio outside 0 to 1, or more subsequences to keep than there are.
+        ValueError: A ratio outside 0 to 1, or more subsequences to keep than a sequence has.
     """
     shape = (costs.num_stages, costs.num_units)
     keep = offload.keep_last
@@ -221,7 +222,7 @@ def offload_ratios(offload: AbstractOffload, *, costs: Costs, counts: Sequence[i
             f"keep-last is {keep}: must be from 0 to the {min(counts)} subsequences of a sequence"
         )
     if offload.ratios == "adaptive":
-        # The paper's section 5.2: what hides behind one subsequence's compute.
+        # The paper's section 5.2: the bytes whose copy overlaps one subsequence's compute.
         hidden = costs.forward_s * _engines(offload).d2h_bytes_per_s
         size = np.maximum(costs.activation_bytes, np.finfo(float).tiny)
         ratios = np.minimum(1.0, hidden / size)

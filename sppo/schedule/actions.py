@@ -1,27 +1,29 @@
-"""The intermediate representation of every pipeline this project runs.
+"""Intermediate representation of pipeline programs: actions, stage placement, schedules.
 
-A `Schedule` says which rank does what in which order, and nothing about when: time is the
-output of the simulator. One rank's program is a tuple of `Action`s; the executor walks it with
-one handler per kind.
+A `Schedule` says which rank runs which actions in which order, and nothing about times: times are
+the output of the simulator. The program of one rank is a tuple of `Action`s; the executor walks
+the tuple with one handler per kind.
 
 Conventions, all counted from 0:
 
-* A *unit* is (sequence, subsequence); a *stage* is a run of layers; a *rank* holds one or more
-  stages, as the `Placement` says.
+* A *unit* is (sequence, subsequence); a *stage* is a run of consecutive layers; a *rank* holds one
+  or more stages, as given by the `Placement`.
 * `B` is the whole backward of a unit on a stage, unless the program also holds a `W` for the same
   stage and unit; then `B` is the input-gradient half and `W` the weight-gradient half.
-* `D2H` and `H2D` copy the saved tensors of a unit, or with wire "kv" its K and V, where a stage
-  does without them between its forward and its backward: `0D2H_KV2.1`, `0H2D_KV2.1`.
-* `H2D` with wire "weights", and both with wire "gradients", copy those of a whole stage, where they
-  live in another tier: `0H2D_WEIGHTS`, `0D2H_GRADIENTS`; see `state_streaming`.
-* `KV` recomputes K and V of a unit from its saved input, where a stage does without them between
-  its forward and its backward and they are not copied.
+* `D2H` and `H2D` without a wire copy the saved tensors of a unit. With wire "kv" they copy the K
+  and V of a unit, on stages that offload K and V between forward and backward: `0D2H_KV2.1`,
+  `0H2D_KV2.1`.
+* `H2D` with wire "weights", and `D2H` and `H2D` with wire "gradients", copy the weights or
+  gradients of a whole stage that live in another tier: `0H2D_WEIGHTS`, `0D2H_GRADIENTS`; see
+  `state_streaming`.
+* `KV` recomputes K and V of a unit from its saved input, on stages that drop K and V between
+  forward and backward and do not copy them.
 * `SEND` names the stage that produced the tensor and `RECV` the stage that consumes it. The
   activation of stage 0 is therefore `0SEND_ACT2.1` on its sender and `1RECV_ACT2.1` on its
   receiver; its gradient is `1SEND_GRAD2.1` and `0RECV_GRAD2.1`.
 * Multiplexed sequence partitioning (MSP) cuts a unit into shards: shard k of g is run by the rank
-  whose program holds it, all g shards at the same time. The token counts of the shards are the
-  schedule's `cuts`; without an entry there the shards are as equal as whole tokens allow. On
+  whose program holds it, all g shards at the same time. The token counts of the shards are in the
+  schedule's `cuts`; a unit without an entry there has shards as equal as whole tokens allow. In
   `SEND` and `RECV`, `shard` and `num_shards` count messages instead: see `communication`.
 """
 
@@ -37,12 +39,12 @@ PlacementStyle = Literal["loop", "v"]
 
 
 class ActionKind(StrEnum):
-    """Kinds of actions; the value is the spelling in the text form.
+    """Kind of an action; the value is its spelling in program text.
 
-    F forward; KV recomputation of K and V ahead of a stage's backward; B backward (or its
-    input-gradient half), all other recomputation included; W weight gradients;
-    SEND, RECV messages between stages; D2H, H2D copies to and from the host tier; REDUCE the
-    reduction of a stage's gradients over the data-parallel ranks.
+    F is a forward; KV recomputes K and V ahead of a stage's backward; B is a backward (or its
+    input-gradient half), including all other recomputation; W computes weight gradients; SEND and
+    RECV are messages between stages; D2H and H2D are copies to and from the next tier; REDUCE
+    reduces a stage's gradients over the data-parallel ranks.
     """
 
     F = "F"
@@ -62,26 +64,28 @@ OF_STAGES = (
     (ActionKind.D2H, "gradients"),
     (ActionKind.H2D, "gradients"),
 )
-"""Kinds and wires of actions that concern a whole stage and name no unit."""
+"""Kinds and wires of actions that apply to a whole stage and name no unit."""
 COMPUTE_KINDS = (ActionKind.F, ActionKind.B, ActionKind.W, ActionKind.KV)
 """Kinds that occupy a rank's compute."""
 STAGES_HELD = 2
-"""Stages of a rank whose weights, or gradients, are on the device at once: one in use, and one that
-comes or goes."""
+"""Number of stages of a rank whose weights, or gradients, are on the device at once: one in use
+and one being copied."""
 
 
 class Action(NamedTuple):
-    """One step of one rank's program; a tuple, for programs of large steps have a million of them.
+    """Action of one rank's program.
+
+    A named tuple, because programs of large steps have a million actions.
 
     Attributes:
         kind: What to do.
-        stage: The stage it is done for.
-        sequence: The sequence of the unit; None for what is done once for a whole stage.
-        subsequence: The subsequence of the unit; None likewise.
-        wire: What a message carries, "act" or "grad"; what a copy carries that is not the saved
-            tensors of a unit, "kv", "weights" or "gradients"; else None.
-        shard: Which shard of the unit (which message, for SEND and RECV).
-        num_shards: How many shards the unit is cut into on this stage; 1 is the whole unit.
+        stage: Stage that the action belongs to.
+        sequence: Sequence of the unit; None for an action of a whole stage.
+        subsequence: Subsequence of the unit; None for an action of a whole stage.
+        wire: Content of a message, "act" or "grad"; content of a copy, "kv", "weights" or
+            "gradients", or None for the saved tensors of a unit; None for other kinds.
+        shard: Index of the shard of the unit (of the message, for SEND and RECV).
+        num_shards: Number of shards of the unit on this stage; 1 is the whole unit.
     """
 
     kind: ActionKind
@@ -94,13 +98,13 @@ class Action(NamedTuple):
 
     @property
     def unit(self) -> tuple[int, int]:
-        """The unit (sequence, subsequence); not defined for what concerns a whole stage."""
+        """Unit (sequence, subsequence); not defined for actions of a whole stage."""
         assert self.sequence is not None, f"{self.kind} of stage {self.stage} names no sequence"
         assert self.subsequence is not None, f"{self.kind} of stage {self.stage} names no unit"
         return self.sequence, self.subsequence
 
     def __str__(self) -> str:
-        """The text form: `0F2.1`, `0F2.1[1/3]`, `0SEND_ACT2.1`, `0REDUCE`, `0H2D_WEIGHTS`."""
+        """Return program text: `0F2.1`, `0F2.1[1/3]`, `0SEND_ACT2.1`, `0REDUCE`, `0H2D_WEIGHTS`."""
         wire = f"_{self.wire.upper()}" if self.wire else ""
         if self.sequence is None:
             return f"{self.stage}{self.kind}{wire}"
@@ -110,13 +114,13 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Ranks of stages.
+    """Assignment of stages to ranks.
 
     Attributes:
         num_ranks: Pipeline ranks, at least 1.
         num_virtual: Stages per rank, at least 1.
-        style: "loop" places stage s on rank s mod num_ranks; "v" turns round at the ends, so
-            that with two stages per rank the first and the last stage share rank 0.
+        style: "loop" places stage s on rank s mod num_ranks; "v" reverses direction at the ends,
+            so that with two stages per rank the first and the last stage share rank 0.
     """
 
     num_ranks: int
@@ -134,11 +138,11 @@ class Placement:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the whole pipeline."""
+        """Number of stages of the whole pipeline."""
         return self.num_ranks * self.num_virtual
 
     def rank_of(self, stage: int) -> int:
-        """The rank that holds `stage` (and, for MSP, owns its weights)."""
+        """Return the rank that holds `stage` (and, for MSP, owns its weights)."""
         assert 0 <= stage < self.num_stages, f"stage {stage} of {self.num_stages}"
         turn, position = divmod(stage, self.num_ranks)
         if self.style == "v" and turn % 2 == 1:
@@ -146,13 +150,13 @@ class Placement:
         return position
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of `rank`, in the order of the layers."""
+        """Return the stages of `rank`, in the order of the layers."""
         return tuple(s for s in range(self.num_stages) if self.rank_of(s) == rank)
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Cut:
-    """Token counts of the shards of one unit on one stage (MSP); they add up to the unit."""
+    """Token counts of the shards of one unit on one stage (MSP); their sum is the unit's length."""
 
     stage: int
     sequence: int
@@ -162,15 +166,15 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A pipeline program for all ranks.
+    """Pipeline program for all ranks.
 
     Attributes:
-        name: The generator's name, or what a program file calls itself.
-        placement: Stages on ranks.
+        name: Name of the generator, or the name given in a program file.
+        placement: Assignment of stages to ranks.
         lengths: Tokens of every subsequence of every sequence: lengths[sequence][subsequence].
-            The shape of each message follows from it, so none is exchanged at run time.
+            Message shapes follow from the lengths, so no shapes are exchanged at run time.
         programs: One tuple of actions per rank.
-        cuts: Shards of MSP units whose shards are not simply equal.
+        cuts: Shard lengths of the MSP units whose shards are not of equal length.
     """
 
     name: str
@@ -181,37 +185,37 @@ class Schedule:
 
     @property
     def num_ranks(self) -> int:
-        """Pipeline ranks."""
+        """Number of pipeline ranks."""
         return self.placement.num_ranks
 
     @property
     def num_stages(self) -> int:
-        """Stages of the whole pipeline."""
+        """Number of stages of the whole pipeline."""
         return self.placement.num_stages
 
     @property
     def num_sequences(self) -> int:
-        """Sequences of the step (M)."""
+        """Number of sequences of the step (M)."""
         return len(self.lengths)
 
     @property
     def num_units(self) -> int:
-        """Units of the step: the subsequences of all sequences together."""
+        """Number of units of the step: subsequences of all sequences together."""
         return sum(len(sequence) for sequence in self.lengths)
 
     @property
     def num_actions(self) -> int:
-        """Actions of all ranks together."""
+        """Number of actions of all ranks together."""
         return sum(len(program) for program in self.programs)
 
     @property
     def is_training(self) -> bool:
-        """Return whether the programs hold a backward pass (False for evaluation)."""
+        """Whether the programs hold a backward pass (False for evaluation)."""
         backward = ActionKind.B
         return any(action.kind is backward for program in self.programs for action in program)
 
     def unit_offsets(self) -> tuple[int, ...]:
-        """Number of the first unit of each sequence when all units are counted through."""
+        """Return the index of each sequence's first unit, units numbered over all sequences."""
         offsets, total = [], 0
         for sequence in self.lengths:
             offsets.append(total)
@@ -219,9 +223,9 @@ class Schedule:
         return tuple(offsets)
 
     def digest(self) -> str:
-        """SHA-256 (hexadecimal) of the whole schedule; equal only for equal schedules.
+        """Return the SHA-256 (hexadecimal) of the whole schedule; equal only for equal schedules.
 
-        Ranks compare it at start-up, so that two of them never walk different programs.
+        Ranks compare digests at start-up, so that no two ranks run different programs.
         """
         state = hashlib.sha256()
         header = (self.name, self.placement, self.lengths, self.cuts)

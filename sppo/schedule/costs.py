@@ -1,8 +1,8 @@
 """Costs of a schedule's actions: seconds and bytes per stage and unit, and rates of links.
 
-The tables are plain numpy arrays of shape [num_stages, num_units], units counted through all
-sequences. The planner fills them from its cost model; `abstract_costs` fills them with numbers
-from the command line, where "second" and "byte" may stand for any unit of time and memory.
+The tables are plain numpy arrays of shape [num_stages, num_units], with units numbered over all
+sequences. The planner fills the tables from its cost model; `abstract_costs` fills them with
+numbers from the command line, where "second" and "byte" may stand for any unit of time and memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Table = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One direction between two ranks.
+    """Link from one rank to another, in one direction.
 
     A message occupies the link for bytes / bandwidth and arrives `latency_s` after that.
     """
@@ -38,13 +38,13 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Links between ranks: one for all pairs, unless a directed pair has its own.
+    """Links between ranks: one default for all pairs, and exceptions for directed pairs.
 
     Attributes:
-        default: The link of every pair without an entry.
-        between: (sender, receiver) -> its link.
-        most_ranges: Ranges of ranks in which one rank may share units (MSP), each of which takes
-            communicators.
+        default: Link of every pair without an entry in `between`.
+        between: Links of directed pairs, by (sender, receiver).
+        most_ranges: Largest number of ranges of ranks in which one rank may share units (MSP);
+            each range needs communicators.
     """
 
     default: Link = Link()
@@ -52,13 +52,13 @@ class Links:
     most_ranges: float = math.inf
 
     def link(self, sender: int, *, receiver: int) -> Link:
-        """The link from `sender` to `receiver`."""
+        """Return the link from `sender` to `receiver`."""
         return self.between.get((sender, receiver), self.default)
 
 
 @dataclass(frozen=True, slots=True)
 class CopyEngines:
-    """Bandwidth of a rank's copies to and from one tier, both directions busy."""
+    """Bandwidth of a rank's copies to and from one tier, with both directions busy."""
 
     d2h_bytes_per_s: float = math.inf
     h2d_bytes_per_s: float = math.inf
@@ -73,12 +73,13 @@ class CopyEngines:
 
 @dataclass(frozen=True, slots=True)
 class LayerCopies:
-    """Flow of the copies of one stage's units: in blocks of one layer each, not as a whole.
+    """Flow of the copies of one stage's units in blocks of one layer each.
 
     Attributes:
         layers: Layers of the stage, taken as equal.
-        out: Blocks that may be on their way out when compute ends the next layer.
-        back: Blocks that come back ahead of the layer in use.
+        out: Number of blocks that may be in flight to the next tier when compute ends the next
+            layer.
+        back: Number of blocks that come back ahead of the layer in use.
     """
 
     layers: int
@@ -88,14 +89,14 @@ class LayerCopies:
     def forward_start_s(
         self, start: float, *, seconds: float, copy_s: float, free_s: float, block_before_s: float
     ) -> float:
-        """Return when a forward can start and then never wait for blocks on their way out.
+        """Return the earliest start of a forward that never waits for blocks on their way out.
 
         Args:
-            start: When everything else is there.
-            seconds: Of the forward.
-            copy_s: Of all its blocks.
-            free_s: When the copies out that were begun before it end.
-            block_before_s: Of one block of these.
+            start: Time at which all other inputs are ready.
+            seconds: Seconds of the forward.
+            copy_s: Seconds of the copies of all blocks of the forward.
+            free_s: Time at which the copies out that began earlier end.
+            block_before_s: Seconds of one block of these earlier copies.
         """
         layers, out = self.layers, self.out
         layer_s, block_s, beyond = seconds / layers, copy_s / layers, layers - out
@@ -114,13 +115,16 @@ class LayerCopies:
     def backward_start_s(
         self, start: float, *, first: float, layer_s: float, copy_s: float
     ) -> tuple[float, float]:
-        """Return when a backward can start and never wait for blocks, and when the last is back.
+        """Return the earliest start of a backward without waits for blocks, and its last arrival.
 
         Args:
-            start: When everything else is there.
-            first: When the first block begins to come back.
-            layer_s: Of one layer of the backward.
-            copy_s: Of all its blocks.
+            start: Time at which all other inputs are ready.
+            first: Time at which the first block begins to come back.
+            layer_s: Seconds of one layer of the backward.
+            copy_s: Seconds of the copies of all blocks of the backward.
+
+        Returns:
+            Start of the backward, and the time at which its last block is back.
         """
         block_s, end, behind = copy_s / self.layers, first + copy_s, self.layers - 1
         begin = max(start, first + block_s, end - behind * layer_s)
@@ -133,37 +137,38 @@ class Costs:
     """Costs of every action of a schedule.
 
     Attributes:
-        forward_s: F of (stage, unit).
-        backward_s: B of (stage, unit) when a W takes the weight half; without one, B costs
-            backward_s + weight_s.
-        weight_s: W of (stage, unit).
-        reduce_s: REDUCE of each stage [num_stages]; compute of its rank waits for it.
-        settle_s: What compute of a rank waits for where gradients of a stage leave before their
+        forward_s: Seconds of F of (stage, unit).
+        backward_s: Seconds of B of (stage, unit) if a W computes the weight half; without a W, B
+            takes backward_s + weight_s.
+        weight_s: Seconds of W of (stage, unit).
+        reduce_s: Seconds of REDUCE of each stage [num_stages]; compute of its rank waits for it.
+        settle_s: Seconds that compute of a rank waits if gradients of a stage leave before their
             REDUCE: the last of the reductions after each use, [num_stages].
-        message_bytes: One activation or gradient between stages [num_units].
-        activation_bytes: What F of (stage, unit) leaves for its backward, without K/V.
-        offload_bytes: How much of that a D2H moves away and an H2D brings back.
-        kv_offload_bytes: What a D2H of K and V moves away and an H2D brings back; 0 where K and V
-            stay from F to B.
-        kv_recompute_s: KV of (stage, unit); 0 where K and V are kept or copied.
-        streamed_weight_bytes: What an H2D of a stage's weights brings [num_stages]; 0 where they
-            stay.
-        streamed_gradient_bytes: What a D2H of its gradients takes away, and an H2D brings back
-            [num_stages]; 0 where they stay.
-        operand_bytes: What B of (stage, unit) keeps for a W, where one takes the weight half.
+        message_bytes: Bytes of one activation or gradient between stages [num_units].
+        activation_bytes: Bytes that F of (stage, unit) saves for its backward, without K/V.
+        offload_bytes: Part of activation_bytes that a D2H copies out and an H2D brings back.
+        kv_offload_bytes: Bytes of K and V that a D2H copies out and an H2D brings back; 0 where K
+            and V are not offloaded between F and B.
+        kv_recompute_s: Seconds of KV of (stage, unit); 0 where K and V are retained or copied.
+        streamed_weight_bytes: Bytes that an H2D of a stage's weights copies [num_stages]; 0 where
+            weights stay on the device.
+        streamed_gradient_bytes: Bytes that a D2H of a stage's gradients copies out and an H2D
+            brings back [num_stages]; 0 where gradients stay on the device.
+        operand_bytes: Bytes that B of (stage, unit) keeps for W, if a W computes the weight half.
         kv_bytes: K/V of (stage, unit), kept from F to B and read by all later subsequences.
-        kv_gradient_bytes: dK/dV of (stage, unit), alive for a whole sequence's backward.
+        kv_gradient_bytes: dK/dV of (stage, unit), live during a whole sequence's backward.
         weight_bytes: Weights of a stage, which MSP sends to borrower ranks [num_stages].
-        weight_gradient_bytes: Their gradients, which borrowers send back [num_stages].
-        context_slope: How much a token's compute grows per token before it, relative to the
-            first token's; it balances the shards of an MSP unit. 0 means all tokens are equal.
-        links: What carries messages between ranks.
-        copies: What carries D2H and H2D.
-        state_copies: Engines of the copies of weights and gradients, where they go to another tier
-            than the rest; None where all pass one queue a direction.
-        layer_copies: How copies flow on each stage; () for whole units that lag without limit.
-        unit_collectives_s: Of each stage, seconds of the collectives that go with every F and with
-            every B, which take as long where a unit is shared (MSP); () for none.
+        weight_gradient_bytes: Weight gradients, which borrowers send back [num_stages].
+        context_slope: Growth of a token's compute per token before it, relative to the first
+            token's compute; it balances the shards of an MSP unit. 0 means all tokens are equal.
+        links: Links that carry messages between ranks.
+        copies: Copy engines of D2H and H2D.
+        state_copies: Copy engines of weights and gradients, if their tier differs from that of
+            the other tensors; None if all copies share one queue per direction.
+        layer_copies: Flow of copies on each stage; () if units are copied as a whole and copies
+            may lag without limit.
+        unit_collectives_s: Seconds of the collectives that go with every F and with every B, per
+            stage, which take as long if a unit is cut (MSP); () for none.
     """
 
     forward_s: Table
@@ -205,17 +210,17 @@ class Costs:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the tables."""
+        """Number of stages of the tables."""
         return int(self.forward_s.shape[0])
 
     @property
     def num_units(self) -> int:
-        """Units of the tables."""
+        """Number of units of the tables."""
         return int(self.forward_s.shape[1])
 
     @property
     def copies_stages(self) -> bool:
-        """Return whether K and V, weights or gradients come and go, or K and V are recomputed."""
+        """Whether K and V, weights or gradients are copied, or K and V are recomputed."""
         tables = (
             self.kv_offload_bytes,
             self.kv_recompute_s,
@@ -225,12 +230,12 @@ class Costs:
         return any(bool(table.any()) for table in tables)
 
     def of_first_units(self, count: int) -> Costs:
-        """Costs of the first `count` units alone."""
+        """Return the costs of the first `count` units alone."""
         tables = {name: getattr(self, name)[:, :count] for name in _STAGE_UNIT_TABLES}
         return replace(self, message_bytes=self.message_bytes[:count], **tables)
 
     def of_stages(self, stages: Sequence[int]) -> Costs:
-        """Costs of some stages alone."""
+        """Return the costs of `stages` alone."""
         tables = {name: getattr(self, name)[[*stages]] for name in _STAGE_UNIT_TABLES}
         tables |= {name: getattr(self, name)[[*stages]] for name in _STAGE_TABLES}
         return replace(
@@ -243,7 +248,7 @@ class Costs:
         )
 
     def repeats(self, count: int) -> bool:
-        """Return whether all units cost what the first `count` of them do, over and over."""
+        """Return whether the costs of the first `count` units repeat over all units."""
         tables = [getattr(self, name) for name in _STAGE_UNIT_TABLES]
         return all(
             bool((table[..., count:] == table[..., :-count]).all())
@@ -291,20 +296,20 @@ def abstract_costs(
     activation_bytes: Sequence[float] | float = 1.0,
     links: Links | None = None,
 ) -> Costs:
-    """Costs without a model: the same for every stage.
+    """Return costs that need no model: the same for every stage.
 
     Args:
         num_stages: Stages of the pipeline.
         num_units: Units of the step, all sequences together.
-        forward_s: F of a unit.
-        backward_s: B of a unit, without its weight half.
-        weight_s: The weight half.
-        unit_factors: Multiplies all three for each unit in turn, repeated over the sequences.
-        activation_bytes: What a unit leaves on the device, for all or for each unit in turn.
-        links: What carries messages; free if not given.
+        forward_s: Seconds of F of a unit.
+        backward_s: Seconds of B of a unit, without its weight half.
+        weight_s: Seconds of the weight half.
+        unit_factors: Factors on all three times for each unit in turn, repeated over the sequences.
+        activation_bytes: Bytes that a unit leaves on the device, for all or for each unit in turn.
+        links: Links that carry messages; free if not given.
 
     Raises:
-        ValueError: a negative cost, or per-unit values that do not fit the number of units.
+        ValueError: A negative cost, or per-unit values that do not fit the number of units.
     """
     factors = per_unit("unit costs", unit_factors or (1.0,), num_units=num_units)
     sizes = (activation_bytes,) if isinstance(activation_bytes, int | float) else activation_bytes
@@ -334,7 +339,12 @@ def abstract_costs(
 
 
 def per_unit(what: str, values: Sequence[float], *, num_units: int) -> Table:
-    """Return `values` repeated until every unit has one."""
+    """Return `values` repeated until every unit has a value.
+
+    Raises:
+        ValueError: The number of units is not a multiple of the number of values; the message
+            calls the values `what`.
+    """
     repeats, rest = divmod(num_units, len(values))
     if rest:
         raise ValueError(
@@ -344,15 +354,15 @@ def per_unit(what: str, values: Sequence[float], *, num_units: int) -> Table:
 
 
 def with_offload(costs: Costs, *, ratios: Table, copies: CopyEngines) -> Costs:
-    """Return `costs` when each (stage, unit) sends away `ratios` of its activations over `copies`.
+    """Return `costs` with the fractions `ratios` of all activations offloaded over `copies`.
 
     Args:
-        costs: What everything else costs.
+        costs: Costs of all other actions.
         ratios: Offload ratio per stage and unit, 0 to 1.
         copies: Bandwidth of the copies.
 
     Raises:
-        ValueError: a ratio outside 0 to 1.
+        ValueError: A ratio outside 0 to 1.
     """
     if (ratios < 0).any() or (ratios > 1).any():
         raise ValueError(

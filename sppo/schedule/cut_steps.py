@@ -1,8 +1,8 @@
-"""Steps that differ in which of their units are cut over ranks (MSP): order, program, length.
+"""Steps with different units cut over ranks (MSP): order of actions, program, and step time.
 
-Within a sequence forwards run in the order in which they may start, and backwards in the reverse
-order, on all ranks. So one walk along that order says when a step ends: what the event loop
-(:mod:`sppo.schedule.event_loop`) finds for the program, without making one.
+Within a sequence, forwards run in the order in which they can start, and backwards in the reverse
+order, on all ranks. So one walk along that order gives the step time, equal to the result of the
+event loop (:mod:`sppo.schedule.event_loop`) for the program, without making the program.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from sppo.schedule.msp_groups import MspGroup, msp_seconds, routes_between
 from sppo.schedule.orders import with_reductions
 
 _Messages = tuple[tuple[int, float, float], ...]
-"""Of a unit between two stages: link, seconds on it, and until it arrives after that."""
+"""Messages of a unit between two stages: (link, seconds on the link, latency after that)."""
 
 
 class CutSteps:
-    """Steps of one schedule with some of its units cut.
+    """Programs and times of one schedule's step with chosen units cut.
 
     Args:
-        plain: every unit on the rank of its stage.
-        costs: of its actions.
-        groups: the MSP groups that a step may have, by slot.
-        forward_only: leave out the backward.
+        plain: Schedule with every unit on the rank of its stage.
+        costs: Costs of its actions.
+        groups: MSP groups that a step may have, by slot.
+        forward_only: Leave out the backward.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class CutSteps:
         self._messages: dict[tuple[int, int, bool, bool], _Messages] = {}
 
     def saved_s(self, slot: int) -> float:
-        """Return the seconds that an MSP group saves against its whole unit, messages included."""
+        """Return the seconds that an MSP group saves over its whole unit, its messages included."""
         codes = (F,) if self._forward_only else (F, B)
         return sum(self._whole_s[code][slot] - self._cut_s[code, slot] for code in codes)
 
     def program(self, chosen: Mapping[int, MspGroup]) -> Schedule:
-        """Return the schedule with exactly these MSP groups."""
+        """Return the schedule with exactly the MSP groups `chosen`."""
         programs: list[list[Action]] = [[] for _ in range(self._plain.num_ranks)]
         for sequence in range(self._plain.num_sequences):
             forwards = self._forwards(sequence, chosen)
@@ -72,14 +72,14 @@ class CutSteps:
                     mirrored = (a._replace(kind=ActionKind.B) for a in reversed(forward))
                     programs[rank].extend(mirrored)
         reduced = tuple(
-            # Borrowers send their gradients home, so only the owner of a stage reduces it.
+            # Borrowers send their gradients to the owner of a stage, so only the owner reduces.
             tuple(with_reductions(program, stages=self._plain.placement.stages_of(rank)))
             for rank, program in enumerate(programs)
         )
         return replace(self._plain, programs=reduced, cuts=self._cuts(chosen.values()))
 
     def step_s(self, chosen: Mapping[int, MspGroup]) -> float:
-        """Return the simulated seconds of a step with exactly these MSP groups."""
+        """Return the simulated seconds of a step with exactly the MSP groups `chosen`."""
         num_ranks = self._plain.num_ranks
         clock = _Clock([0.0] * num_ranks, [0.0] * num_ranks**2)
         for sequence in range(self._plain.num_sequences):
@@ -89,7 +89,7 @@ class CutSteps:
                 self._walk(order[::-1], B, sequence, chosen, clock)
         if self._forward_only:
             return max(clock.free)
-        # The stage of a rank that ends last, its first, is reduced at the end of its program.
+        # A rank's first stage ends last; its reduction is at the end of the rank's program.
         return max(end + seconds for end, seconds in zip(clock.free, self._reduce_s, strict=False))
 
     def _walk(
@@ -100,7 +100,7 @@ class CutSteps:
         chosen: Mapping[int, MspGroup],
         clock: _Clock,
     ) -> None:
-        """Run the forwards or the backwards of one sequence in their order, and move the clock."""
+        """Run the forwards or backwards of one sequence in their order, and advance the clock."""
         units, size, rank_of, num_ranks = self._units, self._size, self._rank_of, len(clock.free)
         free, sent, whole_s, cut_s = clock.free, clock.sent, self._whole_s[code], self._cut_s
         hops = self._hops[code]
@@ -142,7 +142,7 @@ class CutSteps:
                 free[rank_of[stage]] += self._reduce_s[stage]
 
     def _whole_messages(self, step: int) -> list[_Messages]:
-        """Return messages of units that are whole here and on the stage `step` on, by slot."""
+        """Return messages between units that are whole on both stages, `step` apart, by slot."""
         unit_bytes: list[float] = self._costs.message_bytes.tolist()
         found: list[_Messages] = []
         for stage, sender in enumerate(self._rank_of):
@@ -157,7 +157,7 @@ class CutSteps:
         return found
 
     def _sent(self, slot: int, target: int, chosen: Mapping[int, MspGroup]) -> _Messages:
-        """Return the messages of a unit to a stage beside it, where it is cut on one of the two."""
+        """Return the messages of a unit to an adjacent stage, if it is cut on one of the two."""
         key = slot, target, slot in chosen, target in chosen
         if key not in self._messages:
             self._messages[key] = tuple(self._messages_of(*key))
@@ -187,7 +187,7 @@ class CutSteps:
         return list(zip(group.ranks, group.lengths, strict=True))
 
     def _cuts(self, groups: Iterable[MspGroup]) -> tuple[Cut, ...]:
-        """Return token counts of shards, where compute grows with the context."""
+        """Return token counts of the shards; empty if compute does not grow with the context."""
         if self._costs.context_slope == 0:
             return ()
         cuts = []
@@ -212,7 +212,7 @@ class CutSteps:
         return forwards
 
     def _order(self, sequence: int, chosen: Mapping[int, MspGroup]) -> list[int]:
-        """Order slots of a sequence as forwards start: earliest first, of equal ones the widest.
+        """Return the slots of a sequence in the order of their starts; ties: most ranks first.
 
         Only the next unit of each stage can be ready, so the heap never holds more than one
         entry per stage; an entry whose ranks were taken meanwhile goes back with a later start.
@@ -259,11 +259,11 @@ class CutSteps:
 
 @dataclass(frozen=True, slots=True)
 class _Clock:
-    """How far a step has got.
+    """Progress of a step.
 
     Attributes:
-        free: When each rank is.
-        sent: When each link is, [sender x ranks + receiver].
+        free: Time at which each rank is free.
+        sent: Time at which each link is free, [sender x ranks + receiver].
     """
 
     free: list[float]

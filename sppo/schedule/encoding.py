@@ -1,7 +1,7 @@
-"""Programs as integers, so that checks and simulations of a million actions stay cheap.
+"""Programs as integer arrays, so that checks and simulations of a million actions stay cheap.
 
-Every action becomes an opcode and a *slot*: stage * num_units + unit, or the stage where an action
-concerns all of it. All tables of validator and simulator are indexed by slot.
+Every action becomes an opcode and a *slot*: stage * num_units + unit, or the stage for an action of
+a whole stage. All tables of validator and simulator are indexed by slot.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from sppo.schedule.actions import OF_STAGES, Action, ActionKind, Schedule
 
-# The order matters: compute kinds come first, so that `code < NUM_COMPUTE` tells them.
-# Those from REDUCE on are of whole stages.
+# The order matters: compute kinds come first, so that `code < NUM_COMPUTE` selects compute.
+# Opcodes from REDUCE on are actions of whole stages.
 F, B, W, KV, D2H, H2D, SEND_ACT, SEND_GRAD, RECV_ACT, RECV_GRAD, D2H_KV, H2D_KV = range(12)
 REDUCE, H2D_WEIGHTS, D2H_GRADIENTS, H2D_GRADIENTS = range(12, 16)
 NUM_COMPUTE = 4
@@ -45,7 +45,7 @@ _OUT_OF_RANGE = 2**30
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedProgram:
-    """One rank's program: opcode and slot of each action, and its shards where MSP cuts."""
+    """Program of one rank as arrays: opcode, slot, shard and number of shards of each action."""
 
     codes: Codes
     slots: Codes
@@ -54,12 +54,12 @@ class EncodedProgram:
 
     @property
     def is_cut(self) -> bool:
-        """Return whether the rank runs any shard of a unit, or sends one in several messages."""
+        """Whether the rank runs any shard of a unit, or sends a unit in several messages."""
         return bool((self.num_shards > 1).any())
 
 
 class MalformedActionError(ValueError):
-    """An action that names something the schedule does not have."""
+    """Error of an action that names something the schedule does not have."""
 
     def __init__(self, problem: str, *, rank: int, index: int, action: Action) -> None:
         super().__init__(f"rank {rank}, action {index + 1}, {action}: {problem}")
@@ -68,11 +68,12 @@ class MalformedActionError(ValueError):
 
 
 def encode(schedule: Schedule) -> tuple[EncodedProgram, ...]:
-    """All programs of `schedule`.
+    """Return all programs of `schedule`, encoded.
 
     Raises:
-        MalformedActionError: an action names a stage or unit outside the schedule, a message
-            without what it carries, or a shard outside its unit.
+        MalformedActionError: An action that names a stage or unit outside the schedule, a message
+            without a wire, or a shard outside its unit.
+        ValueError: A number of programs other than the number of ranks.
     """
     offsets = schedule.unit_offsets()
     if len(schedule.programs) != schedule.num_ranks:
@@ -86,7 +87,7 @@ def encode(schedule: Schedule) -> tuple[EncodedProgram, ...]:
 
 
 def _encode_program(schedule: Schedule, *, rank: int, offsets: tuple[int, ...]) -> EncodedProgram:
-    """One program; actions are looked at one by one only to say which is wrong."""
+    """Encode one program; single actions are inspected only to report a malformed one."""
     program = schedule.programs[rank]
     columns = dict(zip(Action._fields, zip(*program, strict=True), strict=False))
     named = zip(columns.get("kind", ()), columns.get("wire", ()), strict=True)
@@ -114,7 +115,7 @@ def _encode_program(schedule: Schedule, *, rank: int, offsets: tuple[int, ...]) 
 
 
 def _column(values: Sequence[int | None]) -> Codes:
-    """Integers as an array; those that no schedule can hold become a number out of range."""
+    """Return integers as an array; integers too large for any schedule become an invalid value."""
     numbers = [_NONE if value is None else value for value in values]
     try:
         return np.array(numbers, dtype=np.int32)
@@ -124,7 +125,7 @@ def _column(values: Sequence[int | None]) -> Codes:
 
 
 def _problem(action: Action, schedule: Schedule) -> str | None:
-    """Return what is wrong with `action` on its own, if anything."""
+    """Return what is wrong with `action` on its own, or None."""
     if not 0 <= action.stage < schedule.num_stages:
         return f"stage {action.stage} does not exist: there are {schedule.num_stages}"
     if (action.kind, action.wire) not in _OPCODES:

@@ -1,25 +1,26 @@
-"""The clock of the simulator: when each action of each rank starts and ends.
+"""Event loop of the simulator: start and end of each action of each rank.
 
 Every resource serves its actions in program order: a rank's compute, its two copy engines, and
-each directed link. So the start of an action is the latest of what it waits for,
-and no event queue is needed: a rank is walked until it waits for something that has no time yet,
-and taken up again when that gets one.
+each directed link. So an action starts at the latest time of everything that it depends on, and no
+event queue is needed: the loop walks a rank until an action depends on a result without a time
+yet, and resumes the rank when that result gets its time.
 
-What an action waits for, beside its resource:
+Dependencies of an action, besides its resource:
 
-* F: the F of the subsequence before it (K/V), and the activation from the stage before it;
-* B: its F, the B of the subsequence behind it (dK/dV), the gradient from the stage behind it, and
-  its H2D if the program has one; W: its B; KV: its F;
-* D2H: its F; H2D: its D2H, and the compute in front of it in the program, which frees its room;
-  :mod:`sppo.schedule.played_copies` has those that flow layer by layer, and those of K and V;
-* REDUCE: the compute in front of it; compute behind it waits, for few buckets of gradients are
-  under way at once (:mod:`sppo.parallel.data_parallel`);
-* copies of a whole stage's weights or gradients: the compute and the REDUCE in front of them;
-  compute of the stage waits for those that come; gradients that leave before their REDUCE wait, and
-  compute behind them, for the last reduction after a use;
-* SEND: the compute in front of it. Programs without SEND send as soon as a tensor exists. RECV
-  costs nothing: the message has arrived or it has not.
-* a shard of an MSP group: all that its unit waits for, on all ranks of the MSP group.
+* F: the F of the subsequence before (K/V), and the activation from the stage before;
+* B: the F of the same unit, the B of the next subsequence (dK/dV), the gradient from the next
+  stage, and the unit's H2D if the program has one; W: the B of its unit; KV: the F of its unit;
+* D2H: the F of its unit; H2D: the D2H of its unit, and the preceding compute in the program, which
+  frees the memory for it; :mod:`sppo.schedule.played_copies` handles copies that flow layer by
+  layer, and copies of K and V;
+* REDUCE: the preceding compute; later compute waits for the REDUCE, because few buckets of
+  gradients are in flight at once (:mod:`sppo.parallel.data_parallel`);
+* copies of a whole stage's weights or gradients: the preceding compute and REDUCE; compute of the
+  stage waits for copies to the device; gradients that leave before their REDUCE, and later compute,
+  wait for the last reduction after a use;
+* SEND: the preceding compute. In programs without SEND, a tensor is sent as soon as it exists. RECV
+  takes no time: the message has arrived or it has not;
+* a shard of an MSP group: the dependencies of its unit on all ranks of the MSP group.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ IdleGap = tuple[float, float, int]
 
 
 class DeadlockError(ValueError):
-    """Every rank waits: the order of the programs contradicts itself.
+    """Error of a schedule whose ranks wait for each other: the order of the programs has a cycle.
 
     Attributes:
-        rank: The first rank that stands.
-        index: The position in its program where it stands, from 0.
+        rank: First rank that cannot proceed.
+        index: Position in the program of that rank at which it waits, from 0.
     """
 
     def __init__(self, problem: str, *, rank: int, index: int) -> None:
@@ -68,8 +69,8 @@ class DeadlockError(ValueError):
 class Clock:
     """Times of all actions, by rank and position in its program, and each rank's idle gaps.
 
-    Gaps are (from, to, BUBBLE or COMMUNICATION or COPY) in seconds; of the time behind a rank's
-    last compute action only its REDUCE is among them.
+    A gap is (from, to, BUBBLE or COMMUNICATION or COPY) in seconds. After a rank's last compute
+    action, only the wait for its REDUCE is recorded as a gap.
     """
 
     starts_s: Sequence[Sequence[float]]
@@ -78,15 +79,15 @@ class Clock:
 
     @property
     def end_s(self) -> float:
-        """When the last action ends."""
+        """End of the last action."""
         return max(max(times, default=0.0) for times in self.finishes_s)
 
 
 def run_clock(schedule: Schedule, *, programs: Sequence[EncodedProgram], costs: Costs) -> Clock:
-    """Play `schedule` once.
+    """Simulate `schedule` once.
 
     Raises:
-        DeadlockError: actions wait for each other in a circle; names them.
+        DeadlockError: Actions wait for each other in a cycle; the message names the actions.
     """
     loop = _EventLoop(schedule, programs=programs, costs=costs)
     loop.run()
@@ -94,7 +95,7 @@ def run_clock(schedule: Schedule, *, programs: Sequence[EncodedProgram], costs: 
 
 
 class _EventLoop(PlayedActions):
-    """Walks the ranks of one simulation."""
+    """Walk through the programs of all ranks of one simulation."""
 
     def __init__(
         self, schedule: Schedule, *, programs: Sequence[EncodedProgram], costs: Costs
@@ -157,7 +158,7 @@ class _EventLoop(PlayedActions):
         return True
 
     def _ready(self, rank: int, code: int, slot: int) -> tuple[float, float, float] | None:
-        """Return when inputs were computed, arrived, and were copied back; None to wait."""
+        """Return when inputs were computed, arrived and were copied back; None if not yet."""
         at, size = self.at, self.size
         produced = 0.0
         for key in self._needs(code, slot):
@@ -182,7 +183,7 @@ class _EventLoop(PlayedActions):
         return produced, arrived, copied
 
     def _needs(self, code: int, slot: int) -> list[int]:
-        """Results of other compute actions that this one reads."""
+        """Return the keys of the other compute results that an action reads."""
         size, units = self.size, self.units
         needs = []
         if code == F:
@@ -203,7 +204,7 @@ class _EventLoop(PlayedActions):
     def _occupy(
         self, rank: int, index: int, ready: tuple[float, float, float], seconds: float
     ) -> float:
-        """Run an action on a rank's compute queue and book the gap before it; its end."""
+        """Run an action on a rank's compute queue, record the gap before it, and return its end."""
         free = self.free[rank]
         produced, arrived, copied = ready
         start = max(free, produced, arrived, copied)
@@ -223,7 +224,7 @@ class _EventLoop(PlayedActions):
         return finish
 
     def _finished(self, rank: int, code: int, slot: int, finish: float) -> None:
-        """Make a compute result known, and pass it on if no SEND in the program does."""
+        """Publish a compute result, and deliver it unless the program has SENDs for that."""
         self.publish(code * self.size + slot, finish)
         if code == F and slot < self.size - self.units:
             wire, target = SEND_ACT, slot + self.units
@@ -251,7 +252,7 @@ class _EventLoop(PlayedActions):
     def _transfer(
         self, sender: int, receiver: int, size_bytes: float, ready: float
     ) -> tuple[float, float]:
-        """Put a message on its link; when it starts and when it has arrived."""
+        """Put a message on its link; return its start and its arrival."""
         link = self.links.link(sender, receiver=receiver)
         edge = sender * self.num_ranks + receiver
         start = max(ready, self.link_free.get(edge, 0.0))
@@ -262,7 +263,7 @@ class _EventLoop(PlayedActions):
     def _deliver(
         self, route: Route, wire: int, slot: int, shard: int, ready: float
     ) -> tuple[float, float]:
-        """Move one message of an MSP group; the unit has arrived when all of them have."""
+        """Transfer one message of an MSP group; return its start and its arrival."""
         if route.sender == route.receiver:
             self._delivered(wire, slot, ready)
             return ready, ready
@@ -272,7 +273,7 @@ class _EventLoop(PlayedActions):
         return start, arrival
 
     def _delivered(self, wire: int, slot: int, arrival: float) -> None:
-        """Count one message of an MSP group; the last one makes the whole tensor known."""
+        """Count one message of an MSP group; the last message publishes the whole tensor."""
         key = (wire, slot)
         self.outstanding[key] -= 1
         self.latest[key] = max(arrival, self.latest.get(key, 0.0))
@@ -281,7 +282,7 @@ class _EventLoop(PlayedActions):
             self.publish(wire * self.size + slot + step, self.latest[key])
 
     def _msp_group_is_complete(self, rank: int, index: int, code: int, slot: int) -> bool:
-        """Note that `rank` came to its shard; return whether its whole MSP group has."""
+        """Record that `rank` reached its shard; return whether all ranks of its MSP group have."""
         members = self.gathered.setdefault((code, slot), [])
         if (rank, index) not in members:
             members.append((rank, index))
@@ -290,7 +291,7 @@ class _EventLoop(PlayedActions):
     def _start_msp_group(
         self, rank: int, code: int, slot: int, ready: tuple[float, float, float]
     ) -> bool:
-        """Run all shards at once; `rank` came last, and the others stand and wait."""
+        """Run all shards of a unit at once; `rank` came last, and the other ranks are waiting."""
         produced, arrived, copied = ready
         members = self.gathered[code, slot]
         produced = max(produced, *(self.free[member] for member, _ in members))
@@ -346,7 +347,7 @@ class _EventLoop(PlayedActions):
         return self.copies.copy_gradients_out(rank, index, code, stage)
 
     def _wait_for_ranks(self, rank: int, seconds: float) -> float:
-        """Let compute of a rank wait for what it reduces with others; return until when."""
+        """Make compute of a rank wait for a reduction over ranks; return when the wait ends."""
         start = self.free[rank]
         self.free[rank] = finish = start + seconds
         if finish > start:
@@ -354,7 +355,7 @@ class _EventLoop(PlayedActions):
         return finish
 
     def _deadlock(self) -> str:
-        """The ranks that stand, each with its action and what it waits for."""
+        """Return the error text: ranks that cannot proceed, with their actions and waits."""
         waits = {rank: key for key, rank in self.waiting.items()}
         lines = []
         for rank in range(self.num_ranks):

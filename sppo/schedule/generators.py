@@ -1,4 +1,4 @@
-"""Programs by name: gpipe, 1f1b, seq1f1b, their interleaved and zero-bubble forms, sppo, sppo_msp.
+"""Generators of schedules: gpipe, 1f1b, seq1f1b, interleaved and zero-bubble forms, sppo, sppo_msp.
 
 A generator returns compute actions and, for training, one REDUCE per stage. Copies and messages
 are placed by later passes (`copies`, `communication`), which see the whole schedule.
@@ -23,12 +23,12 @@ _KINDS = {"F": ActionKind.F, "B": ActionKind.B, "W": ActionKind.W}
 
 RankOrder = list[tuple[str, Step]]
 Begun = tuple[tuple[int, ...], ...]
-"""Forwards that each rank has begun before each of its backwards, [ranks][backwards]."""
+"""Number of forwards that each rank has begun before each of its backwards, [ranks][backwards]."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """Checked arguments of a generator."""
+    """Validated arguments of a generator."""
 
     num_ranks: int
     num_virtual: int
@@ -39,12 +39,12 @@ class _Request:
 
     @property
     def everything(self) -> range:
-        """All sequences, as one group."""
+        """Indices of all sequences, as one group."""
         return range(len(self.lengths))
 
 
 def schedule_names() -> tuple[str, ...]:
-    """Names that `generate` knows."""
+    """Return the schedule names that `generate` accepts."""
     return (*_GENERATORS, "sppo_msp")
 
 
@@ -59,10 +59,10 @@ def generate(
     begun: Begun = (),
     costs: Costs | None = None,
 ) -> Schedule:
-    """The schedule `name`.
+    """Return the schedule `name`.
 
     Args:
-        name: One of `schedule_names()`.
+        name: Name of the schedule, one of `schedule_names()`.
         num_ranks: Pipeline ranks (p).
         lengths: Tokens of every subsequence of every sequence. Sequences may differ in length and
             in number of subsequences.
@@ -70,12 +70,14 @@ def generate(
         hop: Extra warm-up forwards per rank towards the front: 1 is Seq1F1B; 2 hides message
             latency at the price of one more unit in flight per rank. Only without interleaving.
         forward_only: Leave out backwards and reductions (evaluation).
-        begun: How many forwards each rank has begun before each of its backwards, where that is
-            not as many as the schedule begins.
-        costs: What sppo_msp weighs its choice with; equal units and free messages if not given.
+        begun: Number of forwards that each rank has begun before each of its backwards; empty for
+            the schedule's own numbers.
+        costs: Costs with which sppo_msp chooses the units to cut; equal units and free messages if
+            not given.
 
     Raises:
-        ValueError: an unknown name, or a request the schedule cannot serve, with what to change.
+        ValueError: An unknown name, or a request that the schedule cannot serve; the message says
+            what to change.
     """
     request = _checked(
         name,
@@ -102,17 +104,19 @@ def rank_orders(
     num_virtual: int = 1,
     begun: Begun = (),
 ) -> Iterator[RankOrder]:
-    """The order of each rank's compute, where every unit runs whole.
+    """Return the order of each rank's compute, with every unit whole.
 
     Args:
-        name: One of `schedule_names()`; of sppo_msp, its order before units are cut.
+        name: Name of the schedule, one of `schedule_names()`; sppo_msp gives the order before
+            units are cut.
         num_ranks: Pipeline ranks.
         lengths: Tokens of every subsequence of every sequence.
         num_virtual: Stages per rank; more than 1 only for `WITH_VIRTUAL_STAGES`.
         begun: Forwards that ranks have begun before backwards, see `generate`.
 
     Raises:
-        ValueError: an unknown name, or a request the schedule cannot serve, with what to change.
+        ValueError: An unknown name, or a request that the schedule cannot serve; the message says
+            what to change.
     """
     request = _checked(
         name,
@@ -123,14 +127,14 @@ def rank_orders(
 
 
 def order_of(name: str, *, num_virtual: int) -> str:
-    """Return the schedule in whose order ranks run units before `name` cuts some over several."""
+    """Return the schedule that gives the order of `name` before any unit is cut (MSP)."""
     if name != "sppo_msp":
         return name
     return "sppo" if num_virtual == 1 else LOOPED
 
 
 def _rank_order(name: str, request: _Request, rank: int) -> RankOrder:
-    """Return the order of a rank's compute, with the forwards begun that are asked for."""
+    """Return the order of a rank's compute, with the requested `begun` applied."""
     order = _GENERATORS[name](request, rank)
     return orders.with_begun(order, begun=request.begun[rank]) if request.begun else order
 
@@ -148,7 +152,7 @@ def _plain(name: str, request: _Request) -> Schedule:
 
 
 def _program(order: Iterable[tuple[str, Step]], *, stages: Sequence[int]) -> tuple[Action, ...]:
-    """Actions of one rank from its order of steps, with a REDUCE where a stage is done."""
+    """Return the actions of one rank from its order of steps, with a REDUCE where a stage ends."""
     actions = [
         Action(_KINDS[kind], stages[virtual], unit[0], unit[1]) for kind, (virtual, unit) in order
     ]
@@ -161,10 +165,10 @@ def _gpipe(request: _Request, rank: int) -> RankOrder:
 
 
 def _seq1f1b(request: _Request, rank: int) -> RankOrder:
-    """Seq1F1B: `hop` more forwards in flight per rank towards the front (papers/seq1f1b).
+    """Return the Seq1F1B order: `hop` more forwards in flight per rank towards the front.
 
-    Where sequences have unequal numbers of subsequences, no more are in flight at a time than the
-    sequences that are left need.
+    Source: papers/seq1f1b. If sequences have unequal numbers of subsequences, no more forwards are
+    in flight at a time than the remaining sequences need.
     """
     forward, _, least = _one_stage(request.lengths)
     ahead = request.hop * (request.num_ranks - 1 - rank)
@@ -173,14 +177,14 @@ def _seq1f1b(request: _Request, rank: int) -> RankOrder:
 
 @lru_cache(maxsize=16)
 def _paired_up(lengths: Lengths, ahead: int) -> RankOrder:
-    """The order of one stage: of ranks that run all forwards first, the same list."""
+    """Return the order of one stage; ranks that run all forwards first share the same list."""
     forward, backward, _ = _one_stage(lengths)
     return orders.pair_up_ahead(forward, backward=backward, ahead=ahead)
 
 
 @lru_cache(maxsize=16)
 def _one_stage(lengths: Lengths) -> tuple[tuple[Step, ...], tuple[Step, ...], int]:
-    """Forward steps, backward steps and least warm-up of a rank with one stage."""
+    """Return forward steps, backward steps and least warm-up of a rank with one stage."""
     groups = [range(len(lengths))]
     forward = orders.forward_steps(lengths, groups=groups, num_virtual=1)
     backward = orders.backward_steps(lengths, groups=groups, num_virtual=1)
@@ -188,10 +192,10 @@ def _one_stage(lengths: Lengths) -> tuple[tuple[Step, ...], tuple[Step, ...], in
 
 
 def _sppo(request: _Request, rank: int) -> RankOrder:
-    """The program of the SPPO paper (its section 6): Seq1F1B over the subsequences.
+    """Return the order of the SPPO paper (its section 6): Seq1F1B over the subsequences.
 
     A single rank has no bubble to fill, so it runs sequence after sequence, which keeps the K/V
-    of one sequence alive instead of two.
+    of one sequence in memory instead of two.
     """
     if request.num_ranks > 1:
         return _seq1f1b(request, rank)
@@ -206,7 +210,7 @@ def _sppo(request: _Request, rank: int) -> RankOrder:
 
 
 def _interleaved(request: _Request, rank: int) -> RankOrder:
-    """Interleaved 1F1B over subsequences, for any number of them: groups of whole sequences."""
+    """Return the interleaved 1F1B order over groups of sequences with any number of units."""
     groups = orders.sequence_groups(request.lengths, num_ranks=request.num_ranks)
     return interleaved_order(
         request.lengths,
@@ -219,7 +223,7 @@ def _interleaved(request: _Request, rank: int) -> RankOrder:
 def interleaved_order(
     lengths: Lengths, *, groups: Sequence[range], num_virtual: int, hops_behind: int
 ) -> RankOrder:
-    """The interleaved order of one rank for given groups of sequences.
+    """Return the interleaved order of one rank for given groups of sequences.
 
     `hops_behind` is the number of warm-up forwards beyond those of the last rank.
     """
@@ -230,7 +234,7 @@ def interleaved_order(
 
 
 def _looped_bfs(request: _Request, rank: int) -> RankOrder:
-    """Looped breadth-first: all units of a group pass one stage of the rank, then the next one.
+    """Return the breadth-first order: all units of a group pass one stage, then the next stage.
 
     Backward takes the stages in reverse, before the next group begins, so K/V and their gradients
     are in use on one stage of the rank at a time. A pipeline idles (p - 1) / (v * N + p - 1) of a
@@ -243,7 +247,7 @@ def _looped_bfs(request: _Request, rank: int) -> RankOrder:
 
 @lru_cache(maxsize=16)
 def _breadth_first(lengths: Lengths, num_ranks: int, num_virtual: int) -> RankOrder:
-    """The looped breadth-first order, which is the same list on all ranks."""
+    """Return the looped breadth-first order, which is the same list on all ranks."""
     order: RankOrder = []
     for group in orders.sequence_groups(lengths, num_ranks=num_ranks):
         forward, backward = (
@@ -256,7 +260,7 @@ def _breadth_first(lengths: Lengths, num_ranks: int, num_virtual: int) -> RankOr
 
 
 def _zero_bubble(request: _Request, rank: int) -> RankOrder:
-    """ZB-H1 over subsequences: 1F1B with each weight half run `rank` backwards late."""
+    """Return the ZB-H1 order: 1F1B over subsequences, each weight half `rank` backwards late."""
     if request.forward_only:
         return _seq1f1b(request, rank)
     return orders.delay_weights(_seq1f1b(request, rank), delay=rank)
@@ -296,11 +300,11 @@ _WITH_HOP = ("1f1b", "seq1f1b", "zb_h1", "seq_zb_h1", "sppo")
 # Schedules that run the weight half of a backward as an action of its own.
 DEFERRING_WEIGHTS = ("zb_h1", "seq_zb_h1")
 LOOPED = "looped_bfs"
-"""The schedule in which a group of sequences passes one stage of a rank before the next, and ends
-before the next group begins."""
+"""Schedule in which a group of sequences passes one stage of a rank before the next stage, and
+ends before the next group begins."""
 # Schedules that may hold several stages on a rank.
 WITH_VIRTUAL_STAGES = ("interleaved_1f1b", "interleaved_seq1f1b", LOOPED, "sppo_msp")
-# Schedules for whole sequences, and the one that does the same with subsequences.
+# Schedules of whole sequences, each with its equivalent over subsequences.
 WHOLE_SEQUENCES = {
     "1f1b": "seq1f1b",
     "interleaved_1f1b": "interleaved_seq1f1b",
@@ -309,7 +313,7 @@ WHOLE_SEQUENCES = {
 
 
 def _checked(name: str, request: _Request) -> _Request:
-    """Return `request` if `name` can serve it."""
+    """Return `request`, or raise ValueError if the schedule `name` cannot serve it."""
     if name not in schedule_names():
         raise ValueError(
             f"schedule {quoted(name)} is not known: choose one of {', '.join(schedule_names())}"
@@ -337,7 +341,7 @@ def _checked(name: str, request: _Request) -> _Request:
 
 
 def _check_begun(name: str, request: _Request) -> None:
-    """Refuse forwards begun too late for their backwards, and those of ranks with more stages."""
+    """Refuse `begun` with too few forwards before a backward, or with several stages per rank."""
     if not request.begun:
         return
     if request.num_virtual > 1 or name == "sppo_msp":
@@ -358,7 +362,7 @@ def _check_begun(name: str, request: _Request) -> None:
 
 
 def _check_lengths(name: str, lengths: Lengths) -> None:
-    """Refuse empty sequences, empty subsequences and cuts that the schedule does not know."""
+    """Refuse empty sequences, empty subsequences and cuts that the schedule does not support."""
     if not lengths:
         raise ValueError("lengths is empty: a schedule needs at least one sequence")
     for sequence, parts in enumerate(lengths):

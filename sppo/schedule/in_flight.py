@@ -15,9 +15,10 @@ from sppo.schedule.msp_groups import MspGroup, shard_shares
 def units_in_flight(
     program: EncodedProgram, *, groups: Mapping[int, MspGroup]
 ) -> npt.NDArray[np.float64]:
-    """Units between their F and their last B or W after each action; a shard counts its share.
+    """Return the number of units between their F and their last B or W after each action.
 
-    In evaluation nothing is kept: a unit is in flight while it runs.
+    A shard counts as its share of the unit. In evaluation, which keeps nothing, a unit is in
+    flight only while it runs.
     """
     shares = shard_shares(program, groups=groups)
     forward = np.where(program.codes == F, shares, 0.0)
@@ -32,18 +33,18 @@ def units_in_flight(
 
 
 def peak_in_flight(program: EncodedProgram, *, groups: Mapping[int, MspGroup]) -> float:
-    """The most units a rank holds at once."""
-    # Shares of units add up to whole ones only nearly.
+    """Return the largest number of units that a rank holds at once."""
+    # Shares of a unit add up to 1 only up to rounding.
     return round(float(units_in_flight(program, groups=groups).max(initial=0.0)), 9)
 
 
 def sequences_in_flight(actions: Iterable[Action]) -> int:
-    """Return how many consecutive sequences a stage, or a rank, holds something of at once.
+    """Return the largest number of consecutive sequences that a stage, or a rank, holds at once.
 
-    A sequence holds something from its first F to its last B or W; sequences begin in order.
+    A sequence is held from its first F to its last B or W; sequences begin in order.
 
     Args:
-        actions: of one stage, or of all stages of a rank, in program order.
+        actions: Actions of one stage, or of all stages of a rank, in program order.
     """
     first: dict[int, int] = {}
     last: dict[int, int] = {}

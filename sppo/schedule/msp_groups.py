@@ -1,13 +1,13 @@
-"""Units cut into shards (MSP): who runs which shard, what they send one another, what that costs.
+"""Units cut into shards (MSP): ranks of the shards, messages between them, and their costs.
 
 A unit that multiplexed sequence partitioning cuts on a stage is run by an *MSP group*: one shard
-per rank, all at the same time, because layer by layer every shard needs the K/V of the shards
-before it. The rank that owns the stage streams its weights to the borrowers while they compute.
+per rank, all at the same time, because in every layer each shard needs the K/V of the shards before
+it. The rank that owns the stage streams the weights to the borrowers while they compute.
 
 Messages between stages: the producer's shards and the consumer's shards cut the same tokens at
-different places. Message k is the k-th interval of both cuts laid over each other; it goes from
-the rank of the producer's shard to the rank of the consumer's, and is absent where they are the
-same rank. A unit that is whole on both sides has the one message 0 of 1.
+different places. Message k is the k-th interval of both cuts laid over each other. It goes from the
+rank of the producer's shard to the rank of the consumer's shard, and is absent if these are the
+same rank. A unit that is whole on both sides has the single message 0 of 1.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from sppo.schedule.encoding import EncodedProgram
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One message of a unit between two stages: from rank, to rank, which of its tokens."""
+    """Message of a unit between two stages: sender, receiver, and the token range [begin, end)."""
 
     sender: int
     receiver: int
     begin: int
     end: int
     tokens: int
-    """Tokens of the whole unit."""
+    """Number of tokens of the whole unit."""
 
     @property
     def share(self) -> float:
-        """Part of the unit's tokens."""
+        """Fraction of the unit's tokens that the message carries."""
         return (self.end - self.begin) / self.tokens
 
 
 @dataclass(frozen=True, slots=True)
 class MspGroup:
-    """A unit on a stage run in shards: `ranks[k]` runs shard k of `lengths[k]` tokens."""
+    """Unit on a stage that is run in shards: `ranks[k]` runs shard k of `lengths[k]` tokens."""
 
     slot: int
     ranks: tuple[int, ...]
@@ -54,7 +54,7 @@ class MspGroup:
 def find_msp_groups(
     schedule: Schedule, *, programs: Sequence[EncodedProgram]
 ) -> dict[int, MspGroup]:
-    """The MSP groups of `schedule` by slot; empty for every schedule without MSP."""
+    """Return the MSP groups of `schedule` by slot; empty for every schedule without MSP."""
     ranks_of: dict[int, dict[int, int]] = {}
     widths: dict[int, int] = {}
     for rank, program in enumerate(programs):
@@ -79,7 +79,10 @@ def find_msp_groups(
 def shard_shares(
     program: EncodedProgram, *, groups: Mapping[int, MspGroup]
 ) -> npt.NDArray[np.float64]:
-    """Return the share of its unit's tokens that each compute action of a program runs."""
+    """Return the fraction of its unit's tokens that each action of a program runs.
+
+    Actions other than compute, and whole units, have 1.
+    """
     shares = np.ones(program.codes.shape)
     cut = (program.num_shards > 1) & (program.codes < encoding.NUM_COMPUTE)
     for index in np.flatnonzero(cut).tolist():
@@ -89,7 +92,7 @@ def shard_shares(
 
 
 def equal_shards(tokens: int, *, num_shards: int) -> tuple[int, ...]:
-    """Return `tokens` in `num_shards` parts that differ by at most one, the longer ones first."""
+    """Split `tokens` into `num_shards` parts that differ by at most one, the longer ones first."""
     part, larger = divmod(tokens, num_shards)
     return tuple(part + (shard < larger) for shard in range(num_shards))
 
@@ -97,7 +100,7 @@ def equal_shards(tokens: int, *, num_shards: int) -> tuple[int, ...]:
 def balanced_shards(
     tokens: int, *, num_shards: int, start: int, context_slope: float
 ) -> tuple[int, ...]:
-    """Return `tokens` in parts of equal compute, where later tokens of a causal span cost more.
+    """Split `tokens` into parts of equal compute; later tokens of a causal span cost more.
 
     A token at position x costs 1 + context_slope * x, so the span [0, x) costs
     x + context_slope * x^2 / 2 and each boundary is the root of a quadratic; boundaries are
@@ -105,7 +108,7 @@ def balanced_shards(
 
     Args:
         tokens: Tokens of the unit, at least `num_shards`.
-        num_shards: Parts, each of at least one token.
+        num_shards: Number of parts, each of at least one token.
         start: Position of the unit's first token in its sequence.
         context_slope: Growth of a token's compute per token before it.
     """
@@ -116,7 +119,7 @@ def balanced_shards(
     boundaries = [0]
     for shard in range(1, num_shards):
         target = total * shard / num_shards
-        # The root in the form that loses no digits when the slope is tiny.
+        # This form of the root loses no digits when the slope is tiny.
         root = 2 * target / (base + (base**2 + 2 * context_slope * target) ** 0.5)
         lowest, highest = boundaries[-1] + 1, tokens - (num_shards - shard)
         boundaries.append(min(max(round(root), lowest), highest))
@@ -127,7 +130,7 @@ def balanced_shards(
 def routes_between(
     producer: Sequence[tuple[int, int]], *, consumer: Sequence[tuple[int, int]]
 ) -> tuple[Route, ...]:
-    """Messages between two cuts of the same tokens, each given as (rank, tokens) per shard."""
+    """Return the messages between two cuts of the same tokens, each (rank, tokens) per shard."""
     ends_out = list(accumulate(tokens for _, tokens in producer))
     ends_in = list(accumulate(tokens for _, tokens in consumer))
     assert ends_out[-1] == ends_in[-1], f"cuts of {ends_out[-1]} and {ends_in[-1]} tokens"
@@ -144,7 +147,7 @@ def routes_between(
 def msp_routes(
     schedule: Schedule, *, groups: Mapping[int, MspGroup]
 ) -> dict[tuple[int, int], tuple[Route, ...]]:
-    """Routes of every message from or to an MSP group, by (wire, producing slot)."""
+    """Return the routes of every message from or to an MSP group, by (wire, producing slot)."""
     units = [tokens for parts in schedule.lengths for tokens in parts]
     num_units = schedule.num_units
 
@@ -155,7 +158,7 @@ def msp_routes(
         return [(schedule.placement.rank_of(slot // num_units), units[slot % num_units])]
 
     routes = {}
-    # Boundaries by their earlier stage; one between two MSP groups is named by both.
+    # Stage boundaries by their earlier stage; both neighbours of a boundary may be MSP groups.
     boundaries = {s for slot in groups for s in (slot - num_units, slot)}
     for slot in sorted(boundaries):
         if not 0 <= slot < (schedule.num_stages - 1) * num_units:
@@ -171,17 +174,17 @@ def msp_routes(
 def msp_seconds(
     schedule: Schedule, *, groups: Mapping[int, MspGroup], costs: Costs
 ) -> dict[tuple[int, int], float]:
-    """Seconds of every MSP group by (F or B, slot), with everything that is sent inside it.
+    """Return the seconds of every MSP group by (F or B, slot), including all transfers inside it.
 
-    A borrower keeps nothing of the owner's stage but the layer at hand, so every unit brings it all
-    again. While the shards compute, the owner broadcasts the weights of the next layer, in forward
-    with the K/V before the unit; the unit's own K/V goes round the MSP group where every shard
-    waits for it, so that is added. In backward weight gradients go home at the same time, in the
-    other direction; but a borrower has room for the K/V and their gradients of one layer only, so
-    what comes (all K/V up to the unit) and what goes (its gradients, to be added up at the owner,
-    and the unit's own complete ones back) is waited for. A broadcast and a sum are pipelined and
-    cost their bytes once. Collectives of the owner's devices (ZeRO-2) are as long as for a whole
-    unit.
+    A borrower holds only the current layer of the owner's stage, so every unit transfers all
+    weights again. While the shards compute, the owner broadcasts the weights of the next layer and,
+    in forward, the K/V before the unit. The unit's own K/V is sent around the MSP group while every
+    shard waits, so its time is added. In backward, weight gradients are sent to the owner at the
+    same time, in the opposite direction of the weights. But a borrower has room for the K/V and
+    their gradients of one layer only, so their transfers are waited for: all K/V up to the unit to
+    the borrowers; the gradients of that K/V to the owner, which adds them up; and the unit's own
+    complete gradients back. A broadcast and a sum are pipelined and cost their bytes once.
+    Collectives of the owner's devices (ZeRO-2) take as long as for a whole unit.
     """
     seconds = {}
     starts = np.concatenate([np.cumsum((0, *parts))[:-1] for parts in schedule.lengths])
@@ -223,7 +226,7 @@ def msp_seconds(
 def _largest_share(
     group: MspGroup, *, start: int, context_slope: float, schedule: Schedule
 ) -> float:
-    """Fraction of the unit's compute in the MSP group's slowest shard."""
+    """Return the fraction of the unit's compute in the MSP group's slowest shard."""
     if not schedule.cuts:
         # Equal shards by definition; abstract schedules count one token per rank or fewer.
         return 1 / len(group.ranks)
@@ -233,7 +236,7 @@ def _largest_share(
 
 
 def _before_units(table: Table, *, lengths: tuple[tuple[int, ...], ...]) -> Table:
-    """Sum over the subsequences before each unit of its sequence, of every stage."""
+    """Return the sum over the subsequences before each unit of its sequence, for every stage."""
     ends = np.cumsum([len(parts) for parts in lengths])[:-1]
     before = (np.pad(part[:, :-1], ((0, 0), (1, 0))) for part in np.split(table, ends, axis=1))
     return np.concatenate([np.cumsum(part, axis=1) for part in before], axis=1)

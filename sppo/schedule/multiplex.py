@@ -1,24 +1,24 @@
-"""Multiplexed sequence partitioning (MSP): the SPPO paper's answer to the bubbles at both ends.
+"""Multiplexed sequence partitioning (MSP), which fills the bubbles at both ends of a pipeline.
 
 The first subsequences enter a pipeline whose later ranks have nothing to do yet, and the last
-ones leave one whose earlier ranks have nothing left to do. MSP cuts those units once more, in
-space, over the ranks that would wait (paper section 6, Table 3). For stage i of P:
+subsequences leave a pipeline whose earlier ranks have nothing left to do. MSP cuts these units once
+more, in space, over the ranks that would idle (SPPO paper, section 6, Table 3). For stage i of P:
 
 * left units {0 .. P-2-i} run on ranks {i .. P-1};
 * steady units {P-1-i .. N-1-i} run on rank i alone;
 * right units {N-i .. N-1} run on ranks {0 .. i}.
 
 Backward is the mirror image, on the same ranks, because they hold the activations. With unit costs
-and free messages P=4, N=8 takes 8 1/3 forward units against 11.
+and free messages P=4, N=8 takes 8 1/3 forward units instead of 11.
 
-Ranks with several stages that run breadth first (`looped_bfs`) wait before the first units of their
-first stages and behind the last units of their last ones: these are the left and the right units,
-and all between is run as it was.
+Ranks with several stages that run breadth first (`looped_bfs`) idle before the first units of their
+first stages and after the last units of their last stages: these are the left and the right units,
+and all units between run as before.
 
-Cutting a unit moves weights, K/V and gradients (`groups.msp_seconds`), so it is a choice: what the
-first of a run of units brings to the borrowers serves the whole run, so a run stays only if it pays
-for itself and if the step is longer without it. When nothing pays, the schedule is the plain
-program.
+Cutting a unit costs transfers of weights, K/V and gradients (`msp_groups.msp_seconds`), so a unit
+is cut only if that pays. The choice is made per run of units (consecutive units of a stage on the
+same ranks): a run is cut if it saves more time than it costs and if the step is longer without it.
+If no run pays, the schedule is the plain program.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from sppo.schedule.encoding import encode
 from sppo.schedule.event_loop import run_clock
 from sppo.schedule.msp_groups import MspGroup, balanced_shards
 
-# Up to this many MSP groups, runs and single MSP groups are dropped one by one; of more, the best
-# eighths of the runs are tried; of MSP groups with so many shards that one trial takes a tenth of a
-# second, all, the better half and none.
+# Up to _TRIED_ALONE MSP groups, runs and single MSP groups are dropped one by one. The runs are
+# tried in nested choices: the best eighth, two eighths and so on; above _MANY_SHARDS shards, where
+# one trial takes a tenth of a second, only all runs, the better half and none.
 _TRIED_ALONE = 64
 _NESTED_CHOICES = 8
 _DEPTHS_TRIED = 8
@@ -51,8 +51,8 @@ _Run = dict[int, MspGroup]
 def multiplexed_ranks(stage: int, *, unit: int, placement: Placement, num_units: int) -> range:
     """Return the ranks that run subsequence `unit` of `num_units` on `stage` (the paper's Table 3).
 
-    Where ranks have several stages, ranks idle while their first one waits for the first units and
-    behind the last units of their last one. When a sequence has fewer subsequences than there are
+    If ranks have several stages, they idle while their first stage waits for the first units, and
+    after the last units of their last stage. If a sequence has fewer subsequences than there are
     ranks, a unit can be both left and right; left wins, because its bubble comes first.
     """
     num_ranks, rank = placement.num_ranks, placement.rank_of(stage)
@@ -66,18 +66,19 @@ def multiplexed_ranks(stage: int, *, unit: int, placement: Placement, num_units:
 def multiplex(
     plain: Schedule, *, forward_only: bool = False, costs: Costs | None = None
 ) -> Schedule:
-    """Return the fastest of the plain schedule and those with some units cut over idle ranks.
+    """Return the fastest of the plain schedule and the schedules with units cut over idle ranks.
 
-    Several sequences run one after another, each almost without a bubble; if that is slower than
-    letting them overlap, the plain schedule is returned.
+    In the schedules with cut units, sequences run one after another, each almost without a bubble;
+    if that is slower than overlapping the sequences, the plain schedule is returned.
 
     Args:
-        plain: Every unit on the rank of its stage; of several on a rank, breadth first.
+        plain: Schedule with every unit on the rank of its stage; breadth first if ranks have
+            several stages.
         forward_only: Leave out the backward.
-        costs: What to weigh with; equal units and free messages if not given.
+        costs: Costs that decide which units are cut; equal units and free messages if not given.
 
     Raises:
-        ValueError: costs for other stages or units.
+        ValueError: Costs for another number of stages or units.
     """
     num_stages, num_units = plain.num_stages, plain.num_units
     costs = costs or abstract_costs(num_stages, num_units=num_units)
@@ -93,11 +94,11 @@ def multiplex(
 
 
 def _chosen(plain: Schedule, *, costs: Costs, forward_only: bool) -> dict[int, MspGroup]:
-    """Choose the MSP groups with which a step that runs one sequence after another is shortest.
+    """Return the MSP groups of the shortest step that runs one sequence after another.
 
-    Sequences that are cut alike and cost the same are all served by what serves one. Of several
-    stages on a rank only units of the first and of the last are cut, and no rank waits between
-    them: what pays without those between pays.
+    If all sequences are cut alike and cost the same, the choice for one sequence is used for all.
+    With several stages per rank, only units of the first and the last stage are cut, and no rank
+    waits between them, so the choice is made without the stages between.
     """
     count, total, placement = len(plain.lengths[0]), costs.num_units, plain.placement
     if len(plain.lengths) > 1 and len({*plain.lengths}) == 1 and costs.repeats(count):
@@ -122,7 +123,7 @@ def _chosen(plain: Schedule, *, costs: Costs, forward_only: bool) -> dict[int, M
 
 
 def _possible_groups(plain: Schedule, *, costs: Costs) -> dict[int, MspGroup]:
-    """Make an MSP group for every left and right unit that has a token for each shard."""
+    """Return an MSP group for every left and right unit that has a token for each shard."""
     groups = {}
     for offset, parts in zip(plain.unit_offsets(), plain.lengths, strict=True):
         starts = (0, *accumulate(parts))
@@ -145,13 +146,13 @@ def _possible_groups(plain: Schedule, *, costs: Costs) -> dict[int, MspGroup]:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """A choice among MSP groups that a step may have.
+    """Choice among the MSP groups that a step may have.
 
     Attributes:
-        plain: The step with every unit whole.
-        costs: Of its actions.
-        groups: All that it may have, by slot.
-        steps: It with some of them.
+        plain: Schedule of the step with every unit whole.
+        costs: Costs of its actions.
+        groups: All MSP groups that the step may have, by slot.
+        steps: Programs and times of the step with some of these groups.
     """
 
     plain: Schedule
@@ -162,10 +163,10 @@ class _Choice:
     def shortest(self) -> dict[int, MspGroup]:
         """Return the runs of MSP groups that pay and without which the step is longer.
 
-        The best runs, the best two and so on are compared, and of all runs the units nearest to
-        the ends, the two nearest and so on: where messages cost much, only the first ones fill a
-        bubble that is theirs. Then single runs and single MSP groups are dropped while that costs
-        nothing, unless a trial, which walks through a whole step, takes long.
+        Choices compared: the best runs, in nested sets; and of all runs the units nearest to the
+        ends, the two nearest and so on, because with expensive messages only the outermost units
+        fill a bubble. Then single runs and single MSP groups are dropped if the step gets no
+        longer, unless there are too many groups to try each one.
         """
         paying = [run for run in _runs(self.groups) if self._saved_s(run) > _TOLERANCE]
         ranked = self._on_few_ranges(sorted(paying, key=self._saved_s, reverse=True))
@@ -173,7 +174,7 @@ class _Choice:
         parts = min(len(ranked), _NESTED_CHOICES if shards <= _MANY_SHARDS else 2)
         sizes = {len(ranked) * part // parts for part in range(parts + 1)} if parts else {0}
         choices = [_together(ranked[:size]) for size in sorted(sizes, reverse=True)]
-        # Where nothing costs anything to move, the paper's table is taken as it stands.
+        # If transfers of weights and K/V are free, the paper's table is used unchanged.
         moved = self.costs.weight_bytes.any() or self.costs.kv_bytes.any()
         if shards <= _MANY_SHARDS and moved:
             choices += self._shallow(_together(ranked))
@@ -192,7 +193,7 @@ class _Choice:
         return chosen
 
     def _on_few_ranges(self, ranked: Iterable[_Run]) -> list[_Run]:
-        """Return the first of some runs that take no rank into more ranges than it may be in."""
+        """Return the first of the ranked runs that keep every rank within `most_ranges` ranges."""
         most, found = self.costs.links.most_ranges, []
         ranges = [set[tuple[int, ...]]() for _ in range(self.plain.num_ranks)]
         for run in ranked:
@@ -204,7 +205,7 @@ class _Choice:
         return found
 
     def _shallow(self, groups: Mapping[int, MspGroup]) -> list[dict[int, MspGroup]]:
-        """Return the groups of the outermost units, one deep, two deep and so on."""
+        """Return the groups of each sequence's outermost units, for depths of 1, 2 and so on."""
         depths = {}
         offsets = self.plain.unit_offsets()
         for slot in groups:
@@ -217,12 +218,12 @@ class _Choice:
         return [{s: group for s, group in groups.items() if depths[s] < d} for d in tried]
 
     def _saved_s(self, run: Iterable[int]) -> float:
-        """Return the seconds that a run of MSP groups saves against its units on one rank."""
+        """Return the seconds that a run of MSP groups saves over the same units on one rank."""
         return sum(map(self.steps.saved_s, run))
 
 
 def _runs(groups: Mapping[int, MspGroup]) -> list[_Run]:
-    """Join groups of consecutive units of a stage on the same ranks: what one brings, all use."""
+    """Join the groups of consecutive units of a stage that run on the same ranks."""
     runs: list[_Run] = []
     for slot, group in sorted(groups.items()):
         before = runs[-1] if runs else {}

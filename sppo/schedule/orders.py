@@ -1,11 +1,12 @@
-"""The order of work on one rank: which unit next, forward or backward, and how far ahead.
+"""Order of the forwards and backwards of one rank, and how many forwards run ahead.
 
-Every order here obeys the two rules of causal subsequences: inside one sequence forwards run in
-ascending order (a subsequence reads the K/V before it) and backwards in descending order (its
-dK/dV is complete once all later ones ran), while sequences stay first in, first out.
+Every order here obeys the two rules of causal subsequences: within one sequence, forwards run in
+ascending order (a subsequence reads the K/V before it) and backwards in descending order (dK/dV of
+a subsequence is complete once all later subsequences ran), while sequences stay first in, first
+out.
 
-A *step* is (virtual, unit): the virtual stage is the position of a stage on its rank, 0 where a
-rank has one.
+A *step* is (virtual, unit): the virtual stage is the position of a stage on its rank, 0 if the
+rank has one stage.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ Lengths = tuple[tuple[int, ...], ...]
 
 
 def forward_units(lengths: Lengths, *, sequences: Iterable[int]) -> list[UnitKey]:
-    """Units of `sequences` in forward order."""
+    """Return the units of `sequences` in forward order."""
     return [(m, n) for m in sequences for n in range(len(lengths[m]))]
 
 
 def backward_units(lengths: Lengths, *, sequences: Iterable[int]) -> list[UnitKey]:
-    """Units of `sequences` in backward order: first in, first out; last in, first out inside."""
+    """Return the units of `sequences` in backward order: FIFO by sequence, LIFO within one."""
     return [(m, n) for m in sequences for n in reversed(range(len(lengths[m])))]
 
 
 def sequence_groups(lengths: Lengths, *, num_ranks: int) -> list[range]:
-    """Whole sequences that pass a virtual stage together in an interleaved schedule.
+    """Return the groups of whole sequences that pass a virtual stage together when interleaved.
 
-    A group must hold at least `num_ranks` units, or its first unit is not back from the last rank
-    when the next virtual stage wants it; and it must hold whole sequences, or a backward would
-    start before its sequence is through. Sequences are spread evenly over the groups, larger groups
-    first, because a short last group can starve the ranks for good.
+    A group must hold at least `num_ranks` units; otherwise its first unit is not back from the last
+    rank when the next virtual stage needs it. A group must also hold whole sequences; otherwise a
+    backward would start before all forwards of its sequence have run. Sequences are spread evenly
+    over the groups, larger groups first, because a short last group can starve the ranks for good.
     """
     counts = [len(sequence) for sequence in lengths]
     if len({*counts}) > 1:
@@ -55,7 +56,7 @@ def sequence_groups(lengths: Lengths, *, num_ranks: int) -> list[range]:
 
 
 def _groups_of_unequal(counts: Sequence[int], *, num_ranks: int) -> list[range]:
-    """Groups of as few sequences as have `num_ranks` units; what is left joins the last one."""
+    """Return the smallest groups of at least `num_ranks` units; the rest joins the last group."""
     ends, units = [0], 0
     for index, count in enumerate(counts):
         units += count
@@ -70,7 +71,7 @@ def _groups_of_unequal(counts: Sequence[int], *, num_ranks: int) -> list[range]:
 
 
 def forward_steps(lengths: Lengths, *, groups: Sequence[range], num_virtual: int) -> list[Step]:
-    """Forward steps of a rank: each group passes one virtual stage after another."""
+    """Return the forward steps of a rank: each group passes one virtual stage after another."""
     return [
         (virtual, unit)
         for group in groups
@@ -80,7 +81,7 @@ def forward_steps(lengths: Lengths, *, groups: Sequence[range], num_virtual: int
 
 
 def backward_steps(lengths: Lengths, *, groups: Sequence[range], num_virtual: int) -> list[Step]:
-    """Backward steps of a rank: each group passes the virtual stages in reverse."""
+    """Return the backward steps of a rank: each group passes the virtual stages in reverse."""
     return [
         (virtual, unit)
         for group in groups
@@ -90,11 +91,11 @@ def backward_steps(lengths: Lengths, *, groups: Sequence[range], num_virtual: in
 
 
 def least_warmup(forward: Sequence[Step], *, backward: Sequence[Step]) -> int:
-    """Forwards that must precede the first forward-backward pair on the last rank.
+    """Return how many forwards must precede the first forward-backward pair on the last rank.
 
-    The k-th backward runs after warm-up + k + 1 forwards and its own forward must be among them.
-    For N subsequences per sequence this is the N - 1 of Seq1F1B, and (v - 1) * G + N - 1 for v
-    virtual stages and groups of G units; sequences of different N need no further rule.
+    The k-th backward runs after warm-up + k + 1 forwards, which must include its own forward. For N
+    subsequences per sequence this is the N - 1 of Seq1F1B, and (v - 1) * G + N - 1 for v virtual
+    stages and groups of G units; sequences of different N need no further rule.
     """
     position = {step: index for index, step in enumerate(forward)}
     return max(position[step] - index for index, step in enumerate(backward))
@@ -103,7 +104,7 @@ def least_warmup(forward: Sequence[Step], *, backward: Sequence[Step]) -> int:
 def pair_up(
     forward: Sequence[Step], *, backward: Sequence[Step], warmup: int
 ) -> list[tuple[str, Step]]:
-    """One forward, one backward after `warmup` forwards; then the remaining backwards."""
+    """Return `warmup` forwards, then forwards and backwards in turn, then the other backwards."""
     warmup = min(warmup, len(forward))
     order = [("F", step) for step in forward[:warmup]]
     for index, step in enumerate(forward[warmup:]):
@@ -116,12 +117,12 @@ def pair_up(
 def pair_up_ahead(
     forward: Sequence[Step], *, backward: Sequence[Step], ahead: int
 ) -> list[tuple[str, Step]]:
-    """One forward, one backward after a warm-up that shrinks when the sequences that need it end.
+    """Return one forward and one backward in turn, with a warm-up that shrinks towards the end.
 
-    Before each backward run as many forwards as :func:`least_warmup` asks for on behalf of the
-    backwards that are left, and `ahead` more. Where sequences have unequal numbers of
-    subsequences, those with most first, fewer units are held once these are done. Where they have
-    equal numbers this is :func:`pair_up`.
+    Before each backward run as many forwards as :func:`least_warmup` requires for the remaining
+    backwards, and `ahead` more. If sequences have unequal numbers of subsequences and those with
+    most come first, fewer units are held once these are done. If all numbers are equal, the order
+    is that of :func:`pair_up`.
     """
     position = {step: index for index, step in enumerate(forward)}
     needed, least = [0] * len(backward), 0
@@ -141,11 +142,12 @@ def pair_up_ahead(
 def with_begun(
     order: Sequence[tuple[str, Step]], *, begun: Sequence[int]
 ) -> list[tuple[str, Step]]:
-    """An order with as many forwards before each backward, in all, as are to have begun by then.
+    """Return `order` with forwards moved so that `begun[k]` forwards precede the k-th backward.
 
     Args:
-        order: of a rank.
-        begun: of each backward; never fewer than those of its own sequence and of those before it.
+        order: Order of one rank.
+        begun: Number of forwards begun before each backward; at least all forwards of its own
+            sequence and of the sequences before it.
     """
     forward = [item for item in order if item[0] == "F"]
     others = [item for item in order if item[0] != "F"]
@@ -162,9 +164,8 @@ def with_begun(
 def delay_weights(order: Sequence[tuple[str, Step]], *, delay: int) -> list[tuple[str, Step]]:
     """Split every backward and run its weight half `delay` backwards later (ZB-H1).
 
-    The weight gradients held back fill the idle time at the end, where there is nothing else to
-    do. Rank r of a zero-bubble schedule delays by r, so that every rank holds as many units as
-    rank 0 does under 1F1B.
+    The delayed weight gradients fill the idle time at the end of the step. Rank r of a zero-bubble
+    schedule delays by r, so that every rank holds as many units as rank 0 does under 1F1B.
     """
     split: list[tuple[str, Step]] = []
     held: list[Step] = []
@@ -179,10 +180,11 @@ def delay_weights(order: Sequence[tuple[str, Step]], *, delay: int) -> list[tupl
 
 
 def with_reductions(actions: Sequence[Action], *, stages: Sequence[int]) -> list[Action]:
-    """Return `actions` of one rank with a REDUCE for each stage it owns.
+    """Return `actions` of one rank with a REDUCE for each stage in `stages`.
 
-    It stands behind the stage's last B or W; of the stage that ends last at the end of the program,
-    behind shards of other ranks' stages: the rank waits there for all that is being reduced.
+    The REDUCE of a stage follows the last B or W of the stage. The REDUCE of the stage that ends
+    last is at the end of the program, after shards of other ranks' stages: the rank waits there
+    for all reductions in flight.
     """
     backward = (ActionKind.B, ActionKind.W)
     last = {a.stage: n for n, a in enumerate(actions) if a.kind in backward and a.stage in stages}

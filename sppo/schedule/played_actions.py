@@ -1,7 +1,7 @@
-"""Times of actions and results in one simulation, as far as it has got.
+"""State of one simulation: times of the actions played and of the results known so far.
 
 The walk of the ranks (:mod:`sppo.schedule.event_loop`) and their copies
-(:mod:`sppo.schedule.played_copies`) read and set them.
+(:mod:`sppo.schedule.played_copies`) read and set these times.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ NEVER = -1.0
 
 
 class PlayedActions:
-    """State of one simulation. ``at[code * size + slot]`` is when that result exists.
+    """State of one simulation. ``at[code * size + slot]`` is the time at which a result exists.
 
     Args:
-        schedule: that is played.
-        programs: of its ranks.
-        costs: of its actions.
+        schedule: Schedule that is simulated.
+        programs: Encoded programs of the ranks.
+        costs: Costs of the actions.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class PlayedActions:
         self._load_programs(programs)
         self._load_costs(costs)
         self._load_msp_groups(programs, costs)
-        # Results by opcode; at those of SEND the arrivals of activations and gradients.
+        # Times of results by opcode; the entries of SEND are arrivals of activations and gradients.
         self.at = [NEVER] * (H2D_KV * self.size)
         for unit in range(self.units):
             self.at[SEND_ACT * self.size + unit] = 0.0
@@ -118,7 +118,7 @@ class PlayedActions:
             self.msp_seconds = msp_seconds(self.schedule, groups=self.groups, costs=costs)
 
     def publish(self, key: int, time: float) -> None:
-        """Make the time of a result known, and take up the rank that waits for it."""
+        """Set the time of a result, and resume the rank that waits for the result."""
         self.at[key] = time
         if key in self.waiting:
             self.woken.append(self.waiting.pop(key))

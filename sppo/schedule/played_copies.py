@@ -1,7 +1,7 @@
-"""The copies of a simulation: two copy engines a rank and tier, and what waits for them.
+"""Copies of a simulation: two copy engines per rank and tier, and the waits for copies.
 
-Copies of saved tensors flow layer by layer where costs say so, see
-:meth:`PlayedCopies.wait_for_blocks`; those of K and V come back beside a backward, see
+Copies of saved tensors flow layer by layer if the costs say so, see
+:meth:`PlayedCopies.wait_for_blocks`; K and V come back during a backward, see
 :meth:`PlayedCopies.bring_kv_back`; weights and gradients are copied stage by stage.
 """
 
@@ -13,12 +13,12 @@ from sppo.schedule.played_actions import PlayedActions
 
 
 class PlayedCopies:
-    """Copies of one simulation, each played when the walk of its rank comes to it.
+    """Copies of one simulation, each played when the walk of its rank reaches it.
 
-    A method that plays an action returns whether it has a time; if not, its rank waits.
+    A method that plays an action returns whether the action has a time; if not, its rank waits.
 
     Args:
-        played: the simulation.
+        played: State of the simulation.
     """
 
     def __init__(self, played: PlayedActions) -> None:
@@ -38,7 +38,7 @@ class PlayedCopies:
         self.gradients_gone = [0.0] * stages
 
     def copy(self, rank: int, index: int, code: int, slot: int) -> bool:
-        """D2H or H2D: its own queue, beside the compute."""
+        """Play a D2H or H2D of saved tensors, on its own queue, in parallel with compute."""
         played = self._played
         key = code * played.size + slot
         before = slot if code == D2H else D2H * played.size + slot
@@ -50,7 +50,7 @@ class PlayedCopies:
         block_s = 0.0
         if code == H2D:
             ready = max(ready, played.free[rank])
-            if played.layer_copies:  # a permission: its backward says when blocks come back
+            if played.layer_copies:  # permitted only; the backward decides when blocks come back
                 self.reload[rank, slot] = index, ready
                 played.publish(key, max(ready, played.at[key]))
                 return True
@@ -64,12 +64,12 @@ class PlayedCopies:
         finish = max(start + seconds, played.at[before] + block_s)
         queue[rank] = finish
         played.starts[rank][index], played.finishes[rank][index] = start, finish
-        # The latest copy of a cut unit counts, because its shards run together.
+        # For a cut unit the latest copy counts, because its shards run together.
         played.publish(key, max(finish, played.at[key]))
         return True
 
     def copy_kv_out(self, rank: int, index: int, code: int, slot: int) -> bool:
-        """D2H of K and V: behind the copies of the unit's saved tensors, in the same queue."""
+        """Play a D2H of K and V, queued after the copies of the unit's saved tensors."""
         played = self._played
         queue, made = self.engine_free[D2H], played.at[slot]
         seconds, block_s, ready = played.seconds[code][slot], 0.0, made
@@ -86,26 +86,27 @@ class PlayedCopies:
         return True
 
     def permit_kv_back(self, rank: int, index: int, code: int, slot: int) -> bool:
-        """H2D of K and V: from now on, beside the backward that follows."""
+        """Play an H2D of K and V: record that the copy may start, during the next backward."""
         played = self._played
         permitted = max(played.free[rank], played.at[D2H_KV * played.size + slot])
         self.kv_back[rank].append((index, slot, permitted))
         return True
 
     def bring_kv_back(self, rank: int, slot: int, start: float, seconds: float) -> float:
-        """Play the copies back of K and V that stand in front of a backward.
+        """Play the H2D copies of K and V that precede a backward in the program.
 
-        They follow those of its own blocks, and are there when it ends; those that it reads, of
-        its own stage and sequence, when it starts.
+        The copies follow the backward's own blocks in the queue. K and V that the backward
+        reads, those of its own stage and sequence, must arrive before it starts; others before it
+        ends.
 
         Args:
-            rank: that runs the backward.
-            slot: of the backward.
-            start: when everything else is there.
-            seconds: of compute.
+            rank: Rank that runs the backward.
+            slot: Slot of the backward.
+            start: Time at which all other inputs are ready.
+            seconds: Compute time of the backward.
 
         Returns:
-            When the backward can start and then never wait for them.
+            Earliest start of a backward that never waits for these copies.
         """
         played = self._played
         queue, sequence_of = self.engine_free[H2D], played.sequence_of
@@ -122,20 +123,20 @@ class PlayedCopies:
     def wait_for_blocks(
         self, rank: int, code: int, slot: int, start: float, seconds: float, width: int
     ) -> float:
-        """Return when an F or B can start at the earliest and then run without a wait for blocks.
+        """Return the earliest time at which an F or B can start and never wait for blocks.
 
-        Within a unit every layer takes as long as any other. Of a forward, the end of a layer waits
-        for the block that was made `out` layers before to have left; of a backward, each layer for
-        its own block, and a block for the layer `back` before its own to begin. A wait in the
-        middle counts as one in front.
+        All layers of a unit are assumed to take equal time. In a forward, the end of a layer waits
+        until the block made `out` layers before has left; in a backward, each layer waits for its
+        own block, and a block waits until the layer `back` before its own begins. A wait in the
+        middle of the unit is counted as a wait at its start.
 
         Args:
-            rank: That runs it.
-            code: Of the action.
-            slot: Of the action.
-            start: When everything else is there.
-            seconds: Of compute.
-            width: Shards that the unit is cut into.
+            rank: Rank that runs the action.
+            code: Opcode of the action.
+            slot: Slot of the action.
+            start: Time at which all other inputs are ready.
+            seconds: Compute time of the action.
+            width: Number of shards of the unit.
         """
         played = self._played
         flow = played.layer_copies[slot // played.units]
@@ -166,7 +167,7 @@ class PlayedCopies:
         return begin
 
     def fetch_weights(self, rank: int, index: int, code: int, stage: int) -> bool:
-        """H2D of a stage's weights, into the room of the one that was named last but one."""
+        """Play an H2D of a stage's weights into the memory of the stage named last but one."""
         played = self._played
         held, ready = self.weights_held[rank], played.free[rank]
         if stage in held:
@@ -177,14 +178,14 @@ class PlayedCopies:
         return True
 
     def bring_gradients_back(self, rank: int, index: int, code: int, stage: int) -> bool:
-        """H2D of a stage's gradients, once they have left."""
+        """Play an H2D of a stage's gradients, after their last D2H."""
         played = self._played
         ready = max(played.free[rank], self.gradients_gone[stage])
         self._copy_in(rank, index, code, stage, ready)
         return True
 
     def _copy_in(self, rank: int, index: int, code: int, stage: int, ready: float) -> None:
-        """Copy what a whole stage waits for."""
+        """Play a copy to the device that compute of the whole stage waits for."""
         played = self._played
         queue = self.state_engine_free[H2D]
         start = max(queue[rank], ready)
@@ -193,7 +194,7 @@ class PlayedCopies:
         played.starts[rank][index], played.finishes[rank][index] = start, finish
 
     def copy_gradients_out(self, rank: int, index: int, code: int, stage: int) -> bool:
-        """D2H of a stage's gradients, behind its REDUCE where that stands in front."""
+        """Play a D2H of a stage's gradients, after the preceding compute and REDUCE."""
         played = self._played
         queue = self.state_engine_free[D2H]
         start = max(queue[rank], played.free[rank])

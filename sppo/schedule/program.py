@@ -1,14 +1,16 @@
-"""The program of a step: compute, messages, copies and reductions of every rank.
+"""Construction of a step's program: compute, messages, copies and reductions of every rank.
 
-One function makes it for everybody: solver, simulator, plots, executor and the comparison after a
-run hold the same object, whose `digest()` stands in the plan. It is a pure function of its
-arguments, which come from a plan, never from what a rank measures; so every rank makes the same.
+`step_program` makes the program for all users: solver, simulator, plots, executor and the
+comparison after a run hold the same object, whose `digest()` is stored in the plan. The function
+is pure and its arguments come from a plan, never from measurements of a rank, so every rank makes
+the same program.
 
-Gathers of sharded weights (ZeRO-3) are no actions. They belong to the F and B that read the
-weights, which fetch them layer by layer, one ahead of the compute, and are priced with it. Nor are
-reductions of sharded gradients (ZeRO-2 and 3): they belong to the F (of the head), B and W that
-form the gradients, and run behind the compute of the next layer; the last REDUCE of a rank waits
-for the last ones, and so do copies of a stage's gradients that leave the device.
+Gathers of sharded weights (ZeRO-3) are not actions. They belong to the F and B that read the
+weights, which fetch the weights layer by layer, one layer ahead of the compute, and their time is
+part of the costs of F and B. Reductions of sharded gradients (ZeRO-2 and 3) are not actions
+either: they belong to the F (of the head), B and W that form the gradients, and overlap the
+compute of the next layer. The last REDUCE of a rank waits for the last of these reductions, and so
+do copies of a stage's gradients off the device.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from sppo.schedule.transfers.state_streaming import place_state
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Case:
-    """A schedule and what it costs: all that a simulation needs."""
+    """Schedule and its costs: the input of a simulation."""
 
     schedule: Schedule
     costs: Costs
@@ -53,28 +55,28 @@ def step_program(
     prefetch: int = 1,
     messages: bool = True,
 ) -> Schedule:
-    """Make the program of a step, checked.
+    """Make the program of a step, and check it unless messages are left out.
 
     Args:
-        name: One of `generators.schedule_names()`.
+        name: Name of the schedule, one of `generators.schedule_names()`.
         num_ranks: Pipeline ranks.
         lengths: Tokens of every subsequence of every sequence.
-        costs: Units with `offload_bytes` above 0 get copies, and so do K and V with
-            `kv_offload_bytes`, weights with `streamed_weight_bytes` and gradients with
-            `streamed_gradient_bytes`; those with `kv_recompute_s` are recomputed. Times order the
-            messages, and schedules that cut units weigh their choice with them.
+        costs: Costs of the actions. Units with `offload_bytes` above 0 get copies, and so do K and
+            V with `kv_offload_bytes`, weights with `streamed_weight_bytes` and gradients with
+            `streamed_gradient_bytes`; K and V with `kv_recompute_s` are recomputed. The times
+            decide the order of messages and which units a schedule cuts.
         num_virtual: Stages per rank.
         hop: Extra warm-up forwards, see `generators.generate`.
         forward_only: Leave out backwards, copies and reductions (evaluation).
         begun: Forwards that ranks have begun before backwards, see `generators.generate`.
         prefetch: How many backwards ahead a unit may come back from the next tier.
-        messages: Place messages, and check; without them, which a simulation sends as soon as what
-            they carry exists, it takes a third of the time.
+        messages: Place messages, and check the program. A program without messages, for which a
+            simulation sends each tensor as soon as it exists, takes a third of the time to make.
 
     Raises:
         ValueError: A request that the schedule cannot serve.
         ScheduleError: The schedule breaks a rule.
-        DeadlockError: Its messages would wait for each other.
+        DeadlockError: The messages of the schedule would wait for each other.
     """
     schedule = generate(
         name,
@@ -98,10 +100,9 @@ def step_program(
 
 @contextmanager
 def _no_circles_made() -> Iterator[None]:
-    """Look for no garbage in circles: there is none in the tuples that a program is made of.
+    """Disable the garbage collector, because the tuples of a program form no reference cycles.
 
-    Of a step of half a million actions such looks, at all of them time and again, are a quarter of
-    the time.
+    For a step of half a million actions, repeated collections take a quarter of the time.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -116,33 +117,33 @@ def lower(schedule: Schedule, *, costs: Costs, prefetch: int = 1) -> Schedule:
     """Return `schedule` with its copies and messages, checked.
 
     Args:
-        schedule: Compute actions only.
-        costs: Units with `offload_bytes` above 0 get copies, and so do K and V with
-            `kv_offload_bytes`, weights with `streamed_weight_bytes` and gradients with
-            `streamed_gradient_bytes`; those with `kv_recompute_s` are recomputed. Times order the
-            messages.
+        schedule: Schedule of compute actions only.
+        costs: Costs of the actions. Units with `offload_bytes` above 0 get copies, and so do K and
+            V with `kv_offload_bytes`, weights with `streamed_weight_bytes` and gradients with
+            `streamed_gradient_bytes`; K and V with `kv_recompute_s` are recomputed. The times
+            decide the order of messages.
         prefetch: How many backwards ahead a unit may come back from the next tier.
 
     Raises:
         ScheduleError: The schedule breaks a rule.
-        DeadlockError: Its messages would wait for each other.
+        DeadlockError: The messages of the schedule would wait for each other.
     """
     with _no_circles_made():
-        # Compute that waits for itself has no order in time, by which messages are placed.
+        # Messages are placed by simulated time, which does not exist for compute in a cycle.
         validate_rules(schedule)
         return with_messages(_with_copies(schedule, costs=costs, prefetch=prefetch), costs=costs)
 
 
 def with_messages(schedule: Schedule, *, costs: Costs) -> Schedule:
-    """Return `schedule`, which has its copies, with its messages, checked.
+    """Return `schedule`, which already has its copies, with its messages, checked.
 
     Args:
-        schedule: Without messages.
-        costs: Whose times order the messages.
+        schedule: Schedule without messages.
+        costs: Costs of the actions; their times decide the order of messages.
 
     Raises:
         ScheduleError: The schedule breaks a rule.
-        DeadlockError: Its messages would wait for each other.
+        DeadlockError: The messages of the schedule would wait for each other.
     """
     if schedule.num_ranks == 1:
         validate(schedule)
@@ -154,7 +155,7 @@ def with_messages(schedule: Schedule, *, costs: Costs) -> Schedule:
 
 
 def _with_copies(schedule: Schedule, *, costs: Costs, prefetch: int) -> Schedule:
-    """Return `schedule` with the copies that `costs` ask for."""
+    """Return `schedule` with the copies and recomputations that `costs` ask for."""
     schedule = place_copies(schedule, offloaded=costs.offload_bytes > 0, prefetch=prefetch)
     offloaded, recomputed = (
         frozenset(np.nonzero(table)[0].tolist())
@@ -176,14 +177,14 @@ def equal_costs(
     streams_weights: bool = False,
     streams_gradients: bool = False,
 ) -> Costs:
-    """Return the costs of a step that nobody planned: equal units, messages and copies free.
+    """Return costs of equal units, with free messages and copies, for a step without a plan.
 
     Args:
         offloaded: Whether a unit leaves the device, [num_stages, num_units].
-        kv_offloaded: Stages whose K and V leave it between forward and backward.
-        kv_recomputed: Stages that recompute theirs before their backward.
+        kv_offloaded: Stages whose K and V are offloaded between forward and backward.
+        kv_recomputed: Stages that recompute K and V before their backward.
         streams_weights: Whether weights live in another tier between their uses.
-        streams_gradients: Whether gradients do.
+        streams_gradients: Whether gradients live in another tier between their uses.
     """
     stages, units = offloaded.shape
     costs = abstract_costs(stages, num_units=units, backward_s=1.0, weight_s=1.0)

@@ -1,4 +1,4 @@
-"""Programs as text files that people write and read.
+"""Program text: schedules as text files that people write and read.
 
     # Two ranks, one sequence in two subsequences.
     name by-hand
@@ -8,19 +8,19 @@
     rank 1: 1F0.0 1F0.1 1B0.1 1B0.0
 
 One line per rank; an action is spelled as in `actions` (`0F2.1`, `0F2.1[1/3]`, `0SEND_ACT2.1`,
-`0D2H2.1`, `0D2H_KV2.1`, `0REDUCE`, `0H2D_WEIGHTS`). `#` starts a comment. Everything above the
-programs may be left out:
+`0D2H2.1`, `0D2H_KV2.1`, `0REDUCE`, `0H2D_WEIGHTS`). `#` starts a comment. All lines above the
+programs are optional:
 
-* `name TEXT`: what plots call it.
-* `ranks P`, `virtual V`, `style loop|v`: the placement. Without them: as many ranks as there are
+* `name TEXT`: name that plots show.
+* `ranks P`, `virtual V`, `style loop|v`: the placement. Default: as many ranks as there are
   program lines, and as many stages per rank as the actions name.
 * `lengths 16,16`: tokens of each subsequence of one sequence, one line per sequence, in order.
-  Without them: as many sequences and subsequences as the actions name, of 1 token each.
+  Default: as many sequences and subsequences as the actions name, of 1 token each.
 * `cut 0 2.1 = 5,6,5`: tokens of the shards of unit 2.1 on stage 0.
 * `rank R:` before a program; without it the lines belong to ranks 0, 1, 2 and so on.
 
-A file holds at most a million actions. There is one program per rank and at least one action per
-unit and stage, so a file of a few lines describes nothing large.
+A file holds at most a million actions. Each rank needs one program and each unit on each stage at
+least one action, so a file of a few lines cannot describe a large schedule.
 """
 
 from __future__ import annotations
@@ -61,22 +61,22 @@ _RANK = re.compile(r"rank\s+([0-9]+)\s*:\s*(.*)")
 _CUT = re.compile(r"([0-9]{1,9})\s+([0-9]{1,9})\.([0-9]{1,9})\s*=\s*([0-9,\s]+)")
 
 MOST_ACTIONS = 1_000_000
-"""Most actions of one file; simulating them takes minutes."""
+"""Upper bound on the actions of one file; simulating that many takes minutes."""
 _MOST_DIGITS = 12
-"""Most digits of a number in a file: a trillion tokens."""
+"""Upper bound on the digits of a number in a file: a trillion tokens."""
 
 
 class ProgramTextError(ValueError):
-    """A program file that cannot be read or breaks a rule; the message names the lines."""
+    """Error of a program file that cannot be read or breaks a rule; the message names the lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramFile:
-    """A schedule and where each rank's program stands in its file.
+    """Schedule read from a file, and the line of each rank's program.
 
     Attributes:
-        schedule: What the file says.
-        lines: Line of each rank's program, counted from 1.
+        schedule: Schedule that the file describes.
+        lines: Line number of each rank's program, counted from 1.
     """
 
     schedule: Schedule
@@ -84,10 +84,10 @@ class ProgramFile:
 
 
 def parse_action(text: str) -> Action:
-    """The action spelled `text`.
+    """Return the action spelled `text`.
 
     Raises:
-        ValueError: it is not an action, with the spelling of one.
+        ValueError: Text that is not an action; the message shows how to spell one.
     """
     match = _ACTION.fullmatch(text)
     if match is None:
@@ -118,7 +118,7 @@ def parse_action(text: str) -> Action:
 
 
 def format_program(schedule: Schedule) -> str:
-    """The text of `schedule`; `parse_program` gives it back."""
+    """Return the text of `schedule`, which `parse_program` reads back."""
     placement = schedule.placement
     lines = [f"name {schedule.name}", f"ranks {placement.num_ranks}"]
     if placement.num_virtual > 1 or placement.style != "loop":
@@ -134,14 +134,15 @@ def format_program(schedule: Schedule) -> str:
 
 
 def parse_program(text: str, *, source: str = "program") -> ProgramFile:
-    """The schedule a file describes; not validated yet.
+    """Return the schedule that a file describes, not validated.
 
     Args:
-        text: The content of the file.
-        source: What error messages call it.
+        text: Content of the file.
+        source: Name of the file in error messages.
 
     Raises:
-        ProgramTextError: a line that cannot be read, with its number and what is expected.
+        ProgramTextError: A line that cannot be read; the message gives its number and what is
+            expected.
     """
     reader = _Reader()
     for number, line in enumerate(text.splitlines(), start=1):
@@ -159,10 +160,11 @@ def parse_program(text: str, *, source: str = "program") -> ProgramFile:
 
 
 def check_program(file: ProgramFile, *, source: str = "program") -> None:
-    """Validate what a file says.
+    """Validate the schedule of a program file.
 
     Raises:
-        ProgramTextError: it breaks rules; names the lines, the actions and the rules.
+        ProgramTextError: A schedule that breaks rules; the message names the lines, the actions
+            and the rules.
     """
     violations = find_violations(file.schedule)
     if violations:
@@ -180,7 +182,7 @@ def _numbers(values: Iterable[int]) -> str:
 
 
 class _Reader:
-    """State of reading a file."""
+    """Parser of a program file, with what it has read so far."""
 
     def __init__(self) -> None:
         self.name = "program"
@@ -194,7 +196,7 @@ class _Reader:
         self.num_actions = 0
 
     def read(self, content: str, *, number: int) -> None:
-        """Take in one line without its comment."""
+        """Parse one line, given without its comment."""
         ranked = _RANK.fullmatch(content)
         if ranked or content[0].isdigit():
             rank = _whole(ranked[1]) if ranked else len(self.programs)
@@ -238,7 +240,7 @@ class _Reader:
             )
 
     def finish(self) -> ProgramFile:
-        """The schedule, with what the file left out filled in."""
+        """Return the schedule, with defaults for everything that the file leaves out."""
         if not self.programs:
             raise ValueError("holds no program: write one line per rank, 'rank 0: 0F0.0 0B0.0'")
         actions = [action for program in self.programs.values() for action in program]
@@ -299,7 +301,7 @@ def _at_least_one(key: str, text: str) -> int:
 
 
 def _named_lengths(actions: Sequence[Action]) -> tuple[tuple[int, ...], ...]:
-    """One token for every subsequence up to the last one that any action names."""
+    """Return one token for every subsequence up to the last one that any action names."""
     counts: dict[int, int] = {}
     for action in actions:
         if action.sequence is not None and action.subsequence is not None:

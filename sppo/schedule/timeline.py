@@ -1,7 +1,7 @@
-"""Timeline: when every action ran, in a simulation or in a measured run.
+"""Timeline: start and end of every action, in a simulation or in a measured run.
 
-Times are seconds from the start of the step on one clock. Every number is per rank, so that a
-planned and a measured timeline of the same schedule can be laid over each other.
+Times are seconds from the start of the step on one clock. All data is per rank, so that a planned
+and a measured timeline of the same schedule can be compared.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """A stretch in which a rank's compute waited, and for what.
+    """Interval in which a rank's compute waited, and the cause.
 
-    "bubble": the input was not computed yet, or there was nothing left to do; "communication":
-    it was computed and on its way, or gradients of another stage of the rank were being reduced;
-    "copy": it was here, but the activations were not back from the host (exposed copy time).
+    "bubble": the input was not computed yet, or no work was left; "communication": the input was
+    computed and in flight, or gradients were being reduced; "copy": the input had arrived, but the
+    activations were not back from the host (exposed copy time).
     """
 
     start_s: float
@@ -59,14 +59,14 @@ class Idle:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryTrack:
-    """Bytes of one bucket on one rank: `bytes_[i]` from `times_s[i]` to `times_s[i + 1]`."""
+    """Bytes of one bucket on one rank: `values_bytes[i]` from `times_s[i]` to `times_s[i + 1]`."""
 
     times_s: Floats
     values_bytes: Floats
 
     @property
     def peak_bytes(self) -> float:
-        """The most it ever is."""
+        """Peak of the bucket over the step."""
         return float(self.values_bytes.max(initial=0.0))
 
 
@@ -75,10 +75,10 @@ class RankTrack:
     """Actions of one rank with their times, idle times and memory.
 
     Attributes:
-        actions: Its program.
+        actions: Program of the rank.
         start_s: Start of each action.
         finish_s: End of each action; for SEND, the arrival at the receiver.
-        idle: Waits of its compute from time 0 to the end of the step, in order.
+        idle: Waits of the rank's compute from time 0 to the end of the step, in order.
         memory: Device memory by bucket; "total" is their sum.
         peak_in_flight: Most units at once between F and the last B or W; a shard counts its share.
     """
@@ -91,19 +91,19 @@ class RankTrack:
     peak_in_flight: float
 
     def idle_s(self, cause: IdleCause | None = None) -> float:
-        """Seconds idle, for one cause or for all."""
+        """Return the idle seconds, for one cause or for all."""
         return sum(i.finish_s - i.start_s for i in self.idle if cause in (None, i.cause))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Timeline:
-    """A step of a schedule with its times.
+    """Schedule of a step with the times of its actions.
 
     Attributes:
-        schedule: What was run.
+        schedule: Schedule that was run.
         provenance: "simulated" or "measured".
-        makespan_s: From 0 to the end of the last action of any rank.
-        ranks: What each rank did.
+        makespan_s: Seconds from 0 to the end of the last action of any rank.
+        ranks: Actions, times and memory of each rank.
     """
 
     schedule: Schedule
@@ -113,10 +113,10 @@ class Timeline:
 
     @property
     def bubble_fraction(self) -> float:
-        """Idle share of the step: idle time of all ranks over num_ranks * makespan.
+        """Idle fraction of the step: idle time of all ranks over num_ranks * makespan.
 
-        All idle time counts, whatever its cause. It is the "share" column of the schedule
-        research; the papers' *bubble ratio* (p - 1) / N is idle over busy time instead.
+        All idle time counts, whatever its cause. Research on schedules calls this number "share";
+        the papers' *bubble ratio* (p - 1) / N is idle over busy time instead.
         """
         total = len(self.ranks) * self.makespan_s
         return sum(track.idle_s() for track in self.ranks) / total if total else 0.0
@@ -129,7 +129,7 @@ class Timeline:
         return idle / busy if busy else 0.0
 
     def spans(self, rank: int) -> Iterator[Span]:
-        """The spans of one rank in program order, without RECV, which takes no time."""
+        """Yield the spans of one rank in program order, without RECV, which takes no time."""
         track = self.ranks[rank]
         for action, start, finish in zip(
             track.actions, track.start_s.tolist(), track.finish_s.tolist(), strict=True
@@ -144,16 +144,16 @@ def measured_timeline(
     times_s: Sequence[Sequence[tuple[float, float]]],
     waits: Sequence[Sequence[Idle]] | None = None,
 ) -> Timeline:
-    """A timeline from what a run measured.
+    """Return a timeline of measured times.
 
     Args:
-        schedule: What was run.
+        schedule: Schedule that was run.
         times_s: (start, end) of every action of every rank, in program order, on one clock that
             is 0 when the step began.
         waits: Waits with a known cause per rank; if not given, every gap is a bubble.
 
     Raises:
-        ValueError: the times do not fit the programs.
+        ValueError: Times that do not fit the programs.
     """
     for rank, (program, times) in enumerate(zip(schedule.programs, times_s, strict=True)):
         if len(program) != len(times):
@@ -177,7 +177,7 @@ def measured_timeline(
 def _gaps(
     program: Sequence[Action], start_s: Floats, finish_s: Floats, *, makespan_s: float
 ) -> tuple[Idle, ...]:
-    """Stretches in which no compute action of a rank runs."""
+    """Return the intervals in which no compute action of a rank runs."""
     gaps, free = [], 0.0
     for action, start, finish in zip(program, start_s.tolist(), finish_s.tolist(), strict=True):
         if action.kind in COMPUTE_KINDS:

@@ -1,4 +1,4 @@
-"""Rules about what must be there at all: every action once, on its rank, every message paired."""
+"""Rules of completeness: every action once and on its rank, every message with both ends."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Found:
-    """All actions of one kind over all ranks, one entry each."""
+    """All actions of one kind over all ranks, one entry per action."""
 
     ranks: _Ints
     indices: _Ints
@@ -53,7 +53,7 @@ class _Found:
 
 
 def coverage_problems(schedule: Schedule, *, programs: Sequence[EncodedProgram]) -> list[Violation]:
-    """Missing, duplicate and misplaced actions."""
+    """Return the violations of missing, duplicate and misplaced actions."""
     found: list[Violation] = []
     by_code = {code: _collect(programs, code=code) for code in _NAMES}
     trains = bool(by_code[B].slots.size)
@@ -96,7 +96,7 @@ def _collect(programs: Sequence[EncodedProgram], *, code: int) -> _Found:
 def _count_problems(
     schedule: Schedule, *, code: int, actions: _Found, required: bool
 ) -> list[Violation]:
-    """Each unit on each stage as often as it has shards."""
+    """Check that each unit has one action per shard on each stage."""
     size = schedule.num_stages * schedule.num_units
     counts = np.bincount(actions.slots, minlength=size)
     found = []
@@ -127,7 +127,7 @@ def _count_problems(
 
 
 def _placement_problems(schedule: Schedule, *, actions: _Found) -> list[Violation]:
-    """Whole units on the rank of their stage; shards on different ranks, one of them the owner."""
+    """Check that whole units are on their stage's rank, and shards on ranks with the owner."""
     owners = np.array([schedule.placement.rank_of(s) for s in range(schedule.num_stages)])
     owner = owners[actions.slots // schedule.num_units]
     found = []
@@ -157,7 +157,7 @@ def _placement_problems(schedule: Schedule, *, actions: _Found) -> list[Violatio
 
 
 def _mismatches(schedule: Schedule, *, actions: _Found, forward: _Found) -> list[Violation]:
-    """Find actions that do not run on the rank of their unit's F, cut the same way."""
+    """Return a violation for each action that is not on the rank of its unit's F, cut alike."""
     width = int(max(forward.widths.max(initial=1), actions.widths.max(initial=1))) + 1
     ranks = schedule.num_ranks
 
@@ -178,7 +178,7 @@ def _mismatches(schedule: Schedule, *, actions: _Found, forward: _Found) -> list
 
 
 def _copy_problems(schedule: Schedule, *, out: _Found, back: _Found) -> list[Violation]:
-    """D2H and H2D come in pairs."""
+    """Check that D2H and H2D come in pairs."""
     found = []
     for here, there in ((out, back), (back, out)):
         lonely = ~np.isin(here.slots, there.slots)
@@ -190,7 +190,7 @@ def _copy_problems(schedule: Schedule, *, out: _Found, back: _Found) -> list[Vio
 
 
 def _kv_problems(schedule: Schedule, *, actions: _Found) -> list[Violation]:
-    """K and V go for all units of a sequence on a stage or for none, and never for shards."""
+    """Check that K and V leave for all units of a sequence on a stage or none, never for shards."""
     found = []
     for place in np.flatnonzero(actions.widths > 1)[:_LIMIT].tolist():
         text = f"{_text(schedule, actions, place)}: K and V of a unit that is cut stay"
@@ -211,7 +211,7 @@ def _kv_problems(schedule: Schedule, *, actions: _Found) -> list[Violation]:
 
 
 def _cut_problems(schedule: Schedule, *, programs: Sequence[EncodedProgram]) -> list[Violation]:
-    """Cuts that fit their units."""
+    """Check that the shard lengths of cut units fit the units."""
     found = []
     for cut in schedule.cuts:
         name = f"cut of {cut.stage}F{cut.sequence}.{cut.subsequence} into {list(cut.lengths)}"
@@ -230,7 +230,7 @@ def _cut_problems(schedule: Schedule, *, programs: Sequence[EncodedProgram]) -> 
 
 
 def message_problems(schedule: Schedule, *, programs: Sequence[EncodedProgram]) -> list[Violation]:
-    """Check that messages, if any, are exactly those needed, in the same order at both ends."""
+    """Check that messages, if any, are exactly the needed ones, in the same order at both ends."""
     sends = [_collect(programs, code=code) for code in (SEND_ACT, SEND_GRAD)]
     receives = [_collect(programs, code=code) for code in (RECV_ACT, RECV_GRAD)]
     if not any(found.slots.size for found in (*sends, *receives)):
@@ -257,7 +257,7 @@ def message_problems(schedule: Schedule, *, programs: Sequence[EncodedProgram]) 
 def _needed_messages(
     schedule: Schedule, *, code: int, routes: dict[tuple[int, int], tuple[Route, ...]]
 ) -> _Ints:
-    """Rows (producing slot, shard, sender, receiver) of one wire, ascending."""
+    """Return rows (producing slot, shard, sender, receiver) of one wire, ascending."""
     units = schedule.num_units
     owners = np.array([schedule.placement.rank_of(s) for s in range(schedule.num_stages)])
     step = 1 if code == SEND_ACT else -1
@@ -284,7 +284,7 @@ def _needed_messages(
 def _pairing_problems(
     schedule: Schedule, *, actions: _Found, needed: _Ints, step: int
 ) -> list[Violation]:
-    """Messages that are missing, there twice, or on a rank that has no part in them."""
+    """Check for messages that are missing, duplicate, or on a rank that has no part in them."""
     width = int(max(needed[:, 1].max(initial=0), actions.shards.max(initial=0))) + 1
     ranks = schedule.num_ranks
     want = (needed[:, 0] * width + needed[:, 1]) * ranks + needed[:, 2]
@@ -309,7 +309,7 @@ def _pairing_problems(
 def _fifo_problems(
     schedule: Schedule, *, send: _Found, receive: _Found, needed: _Ints, step: int
 ) -> list[Violation]:
-    """Per (sender, receiver) the k-th send and the k-th receive are the same message."""
+    """Check that the k-th send and the k-th receive per (sender, receiver) are the same message."""
     width = int(needed[:, 1].max(initial=0)) + 1
     key = needed[:, 0] * width + needed[:, 1]
     if not key.size:
@@ -341,12 +341,12 @@ def _text(schedule: Schedule, actions: _Found, place: int) -> str:
 
 
 def _name(schedule: Schedule, code: int, slot: int) -> str:
-    """Text form of a whole unit's action, which need not exist."""
+    """Return the program text of a whole unit's action, which need not exist."""
     return f"{slot // schedule.num_units}{_NAMES[code]}{_unit(schedule, slot)}"
 
 
 def _result(schedule: Schedule, slot: int) -> str:
-    """Name the result of a stage for a unit, forward or backward."""
+    """Return the name of a stage's result for a unit, forward or backward."""
     return f"what stage {slot // schedule.num_units} makes of unit {_unit(schedule, slot)}"
 
 

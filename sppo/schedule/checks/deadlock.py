@@ -1,15 +1,16 @@
-"""Proof that a lowered program cannot deadlock: nothing in it waits for itself.
+"""Proof that a lowered program cannot deadlock: its dependency graph has no cycle.
 
-The model is stricter than any transport. A host walks its program; SEND and RECV go to the end of
-its rank's only queue and the host walks on; it stops only at a compute action whose message has not
-come. A message moves when it is at the head of both queues: its sender's and its receiver's. So
+The model is stricter than any transport. A host walks its program; SEND and RECV are appended to
+the only queue of the rank and the host walks on; the host stops only at a compute action whose
+message has not arrived. A message moves when it is at the head of both its sender's queue and its
+receiver's queue. So
 
-* a compute action waits for the one before it on its rank, and for its messages; the shards of a
-  unit, which run together, for what any of them waits for;
-* a message waits for the compute in front of its SEND and of its RECV, and for the message before
-  it in either queue.
+* a compute action waits for the previous compute on its rank, and for its messages; the shards of a
+  unit, which run together, wait for the dependencies of all shards;
+* a message waits for the compute before its SEND and before its RECV, and for the previous message
+  in either queue.
 
-All of it happens if, and only if, there is no circle in this graph.
+All actions happen if, and only if, this graph has no cycle.
 """
 
 from __future__ import annotations
@@ -43,14 +44,16 @@ _SHOWN = 4
 def check_deadlock_free(
     schedule: Schedule, *, programs: Sequence[EncodedProgram] | None = None
 ) -> None:
-    """Check that `schedule`, with its messages placed, runs to its end.
+    """Raise DeadlockError unless `schedule`, with its messages placed, runs to its end.
 
     Args:
-        schedule: Every message of which has both ends (:mod:`sppo.schedule.checks.validate`).
-        programs: The same, encoded, where that was done already.
+        schedule: Schedule in which every message has both ends
+            (:mod:`sppo.schedule.checks.validate`).
+        programs: Encoded programs of `schedule`; encoded here if not given.
 
     Raises:
-        DeadlockError: it does not; names where the first ranks stand.
+        DeadlockError: Messages that wait for each other; the message names where the first ranks
+            wait.
     """
     graph = _WaitingGraph(schedule, programs=programs or encode(schedule))
     standing = list(graph.standing())
@@ -67,10 +70,10 @@ def check_deadlock_free(
 
 
 class _WaitingGraph:
-    """Graph of the actions of a program that wait for others.
+    """Dependency graph of the compute actions and messages of a program.
 
-    A node is a unit's compute of one kind on one stage, or a message, by the stage and unit that
-    make it; of a unit that is cut into shards each interval of its tokens is one of its own.
+    A node is a unit's compute of one kind on one stage, or a message, identified by the stage and
+    unit that make it. If a unit is cut into shards, each of its messages is a node.
     """
 
     def __init__(self, schedule: Schedule, *, programs: Sequence[EncodedProgram]) -> None:
@@ -87,7 +90,7 @@ class _WaitingGraph:
         self._later, self._earlier = (np.concatenate(ends) for ends in zip(*waits, strict=True))
 
     def standing(self) -> Iterator[tuple[int, int]]:
-        """Yield the ranks that do not come to their end, and the positions where they stand."""
+        """Yield the ranks that do not reach their end, and the positions where they wait."""
         never = self._never_happens()
         for rank, nodes in enumerate(self._compute):
             waits = np.flatnonzero((nodes >= 0) & never[nodes])
@@ -95,7 +98,7 @@ class _WaitingGraph:
                 yield rank, int(waits[0])
 
     def _never_happens(self) -> npt.NDArray[np.bool_]:
-        """Return whether each node is on a circle, or behind one."""
+        """Return whether each node is on a cycle or depends on one."""
         from scipy.sparse import csgraph, csr_array
 
         def graph(earlier: _Nodes, later: _Nodes) -> csr_array:
@@ -121,14 +124,14 @@ class _WaitingGraph:
         return (NUM_COMPUTE + (code not in _ACTIVATIONS)) * self._size + slot
 
     def _compute_nodes(self, rank: int) -> _Nodes:
-        """Return the node of each compute action of a program; -1 of other actions."""
+        """Return the node of each compute action of a program; -1 for other actions."""
         program = self._programs[rank]
         codes, slots = program.codes.astype(np.int64), program.slots.astype(np.int64)
         nodes: _Nodes = np.where(codes < NUM_COMPUTE, codes * self._size + slots, -1)
         return nodes
 
     def _waits_of(self, rank: int) -> tuple[_Nodes, _Nodes]:
-        """Return what on a rank waits, and what for."""
+        """Return the edges of the graph on one rank: waiting nodes, and the nodes they wait for."""
         compute = self._compute[rank]
         messages, consumers, is_sent = self._messages(rank)
         places = np.where(compute >= 0, np.arange(compute.size), -1)
@@ -141,10 +144,10 @@ class _WaitingGraph:
         return np.concatenate(later), np.concatenate(earlier)
 
     def _messages(self, rank: int) -> tuple[_Nodes, _Nodes, npt.NDArray[np.bool_]]:
-        """Return of each action its message, -1 if none, who waits for it, and if it is a SEND.
+        """Return each action's message (-1 if none), the waiting consumer, and if it is a SEND.
 
         Raises:
-            DeadlockError: a message of a stage that has no neighbour there.
+            DeadlockError: A message of a stage that has no neighbour on that side.
         """
         program, units, size = self._programs[rank], self._schedule.num_units, self._size
         codes, slots = program.codes, program.slots.astype(np.int64)

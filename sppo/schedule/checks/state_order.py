@@ -1,4 +1,4 @@
-"""Rules about copies of a whole stage's weights and gradients, which live in another tier."""
+"""Rules for the copies of a whole stage's weights and gradients that live in another tier."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from sppo.schedule.checks.violations import Violation
 
 _RULE = "state order"
 _READING = frozenset(COMPUTE_KINDS) - {ActionKind.W}
-"""Kinds that read weights."""
+"""Kinds of actions that read weights."""
 
 
 def state_problems(schedule: Schedule, *, rank: int) -> list[Violation]:
-    """Return what is wrong with the copies of weights and gradients in one rank's program."""
+    """Return the violations in the copies of weights and gradients of one rank's program."""
     program = schedule.programs[rank]
     wires = {action.wire for action in program}
     found: list[Violation] = []
@@ -23,7 +23,7 @@ def state_problems(schedule: Schedule, *, rank: int) -> list[Violation]:
 
 
 def _weight_problems(program: tuple[Action, ...], *, rank: int) -> list[Violation]:
-    """Compute reads the weights of the stages that were named last."""
+    """Check that compute reads only weights of the last `STAGES_HELD` stages fetched."""
     held: list[int] = []
     for index, action in enumerate(program):
         if action.wire == "weights":
@@ -37,7 +37,7 @@ def _weight_problems(program: tuple[Action, ...], *, rank: int) -> list[Violatio
 def _gradient_problems(
     program: tuple[Action, ...], *, rank: int, last_stage: int
 ) -> list[Violation]:
-    """Gradients that have left are back before they are added to, and all leave in the end."""
+    """Check that gradients are on the device before additions, and that all leave in the end."""
     gone: set[int] = set()
     here: set[int] = set()
     for index, action in enumerate(program):

@@ -1,6 +1,6 @@
-"""Check that a schedule is correct, without any timing.
+"""Validation of schedules, without any timing.
 
-Rules, each with the failure it prevents:
+Rules, each with the failure that it prevents:
 
 * coverage: every F once per stage and unit, every B once (unless evaluation), W, D2H and H2D at
   most once. A duplicate would add its gradients twice.
@@ -9,17 +9,17 @@ Rules, each with the failure it prevents:
 * forward order: F of subsequence i after F of i - 1 on the same stage, whose K/V it reads.
 * backward order: B after its F, and after B of subsequence i + 1, which completes its dK/dV.
 * weight order: W after its B.
-* copy order: D2H after F, H2D after D2H and before B, none without the other; of K and V for all
-  units of a sequence on a stage or for none, and all H2Ds (or KVs, where they are recomputed)
+* copy order: D2H after F, H2D after D2H and before B, none without the other; copies of K and V for
+  all units of a sequence on a stage or for none, and all H2Ds (or KVs, if K and V are recomputed)
   before the first B that reads them.
-* message coverage: with any message in the schedule, exactly the needed ones.
-* message place: SEND behind what makes the tensor, RECV before what needs it.
-* message order: sends and receives of a directed edge in the same order; anything else delivers a
+* message coverage: with any message in the schedule, exactly the needed messages.
+* message place: SEND after the action that makes the tensor, RECV before the action that needs it.
+* message order: sends and receives of a directed edge in the same order; any other order delivers a
   tensor of another unit, or none.
-* state order: where weights live in another tier, compute reads those of the two stages that were
-  named last; gradients are back before they are added to again, and leave behind their REDUCE.
+* state order: if weights live in another tier, compute reads only weights of the two stages that
+  were fetched last; gradients are back before further additions, and leave after their REDUCE.
 * reduction: REDUCE at most once per stage, after its last B or W.
-* no deadlock: the order of all ranks together has no circle. Only checked if all else holds.
+* no deadlock: the order of all ranks together has no cycle. Only checked if all other rules hold.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ _MISSING = -1
 
 
 def validate(schedule: Schedule) -> None:
-    """Refuse `schedule`, with or without copies and messages, if it breaks a rule.
+    """Raise ScheduleError if `schedule`, with or without copies and messages, breaks a rule.
 
     Raises:
-        ScheduleError: names the first offending actions and their rules.
+        ScheduleError: A schedule that breaks rules; the message names the first offending actions.
     """
     violations = find_violations(schedule)
     if violations:
@@ -72,13 +72,13 @@ def validate(schedule: Schedule) -> None:
 
 
 def validate_rules(schedule: Schedule) -> tuple[EncodedProgram, ...]:
-    """Refuse `schedule` if it breaks any rule but that of deadlocks, which playing it finds.
+    """Raise ScheduleError if `schedule` breaks any rule except "no deadlock", which is not checked.
 
     Returns:
-        its programs, encoded.
+        Encoded programs of the schedule.
 
     Raises:
-        ScheduleError: names the first offending actions and their rules.
+        ScheduleError: A schedule that breaks rules; the message names the first offending actions.
     """
     programs, violations = _encoded(schedule)
     violations = violations or _broken_rules(schedule, programs=programs)
@@ -88,7 +88,7 @@ def validate_rules(schedule: Schedule) -> tuple[EncodedProgram, ...]:
 
 
 def find_violations(schedule: Schedule) -> tuple[Violation, ...]:
-    """Return all broken rules of `schedule`; rules about order only if coverage holds."""
+    """Return all violations of `schedule`; rules about order are checked only if coverage holds."""
     programs, violations = _encoded(schedule)
     return (
         violations
@@ -98,7 +98,7 @@ def find_violations(schedule: Schedule) -> tuple[Violation, ...]:
 
 
 def _encoded(schedule: Schedule) -> tuple[tuple[EncodedProgram, ...], tuple[Violation, ...]]:
-    """Return the programs of `schedule`, encoded, or what keeps them from being so."""
+    """Return the encoded programs of `schedule`, or the violation that prevents encoding."""
     try:
         return encode(schedule), ()
     except MalformedActionError as error:
@@ -108,7 +108,7 @@ def _encoded(schedule: Schedule) -> tuple[tuple[EncodedProgram, ...], tuple[Viol
 def _broken_rules(
     schedule: Schedule, *, programs: Sequence[EncodedProgram]
 ) -> tuple[Violation, ...]:
-    """Return what breaks a rule, without a look at what the ranks wait for."""
+    """Return the violations of all rules except "no deadlock"."""
     found = coverage_problems(schedule, programs=programs)
     if found:
         return tuple(found)
@@ -121,7 +121,7 @@ def _broken_rules(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Positions:
-    """Positions in one rank's program of each kind of action for each of its slots."""
+    """Positions of each kind of action in one rank's program, for each of its slots."""
 
     schedule: Schedule
     rank: int
@@ -130,7 +130,10 @@ class _Positions:
     last: dict[int, npt.NDArray[np.int64]]
 
     def sequence_ends(self) -> npt.NDArray[np.int64]:
-        """Return, for each slot, the slot of its sequence's last unit on the same stage."""
+        """Return each slot's index in `slots` of its sequence's last unit on the same stage.
+
+        A slot whose sequence has no such unit on the rank has its own index.
+        """
         schedule = self.schedule
         ends = np.cumsum([len(parts) for parts in schedule.lengths]) - 1
         stages, units = np.divmod(self.slots, schedule.num_units)
@@ -139,7 +142,7 @@ class _Positions:
         return np.where(np.isin(last, self.slots), found, np.arange(self.slots.size))
 
     def index(self, code: int, slot_index: int) -> int:
-        """Position of the last action of a kind for one of the slots."""
+        """Return the position of the last action of a kind for one of the slots."""
         return int(self.last[code][slot_index])
 
 
@@ -152,14 +155,14 @@ def _positions(schedule: Schedule, *, rank: int, program: EncodedProgram) -> _Po
         at = np.searchsorted(slots, program.slots[which])
         first[code] = np.full(slots.shape, _MISSING)
         last[code] = np.full(slots.shape, _MISSING)
-        # Of several messages of a cut unit the first and the last one count.
+        # A cut unit has several messages; the first and the last one count.
         last[code][at] = position[which]
         first[code][at[::-1]] = position[which][::-1]
     return _Positions(schedule, rank, slots, first, last)
 
 
 def _order_problems(schedule: Schedule, *, rank: int, program: EncodedProgram) -> list[Violation]:
-    """Rules about the order within one rank's program."""
+    """Check the rules about the order within one rank's program."""
     at = _positions(schedule, rank=rank, program=program)
     found: list[Violation] = []
     units = at.slots % schedule.num_units
@@ -201,7 +204,7 @@ def _must_follow(
     earlier: int,
     earlier_slots: npt.NDArray[np.int64],
 ) -> list[Violation]:
-    """Check that `later`, where both actions are there, stands behind the last `earlier`."""
+    """Check that `later`, if both actions exist, comes after the last `earlier`."""
     after, before = at.first[later][later_slots], at.last[earlier][earlier_slots]
     wrong = np.flatnonzero((after != _MISSING) & (before != _MISSING) & (after < before))
     found = []
@@ -216,7 +219,7 @@ def _must_follow(
 def _reduction_problems(
     schedule: Schedule, *, rank: int, program: EncodedProgram
 ) -> list[Violation]:
-    """REDUCE once per stage, behind its last B and W."""
+    """Check that REDUCE occurs once per stage, after the stage's last B and W."""
     found = []
     seen: set[int] = set()
     backward = (program.codes == B) | (program.codes == W)
@@ -246,7 +249,7 @@ def _helps(program: EncodedProgram, *, stage: int, num_units: int) -> bool:
 
 
 def _deadlock(schedule: Schedule, *, programs: Sequence[EncodedProgram]) -> tuple[Violation, ...]:
-    """Play the schedule; what is never reached is part of a circle or behind one."""
+    """Simulate the schedule, and return a violation if its ranks wait for each other."""
     costs = abstract_costs(schedule.num_stages, num_units=schedule.num_units)
     try:
         run_clock(schedule, programs=programs, costs=costs)

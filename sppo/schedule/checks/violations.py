@@ -1,4 +1,4 @@
-"""Violations of a schedule: the rule, the action, and where it stands."""
+"""Violations of a schedule: the rule, the action and its position."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One broken rule.
+    """Violation of one rule.
 
     Attributes:
-        rule: Its name, as listed in `validate`.
-        text: The offending action and what is wrong with it.
-        rank: Whose program; None when an action is missing everywhere.
-        index: Position in that program, from 0.
+        rule: Name of the rule, as listed in `validate`.
+        text: Offending action and what is wrong with it.
+        rank: Rank of the offending program; None if an action is missing everywhere.
+        index: Position of the action in that program, from 0.
     """
 
     rule: str
@@ -34,7 +34,7 @@ class Violation:
 
 
 class ScheduleError(ValueError):
-    """A schedule that breaks rules; the message lists the first of them."""
+    """Error of a schedule that breaks rules; the message lists the first violations."""
 
     def __init__(self, name: str, *, violations: Sequence[Violation]) -> None:
         self.violations = tuple(violations)

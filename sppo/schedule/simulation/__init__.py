@@ -1,1 +1,1 @@
-"""Playing programs against costs: times, waits, memory."""
+"""Simulation of programs with predicted costs: times, waits, memory."""

@@ -2,18 +2,18 @@
 
 Buckets:
 
-* "activations": from the start of F to the end of the unit's last B or W. Where units are copied as
-  a whole, the offloaded share leaves with the end of its D2H and is back, as room that is taken,
-  from the start of its H2D. Where copies flow layer by layer, through room that is reserved for
-  them and is not part of these tracks, only what stays counts, to the end of B; and what a deferred
-  W keeps, from the start of its B to its end.
+* "activations": from the start of F to the end of the unit's last B or W. If units are copied as a
+  whole, the offloaded part is freed at the end of its D2H and allocated again at the start of its
+  H2D. If copies flow layer by layer, through slots that are reserved for them and not part of these
+  tracks, only the part that is not offloaded counts, to the end of B; in addition the operands of a
+  deferred W, from the end of its B to its own end.
 * "kv": K/V of a whole sequence, from its first F on the stage to its last B, because every later
-  subsequence reads them; where they are copied or recomputed, not from the last F to the first
-  H2D or KV.
+  subsequence reads them; if K/V are copied or recomputed, without the time from the last F to the
+  first H2D or KV.
 * "kv_gradients": dK/dV of a whole sequence, from its first B on the stage to its last.
 
-A borrower's shard of an MSP unit counts its part of the activations there, not on the owner; K/V
-and their gradients are the owner's alone.
+The activations of a borrower's shard of an MSP unit count on the borrower, not on the owner; K/V
+and their gradients count on the owner alone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _Events = tuple[Floats, Floats]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlayedProgram:
-    """The program of one rank, and when each of its actions starts and ends in a simulation."""
+    """Program of one rank, with the start and end of each action in a simulation."""
 
     rank: int
     program: EncodedProgram
@@ -44,13 +44,13 @@ class PlayedProgram:
     finish_s: Floats
 
     def forward_slots(self) -> tuple[Codes, Codes]:
-        """Return the slots of its units and shards, ascending, and where in it they run forward."""
+        """Return the slots of the rank's units and shards, ascending, and the places of their F."""
         which = np.flatnonzero(self.program.codes == encoding.F)
         order = np.argsort(self.program.slots[which], kind="stable")
         return self.program.slots[which][order], which[order].astype(np.int32)
 
     def at(self, code: int, *, slots: Codes, times: Floats) -> Floats:
-        """Return `times` of the actions of one kind by slot; not-a-number where there is none."""
+        """Return `times` of the actions of one kind by slot; NaN for slots without an action."""
         by_slot = np.full(slots.shape, np.nan)
         which = self.program.codes == code
         by_slot[np.searchsorted(slots, self.program.slots[which])] = times[which]
@@ -64,7 +64,7 @@ def memory_tracks(
     groups: Mapping[int, MspGroup],
     costs: Costs,
 ) -> Mapping[str, MemoryTrack]:
-    """Memory of one rank by bucket, and their "total"."""
+    """Return the memory of one rank by bucket, and their "total"."""
     slots, indices = played.forward_slots()
     shares = shard_shares(played.program, groups=groups)[indices]
     if (played.program.codes == encoding.B).any():
@@ -88,7 +88,7 @@ def memory_tracks(
 def _forward_only(
     played: PlayedProgram, *, slots: Codes, shares: Floats, costs: Costs
 ) -> dict[str, _Events]:
-    """Evaluation keeps nothing but the unit that runs; K/V stays to the end of its sequence."""
+    """Return the buckets of an evaluation: the running unit, and K/V to the program's end."""
     begin = played.at(encoding.F, slots=slots, times=played.start_s)
     finish = played.at(encoding.F, slots=slots, times=played.finish_s)
     size = _per_slot(costs.activation_bytes, slots=slots, num_units=costs.num_units) * shares
@@ -101,14 +101,14 @@ def _forward_only(
 
 
 def _per_slot(table: Table, *, slots: Codes, num_units: int) -> Floats:
-    """Values of a [stage, unit] table, which may be a broadcast view, at some slots."""
+    """Return the values of a [stage, unit] table, which may be a broadcast view, at given slots."""
     return table[slots // num_units, slots % num_units]
 
 
 def _activation_events(
     played: PlayedProgram, *, slots: Codes, shares: Floats, costs: Costs
 ) -> _Events:
-    """Saved activations of the units and shards that a rank runs."""
+    """Return the changes of saved activations of the units and shards that a rank runs."""
     units = costs.num_units
     begin = played.at(encoding.F, slots=slots, times=played.start_s)
     backward = played.at(encoding.B, slots=slots, times=played.finish_s)
@@ -140,13 +140,13 @@ def _activation_events(
 def _sequence_events(
     schedule: Schedule, *, played: PlayedProgram, first: int, sizes: Table
 ) -> _Events:
-    """Return what a rank's stages hold of a whole sequence, from its first action to its last B.
+    """Return the changes of memory held per sequence, from its first action to its last B.
 
     Args:
-        schedule: with its sequences and the ranks of its stages.
-        played: the program of the rank.
-        first: kind of action that the first one has, F or B.
-        sizes: bytes of every unit, [stages, units].
+        schedule: Schedule with the sequences and the ranks of the stages.
+        played: Program of the rank.
+        first: Opcode of the first action, F or B.
+        sizes: Bytes of every unit, [stages, units].
     """
     of_sequences = np.add.reduceat(sizes, np.array(schedule.unit_offsets()), axis=1)
     begins, ends = np.full(of_sequences.size, np.inf), np.zeros(of_sequences.size)
@@ -160,7 +160,7 @@ def _sequence_events(
 
 
 def _absent_kv(schedule: Schedule, *, played: PlayedProgram, sizes: Table) -> _Events:
-    """K/V of sequences that do not stay: gone with the last F, there from the first H2D or KV."""
+    """Return the changes of K/V that leave after the last F until the first H2D or KV."""
     of_sequences = np.add.reduceat(sizes, np.array(schedule.unit_offsets()), axis=1)
     gone, back = np.zeros(of_sequences.size), np.full(of_sequences.size, np.inf)
     which, group = _by_sequence(schedule, played, encoding.F)
@@ -174,7 +174,7 @@ def _absent_kv(schedule: Schedule, *, played: PlayedProgram, sizes: Table) -> _E
 
 
 def _by_sequence(schedule: Schedule, played: PlayedProgram, code: int) -> tuple[Codes, Codes]:
-    """Positions of actions of one kind on the rank's own stages, and their (stage, sequence)."""
+    """Return positions of one kind of action on the rank's own stages, and (stage, sequence)."""
     offsets = np.array(schedule.unit_offsets())
     rank_of = np.array([schedule.placement.rank_of(s) for s in range(schedule.num_stages)])
     which = np.flatnonzero(played.program.codes == code)
@@ -191,15 +191,15 @@ def _concatenate(*events: _Events) -> _Events:
 
 
 def _track(events: _Events) -> MemoryTrack:
-    """The running sum of changes, one value per moment.
+    """Return the running sum of changes, one value per moment.
 
-    What is released and what is taken at the same moment never add up: the release comes first.
+    Memory freed and memory allocated at the same moment never add up: the free comes first.
     """
     times, changes = events
     order = np.argsort(times, kind="stable")
     times, values = times[order], np.cumsum(changes[order])
     last = np.ones(times.shape, dtype=bool)
-    # Sums of the same durations in another order differ in their last digits.
+    # Times summed from the same durations in another order differ in their last digits.
     last[:-1] = np.diff(times) > _SAME_MOMENT * times[-1:]
-    # Rounding leaves crumbs behind when everything is released.
+    # Rounding can make the sum slightly negative when everything is released.
     return MemoryTrack(times[last], np.maximum(values[last], 0.0))

@@ -14,13 +14,13 @@ IDLE_CAUSES: tuple[IdleCause, ...] = ("bubble", "communication", "copy")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlayedStep:
-    """One simulated step.
+    """Result of one simulated step.
 
     Attributes:
-        step_s: From 0 to the end of the last action of any rank.
+        step_s: Seconds from 0 to the end of the last action of any rank.
         idle_s: Seconds that each rank's compute waits by cause, [ranks, causes], in the order of
             `IDLE_CAUSES`.
-        held_bytes: Peak of what each rank holds of saved activations, K/V and their gradients,
+        held_bytes: Peak bytes that each rank holds of saved activations, K/V and their gradients,
             [ranks].
     """
 
@@ -30,24 +30,24 @@ class PlayedStep:
 
     @property
     def bubble_fraction(self) -> float:
-        """Idle share of the step: idle time of all ranks, whatever its cause, over all time."""
+        """Idle fraction of the step: idle time of all ranks, whatever its cause, over all time."""
         total = len(self.idle_s) * self.step_s
         return float(self.idle_s.sum()) / total if total else 0.0
 
     def waited_s(self, rank: int, cause: IdleCause | None = None) -> float:
-        """Seconds that a rank is idle, for one cause or for all."""
+        """Return the seconds that a rank is idle, for one cause or for all."""
         if cause is None:
             return float(self.idle_s[rank].sum())
         return float(self.idle_s[rank, IDLE_CAUSES.index(cause)])
 
     @property
     def exposed_copy_s(self) -> float:
-        """Waits for copies on the rank that waits longest for them."""
+        """Seconds of waits for copies on the rank that waits longest for copies."""
         return float(self.idle_s[:, IDLE_CAUSES.index("copy")].max())
 
 
 def played_step(timeline: Timeline) -> PlayedStep:
-    """Return what a simulated timeline comes to."""
+    """Return step time, idle times and peak memory of a simulated timeline."""
     idle = [[track.idle_s(cause) for cause in IDLE_CAUSES] for track in timeline.ranks]
     held = [track.memory["total"].peak_bytes for track in timeline.ranks]
     return PlayedStep(timeline.makespan_s, np.array(idle), np.array(held))

@@ -1,4 +1,4 @@
-"""Play a schedule against a cost model: when each action runs, who waits for what, memory."""
+"""Simulation of a schedule with a cost model: times of actions, waits, memory."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _CAUSES: dict[int, IdleCause] = {
 
 
 def simulate(schedule: Schedule, *, costs: Costs) -> Timeline:
-    """The timeline of one step of `schedule`.
+    """Return the timeline of one step of `schedule`.
 
     Resources per rank are its compute, one copy engine per tier and direction and one link per
-    directed pair of ranks; each serves in program order (`event_loop` states what waits for what).
+    directed pair of ranks; each serves in program order (`event_loop` lists the dependencies).
     Schedules with and without message and copy actions can be simulated.
 
     Args:
@@ -33,8 +33,8 @@ def simulate(schedule: Schedule, *, costs: Costs) -> Timeline:
         costs: Costs for its stages and units.
 
     Raises:
-        event_loop.DeadlockError: the programs wait for each other in a circle.
-        encoding.MalformedActionError: an action outside the schedule.
+        event_loop.DeadlockError: Programs that wait for each other in a cycle.
+        encoding.MalformedActionError: An action outside the schedule.
     """
     programs = encode(schedule)
     clock = run_clock(schedule, programs=programs, costs=costs)
@@ -65,7 +65,7 @@ def simulate(schedule: Schedule, *, costs: Costs) -> Timeline:
 
 
 def _idle(clock: Clock, *, rank: int, busy_until_s: float, makespan_s: float) -> tuple[Idle, ...]:
-    """A rank's gaps with their causes, and the bubble behind its last compute action."""
+    """Return a rank's gaps with their causes, and the bubble after its last compute action."""
     gaps = [
         Idle(begin, end, _CAUSES[cause])
         for begin, end, cause in clock.gaps[rank]

@@ -1,9 +1,9 @@
-"""Simulates a step in which every unit runs whole on the rank of its stage.
+"""Fast simulation of a step in which every unit runs whole on the rank of its stage.
 
-What such a program does follows from the order of each rank's compute, so it is played without the
-actions for messages and copies, and without a check: ten times as fast as
-:func:`sppo.schedule.simulation.simulate.simulate` plays the program of the same step, with the same
-result. :mod:`sppo.schedule.event_loop` says what waits for what.
+The times of such a program follow from the order of each rank's compute, so the simulation needs
+no actions for messages and copies and no checks. It is ten times as fast as
+:func:`sppo.schedule.simulation.simulate.simulate` on the program of the same step, with the same
+result. :mod:`sppo.schedule.event_loop` lists the dependencies.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ def play_whole_units(
     """Simulate a step of the schedule `name`.
 
     Args:
-        name: One of `generators.schedule_names()` that cuts no unit over ranks.
+        name: Name of a schedule that cuts no unit over ranks, one of `generators.schedule_names()`.
         num_ranks: Pipeline ranks.
         lengths: Tokens of every subsequence of every sequence.
-        costs: Of as many stages and units; copies flow layer by layer.
+        costs: Costs of the same stages and units, with copies that flow layer by layer.
         num_virtual: Stages per rank.
         begun: Forwards that ranks have begun before backwards, see `generators.generate`.
 
     Raises:
-        ValueError: a schedule that cannot serve the request.
-        DeadlockError: its ranks would wait for each other.
+        ValueError: A request that the schedule cannot serve.
+        DeadlockError: Ranks that would wait for each other.
     """
     assert costs.layer_copies, "copies of whole units are simulated by schedule.simulate"
     assert not costs.kv_offload_bytes.any(), "and so are copies of K and V"
@@ -72,7 +72,7 @@ def play_whole_units(
 
 
 class _Compute(NamedTuple):
-    """The compute of one rank in order: kinds, virtual stages, units of all sequences."""
+    """Compute of one rank in order: opcodes, virtual stages, units numbered over sequences."""
 
     codes: list[int]
     virtual: list[int]
@@ -80,7 +80,7 @@ class _Compute(NamedTuple):
 
 
 class _Inbox:
-    """Times at which inputs of each unit of one stage were computed before, and arrived."""
+    """Times at which the inputs of each unit of one stage were computed and arrived."""
 
     def __init__(self, num_units: int) -> None:
         self.activation_made_s = [_UNKNOWN] * num_units
@@ -90,7 +90,7 @@ class _Inbox:
 
 
 class _VirtualStage:
-    """One stage of a rank: what its units cost, where their inputs come from and results go."""
+    """Stage of a rank: costs of its units, sources of inputs, and targets of results."""
 
     def __init__(self, stage: int, *, costs: Costs, defers: bool, inbox: Sequence[_Inbox]) -> None:
         self.inbox = inbox[stage]
@@ -118,11 +118,11 @@ class _VirtualStage:
         self.gone_s = [0.0] * costs.num_units
         self.flow = costs.layer_copies[stage]
         self.left = (1 + defers) * costs.num_units
-        """B and W to come; behind the last of them the stage's gradients are reduced."""
+        """Number of B and W still to run; after the last one the stage's gradients are reduced."""
 
 
 class _Rank:
-    """The clock of one rank; `run` waits, by yielding, for what a neighbour has yet to compute."""
+    """Clock of one rank; `run` yields while it waits for a result of a neighbour."""
 
     def __init__(
         self, stages: range, order: _Compute, *, costs: Costs, inbox: Sequence[_Inbox]
@@ -144,19 +144,19 @@ class _Rank:
         self._leaving_s = self._returning_s = self._block_out_s = 0.0
         self._before_s = self._layer_s = 0.0
         self._reducing_s = 0.0
-        """Seconds of the reduction behind the last action."""
+        """Seconds of the reduction after the last action."""
 
     @property
     def last_s(self) -> float:
-        """Return when its last action has ended."""
+        """End of the rank's last action."""
         reduced_s = self.free_s + self._reducing_s
         arrived = max((wire.last_s for wire in self._wires.values()), default=0.0)
         return max(reduced_s, arrived, self._leaving_s, self._last_return_s)
 
     def run(self) -> Iterator[tuple[int, int, int]]:
-        """Walk the order of the rank to its end; yield the (code, stage, unit) that waits."""
-        # The room for a unit that comes back is free when the backward two in front of its own has
-        # ended: when that in front of it might begin.
+        """Walk the order of the rank to its end; yield the (code, stage, unit) that must wait."""
+        # Memory for a unit that comes back is free at the end of the compute before the preceding
+        # backward, that is when the preceding backward may begin.
         begun_s = room_s = 0.0
         first_backward = True
         for code, place, unit in zip(*self.order, strict=True):
@@ -184,7 +184,7 @@ class _Rank:
                 self._reducing_s = stage.reduce_s
 
     def _forward(self, stage: _VirtualStage, unit: int, arrived: float) -> None:
-        """Run a forward, and send off what it makes and what leaves the device."""
+        """Run a forward, send its result, and start the copy of its offloaded blocks."""
         seconds, leaves, free = stage.forward_s[unit], stage.leaves[unit], self.free_s
         start = arrived if arrived > free else free
         if leaves:
@@ -212,7 +212,7 @@ class _Rank:
             stage.gone_s[unit] = self._leaving_s
 
     def _backward(self, stage: _VirtualStage, unit: int, arrived: float, room_s: float) -> None:
-        """Run a backward, behind the copy back of its unit, for which there is room at `room_s`."""
+        """Run a backward after its unit is copied back; memory for the copy is free at `room_s`."""
         seconds, free, flow = stage.backward_s[unit], self.free_s, stage.flow
         layer_s = seconds / flow.layers
         start = arrived if arrived > free else free
@@ -234,7 +234,7 @@ class _Rank:
             stage.below.gradient_arrived_s[unit] = sent
 
     def _wait(self, start: float, made: float, arrived: float) -> None:
-        """Book what compute that begins at `start` waited for."""
+        """Record the causes of the wait before compute that begins at `start`."""
         computed = max(self.free_s, made)
         delivered = max(computed, arrived)
         self.bubble_s += computed - self.free_s
@@ -243,7 +243,7 @@ class _Rank:
 
 
 class _Wire:
-    """One direction of the link between two neighbours; messages pass one behind the other."""
+    """One direction of the link between two neighbours, which carries messages one at a time."""
 
     def __init__(self, link: Link, *, costs: Costs) -> None:
         self.seconds: list[float] = (costs.message_bytes / link.bytes_per_s).tolist()
@@ -251,7 +251,7 @@ class _Wire:
         self.free_s = self.last_s = 0.0
 
     def send(self, unit: int, *, ready: float) -> float:
-        """Send what belongs to a unit; return when it arrives."""
+        """Send the message of a unit that is ready at `ready`; return its arrival."""
         begin = ready if ready > self.free_s else self.free_s
         self.free_s = begin + self.seconds[unit]
         self.last_s = self.free_s + self.latency_s
@@ -270,7 +270,7 @@ def _play(ranks: Sequence[_Rank]) -> None:
     """Resume rank after rank, down the pipeline and up again, until all have ended.
 
     Raises:
-        DeadlockError: they wait for each other.
+        DeadlockError: Ranks that wait for each other.
     """
     walks = [rank.run() for rank in ranks]
     waiting: dict[int, tuple[int, int, int]] = {}
@@ -293,7 +293,7 @@ def _play(ranks: Sequence[_Rank]) -> None:
 
 
 def _held_bytes(rank: _Rank, *, costs: Costs, offsets: np.typing.NDArray[np.int64]) -> float:
-    """Peak of what the units of a rank hold, from the order of its compute alone."""
+    """Return the peak bytes that the units of a rank hold, from the order of its compute alone."""
     own = list(rank.stages)
     codes, virtual, units = (np.array(column) for column in rank.order)
     counts = np.diff(np.append(offsets, costs.num_units))
@@ -320,7 +320,7 @@ def _held_bytes(rank: _Rank, *, costs: Costs, offsets: np.typing.NDArray[np.int6
         [(kept + is_first * (kv + gradients))[at], operands[at]],
         0.0,
     )
-    # Operands of a weight half come as what its backward ends to hold goes.
+    # Operands of a weight half are allocated when its backward frees the saved activations.
     change = taken - released + np.where(codes == B, operands[at], 0.0)
     after = np.cumsum(change)
     held = np.maximum(after, after - change + taken)

@@ -1,1 +1,1 @@
-"""Messages and copies: where a program has them between its compute."""
+"""Placement of messages and copies between the compute actions of a program."""

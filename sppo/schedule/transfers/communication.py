@@ -1,10 +1,11 @@
-"""Placing the sends and receives of a program.
+"""Placement of the sends and receives of a program.
 
-A SEND stands right behind the action that makes the tensor. The place of the RECV decides whether
-the program can deadlock. Placed in front of its consumer (the obvious lowering), receives of two
-neighbours can wait for each other as soon as several messages share a queue. Placed *from the
-sender's side*, in one global order of simulated time, all ranks see all messages in the same
-order, so even a single queue per rank moves on: `checks.deadlock.check_deadlock_free` proves it.
+A SEND comes directly after the action that makes the tensor. The place of the RECV decides whether
+the program can deadlock. If each RECV is placed directly before its consumer (the obvious
+lowering), receives of two neighbours can wait for each other as soon as several messages share a
+queue. If each RECV is placed at the moment of its SEND, in one global order of simulated time, all
+ranks see all messages in the same order, so even a single queue per rank makes progress:
+`checks.deadlock.check_deadlock_free` proves it.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ _WIRES: Mapping[ActionKind, tuple[Wire, int, int]] = {
     ActionKind.F: ("act", encoding.SEND_ACT, 1),
     ActionKind.B: ("grad", encoding.SEND_GRAD, -1),
 }
-"""Messages with the results of compute: the wire, the opcode of the SEND, how many stages on."""
+"""Messages with the results of compute: the wire, the opcode of the SEND, and the step from the
+producing to the consuming stage."""
 _MESSAGES = (encoding.SEND_ACT, encoding.SEND_GRAD, encoding.RECV_ACT, encoding.RECV_GRAD)
 
 
 class Message(NamedTuple):
-    """One message: who sends it to whom, and the actions on both ends."""
+    """Message between two ranks, with the actions on both ends."""
 
     sender: int
     receiver: int
@@ -41,7 +43,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MessageMap:
-    """All messages a schedule needs, looked up by the action that makes the tensor.
+    """All messages that a schedule needs, looked up by the action that makes the tensor.
 
     `groups` and `routes` are empty unless units are cut into shards.
     """
@@ -52,7 +54,7 @@ class MessageMap:
     routes: Mapping[tuple[int, int], tuple[Route, ...]]
 
     def sent_by(self, action: Action) -> list[Message]:
-        """Messages that carry the result of `action`, an F or B, to other ranks."""
+        """Return the messages that carry the result of `action`, an F or B, to other ranks."""
         if action.kind not in _WIRES:
             return []
         wire, code, step = _WIRES[action.kind]
@@ -83,7 +85,7 @@ class MessageMap:
 
 
 def message_map(schedule: Schedule, *, programs: Sequence[EncodedProgram]) -> MessageMap:
-    """The messages `schedule` needs."""
+    """Return the messages that `schedule` needs."""
     groups = find_msp_groups(schedule, programs=programs)
     rank_of = [schedule.placement.rank_of(stage) for stage in range(schedule.num_stages)]
     return MessageMap(schedule, rank_of, groups, msp_routes(schedule, groups=groups))
@@ -92,16 +94,16 @@ def message_map(schedule: Schedule, *, programs: Sequence[EncodedProgram]) -> Me
 def place_messages(schedule: Schedule, *, costs: Costs | None = None) -> Schedule:
     """Return `schedule` with a SEND and a RECV for every tensor that crosses ranks.
 
-    Each RECV stands at the moment of its SEND, in one global order of simulated time.
+    Each RECV is placed at the moment of its SEND, in one global order of simulated time.
 
     Args:
         schedule: A valid schedule without messages.
-        costs: What that order is simulated with; every rank must use the same. Unit costs if not
+        costs: Costs with which the order is simulated, the same on every rank; unit costs if not
             given.
 
     Raises:
-        ValueError: the schedule has messages already, or its order contradicts itself (a
-            :class:`DeadlockError` where ranks wait for each other).
+        ValueError: A schedule that has messages already, or whose order has a cycle (a
+            :class:`DeadlockError` if ranks wait for each other).
     """
     encoded = encode(schedule)
     for rank, codes in enumerate(own.codes for own in encoded):
@@ -113,7 +115,7 @@ def place_messages(schedule: Schedule, *, costs: Costs | None = None) -> Schedul
     taken = [0] * schedule.num_ranks
     for rank, index in _in_time_order(schedule, programs=encoded, costs=costs):
         if index < taken[rank]:
-            continue  # a shard that its MSP group's first shard has placed
+            continue  # shard already placed with the first shard of its MSP group
         action = schedule.programs[rank][index]
         shards = [rank]
         if action.num_shards > 1:
@@ -141,8 +143,8 @@ def _in_time_order(
 ) -> Iterator[tuple[int, int]]:
     """Yield (rank, position) of every compute action by simulated completion, ties by rank.
 
-    Compute must take time, or an action and the one that needs it could tie; so everything is
-    raised to a millionth of the longest action.
+    Compute must take time, otherwise an action and its consumer could tie; so every time is raised
+    to at least a millionth of the longest action.
     """
     costs = costs or abstract_costs(
         schedule.num_stages, num_units=schedule.num_units, weight_s=1.0, backward_s=1.0

@@ -1,9 +1,9 @@
-"""Placing the copies of activations to the host tier and back in a program.
+"""Placement of the copies of saved tensors to the next tier and back in a program.
 
-The activation policy says which units leave, and with how much (costs.offload_bytes); here their
-D2H and H2D get a place in the programs. A D2H stands right behind its F. An H2D stands some
-backwards before its own, and may start when the compute in front of it is done: the room it needs
-is free then, and not before.
+The activation policy decides which units are offloaded, and how many bytes (costs.offload_bytes);
+this module places their D2H and H2D in the programs. A D2H comes directly after its F. An H2D comes
+some backwards before its own backward, and may start when the preceding compute is done, because
+only then is the memory for it free.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ def place_copies(
     Args:
         schedule: A training schedule without copies.
         offloaded: Whether a unit leaves the device, [num_stages, num_units].
-        prefetch: How many backwards before its own a unit starts to come back: more hides longer
-            copies and keeps more units on the device.
+        prefetch: How many backwards before its own a unit starts to come back: a larger number
+            hides longer copies and keeps more units on the device.
 
     Raises:
-        ValueError: a forward-only schedule, one that has copies, or a table of another shape.
+        ValueError: A forward-only schedule, a schedule that has copies, or a table of another
+            shape.
     """
     if offloaded.shape != (schedule.num_stages, schedule.num_units):
         raise ValueError(
@@ -72,7 +73,7 @@ def _with_copies(
             forward_at[action.stage, action.unit] = index
         elif action.kind is ActionKind.B and _leaves(action, offloaded, offsets):
             own = forward_at[action.stage, action.unit]
-            # The first backward has none before it; then the action in front of it must do.
+            # No backward precedes the first one; its copy starts at the compute before it.
             place = backwards[-prefetch:][0] if backwards else computes[-1]
             back = action._replace(kind=ActionKind.H2D)
             before.setdefault(max(place, own + 1), []).append(back)

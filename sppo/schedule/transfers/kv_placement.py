@@ -1,13 +1,15 @@
-"""Placing what becomes of K and V between a stage's forward and its backward.
+"""Placement of K and V between a stage's forward and its backward.
 
-All later subsequences of a sequence read K and V, so those of a stage are in use from its first
+All later subsequences of a sequence read K and V, so K and V of a stage are in use from its first
 forward to its last one, and again from its first backward on, which reads all of them. In between
 they need not be on the device:
 
-* Copied. The D2H of a unit stands behind its F and the copy of its saved tensors. The H2Ds are
-  spread over the backwards of the same rank that run before the stage's first one, as many of them
-  as the sequence has units: each stands in front of a backward and is done when that ends.
-* Recomputed. The KVs of a sequence stand in front of the stage's first backward of it.
+* Copied. The D2H of a unit comes after its F and the copy of its saved tensors. The H2Ds are spread
+  over the last backwards of the same rank before the stage's first backward, at most as many
+  backwards as the sequence has units: each H2D precedes a backward and is done when that backward
+  ends.
+* Recomputed. The KVs of a sequence come directly before the stage's first backward of that
+  sequence.
 """
 
 from __future__ import annotations
@@ -21,19 +23,19 @@ from sppo.quoting import quoted
 from sppo.schedule.actions import Action, ActionKind, Schedule
 
 KVPlacement = Literal["retained", "offloaded", "recomputed"]
-"""Placements of a stage's K and V between its forward and its backward of a sequence."""
+"""Placement of a stage's K and V between its forward and its backward of a sequence."""
 
 
 @cache
 def kv_of_turns(kv: KVPlacement, *, recomputed: int, turns: int) -> tuple[KVPlacement, ...]:
-    """Return what becomes of K and V of each stage of a rank, in the order of their forwards.
+    """Return the K/V placement of each stage of a rank, in the order of their forwards.
 
-    The last one's backward follows its forward, so it retains them.
+    The backward of the last stage directly follows its forward, so the last stage retains K and V.
 
     Args:
-        kv: what becomes of those that are not recomputed.
-        recomputed: stages that recompute theirs instead, spread evenly over all but the last.
-        turns: stages of the rank.
+        kv: Placement for the stages that do not recompute.
+        recomputed: Number of stages that recompute instead, spread evenly over all but the last.
+        turns: Number of stages of the rank.
     """
     others = turns - 1
     own: tuple[KVPlacement, ...] = tuple(
@@ -55,11 +57,11 @@ def place_kv(
     Args:
         schedule: A training schedule, with the copies of saved tensors and without messages.
         offloaded: Stages whose K and V leave the device.
-        recomputed: Stages that drop theirs and recompute them.
+        recomputed: Stages that drop K and V and recompute them.
 
     Raises:
-        ValueError: a forward-only schedule, one that cuts units of such a stage (MSP), or a stage
-            that is asked for both.
+        ValueError: A forward-only schedule, a schedule that cuts units of an offloaded or
+            recomputed stage (MSP), or a stage that is both offloaded and recomputed.
     """
     if not offloaded and not recomputed:
         return schedule
@@ -86,10 +88,10 @@ def place_kv(
 
 
 def kv_placement(actions: Iterable[Action]) -> KVPlacement:
-    """Return the placement of one stage's K and V by a program.
+    """Return the placement of one stage's K and V in a program.
 
     Args:
-        actions: of the stage.
+        actions: Actions of the stage.
     """
     for action in actions:
         if action.wire == "kv":
@@ -118,7 +120,7 @@ def _placed(
 def _before_backwards(
     program: Sequence[Action], *, offloaded: Collection[int], recomputed: Collection[int]
 ) -> dict[int, list[Action]]:
-    """H2Ds of K and V, and KVs, by the position of the backward in front of which they stand."""
+    """Return H2Ds of K and V, and KVs, by the position of the backward that they precede."""
     forwards: dict[_StageSequence, list[Action]] = {}
     first_backward: dict[_StageSequence, int] = {}
     last_forward: dict[_StageSequence, int] = {}

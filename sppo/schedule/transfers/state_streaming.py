@@ -1,15 +1,16 @@
-"""Placing the copies of weights and gradients that live in another tier between their uses.
+"""Placement of the copies of weights and gradients that live in another tier between their uses.
 
-A rank with several stages computes with one of them for a while, then with the next. A *phase* is
-such a while: consecutive actions of a rank that read the weights of one stage, or add to its
+A rank with several stages computes with one stage for a while, then with the next. A *phase* is
+such a period: consecutive actions of a rank that read the weights of one stage, or add to its
 gradients.
 
-* Weights. `H2D_WEIGHTS` names a stage whose weights come, unless they are here already; they stay
-  until two other stages have been named. In front of every phase stands that of the next one, so
-  weights come one phase ahead, in the room of the phase before.
-* Gradients. `D2H_GRADIENTS` of a stage stands behind its phase, and behind its REDUCE. Where a
-  stage has several phases, `H2D_GRADIENTS` brings back what has been added up, in front of the last
-  action of the phase before: what left last has made room by then.
+* Weights. `H2D_WEIGHTS` names a stage whose weights are copied to the device, unless they are there
+  already; they stay until two other stages have been named. Each phase is preceded by the
+  `H2D_WEIGHTS` of the next phase, so weights are copied one phase ahead, into the memory of the
+  phase before.
+* Gradients. `D2H_GRADIENTS` of a stage comes after each of its phases; the last one comes after its
+  REDUCE, too. If a stage has several phases, `H2D_GRADIENTS` brings the accumulated gradients back
+  before the last action of the preceding phase, when the latest D2H has freed memory for them.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ class Phase:
     """Consecutive uses of one stage in the program of a rank.
 
     Attributes:
-        stage: Which.
-        first: Position of its first action.
-        last: Position of its last action.
+        stage: Stage that is used.
+        first: Position of the first action of the phase.
+        last: Position of the last action of the phase.
     """
 
     stage: int
@@ -39,12 +40,12 @@ def place_state(schedule: Schedule, *, weights: bool, gradients: bool) -> Schedu
     """Return `schedule` with the copies of weights and gradients that live in another tier.
 
     Args:
-        schedule: With everything else, but without messages.
-        weights: Weights live in another tier.
-        gradients: Gradients do.
+        schedule: Schedule with all actions except messages.
+        weights: Whether weights live in another tier.
+        gradients: Whether gradients live in another tier.
 
     Raises:
-        ValueError: a schedule that cuts units (MSP), whose shards fetch weights by themselves.
+        ValueError: A schedule that cuts units (MSP), whose shards fetch weights themselves.
     """
     if not weights and not gradients:
         return schedule
@@ -78,8 +79,8 @@ def gradient_phases(program: Sequence[Action], *, last_stage: int) -> list[Phase
     """Return the phases in which a rank adds to gradients, in order.
 
     Args:
-        program: of the rank.
-        last_stage: whose forwards form the gradients of the head.
+        program: Program of the rank.
+        last_stage: Last stage of the pipeline, whose forwards form the gradients of the head.
     """
     return _phases(
         program,
