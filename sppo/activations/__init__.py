@@ -1,1 +1,1 @@
-"""Placement of saved activations between forward and backward, as plans decide it."""
+"""Placement of saved activations between forward and backward, as decided by plans."""

@@ -1,8 +1,8 @@
 """Layout of the activations that one rank saves on one stage: rows, bytes, extents of blocks.
 
-The offloaded rows of the tensors of one layer of one unit are packed one behind the other into one
-block, which is copied at once. Extents in the next tier are assigned to all blocks before the step,
-so that nothing is allocated while it runs.
+The offloaded rows of the tensors of one layer of one unit are packed into one block, which is
+copied at once. Extents in the next tier are assigned to all blocks before the step, so that nothing
+is allocated while the step runs.
 """
 
 from __future__ import annotations
@@ -27,45 +27,45 @@ from sppo.config.model import ModelConfig
 from sppo.schedule.orders import UnitKey
 
 TENSOR_ALIGNMENT_BYTES = 64
-"""Alignment of the tensors in a block, for which kernels are fastest."""
+"""Alignment of the tensors in a block, with which kernels are fastest."""
 BLOCK_ALIGNMENT_BYTES = 4096
-"""Alignment of the blocks and of their sizes: sectors of a disk, read without the page cache."""
+"""Alignment of block offsets and sizes, required by disk reads that bypass the page cache."""
 PREFETCH_LAYERS = 2
-"""Layers that are prefetched ahead of the one in use: 1 + ceil(t_H2D / t_backward), which is 2 if a
-block comes back within a layer's backward. If copies are slower, the whole step waits for them, and
+"""Number of layers prefetched ahead of the layer in use: 1 + ceil(t_H2D / t_backward), which is 2
+if a block comes back within a layer's backward. If copies are slower, the whole step waits, and
 prefetching more layers would only move the wait."""
 
 SOURCES_HELD = 2
-"""Blocks of an accelerator that may be on their way out, from where they were computed, before
-compute waits: the one just saved and the one before it."""
+"""Number of blocks that may be in flight directly from where an accelerator computed them before
+compute waits: the block just saved and the one before."""
 
 
 class ActivationKey(NamedTuple):
-    """Saved tensors of one layer of one unit; the head counts as the layer after the last."""
+    """Key of the saved tensors of one layer of one unit; the head is the layer after the last."""
 
     sequence: int
     subsequence: int
     layer: int
     is_kv: bool = False
-    """Whether it names K and V, where they leave the device between forward and backward."""
+    """Whether the key is of K and V, if they are offloaded between forward and backward."""
 
 
 class Extent(NamedTuple):
-    """Range of bytes in the tier that holds a block."""
+    """Range of bytes of a block in the next tier."""
 
     offset_bytes: int
     size_bytes: int
-    """0 for a key that offloads nothing."""
+    """Size of the block; 0 for a key that offloads nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadSchedule:
-    """Blocks of one step: their extents, the order of their use, and the slots needed."""
+    """Blocks of one step: their extents, the order of their use, and the number of slots."""
 
     extents: Mapping[ActivationKey, Extent]
-    """Extents of all keys of the step; those that offload nothing have size 0."""
+    """Extents of all keys of the step; keys that offload nothing have size 0."""
     order: Sequence[ActivationKey]
-    """Keys in the order in which backward takes them."""
+    """Keys in the order in which backward uses their blocks."""
     staging_slots: int
     """Host slots for blocks on their way to or from a disk."""
     ring_slots: int
@@ -78,20 +78,20 @@ class OffloadSchedule:
 
     @property
     def tier_bytes(self) -> int:
-        """Size of the tier that holds all blocks."""
+        """Bytes of the tier that hold all blocks."""
         return max((sum(extent) for extent in self.extents.values()), default=0)
 
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """The blocks of one stage's layers, as functions of the rows that are offloaded.
+    """Layout of the blocks of one stage's layers, as functions of the offloaded rows.
 
     Attributes:
-        model: Whose tensors they carry.
-        element_bytes: Of the compute dtype.
-        layers: Of the stage.
-        input_every: Layers that share one saved input.
-        shared_by: Devices that share the rows of a subsequence.
+        model: Model whose tensors the blocks hold.
+        element_bytes: Bytes of an element of the compute dtype.
+        layers: Layers of the stage.
+        input_every: Number of layers that share one saved input.
+        shared_by: Number of devices over which the rows of a subsequence are sharded.
     """
 
     model: ModelConfig
@@ -103,19 +103,20 @@ class BlockLayout:
     def has_own_input(self, layer: int, *, attention_saved: bool) -> bool:
         """Return whether a layer saves its input.
 
-        Without its attention output no layer can recompute the input of the one above.
+        Every layer does if attention outputs are not saved, because a layer without its attention
+        output cannot recompute the input of the layer above.
         """
         return (layer - self.layers.start) % self.input_every == 0 or not attention_saved
 
     def tensor_rows(
         self, rows: Rows, *, own_input: bool, residual: Rows | None = None
     ) -> dict[str, int]:
-        """Rows of each tensor, by name, without the tensors that have none.
+        """Return the rows of each tensor, by name, without tensors of 0 rows.
 
         Args:
-            rows: of each class.
-            own_input: whether x_in is among them.
-            residual: of those of the residual stream, where they have others.
+            rows: Rows of each class.
+            own_input: Whether the layer saves x_in.
+            residual: Rows of each class for tensors of the residual stream, if they differ.
         """
         found = {}
         for name, index, _ in self._tensors:
@@ -127,7 +128,7 @@ class BlockLayout:
     def tensor_bytes(
         self, rows: Rows, *, own_input: bool, residual: Rows | None = None
     ) -> dict[str, int]:
-        """Bytes of the same tensors on one device."""
+        """Return the bytes of the tensors of :meth:`tensor_rows` on one device, by name."""
         found = self.tensor_rows(rows, own_input=own_input, residual=residual)
         sizes = {name: size for name, _, size in self._tensors}
         return {name: -(-count * sizes[name] // self.shared_by) for name, count in found.items()}
@@ -145,7 +146,7 @@ class BlockLayout:
     def blocks(
         self, rows: Rows, *, attention_saved: bool, residual: Rows | None = None
     ) -> tuple[int, ...]:
-        """Return the size of each layer's block, of the same tensors."""
+        """Return the size of each layer's block for given rows, see :meth:`tensor_rows`."""
         sizes = {
             own: packed_bytes(self.tensor_bytes(rows, own_input=own, residual=residual).values())
             for own in (False, True)
@@ -178,19 +179,20 @@ class BlockLayout:
         return tensors * (TENSOR_ALIGNMENT_BYTES - 1) + BLOCK_ALIGNMENT_BYTES - 1
 
     def taken_at_once(self, *, attention_saved: bool) -> int:
-        """Return the most layers that backward takes together: those that share an input."""
+        """Return the largest number of layers that backward runs together, sharing an input."""
         return min(self.input_every, len(self.layers)) if attention_saved else 1
 
     @property
     def ring_slots(self) -> int:
-        """Slots for the blocks that are prefetched or in use."""
+        """Number of device slots for the blocks that are prefetched or in use."""
         return PREFETCH_LAYERS + self.taken_at_once(attention_saved=True)
 
     @property
     def staging_slots(self) -> int:
-        """Slots for the blocks of one subsequence, written to a disk while the next computes.
+        """Number of host slots for one subsequence's blocks, written to disk during the next one.
 
-        Where K and V leave too, in blocks of their own, it is half of a subsequence's.
+        If K and V are offloaded too, in blocks of their own, this is half of a subsequence's
+        blocks.
         """
         return max(2, len(self.layers))
 
@@ -201,10 +203,10 @@ class ActivationLayout:
 
     Attributes:
         blocks: Layout of the blocks of the stage.
-        shards: Placements of each unit's shards, one for every rank among which it is sharded.
-        rank: Position of this rank among those.
+        shards: Placements of each unit's shards, one per rank over which the unit is sharded.
+        rank: Position of this rank among these ranks.
         whole: Placements of the tensors that have all of a unit's tokens and a shard of the heads
-            or of the MLP width (Megatron); None if every tensor has a rank's own tokens.
+            or of the MLP width (Megatron); None if every tensor has only the rank's own tokens.
     """
 
     blocks: BlockLayout
@@ -219,7 +221,10 @@ class ActivationLayout:
         )
 
     def tensor_rows(self, unit: UnitKey, layer: int) -> tuple[dict[str, int], dict[str, int]]:
-        """Return (offloaded, retained): first rows of each tensor of a layer, and those behind."""
+        """Return (offloaded, retained) rows of each tensor of a layer.
+
+        The offloaded rows are the first rows of a tensor; the retained rows follow.
+        """
         placement, residual = self._placement(unit), self.shards[unit][self.rank]
         own, rows = self.saves_input(unit, layer), self.blocks.tensor_rows
         return (
@@ -228,7 +233,7 @@ class ActivationLayout:
         )
 
     def without_attention(self, unit: UnitKey) -> tuple[int, ...]:
-        """Last tokens of each rank's whose attention output is recomputed."""
+        """Return the number of last tokens, per rank, whose attention output is recomputed."""
         return tuple(shard.recomputed[ATTENTION] for shard in self.shards[unit])
 
     def retained_bytes(self, unit: UnitKey) -> int:
@@ -251,14 +256,14 @@ class ActivationLayout:
         sequences_in_flight: int,
         kv_row_bytes: int = 0,
     ) -> OffloadSchedule:
-        """Assign extents to all blocks of the stage, those of a sequence one behind the other.
+        """Assign extents to all blocks of the stage; the blocks of a sequence are contiguous.
 
         Args:
-            backward_order: the units in the order of their backwards.
-            kv_row_bytes: bytes of K, and of V, of one token and layer, where they leave the device
-                too; 0 where they stay.
-            sequences_in_flight: sequences that have blocks in the tier at once, always those that
-                began one after another.
+            backward_order: Units in the order of their backwards.
+            sequences_in_flight: Number of sequences that have blocks in the tier at once; these are
+                always consecutive sequences.
+            kv_row_bytes: Bytes of K, and of V, of one token and layer, if K and V are offloaded
+                too; 0 if they stay on the device.
         """
         layers, ends = self.blocks.layers, {sequence: 0 for sequence, _ in self.shards}
         starts: dict[ActivationKey, Extent] = {}
@@ -302,11 +307,11 @@ class ActivationLayout:
 def joint_schedule(
     stages: Sequence[OffloadSchedule], *, order: Sequence[ActivationKey]
 ) -> OffloadSchedule:
-    """Return the blocks of all stages of a rank: one stage's part of the tier behind the other's.
+    """Return the blocks of all stages of a rank, with the stages' tier regions concatenated.
 
     Args:
-        stages: the blocks of each.
-        order: all keys in the order in which backward takes them.
+        stages: Blocks of each stage.
+        order: All keys in the order in which backward uses their blocks.
     """
     extents: dict[ActivationKey, Extent] = {}
     begin = 0
@@ -322,7 +327,7 @@ def joint_schedule(
 
 
 def packed_offsets(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """Return the offset of each tensor in a block, in the order given, and the block's size."""
+    """Return the offset of each tensor in a block, in the given order, and the block's size."""
     offsets, end = {}, 0
     for name, size in sizes.items():
         offsets[name] = end
@@ -331,7 +336,7 @@ def packed_offsets(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
 
 
 def packed_bytes(sizes: Iterable[int]) -> int:
-    """Return the size of a block of tensors of these sizes."""
+    """Return the size of a block of tensors with the given sizes."""
     return aligned_bytes(sum(map(aligned_bytes, sizes)), BLOCK_ALIGNMENT_BYTES)
 
 

@@ -1,15 +1,16 @@
-"""The ``hybrid`` activation policy: retain what fits, offload what hides, recompute the rest.
+"""The ``hybrid`` activation policy: retain what fits, offload what overlaps, recompute the rest.
 
-Bytes freed by a copy that hides cost nothing, so a stage first tries that alone: every subsequence
-offloads what a copy of some rate takes away behind it, alpha_i A_i = rate * T_(i+1), with the
-least rate that makes the rest fit. If none will do, a fraction of all there is goes, waited for
-where that must be, and what is still too much is recomputed: the linear class first, then
-attention, the earliest subsequence first, for its bytes are held longest. The tier is also filled
-class by class: inputs of all subsequences first, then attention outputs.
+Memory freed by a copy that overlaps compute costs no time, so a stage first tries such copies
+alone: every subsequence offloads what a copy at some rate transfers during the next forward,
+alpha_i A_i = rate * T_(i+1), with the smallest rate at which the rest fits. If no rate suffices,
+the stage offloads a fraction of all bytes that may be offloaded, waiting for copies if necessary,
+and recomputes until the rest fits: the linear class first, then attention, starting with the
+earliest subsequence, whose bytes are held longest. The tier is also tried filled class by class:
+inputs of all subsequences first, then attention outputs.
 
-Which fraction is best only the whole step can tell, so there are several :func:`choices`. They are
-the same on every machine: more memory only makes more of them fit, and faster copies only make
-each of them faster, so a better machine never makes for a slower plan.
+Which fraction is best depends on the whole step, so there are several :func:`choices`. The choices
+are the same on every machine: more memory only makes more of them fit, and faster copies only make
+each of them faster, so a better machine never gets a slower plan.
 """
 
 from __future__ import annotations
@@ -36,13 +37,14 @@ from sppo.schedule.costs import Table
 
 _BISECTIONS = 24
 _STEPS = {False: 32, True: 8}
-"""Steps from offloading nothing to offloading everything; fewer for large tables."""
+"""Number of steps from offloading nothing to offloading everything; fewer for large tables."""
 _LARGE = 4096
 _ROUNDING_BYTES = 2
-"""Buckets are rounded to whole bytes on their own."""
+"""Margin in bytes, because each memory bucket is rounded to whole bytes separately."""
 
 WantedBytes = Callable[["StageProblem", float | Table], Table]
-"""Bytes of each subsequence that a fraction of all to offload comes to, [subsequences]."""
+"""Function from a fraction of all bytes that may be offloaded to bytes of each subsequence,
+[subsequences]."""
 StageCounts = tuple[Counts, Counts, Counts]
 """Rows retained, offloaded, recomputed, each [subsequences, 3]."""
 
@@ -66,14 +68,14 @@ class StageProblem:
 
     @property
     def movable_bytes(self) -> Table:
-        """All of each subsequence that may be moved; the last one's are needed at once."""
+        """Bytes of each subsequence that may be offloaded; 0 for the last, needed at once."""
         saved: Table = self.tokens * self.row_bytes.sum()
         saved[-1] = 0.0
         return saved
 
 
 def choices(inputs: PolicyInputs) -> Iterator[ActivationPlacement]:
-    """Placements worth pricing; all fit, or the only one needs the least memory of all."""
+    """Yield the placements to compare; if none fits, only the placement of least memory."""
     keys = alike_stages(
         *(inputs.row_bytes, inputs.shared_input_bytes, inputs.in_flight, inputs.sequences),
         *(inputs.next_forward_s, inputs.hidden_bytes, inputs.device_bytes, inputs.tier_bytes),
@@ -110,7 +112,7 @@ def choices(inputs: PolicyInputs) -> Iterator[ActivationPlacement]:
 
 
 def without_waiting(problem: StageProblem) -> StageCounts | None:
-    """Placement that recomputes nothing and waits for nothing; None where that does not fit."""
+    """Return the placement without recomputation and waits for copies; None if it does not fit."""
     if not _has_room(problem):
         return None
     rows, nothing = _whole(problem), np.zeros((len(problem.tokens), 3), dtype=np.int64)
@@ -126,7 +128,7 @@ def without_waiting(problem: StageProblem) -> StageCounts | None:
         offloaded = _offloaded(wanted(rate), problem)
         return _fits(rows - offloaded, offloaded, problem)
 
-    # A little more than the largest rate, so that at it every subsequence offloads all that hides.
+    # Slightly above the largest rate, so that every subsequence offloads all its hidden_bytes.
     most = float((problem.hidden_bytes / problem.next_forward_s).max()) * (1 + 1e-9)
     if not _in_tier(wanted(most), problem):
         most, _ = _bisected(0.0, most, lambda rate: not _in_tier(wanted(rate), problem))
@@ -140,12 +142,16 @@ def without_waiting(problem: StageProblem) -> StageCounts | None:
 def with_fractions(
     problem: StageProblem, *, fractions: Table, wanted: WantedBytes | None = None
 ) -> list[StageCounts | None]:
-    """Offload some fractions, recompute what is then too much; None of those that do not fit.
+    """Return placements that offload given fractions and recompute until the rest fits.
 
     Args:
-        problem: of one stage.
-        fractions: of all that may be offloaded.
-        wanted: what of each subsequence that is; by time if not given.
+        problem: Inputs of one stage.
+        fractions: Fractions of all bytes that may be offloaded.
+        wanted: Function from a fraction to bytes of each subsequence; :func:`_by_time` if not
+            given.
+
+    Returns:
+        Placement for each fraction; None if it does not fit.
     """
     if not _has_room(problem):
         return [None] * len(fractions)
@@ -164,13 +170,13 @@ def with_fractions(
 def _recomputing(
     retained: Counts, offloaded: Counts, problem: StageProblem, *, serves: npt.NDArray[np.bool_]
 ) -> StageCounts | None:
-    """Recompute the fewest classes that make a placement fit; None if it does not.
+    """Recompute the fewest classes with which a placement fits; None if it never fits.
 
     Args:
-        retained: rows of the placement, [N, 3].
-        offloaded: the same.
-        problem: of one stage.
-        serves: whether recomputing so many of the classes does, [2 N + 1].
+        retained: Retained rows of the placement, [N, 3].
+        offloaded: Offloaded rows of the placement, [N, 3].
+        problem: Inputs of one stage.
+        serves: Whether the placement fits with so many classes recomputed, [2 N + 1].
     """
     if serves[0]:
         return retained, offloaded, np.zeros_like(retained)
@@ -183,19 +189,19 @@ def _recomputing(
 
 
 def _serving(retained: Counts, offloaded: Counts, problem: StageProblem) -> npt.NDArray[np.bool_]:
-    """Return whether placements fit that recompute their first classes; see :func:`_freed`.
+    """Return whether placements fit with their first classes recomputed; see :func:`_freed`.
 
-    What is held falls with each class by its own rows, but where layers share an input those of
-    all are saved with the attention class recomputed; joining takes what the worst subsequence
-    does, of those with the class recomputed and of those behind them.
+    Recomputing a class frees its own rows; but if layers share an input, recomputing the attention
+    class makes every layer save its input. Memory for joining cut classes is that of the worst
+    subsequence, among those with the class recomputed and those after them.
 
     Args:
-        retained: rows of some placements, [n, N, 3].
-        offloaded: the same.
-        problem: of one stage.
+        retained: Retained rows of n placements, [n, N, 3].
+        offloaded: Offloaded rows of n placements, [n, N, 3].
+        problem: Inputs of one stage.
 
     Returns:
-        [n, 2 N + 1].
+        Whether each placement fits with 0 to 2 N classes recomputed, [n, 2 N + 1].
     """
     count = len(problem.tokens)
     held = (retained * problem.row_bytes) * problem.in_flight[:, None]
@@ -225,16 +231,16 @@ def _serving(retained: Counts, offloaded: Counts, problem: StageProblem) -> npt.
 
 
 def least(problem: StageProblem) -> StageCounts:
-    """Placement of least memory: all recomputed that can be, the best fraction offloaded.
+    """Return the placement of least memory: best fraction offloaded, the rest recomputed.
 
-    What is offloaded needs places to wait in, which may be more than it frees.
+    Offloaded rows need slots for their copies, which may take more memory than offloading frees.
     """
     fractions = np.arange(_STEPS[False] + 1)[:, None] / _STEPS[False]
     wanted = [
         way(problem, _most_in_tier(problem, way) * fractions) for way in (_by_time, _by_class)
     ]
     sent = _offloaded(np.concatenate(wanted), problem)
-    # Where layers share an input, attention kept may take less than the inputs of them all.
+    # If layers share an input, retained attention may take less than the inputs of all layers.
     kept = [[X_IN], [X_IN, ATTENTION]][: 1 + bool(problem.shared_input_bytes)]
     offloaded = np.concatenate([sent] * len(kept))
     left = np.zeros_like(offloaded)
@@ -248,7 +254,7 @@ def least(problem: StageProblem) -> StageCounts:
 
 
 def _most_in_tier(problem: StageProblem, wanted: WantedBytes) -> float:
-    """The largest fraction of everything that the tier takes."""
+    """Return the largest fraction of all bytes that fits the tier."""
     if _in_tier(wanted(problem, 1.0), problem):
         return 1.0
     fraction, _ = _bisected(
@@ -258,7 +264,7 @@ def _most_in_tier(problem: StageProblem, wanted: WantedBytes) -> float:
 
 
 def _bisected(low: float, high: float, is_high: Callable[[float], bool]) -> tuple[float, float]:
-    """Two neighbours between which `is_high` turns from false to true; it is true of `high`."""
+    """Return neighbours between which `is_high` turns true; `is_high` must be true of `high`."""
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
         low, high = (low, middle) if is_high(middle) else (middle, high)
@@ -270,11 +276,12 @@ def _whole(problem: StageProblem) -> Counts:
 
 
 def _by_class(problem: StageProblem, fraction: float | Table) -> Table:
-    """Bytes of the first tensor classes of all subsequences, up to all there are.
+    """Return the bytes of the first tensor classes of all subsequences, up to a fraction of all.
 
     Args:
-        problem: of one stage.
-        fraction: of all; of a column, [n, 1], each gives a row of the result.
+        problem: Inputs of one stage.
+        fraction: Fraction of all bytes that may be offloaded; a column, [n, 1], gives one row of
+            the result per fraction.
     """
     saved: Table = problem.tokens[:, None] * problem.row_bytes
     saved[-1] = 0.0
@@ -287,11 +294,11 @@ def _by_class(problem: StageProblem, fraction: float | Table) -> Table:
 
 
 def _by_time(problem: StageProblem, fraction: float | Table) -> Table:
-    """Bytes in proportion to the time they may take, up to all there are.
+    """Return bytes in proportion to the time available for their copy, up to all bytes.
 
     Args:
-        problem: of one stage.
-        fraction: as of :func:`_by_class`.
+        problem: Inputs of one stage.
+        fraction: Fraction of all bytes that may be offloaded, as in :func:`_by_class`.
     """
     saved = problem.movable_bytes
     most = float((saved / problem.next_forward_s).max())
@@ -313,7 +320,7 @@ def _in_tier(wanted: Table, problem: StageProblem) -> bool:
 
 
 def _has_room(problem: StageProblem) -> bool:
-    """Return whether there is room for anything: most ways to divide devices leave none."""
+    """Return whether the device has any memory left; most divisions of devices leave none."""
     return problem.device_bytes >= _ROUNDING_BYTES
 
 
@@ -322,12 +329,12 @@ def _fits(retained: Counts, offloaded: Counts, problem: StageProblem) -> bool:
 
 
 def _needed(retained: Counts, offloaded: Counts, problem: StageProblem) -> float:
-    """Device bytes at the worst moment: what is retained, and room for copies."""
+    """Return the device bytes at the worst moment: retained rows, and slots for copies."""
     return float(_needed_by_each(retained[None], offloaded[None], problem)[0])
 
 
 def _needed_by_each(retained: Counts, offloaded: Counts, problem: StageProblem) -> Table:
-    """Device bytes that each of some placements needs, [placements]."""
+    """Return the device bytes that each of several placements needs, [placements]."""
     recomputed = problem.tokens[:, None] - retained - offloaded
     held = _saved(retained, recomputed, problem) @ problem.in_flight
     needed: Table = held + problem.slots.reserved(
@@ -337,7 +344,7 @@ def _needed_by_each(retained: Counts, offloaded: Counts, problem: StageProblem) 
 
 
 def _saved(rows: Counts, recomputed: Counts, problem: StageProblem) -> Table:
-    """Bytes of some rows of each subsequence, [..., N]."""
+    """Return the bytes of given rows of each subsequence, [..., N]."""
     return saved_bytes(
         rows,
         recomputed=recomputed,
@@ -347,7 +354,10 @@ def _saved(rows: Counts, recomputed: Counts, problem: StageProblem) -> Table:
 
 
 def _freed(retained: Counts, count: int) -> Counts:
-    """Return `retained` without the first `count` classes to recompute."""
+    """Return `retained` without the first `count` classes to recompute.
+
+    The order is the linear class of all subsequences, then their attention class.
+    """
     left = retained.copy()
     left[:count, LINEAR] = 0
     left[: max(0, count - len(retained)), ATTENTION] = 0
@@ -357,7 +367,7 @@ def _freed(retained: Counts, count: int) -> Counts:
 def _last_in_part(
     before: Counts, after: Counts, offloaded: Counts, problem: StageProblem
 ) -> Counts:
-    """Take of the last class only as many rows as are short, where it may be cut."""
+    """Recompute only as many rows of the last class as necessary, if it may be cut."""
     index, tensor_class = (int(n) for n in np.argwhere(before != after)[0])
     others = [offloaded[index, other] for other in range(3) if other != tensor_class]
     is_cut = any(0 < rows < problem.tokens[index] for rows in others)
@@ -365,13 +375,13 @@ def _last_in_part(
         return after
     row_bytes = float(problem.row_bytes[tensor_class]) * int(problem.in_flight[index])
     short = _needed(before, offloaded, problem) - problem.device_bytes + _ROUNDING_BYTES
-    if tensor_class == ATTENTION:  # then every layer saves its input
+    if tensor_class == ATTENTION:  # every layer saves its input then
         inputs = int(before[index, X_IN]) * int(problem.in_flight[index])
         short += inputs * float(problem.shared_input_bytes)
     rows = int(np.ceil(short / row_bytes / ROW_ALIGNMENT)) * ROW_ALIGNMENT
     left = before.copy()
     left[index, tensor_class] -= min(rows, int(before[index, tensor_class]))
-    # A cut takes memory to join what it cut.
+    # Joining the parts of a cut class takes memory.
     return left if _fits(left, offloaded, problem) else after
 
 

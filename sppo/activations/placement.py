@@ -1,6 +1,6 @@
 """Placement of saved activations: which rows are retained, offloaded and recomputed.
 
-A row is one token of one subsequence; the classes are those of
+A row is one token of one subsequence; the tensor classes are defined in
 :mod:`sppo.activations.tensor_classes`. Engines follow the :class:`SubsequencePlacement` of each
 subsequence; policies decide about all stages and subsequences at once from :class:`PolicyInputs`.
 """
@@ -24,20 +24,20 @@ Counts = npt.NDArray[np.int64]
 Rows = tuple[int, int, int]
 """Rows, i.e. tokens, of x_in, attention and linear."""
 ROW_ALIGNMENT = 128
-"""A cut class is cut at a multiple of this many rows."""
+"""Number of rows; a class is cut only at a multiple of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class SubsequencePlacement:
-    """Rows of every tensor class of one subsequence on one stage, by what happens to them.
+    """Rows of every tensor class of one subsequence on one stage, by placement.
 
     A tensor's first rows are offloaded, the next are retained, the last are recomputed.
 
     Attributes:
         retained: Rows of each class that stay on the device.
-        offloaded: Rows that go to the next tier and come back.
-        recomputed: Rows that backward computes again.
-        slot_offset_bytes: Where the offloaded rows of all its layers begin in the tier, as planned.
+        offloaded: Rows of each class that are copied to the next tier and back.
+        recomputed: Rows of each class that backward recomputes.
+        slot_offset_bytes: Planned offset in the tier of the offloaded rows of all the layers.
 
     Plan files keep the names that their first version gave the rows: kept, moved, rebuilt.
     """
@@ -51,18 +51,19 @@ class SubsequencePlacement:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the subsequence."""
+        """Number of tokens of the subsequence."""
         return self.retained[0] + self.offloaded[0] + self.recomputed[0]
 
     @property
     def attention_saved(self) -> bool:
-        """Return whether every layer's attention output is there for backward."""
+        """Whether the attention output of every layer is saved for backward."""
         return self.recomputed[ATTENTION] == 0
 
     def sharded(self, parts: Sequence[int]) -> tuple[SubsequencePlacement, ...]:
-        """Placements of shards of the subsequence that have ``parts`` tokens each.
+        """Return the placements of shards of the subsequence that have ``parts`` tokens each.
 
-        All save the same share of their rows, rounded down, so that what one recomputes all do.
+        All shards save the same fraction of their rows, rounded down, so that a class that one
+        shard recomputes is recomputed by all.
         """
         tokens = self.tokens
         saved = [m + k for m, k in zip(self.offloaded, self.retained, strict=True)]
@@ -81,11 +82,11 @@ class SubsequencePlacement:
 
 
 PlacementOf = Callable[[tuple[int, ...]], tuple[SubsequencePlacement, ...]]
-"""Lengths of a sequence's subsequences -> what one stage does with each."""
+"""Function from the lengths of a sequence's subsequences to their placements on one stage."""
 
 
 def planned_placement(planned: tuple[SubsequencePlacement, ...]) -> PlacementOf:
-    """One stage of a plan, for sequences cut as it says."""
+    """Return the placements that a plan gives one stage, for sequences cut as in the plan."""
 
     def placement_of(lengths: tuple[int, ...]) -> tuple[SubsequencePlacement, ...]:
         found = tuple(placement.tokens for placement in planned)
@@ -96,10 +97,10 @@ def planned_placement(planned: tuple[SubsequencePlacement, ...]) -> PlacementOf:
 
 
 def check_whole_classes(placements: Iterable[SubsequencePlacement]) -> None:
-    """Refuse what ranks with shards of the weights cannot do: recompute the last rows of a tensor.
+    """Raise ValueError if a class is recomputed in part, unsupported with sharded weights.
 
     Raises:
-        ValueError: a class is recomputed in part.
+        ValueError: A class that is recomputed in part.
     """
     for number, placement in enumerate(placements):
         for index, name in enumerate(CLASSES):
@@ -120,12 +121,12 @@ def _rows(counts: Iterable[int]) -> Rows:
 
 @dataclass(frozen=True, eq=False)
 class ActivationPlacement:
-    """Rows of every class by what happens to them.
+    """Rows of every tensor class of all stages and subsequences, by placement.
 
     Attributes:
-        retained: [stages, subsequences, 3], rows that stay on the device.
-        offloaded: the same, rows that go to the next tier and come back.
-        recomputed: the same, rows that backward computes again.
+        retained: Rows that stay on the device, [stages, subsequences, 3].
+        offloaded: Rows that are copied to the next tier and back, of the same shape.
+        recomputed: Rows that backward recomputes, of the same shape.
     """
 
     retained: Counts
@@ -141,20 +142,20 @@ class ActivationPlacement:
 
     @cached_property
     def alike(self) -> Sequence[int]:
-        """Return, for each stage, the first stage with the same rows, [stages]."""
+        """First stage with the same rows, for each stage, [stages]."""
         return alike_stages(self.retained, self.offloaded, self.recomputed)
 
     @property
     def offloads_anything(self) -> bool:
-        """Return whether any row leaves the device."""
+        """Whether any row leaves the device."""
         return bool(self.offloaded.any())
 
 
 def alike_stages(*tables: npt.NDArray[Any]) -> list[int]:
-    """Return for each stage the first one with equal rows, [stages].
+    """Return for each stage the first stage with equal rows in all tables, [stages].
 
     Args:
-        tables: [stages, ...] each.
+        tables: Tables of shape [stages, ...].
     """
     first = np.arange(len(tables[0]))
     differs = [(t[1:] != t[:-1]).any(axis=tuple(range(1, t.ndim))) for t in tables]
@@ -170,17 +171,17 @@ def alike_stages(*tables: npt.NDArray[Any]) -> list[int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopySlots:
-    """Device memory that copies take: room for so many blocks, whatever is copied when.
+    """Device memory for copies: a fixed number of block slots, whatever is copied when.
 
     Attributes:
-        row_bytes: What the slots take for every row of the subsequence that moves most,
-            [stages, 3].
-        padding_bytes: What alignment adds to that at most, [stages].
-        joined_bytes: What putting a cut class of one layer together takes at most, [stages].
-        queries_bytes: Of that, what counts nowhere else where the other part is recomputed,
+        row_bytes: Bytes of the slots per row of the subsequence that offloads most, [stages, 3].
+        padding_bytes: Upper bound of the bytes that alignment adds to the slots, [stages].
+        joined_bytes: Upper bound of the bytes for joining the parts of a cut class of one layer,
             [stages].
-        taken_at_once: Layers whose tensors backward holds at once, unless it recomputes attention,
-            [stages].
+        queries_bytes: Bytes for joining a class whose last part is recomputed, which the working
+            set does not count already: queries and keys of one layer, [stages].
+        taken_at_once: Number of layers whose tensors backward holds at once, unless it recomputes
+            attention, [stages].
     """
 
     row_bytes: Table
@@ -201,7 +202,7 @@ class CopySlots:
         )
 
     def reserved(self, placement: ActivationPlacement) -> Table:
-        """Return the bytes that a placement needs at most, [stages]; for one stage, per row."""
+        """Return the most bytes that a placement needs, [stages]; for one stage, per row."""
         needed: Table = self.of_blocks(placement.offloaded) + self.joined(placement).max(axis=1)
         return needed
 
@@ -223,34 +224,36 @@ class CopySlots:
 
 
 def _any_class(holds: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Return whether any class is True, [stages, subsequences]; many times faster than any."""
+    """Return whether any class is True, [stages, subsequences]; many times faster than np.any."""
     return holds[:, :, X_IN] | holds[:, :, ATTENTION] | holds[:, :, LINEAR]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PolicyInputs:
-    """Bytes, seconds and room that a policy decides from. Tables are [stages, subsequences].
+    """Bytes, seconds and available memory that a policy decides from.
+
+    Tables are [stages, subsequences] unless noted.
 
     Attributes:
         tokens: Tokens of every subsequence, [subsequences].
         row_bytes: Bytes of one row of each class on one device, all layers, [stages, 3].
-        shared_input_bytes: Of a row's inputs, those that layers do not save which share one,
-            [stages]; see :func:`saved_bytes`.
-        in_flight: How many times a subsequence is held at once at the worst moment; more than
-            once where several sequences overlap.
-        sequences: Sequences that have room in the next tier at once, [stages].
-        next_forward_s: Compute of the next subsequence's forward, behind which copies of this one
-            hide: without the exchanges of its group, which use the same wires.
-        hidden_bytes: What is out during that and back during the next subsequence's backward,
-            which comes before its own.
-        linear_recompute_s: Price of recomputing the linear class of a whole subsequence.
-        attention_recompute_s: Price of recomputing attention.
+        shared_input_bytes: Bytes of one row's layer inputs that are not saved because layers share
+            a saved input, [stages]; see :func:`saved_bytes`.
+        in_flight: Number of times a subsequence is held at once in the worst case; more than once
+            if several sequences overlap.
+        sequences: Number of sequences that are in the next tier at once, [stages].
+        next_forward_s: Seconds of compute of the next subsequence's forward, which copies of this
+            subsequence overlap; without the group's collectives, which use the same links.
+        hidden_bytes: Bytes that are copied out during the next subsequence's forward and back
+            during its backward, which precedes the backward of this subsequence.
+        linear_recompute_s: Seconds to recompute the linear class of a whole subsequence.
+        attention_recompute_s: Seconds to recompute the attention class of a whole subsequence.
         copy_bytes_per_s: Rate of the slower copy direction; 0 without another tier.
-        device_bytes: Room for saved activations on each stage's device, [stages].
-        tier_bytes: Room in the next tier for each stage, [stages].
-        slots: Device memory that copies take.
-        allow_partial: Whether a class may be cut; if not, all of it has one fate.
-        lasts: The last subsequence of each sequence, whose backward starts at once.
+        device_bytes: Available bytes for saved activations on each stage's device, [stages].
+        tier_bytes: Available bytes in the next tier for each stage, [stages].
+        slots: Device memory for copies.
+        allow_partial: Whether a class may be cut; if not, all rows of a class are placed alike.
+        lasts: Index of the last subsequence of each sequence, whose backward starts at once.
     """
 
     tokens: Counts
@@ -279,19 +282,20 @@ class PolicyInputs:
 def saved_bytes(
     rows: Counts, *, recomputed: Counts, row_bytes: Table, shared_input_bytes: Table
 ) -> Table:
-    """Bytes of some saved rows of each subsequence, all layers of a stage.
+    """Return the bytes of given saved rows of each subsequence, all layers of a stage.
 
-    Without its attention output no layer can recompute the input of the one above: then every
-    layer saves its own.
+    If attention outputs are recomputed, every layer saves its own input, because a layer without
+    its attention output cannot recompute the input of the layer above.
 
     Args:
-        rows: of each class, [..., subsequences, 3].
-        recomputed: rows of the same subsequences that backward recomputes, of the same shape.
-        row_bytes: of one row of each class, [..., 3].
-        shared_input_bytes: of one row's inputs that layers do not save which share one, [...].
+        rows: Saved rows of each class, [..., subsequences, 3].
+        recomputed: Rows of the same subsequences that backward recomputes, of the same shape.
+        row_bytes: Bytes of one row of each class, [..., 3].
+        shared_input_bytes: Bytes of one row's layer inputs that are not saved because layers share
+            a saved input, [...].
 
     Returns:
-        [..., subsequences].
+        Bytes, [..., subsequences].
     """
     x_in, attention, linear = np.moveaxis(row_bytes, -1, 0)[..., None]
     found: Table = rows[..., X_IN] * x_in + rows[..., ATTENTION] * attention
@@ -305,23 +309,23 @@ def saved_bytes(
 def prefix_rows(
     wanted: Table, *, tokens: Counts, row_bytes: Table, allow_partial: bool = True
 ) -> Counts:
-    """Rows that make up at most ``wanted`` bytes, class after class; the last class may be cut.
+    """Return the rows that make up at most ``wanted`` bytes, class after class.
 
     Args:
-        wanted: bytes to make up, [..., subsequences].
-        tokens: of every subsequence, [subsequences].
-        row_bytes: of one row of each class, [..., 3].
-        allow_partial: whether the last class may be cut.
+        wanted: Upper bound of the bytes, [..., subsequences].
+        tokens: Tokens of every subsequence, [subsequences].
+        row_bytes: Bytes of one row of each class, [..., 3].
+        allow_partial: Whether the last class may be cut.
 
     Returns:
-        [..., subsequences, 3].
+        Rows, [..., subsequences, 3].
     """
     by_class = np.zeros((len(CLASSES), *wanted.shape), dtype=np.int64)
     left = wanted.astype(np.float64)
     for index, rows in enumerate(by_class):
         size = np.maximum(row_bytes[..., index], 1e-300)[..., None]
         whole_bytes = tokens * size
-        # A tolerance, so that a whole class counts as whole in spite of rounding.
+        # With a tolerance, so that a whole class counts as whole in spite of rounding.
         whole = left >= whole_bytes * (1 - 1e-12)
         if allow_partial:
             np.floor(left / (size * ROW_ALIGNMENT), out=rows, casting="unsafe", where=~whole)

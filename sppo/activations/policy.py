@@ -4,14 +4,15 @@ A policy decides for each (stage, subsequence, class of :mod:`sppo.activations.t
 many rows, i.e. tokens, are retained on the device, offloaded to the next tier, and recomputed. At
 most one class of a subsequence is cut, at a multiple of 128 rows.
 
-- ``retain``, ``keep_attention``, ``recompute`` offload nothing: they keep all three classes, the
-  first two, or the first.
-- ``offload_all`` offloads everything.
-- ``sppo`` (SPPO paper, section 5.2) offloads what hides behind the next subsequence's forward,
-  alpha_i A_i = bandwidth * T_(i+1), retains the rest, and retains the last subsequence whole.
-- ``hybrid`` retains what fits, offloads what hides of the rest, and recomputes what neither fits
-  nor hides, or waits for its copy where that is cheaper (:mod:`sppo.activations.hybrid`). When
-  everything fits it is ``retain``.
+- ``retain``, ``keep_attention``, ``recompute`` offload nothing: they retain all three classes, the
+  first two, or the first, and recompute the other classes.
+- ``offload_all`` offloads all three classes.
+- ``sppo`` (SPPO paper, section 5.2) offloads as many bytes as can be copied during the next
+  subsequence's forward, alpha_i A_i = bandwidth * T_(i+1), and retains the rest; the last
+  subsequence is retained whole.
+- ``hybrid`` retains what fits, offloads of the rest what can be copied during compute, and for the
+  remainder either recomputes or waits for the copy, whichever is cheaper
+  (:mod:`sppo.activations.hybrid`). If everything fits, the placement is that of ``retain``.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ from sppo.config.model import ModelConfig
 from sppo.schedule.costs import Table
 
 POLICIES = ("retain", "keep_attention", "recompute")
-"""Policies that offload nothing, from most memory to least."""
+"""Policies that offload nothing, in order of decreasing memory."""
 OFFLOADING_POLICIES = ("offload_all", "sppo", "hybrid")
-"""Policies that need another tier, or a memory budget."""
+"""Policies that use another tier, or a memory budget."""
 
 DESCRIPTIONS: Mapping[str, tuple[str, str, str]] = {
     "retain": ("everything backward reads", "", "norms and activations"),
@@ -75,19 +76,19 @@ _RETAINED: Mapping[str, tuple[int, ...]] = {
 
 
 def saved_tensors(policy: str, model: ModelConfig) -> frozenset[str]:
-    """Names kept between forward and backward by a policy that offloads nothing.
+    """Return the names of the tensors saved for backward by a policy that offloads nothing.
 
     Raises:
-        ValueError: not one of :data:`POLICIES`.
+        ValueError: A policy that is not in :data:`POLICIES`.
     """
     return tensors_of(classes_retained(policy), model)
 
 
 def classes_retained(policy: str) -> tuple[int, ...]:
-    """Classes kept by a policy that offloads nothing; it recomputes the others.
+    """Return the classes retained by a policy that offloads nothing; others are recomputed.
 
     Raises:
-        ValueError: not one of :data:`POLICIES`.
+        ValueError: A policy that is not in :data:`POLICIES`.
     """
     if policy not in POLICIES:
         raise ValueError(f"activation policy {policy!r} is not one of {', '.join(POLICIES)}")
@@ -98,7 +99,7 @@ def policy_placement(policy: str) -> PlacementOf:
     """Return the placement of a policy that offloads nothing, for any stage and any lengths.
 
     Raises:
-        ValueError: not one of :data:`POLICIES`.
+        ValueError: A policy that is not in :data:`POLICIES`.
     """
     saved = classes_retained(policy)
     x_in, attention, linear = (int(index in saved) for index in range(len(CLASSES)))
@@ -117,7 +118,7 @@ def policy_placement(policy: str) -> PlacementOf:
 
 
 def saved_bytes_per_token(policy: str, model: ModelConfig, *, element_bytes: int) -> int:
-    """Bytes per token and layer that a policy without copies keeps, K/V not included."""
+    """Return the bytes per token and layer saved by a policy without offload, excluding K/V."""
     sizes = tensor_bytes_per_token(model, element_bytes=element_bytes)
     return sum(sizes[name] for name in saved_tensors(policy, model))
 
@@ -125,12 +126,12 @@ def saved_bytes_per_token(policy: str, model: ModelConfig, *, element_bytes: int
 def decide(policy: str, inputs: PolicyInputs) -> ActivationPlacement:
     """Return the placement of every class of every subsequence on every stage by a policy.
 
-    The result may need more room than there is: only ``hybrid`` looks at the room, and it too
-    keeps what it finds no other place for. Whoever asks looks at the memory of the placement
-    (:func:`sppo.cost.memory.copy_room.with_placement`).
+    The placement may need more memory than the device has: only ``hybrid`` considers the available
+    memory, and even ``hybrid`` retains what it can place nowhere else. Callers must check the
+    memory of the placement (:func:`sppo.cost.memory.copy_room.with_placement`).
 
     Raises:
-        ValueError: an unknown policy, or one that moves where there is no other tier.
+        ValueError: An unknown policy, or a policy that offloads on a machine without another tier.
     """
     if policy in POLICIES:
         return _whole(inputs, offloaded=(), retained=_RETAINED[policy])
@@ -148,10 +149,12 @@ def decide(policy: str, inputs: PolicyInputs) -> ActivationPlacement:
 
 
 def decide_ratio(inputs: PolicyInputs, *, ratio: float) -> ActivationPlacement:
-    """Every subsequence but the last of a sequence sends away the same share of its bytes.
+    """Return the placement that offloads the same fraction of the bytes of every subsequence.
+
+    The last subsequence of each sequence is retained whole.
 
     Raises:
-        ValueError: there is no other tier.
+        ValueError: A machine without another tier.
     """
     if ratio > 0:
         _check_tier(inputs, f"activations.offload_ratio {ratio:g}")
@@ -172,7 +175,7 @@ def _check_tier(inputs: PolicyInputs, asked: str) -> None:
 def _whole(
     inputs: PolicyInputs, *, offloaded: tuple[int, ...], retained: tuple[int, ...]
 ) -> ActivationPlacement:
-    """Place whole classes, the same on every stage; the rest is recomputed."""
+    """Return the placement of whole classes, equal on every stage; other classes are recomputed."""
     shape = (len(inputs.row_bytes), len(inputs.tokens), len(CLASSES))
     rows = np.broadcast_to(inputs.tokens[None, :, None], shape)
     fates = [1 if index in offloaded else 0 if index in retained else 2 for index in range(3)]
@@ -183,14 +186,14 @@ def _whole(
 
 
 def _hideable(inputs: PolicyInputs) -> Table:
-    """Bytes each subsequence moves behind its own time, none of the last one's of a sequence."""
+    """Return the bytes of each subsequence whose copy overlaps compute; 0 for last subsequences."""
     wanted: Table = np.minimum(inputs.hidden_bytes, inputs.class_bytes.sum(axis=2))
     wanted[:, list(inputs.lasts)] = 0.0
     return wanted
 
 
 def _offloaded_bytes(inputs: PolicyInputs, wanted: Table) -> ActivationPlacement:
-    """Move ``wanted`` bytes of each subsequence, the most valuable class first; keep the rest."""
+    """Offload ``wanted`` bytes of each subsequence, most valuable class first; retain the rest."""
     everything = _whole(inputs, offloaded=(), retained=(X_IN, ATTENTION, LINEAR))
     offloaded = prefix_rows(
         wanted,
@@ -202,7 +205,7 @@ def _offloaded_bytes(inputs: PolicyInputs, wanted: Table) -> ActivationPlacement
 
 
 def seconds_added(placement: ActivationPlacement, inputs: PolicyInputs) -> float:
-    """Return the seconds of recomputing and waiting for copies on the stage with most of them."""
+    """Return the largest time over stages of recomputation and waits for copies."""
     linear, attention = (placement.recomputed[:, :, index] for index in (LINEAR, ATTENTION))
     recomputed = linear / inputs.tokens * inputs.linear_recompute_s
     recomputed += attention / inputs.tokens * inputs.attention_recompute_s

@@ -1,13 +1,13 @@
 """Tensors that a layer may save, in three classes, and their bytes.
 
-In the order of what a byte of them is worth:
+The classes in the order of the value of a saved byte, highest first:
 
     x_in       the layer's input; nothing in the layer can recompute it
-    attention  o and lse; recomputed by recomputing attention, whose price grows with the context
+    attention  o and lse; recomputed by recomputing attention, whose cost grows with the context
     linear     q, k, x_mid, gate, up; recomputed by matrix products, 4 sqrt(E F) FLOPs per byte
 
-:mod:`sppo.model.layer` says what each is recomputed from. K and V are none of them: later
-subsequences read them, so they stay in the KV store.
+:mod:`sppo.model.layer` says from which tensors each is recomputed. K and V are in none of the
+classes: later subsequences read them, so they stay in the KV store.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from sppo.config.model import ModelConfig
 from sppo.schedule.costs import Table
 
 CLASSES = ("x_in", "attention", "linear")
-"""Tensor classes, most valuable byte first."""
+"""Tensor classes in the order of the value of a saved byte, highest first."""
 X_IN, ATTENTION, LINEAR = range(3)
 RESIDUAL = ("x_in", "x_mid")
-"""Tensors of the residual stream. Where ranks share weights out (Megatron), these have a rank's own
-tokens, and the others all tokens of a rank's own heads and MLP width."""
+"""Tensors of the residual stream. With sharded weights (Megatron), a rank saves these for its own
+tokens, and the other tensors for all tokens but only its own heads and part of the MLP width."""
 
 _LSE_BYTES = 4
 
 
 def tensors_of(classes: tuple[int, ...], model: ModelConfig) -> frozenset[str]:
-    """Names of the tensors in ``classes`` that a layer of ``model`` has."""
+    """Return the names of the tensors in ``classes`` that a layer of ``model`` has."""
     names = tensor_bytes_per_token(model, element_bytes=1)
     return frozenset(name for name in names if class_of(name) in classes)
 
@@ -39,7 +39,7 @@ def class_of(tensor: str) -> int:
 
 
 def tensor_bytes_per_token(model: ModelConfig, *, element_bytes: int) -> dict[str, int]:
-    """Bytes per token and layer of every tensor a layer of ``model`` may save."""
+    """Return the bytes per token and layer of every tensor that a layer of ``model`` may save."""
     e, nd = model.hidden_size, model.num_heads * model.head_dim
     sizes = {
         "x_in": e * element_bytes,
@@ -57,7 +57,7 @@ def tensor_bytes_per_token(model: ModelConfig, *, element_bytes: int) -> dict[st
 
 
 def class_bytes_per_token(model: ModelConfig, *, element_bytes: int) -> Table:
-    """Bytes per token and layer of each class, [3] in the order of :data:`CLASSES`."""
+    """Return the bytes per token and layer of each class, [3] in the order of :data:`CLASSES`."""
     sizes = tensor_bytes_per_token(model, element_bytes=element_bytes)
     attention = sizes["o"] + sizes["lse"]
     return np.array(
