@@ -168,7 +168,7 @@ class CutSteps:
     ) -> Iterator[tuple[int, float, float]]:
         unit_bytes = float(self._costs.message_bytes[slot % self._units])
         holders = self._holders(slot, cut), self._holders(target, target_cut)
-        # Routes are those of activations; gradients take them the other way.
+        # Routes are defined for activations; gradients take the same routes in reverse.
         producer, consumer = holders if slot < target else holders[::-1]
         for route in routes_between(producer, consumer=consumer):
             ends = route.sender, route.receiver

@@ -212,7 +212,7 @@ class _Rank:
             stage.gone_s[unit] = self._leaving_s
 
     def _backward(self, stage: _VirtualStage, unit: int, arrived: float, room_s: float) -> None:
-        """Run a backward after its unit is copied back; memory for the copy is free at `room_s`."""
+        """Run a backward and the copy back of its unit, which has memory from `room_s` on."""
         seconds, free, flow = stage.backward_s[unit], self.free_s, stage.flow
         layer_s = seconds / flow.layers
         start = arrived if arrived > free else free
