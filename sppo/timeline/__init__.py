@@ -1,1 +1,1 @@
-"""Timelines for people: PNG plot, HTML page, Chrome trace, and a table of numbers."""
+"""Views of timelines: PNG plot, HTML page, Chrome trace, and a table of numbers."""

@@ -1,8 +1,8 @@
-"""Timelines as a Chrome trace, which Perfetto (ui.perfetto.dev) opens.
+"""Export of timelines as a Chrome trace, which Perfetto (ui.perfetto.dev) opens.
 
 One process per schedule and rank; one thread per lane (compute, copies, links, reductions), one
-for idle time by cause, and a counter for device memory. Times are microseconds, as the format
-wants; an abstract time of 1 is shown as one second.
+thread for idle time by cause, and one counter per memory bucket. Times are microseconds, as the
+format requires; an abstract time of 1 is shown as one second.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def write_trace(path: Path, *, timelines: Sequence[Timeline]) -> None:
     """Write `timelines` into one trace file.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: A file that cannot be written.
     """
     with whole_file(path) as file:
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
@@ -85,7 +85,7 @@ def _rank_events(timeline: Timeline, *, rank: int, process: int) -> Iterator[Eve
 
 
 def _memory_events(timeline: Timeline, *, rank: int, process: int) -> Iterator[Event]:
-    """Yield one counter per rank, with a series per bucket that is ever used."""
+    """Yield the values of one counter per memory bucket that the rank uses."""
     for name, track in timeline.ranks[rank].memory.items():
         if name == "total" or track.peak_bytes == 0:
             continue

@@ -1,6 +1,6 @@
-"""Timelines as one self-contained page: zoom with the wheel, drag, read a bar by pointing at it.
+"""Export of timelines as one self-contained HTML page with zoom, drag and tooltips.
 
-The page holds its data, its script (`timeline_page`) and nothing else; it needs no network.
+The page holds its data and its script (`html_page`) and needs no network.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sppo.schedule.timeline import RankTrack, Span, Timeline
 from sppo.timeline import style
 from sppo.timeline.html_page import PAGE
 
-# A page with more bars than this opens too slowly; ranks are then sampled evenly.
+# A page with more bars opens too slowly; ranks are then sampled evenly.
 _MOST_BARS = 400_000
 _LANE_NUMBERS = {"compute": 0, "d2h": 1, "h2d": 2, "link": 3, "reduce": 4}
 _MOST_MEMORY_POINTS = 4000
@@ -29,16 +29,16 @@ _LEGEND_ORDER = (
 
 
 def write_html(path: Path, *, timelines: Sequence[Timeline], is_abstract: bool = False) -> None:
-    """Write `timelines` into one page, under each other on one time axis.
+    """Write `timelines` into one page, one below the other on one time axis.
 
     Args:
-        path: Where the page goes.
-        timelines: At least one.
-        is_abstract: Times are multiples of one forward and memory is of one unit's, rather than
-            seconds and bytes.
+        path: File to write.
+        timelines: At least one timeline.
+        is_abstract: Whether times are multiples of one forward and memory is in multiples of one
+            unit's, instead of seconds and bytes.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: A file that cannot be written.
     """
     bars = sum(len(track.actions) for timeline in timelines for track in timeline.ranks)
     every = max(1, -(-bars // _MOST_BARS))
@@ -52,7 +52,7 @@ def write_html(path: Path, *, timelines: Sequence[Timeline], is_abstract: bool =
             for cause, colour in style.IDLE_COLOURS.items()
         ],
     }
-    # No tag may begin inside a script element, whatever a program file calls itself.
+    # Escaped, because a schedule's name from a program file may contain "</script>".
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     names = " · ".join(f"{line.schedule.name}, {line.provenance}" for line in timelines)
     filled = {"TITLE": html.escape(names), "DATA": text}
@@ -61,7 +61,7 @@ def write_html(path: Path, *, timelines: Sequence[Timeline], is_abstract: bool =
 
 
 def _panel(timeline: Timeline, *, every: int, is_abstract: bool) -> dict[str, object]:
-    """Return the data of one schedule: every `every`-th of its ranks."""
+    """Return the data of one schedule's panel, with every `every`-th rank."""
     phases = style.phases(timeline.schedule)
     styles: dict[tuple[str, str], int] = {}
     rows = [
@@ -99,7 +99,7 @@ def _bar(
     phases: dict[tuple[int, int | None, int | None], style.Phase],
     styles: dict[tuple[str, str], int],
 ) -> list[object]:
-    """Return [start, end, lane, style, label, text form of the action]."""
+    """Return [start, end, lane, style, label, program text of the action]."""
     action, schedule = span.action, timeline.schedule
     colour = style.colour_of(action, schedule=schedule, phases=phases)
     name = style.name_of(action)
@@ -116,7 +116,7 @@ def _bar(
 
 
 def _memory(track: RankTrack) -> list[list[float]]:
-    """Return [time, value] of the total; of a long step only the points a screen can show."""
+    """Return [time, value] of the total, thinned to as many points as a screen can show."""
     if not track.memory:
         return []
     total = track.memory["total"]

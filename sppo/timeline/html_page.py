@@ -1,7 +1,7 @@
-"""The page of `timeline_html`: markup, style and script, with places for its title and data.
+"""Template of the page of `timeline.html`: markup, style and script, with title and data left open.
 
-Drawn on one canvas per schedule, only what is visible, so that a few hundred thousand bars stay
-quick to zoom.
+The script draws one canvas per schedule, and only the visible bars, so that zooming stays fast with
+a few hundred thousand bars.
 """
 
 PAGE = r"""<!DOCTYPE html>

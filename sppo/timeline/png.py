@@ -1,7 +1,7 @@
-"""Timelines as a plot: one panel per schedule, one row per rank, memory below.
+"""Export of timelines as a PNG plot: one panel per schedule, one row per rank, memory below.
 
-Up to some ten thousand bars are drawn and labelled one by one; a larger step is painted pixel by
-pixel, because nobody can tell its bars apart.
+Steps of up to 20,000 bars are drawn bar by bar with labels; larger steps are painted pixel by
+pixel, because their bars are too small to tell apart.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NARROW_INCHES = 0.02
 
 @dataclass(frozen=True, slots=True)
 class _Panel:
-    """Sizes of one schedule's panel."""
+    """Content and size of one schedule's panel."""
 
     timeline: Timeline
     is_abstract: bool
@@ -47,7 +47,7 @@ class _Panel:
 
     @property
     def bar_bottom(self) -> float:
-        """Return where the compute bar of a row ends; copies have the rest of the height."""
+        """End of the compute bar in a row of height 1; copies are drawn below."""
         return 0.62 if self.has_copies else 0.9
 
     @property
@@ -63,17 +63,17 @@ class _Panel:
 def write_png(
     path: Path, *, timelines: Sequence[Timeline], is_abstract: bool = False, dpi: int = 150
 ) -> None:
-    """Draw `timelines` under each other on one time axis.
+    """Draw `timelines` one below the other on one time axis.
 
     Args:
         path: File to write.
-        timelines: At least one.
-        is_abstract: Times are multiples of one forward and memory is of one unit's, rather than
-            seconds and bytes.
+        timelines: At least one timeline.
+        is_abstract: Whether times are multiples of one forward and memory is in multiples of one
+            unit's, instead of seconds and bytes.
         dpi: Pixels per inch; the plot is 15 inches wide.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: A file that cannot be written.
     """
     from matplotlib.figure import Figure
 
@@ -126,7 +126,7 @@ def _panel(timeline: Timeline, *, is_abstract: bool) -> _Panel:
 
 
 def _axes(figure: Figure, bottom: float, height: float, total: float) -> Axes:
-    """Axes placed in inches."""
+    """Return new axes at a position given in inches."""
     width = _WIDTH_INCHES - _LEFT_INCHES - _RIGHT_INCHES
     axes = figure.add_axes(
         (_LEFT_INCHES / _WIDTH_INCHES, bottom / total, width / _WIDTH_INCHES, height / total)
@@ -187,7 +187,7 @@ def _draw_bars(axes: Axes, *, panel: _Panel, end_s: float) -> None:
                     axes, span, panel=panel, place=place, inches=extent[1] * inches_per_s, on=colour
                 )
         for (colour, top, height), extents in by_colour.items():
-            # White edges part neighbours; they would cover a bar that is not wider than two.
+            # White edges separate neighbours; they would cover a narrow bar completely.
             narrow = [e for e in extents if e[1] * inches_per_s < _NARROW_INCHES]
             wide = [e for e in extents if e[1] * inches_per_s >= _NARROW_INCHES]
             for some, edge in ((wide, "white"), (narrow, colour)):
@@ -197,7 +197,7 @@ def _draw_bars(axes: Axes, *, panel: _Panel, end_s: float) -> None:
 
 
 def _place(span: Span, *, panel: _Panel) -> tuple[float, float] | None:
-    """Top and height of a span within its row; None for lanes that are not drawn."""
+    """Return top and height of a span within its row; None for lanes that are not drawn."""
     if span.lane == "compute":
         return 0.04, panel.bar_bottom - 0.04
     if span.lane == "d2h":
@@ -210,7 +210,10 @@ def _place(span: Span, *, panel: _Panel) -> tuple[float, float] | None:
 def _label(
     axes: Axes, span: Span, *, panel: _Panel, place: tuple[float, float], inches: float, on: str
 ) -> int:
-    """Write the unit into its bar if it fits; a borrower's shard also names its stage."""
+    """Write the unit into its bar if it fits, and return the number of labels written.
+
+    A borrower's shard also names its stage.
+    """
     if span.lane != "compute":
         return 0
     schedule = panel.timeline.schedule
@@ -239,7 +242,7 @@ def _label(
 
 
 def _paint(axes: Axes, *, timeline: Timeline) -> None:
-    """Return every row as one line of pixels: what the rank does at the middle of each."""
+    """Draw every row as one line of pixels: the action of the rank at the middle of each pixel."""
     image = np.full((len(timeline.ranks), _PIXELS, 3), 255, dtype=np.uint8)
     at = (np.arange(_PIXELS) + 0.5) / _PIXELS * timeline.makespan_s
     schedule = timeline.schedule
@@ -272,7 +275,7 @@ def _rgb(colour: str) -> tuple[int, int, int]:
 
 
 def _draw_memory(axes: Axes, *, panel: _Panel, end_s: float) -> None:
-    """Memory over time of a few ranks, spread evenly from the first to the last."""
+    """Draw the memory over time of a few ranks, spread evenly from the first to the last."""
     from matplotlib import colormaps
     from matplotlib.ticker import MultipleLocator
 
@@ -312,12 +315,12 @@ def _draw_memory(axes: Axes, *, panel: _Panel, end_s: float) -> None:
 
 
 def binary_step(peak_bytes: float) -> int:
-    """A power of two for one to three marks up to ``peak_bytes``: 32 MiB rather than 47.7."""
+    """Return a power of two that gives one to three marks up to ``peak_bytes``."""
     return 1 << int(math.log2(peak_bytes) - 0.5)
 
 
 def _legend_entries(panels: Sequence[_Panel]) -> list[tuple[str, tuple[str, ...]]]:
-    """Names and colours of what is in the plot, and of nothing else."""
+    """Return the names and colours of everything drawn in the plot, and of nothing else."""
     seen = _Seen.of(panels)
     forward, backward = ActionKind.F, ActionKind.B
     entries: list[tuple[str, tuple[str, ...]]] = [
@@ -350,7 +353,7 @@ def _legend_entries(panels: Sequence[_Panel]) -> list[tuple[str, tuple[str, ...]
 def _draw_legend(
     figure: Figure, *, entries: Sequence[tuple[str, tuple[str, ...]]], rows: int
 ) -> None:
-    """The legend above the first panel; two shades stand for forward and backward."""
+    """Draw the legend above the first panel; two shades stand for forward and backward."""
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
@@ -366,7 +369,7 @@ def _draw_legend(
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """Kinds of marks in a plot, which its legend must explain."""
+    """Kinds of marks in a plot that its legend must explain."""
 
     kinds: frozenset[ActionKind]
     other_copies: frozenset[style.Copy]
@@ -376,7 +379,7 @@ class _Seen:
 
     @classmethod
     def of(cls, panels: Sequence[_Panel]) -> _Seen:
-        """Collect what is drawn in any of `panels`."""
+        """Return the marks that are drawn in any of `panels`."""
         timelines = [panel.timeline for panel in panels]
         tracks = [track for timeline in timelines for track in timeline.ranks]
         drawn = set(COMPUTE_KINDS)

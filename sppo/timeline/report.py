@@ -1,4 +1,4 @@
-"""A timeline in numbers: what `sppo simulate --json` prints and the table shows."""
+"""Numbers of a timeline, as printed by `sppo simulate --json` and shown in its table."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ _CAUSES: tuple[IdleCause, ...] = ("bubble", "communication", "copy")
 
 
 def timeline_report(timeline: Timeline) -> dict[str, object]:
-    """The numbers of one step, ready for JSON. Lists are per rank.
+    """Return the numbers of one step, ready for JSON. Lists are per rank.
 
-    * program_digest: of what every rank does, `Schedule.digest`.
+    * program_digest: digest of all programs, `Schedule.digest`.
     * makespan_s: length of the step.
     * bubble_fraction: idle time of all ranks over num_ranks * makespan_s, whatever the cause.
     * bubble_ratio: idle time over busy time, the papers' (p - 1) / N.
-    * peak_in_flight: most units between F and the end of their backward.
-    * idle_s and its three parts: bubble_s (input not computed yet, or nothing left),
-      exposed_communication_s (computed and on its way), exposed_copy_s (not back from the host).
-    * device_peak_bytes: activations, K/V and dK/dV of the units; bucket by bucket in
-      device_peak_bytes_by_bucket. Weights and optimizer are not part of a schedule.
+    * peak_in_flight: most units at once between F and the end of their backward.
+    * idle_s and its three parts: bubble_s (input not computed yet, or no work left),
+      exposed_communication_s (input computed and in flight, or gradients being reduced),
+      exposed_copy_s (activations not back from the host).
+    * device_peak_bytes: peak of activations, K/V and dK/dV of the units; per bucket in
+      device_peak_bytes_by_bucket. Weights and optimizer states are not part of a schedule.
     """
     ranks = timeline.ranks
     buckets = sorted({name for track in ranks for name in track.memory} - {"total"})
@@ -52,5 +53,5 @@ def timeline_report(timeline: Timeline) -> dict[str, object]:
 
 
 def _plain(value: float) -> float | int:
-    """Whole numbers without a fraction, as people count units."""
+    """Return `value` as an integer if it is whole, as counts of units usually are."""
     return int(value) if value == int(value) else value

@@ -1,6 +1,6 @@
-"""Style that all plots of a timeline share: colours, labels, and which end of MSP a shard is.
+"""Style shared by all plots of a timeline: colours, labels, and the bubble that an MSP unit fills.
 
-Colours tell kinds apart also for colour-blind readers (Paul Tol's bright scheme); idle stretches
+Colour-blind readers can tell the colours of kinds apart (Paul Tol's bright scheme); idle intervals
 are pale, one colour per cause.
 """
 
@@ -44,7 +44,7 @@ OTHER_COPY_COLOURS: dict[Copy, str] = {
     (ActionKind.D2H, "gradients"): "#5B6BB0",
     (ActionKind.H2D, "gradients"): "#B5651D",
 }
-"""Copies of K and V, of weights and of gradients, beside those of saved tensors."""
+"""Colours of copies of K and V, of weights and of gradients, as opposed to saved tensors."""
 OTHER_COPY_NAMES: dict[Copy, str] = {
     (ActionKind.D2H, "kv"): "K and V out",
     (ActionKind.H2D, "kv"): "K and V back",
@@ -52,7 +52,8 @@ OTHER_COPY_NAMES: dict[Copy, str] = {
     (ActionKind.D2H, "gradients"): "gradients out",
     (ActionKind.H2D, "gradients"): "gradients back",
 }
-# Every second stage of a rank, or every second sequence of samples; shards of an MSP unit by phase.
+# SECOND_COLOURS: every second stage of a rank, or every second sequence (see `shades`);
+# PHASE_COLOURS: shards of an MSP unit.
 SECOND_COLOURS: dict[ActionKind, str] = {
     ActionKind.F: "#8FB4D9",
     ActionKind.B: "#7BBF87",
@@ -85,7 +86,7 @@ DARK_TEXT_ON = frozenset({"#8FB4D9", "#7BBF87", "#D9CC7A", "#D08BB4", "#66CCEE"}
 def phases(schedule: Schedule) -> dict[tuple[int, int | None, int | None], Phase]:
     """Return which bubble every unit cut by MSP fills, by (stage, sequence, subsequence).
 
-    A left unit runs on its owner and the ranks behind it, a right one on those before it.
+    A left unit runs on its owner and on later ranks, a right unit on its owner and earlier ranks.
     """
     found: dict[tuple[int, int | None, int | None], Phase] = {}
     for rank, program in enumerate(schedule.programs):
@@ -103,7 +104,7 @@ def colour_of(
     schedule: Schedule,
     phases: Mapping[tuple[int, int | None, int | None], Phase],
 ) -> str:
-    """The colour of an action, dark or light by turns, see :func:`shades`."""
+    """Return the colour of an action; stages or sequences alternate in shade (:func:`shades`)."""
     copy = other_copy(action)
     if copy is not None:
         return OTHER_COPY_COLOURS[copy]
@@ -121,10 +122,10 @@ def colour_of(
 
 
 def shades(schedule: Schedule) -> str | None:
-    """Return what light colours stand for; None where all is dark.
+    """Return the meaning of light colours; None if there are no light colours.
 
-    Stages of a rank alternate, and where each has one the sequences of a step whose samples were
-    packed: those differ in length.
+    Light and dark colours alternate over the stages of a rank. With one stage per rank they
+    alternate over the sequences, if these differ in their lengths, as packed samples do.
     """
     if schedule.placement.num_virtual > 1:
         return "every 2nd stage of a rank"
@@ -133,19 +134,19 @@ def shades(schedule: Schedule) -> str | None:
 
 
 def other_copy(action: Action) -> Copy | None:
-    """Kind and wire of an action that copies something else than saved tensors; None of others."""
+    """Return kind and wire of a copy other than of saved tensors; None for all other actions."""
     copy = action.kind, action.wire
     return copy if copy in OTHER_COPY_COLOURS else None
 
 
 def name_of(action: Action) -> str:
-    """Return what an action does, in the words of the legend."""
+    """Return the name of an action in the legend."""
     copy = other_copy(action)
     return KIND_NAMES[action.kind] if copy is None else OTHER_COPY_NAMES[copy]
 
 
 def unit_label(action: Action, *, schedule: Schedule) -> str:
-    """The unit as a bar shows it: the sequence only where there are several."""
+    """Return the label of an action's unit; it names the sequence only if there are several."""
     if action.sequence is None:
         return ""
     if schedule.num_sequences == 1:
@@ -156,11 +157,11 @@ def unit_label(action: Action, *, schedule: Schedule) -> str:
 
 
 def title(timeline: Timeline, *, is_abstract: bool) -> str:
-    """Return one line that says what a panel shows and its main numbers.
+    """Return one line with the schedule, the size and the main numbers of a panel.
 
     Args:
-        timeline: of the panel.
-        is_abstract: its times are multiples of one forward, not seconds.
+        timeline: Timeline of the panel.
+        is_abstract: Whether times are multiples of one forward instead of seconds.
     """
     schedule = timeline.schedule
     peak = max(track.peak_in_flight for track in timeline.ranks)
@@ -178,5 +179,5 @@ def title(timeline: Timeline, *, is_abstract: bool) -> str:
 
 
 def duration(value: float, *, is_abstract: bool) -> str:
-    """A time with its unit, which an abstract one has not: it is a multiple of one forward."""
+    """Return a time with its unit, or without a unit if it is a multiple of one forward."""
     return f"{value:.4g}" if is_abstract else format_duration(value)
