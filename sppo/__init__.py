@@ -1,6 +1,6 @@
-"""SPPO: train transformers on sequences that do not fit, cut into subsequences.
+"""SPPO: training of transformers on very long sequences, cut into subsequences.
 
-The Python interface, which does what the command line does::
+The Python interface offers the functions of the command line::
 
     import sppo
 
@@ -8,8 +8,8 @@ The Python interface, which does what the command line does::
     plan = sppo.solve(run)
     result = sppo.train(run)
 
-Importing this package imports nothing else: each name below loads what it needs when it is first
-used, and only training, evaluation and the engine load torch.
+Importing this package imports nothing else: each name below is loaded when it is first used, and
+only training, evaluation and the engine load torch.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _HOMES = {
     "StepMetrics": "sppo.report.metrics",
     "Timeline": "sppo.schedule.timeline",
 }
-"""Modules of the names that this package offers."""
+"""Modules that define the names of this package, by name."""
 
 __all__ = [
     "ConfigError",
@@ -91,7 +91,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load one of the names of ``__all__`` when it is first used."""
+    """Load a name of ``__all__`` when it is first used."""
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'sppo' has no attribute {name!r}")
@@ -101,5 +101,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the names that are offered, loaded or not."""
+    """Return the names that this package offers, loaded or not."""
     return sorted({*globals(), *__all__})

@@ -1,12 +1,12 @@
-"""Entry point of the ``sppo`` command and of ``python -m sppo``, as which it starts its ranks."""
+"""Entry point of the ``sppo`` command and of ``python -m sppo``, which also starts the ranks."""
 
 import signal
 
 
 def main() -> None:
-    """Run the ``sppo`` command, which SIGTERM and SIGINT end with a line and 128 + their number.
+    """Run the ``sppo`` command; SIGTERM and SIGINT end it with a message and code 128 + signal.
 
-    Signals are held back until it can say that one came.
+    Both signals are blocked until the handlers that print the message are installed.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
     from sppo.cli.stop_signals import stop_signals

@@ -1,8 +1,8 @@
-"""Output files: whole or absent, on a full disk and after the machine loses power as well.
+"""Output files that are whole or absent, even if the disk is full or the machine loses power.
 
-A file is written under another name beside its own, flushed to the disk and then renamed. A reader
-sees the old content or the new, never a mixture, and a failure leaves the older file as it was.
-Devices, pipes and ``/dev/stdout`` are written as they are.
+A file is written under another name in the same directory, flushed to the disk and then renamed. A
+reader sees the old content or the new content, never a mixture, and a failure leaves the old file
+unchanged. Devices, pipes and ``/dev/stdout`` are written in place.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 PARTIAL = ".partial-"
-"""Part of the name under which a file is written; found later, a killed process left it."""
+"""Part of the name of a file being written; a file left with it is from a killed process."""
 
 FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""Error numbers for no space left, or a used-up quota of the user."""
+"""Error numbers of a full disk or an exhausted quota."""
 
 _JSON = json.JSONEncoder(allow_nan=False)
 _INDENTED_LEVELS = 4
 _DESCRIPTOR = re.compile(r"/(?:proc/self|dev)/fd/(\d+)")
 _MOST_LINKS = 40
 _NAME_BYTES = 200
-"""Bytes of a name that stay in front of the ending; common file systems allow 255 in all."""
+"""Bytes kept of a file name before the suffix is added; common file systems allow 255 in all."""
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file that replaces ``path`` once the body has ended without an exception.
+    """Yield a file that replaces ``path`` when the body ends without an exception.
 
     Args:
-        path: a link is followed; an existing file keeps its permissions.
+        path: File to replace; a link is followed, and an existing file keeps its permissions.
 
     Raises:
-        OSError: it cannot be written. The error names ``path``, and a note says what was kept.
+        OSError: A file that cannot be written. The error names ``path``, and a note says whether
+            an older file was kept.
     """
     path = Path(path)
     if _is_special(path):
@@ -68,28 +69,28 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replace ``path`` by ``content``; raises as :func:`whole_file`."""
+    """Replace ``path`` by ``content``; raise as :func:`whole_file` does."""
     with whole_file(path) as file:
         file.write(content)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace ``path`` by ``text`` in UTF-8; raises as :func:`whole_file`."""
+    """Replace ``path`` by ``text`` in UTF-8; raise as :func:`whole_file` does."""
     write_bytes(path, text.encode("utf-8"))
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace ``path`` by ``value`` as JSON, indented but for what lies deepest, such as rows.
+    """Replace ``path`` by ``value`` as JSON, with the outermost levels indented.
 
     Raises:
-        ValueError: a float that JSON has no word for (NaN or infinity).
-        OSError: as :func:`whole_file`.
+        ValueError: A float that JSON cannot represent (NaN or infinity).
+        OSError: As in :func:`whole_file`.
     """
     write_text(path, _indented(value, levels=_INDENTED_LEVELS) + "\n")
 
 
 def _indented(value: Any, *, levels: int, line: str = "\n") -> str:
-    """Return JSON whose outer levels are indented: the encoder that indents is slow."""
+    """Return JSON with `levels` indented levels; the indenting encoder of `json` is slow."""
     if not value or levels == 0 or not isinstance(value, (dict, list, tuple)):
         return _JSON.encode(value)
     deeper = line + "  "
@@ -104,12 +105,12 @@ def _indented(value: Any, *, levels: int, line: str = "\n") -> str:
 
 
 def write_figure(path: Path, figure: Any, *, dpi: float | None = None) -> None:
-    """Replace ``path`` by a PNG of a matplotlib figure; raises as :func:`whole_file`.
+    """Replace ``path`` by a PNG of a matplotlib figure; raise as :func:`whole_file` does.
 
     Args:
-        path: file to write, whatever its ending.
-        figure: a ``matplotlib.figure.Figure``.
-        dpi: pixels per inch; None for the figure's own.
+        path: File to write, whatever its suffix.
+        figure: A ``matplotlib.figure.Figure``.
+        dpi: Pixels per inch; None for the figure's own.
     """
     drawn = BytesIO()
     figure.savefig(drawn, format="png", dpi="figure" if dpi is None else dpi)
@@ -117,9 +118,9 @@ def write_figure(path: Path, figure: Any, *, dpi: float | None = None) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Make the names in ``directory`` durable: fsync of a file does not cover its name.
+    """Make the names in ``directory`` durable, which fsync of the files does not do.
 
-    Some network file systems cannot, and say so with EINVAL: names are as durable as they get.
+    Some network file systems do not support this and raise EINVAL, which is ignored.
     """
     descriptor = os.open(directory, os.O_RDONLY)
     try:
@@ -138,17 +139,17 @@ def check_output_files(
     plans: Sequence[str] = (),
     inputs: Sequence[Path] = (),
 ) -> None:
-    """Find out before any work whether files can be written; leaves everything as it is.
+    """Check before any work that files can be written; leave all existing files unchanged.
 
     Args:
-        files: by the option that names each; None where it was not given.
-        plots: options whose files are PNG plots, and must be called so.
-        plans: options whose files are plans, which ``sppo simulate`` tells by their name.
-        inputs: files that the command reads, which it must not replace.
+        files: Files by the option that names each; None for options that were not given.
+        plots: Options whose files are PNG plots and must end in .png.
+        plans: Options whose files are plans, which ``sppo simulate`` recognizes by .json.
+        inputs: Files that the command reads, which it must not replace.
 
     Raises:
-        ValueError: one cannot be written, and why.
-        OSError: the disk is full.
+        ValueError: A file that cannot be written; the message says why.
+        OSError: A full disk.
     """
     named = {os.path.realpath(path): f"{path} is read by this command" for path in inputs}
     for option, path in files.items():
@@ -170,10 +171,10 @@ def check_output_files(
 
 
 def check_new_directory(path: Path) -> None:
-    """Find out whether a directory can be made at ``path``, parents included; changes nothing.
+    """Check that a directory can be made at ``path``, parents included; change nothing.
 
     Raises:
-        ValueError: it cannot, and why.
+        ValueError: A directory that cannot be made; the message says why.
     """
     nearest = next(p for p in path.absolute().parents if os.path.lexists(p))
     if not nearest.is_dir():
@@ -183,10 +184,10 @@ def check_new_directory(path: Path) -> None:
 
 
 def check_unused_directory(directory: Path) -> None:
-    """Check that ``directory`` can be made, or is empty.
+    """Check that ``directory`` can be made, or exists and is empty.
 
     Raises:
-        ValueError: it holds something, is no directory, or may not be written.
+        ValueError: A directory that is not empty or not writable, or a path that is no directory.
     """
     if directory.is_symlink() and not directory.exists():
         raise ValueError(f"{directory} is a link to nowhere; name a new directory")
@@ -198,7 +199,7 @@ def check_unused_directory(directory: Path) -> None:
 
 
 def _check_place(option: str, path: Path) -> None:
-    """Try to write beside ``path``, as :func:`whole_file` will."""
+    """Check that a file can be written beside ``path``, as :func:`whole_file` will do."""
     target = Path(os.path.realpath(path))
     parent = target.parent if os.path.islink(path) else path.parent
     if not os.path.isdir(parent):
@@ -222,19 +223,19 @@ def _check_place(option: str, path: Path) -> None:
 
 
 def _check_name(path: Path) -> None:
-    """Raise OSError where no file can be called so: a name too long, a link to itself."""
+    """Raise OSError if no file can have this name: a name too long, a link to itself."""
     with suppress(FileNotFoundError):
         path.stat()
 
 
 def _partial_name(target: Path) -> Path:
-    """A name of its own for each write, so that two processes never write the same file."""
+    """Return a unique name for each write, so that two processes never write the same file."""
     start = os.fsdecode(os.fsencode(target.name)[:_NAME_BYTES])
     return target.with_name(f"{start}{PARTIAL}{uuid.uuid4().hex[:12]}")
 
 
 def _take_permissions(file: BinaryIO, target: Path) -> None:
-    """Give ``file`` the permissions of the file it is to replace, if there is one."""
+    """Give ``file`` the permissions of the file that it will replace, if that exists."""
     if not target.exists():
         return
     if not os.access(target, os.W_OK):
@@ -254,11 +255,11 @@ def _open_in_place(path: Path) -> BinaryIO:
     number = _descriptor(path)
     if number is None:
         return path.open("wb")
-    return os.fdopen(os.dup(number), "wb")  # shares its position with what else is written there
+    return os.fdopen(os.dup(number), "wb")  # shares the file position with other writers
 
 
 def _descriptor(path: Path) -> int | None:
-    """The number that ``/dev/stdout``, ``/dev/fd/3`` and links to them stand for."""
+    """Return the descriptor that ``/dev/stdout``, ``/dev/fd/3`` or a link names, or None."""
     for _ in range(_MOST_LINKS):
         match = _DESCRIPTOR.fullmatch(os.path.normpath(path.absolute()))
         if match is not None:
@@ -273,7 +274,7 @@ def _descriptor(path: Path) -> int | None:
 def named_errors(
     path: Path, *, partial: Path | None = None, kept: str | None = None
 ) -> Iterator[None]:
-    """Name ``path`` in an OSError that names no file, or ``partial``; add what was kept."""
+    """Make OSErrors name ``path`` if they name no file or ``partial``; add the note ``kept``."""
     try:
         yield
     except OSError as error:

@@ -1,11 +1,11 @@
-"""Values of users inside messages: on one line, of bounded length, without control characters."""
+"""Quoting of user values in messages: one line, bounded length, no control characters."""
 
 from __future__ import annotations
 
 from reprlib import Repr
 
 QUOTE_CHARACTERS = 80
-"""Most characters of one quoted value."""
+"""Upper bound on the characters of one quoted value."""
 
 _LINE_CHARACTERS = 2000
 _DOTS = "..."
@@ -14,7 +14,7 @@ _QUOTED_ITEMS = 20
 
 
 class _BoundedRepr(Repr):
-    """`repr` that stops early: deep, long and huge values cost no time and no memory."""
+    """`repr` that stops early, so that deep, long and huge values cost no time and no memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class _BoundedRepr(Repr):
         self.maxlist = self.maxtuple = self.maxdict = self.maxset = _QUOTED_ITEMS
 
     def repr_int(self, x: int, level: int) -> str:
-        """Python refuses to spell whole numbers of thousands of digits."""
+        """Describe whole numbers of too many digits, which Python refuses to convert to text."""
         bits = x.bit_length()
         if bits > 4 * QUOTE_CHARACTERS:
             return f"a whole number of {int(bits * 0.30103) + 1} digits"
@@ -34,26 +34,26 @@ _repr = _BoundedRepr()
 
 
 def quoted(value: object) -> str:
-    """Return the Python spelling of `value`, cut in its middle to :data:`QUOTE_CHARACTERS`."""
+    """Return the Python spelling of `value`, cut in the middle to :data:`QUOTE_CHARACTERS`."""
     return one_line(_repr.repr(value))
 
 
 def one_line(text: object, *, most: int = QUOTE_CHARACTERS) -> str:
-    """Return `text` with control characters escaped, cut in its middle to `most` characters."""
+    """Return `text` with control characters escaped, cut in the middle to `most` characters."""
     whole = str(text)
     head = most * 2 // 3
     tail = most - head - len(_DOTS)
-    if len(whole) > most:  # escaping makes text longer: the rest of it need not be looked at
+    if len(whole) > most:  # escaping never shortens text, so both ends suffice
         return _cut(_escaped(whole[:most]) + _escaped(whole[-most:]), head=head, tail=tail)
     escaped = _escaped(whole)
     return escaped if len(escaped) <= most else _cut(escaped, head=head, tail=tail)
 
 
 def readable(message: str) -> str:
-    """Return `message` with its lines kept and each of them as :func:`one_line` leaves it.
+    """Return `message` with its line breaks kept and :func:`one_line` applied to each line.
 
-    A bound for whole messages, behind the one for each value: what a message repeats may come
-    from a library that quotes as much as it was given.
+    A second bound besides the bound on each value, because a message may include text of a library
+    that quotes its whole input.
     """
     return "\n".join(one_line(line, most=_LINE_CHARACTERS) for line in message.split("\n"))
 

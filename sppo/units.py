@@ -1,4 +1,4 @@
-"""Sizes as people write them: ``32Ki`` tokens, ``2GiB``, ``4Mi``, and printed the same way.
+"""Sizes as people write them: parsing and printing of ``32Ki`` tokens, ``2GiB``, ``4Mi``.
 
 Suffixes follow IEC 80000-13: ``Ki Mi Gi Ti`` are powers of 1024, ``k M G T`` powers of 1000.
 A trailing ``B`` is allowed and changes nothing.
@@ -15,7 +15,7 @@ KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 LARGEST_SIZE = (1 << 63) - 1
-"""Largest count of tokens or bytes: arrays, files and messages count in 64 bits."""
+"""Upper bound on counts of tokens or bytes, because arrays, files and messages use 64 bits."""
 
 _MULTIPLIERS = {
     "": 1,
@@ -35,10 +35,10 @@ _MOST_DIGITS = 40
 
 
 def parse_size(text: object) -> int:
-    """Whole number of tokens or bytes from ``32Ki``, ``2GiB``, ``1.5M`` or a plain number.
+    """Return the number of tokens or bytes in ``32Ki``, ``2GiB``, ``1.5M`` or a plain number.
 
     Raises:
-        ValueError: not a size, negative, or not a whole number of units.
+        ValueError: Text that is not a size, or a size that is negative, fractional or too large.
     """
     if isinstance(text, (int, float)) and not isinstance(text, bool):
         if text != text or text in (float("inf"), float("-inf")):
@@ -68,7 +68,7 @@ def format_bytes(count: int | float) -> str:
         return f"{value:.0f} B"
     for unit in ("KiB", "MiB", "GiB"):
         value /= 1024
-        if abs(value) < 1023.95:  # what is printed as 1024.0 belongs to the next unit
+        if abs(value) < 1023.95:  # 1024.0 is printed in the next unit
             return f"{value:.1f} {unit}"
     return f"{value / 1024:.1f} TiB"
 
@@ -86,7 +86,7 @@ def format_count(value: float) -> str:
     if abs(value) < 999.5:
         return f"{value:.0f}"
     for suffix, size in (("k", 1e3), ("M", 1e6), ("B", 1e9)):
-        if abs(value) < 999.95 * size:  # what is printed as 1000.0 belongs to the next unit
+        if abs(value) < 999.95 * size:  # 1000.0 is printed in the next unit
             return f"{value / size:.1f}{suffix}"
     return f"{value / 1e12:.1f}T"
 

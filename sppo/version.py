@@ -1,3 +1,3 @@
-"""The version of this package, for everything that writes or compares it."""
+"""Version of this package."""
 
 __version__ = "0.1.0"
