@@ -1,1 +1,1 @@
-"""Plans: what fits, what is fastest, and the solver. Pure Python and numpy, never torch."""
+"""Planning of runs: feasibility, prediction, and the solver. Pure Python and numpy, never torch."""

@@ -1,8 +1,8 @@
-"""Ablation of SPPO for one request: what each part is worth, as in the paper's section 7.
+"""Ablation of SPPO for one request: the speedup of each part, as in section 7 of the SPPO paper.
 
-Every row runs the same degrees and cuts. "none" is the paper's baseline: nothing is offloaded,
-whole layers are recomputed. The paper reports 0.91 for offloading everything, 1.23 for adaptive
-offload and 1.44 with MSP, for GPT-13B at 512K tokens on 64 A100s.
+All rows use the same degrees and cuts. "none" is the paper's baseline: nothing is offloaded, whole
+layers are recomputed. The paper reports speedups of 0.91 for offloading everything, 1.23 for
+adaptive offload and 1.44 with MSP, for GPT-13B at 512K tokens on 64 A100s.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from sppo.schedule.simulation.played_step import played_step
 from sppo.schedule.simulation.simulate import simulate
 
 PAPER_SPEEDUPS = {"none": 1.0, "offload_all": 0.91, "sppo": 1.23, "sppo + MSP": 1.44}
-"""Speedups that the SPPO paper reports; MSP on top of adaptive offload."""
+"""Speedups that the SPPO paper reports, by name of the row; MSP is on top of adaptive offload."""
 
 
 @dataclass(frozen=True, slots=True)
 class AblationRow:
-    """One configuration.
+    """One configuration of the ablation.
 
     Attributes:
-        name: What is switched on.
+        name: Name of the configuration.
         policy: Activation policy.
         schedule: Name of the schedule.
         step_s: Simulated seconds of a step.
-        speedup: Over the first row.
-        device_peak_bytes: Of the fullest device.
-        fits: Whether that fits.
-        paper: The paper's figure, where it has one.
-        note: What to know about the row.
+        speedup: Speedup over the first row.
+        device_peak_bytes: Peak memory of the fullest device.
+        fits: Whether the configuration fits in memory.
+        paper: Speedup that the SPPO paper reports; None if it reports none.
+        note: Remark on the row.
     """
 
     name: str
@@ -55,10 +55,12 @@ class AblationRow:
 
 
 def ablation(run: RunConfig, *, hardware: HardwareSpec) -> tuple[AblationRow, ...]:
-    """Rows from nothing to everything, on the degrees and cuts that are best for `run`.
+    """Return the rows of an ablation, with the degrees and cuts that are best for `run`.
+
+    Rows begin with no part of SPPO and end with all parts.
 
     Raises:
-        ValueError: no way to run it fits.
+        ValueError: No candidate fits.
     """
     best = solve(run, hardware=hardware).best
     if best is None:
@@ -92,7 +94,7 @@ def ablation(run: RunConfig, *, hardware: HardwareSpec) -> tuple[AblationRow, ..
 
 
 def _multiplexed_rows(adaptive: EvaluatedCandidate, rows: list[AblationRow]) -> list[AblationRow]:
-    """MSP with all its messages priced, and as if they were free."""
+    """Return a row of MSP with priced messages, and one of MSP with free links as the bound."""
     candidate = replace(adaptive.candidate, schedule="sppo_msp")
     evaluated = assess(candidate)
     priced = simulate_candidate(evaluated)
@@ -132,7 +134,7 @@ def _row(
 
 
 def _offload_note(evaluated: EvaluatedCandidate) -> str:
-    """The rate below which offloading everything would no longer hide."""
+    """Return a note on the copy rate that offloading everything needs to hide behind forwards."""
     costs = evaluated.costs
     busiest = int(np.argmax(costs.offload_bytes.sum(axis=1)))
     seconds = float(costs.forward_s[busiest].sum())

@@ -1,7 +1,7 @@
-"""Advice on what to change where nothing fits: as text, with numbers, from trying it.
+"""Advice on changes that make a request fit, each with the predicted effect.
 
-Each change is tried by asking the solver's closed forms again: fewer conditions, another activation
-policy, optimizer states in host memory, a larger tier, a shorter sequence, more nodes.
+Each change is evaluated by the solver's closed forms: fewer fixed keys, another activation policy,
+optimizer states in host memory, a larger tier, a shorter sequence, more nodes.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ _DEGREES = ("data_parallel_degree", "pipeline_parallel_degree", "sequence_parall
 _CUTS = ("num_subsequences", "boundaries")
 _OFFLOAD = "state.optimizer=host"
 _SOME_DIRECTORY = "DIR"
-"""Name in advice of a directory on a disk of the machine."""
+"""Placeholder in advice for a directory on a disk of the machine."""
 _CHOSEN = {
     "parallel": (*_DEGREES, "schedule", "virtual_stages"),
     "sequence": _CUTS,
     "activations": ("policy", "offload_ratio", "kv", "tier"),
     "state": ("weights", "gradients", "optimizer"),
 }
-"""Keys that are the solver's where a run file leaves them out."""
+"""Keys that the solver chooses if a run file leaves them out, by section."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One change that makes the request feasible.
+    """One change that makes a request feasible.
 
     Attributes:
-        change: What to write instead.
-        effect: What comes of it.
-        step_s: Seconds of a step then, in closed form; None for another request.
-        node_host_bytes: Host memory that the devices of a node take then.
+        change: Change as text, such as the override to write.
+        effect: Effect of the change as text.
+        step_s: Seconds of a step after the change, in closed form; None if only the length changes.
+        node_host_bytes: Host memory that the devices of a node use after the change; None if only
+            the length changes.
     """
 
     change: str
@@ -51,11 +52,11 @@ class Advice:
 
 
 def what_would_fit(run: RunConfig, *, hardware: HardwareSpec) -> tuple[Advice, ...]:
-    """The nearest changes that make a request feasible, easiest first.
+    """Return the smallest changes that make a request feasible, easiest first.
 
     Args:
-        run: a request that does not fit.
-        hardware: the machine it does not fit on.
+        run: Request that does not fit.
+        hardware: Description of the machine.
     """
     changes = (
         *_fewer_conditions(run, hardware),
@@ -70,10 +71,10 @@ def what_would_fit(run: RunConfig, *, hardware: HardwareSpec) -> tuple[Advice, .
 
 
 def too_long_for(run: RunConfig, *, hardware: HardwareSpec) -> str | None:
-    """Say so if K and V alone take more than all devices have; None if they do not.
+    """Return a message if K and V alone need more memory than all devices have; None otherwise.
 
-    Of several stages on a rank the gradients of one are there at a time, and K and V of two, one in
-    use and one on its way back, unless those of all layers are to stay.
+    With several stages on each rank, the device holds the K/V gradients of one stage at a time, and
+    K and V of two stages, one in use and one being copied back, unless all K and V are retained.
     """
     counts = model_counts(run)
     most = virtual_stages_to_try(run, num_ranks=1)[-1]
@@ -95,7 +96,7 @@ def too_long_for(run: RunConfig, *, hardware: HardwareSpec) -> str | None:
 
 
 def _advice(change: str, best: EvaluatedCandidate) -> Advice:
-    """A change, and what its best candidate comes to."""
+    """Return advice for a change, with the step time and host memory of its best candidate."""
     host = best.node_host_bytes
     text = f"{format_duration(best.step_s)} a step"
     if host:
@@ -104,7 +105,7 @@ def _advice(change: str, best: EvaluatedCandidate) -> Advice:
 
 
 def _fewer_conditions(run: RunConfig, hardware: HardwareSpec) -> Iterator[Advice]:
-    """Keys of the run file that the solver could choose better."""
+    """Yield advice to leave out the fewest of the written degrees and cuts that make it fit."""
     parallel = [key for key in _DEGREES if key in run.parallel.model_fields_set]
     cuts = [key for key in _CUTS if key in run.sequence.model_fields_set]
     for degrees, num_subsequences in (([], cuts), (parallel, []), (parallel, cuts)):
@@ -121,7 +122,10 @@ def _fewer_conditions(run: RunConfig, hardware: HardwareSpec) -> Iterator[Advice
 
 
 def _no_conditions(run: RunConfig, hardware: HardwareSpec) -> Iterator[Advice]:
-    """Advise to leave the solver every choice, and a shorter sequence or more nodes besides."""
+    """Yield advice to leave out all keys that the solver can choose.
+
+    If that alone does not fit, each piece of advice also names a shorter sequence or more nodes.
+    """
     written = {
         section: [key for key in keys if key in getattr(run, section).model_fields_set]
         for section, keys in _CHOSEN.items()
@@ -141,8 +145,8 @@ def without_keys(run: RunConfig, **written: list[str]) -> RunConfig:
     """Return `run` as if some keys had not been written.
 
     Args:
-        run: Which.
-        written: The keys by their sections.
+        run: Validated run configuration.
+        written: Keys to leave out, by section.
     """
     sections = {}
     for name, keys in written.items():
@@ -165,7 +169,7 @@ def _other_policies(run: RunConfig, hardware: HardwareSpec) -> Iterator[Advice]:
 
 
 def _tiers(run: RunConfig, hardware: HardwareSpec) -> Iterator[Advice]:
-    """Optimizer states in host memory; a disk that is there; then more of a tier."""
+    """Yield advice on tiers: optimizer states in host memory, a disk of the node, a larger tier."""
     if _may_offload(run, hardware):
         best = quick_best(_offloading(run), hardware)
         if best is not None:
@@ -206,7 +210,10 @@ def _shorter(run: RunConfig, hardware: HardwareSpec) -> Iterator[Advice]:
 
 
 def _more_nodes(run: RunConfig, hardware: HardwareSpec) -> Iterator[Advice]:
-    """The fewest nodes; with optimizer states in host memory besides, where these are fewer."""
+    """Yield advice on the fewest nodes that fit, with the optimizer on the device or on the host.
+
+    Optimizer states in host memory are advised only if fewer nodes fit with them.
+    """
     nodes = _fewest_nodes(run, hardware)
     requests = [("", run, nodes)]
     if _may_offload(run, hardware):
@@ -223,7 +230,7 @@ def _more_nodes(run: RunConfig, hardware: HardwareSpec) -> Iterator[Advice]:
 
 
 def _fewest_nodes(run: RunConfig, hardware: HardwareSpec) -> int | None:
-    """The smallest cluster of the same nodes on which it fits; None of the largest tried."""
+    """Return the fewest nodes of this kind on which the run fits; None if the most tried do not."""
 
     def fits(nodes: int) -> bool:
         return fits_at_all(run, _of_nodes(hardware, nodes))

@@ -1,15 +1,16 @@
-"""Memory and step time of other ways to train, by the formulas that price SPPO's own candidates.
+"""Memory and step time of baseline methods, by the cost model of SPPO's own candidates.
 
-A device holds states, saved activations, and the working set of one layer. On an unsplit sequence
-that spans all of it. K and V belong to one layer at a time where layers are recomputed, and their
-gradients never outlive their layer.
+A device holds the training state, saved activations, and the working set of one layer, which covers
+the whole sequence if that is not split. With recomputation, K and V exist for one layer at a time;
+gradients of K and V always do.
 
-What runs in chunks, layer by layer, is the looped order with a virtual stage for every layer, whose
-inputs are offloaded and whose other tensors, K and V included, are recomputed. The step of every
-method with inputs in host memory is priced like that, so that its copies hide as those of SPPO do.
+A method that runs layer by layer in chunks is priced as the looped order with one virtual stage per
+layer, whose inputs are offloaded and whose other tensors, including K and V, are recomputed. Every
+method with layer inputs in host memory is priced like this, so its copies overlap as SPPO's do.
 
-Kernels and the loss are taken to be as frugal as ours (attention without a score matrix, logits in
-tiles), so these are the best that each way can reach, not what a given release of a framework does.
+Kernels and the loss are assumed to be as frugal as ours (attention without a score matrix, logits
+in tiles). The results are therefore the best that each method can reach, not those of a given
+release of a framework.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ from sppo.planning.search.choices import Degrees
 from sppo.schedule.generators import LOOPED
 
 CHUNKS_ON_DEVICE = 2
-"""Chunks of K and V, and of their gradients, of a method that keeps the others in host memory: one
-in use, one on its way."""
+"""Chunks of K and V, and of their gradients, on the device for a method that keeps the others in
+host memory: one in use, one being copied."""
 
 
 @dataclass(frozen=True, slots=True)
 class BaselineStep:
-    """One sequence of a given length on each replica.
+    """Step of a baseline method with one sequence per replica.
 
     Attributes:
-        memory: Of the fullest device, and what it has in host memory.
+        memory: Memory of the fullest device, including its part of host memory.
         step_s: Seconds of the step.
-        tokens_per_s_per_gpu: Of the step.
+        tokens_per_s_per_gpu: Tokens per second and device.
     """
 
     memory: StageMemory
@@ -60,7 +61,7 @@ class BaselineStep:
 
 
 def fits(memory: StageMemory, *, hardware: HardwareSpec) -> bool:
-    """Return whether `hardware` has so much memory on and behind each device."""
+    """Return whether `memory` fits on a device of `hardware` and in its share of host memory."""
     in_host = memory.tier_activations_bytes + memory.host_optimizer_bytes
     on_device = memory.device.total_bytes <= hardware.device.usable_bytes
     return on_device and in_host <= hardware.host_bytes_per_device
@@ -69,7 +70,7 @@ def fits(memory: StageMemory, *, hardware: HardwareSpec) -> bool:
 def baseline_step(
     run: RunConfig, *, hardware: HardwareSpec, method: Method, degrees: Degrees, length: int
 ) -> BaselineStep:
-    """Price a step of `method` with one sequence of `length` tokens per replica."""
+    """Return the step of `method` with one sequence of `length` tokens per replica."""
     candidate = baseline_candidate(
         run, hardware=hardware, method=method, degrees=degrees, length=length
     )
@@ -89,7 +90,7 @@ def baseline_step(
 def baseline_memory(
     run: RunConfig, *, hardware: HardwareSpec, method: Method, degrees: Degrees, length: int
 ) -> StageMemory:
-    """The fullest device of `method` with one sequence of `length` tokens per replica."""
+    """Return the memory of the fullest device with one sequence of `length` tokens per replica."""
     candidate = baseline_candidate(
         run, hardware=hardware, method=method, degrees=degrees, length=length
     )
@@ -97,7 +98,7 @@ def baseline_memory(
 
 
 def method_memory(candidate: Candidate, method: Method) -> tuple[StageMemory, ...]:
-    """Memory of each stage of `method`, laid out as `candidate`."""
+    """Return the memory of each stage of `method`, with the layout of `candidate`."""
     if method.chunk_tokens is None:
         return _unsplit_memory(candidate, method)
     return _chunked_memory(candidate, method)
@@ -106,7 +107,7 @@ def method_memory(candidate: Candidate, method: Method) -> tuple[StageMemory, ..
 def baseline_candidate(
     run: RunConfig, *, hardware: HardwareSpec, method: Method, degrees: Degrees, length: int
 ) -> Candidate:
-    """The layout of `method` in our terms."""
+    """Return the candidate that stands for `method` in the cost model."""
     workload = Workload(
         run.model,
         hardware,
@@ -135,7 +136,7 @@ def baseline_candidate(
 
 
 def _chunks(length: int, chunk_tokens: int | None) -> tuple[int, ...]:
-    """Lengths of equal chunks, the last one possibly shorter; one of all tokens for None."""
+    """Return lengths of chunks of `chunk_tokens`, the last possibly shorter; None: one chunk."""
     if chunk_tokens is None or chunk_tokens >= length:
         return (length,)
     whole, rest = divmod(length, chunk_tokens)
@@ -143,7 +144,10 @@ def _chunks(length: int, chunk_tokens: int | None) -> tuple[int, ...]:
 
 
 def _placement(candidate: Candidate, method: Method) -> ActivationPlacement:
-    """Return the placement of saved tensors: nothing recomputed, or all but layer inputs."""
+    """Return the placement of saved tensors under a method.
+
+    A method recomputes nothing, or everything except layer inputs, which it may offload.
+    """
     shape = (candidate.num_stages, len(candidate.lengths), len(CLASSES))
     tokens = np.array(candidate.lengths, dtype=np.int64)[None, :, None]
     rows = np.broadcast_to(tokens, shape).copy()
@@ -157,7 +161,10 @@ def _placement(candidate: Candidate, method: Method) -> ActivationPlacement:
 
 
 def _chunked_memory(candidate: Candidate, method: Method) -> tuple[StageMemory, ...]:
-    """Memory of a method that runs a layer chunk by chunk, all but two chunks of K and V away."""
+    """Return the memory of a method that runs each layer chunk by chunk.
+
+    Two chunks of K and V are on the device, the others in host memory.
+    """
     units = UnitsInFlight(candidate)
     states = state_memory(candidate, units=units)
     placement = _placement(candidate, method)
@@ -174,7 +181,7 @@ def _chunked_memory(candidate: Candidate, method: Method) -> tuple[StageMemory, 
 
 
 def _unsplit_memory(candidate: Candidate, method: Method) -> tuple[StageMemory, ...]:
-    """Memory of a method that has whole sequences in a layer."""
+    """Return the memory of a method that runs whole sequences through each layer."""
     candidate = replace(candidate, schedule="sppo", virtual_stages=1, kv="retained")
     workload, length = candidate.workload, sum(candidate.lengths)
     keeps = method.policy == "retain"
@@ -191,7 +198,7 @@ def _unsplit_memory(candidate: Candidate, method: Method) -> tuple[StageMemory, 
         device = replace(
             state.device,
             kv_bytes=round(kv * (len(layers) if keeps else 1)),
-            # Formed and consumed within a layer, so never summed up in fp32.
+            # Computed and consumed within one layer, so never accumulated in fp32.
             kv_gradients_bytes=round(kv),
             activations_bytes=round(per_layer * len(layers)),
             communication_bytes=state.device.communication_bytes + exchanged,
@@ -204,9 +211,10 @@ def _unsplit_memory(candidate: Candidate, method: Method) -> tuple[StageMemory, 
 
 
 def _working_bytes(candidate: Candidate, method: Method) -> int:
-    """The largest working set of a layer and of the loss, the MLP in tiles where it runs in them.
+    """Return the largest working set of a layer and the loss, with the MLP in tiles if it is tiled.
 
-    An MLP in tiles has tensors as large as one that is as much narrower as a tile has fewer tokens.
+    A tiled MLP is modelled as an untiled one of less width: both have equally large tensors if the
+    width shrinks by as much as a tile has fewer tokens than the sequence.
     """
     workload = candidate.workload
     if method.tiles_mlp:
@@ -218,7 +226,7 @@ def _working_bytes(candidate: Candidate, method: Method) -> int:
 
 
 def _with_inputs_on_host(stage: StageMemory, candidate: Candidate) -> StageMemory:
-    """Memory of a stage whose layer inputs are in host memory, but for the running layer's."""
+    """Return the memory of a stage with saved layer inputs and training state in host memory."""
     moved = replace(
         stage,
         device=replace(stage.device, activations_bytes=0),
@@ -228,9 +236,10 @@ def _with_inputs_on_host(stage: StageMemory, candidate: Candidate) -> StageMemor
 
 
 def _with_state_on_host(stage: StageMemory, candidate: Candidate) -> StageMemory:
-    """Memory with weights and gradients on the device for no more than is computed with.
+    """Return the memory of a stage with the training state in host memory.
 
-    These are two layers, one in use and one that comes or goes, and the embedding or the head.
+    The device holds weights and gradients of two layers, one in use and one being copied, and of
+    the embedding or the head.
     """
     model = candidate.workload.model
     layer = layer_parameters(model)
@@ -249,10 +258,10 @@ def _with_state_on_host(stage: StageMemory, candidate: Candidate) -> StageMemory
 
 
 def _exchanged_bytes(candidate: Candidate, *, tokens: int) -> int:
-    """Return the bytes that a Megatron group exchanges beyond our own.
+    """Return the bytes of exchange buffers of Megatron sequence parallelism beyond SPPO's own.
 
-    Its products shard outputs, not tokens, so each device gathers the residual stream of
-    the whole sequence and its gradient, and has a part of their sums. Ours holds one tensor more.
+    Each device gathers the residual stream of the whole sequence and its gradient, and holds its
+    part of their sums, since products shard outputs instead of tokens. 0 for other methods.
     """
     workload = candidate.workload
     if workload.sequence_parallel != "megatron" or workload.sequence_parallel_degree == 1:

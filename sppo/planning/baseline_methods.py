@@ -1,14 +1,15 @@
-"""Other ways to train long sequences: what they recompute, shard, and keep in host memory.
+"""Baseline methods for long sequences: what each recomputes, shards, and keeps in host memory.
 
-- one device: every device has whole sequences, states are sharded over all (ZeRO-3).
+- one device: every device has whole sequences; states are sharded over all devices (ZeRO-3).
 - megatron: tensor and sequence parallelism inside a node, with pipeline stages across nodes.
-- ulysses: one group as large as heads and devices allow, states sharded over all (ZeRO-3).
-- alst: ulysses, with layer inputs in host memory, the state there too (ZeRO-3 offload), and the MLP
-  in tiles of as many tokens as a hidden state has numbers (Arctic Long Sequence Training,
+- ulysses: one group as large as heads and devices allow; states are sharded over all devices
+  (ZeRO-3).
+- alst: ulysses with layer inputs and the training state in host memory (ZeRO-3 offload), and the
+  MLP in tiles whose number of tokens is the hidden size (Arctic Long Sequence Training,
   arXiv:2506.13996).
-- fpdt: the same with the whole layer in chunks of 64Ki tokens, of whose K and V two chunks are on
-  the device at once, the others in host memory (Fully Pipelined Distributed Transformer,
-  arXiv:2408.16978; DeepSpeed's Ulysses-Offload).
+- fpdt: ulysses with layer inputs and the training state in host memory, and whole layers in chunks
+  of 64Ki tokens. K and V of two chunks are on the device at once, the others in host memory (Fully
+  Pipelined Distributed Transformer, arXiv:2408.16978; DeepSpeed's Ulysses-Offload).
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from sppo.units import KIB
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A way to train without cutting sequences into units of a pipeline.
+    """Baseline method that does not cut sequences into units of a pipeline.
 
     Attributes:
-        name: What tables call it.
+        name: Name in tables.
         policy: "retain" or "recompute".
-        mechanism: How a layer is sharded over a group.
-        zero: How much of the state is sharded.
-        degrees: What it may use, from model and machine.
+        mechanism: Kind of sequence parallelism, "ulysses" or "megatron".
+        zero: ZeRO level.
+        degrees: Function that returns the degrees to try, given a model and a machine.
         uses_host: Whether layer inputs and the training state are in host memory.
-        tiles_mlp: Whether the MLP runs in tiles of as many tokens as a hidden state has numbers.
-        chunk_tokens: Tokens of a chunk in which it runs whole layers; None for all at once.
+        tiles_mlp: Whether the MLP runs in tiles whose number of tokens is the hidden size.
+        chunk_tokens: Tokens of each chunk that passes a whole layer; None for whole sequences.
     """
 
     name: str
@@ -53,7 +54,7 @@ def _whole_sequences(_model: ModelConfig, hardware: HardwareSpec) -> Iterator[De
 
 
 def _inside_nodes(model: ModelConfig, hardware: HardwareSpec) -> Iterator[Degrees]:
-    """Groups inside a node, the most equal stages that the rest has room for."""
+    """Yield degrees with groups inside a node and as many equal stages as the devices allow."""
     for group in _divisors(hardware.node.num_devices):
         room = hardware.num_devices // group
         if model.num_heads % group == 0:

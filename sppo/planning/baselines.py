@@ -1,6 +1,7 @@
-"""The longest sequence that fits, and the step at the run's own length, trained in other ways.
+"""Longest sequence that fits, and step time at the run's length, for baseline methods and SPPO.
 
-The machine and the formulas are those of SPPO's own plans (:mod:`sppo.planning.baseline_cost`).
+Baselines are priced on the same machine by the same cost model as SPPO's own plans
+(:mod:`sppo.planning.baseline_cost`).
 """
 
 from __future__ import annotations
@@ -18,24 +19,25 @@ from sppo.planning.search.feasibility import longest_sequence
 from sppo.units import KIB
 
 HOST = "host"
-"""Stands for memory of the host among the buckets of a device."""
+"""Name of host memory in `Baseline.largest_bucket`."""
 SPPO = "SPPO"
-"""Name of the run itself in tables."""
+"""Name of SPPO in `Baseline.method`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """Longest sequence of one way, and its speed.
+    """Longest sequence and step time of one method.
 
     Attributes:
-        method: Its name.
-        longest_tokens: Of a sequence, in whole Ki; 0 where not even 1Ki fits.
-        degrees: With which it gets there; None for SPPO, whose solver chooses.
-        largest_bucket: What takes most memory there, without "_bytes"; "host" where that ends
-            first; None for SPPO.
-        paper: How far it got there in the SPPO paper; empty for other models and machines.
-        step_s: Seconds of a step at the length of the run; None where that does not fit.
-        tokens_per_s_per_gpu: Of that step.
+        method: Name of the method.
+        longest_tokens: Tokens of the longest sequence that fits, in whole Ki; 0 if not even 1Ki
+            fits.
+        degrees: Degrees with which the longest sequence fits; None for SPPO, whose solver chooses.
+        largest_bucket: Largest memory bucket of the device 1Ki tokens beyond the longest sequence,
+            without "_bytes"; "host" if host memory is the limit; None for SPPO.
+        paper: Longest sequence that the SPPO paper reports; empty for other models and machines.
+        step_s: Seconds of a step at the length of the run; None if that does not fit.
+        tokens_per_s_per_gpu: Tokens per second and device at the length of the run.
     """
 
     method: str
@@ -50,12 +52,13 @@ class Baseline:
 def baselines(
     run: RunConfig, *, hardware: HardwareSpec, evaluated: EvaluatedCandidate | None = None
 ) -> tuple[Baseline, ...]:
-    """Every method on all of `hardware`, then SPPO under the conditions of `run`.
+    """Return every baseline method on all devices of `hardware`, then SPPO.
 
     Args:
-        run: model, sequence length and conditions.
-        hardware: the machine.
-        evaluated: what SPPO does at the run's length, for its step time.
+        run: Validated run configuration; SPPO follows all its keys, baselines the model, the
+            sequence length and the dtype.
+        hardware: Description of the machine.
+        evaluated: SPPO's candidate at the run's length, for its step time.
     """
     claims = _paper_claims(run, hardware)
     rows = [
@@ -72,7 +75,7 @@ def baselines(
 
 
 def baseline(run: RunConfig, *, hardware: HardwareSpec, method: Method) -> Baseline:
-    """Return how far one method goes on all of `hardware`, and its step at the length of `run`."""
+    """Return the longest sequence of one method, and its step at the length of `run`."""
     best = Baseline(method.name, 0)
     for degrees in method.degrees(run.model, hardware):
 
@@ -104,7 +107,7 @@ def baseline(run: RunConfig, *, hardware: HardwareSpec, method: Method) -> Basel
 
 
 def _fastest_step(run: RunConfig, hardware: HardwareSpec, method: Method) -> BaselineStep | None:
-    """A step at the run's length with the degrees that fit and train most tokens a second."""
+    """Return the fastest step of a method at the run's length; None if no degrees fit."""
     steps = [
         baseline_step(
             run, hardware=hardware, method=method, degrees=degrees, length=run.sequence.length
@@ -116,7 +119,7 @@ def _fastest_step(run: RunConfig, hardware: HardwareSpec, method: Method) -> Bas
 
 
 def _paper_claims(run: RunConfig, hardware: HardwareSpec) -> dict[str, str]:
-    """Return the paper's reports on GPT-7B on 32 and 128 A100-80GB, by method."""
+    """Return the SPPO paper's results for GPT-7B on 32 and 128 A100-80GB, by method."""
     if run.model.preset != "gpt-7b" or not hardware.name.startswith("a100-80g"):
         return {}
     if hardware.num_devices == 32:

@@ -1,4 +1,4 @@
-"""The program of a step of a candidate: the one that is simulated, planned and executed."""
+"""Program of one step of a candidate, which is simulated, planned and executed."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from sppo.schedule.program import step_program
 def candidate_program(
     candidate: Candidate, *, costs: Costs, forward_only: bool = False, messages: bool = True
 ) -> Schedule:
-    """Make the program of a step of one data-parallel replica of `candidate`.
+    """Return the program of one step of one data-parallel replica of `candidate`.
 
     Args:
-        candidate: What would be run.
-        costs: Of the candidate.
-        forward_only: Leave out backwards, copies and reductions.
-        messages: Place messages; a simulation needs none.
+        candidate: Candidate to run.
+        costs: Costs of the candidate's actions.
+        forward_only: Whether to leave out backwards, copies and reductions.
+        messages: Whether to place messages; a simulation needs none.
 
     Raises:
-        ValueError: A schedule that cannot serve the candidate.
+        ValueError: The schedule does not support the candidate.
     """
     return step_program(
         candidate.schedule,

@@ -1,4 +1,4 @@
-"""A run file with the degrees that it leaves out written in, as the solver chooses them."""
+"""Run configuration completed with the degrees that the solver chooses."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ DEGREES = ("data_parallel_degree", "pipeline_parallel_degree", "sequence_paralle
 
 @dataclass(frozen=True, slots=True)
 class ChosenRun:
-    """A run with all its degrees.
+    """Run configuration with all degrees written.
 
     Attributes:
-        run: The request; with degrees of the solver, so are the schedule, N and the
-            number of virtual stages that it left open.
-        chosen: Its keys that are the solver's; () where it writes all degrees itself.
+        run: The request. If the solver chose degrees, it also chose the schedule, N and the number
+            of virtual stages where these were open.
+        chosen: Names of the keys that the solver chose; () if the request writes all degrees.
     """
 
     run: RunConfig
@@ -28,12 +28,12 @@ class ChosenRun:
 
 
 def with_chosen_degrees(run: RunConfig, *, hardware: HardwareSpec) -> ChosenRun:
-    """Return `run` with what `solve` recommends for the degrees that it leaves out.
+    """Return `run` with the degrees that it leaves out as `solve` recommends them.
 
-    Where nothing fits these are the degrees that come nearest.
+    If nothing fits, these are the degrees that lack least memory.
 
     Raises:
-        ValueError: the run asks for what the machine or the model cannot do.
+        ValueError: The run asks for something that the machine or the model cannot do.
     """
     absent = [name for name in DEGREES if name not in run.parallel.model_fields_set]
     if not absent or hardware.num_devices == 1:
@@ -67,7 +67,7 @@ def _written(
     virtual_stages: int,
     schedule: str | None = None,
 ) -> ChosenRun:
-    """Write the solver's choice over what the run leaves open."""
+    """Return `run` with the solver's choice for the keys that it leaves open."""
     numbers = dict(
         zip(
             DEGREES,

@@ -1,12 +1,12 @@
-"""Memory of a run as it stands, before it runs, beside what the SPPO paper counts for it.
+"""Predicted memory of a run file before it runs, beside the counts of the SPPO paper.
 
-The paper counts activations of a GPT in two ways: 32 B S H bytes per layer in its Table 2 and 38
-B S H in section 5.1 (2 B S H elements of them K and V, that is 4 bytes). Both assume multi-head
-attention, an MLP of four times the model's width, and every intermediate kept. What this engine
-saves is less: norms, activation functions and the like are formed again on the way.
+The paper counts activations of a GPT in two ways: 32 B S H bytes per layer in its Table 2, and 38
+B S H bytes in section 5.1 (of which K and V have 2 B S H elements, 4 B S H bytes). Both assume
+multi-head attention, an MLP of four times the hidden size, and that every intermediate is kept.
+This engine saves less: backward recomputes norms, activation functions and the like.
 
 Legend: B sequences, S tokens of a sequence, H hidden size, L layers, K key/value heads, D head
-size. Everything per model is for one sequence, B = 1.
+size. All figures of a model are for one sequence, B = 1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sppo.planning.run_plan import assess_run, scheduled
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 
 TABLE_2_BYTES = 32
-"""Per token, hidden unit and layer: SPPO paper, Table 2."""
+"""Bytes per token, hidden unit and layer: SPPO paper, Table 2."""
 SECTION_5_1_BYTES = 38
 """Bytes per token, hidden unit and layer: SPPO paper, section 5.1."""
 _MOMENTS = 2
@@ -32,17 +32,18 @@ _MOMENTS = 2
 
 @dataclass(frozen=True, slots=True)
 class ModelCounts:
-    """A model and one sequence of it, all devices together.
+    """Parameters of a model and bytes of one sequence, over all devices together.
 
     Attributes:
-        parameters: Trainable scalars.
-        state_bytes_per_parameter: Weights, gradients, optimizer states: 18 in bf16.
-        table_2_bytes: Activations as the paper's Table 2 counts them.
-        section_5_1_bytes: Activations as its section 5.1 counts them.
-        saved_bytes: Activations this engine keeps, by policy; K and V are not among them.
-        kv_bytes: K and V.
-        kv_gradients_bytes: Their fp32 gradients.
-        multi_head_kv_bytes: K and V if every query head had its own.
+        parameters: Number of trainable scalars.
+        state_bytes_per_parameter: Bytes of weights, gradients and optimizer states per parameter:
+            18 in bf16.
+        table_2_bytes: Bytes of activations as counted in Table 2 of the SPPO paper.
+        section_5_1_bytes: Bytes of activations as counted in section 5.1 of the SPPO paper.
+        saved_bytes: Bytes of activations that this engine saves without K and V, by policy.
+        kv_bytes: Bytes of K and V.
+        kv_gradients_bytes: Bytes of the fp32 gradients of K and V.
+        multi_head_kv_bytes: Bytes of K and V if every query head had its own key/value head.
     """
 
     parameters: int
@@ -56,21 +57,21 @@ class ModelCounts:
 
     @property
     def state_bytes(self) -> int:
-        """Weights, gradients and optimizer states."""
+        """Bytes of weights, gradients and optimizer states."""
         return self.parameters * self.state_bytes_per_parameter
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Estimate:
-    """Needs of a run as it stands.
+    """Predicted memory of a run file.
 
     Attributes:
-        run: Which.
-        hardware: The machine it is held against.
-        counts: Of its model and one sequence.
-        evaluated: Its memory by stage, and where it does not fit.
-        whole: The run with the keys that it leaves out, as the solver chooses them.
-        chosen: Those keys.
+        run: Run configuration as written.
+        hardware: Description of the machine.
+        counts: Counts of the model and one sequence.
+        evaluated: Evaluated candidate, with memory by stage and the shortfall if it does not fit.
+        whole: Run configuration with the keys that the solver chose.
+        chosen: Names of the keys that the solver chose.
     """
 
     run: RunConfig
@@ -82,13 +83,13 @@ class Estimate:
 
 
 def estimate(run: RunConfig, *, hardware: HardwareSpec) -> Estimate:
-    """Memory of `run` as training would plan it on this machine.
+    """Return the memory of `run` as training would plan it on this machine.
 
-    Degrees that it leaves out are the solver's, and with them the cuts and the schedule.
+    If the run leaves out degrees, the solver chooses these, the cuts and the schedule.
 
     Raises:
-        ValueError: a policy this machine cannot serve, more stages than layers, or sequences that
-            cannot be divided evenly over the replicas.
+        ValueError: The machine does not support the policy, there are more stages than layers, or
+            the replicas cannot share the sequences evenly.
     """
     whole = with_chosen_degrees(run, hardware=hardware)
     evaluated = scheduled(whole.run, assess_run(whole.run, hardware=hardware))
@@ -96,7 +97,7 @@ def estimate(run: RunConfig, *, hardware: HardwareSpec) -> Estimate:
 
 
 def model_counts(run: RunConfig) -> ModelCounts:
-    """Return the FLOPs and bytes of the whole model and one sequence."""
+    """Return the parameters of the whole model and the bytes of one sequence."""
     model, length = run.model, run.sequence.length
     element = ELEMENT_BYTES[run.train.dtype]
     masters = ACCUMULATION_BYTES if element < ACCUMULATION_BYTES else 0

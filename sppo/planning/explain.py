@@ -1,4 +1,4 @@
-"""Explanation of a step: where its seconds go, rank by rank, and the speeds that were assumed."""
+"""Breakdown of a predicted step: seconds of each rank by cause, and the assumed rates."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ PARTS: Mapping[str, str] = {
     "reduce": "gradient reduction",
     "update": "optimizer update",
 }
-"""Parts of a rank's step, in the order of tables, by the name in JSON."""
+"""Labels of the parts of a rank's step, by name in JSON, in the order of tables."""
 
 
 @dataclass(frozen=True, slots=True)
 class RateUsed:
-    """Assumed speed of the machine at one kind of work.
+    """Assumed rate of the machine for one kind of work.
 
     Attributes:
-        figure: What kind.
-        value: Rate in the units of `unit`, the mean over the step where it depends on shapes.
+        figure: Kind of work, such as "matrix products".
+        value: Rate in `unit`; the mean over the step if the rate depends on shapes.
         unit: "FLOP/s" or "B/s".
-        peak: The most that its device can do, in the same unit; None where that means nothing.
-        source: Where the figure comes from.
+        peak: Peak rate of the device in `unit`; None for memory, links and copies.
+        source: Source of the figure.
     """
 
     figure: str
@@ -61,7 +61,7 @@ class RateUsed:
 
 
 def step_parts(evaluated: EvaluatedCandidate) -> tuple[Mapping[str, float], ...]:
-    """Seconds of each of :data:`PARTS` for every pipeline rank; those of a rank sum to the step."""
+    """Return the seconds of each of :data:`PARTS` per pipeline rank, which add up to the step."""
     candidate, costs = evaluated.candidate, evaluated.costs
     seconds = stage_seconds(candidate)
     plain = stage_parts(candidate)
@@ -102,7 +102,7 @@ def step_parts(evaluated: EvaluatedCandidate) -> tuple[Mapping[str, float], ...]
 
 
 def rates_used(evaluated: EvaluatedCandidate) -> tuple[RateUsed, ...]:
-    """Return the speeds that were assumed of the machine, and their sources."""
+    """Return the assumed rates of the machine and their sources."""
     candidate = evaluated.candidate
     workload, hardware = candidate.workload, candidate.workload.hardware
     device, peak = hardware.device, hardware.device.flops_per_s(workload.dtype)
@@ -141,7 +141,7 @@ def rates_used(evaluated: EvaluatedCandidate) -> tuple[RateUsed, ...]:
 
 
 def _summed(stages: Sequence[Mapping[str, PassParts]], *, sequences: int) -> dict[str, float]:
-    """Seconds of each part over all passes of some stages and all sequences."""
+    """Return the seconds of each part, summed over all passes of some stages and all sequences."""
     return {
         name: sequences
         * sum(float(getattr(parts, name).sum()) for passes in stages for parts in passes.values())
@@ -150,7 +150,7 @@ def _summed(stages: Sequence[Mapping[str, PassParts]], *, sequences: int) -> dic
 
 
 def _groups(candidate: Candidate) -> int:
-    """Return how many groups of sequences pass the stages of the looped order one after another."""
+    """Return the number of groups of sequences that run one after another in the looped order."""
     if candidate.order != LOOPED:
         return 1
     ranks = candidate.pipeline_parallel_degree
@@ -160,13 +160,16 @@ def _groups(candidate: Candidate) -> int:
 def _waits(
     evaluated: EvaluatedCandidate, *, rank: int, own_s: float, reduced_s: float
 ) -> dict[str, float]:
-    """Return a rank's waits in a simulation beyond its compute; in closed form only its copies.
+    """Return the seconds that a rank waits or runs other ranks' units, by part.
+
+    Without a simulation, only the waits for copies are known.
 
     Args:
-        evaluated: whose step it is.
-        rank: of the pipeline.
-        own_s: compute of its stages.
-        reduced_s: reductions between its stages, among its waits.
+        evaluated: Evaluated candidate.
+        rank: Pipeline rank.
+        own_s: Seconds of compute of the rank's stages.
+        reduced_s: Seconds of the reductions between the rank's stages, which the simulation counts
+            as waits for messages.
     """
     played = evaluated.played
     if played is None:
@@ -179,7 +182,11 @@ def _waits(
 
 
 def _executed_flops(candidate: Candidate) -> tuple[float, float]:
-    """FLOPs of products and of attention in one sequence, backward as it is executed."""
+    """Return the FLOPs of matrix products and of attention in one sequence, as executed.
+
+    Attention's backward counts the products that it recomputes; recomputed activations are left
+    out.
+    """
     model, length = candidate.workload.model, sum(candidate.lengths)
     layer = layer_flops(model)
     pairs = sum(

@@ -1,7 +1,7 @@
-"""Changes that were not asked for and would pay: other sequences per step, tiers, levels, nodes.
+"""Changes of a feasible request that would make it faster: sequences per step, tiers, ZeRO, nodes.
 
-Each change is one override of the request, priced like the request: its best candidates by closed
-form, the first of them simulated. Bounds rule most changes out before anything is priced.
+Each change is one override of the request. A changed request is priced by closed forms, and its
+fastest candidate is simulated. Lower bounds rule out most changes before they are priced.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from sppo.planning.search.solver import Solution
 from sppo.planning.search.state_choices import runs_by_tiers
 
 WORTH_IT = 1.03
-"""Tokens per second and device, against the best found, from which a change is listed."""
+"""Tokens per second and device from which a change is listed, relative to the best answer."""
 _LISTED = 4
 _STARVED = 0.1
-"""Bubble from which more sequences per step are tried."""
+"""Bubble fraction from which more sequences per step are tried."""
 _MOST_UNITS = 200_000
 """Stages x units up to which more sequences per step are tried."""
 _LARGE = 20_000
-"""Stages x units from which a change is tried with one number of subsequences alone."""
+"""Stages x units above which a change is tried with only one number of subsequences."""
 _AS_FAST = 1.01
-"""Times the best step that a step on fewer nodes may take."""
+"""Step time allowed on fewer nodes, relative to the best answer."""
 _NEARLY = 0.995
-"""Half as many sequences per step are taken if they come so near."""
+"""Gain from which half as many sequences per step are preferred, relative to the best gain."""
 
 
 @dataclass(frozen=True, slots=True)
 class Improvement:
-    """One change of a request that pays.
+    """One change of a request that makes it faster.
 
     Attributes:
-        change: The override to type.
-        step_s: Seconds of a step then.
-        tokens_per_s: Of all devices then.
+        change: Override of the run file or the machine.
+        step_s: Seconds of a step after the change.
+        tokens_per_s: Tokens per second of all devices after the change.
         gain: Tokens per second and device, as a multiple of the best answer's.
-        device_peak_bytes: Of the fullest device then.
+        device_peak_bytes: Peak memory of the fullest device after the change.
     """
 
     change: str
@@ -58,7 +58,7 @@ class Improvement:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """A request that differs by one override."""
+    """Request that differs from another by one override."""
 
     override: str
     run: RunConfig
@@ -66,10 +66,10 @@ class _Change:
 
 
 def improvements(solution: Solution) -> tuple[Improvement, ...]:
-    """The changes that pay most, best first.
+    """Return the changes that gain most, best first.
 
     Args:
-        solution: the answer to a request that fits.
+        solution: Answer to a request that fits.
     """
     found = [*_more_sequences(solution), *_fewer_nodes(solution)]
     for change in _other_requests(solution):
@@ -88,12 +88,12 @@ def _best(solution: Solution) -> EvaluatedCandidate:
 def _improvement(
     solution: Solution, change: _Change, *, most_s: float = math.inf
 ) -> Improvement | None:
-    """Return the gain of a change; None where it fits nowhere or a bound says it does not pay.
+    """Return the gain of a change; None if it does not fit, or gains less than is listed.
 
     Args:
-        solution: What it is held against.
-        change: The request.
-        most_s: Seconds of a step above which it is not wanted.
+        solution: Answer to the request without the change.
+        change: Changed request.
+        most_s: Upper bound of the step time; slower steps are not wanted.
     """
     known = _best(solution)
     least = WORTH_IT * _rate(solution.run, solution.hardware, known.step_s)
@@ -117,12 +117,14 @@ def _improvement(
 def _fastest(
     change: _Change, *, known: EvaluatedCandidate, most_s: float
 ) -> EvaluatedCandidate | None:
-    """The best candidate of a changed request, with few numbers of subsequences.
+    """Return the best candidate of a changed request; None if none fits within `most_s`.
+
+    Only a few numbers of subsequences are tried.
 
     Args:
-        change: The request.
-        known: The best answer to the request as it is.
-        most_s: Seconds of a step above which nobody wants it.
+        change: Changed request.
+        known: Best answer to the request without the change.
+        most_s: Upper bound of the step time; slower steps are not wanted.
     """
     near = len(known.candidate.lengths)
     counts = subsequence_counts_to_try(change.run, hardware=change.hardware)
@@ -133,11 +135,11 @@ def _fastest(
         search = CandidateSearch(run, hardware=change.hardware, subsequence_counts=few)
         first = next(search.fastest_first(most_s=most_s), None)
         if first is not None or fits_at_all(run, change.hardware):
-            break  # a tier farther away is not looked at where a nearer one does
+            break  # farther tiers are tried only if nothing fits in nearer ones
     if first is None:
         return None
     if first.costs.forward_s.size > SCHEDULED_UNITS:
-        # There, cutting units over ranks (MSP) takes seconds to decide.
+        # For large steps, deciding which units to cut over ranks (MSP) takes seconds.
         whole = run.parallel.model_copy(update={"multiplexed": "off"})
         run = run.model_copy(update={"parallel": whole})
     return with_best_schedule(run, simulate_candidate(first))
@@ -148,12 +150,15 @@ def _tokens(run: RunConfig) -> int:
 
 
 def _rate(run: RunConfig, hardware: HardwareSpec, step_s: float) -> float:
-    """Tokens per second and device that there is, used or not."""
+    """Return the tokens per second over all devices of the machine, including unused ones."""
     return _tokens(run) / step_s / hardware.num_devices
 
 
 def _more_sequences(solution: Solution) -> Iterator[Improvement]:
-    """The fewest sequences per step with which the pipeline has enough to do."""
+    """Yield the gain of more sequences per step: the fewest whose gain is close to the best.
+
+    Tried only if the bubble is large or devices are unused.
+    """
     run, hardware, best = solution.run, solution.hardware, _best(solution)
     assert best.played is not None, "the best answer is simulated"
     idle = best.degrees.num_devices < hardware.num_devices
@@ -202,7 +207,7 @@ def _other_requests(solution: Solution) -> Iterator[_Change]:
 
 
 def _fewer_nodes(solution: Solution) -> Iterator[Improvement]:
-    """Fewer nodes on which a step takes no longer."""
+    """Yield the gain of fewer nodes if a step takes about as long on them."""
     hardware, best = solution.hardware, _best(solution)
     used = -(-best.degrees.num_devices // hardware.node.num_devices)
     nodes = used if used < hardware.num_nodes else hardware.num_nodes // 2
@@ -215,7 +220,7 @@ def _fewer_nodes(solution: Solution) -> Iterator[Improvement]:
 
 
 def _other_cuts(run: RunConfig, hardware: HardwareSpec) -> Iterator[_Change]:
-    """Every number of subsequences, where the request fixes one."""
+    """Yield changes to other numbers of subsequences if the request fixes one."""
     fixed = run.sequence.num_subsequences != "auto" or run.sequence.boundaries is not None
     if not fixed:
         return

@@ -1,4 +1,4 @@
-"""The longest sequence that fits, found by the same steps whoever asks."""
+"""Search for the longest sequence that fits, shared by SPPO and the baselines."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ _LONGEST_TOKENS = 1 << 32
 
 
 def longest_tokens(fits: Callable[[int], bool], *, least: int = 1) -> int:
-    """The longest sequence that fits, to whole Ki tokens; 0 where not even the shortest does.
+    """Return the longest sequence that fits, in whole Ki tokens; 0 if not even the shortest fits.
 
     Args:
-        fits: whether a sequence of so many tokens does; a shorter one fits where a longer one does.
-        least: tokens that a sequence must have.
+        fits: Function that returns whether a sequence of the given number of tokens fits. It must
+            be monotonic: shorter sequences fit if longer ones do.
+        least: Minimum tokens of a sequence.
     """
     low = -(-least // KIB)
     if not fits(low * KIB):
@@ -30,7 +31,7 @@ def longest_tokens(fits: Callable[[int], bool], *, least: int = 1) -> int:
 
 
 def with_length(run: RunConfig, tokens: int) -> RunConfig:
-    """Return `run` with sequences of `tokens`, cut anew if its cuts are for another length."""
+    """Return `run` with sequences of `tokens` tokens, without cuts written for another length."""
     change: dict[str, object] = {"length": tokens}
     if run.sequence.boundaries is not None:
         change["boundaries"] = None

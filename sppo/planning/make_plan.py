@@ -1,4 +1,4 @@
-"""Makes the plan that is run from a candidate that the solver chose."""
+"""Making an execution plan from the candidate that the solver chose."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sppo.version import __version__
 
 
 def make_plan(run: RunConfig, evaluated: EvaluatedCandidate) -> ExecutionPlan:
-    """Return the plan for `run` that an evaluated candidate describes."""
+    """Return the execution plan of `run` with the decisions of an evaluated candidate."""
     candidate = evaluated.candidate
     hardware = candidate.workload.hardware
     part = planned_part(run)
@@ -57,7 +57,7 @@ def make_plan(run: RunConfig, evaluated: EvaluatedCandidate) -> ExecutionPlan:
 
 
 def predict(run: RunConfig, evaluated: EvaluatedCandidate) -> Prediction:
-    """Return what a step of an evaluated candidate takes."""
+    """Return the predicted time and memory of one step of an evaluated candidate."""
     candidate, time = evaluated.candidate, evaluated.time
     hardware = candidate.workload.hardware
     length, sequences = run.sequence.length, run.train.sequences_per_step
@@ -86,7 +86,10 @@ def predict(run: RunConfig, evaluated: EvaluatedCandidate) -> Prediction:
 
 
 def compute_seconds(evaluated: EvaluatedCandidate) -> tuple[float, float]:
-    """Return the seconds of all forwards, and of all backwards, of the busiest rank."""
+    """Return the seconds of all forwards and of all backwards of the busiest rank.
+
+    Backwards include weight gradients and the recomputation of K and V.
+    """
     costs = evaluated.costs
     forward_s, backward_s = (
         of_ranks(evaluated.candidate, seconds.sum(axis=1))
@@ -100,7 +103,7 @@ def compute_seconds(evaluated: EvaluatedCandidate) -> tuple[float, float]:
 
 
 def offload_ratios(evaluated: EvaluatedCandidate) -> tuple[float, ...]:
-    """Share of its saved bytes that each subsequence moves, on the first stage."""
+    """Return the fraction of its saved bytes that each subsequence offloads, on the first stage."""
     row_bytes = row_bytes_of(evaluated.candidate)[0]
     offloaded = evaluated.placement.offloaded[0] @ row_bytes
     whole = evaluated.placement.tokens * row_bytes.sum()
@@ -115,7 +118,7 @@ def _bubble_fraction(evaluated: EvaluatedCandidate) -> float:
 
 
 def stage_plans(evaluated: EvaluatedCandidate) -> tuple[StagePlan, ...]:
-    """Return what each stage does, in the order of their layers."""
+    """Return the plan of each stage, in the order of the layers."""
     candidate = evaluated.candidate
     stages = []
     for stage, layers in enumerate(candidate.stages):
@@ -132,7 +135,10 @@ def stage_plans(evaluated: EvaluatedCandidate) -> tuple[StagePlan, ...]:
 
 
 def _subsequences(evaluated: EvaluatedCandidate, *, stage: int) -> tuple[SubsequencePlacement, ...]:
-    """Blocks lie one behind the other: offsets are decided here, not at run time."""
+    """Return the placement of each subsequence on a stage, with the offsets of its blocks.
+
+    Packed blocks are contiguous in the tier; their offsets are decided here, not at run time.
+    """
     placement = evaluated.placement
     shape = block_layout(evaluated.candidate, stage=stage)
     sizes = stage_blocks(placement, shape, stage=stage).sum(axis=1).tolist()

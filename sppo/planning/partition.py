@@ -1,15 +1,14 @@
-"""Cutting a sequence into subsequences: equal tokens, or equal causal FLOPs.
+"""Cutting a sequence into subsequences of equal tokens or equal causal FLOPs.
 
 The cost of the first x tokens of a causal sequence is ``a*x + b*x^2/2``: ``a`` FLOPs per token in
-the projections, ``b`` FLOPs per (query, key) pair in attention. Equal costs then have boundaries
-in closed form, ``x_k = (sqrt(a^2 + 2 b C k / N) - a) / b`` with C the cost of the whole sequence.
-Each boundary is rounded, not each length, so rounding errors never pile up in one subsequence.
+the projections, ``b`` FLOPs per (query, key) pair in attention. Boundaries of equal costs then have
+the closed form ``x_k = (sqrt(a^2 + 2 b C k / N) - a) / b``, with C the cost of the whole sequence.
+Boundaries are rounded, not lengths, so rounding errors do not accumulate.
 
 We count the pairs that a causal kernel visits. The SPPO paper's figures for LLaMA-65B at 128K
-tokens (10.59 to 2.87 GB from first to last subsequence at N = 8, 6.04 to 1.3 GB at N = 16) are
-those of the full square, b twice as large: with 38 bytes per token and hidden unit of one undivided
-layer they come out within 9 percent, over causal pairs no count of bytes comes closer than 20
-percent.
+tokens (10.59 to 2.87 GB from first to last subsequence at N = 8, 6.04 to 1.3 GB at N = 16) match
+the full square, with b twice as large: 38 bytes per token and hidden unit of one undivided layer
+reproduce them within 9 percent. With causal pairs, no number of bytes comes within 20 percent.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from math import ceil, sqrt
 def boundaries_by_length(
     length: int, *, num_subsequences: int, alignment: int = 1
 ) -> tuple[int, ...]:
-    """N+1 cuts from 0 to ``length`` with equal tokens between them.
+    """Return N+1 cuts from 0 to ``length`` with equal tokens between them.
 
     Raises:
-        ValueError: more subsequences than tokens.
+        ValueError: There are more subsequences than tokens.
     """
     return _aligned(
         [length * k / num_subsequences for k in range(1, num_subsequences)], length, alignment
@@ -35,18 +34,17 @@ def boundaries_by_length(
 def boundaries_by_flops(
     length: int, *, num_subsequences: int, linear: float, quadratic: float, alignment: int = 1
 ) -> tuple[int, ...]:
-    """N+1 cuts with equal causal FLOPs between them.
+    """Return N+1 cuts from 0 to ``length`` with equal causal FLOPs between them.
 
     Args:
         length: S, tokens of the sequence.
-        num_subsequences: N.
-        linear: a, FLOPs per token.
-        quadratic: b, FLOPs per visible (query, key) pair.
-        alignment: cuts are multiples of this where N subsequences fit, of a half, a quarter...
-            elsewhere.
+        num_subsequences: N, number of subsequences.
+        linear: A, FLOPs per token.
+        quadratic: B, FLOPs per visible (query, key) pair.
+        alignment: Cuts are multiples of this number; it is halved until no subsequence is empty.
 
     Raises:
-        ValueError: more subsequences than tokens, or costs that are not positive.
+        ValueError: There are more subsequences than tokens, or costs are not positive.
     """
     if linear < 0 or quadratic < 0 or linear + quadratic <= 0:
         raise ValueError(f"costs must be positive, got linear {linear}, quadratic {quadratic}")
@@ -62,17 +60,17 @@ def boundaries_by_flops(
 
 @lru_cache(maxsize=256)
 def lengths_of(boundaries: tuple[int, ...]) -> tuple[int, ...]:
-    """Tokens of each subsequence."""
+    """Return the tokens of each subsequence between the cuts of a sequence."""
     return tuple(b - a for a, b in zip(boundaries, boundaries[1:], strict=False))
 
 
 def automatic_num_subsequences(length: int, *, target_tokens: int) -> int:
-    """N for ``num_subsequences: auto``: subsequences of about ``target_tokens``, at least one."""
+    """Return N for ``num_subsequences: auto``: ``target_tokens`` per subsequence at most (mean)."""
     return max(1, ceil(length / target_tokens))
 
 
 def _aligned(cuts: list[float], length: int, alignment: int) -> tuple[int, ...]:
-    """Round inner ``cuts`` to the coarsest halving of ``alignment`` that leaves none empty."""
+    """Round inner ``cuts`` to multiples of ``alignment``, halved until no subsequence is empty."""
     num_subsequences = len(cuts) + 1
     if num_subsequences > length:
         raise ValueError(
@@ -89,7 +87,7 @@ def _aligned(cuts: list[float], length: int, alignment: int) -> tuple[int, ...]:
 
 
 def _spread(cuts: list[int], length: int) -> tuple[int, ...]:
-    """Move cuts that fell on each other apart, one token at a time, within [0, length]."""
+    """Return ``cuts`` with coinciding cuts moved at least one token apart, within [0, length]."""
     spread = list(cuts)
     for k in range(1, len(spread) - 1):
         spread[k] = max(spread[k], spread[k - 1] + 1)

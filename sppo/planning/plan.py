@@ -1,8 +1,9 @@
-"""The execution plan: everything that was decided before the run, and what it was based on.
+"""Execution plan: all decisions made before a run, and the inputs that they rest on.
 
-The solver writes it, the simulator draws it, the trainer runs it and is held to its predictions.
-It is self-contained: the part of the run it was made for and the machine are in it, so it can be
-priced again anywhere, and a run that has changed since is told which key differs.
+The solver writes a plan, the simulator draws it, and the trainer runs it and reports measured
+against predicted figures. A plan is self-contained: it holds the keys of the run file and the
+description of the machine that it was made for. It can therefore be priced again on any machine,
+and a run file that has changed since is refused with the keys that differ.
 """
 
 from __future__ import annotations
@@ -29,21 +30,22 @@ from sppo.schedule.transfers.kv_placement import KVPlacement, kv_of_turns
 from sppo.version import __version__
 
 PLAN_VERSION = 1
-"""Raised whenever the meaning of a field changes; other versions are refused."""
+"""Version of the plan format, incremented when the meaning of a field changes. Plans of other
+versions are refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """One stage of the pipeline.
+    """Plan of one pipeline stage.
 
     Attributes:
-        first_layer: First layer of the stage.
-        num_layers: Number of its layers.
-        subsequences: What happens to the saved tensors of each subsequence. Their
-            `slot_offset_bytes` are within the stage's own part of its rank's tier.
-        memory: Predicted memory of one device of the rank that has the stage. A rank with several
-            virtual stages has them all in it, and each of them says the same.
-        kv: What becomes of the stage's K and V between its forward and its backward.
+        first_layer: Index of the first layer of the stage.
+        num_layers: Number of layers of the stage.
+        subsequences: Placement of the saved tensors of each subsequence. Their
+            `slot_offset_bytes` are relative to the stage's part of its rank's tier.
+        memory: Predicted memory of one device of the rank that has the stage. It covers all
+            virtual stages of the rank, which therefore all have the same value.
+        kv: Placement of the stage's K and V between its forward and its backward.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -62,17 +64,17 @@ class Prediction:
     Attributes:
         provenance: Provenance of the machine's figures: measured, calibrated or analytic.
         simulated: Whether the step was simulated, rather than computed in closed form.
-        step_s: Time of the whole step.
-        forward_s: Time of the forwards of the busiest rank.
-        backward_s: Time of its backwards, with what they recompute.
-        update_s: Time of reducing gradients and of the optimizer step.
-        exposed_copy_s: Time of waiting for copies.
-        tokens_per_s_per_gpu: Tokens of a step over its time, for each device.
-        mfu: Model FLOPs over time and peak.
-        bubble_fraction: Idle share of all ranks.
-        device_peak_bytes: Memory of the fullest device.
-        host_peak_bytes: Host memory behind it.
-        disk_peak_bytes: Bytes on the disk behind it.
+        step_s: Seconds of the whole step.
+        forward_s: Seconds of all forwards of the busiest rank.
+        backward_s: Seconds of all backwards of the busiest rank, including recomputation.
+        update_s: Seconds of the gradient reduction and the optimizer step.
+        exposed_copy_s: Seconds in which compute waits for copies.
+        tokens_per_s_per_gpu: Tokens per second and device.
+        mfu: Model FLOPs per second over the peak of the devices.
+        bubble_fraction: Idle share of the time of all pipeline ranks.
+        device_peak_bytes: Peak memory of the fullest device.
+        host_peak_bytes: Peak host memory of the device that uses most of it.
+        disk_peak_bytes: Peak disk space of the device that uses most of it.
         offload_ratios: Fraction of its saved bytes that each subsequence offloads, on the first
             stage.
     """
@@ -97,34 +99,33 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class ExecutionPlan:
-    """Everything that is decided before a run, and what was predicted of it.
+    """All decisions made before a run, and the predictions for the run.
 
     Attributes:
-        version: Version of this format.
-        made_by: Version of SPPO that made it.
-        run: The keys of the run file that the plan rests on, by section.
-        run_digest: SHA-256 of these keys.
+        version: Version of the plan format.
+        made_by: Version of SPPO that made the plan.
+        run: Keys of the run file that the plan rests on, by section.
+        run_digest: SHA-256 of `run`.
         hardware: Description of the machine that the plan is for.
-        hardware_digest: SHA-256 of this description.
+        hardware_digest: SHA-256 of `hardware`.
         data_parallel_degree: Number of replicas.
-        pipeline_parallel_degree: Ranks of a pipeline.
-        sequence_parallel_degree: Devices over which each subsequence is sharded.
+        pipeline_parallel_degree: Number of ranks of a pipeline.
+        sequence_parallel_degree: Number of devices over which each subsequence is sharded.
         sequence_parallel: "ulysses" or "megatron".
-        zero: ZeRO level: which state is sharded over ranks that would hold the same.
+        zero: ZeRO level: which state is sharded over the ranks that would otherwise hold copies.
         sequences: Sequences per step of one replica.
-        boundaries: Cuts of a sequence.
+        boundaries: Cuts of a sequence, from 0 to its length.
         schedule: Name of the schedule.
-        policy: Activation policy, by what it does.
-        stages: Each stage, in the order of their layers. Stage `s` is on pipeline rank
+        policy: Activation policy in effect: "retain" where nothing is offloaded or recomputed.
+        stages: Plan of each stage, in the order of the layers. Stage `s` is on pipeline rank
             `s % pipeline_parallel_degree`.
         predicted: Predicted time and memory of a step.
         program_digest: Digest of the program of a step, `schedule.program.step_program`; None in
-            plans that were made before it stood there.
-        virtual_stages: Stages on each pipeline rank; 1 in plans that were made before it stood
-            there.
-        state: Where the training state lives; None in plans that were made before it stood there.
-        activation_tier: Tier of offloaded activations, K and V; None in plans that were made
-            before it stood there, which use the nearest tier.
+            plans from before the key existed.
+        virtual_stages: Stages on each pipeline rank; 1 in plans from before the key existed.
+        state: Tiers of the training state; None in plans from before the key existed.
+        activation_tier: Tier of offloaded activations, K and V; None in plans from before the key
+            existed, which use the nearest tier.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -153,7 +154,10 @@ class ExecutionPlan:
 
     @property
     def state_tiers(self) -> StateTiers:
-        """Return the tiers of the state; before plans said so, only the optimizer could leave."""
+        """Tiers of the training state; in plans without the key, only optimizer states may leave.
+
+        Such plans keep optimizer states in host memory if the run offloads the optimizer.
+        """
         if self.state is not None:
             return self.state
         offloads = self.run["optimizer"]["offload"] and self.hardware.device.kind != "cpu"
@@ -161,7 +165,7 @@ class ExecutionPlan:
 
     @property
     def model(self) -> ModelConfig:
-        """The model it is for."""
+        """Configuration of the model that the plan is for."""
         return ModelConfig.model_validate(self.run["model"])
 
     @property
@@ -177,12 +181,12 @@ class ExecutionPlan:
 
     @property
     def shares_units(self) -> bool:
-        """Return whether several pipeline ranks run shards of one unit (MSP)."""
+        """Whether several pipeline ranks run shards of one unit (MSP)."""
         return self.schedule == "sppo_msp" and self.pipeline_parallel_degree > 1
 
     @property
     def offloads_anything(self) -> bool:
-        """Return whether any saved tensor, or K and V of any stage, leave the device."""
+        """Whether any saved tensor, or K and V of any stage, leave the device."""
         return any(
             stage.kv == "offloaded" or any(any(part.offloaded) for part in stage.subsequences)
             for stage in self.stages
@@ -190,12 +194,16 @@ class ExecutionPlan:
 
     @property
     def tier(self) -> Tier:
-        """Tier of offloaded activations, K and V; "device" where there is none for them."""
+        """Tier of offloaded activations, K and V; "device" if the machine has no other tier."""
         return self.activation_tier or self.hardware.node.nearest_tier
 
     @property
     def kv(self) -> KVPlacement:
-        """Placement of K and V of the stages of a rank that do not recompute them."""
+        """Placement of K and V on the stages of a rank that do not recompute them.
+
+        "recomputed" if all stages recompute. The last stage of a rank is left out: its K and V are
+        always retained.
+        """
         placed = [stage.kv for stage in self.stages[: -self.pipeline_parallel_degree]]
         return next(
             (kv for kv in placed if kv != "recomputed"), placed[0] if placed else "retained"
@@ -203,19 +211,22 @@ class ExecutionPlan:
 
     @property
     def kv_recomputed(self) -> int:
-        """Stages of a rank that recompute theirs where others do not."""
+        """Number of stages per rank that recompute K and V; 0 if all do, or none does."""
         own = self.stages[:: self.pipeline_parallel_degree]
         return 0 if self.kv == "recomputed" else sum(stage.kv == "recomputed" for stage in own)
 
     def rank_tier_buckets(self, place: Literal["host", "disk"]) -> tuple[Mapping[str, int], ...]:
-        """Return what one device of each pipeline rank has in a tier, by bucket."""
+        """Return the bytes of one device of each pipeline rank in a tier, by memory bucket."""
         return tuple(
             tier_buckets(held, place, activations=self.tier, state=self.state_tiers)
             for held in self.rank_memory
         )
 
     def recomputed_fractions(self, tensor_class: int) -> tuple[float, ...]:
-        """Share of each subsequence in which a class is recomputed, averaged over the layers."""
+        """Return the share of rows of a tensor class that is recomputed, per subsequence.
+
+        Averaged over all layers of the model.
+        """
         layers = sum(stage.num_layers for stage in self.stages)
         shares = []
         for index, tokens in enumerate(self.lengths):
@@ -256,11 +267,11 @@ _PLANNED_KEYS: Mapping[str, tuple[str, ...] | None] = {
     "optimizer": ("offload",),
     "train": ("sequences_per_step", "dtype"),
 }
-"""Sections of a run file that a plan rests on; None for all their keys."""
+"""Keys of a run file that a plan rests on, by section; None means all keys of the section."""
 
 
 def planned_part(run: RunConfig) -> dict[str, Any]:
-    """The keys of `run` that a plan rests on, as plain JSON values."""
+    """Return the keys of `run` that a plan rests on, by section, as plain JSON values."""
     whole = run.model_dump(mode="json")
     part = {}
     for section, keys in _PLANNED_KEYS.items():
@@ -270,29 +281,29 @@ def planned_part(run: RunConfig) -> dict[str, Any]:
 
 
 def digest_of(values: Mapping[str, Any]) -> str:
-    """SHA-256 of the canonical JSON form."""
+    """Return the SHA-256 of `values` as JSON with sorted keys."""
     import hashlib
 
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def boundaries_of(lengths: tuple[int, ...]) -> tuple[int, ...]:
-    """Cuts of a sequence whose subsequences have these lengths."""
+    """Return the cuts of a sequence, from 0 to its length, from its subsequence lengths."""
     return (0, *accumulate(lengths))
 
 
 def plan_json(plan: ExecutionPlan) -> dict[str, Any]:
-    """Return `plan` as plain values, the content of its file: its fields and their digest."""
+    """Return the content of a plan file as plain values: the fields of `plan` and their digest."""
     values: dict[str, Any] = json.loads(_ADAPTER.dump_json(plan, by_alias=True))
     return {**values, _DIGEST: digest_of(values)}
 
 
 def read_plan(path: Path) -> ExecutionPlan:
-    """A plan from its file.
+    """Read and verify a plan file.
 
     Raises:
-        ValueError: not a plan, of another version, changed by hand, or damaged.
-        OSError: the file cannot be read.
+        ValueError: The file is no plan, has another version, was changed by hand, or is damaged.
+        OSError: The file cannot be read.
     """
     values = _parsed(path)
     version = values.get("version") if isinstance(values, dict) else None
@@ -311,7 +322,7 @@ def read_plan(path: Path) -> ExecutionPlan:
             f"plan {path}: {where}: {first['msg']}; make it again with sppo solve"
         ) from None
     faults = [*_faults(plan)]
-    # As it was written: a version that knows more of machines adds keys to what it has read.
+    # Hash the hardware as written in the file: reading it may add keys of newer versions.
     if plan.hardware_digest != digest_of(values["hardware"]):
         faults.append("its hardware does not match its digest")
     if digest != digest_of(values):
@@ -332,10 +343,10 @@ def _parsed(path: Path) -> Any:
 
 
 def check_plan_fits(plan: ExecutionPlan, run: RunConfig) -> None:
-    """Refuse a plan that was made for another run.
+    """Raise ValueError if `plan` was made for another run.
 
     Raises:
-        ValueError: names every key that differs, with both values.
+        ValueError: The plan does not match; the message names every differing key with both values.
     """
     differences = list(_differences(_with_later_keys(plan.run, run), planned_part(run)))
     if differences:
@@ -346,10 +357,10 @@ def check_plan_fits(plan: ExecutionPlan, run: RunConfig) -> None:
 
 
 def _with_later_keys(planned: Mapping[str, Any], run: RunConfig) -> Mapping[str, Any]:
-    """The keys of a plan, with those that plans had not yet when it was made.
+    """Return the keys of a plan, completed by keys that did not exist when the plan was made.
 
-    Those had one stage on each rank and retained K and V, which serves a run that asks for that or
-    leaves it open, and were made for streams, in which nothing is longer than a sequence.
+    Older plans have one stage on each rank and retain K and V, which matches runs that ask for this
+    or write `auto`. They were made for token streams, in which no sample exceeds a sequence.
     """
     virtual = "auto" if run.parallel.virtual_stages == "auto" else 1
     kv = "auto" if run.activations.kv == "auto" else "retain"
@@ -363,7 +374,10 @@ def _with_later_keys(planned: Mapping[str, Any], run: RunConfig) -> Mapping[str,
 
 
 def _state_served(run: RunConfig) -> dict[str, str]:
-    """The section of a run that plans had not yet, as far as one without it serves that run."""
+    """Return the `state` section for a plan from before it existed.
+
+    Such a plan keeps all state on the device, which also matches keys of `run` that are `auto`.
+    """
     asked = run.state.model_dump(mode="json")
     return {part: tier if tier == "auto" else "device" for part, tier in asked.items()}
 
@@ -381,7 +395,7 @@ def _differences(
 
 
 def _faults(plan: ExecutionPlan) -> Iterator[str]:
-    """Yield disagreements between the parts of a plan."""
+    """Yield a message for each inconsistency between parts of a plan."""
     if plan.run_digest != digest_of(plan.run):
         yield "its run does not match its digest"
         return
@@ -409,7 +423,7 @@ def _faults(plan: ExecutionPlan) -> Iterator[str]:
 
 
 def _kv_faults(plan: ExecutionPlan) -> Iterator[str]:
-    """Stages place K and V as :func:`kv_of_turns` spreads them, alike on all ranks."""
+    """Yield a message for each stage whose K and V are not placed as :func:`kv_of_turns` says."""
     ranks, turns = plan.pipeline_parallel_degree, plan.virtual_stages
     expected = kv_of_turns(plan.kv, recomputed=plan.kv_recomputed, turns=turns)
     for number, stage in enumerate(plan.stages[: ranks * turns]):

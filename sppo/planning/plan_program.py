@@ -1,4 +1,4 @@
-"""Program of a plan's step: the candidate, its costs, its actions."""
+"""Candidate, costs and program of one step under a plan."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from sppo.schedule.costs import Costs
 
 
 def plan_program(plan: ExecutionPlan) -> Schedule:
-    """Make the program of a step of one data-parallel replica under `plan`."""
+    """Return the program of one step of one data-parallel replica under `plan`."""
     return candidate_program(plan_candidate(plan), costs=plan_costs(plan))
 
 
 def plan_costs(plan: ExecutionPlan) -> Costs:
-    """Return the costs of the actions of one data-parallel replica under `plan`."""
+    """Return the costs of the actions of one step of one data-parallel replica under `plan`."""
     candidate = plan_candidate(plan)
     return stage_costs(candidate, seconds=stage_seconds(candidate), placement=plan_placement(plan))
 
 
 def plan_candidate(plan: ExecutionPlan) -> Candidate:
-    """The candidate that `plan` was made from."""
+    """Return the candidate that `plan` was made from."""
     workload = Workload(
         plan.model,
         plan.hardware,
@@ -65,10 +65,13 @@ def plan_placement(plan: ExecutionPlan) -> ActivationPlacement:
 
 
 def check_program(plan: ExecutionPlan) -> None:
-    """Refuse a plan whose program this version of SPPO, or this machine, makes differently.
+    """Raise ValueError if the program made here differs from the one that the plan was made for.
+
+    Other versions of SPPO or numpy, or another kind of CPU, may make another program. Plans without
+    a program digest are not checked.
 
     Raises:
-        ValueError: Both digests, and what to do.
+        ValueError: The digests differ; the message gives both and says what to do.
     """
     if plan.program_digest is None:
         return

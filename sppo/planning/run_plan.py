@@ -1,7 +1,8 @@
-"""The plan of a run as it stands: what ``sppo train`` makes when it is given none.
+"""Plan of a run file without a search over degrees: what ``sppo train`` uses without a plan file.
 
-Degrees of parallelism are those of the run file; only what it leaves to ``auto`` is decided here:
-the number of subsequences, and what happens to saved activations in the memory there is.
+Degrees of parallelism are those of the run file. Decided here are the keys that the run file leaves
+to ``auto``, such as the number of subsequences and the placement of saved activations in the
+available memory.
 """
 
 from __future__ import annotations
@@ -46,11 +47,12 @@ from sppo.planning.search.state_choices import runs_by_tiers
 from sppo.units import format_bytes
 
 EVALUATION_TOKENS = {"cpu": 2048, "cuda": 8192}
-"""Tokens of a subsequence of an evaluation with ``num_subsequences: auto``. On a CPU 1Ki and 2Ki
-took the same time; the larger makes fewer. On a GPU, not measured: the middle of the paper's 2K to
-16K."""
+"""Target tokens of an evaluation's subsequences with ``num_subsequences: auto``, by device kind.
+
+On a CPU 1Ki and 2Ki took the same time; 2Ki makes fewer subsequences. The value for GPUs is not
+measured: it is the middle of the SPPO paper's range of 2K to 16K."""
 USABLE_FRACTION = 0.85
-"""Fraction of the free memory that a policy left to ``auto`` fills."""
+"""Fraction of the free device memory that may be filled if the activation policy is ``auto``."""
 
 
 def plan_run(
@@ -61,27 +63,28 @@ def plan_run(
     disk_bytes: int = 0,
     host_bytes: int = 0,
 ) -> ExecutionPlan:
-    """Decide what `run` leaves open, for a machine with so much memory free.
+    """Plan a run on a machine with the given free memory, deciding all keys that are ``auto``.
 
-    A policy that was asked for is taken as long as it can work at all.
+    An activation policy that the run file names is always used; if it does not fit, this raises.
 
     Args:
-        run: checked.
-        hardware: the machine; its memory is not looked at.
-        available_bytes: what is free on a device.
-        disk_bytes: what may be taken of the disk behind `activations.disk`.
-        host_bytes: of host memory, what one device may take; 0 where it is the device's own.
+        run: Validated run configuration.
+        hardware: Description of the machine; its memory sizes are ignored.
+        available_bytes: Free memory of one device.
+        disk_bytes: Bytes that the run may use of the disk of `activations.disk`.
+        host_bytes: Host memory that one device may use; 0 on a CPU, whose device memory is the
+            host's.
 
     Raises:
-        ValueError: it asks for a tier that is not there.
-        MemoryError: it does not fit, with what to change.
+        ValueError: The run asks for a tier that the machine does not have.
+        MemoryError: The run does not fit; the message says what to change.
     """
     chosen = run.activations.policy in ("auto", "hybrid")
     usable = int(available_bytes * USABLE_FRACTION) if chosen else available_bytes
     device = replace(hardware.device, memory_bytes=max(1, usable), reserved_bytes=0)
     node = _tiers(run, hardware=hardware, disk_bytes=disk_bytes, host_bytes=host_bytes)
     machine = replace(hardware, device=device, node=node)
-    # Without a tier whole classes: nothing is gained by putting tensors together from parts.
+    # Without a tier, recompute whole tensor classes: joining tensors from parts gains nothing.
     has_tier = activation_tiers(run, hardware=machine) != ("device",)
     evaluated = assess_run(run, hardware=machine, allow_partial=has_tier)
     if evaluated.shortfall is not None:
@@ -92,21 +95,23 @@ def plan_run(
 def assess_run(
     run: RunConfig, *, hardware: HardwareSpec, allow_partial: bool = True
 ) -> EvaluatedCandidate:
-    """Assess a run with activations and training state as near to the devices as they fit.
+    """Evaluate a run with activations and training state in the nearest tiers in which they fit.
+
+    If nothing fits, return the evaluation that is short of the fewest bytes.
 
     Args:
-        run: checked.
-        hardware: the machine.
-        allow_partial: whether policies may cut a tensor class where ranks can.
+        run: Validated run configuration.
+        hardware: Description of the machine.
+        allow_partial: Whether policies may split a tensor class where the candidate allows it.
 
     Raises:
-        ValueError: see :func:`run_candidate`.
+        ValueError: See :func:`run_candidate`.
     """
     tried: list[EvaluatedCandidate] = []
     full: set[Tier] = set()
     for attempt in runs_by_tiers(run, hardware=hardware):
         if attempt.activations.tier in full:
-            continue  # what leaves the device goes there, too
+            continue  # state that leaves the device would go to this full tier, too
         candidate = run_candidate(attempt, hardware=hardware)
         partial = candidate.allow_partial and allow_partial
         found = assess(replace(candidate, allow_partial=partial))
@@ -119,19 +124,23 @@ def assess_run(
 
 
 def scheduled(run: RunConfig, evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
-    """Simulate what fits, with the best schedule that can be trained where that is left open."""
+    """Simulate a candidate that fits, with the fastest schedule if the run leaves it open.
+
+    A candidate that does not fit is returned unchanged.
+    """
     if evaluated.shortfall is not None:
         return evaluated
     return with_best_schedule(run, simulate_candidate(evaluated))
 
 
 def run_candidate(run: RunConfig, *, hardware: HardwareSpec) -> Candidate:
-    """The run with the degrees it writes and the cuts it asks for; the solver's where it does not.
+    """Return the candidate with the degrees of a run, and its cuts and virtual stages.
+
+    Cuts and virtual stages that the run leaves open are the fastest ones that fit.
 
     Raises:
-        ValueError: sequences that cannot be divided evenly over the replicas, units sharded over
-            pipeline ranks (MSP) with degrees that do not allow it, or subsequences too short to be
-            shared by so many ranks.
+        ValueError: The replicas cannot share the sequences evenly, the degrees rule out units
+            sharded over pipeline ranks (MSP), or subsequences have fewer tokens than ranks need.
     """
     degrees = Degrees.of_run(run)
     if run.train.sequences_per_step % degrees.data_parallel:
@@ -166,7 +175,7 @@ def run_candidate(run: RunConfig, *, hardware: HardwareSpec) -> Candidate:
 
 
 def evaluation_boundaries(run: RunConfig, *, hardware: HardwareSpec) -> tuple[int, ...]:
-    """Cuts of a sequence of which only the forward is run, as the run file asks."""
+    """Return the cuts of a sequence for an evaluation, which runs forwards alone."""
     num_subsequences = run.sequence.num_subsequences
     if num_subsequences == "auto":
         target = EVALUATION_TOKENS[hardware.device.kind]
@@ -181,9 +190,13 @@ def evaluation_boundaries(run: RunConfig, *, hardware: HardwareSpec) -> tuple[in
 
 
 def _tiers(run: RunConfig, *, hardware: HardwareSpec, disk_bytes: int, host_bytes: int) -> NodeSpec:
-    """The node with what is free of the tiers behind its devices, as far as the run may use it.
+    """Return the node with the host memory and disk space that the run may use.
 
-    Behind a GPU that is the host's memory; and a disk, if the run names a directory on one.
+    Host memory is a tier of GPUs only. A disk is used only if the run names a directory on it.
+
+    Raises:
+        ValueError: The run asks for a tier that the machine does not have.
+        MemoryError: The run needs its disk, and the disk is full.
     """
     asked, node = run.activations, hardware.node
     if asked.tier == "host" and host_bytes == 0:
@@ -210,7 +223,7 @@ def _tiers(run: RunConfig, *, hardware: HardwareSpec, disk_bytes: int, host_byte
 
 
 def _needs_disk(run: RunConfig, *, behind_gpu: bool) -> bool:
-    """Return whether a run asks for what goes to its disk, rather than to the host's memory."""
+    """Return whether a run explicitly asks for something that is stored on its disk."""
     asked = run.activations
     if asked.tier != "auto" or behind_gpu:
         return asked.tier == "disk"
@@ -242,7 +255,7 @@ def _too_large(
 
 
 def _tier_too_small(run: RunConfig, evaluated: EvaluatedCandidate, shortfall: Shortfall) -> str:
-    """Say what a rank puts in a tier behind its device, and what to change for it to fit there."""
+    """Return a message on what a rank stores in a tier that is too small, and what to change."""
     taken = _taken(evaluated, shortfall)
     kv_bytes = offloaded_kv_bytes(evaluated.candidate)
     parts = []
@@ -267,13 +280,13 @@ def _tier_too_small(run: RunConfig, evaluated: EvaluatedCandidate, shortfall: Sh
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """Bytes that a rank puts in one tier.
+    """Bytes that a rank stores in one tier.
 
     Attributes:
-        offloaded: Activations, K and V.
-        staged: Slots in front of a disk.
-        state: Weights, gradients and optimizer states.
-        copied: By a checkpoint that is saved in the background.
+        offloaded: Bytes of activations, K and V.
+        staged: Bytes of the slots in host memory through which blocks pass to a disk.
+        state: Bytes of weights, gradients and optimizer states.
+        copied: Bytes of the copy made for a checkpoint that is saved in the background.
     """
 
     offloaded: int
@@ -292,7 +305,7 @@ def _taken(evaluated: EvaluatedCandidate, shortfall: Shortfall) -> _Taken:
 
 
 def _put_less(evaluated: EvaluatedCandidate, shortfall: Shortfall, taken: _Taken) -> str:
-    """Say which of what a rank puts in a tier to leave out for the rest to fit."""
+    """Return advice on what a rank should no longer store in a tier so that the rest fits."""
     room, kept = shortfall.available_bytes, shortfall.needed_bytes - taken.copied
     fixes = []
     if taken.copied > room or (taken.copied and kept <= room):
@@ -315,13 +328,13 @@ def _put_less(evaluated: EvaluatedCandidate, shortfall: Shortfall, taken: _Taken
 
 
 def offload_less(*, room_bytes: float, needed_bytes: float, kv_bytes: int, ratio: float) -> str:
-    """Say what would fit in a tier: a smaller part of the activations, or K and V elsewhere.
+    """Return advice on what would fit in a tier: a lower offload ratio, or K and V elsewhere.
 
     Args:
-        room_bytes: what the tier has.
-        needed_bytes: what is offloaded there, K and V included.
-        kv_bytes: K and V.
-        ratio: offloaded part of the other activations.
+        room_bytes: Bytes available in the tier.
+        needed_bytes: Offloaded bytes, including K and V.
+        kv_bytes: Offloaded bytes of K and V.
+        ratio: Offloaded fraction of the activations without K and V.
     """
     if 0 < kv_bytes >= min(room_bytes, needed_bytes):
         return "activations.kv=retain or recompute offloads no K and V"
@@ -340,7 +353,10 @@ def _more_host(run: RunConfig) -> str:
 
 
 def _offloaded_fraction(evaluated: EvaluatedCandidate) -> float:
-    """Offloaded fraction of the bytes saved by all subsequences except the last."""
+    """Return the bytes offloaded on the first stage as a fraction of the offloadable bytes.
+
+    Offloadable are the bytes that all subsequences except the last save.
+    """
     row_bytes = row_bytes_of(evaluated.candidate)[0]
     offloaded = float((evaluated.placement.offloaded[0] @ row_bytes).sum())
     offloadable = float((evaluated.placement.tokens[:-1] * row_bytes.sum()).sum())
@@ -348,5 +364,5 @@ def _offloaded_fraction(evaluated: EvaluatedCandidate) -> float:
 
 
 def _floor(ratio: float) -> str:
-    """Format to two places, rounded down."""
+    """Format a ratio with two decimal places, rounded down."""
     return f"{int(ratio * 100) / 100:.2f}"

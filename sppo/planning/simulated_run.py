@@ -1,4 +1,4 @@
-"""A run file or a plan as something to simulate: its schedule, and its costs on a machine."""
+"""Schedule and costs of a run file or a plan, for the simulator."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sppo.schedule.program import Case
 
 @dataclass(frozen=True, slots=True)
 class RunShape:
-    """Replacements in a run by flags, for a what-if; None keeps the run's own."""
+    """Replacements of keys of a run for a what-if simulation; None keeps the run's own value."""
 
     schedule: str | None = None
     num_ranks: int | None = None
@@ -31,14 +31,14 @@ class RunShape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimulatedRun:
-    """The simulation of a run.
+    """Input of the simulator for one step of a run.
 
     Attributes:
-        case: Its lowered schedule and costs.
-        forward: Its forward alone.
-        hardware: The machine it was priced for.
-        num_devices: Devices of all replicas.
-        steady_bytes: Of one device of each stage, what it holds throughout the step.
+        case: Program and costs of the step.
+        forward: Program of the forwards alone, and the same costs.
+        hardware: Description of the machine that the run was priced for.
+        num_devices: Number of devices of all replicas.
+        steady_bytes: Bytes that one device of each pipeline rank holds throughout the step.
     """
 
     case: Case
@@ -51,10 +51,10 @@ class SimulatedRun:
 def simulated_run(
     run: RunConfig, *, hardware: HardwareSpec, shape: RunShape | None = None
 ) -> SimulatedRun:
-    """Simulate one step of one data-parallel replica of `run` on `hardware`.
+    """Return the program and costs of one step of one data-parallel replica of `run`.
 
     Raises:
-        ValueError: degrees or a schedule that do not fit the run, with what to change.
+        ValueError: Degrees or schedule do not suit the run; the message says what to change.
     """
     shape = shape or RunShape()
     if shape.num_subsequences is not None:
@@ -77,7 +77,7 @@ def simulated_run(
 
 
 def simulated_plan(plan: ExecutionPlan) -> SimulatedRun:
-    """Simulate one step of one data-parallel replica under `plan`."""
+    """Return the program and costs of one step of one data-parallel replica under `plan`."""
     return _simulated(plan_candidate(plan), costs=plan_costs(plan), memory=plan.rank_memory)
 
 
