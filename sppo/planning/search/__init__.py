@@ -1,1 +1,1 @@
-"""Search: degrees, cuts, policies and schedules of a request, priced, simulated and ranked."""
+"""Search over degrees, cuts, policies and schedules of a request: pricing, simulation, ranking."""

@@ -1,4 +1,4 @@
-"""The schedule that makes a candidate fastest."""
+"""Choice of the fastest schedule of a candidate."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, assess
 from sppo.planning.search.simulated_candidate import simulate_candidate
 
 SCHEDULED_UNITS = 1200
-"""Stages x units up to which other schedules are tried: making and playing them takes a second."""
+"""Stages x units up to which other schedules are tried, which takes about a second."""
 
 
 def with_best_schedule(run: RunConfig, best: EvaluatedCandidate) -> EvaluatedCandidate:
-    """Return `best` with the schedule that makes it fastest, where the run leaves the choice.
+    """Return `best` with its fastest schedule, if the run leaves the schedule open.
 
-    Tried are the zero-bubble program, multiplexed sequence partitioning (MSP), and the interleaved
-    program where ranks have several stages, each with the memory it needs; MSP never where training
-    could not run it.
+    Tried are the zero-bubble schedule, multiplexed sequence partitioning (MSP) if training can run
+    it, and the interleaved schedule if ranks have several stages. Each is evaluated with its own
+    memory.
     """
     candidate = best.candidate
     if asked_schedule(run) != "auto" or candidate.pipeline_parallel_degree == 1:
         return best
-    if places_kv(run):  # what no other schedule does
+    if places_kv(run):  # no other schedule offloads or recomputes K and V
         return best if best.played is not None else simulate_candidate(best)
     streams = candidate.state.streams_weights or candidate.state.streams_gradients
     if best.costs.forward_s.size > SCHEDULED_UNITS:
@@ -54,7 +54,7 @@ def with_best_schedule(run: RunConfig, best: EvaluatedCandidate) -> EvaluatedCan
 
 
 def _may_share(run: RunConfig, best: EvaluatedCandidate) -> bool:
-    """Whether training could shard its units over pipeline ranks (MSP)."""
+    """Return whether training could shard the units of `best` over pipeline ranks (MSP)."""
     degrees, lengths = best.degrees, best.candidate.lengths
     return (
         multiplexed_problem(run, degrees=degrees)
@@ -63,6 +63,6 @@ def _may_share(run: RunConfig, best: EvaluatedCandidate) -> bool:
 
 
 def _simulated(candidate: Candidate) -> EvaluatedCandidate | None:
-    """The candidate and its simulation, None where it does not fit."""
+    """Return the candidate evaluated and simulated; None if it does not fit."""
     evaluated = assess(candidate)
     return simulate_candidate(evaluated) if evaluated.shortfall is None else None

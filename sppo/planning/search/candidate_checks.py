@@ -1,4 +1,4 @@
-"""Choices of a candidate for K and V and its training state, and what is refused."""
+"""Placements of K and V that a candidate may have, and checks of candidates that cannot work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sppo.schedule.transfers.kv_placement import KVPlacement
 
 
 def kv_choices(candidate: Candidate) -> tuple[KVPlacement, ...]:
-    """Return the placements of K and V under a candidate that leaves it open, simplest first."""
+    """Return the placements of K and V that a candidate may have, simplest first."""
     found: list[KVPlacement] = ["retained"]
     if copy_bytes_per_s(candidate)[0] > 0:
         found.append("offloaded")
@@ -28,14 +28,14 @@ def kv_choices(candidate: Candidate) -> tuple[KVPlacement, ...]:
 
 
 def kv_mixes(candidate: Candidate, states: tuple[StageMemory, ...]) -> tuple[Candidate, ...]:
-    """A candidate that leaves K and V open, with some stages of each rank recomputing them.
+    """Return the candidate with K and V recomputed on some stages per rank, offloaded on others.
 
-    For where no one placement fits: stages that recompute have their inputs on the device, and the
-    tier has inputs, K and V of as many others as there is room for.
+    For use if no uniform placement fits: stages that recompute keep their inputs on the device, and
+    the tier holds inputs, K and V of as many other stages as there is room for.
 
     Args:
-        candidate: whose K and V are placed.
-        states: memory of each rank without any saved activation.
+        candidate: Candidate that leaves the placement of K and V open.
+        states: Memory of each rank without saved activations.
     """
     turns, out = candidate.virtual_stages, copy_bytes_per_s(candidate)[0]
     is_free = candidate.policy == "hybrid" and candidate.offload_ratio is None
@@ -55,10 +55,11 @@ def kv_mixes(candidate: Candidate, states: tuple[StageMemory, ...]) -> tuple[Can
 
 
 def check_kv(candidate: Candidate) -> None:
-    """Refuse K and V that cannot be placed as asked.
+    """Raise ValueError if K and V of a candidate cannot be placed as asked.
 
     Raises:
-        ValueError: no tier to offload them to, or no inputs to recompute them from.
+        ValueError: There is no tier to offload K and V to, or not every layer's input is saved to
+            recompute K and V from.
     """
     if candidate.kv == "offloaded" and not copy_bytes_per_s(candidate)[0]:
         raise ValueError(
@@ -76,10 +77,11 @@ def check_kv(candidate: Candidate) -> None:
 
 
 def check_state(candidate: Candidate) -> None:
-    """Refuse a tier of the state that the machine does not have.
+    """Raise ValueError if the training state is placed in a tier that the machine does not have.
 
     Raises:
-        ValueError: names the part of the state, its tier, and what to write.
+        ValueError: A tier is missing; the message names the part of the state, the tier, and what
+            to write.
     """
     hardware, state = candidate.workload.hardware, candidate.state
     for part in ("weights", "gradients", "optimizer"):
@@ -103,10 +105,10 @@ def check_state(candidate: Candidate) -> None:
 
 
 def check_inputs_retained(candidate: Candidate, placement: ActivationPlacement) -> None:
-    """Refuse to recompute K and V from inputs that are offloaded.
+    """Raise ValueError if K and V are to be recomputed from layer inputs that are offloaded.
 
     Raises:
-        ValueError: the policy offloads some.
+        ValueError: The policy offloads inputs of stages that recompute K and V.
     """
     recomputes = [
         candidate.kv_of_stage(stage) == "recomputed" for stage in range(candidate.num_stages)

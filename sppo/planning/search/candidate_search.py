@@ -1,8 +1,8 @@
-"""Search for the fastest candidates of a request: which to price, and which never to look at.
+"""Best-first branch-and-bound search for the fastest candidates of a request.
 
-Branch and bound, best first. Retaining everything bounds the time of every policy from below. Ways
-to divide the devices are looked at in the order of that bound, and so are the numbers of
-subsequences of each, so whoever takes the first few candidates pays for little more than these.
+The time of retaining everything is a lower bound of every activation policy. Divisions of the
+devices are visited in the order of this bound, and so are the numbers of subsequences of each, so
+iterating over the first few candidates prices little more than these.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from sppo.planning.search.shortfall import Shortfall
 from sppo.planning.search.simulated_candidate import is_quick, judged_candidate
 
 WORTH_IT = 0.99
-"""Another schedule is taken if it leaves at most this fraction of the step: predictions are not so
-exact that less would count, and the simplest program is the best to run."""
+"""Fraction of the step time at or below which another schedule is preferred. Predictions are not
+exact enough for smaller gains to count, and simpler programs are better to run."""
 _FEW = 4
-"""Values of N that are tried with several stages on a rank."""
+"""Number of values of N that are tried with several stages on a rank."""
 Rank = tuple[float, int, int, int, int]
 
 
@@ -52,12 +52,12 @@ class Rejection:
     """Degrees that do not fit or cannot work.
 
     Attributes:
-        degrees: Which.
-        num_subsequences: N that came nearest to fitting; None where it does not depend on N.
-        policy: Activation policy that came nearest.
-        virtual_stages: Stages on each rank with which it did.
-        reason: Text that says why.
-        shortfall: Where memory is short.
+        degrees: Rejected degrees.
+        num_subsequences: N that came nearest to fitting; None if memory was not the reason.
+        policy: Activation policy that came nearest to fitting; None if memory was not the reason.
+        virtual_stages: Stages on each rank that came nearest to fitting.
+        reason: Reason as text.
+        shortfall: Shortfall of the nearest candidate; None if memory was not the reason.
     """
 
     degrees: Degrees
@@ -69,15 +69,15 @@ class Rejection:
 
 
 class CandidateSearch:
-    """Candidates of a request on a machine, by time.
+    """Search over all candidates of a request on a machine.
 
     Args:
-        run: The request.
-        hardware: The machine.
-        subsequence_counts: Values of N to try; () for those worth trying.
+        run: Validated run configuration.
+        hardware: Description of the machine.
+        subsequence_counts: Values of N to try; () for all worth trying.
 
     Raises:
-        ValueError: degrees in the run that need more devices than there are.
+        ValueError: The degrees of the run need more devices than the machine has.
     """
 
     def __init__(
@@ -101,10 +101,11 @@ class CandidateSearch:
                 self._refused.append(Refusal(degrees, problem))
 
     def fastest_first(self, *, most_s: float = math.inf) -> Iterator[EvaluatedCandidate]:
-        """Yield the best candidate that fits of every way to divide the devices, fastest first.
+        """Yield the best candidate that fits of each division of the devices, fastest first.
 
         Args:
-            most_s: Seconds of a step above which nobody wants it: bounds rule it out.
+            most_s: Upper bound of the step time: divisions whose lower bound exceeds this are
+                skipped.
         """
         heap: list[tuple[Rank, int, _WaysOfDegrees, EvaluatedCandidate | None]] = [
             ((_rounded(way.bound_s), 0, 0, 0, 0), place, way, None)
@@ -120,23 +121,23 @@ class CandidateSearch:
                 heapq.heappush(heap, (rank_of(way.best), place, way, way.best))
 
     def refined(self, found: EvaluatedCandidate, *, below: float = math.inf) -> EvaluatedCandidate:
-        """Return the best with the degrees of a candidate that was found, N chosen by simulation.
+        """Return the best candidate with the degrees of `found` and N chosen by simulation.
 
         Args:
-            found: by the closed form, simulated or not.
-            below: seconds of a step; only values of N that may take less are simulated.
+            found: Candidate found by the closed form, simulated or not.
+            below: Step time in seconds; only values of N that may be faster are simulated.
         """
         return self._ways[found.degrees].refined(found, below=below)
 
     def by_num_subsequences(
         self, degrees: Degrees, *, virtual_stages: int
     ) -> tuple[EvaluatedCandidate, ...]:
-        """Candidates with these degrees, so many stages on a rank, and every N that fits, by N."""
+        """Return the candidates that fit with given degrees and virtual stages, by N."""
         found = self._ways[degrees].every_candidate(virtual_stages)
         return tuple(evaluated for evaluated in found if evaluated.shortfall is None)
 
     def rejections(self) -> tuple[Rejection, ...]:
-        """Return the ways to divide the devices that do not fit or cannot work."""
+        """Return the divisions of the devices that do not fit or cannot work."""
         refused = [Rejection(refusal.degrees, refusal.reason) for refusal in self._refused]
         nearest = [way.best for way in self._ways.values() if not way.fits]
         return (*refused, *map(_rejection, nearest))
@@ -145,12 +146,12 @@ class CandidateSearch:
 def best_of_degrees(
     run: RunConfig, *, hardware: HardwareSpec, degrees: Degrees
 ) -> EvaluatedCandidate:
-    """The fastest candidate with these degrees, of every N and v worth trying, that fits.
+    """Return the fastest candidate that fits with given degrees, over N and virtual stages.
 
-    Where none does, the one short of least memory.
+    If none fits, return the candidate that lacks least memory.
 
     Raises:
-        ValueError: subsequences too short to be shared by so many ranks, whatever N.
+        ValueError: Subsequences have fewer tokens than ranks need, for every N.
     """
     counts, problem = counts_of_degrees(run, hardware=hardware, degrees=degrees)
     if not counts:
@@ -160,7 +161,7 @@ def best_of_degrees(
 
 
 def rank_of(evaluated: EvaluatedCandidate) -> Rank:
-    """Faster first; of equals the one with fewer devices, ranks, stages, subsequences."""
+    """Return the sort key of a candidate: step time, then devices, ranks, stages, subsequences."""
     degrees = evaluated.degrees
     return (
         _rounded(evaluated.step_s),
@@ -172,10 +173,10 @@ def rank_of(evaluated: EvaluatedCandidate) -> Rank:
 
 
 class _WaysOfDegrees:
-    """One way to divide the devices, with every number of virtual stages worth trying.
+    """Search within one division of the devices, over virtual stages and subsequences.
 
-    Several stages on a rank are looked at only where they promise to be faster by enough, or where
-    one does not fit.
+    Several stages on a rank are tried only if they may be faster by enough, or if one stage does
+    not fit.
     """
 
     def __init__(
@@ -193,16 +194,16 @@ class _WaysOfDegrees:
 
     @property
     def may_fit(self) -> bool:
-        """Return whether any candidate may fit."""
+        """Whether any candidate may fit."""
         return any(self._way(virtual).may_fit for virtual in (self._simplest, *self._further))
 
     def may_take(self, most_s: float) -> bool:
-        """Return whether any candidate may take at most `most_s`; quick where all may."""
+        """Return whether any candidate may take at most `most_s` seconds."""
         return most_s == math.inf or self.bound_s <= most_s
 
     @cached_property
     def bound_s(self) -> float:
-        """Seconds that none of its candidates is faster than, whether it fits or not."""
+        """Lower bound of the step time of all candidates, whether they fit or not."""
         way = self._way(self._simplest)
         if not self._further:
             return way.bound_s
@@ -210,10 +211,10 @@ class _WaysOfDegrees:
 
     @cached_property
     def best(self) -> EvaluatedCandidate:
-        """The fastest that fits; the one short of least if none does.
+        """Fastest candidate that fits; if none fits, the one that lacks least memory.
 
-        Of several stages on a rank most are looked at first: they idle least, and their gradients
-        of K and V are the least. Fewer are taken where they are faster still.
+        Larger numbers of stages on a rank are tried first: they idle least and hold the least
+        gradients of K and V. Smaller numbers replace them only if they are faster.
         """
         simplest = self._way(self._simplest)
         if self._further and not simplest.may_fit:
@@ -223,7 +224,7 @@ class _WaysOfDegrees:
         best = simplest.best
         for virtual in reversed(self._further):
             if best.shortfall is not None:
-                # Where most stages do not fit, fewer do not either.
+                # If the most stages do not fit, fewer stages do not fit either.
                 return min(best, self._best_that_fits(virtual), key=_short_first)
             counts = self._counts_beside(best, virtual)
             found = self._faster(self._way(virtual, counts=counts), than=best)
@@ -231,9 +232,9 @@ class _WaysOfDegrees:
         return best
 
     def refined(self, found: EvaluatedCandidate, *, below: float = math.inf) -> EvaluatedCandidate:
-        """Return one of them with the number of subsequences with which it simulates fastest.
+        """Return `found`, or a candidate with another N that simulates faster.
 
-        Only those are simulated that may take less than `below` seconds.
+        Only values of N that may take less than `below` seconds are simulated.
         """
         if found.shortfall is not None:
             return found
@@ -241,7 +242,7 @@ class _WaysOfDegrees:
 
     @property
     def fits(self) -> bool:
-        """Return whether any of its candidates fits."""
+        """Whether any candidate fits."""
         if "best" in self.__dict__:
             return self.best.shortfall is None
         return self._way(self._simplest).fits or (
@@ -249,10 +250,10 @@ class _WaysOfDegrees:
         )
 
     def _best_that_fits(self, virtual_stages: int) -> EvaluatedCandidate:
-        """Return the best with so many stages on a rank, where fewer subsequences may not fit.
+        """Return the best candidate with `virtual_stages`; few subsequences may not fit.
 
-        The few likeliest numbers of subsequences tell whether anything fits; then all are tried
-        from the smallest one on that fits.
+        First the few values of N that are likeliest to fit are tried. If any fits, all values of N
+        from the smallest that fits are tried.
         """
         found = self._way(virtual_stages, counts=self._few_likeliest).best
         if found.shortfall is not None or self._few_likeliest == self._counts:
@@ -262,7 +263,7 @@ class _WaysOfDegrees:
         return self._way(virtual_stages, counts=self._counts[first:]).best
 
     def _faster(self, way: _Way, *, than: EvaluatedCandidate) -> EvaluatedCandidate | None:
-        """Return the best of a way that is faster by enough; None if it has none."""
+        """Return the best candidate of `way` if it is faster than `than` by enough; else None."""
         least_s = self._way(self._simplest).looped_bound_s(way.virtual_stages)
         most_s = than.time.step_s * WORTH_IT
         if least_s > most_s or not way.may_fit or way.bound_s > most_s:
@@ -271,7 +272,10 @@ class _WaysOfDegrees:
         return found if found.shortfall is None and found.time.step_s <= most_s else None
 
     def _counts_beside(self, found: EvaluatedCandidate, virtual_stages: int) -> Sequence[int]:
-        """Values of N to try: fewer subsequences fill a pipeline that they pass several times."""
+        """Return the values of N to try with `virtual_stages`, given the best candidate so far.
+
+        Fewer subsequences suffice to fill a pipeline that each subsequence passes several times.
+        """
         most = len(found.candidate.lengths) * found.candidate.virtual_stages
         least = most // virtual_stages
         counts = [n for n in self._counts if least <= n <= most] or [self._counts[-1]]
@@ -279,11 +283,11 @@ class _WaysOfDegrees:
         return sorted({counts[last * step // (_FEW - 1)] for step in range(_FEW)})
 
     def every_candidate(self, virtual_stages: int) -> list[EvaluatedCandidate]:
-        """All candidates with so many stages on a rank, by N, with whole units."""
+        """Return the candidates with `virtual_stages`, by N, without cut units (MSP)."""
         return self._way(virtual_stages).every_candidate()
 
     def _way(self, virtual_stages: int, *, counts: Sequence[int] = ()) -> _Way:
-        """Return the way with so many stages on a rank; with every N unless `counts` are given."""
+        """Return the search with `virtual_stages`, over `counts` or, if empty, over every N."""
         if virtual_stages not in self._assessments:
             self._assessments[virtual_stages] = _Assessments(
                 self._run,
@@ -298,7 +302,10 @@ class _WaysOfDegrees:
 
 
 class _Assessments:
-    """Candidates of one way to divide devices and layers, by N, each made and assessed once."""
+    """Cache of the candidates of one division of devices and layers, and of their evaluations.
+
+    Candidates are looked up by N; each is made and evaluated once.
+    """
 
     def __init__(
         self, run: RunConfig, *, hardware: HardwareSpec, degrees: Degrees, virtual_stages: int
@@ -311,7 +318,7 @@ class _Assessments:
         self._fits: dict[int, bool] = {}
 
     def candidate(self, num_subsequences: int) -> Candidate:
-        """Return the candidate with so many subsequences."""
+        """Return the candidate with `num_subsequences` subsequences."""
         if num_subsequences not in self._candidates:
             self._candidates[num_subsequences] = candidate_of_subsequences(
                 self._run,
@@ -323,30 +330,34 @@ class _Assessments:
         return self._candidates[num_subsequences]
 
     def seconds(self, num_subsequences: int) -> StageSeconds:
-        """Return the seconds of its units when everything is retained."""
+        """Return the seconds of the candidate's units with everything retained."""
         if num_subsequences not in self._seconds:
             self._seconds[num_subsequences] = stage_seconds(self.candidate(num_subsequences))
         return self._seconds[num_subsequences]
 
     def assessed(self, num_subsequences: int) -> EvaluatedCandidate:
-        """Return what it comes to."""
+        """Return the evaluated candidate with `num_subsequences` subsequences."""
         return self._assess(self.candidate(num_subsequences))
 
     def judged(self, num_subsequences: int) -> EvaluatedCandidate:
-        """Return the same of what fits, simulated where its closed form may be off."""
+        """Return the evaluated candidate, simulated if its closed form may be inexact.
+
+        The candidate must fit.
+        """
         evaluated = judged_candidate(self.assessed(num_subsequences))
         self._assessed[num_subsequences, evaluated.candidate.schedule] = evaluated
         return evaluated
 
     def whole(self, num_subsequences: int) -> EvaluatedCandidate:
-        """Return the same; with MSP, which decides what it cuts by a search, as if it cut nothing.
+        """Return the evaluated candidate without cut units: under MSP, as if no unit were cut.
 
-        Both take as long, and need the same without saved activations.
+        Choosing the units to cut (MSP) takes a search. The closed form of the time and the memory
+        without saved activations are the same with and without cut units.
         """
         return self._assess(self._whole_candidate(num_subsequences))
 
     def fits(self, num_subsequences: int) -> bool:
-        """Return whether it fits with whole units."""
+        """Return whether the candidate fits without cut units (MSP)."""
         candidate = self._whole_candidate(num_subsequences)
         key = num_subsequences, candidate.schedule
         if key in self._assessed:
@@ -379,7 +390,7 @@ class _Assessments:
 
 
 class _Way:
-    """One way to divide devices and layers, with some numbers of subsequences."""
+    """Search within one division of devices and layers, over numbers of subsequences."""
 
     def __init__(self, candidates: _Assessments, *, counts: Sequence[int]) -> None:
         self._candidates, self._counts = candidates, counts
@@ -388,17 +399,17 @@ class _Way:
 
     @cached_property
     def may_fit(self) -> bool:
-        """Return whether any candidate may fit, whatever is done with saved activations."""
+        """Whether any candidate may fit, for any placement of saved activations."""
         return self.least_short_bytes <= 0
 
     @cached_property
     def least_short_bytes(self) -> int:
-        """Bytes by which every candidate does not fit at least; 0 or less where one may."""
+        """Lower bound of the bytes that every candidate lacks; 0 or less if one may fit."""
         return min(least_short_bytes(self._candidates.candidate(n)) for n in self._likeliest)
 
     @cached_property
     def _worth_trying(self) -> Sequence[int]:
-        """Values of N that may fit: where the likeliest do not, no other does."""
+        """Values of N to try: all if the likeliest to fit may fit, otherwise the last."""
         if len(self._likeliest) == len(self._counts):
             return self._counts
         last = self._counts[-1]
@@ -406,16 +417,16 @@ class _Way:
 
     @property
     def bound_s(self) -> float:
-        """Seconds that none of its candidates is faster than, whether it fits or not."""
+        """Lower bound of the step time of all candidates, whether they fit or not."""
         return self._bounds[0][0]
 
     def looped_bound_s(self, virtual_stages: int) -> float:
-        """Seconds that so many stages on each of its ranks are hardly faster than."""
+        """Return an approximate lower bound of the step time with several stages on each rank."""
         return min(work_s + ramp_s / virtual_stages for work_s, ramp_s in self._work)
 
     @cached_property
     def best(self) -> EvaluatedCandidate:
-        """The fastest that fits; the one short of least if none does."""
+        """Fastest candidate that fits; if none fits, the one that lacks least memory."""
         if not self.may_fit:
             return self._candidates.whole(self._counts[-1])
         if len(self._worth_trying) == 1:
@@ -440,11 +451,10 @@ class _Way:
         return chosen
 
     def refined(self, best: EvaluatedCandidate, *, below: float) -> EvaluatedCandidate:
-        """Return the fastest of all, where closed forms may be off as simulated.
+        """Return the fastest candidate over all N, simulated if its closed form may be inexact.
 
-        Programs that cut units (MSP) take long to make, and large steps to simulate: of those it
-        is `best`, which the closed form found. So it is where none may take less than `below`
-        seconds.
+        Returns `best` unchanged for programs that cut units (MSP), which take long to make, and for
+        large steps, which take long to simulate. No N is tried that takes at least `below` seconds.
         """
         if not is_quick(best):
             return best
@@ -461,7 +471,7 @@ class _Way:
 
     @property
     def fits(self) -> bool:
-        """Return whether any of its candidates fits."""
+        """Whether any candidate fits."""
         if not self.may_fit:
             return False
         if "best" in self.__dict__:
@@ -469,9 +479,10 @@ class _Way:
         return any(map(self._candidates.fits, self._likeliest)) or self.best.shortfall is None
 
     def _is_slower_cut(self, num_subsequences: int, *, than: EvaluatedCandidate) -> bool:
-        """Return whether a program that cuts units (MSP), which takes long to make, is slower.
+        """Return whether a candidate under MSP is slower than `than`, without making its program.
 
-        The closed form of its time is that of whole units in the memory that shards leave.
+        Making a program that cuts units takes long. The closed form of its time is at least that of
+        whole units, which have more memory.
         """
         if self._candidates.candidate(num_subsequences).schedule != "sppo_msp":
             return False
@@ -479,12 +490,12 @@ class _Way:
         return whole.shortfall is None and whole.time.step_s > than.time.step_s
 
     def every_candidate(self) -> list[EvaluatedCandidate]:
-        """All candidates, by N, with whole units."""
+        """Return the evaluated candidates for every N, by N, without cut units (MSP)."""
         return [self._candidates.whole(num_subsequences) for num_subsequences in self._counts]
 
     @cached_property
     def _bounds(self) -> list[tuple[float, int]]:
-        """Seconds that no policy is faster than, and N; the least first."""
+        """Lower bound of the step time over all policies, and N, ascending by the bound."""
         bounds = []
         for num_subsequences, seconds in self._seconds.items():
             candidate = self._candidates.candidate(num_subsequences)
@@ -494,9 +505,9 @@ class _Way:
 
     @property
     def _work(self) -> Iterator[tuple[float, float]]:
-        """Yield, for each N, seconds of compute of a mean rank, and of a unit's way there and back.
+        """Seconds of compute of a mean rank, and of filling and draining the pipeline, for each N.
 
-        With one stage on each rank.
+        With one stage on each rank; compute includes the gradient reduction and the update.
         """
         for seconds in self._seconds.values():
             units = seconds.units
@@ -507,12 +518,12 @@ class _Way:
 
     @cached_property
     def _seconds(self) -> Mapping[int, StageSeconds]:
-        """Seconds of the units for each N."""
+        """Seconds of the units with everything retained, by N."""
         return {n: self._candidates.seconds(n) for n in self._counts}
 
 
 def _short_first(evaluated: EvaluatedCandidate) -> tuple[int, float]:
-    """Return the order of candidates: those that fit, by time; then by the memory they lack."""
+    """Return a sort key: candidates that fit come first, by time; the others by missing memory."""
     if evaluated.shortfall is None:
         return 0, evaluated.time.step_s
     return evaluated.short_bytes, 0.0

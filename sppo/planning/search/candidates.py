@@ -1,4 +1,4 @@
-"""Candidates that a run file allows: its degrees and cuts as asked for, the rest as it says."""
+"""Making candidates from a run file, given degrees of parallelism and cuts."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ _KV_PLACEMENTS: dict[str, KVPlacement | None] = {
 def counts_of_degrees(
     run: RunConfig, *, hardware: HardwareSpec, degrees: Degrees, counts: Sequence[int] = ()
 ) -> tuple[tuple[int, ...], str]:
-    """Return those numbers of subsequences of which ranks can share the shortest subsequence.
+    """Return the numbers of subsequences with which the shortest one has enough tokens per rank.
 
     Args:
-        run: checked.
-        hardware: the machine.
-        degrees: how the devices are divided.
-        counts: to choose from; () for all that are worth trying.
+        run: Validated run configuration.
+        hardware: Description of the machine.
+        degrees: Degrees of parallelism.
+        counts: Numbers of subsequences to check; () for all worth trying.
 
     Returns:
-        them, and why not the last of the others.
+        The numbers of subsequences that work, and the reason why the last other one does not.
 
     Raises:
-        ValueError: more subsequences than tokens.
+        ValueError: There are more subsequences than tokens.
     """
     workload = workload_of(run, hardware=hardware, degrees=degrees)
     found, problem = [], ""
@@ -74,7 +74,7 @@ def candidate_of_subsequences(
     num_subsequences: int,
     virtual_stages: int = 1,
 ) -> Candidate:
-    """The run with these degrees, so many subsequences, and so many stages on each rank."""
+    """Return the candidate with the given degrees, numbers of subsequences and virtual stages."""
     workload = workload_of(run, hardware=hardware, degrees=degrees)
     lengths = cut_sequence(
         run,
@@ -86,7 +86,7 @@ def candidate_of_subsequences(
 
 
 def workload_of(run: RunConfig, *, hardware: HardwareSpec, degrees: Degrees) -> Workload:
-    """Return what a device computes, with the tiers behind it that the run allows."""
+    """Return the workload of a run, on the machine with the tiers that the run allows."""
     return Workload(
         run.model,
         machine_asked_for(run, hardware=hardware),
@@ -104,7 +104,11 @@ def candidate_of(
     lengths: tuple[int, ...],
     virtual_stages: int = 1,
 ) -> Candidate:
-    """The run with these degrees and cuts, everything else as it asks."""
+    """Return the candidate with the given degrees and cuts, and all other choices of the run.
+
+    `auto` becomes the default choice: schedule "sppo", or the looped order with several virtual
+    stages; policy "hybrid"; the nearest tiers.
+    """
     schedule, policy = asked_schedule(run), run.activations.policy
     automatic = "sppo" if virtual_stages == 1 else LOOPED
     in_loop = (automatic if schedule == "auto" else schedule) == LOOPED and virtual_stages > 1

@@ -1,6 +1,6 @@
-"""Choices that a run file leaves open, and the values worth trying.
+"""Values worth trying for the keys that a run file leaves open.
 
-A key that is written is a condition; a key that is left out is the solver's to choose.
+A key that is written in the run file is a condition; the solver chooses a key that is left out.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from sppo.schedule.generators import LOOPED, WHOLE_SEQUENCES
 from sppo.units import counted
 
 SUBSEQUENCE_TOKENS = {"cuda": (2048, 16384), "cpu": (1024, 4096)}
-"""Mean tokens of a subsequence worth trying. On accelerators the paper's sweet spot: below 2K
-kernels are too small, above 16K nothing is gained."""
+"""Least and most mean tokens of a subsequence worth trying, by device kind. The range for GPUs is
+the SPPO paper's sweet spot: below 2K kernels are too small, above 16K nothing is gained."""
 _MANTISSAS = (4, 5, 6, 7)
 _MOST_VIRTUAL_STAGES = 4
-"""Numbers of stages on a rank that are tried beside one."""
+"""How many numbers of stages on a rank, other than one, are tried at most."""
 _SHARDED_GRADIENTS = 2
-"""ZeRO level from which on replicas meet in every action, so that all run the same program."""
+"""ZeRO level from which replicas synchronize in every action, so all must run the same program."""
 _DEGREES = ("data_parallel_degree", "pipeline_parallel_degree", "sequence_parallel_degree")
 
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """One way to divide devices."""
+    """Degrees of parallelism: one division of the devices."""
 
     data_parallel: int
     pipeline_parallel: int
@@ -41,7 +41,7 @@ class Degrees:
 
     @classmethod
     def of_run(cls, run: RunConfig) -> Degrees:
-        """Return those that a run writes; 1 where it writes none."""
+        """Return the degrees of a run configuration; degrees that it leaves out are 1."""
         parallel = run.parallel
         return cls(
             parallel.data_parallel_degree,
@@ -51,7 +51,7 @@ class Degrees:
 
     @classmethod
     def of_candidate(cls, candidate: Candidate) -> Degrees:
-        """Return those of a candidate."""
+        """Return the degrees of a candidate."""
         return cls(
             candidate.data_parallel_degree,
             candidate.pipeline_parallel_degree,
@@ -60,35 +60,35 @@ class Degrees:
 
     @property
     def num_devices(self) -> int:
-        """Devices it occupies."""
+        """Number of devices in use."""
         return self.data_parallel * self.pipeline_parallel * self.sequence_parallel
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Degrees that cannot work, whatever else is chosen, and why."""
+    """Degrees that cannot work with any other choices, and the reason."""
 
     degrees: Degrees
     reason: str
 
 
 def asked_schedule(run: RunConfig) -> str:
-    """Return the schedule that the run asks for: ``multiplexed: on`` is schedule sppo_msp."""
+    """Return the schedule that the run asks for; ``multiplexed: on`` stands for sppo_msp."""
     parallel = run.parallel
     is_msp = parallel.multiplexed == "on" and parallel.schedule == "auto"
     return "sppo_msp" if is_msp else parallel.schedule
 
 
 def shares_units(run: RunConfig) -> bool:
-    """Return whether the run asks for units sharded over pipeline ranks (MSP), by any key."""
+    """Return whether any key of the run asks for units sharded over pipeline ranks (MSP)."""
     return asked_schedule(run) == "sppo_msp"
 
 
 def multiplexed_problem(run: RunConfig, *, degrees: Degrees) -> str | None:
-    """Say why training cannot shard units over pipeline ranks (MSP); None where it can.
+    """Return the reason why training cannot shard units over pipeline ranks (MSP); None if it can.
 
-    Every rank of a stage must have all of its weights, to send them. On one pipeline rank schedule
-    sppo_msp, by its name, is an ordinary one.
+    Every rank of a stage must hold all weights of the stage, to send them. Schedule sppo_msp is
+    allowed on one pipeline rank, where it cuts no unit; ``multiplexed: on`` is not.
     """
     parallel = run.parallel
     by_key = parallel.multiplexed == "on"
@@ -121,13 +121,13 @@ def multiplexed_problem(run: RunConfig, *, degrees: Degrees) -> str | None:
 def subsequence_problem(
     run: RunConfig, *, lengths: Sequence[int], degrees: Degrees, shares_units: bool
 ) -> str | None:
-    """Say why ranks cannot share the shortest of some subsequences; None where they can.
+    """Return the reason why a subsequence has fewer tokens than ranks need; None if none has.
 
     Args:
-        run: checked.
-        lengths: tokens of each subsequence.
-        degrees: how the devices are divided.
-        shares_units: whether units are sharded over pipeline ranks (MSP).
+        run: Validated run configuration.
+        lengths: Tokens of each subsequence.
+        degrees: Degrees of parallelism.
+        shares_units: Whether units are sharded over pipeline ranks (MSP).
     """
     shortest, degree, ranks = min(lengths), degrees.sequence_parallel, degrees.pipeline_parallel
     # A shard of one token may be rounded away.
@@ -153,7 +153,7 @@ def shard_heads(run: RunConfig, *, degree: int) -> HeadShard:
     """Return the heads of each rank of a sequence-parallel group.
 
     Raises:
-        ValueError: heads, or what else is sharded, cannot be divided by the degree.
+        ValueError: The degree does not divide the heads or another sharded dimension.
     """
     model = run.model
     if run.parallel.sequence_parallel == "megatron":
@@ -162,19 +162,19 @@ def shard_heads(run: RunConfig, *, degree: int) -> HeadShard:
 
 
 def machine_asked_for(run: RunConfig, *, hardware: HardwareSpec) -> HardwareSpec:
-    """The machine with what the run allows of the tiers behind its devices, and its attention.
+    """Return the machine as the run may use it: limited tiers, and a suitable attention back end.
 
     Raises:
-        ValueError: the run asks for a tier that the machine does not have.
+        ValueError: The run asks for a tier that the machine does not have.
     """
     asked, node = run.activations, hardware.node
     host, disk = node.host_memory_bytes, node.disk_bytes
     if asked.host_memory != "auto":
         host = min(host, asked.host_memory)
     if asked.disk_memory != "auto":
-        # What a run writes of a disk that nobody has described is all that is known of it.
+        # If the machine's description has no disk, its size is what the run file writes.
         disk = min(disk or asked.disk_memory, asked.disk_memory)
-    # A disk is not a run's to fill unless it is told where; of a GPU also if it is asked for one.
+    # A disk is used only if the run names a directory, or on a GPU also if it asks for the tier.
     if asked.disk is None and (hardware.device.kind == "cpu" or asked.tier != "disk"):
         disk = 0
     there = {"host": host, "disk": disk}
@@ -192,11 +192,11 @@ def machine_asked_for(run: RunConfig, *, hardware: HardwareSpec) -> HardwareSpec
 
 
 def activation_tiers(run: RunConfig, *, hardware: HardwareSpec) -> tuple[Tier, ...]:
-    """Return where offloaded activations, K and V may go, the nearest to the device first.
+    """Return the tiers for offloaded activations, K and V, the nearest to the device first.
 
     Args:
-        run: checked.
-        hardware: the machine, with the tiers that the run may use.
+        run: Validated run configuration.
+        hardware: Description of the machine, with the tiers that the run may use.
     """
     if run.activations.tier != "auto":
         return (run.activations.tier,)
@@ -208,7 +208,7 @@ def activation_tiers(run: RunConfig, *, hardware: HardwareSpec) -> tuple[Tier, .
 
 
 def with_disk(node: NodeSpec, disk_bytes: int) -> NodeSpec:
-    """Return the node with so much of a disk, at rates of a laptop's where nobody measured it."""
+    """Return the node with `disk_bytes` of disk; unmeasured rates are those of a laptop's disk."""
     if not disk_bytes:
         return replace(node, disk_bytes=0)
     rates = node if node.disk_write_bytes_per_s > 0 else PRESETS["laptop-cpu"].node
@@ -221,12 +221,12 @@ def with_disk(node: NodeSpec, disk_bytes: int) -> NodeSpec:
 
 
 def _has_documents(run: RunConfig) -> bool:
-    """Return whether tokens attend to those of their own document alone."""
+    """Return whether attention is restricted to tokens of the same document."""
     return run.data.samples == "documents" or run.data.isolate_documents
 
 
 def _device_of_documents(device: DeviceSpec) -> DeviceSpec:
-    """Return the device with another back end than cuDNN, which takes no documents."""
+    """Return the device with an attention back end other than cuDNN, which has no document mask."""
     other = "flash_attn_2"
     if device.attention_backend != "cudnn" or other not in device.published_backends:
         return device
@@ -236,21 +236,21 @@ def _device_of_documents(device: DeviceSpec) -> DeviceSpec:
 def degrees_to_try(
     run: RunConfig, *, hardware: HardwareSpec, samples: int | None = None
 ) -> tuple[list[Degrees], list[Refusal]]:
-    """Every way to divide the machine that the run allows, and those it rules out.
+    """Return the divisions of the machine that the run allows, and those that cannot work.
 
-    Sequence parallelism stays inside a node unless the run asks for more: its exchanges are on
-    the way of every layer. Devices may be left over where the model has too few layers, or a step
-    too few sequences, to use them.
+    Sequence parallelism stays inside a node unless the run asks for more, because every layer waits
+    for its exchanges. Devices may stay unused if the model has too few layers, or a step too few
+    sequences.
 
     Args:
-        run: checked.
-        hardware: the machine.
-        samples: fewest samples of a step, where steps are of samples; any number of replicas up to
-            that may divide them. None: replicas divide the sequences of a step evenly.
+        run: Validated run configuration.
+        hardware: Description of the machine.
+        samples: Fewest samples of a step, for runs of samples: at most this many replicas share
+            them. None for runs of sequences, which replicas share evenly.
 
     Raises:
-        ValueError: degrees in the run that need more devices than there are, or units sharded over
-            pipeline ranks (MSP) with degrees none of which allow it.
+        ValueError: The degrees of the run need more devices than the machine has, or the run asks
+            for units sharded over pipeline ranks (MSP) and no possible degrees allow it.
     """
     given, total = run.parallel.model_fields_set, hardware.num_devices
     fixed: dict[str, int] = {
@@ -287,7 +287,10 @@ def degrees_to_try(
 
 
 def subsequence_counts_to_try(run: RunConfig, *, hardware: HardwareSpec) -> tuple[int, ...]:
-    """Values of N (num_subsequences) worth trying: quarter steps of powers of two."""
+    """Return the values of N (num_subsequences) worth trying, ascending.
+
+    Unless the run fixes N, these are quarter steps between powers of two.
+    """
     sequence = run.sequence
     if sequence.boundaries is not None:
         return (len(sequence.boundaries) - 1,)
@@ -303,18 +306,19 @@ def subsequence_counts_to_try(run: RunConfig, *, hardware: HardwareSpec) -> tupl
 
 
 def likeliest_to_fit(counts: Sequence[int], *, hardware: HardwareSpec) -> Sequence[int]:
-    """Values of N, of some in ascending order, one of which fits if any does.
+    """Return the values among `counts`, ascending, of which one fits if any of `counts` fits.
 
-    Memory only shrinks with N, so that is the last. On a CPU the process grows with what is
-    compiled for subsequences of every length, so it may be any.
+    Memory shrinks as N grows, so this is the last value. On a CPU memory also grows with the code
+    compiled for subsequences of every length, so these are all values.
     """
     return counts if hardware.device.kind == "cpu" else counts[-1:]
 
 
 def virtual_stages_to_try(run: RunConfig, *, num_ranks: int) -> tuple[int, ...]:
-    """Numbers of stages on each of `num_ranks` pipeline ranks worth trying, ascending.
+    """Return the numbers of stages on each of `num_ranks` pipeline ranks worth trying, ascending.
 
-    Those with equally many layers: one stage, then some of the divisors of a rank's layers.
+    Unless the run fixes the number, these are one and some divisors of a rank's layers, so stages
+    have equally many layers. One is left out if the run asks to offload or recompute K and V.
     """
     asked = run.parallel.virtual_stages
     if asked != "auto":
@@ -324,23 +328,23 @@ def virtual_stages_to_try(run: RunConfig, *, num_ranks: int) -> tuple[int, ...]:
     divisors = _divisors(run.model.num_layers // num_ranks)[1:]
     last, steps = len(divisors) - 1, _MOST_VIRTUAL_STAGES - 1
     chosen = {divisors[last * step // steps] for step in range(steps + 1) if divisors}
-    # With one stage on a rank nobody could do without K and V.
+    # With one stage on a rank, K and V are always in use and cannot leave the device.
     fewest = [] if chosen and places_kv(run) else [1]
     return (*fewest, *sorted(chosen))
 
 
 def places_kv(run: RunConfig) -> bool:
-    """Return whether the run writes that K and V do not stay on the device between two uses."""
+    """Return whether the run asks to offload or recompute K and V."""
     return run.activations.kv in ("offload", "recompute")
 
 
 def cut_sequence(
     run: RunConfig, *, num_subsequences: int, workload: Workload, num_stages: int
 ) -> tuple[int, ...]:
-    """Tokens of each of `num_subsequences` subsequences, as the run's partition asks.
+    """Return the tokens of each of `num_subsequences` subsequences, by the run's partition.
 
     Raises:
-        ValueError: more subsequences than tokens.
+        ValueError: There are more subsequences than tokens.
     """
     sequence = run.sequence
     if sequence.boundaries is not None:
@@ -375,13 +379,13 @@ def _pipeline_degrees(run: RunConfig, *, room: int, fixed: dict[str, int]) -> li
         return []
     if "pipeline_parallel_degree" in fixed:
         return [fixed["pipeline_parallel_degree"]]
-    # Stages of equal size where that is possible, or no device left over.
+    # Try degrees that give stages equal layers, and degrees that leave no device unused.
     equal = {n for n in _divisors(run.model.num_layers) if n <= room}
     return sorted(equal | set(_divisors(room)))
 
 
 def _data_degree(run: RunConfig, *, room: int, fixed: dict[str, int], samples: int | None) -> int:
-    """Return as many replicas as have a sequence or sample each and a place."""
+    """Return the most replicas that fit in `room` and can share the sequences or samples."""
     if "data_parallel_degree" in fixed:
         return fixed["data_parallel_degree"]
     if samples is not None:

@@ -1,4 +1,4 @@
-"""Evaluation of a candidate: time, memory, whether it fits."""
+"""Evaluation of a candidate: placement of activations, step time, memory, and whether it fits."""
 
 from __future__ import annotations
 
@@ -49,21 +49,22 @@ from sppo.schedule.simulation.played_step import PlayedStep
 from sppo.schedule.transfers.kv_placement import KVPlacement
 
 _ATTEMPTS = 3
-"""Times that policies decide anew by a worse moment than the one before."""
+"""Most times that policies decide again, by a worse moment or with less memory."""
 _ROUNDING = 1e-12
-"""Relative error of seconds that are added up."""
+"""Relative rounding error of sums of seconds."""
 _SLOTS_SHARE = 1 / 16
-"""Share of a device's room up to which stages of a rank that lack memory decide anew with less."""
+"""Largest shortfall, as a share of a device's budget, up to which policies decide again with less
+memory if a rank has several stages."""
 
 
 @dataclass(frozen=True, eq=False)
 class StepPrices:
-    """Costs of a candidate's step under a placement, computed when they are asked for.
+    """Costs of a candidate's step under a placement, computed on first use.
 
     Attributes:
-        candidate: What is priced.
-        seconds: Of it, with everything retained.
-        placement: Of its activation policy.
+        candidate: Candidate to price.
+        seconds: Seconds of the candidate's units, with everything retained.
+        placement: Placement of the candidate's activations.
     """
 
     candidate: Candidate
@@ -72,12 +73,12 @@ class StepPrices:
 
     @cached_property
     def costs(self) -> Costs:
-        """Tables to simulate it with."""
+        """Cost tables of the step, for the simulator."""
         return stage_costs(self.candidate, seconds=self.seconds, placement=self.placement)
 
     @cached_property
     def time(self) -> StepTime:
-        """A step, in closed form."""
+        """Time of the step, in closed form."""
         return step_time(
             self.costs,
             num_sequences=self.candidate.sequences,
@@ -86,16 +87,16 @@ class StepPrices:
 
     @cached_property
     def least_s(self) -> float:
-        """Seconds of a step that no simulation is below, unless it cuts units over ranks."""
+        """Lower bound of the simulated step time, unless units are cut over ranks (MSP)."""
         work = step_tables(self.candidate, self.costs)
         return max(least_compute_s(work), least_copies_s(work, self.costs))
 
     @property
     def is_exact(self) -> bool:
-        """Return whether a simulation takes as long as the closed form says.
+        """Whether the simulated step time equals the closed form.
 
-        Not where units are cut, weight halves put off or ranks change between their stages, where
-        sequences overlap, and where K and V, weights or gradients come and go.
+        It does not if units are cut (MSP), weight gradients are deferred, stages of a rank
+        interleave, sequences overlap, or activations, K and V, weights or gradients are copied.
         """
         candidate, costs = self.candidate, self.costs
         one_order = candidate.schedule == LOOPED or (
@@ -111,10 +112,10 @@ class StepPrices:
 
 
 def looped_ranks(candidate: Candidate) -> int | None:
-    """Return the pipeline ranks of a candidate that runs in the looped order; None of others.
+    """Return the number of pipeline ranks if a candidate runs in the looped order; None otherwise.
 
-    An interleaved schedule with several stages on a rank counts as looped: of one group of
-    sequences it takes as long, of several it lets them overlap.
+    An interleaved schedule with several stages on a rank counts as looped: it takes as long for one
+    group of sequences, and overlaps several groups.
     """
     looped = candidate.schedule == LOOPED or candidate.virtual_stages > 1
     return candidate.pipeline_parallel_degree if looped else None
@@ -125,12 +126,12 @@ class EvaluatedCandidate:
     """Candidate with its placement, memory, costs and step time.
 
     Attributes:
-        candidate: What was assessed.
-        prices: Of its step, under what its activation policy decided.
-        memory: Of each pipeline rank.
-        shortfall: Why it does not fit; None where it does.
-        played: Its simulation; None where only the closed form was computed.
-        program: Its program without messages, where it was made: with MSP only it tells what fits.
+        candidate: The candidate.
+        prices: Costs of the step under the placement of its activations.
+        memory: Memory of one device of each pipeline rank.
+        shortfall: Memory that the candidate lacks; None if it fits.
+        played: Simulated step; None if only the closed form was computed.
+        program: Program without messages, made for MSP, whose memory depends on it; None otherwise.
     """
 
     candidate: Candidate
@@ -142,36 +143,36 @@ class EvaluatedCandidate:
 
     @property
     def placement(self) -> ActivationPlacement:
-        """Return the decision of its activation policy."""
+        """Placement of the saved tensors."""
         return self.prices.placement
 
     @property
     def costs(self) -> Costs:
-        """Tables to simulate it with."""
+        """Cost tables of the step, for the simulator."""
         return self.prices.costs
 
     @property
     def time(self) -> StepTime:
-        """A step, in closed form."""
+        """Time of the step, in closed form."""
         return self.prices.time
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step: simulated where that was done, else in closed form."""
+        """Seconds of the step: simulated if available, otherwise in closed form."""
         return self.time.step_s if self.played is None else self.played.step_s
 
     @property
     def is_judged(self) -> bool:
-        """Return whether its time is what a simulation says."""
+        """Whether `step_s` is the simulated time, or equal to it."""
         return self.played is not None or self.prices.is_exact
 
     @property
     def degrees(self) -> Degrees:
-        """Return the division of the devices."""
+        """Degrees of parallelism of the candidate."""
         return Degrees.of_candidate(self.candidate)
 
     def executed_program(self) -> Schedule:
-        """Return the program of its step, with messages."""
+        """Return the program of the step, with messages."""
         if self.program is None:
             return candidate_program(self.candidate, costs=self.costs)
         return with_messages(self.program, costs=self.costs)
@@ -183,12 +184,12 @@ class EvaluatedCandidate:
 
     @property
     def host_peak_bytes(self) -> int:
-        """Peak bytes of host memory for the device that takes most of it."""
+        """Peak bytes of host memory of the device that uses most of it."""
         return self._tier_peak_bytes("host")
 
     @property
     def disk_peak_bytes(self) -> int:
-        """Peak bytes on a disk of the device that puts most there."""
+        """Peak bytes of disk space of the device that uses most of it."""
         return self._tier_peak_bytes("disk")
 
     def _tier_peak_bytes(self, place: Literal["host", "disk"]) -> int:
@@ -199,7 +200,7 @@ class EvaluatedCandidate:
 
     @property
     def node_host_bytes(self) -> int:
-        """Host memory behind the devices of one node together, at its peak; of a CPU none."""
+        """Peak bytes of host memory of all devices of one node together; 0 on a CPU."""
         hardware = self.candidate.workload.hardware
         if hardware.device.kind == "cpu":
             return 0
@@ -208,34 +209,35 @@ class EvaluatedCandidate:
 
     @property
     def kv(self) -> KVPlacement:
-        """Return the placement of K and V where the schedule can do without them for a while."""
+        """Placement of K and V on the first stage; the last stage of each rank retains them."""
         return self.candidate.kv_of_stage(0)
 
     @property
     def short_bytes(self) -> int:
-        """Bytes by which it does not fit; 0 where it does."""
+        """Bytes of memory that the candidate lacks; 0 if it fits."""
         return 0 if self.shortfall is None else self.shortfall.short_bytes
 
     @property
     def effective_policy(self) -> str:
-        """The policy by what it does: a hybrid that keeps everything is "retain"."""
+        """Activation policy in effect: "retain" if nothing is offloaded or recomputed."""
         if self.placement.offloaded.any() or self.placement.recomputed.any():
             return self.candidate.policy
         return "retain"
 
 
 def assess(candidate: Candidate, *, seconds: StageSeconds | None = None) -> EvaluatedCandidate:
-    """Price `candidate` and see whether it fits.
+    """Place the activations of a candidate, price it, and find out whether it fits.
 
-    What a rank holds under MSP only its program tells: activation policies decide as if all units
-    ran whole, and leave memory free until what the program holds fits.
+    Under MSP, memory is known only once the program is made: activation policies decide as if all
+    units ran whole, and leave more memory free until the program fits.
 
     Args:
-        candidate: what to assess.
-        seconds: of its candidate, where they are known already.
+        candidate: Candidate to evaluate.
+        seconds: Seconds of the candidate's units, with everything retained; None to compute them.
 
     Raises:
-        ValueError: more stages than layers, or a policy the machine cannot serve.
+        ValueError: There are more stages than layers, or the machine does not support the policy,
+            the placement of K and V, or a tier of the training state.
     """
     seconds = seconds or stage_seconds(candidate)
     if candidate.kv is None:
@@ -260,10 +262,11 @@ def assess(candidate: Candidate, *, seconds: StageSeconds | None = None) -> Eval
 
 
 def _best_of_kv(candidate: Candidate, *, seconds: StageSeconds) -> EvaluatedCandidate:
-    """Assess what may become of K and V: the faster of retaining and offloading them that fits.
+    """Evaluate a candidate with the placements of K and V; return the fastest that fits.
 
-    Recomputing is tried where neither fits, and then to do so on some stages. Where nothing can,
-    offloading is assessed, or without a tier recomputing: they need less than retaining.
+    Retaining and offloading are tried first, recomputing only if neither fits, and recomputing on
+    some stages only if nothing else fits. If no placement can fit, offloading is evaluated, or
+    recomputing without a tier: these need less memory than retaining.
     """
     found: list[EvaluatedCandidate] = []
     for choice in _kv_worth_trying(candidate):
@@ -283,23 +286,23 @@ def _kv_mixes_worth_trying(candidate: Candidate) -> list[Candidate]:
 
 
 def _kv_worth_trying(candidate: Candidate) -> list[Candidate]:
-    """A candidate that leaves open what becomes of K and V, with each choice that may fit."""
+    """Return the candidate with each placement of K and V that may fit; at least one of them."""
     choices = [replace(candidate, kv=placement) for placement in kv_choices(candidate)]
     return [one for one in choices if may_fit(one)] or choices[1:2] or choices
 
 
 def _is_fastest(evaluated: EvaluatedCandidate) -> bool:
-    """Return whether nothing that happens to activations, K and V could make it faster."""
+    """Return whether no placement of activations, K and V could make the candidate faster."""
     least_s = least_seconds(evaluated.candidate, seconds=evaluated.prices.seconds)
     return evaluated.time.step_s <= least_s * (1 + _ROUNDING)
 
 
 def least_seconds(candidate: Candidate, *, seconds: StageSeconds) -> float:
-    """Return the seconds of a step that no activation policy makes faster.
+    """Return a lower bound of the step time of a candidate over all activation policies.
 
     Args:
-        candidate: whose.
-        seconds: of its units, with everything retained.
+        candidate: Candidate to bound.
+        seconds: Seconds of the candidate's units, with everything retained.
     """
     units, carried_s = seconds.units, message_seconds(candidate)
     tables = StepTables(
@@ -318,7 +321,7 @@ def least_seconds(candidate: Candidate, *, seconds: StageSeconds) -> float:
 
 
 def _best_of(found: Sequence[EvaluatedCandidate]) -> EvaluatedCandidate:
-    """Return the fastest that fits; where none does, the first that is short of least."""
+    """Return the fastest candidate that fits; if none fits, the first that lacks least memory."""
     fitting = [one for one in found if one.shortfall is None]
     if len(fitting) > 1:
         return min(fitting, key=lambda one: one.time.step_s)
@@ -326,11 +329,11 @@ def _best_of(found: Sequence[EvaluatedCandidate]) -> EvaluatedCandidate:
 
 
 def assess_placement(candidate: Candidate, placement: ActivationPlacement) -> EvaluatedCandidate:
-    """Price a candidate whose activations are placed as given; its policy is not asked.
+    """Evaluate a candidate with a given placement, ignoring its activation policy.
 
     Args:
-        candidate: what to assess.
-        placement: of the activations of as many stages and subsequences.
+        candidate: Candidate to evaluate.
+        placement: Placement of the activations of the candidate's stages and subsequences.
     """
     units, states = UnitsInFlight(candidate), memory_without_activations(candidate)
     memory = with_placement(states, candidate=candidate, placement=placement, units=units)
@@ -369,10 +372,10 @@ def any_that_fits(candidate: Candidate, *, seconds: StageSeconds) -> EvaluatedCa
 def _assess_with_room(
     candidate: Candidate, *, seconds: StageSeconds, first_that_fits: bool = False
 ) -> EvaluatedCandidate:
-    """Assess a candidate with whole units; again if its stages decided with a little too much room.
+    """Evaluate a candidate with whole units; again with less memory if it misses by a little.
 
-    Slots of a rank are as large as the largest block of any of its stages, and each stage decides
-    with its share of slots that are as large as its own.
+    The slots of a rank are as large as the largest block of any of its stages, but each stage
+    decides with a share of slots as large as its own blocks, so stages together may use too much.
     """
     found = _assess_whole(candidate, seconds=seconds, first_that_fits=first_that_fits)
     short = found.shortfall
@@ -389,11 +392,11 @@ def _assess_with_room(
 
 
 def with_program(evaluated: EvaluatedCandidate, *, program: Schedule) -> EvaluatedCandidate:
-    """Return a candidate with what its ranks hold under a program that cuts units (MSP).
+    """Return an evaluated candidate with its memory under a program that cuts units (MSP).
 
     Args:
-        evaluated: with the memory of ranks that run their own units whole.
-        program: of a step, without messages.
+        evaluated: Evaluated candidate, with the memory of ranks that run their own units whole.
+        program: Program of a step, without messages.
     """
     candidate = evaluated.candidate
     memory = with_msp(
@@ -405,7 +408,7 @@ def with_program(evaluated: EvaluatedCandidate, *, program: Schedule) -> Evaluat
 
 
 def _is_placed_alike(one: EvaluatedCandidate, other: EvaluatedCandidate) -> bool:
-    """Return whether two candidates that differ in spare memory only come to the same program."""
+    """Return whether two candidates that differ only in spare memory have equal placements."""
     first, second = one.placement, other.placement
     return all(
         np.array_equal(getattr(first, name), getattr(second, name))
@@ -416,20 +419,21 @@ def _is_placed_alike(one: EvaluatedCandidate, other: EvaluatedCandidate) -> bool
 def _assess_whole(
     candidate: Candidate, *, seconds: StageSeconds, first_that_fits: bool = False
 ) -> EvaluatedCandidate:
-    """Assess a candidate whose ranks run their own units whole.
+    """Evaluate a candidate whose ranks run their own units whole.
 
-    Policies decide by what is held when most tokens are. Where several sequences overlap and their
-    subsequences retain unequal shares, another moment may be worse: then they decide by both.
+    Policies decide by the units in flight at the moment when ranks hold most tokens. If several
+    sequences overlap and subsequences retain unequal shares, another moment may need more memory;
+    then policies decide again by both moments.
 
     Args:
-        candidate: what to assess.
-        seconds: of its units, with everything retained.
-        first_that_fits: whether any placement that fits will do, the fastest or not.
+        candidate: Candidate to evaluate.
+        seconds: Seconds of the candidate's units, with everything retained.
+        first_that_fits: Whether any placement that fits will do, rather than the fastest.
     """
     units, states = UnitsInFlight(candidate), memory_without_activations(candidate)
     lengths = np.array(candidate.lengths, dtype=np.float64)
     tokens = np.tile(lengths, (candidate.num_stages, 1))
-    # Even what is not held at that moment is held at another.
+    # A unit that is not held at that moment is held at another.
     in_flight = np.maximum(units.counts(tokens), 1)
     for _ in range(_ATTEMPTS):
         inputs = policy_inputs(
@@ -446,14 +450,14 @@ def _assess_whole(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PlacementChoice:
-    """Placements that the policy of a candidate may decide on, of which one is chosen.
+    """Choice among the placements that a candidate's activation policy allows.
 
     Attributes:
-        candidate: Whose activations are placed.
-        seconds: Of its units, with everything retained.
-        inputs: What the policy decides from.
-        units: In flight.
-        states: Memory of each rank without any saved activation.
+        candidate: Candidate whose activations are placed.
+        seconds: Seconds of the candidate's units, with everything retained.
+        inputs: Inputs of the activation policy.
+        units: Units in flight on each rank.
+        states: Memory of each rank without saved activations.
     """
 
     candidate: Candidate
@@ -463,7 +467,7 @@ class _PlacementChoice:
     states: tuple[StageMemory, ...]
 
     def fastest(self) -> EvaluatedCandidate:
-        """Return the fastest placement that fits; the one short of least if none does."""
+        """Return the fastest placement that fits; if none fits, the one that lacks least memory."""
         if (free := self._retaining()) is not None:
             return free
         possible = self._possible()
@@ -475,7 +479,7 @@ class _PlacementChoice:
         return self._first(possible)
 
     def first_that_fits(self) -> EvaluatedCandidate:
-        """Return any placement that fits, if there is one; else the one short of least."""
+        """Return any placement that fits; if none fits, the one that lacks least memory."""
         if (free := self._retaining() or self._recomputing()) is not None:
             return free
         possible = self._possible()
@@ -485,19 +489,22 @@ class _PlacementChoice:
         return self._hiding(possible) or self._first([found.prices, *self._of_other_policies()])
 
     def _retaining(self) -> EvaluatedCandidate | None:
-        """Return what retains everything if it fits and the policy may choose it.
+        """Return the placement that retains everything if it fits and the policy allows it.
 
-        The room that hybrid decides in allows for the working set of any placement, also one that
-        recomputes. Placements that cost no time are tried with their own.
+        The hybrid policy decides with room for the working set of any placement, including those
+        that recompute. Placements that cost no time are tried with their own working sets.
         """
         return self._if_it_fits("retain") if self._is_free_to_choose else None
 
     def _recomputing(self) -> EvaluatedCandidate | None:
-        """Return what recomputes everything if it fits and the policy may choose it."""
+        """Return the placement that recomputes everything if it fits and the policy allows it."""
         return self._if_it_fits("recompute") if self._is_free_to_choose else None
 
     def _hiding(self, possible: Iterable[StepPrices]) -> EvaluatedCandidate | None:
-        """Return what offloads all that hides if it fits and every other placement costs time."""
+        """Return the placement that offloads all that hides, if every placement adds time.
+
+        None if it does not fit, some placement in `possible` adds no time, or the policy is fixed.
+        """
         if not self._is_free_to_choose or not self.inputs.copy_bytes_per_s:
             return None
         costs_time = all(seconds_added(one.placement, self.inputs) for one in possible)
@@ -519,7 +526,7 @@ class _PlacementChoice:
         return found if found.shortfall is None else None
 
     def _first(self, possible: Iterable[StepPrices]) -> EvaluatedCandidate:
-        """Return the first that fits; the one short of least if none does."""
+        """Return the first placement that fits; if none fits, the one that lacks least memory."""
         found = []
         for prices in possible:
             found.append(self._evaluated(prices))
@@ -531,9 +538,10 @@ class _PlacementChoice:
         return [*map(self._priced, _placements(self.candidate, self.inputs))]
 
     def _of_other_policies(self) -> list[StepPrices]:
-        """Return what every other policy chooses, if it may be chosen.
+        """Return the placements of the other policies if the policy is free to choose them.
 
-        With its own working set it may fit where the room that hybrid decides in is too small.
+        With their own working sets they may fit even if the room of the hybrid policy, which allows
+        for any working set, is too small.
         """
         if not self._is_free_to_choose:
             return []
@@ -561,7 +569,7 @@ def _retained_bytes(evaluated: EvaluatedCandidate) -> Table:
 
 
 def _placements(candidate: Candidate, inputs: PolicyInputs) -> Iterable[ActivationPlacement]:
-    """Return what the activation policy may decide; of several the fastest is meant."""
+    """Return the placements among which the activation policy takes the fastest."""
     policy, ratio = candidate.policy, candidate.offload_ratio
     if ratio is not None:
         if ratio > 0 and policy in POLICIES:
@@ -574,7 +582,7 @@ def _placements(candidate: Candidate, inputs: PolicyInputs) -> Iterable[Activati
 
 
 def leaves_room(candidate: Candidate) -> bool:
-    """Return whether it fits without any saved activation, all recomputed: quick to tell."""
+    """Return whether a candidate fits without saved activations: a quick necessary condition."""
     if candidate.kv is None:
         return any(leaves_room(replace(candidate, kv=kv)) for kv in kv_choices(candidate))
     budget = candidate.budget_bytes
@@ -584,29 +592,32 @@ def leaves_room(candidate: Candidate) -> bool:
 
 
 def may_fit(candidate: Candidate) -> bool:
-    """Return whether any activation policy may make it fit: quick to tell, and most do not."""
+    """Return whether a candidate may fit under some activation policy: a quick, necessary check."""
     return least_short_bytes(candidate) <= 0
 
 
 def least_short_bytes(candidate: Candidate) -> int:
-    """Return the bytes by which it does not fit at least, whatever is placed; above 0 if so."""
+    """Return a lower bound of the bytes that a candidate lacks; above 0 if no placement fits."""
     if candidate.kv is None:
         choices = (replace(candidate, kv=kv) for kv in kv_choices(candidate))
         return min(map(least_short_bytes, choices))
     if candidate.schedule == "sppo_msp":
-        # Sequences of a program that cuts units follow one another.
+        # A program that cuts units runs one sequence after another.
         candidate = replace(candidate, sequences=1)
     return _short_beside(candidate, states=memory_without_activations(candidate))
 
 
 @lru_cache(maxsize=512)
 def memory_without_activations(candidate: Candidate) -> tuple[StageMemory, ...]:
-    """Memory of each rank without any saved activation, which is asked for several times."""
+    """Return the memory of each rank without saved activations; cached."""
     return state_memory(candidate, units=UnitsInFlight(candidate))
 
 
 def _short_beside(candidate: Candidate, *, states: tuple[StageMemory, ...]) -> int:
-    """Return the bytes by which what every placement has exceeds the room of the fullest device."""
+    """Return the bytes that the fullest device lacks under every placement; below 0 if none.
+
+    Working set and heap are left out, as these depend on the placement.
+    """
     devices = (state.device for state in states)
     fullest = max(
         device.total_bytes - device.working_bytes - device.heap_bytes for device in devices

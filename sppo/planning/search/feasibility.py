@@ -1,6 +1,6 @@
-"""Feasibility of a run, and its rough speed: the solver's closed forms with few values of N.
+"""Feasibility and approximate speed of a run: the solver's closed forms with few values of N.
 
-What advice and comparisons ask many times over, so it takes a fraction of what `solve` takes.
+Advice and comparisons call this many times, so it is much faster than `solve`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from sppo.planning.search.state_choices import runs_by_tiers
 
 
 def quick_best(run: RunConfig, hardware: HardwareSpec) -> EvaluatedCandidate | None:
-    """The best candidate in closed form, to a few percent; None where nothing fits.
+    """Return the best candidate in closed form, within a few percent; None if nothing fits.
 
-    Also where the request cannot be served at all, such as more subsequences than tokens: whoever
-    varies a request asks for many that cannot.
+    Also None for requests that cannot work at all, such as more subsequences than tokens: callers
+    vary requests and try many that cannot.
     """
     if not fits_at_all(run, hardware):
         return None
@@ -39,20 +39,20 @@ def quick_best(run: RunConfig, hardware: HardwareSpec) -> EvaluatedCandidate | N
 
 
 def fits_at_all(run: RunConfig, hardware: HardwareSpec) -> bool:
-    """Return whether any way to divide the devices fits, with any N worth trying."""
+    """Return whether any division of the devices fits, with any N worth trying and any tiers."""
     try:
         attempts = runs_by_tiers(run, hardware=hardware)
     except ValueError:
         return False
-    # The last needs least of the devices, the first least of the tier behind them.
+    # The last attempt needs least device memory, the first least memory of the next tier.
     return any(_fits(attempt, hardware) for attempt in (attempts[-1], *attempts[:-1]))
 
 
 def _fits(run: RunConfig, hardware: HardwareSpec) -> bool:
-    """Return whether any way to divide the devices fits, with the state where the run says."""
+    """Return whether any division of the devices fits, with the tiers that the run names."""
     try:
         possible, _ = degrees_to_try(run, hardware=hardware)
-        # Most devices first, and of those the ones that also shard the running layer.
+        # Most devices first; of equals, those that also shard the running layer most.
         possible.sort(key=lambda d: (d.num_devices, d.sequence_parallel), reverse=True)
         candidates = (
             candidate_of_subsequences(
@@ -75,7 +75,7 @@ def _fits(run: RunConfig, hardware: HardwareSpec) -> bool:
 
 
 def longest_sequence(run: RunConfig, hardware: HardwareSpec) -> int:
-    """Tokens of the longest sequence that fits under the other conditions of `run`, in whole Ki."""
+    """Return the longest sequence that fits with the other keys of `run`, in whole Ki tokens."""
     count, degree = run.sequence.num_subsequences, run.parallel.sequence_parallel_degree
     least = 1 if count == "auto" else count * degree
     return longest_tokens(
@@ -84,12 +84,12 @@ def longest_sequence(run: RunConfig, hardware: HardwareSpec) -> int:
 
 
 def _fewest_and_most(run: RunConfig, degrees: Degrees) -> tuple[int, ...]:
-    """Numbers of stages on a rank: the simplest, and the one with least gradients of K and V."""
+    """Return the fewest and the most stages on a rank; the most hold least gradients of K and V."""
     virtual = virtual_stages_to_try(run, num_ranks=degrees.pipeline_parallel)
     return tuple(dict.fromkeys((virtual[0], virtual[-1])))
 
 
 def _few(counts: tuple[int, ...]) -> tuple[int, ...]:
-    """The first, the last, and two of the lower half, where the best one usually is."""
+    """Return the first and last of `counts` and two of its lower half, where the best often is."""
     last = len(counts) - 1
     return tuple(counts[place] for place in sorted({0, last // 4, last // 2, last}))

@@ -1,4 +1,4 @@
-"""Inputs of an activation policy: bytes, seconds and room of a candidate's stages."""
+"""Inputs of an activation policy: bytes, seconds and available memory of a candidate's stages."""
 
 from __future__ import annotations
 
@@ -34,16 +34,17 @@ def policy_inputs(
     units: UnitsInFlight,
     states: tuple[StageMemory, ...],
 ) -> PolicyInputs:
-    """Return what an activation policy decides from.
+    """Return the inputs of a candidate's activation policy.
 
-    A stage has its share of its rank's room, by its layers.
+    The room of a rank is divided among its stages in proportion to their layers.
 
     Args:
-        candidate: whose activations are placed.
-        seconds: of its units, with everything retained.
-        in_flight: how often each unit is held at the worst moment, [stages, subsequences].
-        units: in flight.
-        states: memory of each rank without any saved activation.
+        candidate: Candidate whose activations are placed.
+        seconds: Seconds of the candidate's units, with everything retained.
+        in_flight: Number of sequences whose unit is held at the worst moment, [stages,
+            subsequences].
+        units: Units in flight on each rank.
+        states: Memory of each rank without saved activations.
     """
     count = len(candidate.lengths)
     tokens = np.array(candidate.lengths, dtype=np.int64)
@@ -60,7 +61,7 @@ def policy_inputs(
     used += _kv_slots_bytes(candidate)
     virtual = candidate.virtual_stages
     shares = layers / np.tile(np.array(candidate.layers_of_ranks, dtype=np.float64), virtual)
-    # Inputs are what a policy offloads first, and K and V are recomputed from them.
+    # Stages that recompute K and V must keep their inputs, which a policy would offload first.
     offloads = _may_offload(candidate)
     pinned = (~offloads & offloads.any()) * row_bytes_of(candidate)[:, X_IN] * (in_flight @ tokens)
     free = np.maximum(0.0, candidate.budget_bytes - used - of_ranks(candidate, pinned))
@@ -93,7 +94,7 @@ def policy_inputs(
 
 
 def _may_offload(candidate: Candidate) -> npt.NDArray[np.bool_]:
-    """Return whether the activation policy may offload what each stage saves, [stages]."""
+    """Return whether the activation policy may offload saved tensors of each stage, [stages]."""
     stages = range(candidate.num_stages)
     if candidate.policy != "hybrid":
         return np.ones(len(stages), dtype=np.bool_)
@@ -103,7 +104,7 @@ def _may_offload(candidate: Candidate) -> npt.NDArray[np.bool_]:
 
 
 def tier_room_bytes(candidate: Candidate, states: tuple[StageMemory, ...]) -> Table:
-    """Room for activations in their tier, beside what else is there, of each rank, [ranks]."""
+    """Return the bytes of the activation tier that are free for activations, [ranks]."""
     tier, hardware = candidate.tier, candidate.workload.hardware
     if tier == "device":
         return np.zeros(len(states))
@@ -113,7 +114,7 @@ def tier_room_bytes(candidate: Candidate, states: tuple[StageMemory, ...]) -> Ta
 
 
 def _kv_slots_bytes(candidate: Candidate) -> Table:
-    """Return the bytes of slots for blocks of K and V in each rank's memory, [ranks]."""
+    """Return the bytes of each rank's slots for blocks of K and V, [ranks]."""
     block_bytes = largest_kv_block(candidate)
     slots = [
         slots_on_device(candidate, block_layout(candidate, stage=rank))
@@ -123,7 +124,7 @@ def _kv_slots_bytes(candidate: Candidate) -> Table:
 
 
 def _following(candidate: Candidate, seconds: Table) -> Table:
-    """Seconds of the next subsequence of a sequence; for the last one, its own."""
+    """Return the seconds of each subsequence's successor; the last one's own for the last."""
     following: Table = np.concatenate([seconds[:, 1:], seconds[:, -1:]], axis=1)
     lasts = [own.stop - 1 for own in candidate.distinct_sequences]
     following[:, lasts] = seconds[:, lasts]

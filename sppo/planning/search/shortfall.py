@@ -1,4 +1,4 @@
-"""Shortfall: which memory a candidate lacks, on which stage, and what most of it is."""
+"""Shortfall of a candidate: which memory it lacks, on which rank, and the largest bucket there."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from sppo.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Shortfall:
-    """The pipeline rank that lacks most memory, and of what.
+    """Memory that the pipeline rank with the largest deficit lacks.
 
     Attributes:
-        place: "device", "host" or "disk".
-        rank: Which.
-        bucket: The largest bucket there, without "_bytes".
-        bucket_bytes: What it takes.
-        needed_bytes: All buckets together.
-        available_bytes: What there is.
+        place: Kind of memory: "device", "host" or "disk".
+        rank: Pipeline rank.
+        bucket: Name of the largest memory bucket in `place`, without "_bytes".
+        bucket_bytes: Bytes of the largest bucket.
+        needed_bytes: Bytes of all buckets together.
+        available_bytes: Bytes available for one device.
     """
 
     place: Literal["device", "host", "disk"]
@@ -33,12 +33,12 @@ class Shortfall:
 
     @property
     def short_bytes(self) -> int:
-        """Bytes by which it does not fit."""
+        """Missing bytes."""
         return self.needed_bytes - self.available_bytes
 
     @property
     def reason(self) -> str:
-        """Return why something does not fit, in one line."""
+        """Explanation of the shortfall, in one line."""
         return (
             f"rank {self.rank} needs {format_bytes(self.needed_bytes)} of {self.place} memory "
             f"and {format_bytes(self.available_bytes)} are there: short by "
@@ -48,10 +48,10 @@ class Shortfall:
 
 
 def find_shortfall(candidate: Candidate, memory: tuple[StageMemory, ...]) -> Shortfall | None:
-    """Return where the ranks of a candidate lack most memory; None where it fits."""
+    """Return the largest shortfall over all ranks and kinds of memory; None if all fit."""
     hardware = candidate.workload.hardware
     rooms: list[tuple[Literal["host", "disk"], int]] = [("disk", hardware.disk_bytes_per_device)]
-    if hardware.device.kind != "cpu":  # its host memory is the device's
+    if hardware.device.kind != "cpu":  # the host memory of a CPU is its device memory
         rooms.append(("host", hardware.host_bytes_per_device))
     found = []
     for rank, held in enumerate(memory):

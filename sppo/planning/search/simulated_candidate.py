@@ -1,4 +1,4 @@
-"""A candidate that fits, and its simulation: how long a step takes, and what is held at once."""
+"""Simulation of an evaluated candidate: time of a step, and memory held at once."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from sppo.schedule.simulation.simulate import simulate
 from sppo.schedule.simulation.whole_units import play_whole_units
 
 _IN_TIMELINES = ("kv_bytes", "kv_gradients_bytes", "activations_bytes", "never_at_once_bytes")
-"""Buckets that a simulation follows; the others do not change during a step."""
+"""Memory buckets that a simulation tracks over time; the others are constant during a step."""
 
 
 _QUICK_UNITS = 20_000
-"""Stages x units that are simulated in a tenth of a second; where stages are copied, an eighth."""
+"""Stages x units that are simulated in a tenth of a second; an eighth of this if weights or
+gradients are copied, or K and V are copied or recomputed."""
 
 
 def simulate_candidate(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
-    """Return the evaluated candidate with its simulated step."""
+    """Return the evaluated candidate with its step simulated, unless it already is."""
     candidate, costs = evaluated.candidate, evaluated.costs
     if evaluated.played is not None:
         return evaluated
@@ -39,9 +40,9 @@ def simulate_candidate(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
 
 
 def judged_candidate(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
-    """Return a candidate that fits, simulated if its closed form may be off and that is quick.
+    """Return a candidate, simulated if its closed form may be inexact and a simulation is quick.
 
-    Programs that cut units over ranks (MSP) take long to make.
+    The candidate must fit.
     """
     if evaluated.is_judged or not is_quick(evaluated):
         return evaluated
@@ -49,16 +50,19 @@ def judged_candidate(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
 
 
 def is_quick(evaluated: EvaluatedCandidate) -> bool:
-    """Return whether a simulation of a candidate takes a fraction of a second."""
+    """Return whether a candidate can be simulated in a fraction of a second.
+
+    False for MSP, whose programs take long to make.
+    """
     costs = evaluated.costs
     most = _QUICK_UNITS // 8 if costs.copies_stages else _QUICK_UNITS
     return evaluated.candidate.schedule != "sppo_msp" and costs.forward_s.size <= most
 
 
 def simulated_device_bytes(evaluated: EvaluatedCandidate) -> tuple[int, ...] | None:
-    """Peak of one device of each rank as simulated; None where nothing was simulated.
+    """Return the simulated peak bytes of one device of each rank; None without a simulation.
 
-    Never above the memory of the evaluated candidate, which adds up the peaks of all buckets.
+    At most the memory of the evaluated candidate, which adds up the peaks of all buckets.
     """
     if evaluated.played is None:
         return None
@@ -69,8 +73,8 @@ def simulated_device_bytes(evaluated: EvaluatedCandidate) -> tuple[int, ...] | N
 
 
 def steady_bytes(device: MemoryBuckets) -> int:
-    """Return what a simulation does not follow: state, room for copies, and what runs beside.
+    """Return the bytes that a simulation does not track: state, slots of copies, working sets.
 
-    Of what runs it counts as much as the peak of both together exceeds the peak of what is held.
+    The working set counts by as much as it raises the peak of what is held.
     """
     return device.total_bytes - sum(int(getattr(device, name)) for name in _IN_TIMELINES)

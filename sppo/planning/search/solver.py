@@ -1,8 +1,8 @@
-"""The best way to run a model on a machine: degrees of parallelism, cuts, schedule, policy.
+"""Solver: the best degrees of parallelism, cuts, schedule and policy of a model on a machine.
 
-Every way to divide the devices is tried with every number of subsequences worth trying, priced
-in closed form, and dropped with the reason where it does not fit. The best few are simulated; the
-simulation decides between them. Everything is deterministic: same request, same answer.
+Every division of the devices is tried with every number of subsequences worth trying, priced in
+closed form, and rejected with a reason if it does not fit. The best few are simulated, and the
+simulation decides between them. The solver is deterministic: same request, same answer.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _SIMULATED = 1 + RUNNERS_UP
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Solution:
-    """The answer to a request.
+    """Answer of the solver to a request.
 
     Attributes:
         run: The request.
-        hardware: The machine.
-        best: The recommended way; None where nothing fits.
-        runners_up: The next best with other degrees, best first.
-        by_num_subsequences: The best way's degrees with every N worth trying, by N.
-        rejected: What does not fit or cannot work.
+        hardware: Description of the machine.
+        best: Recommended candidate; None if nothing fits.
+        runners_up: Next best candidates with other degrees, best first.
+        by_num_subsequences: Candidates with the best degrees for every N that fits, by N.
+        rejected: Degrees that do not fit or cannot work.
     """
 
     run: RunConfig
@@ -45,10 +45,10 @@ class Solution:
 
 
 def solve(run: RunConfig, *, hardware: HardwareSpec) -> Solution:
-    """The best way to train `run` on `hardware`, with the reasons for the rest.
+    """Return the best way to train `run` on `hardware`, with runners-up and rejected degrees.
 
     Raises:
-        ValueError: the run asks for what the machine or the model cannot do.
+        ValueError: The run asks for something that the machine or the model cannot do.
     """
     decided, search, leaders = _leaders(run, hardware=hardware)
     if not leaders:
@@ -66,10 +66,13 @@ def solve(run: RunConfig, *, hardware: HardwareSpec) -> Solution:
 
 
 def recommend(run: RunConfig, *, hardware: HardwareSpec) -> EvaluatedCandidate | Rejection | None:
-    """The best way that `solve` finds, alone; the one short of least memory where nothing fits.
+    """Return the candidate that `solve` recommends, without alternatives.
+
+    If nothing fits, return the rejection that lacks least memory; None if memory is never the
+    reason.
 
     Raises:
-        ValueError: the run asks for what the machine or the model cannot do.
+        ValueError: The run asks for something that the machine or the model cannot do.
     """
     decided, search, leaders = _leaders(run, hardware=hardware)
     if leaders:
@@ -80,10 +83,10 @@ def recommend(run: RunConfig, *, hardware: HardwareSpec) -> EvaluatedCandidate |
 def _leaders(
     run: RunConfig, *, hardware: HardwareSpec
 ) -> tuple[RunConfig, CandidateSearch, list[EvaluatedCandidate]]:
-    """The fastest candidates with the training state as near to the devices as it fits.
+    """Find the fastest candidates, with the training state in the nearest tiers that fit.
 
     Returns:
-        the run with the place of its state decided, its search, and what is simulated of it.
+        The run with all tiers decided, its search, and its simulated candidates, fastest first.
     """
     attempts = runs_by_tiers(run, hardware=hardware)
     for place, attempt in enumerate(attempts):
@@ -101,9 +104,9 @@ def _leaders(
 def _refined(
     leaders: list[EvaluatedCandidate], search: CandidateSearch
 ) -> list[EvaluatedCandidate]:
-    """Return leaders with the number of subsequences that simulates fastest; the fastest first.
+    """Return candidates with the number of subsequences that simulates fastest; fastest first.
 
-    Of those behind the first one only where they may be faster than it.
+    Candidates after the first are refined only if that may make them faster than the best so far.
     """
     best = simulate_candidate(search.refined(leaders[0]))
     found = [best]
@@ -115,7 +118,7 @@ def _refined(
 
 
 def nearest_rejection(rejected: Sequence[Rejection]) -> Rejection | None:
-    """Return what lacks least memory; None where nothing was refused for memory."""
+    """Return the rejection that lacks least memory; None if none is for memory."""
     short = [rejection for rejection in rejected if rejection.shortfall is not None]
     return min(short, key=_short_bytes, default=None)
 
@@ -126,10 +129,11 @@ def _short_bytes(rejection: Rejection) -> int:
 
 
 def _simulated(fastest_first: Iterator[EvaluatedCandidate]) -> list[EvaluatedCandidate]:
-    """Simulate the first few candidates and all that might be faster still; the fastest first.
+    """Simulate the first few candidates and all others that might be faster; fastest first.
 
-    Where the closed form is above the simulation (copies that are waited for, weight halves that
-    are put off, MSP) that is by a few percent, and only the first few are simulated.
+    The closed form may exceed the simulation by a few percent (waits for copies, deferred weight
+    gradients, MSP). Beyond the first few, candidates stop at the first whose closed form exceeds
+    the fastest simulation.
     """
     played: list[EvaluatedCandidate] = []
     fastest_s = float("inf")

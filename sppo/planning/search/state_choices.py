@@ -1,4 +1,4 @@
-"""Tiers in which activations and the training state of a run may live, as its run file says."""
+"""Tiers that a run file allows for activations and for the training state."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from sppo.planning.search.choices import activation_tiers, machine_asked_for, sh
 
 _PARTS = ("weights", "gradients", "optimizer")
 _LEAVING = ((), ("optimizer",), ("gradients", "optimizer"), _PARTS)
-"""Parts of the state that leave the device, from the least costly to what frees most."""
+"""Sets of parts of the state that leave the device, from the cheapest to the one that frees most
+memory."""
 
 
 def runs_by_tiers(run: RunConfig, *, hardware: HardwareSpec) -> tuple[RunConfig, ...]:
-    """Return `run` with each place decided for activations and for its state, the nearest first.
+    """Return `run` with each choice of tiers for activations and the training state, nearest first.
 
-    Whoever looks for what fits takes the first that does: activations go to a disk where host
-    memory is too small for them, wherever the state is. A place farther away leaves policies more
-    memory, and may be faster: `improvements` lists that.
+    Callers use the first choice that fits: activations go to a disk only if host memory is too
+    small for them with any tiers of the state. Farther tiers leave policies more device memory and
+    may be faster; `improvements` lists such changes.
 
     Raises:
-        ValueError: the run asks for a tier that the machine does not have.
+        ValueError: The run asks for a tier that the machine does not have.
     """
     machine = machine_asked_for(run, hardware=hardware)
     optimizer = run.optimizer.model_copy(update={"offload": False})
@@ -41,14 +42,14 @@ def runs_by_tiers(run: RunConfig, *, hardware: HardwareSpec) -> tuple[RunConfig,
 
 
 def state_choices(run: RunConfig, *, hardware: HardwareSpec) -> tuple[StateTiers, ...]:
-    """Return where the state may live, the nearest to the device first.
+    """Return the choices of tiers for the training state, the nearest to the device first.
 
-    On a CPU host memory is the device's, and nothing goes to a disk unless it is asked to. Weights
-    and gradients leave by themselves only where a rank may have several stages.
+    On a CPU, host memory is device memory, and state goes to a disk only if the run asks for it.
+    Weights and gradients leave without being asked to only if a rank may have several stages.
 
     Args:
-        run: checked.
-        hardware: the machine, with the tiers that the run may use.
+        run: Validated run configuration.
+        hardware: Description of the machine, with the tiers that the run may use.
     """
     on_cpu = hardware.device.kind == "cpu"
     asked = {part: _asked(run, part, on_cpu=on_cpu) for part in _PARTS}
@@ -62,7 +63,7 @@ def state_choices(run: RunConfig, *, hardware: HardwareSpec) -> tuple[StateTiers
         if {tiers["weights"], tiers["gradients"]} != {"device"}:
             if asked["optimizer"] == "device":
                 break
-            tiers["optimizer"] = behind  # it steps beside them
+            tiers["optimizer"] = behind  # the optimizer steps where weights or gradients are
         chosen = StateTiers(**tiers)
         if chosen not in choices:
             choices.append(chosen)
@@ -70,7 +71,7 @@ def state_choices(run: RunConfig, *, hardware: HardwareSpec) -> tuple[StateTiers
 
 
 def _asked(run: RunConfig, part: str, *, on_cpu: bool) -> Tier | None:
-    """Return the tier that a run writes; None where it leaves that open."""
+    """Return the tier that a run asks for a part of the state; None if it leaves the tier open."""
     written = getattr(run.state, part)
     if part == "optimizer" and run.optimizer.offload:
         written = "host"
@@ -81,7 +82,7 @@ def _asked(run: RunConfig, part: str, *, on_cpu: bool) -> Tier | None:
 
 
 def _may_have_stages(run: RunConfig) -> bool:
-    """Return whether ranks may have several stages, one behind the other on the device."""
+    """Return whether ranks may have several stages, which run one after another."""
     parallel = run.parallel
     schedules = ("auto", *WITH_VIRTUAL_STAGES)
     several = parallel.virtual_stages != 1 and parallel.schedule in schedules
