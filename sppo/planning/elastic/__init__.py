@@ -1,1 +1,1 @@
-"""Plans of steps whose samples differ in length: packed into sequences, cut, scheduled."""
+"""Planning of steps whose samples differ in length: packing, cutting and scheduling."""

@@ -1,11 +1,12 @@
-"""The integer program that chooses a level for each diagonal of a pipeline, and its solution.
+"""Integer program that chooses a level for each diagonal of a pipeline, and its solver.
 
-With x[d, l] whether diagonal d has level l: minimise the sum of cost[d, l] x[d, l], where each
-diagonal has one level, and no window takes more than there is. HiGHS solves it by branch and bound
-where it is small. Of a large one HiGHS solves the relaxation, whose levels may be shares; these are
-rounded and exchanged. Of steps of 512 samples on 8 ranks that came to 0.2 to 0.7 % of a step above
-the relaxation, which none goes below; branch and bound to as much, in 6 to 13 times the time. Of
-random programs that are small enough to tell, it is 0.1 % of recomputing everything above the best.
+Let x[d, l] be 1 if diagonal d has level l, otherwise 0. Minimise the sum of cost[d, l] x[d, l],
+subject to one level per diagonal, and no window taking more than its room. HiGHS solves small
+programs by branch and bound. For large programs HiGHS solves the relaxation, whose levels may be
+fractional; these are rounded and then improved by exchanges. For steps of 512 samples on 8 ranks,
+the result was 0.2 to 0.7 % of a step above the relaxation, which is a lower bound; branch and bound
+got as close, in 6 to 13 times the time. For random programs small enough to solve exactly, the
+result is above the optimum by 0.1 % of the cost of recomputing everything.
 """
 
 from __future__ import annotations
@@ -24,27 +25,27 @@ from sppo.schedule.costs import Table
 Levels = npt.NDArray[np.intp]
 """Levels of diagonals or units, by index."""
 ROUNDING = 4e-6
-"""Share of a window by which a solution within HiGHS's tolerance may exceed it."""
+"""Share of a window's room by which a solution within HiGHS's tolerance may exceed the room."""
 _FULL = 1 - ROUNDING / 2
-"""Share of its room that a window may take, between what HiGHS is asked for and all there is."""
+"""Share of a window's room that may be taken; between the limit given to HiGHS and the room."""
 _SMALL = 40
-"""Levels of all diagonals together up to which a program is solved by branch and bound."""
+"""Most variables (diagonals x levels) of a program that is solved by branch and bound."""
 _NEIGHBOURS = 8
-"""Successive windows, of which the fullest that is broken is heeded next."""
+"""Number of successive windows of which the fullest, if exceeded, becomes a constraint."""
 _NEAREST = 16
-"""Diagonals with which one may be exchanged: the nearest ones that share its windows."""
+"""Most diagonals to exchange with: the nearest that share all exceeded windows."""
 _PASSES = 3
-"""Times that exchanges are sought for all diagonals."""
+"""Most passes of exchanges over all diagonals."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LevelProgram:
-    """One level for each diagonal, so that every window fits.
+    """Integer program: one level per diagonal, so that no window exceeds its room.
 
     Attributes:
-        cost: What a level on a diagonal adds, [diagonals, levels].
-        used: What it takes of each window, [windows, diagonals * levels].
-        room: What there is in each window, [windows].
+        cost: Cost of each level of each diagonal, [diagonals, levels].
+        used: Room that each level of each diagonal takes, [windows, diagonals * levels].
+        room: Room of each window, [windows].
     """
 
     cost: Table
@@ -52,11 +53,11 @@ class LevelProgram:
     room: Table
 
     def fits(self, levels: Levels) -> bool:
-        """Return whether a choice of levels, [diagonals], breaks no window."""
+        """Return whether no window exceeds its room with given levels, [diagonals]."""
         return not (self.used @ self._chosen(levels) > self.room).any()
 
     def added(self, levels: Levels) -> float:
-        """Return what a choice of levels, [diagonals], adds."""
+        """Return the total cost of given levels, [diagonals]."""
         return float(self._chosen(levels) @ self.cost.ravel())
 
     def _chosen(self, levels: Levels) -> Table:
@@ -65,13 +66,13 @@ class LevelProgram:
 
 
 def solve(program: LevelProgram, *, below: float = np.inf) -> Levels | None:
-    """Return levels that add little, [diagonals]; None where no choice that fits is found.
+    """Return levels of low cost, [diagonals]; None if no choice that fits is found.
 
-    A function of its arguments, without a limit of time: the same on all ranks.
+    Deterministic and without a time limit, so the result is the same on all ranks.
 
     Args:
-        program: what to solve.
-        below: None is returned where no choice can add less.
+        program: Integer program.
+        below: Upper bound of the cost; return None if no choice can cost less.
     """
     cheapest: Levels = program.cost.argmin(axis=1)
     if program.fits(cheapest):
@@ -94,9 +95,9 @@ def solve(program: LevelProgram, *, below: float = np.inf) -> Levels | None:
 
 
 def _relaxed(cost: Table, used: sparse.csr_array) -> Table | None:
-    """Return the shares of levels that add least, [diagonals, levels]; None where none fit.
+    """Solve the relaxation: return shares of levels, [diagonals, levels]; None if infeasible.
 
-    Few windows are ever full, so they are heeded as solutions break them.
+    Few windows are ever full, so a window becomes a constraint only once a solution exceeds it.
     """
     diagonals, count = cost.shape
     shares: Table = np.eye(count)[cost.argmin(axis=1)]
@@ -117,12 +118,12 @@ def _relaxed(cost: Table, used: sparse.csr_array) -> Table | None:
 
 
 def _shares(cost: Table, used: sparse.csr_array, *, integral: bool) -> Table | None:
-    """Return the share that each level has of each diagonal, [diagonals, levels]; None: no choice.
+    """Solve a program by HiGHS: return shares of levels, [diagonals, levels]; None if infeasible.
 
     Args:
-        cost: what a level on a diagonal adds, [diagonals, levels].
-        used: of the windows that are heeded, over their room, [windows, diagonals * levels].
-        integral: whether every share is 0 or 1.
+        cost: Cost of each level of each diagonal, [diagonals, levels].
+        used: Share of each window's room that each level takes, [windows, diagonals * levels].
+        integral: Whether every share must be 0 or 1.
     """
     diagonals, count = cost.shape
     one_each = sparse.kron(sparse.eye_array(diagonals), np.ones((1, count)))
@@ -140,11 +141,11 @@ def _shares(cost: Table, used: sparse.csr_array, *, integral: bool) -> Table | N
 
 
 class _Choice:
-    """A level for each diagonal, made of shares, and what it leaves of the windows.
+    """Level of each diagonal, rounded from shares, and the room left in each window.
 
-    Diagonals are rounded one after another, each to the level that adds least of those that fit
-    beside the levels of those before and the shares of those after it: what one of them does not
-    use, the next may.
+    Diagonals are rounded one after another, each to the cheapest level that fits beside the rounded
+    levels of earlier diagonals and the shares of later ones. Room that a diagonal does not use is
+    available to the next.
     """
 
     def __init__(self, cost: Table, used: sparse.csr_array, shares: Table) -> None:
@@ -173,7 +174,7 @@ class _Choice:
             self._left[windows] = left - taken[:, level]
 
     def lower(self) -> None:
-        """Give each diagonal the level that adds least of those for which there is room."""
+        """Give each diagonal the cheapest level for which there is room."""
         for diagonal in self._costliest_first():
             for level in self._cheaper(diagonal):
                 if (self._more(diagonal, level) <= self._left[self._windows[diagonal]]).all():
@@ -181,10 +182,10 @@ class _Choice:
                     break
 
     def exchange(self) -> bool:
-        """Give diagonals levels that add less where another one makes room at a lower cost.
+        """Lower the cost of diagonals where another diagonal makes room at a smaller cost.
 
         Returns:
-            Whether that was possible anywhere.
+            Whether any exchange was made.
         """
         found = False
         for diagonal in self._costliest_first():
@@ -205,9 +206,13 @@ class _Choice:
         return found
 
     def _makes_room(self, *, besides: int) -> Iterator[tuple[int, int, float]]:
-        """Yield other diagonals with levels by which nothing is broken, and what they add then."""
+        """Yield (diagonal, level, extra cost) of other diagonals after which all windows fit.
+
+        Args:
+            besides: Diagonal that needs the room, which is left out.
+        """
         broken = np.flatnonzero(self._left < 0)
-        if not len(broken):  # an exchange has made room meanwhile, which is taken by the next pass
+        if not len(broken):  # an earlier exchange made room; the next pass uses it
             return
         others = np.flatnonzero(self._holds[:, broken].all(axis=1))
         nearest = np.argsort(np.abs(others - besides), kind="stable")[1 : 1 + _NEAREST]
@@ -218,24 +223,24 @@ class _Choice:
                 yield other, level, -self._gain(other, level)
 
     def _costliest_first(self) -> list[int]:
-        """Diagonals by what they add, most first."""
+        """Return the diagonals by the cost of their levels, most first."""
         added = self._cost[np.arange(len(self.levels)), self.levels]
         order: list[int] = np.argsort(-added, kind="stable").tolist()
         return order
 
     def _cheaper(self, diagonal: int) -> list[int]:
-        """Levels that add less than the one it has, least first."""
+        """Return the levels that cost less than the level of a diagonal, cheapest first."""
         cost = self._cost[diagonal]
         by_cost = np.argsort(cost, kind="stable").tolist()
         return [level for level in by_cost if cost[level] < cost[self.levels[diagonal]]]
 
     def _gain(self, diagonal: int, level: int) -> float:
-        """Return the cost that another level would save."""
+        """Return the cost that another level of a diagonal would save."""
         cost = self._cost[diagonal]
         return float(cost[self.levels[diagonal]] - cost[level])
 
     def _more(self, diagonal: int, level: int | slice = slice(None)) -> Table:
-        """Return what another level, or each, takes more of the windows of a diagonal."""
+        """Return the extra room that another level, or each, takes of a diagonal's windows."""
         taken = self._taken[diagonal]
         now = taken[:, self.levels[diagonal]]
         more: Table = taken[:, level] - (now if isinstance(level, int) else now[:, None])

@@ -1,14 +1,15 @@
-"""Levels: the placement of saved tensors, unit by unit, by integer program.
+"""Levels: placement of saved tensors per unit, chosen by integer program.
 
-Every unit of a step has a *level*: all is retained, what hides behind compute is offloaded, or
-attention, the linear class or both are recomputed, with or without that. What one rank recomputes
-other ranks wait for, so units on one diagonal of the pipeline have the same level and add what the
-slowest of them adds (:mod:`sppo.planning.elastic.windows`); of all choices whose windows fit, the
-integer program makes the one that adds least. Where a rank then has room left, its units are
-recomputed less, which costs nobody anything.
+Every unit of a step has a *level*: whether backward recomputes the attention class, the linear
+class, both or neither, and whether tensors are offloaded as far as the copies hide behind compute.
+Other ranks wait for recomputation on one rank, so the units of one diagonal of the pipeline have
+the same level and add the time that the slowest of them adds
+(:mod:`sppo.planning.elastic.windows`). Of all choices whose windows fit, the integer program takes
+the one that adds least time. Afterwards, units of ranks with free memory recompute less, which
+slows down no rank.
 
-That is InfiniPipe's stage-aware chunk-level adaptive checkpointing, where a level is a number of
-layers, all of whose tensors are recomputed, and the sum of these numbers is least.
+This corresponds to InfiniPipe's stage-aware chunk-level adaptive checkpointing, where a level is
+the number of layers that are recomputed whole, and the sum of these numbers is minimised.
 """
 
 from __future__ import annotations
@@ -43,17 +44,18 @@ from sppo.planning.search.simulated_candidate import simulate_candidate
 from sppo.schedule.costs import Table
 
 _ATTEMPTS = 3
-"""Times that levels are chosen anew with less room, as what they come to takes more."""
+"""Most times that levels are chosen, each time with less room if the choice takes too much."""
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Fate of one unit's saved tensors: recomputed shares, and whether the rest is offloaded.
+    """Placement of one unit's saved tensors: recomputed shares, and whether to offload.
 
     Attributes:
         attention: Share of the rows of the attention class that backward recomputes.
         linear: Share of the rows of the linear class that backward recomputes.
-        offloads: Whether what hides behind compute leaves the device first.
+        offloads: Whether rows whose copies hide behind compute are offloaded, before others are
+            recomputed.
     """
 
     attention: float = 0.0
@@ -62,15 +64,16 @@ class Level:
 
 
 LEVELS = (Level(), Level(linear=1.0), Level(attention=1.0), Level(1.0, 1.0))
-"""Levels of a machine without another tier, the one that takes least memory last."""
+"""Levels of a machine without a tier to offload to; the last needs least memory."""
 OFFLOADING_LEVELS = (*LEVELS, *(replace(level, offloads=True) for level in LEVELS))
-"""Levels where there is one."""
+"""Levels of a machine with a tier to offload to; the last needs least memory."""
 
 
 def checkpointing_levels(layers: int) -> tuple[Level, ...]:
-    """Return InfiniPipe's levels: none to all layers of a stage recomputed.
+    """Return InfiniPipe's levels: from no to all layers of a stage recomputed.
 
-    All layers of a stage save alike, so a number of them counts as that share of all their rows.
+    All layers of a stage save equally much, so a number of layers is modelled as the same share of
+    the rows of all layers.
     """
     return tuple(Level(count / layers, count / layers) for count in range(layers + 1))
 
@@ -83,17 +86,20 @@ def place_levels(
     paces: bool = False,
     below: float = np.inf,
 ) -> EvaluatedCandidate | None:
-    """Return the candidate with levels chosen by integer program; None where the last does not fit.
+    """Return the candidate with levels chosen by integer program.
 
-    Where no choice is found that fits and adds little enough, all units have the last level.
+    If no choice is found that fits and costs less than `below`, all units have the last level.
 
     Args:
-        candidate: with packed sequences; its policy is not asked.
-        levels: that units may have, the one that takes least memory last.
-        counts_shares: minimise the shares recomputed instead of the seconds added, as InfiniPipe
+        candidate: Candidate with packed sequences; its activation policy is ignored.
+        levels: Levels that units may have; the last needs least memory.
+        counts_shares: Whether to minimise recomputed shares instead of added seconds, as InfiniPipe
             does.
-        paces: whether ranks begin forwards later where not even the last level fits otherwise.
-        below: what is minimised is of interest below this.
+        paces: Whether ranks may begin forwards later if not even the last level fits otherwise.
+        below: Upper bound of the minimised cost; choices that cost as much are not wanted.
+
+    Returns:
+        The evaluated candidate; None if not even the last level fits.
     """
     choice = _level_choice(candidate, levels=levels, counts_shares=counts_shares)
     least = np.full((candidate.num_stages, len(candidate.lengths)), len(levels) - 1)
@@ -119,19 +125,19 @@ def place_levels(
 
 
 def everything_recomputed(candidate: Candidate) -> EvaluatedCandidate | None:
-    """Return the candidate with everything recomputed, simulated; None where that does not fit."""
+    """Return the candidate with everything recomputed, simulated; None if that does not fit."""
     placed = place_levels(candidate, levels=LEVELS[-1:], paces=True)
     return None if placed is None else simulate_candidate(placed)
 
 
 def fastest_levels(candidate: Candidate) -> EvaluatedCandidate | None:
-    """Return the candidate with the levels that are fastest as simulated; None where none fits.
+    """Return the candidate with the levels that simulate fastest; None if none fits.
 
-    Offloading takes room for copies, so levels without it are tried, too, unless nothing has to be
-    recomputed with it.
+    Offloading needs memory for slots of copies, so levels without offloading are tried, too, unless
+    levels with offloading recompute nothing.
 
     Args:
-        candidate: with packed sequences; its policy is not asked.
+        candidate: Candidate with packed sequences; its activation policy is ignored.
     """
     retaining = simulate_candidate(assess(replace(candidate, policy="retain")))
     if retaining.shortfall is None:
@@ -151,7 +157,7 @@ def fastest_levels(candidate: Candidate) -> EvaluatedCandidate | None:
 
 
 def _excess_bytes(evaluated: EvaluatedCandidate) -> Table:
-    """Return the bytes that each rank lacks; below 0 those that it has left, [ranks]."""
+    """Return the bytes that each rank lacks, [ranks]; negative for ranks with free memory."""
     totals = [float(rank.device.total_bytes) for rank in evaluated.memory]
     excess: Table = np.array(totals) - evaluated.candidate.budget_bytes
     return excess
@@ -162,14 +168,14 @@ class _LevelChoice:
     """Bytes and seconds of a candidate at every level. Tables are [levels, stages, subsequences].
 
     Attributes:
-        candidate: Whose.
-        placements: Of each level, as if all units had it.
-        held_bytes: Retained of a unit from its forward to the end of its backward.
-        forward_bytes: What its forward takes while it runs.
-        backward_bytes: What its backward takes while it runs.
-        added: Seconds that the level adds, or the shares that it recomputes.
-        tier_share: Bytes offloaded, over those that a sequence may offload on the stage.
-        lowers: Whether units have lower levels than their diagonals where their rank has room.
+        candidate: Candidate whose units get levels.
+        placements: Placement with all units at the level, per level.
+        held_bytes: Bytes that a unit retains from its forward to the end of its backward.
+        forward_bytes: Bytes that the forward of a unit needs while it runs.
+        backward_bytes: Bytes that the backward of a unit needs while it runs.
+        added: Seconds that the level adds, or the share that it recomputes.
+        tier_share: Offloaded bytes, over the bytes that a sequence may offload on the stage.
+        lowers: Whether units may recompute less than their diagonals if their rank has room.
     """
 
     candidate: Candidate
@@ -183,11 +189,11 @@ class _LevelChoice:
 
     @cached_property
     def windows(self) -> tuple[RankWindows, ...]:
-        """Windows of each rank."""
+        """Windows of each pipeline rank."""
         return rank_windows(self.candidate)
 
     def program(self, room: Table) -> LevelProgram:
-        """Return the integer program for so much room on each rank, [ranks]."""
+        """Return the integer program for the given room in bytes on each rank, [ranks]."""
         diagonals = max(int(own.diagonals.max()) for own in self.windows) + 1
         cost = np.zeros((diagonals, len(self.placements)))
         used, left = [], []
@@ -202,7 +208,7 @@ class _LevelChoice:
         return LevelProgram(cost, windows, np.concatenate(left))
 
     def of_units(self, of_diagonals: Levels, *, room: Table) -> Levels:
-        """Return the level of each unit, [stages, subsequences], from those of the diagonals."""
+        """Return the level of each unit, [stages, subsequences], from the levels of diagonals."""
         levels = np.zeros(self.held_bytes.shape[1:], dtype=np.intp)
         for own in self.windows:
             of_units = of_diagonals[own.diagonals]
@@ -212,7 +218,7 @@ class _LevelChoice:
         return levels
 
     def evaluated(self, levels: Levels) -> EvaluatedCandidate:
-        """Return the candidate with levels of units, [stages, subsequences]."""
+        """Return the candidate evaluated with given levels of units, [stages, subsequences]."""
         at = levels, *np.indices(levels.shape)
         tables = (
             np.stack([getattr(placement, name) for placement in self.placements])[at]
@@ -221,11 +227,11 @@ class _LevelChoice:
         return assess_placement(self.candidate, ActivationPlacement(*tables))
 
     def paced(self, levels: Levels, *, room: Table) -> _LevelChoice:
-        """Return the choice where ranks run only as far ahead as units with such levels fit.
+        """Return the choice with ranks paced so that units with given levels fit.
 
         Args:
-            levels: of units, [stages, subsequences].
-            room: of each rank, [ranks].
+            levels: Level of each unit, [stages, subsequences].
+            room: Room of each rank in bytes, [ranks].
         """
         held, forward, backward = (
             np.take_along_axis(table, levels[None], axis=0)[0]
@@ -236,7 +242,7 @@ class _LevelChoice:
         return replace(self, candidate=replace(self.candidate, begun=begun))
 
     def peak_bytes(self, levels: Levels) -> Table:
-        """Return what the fullest window of each rank takes, [ranks]."""
+        """Return the bytes of the fullest window of each rank, [ranks]."""
         return np.array(
             [
                 self._taken(own, levels[own.stages, own.units]).max(initial=0.0)
@@ -245,14 +251,18 @@ class _LevelChoice:
         )
 
     def _taken(self, own: RankWindows, levels: Levels) -> Table:
-        """Return the bytes that units of a rank with such levels take of its windows, [moments]."""
+        """Return the bytes of a rank's windows with given levels of its units, [moments]."""
         held = own.of_units(self.held_bytes)[np.arange(len(levels)), levels]
         running = self._running_bytes(own)[np.arange(len(own.running)), levels[own.running]]
         taken: Table = own.holds @ held + running + own.fixed_bytes
         return taken
 
     def _used(self, own: RankWindows, diagonals: int) -> sparse.csr_array:
-        """Bytes of a rank's windows by level of each diagonal, [moments, diagonals * levels]."""
+        """Return the bytes that each level of each diagonal adds to a rank's windows.
+
+        Returns:
+            A matrix [moments, diagonals * levels].
+        """
         moments, places = np.nonzero(own.holds)
         values = own.of_units(self.held_bytes)[places]
         values[own.running[moments] == places] += self._running_bytes(own)
@@ -260,7 +270,11 @@ class _LevelChoice:
         return _spread(values, moments, own.diagonals[places], shape=shape)
 
     def _tier_used(self, own: RankWindows, diagonals: int) -> sparse.csr_array:
-        """Share of the tier that each sequence takes on each stage, by level of each diagonal."""
+        """Return the share of the tier that each level of each diagonal takes, per sequence.
+
+        Returns:
+            A matrix [stages * sequences of the rank, diagonals * levels].
+        """
         sequences = self.candidate.distinct_sequences
         sequence_of = np.repeat(np.arange(len(sequences)), [s.stop - s.start for s in sequences])
         keys = own.stages * len(sequences) + sequence_of[own.units]
@@ -269,7 +283,10 @@ class _LevelChoice:
         return _spread(own.of_units(self.tier_share), rows, own.diagonals, shape=shape)
 
     def _lowered(self, levels: Levels, own: RankWindows, *, room: float) -> Levels:
-        """Return levels of a rank's units that add no more each, and fit in its windows."""
+        """Return levels of a rank's units that add no more time than `levels`, and fit.
+
+        Units that add most time are lowered first.
+        """
         added, held, tier = map(own.of_units, (self.added, self.held_bytes, self.tier_share))
         running, levels = self._running_bytes(own), levels.copy()
         free = room * (1 - ROUNDING) - self._taken(own, levels)
@@ -287,7 +304,7 @@ class _LevelChoice:
         return levels
 
     def _running_bytes(self, own: RankWindows) -> Table:
-        """Return the bytes that run at every moment, by level, [moments, levels]."""
+        """Return the bytes that the unit running at each moment needs, [moments, levels]."""
         backward, forward = (
             own.of_units(table)[own.running] for table in (self.backward_bytes, self.forward_bytes)
         )
@@ -298,7 +315,14 @@ class _LevelChoice:
 def _spread(
     values: Table, rows: Places, diagonals: Places, *, shape: tuple[int, int]
 ) -> sparse.csr_array:
-    """Return a matrix with values [n, levels] in some rows, in the columns of some diagonals."""
+    """Return a sparse matrix with `values` [n, levels] at given rows and columns of diagonals.
+
+    Args:
+        values: Values of all levels, [n, levels].
+        rows: Row of each, [n].
+        diagonals: Diagonal of each, whose levels are adjacent columns, [n].
+        shape: Numbers of rows and of diagonals.
+    """
     count = values.shape[1]
     columns = diagonals[:, None] * count + np.arange(count)
     at = np.repeat(rows, count), columns.ravel()
@@ -341,7 +365,7 @@ def _level_choice(
 
 
 def _shares(candidate: Candidate, levels: Sequence[Level]) -> Table:
-    """Shares that levels recompute, [levels, stages, subsequences]."""
+    """Return the share that each level recomputes, [levels, stages, subsequences]."""
     shares = np.array([level.attention + level.linear for level in levels]) / 2
     of_units: Table = np.ones((1, candidate.num_stages, len(candidate.lengths)))
     return shares[:, None, None] * of_units
@@ -350,7 +374,7 @@ def _shares(candidate: Candidate, levels: Sequence[Level]) -> Table:
 def _seconds_added(
     candidate: Candidate, seconds: StageSeconds, placements: Sequence[ActivationPlacement]
 ) -> Table:
-    """Seconds that levels add to a unit, [levels, stages, subsequences]."""
+    """Return the seconds that each level adds to each unit, [levels, stages, subsequences]."""
     costs = [StepPrices(candidate, seconds, own).costs for own in placements]
     taken = np.stack([own.forward_s + own.backward_s for own in costs])
     added: Table = taken - taken.min(axis=0)

@@ -1,22 +1,22 @@
-"""The run that a run of samples is planned as before its steps are known."""
+"""Stand-in for a run of samples, with which the run is planned before its steps are known."""
 
 from __future__ import annotations
 
 from sppo.config.run import RunConfig
 
 _OVERLAPPING = 2
-"""Sequences of which a pipeline holds something at once: one in backward, the next in forward."""
+"""Sequences that overlap in a pipeline: one in backward, the next in forward."""
 
 
 def run_of_longest_samples(run: RunConfig, *, longest: int | None = None) -> RunConfig:
     """Return a run of fixed sequences that are as long as the longest samples.
 
-    One such sequence for each replica, or two where pipeline ranks overlap them; steps of many
-    samples may need more. A run of the token stream is returned as it is.
+    A step has one such sequence per replica, or two if pipeline ranks overlap them. Steps of many
+    samples may need more memory. A run of the token stream is returned unchanged.
 
     Args:
-        run: checked.
-        longest: tokens of the longest sample there is; None: as many as the run allows.
+        run: Validated run configuration.
+        longest: Tokens of the longest sample; None for the longest that the run allows.
     """
     if run.data.samples == "stream":
         return run
@@ -28,7 +28,7 @@ def run_of_longest_samples(run: RunConfig, *, longest: int | None = None) -> Run
         update={
             "sequence": run.sequence.model_copy(update=sequence),
             "train": run.train.model_copy(update=train),
-            # Subsequences of many samples are not cut over ranks.
+            # MSP does not cut subsequences of many samples.
             "parallel": parallel.model_copy(update={"multiplexed": "off"}),
         }
     )

@@ -1,8 +1,8 @@
-"""Mesh of places at which the samples of a step are cut, one for all of them.
+"""Mesh: the positions at which all samples of a step are cut.
 
-Slices of a sample between places take equally long, so later ones are shorter: they have more
-tokens before them. A mesh goes from the first token on, so one that is made for long samples serves
-shorter ones, too.
+Slices between these positions take equal time. Later slices are shorter, since their attention
+reads more tokens. Positions count from the beginning of a sample, so a mesh made for long samples
+also serves shorter ones.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _LEAST_BEGIN = 64
 
 @dataclass(frozen=True, slots=True)
 class SliceMesh:
-    """Places at which samples are cut, and the size that a subsequence is to have.
+    """Positions at which samples are cut, and the target size of a subsequence.
 
     Attributes:
         ends: End of each slice of the longest sample, ascending.
-        room: Tokens of a subsequence of several samples at most.
-        slice_s: Seconds that a subsequence is to take, as pipeline ranks that wait for each other
-            want it; None where only tokens count.
+        room: Most tokens of a subsequence of several samples.
+        slice_s: Target seconds of a subsequence, equal for all so that pipeline ranks do not wait;
+            None if only tokens count.
     """
 
     ends: tuple[int, ...]
@@ -50,14 +50,14 @@ class SliceMesh:
 def mesh_of_slices(
     cost: SampleCost, *, longest: int, slices: int, balanced: bool, alignment: int
 ) -> SliceMesh:
-    """Cut the longest sample of a run into a given number of slices.
+    """Return the mesh that cuts the longest sample of a run into a given number of slices.
 
     Args:
-        cost: of its parts.
-        longest: its tokens.
-        slices: how many, at most `longest`.
-        balanced: whether they take equally long, or have equal tokens.
-        alignment: of the cuts, lowered where so many slices would be shorter.
+        cost: Cost of parts of samples.
+        longest: Tokens of the longest sample.
+        slices: Number of slices, at most `longest`.
+        balanced: Whether slices take equal time, rather than have equal tokens.
+        alignment: Multiple of tokens at which to cut; lowered to the mean slice if that is shorter.
     """
     alignment = max(1, min(alignment, longest // slices))
     if not balanced or slices == 1:
@@ -83,16 +83,16 @@ def mesh_of_slices(
 def mesh_of_first_slice(
     cost: SampleCost, *, longest: int, first: int, least: int, room: int, alignment: int
 ) -> SliceMesh:
-    """Cut samples into slices that take as long as one of so many tokens at the beginning.
+    """Return the mesh whose slices take as long as a first slice of a given number of tokens.
 
     Args:
-        cost: of their parts.
-        longest: tokens of the longest sample.
-        first: tokens of the first slice.
-        least: tokens of later slices at least, though they take longer: on many devices attention
-            of few queries is slow.
-        room: tokens of a subsequence of several samples at most.
-        alignment: of the cuts.
+        cost: Cost of parts of samples.
+        longest: Tokens of the longest sample.
+        first: Tokens of the first slice.
+        least: Least tokens of later slices, even if they take longer than the first: on many
+            devices attention of few queries is slow.
+        room: Most tokens of a subsequence of several samples.
+        alignment: Multiple of tokens at which to cut after the first slice.
     """
     slice_s = _seconds(cost, 0, first)
     later = _slice_seconds(cost, longest).ends(
@@ -104,12 +104,12 @@ def mesh_of_first_slice(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _SliceSeconds:
-    """Seconds of slices by where they begin and how many tokens they have, to look up many times.
+    """Lookup table of the seconds of slices by first position and number of tokens.
 
     Attributes:
-        begins: Ascending, from 0.
-        tokens: Ascending.
-        seconds: Of each, ascending with tokens, [begins, tokens].
+        begins: First positions of slices, ascending from 0.
+        tokens: Numbers of tokens of slices, ascending.
+        seconds: Seconds of each slice, ascending with tokens, [begins, tokens].
     """
 
     begins: tuple[float, ...]
@@ -126,12 +126,12 @@ class _SliceSeconds:
         least: int = 1,
         most: int | None = None,
     ) -> list[int] | None:
-        """Return ends of slices from `begin` on that take at most `slice_s` each.
+        """Cut a sample from `begin` to `longest` into slices that take at most `slice_s` each.
 
-        A slice has at least `least` tokens and one step of alignment, whatever it takes.
+        A slice has at least `least` and at least `alignment` tokens, even if it takes longer.
 
         Returns:
-            None where that makes more than `most` slices.
+            The end of each slice; None if there would be more than `most` slices.
         """
         found: list[int] = []
         at = begin
@@ -144,7 +144,7 @@ class _SliceSeconds:
         return found
 
     def _of(self, begin: int) -> Floats:
-        """Seconds of slices that begin there, [tokens]."""
+        """Return the seconds of slices that begin at a position, [tokens]; interpolated."""
         place = min(bisect_right(self.begins, begin), len(self.begins) - 1)
         low, high = self.begins[place - 1], self.begins[place]
         share = min(1.0, (begin - low) / (high - low))
@@ -163,14 +163,14 @@ def _slice_seconds(cost: SampleCost, longest: int) -> _SliceSeconds:
 
 
 def _by_doublings(first: int, last: int, count: int) -> Floats:
-    """Return numbers from `first` to `last` or a little more, so many each doubling."""
+    """Return a geometric series from `first` to at least `last`, with `count` per doubling."""
     doublings = max(1, int(np.ceil(np.log2(max(2.0, last / first)))))
     found: Floats = first * 2.0 ** np.linspace(0, doublings, doublings * count + 1)
     return found
 
 
 def _with_all_slices(ends: Sequence[int], slices: int, alignment: int) -> tuple[int, ...]:
-    """Halve the longest slices until there are as many as asked for."""
+    """Return the ends of slices, with the longest slices halved until there are `slices`."""
     cuts = [0, *ends]
     while len(cuts) <= slices:
         sizes = [end - begin for begin, end in pairwise(cuts)]
@@ -181,6 +181,6 @@ def _with_all_slices(ends: Sequence[int], slices: int, alignment: int) -> tuple[
 
 
 def _seconds(cost: SampleCost, begin: int, end: int) -> float:
-    """Return the seconds of one slice of a sample."""
+    """Return the seconds of the slice [begin, end) of a sample."""
     span = np.array([begin], dtype=np.float64), np.array([end], dtype=np.float64)
     return float(cost.without_attention_s(span[1] - span[0])[0] + cost.attention_s(*span)[0])

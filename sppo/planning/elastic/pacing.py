@@ -1,12 +1,13 @@
-"""Pacing: how far ahead the ranks of a pipeline run where there is no room to run freely.
+"""Pacing: how far ahead of backwards the ranks of a pipeline run forwards if memory is short.
 
-A schedule begins forwards ahead of the backward that comes next, so that no rank waits: Seq1F1B
-holds n + p - 1 - r units on rank r of p, of sequences of n subsequences. All that a backward needs
-are the forwards of its own sequence. Where a rank has no room for more it begins others later, and
-the ranks behind it one unit less far ahead than the rank before them: what they would wait for
-comes later, too. So a long sequence may be alone in memory, and the next one begins while its last
-backwards run. InfiniPipe ends a pipeline before it begins the next one there (sequence grouping);
-paced, pipelines drain and fill at the same time, and each rank begins as soon as it has room.
+A schedule runs forwards ahead of the next backward so that no rank waits: for sequences of n
+subsequences, Seq1F1B holds n + p - 1 - r units on rank r of p. A backward depends only on the
+forwards of its own sequence. A rank without room for more units begins the forwards of later
+sequences later. Each later rank then runs at least one unit less far ahead than the rank before it,
+since its inputs also arrive later. Thus a long sequence may be alone in memory, and the next one
+begins while its last backwards run. InfiniPipe instead ends one pipeline before it begins the next
+(sequence grouping). With pacing, pipelines drain and fill at the same time, and each rank begins as
+soon as it has room.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ Places = npt.NDArray[np.intp]
 
 
 def can_be_paced(candidate: Candidate) -> bool:
-    """Whether ranks may begin forwards later than the schedule of a candidate does.
+    """Return whether ranks may begin forwards later than the schedule of a candidate does.
 
-    Not where they have several stages, or end a group of sequences before the next begins.
+    False if ranks have several stages, or end one group of sequences before they begin the next.
     """
     return (
         bool(candidate.packed)
@@ -40,16 +41,16 @@ def can_be_paced(candidate: Candidate) -> bool:
 
 
 def begun_within(candidate: Candidate, *, held: Table, running: Running, room: Table) -> Begun:
-    """Return how many forwards each rank has begun before each backward, as there is room.
+    """Return the number of forwards that each rank begins before each backward, limited by memory.
 
-    At most as many as the schedule has begun, and at least those of the sequence of the backward,
-    whether these fit or not. No rank has begun more than the one before it, so none waits for ever.
+    At most the number of the schedule, and at least all forwards of the backward's sequence,
+    whether these fit or not. No rank begins more than the rank before it, so there is no deadlock.
 
     Args:
-        candidate: one that can be paced.
-        held: bytes of a unit from its forward to the end of its backward, [stages, units].
-        running: bytes of a unit while it runs.
-        room: bytes that units, their K and V and the gradients of these may take, [ranks].
+        candidate: Candidate that can be paced.
+        held: Bytes of a unit from its forward to the end of its backward, [stages, units].
+        running: Bytes of a unit while it runs.
+        room: Bytes available for units, their K and V, and the gradients of K and V, [ranks].
     """
     order = _backward_order(candidate)
     begun: list[tuple[int, ...]] = []
@@ -71,16 +72,16 @@ def begun_within(candidate: Candidate, *, held: Table, running: Running, room: T
 
 
 class _BackwardOrder(NamedTuple):
-    """Backwards of a rank with one stage, in order; forwards run in the order of the units."""
+    """Order of the backwards of a rank with one stage; forwards run in the order of the units."""
 
     units: Places
-    """Of each backward."""
+    """Unit of each backward, [backwards]."""
     needed: Places
-    """Forwards up to the last one of its sequence."""
+    """Number of forwards up to the last one of each backward's sequence, [backwards]."""
     firsts: Places
-    """Unit, and place among backwards, with which each sequence begins, [sequences]."""
+    """Index of the first unit, and of the first backward, of each sequence, [sequences]."""
     ends: Places
-    """One past its last."""
+    """One past the index of the last unit of each sequence, [sequences]."""
 
 
 def _backward_order(candidate: Candidate) -> _BackwardOrder:
@@ -92,22 +93,30 @@ def _backward_order(candidate: Candidate) -> _BackwardOrder:
 
 
 class _RankBytes(NamedTuple):
-    """What a rank holds: what its forwards have taken, less what its backwards have freed."""
+    """Bytes that a rank holds: bytes taken by its forwards, less bytes freed by its backwards."""
 
     taken: Table
-    """After so many forwards: their units, K and V of their sequences, [units + 1]."""
+    """Bytes of units, and of K and V of their sequences, after 0, 1, ... forwards, [units + 1]."""
     freed: Table
-    """Before each backward, less operands that wait for their weight half, [units]."""
+    """Bytes freed before each backward, less operands of deferred weight gradients, [units]."""
     gradients: Table
-    """Of K and V of the sequence that each backward is the first one of; 0 of others, [units]."""
+    """Bytes of K/V gradients that each backward allocates; 0 after a sequence's first, [units]."""
 
     def begun(
         self, order: _BackwardOrder, running: Running, *, most: Places, room: float, rank: int
     ) -> tuple[int, ...]:
-        """Return how many forwards have begun before each backward: `most`, if there is room."""
+        """Return the number of forwards begun before each backward: `most`, if there is room.
+
+        Args:
+            order: Order of the rank's backwards.
+            running: Bytes of a unit while it runs.
+            most: Number of forwards that the schedule begins before each backward, [units].
+            room: Bytes available on the rank.
+            rank: Pipeline rank.
+        """
         beside = running.backward[rank][order.units] + self.gradients
         fitting = np.searchsorted(self.taken, room - beside + self.freed, side="right") - 1
-        # What has begun by now is there in later backwards, too.
+        # Units that have begun also take memory during later backwards.
         until = np.minimum(most, np.maximum(order.needed, fitting))
         until = np.minimum.accumulate(until[::-1])[::-1]
         during = self.taken[1:] + running.forward[rank]
@@ -132,7 +141,7 @@ def _rank_bytes(
     comes[1:], goes[1:] = held, held[order.units]
     comes[order.firsts + 1] += keys
     goes[order.ends] += keys + of_keys
-    # Gradients of K and V come with the first backward, which is not yet done before itself.
+    # The first backward of a sequence allocates K/V gradients; they count after it, not before.
     goes[order.firsts + 1] -= of_keys
     freed = np.cumsum(goes)[:count]
     gradients = np.zeros(count)

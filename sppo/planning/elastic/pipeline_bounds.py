@@ -1,4 +1,4 @@
-"""Lower bound of the time of a pipeline, quick to tell before one is planned."""
+"""Lower bound of the time of a pipeline, computed quickly before the pipeline is planned."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from sppo.schedule.generators import DEFERRING_WEIGHTS
 
 
 def least_pipeline_s(candidate: Candidate) -> float:
-    """Return the seconds that no levels of a candidate go below, without the update.
+    """Return a lower bound of the seconds of a step over all levels, without the update.
 
-    A rank is busy with all units, everything retained; before it begins, the first one passes the
-    ranks in front of it, and so does the last one when it has ended.
+    A rank runs all its units, with everything retained. Before that, the first unit passes the
+    ranks before it; afterwards, the backward of the last unit passes the same ranks.
 
     Args:
-        candidate: with packed sequences.
+        candidate: Candidate with packed sequences.
     """
     units, ranks = stage_seconds(candidate).units, candidate.pipeline_parallel_degree
     of_stages = (units.forward + units.backward + units.weight).sum(axis=1)
@@ -24,7 +24,7 @@ def least_pipeline_s(candidate: Candidate) -> float:
     filling = units.forward[:ranks, 0]
     last = candidate.distinct_sequences[-1].start
     draining = (units.backward + units.weight)[:ranks, last]
-    if candidate.schedule in DEFERRING_WEIGHTS:  # its weight half may run beside other ranks
+    if candidate.schedule in DEFERRING_WEIGHTS:  # deferred weight gradients may overlap
         draining = np.zeros_like(draining)
     ends = filling + draining
     return float((busy + np.cumsum(ends) - ends).max())

@@ -1,4 +1,4 @@
-"""Plan of one replica for one step of samples: those it is given, and how they run."""
+"""Plan of one replica for one step of samples: division over replicas, packing and prediction."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from sppo.planning.elastic.step_prediction import StepPrediction, predict_step
 
 @dataclass(frozen=True, slots=True)
 class StepRequest:
-    """Lengths and corrections that a plan of a step is made from, beside the planner of the run.
+    """Input of a step's plan in addition to the planner of the run.
 
     Attributes:
         lengths: Tokens of each sample of the step, of all replicas.
-        correction: By what earlier steps took.
-        corrects_plan: Whether the plan is made with it, too; else the prediction alone.
+        correction: Correction of the prediction, from measured times of earlier steps.
+        corrects_plan: Whether `correction` also applies to the plan, not only to its prediction.
     """
 
     lengths: tuple[int, ...]
@@ -28,12 +28,12 @@ class StepRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplicaPlan:
-    """The division of a step over replicas, and the plan of one of them.
+    """Division of a step over replicas, and the plan of one replica.
 
     Attributes:
-        replicas: Samples of each replica, by their places among those of the step.
-        plan: Of one replica.
-        prediction: What that takes.
+        replicas: Samples of each replica, as indices among the samples of the step.
+        plan: Plan of one replica.
+        prediction: Predicted seconds of `plan`.
     """
 
     replicas: tuple[tuple[int, ...], ...]
@@ -42,18 +42,18 @@ class ReplicaPlan:
 
 
 def plan_replica(planner: StepPlanner, request: StepRequest, *, replica: int) -> ReplicaPlan:
-    """Divide the samples of a step, and plan those of one replica; a function of its arguments.
+    """Divide the samples of a step over replicas, and plan one replica. Deterministic.
 
-    Program and digest are made, too, so that a process that plans ahead leaves nothing to do.
+    The program and its digest are also computed, so that a process that plans ahead does all work.
 
     Args:
-        planner: of the run.
-        request: the step.
-        replica: which one.
+        planner: Planner of the run.
+        request: Samples and corrections of the step.
+        replica: Index of the replica to plan.
 
     Raises:
-        MemoryError: no plan fits.
-        ValueError: a replica would have no samples.
+        MemoryError: No plan fits.
+        ValueError: There are fewer samples than replicas.
     """
     if request.corrects_plan:
         planner = planner.corrected(request.correction.compute)
@@ -64,13 +64,13 @@ def plan_replica(planner: StepPlanner, request: StepRequest, *, replica: int) ->
 
 
 def plan_pickled(planner: bytes, request: StepRequest, *, replica: int) -> ReplicaPlan:
-    """Return :func:`plan_replica` of a pickled planner, which a process unpickles once."""
+    """Call :func:`plan_replica` with a pickled planner, which each process unpickles once."""
     return plan_replica(_unpickled(planner), request, replica=replica)
 
 
 @lru_cache(maxsize=1)
 def _unpickled(planner: bytes) -> StepPlanner:
-    """Return the planner: what is cached by its objects is then found again in the next step."""
+    """Return the unpickled planner, the same object in every step, so its caches stay valid."""
     found = pickle.loads(planner)
     assert isinstance(found, StepPlanner), f"a {type(found).__name__} is no planner"
     return found

@@ -1,4 +1,4 @@
-"""Dividing the samples of a step over data-parallel replicas."""
+"""Division of the samples of a step over data-parallel replicas."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Sequence
 
 
 def divide_samples(seconds: Sequence[float], *, replicas: int) -> tuple[tuple[int, ...], ...]:
-    """Give each replica samples that take about as long together.
+    """Divide samples over replicas so that all take about equal time.
 
-    The costliest sample goes first, each to the replica with least so far (longest processing time
-    first, Graham 1969: at most a third above the best there is). Costs are compared, so every rank
-    that computes them alike divides alike.
+    Samples are assigned in the order of decreasing cost, each to the replica with the least cost so
+    far (longest processing time first, Graham 1969: at most a third above the optimum). The result
+    depends only on costs, so all ranks that compute equal costs divide alike.
 
     Args:
-        seconds: of each sample.
-        replicas: how many, at most as many as there are samples.
+        seconds: Seconds of each sample.
+        replicas: Number of replicas, at most the number of samples.
 
     Returns:
-        The samples of each replica, ascending.
+        The indices of the samples of each replica, ascending.
 
     Raises:
-        ValueError: a replica would have none.
+        ValueError: There are fewer samples than replicas.
     """
     if len(seconds) < replicas:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Seconds that parts of samples take, by the cost model, quick enough to try many packings."""
+"""Predicted seconds of parts of samples, tabulated so that many packings can be tried quickly."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _POINTS_PER_DOUBLING = 4
 class SampleCost:
     """Seconds of forward and backward of all layers and the head, on one device.
 
-    A subsequence takes what its tokens take in everything but attention, however many samples they
-    belong to, and the attention of the part that it has of each sample.
+    The time of a subsequence is the sum of two terms: the time without attention, which depends on
+    its number of tokens alone, and the attention time of its part of each sample.
 
     Attributes:
         workload: Model, machine, precision, sequence parallelism.
         tokens: Numbers of tokens of a subsequence, ascending, [points].
-        seconds: What these take without attention, [points].
+        seconds: Seconds without attention for each number of tokens, [points].
     """
 
     workload: Workload
@@ -34,7 +34,7 @@ class SampleCost:
     seconds: Floats
 
     def without_attention_s(self, tokens: Floats) -> Floats:
-        """Return the seconds of subsequences of so many tokens, but for attention."""
+        """Return the seconds of subsequences of `tokens` tokens without attention."""
         found: Floats = np.interp(tokens, self.tokens, self.seconds)
         return found
 
@@ -42,7 +42,7 @@ class SampleCost:
         """Return the seconds of whole samples, long ones cut into subsequences of the largest size.
 
         Args:
-            lengths: tokens of each sample.
+            lengths: Tokens of each sample.
         """
         tokens = np.array(lengths, dtype=np.float64)
         whole, rest = np.divmod(tokens, self.tokens[-1])
@@ -54,8 +54,8 @@ class SampleCost:
         """Return the seconds of attention over parts ``[begin, end)`` of samples, all layers.
 
         Args:
-            begins: first position of each part in its sample, [parts].
-            ends: one past its last one, [parts].
+            begins: First position of each part in its sample, [parts].
+            ends: One past the last position of each part, [parts].
         """
         parts = SampleParts(begins, ends, np.arange(len(begins)))
         seconds = np.zeros(len(begins))
@@ -67,7 +67,7 @@ class SampleCost:
 
 @lru_cache(maxsize=32)
 def sample_cost(workload: Workload, *, most_tokens: int) -> SampleCost:
-    """Return the cost of subsequences of up to `most_tokens` tokens."""
+    """Return the cost table for subsequences of up to `most_tokens` tokens."""
     doublings = max(1, int(np.ceil(np.log2(most_tokens))))
     tokens = np.unique(
         np.minimum(
@@ -85,6 +85,6 @@ def sample_cost(workload: Workload, *, most_tokens: int) -> SampleCost:
 
 
 def _windows(workload: Workload) -> Counter[int | None]:
-    """Return how many layers have each sliding window."""
+    """Return the number of layers by sliding window."""
     model = workload.model
     return Counter(model.window_of(layer) for layer in range(model.num_layers))

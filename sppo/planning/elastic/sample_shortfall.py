@@ -1,4 +1,4 @@
-"""Shortfall of memory of a step of samples: which sample, which stage, how many bytes."""
+"""Message on a step of samples that does not fit: which sample, which stage, how many bytes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from sppo.units import format_bytes
 def shortfall_text(
     lengths: Sequence[int], short: Sequence[tuple[PackedSamples, EvaluatedCandidate]]
 ) -> str:
-    """Say what a step lacks of which nothing fits.
+    """Return a message on the memory that a step lacks if no packing fits.
 
     Args:
-        lengths: tokens of each of its samples.
-        short: what was tried; the one that lacks least is spoken of.
+        lengths: Tokens of each sample of the step.
+        short: Packings tried and their candidates; the one that lacks least memory is described.
     """
     packed, evaluated = min(short, key=lambda one: one[1].short_bytes)
     shortfall = evaluated.shortfall
@@ -41,12 +41,12 @@ def shortfall_text(
 
 
 def heaviest_sample(packed: PackedSamples, evaluated: EvaluatedCandidate, *, rank: int) -> int:
-    """Return the sample of whose saved tensors a rank holds most at its fullest moment.
+    """Return the index of the sample whose saved tensors take most memory at a rank's peak.
 
     Args:
-        packed: the samples of the step.
-        evaluated: its candidate, with a placement.
-        rank: of the pipeline.
+        packed: Packed samples of the step.
+        evaluated: Evaluated candidate of the step.
+        rank: Pipeline rank.
     """
     candidate, placement = evaluated.candidate, evaluated.placement
     own = rank_windows(candidate)[rank]
@@ -63,7 +63,7 @@ def heaviest_sample(packed: PackedSamples, evaluated: EvaluatedCandidate, *, ran
 
 
 def _parts_of_units(packed: PackedSamples) -> list[list[tuple[int, int]]]:
-    """Return the samples of each subsequence, with the tokens that it has of each."""
+    """Return, per subsequence, the index of each of its samples and the tokens in it."""
     found = []
     for sequence, samples in zip(packed.sequences, packed.samples, strict=True):
         place = 0

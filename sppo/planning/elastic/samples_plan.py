@@ -1,8 +1,9 @@
-"""The plan of a run of samples: that of a step of the longest ones, judged by its first steps.
+"""Execution plan of a run of samples, made for the longest samples and compared on first steps.
 
 A step of the longest samples has few subsequences and a long bubble, which several stages on a rank
-shorten. Most steps have many short samples that fill the pipeline by themselves; for them several
-stages only add messages. So how many stages a rank has is decided by the first steps.
+shorten. Most steps have many short samples, which fill the pipeline by themselves; for them,
+several stages only add messages. The number of stages on a rank is therefore chosen by predicting
+the first steps of the run.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from sppo.planning.plan import ExecutionPlan
 from sppo.planning.run_plan import plan_run
 
 STEPS = 2
-"""Steps of samples by which plans are compared."""
+"""Number of steps of samples on which plans are compared."""
 
 
 def plan_samples(
@@ -31,19 +32,20 @@ def plan_samples(
     disk_bytes: int = 0,
     host_bytes: int = 0,
 ) -> ExecutionPlan:
-    """Decide what a run of samples leaves open, for a machine with so much memory free.
+    """Plan a run of samples on a machine with the given free memory.
 
     Args:
-        run: as a run of its longest samples, checked.
-        steps: tokens of each sample of the steps to judge by, of all replicas.
-        hardware: the machine; its memory is not looked at.
-        available_bytes: what is free on a device.
-        disk_bytes: what may be taken of the disk behind `activations.disk`.
-        host_bytes: of host memory, what one device may take; 0 where it is the device's own.
+        run: Validated configuration of the run with its longest samples as sequences.
+        steps: Tokens of each sample of the first steps, of all replicas.
+        hardware: Description of the machine; its memory sizes are ignored.
+        available_bytes: Free memory of one device.
+        disk_bytes: Bytes that the run may use of the disk of `activations.disk`.
+        host_bytes: Host memory that one device may use; 0 on a CPU, whose device memory is the
+            host's.
 
     Raises:
-        ValueError: it asks for a tier that is not there.
-        MemoryError: it does not fit, with what to change.
+        ValueError: The run asks for a tier that the machine does not have.
+        MemoryError: The run does not fit; the message says what to change.
     """
 
     def planned(asked: RunConfig) -> ExecutionPlan:
@@ -62,15 +64,15 @@ def plan_samples(
         update={"parallel": run.parallel.model_copy(update={"virtual_stages": 1})}
     )
     try:
-        # It rests on what was asked: there, too, the number of stages was left open.
+        # The plan rests on the run as requested, which leaves the number of stages open.
         other = replace(planned(single), run=plan.run, run_digest=plan.run_digest)
-    except MemoryError:  # several stages hold less
+    except MemoryError:  # one stage may need more memory than several
         return plan
     return min((plan, other), key=lambda one: _seconds(one, steps))
 
 
 def _seconds(plan: ExecutionPlan, steps: Sequence[Sequence[int]]) -> float:
-    """Seconds of steps of samples under a plan, by the small search; no end if one does not fit."""
+    """Return the seconds of steps under a plan, by quick search; infinity if one does not fit."""
     planner = replace(step_planner(plan), quick=True)
     try:
         return sum(_step_s(planner, lengths) for lengths in steps)
@@ -79,5 +81,5 @@ def _seconds(plan: ExecutionPlan, steps: Sequence[Sequence[int]]) -> float:
 
 
 def _step_s(planner: StepPlanner, lengths: Sequence[int]) -> float:
-    """Seconds of one step of samples, of the first replica."""
+    """Return the seconds of one step of samples of the first replica."""
     return plan_replica(planner, StepRequest(tuple(lengths)), replica=0).plan.step_s

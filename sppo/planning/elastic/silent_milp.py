@@ -1,7 +1,7 @@
-"""Mixed-integer programs solved by HiGHS, without what it prints.
+"""Mixed-integer programs solved by HiGHS with its output suppressed.
 
-It prints a line of its own debugging (``HighsMipSolverData::…``) whatever it is told about
-output. Between the lines of a run, or in JSON that a program reads, it has no place.
+HiGHS prints a debugging line (``HighsMipSolverData::…``) even if output is turned off. The line
+would corrupt JSON on standard output and the log of a run.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ _STANDARD_OUTPUT = 1
 
 
 def milp(*given: Any, **named: Any) -> optimize.OptimizeResult:
-    """Return what :func:`scipy.optimize.milp` returns."""
+    """Call :func:`scipy.optimize.milp` without output."""
     with without_output():
         return optimize.milp(*given, **named)
 
 
 @contextmanager
 def without_output() -> Iterator[None]:
-    """Drop what is printed on standard output within, also by code that is not Python."""
+    """Discard everything written to standard output in the context, also by native code."""
     with suppress(OSError, ValueError):
         sys.stdout.flush()
     c_library = ctypes.CDLL(None)
     c_library.fflush(None)
     try:
         kept = os.dup(_STANDARD_OUTPUT)
-    except OSError:  # it is closed
+    except OSError:  # standard output is closed
         yield
         return
     try:
@@ -42,6 +42,6 @@ def without_output() -> Iterator[None]:
         os.close(nowhere)
         yield
     finally:
-        c_library.fflush(None)  # before it would go where it was kept from
+        c_library.fflush(None)  # flush before standard output is restored
         os.dup2(kept, _STANDARD_OUTPUT)
         os.close(kept)

@@ -1,9 +1,9 @@
-"""Correcting the prediction of the next steps by what earlier steps took.
+"""Correction of step predictions by measured times of earlier steps.
 
-Every step says of forwards and of backwards how their measured seconds lie over the predicted ones,
-action by action; how much longer the program took than they explain; and the seconds outside of it.
-A correction is made of medians over the last steps, so one step that something else disturbed
-changes little. All figures are sums over all ranks, so every rank corrects alike.
+Every step yields the ratio of measured to predicted seconds of forwards and of backwards; the
+factor by which the program took longer than these explain; and the seconds outside of the program.
+A correction takes medians over the last steps, so a single disturbed step changes little. All
+figures are sums over all ranks, so every rank computes the same correction.
 """
 
 from __future__ import annotations
@@ -19,32 +19,34 @@ from sppo.cost.correction import CostCorrection
 from sppo.hardware.rates import Floats
 
 MOST_FACTOR = 8.0
-"""Factors are between its inverse and this: a preset is not further off, a broken clock may be."""
+"""Largest factor of a correction; the smallest is its inverse. Presets are not further off, but
+broken clocks may be."""
 MOST_LAUNCHES = 0.5
-"""Share of the measured seconds that launches take at most."""
+"""Largest share of the measured seconds that is attributed to kernel launches."""
 _STEPS = 7
-"""Steps that a correction rests on: up to three of them may be disturbed."""
+"""Number of last steps that a correction rests on; up to three of them may be disturbed."""
 _OUTLIER = 3.0
-"""Times the median of measured over predicted from which on an action counts as so many."""
+"""Factor by which an action's ratio of measured to predicted seconds may differ from the median
+ratio of its rank; larger differences are clipped to this factor."""
 _LEAST_SPREAD = 0.004
-"""How different predictions of the actions of a step must be to tell rates from launches: where all
-are alike, any share of the seconds may be launches'. It is sin² of the angle between the seconds
+"""Least variation of predicted seconds per layer that separates rates from launches: if all actions
+are alike, any share of the seconds may be launches. It is sin² of the angle between the seconds
 and the layers of all actions; about the square of their relative standard deviation."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActionSums:
-    """Sums over the forwards, or the backwards, of a step: all that their correction needs.
+    """Sums over the forwards, or the backwards, of a step, from which a correction is computed.
 
     Attributes:
-        measured_s: Their seconds.
-        predicted_s: The same, uncorrected.
-        layers: Layers that each is about.
+        measured_s: Sum of measured seconds.
+        predicted_s: Sum of predicted seconds, uncorrected.
+        layers: Sum of numbers of layers.
         predicted_predicted: Sum of squares of predicted seconds.
-        predicted_layers: Sum of products with layers.
+        predicted_layers: Sum of products of predicted seconds and layers.
         layers_layers: Sum of squares of layers.
-        predicted_measured: Sum of products with measured seconds, outliers cut.
-        layers_measured: The same of layers.
+        predicted_measured: Sum of products of predicted and measured seconds, outliers clipped.
+        layers_measured: Sum of products of layers and measured seconds, outliers clipped.
     """
 
     measured_s: float
@@ -58,7 +60,7 @@ class ActionSums:
 
     @classmethod
     def of(cls, measured_s: Floats, predicted_s: Floats, layers: Floats) -> Self:
-        """Return the sums over actions of one rank, [actions] each."""
+        """Return the sums over the actions of one rank, given as arrays [actions]."""
         cut = measured_s
         if len(measured_s):
             usual = predicted_s * np.median(measured_s / predicted_s)
@@ -75,9 +77,10 @@ class ActionSums:
 
     @property
     def launch_s(self) -> float | None:
-        """Seconds of launches for one layer, by least squares; None where nothing tells them.
+        """Seconds of kernel launches per layer, by least squares; None if all actions are alike.
 
-        ``measured = factor * predicted + launch_s * layers``, neither below 0.
+        Fit of ``measured = factor * predicted + launch_s * layers``; at least 0, and at most
+        `MOST_LAUNCHES` of the measured seconds.
         """
         pp, pl, ll = self.predicted_predicted, self.predicted_layers, self.layers_layers
         determinant = pp * ll - pl * pl
@@ -89,12 +92,12 @@ class ActionSums:
 
 @dataclass(frozen=True, slots=True)
 class PassFigures:
-    """Figures of one step on forwards, or on backwards.
+    """Measured against predicted time of the forwards, or of the backwards, of one step.
 
     Attributes:
         ratio: Measured over predicted seconds.
-        layers_per_s: Layers of all actions, for each predicted second.
-        launch_s: Seconds of launches for one layer; below 0 where nothing tells them.
+        layers_per_s: Layers of all actions per predicted second.
+        launch_s: Seconds of kernel launches per layer; negative if they cannot be determined.
     """
 
     ratio: float
@@ -103,7 +106,7 @@ class PassFigures:
 
     @classmethod
     def of(cls, sums: ActionSums) -> Self:
-        """Return the figures of the actions of all ranks."""
+        """Return the figures from sums over the actions of all ranks."""
         if sums.predicted_s <= 0:
             return cls(1.0, 0.0, -1.0)
         launch_s = sums.launch_s
@@ -116,13 +119,13 @@ class PassFigures:
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """Figures of one step on its predictions.
+    """Measured against predicted time of one step.
 
     Attributes:
-        forward: Of forwards.
-        backward: Of backwards, with what they recompute.
-        waiting: Measured over predicted time from the first action of the program to the last, over
-            the same of compute.
+        forward: Figures of forwards.
+        backward: Figures of backwards, including recomputation.
+        waiting: Ratio of measured to predicted time from the first action of the program to the
+            last, divided by the same ratio of compute.
         rest_s: Seconds outside of the program, without waiting for a plan.
     """
 
@@ -138,10 +141,10 @@ class StepFigures:
         """Return the figures of a step.
 
         Args:
-            forward: of all ranks.
-            backward: of all ranks.
-            actions: measured over predicted time from the first action to the last.
-            rest_s: mean over ranks.
+            forward: Sums over the forwards of all ranks.
+            backward: Sums over the backwards of all ranks.
+            actions: Measured over predicted time from the first action to the last.
+            rest_s: Seconds outside of the program, mean over ranks.
         """
         predicted_s = forward.predicted_s + backward.predicted_s
         compute = (forward.measured_s + backward.measured_s) / predicted_s if predicted_s else 1.0
@@ -153,15 +156,15 @@ class StepFigures:
 
 @dataclass(frozen=True, slots=True)
 class StepCorrection:
-    """Corrects predictions of steps.
+    """Correction of step predictions.
 
     Attributes:
-        steps: Measured steps that it rests on; 0 corrects nothing.
-        compute: Of forwards and backwards, which plans may be made with.
-        waiting: Factor of the time from first action to last beyond what compute explains: gaps
-            between actions, messages, waits for those that took longer than others of their kind.
-        rest_s: Seconds outside of the program; None: what the cost model says of the update. They
-            are no multiple of it: data are read and figures gathered, too.
+        steps: Number of measured steps that the correction rests on; 0 corrects nothing.
+        compute: Correction of forwards and backwards, with which plans may also be made.
+        waiting: Factor of the time from the first action to the last that compute does not explain:
+            gaps between actions, messages, and waits for actions slower than others of their kind.
+        rest_s: Seconds outside of the program; None for the update time of the cost model. Not a
+            multiple of the update time, since reading data and gathering figures also count.
     """
 
     steps: int = 0
@@ -175,31 +178,31 @@ NO_CORRECTION = StepCorrection()
 
 @dataclass(frozen=True, slots=True)
 class CorrectionHistory:
-    """The figures of the last steps, oldest first.
+    """Figures of the last steps, from which corrections are computed.
 
     Attributes:
-        figures: One more than a correction rests on, for a plan that is begun while a step runs
-            does not know what that step takes.
+        figures: Figures per step, oldest first. At most one step more than a correction rests on,
+            since a plan that is begun while a step runs cannot use the time of that step.
     """
 
     figures: tuple[StepFigures, ...] = ()
 
     def after(self, figures: StepFigures) -> CorrectionHistory:
-        """Return the history after one more step."""
+        """Return the history extended by the figures of one more step."""
         return CorrectionHistory((*self.figures, figures)[-_STEPS - 1 :])
 
     @property
     def current(self) -> StepCorrection:
-        """The correction by all steps so far."""
+        """Correction by the last steps."""
         return _correction(self.figures[-_STEPS:])
 
     @property
     def previous(self) -> StepCorrection:
-        """The correction without the last step: what was known when the next plan was begun."""
+        """Correction without the last step, as known when the plan of the next step was begun."""
         return _correction(self.figures[:-1])
 
     def as_json(self) -> list[list[float]]:
-        """Return plain values, the same to the last bit when read back."""
+        """Return plain values, from which :meth:`from_json` restores the history bit by bit."""
         return [
             [*astuple(one.forward), *astuple(one.backward), one.waiting, one.rest_s]
             for one in self.figures
@@ -207,10 +210,10 @@ class CorrectionHistory:
 
     @classmethod
     def from_json(cls, values: Any) -> Self:
-        """Return the history that :meth:`as_json` made plain values of.
+        """Return the history from the plain values of :meth:`as_json`.
 
         Raises:
-            ValueError: they are none of a history.
+            ValueError: The values are not those of a history.
         """
         each = len(fields(PassFigures))
         if not isinstance(values, list) or len(values) > _STEPS + 1:
@@ -225,7 +228,7 @@ class CorrectionHistory:
 
 
 def _is_step(row: Any, count: int) -> bool:
-    """Return whether plain values are those of a step."""
+    """Return whether `row` is a list of `count` finite floats."""
     return (
         isinstance(row, list)
         and len(row) == count
@@ -247,9 +250,9 @@ def _correction(figures: Sequence[StepFigures]) -> StepCorrection:
 
 
 def _of_pass(figures: Sequence[PassFigures]) -> tuple[float, float]:
-    """Return the factor, and the seconds of launches for one layer.
+    """Return the factor, and the seconds of launches per layer, by medians over steps.
 
-    The factor is of what launches leave, so that both together are right of the median step.
+    The factor applies to the seconds without launches, so that both together match the median step.
     """
     known = [one.launch_s for one in figures if one.launch_s >= 0]
     launch_s = statistics.median(known) if known else 0.0
@@ -258,5 +261,5 @@ def _of_pass(figures: Sequence[PassFigures]) -> tuple[float, float]:
 
 
 def bounded(factor: float) -> float:
-    """Return a factor within its bounds."""
+    """Return `factor` limited to between 1 / `MOST_FACTOR` and `MOST_FACTOR`."""
     return min(max(factor, 1 / MOST_FACTOR), MOST_FACTOR)

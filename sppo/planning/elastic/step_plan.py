@@ -1,11 +1,11 @@
-"""The plan of one step of samples: sequences, program, placements, and what comes of them.
+"""Plan of one step of samples: sequences, program, placements, and predictions.
 
-A run of samples has a plan for its longest ones, which chose degrees, schedule and policy and fits
-in the memory there is. A step is planned from it when its samples are known: they are packed into
-subsequences of several sizes. Those that take t on one device take a pipeline of p ranks with v
-stages each about ``(sum t + (p - 1) / v max t) / p``, for a flow shop of equal machines does. Of
-the packings that are best by this, the policy places activations as it does those of any candidate,
-and the fastest that fits, as simulated, is run.
+A run of samples has an execution plan for its longest samples, which fixes degrees, schedule and
+policy and fits in memory. A step is planned from this plan once its samples are known. The samples
+are packed into subsequences in several ways. Subsequences that take t on one device take about
+``(sum t + (p - 1) / v max t) / p`` on a pipeline of p ranks with v stages each, the time of a flow
+shop of equal machines. For the packings that are best by this estimate, the policy places
+activations as for any candidate; the packing that fits and simulates fastest is run.
 """
 
 from __future__ import annotations
@@ -46,35 +46,35 @@ from sppo.schedule.generators import LOOPED, WHOLE_SEQUENCES
 _INTERLEAVED = "interleaved_seq1f1b"
 _ZERO_BUBBLE = "seq_zb_h1"
 LEAST_TOKENS = 256
-"""Subsequences are not cut shorter than this to fill a pipeline."""
+"""Tokens below which subsequences are not cut to fill a pipeline."""
 _MOST_PER_RANK = 128
-"""Subsequences for each pipeline rank above which smaller ones are not tried."""
+"""Subsequences per pipeline rank above which smaller subsequences are not tried."""
 _ROOMS = (2, 1)
-"""Tokens of several samples in a subsequence, over those of a first slice: beside less attention
-there is time for more."""
+"""Most tokens of a subsequence of several samples, relative to a first slice. Short samples take
+less attention, so equal time allows more tokens."""
 _LEAST_SLICES = (1 / 8, 0.0, 1 / 4, 1 / 2)
-"""Tokens of later slices at least, over those of a first slice."""
+"""Least tokens of later slices, relative to a first slice."""
 _HALF_STEPS = (2**-0.5, 2**0.5)
-"""Tokens of first slices that are tried between powers of two."""
+"""Factors of the best first slice that are tried between powers of two."""
 _SHORT_SAMPLES = 4096
-"""Tokens up to which first slices are tried where all samples are shorter; else to twice those."""
+"""Most tokens of first slices that are tried; twice the longest sample if that is more."""
 _PRICED = 4
-"""Tokens of the largest subsequence over those of the largest first slice that is tried."""
+"""Tokens of the largest subsequence that is priced, relative to the largest first slice."""
 _SIMULATED = 3
-"""Packings that fit, everything retained, of which the fastest is taken."""
+"""Number of packings that fit with everything retained after which the search ends."""
 _MOST_SIMULATED = 6
-"""Packings that fit of which it is taken where activations cannot stay."""
+"""Number of packings that fit, with any placement, after which the search ends."""
 _LEVELLED = 3
-"""Number of these packings whose activations are placed by integer program, too."""
+"""Number of packings whose activations are also placed by integer program."""
 
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:
-    """Packed samples of one replica in one step, and how they run.
+    """Packed samples of one replica in one step, and the candidate that runs them.
 
     Attributes:
-        packed: Its samples, as they are packed.
-        evaluated: The candidate that was chosen, with its simulation.
+        packed: Packed samples.
+        evaluated: Chosen candidate, simulated.
     """
 
     packed: PackedSamples
@@ -82,34 +82,34 @@ class StepPlan:
 
     @property
     def num_samples(self) -> int:
-        """Samples of the step."""
+        """Number of samples of the step, without padding."""
         return sum(index != PADDING for samples in self.packed.samples for index in samples)
 
     @property
     def tokens(self) -> int:
-        """Tokens of all of them, padding included."""
+        """Number of tokens of all sequences, including padding."""
         return sum(sequence.tokens for sequence in self.sequences)
 
     @property
     def sequences(self) -> tuple[PackedSequence, ...]:
-        """Return the sequences that the samples are packed into."""
+        """Sequences that the samples are packed into."""
         return self.packed.sequences
 
     @cached_property
     def program(self) -> Schedule:
-        """The program of the step."""
+        """Program of the step."""
         evaluated = self.evaluated
         return evaluated.executed_program()
 
     @cached_property
     def digest(self) -> str:
-        """Digest of what ranks must have alike: program, placements, and which samples where."""
+        """Digest of program, packing and placements, which must be equal on all ranks."""
         content = repr((self.program.digest(), self.packed.samples, self.placements))
         return hashlib.sha256(content.encode()).hexdigest()
 
     @cached_property
     def placements(self) -> tuple[tuple[tuple[SubsequencePlacement, ...], ...], ...]:
-        """Return the placement of each subsequence of each sequence, by stage."""
+        """Placement of each subsequence, [stages][sequences][subsequences]."""
         sequences = self.evaluated.candidate.distinct_sequences
         return tuple(
             tuple(stage.subsequences[own] for own in sequences)
@@ -118,17 +118,17 @@ class StepPlan:
 
     @property
     def step_s(self) -> float:
-        """Simulated seconds, with the update."""
+        """Simulated seconds of the step, including the update."""
         return self.evaluated.step_s
 
     @property
     def phases_s(self) -> tuple[float, float, float]:
-        """Seconds of forwards, of backwards, and of the update, of the busiest rank."""
+        """Seconds of forwards and of backwards of the busiest rank, and of the update."""
         return (*compute_seconds(self.evaluated), self.evaluated.time.update_s)
 
     @property
     def executed_flops(self) -> int:
-        """FLOPs that the step executes, with what it recomputes."""
+        """FLOPs that the step executes, including recomputation."""
         candidate, recomputed = self.evaluated.candidate, self.evaluated.placement.recomputed
         layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)
         rows = np.tensordot(layers / layers.sum(), recomputed, axes=1)
@@ -142,7 +142,7 @@ class StepPlan:
 
     @property
     def bubble_fraction(self) -> float:
-        """Idle share of all pipeline ranks, as simulated."""
+        """Simulated idle share of all pipeline ranks."""
         assert self.evaluated.played is not None, "every plan of a step is simulated"
         return self.evaluated.played.bubble_fraction
 
@@ -153,22 +153,22 @@ class StepPlan:
 
     @property
     def num_split(self) -> int:
-        """Subsequences that are slices of a long sample alone."""
+        """Number of subsequences that are one slice of a long sample."""
         return self.kinds.count("split")
 
     @property
     def num_batched(self) -> int:
-        """Subsequences of short samples."""
+        """Number of subsequences of short samples alone."""
         return self.kinds.count("batched")
 
     @property
     def num_hybrid(self) -> int:
-        """Subsequences of the tail of a long sample and short ones."""
+        """Number of subsequences of the tail of a long sample and short samples."""
         return self.kinds.count("hybrid")
 
     @cached_property
     def kinds(self) -> list[str]:
-        """Kind of each subsequence: split, batched, hybrid."""
+        """Kind of each subsequence: "split", "batched" or "hybrid"."""
         kinds = []
         for sequence in self.sequences:
             for parts in sequence.parts():
@@ -179,22 +179,22 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepPlanner:
-    """Plans steps of samples for one replica of a run.
+    """Planner of steps of samples for one replica of a run.
 
     Attributes:
-        base: What the run's plan is for, without its sequences.
+        base: Candidate of the run's plan, whose sequences are replaced in each step.
         longest: Tokens of the longest sample.
-        slices: Subsequences that the plan cuts it into.
-        alignment: Cuts of samples fall on multiples of this.
-        searches: Whether other numbers of slices may be tried.
-        room: Tokens of a subsequence that are tried on one rank, of a device at most, however short
-            the longest sample is; 0 for those of a slice of the plan alone.
-        interleaves: Whether a plan in the looped order may run sequences side by side instead, by
+        slices: Number of subsequences that the run's plan cuts the longest sample into.
+        alignment: Cuts of samples fall on multiples of this number.
+        searches: Whether other numbers of slices may be tried, on several pipeline ranks.
+        room: Most tokens per device of a subsequence, for the sizes that are tried on one pipeline
+            rank; 0 to use only the sizes of the run's plan.
+        interleaves: Whether a plan in the looped order may instead overlap sequences, by
             interleaved Seq1F1B on the same stages.
-        defers_weights: Whether gradients of weights may be put off to fill bubbles (zero bubble).
-        quick: Whether the first packing that fits is taken, its activations placed by the policy;
-            all is searched where none does.
-        levels: Whether activations may have levels, by integer program.
+        defers_weights: Whether weight gradients may be deferred to fill bubbles (zero bubble).
+        quick: Whether to take the first packing that fits, with activations placed by the policy.
+            If none fits, everything is searched.
+        levels: Whether activations may have levels chosen by integer program.
     """
 
     base: Candidate
@@ -209,39 +209,39 @@ class StepPlanner:
     levels: bool = True
 
     def corrected(self, correction: CostCorrection) -> StepPlanner:
-        """Return the planner that plans with corrected seconds of compute."""
+        """Return the planner with corrected seconds of compute."""
         workload = replace(self.base.workload, correction=correction)
         return replace(self, base=replace(self.base, workload=workload))
 
     def divided(self, lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Return the samples of each replica, by their places among those of a step.
+        """Return the samples of each replica, as indices among the samples of the step.
 
         Args:
-            lengths: tokens of each sample of the step.
+            lengths: Tokens of each sample of the step.
 
         Raises:
-            ValueError: a replica would have none.
+            ValueError: There are fewer samples than replicas.
         """
         return divide_samples(
             self._cost.of_samples(lengths), replicas=self.base.data_parallel_degree
         )
 
     def least_s(self, lengths: Sequence[int]) -> float:
-        """Return the seconds, about, that samples of these lengths take if all is retained.
+        """Return about how long a step of these samples takes with everything retained, in seconds.
 
         Without the update.
         """
         return min(packing.least_s for packing in self._packings(lengths))
 
     def seconds_of(self, lengths: Sequence[int]) -> tuple[float, ...]:
-        """Return what whole samples take on one device, by which replicas are balanced."""
+        """Return the seconds of each whole sample on one device, by which replicas are balanced."""
         return tuple(self._cost.of_samples(lengths))
 
     def in_sequences(self, packed: PackedSamples) -> StepPlan:
-        """Return the fastest plan that fits, for samples that are packed already.
+        """Return the fastest plan that fits, for samples that are already packed.
 
         Raises:
-            MemoryError: none fits.
+            MemoryError: No plan fits.
         """
         only = _Packing(packed, least_s=0.0, first=0)
         short: list[tuple[PackedSamples, EvaluatedCandidate]] = []
@@ -260,7 +260,7 @@ class StepPlanner:
         """Return the fastest plan that fits, for samples of these lengths.
 
         Raises:
-            MemoryError: none fits.
+            MemoryError: No plan fits.
         """
         packings = self._packings(lengths)
         short: list[tuple[PackedSamples, EvaluatedCandidate]] = []
@@ -270,7 +270,7 @@ class StepPlanner:
             ]
             if found:
                 return self._with_best_schedule(min(found, key=lambda plan: plan.step_s))
-        # What the run's plan was made for: its own cuts, one sequence after another.
+        # Fall back to the cuts of the run's plan, one sequence after another.
         for bases in self._bases():
             found = self._fitting(self._as_planned(lengths), base=bases[-1], short=short)
             if found:
@@ -280,7 +280,7 @@ class StepPlanner:
         raise MemoryError(shortfall_text(lengths, short))
 
     def _with_best_schedule(self, plan: StepPlan) -> StepPlan:
-        """Return a plan, with gradients of weights put off where that is faster by enough."""
+        """Return `plan`, or its zero-bubble variant if deferring weight gradients is faster."""
         if not self.defers_weights or plan.evaluated.candidate.begun:
             return plan
         base = replace(self.base, schedule=_ZERO_BUBBLE)
@@ -297,10 +297,10 @@ class StepPlanner:
         base: Candidate,
         short: list[tuple[PackedSamples, EvaluatedCandidate]],
     ) -> list[StepPlan]:
-        """Return the first plans that fit; adds those that do not to `short`.
+        """Return the first plans that fit; append packings that do not fit to `short`.
 
-        A packing is passed over if one of no larger subsequences did not fit, or if what was found
-        is faster than it can be.
+        A packing is skipped if one whose largest subsequence is no larger did not fit. The search
+        ends once a plan is faster than the estimates of all further packings.
         """
         found: list[StepPlan] = []
         pressed: list[tuple[float, PackedSamples, Candidate]] = []
@@ -327,9 +327,10 @@ class StepPlanner:
         return found + _with_levels(pressed)
 
     def _bases(self) -> Iterator[tuple[Candidate, ...]]:
-        """Candidates of which the fastest is taken, until some fit.
+        """Yield groups of base candidates; the fastest of the first group that fits is used.
 
-        First those that may run sequences side by side, then those that run one after another.
+        Candidates that may overlap sequences come first, then candidates that run one sequence
+        after another.
         """
         if self.interleaves:
             yield replace(self.base, schedule=_INTERLEAVED, kv="retained"), self.base
@@ -339,7 +340,7 @@ class StepPlanner:
             yield (replace(self.base, schedule=LOOPED),)
 
     def _packings(self, lengths: Sequence[int]) -> list[_Packing]:
-        """Return the samples packed in the ways that are tried, those that may be fastest first."""
+        """Return the packings to try, by estimated time."""
         if self.room:
             packings = [self._packing(lengths, mesh) for mesh in self._meshes_of_one_rank]
             different = {packing.packed.sequences: packing for packing in reversed(packings)}
@@ -361,7 +362,7 @@ class StepPlanner:
                 for room in _ROOMS
                 if (least, room) != (_LEAST_SLICES[0], _ROOMS[0])
             ),
-            # Where memory is short, what just fits lies between those.
+            # If memory is short, the largest packing that fits lies between these sizes.
             *(
                 self._sized(lengths, max(self._least_first, round(first * factor)), room=_ROOMS[1])
                 for first in (packing.first for packing in rough if packing.first < best.first)
@@ -372,7 +373,7 @@ class StepPlanner:
         return sorted(different.values(), key=lambda packing: packing.least_s)
 
     def _as_planned(self, lengths: Sequence[int]) -> list[_Packing]:
-        """Return the samples packed by the mesh of the run's plan, the only packing."""
+        """Return the packing by the mesh of the run's plan, as the only one."""
         return [self._packing(lengths, self._mesh_as_planned)]
 
     @property
@@ -381,7 +382,7 @@ class StepPlanner:
 
     @property
     def _meshes_of_one_rank(self) -> Iterator[SliceMesh]:
-        """Meshes of slices of equal tokens: that of the run's plan, and smaller and larger ones."""
+        """Meshes of equal tokens per slice: that of the run's plan, and smaller and larger ones."""
         sizes = [self.room // 2]
         while sizes[-1] < min(self.longest, self._most_room):
             sizes.append(2 * sizes[-1])
@@ -401,7 +402,10 @@ class StepPlanner:
         )
 
     def _first_slices(self, lengths: Sequence[int]) -> list[int]:
-        """Tokens of a first slice that are tried: powers of two with enough subsequences."""
+        """Return the tokens of a first slice to try.
+
+        These double from the least, and give each rank at least one subsequence and not too many.
+        """
         ranks, cost = self.base.pipeline_parallel_degree, self._cost
         each_s = sum(cost.of_samples(lengths)) / ranks
         least = self._least_first
@@ -411,7 +415,7 @@ class StepPlanner:
         fits = (seconds <= each_s) & (seconds * _MOST_PER_RANK >= each_s)
         if fits.any():
             return [int(size) for size in sizes[fits]]
-        # So much work that the largest makes more units than need be, or so little that none fits.
+        # With much work even the largest size makes many units; with little, take the smallest.
         return [int(sizes[-1]) if seconds[-1] <= each_s else least]
 
     def _sized(
@@ -422,7 +426,7 @@ class StepPlanner:
         least: float = _LEAST_SLICES[0],
         room: float = _ROOMS[0],
     ) -> _Packing:
-        """Return the samples packed into subsequences that take as long as a first slice."""
+        """Return the packing into subsequences that take as long as a first slice."""
         mesh = mesh_of_first_slice(
             self._cost,
             longest=self.longest,
@@ -434,7 +438,7 @@ class StepPlanner:
         return self._packing(lengths, mesh, first=first)
 
     def _packing(self, lengths: Sequence[int], mesh: SliceMesh, *, first: int = 0) -> _Packing:
-        """Return the samples packed by a mesh."""
+        """Return the packing by a mesh, with its estimated time."""
         packed = pack_samples(
             lengths,
             cost=self._cost,
@@ -450,11 +454,11 @@ class StepPlanner:
 
     @property
     def multiple(self) -> int:
-        """Multiple of tokens that subsequences are padded to.
+        """Number of tokens to a multiple of which subsequences are padded.
 
-        A CPU's products in half precision compile code for every number of rows, MiBs of it that
-        are never freed: without padding 600 random lengths took 1.4 GiB and three times as long as
-        with it, in a model of 128 hidden units.
+        On a CPU, matrix products in half precision compile code for every number of rows, MiBs that
+        are never freed. With 600 random lengths and a hidden size of 128, steps without padding
+        took 1.4 GiB and three times as long.
         """
         workload = self.base.workload
         narrow = workload.element_bytes < ACCUMULATION_BYTES
@@ -463,33 +467,33 @@ class StepPlanner:
 
     @property
     def _most_room(self) -> int:
-        """Tokens of a subsequence that are tried on one rank at most, of all its devices."""
+        """Most tokens of a subsequence, over all devices, of the sizes tried on one rank."""
         return self.room * self.base.workload.sequence_parallel_degree
 
     @property
     def _least_first(self) -> int:
-        """Tokens of the smallest first slice that is tried."""
+        """Tokens of the smallest first slice to try."""
         return max(LEAST_TOKENS, self.base.workload.sequence_parallel_degree)
 
     @property
     def _most_tokens(self) -> int:
-        """Tokens of the largest subsequence whose cost may be asked for."""
+        """Tokens of the largest subsequence that can be priced."""
         return _PRICED * max(2 * self.longest, _SHORT_SAMPLES)
 
     @property
     def _cost(self) -> SampleCost:
-        """Cost of parts of samples."""
+        """Cost model of parts of samples."""
         return sample_cost(self.base.workload, most_tokens=self._most_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class _Packing:
-    """A way to pack a step.
+    """One way to pack the samples of a step.
 
     Attributes:
-        packed: The samples.
-        least_s: Seconds that a pipeline takes for it, about, if everything is retained.
-        first: Tokens of a first slice that it was made for.
+        packed: Packed samples.
+        least_s: Estimated seconds of the pipeline with everything retained.
+        first: Tokens of the first slice that determined the packing; 0 if none did.
     """
 
     packed: PackedSamples
@@ -503,16 +507,16 @@ class _Packing:
 
 
 def _chooses_levels(base: Candidate) -> bool:
-    """Return whether its activations may be placed unit by unit, as is fastest."""
+    """Return whether the run leaves open how the activations of each unit are placed."""
     return base.policy == "hybrid" and base.offload_ratio is None
 
 
 def _with_levels(pressed: Sequence[tuple[float, PackedSamples, Candidate]]) -> list[StepPlan]:
-    """Return plans whose activations have levels, of the packings that are fastest without.
+    """Return plans with levels for the packings that are fastest with the policy's placement.
 
     Args:
-        pressed: seconds by the policy, samples and candidate of packings of which not everything
-            can be retained.
+        pressed: Packings that do not fit with everything retained: seconds with the policy's
+            placement (infinite if that does not fit), packed samples, and candidate.
     """
     found: list[StepPlan] = []
     for packed, candidate in _quickest_first(pressed):
@@ -530,7 +534,10 @@ def _with_levels(pressed: Sequence[tuple[float, PackedSamples, Candidate]]) -> l
 def _quickest_first(
     pressed: Sequence[tuple[float, PackedSamples, Candidate]],
 ) -> list[tuple[PackedSamples, Candidate]]:
-    """Return packings by their seconds; of those that the policy cannot place, recomputed whole."""
+    """Return packings by time with the policy's placement.
+
+    If that does not fit, the time of recomputing everything counts.
+    """
     seconds: list[float] = []
     for policy_s, _, candidate in pressed:
         everything = everything_recomputed(candidate) if np.isinf(policy_s) else None
@@ -540,11 +547,11 @@ def _quickest_first(
 
 
 def step_planner(plan: ExecutionPlan, *, background_saves: bool = False) -> StepPlanner:
-    """Return what plans the steps of a run of samples.
+    """Return the planner of steps of a run of samples.
 
     Args:
-        plan: of the run, for its longest samples.
-        background_saves: whether checkpoints are copied in memory and written while it goes on.
+        plan: Execution plan of the run, for its longest samples.
+        background_saves: Whether checkpoints are copied in memory and written during training.
     """
     return planner_of_candidate(
         plan_candidate(plan), run=plan.run, background_saves=background_saves
@@ -554,26 +561,26 @@ def step_planner(plan: ExecutionPlan, *, background_saves: bool = False) -> Step
 def planner_of_candidate(
     candidate: Candidate, *, run: Mapping[str, Any], background_saves: bool = False
 ) -> StepPlanner:
-    """Return what plans the steps of a run of samples with the degrees of a candidate.
+    """Return the planner of steps of a run of samples with the degrees of a candidate.
 
     Args:
-        candidate: a step of the longest samples, with everything decided.
-        run: the keys of the run that its plan rests on.
-        background_saves: whether checkpoints are copied in memory and written while it goes on.
+        candidate: Candidate of a step of the longest samples, with everything decided.
+        run: Keys of the run that its plan rests on, by section.
+        background_saves: Whether checkpoints are copied in memory and written during training.
     """
     workload = candidate.workload
     kind = workload.hardware.device.kind
     shards_weights = (
         workload.sequence_parallel == "megatron" and workload.sequence_parallel_degree > 1
     )
-    # Units of different sequences are not cut over ranks; the order without it is run.
+    # MSP does not cut units of packed samples, so use the order of the schedule without MSP.
     schedule = candidate.order
     is_open = (
         run["parallel"]["schedule"] == "auto"
         and candidate.pipeline_parallel_degree > 1
         and candidate.state == ON_DEVICE
     )
-    # Where it is open every step decides whether gradients of weights are put off.
+    # If the schedule is open, every step decides whether to defer weight gradients.
     defers_weights = (
         is_open and candidate.virtual_stages == 1 and schedule in ("sppo", _ZERO_BUBBLE)
     )

@@ -1,4 +1,4 @@
-"""Prediction of a planned step: by the cost model, and corrected by what earlier steps took."""
+"""Prediction of a planned step by the cost model, plain and corrected by measured steps."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ class StepPrediction:
     """Predicted seconds of one planned step.
 
     Attributes:
-        correction: What it is corrected by.
-        step_s: The step.
-        phases_s: Forwards and backwards of the busiest rank, and what is outside of the program.
-        uncorrected_s: The step as the cost model says.
-        uncorrected_actions_s: From the first action of the program to the last, likewise.
-        uncorrected: Costs of its actions, likewise.
+        correction: Correction of the prediction.
+        step_s: Corrected seconds of the step.
+        phases_s: Corrected seconds of forwards and of backwards of the busiest rank, and outside of
+            the program.
+        uncorrected_s: Uncorrected seconds of the step.
+        uncorrected_actions_s: Uncorrected seconds from the first action of the program to the last.
+        uncorrected: Uncorrected costs of the actions.
     """
 
     correction: StepCorrection
@@ -36,7 +37,7 @@ class StepPrediction:
 
 
 def predict_step(plan: StepPlan, correction: StepCorrection) -> StepPrediction:
-    """Return the prediction for a plan, whatever correction it was made with."""
+    """Return the prediction for a plan, which may have been made with another correction."""
     plain = _priced(plan.evaluated, UNCORRECTED)
     corrected = _priced(plan.evaluated, correction.compute)
     rest_s = plain.time.update_s if correction.rest_s is None else correction.rest_s
@@ -51,7 +52,7 @@ def predict_step(plan: StepPlan, correction: StepCorrection) -> StepPrediction:
 
 
 def _priced(evaluated: EvaluatedCandidate, correction: CostCorrection) -> EvaluatedCandidate:
-    """Return the same candidate and placement with other prices, simulated."""
+    """Return the candidate priced with a correction and simulated, with its placement unchanged."""
     workload = evaluated.candidate.workload
     if workload.correction == correction and evaluated.played is not None:
         return evaluated

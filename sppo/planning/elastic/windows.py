@@ -1,9 +1,9 @@
-"""Windows: the units that a pipeline rank holds something of at the same moment.
+"""Windows: the units whose tensors a pipeline rank holds at the same moment.
 
-They follow from the order of the rank's compute alone, so they are those of any schedule whose
-units run whole. A moment lies on a *diagonal*: the k-th backward of rank r of p is on diagonal
-k + p - 1 - r. In a steady pipeline the backwards of one diagonal run at the same time, each rank
-one unit behind the rank after it (InfiniPipe's C[f2b(k) + d_p - p]).
+Windows follow from the order of the rank's compute alone, for any schedule that runs units whole.
+Backwards lie on *diagonals*: the k-th backward of rank r of p is on diagonal k + p - 1 - r. In a
+steady pipeline, the backwards of one diagonal run at the same time, each rank one unit behind the
+rank after it (InfiniPipe's C[f2b(k) + d_p - p]).
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _NEVER = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankWindows:
-    """Units that one rank holds, moment by moment, in the order of their backwards.
+    """Units that one rank holds at each moment. Units are in the order of their backwards.
 
     Attributes:
-        rank: Which.
+        rank: Pipeline rank.
         stages: Stage of each unit, [units of the rank].
-        units: Place of its subsequence in the candidate's lengths, [units of the rank].
-        diagonals: Diagonal of its backward, [units of the rank].
+        units: Index of each unit's subsequence in the candidate's lengths, [units of the rank].
+        diagonals: Diagonal of each unit's backward, [units of the rank].
         holds: Whether saved tensors of a unit are held, [moments, units of the rank].
-        running: Which unit of the rank runs, [moments].
-        is_backward: Whether that is its backward, [moments].
-        fixed_bytes: K and V, their gradients, and operands of deferred weight halves, which no
-            placement changes, [moments].
+        running: Index of the running unit among the units of the rank, [moments].
+        is_backward: Whether the running unit runs its backward, [moments].
+        fixed_bytes: Bytes that do not depend on the placement: K and V, their gradients, and
+            operands of deferred weight gradients, [moments].
     """
 
     rank: int
@@ -51,16 +51,20 @@ class RankWindows:
     fixed_bytes: Table
 
     def of_units(self, tables: Table) -> Table:
-        """Return what tables [levels, stages, subsequences] have, [units of the rank, levels]."""
+        """Return the entries of `tables` for the units of the rank, [units of the rank, levels].
+
+        Args:
+            tables: Values by level, stage and subsequence, [levels, stages, subsequences].
+        """
         own: Table = tables[:, self.stages, self.units].T
         return own
 
 
 def rank_windows(candidate: Candidate) -> tuple[RankWindows, ...]:
-    """Return the windows of every rank, one for each of its forwards and backwards.
+    """Return the windows of every rank, one moment per forward or backward of the rank.
 
     Args:
-        candidate: with packed sequences.
+        candidate: Candidate with packed sequences.
     """
     assert candidate.packed, "units are told apart by their places among all of a step"
     orders = rank_orders(
@@ -92,7 +96,7 @@ def _windows_of(
         np.array([index_of.get((kind, step), _NEVER) for step in steps]) for kind in "FBW"
     )
     kinds = [kind for kind, _ in order]
-    # A forward that another one follows holds less, but may need more while it runs.
+    # A forward before another one holds fewer units, but may need more memory while it runs.
     moments = [index for index, kind in enumerate(kinds) if kind != "W"]
     at = np.array(moments)[:, None]
     waits = (ends < at) & (at <= weights)
@@ -110,17 +114,26 @@ def _windows_of(
 
 
 class _Spans(NamedTuple):
-    """Times at which units of a rank run, [units of the rank], as places in its order."""
+    """Forwards and backwards of the units of a rank, as indices in its order of compute.
+
+    All arrays are [units of the rank].
+    """
 
     stages: Places
     sequences: Places
     begins: Places
-    """Places of their forwards."""
+    """Index of the forward of each unit."""
     ends: Places
-    """Places of their backwards."""
+    """Index of the backward of each unit."""
 
     def kv_bytes(self, candidate: Candidate, at: Places, kv: KVTokens) -> Table:
-        """Return bytes of K, V and their gradients at some places, [places, 1]; [places]."""
+        """Return the bytes of K, V and their gradients at given moments, [moments].
+
+        Args:
+            candidate: Candidate with packed sequences.
+            at: Moments as indices in the rank's order of compute, [moments, 1].
+            kv: Bytes of K and V, and of their gradients, per token on each stage.
+        """
         tokens = np.array([sequence.tokens for sequence in candidate.packed], dtype=np.float64)
         keys, own = np.unique(self.stages * len(tokens) + self.sequences, return_inverse=True)
         stages, sequences = np.divmod(keys, len(tokens))
@@ -140,7 +153,13 @@ class _Spans(NamedTuple):
         return held
 
     def _back(self, candidate: Candidate, own: npt.NDArray[np.bool_], *, before: int) -> int:
-        """Return when K and V that do not stay begin to come back, of some units of a sequence."""
+        """Return the index at which K and V that are not retained begin to come back.
+
+        Args:
+            candidate: Candidate with packed sequences.
+            own: Mask of the units of the stage and sequence, [units of the rank].
+            before: Index of the sequence's first backward on the stage.
+        """
         if candidate.kv == "recomputed":
             return before
         forwards, backwards = np.sort(self.begins[own]), np.sort(self.ends)
