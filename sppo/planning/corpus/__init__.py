@@ -1,1 +1,1 @@
-"""Plans for a corpus: degrees of parallelism for steps of samples drawn from it."""
+"""Choice of degrees of parallelism for a corpus, by planning steps of samples drawn from it."""

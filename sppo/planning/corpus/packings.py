@@ -1,7 +1,7 @@
-"""Ways to pack the samples of a step into sequences, which are compared with the planned one.
+"""Baseline packings of the samples of a step into sequences, for comparison with the planned one.
 
-All of them give a `Packing`; the tokens of every sample are in it once. Sequences are padded to a
-multiple of tokens where the planner of steps pads them, too.
+All functions return a `Packing`, which contains the tokens of every sample once. Sequences are
+padded to the same multiple of tokens as in the planner of steps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sppo.planning.elastic.packing import PADDING, PackedSamples
 
 
 class Piece(NamedTuple):
-    """Tokens [begin, end) of a sample."""
+    """Part of a sample: its tokens [begin, end)."""
 
     sample: int
     begin: int
@@ -23,17 +23,17 @@ class Piece(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens."""
+        """Number of tokens of the piece."""
         return self.end - self.begin
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The sequences of a step.
+    """Sequences of a step and the samples in them.
 
     Attributes:
-        sequences: What attention isolates in each, and how it is cut.
-        pieces: What each has of which samples, in order; what it has beyond them is padding.
+        sequences: Packed sequences: the documents that attention isolates, and the cuts.
+        pieces: Pieces of samples of each sequence, in order; the tokens after them are padding.
     """
 
     sequences: tuple[PackedSequence, ...]
@@ -41,13 +41,13 @@ class Packing:
 
     @property
     def packed(self) -> PackedSamples:
-        """Return the packing as planners of steps take it."""
+        """The packing in the form that planners of steps accept."""
         samples = (tuple(piece.sample for piece in pieces) for pieces in self.pieces)
         return PackedSamples(self.sequences, tuple(samples))
 
 
 def padded(lengths: Sequence[int], *, chunk_tokens: int, multiple: int = 1) -> Packing:
-    """Return each sample in a sequence of its own, padded to the longest of the step."""
+    """Pack each sample into a sequence of its own, padded to the longest sample of the step."""
     longest = -(-max(lengths) // multiple) * multiple
     sequence = _cut((longest,), chunk_tokens, multiple)
     pieces = tuple((Piece(sample, 0, tokens),) for sample, tokens in enumerate(lengths))
@@ -57,9 +57,9 @@ def padded(lengths: Sequence[int], *, chunk_tokens: int, multiple: int = 1) -> P
 def stream(
     lengths: Sequence[int], *, chunk_tokens: int, row_tokens: int, multiple: int = 1
 ) -> Packing:
-    """Return the stream of all samples cut into rows, the last of which is shorter.
+    """Concatenate all samples and cut them into rows of equal length; the last may be shorter.
 
-    A sample that a cut falls into is two documents, the second without the context of the first.
+    A sample that is cut becomes two documents, the second without the context of the first.
     """
     rows: list[list[Piece]] = [[]]
     room = row_tokens
@@ -77,10 +77,10 @@ def stream(
 
 
 def fixed_chunks(lengths: Sequence[int], *, chunk_tokens: int, multiple: int = 1) -> Packing:
-    """Return chunks of a fixed number of tokens, the baseline that InfiniPipe calls Seq1F1B.
+    """Pack samples into chunks of a fixed size, the baseline that InfiniPipe calls Seq1F1B.
 
-    Longer samples are cut into such chunks, each a sequence of its own. The others are packed
-    first-fit, in order, up to so many tokens.
+    A sample longer than a chunk is a sequence of its own, cut into chunks. The other samples are
+    packed first-fit, in order, into sequences of at most one chunk.
     """
     rows: list[list[Piece]] = []
     open_rows: list[tuple[int, list[Piece]]] = []
@@ -101,7 +101,7 @@ def fixed_chunks(lengths: Sequence[int], *, chunk_tokens: int, multiple: int = 1
 
 
 def planned(packed: PackedSamples, lengths: Sequence[int]) -> Packing:
-    """Return what the planner of steps made of the samples."""
+    """Return the packing that the planner of steps chose."""
     pieces = tuple(
         tuple(Piece(sample, 0, lengths[sample]) for sample in samples if sample != PADDING)
         for samples in packed.samples
@@ -118,7 +118,7 @@ def _packing(rows: Iterable[Sequence[Piece]], chunk_tokens: int, multiple: int) 
 
 
 def _cut(documents: tuple[int, ...], chunk_tokens: int, multiple: int) -> PackedSequence:
-    """Return documents side by side, padded to a multiple and cut every so many tokens."""
+    """Return documents side by side, padded to `multiple` and cut every `chunk_tokens` tokens."""
     padding = -sum(documents) % multiple
     whole, rest = divmod(sum(documents) + padding, chunk_tokens)
     return PackedSequence(

@@ -1,10 +1,10 @@
-"""The best way to divide a machine for a corpus: steps of samples drawn from it are planned.
+"""Search for the best division of a machine for a corpus, by planning steps drawn from the corpus.
 
-Of every way to divide the devices a step of the longest samples is planned first: what cannot hold
-one is out. The others are ordered by a closed form of the drawn steps; the first few are planned,
-by the small search that also stands in for a plan that is late. The fastest of those is planned
-again with the whole search, as training does it; all its replicas must fit in every drawn step.
-Everything is deterministic: same request, same answer.
+For every division of the devices, a step of the longest samples is planned first; divisions in
+which it does not fit are rejected. The others are ordered by a closed form of the drawn steps. The
+steps of the first few are planned by the quick search, which also replaces plans that are late in
+training. The fastest division is planned again with the full search, as in training; all its
+replicas must fit in every drawn step. The search is deterministic: same request, same answer.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from sppo.units import format_bytes
 RUNNERS_UP = 3
 _PLANNED = 1 + RUNNERS_UP
 _MOST_PLANNED = 8
-"""Ways whose drawn steps are planned, at most; more than the first few only if the closed form of
-one is below the fastest planned so far."""
+"""Most divisions whose drawn steps are planned. Beyond the first few, a division is planned only if
+its closed form is below the fastest planned so far."""
 _MOST_UNITS = 2500
-"""Fixed chunks of a step of one replica above which larger ones are tried only."""
+"""Number of fixed chunks per step of one replica above which a chunk size is too small to try."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnSteps:
-    """Steps of samples that are drawn from a corpus.
+    """Steps of samples drawn from a corpus.
 
     Attributes:
-        source: The directory of its tokens, or the name of a distribution of lengths.
-        description: Where the lengths come from.
+        source: Directory of the corpus's tokens, or name of a distribution of lengths.
+        description: Text on the origin of the lengths.
         lengths: Tokens of each sample of each step, of all replicas.
     """
 
@@ -61,7 +61,7 @@ class DrawnSteps:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all steps."""
+        """Number of tokens of all steps."""
         return sum(map(sum, self.lengths))
 
 
@@ -70,10 +70,10 @@ class RefusedDegrees:
     """Degrees that do not fit or cannot work.
 
     Attributes:
-        degrees: Which.
-        reason: Text that says why.
-        short_bytes: Bytes by which it does not fit; None where it is not for memory.
-        steps: Whether the longest sample fits, and a drawn step does not.
+        degrees: Refused degrees.
+        reason: Reason as text.
+        short_bytes: Bytes that a step of the longest samples lacks; None for all other reasons.
+        steps: Whether the longest sample fits, but a drawn step does not.
     """
 
     degrees: Degrees
@@ -84,14 +84,14 @@ class RefusedDegrees:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedDegrees:
-    """One way to divide the devices, with the drawn steps as it runs them.
+    """One division of the devices, with its plans of the drawn steps.
 
     Attributes:
-        run: The request with these degrees.
-        longest: A step of the longest samples.
-        planner: Of steps.
-        closed_s: Seconds of all drawn steps in closed form, everything retained.
-        plans: Of the replica that has most work, of each drawn step.
+        run: Run configuration with the degrees of the division.
+        longest: Evaluated candidate of a step of the longest samples.
+        planner: Planner of steps.
+        closed_s: Seconds of all drawn steps in closed form, with everything retained.
+        plans: Plan of the replica with most work, for each drawn step; () until planned.
     """
 
     run: RunConfig
@@ -102,7 +102,7 @@ class PlannedDegrees:
 
     @property
     def degrees(self) -> Degrees:
-        """Return the division of the devices."""
+        """Degrees of parallelism of the division."""
         return self.longest.degrees
 
     @property
@@ -112,35 +112,35 @@ class PlannedDegrees:
 
     @property
     def bubble_fraction(self) -> float:
-        """Idle share of the pipeline ranks over all drawn steps."""
+        """Idle share of the pipeline ranks, over all drawn steps."""
         return sum(plan.bubble_fraction * plan.step_s for plan in self.plans) / self.seconds
 
     @property
     def fullest(self) -> StepPlan:
-        """The drawn step in which a device holds most."""
+        """Plan of the drawn step with the highest device memory."""
         return max(self.plans, key=lambda plan: plan.evaluated.device_peak_bytes)
 
     @property
     def fullest_rank(self) -> int:
-        """The pipeline rank that holds most in it."""
+        """Index of the pipeline rank with most device memory in the step `fullest`."""
         return fullest_rank(self.fullest.evaluated.memory)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CorpusSolution:
-    """The answer to a request.
+    """Answer to a request for the best division of a machine for a corpus.
 
     Attributes:
         run: The request.
-        hardware: The machine.
-        steps: What was drawn.
-        best: The recommended way; None where nothing fits.
-        runners_up: The next best, best first.
-        refused: What does not fit or cannot work; the ones that came nearest first.
-        sides: Steps of each side, with the degrees of the best; why it does not fit of one that
-            does not.
-        num_divisions: Ways to divide the devices that were looked at.
-        num_planned: Of these, ways whose drawn steps were planned.
+        hardware: Description of the machine.
+        steps: Drawn steps.
+        best: Recommended division; None if nothing fits.
+        runners_up: Next best divisions, best first.
+        refused: Degrees that do not fit or cannot work; the nearest to fitting first.
+        sides: Steps of each side of the comparison, with the best degrees; for a side that does not
+            fit, the reason.
+        num_divisions: Number of divisions of the devices that were considered.
+        num_planned: Number of divisions whose drawn steps were planned and fit.
     """
 
     run: RunConfig
@@ -158,11 +158,11 @@ def solve_corpus(run: RunConfig, *, hardware: HardwareSpec, steps: DrawnSteps) -
     """Return the best way to train `run` on `hardware`, judged by drawn steps.
 
     Raises:
-        ValueError: the run asks for what the machine or the model cannot do.
+        ValueError: The run asks for something that the machine or the model cannot do.
     """
     fewest = min(map(len, steps.lengths))
     if run.train.tokens_per_step is not None:
-        # A step of the longest samples has fewest, and one for each replica.
+        # A step of the longest samples has the fewest samples, and each replica needs one.
         fewest = max(1, min(fewest, run.train.tokens_per_step // run.sequence.length))
     possible, refusals = degrees_to_try(run, hardware=hardware, samples=fewest)
     refused = [RefusedDegrees(refusal.degrees, refusal.reason) for refusal in refusals]
@@ -189,9 +189,9 @@ def solve_corpus(run: RunConfig, *, hardware: HardwareSpec, steps: DrawnSteps) -
 
 
 def plan_of_longest(solution: CorpusSolution) -> ExecutionPlan:
-    """Return the plan that training follows: of a step of the longest samples, by the best degrees.
+    """Return the execution plan for training: a step of the longest samples with the best degrees.
 
-    It rests on the request as it was written, with or without degrees.
+    The plan records the keys of the request as written, with or without degrees.
     """
     best = solution.best
     assert best is not None, "only called where something fits"
@@ -201,14 +201,14 @@ def plan_of_longest(solution: CorpusSolution) -> ExecutionPlan:
 
 
 def fullest_rank(memory: Sequence[StageMemory]) -> int:
-    """Return the pipeline rank with most on its devices."""
+    """Return the index of the pipeline rank with most device memory."""
     return max(range(len(memory)), key=lambda rank: memory[rank].device.total_bytes)
 
 
 def _of_degrees(
     run: RunConfig, degrees: Degrees, *, hardware: HardwareSpec, steps: DrawnSteps
 ) -> PlannedDegrees | RefusedDegrees:
-    """Plan a step of the longest samples, and price the drawn ones in closed form."""
+    """Evaluate a step of the longest samples, and price the drawn steps in closed form."""
     own = run.model_copy(
         update={
             "parallel": run.parallel.model_copy(
@@ -249,7 +249,7 @@ def _with_closed_form(
 
 
 def _quick_planner(run: RunConfig, longest: EvaluatedCandidate) -> StepPlanner:
-    """Return what plans steps by the small search."""
+    """Return the planner of steps by the quick search."""
     candidate = longest.candidate
     candidate = replace(candidate, kv=candidate.kv_of_stage(0))
     part = planned_part(run_of_longest_samples(run))
@@ -260,9 +260,9 @@ def _quick_planner(run: RunConfig, longest: EvaluatedCandidate) -> StepPlanner:
 def _planned(
     fitting: Sequence[PlannedDegrees], *, steps: DrawnSteps, refused: list[RefusedDegrees]
 ) -> list[PlannedDegrees]:
-    """Return the first few with the drawn steps planned, the fastest first.
+    """Plan the drawn steps of the first few divisions; return these, fastest first.
 
-    Adds those whose steps do not fit to `refused`.
+    Divisions whose steps do not fit are appended to `refused`.
     """
     found: list[PlannedDegrees] = []
     for way in fitting:
@@ -288,10 +288,10 @@ def _planned(
 
 
 def _numbers_of_stages(way: PlannedDegrees) -> Iterator[EvaluatedCandidate]:
-    """Yield the step of the longest samples, and the one with a stage on each rank if that fits.
+    """Yield the step of the longest samples, and its variant with one stage per rank if that fits.
 
-    Such a step has a long bubble, which several stages on a rank shorten; many short samples fill
-    the pipeline by themselves, and for them several stages only add messages.
+    A step of the longest samples has a long bubble, which several stages on a rank shorten. Many
+    short samples fill the pipeline by themselves; for them, several stages only add messages.
     """
     yield way.longest
     if way.longest.candidate.virtual_stages == 1 or way.run.parallel.virtual_stages != "auto":
@@ -309,9 +309,10 @@ def _numbers_of_stages(way: PlannedDegrees) -> Iterator[EvaluatedCandidate]:
 def _recommended(
     leaders: Iterable[PlannedDegrees], *, steps: DrawnSteps, refused: list[RefusedDegrees]
 ) -> tuple[PlannedDegrees | None, list[PlannedDegrees]]:
-    """Return the first of which all replicas fit in every step, planned again, and the others.
+    """Return the first division whose replicas fit in every step, and the divisions after it.
 
-    Adds those that do not fit to `refused`.
+    The drawn steps of the first are planned again with the full search. Divisions that do not fit
+    are appended to `refused`.
     """
     best, others = None, []
     for way in leaders:
@@ -340,10 +341,10 @@ def _all_replicas(planner: StepPlanner, steps: DrawnSteps) -> Iterator[list[int]
 
 
 def _heaviest_plans(planner: StepPlanner, steps: DrawnSteps) -> tuple[StepPlan, ...]:
-    """Return the plans of the replica that has most work, of each step.
+    """Return the plan of the replica with most work, for each step.
 
     Raises:
-        MemoryError: one does not fit.
+        MemoryError: A step does not fit.
     """
     return tuple(
         planner.plan([lengths[index] for index in heaviest_replica(planner, lengths)])
@@ -352,7 +353,7 @@ def _heaviest_plans(planner: StepPlanner, steps: DrawnSteps) -> tuple[StepPlan, 
 
 
 def _sides(best: PlannedDegrees, *, steps: DrawnSteps) -> dict[str, list[SideStep] | str]:
-    """Return the steps of each side; of one that does not fit, why."""
+    """Return the steps of each side of the comparison; for a side that does not fit, the reason."""
     planner = best.planner
     least, most = SUBSEQUENCE_TOKENS[planner.base.workload.hardware.device.kind]
     sizes = chunk_sizes(least=least, most=min(most, planner.longest))
@@ -370,7 +371,7 @@ def _sides(best: PlannedDegrees, *, steps: DrawnSteps) -> dict[str, list[SideSte
 
 
 def _longest_lacks(run: RunConfig, evaluated: EvaluatedCandidate, shortfall: Shortfall) -> str:
-    """Say what a step of the longest samples lacks, on which stage."""
+    """Return a message on the memory that a step of the longest samples lacks, and its stage."""
     stages = evaluated.candidate.stages_of_rank(shortfall.rank)
     where = f"stage {stages[0]} needs"
     if len(stages) > 1:

@@ -1,10 +1,10 @@
-"""Other ways to pack the same samples, priced as the planned one is: the sides of a comparison.
+"""Sides of a comparison: ways to pack the same samples, priced like the planned packing.
 
-*padded*: every sample alone, as long as the longest of its step. *stream*: rows of a fixed length
-cut from one stream, documents isolated. *fixed*: Seq1F1B with chunks of a fixed number of tokens,
-which split long samples and pack short ones. *elastic*: packed and cut by the planner of steps. A
-side whose chunks are fixed takes the number of tokens with which its steps are simulated to be
-fastest.
+*padded*: every sample in a sequence of its own, padded to the longest of its step. *stream*: rows
+of a fixed length cut from one stream, with documents isolated. *fixed*: Seq1F1B with chunks of a
+fixed number of tokens, which split long samples and pack short ones. *elastic*: packed and cut by
+the planner of steps. All sides except *elastic* have fixed chunks, of the size with which their
+steps simulate fastest.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from sppo.planning.elastic.step_plan import StepPlan, StepPlanner
 
 SIDES = ("padded", "stream", "fixed", "elastic")
 Pack = Callable[[int], Packing]
-"""Packs the samples of a replica into chunks of so many tokens."""
+"""Function that packs the samples of a replica, given the number of tokens per chunk."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SideStep:
-    """One step of one side.
+    """One step of one side of a comparison.
 
     Attributes:
-        packing: Of its samples.
-        plan: Of the step, simulated.
-        planning_s: Seconds that it took to find, once it is known how large fixed chunks are.
+        packing: Packing of the step's samples.
+        plan: Simulated plan of the step.
+        planning_s: Seconds that packing and planning took, for the chosen size of chunks alone.
     """
 
     packing: Packing
@@ -42,16 +42,17 @@ class SideStep:
 def fastest_side(
     planner: StepPlanner, packs: Sequence[Pack], *, sizes: Iterable[int], most_units: int = 0
 ) -> list[SideStep]:
-    """Return steps in chunks of the size with which they are fastest together.
+    """Return the steps of a side with the size of chunks that is fastest for all steps together.
 
     Args:
-        planner: of the replica.
-        packs: of each step.
-        sizes: tokens of a chunk that are tried, the largest last.
-        most_units: chunks of a step above which a size is passed over, but for the last; 0: none.
+        planner: Planner of steps of a replica.
+        packs: Function that packs the samples of a step, for each step.
+        sizes: Tokens of a chunk to try, the largest last.
+        most_units: Number of chunks of a step above which a size is skipped, except the last size;
+            0 for no limit.
 
     Raises:
-        MemoryError: with no size do all of them fit.
+        MemoryError: There is no size with which all steps fit.
     """
     found: list[list[SideStep]] = []
     problems: list[MemoryError] = []
@@ -73,17 +74,17 @@ def fastest_side(
 def replica_packs(
     name: str, planner: StepPlanner, lengths: Sequence[int], *, row_tokens: int
 ) -> Pack:
-    """Return how a side packs what the replica with most work has of a step.
+    """Return a function that packs the samples of the replica with most work, as a side does.
 
     Args:
-        name: padded, stream or fixed.
-        planner: of the run, which knows how many replicas there are.
-        lengths: tokens of each sample of the step, of all replicas.
-        row_tokens: of a row of the stream.
+        name: Name of the side: "padded", "stream" or "fixed".
+        planner: Planner of steps, which knows the number of replicas.
+        lengths: Tokens of each sample of the step, of all replicas.
+        row_tokens: Most tokens of a row of the side "stream".
     """
     replicas, multiple = planner.base.data_parallel_degree, planner.multiple
     if name == "padded":
-        # All take as long: some replicas have one more than others.
+        # All sequences take equal time, so the replica with most work has the most of them.
         own = [max(lengths)] * -(-len(lengths) // replicas)
         return lambda size: padded(own, chunk_tokens=size, multiple=multiple)
     if name == "stream":
@@ -97,10 +98,10 @@ def replica_packs(
 
 
 def heaviest_replica(planner: StepPlanner, lengths: Sequence[int]) -> tuple[int, ...]:
-    """Return the samples of the replica that has most work, by their places among those of a step.
+    """Return the samples of the replica with most work, as indices among the samples of the step.
 
     Raises:
-        ValueError: a replica would have none.
+        ValueError: There are fewer samples than replicas.
     """
     seconds = planner.seconds_of(lengths)
     return max(
@@ -109,19 +110,19 @@ def heaviest_replica(planner: StepPlanner, lengths: Sequence[int]) -> tuple[int,
 
 
 def deviation(values: Sequence[float]) -> float:
-    """Return the standard deviation over the mean."""
+    """Return the standard deviation of `values` over their mean."""
     return float(np.std(values) / np.mean(values))
 
 
 def time_deviation(plan: StepPlan) -> float:
-    """Return the deviation of the simulated seconds of chunks, all stages together."""
+    """Return the relative standard deviation of the seconds of chunks, summed over all stages."""
     costs = plan.evaluated.costs
     seconds = costs.forward_s + costs.backward_s + costs.weight_s
     return deviation(seconds.sum(axis=0).tolist())
 
 
 def chunk_sizes(*, least: int, most: int) -> list[int]:
-    """Return tokens of fixed chunks that are tried: doubling from the least to at most the most."""
+    """Return the sizes of fixed chunks to try, doubling from `least` up to at most `most`."""
     sizes = [min(least, most)]
     while 2 * sizes[-1] <= most:
         sizes.append(2 * sizes[-1])
@@ -129,7 +130,7 @@ def chunk_sizes(*, least: int, most: int) -> list[int]:
 
 
 def _heaviest_rows(planner: StepPlanner, packing: Packing) -> Packing:
-    """Return the rows of a stream that the replica with most work has."""
+    """Return the rows of a stream that belong to the replica with most work."""
     if len(packing.sequences) == 1:
         return packing
     row_s = [
