@@ -1,4 +1,4 @@
-"""Predicted memory of a run file before it runs, beside the counts of the SPPO paper.
+"""Memory of a run, predicted before it runs, beside the counts of the SPPO paper.
 
 The paper counts activations of a GPT in two ways: 32 B S H bytes per layer in its Table 2, and 38
 B S H bytes in section 5.1 (of which K and V have 2 B S H elements, 4 B S H bytes). Both assume
