@@ -40,9 +40,10 @@ class Advice:
     Attributes:
         change: Change as text, such as the override to write.
         effect: Effect of the change as text.
-        step_s: Seconds of a step after the change, in closed form; None if only the length changes.
-        node_host_bytes: Host memory that the devices of a node use after the change; None if only
-            the length changes.
+        step_s: Seconds of a step after the change, in closed form; None if the change shortens the
+            sequence.
+        node_host_bytes: Host memory that the devices of a node use after the change; None if the
+            change shortens the sequence.
     """
 
     change: str

@@ -258,10 +258,12 @@ def _with_state_on_host(stage: StageMemory, candidate: Candidate) -> StageMemory
 
 
 def _exchanged_bytes(candidate: Candidate, *, tokens: int) -> int:
-    """Return the bytes of exchange buffers of Megatron sequence parallelism beyond SPPO's own.
+    """Return the bytes of Megatron's exchange buffers minus those of SPPO's own implementation.
 
-    Each device gathers the residual stream of the whole sequence and its gradient, and holds its
-    part of their sums, since products shard outputs instead of tokens. 0 for other methods.
+    Megatron's products shard outputs, not tokens, so each device gathers the residual stream of the
+    whole sequence and its gradient, and holds its part of their sums: three tensors of the whole
+    sequence. SPPO's Megatron sequence parallelism holds four, so the result is negative. 0 for
+    other methods.
     """
     workload = candidate.workload
     if workload.sequence_parallel != "megatron" or workload.sequence_parallel_degree == 1:

@@ -156,7 +156,7 @@ class ExecutionPlan:
     def state_tiers(self) -> StateTiers:
         """Tiers of the training state; in plans without the key, only optimizer states may leave.
 
-        Such plans keep optimizer states in host memory if the run offloads the optimizer.
+        Such plans keep optimizer states of a GPU in host memory if the run offloads the optimizer.
         """
         if self.state is not None:
             return self.state

@@ -77,7 +77,7 @@ class ActionSums:
 
     @property
     def launch_s(self) -> float | None:
-        """Seconds of kernel launches per layer, by least squares; None if all actions are alike.
+        """Seconds of kernel launches per layer, by least squares; None if actions are too alike.
 
         Fit of ``measured = factor * predicted + launch_s * layers``; at least 0, and at most
         `MOST_LAUNCHES` of the measured seconds.

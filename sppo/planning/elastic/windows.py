@@ -153,7 +153,7 @@ class _Spans(NamedTuple):
         return held
 
     def _back(self, candidate: Candidate, own: npt.NDArray[np.bool_], *, before: int) -> int:
-        """Return the index at which K and V that are not retained begin to come back.
+        """Return the index in the order of compute at which offloaded or recomputed K and V return.
 
         Args:
             candidate: Candidate with packed sequences.

@@ -33,7 +33,7 @@ _KV_PLACEMENTS: dict[str, KVPlacement | None] = {
 def counts_of_degrees(
     run: RunConfig, *, hardware: HardwareSpec, degrees: Degrees, counts: Sequence[int] = ()
 ) -> tuple[tuple[int, ...], str]:
-    """Return the numbers of subsequences with which the shortest one has enough tokens per rank.
+    """Return the numbers of subsequences that leave every subsequence enough tokens for all ranks.
 
     Args:
         run: Validated run configuration.

@@ -121,7 +121,7 @@ def multiplexed_problem(run: RunConfig, *, degrees: Degrees) -> str | None:
 def subsequence_problem(
     run: RunConfig, *, lengths: Sequence[int], degrees: Degrees, shares_units: bool
 ) -> str | None:
-    """Return the reason why a subsequence has fewer tokens than ranks need; None if none has.
+    """Return a message if the shortest subsequence has too few tokens for all ranks; else None.
 
     Args:
         run: Validated run configuration.
