@@ -1,1 +1,1 @@
-"""Descriptions of machines: figures, presets, files, and the machine this process runs on."""
+"""Hardware descriptions: presets, files, and detection of the machine this process runs on."""

@@ -1,7 +1,7 @@
-"""The machine a plan is made for: what its devices, their node and its network can do.
+"""Hardware description: rates, memory and links of the machine that a plan is made for.
 
-Presets are *analytic*: vendors' figures, times the fraction of them that well-made kernels reach on
-long sequences. `sppo bench` writes a file with what a machine measures; plans prefer that.
+Presets are *analytic*: vendors' figures, times the fraction that good kernels reach on long
+sequences. `sppo bench` writes a file with rates measured on a machine; plans prefer these.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ _MOST_LIKE = {
     for norm in ("rmsnorm", "layernorm")
     for way in ("", "_backward")
 }
-"""Kernels whose rate stands for that of another, in descriptions from before that was measured."""
+"""Kernel whose measured rate replaces that of a kernel without points, by name of the latter.
+
+Files written by earlier versions of `sppo bench` have no points for the fused add and norm."""
 
 _MOST_POINTS = 4096
 _ABOVE_ZERO = (
@@ -58,24 +60,28 @@ class DeviceSpec:
 
     Attributes:
         kind: "cuda" or "cpu"; on a CPU, device memory is the machine's memory.
-        memory_bytes: What the vendor prints on it.
-        reserved_bytes: Of those, what no plan may use: context, communicators, fragments.
+        memory_bytes: Total memory of the device, in bytes.
+        reserved_bytes: Part of `memory_bytes` that no plan may use: context, communicators,
+            fragments.
         bf16_flops_per_s: Peak of the matrix units in bf16.
-        fp32_flops_per_s: The same in fp32 (tf32 where the device has it).
-        gemm_efficiency: Fraction of the peak that endless matrix products reach.
-        attention_efficiency: Fraction of it that the attention forward reaches.
-        attention_backward_efficiency: Fraction of it that the attention backward reaches.
-        num_multiprocessors: What thread blocks are spread over; of a CPU, the threads that its
+        fp32_flops_per_s: Peak in fp32 (tf32 where the device has it).
+        gemm_efficiency: Fraction of the peak that very large matrix products reach.
+        attention_efficiency: Fraction of the peak that the attention forward reaches.
+        attention_backward_efficiency: Fraction of the peak that the attention backward reaches.
+        num_multiprocessors: Multiprocessors of a GPU; on a CPU, the number of threads that the
             rates hold for.
-        memory_bytes_per_s: What element-wise kernels read and write.
-        kernel_s: Fixed cost of one kernel: its launch where that is not hidden.
-        heap_share: What the allocator holds beyond live temporaries, as a fraction of them: holes.
-            0 where it follows what is in use, or where its part is in `reserved_bytes`.
-        gemm_points: Measured matrix products; empty where the efficiencies above must do.
-        attention_points: Measured attention; where empty, rates of others or the efficiencies do.
-        elementwise_points: Measured element-wise kernels; empty where memory bandwidth must do.
-        published_attention: Attention in bf16 as others measured it, by back end and head size.
-        attention_backend: The back end of those that is priced; empty prices by the efficiencies.
+        memory_bytes_per_s: Bandwidth that element-wise kernels reach, reads and writes together.
+        kernel_s: Fixed cost of one kernel: the part of its launch that is not hidden.
+        heap_share: Memory that the allocator holds beyond live temporaries (holes), as a fraction
+            of the temporaries; 0 where the allocator returns freed memory, or where
+            `reserved_bytes` includes the holes.
+        gemm_points: Measured matrix products; if empty, `gemm_efficiency` is used.
+        attention_points: Measured attention; if empty, `published_attention` or the efficiencies
+            are used.
+        elementwise_points: Measured element-wise kernels; if empty, `memory_bytes_per_s` is used.
+        published_attention: Published attention rates in bf16, by back end and head size.
+        attention_backend: Back end in `published_attention` whose rates predict attention; if
+            empty, the efficiencies do.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -109,7 +115,7 @@ class DeviceSpec:
             )
 
     def _check_points(self) -> None:
-        """Every point can be, every grid is complete."""
+        """Raise ValueError if a measured point is out of range or a grid lacks a point."""
         for kind in ("gemm_points", "attention_points", "elementwise_points"):
             points = getattr(self, kind)
             if len(points) > _MOST_POINTS:
@@ -128,21 +134,21 @@ class DeviceSpec:
 
     @property
     def published_backends(self) -> tuple[str, ...]:
-        """Back ends of attention that others measured on this device."""
+        """Attention back ends that have published rates on this device."""
         return tuple(dict.fromkeys(row.backend for row in self.published_attention))
 
     def published_rows(self) -> tuple[PublishedAttention, ...]:
-        """Rates of the back end that is priced, smallest head size first."""
+        """Return the published rates of `attention_backend`, smallest head size first."""
         rows = [row for row in self.published_attention if row.backend == self.attention_backend]
         return tuple(sorted(rows, key=lambda row: row.head_size))
 
     @property
     def usable_bytes(self) -> int:
-        """Memory that a plan may fill."""
+        """Device memory that a plan may fill, in bytes."""
         return max(0, self.memory_bytes - self.reserved_bytes)
 
     def flops_per_s(self, dtype: str) -> float:
-        """Peak for `dtype`, "bf16" or "fp32"."""
+        """Return the peak FLOPs per second in `dtype`, "bf16" or "fp32"."""
         return self.bf16_flops_per_s if dtype == "bf16" else self.fp32_flops_per_s
 
     def measured_gemm(self, dtype: str) -> bool:
@@ -152,7 +158,7 @@ class DeviceSpec:
     def gemm_flops_per_s(
         self, dtype: str, *, tokens: Floats, width: float, product: Product = "forward"
     ) -> Floats:
-        """Rate of products with `tokens` rows and matrices of about `width` columns."""
+        """Return the FLOPs per second of products of `tokens` rows with `width`-column matrices."""
         grid = gemm_grid(self.gemm_points, dtype, product=product)
         if grid is not None:
             return grid.at(tokens, np.full_like(tokens, width))
@@ -171,9 +177,9 @@ class DeviceSpec:
         head_size: int = 128,
         backward: bool = False,
     ) -> Floats:
-        """Rate of attention of `queries` rows over `keys` keys.
+        """Return the FLOPs per second of attention of `queries` rows over `keys` keys.
 
-        A backward spreads over the tiles of the keys, a forward over those of its queries: short
+        A forward has one thread block per tile of queries, a backward one per tile of keys: short
         subsequences of a long sequence leave only the forward without enough blocks.
         """
         grids = attention_grids(self.attention_points, dtype, backward=backward)
@@ -198,9 +204,9 @@ class DeviceSpec:
         return rate
 
     def elementwise_bytes_per_s(self, kernel: str, dtype: str, *, elements: Floats) -> Floats:
-        """Rate of one element-wise kernel on tensors of `elements` elements.
+        """Return the bytes per second of an element-wise kernel on tensors of `elements` elements.
 
-        Over the bytes that :mod:`sppo.cost.elementwise` counts.
+        The rate refers to the bytes that :mod:`sppo.cost.elementwise` counts.
         """
         for measured in (kernel, _MOST_LIKE.get(kernel, kernel)):
             grid = elementwise_grid(self.elementwise_points, dtype, kernel=measured)
@@ -210,7 +216,7 @@ class DeviceSpec:
 
 
 Tier = Literal["device", "host", "disk"]
-"""Memory of the device, of the host behind it, or a file on a disk."""
+"""Kind of memory: of the device, of the host, or a file on a disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,18 +224,18 @@ class NodeSpec:
     """Memory, disk and links that the devices of a node share.
 
     Attributes:
-        num_devices: Devices of a node.
-        host_memory_bytes: Memory of the node; 0 where it is the device's own (a CPU).
-        numa_nodes: Memory domains; a device's copies want the nearest.
-        d2h_bytes_per_s: Copies to the host per device, both directions busy.
-        h2d_bytes_per_s: Copies back per device, both directions busy.
-        d2h_alone_bytes_per_s: The first with nothing coming back.
-        h2d_alone_bytes_per_s: The second with nothing leaving.
-        disk_bytes: Room on the node's disks; 0 without a disk tier.
-        disk_write_bytes_per_s: Writes past the page cache, for all devices of a node.
-        disk_read_bytes_per_s: Reads past the page cache, for all devices of a node.
-        copy_compute_s_per_byte: What a byte that is copied adds to the compute it runs behind, on
-            one device; 0 where copies do not disturb it, or nothing was measured.
+        num_devices: Number of devices per node.
+        host_memory_bytes: Host memory of the node; 0 on a CPU, whose device memory is the host's.
+        numa_nodes: Number of NUMA nodes; copies are fastest from the one nearest to the device.
+        d2h_bytes_per_s: Rate of copies to the host per device, both directions busy.
+        h2d_bytes_per_s: Rate of copies from the host per device, both directions busy.
+        d2h_alone_bytes_per_s: Rate of copies to the host per device, the other direction idle.
+        h2d_alone_bytes_per_s: Rate of copies from the host per device, the other direction idle.
+        disk_bytes: Capacity of the node's disks; 0 without a disk tier.
+        disk_write_bytes_per_s: Rate of writes past the page cache, all devices of a node together.
+        disk_read_bytes_per_s: Rate of reads past the page cache, all devices of a node together.
+        copy_compute_s_per_byte: Seconds by which each copied byte slows the compute that overlaps
+            the copy, on one device; 0 where copies do not slow compute, or nothing was measured.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -256,7 +262,7 @@ class NodeSpec:
 
     @property
     def nearest_tier(self) -> Tier:
-        """The tier next to its devices: host memory before a disk; "device" where there is none."""
+        """Tier next to the devices: host memory, else a disk, else "device" if there is neither."""
         if self.host_memory_bytes:
             return "host"
         return "disk" if self.disk_bytes else "device"
@@ -267,12 +273,12 @@ class NetworkSpec:
     """Links between devices, one direction each.
 
     Attributes:
-        intra_node_bytes_per_s: From one device to another of its node.
-        intra_node_latency_s: Of a message inside a node.
-        inter_node_bytes_per_s: From one device to one of another node.
-        inter_node_latency_s: Of a message between nodes.
-        message_compute_s_per_byte: Compute that a byte of a message takes on each end, where the
-            device carries its messages itself, as a CPU does.
+        intra_node_bytes_per_s: Rate from one device to another of its node.
+        intra_node_latency_s: Latency of a message inside a node.
+        inter_node_bytes_per_s: Rate from one device to one of another node.
+        inter_node_latency_s: Latency of a message between nodes.
+        message_compute_s_per_byte: Compute seconds that a byte of a message takes on each end,
+            where the device itself copies messages, as a CPU does.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -293,12 +299,12 @@ class HardwareSpec:
     """A cluster of equal nodes of equal devices.
 
     Attributes:
-        name: What reports call it.
-        provenance: Where the figures come from.
-        device: One of its devices.
-        node: What the devices of a node have in common.
-        network: What connects them.
-        num_nodes: Nodes.
+        name: Name of the machine in reports.
+        provenance: Origin of the figures: measured, calibrated or analytic.
+        device: Description of each device.
+        node: Memory, disk and links that the devices of a node share.
+        network: Links between devices.
+        num_nodes: Number of nodes.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -318,15 +324,15 @@ class HardwareSpec:
 
     @property
     def num_devices(self) -> int:
-        """Devices of the whole cluster."""
+        """Number of devices of the whole cluster."""
         return self.num_nodes * self.node.num_devices
 
     @property
     def host_bytes_per_device(self) -> int:
-        """Memory of the node for one of its devices."""
+        """Host memory of a node divided by its devices, in bytes."""
         return self.node.host_memory_bytes // self.node.num_devices
 
     @property
     def disk_bytes_per_device(self) -> int:
-        """Room on the node's disks for one of its devices."""
+        """Disk capacity of a node divided by its devices, in bytes."""
         return self.node.disk_bytes // self.node.num_devices

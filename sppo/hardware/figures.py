@@ -1,7 +1,7 @@
-"""Ranges of the figures that describe a machine, by their unit.
+"""Accepted ranges of the figures of a hardware description, by their unit.
 
-They leave room for imagined machines, where something costs nothing, and none for figures with
-which predictions overflow or divide by zero.
+The ranges admit hypothetical machines, on which something costs nothing, and refuse figures that
+make predictions overflow or divide by zero.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("elements", 1, 1 << 48),
     ("", 0, 1 << 30),
 )
-"""(end of a field's name, least value, largest value); the first that fits holds."""
+"""(suffix of field names, least value, largest value); the first matching suffix applies."""
 
 
 def check_figures(spec: object, *, where: str, above_zero: Sequence[str] = ()) -> None:
-    """Check every number among the fields of a dataclass.
+    """Raise ValueError if a numeric field of a dataclass is outside the range of its unit.
 
     Args:
-        spec: of numbers; fields of other types are left alone.
-        where: what messages call it.
-        above_zero: fields that may not be 0; others may, beside their range.
+        spec: Dataclass instance to check; fields that are not numbers are ignored.
+        where: Name of the instance in messages.
+        above_zero: Names of fields that must not be 0; all other fields may also be 0.
 
     Raises:
-        ValueError: a number outside the range of its unit, with the range.
+        ValueError: A number outside the range of its unit; the message names the range.
     """
     for field in fields(spec):  # type: ignore[arg-type]
         value = getattr(spec, field.name)

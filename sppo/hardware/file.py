@@ -1,4 +1,4 @@
-"""Hardware descriptions as files, and the one that a run file asks for."""
+"""Hardware descriptions as JSON files, and the hardware description that a run file names."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ _SHOWN_PROBLEMS = 5
 def hardware_for(
     config: Literal["auto"] | HardwareConfig, *, this_machine: HardwareSpec | None = None
 ) -> HardwareSpec:
-    """The machine a run file names.
+    """Return the hardware description that a run file names.
 
     Args:
-        config: the run file's ``hardware``.
-        this_machine: what "auto" means; a laptop without a GPU if nothing is known.
+        config: Value of the run file's ``hardware``.
+        this_machine: Machine that "auto" refers to; if None, the preset "laptop-cpu".
 
     Raises:
-        ValueError: an unknown preset, or a file that is no hardware description.
-        OSError: the file cannot be read.
+        ValueError: An unknown preset, a file that is no hardware description, or a key that the
+            machine does not support.
+        OSError: The file cannot be read.
     """
     if config == "auto":
         return _with_margin(this_machine or PRESETS["laptop-cpu"], DEFAULT_MARGIN)
@@ -66,10 +67,10 @@ def hardware_for(
 
 
 def _with_attention(spec: HardwareSpec, backend: str) -> HardwareSpec:
-    """Return `spec` with attention priced as one of the back ends that others measured.
+    """Return `spec` with attention predicted from the published rates of `backend`.
 
     Raises:
-        ValueError: it was measured here, or nobody measured that back end.
+        ValueError: `spec` has measured attention, or no published rates of `backend`.
     """
     device = spec.device
     if device.attention_points or backend not in device.published_backends:
@@ -83,7 +84,7 @@ def _with_attention(spec: HardwareSpec, backend: str) -> HardwareSpec:
 
 
 def _with_margin(spec: HardwareSpec, margin: float) -> HardwareSpec:
-    """Return `spec` with a fraction of its devices' memory that no plan uses."""
+    """Return `spec` with the fraction `margin` of its devices' memory added to the reserve."""
     device = spec.device
     reserved = device.reserved_bytes + round(margin * device.memory_bytes)
     reserved = min(reserved, device.memory_bytes)
@@ -91,11 +92,12 @@ def _with_margin(spec: HardwareSpec, margin: float) -> HardwareSpec:
 
 
 def read_hardware(path: Path) -> HardwareSpec:
-    """A hardware description from a JSON file, as ``sppo bench -o`` writes it.
+    """Read a hardware description from a JSON file, as ``sppo bench -o`` writes it.
 
     Raises:
-        ValueError: not JSON, or fields missing, unknown or out of range; names them all.
-        OSError: the file cannot be read.
+        ValueError: The file is not JSON, or fields are missing, unknown or out of range; the
+            message names the first five.
+        OSError: The file cannot be read.
     """
     try:
         return _ADAPTER.validate_python(read_json(path))
@@ -106,17 +108,17 @@ def read_hardware(path: Path) -> HardwareSpec:
 
 
 def hardware_json(spec: HardwareSpec) -> dict[str, Any]:
-    """Return `spec` as plain values, the content of its file."""
+    """Return `spec` as the plain values that its JSON file contains."""
     return asdict(spec)
 
 
 def hardware_digest(spec: HardwareSpec) -> str:
-    """SHA-256 of the canonical JSON form."""
+    """Return the SHA-256 of the canonical JSON form of `spec`."""
     return hashlib.sha256(json.dumps(hardware_json(spec), sort_keys=True).encode()).hexdigest()
 
 
 def _problems(error: ValidationError) -> str:
-    """Return the first problems, each with the path of its value."""
+    """Return a message with the first problems of `error`, each with the path of its value."""
     problems = error.errors(include_input=False, include_url=False, include_context=False)
     shown = [
         f"{one_line('.'.join(map(str, problem['loc']))) or 'file'}: {one_line(problem['msg'])}"

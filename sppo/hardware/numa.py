@@ -1,9 +1,10 @@
-"""The NUMA node that a PCI device hangs at, and how a process stays there.
+"""Binding of a process to the NUMA node of its GPU.
 
-Copies between a GPU and the memory of another node cross the link between processors, which all
-GPUs of a node share. A process that computes on one GPU keeps its threads on the cores next to it,
-and prefers memory there: what it maps from then on, page-locked memory above all, lies on that node
-as long as it has room. A user who has chosen either is left alone.
+Copies between a GPU and the memory of another NUMA node cross the link between processors, which
+all GPUs of a machine share. A process that computes on one GPU therefore keeps its threads on the
+cores next to the GPU and prefers memory of their node: memory that it maps afterwards, page-locked
+memory above all, lies on that node while it has room. A memory policy that the user has set is not
+changed, and threads stay within the cores that the user allows.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _NODES = Path("/sys/devices/system/node")
 _TASKS = Path("/proc/self/task")
 _SYSTEM_CALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}
-"""Numbers of set_mempolicy and get_mempolicy by machine; the C library has no functions."""
+"""System calls set_mempolicy and get_mempolicy by machine; the C library wraps neither."""
 _DEFAULT_POLICY, _PREFERRED_POLICY = 0, 1
 _MOST_NODES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class NumaNode:
-    """A memory domain of the machine.
+    """NUMA node of the machine.
 
     Attributes:
-        index: Its number.
-        cores: Those next to its memory.
+        index: Number that the system gives the node.
+        cores: Cores next to the node's memory.
     """
 
     index: int
@@ -42,12 +43,15 @@ class NumaNode:
 def node_of_pci_device(
     address: str, *, devices: Path = _PCI_DEVICES, nodes: Path = _NODES
 ) -> NumaNode | None:
-    """Return the node of a device; None where the machine has one alone, or does not say.
+    """Return the NUMA node of a PCI device.
 
     Args:
-        address: of the device, e.g. ``0000:1b:00.0``.
-        devices: directory of the system's PCI devices.
-        nodes: directory of the system's NUMA nodes.
+        address: PCI address of the device, e.g. ``0000:1b:00.0``.
+        devices: Directory of the system's PCI devices.
+        nodes: Directory of the system's NUMA nodes.
+
+    Returns:
+        The node, or None if the machine has a single node or does not tell the device's.
     """
     if count_numa_nodes(nodes=nodes) == 1:
         return None
@@ -60,10 +64,10 @@ def node_of_pci_device(
 
 
 def cores_in(text: str) -> frozenset[int]:
-    """Return the cores of a list as Linux writes it, e.g. 0, 1, 2 and 8 of ``0-2,8``.
+    """Return the cores of a Linux core list, e.g. 0, 1, 2 and 8 for ``0-2,8``.
 
     Raises:
-        ValueError: not such a list.
+        ValueError: `text` is not a core list.
     """
     cores: set[int] = set()
     for item in filter(None, text.strip().split(",")):
@@ -73,25 +77,25 @@ def cores_in(text: str) -> frozenset[int]:
 
 
 def stay_near(node: NumaNode) -> NumaNode | None:
-    """Keep all threads of this process next to a node, and prefer memory there.
+    """Bind all threads of this process to the cores of `node`, and prefer memory of `node`.
 
     Returns:
-        The node with the cores that the process keeps, None if it may use none of them.
+        The node with the cores that the process keeps, or None if it may use no core of `node`.
     """
     allowed = os.sched_getaffinity(0) & node.cores
     if not allowed:
         return None
     for task in _TASKS.iterdir():
-        with suppress(OSError):  # a thread that has ended meanwhile
+        with suppress(OSError):  # The thread may have ended.
             os.sched_setaffinity(int(task.name), allowed)
     _prefer_memory_of(node.index)
     return NumaNode(node.index, frozenset(allowed))
 
 
 def _prefer_memory_of(index: int) -> None:
-    """Take memory from node ``index`` while there is some, in this thread and those it starts.
+    """Prefer memory of node ``index`` in this thread and the threads that it starts.
 
-    Does nothing where the system does not allow it, or somebody has set a policy (numactl).
+    Does nothing where the system does not allow it, or where a policy is already set (numactl).
     """
     numbers = _SYSTEM_CALLS.get(platform.machine())
     if numbers is None or index >= _MOST_NODES:
@@ -103,5 +107,5 @@ def _prefer_memory_of(index: int) -> None:
     if asked != 0 or policy.value != _DEFAULT_POLICY:
         return
     mask = ctypes.c_ulong(1 << index)
-    # The kernel reads one bit less than it is told of.
+    # The kernel reads one bit less than the given number.
     library.syscall(set_policy, _PREFERRED_POLICY, ctypes.byref(mask), _MOST_NODES + 1)

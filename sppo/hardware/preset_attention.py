@@ -1,4 +1,4 @@
-"""Attention on rented GPUs as others measured it, in TFLOP/s."""
+"""Published attention rates of the GPUs of presets, by architecture, in TFLOP/s."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources of the figures of presets."""
+"""Sources of the figures of hardware presets."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def source_of(hardware: HardwareSpec, figure: str, *, dtype: str, head_size: int
     """Return the source of a figure of a machine, as text.
 
     Args:
-        hardware: the machine.
+        hardware: Machine that has the figure.
         figure: "matrix products", "attention", "memory bandwidth", "links inside a node", "links
             between nodes", "copies to and from host memory" or "copies to a disk".
-        dtype: of the products and the attention that are meant.
-        head_size: of the attention that is meant.
+        dtype: Type of the matrix products, attention or element-wise kernels.
+        head_size: Elements per attention head.
     """
     device = hardware.device
     measured = {
@@ -55,7 +55,7 @@ def source_of(hardware: HardwareSpec, figure: str, *, dtype: str, head_size: int
         rows = device.published_rows()
         meant = [row for row in rows if row.head_size == head_size] or rows
         return "; ".join(dict.fromkeys(row.source for row in meant)) or "assumed"
-    # A machine that was looked at says which preset its figures are of.
+    # The name of a detected machine ends with the preset that its figures are from.
     ends = {name: (f"preset {name})", f"by memory: {name})") for name in PRESETS}
     preset = next(
         (n for n, end in ends.items() if hardware.name == n or hardware.name.endswith(end)), None

@@ -1,4 +1,4 @@
-"""Machines people rent, from figures of vendors and others: *analytic* until `sppo bench` runs."""
+"""Hardware presets of common GPU machines and a laptop, with *analytic* rates."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ _LAPTOP = HardwareSpec(
     ),
 )
 
-# Bandwidths are per direction and device. Sources: :mod:`sppo.hardware.preset_sources`.
+# Bandwidths are per direction and device. Sources are in :mod:`sppo.hardware.preset_sources`.
 PRESETS: Mapping[str, HardwareSpec] = {
     spec.name: spec
     for spec in (

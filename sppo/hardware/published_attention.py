@@ -1,8 +1,8 @@
-"""Rates of attention kernels as others measured them, by back end, head size and length.
+"""Published rates of attention kernels, by back end, head size and sequence length.
 
-Figures are for bf16 (or fp16) and a causal sequence of so many tokens, in FLOPs over visible pairs
-per second, the backward's 2.5 times the forward's. A span of queries behind a prefix is looked up
-at the causal length whose queries see as many keys on average.
+Figures are for bf16 (or fp16) and a causal sequence of the given length, in FLOPs per second over
+visible pairs; a backward counts 2.5 times the FLOPs of its forward. The rate of a span of queries
+after a prefix is looked up at the causal length whose queries see as many keys on average.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import numpy as np
 from sppo.hardware.rates import Floats
 
 PUBLISHED_BLOCKS = 2048
-"""Thread blocks of what was measured: 16Ki tokens and 16 heads of 128 in all (FlashAttention-2,
-section 4.1)."""
+"""Thread blocks of the published measurements: 16Ki tokens and 16 heads of 128 in all
+(FlashAttention-2, section 4.1)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedAttention:
-    """Measured rates of one back end on one kind of device at one head size.
+    """Published rates of one attention back end on one kind of device at one head size.
 
     Attributes:
-        backend: Its name in :mod:`sppo.kernels.attention.choice`.
+        backend: Name of the back end in :mod:`sppo.kernels.attention.choice`.
         head_size: Elements of a head.
-        lengths: Tokens of each causal sequence, rising.
+        lengths: Tokens of each measured causal sequence, rising.
         forward_flops_per_s: Rate of the forward at each length.
         backward_flops_per_s: Rate of the backward at each length.
-        source: Who measured it, and on what.
+        source: Publication of the rates, and the hardware that they were measured on.
     """
 
     backend: str
@@ -62,16 +62,17 @@ def published_rates(
     keys: Floats,
     backward: bool,
 ) -> Floats:
-    """Rates of spans of `queries` that end at `keys`.
+    """Return the FLOPs per second of attention of spans of `queries` tokens that end at `keys`.
 
-    Interpolated in the logarithms of length and head size; beyond the ends the nearest holds.
+    Rates are interpolated in the logarithms of length and head size; outside the published range
+    the nearest rate holds.
 
     Args:
-        rows: of one back end, one for each head size, smallest first.
-        head_size: elements of a head.
-        queries: tokens of each span.
-        keys: tokens up to its end.
-        backward: whether the backward's rates are asked for.
+        rows: Published rates of one back end, one row per head size, smallest first.
+        head_size: Elements of a head.
+        queries: Tokens of each span.
+        keys: Tokens of the sequence up to the end of each span.
+        backward: Return the rates of the backward instead of the forward.
     """
     length = np.log(2 * keys - queries)
     by_size = []

@@ -1,11 +1,11 @@
-"""Rates of kernels by shape: measured points with interpolation, or a rule of thumb.
+"""Rates of kernels by shape, interpolated between measured points or estimated analytically.
 
-A kernel of b thread blocks on m multiprocessors runs in ceil(b / m) waves, and on average half of
-the last one is idle, so it reaches b / (b + m/2) of what an endless kernel does. That, times the
-fraction of the peak that long kernels reach, is the *analytic* rate. `sppo bench` measures rates on
-a grid of shapes instead; between its points, rates are interpolated on logarithmic axes, and beyond
-them the nearest point holds. A measured rate holds everything a call costs, so fixed costs such as
-waking threads show as lower rates of small shapes.
+A kernel of b thread blocks on m multiprocessors runs in ceil(b / m) waves, of which the last is
+half idle on average, so it reaches b / (b + m/2) of the rate of a very large kernel. The *analytic*
+rate is this share times the fraction of the peak that large kernels reach. `sppo bench` measures
+rates on a grid of shapes instead; between grid points, rates are interpolated on logarithmic axes,
+and beyond them the nearest point holds. A measured rate includes all costs of a call, so fixed
+costs such as waking threads show as lower rates of small shapes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 Product = Literal["forward", "input", "weight"]
-"""Products of a linear layer: its output, the gradient of its input, the sum of its weight's
-gradient."""
+"""Matrix product of a linear layer: its output, the gradient of its input, or the gradient of its
+weight added to the sum."""
 
 BLOCK_TOKENS = 128
 """Rows of a thread block's tile, in matrix products and in attention."""
@@ -33,10 +33,10 @@ _Point = TypeVar("_Point")
 
 @dataclass(frozen=True, slots=True)
 class GemmPoint:
-    """The measured products of one linear layer ``[tokens, width] x [width, width]``.
+    """Measured rates of the three products of a linear layer ``[tokens, width] x [width, width]``.
 
-    Each counts ``2 * tokens * width^2`` FLOPs; the weight gradient's time includes adding it to its
-    fp32 sum.
+    Each product counts ``2 * tokens * width^2`` FLOPs; the time of the weight gradient includes
+    adding it to its fp32 sum.
     """
 
     dtype: str
@@ -47,7 +47,7 @@ class GemmPoint:
     weight_flops_per_s: float
 
     def flops_per_s(self, product: Product) -> float:
-        """Rate of one of the three."""
+        """Return the FLOPs per second of `product`."""
         rates = {
             "forward": self.forward_flops_per_s,
             "input": self.input_flops_per_s,
@@ -58,9 +58,10 @@ class GemmPoint:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPoint:
-    """One measured attention of ``queries`` rows over ``keys`` keys, the queries the last of them.
+    """Measured rates of attention of the last ``queries`` of ``keys`` positions over all keys.
 
-    Rates are FLOPs over visible pairs per second; the backward's count 2.5 times the forward's.
+    Rates are FLOPs per second over visible pairs; a backward counts 2.5 times the FLOPs of its
+    forward.
     """
 
     dtype: str
@@ -73,10 +74,10 @@ class AttentionPoint:
 
 @dataclass(frozen=True, slots=True)
 class ElementwisePoint:
-    """One measured element-wise kernel on tensors of ``elements`` elements.
+    """Measured rate of an element-wise kernel on tensors of ``elements`` elements.
 
-    Its rate is over the bytes that :mod:`sppo.cost.elementwise` counts, the least the
-    kernel could read and write, not over those it really does.
+    The rate refers to the bytes that :mod:`sppo.cost.elementwise` counts, the minimum that the
+    kernel must read and write, not to its actual traffic.
     """
 
     kernel: str
@@ -87,14 +88,14 @@ class ElementwisePoint:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grid:
-    """Values on the crossings of two rising axes."""
+    """Values at the crossings of two rising axes."""
 
     rows: Floats
     columns: Floats
     values: Floats
 
     def at(self, row: Floats, column: Floats) -> Floats:
-        """Interpolated in the logarithms of all three, constant beyond the ends."""
+        """Return values at (row, column), interpolated in logarithms, constant beyond the ends."""
         low_r, share_r = _place(self.rows, row)
         low_c, share_c = _place(self.columns, column)
         high_r = np.minimum(low_r + 1, len(self.rows) - 1)
@@ -107,7 +108,7 @@ class Grid:
 
 
 def _place(axis: Floats, value: Floats) -> tuple[npt.NDArray[np.intp], Floats]:
-    """Index of the point at or below ``value``, and how far it is on the way to the next."""
+    """Return the index of the axis point at or below ``value``, and the next point's weight."""
     clamped = np.clip(value, axis[0], axis[-1])
     low = np.clip(np.searchsorted(axis, clamped, side="right") - 1, 0, max(0, len(axis) - 2))
     if len(axis) == 1:
@@ -117,26 +118,26 @@ def _place(axis: Floats, value: Floats) -> tuple[npt.NDArray[np.intp], Floats]:
 
 
 def wave_fill(blocks: Floats, *, num_multiprocessors: int) -> Floats:
-    """Fraction of the rate that a kernel of ``blocks`` thread blocks reaches."""
+    """Return the fraction of a very large kernel's rate that ``blocks`` thread blocks reach."""
     filled: Floats = blocks / (blocks + num_multiprocessors / 2)
     return filled
 
 
 def gemm_blocks(tokens: Floats, *, outputs: float) -> Floats:
-    """Thread blocks of a product with ``tokens`` rows and ``outputs`` columns."""
+    """Return the thread blocks of a matrix product with ``tokens`` rows and ``outputs`` columns."""
     blocks: Floats = np.ceil(tokens / BLOCK_TOKENS) * np.ceil(outputs / BLOCK_OUTPUTS)
     return blocks
 
 
 def attention_blocks(queries: Floats, *, heads: float) -> Floats:
-    """Thread blocks of an attention forward, one per tile of queries and head."""
+    """Return the thread blocks of an attention forward, one per tile of queries and head."""
     blocks: Floats = np.ceil(queries / BLOCK_TOKENS) * heads
     return blocks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Same(Generic[_Point]):
-    """Points as the key of a cache: by identity, for hashing hundreds of them takes its time."""
+    """Cache key that compares measured points by identity, since hashing hundreds is slow."""
 
     points: tuple[_Point, ...]
 
@@ -148,10 +149,10 @@ class _Same(Generic[_Point]):
 
 
 def gemm_grid(points: tuple[GemmPoint, ...], dtype: str, *, product: Product) -> Grid | None:
-    """Measured rates by (tokens, width), None where ``dtype`` was not measured.
+    """Return measured rates by (tokens, width), or None if ``dtype`` was not measured.
 
     Raises:
-        ValueError: points are missing from the grid, or a rate is not above 0.
+        ValueError: Points are missing from the grid, or a shape or rate is not above 0.
     """
     return _gemm_grid(_Same(points), dtype, product)
 
@@ -172,12 +173,12 @@ def _gemm_grid(same: _Same[GemmPoint], dtype: str, product: Product) -> Grid | N
 def attention_grids(
     points: tuple[AttentionPoint, ...], dtype: str, *, backward: bool
 ) -> Mapping[int, Grid]:
-    """Measured rates by (queries, keys / queries) for each head size, smallest first.
+    """Return measured rates by (queries, keys / queries) for each head size, smallest first.
 
-    Keys count relative to the queries, so that every point of a grid can be measured.
+    The second axis is relative to the queries, so that every point of a grid can be measured.
 
     Raises:
-        ValueError: points are missing from a grid, or a rate is not above 0.
+        ValueError: Points are missing from a grid, or a shape or rate is not above 0.
     """
     return _attention_grids(_Same(points), dtype, backward)
 
@@ -205,9 +206,10 @@ def _attention_grids(same: _Same[AttentionPoint], dtype: str, backward: bool) ->
 def attention_rates(
     grids: Mapping[int, Grid], *, head_size: float, queries: Floats, keys: Floats
 ) -> Floats:
-    """Rates of spans of ``queries`` that end at ``keys``, between the nearest two head sizes.
+    """Return rates of spans of ``queries`` tokens that end at ``keys``.
 
-    A span longer than any measured is a row of such spans: see :func:`typical_keys`.
+    Rates are interpolated between the nearest two head sizes. A span longer than any measured span
+    is divided into parts of measured length: see :func:`typical_keys`.
     """
     sizes = np.array(list(grids), dtype=np.float64)
     low, weight = _place(sizes, np.array(head_size, dtype=np.float64))
@@ -224,10 +226,15 @@ def _span_rates(grid: Grid, *, queries: Floats, keys: Floats) -> Floats:
 
 
 def typical_keys(queries: Floats, *, keys: Floats, part: Floats) -> Floats:
-    """Keys that the parts of a span see on average, each part counted by its visible pairs.
+    """Return the mean number of keys that the parts of a span see, weighted by visible pairs.
 
     Of n parts of q queries after a prefix of a keys, part j sees a + j q keys and has
-    q (a + (j - 1/2) q) pairs. The sums over j are those of a square and a line.
+    q (a + (j - 1/2) q) visible pairs. The sums over j have closed forms, which are used here.
+
+    Args:
+        queries: Tokens of each span.
+        keys: Tokens of the sequence up to the end of each span.
+        part: Tokens of each part.
     """
     n = np.maximum(queries / part, 1.0)
     a = np.maximum(keys - np.maximum(queries, part), 0.0)
@@ -240,10 +247,10 @@ def typical_keys(queries: Floats, *, keys: Floats, part: Floats) -> Floats:
 def elementwise_grid(
     points: tuple[ElementwisePoint, ...], dtype: str, *, kernel: str
 ) -> Grid | None:
-    """Measured rates of ``kernel`` by its elements, None where it was not measured.
+    """Return measured rates of ``kernel`` by number of elements, or None if it was not measured.
 
     Raises:
-        ValueError: a rate is not above 0.
+        ValueError: A size or rate is not above 0.
     """
     return _elementwise_grid(_Same(points), dtype, kernel)
 

@@ -1,4 +1,4 @@
-"""The machine that a run file names, this one where it names none."""
+"""Hardware description that a run file names; this machine if the run file names none."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from sppo.hardware.file import hardware_for
 
 
 def run_hardware(run: RunConfig) -> HardwareSpec:
-    """Return the machine that `run` is planned for.
+    """Return the hardware description that `run` is planned for.
 
     Raises:
-        ValueError: an unknown preset, or a file that is no hardware description.
-        OSError: the file cannot be read.
+        ValueError: An unknown preset, a file that is no hardware description, or a key that the
+            machine does not support.
+        OSError: The file cannot be read.
     """
     config = run.hardware
     if config != "auto" and (config.file is not None or config.preset is not None):
@@ -23,7 +24,7 @@ def run_hardware(run: RunConfig) -> HardwareSpec:
 
 
 def hardware_line(hardware: HardwareSpec) -> str:
-    """Name, size, and where its figures come from."""
+    """Return one line with the machine's name, size, and the origin of its figures."""
     nodes, devices = hardware.num_nodes, hardware.node.num_devices
     size = f"{nodes} x {devices} devices" if nodes > 1 else f"{devices} devices"
     if hardware.num_devices == 1:

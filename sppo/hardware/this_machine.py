@@ -1,9 +1,9 @@
-"""The machine this process runs on, described as far as it can be told without measuring.
+"""Detection of the machine this process runs on, without measuring.
 
-An NVIDIA GPU is matched with the preset of its name, and memory, devices and host are its own. On
-any other machine the CPU is the device and the machine's memory the device's. Rates stay those of
-the preset, *analytic*, until `sppo bench` measures them. The same machine always gives the same
-description: nothing in it depends on what else runs now.
+An NVIDIA GPU is matched with the preset of its name; device memory, device count and host memory
+are read from the machine. On any other machine the CPU is the device, and the machine's memory is
+device memory. Rates are those of the preset, *analytic*, until `sppo bench` measures them. The same
+machine always gives the same description: nothing in it depends on current load.
 """
 
 from __future__ import annotations
@@ -31,22 +31,24 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
 _ALLOCATOR = Path(__file__).parents[1] / "kernels/_native/sppo_cpu_allocator.so"
 _ALLOCATOR_SWITCH = "SPPO_CPU_ALLOCATOR"
-"""Path and switch of the memory pool, as in :mod:`sppo.kernels.native.cpu_allocator`, which loads
-torch."""
+"""Library of the CPU memory pool, and the environment variable that switches it off.
+
+Repeated from :mod:`sppo.kernels.native.cpu_allocator`, whose import would load torch."""
 C_HEAP_SHARE = 1.0
-"""Memory that a C heap holds beyond a layer's temporaries, as a share of them: calibrated on small
-Llama shapes, two cores."""
-_NO_LIMIT_BYTES = 1 << 60  # version 1 has no word for it and names the largest number instead
+"""Memory that a C heap holds beyond the temporaries of a layer, as a fraction of the temporaries;
+calibrated on small Llama shapes, two cores."""
+# Control groups of version 1 state the largest number where there is no limit.
+_NO_LIMIT_BYTES = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """The accelerators of this machine, all taken to be like the first.
+    """GPUs of this machine, assumed equal to the first.
 
     Attributes:
-        name: As the driver calls it, e.g. ``NVIDIA H200``.
-        count: How many there are.
-        memory_bytes: Of one.
+        name: Name that the driver reports, e.g. ``NVIDIA H200``.
+        count: Number of GPUs.
+        memory_bytes: Memory of each GPU.
     """
 
     name: str
@@ -55,24 +57,24 @@ class Gpus:
 
 
 def this_machine(path: Path | None = None) -> HardwareSpec:
-    """The description in ``path`` if one is given, else what can be detected.
+    """Return the hardware description in ``path``, or detect this machine if ``path`` is None.
 
     Raises:
-        ValueError: the file is no hardware description.
-        OSError: the file cannot be read.
+        ValueError: The file is no hardware description.
+        OSError: The file cannot be read.
     """
     return detect_machine() if path is None else read_hardware(path)
 
 
 def detect_machine() -> HardwareSpec:
-    """Return this machine with the analytic rates of the preset that is most like it."""
+    """Return this machine's description with the analytic rates of the preset nearest to it."""
     gpus = find_gpus()
     host_bytes = usable_memory_bytes()
     return describe_cpu(host_bytes) if gpus is None else describe_gpus(gpus, host_bytes=host_bytes)
 
 
 def describe_gpus(gpus: Gpus, *, host_bytes: int) -> HardwareSpec:
-    """A node of ``gpus`` with ``host_bytes`` of memory."""
+    """Return the description of a node of ``gpus`` with ``host_bytes`` of host memory."""
     preset, known = _nearest_preset(gpus)
     how = f"preset {preset.name}" if known else f"unknown, nearest by memory: {preset.name}"
     return replace(
@@ -89,7 +91,7 @@ def describe_gpus(gpus: Gpus, *, host_bytes: int) -> HardwareSpec:
 
 
 def describe_cpu(memory_bytes: int) -> HardwareSpec:
-    """Return this machine's CPU as a device that has ``memory_bytes`` of memory."""
+    """Return a description with this machine's CPU as a device of ``memory_bytes`` of memory."""
     preset, cores = PRESETS["laptop-cpu"], count_cores()
     device = preset.device
     fraction = cores / device.num_multiprocessors
@@ -99,7 +101,7 @@ def describe_cpu(memory_bytes: int) -> HardwareSpec:
         device=replace(
             device,
             memory_bytes=memory_bytes,
-            # A small machine keeps at least half of its memory.
+            # Reserve at most half of the memory of a small machine.
             reserved_bytes=min(device.reserved_bytes, memory_bytes // 2),
             num_multiprocessors=cores,
             bf16_flops_per_s=device.bf16_flops_per_s * fraction,
@@ -113,16 +115,18 @@ def describe_cpu(memory_bytes: int) -> HardwareSpec:
 def divide_cpu(
     hardware: HardwareSpec, ranks: int, *, threads: int | None = None, cores: int | None = None
 ) -> HardwareSpec:
-    """A machine whose CPU is the device, divided among `ranks` processes: each a device of its own.
+    """Return a CPU machine divided among `ranks` processes, each a device with a share of the CPU.
 
-    Rates hold for as many threads as they were measured with (``num_multiprocessors``), and a
-    process computes with its own, at the same rate each as long as all have a core.
+    Rates hold for the number of threads they were measured with (``num_multiprocessors``). The rate
+    of a process is proportional to its threads, and lower where threads outnumber cores. A GPU
+    machine is returned unchanged.
 
     Args:
-        hardware: the machine.
-        ranks: processes.
-        threads: of each; a part of those that rates hold for if not given.
-        cores: of the machine; as many as those threads if not given.
+        hardware: Machine to divide.
+        ranks: Number of processes.
+        threads: Threads of each process; if None, the threads that rates hold for divided by
+            `ranks`.
+        cores: Cores of the machine; if None, as many as the threads that rates hold for.
     """
     device = hardware.device
     measured = device.num_multiprocessors
@@ -149,24 +153,24 @@ def divide_cpu(
 
 
 def threads_of_rank(ranks: int, *, environ: Mapping[str, str] = os.environ) -> int:
-    """Return the threads that each of some processes on this machine computes with."""
+    """Return the threads of each of `ranks` processes: OMP_NUM_THREADS, or a share of the cores."""
     given = environ.get("OMP_NUM_THREADS", "").split(",")[0]
     return int(given) if given.isdecimal() and int(given) else max(1, count_cores() // ranks)
 
 
 def _slower(point: Point, times: float) -> Point:
-    """A measured point with every rate divided."""
+    """Return `point` with every rate divided by `times`."""
     rates = {f.name: getattr(point, f.name) for f in fields(point) if f.name.endswith("_per_s")}
     return replace(point, **{name: rate / times for name, rate in rates.items()})
 
 
 def has_memory_pool(*, library: Path = _ALLOCATOR) -> bool:
-    """Tell whether torch's CPU tensors live in the pool of ``kernels.native.cpu_allocator``."""
+    """Return whether CPU tensors are allocated in the pool of ``kernels.native.cpu_allocator``."""
     return library.exists() and os.environ.get(_ALLOCATOR_SWITCH, "").lower() != "heap"
 
 
 def find_gpus() -> Gpus | None:
-    """NVIDIA GPUs as the driver lists them; None without GPU, driver or its Python binding."""
+    """Return the NVIDIA GPUs that the driver lists; None without GPU, driver or Python binding."""
     try:
         import pynvml
     except ImportError:
@@ -194,7 +198,7 @@ def _first_gpu(nvml: Any) -> Gpus | None:
 
 
 def _nearest_preset(gpus: Gpus) -> tuple[HardwareSpec, bool]:
-    """The preset that stands for a GPU, and whether it is one of that name."""
+    """Return the preset that matches a GPU by name, else by memory, and whether the name matched."""
     accelerators = [spec for spec in PRESETS.values() if spec.device.kind == "cuda"]
     name_parts = set(re.findall(r"[a-z]+\d+", gpus.name.lower()))
     named = [spec for spec in accelerators if spec.name.partition("-")[0] in name_parts]
@@ -216,19 +220,19 @@ def cpu_model(*, cpu_info: Path = _CPU_INFO) -> str:
 
 
 def count_cores() -> int:
-    """Cores this process may run on."""
+    """Return the number of cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def count_numa_nodes(*, nodes: Path = _NODES) -> int:
-    """Memory domains of the machine."""
+    """Return the number of NUMA nodes of the machine, at least 1."""
     return max(1, len(list(nodes.glob("node[0-9]*"))))
 
 
 def usable_memory_bytes() -> int:
-    """Memory of the machine, or of the control group this process is in where that is less."""
+    """Return the memory of the machine, or the limit of this process's control group if lower."""
     limit = control_group_limit_bytes()
     total = int(psutil.virtual_memory().total)
     return total if limit is None else min(total, limit)
@@ -237,13 +241,13 @@ def usable_memory_bytes() -> int:
 def control_group_limit_bytes(
     *, membership: Path = _MEMBERSHIP, cgroups: Path = _CGROUPS
 ) -> int | None:
-    """Least memory limit of this process's control groups; None without one.
+    """Return the lowest memory limit of this process's control groups, or None without a limit.
 
-    :mod:`sppo.kernels.native.machine_memory` tells what is left now; this is the limit itself.
+    :mod:`sppo.kernels.native.machine_memory` returns the memory available now instead.
 
     Args:
-        membership: the file that names the groups.
-        cgroups: where the groups' files are mounted.
+        membership: File that names the control groups of this process.
+        cgroups: Directory in which control groups are mounted.
     """
     try:
         lines = membership.read_text().splitlines()
@@ -260,7 +264,7 @@ def control_group_limit_bytes(
 
 
 def _limits(top: Path, name: str, *, file: str) -> list[int]:
-    """Limits of group ``name`` and of all above it; in a container only ``top`` may be visible."""
+    """Return the limits of group ``name`` and its parents; a container may see only ``top``."""
     own = top / name.lstrip("/")
     limits = []
     for group in (own, *(above for above in own.parents if above.is_relative_to(top))):
