@@ -1,1 +1,1 @@
-"""Costs of a run: FLOPs, seconds, and bytes of memory. Pure Python and numpy, never torch."""
+"""Cost model of a run: FLOPs, seconds, and bytes of memory, in Python and numpy without torch."""

@@ -1,4 +1,4 @@
-"""Attention back end that a plan counts on, without asking the machine, which may be elsewhere."""
+"""Attention back end that a plan assumes, chosen without access to the machine of the run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _HALF_BYTES = 2
 
 
 def planned_backend(workload: Workload) -> str:
-    """Return the back end that the device's attention rates are of, or what takes its place.
+    """Return the back end whose attention rates the device has, or its fallback.
 
-    That is the flash-attn 2 of torch where the device names none or the named one cannot do the
-    heads or the window, and the Triton kernels where no flash kernel takes the dtype or the heads.
-    :mod:`sppo.kernels.attention.choice` chooses on the machine itself.
+    The fallback is torch's flash-attn 2 if the device names no back end or the named one supports
+    neither the head size nor the sliding window, and the Triton kernels if no flash kernel supports
+    the dtype or the head size. On the machine, :mod:`sppo.kernels.attention.choice` chooses.
     """
     model, named = workload.model, workload.hardware.device.attention_backend
     size = model.head_dim

@@ -1,4 +1,4 @@
-"""One way to run a model on a machine: what is priced, simulated, planned and run."""
+"""Candidate: one way to run a model on a machine, which the cost model prices."""
 
 from __future__ import annotations
 
@@ -27,34 +27,35 @@ Counts = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Degrees of parallelism, cuts, schedule and policy.
+    """Parallel degrees, subsequence lengths, schedule, activation policy and tiers of a run.
 
     Attributes:
-        workload: Model, machine, precision, sequence parallelism.
-        lengths: Tokens of every subsequence; every sequence of a step is cut alike. Of a step of
-            packed sequences, of all of them, one sequence after another.
-        sequences: Sequences per step of one data-parallel replica, cut so; 1 where `lengths` has
-            those of all.
+        workload: Model, machine, precision and sequence parallelism.
+        lengths: Tokens of each subsequence of a sequence, the same for all sequences of a step. If
+            `packed` is not empty, of each subsequence of all packed sequences in order.
+        sequences: Sequences per step of one data-parallel replica; 1 if `packed` is not empty.
         pipeline_parallel_degree: Ranks of the pipeline.
-        data_parallel_degree: Replicas.
+        data_parallel_degree: Data-parallel replicas.
         schedule: Name of the schedule.
         policy: Activation policy.
-        offload_ratio: Share that every subsequence sends away; None leaves it to the policy.
-        zero: How much of the state the replicas shard.
-        state: Where its training state lives.
-        activation_tier: Tier of offloaded activations, K and V; "nearest" is the one next to the
-            device that the machine has.
-        input_every: Layers that share one saved input.
-        allow_partial: Whether the policy may cut a tensor class.
-        spare_bytes: Device memory that activation policies leave free for shards (MSP).
-        background_saves: Checkpoints are copied in memory, then written while training goes on.
+        offload_ratio: Fraction of its saved bytes that each subsequence offloads; None leaves the
+            fraction to the policy.
+        zero: ZeRO stage, 0 to 3.
+        state: Tiers of weights, gradients and optimizer state.
+        activation_tier: Tier of offloaded activations, K and V; "nearest" is the machine's tier
+            next to the device.
+        input_every: Number of layers per saved layer input.
+        allow_partial: Whether the policy may treat the rows of one tensor class differently.
+        spare_bytes: Device memory that activation policies leave free for MSP shards.
+        background_saves: Whether checkpoints are copied in memory and written during training.
         virtual_stages: Stages on each rank of the pipeline (v).
-        kv: What becomes of K and V between a stage's forward and its backward, in the looped order,
-            on all stages of a rank but its last; None leaves it open.
-        kv_recomputed: Stages of each rank that recompute theirs instead, from inputs that stay.
-        packed: The sequences of the step of a replica, where samples are packed into them.
-        begun: How many forwards each rank has begun before each of its backwards, where there is no
-            room for as many as the schedule begins; empty: as many as that.
+        kv: Placement of K and V between the forward and the backward of a stage in the looped
+            order, on all stages of a rank except its last; None if not yet decided.
+        kv_recomputed: Number of stages of each rank that recompute K and V from retained inputs,
+            whatever `kv` is.
+        packed: Packed sequences of one replica's step; empty if samples are not packed.
+        begun: Number of forwards that each rank begins before each of its backwards, if memory is
+            short of what the schedule begins (pacing); empty for the numbers of the schedule.
     """
 
     workload: Workload
@@ -80,26 +81,26 @@ class Candidate:
 
     @property
     def tier(self) -> Tier:
-        """Tier of offloaded activations, K and V; "device" where nothing is offloaded."""
+        """Tier of offloaded activations, K and V, with "nearest" resolved for the machine."""
         if self.activation_tier == "nearest":
             return self.workload.hardware.node.nearest_tier
         return self.activation_tier
 
     def with_packed(self, sequences: tuple[PackedSequence, ...]) -> Candidate:
-        """Return the candidate with a step of other sequences."""
+        """Return the candidate with `sequences` as its step, paced as the schedule is."""
         lengths = tuple(chain.from_iterable(sequence.lengths for sequence in sequences))
         return replace(self, lengths=lengths, sequences=1, packed=sequences, begun=())
 
     @property
     def sequence_lengths(self) -> tuple[tuple[int, ...], ...]:
-        """Tokens of every subsequence of every sequence of a step of one replica."""
+        """Tokens of each subsequence of each sequence of a replica's step, [sequences][N]."""
         if self.packed:
             return tuple(sequence.lengths for sequence in self.packed)
         return (self.lengths,) * self.sequences
 
     @property
     def distinct_sequences(self) -> tuple[slice, ...]:
-        """Return each sequence's place among `lengths`; sequences that are alike are there once."""
+        """Slice of `lengths` of each sequence; a single slice if all sequences are cut alike."""
         if not self.packed:
             return (slice(0, len(self.lengths)),)
         ends = accumulate((len(sequence.lengths) for sequence in self.packed), initial=0)
@@ -107,12 +108,12 @@ class Candidate:
 
     @property
     def sample_parts(self) -> SampleParts:
-        """Return what attention sees of each subsequence, [subsequences]."""
+        """Parts of samples in each subsequence, by which attention is priced."""
         return parts_of_packed(self.packed) if self.packed else parts_of_sequence(self.lengths)
 
     @property
     def prefixes(self) -> tuple[int, ...]:
-        """Tokens of its sequence before each subsequence, [subsequences]."""
+        """Number of tokens before each subsequence in its sequence, [subsequences]."""
         return tuple(
             chain.from_iterable(
                 accumulate(self.lengths[own][:-1], initial=0) for own in self.distinct_sequences
@@ -121,17 +122,17 @@ class Candidate:
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of the longest sequence of a step."""
+        """Number of tokens of the longest sequence of a step."""
         return max(sum(self.lengths[own]) for own in self.distinct_sequences)
 
     @property
     def budget_bytes(self) -> int:
-        """Device memory that it may fill."""
+        """Device memory that the candidate may fill: usable bytes minus `spare_bytes`."""
         return max(0, self.workload.hardware.device.usable_bytes - self.spare_bytes)
 
     @property
     def num_devices(self) -> int:
-        """Devices it occupies."""
+        """Number of devices that the candidate occupies."""
         return (
             self.pipeline_parallel_degree
             * self.data_parallel_degree
@@ -140,17 +141,17 @@ class Candidate:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the whole pipeline."""
+        """Number of stages of the whole pipeline."""
         return self.pipeline_parallel_degree * self.virtual_stages
 
     @property
     def stages(self) -> tuple[range, ...]:
-        """The layers of each stage; stage s is on rank s mod `pipeline_parallel_degree`."""
+        """Layers of each stage; stage s is on rank s mod `pipeline_parallel_degree`."""
         return layers_of_stages(self.workload.model.num_layers, num_stages=self.num_stages)
 
     @property
     def neighbours(self) -> Counts:
-        """Stages on another rank that each stage receives from or sends to, [stages]."""
+        """Number of neighbouring stages on other ranks that each stage exchanges with, [stages]."""
         counts = np.zeros(self.num_stages, dtype=np.int64)
         if self.pipeline_parallel_degree > 1:
             counts[:-1] += 1
@@ -183,7 +184,7 @@ class Candidate:
 
     @property
     def order(self) -> str:
-        """The schedule in whose order ranks run its units, if MSP cut none of them."""
+        """Name of the schedule whose order ranks follow if MSP cuts no unit."""
         return order_of(self.schedule, num_virtual=self.virtual_stages)
 
     def is_last_stage(self, stage: int) -> bool:
@@ -193,12 +194,12 @@ class Candidate:
 
 @cache
 def layers_of_stages(num_layers: int, *, num_stages: int) -> tuple[range, ...]:
-    """The layers of each stage: as equal as they can be, the last stages never the longer ones.
+    """Return the layers of each stage, as equal in number as possible, longer stages first.
 
-    The last stage also has the vocabulary projection, so it is the wrong place for a spare layer.
+    The last stages get no extra layer, since the last stage also has the vocabulary projection.
 
     Raises:
-        ValueError: fewer layers than stages.
+        ValueError: Fewer layers than stages.
     """
     if num_layers < num_stages:
         raise ValueError(

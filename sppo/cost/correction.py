@@ -1,4 +1,4 @@
-"""Correction of predicted compute seconds, as a run has measured them."""
+"""Correction of predicted compute seconds by times measured in a run."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CostCorrection:
-    """Factor of the predicted seconds of compute, and seconds that are added.
+    """Factors of the predicted compute seconds of forwards and backwards, and seconds to add.
 
-    One of each for forwards and for backwards, whose kernels and memory traffic differ: these two a
-    run times apart on any device, action by action. Rates that are off multiply all seconds; what
-    it takes to launch the kernels of a layer adds some, however many tokens there are. What takes
-    the time inside an action, products or attention, no clock tells without slowing it down.
+    Forwards and backwards have separate corrections: their kernels and memory traffic differ, and a
+    run times both on any device, action by action. The factor corrects rates; the added seconds are
+    kernel launches of a layer, which do not depend on the number of tokens. Kernels inside an
+    action cannot be timed without slowing the action down, so they are not corrected one by one.
 
     Attributes:
-        forward: Factor of forwards, the head included.
-        backward: Factor of both halves of backwards and of what they recompute.
-        forward_launch_s: Seconds more of the forward of one subsequence in one layer.
-        backward_launch_s: Seconds more of its backward.
+        forward: Factor of forwards, including the head.
+        backward: Factor of both halves of backwards and of recomputation.
+        forward_launch_s: Seconds added to the forward of each subsequence in each layer.
+        backward_launch_s: Seconds added to the backward of each subsequence in each layer.
     """
 
     forward: float = 1.0

@@ -1,10 +1,9 @@
-"""Element-wise kernels of one layer: which, how often, over how many elements.
+"""Element-wise kernels of one layer: names, number of calls, and elements of each call.
 
-Each kernel counts the bytes it must read and write at least: every input read and every output
-written once. Where nothing was measured, these bytes are transferred at the device's memory
-bandwidth. `sppo bench` divides the same counts by the time our kernels take, so a kernel that
-transfers more, or computes more than it transfers, shows as a lower rate of its own
-(:class:`sppo.hardware.rates.ElementwisePoint`).
+The bytes of a kernel are the minimum that it must transfer: every input read and every output
+written once. Without measurements, these bytes are transferred at the device's memory bandwidth.
+`sppo bench` divides the same bytes by the measured time of each kernel, so a kernel that transfers
+more, or is bound by compute, has a lower rate (:class:`sppo.hardware.rates.ElementwisePoint`).
 
 Legend: C tokens of a subsequence, E hidden, N query heads, K key/value heads, D head size, F MLP
 width, V vocabulary.
@@ -52,25 +51,26 @@ PASSES: Mapping[str, tuple[float, float]] = {
 }
 """Elements read and written per element of the operand, in the compute dtype and in fp32.
 
-``rmsnorm_add`` reads two tensors and writes their sum and its norm; ``rmsnorm_add_backward`` adds
-the residual's gradient to the norm's; ``layernorm`` has the same. ``swiglu_backward`` reads three
-and writes three: it recomputes its output as well. ``loss_gradient`` reads a tile of logits twice,
-for the loss and for their gradient, which it writes in their place. ``adamw`` is everything a step
-does to a parameter in fp32: its gradient is zeroed, read for the norm, read and written by
-clipping, and read by the update, which reads and writes the master and two moments. Weights
-smaller than their masters are written by ``narrow``."""
+``rmsnorm_add`` reads two tensors and writes their sum and the norm of the sum;
+``rmsnorm_add_backward`` adds the residual's gradient to the norm's; ``layernorm_add`` and its
+backward count alike. ``swiglu_backward`` reads three tensors and writes three, since it also
+recomputes the output of ``swiglu``. ``loss_gradient`` reads a tile of logits twice, for the loss
+and for the gradient, which overwrites the logits. ``adamw`` covers all fp32 traffic of a parameter
+per step: the gradient is zeroed, read for the norm, read and written by clipping, and read by the
+update, which reads and writes the master and two moments. ``narrow`` writes weights whose dtype is
+smaller than that of their masters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One kernel over `width` elements of every token."""
+    """Call of an element-wise kernel on `width` elements of every token."""
 
     kernel: str
     width: int
 
 
 def bytes_per_element(kernel: str, *, element_bytes: int) -> float:
-    """Bytes that `kernel` reads and writes per element of its operand."""
+    """Return the bytes that `kernel` reads and writes per element of its operand."""
     in_compute_dtype, in_fp32 = PASSES[kernel]
     return in_compute_dtype * element_bytes + in_fp32 * _ACCUMULATION_BYTES
 
@@ -78,7 +78,7 @@ def bytes_per_element(kernel: str, *, element_bytes: int) -> float:
 def work_seconds(
     device: DeviceSpec, dtype: str, *, work: Iterable[Work], tokens: Floats, element_bytes: int
 ) -> Floats:
-    """Seconds of `work` on subsequences of `tokens`, [subsequences]."""
+    """Return the seconds of the kernels `work` on subsequences of `tokens`, [subsequences]."""
     seconds = np.zeros_like(tokens)
     for item in work:
         elements = tokens * item.width
@@ -89,7 +89,7 @@ def work_seconds(
 
 
 def forward_work(model: ModelConfig) -> Iterator[Work]:
-    """Kernels of one layer's forward: norms, rotation, storing K and V, activation, residuals."""
+    """Yield the kernels of a layer's forward: norms, rotation, K/V copies, MLP, residuals."""
     e, query, key = _widths(model)
     yield Work(model.norm, e)
     for width in (query, key):
@@ -101,7 +101,7 @@ def forward_work(model: ModelConfig) -> Iterator[Work]:
 
 
 def backward_work(model: ModelConfig, *, element_bytes: int) -> Iterator[Work]:
-    """Kernels of one layer's backward that recomputes nothing but norms and activations."""
+    """Yield the kernels of a layer's backward that recomputes only norms and activations."""
     e, query, key = _widths(model)
     yield from (Work(model.norm, e), Work(f"{model.norm}_add_backward", e)) * 2
     if model.qk_norm:
@@ -119,7 +119,7 @@ def backward_work(model: ModelConfig, *, element_bytes: int) -> Iterator[Work]:
 
 
 def linear_recompute_work(model: ModelConfig) -> Iterator[Work]:
-    """Yield the kernels of recomputing the linear class, beside matrix products."""
+    """Yield the element-wise kernels that recompute the linear class, without matrix products."""
     e, query, _ = _widths(model)
     if not model.qk_norm:
         yield from _towards_attention(model, query)
@@ -127,7 +127,7 @@ def linear_recompute_work(model: ModelConfig) -> Iterator[Work]:
 
 
 def kv_work(model: ModelConfig) -> Iterator[Work]:
-    """Yield the kernels of recomputing K and V from a layer's input, beside matrix products."""
+    """Yield the element-wise kernels that recompute K and V from a layer's input."""
     e, _, key = _widths(model)
     yield Work(model.norm, e)
     yield from _towards_attention(model, key)
@@ -135,7 +135,7 @@ def kv_work(model: ModelConfig) -> Iterator[Work]:
 
 
 def saving_work(model: ModelConfig, *, names: Iterable[str]) -> Iterator[Work]:
-    """Copies of the saved tensors `names` onto the stack where a CPU run keeps them."""
+    """Yield the copies of the saved tensors `names` onto the saved-tensor stack of a CPU run."""
     elements = tensor_bytes_per_token(model, element_bytes=1)
     for name in names:
         if name != "lse":
@@ -151,7 +151,7 @@ def _widths(model: ModelConfig) -> tuple[int, int, int]:
 
 
 def _towards_attention(model: ModelConfig, width: int) -> Iterator[Work]:
-    """Queries or keys from their projection to attention."""
+    """Yield the kernels on queries or keys between their projection and attention."""
     if model.qk_norm:
         yield Work("head_norm", width)
     if model.position == "rotary":

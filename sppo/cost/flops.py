@@ -1,11 +1,11 @@
-"""The one written definition of FLOPs, and so of MFU.
+"""Definition of model FLOPs and executed FLOPs, and of MFU and HFU.
 
 Model FLOPs are causal and without recomputation. Forward: 2 FLOPs per weight and token for every
-matrix product, the vocabulary projection included (the embedding look-up is none), plus
+matrix product, including the vocabulary projection but not the embedding look-up, plus
 ``4 * N * D`` per visible (query, key) pair and layer: 2 for q.k, 2 for p.v; a causal sequence of S
 tokens has S(S+1)/2 pairs. Backward counts twice the forward.
-``mfu`` = model FLOPs / (time * peak). ``hfu`` counts executed FLOPs: recomputation, and 2.5 rather
-than 2 times the attention forward, which a flash backward executes.
+``mfu`` = model FLOPs / (time * peak). ``hfu`` uses executed FLOPs, which include recomputation and
+the flash backward at 2.5 times the attention forward instead of 2.
 """
 
 from __future__ import annotations
@@ -33,26 +33,27 @@ class LayerFlops:
     """Forward FLOPs of one layer."""
 
     linear_flops: int
-    """Per token."""
+    """FLOPs of all matrix products per token."""
     attention_flops: int
-    """Per visible (query, key) pair."""
+    """FLOPs of attention per visible (query, key) pair."""
 
 
 def layer_flops(model: ModelConfig) -> LayerFlops:
-    """Forward FLOPs of one layer of ``model``."""
+    """Return the forward FLOPs of one layer of ``model``."""
     weights = sum(prod(shape) for shape in layer_shapes(model).values() if len(shape) == 2)
     return LayerFlops(2 * weights, 4 * model.num_heads * model.head_dim)
 
 
 def head_flops(model: ModelConfig) -> int:
-    """Forward FLOPs per token of the vocabulary projection."""
+    """Return the forward FLOPs per token of the vocabulary projection."""
     return 2 * model.vocab_size * model.hidden_size
 
 
 def causal_pairs(start: _Tokens, end: _Tokens, *, window: int | None = None) -> _Tokens:
-    """Visible (query, key) pairs of queries ``start..end-1`` that each see keys ``0..query``.
+    """Return the visible (query, key) pairs of queries ``start..end-1`` that see keys ``0..query``.
 
-    With a sliding ``window`` a query sees its last ``window`` keys only. Counts, or arrays of them.
+    With a sliding ``window``, a query sees only its last ``window`` keys. ``start`` and ``end`` are
+    integers or arrays of integers.
     """
 
     def below(x: _Tokens) -> _Tokens:
@@ -66,7 +67,7 @@ def causal_pairs(start: _Tokens, end: _Tokens, *, window: int | None = None) -> 
 
 
 def forward_flops(model: ModelConfig, *, start: int, end: int) -> int:
-    """Model FLOPs of the forward pass of tokens ``start..end-1`` of one sequence, all layers."""
+    """Return the forward model FLOPs of tokens ``start..end-1`` of a sequence, layers and head."""
     layer = layer_flops(model)
     linear = (layer.linear_flops * model.num_layers + head_flops(model)) * (end - start)
     pairs = sum(
@@ -76,19 +77,20 @@ def forward_flops(model: ModelConfig, *, start: int, end: int) -> int:
 
 
 def step_flops(model: ModelConfig, *, length: int, sequences: int) -> int:
-    """Model FLOPs of one training step: forward and backward of ``sequences`` sequences."""
+    """Return the model FLOPs of a training step: forward and backward of all its sequences."""
     return int((1 + BACKWARD_RATIO) * forward_flops(model, start=0, end=length) * sequences)
 
 
 def sample_flops(model: ModelConfig, lengths: Iterable[int]) -> int:
-    """Model FLOPs of forward and backward of samples that each see themselves alone."""
+    """Return the model FLOPs of forward and backward of samples that each attend to themselves."""
     return sum(step_flops(model, length=length, sequences=1) for length in lengths)
 
 
 def partition_costs(model: ModelConfig) -> tuple[float, float]:
-    """Return (a, b) of :mod:`sppo.planning.partition`: FLOPs per token and per pair, all layers.
+    """Return (a, b) of :mod:`sppo.planning.partition`: FLOPs per token and per visible pair.
 
-    A sliding window makes attention nearly linear in the prefix, so its pairs count per token.
+    Both cover all layers and the head. Attention with a sliding window is nearly linear in the
+    number of tokens, so its FLOPs count per token.
     """
     layer = layer_flops(model)
     linear = float(layer.linear_flops * model.num_layers + head_flops(model))
@@ -109,15 +111,15 @@ def executed_step_flops(
     linear_recomputed: Floats,
     attention_recomputed: Floats,
 ) -> int:
-    """FLOPs that a step really executes under an activation policy (the numerator of ``hfu``).
+    """Return the FLOPs that a step executes under an activation policy (numerator of ``hfu``).
 
-    K and V stay in their store and are never recomputed.
+    Recomputation of K and V is not counted.
 
     Args:
-        model: its shape.
-        parts: of the samples in each subsequence of the step.
-        linear_recomputed: fraction of each subsequence whose linear class is recomputed.
-        attention_recomputed: fraction of each subsequence that recomputes attention.
+        model: Shape of the model.
+        parts: Parts of the samples in each subsequence of the step.
+        linear_recomputed: Fraction of each subsequence whose linear class is recomputed.
+        attention_recomputed: Fraction of each subsequence whose attention is recomputed.
     """
     layer, tokens = layer_flops(model), parts.tokens
     begins, ends = parts.begins.astype(np.int64), parts.ends.astype(np.int64)
@@ -133,12 +135,12 @@ def executed_step_flops(
 
 
 def recomputed_linear_names(model: ModelConfig) -> tuple[str, ...]:
-    """Projections that recompute the linear class in backward."""
+    """Return the names of the projections that recompute the linear class in backward."""
     gate, k = ("gate",) if model.gated else (), ("k",) if model.qk_norm else ()
     return ("q", "o", "up", *gate, *k)
 
 
 def recomputed_linear_flops(model: ModelConfig) -> int:
-    """Per token and layer: what the products of :func:`recomputed_linear_names` cost."""
+    """Return the FLOPs per token and layer of the products of :func:`recomputed_linear_names`."""
     shapes = layer_shapes(model)
     return 2 * sum(prod(shapes[f"{name}.weight"]) for name in recomputed_linear_names(model))

@@ -1,7 +1,7 @@
-"""K and V of a stage between its forward and its backward: what may become of them, and its price.
+"""Bytes and seconds of offloading or recomputing a stage's K and V between forward and backward.
 
-In the looped order only one stage of a rank reads its K and V at a time, so those of the others
-may leave the device or be recomputed. The last stage of each rank retains them: its backward
+In the looped order only one stage of a rank reads its K and V at a time, so the other stages may
+offload or recompute theirs. The last stage of each rank retains its K and V, since its backward
 follows its forward.
 """
 
@@ -23,9 +23,9 @@ from sppo.schedule.transfers.kv_placement import KVPlacement
 
 
 def kv_bytes_per_token(workload: Workload) -> tuple[float, float]:
-    """Bytes per token and layer on one device: K and V, and their fp32 gradients.
+    """Return the bytes per token and layer of K and V, and of their fp32 gradients, on one device.
 
-    A group larger than the K/V heads holds each head several times.
+    A sequence-parallel group with more devices than K/V heads holds each head several times.
     """
     model = workload.model
     degree = min(workload.sequence_parallel_degree, model.kv_heads)
@@ -34,16 +34,17 @@ def kv_bytes_per_token(workload: Workload) -> tuple[float, float]:
 
 
 def kv_offload_bytes(candidate: Candidate) -> Table:
-    """Bytes of K and V that each stage offloads of each subsequence, [stages, N]."""
+    """Return the bytes of K and V that each stage offloads of each subsequence, [stages, N]."""
     row_bytes, _ = kv_bytes_per_token(candidate.workload)
     result: Table = _layers(candidate, "offloaded")[:, None] * np.array(candidate.lengths)
     return result * row_bytes
 
 
 def kv_recompute_seconds(candidate: Candidate) -> Table:
-    """Seconds that each stage takes to recompute K and V of each subsequence, [stages, N].
+    """Return the seconds in which each stage recomputes K and V of a subsequence, [stages, N].
 
-    Where weights are sharded (ZeRO-3) whole layers are gathered for it, one ahead of the compute.
+    With sharded weights (ZeRO-3), whole layers are gathered, one layer ahead of the compute; the
+    longer of gather and compute counts.
     """
     gather_s = layer_gather_seconds(candidate) * (_layers(candidate, "recomputed") > 0)
     seconds: Table = np.maximum(kv_compute_seconds(candidate), gather_s[:, None])
@@ -51,7 +52,7 @@ def kv_recompute_seconds(candidate: Candidate) -> Table:
 
 
 def kv_compute_seconds(candidate: Candidate) -> Table:
-    """Return the same without gathers of weights, [stages, N]."""
+    """Return the seconds of recomputing K and V, without gathers of weights, [stages, N]."""
     tokens = np.array(candidate.lengths, dtype=np.float64)
     recomputed = _layers(candidate, "recomputed")
     if not recomputed.any():
@@ -61,7 +62,7 @@ def kv_compute_seconds(candidate: Candidate) -> Table:
 
 
 def kv_blocks(candidate: Candidate) -> Counts:
-    """Bytes of a block of K and V, of one layer of each subsequence, [N]."""
+    """Return the bytes of the packed block of K and V of one layer of each subsequence, [N]."""
     row_bytes, _ = kv_bytes_per_token(candidate.workload)
     parts = np.array(candidate.lengths) * int(row_bytes) // 2
     both = 2 * aligned_counts(parts, TENSOR_ALIGNMENT_BYTES)
@@ -69,13 +70,13 @@ def kv_blocks(candidate: Candidate) -> Counts:
 
 
 def largest_kv_block(candidate: Candidate) -> int:
-    """Bytes of the largest block of K and V that leaves the device; 0 where none does."""
+    """Return the bytes of the largest offloaded block of K and V; 0 if none is offloaded."""
     leaves = _layers(candidate, "offloaded").any()
     return int(kv_blocks(candidate).max()) if leaves else 0
 
 
 def kv_tier_bytes(candidate: Candidate) -> Counts:
-    """Bytes in the next tier of the K and V that each stage offloads of a sequence, [stages]."""
+    """Return the bytes of K and V that a stage offloads of its largest sequence, [stages]."""
     blocks = kv_blocks(candidate)
     largest = max(int(blocks[own].sum()) for own in candidate.distinct_sequences)
     whole: Counts = _layers(candidate, "offloaded") * largest
@@ -83,14 +84,14 @@ def kv_tier_bytes(candidate: Candidate) -> Counts:
 
 
 def offloaded_kv_bytes(candidate: Candidate) -> int:
-    """Bytes in the next tier of the K and V that the fullest rank offloads of all sequences."""
+    """Return the bytes in the next tier of K and V of all sequences, on the rank with the most."""
     stages = kv_tier_bytes(candidate)
     ranks = [candidate.stages_of_rank(rank) for rank in range(candidate.pipeline_parallel_degree)]
     return candidate.sequences * max(int(stages[list(own)].sum()) for own in ranks)
 
 
 def _layers(candidate: Candidate, placement: KVPlacement) -> Counts:
-    """Layers of each stage if its K and V are placed so, else 0, [stages]."""
+    """Return the layers of each stage whose K and V have `placement`, 0 for others, [stages]."""
     return np.array(
         [
             len(layers) * (candidate.kv_of_stage(stage) == placement)

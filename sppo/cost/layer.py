@@ -1,10 +1,10 @@
 """Seconds of one layer on one subsequence: matrix products, attention, element-wise work, links.
 
-Matrix products and attention are FLOPs over the rate a device reaches at that shape
-(:mod:`sppo.hardware.rates`); element-wise kernels are bytes over the rate of each kernel
-(:mod:`sppo.cost.elementwise`). A flash backward executes 2.5 times its forward, a matrix
-product twice its forward, half of it for the weights. Devices of a sequence-parallel group each do
-a g-th of all of it, and exchange tokens.
+Matrix products and attention take FLOPs over the rate that the device reaches at their shape
+(:mod:`sppo.hardware.rates`); element-wise kernels take bytes over the rate of each kernel
+(:mod:`sppo.cost.elementwise`). A flash backward executes 2.5 times the FLOPs of its forward, the
+backward of a matrix product twice those of its forward, half of them for the weight gradient. Each
+device of a sequence-parallel group does a g-th of all work, and the group exchanges tokens.
 
 Legend: C tokens of a subsequence, E hidden, N query heads, K key/value heads, D head size, F MLP
 width, g sequence-parallel degree. Tables are [subsequences].
@@ -46,10 +46,10 @@ Mechanism = Literal["ulysses", "megatron"]
 
 ELEMENT_BYTES = {"bf16": 2, "fp32": 4}
 ACCUMULATION_BYTES = 4
-"""Masters, gradients, optimizer moments and dK/dV are fp32."""
+"""Bytes of an element of masters, gradients, optimizer moments and dK/dV, which are fp32."""
 _ACCUMULATED_BYTES = 2 * ACCUMULATION_BYTES
-"""Bytes per element of a weight's gradient and subsequence: its sum is read and written. What is
-added to it exists in tiles that stay in the cache on a CPU, not at all on a GPU."""
+"""Memory traffic of a weight gradient per element and subsequence: its sum is read and written.
+The addend causes none: on a CPU it is a tile that stays in the cache, on a GPU it is not stored."""
 
 _FORWARD_KERNELS = 16
 _BACKWARD_KERNELS = 36
@@ -57,31 +57,31 @@ _CLASSES = (X_IN, ATTENTION, LINEAR)
 
 
 class _Exchanges(NamedTuple):
-    """Times of a forward's exchange that other passes take."""
+    """Communication of other passes, as multiples of a forward's exchange."""
 
     backward: float
     linear_recompute: float
     attention_recompute: float
 
 
-# Megatron's backward gathers both normed inputs once more beside what forward's exchanges mirror;
-# recomputing x_mid adds up once more. Ulysses recomputes attention with q, and turns o back.
+# Megatron's backward mirrors the exchanges of forward and gathers both normed inputs once more;
+# recomputing x_mid takes one more reduction. Recomputing attention in Ulysses exchanges q and o.
 _EXCHANGES = {"ulysses": _Exchanges(1.0, 0.0, 0.5), "megatron": _Exchanges(1.5, 0.25, 0.0)}
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Model, machine and sharding: enough to price one layer.
+    """Model, machine, dtype and sequence parallelism: the inputs of the cost of one layer.
 
     Attributes:
-        model: Its shape.
-        hardware: The machine.
-        dtype: "bf16" or "fp32".
-        sequence_parallel_degree: g.
-        sequence_parallel: How a layer is sharded over the group.
-        vocabulary_sharded: Whether a Megatron group shards embedding and head as well. Megatron
-            itself does; here each device has them whole.
-        correction: Of the seconds of compute, by what steps of a run took.
+        model: Shape of the model.
+        hardware: Machine of the run.
+        dtype: Compute dtype, "bf16" or "fp32".
+        sequence_parallel_degree: Devices of a sequence-parallel group (g).
+        sequence_parallel: Kind of sequence parallelism.
+        vocabulary_sharded: Whether a Megatron group also shards embedding and head, as Megatron-LM
+            does; in this trainer each device has them whole.
+        correction: Correction of compute seconds by measured steps of a run.
     """
 
     model: ModelConfig
@@ -98,7 +98,7 @@ class Workload:
         return ELEMENT_BYTES[self.dtype]
 
     def __hash__(self) -> int:
-        """Return the hash of all attributes, computed once: caches ask for it many times over."""
+        """Return the hash of all attributes, computed once because caches need it often."""
         return self._hash
 
     @cached_property
@@ -106,22 +106,22 @@ class Workload:
         return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the hash out of pickles: strings have another one in every process."""
+        """Return the attributes without the hash: hashes of strings differ between processes."""
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
 
 def layer_seconds(workload: Workload, parts: SampleParts, *, window: int | None) -> LayerSeconds:
-    """Price of one layer on some subsequences: all of its :func:`layer_parts`."""
+    """Return the seconds of each pass over one layer, the sums of its :func:`layer_parts`."""
     return layer_parts(workload, parts, window=window).seconds
 
 
 def layer_parts(workload: Workload, parts: SampleParts, *, window: int | None) -> LayerParts:
-    """Price of one layer on some subsequences, by what takes it.
+    """Return the seconds of each pass over one layer, by products, attention and other parts.
 
     Args:
-        workload: model, machine, precision, sequence parallelism.
-        parts: of samples in each subsequence.
-        window: the layer's sliding window, None for full attention.
+        workload: Model, machine, precision, sequence parallelism.
+        parts: Parts of samples in each subsequence.
+        window: Sliding window of the layer, None for full attention.
     """
     model, device = workload.model, workload.hardware.device
     tokens = parts.tokens
@@ -176,10 +176,10 @@ def layer_parts(workload: Workload, parts: SampleParts, *, window: int | None) -
 
 
 def kv_seconds(workload: Workload, *, tokens: Floats) -> Table:
-    """Seconds of recomputing K and V of one layer from its input."""
+    """Return the seconds of recomputing K and V of one layer from its input, [subsequences]."""
     model, times = workload.model, _EXCHANGES[workload.sequence_parallel]
     shapes = layer_shapes(model)
-    # Ulysses exchanges k and v of what it exchanges in a forward; Megatron gathers the tokens.
+    # Ulysses exchanges only k and v of the tensors of a forward; Megatron gathers the tokens.
     if workload.sequence_parallel == "megatron":
         share = times.linear_recompute
     else:
@@ -195,9 +195,9 @@ def kv_seconds(workload: Workload, *, tokens: Floats) -> Table:
 
 
 def head_parts(workload: Workload, *, tokens: Floats) -> PassParts:
-    """Last norm, vocabulary projection, loss, and their gradients, all formed in F.
+    """Return the seconds of the last norm, vocabulary projection, loss and their gradients.
 
-    They go tile by tile, so that is the shape of the products.
+    All run in F, tile by tile of tokens, so products are priced at the shape of a tile.
     """
     model, device = workload.model, workload.hardware.device
     here = tokens / workload.sequence_parallel_degree
@@ -232,7 +232,7 @@ def head_parts(workload: Workload, *, tokens: Floats) -> PassParts:
 
 
 def update_seconds(workload: Workload, *, parameters: Floats, shards: int) -> Table:
-    """The optimizer step over a device's shard of `parameters`."""
+    """Return the seconds of the optimizer step on a device's shard of `parameters`."""
     work = [Work("adamw", 1)]
     if workload.element_bytes < ACCUMULATION_BYTES:
         work.append(Work("narrow", 1))
@@ -246,10 +246,11 @@ def update_seconds(workload: Workload, *, parameters: Floats, shards: int) -> Ta
 
 
 def exchange_seconds(workload: Workload, *, tokens: Floats) -> Table:
-    """Communication of one layer's forward inside a sequence-parallel group.
+    """Return the seconds of communication of a layer's forward inside a sequence-parallel group.
 
-    Ulysses exchanges q, k, v and o: each device sends (g-1)/g of its own g-th. Megatron gathers
-    and scatters the residual stream before and after attention and the MLP: (g-1)/g of all of it.
+    Ulysses exchanges q, k, v and o: each device sends (g-1)/g of its g-th of the tokens. Megatron
+    gathers and scatters the residual stream before and after attention and the MLP: (g-1)/g of all
+    tokens.
     """
     degree = workload.sequence_parallel_degree
     if degree == 1:
@@ -281,7 +282,7 @@ def attention_seconds(
 def _attention_seconds(
     workload: Workload, parts: SampleParts, *, window: int | None
 ) -> tuple[Table, Table]:
-    """Return what :func:`attention_seconds` does, uncorrected."""
+    """Return the seconds of :func:`attention_seconds` without the correction, [parts]."""
     model, device = workload.model, workload.hardware.device
     degree, begins, ends = workload.sequence_parallel_degree, parts.begins, parts.ends
     pairs = causal_pairs(begins.astype(np.int64), ends.astype(np.int64), window=window)
@@ -308,7 +309,7 @@ def _attention_seconds(
 def _product_seconds(
     workload: Workload, shapes: Iterable[Shape], *, tokens: Floats, product: Product
 ) -> Table:
-    """One of the three products of linear layers on a device's shard of `tokens`."""
+    """Return the seconds of one kind of linear-layer product on a device's shard of `tokens`."""
     here = tokens / workload.sequence_parallel_degree
     return _products(workload, shapes, tokens=here, product=product)
 
@@ -316,7 +317,7 @@ def _product_seconds(
 def _products(
     workload: Workload, shapes: Iterable[Shape], *, tokens: Floats, product: Product
 ) -> Table:
-    """Seconds of products with `tokens` rows, each matrix at its own width."""
+    """Return the seconds of products with `tokens` rows, each matrix priced at its own width."""
     device, dtype = workload.hardware.device, workload.dtype
     seconds = np.zeros_like(tokens)
     for shape, count in Counter(shapes).items():
@@ -328,9 +329,9 @@ def _products(
 
 
 def _gradient_sum_seconds(workload: Workload, shapes: Iterable[Shape]) -> float:
-    """Memory traffic of adding weight gradients to their fp32 sums, for every subsequence anew.
+    """Return the seconds per subsequence of adding weight gradients to their fp32 sums.
 
-    A measured product of a weight's gradient includes it.
+    Zero if products were measured: the measured time of a weight gradient includes the addition.
     """
     device = workload.hardware.device
     if device.measured_gemm(workload.dtype):
@@ -349,9 +350,10 @@ def _elementwise_seconds(workload: Workload, work: Iterable[Work], *, tokens: Fl
 
 
 def _saving_seconds(workload: Workload, index: int, *, tokens: Floats) -> Table:
-    """Copying one class of saved tensors onto the stack of a CPU run; a GPU keeps them in place.
+    """Return the seconds of copying one class of saved tensors onto the stack of a CPU run.
 
-    What is recomputed is not copied, so recomputing costs that much less.
+    A GPU keeps saved tensors in place. Recomputed tensors are not copied, so recomputation saves
+    these seconds.
     """
     if workload.hardware.device.kind != "cpu":
         return np.zeros_like(tokens)
@@ -361,10 +363,11 @@ def _saving_seconds(workload: Workload, index: int, *, tokens: Floats) -> Table:
 
 @lru_cache(maxsize=256)
 def seconds_per_token_and_pair(workload: Workload, *, tokens: float) -> tuple[float, float]:
-    """Forward and backward seconds of all layers per token and per visible (query, key) pair.
+    """Return the seconds of forward and backward per token and per visible (query, key) pair.
 
-    The two weights of `sequence.partition: cost_model`, taken where a subsequence has `tokens`
-    tokens and as many before it. A sliding window's pairs count per token.
+    Both cover all layers and the head, and are the weights of `sequence.partition: cost_model`.
+    They are taken at a subsequence of `tokens` tokens after a prefix of as many. Attention with a
+    sliding window counts per token.
     """
     model = workload.model
     behind_as_many = SampleParts(

@@ -1,9 +1,9 @@
-"""Tokens whose logits exist at once: the vocabulary projection works on tiles of tokens.
+"""Size of the tiles of tokens on which the vocabulary projection and the loss work.
 
 Every tile reads the projection and reads and writes its fp32 gradient, ``V x E`` each. On a GPU a
-tile has to be so long that its products take longer than that: 6 E V t FLOPs over 12 E V bytes are
-t / 2 per byte, and 200 to 300 FLOPs take as long as one byte. A CPU asks for far less, and its
-memory is what people count.
+tile of t tokens must be long enough for its products to take longer than this traffic: 6 E V t
+FLOPs over 12 E V bytes are t / 2 FLOPs per byte, and 200 to 300 FLOPs take as long as one byte. A
+CPU needs far shorter tiles, which also save memory.
 """
 
 from __future__ import annotations
@@ -11,24 +11,25 @@ from __future__ import annotations
 from sppo.units import MIB
 
 LOGITS_TILE_BYTES = {"cpu": 48 * MIB, "cuda": 256 * MIB}
-"""Bound of one tile of logits, by kind of device."""
+"""Upper bound of the bytes of one tile of logits, by kind of device."""
 LEAST_TILE_TOKENS = 64
-"""Tokens of a tile of logits, however large the vocabulary."""
+"""Least tokens of a tile of logits, however large the vocabulary."""
 PRODUCT_TOKENS = {"cpu": 1, "cuda": 256}
-"""Tokens in whole multiples of which a tile is cut, where it has that many: a GPU multiplies tiles
-of 128 or 256 rows, and takes as long for one that is not full."""
+"""Multiple to which the tokens of a tile are rounded down, by kind of device, if there are as many.
+
+GPU products work on 128 or 256 rows at a time, and partly filled rows take as long as full ones."""
 
 
 def tile_tokens(
     vocab_size: int, *, element_bytes: int, device: str = "cpu", tile_bytes: int | None = None
 ) -> int:
-    """Tokens of a tile of logits, at most; those of a subsequence that remain are one more tile.
+    """Return the tokens of a tile of logits; the last tile of a subsequence may have fewer.
 
     Args:
-        vocab_size: logits of a token.
-        element_bytes: of one logit; they have the dtype of the activations.
+        vocab_size: Logits per token.
+        element_bytes: Bytes of one logit, which has the dtype of the activations.
         device: "cpu" or "cuda".
-        tile_bytes: bound of the tile; None for the device's.
+        tile_bytes: Upper bound of the bytes of a tile; None for the device's default.
     """
     bound = LOGITS_TILE_BYTES[device] if tile_bytes is None else tile_bytes
     tokens, multiple = bound // (element_bytes * vocab_size), PRODUCT_TOKENS[device]

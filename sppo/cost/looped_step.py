@@ -1,9 +1,9 @@
 """Time of a step of the looped order, in closed form.
 
-A machine is a pipeline rank, which takes up a stage when it is done with the one before. So stage
-after stage is a flow shop (:mod:`sppo.cost.step_time`) whose machines and links are free from a
-moment on that is known: exactly what the simulator does. A group of sequences ends on the first
-rank, where the next one begins, later than on any other, so groups add up.
+The machines of a flow shop (:mod:`sppo.cost.step_time`) are the pipeline ranks; a rank begins a
+stage when it has finished its previous one. Every pass over the ranks is a flow shop whose machines
+and links become free at known times, so the closed form equals the simulation. A group of sequences
+ends on the first rank last, and the next group begins there, so the times of groups add up.
 """
 
 from __future__ import annotations
@@ -26,20 +26,23 @@ def looped_parts(
     num_sequences: int,
     num_ranks: int,
 ) -> tuple[float, float, float]:
-    """Return the seconds of all forwards, of all backwards, and of what follows the last of them.
+    """Return the seconds of all forwards, of all backwards, and of the update after the last.
 
-    Backwards of a rank wait while it reduces the gradients of a stage, and for those that leave.
+    Backwards of a rank wait while the rank reduces the gradients of a stage, and until gradients
+    that leave the device are complete.
 
     Args:
-        forward: of each unit on each stage, [stages, units].
-        backward: both halves of the same.
-        message_bytes: between ranks, [units].
-        links: between ranks.
-        reduce_s: reducing gradients; with the first stage of each rank also the update, [stages].
-        settle_s: what a rank waits for where gradients leave that are added to once more, no longer
-            than a backward, [stages]; None: nothing.
-        num_sequences: of the step, all cut alike.
-        num_ranks: pipeline ranks; stage s is on rank s mod `num_ranks`.
+        forward: Seconds of the forward of each unit on each stage, [stages, units].
+        backward: Seconds of both halves of the backward, [stages, units].
+        message_bytes: Bytes of a message between ranks, [units].
+        links: Links between ranks.
+        reduce_s: Seconds of reducing gradients; of the first stage of each rank also of the update,
+            [stages].
+        settle_s: Seconds that a rank waits for the last reduction of a stage's gradients before
+            they leave the device, in all groups but the last, [stages]; at most a backward. None
+            for no waiting.
+        num_sequences: Sequences of the step, all cut alike.
+        num_ranks: Pipeline ranks; stage s is on rank s mod `num_ranks`.
     """
     count = forward.shape[1] // num_sequences
     lengths = ((1,) * count,) * num_sequences
@@ -47,7 +50,7 @@ def looped_parts(
     forward_s = backward_s = 0.0
     ends = np.zeros(len(forward))
     settled_s = np.zeros_like(reduce_s) if settle_s is None else settle_s
-    # Stages are reduced when their last backward has run, which is one of the last group.
+    # A stage is reduced after its last backward, which belongs to the last group.
     for size, times, behind_s in (
         *((size, groups.count(size), settled_s) for size in {*groups}),
         (last, 1, reduce_s),
@@ -67,13 +70,13 @@ def looped_parts(
 
 
 class _Flow:
-    """Units that pass stage after stage, up or down the ranks.
+    """Flow shop of units that pass all stages in order, up or down the ranks.
 
     Args:
-        message_bytes: of each unit, in the order in which they pass.
-        links: between ranks.
-        num_ranks: pipeline ranks.
-        step: 1 from the first rank on, -1 from the last one.
+        message_bytes: Bytes of the message of each unit, in the order of passing.
+        links: Links between ranks.
+        num_ranks: Pipeline ranks.
+        step: 1 if units begin on the first rank, -1 if on the last.
     """
 
     def __init__(self, message_bytes: Floats, links: Links, *, num_ranks: int, step: int) -> None:
@@ -84,8 +87,9 @@ class _Flow:
         """Return when each stage has ended its last unit, [stages], in the order of passing.
 
         Args:
-            seconds: of each unit, [stages, units].
-            behind_s: that a rank takes behind its last unit of each stage, [stages]; None: nothing.
+            seconds: Seconds of each unit on each stage, [stages, units].
+            behind_s: Seconds that a rank takes after its last unit of each stage, [stages]; None
+                for 0.
         """
         behind = np.zeros(len(seconds)) if behind_s is None else behind_s
         ranks = self._num_ranks
@@ -105,14 +109,19 @@ class _Flow:
         return ends
 
     def _link(self, before: int, here: int) -> Link:
-        """Return the link between two neighbours, counted from the rank where units begin."""
+        """Return the link between two neighbours, numbered from the rank where units begin."""
         if self._step < 0:
             before, here = self._num_ranks - 1 - before, self._num_ranks - 1 - here
         return self._links.link(before, receiver=here)
 
 
 def queue(ready: Floats, seconds: Floats) -> Floats:
-    """Return when a machine that serves units in order ends each of them."""
+    """Return the end of each unit on a machine that serves units in order.
+
+    Args:
+        ready: Time at which each unit is ready.
+        seconds: Seconds of each unit.
+    """
     work = np.cumsum(seconds)
     ends: Floats = work + np.maximum.accumulate(ready - (work - seconds))
     return ends

@@ -1,4 +1,4 @@
-"""A sequence that samples are packed into, and what attention sees of it."""
+"""Packed sequence, and the parts of samples in each subsequence, by which attention is priced."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from sppo.hardware.rates import Floats
 
 @dataclass(frozen=True, slots=True)
 class PackedSequence:
-    """Samples side by side in one sequence, each of which sees itself alone.
+    """Samples side by side in one sequence, each of which attends only to itself.
 
     Attributes:
         samples: Tokens of each sample, in order.
-        lengths: Tokens of each subsequence. A cut may fall within a sample.
+        lengths: Tokens of each subsequence, whose boundaries may lie inside a sample.
     """
 
     samples: tuple[int, ...]
@@ -34,16 +34,16 @@ class PackedSequence:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all samples."""
+        """Number of tokens of all samples."""
         return sum(self.lengths)
 
     @property
     def boundaries(self) -> tuple[int, ...]:
-        """Cuts from 0 to the last token."""
+        """Boundaries of subsequences, from 0 to the number of tokens."""
         return tuple(accumulate(self.lengths, initial=0))
 
     def parts(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Return of each subsequence the part [begin, end) of every sample it has tokens of."""
+        """Return the parts [begin, end) of samples in each subsequence, [subsequences][parts]."""
         found: list[list[tuple[int, int]]] = [[] for _ in self.lengths]
         ends = [*accumulate(self.lengths)]
         index = position = 0
@@ -60,11 +60,11 @@ class PackedSequence:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleParts:
-    """The part of each sample that each subsequence computes, as attention prices it.
+    """Parts of samples that each subsequence computes, by which attention is priced.
 
     Attributes:
         begins: First position of each part within its sample, [parts].
-        ends: One past its last one, [parts].
+        ends: One past the last position of each part within its sample, [parts].
         firsts: Index of the first part of each subsequence, ascending, [subsequences].
     """
 
@@ -74,11 +74,11 @@ class SampleParts:
 
     @property
     def tokens(self) -> Floats:
-        """Tokens of each subsequence, [subsequences]."""
+        """Number of tokens of each subsequence, [subsequences]."""
         return self.by_subsequence(self.ends - self.begins)
 
     def by_subsequence(self, of_parts: Floats) -> Floats:
-        """Sum what the parts of each subsequence have, [subsequences]."""
+        """Return the sums of `of_parts` [parts] over the parts of each subsequence."""
         if len(self.firsts) == len(self.begins):
             return of_parts
         sums: Floats = np.add.reduceat(of_parts, self.firsts)
@@ -86,13 +86,13 @@ class SampleParts:
 
 
 def parts_of_sequence(lengths: Sequence[int]) -> SampleParts:
-    """Return the parts of a sequence that is one sample."""
+    """Return the parts of a sequence that is a single sample."""
     ends = np.cumsum(lengths).astype(np.float64)
     return SampleParts(ends - np.array(lengths), ends, np.arange(len(lengths)))
 
 
 def parts_of_packed(sequences: Iterable[PackedSequence]) -> SampleParts:
-    """Return the parts of all subsequences of some sequences, one after another."""
+    """Return the parts of all subsequences of `sequences`, one sequence after another."""
     parts = [part for sequence in sequences for part in sequence.parts()]
     table = np.array([span for part in parts for span in part], dtype=np.float64)
     counts = [len(part) for part in parts]

@@ -1,7 +1,7 @@
-"""Every parameter of a model by its global name and shape: the one inventory of all parts.
+"""Global names and shapes of all parameters of a model, as used by all parts of the trainer.
 
-Names are stable whatever the stage, rank or schedule, so a checkpoint written by one layout is
-read by another. Linear weights are stored ``[outputs, inputs]``.
+Names do not depend on stage, rank or schedule, so a checkpoint written with one layout can be read
+with another. Linear weights are stored ``[outputs, inputs]``.
 
 Legend: V vocabulary, E hidden, N query heads, K key/value heads, D head size, F MLP width.
 """
@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 
 
 def layer_shapes(model: ModelConfig) -> dict[str, Shape]:
-    """Parameters of one layer, named without the ``layers.i.`` prefix."""
+    """Return the shapes of the parameters of a layer, by name without the ``layers.i.`` prefix."""
     e, f = model.hidden_size, model.mlp_size
     nd, kd = model.num_heads * model.head_dim, model.kv_heads * model.head_dim
     shapes: dict[str, Shape] = {}
@@ -38,19 +38,22 @@ def layer_shapes(model: ModelConfig) -> dict[str, Shape]:
 
 @lru_cache(maxsize=64)
 def layer_parameters(model: ModelConfig) -> int:
-    """Trainable scalars of one layer."""
+    """Return the number of trainable scalars of one layer."""
     return sum(prod(shape) for shape in layer_shapes(model).values())
 
 
 @lru_cache(maxsize=64)
 def outer_parameters(model: ModelConfig) -> tuple[int, int]:
-    """Trainable scalars in front of the layers, and behind them; tied, both have the embedding."""
+    """Return the numbers of trainable scalars before and after the layers.
+
+    A tied embedding counts in both.
+    """
     before, behind = (sum(map(prod, shapes.values())) for shapes in outer_parts(model))
     return before, behind
 
 
 def outer_shapes(model: ModelConfig) -> dict[str, Shape]:
-    """Parameters outside the layers: embedding, learned positions, final norm, head."""
+    """Return the shapes of parameters outside layers: embedding, positions, final norm, head."""
     shapes: dict[str, Shape] = {"embed.weight": (model.vocab_size, model.hidden_size)}
     if model.position == "learned":
         assert model.max_positions is not None, "ModelConfig checks this"
@@ -62,7 +65,10 @@ def outer_shapes(model: ModelConfig) -> dict[str, Shape]:
 
 
 def outer_parts(model: ModelConfig) -> tuple[dict[str, Shape], dict[str, Shape]]:
-    """Parameters used in front of the layers, and those behind; tied, both have the embedding."""
+    """Return the shapes of parameters used before the layers, and of those used after.
+
+    A tied embedding is in both.
+    """
     outer = outer_shapes(model)
     before = {name: outer[name] for name in outer if _owner(name) in ("embed", "positions")}
     head = "embed.weight" if model.tie_embeddings else "head.weight"
@@ -71,7 +77,7 @@ def outer_parts(model: ModelConfig) -> tuple[dict[str, Shape], dict[str, Shape]]
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
-    """All parameters by global name, in a fixed order: embedding, layers, final norm, head."""
+    """Return the shapes of all parameters by global name: embedding, layers, final norm, head."""
     outer = outer_shapes(model)
     before = ("embed.weight", "positions.weight")
     shapes = {name: shape for name, shape in outer.items() if name in before}
@@ -82,12 +88,12 @@ def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
 
 
 def num_parameters(model: ModelConfig) -> int:
-    """Trainable scalars of the whole model."""
+    """Return the number of trainable scalars of the whole model."""
     return sum(prod(shape) for shape in parameter_shapes(model).values())
 
 
 def is_decayed(shape: Shape) -> bool:
-    """Return whether weight decay applies: matrices and embeddings yes, biases and norms no."""
+    """Return whether weight decay applies: to matrices and embeddings, not to biases and norms."""
     return len(shape) >= 2
 
 
@@ -106,10 +112,10 @@ def _linear(name: str, outputs: int, inputs: int, *, bias: bool) -> dict[str, Sh
 
 
 def stage_shapes(model: ModelConfig, layers: range) -> dict[str, Shape]:
-    """Parameters of the stage that holds `layers`, by global name, in the model's order.
+    """Return the shapes of the parameters of the stage that holds `layers`, by global name.
 
-    The first stage has the embedding, the last the final norm and the head. Where those are tied
-    both have `embed.weight`, and its gradients must be added up.
+    The first stage has the embedding, the last one the final norm and the head. If embedding and
+    head are tied, both stages have `embed.weight`, and its gradients must be added up.
     """
     first, last = layers.start == 0, layers.stop == model.num_layers
     held = {f"layers.{index}" for index in layers}
@@ -119,6 +125,6 @@ def stage_shapes(model: ModelConfig, layers: range) -> dict[str, Shape]:
 
 
 def _owner(name: str) -> str:
-    """Return the part of the model that has a parameter: `layers.7`, `embed`, `final_norm`."""
+    """Return the model part that a parameter belongs to: `layers.7`, `embed`, `final_norm`."""
     parts = name.split(".")
     return ".".join(parts[:2]) if parts[0] == "layers" else parts[0]

@@ -1,4 +1,4 @@
-"""Seconds of the passes over a layer, by what takes them."""
+"""Seconds of the passes over a layer, divided into products, attention and other parts."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class PassParts:
         products: Matrix products.
         attention: Attention kernels.
         elementwise: Norms, rotation, activation functions, residuals, casts and copies.
-        gradient_sums: Reading and writing fp32 sums of weight gradients, where a product does not
-            include that.
+        gradient_sums: Reading and writing fp32 sums of weight gradients, unless `products` include
+            this traffic.
         exchange: Communication inside a sequence-parallel group.
         launches: Fixed costs of kernels.
     """
@@ -33,22 +33,22 @@ class PassParts:
 
     @property
     def seconds(self) -> Table:
-        """All parts together."""
+        """Sum of all parts."""
         total: Table = sum(
             (getattr(self, name) for name in PART_NAMES), start=np.zeros_like(self.products)
         )
         return total
 
     def __add__(self, other: PassParts) -> PassParts:
-        """Add up two passes, part by part."""
+        """Return the sum of two passes, part by part."""
         return PassParts(*(getattr(self, name) + getattr(other, name) for name in PART_NAMES))
 
     def times(self, factor: Table | float) -> PassParts:
-        """Every part multiplied by `factor`."""
+        """Return the pass with every part multiplied by `factor`."""
         return PassParts(*(getattr(self, name) * factor for name in PART_NAMES))
 
     def with_launches(self, seconds: float) -> PassParts:
-        """Add fixed costs."""
+        """Return the pass with `seconds` added to `launches`."""
         return replace(self, launches=self.launches + seconds)
 
 
@@ -56,20 +56,20 @@ PART_NAMES = tuple(field.name for field in fields(PassParts))
 
 
 def pass_parts(tokens: Table, **parts: Table | float) -> PassParts:
-    """Parts of a pass over subsequences of `tokens`; those that are not given take no time."""
+    """Return a pass over subsequences of `tokens` with the given parts; all other parts are 0."""
     return PassParts(*(np.zeros_like(tokens) + parts.get(name, 0.0) for name in PART_NAMES))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerSeconds:
-    """Seconds of each subsequence in one layer, or of each stage and unit in all its layers.
+    """Seconds of each subsequence in one layer, or of each unit in all layers of each stage.
 
     Attributes:
-        forward: F.
-        backward: The input half of B, attention included, nothing recomputed.
-        weight: The weight half of B.
-        linear_recompute: Recomputing the linear class.
-        attention_recompute: Recomputing attention.
+        forward: Seconds of F.
+        backward: Seconds of the input half of B, including attention, without recomputation.
+        weight: Seconds of the weight half of B.
+        linear_recompute: Seconds of recomputing the linear class.
+        attention_recompute: Seconds of recomputing attention.
     """
 
     forward: Table
@@ -79,11 +79,11 @@ class LayerSeconds:
     attention_recompute: Table
 
     def __add__(self, other: LayerSeconds) -> LayerSeconds:
-        """Add up two layers, one after the other."""
+        """Return the seconds of two layers, one after the other."""
         return LayerSeconds(*(getattr(self, name) + getattr(other, name) for name in PASS_NAMES))
 
     def times(self, layers: int) -> LayerSeconds:
-        """Seconds of `layers` equal layers."""
+        """Return the seconds of `layers` equal layers."""
         return LayerSeconds(*(getattr(self, name) * layers for name in PASS_NAMES))
 
 
@@ -92,7 +92,7 @@ PASS_NAMES = tuple(field.name for field in fields(LayerSeconds))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerParts:
-    """Parts of :class:`LayerSeconds`."""
+    """Passes of :class:`LayerSeconds`, each divided into its parts."""
 
     forward: PassParts
     backward: PassParts
@@ -101,7 +101,7 @@ class LayerParts:
     attention_recompute: PassParts
 
     def corrected(self, correction: CostCorrection) -> LayerParts:
-        """Every pass as corrected for its kind; launches count with forward and backward."""
+        """Return the passes with `correction` applied; launches add to forward and backward."""
         if correction == UNCORRECTED:
             return self
         backward = {
@@ -115,5 +115,5 @@ class LayerParts:
 
     @property
     def seconds(self) -> LayerSeconds:
-        """Each pass as a whole."""
+        """Seconds of each pass, the sum of its parts."""
         return LayerSeconds(*(getattr(self, name).seconds for name in PASS_NAMES))

@@ -1,7 +1,7 @@
-"""Costs of each stage and subsequence on a machine: the tables that schedules are played with.
+"""Costs of each stage and unit on a machine: the tables with which schedules are simulated.
 
-Built from :mod:`sppo.cost.layer`, stage by stage; what the activation policy decided
-adds the copies and the time of what is recomputed.
+Compute seconds are sums of layers (:mod:`sppo.cost.layer`); the placement of an activation policy
+adds bytes of copies and seconds of recomputation.
 """
 
 from __future__ import annotations
@@ -48,20 +48,24 @@ from sppo.schedule.costs import CopyEngines, Costs, LayerCopies, Link, Links, Ta
 
 _Values = TypeVar("_Values", Table, Counts)
 _MOST_RANGES = {"cuda": 24}
-"""Ranges of ranks in which one may share units (MSP): each takes a stream of each of torch's two
-pools of 32, which leaves 8 for all else (:mod:`sppo.parallel.stream_budget`)."""
+"""Most ranges of ranks in which one rank may share units (MSP), by kind of device; no limit if
+absent.
+
+Each range takes a stream of each of torch's two pools of 32, which leaves 8 streams of each for
+other uses (:mod:`sppo.parallel.stream_budget`)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageSeconds:
-    """Seconds of each stage: tables [stages, units], units counted through all sequences.
+    """Seconds of each stage and unit; units are numbered through all sequences.
 
     Attributes:
-        units: What the layers and the head of a stage take, with collectives after each use.
-        update_s: The optimizer step, [stages]: of all stages of a rank with its first, for it waits
-            for the norm of all gradients.
-        reduce_s: Reductions behind the last backward of each stage, which its rank waits for; with
-            the first stage of a rank also the gathers of all weights that were updated, [stages].
+        units: Seconds of the layers and the head of each stage, including collectives after each
+            use (ZeRO-2 and 3), [stages, units].
+        update_s: Seconds of the optimizer step of each rank, in the entry of its first stage, since
+            the step waits for the norm of all gradients, [stages].
+        reduce_s: Seconds that a rank waits for reductions after the last backward of each stage; in
+            the entry of its first stage also for gathers of all updated weights, [stages].
     """
 
     units: LayerSeconds
@@ -70,10 +74,10 @@ class StageSeconds:
 
 
 def stage_seconds(candidate: Candidate) -> StageSeconds:
-    """Seconds of every stage and unit when everything is kept.
+    """Return the seconds of every stage and unit if all saved tensors are retained.
 
     Raises:
-        ValueError: more stages than layers.
+        ValueError: More stages than layers.
     """
     one = _sequence_seconds(candidate)
     units = LayerSeconds(
@@ -87,17 +91,17 @@ def stage_seconds(candidate: Candidate) -> StageSeconds:
 
 
 def _settle_seconds(candidate: Candidate) -> Table:
-    """What a rank waits for where gradients leave before their REDUCE, [stages]."""
+    """Return the seconds a rank waits for reductions before its gradients leave, [stages]."""
     if candidate.zero >= 2 and candidate.state.streams_gradients:
         return last_reduction_seconds(candidate)
     return np.zeros(len(candidate.stages))
 
 
 def _update_seconds(candidate: Candidate) -> Table:
-    """The optimizer step of each rank, with its first stage, [stages].
+    """Return the seconds of each rank's optimizer step, in the entry of its first stage, [stages].
 
-    Behind the device the copies of each bucket run beside the update of another: gradients that
-    come down, weights that go up, and what a disk reads and writes.
+    With the optimizer off the device, the copies of a bucket overlap the update of another bucket:
+    gradients from the device, weights to the device, and reads and writes of a disk.
     """
     workload, state = candidate.workload, candidate.state
     updated = updated_parameters(candidate) if candidate.zero else device_parameters(candidate)
@@ -119,9 +123,9 @@ def _update_seconds(candidate: Candidate) -> Table:
 
 
 def streamed_bytes(candidate: Candidate) -> tuple[Table, Table]:
-    """Bytes of each stage's weights and gradients that are copied, [stages] each; 0 where none are.
+    """Return the bytes of weights and of gradients that each stage streams, [stages] each, or 0.
 
-    Weights of ZeRO-3, and gradients from ZeRO-2 on, are the rows of one device.
+    Weights with ZeRO-3, and gradients with ZeRO-2 and 3, count the rows of one device.
     """
     state = candidate.state
     whole, own = device_parameters(candidate), updated_parameters(candidate)
@@ -133,13 +137,13 @@ def streamed_bytes(candidate: Candidate) -> tuple[Table, Table]:
 def stage_costs(
     candidate: Candidate, *, seconds: StageSeconds, placement: ActivationPlacement | None = None
 ) -> Costs:
-    """Costs of every action of a schedule for this candidate.
+    """Return the costs of every action of a schedule for `candidate`.
 
     Args:
-        candidate: what is priced.
-        seconds: of the same candidate.
-        placement: of the activation policy, [stages, subsequences] of each sequence; None keeps
-            everything. Recomputing happens inside B, so it is priced there.
+        candidate: Candidate to price.
+        seconds: Seconds of the candidate's stages and units.
+        placement: Placement by the activation policy, [stages, subsequences] of each sequence; None
+            retains everything. Recomputation runs inside B and counts in B.
     """
     workload = candidate.workload
     units, lengths = seconds.units, np.array(candidate.lengths * candidate.sequences)
@@ -188,7 +192,13 @@ def stage_costs(
 
 
 def _recompute_seconds(candidate: Candidate, *, units: LayerSeconds, recomputed: Counts) -> Table:
-    """Seconds that backward recomputes, [stages, units]; ``recomputed`` in rows of each class."""
+    """Return the seconds of recomputation in backward, [stages, units].
+
+    Args:
+        candidate: Candidate that the units belong to.
+        units: Seconds of the candidate's units.
+        recomputed: Recomputed rows of each tensor class, [stages, units, 3].
+    """
     lengths = np.array(candidate.lengths * candidate.sequences)
     share = recomputed / lengths[None, :, None]
     seconds: Table = (
@@ -199,7 +209,7 @@ def _recompute_seconds(candidate: Candidate, *, units: LayerSeconds, recomputed:
 
 
 def _layer_copies(candidate: Candidate, layers: range) -> LayerCopies:
-    """Return the flow of blocks: to a disk through slots, to host memory from where they are."""
+    """Return the flow of a stage's blocks: through slots to a disk, or directly to host memory."""
     workload = candidate.workload
     layout = BlockLayout(workload.model, workload.element_bytes, layers=layers)
     leaving = layout.staging_slots if candidate.tier == "disk" else SOURCES_HELD
@@ -207,9 +217,9 @@ def _layer_copies(candidate: Candidate, layers: range) -> LayerCopies:
 
 
 def _input_recompute_fraction(candidate: Candidate) -> Table:
-    """Products that recompute unsaved inputs over those of the linear class, [stages, 1].
+    """Return the FLOPs of recomputing unsaved inputs over those of the linear class, [stages, 1].
 
-    A layer that recomputes its input does the down projection of the one below once more.
+    A layer that recomputes its input repeats the down projection of the layer below.
     """
     model = candidate.workload.model
     layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)[:, None]
@@ -220,7 +230,10 @@ def _input_recompute_fraction(candidate: Candidate) -> Table:
 
 
 def row_bytes_of(candidate: Candidate) -> Table:
-    """Bytes of one row of each tensor class on one device, all layers of a stage, [stages, 3]."""
+    """Return the bytes of a row of each tensor class in all layers of a stage, [stages, 3].
+
+    Bytes are those of one device of the sequence-parallel group.
+    """
     workload = candidate.workload
     layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)
     classes = class_bytes_per_token(workload.model, element_bytes=workload.element_bytes)
@@ -230,7 +243,7 @@ def row_bytes_of(candidate: Candidate) -> Table:
 
 
 def shared_input_bytes_of(candidate: Candidate) -> Table:
-    """Bytes of one row's inputs that layers do not save which share one, [stages]."""
+    """Return the bytes of a row's layer inputs that `input_every` leaves unsaved, [stages]."""
     workload = candidate.workload
     layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)
     classes = class_bytes_per_token(workload.model, element_bytes=workload.element_bytes)
@@ -239,15 +252,15 @@ def shared_input_bytes_of(candidate: Candidate) -> Table:
 
 
 def placed_bytes(rows: Counts, *, recomputed: Counts, candidate: Candidate) -> Table:
-    """Bytes of some rows of each unit on one device, all layers of a stage.
+    """Return the bytes of some rows of each unit on one device, in all layers of a stage.
 
     Args:
-        rows: of each tensor class, [stages, units, 3].
-        recomputed: rows of the same units that backward recomputes, [stages, units, 3].
-        candidate: whose.
+        rows: Rows of each tensor class, [stages, units, 3].
+        recomputed: Rows of the same units that backward recomputes, [stages, units, 3].
+        candidate: Candidate that the units belong to.
 
     Returns:
-        [stages, units].
+        Bytes, [stages, units].
     """
     return saved_bytes(
         rows,
@@ -258,10 +271,10 @@ def placed_bytes(rows: Counts, *, recomputed: Counts, candidate: Candidate) -> T
 
 
 def weight_operand_bytes(candidate: Candidate) -> Table:
-    """Bytes of both operands of every product that makes weight gradients, [stages, subsequences].
+    """Return the bytes of the operands of all weight-gradient products, [stages, subsequences].
 
-    A deferred weight half keeps them from its backward on, also those that were recomputed:
-    gradients of all outputs, and the inputs, which products that share one keep once.
+    A deferred weight half keeps its operands from its backward on, recomputed ones included: the
+    gradients of all outputs, and the inputs, once for products that share an input.
     """
     workload = candidate.workload
     model = workload.model
@@ -277,14 +290,14 @@ def weight_operand_bytes(candidate: Candidate) -> Table:
 
 
 def copy_bytes_per_s(candidate: Candidate) -> tuple[float, float]:
-    """Rates (out, back) of a device's offloaded tensors; 0 where there is no tier for them."""
+    """Return the rates (D2H, H2D) of a device's offloaded tensors; 0 without a tier for them."""
     return tier_bytes_per_s(candidate, candidate.tier)
 
 
 def tier_bytes_per_s(candidate: Candidate, tier: Tier) -> tuple[float, float]:
-    """Rates (out, back) of a device's copies to a tier; 0 of the device itself.
+    """Return the rates (D2H, H2D) of a device's copies to and from a tier; 0 for the device itself.
 
-    What goes from a GPU to a disk passes through the host, so the slower of both counts.
+    Copies between a GPU and a disk pass through the host, so the lower of both rates counts.
     """
     hardware = candidate.workload.hardware
     node, host = hardware.node, (hardware.node.d2h_bytes_per_s, hardware.node.h2d_bytes_per_s)
@@ -302,28 +315,28 @@ def tier_bytes_per_s(candidate: Candidate, tier: Tier) -> tuple[float, float]:
 
 
 def copy_engines(candidate: Candidate) -> CopyEngines:
-    """Copies of activations, K and V as schedules are played with them."""
+    """Return the copy engines of activations, K and V, as the simulator uses them."""
     return _engines(candidate, candidate.tier)
 
 
 def state_copy_engines(candidate: Candidate) -> CopyEngines | None:
-    """Copies of weights and gradients; None where they pass one queue with those of activations."""
+    """Return the copy engines of weights and gradients; None if they share those of activations."""
     tier = candidate.state.tier
     return None if tier in ("device", candidate.tier) else _engines(candidate, tier)
 
 
 def _engines(candidate: Candidate, tier: Tier) -> CopyEngines:
-    """Copies to and from a tier; of one that is not there they take no time."""
+    """Return the copy engines to and from a tier; infinitely fast if the machine lacks the tier."""
     out, back = tier_bytes_per_s(candidate, tier)
     return CopyEngines(out, back) if out > 0 and back > 0 else CopyEngines()
 
 
 def stage_parameters(model: ModelConfig, stages: Sequence[range], *, is_pipeline: bool) -> Table:
-    """Parameters of each stage: its layers, the embedding on the first, the head on the last.
+    """Return the parameters of each stage: layers, embedding on the first, head on the last.
 
     Args:
-        model: Whose.
-        stages: The layers of each.
+        model: Shape of the model.
+        stages: Layers of each stage.
         is_pipeline: Whether the last stage is on another rank than the first.
     """
     layer = layer_parameters(model)
@@ -331,16 +344,16 @@ def stage_parameters(model: ModelConfig, stages: Sequence[range], *, is_pipeline
     for name, shape in outer_shapes(model).items():
         counts[0 if name.startswith(("embed.", "positions.")) else -1] += prod(shape)
     if model.tie_embeddings and is_pipeline:
-        # The last stage has a copy of the embedding.
+        # The last stage has a copy of the tied embedding.
         counts[-1] += model.vocab_size * model.hidden_size
     return counts
 
 
 def _streamed_parameters(candidate: Candidate) -> Table:
-    """Parameters of each stage that a device sends to one that helps it (MSP), [stages].
+    """Return the parameters of each stage that a device sends to a borrower (MSP), [stages].
 
-    Of its layers: embedding and head stay with the owner. Devices of a group each send their part
-    to a borrower group, which puts it together over its fast links.
+    Only layers count: embedding and head stay with the owner. Each device of a sequence-parallel
+    group sends its part, and the borrower's group gathers the parts over its fast links.
     """
     workload = candidate.workload
     layer = layer_parameters(workload.model)
@@ -349,37 +362,38 @@ def _streamed_parameters(candidate: Candidate) -> Table:
 
 
 def of_ranks(candidate: Candidate, of_stages: Table) -> Table:
-    """Sum what the stages of each pipeline rank have, [ranks, ...].
+    """Return the sum of values over the stages of each pipeline rank, [ranks, ...].
 
     Args:
-        candidate: whose.
-        of_stages: of each stage, [stages, ...].
+        candidate: Candidate that the stages belong to.
+        of_stages: Value of each stage, [stages, ...].
     """
     sums: Table = _by_rank(candidate, of_stages).sum(axis=0)
     return sums
 
 
 def most_of_ranks(candidate: Candidate, of_stages: Table) -> Table:
-    """Return the most that a stage of each pipeline rank has, [ranks, ...].
+    """Return the maximum of values over the stages of each pipeline rank, [ranks, ...].
 
     Args:
-        candidate: whose.
-        of_stages: of each stage, [stages, ...].
+        candidate: Candidate that the stages belong to.
+        of_stages: Value of each stage, [stages, ...].
     """
     most: Table = _by_rank(candidate, of_stages).max(axis=0)
     return most
 
 
 def most_held_of_ranks(candidate: Candidate, of_stages: Table, *, consecutive: bool) -> Table:
-    """Return the most that stages of each pipeline rank have together, [ranks].
+    """Return the largest sum of values over stages that are on a rank's device at once, [ranks].
 
-    As many of them as are on the device at once: see
+    `STAGES_HELD` stages are on the device at once: see
     :mod:`sppo.schedule.transfers.state_streaming`.
 
     Args:
-        candidate: whose.
-        of_stages: of each stage, [stages].
-        consecutive: whether only stages that follow one another are; else any may be.
+        candidate: Candidate that the stages belong to.
+        of_stages: Value of each stage, [stages].
+        consecutive: Whether the stages on the device are consecutive ones of the rank; otherwise
+            they may be any.
     """
     by_rank = _by_rank(candidate, of_stages)
     count = min(STAGES_HELD, len(by_rank))
@@ -392,18 +406,18 @@ def most_held_of_ranks(candidate: Candidate, of_stages: Table, *, consecutive: b
 
 
 def _by_rank(candidate: Candidate, of_stages: Table) -> Table:
-    """Return [virtual stages, ranks, ...] of [stages, ...]."""
+    """Return a view of [stages, ...] as [virtual stages, ranks, ...]."""
     return of_stages.reshape(-1, candidate.pipeline_parallel_degree, *of_stages.shape[1:])
 
 
 def device_parameters(candidate: Candidate) -> Table:
-    """Parameters a device computes with: Megatron shards them, Ulysses repeats them."""
+    """Return the parameters a device computes with, [stages]; only Megatron shards them."""
     counts: Table = sum(_parameters_by_copies(candidate).values(), np.zeros(len(candidate.stages)))
     return counts
 
 
 def updated_parameters(candidate: Candidate) -> Table:
-    """Parameters that a device updates, sharded over those with the same weights."""
+    """Return the parameters that a device updates, sharded over equal weights, [stages]."""
     counts: Table = np.zeros(len(candidate.stages))
     for copies, held in _parameters_by_copies(candidate).items():
         counts = counts + held / (copies * candidate.data_parallel_degree)
@@ -411,7 +425,10 @@ def updated_parameters(candidate: Candidate) -> Table:
 
 
 def _parameters_by_copies(candidate: Candidate) -> Mapping[int, Table]:
-    """Parameters a device computes with, by the devices of its group that hold the same."""
+    """Return the parameters a device computes with, by the number of devices that hold the same.
+
+    The number counts devices of the sequence-parallel group; each value is [stages].
+    """
     return _parameters_of_stages(
         candidate.workload,
         candidate.stages,
@@ -423,7 +440,7 @@ def _parameters_by_copies(candidate: Candidate) -> Mapping[int, Table]:
 def _parameters_of_stages(
     workload: Workload, stages: tuple[range, ...], *, is_pipeline: bool
 ) -> Mapping[int, Table]:
-    """Return the same of some stages; not to be written to."""
+    """Return the cached result of :func:`_parameters_by_copies`; must not be modified."""
     everything = stage_parameters(workload.model, stages, is_pipeline=is_pipeline)
     layers = np.array([float(len(stage)) for stage in stages])
     found = {copies: layers * held for copies, held in layer_by_copies(workload).items()}
@@ -436,12 +453,12 @@ def _parameters_of_stages(
 
 
 def same_weights_degree(workload: Workload) -> int:
-    """Devices of a sequence-parallel group that hold the same weights, and can shard state."""
+    """Return the devices of a sequence-parallel group that hold equal weights, to shard state."""
     return workload.sequence_parallel_degree if workload.sequence_parallel == "ulysses" else 1
 
 
 def message_bytes(candidate: Candidate) -> Floats:
-    """Bytes of one activation or gradient that a device sends to the next stage, [units]."""
+    """Return the bytes of one activation or gradient message between stages, [units]."""
     workload, lengths = candidate.workload, np.array(candidate.lengths * candidate.sequences)
     row_bytes = workload.model.hidden_size * workload.element_bytes
     sizes: Floats = lengths * row_bytes / workload.sequence_parallel_degree
@@ -449,9 +466,10 @@ def message_bytes(candidate: Candidate) -> Floats:
 
 
 def message_seconds(candidate: Candidate) -> Table:
-    """Compute that messages of a forward, or of a backward, take of their rank, [stages, units].
+    """Return the compute seconds that a forward's or a backward's messages take, [stages, units].
 
-    A stage receives from one neighbour and sends to the other; the first and the last have one.
+    A stage receives from one neighbour and sends to the other; the first and the last stage have
+    only one neighbour.
     """
     network = candidate.workload.hardware.network
     seconds: Table = (
@@ -463,7 +481,7 @@ def message_seconds(candidate: Candidate) -> Table:
 
 
 def pipeline_links(candidate: Candidate) -> Links:
-    """Links between pipeline ranks, with sequence-parallel devices next to each other."""
+    """Return the links between pipeline ranks, with each sequence-parallel group contiguous."""
     hardware, width = candidate.workload.hardware, candidate.workload.sequence_parallel_degree
     network = hardware.network
     inside = Link(network.intra_node_latency_s, network.intra_node_bytes_per_s)
@@ -478,7 +496,10 @@ def pipeline_links(candidate: Candidate) -> Links:
 
 
 def _unit_rows(candidate: Candidate, placement: ActivationPlacement | None) -> ActivationPlacement:
-    """Rows by unit, [stages, units, 3], from a placement by subsequence; None keeps everything."""
+    """Return the rows of each unit, [stages, units, 3], from a placement by subsequence.
+
+    None as placement retains everything.
+    """
     if placement is None:
         lengths = np.array(candidate.lengths)[None, :, None]
         retained = np.tile(lengths, (len(candidate.stages), 1, 3))
@@ -489,12 +510,12 @@ def _unit_rows(candidate: Candidate, placement: ActivationPlacement | None) -> A
 
 
 def _of_units(table: _Values, sequences: int) -> _Values:
-    """A table [stages, subsequences, ...] for each unit of so many sequences that are cut alike."""
+    """Repeat a table [stages, subsequences, ...] for `sequences` sequences that are cut alike."""
     return np.concatenate([table] * sequences, axis=1) if sequences > 1 else table
 
 
 def _sequence_seconds(candidate: Candidate) -> LayerSeconds:
-    """Tables [stages, subsequences] of one sequence, or of all packed ones."""
+    """Return the seconds of one sequence, or of all packed sequences, [stages, subsequences]."""
     workload, stages, lengths = candidate.workload, candidate.stages, candidate.lengths
     by_window, head = _layers_and_head_seconds(workload, lengths, candidate.packed)
     rows: dict[tuple[tuple[int | None, int], ...], LayerSeconds] = {}
@@ -516,9 +537,9 @@ def _sequence_seconds(candidate: Candidate) -> LayerSeconds:
 def _layers_and_head_seconds(
     workload: Workload, lengths: tuple[int, ...], packed: tuple[PackedSequence, ...]
 ) -> tuple[Mapping[int | None, LayerSeconds], Table]:
-    """Seconds of a layer of each window, and of the head, [subsequences]; not to be written to.
+    """Return the seconds of a layer of each window, and of the head, [subsequences].
 
-    However many stages there are: every way to divide devices over a pipeline asks for these.
+    Cached because the result does not depend on the number of stages; must not be modified.
     """
     model = workload.model
     parts = parts_of_packed(packed) if packed else parts_of_sequence(lengths)
@@ -530,11 +551,11 @@ def _layers_and_head_seconds(
 
 
 def stage_parts(candidate: Candidate) -> tuple[Mapping[str, PassParts], ...]:
-    """Return the parts of all passes of each stage's layers, for one sequence or all packed.
+    """Return the parts of the passes of each stage, for one sequence or for all packed sequences.
 
     Returns:
-        for each stage, parts [subsequences] of F, B and W by the names of a
-        :class:`sppo.cost.pass_parts.LayerSeconds`, nothing recomputed, no gathers.
+        For each stage, the parts [subsequences] of F, B and W under the field names of
+        :class:`sppo.cost.pass_parts.LayerSeconds`, without recomputation and gathers.
     """
     workload, model = candidate.workload, candidate.workload.model
     spans, stages = candidate.sample_parts, []
@@ -553,14 +574,14 @@ def stage_parts(candidate: Candidate) -> tuple[Mapping[str, PassParts], ...]:
 
 
 def _reduce_seconds(candidate: Candidate) -> Table:
-    """Collectives over everyone with the same weights, as executed, [stages].
+    """Return the seconds a rank waits for collectives over devices with equal weights, [stages].
 
-    fp32 gradients of a stage are reduced to the devices that update them; where nothing is sharded
-    the sums are gathered, too. The last buckets are under way while the rank computes on, if it has
-    another stage and gradients stay on the device: those that leave wait for all buckets. Devices
-    that reduce gradients after each use (ZeRO-2) have only the last of them left. What was updated
-    is gathered in the compute dtype behind the update: of all stages of a rank with its first.
-    Devices that keep a part of the weights (ZeRO-3) gather none.
+    The fp32 gradients of a stage are reduced to the devices that update them; with ZeRO-0 the sums
+    are also gathered. The last buckets overlap the compute of the rank's next stage, unless
+    gradients leave the device: gradients that leave wait for all buckets. With ZeRO-2 and 3, which
+    reduce gradients after each use, only the last reduction remains. After the update, ZeRO-1 and
+    2 gather the updated weights in the compute dtype; all stages of a rank count in the entry of
+    its first. ZeRO-3 gathers none here.
     """
     passes = {0: 2, 1: 1}.get(candidate.zero, 0)
     gathered = candidate.workload.element_bytes if candidate.zero in (1, 2) else 0

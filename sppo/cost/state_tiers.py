@@ -1,4 +1,4 @@
-"""Tiers of weights, gradients and optimizer state while nothing computes with them."""
+"""Tiers in which weights, gradients and optimizer state live while nothing computes with them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from sppo.hardware.description import Tier
 
 @dataclass(frozen=True, slots=True)
 class StateTiers:
-    """The tier of each part of the training state.
+    """Tier of each part of the training state.
 
-    Weights and gradients of a tier behind the device are on it for one stage in use, and one that
-    comes or goes (:mod:`sppo.schedule.transfers.state_streaming`). The optimizer steps where
-    its state is, bucket by bucket.
+    Weights and gradients that do not live on the device are on it for the stage in use and for one
+    stage that is copied (:mod:`sppo.schedule.transfers.state_streaming`). The optimizer steps in
+    the tier of its state, bucket by bucket.
 
     Attributes:
-        weights: In the compute dtype.
-        gradients: fp32 sums over the step.
-        optimizer: fp32 masters and both moments.
+        weights: Tier of weights in the compute dtype.
+        gradients: Tier of fp32 sums of gradients over the step.
+        optimizer: Tier of fp32 masters and both moments.
     """
 
     weights: Tier = "device"
@@ -27,40 +27,40 @@ class StateTiers:
 
     @property
     def streams_weights(self) -> bool:
-        """Return whether weights come to the device stage by stage."""
+        """Whether weights are copied to the device stage by stage."""
         return self.weights != "device"
 
     @property
     def streams_gradients(self) -> bool:
-        """Return whether gradients leave the device stage by stage."""
+        """Whether gradients are copied from the device stage by stage."""
         return self.gradients != "device"
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Return whether the optimizer steps somewhere else than on the device."""
+        """Whether the optimizer steps in another tier than the device."""
         return self.optimizer != "device"
 
     @property
     def leaves_device(self) -> bool:
-        """Return whether any part lives behind the device."""
+        """Whether any part of the training state lives in another tier than the device."""
         return bool(self._away)
 
     @property
     def tier(self) -> Tier:
-        """The one tier of all parts that live behind the device; "device" if none does."""
+        """Tier that all parts off the device share; "device" if all parts are on the device."""
         tier: Tier = getattr(self, self._away[-1]) if self._away else "device"
         return tier
 
     def text(self) -> str:
-        """Say what lives behind the device, and where; "on the device" if nothing does."""
+        """Return text that names the parts off the device and their tier, or "on the device"."""
         return f"{', '.join(self._away)} on {self.tier}" if self._away else "on the device"
 
     @property
     def _away(self) -> tuple[str, ...]:
-        """Names of the parts that live behind the device."""
+        """Names of the parts that do not live on the device."""
         names = (field.name for field in fields(self))
         return tuple(name for name in names if getattr(self, name) != "device")
 
 
 ON_DEVICE = StateTiers()
-"""Everything on the device."""
+"""Tiers of a training state that lives on the device."""

@@ -1,11 +1,11 @@
-"""Seconds that a step takes at least: no simulation of it is below them, whatever waits for what.
+"""Lower bounds of the seconds of a step: no simulation of the step is faster.
 
-A rank begins when the first unit has come down to it, runs all that it has, and what it runs last,
-the backward of the last unit, goes up from it: the *way* through that rank. Where units follow one
-another in one order on all ranks, a step takes no less than the flow shops of
-:mod:`sppo.cost.step_time`. Copies in one direction pass one behind the other: those that leave
-begin behind the first forward, those that come back behind the forwards of the first sequence, and
-the last backward ends behind all of them. Ranks that run one another's units (MSP) may be faster.
+The *way* through a rank has three parts: the first unit travels down to the rank, the rank runs all
+its work, and its last action, the backward of the last unit, travels up to the first rank. If units
+have the same order on all ranks, the flow shops of :mod:`sppo.cost.step_time` are a lower bound,
+too. Copies in one direction run one after another: D2H copies begin after the first forward, H2D
+copies after the forwards of the first sequence, and the last backward ends after all H2D copies.
+The bounds do not hold with MSP, whose ranks run units of each other.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ class StepTables:
     """Seconds and bytes that the ranks of a step compute, send and reduce; tables [stages, units].
 
     Attributes:
-        schedule: Its name.
+        schedule: Name of the schedule.
         num_ranks: Pipeline ranks; stage s is on rank s mod `num_ranks`.
-        num_sequences: All cut alike.
-        forward_s: Of each unit.
-        backward_s: Of each unit, without its weight half.
-        weight_s: That half.
-        kv_recompute_s: K and V recomputed ahead of a backward.
-        message_bytes: Between stages, [units].
-        links: Between ranks.
-        reduce_s: Reducing gradients; with the first stage of each rank also the update, [stages].
+        num_sequences: Sequences of the step, all cut alike.
+        forward_s: Seconds of each forward.
+        backward_s: Seconds of each backward without its weight half.
+        weight_s: Seconds of each weight half.
+        kv_recompute_s: Seconds of recomputing K and V before a backward.
+        message_bytes: Bytes of a message between stages, [units].
+        links: Links between ranks.
+        reduce_s: Seconds of reducing gradients; in the entry of the first stage of each rank also
+            of the update, [stages].
     """
 
     schedule: str
@@ -51,26 +52,26 @@ class StepTables:
 
     @property
     def defers_weights(self) -> bool:
-        """Return whether weight halves run as actions of their own."""
+        """Whether weight halves run as separate actions (W)."""
         return self.schedule in DEFERRING_WEIGHTS
 
     @property
     def passes_s(self) -> Table:
-        """Return the part of a backward that the stage before waits for, [stages, units]."""
+        """Seconds of a backward that the previous stage waits for, [stages, units]."""
         return self.backward_s if self.defers_weights else self.backward_s + self.weight_s
 
     def of_ranks(self, of_stages: Table) -> Table:
-        """Sum what the stages of each rank have, [ranks]."""
+        """Return the sum of values [stages] over the stages of each rank, [ranks]."""
         sums: Table = of_stages.reshape(-1, self.num_ranks).sum(axis=0)
         return sums
 
     @property
     def reduced_between_s(self) -> Table:
-        """Reductions that a rank waits for between its stages: of all but its first, [ranks]."""
+        """Seconds of reductions between the stages of a rank: of all but its first, [ranks]."""
         return self.of_ranks(self.reduce_s) - self.reduce_s[: self.num_ranks]
 
     def way(self) -> tuple[Table, Table]:
-        """Return the seconds before each rank begins, and behind its last backward, [ranks]."""
+        """Return the seconds before each rank begins, and after its last backward, [ranks] each."""
         ranks = self.num_ranks
         down, up = stage_wires(self.links, message_bytes=self.message_bytes, num_stages=ranks)
         to_rank, from_rank = (
@@ -82,12 +83,7 @@ class StepTables:
 
 
 def step_tables(candidate: Candidate, costs: Costs) -> StepTables:
-    """Return the tables of a step of a candidate.
-
-    Args:
-        candidate: Whose.
-        costs: Of it.
-    """
+    """Return the tables of a step of `candidate`, whose costs are `costs`."""
     return StepTables(
         schedule=candidate.schedule,
         num_ranks=candidate.pipeline_parallel_degree,
@@ -103,7 +99,7 @@ def step_tables(candidate: Candidate, costs: Costs) -> StepTables:
 
 
 def least_compute_s(tables: StepTables) -> float:
-    """Seconds that a step takes at least, if no copy is ever waited for."""
+    """Return a lower bound of the seconds of a step in which no copy is waited for."""
     passes = tables.passes_s
     whole_s = tables.of_ranks((tables.forward_s + passes + tables.kv_recompute_s).sum(axis=1))
     whole_s += tables.reduced_between_s
@@ -132,11 +128,11 @@ def least_compute_s(tables: StepTables) -> float:
 
 
 def least_copies_s(tables: StepTables, costs: Costs) -> float:
-    """Seconds that a step takes at least for the copies of activations, K and V; 0 without any.
+    """Return a lower bound of a step's seconds from copies of activations, K and V; 0 without any.
 
     Args:
-        tables: Of the step.
-        costs: With what is copied, and how fast.
+        tables: Tables of the step.
+        costs: Costs with the bytes of copies and the rates of the copy engines.
     """
     copied = costs.offload_bytes + costs.kv_offload_bytes
     if not copied.any():
@@ -149,7 +145,7 @@ def least_copies_s(tables: StepTables, costs: Costs) -> float:
     first_s = tables.of_ranks(tables.forward_s[:, :count].sum(axis=1))
     least = max((to_rank + out_s).max(), (to_rank + first_s + back_s + follows).max())
     if tables.num_sequences == 1 and (tables.schedule == LOOPED or len(copied) == tables.num_ranks):
-        # Behind the last copy that leaves are the backwards of all that left before it.
+        # After the last D2H copy run the backwards of all units up to the copied one.
         left = _in_forward_order(copied, tables.num_ranks) > 0
         last = left.shape[1] - 1 - np.argmax(left[:, ::-1], axis=1)
         ends = np.cumsum(_in_forward_order(tables.passes_s, tables.num_ranks), axis=1)
@@ -159,6 +155,6 @@ def least_copies_s(tables: StepTables, costs: Costs) -> float:
 
 
 def _in_forward_order(table: Table, num_ranks: int) -> Table:
-    """Units of each rank in the order of their forwards, [ranks, stages of a rank x units]."""
+    """Return the table by rank, in the order of forwards, [ranks, stages of a rank x units]."""
     own = table.reshape(-1, num_ranks, table.shape[1]).transpose(1, 0, 2)
     return own.reshape(num_ranks, -1)

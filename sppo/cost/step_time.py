@@ -1,20 +1,20 @@
-"""Time of a step in closed form, by which the solver ranks before it simulates a few.
+"""Time of a step in closed form, by which the solver ranks candidates before it simulates a few.
 
-One sequence on p stages is a permutation flow shop forward, and another one backward, with the
-links between stages as further machines. A machine that takes t[u] for unit u once it is ready at
-r[u] ends it at C[u] = P[u] + max over v <= u of (r[v] - P[v-1]), with prefix sums P of t: one
-running maximum. For equal units it gives the paper's (N + p - 1) / N * F(N), and for one sequence
-without copies exactly what the simulator does.
+One sequence on p stages is a permutation flow shop in forward, and another one in backward, with
+the links between stages as further machines. A machine that takes t[u] for unit u, which is ready
+at r[u], ends it at C[u] = P[u] + max over v <= u of (r[v] - P[v-1]), where P are the prefix sums of
+t: a single running maximum. For equal units, this gives the paper's (N + p - 1) / N * F(N); for one
+sequence without copies, it equals the simulation.
 
-Several sequences overlap: then the step is at least the longest way through one stage, the ramp of
-the first unit down to it, all its work, and the ramp of the last backward up from it. In the looped
-order they do not overlap (:mod:`sppo.cost.looped_step`).
+Several sequences overlap: then the time of the step is the longest way through one stage, which is
+the ramp of the first unit down to the stage, all work of the stage, and the ramp of the last
+backward up from it. In the looped order they do not overlap (:mod:`sppo.cost.looped_step`).
 
-A copy out that outlasts the forward behind its own holds up the one after that, for which there
-would be no room; a copy back that outlasts the backward in front of its own holds up that. So in
-both flow shops a unit takes the longer of its compute and the copy beside it. The simulator, which
-follows copies layer by layer, comes to about the same, and never to less than
-:mod:`sppo.cost.step_bound` says. Faster copies or links never make for a slower step.
+A D2H copy overlaps the next forward; if the copy takes longer, the forward after that waits for
+memory. An H2D copy overlaps the backward before its own; if the copy takes longer, its own backward
+waits. So in both flow shops a unit takes the longer of its compute and the overlapping copy. The
+simulator, which follows copies layer by layer, gives about the same time, and never less than
+:mod:`sppo.cost.step_bound`. Faster copies or links never make a step slower.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ from sppo.schedule.costs import Costs, Link, Links, Table
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of one step.
+    """Seconds of one step, divided into consecutive parts.
 
     Attributes:
-        forward_s: Until the last unit has left the last stage; of several sequences, the forward's
-            part.
-        backward_s: From there to the end of the last backward.
-        update_s: From there until gradients are reduced and all optimizers have stepped.
-        exposed_copy_s: Waiting for copies that nothing hides.
-        busy_s: Compute of all stages together.
+        forward_s: Time until the last unit has left the last stage; if several sequences overlap,
+            the time attributed to forwards.
+        backward_s: Time from the end of the forwards to the end of the last backward.
+        update_s: Time from the last backward until gradients are reduced and all optimizers have
+            stepped.
+        exposed_copy_s: Time that compute waits for copies.
+        busy_s: Compute seconds of all stages together.
     """
 
     forward_s: float
@@ -50,7 +51,7 @@ class StepTime:
 
     @property
     def step_s(self) -> float:
-        """The whole step."""
+        """Seconds of the whole step."""
         return self.forward_s + self.backward_s + self.update_s + self.exposed_copy_s
 
 
@@ -59,8 +60,8 @@ class StageLinks:
     """Links between neighbouring stages, one direction.
 
     Attributes:
-        wire_s: How long each unit occupies the link, [stages - 1, units].
-        latency_s: How much later it arrives, [stages - 1].
+        wire_s: Seconds that each unit occupies the link, [stages - 1, units].
+        latency_s: Seconds from the end of occupation to arrival, [stages - 1].
     """
 
     wire_s: Table
@@ -68,22 +69,22 @@ class StageLinks:
 
     @property
     def reversed(self) -> StageLinks:
-        """Return the links, last stage and last unit first."""
+        """The same links with stages and units in reverse order."""
         return StageLinks(self.wire_s[::-1, ::-1], self.latency_s[::-1])
 
     def hops_s(self, unit: int) -> Floats:
-        """Seconds of one unit alone from each stage to the next, [stages - 1]."""
+        """Return the seconds of a single unit from each stage to the next, [stages - 1]."""
         hops: Floats = self.wire_s[:, unit] + self.latency_s
         return hops
 
 
 def step_time(costs: Costs, *, num_sequences: int, looped_ranks: int | None = None) -> StepTime:
-    """The step of a schedule of the SPPO family, one stage per rank, or of the looped order.
+    """Return the time of a step of an SPPO-like schedule with one stage per rank, or looped order.
 
     Args:
-        costs: of every stage and unit.
-        num_sequences: of the step, all cut alike.
-        looped_ranks: pipeline ranks of the looped order; None for one stage per rank.
+        costs: Costs of every stage and unit.
+        num_sequences: Sequences of the step, all cut alike.
+        looped_ranks: Pipeline ranks of the looped order; None for one stage per rank.
     """
     forward = costs.forward_s
     backward = costs.backward_s + costs.weight_s + costs.kv_recompute_s
@@ -122,8 +123,8 @@ def flow_ends(seconds: Table, *, links: StageLinks) -> Floats:
     """Return when each stage of a permutation flow shop has ended its last unit, [stages].
 
     Args:
-        seconds: of each unit on each stage, [stages, units].
-        links: from each stage to the next.
+        seconds: Seconds of each unit on each stage, [stages, units].
+        links: Links from each stage to the next.
     """
     ends = np.zeros(len(seconds))
     done = np.zeros(seconds.shape[1])
@@ -138,21 +139,21 @@ def flow_ends(seconds: Table, *, links: StageLinks) -> Floats:
 def _beside_copies(
     forward: Table, backward: Table, *, costs: Costs, num_sequences: int, num_ranks: int
 ) -> tuple[Table, Table]:
-    """Seconds of each unit, or of the copy beside it if that is longer.
+    """Return the seconds of each forward and backward, or of the overlapping copy if longer.
 
-    A unit leaves during the forward behind its own, and is back after the backward in front of its
-    own. Behind the last of a sequence on a rank there is none: it is gone and back before its
-    backward. A sequence passes all stages of a rank, each behind the one before.
+    The D2H copy of a unit overlaps the next forward, its H2D copy the backward before its own. No
+    forward follows the last unit of a sequence on a rank: both of its copies count in full, before
+    its backward. A sequence passes all stages of a rank, one after another.
     """
 
     def by_sequence(table: Table) -> Table:
-        """Return [ranks, sequences, stages of a rank, N], one view of the table."""
+        """Return a view of the table as [ranks, sequences, stages of a rank, N]."""
         view: Table = table.reshape(-1, num_ranks, num_sequences, count).transpose(1, 2, 0, 3)
         return view
 
     count = costs.num_units // num_sequences
     num_virtual = costs.num_stages // num_ranks
-    # K and V come back beside the stage behind their own, which takes about as long.
+    # K and V come back during the backward of the following stage, which takes about as long.
     copied = costs.offload_bytes + costs.kv_offload_bytes
     offloaded = by_sequence(copied).reshape(num_ranks, num_sequences, -1)
     out, back = offloaded / costs.copies.d2h_bytes_per_s, offloaded / costs.copies.h2d_bytes_per_s
@@ -181,7 +182,7 @@ def parts_of_step(
     looped_ranks: int | None,
     settle_s: Floats | None = None,
 ) -> tuple[float, float, float]:
-    """Forward, backward and update one after the other."""
+    """Return the seconds of the forward, backward and update parts of a step, without copies."""
     if looped_ranks is not None:
         return looped_parts(
             forward,
@@ -204,7 +205,10 @@ def parts_of_step(
 def _overlapped(
     forward: Table, backward: Table, *, down: StageLinks, up: StageLinks, reduce_s: Table
 ) -> tuple[float, float, float]:
-    """The longest way through one stage; the first unit leads to it, the last leads from it."""
+    """Return the parts of the longest way through one stage, for sequences that overlap.
+
+    The way goes with the first forward down to the stage and with the last backward up from it.
+    """
     to_it = np.concatenate([[0.0], np.cumsum(forward[:-1, 0] + down.hops_s(0))])
     from_it = np.concatenate([[0.0], np.cumsum(backward[:-1, 0] + up.hops_s(0))])
     forward_work, backward_work = forward.sum(axis=1), backward.sum(axis=1)
@@ -220,7 +224,7 @@ def _overlapped(
 def stage_wires(
     links: Links, *, message_bytes: Floats, num_stages: int
 ) -> tuple[StageLinks, StageLinks]:
-    """Links of activations, which go down, and of gradients, which go up.
+    """Return the links of activations (down) and of gradients (up) between neighbouring stages.
 
     Row s is the link between stages s and s + 1.
     """

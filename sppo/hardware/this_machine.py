@@ -198,7 +198,7 @@ def _first_gpu(nvml: Any) -> Gpus | None:
 
 
 def _nearest_preset(gpus: Gpus) -> tuple[HardwareSpec, bool]:
-    """Return the preset that matches a GPU by name, else by memory, and whether the name matched."""
+    """Return the preset nearest to a GPU by name, else by memory, and whether the name matched."""
     accelerators = [spec for spec in PRESETS.values() if spec.device.kind == "cuda"]
     name_parts = set(re.findall(r"[a-z]+\d+", gpus.name.lower()))
     named = [spec for spec in accelerators if spec.name.partition("-")[0] in name_parts]
