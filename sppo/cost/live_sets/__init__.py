@@ -1,1 +1,1 @@
-"""Tensors that are live while a subsequence runs on a device: its working set, exactly."""
+"""Live sets of a subsequence on a device, whose largest is its working set, in exact bytes."""

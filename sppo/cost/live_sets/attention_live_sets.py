@@ -1,6 +1,7 @@
-"""Memory that attention takes beside its operands: blocks on a CPU, kernels of back ends on a GPU.
+"""Memory that attention allocates beyond its operands, on a CPU and with each GPU back end.
 
-Every function yields named live bytes; the largest counts (:mod:`sppo.cost.live_sets.working_set`).
+The functions yield live bytes with a name; the largest counts
+(:mod:`sppo.cost.live_sets.working_set`).
 """
 
 from __future__ import annotations
@@ -12,31 +13,32 @@ from sppo.cost.live_sets.cpu_scratch import cast_bytes, flash_bytes, group_sum_b
 from sppo.cost.live_sets.tensor_sizes import TensorSizes
 
 CAUSAL_TOKENS = 2048
-"""Rows of the largest causal square, as in :mod:`sppo.kernels.attention.blocks`."""
+"""Most rows of a causal square, as in :mod:`sppo.kernels.attention.blocks`."""
 PREFIX_KEYS = 8192
-"""Keys of the longest part of a prefix, as there."""
+"""Most keys of a part of a prefix, as in :mod:`sppo.kernels.attention.blocks`."""
 HALF_TOKENS = 256
-"""Rows and keys in multiples of which attention is computed in bf16 on a CPU, as in
-:mod:`sppo.kernels.attention.cpu_flash`; the rest is in fp32."""
+"""Multiple of rows and keys for which a CPU computes attention in bf16; the remainder is computed
+in fp32, as in :mod:`sppo.kernels.attention.cpu_flash`."""
 LEAST_PART_KEYS = 512
-"""Fewest keys of the parts that a prefix is cut into where it has fewer heads than there are
-threads, as in :mod:`sppo.kernels.attention.cpu_flash`."""
+"""Fewest keys of a part of a prefix if the prefix is divided over threads because there are fewer
+heads than threads, as in :mod:`sppo.kernels.attention.cpu_flash`."""
 
 SPAN_KEYS = 16384
-"""Keys of one backward call of flash-attn, as in
+"""Most keys of one backward call of flash-attn, as in
 :mod:`sppo.kernels.attention.rectangle_attention`."""
 _WHOLE_SPANS = frozenset(("flash_attn_2", "flash_attn_3", "flash_attn_4", "torch_flash", "triton"))
-"""Back ends that take a span of queries and its keys in one call, not in blocks."""
+"""Back ends that compute a span of queries and its keys in one call instead of blocks."""
 _FLASH_COMPUTE_BYTES = 450 << 10
-"""Bytes that its backward takes beyond that per thread, in bf16; measured with torch 2.13."""
+"""Bytes per thread that torch's CPU flash backward allocates in bf16 in addition to
+:func:`sppo.cost.live_sets.cpu_scratch.flash_bytes`; measured with torch 2.13."""
 
 
 def attention_forward(s: TensorSizes) -> Iterator[tuple[str, int]]:
-    """Yield live bytes beside q, k and v."""
+    """Yield the live bytes of an attention forward, without q, k and v."""
     if s.backend in _WHOLE_SPANS:
         yield "a span", s.query + s.lse  # o and lse
         return
-    # Queries by head, the running output, a block's output.
+    # Queries by head, the running output, and the output of a block.
     merged, block = s.fp32_query + s.lse, s.query + s.lse
     yield "a block", s.query + merged + block + flash_bytes(s, s.tokens, buffers=1)
     if s.threads:
@@ -45,7 +47,7 @@ def attention_forward(s: TensorSizes) -> Iterator[tuple[str, int]]:
 
 
 def attention_backward(s: TensorSizes) -> Iterator[tuple[str, int]]:
-    """Yield live bytes beside q, o and do."""
+    """Yield the live bytes of an attention backward, without q, o and do."""
     if s.backend == "triton":
         yield "a span", s.query + s.lse  # dq, and the row sums of o and do
     elif s.backend in _WHOLE_SPANS:
@@ -57,11 +59,11 @@ def attention_backward(s: TensorSizes) -> Iterator[tuple[str, int]]:
 
 
 def _spans_backward(s: TensorSizes) -> Iterator[tuple[str, int]]:
-    """A flash-attn call for each part of the keys: dq, dk and dv of its own, and their sum."""
+    """Yield the live bytes of one flash-attn call per part of the keys, and of the sum of dq."""
     rows = s.tokens * s.degree
     if s.model.sliding_window is not None:
         keys, is_cut = min(s.seen_keys, rows + s.model.sliding_window), False
-    else:  # the causal part is not cut
+    else:  # The causal part is not cut.
         keys = min(s.seen_keys, max(SPAN_KEYS, rows))
         is_cut = s.seen_keys > keys
     part = s.query + 2 * keys * s.key_row + _scratch(s, s.tokens * s.degree, keys)
@@ -71,12 +73,16 @@ def _spans_backward(s: TensorSizes) -> Iterator[tuple[str, int]]:
 
 
 def _gpu_blocks_backward(s: TensorSizes) -> Iterator[tuple[str, int]]:
-    """All three by head, the sum of dq; dq, dk and dv of a block, whose calls fold groups away."""
+    """Yield the live bytes of a backward in blocks on a GPU.
+
+    Live are q, o and do by head, the sum of dq, and dq, dk and dv of a block. Calls on blocks have
+    as many key heads as query heads.
+    """
     base = 3 * s.query + s.fp32_query
     rows = s.tokens * s.degree
     square = min(rows, CAUSAL_TOKENS)
     of_square = s.query * square // rows
-    # dq, dk, dv and dense k and v of every query head.
+    # dq, dk and dv, and k and v repeated for every query head.
     yield "a causal square", base + 5 * of_square + _folded_scratch(s, square)
     if s.prefix:
         keys = min(s.prefix, PREFIX_KEYS)
@@ -92,7 +98,10 @@ def _gpu_blocks_backward(s: TensorSizes) -> Iterator[tuple[str, int]]:
 
 
 def _blocks_backward(s: TensorSizes) -> Iterator[tuple[str, int]]:
-    """All three by head, the sum of dq, and a block's gradients, on a CPU."""
+    """Yield the live bytes of a backward in blocks on a CPU.
+
+    Live are q, o and do by head, the sum of dq, and the gradients of a block.
+    """
     base = 3 * s.query + s.fp32_query + s.threads * (_FLASH_COMPUTE_BYTES if s.is_half else 0)
     square = min(s.tokens, CAUSAL_TOKENS)
     of_square = s.query * square // s.tokens
@@ -100,7 +109,7 @@ def _blocks_backward(s: TensorSizes) -> Iterator[tuple[str, int]]:
     yield "a causal square", base + 4 * of_square + flash_bytes(s, square, buffers=2)
     rows = s.tokens % HALF_TOKENS if s.is_half and s.threads else 0
     if rows:
-        # Beside the same four: q, o, do, k and v cast.
+        # In addition to the four tensors of a causal square: q, o, do, k and v in fp32.
         operands = (7 * s.fp32_query + 2 * s.cast_key) * rows // s.tokens
         yield "a small causal square", base + operands + flash_bytes(s, rows, buffers=2)
     yield "adding a causal square", base + 3 * of_square + group_sum_bytes(s, of_square)
@@ -109,7 +118,7 @@ def _blocks_backward(s: TensorSizes) -> Iterator[tuple[str, int]]:
         parts = max(1, min(key_parts(s), keys // LEAST_PART_KEYS))
         key_gradients = 2 * keys * (s.key // s.tokens)
         of_parts = parts * s.query + key_gradients
-        # And the product of o and do.
+        # Inside the kernel also the product of o and do of each part.
         in_kernel = of_parts + parts * s.query + flash_bytes(s, s.tokens, buffers=2)
         yield "the prefix", base + in_kernel
         yield (
@@ -121,12 +130,18 @@ def _blocks_backward(s: TensorSizes) -> Iterator[tuple[str, int]]:
 
 
 def _scratch(s: TensorSizes, rows: int, keys: int) -> int:
-    """Return what a back end's backward call allocates inside."""
+    """Return the bytes that one backward call of the back end allocates inside."""
     return _scratch_of_heads(s, rows, keys, kv_heads=max(1, s.model.kv_heads // s.degree))
 
 
 def _folded_scratch(s: TensorSizes, rows: int, keys: int | None = None) -> int:
-    """Return the same of a call that has all query heads as key heads; `keys` as many as rows."""
+    """Return the bytes that a backward call with as many key heads as query heads allocates.
+
+    Args:
+        s: Sizes of the subsequence.
+        rows: Queries of the call.
+        keys: Keys of the call; None for as many as rows.
+    """
     return _scratch_of_heads(s, rows, keys or rows, kv_heads=max(1, s.model.num_heads // s.degree))
 
 

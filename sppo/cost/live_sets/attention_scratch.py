@@ -19,23 +19,24 @@ def backward_scratch_bytes(
     head_size: int,
     element_bytes: int,
 ) -> int:
-    """Return the bytes that one call takes beside its operands and its results.
+    """Return the bytes that one backward call allocates beyond its operands and results.
 
-    All of them sum the gradient of q in fp32, and hold the row sums of o and do. With grouped
-    queries flash-attn 2 makes key gradients of every query head first (``dk_expanded`` in
-    ``flash_api.cpp``, torch's copy included); flash-attn 3 and 4 sum those of key heads in fp32
-    (``dk_accum`` in ``hopper/flash_api.cpp`` and ``flash_attn/cute/interface.py``), and keep lse
-    once more in base 2. cuDNN is called with groups folded into rows or batch, so none of that is
-    needed (``dQ_accum`` and ``softmax_sum`` of cudnn-frontend's SDPA backward).
+    All back ends sum the gradient of q in fp32, and hold the row sums of o * do. With grouped
+    queries, flash-attn 2 and torch's copy of it first form key gradients for every query head
+    (``dk_expanded`` in ``flash_api.cpp``); flash-attn 3 and 4 sum key gradients of key heads in
+    fp32 (``dk_accum`` in ``hopper/flash_api.cpp`` and ``flash_attn/cute/interface.py``), and hold a
+    second lse in base 2. cuDNN is called with groups folded into rows or batch, so it needs only
+    the sums of q's gradient and of rows (``dQ_accum`` and ``softmax_sum`` of cudnn-frontend's SDPA
+    backward).
 
     Args:
-        backend: as :mod:`sppo.kernels.attention.choice` names it.
-        rows: r.
-        keys: t.
-        heads: N.
-        kv_heads: K.
-        head_size: D.
-        element_bytes: e.
+        backend: Name of the back end in :mod:`sppo.kernels.attention.choice`.
+        rows: Queries (r).
+        keys: Keys (t).
+        heads: Query heads (N).
+        kv_heads: Key/value heads (K).
+        head_size: Elements of a head (D).
+        element_bytes: Bytes of an element of the compute dtype (e).
     """
     padded = -(-rows // _ROWS_UNIT) * _ROWS_UNIT
     size = -(-head_size // _HEAD_UNIT) * _HEAD_UNIT

@@ -1,7 +1,7 @@
-"""Bytes that CPU kernels take for themselves: tiles of casts and sums, and scratch of products.
+"""Bytes that CPU kernels allocate inside: tiles of casts and sums, and scratch of products.
 
-On a GPU all of them are 0: its kernels work in registers, and what a package allocates inside a
-call is in :mod:`sppo.cost.live_sets.attention_scratch`.
+On a GPU all of them are 0: its kernels work in registers, and allocations inside attention calls
+are in :mod:`sppo.cost.live_sets.attention_scratch`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from sppo.cost.product_tile import product_rows
 from sppo.units import MIB
 
 TILE_BYTES = MIB
-"""Bytes of a tile of one fp32 operand of an element-wise chain on a CPU, as in
+"""Most bytes of a tile of one fp32 operand of an element-wise chain on a CPU, as in
 :mod:`sppo.kernels.row_tiles`."""
 ACCUMULATION_TILE_BYTES = 8 * MIB
-"""Bytes of a tile that is cast for a single step, as in :mod:`sppo.kernels.row_tiles`."""
+"""Most bytes of a tile that is cast for a single operation, as in :mod:`sppo.kernels.row_tiles`."""
 _FLASH_KEYS = 512
 _FLASH_ROWS = ((768, 256), (192, 64), (1, 32))
-"""Rows that torch's CPU flash kernels take at once, by the rows there are at least."""
+"""(least rows of a call, rows that torch's CPU flash kernels then process at once)."""
 _PRODUCT_BYTES = 400 << 10
 _WEIGHT_PRODUCT_BYTES = 2 * MIB
-"""Scratch of oneDNN's bf16 products, ours and those with transposed operands; the same."""
+"""Scratch of oneDNN's bf16 products with transposed operands, as weight gradients have;
+`_PRODUCT_BYTES` is that of all other products."""
 
 
 def tiles_bytes(s: TensorSizes, count: int, *, width: int) -> int:
@@ -34,41 +35,41 @@ def tiles_bytes(s: TensorSizes, count: int, *, width: int) -> int:
 
 
 def cast_bytes(s: TensorSizes, compute_bytes: int) -> int:
-    """Return the bytes of a tile of a tensor in fp32, made where it joins an accumulated one.
+    """Return the bytes of the fp32 tile by which a tensor is added to one in accumulation dtype.
 
     Args:
-        s: sizes of the subsequence.
-        compute_bytes: of the tensor, in the compute dtype.
+        s: Sizes of the subsequence.
+        compute_bytes: Bytes of the tensor in the compute dtype.
     """
     fp32_bytes = compute_bytes // s.element * ACCUMULATION_BYTES
     return min(ACCUMULATION_TILE_BYTES, fp32_bytes) if s.threads and s.is_half else 0
 
 
 def group_sum_bytes(s: TensorSizes, compute_bytes: int) -> int:
-    """Return what key gradients of every query head take while they become those of key heads."""
+    """Return the scratch of summing key gradients of query heads to those of key heads."""
     group = s.model.num_heads // s.model.kv_heads
     cast = cast_bytes(s, compute_bytes)
     return cast + cast // group if group > 1 else cast
 
 
 def product_bytes(s: TensorSizes) -> int:
-    """Return the scratch of a bf16 product."""
+    """Return the scratch of a bf16 product; 0 in fp32."""
     return _PRODUCT_BYTES if s.threads and s.is_half else 0
 
 
 def layer_weight_gradient_bytes(s: TensorSizes, name: str) -> int:
-    """Return :func:`weight_gradient_bytes` of a layer's product ``name``."""
+    """Return :func:`weight_gradient_bytes` of the linear layer ``name`` of a layer."""
     outputs, inputs = layer_shapes(s.model)[f"{name}.weight"]
     return weight_gradient_bytes(s, outputs, inputs)
 
 
 def weight_gradient_bytes(s: TensorSizes, outputs: int, inputs: int) -> int:
-    """Return a weight gradient's tile before it joins its fp32 sum; fp32 ones are added in place.
+    """Return the bytes of a bf16 weight gradient's tile, and scratch; 0 in fp32, added in place.
 
     Args:
-        s: sizes of the subsequence.
-        outputs: of the product.
-        inputs: of the product.
+        s: Sizes of the subsequence.
+        outputs: Rows of the weight.
+        inputs: Columns of the weight.
     """
     if not (s.threads and s.is_half):
         return 0
@@ -77,7 +78,7 @@ def weight_gradient_bytes(s: TensorSizes, outputs: int, inputs: int) -> int:
 
 
 def key_parts(s: TensorSizes) -> int:
-    """Return the parts of a prefix that give every thread the same work, as in its kernel."""
+    """Return the number of parts of a prefix that gives every thread of the kernel equal work."""
     return s.threads // gcd(s.model.kv_heads, s.threads) if s.threads else 1
 
 

@@ -1,9 +1,10 @@
-"""Live tensors of a layer and of the loss on a GPU, where a tensor goes with its last reference.
+"""Live sets of a layer and of the loss on a GPU, where a tensor is freed with its last reference.
 
-What stays in device memory from forward to backward, the *retained* classes, counts as held for as
-long as the unit's forward or backward runs (:mod:`sppo.cost.memory.units_in_flight`). So in a
-forward the live bytes below are less by what the layer has yet to save, and in a backward by what
-it has freed already. Chains of element-wise operations are one kernel each and take nothing.
+*Retained* classes, which stay in device memory from forward to backward, count as held during the
+whole forward and backward of their unit (:mod:`sppo.cost.memory.units_in_flight`). So the live
+bytes here are reduced, in a forward by tensors that the layer has yet to save, in a backward by
+tensors that it has already freed. Chains of element-wise operations are one kernel each and take no
+memory.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from sppo.cost.live_sets.tensor_sizes import TensorSizes
 from sppo.cost.logits_tile import tile_tokens
 
 Named = tuple[str, int]
-"""A point of a pass and its live bytes."""
+"""Name of a point of a pass, and live bytes at this point."""
 
 
 def layer_forward(s: TensorSizes, *, recomputed: frozenset[int]) -> Iterator[Named]:
@@ -46,8 +47,8 @@ def layer_backward(
     interval = 1 if own_attention else min(input_every, layers)
     below = s.hidden + (s.hidden + s.gates if own_linear else 0)
     base = s.rotary + (interval - 1) * below + s.hidden  # n1
-    # The gradient that comes from above; the last layer's was saved, and another layer's comes when
-    # the input of the layer above it has gone.
+    # Gradient from the layer above: the last layer's is saved, and another's takes the place of the
+    # freed input of the layer above.
     if layers > interval and X_IN not in s.freed:
         base += s.hidden
     if own_linear:
@@ -66,9 +67,10 @@ def layer_backward(
 
 
 def loss(s: TensorSizes) -> Iterator[Named]:
-    """Yield the live sets of the final norm, the head and the loss, both ways in one.
+    """Yield the live sets of the final norm, the head and the loss, forward and backward in one.
 
-    The gradient that they end in is saved, and counts as held from the unit's begin.
+    The resulting gradient of the last layer's output is saved and counts as held from the begin of
+    the unit.
     """
     tokens = tile_tokens(s.model.vocab_size, element_bytes=s.element, device=s.device)
     logits = min(s.tokens, tokens) * s.model.vocab_size * s.element

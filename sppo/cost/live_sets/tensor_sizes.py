@@ -1,4 +1,4 @@
-"""Bytes of the tensors that one subsequence has on one device while a layer runs.
+"""Bytes of the tensors of one subsequence on one device while a layer runs.
 
 Legend: C tokens of the subsequence on the device, E hidden, Q = N D query width, K D key width, F
 MLP width, e element bytes.
@@ -15,85 +15,84 @@ from sppo.cost.layer import ACCUMULATION_BYTES, Workload
 
 @dataclass(frozen=True, slots=True)
 class TensorSizes:
-    """Bytes of the tensors of one subsequence."""
+    """Bytes of the tensors of one subsequence on one device."""
 
     model: ModelConfig
     tokens: int
     prefix: int
     element: int
     device: str
-    """Its kind."""
+    """Kind of the device, "cpu" or "cuda"."""
     threads: int
-    """0 on a GPU, where neither tiles nor scratch are counted."""
+    """Threads of a CPU; 0 on a GPU, where neither tiles nor scratch of CPU kernels are counted."""
     degree: int = 1
-    """Sequence-parallel devices, each of which has a part of the heads and all tokens in
-    attention."""
+    """Devices of a sequence-parallel group; in attention, each has some heads of all tokens."""
     backend: str = "cpu_flash"
-    """Back end of attention."""
+    """Attention back end."""
     retained: frozenset[int] = frozenset()
-    """Tensor classes whose saved tensors stay where they were made, on a GPU."""
+    """Tensor classes whose saved tensors stay in device memory, on a GPU."""
     freed: frozenset[int] = frozenset()
-    """Those of them that go as soon as backward has used them."""
+    """Retained tensor classes that are freed as soon as backward has used them."""
 
     @property
     def is_half(self) -> bool:
-        """Return whether the accumulation dtype is another than the compute dtype."""
+        """Whether the compute dtype is smaller than the accumulation dtype."""
         return self.element < ACCUMULATION_BYTES
 
     @property
     def hidden(self) -> int:
-        """x_in, n1, x_mid, n2, y and their gradients."""
+        """Bytes of a hidden state: x_in, n1, x_mid, n2, y, or a gradient of one of them."""
         return self.tokens * self.model.hidden_size * self.element
 
     @property
     def query(self) -> int:
-        """Q, o and their gradients."""
+        """Bytes of q, o, or a gradient of one of them."""
         return self.tokens * self.model.num_heads * self.model.head_dim * self.element
 
     @property
     def fp32_query(self) -> int:
-        """Running o, or the sum of dq, in fp32."""
+        """Bytes of the running o, or of the sum of dq, in fp32."""
         return self.query // self.element * ACCUMULATION_BYTES
 
     @property
     def key(self) -> int:
-        """K, v and their gradients, of the subsequence's own tokens."""
+        """Bytes of k, v, or a gradient of one of them, for the subsequence's own tokens."""
         return self.tokens * self.model.kv_heads * self.model.head_dim * self.element
 
     @property
     def seen_keys(self) -> int:
-        """Keys that the subsequence's last token sees."""
+        """Number of keys that the last token of the subsequence sees."""
         return self.prefix + self.tokens * self.degree
 
     @property
     def key_row(self) -> int:
-        """Gradients of one token's k, or v, in attention: of the key heads of one device."""
+        """Bytes of the gradient of k, or v, of one token in the key heads of one device."""
         heads = max(1, self.model.kv_heads // self.degree)
         return heads * self.model.head_dim * self.element
 
     @property
     def cast_key(self) -> int:
-        """K or v in fp32."""
+        """Bytes of k, or v, in fp32."""
         return self.key // self.element * ACCUMULATION_BYTES
 
     @property
     def lse(self) -> int:
-        """Anything with one fp32 number per row and head."""
+        """Bytes of lse, or of another tensor with one fp32 number per row and head."""
         return self.tokens * self.model.num_heads * ACCUMULATION_BYTES
 
     @property
     def mlp(self) -> int:
-        """Gate, up, the activation's output, and their gradients."""
+        """Bytes of gate, up, the activation's output, or a gradient of one of them."""
         return self.tokens * self.model.mlp_size * self.element
 
     @property
     def gates(self) -> int:
-        """Return the widths of the MLP's activation: gate and up, or up alone."""
+        """Bytes of the inputs of the MLP's activation: gate and up, or up alone."""
         return (2 if self.model.gated else 1) * self.mlp
 
     @property
     def rotary(self) -> int:
-        """Cosines and sines."""
+        """Bytes of the rotary cosines and sines of the subsequence; 0 without rotary positions."""
         rotary = self.model.position == "rotary"
         return self.tokens * self.model.head_dim * ACCUMULATION_BYTES if rotary else 0
 
@@ -106,14 +105,14 @@ def tensor_sizes(
     retained: frozenset[int] = frozenset(),
     defers: bool = False,
 ) -> TensorSizes:
-    """Return the sizes of a subsequence of ``tokens`` on one device.
+    """Return the tensor sizes of a subsequence of ``tokens`` on one device.
 
     Args:
-        workload: what runs where.
-        tokens: of the subsequence, on one device.
-        prefix: tokens of the sequence before it.
-        retained: tensor classes whose saved tensors stay on the device; only asked of a GPU.
-        defers: weight halves of backwards are deferred, and keep saved tensors as operands.
+        workload: Model, machine, dtype and sequence parallelism.
+        tokens: Tokens of the subsequence on one device.
+        prefix: Tokens of the sequence before the subsequence.
+        retained: Tensor classes whose saved tensors stay on the device; used for a GPU only.
+        defers: Whether weight halves of backwards are deferred and keep saved tensors as operands.
     """
     device = workload.hardware.device
     return TensorSizes(

@@ -1,11 +1,11 @@
-"""Working set: memory of the running subsequence beside everything saved, exactly.
+"""Working set: exact memory of the running subsequence, without saved tensors.
 
-Every tensor of :mod:`sppo.model.layer`, :mod:`sppo.kernels` and the head has a name and a size; a
-live set of a pass holds those that are live at a time, and the working set is the largest live set.
-Chains of element-wise operations count as tiles (:mod:`sppo.kernels.row_tiles`), and torch's CPU
-kernels with the scratch they were seen to take; of a GPU see
-:mod:`sppo.cost.live_sets.gpu_live_sets`. Saved tensors are not counted: they have a
-bucket of their own, from which backward reads them in place.
+Every tensor of :mod:`sppo.model.layer`, :mod:`sppo.kernels` and the head has a name and a size. A
+live set of a pass is the tensors that are live at a time, and the working set is the largest live
+set. On a CPU, chains of element-wise operations count as tiles (:mod:`sppo.kernels.row_tiles`), and
+torch's kernels with their observed scratch; for a GPU see
+:mod:`sppo.cost.live_sets.gpu_live_sets`. Saved tensors are not counted: they have a bucket of their
+own, from which backward reads them in place.
 
 Legend: C tokens of the subsequence on one device, E hidden, Q = N D query width, K D key width, F
 MLP width, V vocabulary, e element bytes.
@@ -34,7 +34,7 @@ from sppo.cost.logits_tile import tile_tokens
 
 @dataclass(frozen=True, slots=True)
 class LiveSet:
-    """A point of a pass and the bytes of the tensors that live at it."""
+    """Name of a point of a pass, and the bytes of the tensors that are live at this point."""
 
     name: str
     live_bytes: int
@@ -52,17 +52,17 @@ def working_sets(
     layers: int,
     defers: bool = False,
 ) -> tuple[LiveSet, LiveSet]:
-    """The largest live set of a layer's forward, and of its backward.
+    """Return the largest live set of a layer's forward, and of its backward.
 
     Args:
-        workload: what runs where.
-        tokens: of the subsequence, on one device.
-        prefix: tokens before it.
-        recomputed: tensor classes that backward recomputes.
-        retained: tensor classes of which every row stays on a GPU.
-        input_every: interval in layers between saved inputs.
-        layers: of the stage.
-        defers: whether weight halves of backwards are deferred.
+        workload: Model, machine, dtype and sequence parallelism.
+        tokens: Tokens of the subsequence on one device.
+        prefix: Tokens of the sequence before the subsequence.
+        recomputed: Tensor classes that backward recomputes.
+        retained: Tensor classes of which every row stays on a GPU.
+        input_every: Layers from one saved input to the next.
+        layers: Layers of the stage.
+        defers: Whether weight halves of backwards are deferred.
     """
     sizes = tensor_sizes(workload, tokens, prefix=prefix, retained=retained, defers=defers)
     forward = _forward(sizes, recomputed=recomputed)
@@ -73,10 +73,10 @@ def working_sets(
 def most_working_set(
     workload: Workload, *, tokens: int, prefix: int, input_every: int = 1, layers: int
 ) -> LiveSet:
-    """Return a bound of :func:`working_sets`, whatever is recomputed.
+    """Return an upper bound of :func:`working_sets` for any recomputed classes.
 
-    A forward needs most where all is saved, for what is saved leaves only when the layer is done; a
-    backward where all is recomputed, or where the inputs of layers are.
+    A forward needs the most memory if all is saved, since saved tensors are copied only when the
+    layer ends; a backward if all is recomputed, or if layer inputs and the linear class are.
     """
     sizes = tensor_sizes(workload, tokens, prefix=prefix)
     live_sets = [*_forward(sizes, recomputed=frozenset())]
@@ -86,13 +86,13 @@ def most_working_set(
 
 
 def forward_working_set(workload: Workload, *, tokens: int) -> LiveSet:
-    """The largest live set of a layer's forward of which nothing is saved."""
+    """Return the largest live set of a layer's forward that saves nothing."""
     sizes = tensor_sizes(workload, tokens)
     return _largest(_forward(sizes, recomputed=frozenset((ATTENTION, LINEAR))))
 
 
 def loss_working_set(workload: Workload, *, tokens: int) -> LiveSet:
-    """The largest live set of the final norm, the head and the loss, both ways in one."""
+    """Return the largest live set of the final norm, the head and the loss, with their backward."""
     return _largest(_loss(tensor_sizes(workload, tokens)))
 
 
@@ -132,7 +132,7 @@ def _backward(
     own_linear, own_attention = LINEAR in recomputed, ATTENTION in recomputed
     interval = 1 if own_attention else min(input_every, layers)
     base = s.rotary + _waiting(s, recomputed=recomputed, others=interval - 1) + s.hidden  # n1
-    if layers > interval:  # the gradient that comes from above; the last layer's was saved
+    if layers > interval:  # Gradient from the layer above; that of the last layer is saved.
         base += s.hidden
     queries = s.query if own_linear or s.model.qk_norm else 0
     if own_linear:
@@ -157,7 +157,7 @@ def _backward(
 
 
 def _waiting(s: TensorSizes, *, recomputed: frozenset[int], others: int) -> int:
-    """Recomputed tensors of the layers whose inputs are not saved, until their own turn comes."""
+    """Return the bytes of recomputed tensors of `others` layers that wait for their backward."""
     return others * (s.hidden + (s.hidden + s.gates if LINEAR in recomputed else 0))
 
 
@@ -172,7 +172,7 @@ def _loss(s: TensorSizes) -> Iterator[LiveSet]:
     vocabulary, hidden = s.model.vocab_size, s.model.hidden_size
     of_tile = tile_tokens(vocabulary, element_bytes=s.element, device=s.device)
     logits = min(s.tokens, of_tile) * vocabulary * s.element
-    base = 3 * s.hidden  # the last layer's output, its norm, and that one's gradient
+    base = 3 * s.hidden  # Output of the last layer, its norm, and the norm's gradient.
     if s.is_half:
         yield LiveSet("logits", base + logits + tiles_bytes(s, 1, width=vocabulary))
     yield LiveSet("logit gradients", base + logits + weight_gradient_bytes(s, vocabulary, hidden))

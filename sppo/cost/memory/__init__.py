@@ -1,1 +1,1 @@
-"""Memory of each stage by bucket: what it keeps, what is in flight, what runs, what moves."""
+"""Memory of each pipeline rank by bucket: state, K and V, saved, running and copied tensors."""

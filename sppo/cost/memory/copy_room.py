@@ -1,11 +1,11 @@
-"""Memory and room that offloading takes, exactly as a run sets it aside: slots, ring, and file.
+"""Memory that offloading takes on the device and in the tier: slots, ring and file.
 
-Blocks of one layer each come back into a ring of slots on the device, reserved once. On a machine
-whose device memory is RAM and whose next tier is a disk, they leave through slots that are reserved
-too. On an accelerator a tensor on its way out is its own source: compute waits as soon as two
-blocks are still on their way. Either way there is room for a number of blocks, whatever is copied
-when, so nothing here depends on time. The stages of a rank take turns with one set of slots: as
-many as the longest of them needs, each as large as the largest block of all.
+The figures equal those that a run allocates. A packed block holds one layer. H2D copies fill a ring
+of slots on the device that is allocated once. On a CPU, blocks leave for the disk through slots
+that are allocated once, too. On a GPU the saved tensor is the source of its D2H copy, and compute
+waits while `SOURCES_HELD` blocks are being copied. Both take memory for a fixed number of blocks,
+so the figures do not depend on time. The stages of a rank share one set of slots: as many as the
+stage with most layers needs, each as large as the rank's largest block.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from sppo.schedule.costs import Table
 
 
 def _layouts(candidate: Candidate) -> list[BlockLayout]:
-    """The blocks of every stage."""
+    """Return the layout of the blocks of every stage."""
     return [block_layout(candidate, stage=stage) for stage in range(len(candidate.stages))]
 
 
 def passes_through_slots(candidate: Candidate) -> bool:
-    """Return whether copies go through memory of the device that is reserved once."""
+    """Return whether D2H copies pass through slots on the device, as on a CPU."""
     return candidate.workload.hardware.device.kind == "cpu"
 
 
 def stage_blocks(placement: ActivationPlacement, shape: BlockLayout, *, stage: int) -> Counts:
-    """Bytes of the block of every layer of every subsequence, [subsequences, layers]."""
+    """Return the bytes of the block of each layer of each subsequence, [subsequences, layers]."""
     sizes = shape.block_sizes(placement.offloaded[stage])
     saved = placement.recomputed[stage, :, ATTENTION] == 0
     own_input = np.array(
@@ -53,38 +53,41 @@ def stage_blocks(placement: ActivationPlacement, shape: BlockLayout, *, stage: i
 
 
 def slots_on_device(candidate: Candidate, layout: BlockLayout) -> int:
-    """Blocks that are on the device at once, on their way out, back, or in use.
+    """Return the number of blocks on the device at once: leaving, coming back or in use.
 
-    Of the sources on their way out one is the running layer's, which its working set counts.
+    One of the leaving sources belongs to the running layer and counts in the working set instead.
     """
     return reserved_slots(candidate, layout) + _sources_waiting(candidate)
 
 
 def reserved_slots(candidate: Candidate, layout: BlockLayout) -> int:
-    """Blocks that there is memory for all the time."""
+    """Return the number of blocks for which device memory is allocated all the time."""
     leaving = layout.staging_slots if passes_through_slots(candidate) else 0
     return leaving + layout.ring_slots
 
 
 def staging_slots(candidate: Candidate, layout: BlockLayout) -> int:
-    """Blocks that there is host memory for in front of a disk; on a CPU they are on the device."""
+    """Return the number of blocks of host memory through which copies to and from a disk pass.
+
+    On a CPU these slots are device memory.
+    """
     return layout.staging_slots if candidate.tier == "disk" else 0
 
 
 def _sources_waiting(candidate: Candidate) -> int:
-    """Blocks in memory of their own that leave while another layer runs."""
+    """Return the number of blocks that leave from their own memory while another layer runs."""
     return 0 if passes_through_slots(candidate) else SOURCES_HELD - 1
 
 
 def copy_slots(candidate: Candidate, *, shares: Table) -> CopySlots:
-    """Return the bytes of slots, as a function of the rows that are offloaded.
+    """Return the bytes of slots per offloaded row, for the placement of activations.
 
     Args:
-        candidate: whose.
-        shares: of each stage in the one set of slots of its rank, [stages].
+        candidate: Candidate to price.
+        shares: Share of each stage in the slots of its rank, [stages].
     """
     workload = candidate.workload
-    # Nothing here depends on which layers a stage has, only on how many.
+    # The layout depends only on the number of layers of a stage.
     by_layers = {len(shape.layers): shape for shape in _layouts(candidate)}
     longest_of_ranks = [
         by_layers[len(candidate.stages[_longest_stage(candidate, rank=rank)])]
@@ -108,12 +111,12 @@ def copy_slots(candidate: Candidate, *, shares: Table) -> CopySlots:
 
 
 def _longest_stage(candidate: Candidate, *, rank: int) -> int:
-    """Return the stage of a rank that has most layers."""
+    """Return the stage of a rank that has the most layers."""
     return max(candidate.stages_of_rank(rank), key=lambda stage: len(candidate.stages[stage]))
 
 
 def tier_padding_bytes(candidate: Candidate, *, units: UnitsInFlight) -> Table:
-    """Return the most bytes that alignment adds to offloaded tensors in the tier, [stages]."""
+    """Return the upper bound of bytes that alignment adds to offloaded tensors, [stages]."""
     shapes = _layouts(candidate)
     blocks = np.array([len(shape.layers) * shape.most_padding_bytes for shape in shapes])
     most = max(own.stop - own.start for own in candidate.distinct_sequences)
@@ -128,13 +131,13 @@ def with_placement(
     placement: ActivationPlacement,
     units: UnitsInFlight,
 ) -> tuple[StageMemory, ...]:
-    """Memory of each rank with what a placement retains, offloads and recomputes.
+    """Return the memory of each rank with the saved activations of `placement`.
 
     Args:
-        states: without any saved activation.
-        candidate: whose.
-        placement: of its activation policy.
-        units: in flight.
+        states: Memory of each rank without saved activations.
+        candidate: Candidate to price.
+        placement: Placement by the activation policy.
+        units: Units in flight of the candidate.
     """
     held = with_activations(states, candidate=candidate, placement=placement, units=units)
     by_kind: dict[Hashable, _StageRoom] = {}
@@ -175,14 +178,14 @@ def with_placement(
 
 
 class _StageRoom(NamedTuple):
-    """Bytes of what one stage offloads."""
+    """Bytes that offloading takes for one stage."""
 
     block_bytes: int
     """Bytes of the largest block."""
     joined_bytes: int
-    """Bytes of tensors that are joined from parts."""
+    """Bytes of tensors that backward joins from parts; 0 on a GPU."""
     tier_bytes: int
-    """Bytes of one sequence in the tier."""
+    """Bytes of the offloaded blocks of the largest sequence in the tier."""
 
 
 def _stage_room(candidate: Candidate, placement: ActivationPlacement, *, stage: int) -> _StageRoom:

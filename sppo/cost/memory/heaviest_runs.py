@@ -1,4 +1,8 @@
-"""Runs whose working sets outweigh those of all neighbouring subsequences of similar length."""
+"""Selection of the runs whose working sets bound those of neighbouring similar subsequences.
+
+A run is a tuple of tokens, prefix and placement, on which a working set depends. Few runs per block
+of similar subsequences keep the cost of memory prediction low.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +17,28 @@ from sppo.cost.live_sets.attention_live_sets import SPAN_KEYS
 from sppo.cost.memory.unit_runs import UnitRun
 
 Units = Counts | slice
-"""Subsequences of a block, by index."""
+"""Indices of subsequences within a block."""
 _SIMILAR = 0.9
-"""A subsequence at least so long, relative to the longest of its neighbours, counts as that."""
+"""Least length of a subsequence relative to the longest of its block for which it counts as long
+as the longest."""
 
 
 @lru_cache(maxsize=256)
 def runs_of_blocks(
     lengths: tuple[int, ...], prefixes: tuple[int, ...], kinds: bytes, *, on_gpu: bool
 ) -> tuple[tuple[slice, tuple[tuple[UnitRun, Units], ...]], ...]:
-    """Neighbouring subsequences of similar length, and runs that outweigh all of them.
+    """Return blocks of neighbouring subsequences of similar length, and runs that bound each block.
 
     Args:
-        lengths: tokens of each.
-        prefixes: tokens of its sequence before each.
-        kinds: of each, see :func:`unit_kinds`, as int64.
-        on_gpu: whether they run on a GPU.
+        lengths: Tokens of each subsequence.
+        prefixes: Tokens before each subsequence in its sequence.
+        kinds: Kind of each subsequence, see :func:`sppo.cost.memory.unit_runs.unit_kinds`, as bytes
+            of int64.
+        on_gpu: Whether the subsequences run on a GPU.
 
     Returns:
-        Pairs of a block of subsequences, and of runs with the subsequences, counted within the
-        block, for which they count.
+        Pairs of a block and its runs, each run with the subsequences that it bounds, by their
+        indices within the block.
     """
     tokens, of_each = np.array(lengths, dtype=np.int64), np.frombuffer(kinds, dtype=np.int64)
     behind = np.minimum(np.array(prefixes, dtype=np.int64), SPAN_KEYS)
@@ -45,7 +51,7 @@ def runs_of_blocks(
 
 
 def _blocks(lengths: Sequence[int]) -> Sequence[slice]:
-    """Neighbouring subsequences of similar length; the farther behind, the more of them."""
+    """Return blocks of neighbouring subsequences of similar length; later blocks are longer."""
     edges, longest = [0], lengths[0]
     for index, length in enumerate(lengths):
         longest = max(longest, length)
@@ -58,16 +64,16 @@ def _blocks(lengths: Sequence[int]) -> Sequence[slice]:
 def _extreme_runs(
     lengths: Counts, prefixes: Counts, kinds: Counts
 ) -> Iterator[tuple[UnitRun, Counts]]:
-    """Yield runs that together outweigh all neighbouring units of a kind on a GPU, and those units.
+    """Yield runs that together bound all units of a kind in a block on a GPU, and these units.
 
-    What backward has freed grows with the subsequence, and what attention takes with the prefix.
-    Both do so evenly, so the most is needed by the longest or by the shortest, behind the longest
-    prefix.
+    Memory that backward has freed grows with the subsequence, memory of attention with the prefix,
+    both linearly. So the working set is largest for the longest or the shortest subsequence, after
+    the longest prefix.
 
     Args:
-        lengths: tokens of each.
-        prefixes: tokens before each, as far as they are read at once.
-        kinds: of each, see :func:`unit_kinds`.
+        lengths: Tokens of each subsequence.
+        prefixes: Tokens before each subsequence, up to the number that is read at once.
+        kinds: Kind of each subsequence, see :func:`sppo.cost.memory.unit_runs.unit_kinds`.
     """
     for kind in np.unique(kinds).tolist():
         which = np.flatnonzero(kinds == kind)
@@ -79,20 +85,21 @@ def _extreme_runs(
 def _heaviest_runs(
     lengths: Counts, prefixes: Counts, kinds: Counts
 ) -> Iterator[tuple[UnitRun, slice]]:
-    """Yield the runs of neighbouring units that none other of them outweighs, on a CPU.
+    """Yield the runs of a block on a CPU that no other run of the block exceeds.
 
-    A longer one needs more, and so does one behind a longer prefix, up to the part of a prefix
-    that is read at once.
+    The working set grows with the subsequence, and with the prefix up to the part of a prefix that
+    is read at once.
 
     Args:
-        lengths: tokens of each.
-        prefixes: tokens before each, as far as they are read at once.
-        kinds: of each, see :func:`unit_kinds`.
+        lengths: Tokens of each subsequence.
+        prefixes: Tokens before each subsequence, up to the number that is read at once.
+        kinds: Kind of each subsequence, see :func:`sppo.cost.memory.unit_runs.unit_kinds`.
     """
     for kind in np.unique(kinds).tolist():
         which = np.flatnonzero(kinds == kind)[::-1]
         behind, longest = prefixes[which], np.maximum.accumulate(lengths[which])
-        # The last of those with the same prefix has seen them all, and all behind a longer one.
+        # The running maximum at the last unit of a prefix includes all units of this prefix and of
+        # longer ones.
         ends = np.flatnonzero(np.append(behind[1:] != behind[:-1], True))
         most = 0
         for tokens, prefix in zip(longest[ends].tolist(), behind[ends].tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""Saved tensors that were divided by rows, and are put together again for backward."""
+"""Memory of saved tensors that a placement divides by rows and backward joins."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sppo.cost.candidate import Candidate
 
 
 def block_layout(candidate: Candidate, *, stage: int) -> BlockLayout:
-    """The blocks of one stage."""
+    """Return the layout of the packed blocks of one stage."""
     workload = candidate.workload
     return BlockLayout(
         workload.model,
@@ -23,14 +23,18 @@ def block_layout(candidate: Candidate, *, stage: int) -> BlockLayout:
 
 
 def joined_bytes(placement: ActivationPlacement, shape: BlockLayout, *, stage: int) -> Counts:
-    """Bytes of tensors of each subsequence that are put together again from parts, [N].
+    """Return the bytes of tensors of each subsequence that backward joins from parts, [N].
 
-    Those of all layers that are taken at once; a subsequence counts as the longest one that is cut
-    in the same places.
+    All layers that share a saved input count together: backward takes them at once, and the joined
+    tensors of a layer stay until its own backward ends. The input itself counts once. A partly
+    recomputed tensor counts in the working set as if it were recomputed whole, except queries and
+    keys, which are joined earlier and count here. A subsequence counts as long as the longest one
+    whose classes are divided alike.
 
-    Those that share an input are, and what is joined of each stays until its own turn is over; but
-    the input itself only one of them saved. What is partly recomputed counts in the working set as
-    if it were recomputed whole, but for queries and keys, which are then there sooner.
+    Args:
+        placement: Placement by the activation policy.
+        shape: Layout of the blocks of the stage.
+        stage: Index of the stage.
     """
     tables = (placement.retained, placement.offloaded, placement.recomputed)
     retains, offloads, recomputes = (table[stage] > 0 for table in tables)
@@ -54,6 +58,6 @@ def joined_bytes(placement: ActivationPlacement, shape: BlockLayout, *, stage: i
 
 
 def queries_bytes(shape: BlockLayout, tokens: int) -> int:
-    """Saved queries, and keys, of one layer."""
+    """Return the bytes of saved queries, and of saved keys if any, of one layer."""
     sizes = shape.tensor_bytes((0, 0, tokens), own_input=False)
     return sum(size for name, size in sizes.items() if name in ("q", "k"))

@@ -1,17 +1,17 @@
 """Memory of the ranks of a pipeline with multiplexed sequence partitioning (MSP).
 
-A rank holds what its own stages save of the units that it runs whole, and of every unit that it
-runs a shard of, of its own stages or another's, what the shard saves. For the shards of each stage
-it has slots and room in the tier apart from those of its whole units. While a shard runs there are
-beside its working set:
+A rank holds the saved tensors of units of its own stages that it runs whole, and of shards that it
+runs, whether of its own stages or as a borrower. The shards of each stage have slots and tier
+extents separate from those of whole units. While a shard runs, these are live in addition to its
+working set:
 
-* gradients of the layer's K and V, of the prefix with the unit, which every rank forms on its own;
-* some parameters' fp32 gradients on their way to the owner;
-* on a borrower the layer's weights, those of the next one, and the layer's K and V.
+* gradients of the layer's K and V for the prefix and the unit, which every rank forms on its own;
+* fp32 gradients of some parameters that are being sent to the owner;
+* on a borrower, the weights of the layer and of the next one, and the layer's K and V.
 
-Sequences of a program that cuts units follow one another, so less of them is held at once.
+Sequences of a program with MSP run one after another, so fewer are held at once.
 
-Which units are cut, and who borrows them, is in the program alone, so all this follows from it.
+All of this follows from the program, which says which units are cut and which ranks borrow them.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ from sppo.schedule.msp_groups import MspGroup, find_msp_groups
 from sppo.schedule.orders import UnitKey
 
 _Blocks = Mapping[UnitKey, Sequence[int]]
-"""Bytes of the block of every layer, by unit."""
+"""Bytes of the block of each layer, by unit."""
 BORROWED_LAYERS = 2
-"""Layers whose weights a borrower holds at once: one is computed with, the next one comes."""
+"""Layers whose weights a borrower holds at once: one in use, and the next one being received."""
 _GRADIENTS_UNDER_WAY = 3
-"""Parameters whose gradients a rank holds at once: one is formed, two are sent."""
+"""Parameters whose gradients a rank holds at once: one being computed, two being sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
-    """A shard that a rank runs.
+    """MSP shard that a rank runs.
 
     Attributes:
-        stage: Of the unit.
-        sequence: Of the unit.
-        subsequence: Of the unit.
-        tokens: Of the shard.
-        start: Tokens of the sequence before it.
-        end: Tokens of the sequence up to the end of its unit.
+        stage: Stage of the unit.
+        sequence: Sequence of the unit.
+        subsequence: Subsequence of the unit.
+        tokens: Tokens of the shard.
+        start: Tokens of the sequence before the shard.
+        end: Tokens of the sequence up to the end of the unit.
     """
 
     stage: int
@@ -82,13 +82,13 @@ def with_msp(
     placement: ActivationPlacement,
     schedule: Schedule,
 ) -> tuple[StageMemory, ...]:
-    """Return the memory of each rank as its program runs whole units and shards.
+    """Return the memory of each rank whose program runs whole units and shards.
 
     Args:
-        memory: of each stage if it ran all its units whole.
-        candidate: whose.
-        placement: of its activation policy.
-        schedule: the program of a step.
+        memory: Memory of each rank if it ran all units whole.
+        candidate: Candidate to price.
+        placement: Placement by the activation policy.
+        schedule: Schedule with the programs of a step.
     """
     groups = find_msp_groups(schedule, programs=encode(schedule))
     if not groups:
@@ -154,8 +154,8 @@ class _Rank:
         """Return the memory of the rank.
 
         Args:
-            held: by its stage if it ran all its units whole.
-            overlapping: sequences of which it would hold anything at once then.
+            held: Memory of the rank if it ran all units whole.
+            overlapping: Number of sequences held at once if the rank ran all units whole.
         """
         copies, leaving, staging, tier = self._room()
         retained, working, sent, running = self._peaks()
@@ -175,10 +175,11 @@ class _Rank:
         return replace(held, device=device, tier_activations_bytes=tier, staging_bytes=staging)
 
     def _peaks(self) -> tuple[int, int, int, int]:
-        """Return the most that units and shards retain, compute with beside that, send, and run in.
+        """Return peak bytes: retained, working sets, messages, and the largest working set alone.
 
-        Working sets are largest while shards run, when little may be retained yet. So what counts
-        of them is how far all together exceeds the most that is retained.
+        Working sets are largest while shards run, when little may be retained yet. So the figure of
+        working sets is the peak of both together minus the peak of retained bytes; the figure of
+        messages is likewise the further increase of the peak.
         """
         placed = self._placement
         by_unit = placed_bytes(
@@ -201,16 +202,16 @@ class _Rank:
         return round(retained), round(beside), round(sent), round(most)
 
     def _share(self, action: Action) -> float:
-        """Return the part of a unit's tokens that an action of this rank runs."""
+        """Return the fraction of a unit's tokens that an action of this rank runs."""
         if action.num_shards == 1:
             return 1.0
         shard = self._shards[action.stage, *action.unit]
         return shard.tokens / self._candidate.lengths[shard.subsequence]
 
     def _room(self) -> tuple[int, int, int, int]:
-        """Return the bytes of slots on the device, of sources, of staging slots, and of the tier.
+        """Return the bytes of device slots, of D2H sources, of staging slots, and in the tier.
 
-        Own stages take turns with the slots of whole units; each has room of its own in the tier.
+        The rank's own stages share the slots of whole units; each has its own extents in the tier.
         """
         whole = [self._whole_blocks(stage) for stage in self._own]
         longest = max(self._own, key=lambda stage: len(self._candidate.stages[stage]))
@@ -228,7 +229,7 @@ class _Rank:
         return copies, leaving, staging, tier
 
     def _slots_bytes(self, stage: int, block_bytes: int) -> tuple[int, int, int]:
-        """Return the bytes of slots on the device, of sources beside, of staging slots."""
+        """Return the bytes of slots on the device, of D2H sources, and of staging slots."""
         candidate = self._candidate
         layout = block_layout(candidate, stage=stage)
         slots = reserved_slots(candidate, layout)
@@ -237,19 +238,19 @@ class _Rank:
         return slots * block_bytes, sources * block_bytes, staging * block_bytes
 
     def _whole_blocks(self, stage: int) -> _Blocks:
-        """Bytes of the block of every layer of the units that an own stage runs whole."""
+        """Return the bytes of the blocks of units of an own stage that the rank runs whole."""
         layout = block_layout(self._candidate, stage=stage)
         blocks = stage_blocks(self._placement, layout, stage=stage).tolist()
         return {a.unit: blocks[a.unit[1]] for a in self._whole if a.stage == stage}
 
     def _shard_blocks(self, shard: _Shard) -> tuple[int, ...]:
-        """Bytes of the block of every layer of a shard."""
+        """Return the bytes of the block of each layer of a shard."""
         placed = self._placed(shard)
         layout = block_layout(self._candidate, stage=shard.stage)
         return layout.blocks(placed.offloaded, attention_saved=placed.attention_saved)
 
     def _placed(self, shard: _Shard) -> SubsequencePlacement:
-        """Rows of a shard by what happens to them."""
+        """Return the retained, offloaded and recomputed rows of a shard."""
         tokens = self._candidate.lengths[shard.subsequence]
         retained, offloaded, recomputed = (
             (int(x), int(a), int(rest))
@@ -266,7 +267,7 @@ class _Rank:
         return whole.sharded((shard.tokens, tokens - shard.tokens))[0]
 
     def _running_bytes(self, action: Action) -> int:
-        """The largest working set of a unit or a shard, with what is there beside a shard's."""
+        """Return the bytes of the working set of a unit or a shard, with :meth:`_beside`."""
         candidate, backward = self._candidate, action.kind is ActionKind.B
         if action.num_shards > 1:
             shard = self._shards[action.stage, *action.unit]
@@ -286,16 +287,16 @@ class _Rank:
         return running
 
     def _sent_bytes(self, action: Action) -> float:
-        """Return the bytes received, sent and exchanged for the unit of an action."""
+        """Return the bytes of messages and exchanges for the unit of an action."""
         return float(self._sent[action.kind][action.unit[1]])
 
     def _beside(self, shard: _Shard, *, backward: bool) -> int:
-        """Bytes beside the working set of a shard in forward or backward."""
+        """Return the bytes that are live in addition to the working set of a shard."""
         workload = self._candidate.workload
         kv_bytes, gradient_bytes = kv_bytes_per_token(workload)
         beside = 0
         if backward:
-            # While K and V have theirs, those of the projection behind attention are on their way.
+            # While gradients of K and V are live, those of the output projection are being sent.
             shapes = layer_shapes(workload.model)
             largest, behind = (
                 max(prod(shapes[name]) for name in names) * ACCUMULATION_BYTES
@@ -310,18 +311,18 @@ class _Rank:
         return beside
 
     def _lengths(self) -> set[int]:
-        """Tokens of the units and shards that it runs."""
+        """Return the distinct lengths of units and shards that the rank runs, in tokens."""
         whole = {self._candidate.lengths[action.unit[1]] for action in self._whole}
         return whole | {shard.tokens for shard in self._shards.values()}
 
 
 def _largest(blocks: _Blocks) -> int:
-    """Bytes of the largest block of some units."""
+    """Return the bytes of the largest block of all units."""
     return max((max(sizes) for sizes in blocks.values()), default=0)
 
 
 def _tier_bytes(blocks: _Blocks) -> int:
-    """Bytes in the tier of the units of the sequence that has most there."""
+    """Return the bytes in the tier of the sequence that has the most."""
     by_sequence: dict[int, int] = {}
     for (sequence, _), sizes in blocks.items():
         by_sequence[sequence] = by_sequence.get(sequence, 0) + sum(sizes)

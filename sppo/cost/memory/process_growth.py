@@ -1,7 +1,7 @@
-"""Memory that a training process takes beside tensors after its libraries are loaded, on a CPU.
+"""Memory beyond tensors that a training process allocates after loading its libraries, on a CPU.
 
-The device's memory is the process's there, so all of it counts; on a GPU it is the host's.
-Measured with torch 2.13 as anonymous memory between the pre-flight check and the end of runs.
+On a CPU this growth is device memory; on a GPU it is host memory and counts as 0. Constants were
+measured with torch 2.13 as anonymous memory between the pre-flight check and the end of runs.
 """
 
 from __future__ import annotations
@@ -14,32 +14,33 @@ from sppo.cost.layer import ACCUMULATION_BYTES, Workload
 from sppo.units import KIB, MIB
 
 STEPS_BYTES = 27 * MIB
-"""Threads, page tables, whole huge pages behind tensors, small tensors in the C heap, buffers of
-checkpoints, pages of libraries that the first steps touch: 15 to 17 MiB on an AMD EPYC, 24 to 27
-on an Intel Xeon with AMX, however many steps."""
+"""Bytes of threads, page tables, partly used huge pages, small tensors in the C heap, checkpoint
+buffers, and pages of libraries that the first steps touch: 15 to 17 MiB on an AMD EPYC, 24 to 27 on
+an Intel Xeon with AMX, whatever the number of steps."""
 CODE_BYTES = 3 * MIB
 CODE_BYTES_PER_LENGTH = 18 * MIB
-"""Bytes of code that oneDNN compiles for bf16: for attention, and three quarters of a MiB for each
-of a layer's 24 products with subsequences of one length."""
+"""Bytes of code that oneDNN compiles for bf16 per distinct subsequence length: 3/4 MiB for each of
+a layer's 24 products. `CODE_BYTES` is for attention, whatever the lengths."""
 CODE_BYTES_PER_ODD_LENGTH = 12 * MIB
-"""Bytes of code for the rows beyond a multiple of 128 of a length that is none."""
+"""Further bytes of code per length that is no multiple of 128, for the remaining rows."""
 ACTION_BYTES = 4 * KIB
-"""An action of a step's program, the record of its last execution, and that of the one before."""
+"""Bytes of an action of a program and of the records of its last two executions."""
 TOKEN_BYTES = 16
-"""An input and its label, int64; a step's sequences are read at once."""
+"""Bytes of an input token and its label, int64; all sequences of a step are read at once."""
 PLANNING_PROCESS_BYTES = 112 * MIB
-"""The process that plans steps of samples ahead, and the one that Python keeps beside it: 93 and 13
-MiB were measured, libraries included, with CPython 3.11, numpy and scipy."""
+"""Bytes of the process that plans steps of samples ahead, and of Python's helper process beside it.
+
+Measured: 93 and 13 MiB, libraries included, with CPython 3.11, numpy and scipy."""
 REPORT_BYTES = 32 * MIB
-"""The plots at the end, 20 MiB, for which there is what training had taken."""
+"""Bytes for the plots at the end of a run, which take 20 MiB."""
 
 
 def process_growth_bytes(candidate: Candidate, *, background_save_bytes: int) -> int:
-    """Return what one process grows by beside the tensors of the other buckets; 0 on a GPU.
+    """Return the bytes that one process allocates beyond the tensors of other buckets; 0 on a GPU.
 
     Args:
-        candidate: what runs where.
-        background_save_bytes: copy of the training state that is written while training goes on.
+        candidate: Candidate that the process runs.
+        background_save_bytes: Bytes of the copy of the training state for background checkpoints.
     """
     workload, lengths, sequences = candidate.workload, candidate.lengths, candidate.sequences
     if workload.hardware.device.kind != "cpu":
@@ -53,7 +54,7 @@ def process_growth_bytes(candidate: Candidate, *, background_save_bytes: int) ->
 
 
 def code_bytes(workload: Workload, *, lengths: Iterable[int]) -> int:
-    """Return what oneDNN compiles for units of these numbers of tokens; 0 on a GPU."""
+    """Return the bytes of code that oneDNN compiles for `lengths`; 0 on a GPU or in fp32."""
     if workload.hardware.device.kind != "cpu" or workload.element_bytes >= ACCUMULATION_BYTES:
         return 0
     distinct = {*lengths}
@@ -62,12 +63,12 @@ def code_bytes(workload: Workload, *, lengths: Iterable[int]) -> int:
 
 
 def step_bytes(*, tokens: int, units: int, is_pipeline: bool = False) -> int:
-    """Return what the data and the program of one step take on one rank.
+    """Return the bytes of the data and the program of one step on one rank.
 
     Args:
-        tokens: of all its sequences.
-        units: forward passes, one for each subsequence and stage.
-        is_pipeline: whether each pass also receives and sends.
+        tokens: Tokens of all sequences of the step.
+        units: Number of forward passes, one per subsequence and stage.
+        is_pipeline: Whether each pass also receives and sends.
     """
     actions_per_unit = 6 if is_pipeline else 2
     return tokens * TOKEN_BYTES + units * actions_per_unit * ACTION_BYTES

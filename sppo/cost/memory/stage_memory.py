@@ -1,4 +1,4 @@
-"""Memory of every device by bucket, and of the tiers behind it, before the run.
+"""Predicted memory of every device by bucket, and of host memory and disk.
 
 Legend: S tokens of a sequence, C of its longest subsequence, E hidden, F MLP width, K key/value
 heads, D head size, V vocabulary, g sequence-parallel degree.
@@ -37,51 +37,52 @@ from sppo.schedule.costs import Table
 from sppo.schedule.generators import LOOPED
 
 UPDATE_SLOTS = 2
-"""Buckets of an update behind the device that are there at once: one is stepped, one is copied."""
+"""Buckets of an optimizer off the device that have slots at once: one is stepped, one copied."""
 DISK_UPDATE_ELEMENTS = 1 << 19
-"""Parameters of a bucket of an optimizer on a disk: enough for long reads, little memory."""
+"""Parameters of a bucket of an optimizer on a disk: long enough reads at little memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryBuckets:
-    """Bytes on one device at the peak of a step, by what holds them."""
+    """Bytes on one device at the peak of a step, by purpose."""
 
     weights_bytes: int
-    """Parameters in the compute dtype; with ZeRO-3 a shard of them, and those gathered; where they
-    live in another tier, those of two stages."""
+    """Weights in the compute dtype: with ZeRO-3 a shard and the gathered parts; if weights live in
+    another tier, those of two stages."""
     gradients_bytes: int
-    """fp32 sums, whole until they are reduced once per step; from ZeRO-2 on a shard of them, and
-    those that are whole until they are reduced after each use; where they live in another tier,
-    those of two stages."""
+    """fp32 sums of gradients: whole with ZeRO-0 and 1, which reduce them once per step; with ZeRO-2
+    and 3 a shard, and the parts that are whole until they are reduced after each use; if gradients
+    live in another tier, those of two stages."""
     optimizer_bytes: int
-    """AdamW's two moments, and fp32 masters where the weights have another compute dtype."""
+    """Both moments of AdamW, and fp32 masters if the compute dtype is not fp32. If they live on a
+    disk, slots through which buckets pass instead; if in host memory, 0."""
     kv_bytes: int
-    """K and V of every sequence in flight, of layers that have theirs on the device at once."""
+    """K and V of all sequences in flight, in the layers whose K and V are on the device at once."""
     kv_gradients_bytes: int
-    """Their fp32 gradients, of the sequence and the stage in backward."""
+    """fp32 gradients of K and V of the sequence and stage in backward."""
     activations_bytes: int
-    """Saved tensors that stay on the device."""
+    """Retained saved tensors."""
     copies_bytes: int
-    """Room for blocks of saved tensors on their way out or back."""
+    """Slots for blocks of saved tensors that are copied to or from the next tier."""
     loss_gradient_bytes: int
-    """Gradient of the last layer's output, formed in forward."""
+    """Gradient of the last layer's output, which is formed in forward."""
     working_bytes: int
     """Working set of the running subsequence (:mod:`sppo.cost.live_sets.working_set`), and the
     saved tensors that backward joins (:mod:`sppo.cost.memory.copy_room`)."""
     heap_bytes: int
-    """Bytes that a C heap holds beyond that."""
+    """Free memory that the C heap holds beyond the working set."""
     communication_bytes: int
-    """Messages between stages, the residual stream that waits between two stages of a rank, and
-    what a sequence-parallel group exchanges."""
+    """Messages between stages, units that wait between two stages of a rank, tensors exchanged in a
+    sequence-parallel group, and buffers of collectives."""
     growth_bytes: int = 0
-    """Bytes that the process takes beside tensors, see :mod:`sppo.cost.memory.process_growth`."""
+    """Memory of the process beyond tensors, see :mod:`sppo.cost.memory.process_growth`."""
     never_at_once_bytes: int = 0
-    """At most 0: what is held of K and V, their gradients and saved tensors at the fullest moment
-    of a step of samples, less the sum of their peaks, which come at different moments."""
+    """Correction, at most 0, for peaks of K and V, their gradients and saved tensors that come at
+    different moments of a step of samples: their largest sum minus the sum of their peaks."""
 
     @property
     def total_bytes(self) -> int:
-        """All buckets together."""
+        """Sum of all buckets."""
         return sum(getattr(self, field.name) for field in fields(self))
 
     @property
@@ -92,46 +93,46 @@ class MemoryBuckets:
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """One device of a pipeline rank, with all stages of the rank, and what it puts elsewhere."""
+    """Memory of one device of a pipeline rank, all stages of the rank together, in every tier."""
 
     device: MemoryBuckets
     """Bytes on the device, by bucket."""
     tier_activations_bytes: int
-    """Offloaded tensors, in the tier of activations."""
+    """Bytes of offloaded tensors in the tier of activations."""
     host_optimizer_bytes: int
-    """Optimizer states, in the tier of the state."""
+    """Bytes of optimizer states in the tier of the training state."""
     tier_weights_bytes: int = 0
-    """Weights there."""
+    """Bytes of weights in the tier of the training state."""
     tier_gradients_bytes: int = 0
-    """Gradients there."""
+    """Bytes of gradients in the tier of the training state."""
     background_save_bytes: int = 0
-    """Copy of the training state in the host memory behind a GPU, not page-locked, while a
-    checkpoint is written in the background; on a CPU it is among the process's growth."""
+    """Bytes of the copy of the training state in a GPU's host memory, not page-locked, while a
+    checkpoint is written in the background; on a CPU the copy counts in `growth_bytes`."""
     staging_bytes: int = 0
-    """Slots in the host through which offloaded tensors pass on their way to a disk and back; on a
-    CPU the copies of its device."""
+    """Bytes of slots in host memory through which offloaded tensors pass to and from a disk; on a
+    CPU the slots on the device."""
 
     @property
     def tier_state_bytes(self) -> int:
-        """Weights, gradients and optimizer states in the tier that they have."""
+        """Bytes of weights, gradients and optimizer states in the tier of the training state."""
         return self.tier_weights_bytes + self.tier_gradients_bytes + self.host_optimizer_bytes
 
 
 class _RankFigures(NamedTuple):
-    """Figures of a rank that its memory follows from, beside those of all ranks.
+    """Figures in which ranks differ and on which the memory of a rank depends.
 
     Attributes:
-        parameters: That a device computes with.
-        updated: That a device updates.
-        saved: Of which a checkpoint has this device's part.
-        weights: Elements held all the time.
-        gradients: The same of gradients.
-        kv_bytes: Most K and V.
-        kv_gradients_bytes: Their gradients.
-        sent_bytes: Most of messages.
-        num_layers: Of all its stages.
-        is_first: Whether it has the first stage.
-        is_last: Whether it has the last one.
+        parameters: Parameters that a device computes with.
+        updated: Parameters that a device updates.
+        saved: Parameters that a checkpoint has from this device.
+        weights: Elements of weights on the device, without those that are gathered for use.
+        gradients: Elements of gradients on the device, without those that are whole until reduced.
+        kv_bytes: Peak of K and V.
+        kv_gradients_bytes: Peak of the gradients of K and V.
+        sent_bytes: Largest messages and exchanges of a unit.
+        num_layers: Layers of all stages of the rank.
+        is_first: Whether the rank has the first stage.
+        is_last: Whether the rank has the last stage.
     """
 
     parameters: float
@@ -148,7 +149,7 @@ class _RankFigures(NamedTuple):
 
 
 def state_memory(candidate: Candidate, *, units: UnitsInFlight) -> tuple[StageMemory, ...]:
-    """Memory of each rank without any saved activation, whatever will be recomputed."""
+    """Return the memory of each rank without saved activations, for any activation policy."""
     parameters, updated, saved = (
         of_ranks(candidate, of_stages(candidate)).tolist()
         for of_stages in (device_parameters, updated_parameters, _saved_parameters)
@@ -164,7 +165,7 @@ def state_memory(candidate: Candidate, *, units: UnitsInFlight) -> tuple[StageMe
         False: layer,
         True: max(layer, loss_bytes(candidate.workload, tokens=max(candidate.lengths))),
     }
-    alike: dict[_RankFigures, StageMemory] = {}  # most ranks of many are
+    alike: dict[_RankFigures, StageMemory] = {}  # In long pipelines most ranks are equal.
     ranks = []
     for rank, figures in enumerate(zip(*columns, strict=True)):
         own = _RankFigures(*figures)
@@ -181,15 +182,15 @@ def state_memory(candidate: Candidate, *, units: UnitsInFlight) -> tuple[StageMe
 
 
 def checkpoint_bytes(candidate: Candidate) -> tuple[int, ...]:
-    """Return the bytes that a checkpoint has of each rank: fp32 weights and both moments."""
+    """Return the bytes of a checkpoint from each rank: fp32 weights and both moments, [ranks]."""
     saved = of_ranks(candidate, _saved_parameters(candidate))
     return tuple(map(_adamw_bytes, saved.tolist()))
 
 
 def _saved_parameters(candidate: Candidate) -> Table:
-    """Parameters of each stage of which a checkpoint has a device's part, [stages].
+    """Return the parameters of each stage that one device writes into a checkpoint, [stages].
 
-    Of a tied embedding that two ranks update it has the first one's.
+    A tied embedding that two ranks update is written by the first.
     """
     saved = updated_parameters(candidate) if candidate.zero else device_parameters(candidate)
     if candidate.pipeline_parallel_degree > 1:
@@ -198,7 +199,7 @@ def _saved_parameters(candidate: Candidate) -> Table:
 
 
 def _adamw_bytes(parameters: float) -> int:
-    """Bytes of fp32 weights and both moments."""
+    """Return the bytes of fp32 weights and both moments."""
     return int(parameters * 3 * ACCUMULATION_BYTES)
 
 
@@ -210,7 +211,7 @@ def _rank_memory(
     working_bytes: int,
     loss_gradient_bytes: int,
 ) -> StageMemory:
-    """Memory of one rank without any saved activation."""
+    """Return the memory of one rank without saved activations."""
     tiers, element = candidate.state, candidate.workload.element_bytes
     masters = ACCUMULATION_BYTES if element < ACCUMULATION_BYTES else 0
     stepped = own.updated if candidate.zero else own.parameters
@@ -249,9 +250,9 @@ def _rank_memory(
 
 
 def _update_room_bytes(candidate: Candidate, *, parameters: float) -> int:
-    """Bytes of a CPU through which buckets of an optimizer on a disk pass; 0 behind a GPU.
+    """Return the bytes through which buckets of an optimizer on a disk pass; 0 for other tiers.
 
-    Slots for gradients and weights, and what is stepped of masters and moments.
+    They hold slots for gradients and weights, and masters and moments of the bucket being stepped.
     """
     if candidate.state.optimizer != "disk":
         return 0
@@ -261,12 +262,13 @@ def _update_room_bytes(candidate: Candidate, *, parameters: float) -> int:
 
 
 def _held_elements(candidate: Candidate) -> tuple[list[float], list[float]]:
-    """Weights and gradients that each rank keeps on the device, without those whole in use.
+    """Return the elements of weights and of gradients on the device of each rank, [ranks] each.
 
-    Of a tied embedding, on a rank with both ends, the last stage needs the weights, too, and the
-    gradient is there from the last stage's first forward to the first stage's last backward. In the
-    looped order consecutive stages follow one another; between sequences the first one's gradients
-    leave while the last one's come back.
+    Parts that are gathered or whole only while in use are not included. If one rank has both the
+    first and the last stage, its last stage also needs the weights of a tied embedding, and the
+    embedding's gradient is on the device from the last stage's first forward to the first stage's
+    last backward. In the looped order, the stages on the device are consecutive, except between
+    sequences, when gradients of the first stage leave while those of the last come back.
     """
     tiers = candidate.state
     whole, own = device_parameters(candidate), updated_parameters(candidate)
@@ -295,7 +297,7 @@ def _held_elements(candidate: Candidate) -> tuple[list[float], list[float]]:
 
 
 def _tied_elements(candidate: Candidate) -> tuple[float, float]:
-    """Elements of a tied embedding on a device: what it computes with, and what it updates."""
+    """Return the elements of a tied embedding that a device computes with, and that it updates."""
     workload = candidate.workload
     if not workload.model.tie_embeddings:
         return 0.0, 0.0
@@ -312,7 +314,10 @@ def with_activations(
     placement: ActivationPlacement,
     units: UnitsInFlight,
 ) -> tuple[StageMemory, ...]:
-    """Memory of each rank with what the activation policy retains and recomputes."""
+    """Return the memory of each rank with activations that a placement retains and recomputes.
+
+    Slots and the tier are not included: see :func:`sppo.cost.memory.copy_room.with_placement`.
+    """
     retained = placed_bytes(
         placement.retained, recomputed=placement.recomputed, candidate=candidate
     )
@@ -356,20 +361,20 @@ def with_activations(
 
 
 def kv_tokens(candidate: Candidate) -> KVTokens:
-    """Return what K and V, and their gradients, of a token take on each stage."""
+    """Return the bytes of K and V, and of their gradients, of a token on each stage."""
     layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)
     kv_bytes, gradient_bytes = kv_bytes_per_token(candidate.workload)
     return KVTokens(layers * kv_bytes, layers * gradient_bytes)
 
 
 def keeps_a_stack(candidate: Candidate) -> bool:
-    """Return whether retained tensors lie in room set aside once: on the lone stage of a CPU."""
+    """Return whether retained tensors lie in memory allocated once, as on a CPU with one stage."""
     on_cpu = candidate.workload.hardware.device.kind == "cpu"
     return on_cpu and candidate.num_stages == 1 and candidate.schedule == "sppo"
 
 
 def evaluation_bytes(workload: Workload, *, lengths: tuple[int, ...]) -> int:
-    """Memory of a forward pass alone on one device: weights, K and V, the running subsequence."""
+    """Return the bytes of a forward-only pass on one device: weights, K and V, working set."""
     model, longest = workload.model, max(lengths)
     kv_bytes, _ = kv_bytes_per_token(workload)
     running = max(
@@ -381,11 +386,12 @@ def evaluation_bytes(workload: Workload, *, lengths: tuple[int, ...]) -> int:
 
 
 def _kv_bytes(candidate: Candidate, *, units: UnitsInFlight) -> tuple[Table, Table]:
-    """Bytes of K and V on each rank, and of their gradients, [ranks] each.
+    """Return the peak bytes of K and V, and of their gradients, on each rank, [ranks] each.
 
-    Buffers hold one layer of a whole sequence each, from its first forward to its last backward on
-    the layer's stage unless they leave in between; those of gradients from its first backward
-    there, so the stages of a rank take turns with them.
+    A buffer holds one layer of a whole sequence. Buffers of K and V live from the first forward to
+    the last backward of the sequence on the layer's stage, unless they are offloaded or recomputed
+    in between. Buffers of gradients live from the first backward on, so the stages of a rank share
+    them.
     """
     of_token = kv_tokens(candidate)
     return (
@@ -402,7 +408,7 @@ def _loss_gradient_bytes(candidate: Candidate, units: UnitsInFlight) -> int:
 
 
 def _most_working_bytes(candidate: Candidate) -> int:
-    """Bytes of the longest subsequence's working set, whatever is recomputed."""
+    """Return an upper bound of the working set's bytes, for any activation policy."""
     tokens = _longest(candidate)
     return most_working_set(
         candidate.workload,
@@ -414,22 +420,22 @@ def _most_working_bytes(candidate: Candidate) -> int:
 
 
 def _longest(candidate: Candidate) -> int:
-    """Tokens of the longest subsequence on one device."""
+    """Return the tokens of the longest subsequence on one device."""
     longest = max(candidate.lengths)
     return -(-longest // candidate.workload.sequence_parallel_degree)
 
 
 def collective_bytes(candidate: Candidate, *, rank: int) -> int:
-    """Bytes of gradients and weights on their way on a device of a rank."""
+    """Return the bytes of buffers of collectives on a device of a pipeline rank."""
     parameters = float(of_ranks(candidate, device_parameters(candidate))[rank])
     parts = rank_parts(candidate, rank=rank)
     return _collective_bytes(candidate, parts, parameters=parameters)
 
 
 def _collective_bytes(candidate: Candidate, parts: ShardedParts, *, parameters: float) -> int:
-    """Bytes of gradients and weights on their way, beyond those of whole parts.
+    """Return the bytes of buffers of collectives, without the memory of whole parts.
 
-    gloo, over which CPUs talk, works on a copy of what it reduces and of what it gathers.
+    gloo, the back end of CPUs, works on a copy of the tensors that it reduces or gathers.
     """
     is_copied = candidate.workload.hardware.device.kind == "cpu"
     element = candidate.workload.element_bytes
@@ -442,10 +448,10 @@ def _collective_bytes(candidate: Candidate, parts: ShardedParts, *, parameters: 
 def _bucket_bytes(
     candidate: Candidate, parts: ShardedParts, parameters: float, *, is_copied: bool
 ) -> float:
-    """Bytes of buckets at the end of a step, and of what a device sends or gets of each.
+    """Return the bytes of buckets at the end of a step, and of the shards sent or received of them.
 
-    With ZeRO-0 and 1 those of gradients, which are the larger ones. With ZeRO-2 only weights are
-    gathered, when the room of whole gradients is free again; with ZeRO-3 nothing is.
+    With ZeRO-0 and 1, buckets of gradients count, the larger ones. With ZeRO-2, only weights are
+    gathered, after the memory of whole gradients is free again; with ZeRO-3, nothing is.
     """
     copies = candidate.data_parallel_degree * same_weights_degree(candidate.workload)
     if copies == 1 or candidate.zero >= 3:

@@ -1,4 +1,4 @@
-"""Buckets of one device in each tier behind it, which are held against the room there."""
+"""Bytes of one device in host memory and on disk, by bucket."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from sppo.hardware.description import Tier
 OFFLOADED = "offloaded activations"
 IN_FRONT_OF_DISK = "slots in front of the disk"
 SAVED_IN_BACKGROUND = "checkpoint saved in the background"
-"""Buckets of tiers, the last two of host memory, as :func:`tier_buckets` fills them."""
+"""Names of buckets of :func:`tier_buckets`; the last two are in host memory only."""
 
 
 def tier_buckets(
     held: StageMemory, place: Literal["host", "disk"], *, activations: Tier, state: StateTiers
 ) -> Mapping[str, int]:
-    """Bytes in one tier by bucket; each kind of tensor is in one tier, whole.
+    """Return the bytes in one tier by bucket; each kind of tensor is in a single tier.
 
     Args:
-        held: by one device.
-        place: the tier.
-        activations: tier of offloaded activations, K and V.
-        state: tiers of the training state.
+        held: Memory of one device.
+        place: Tier of the buckets.
+        activations: Tier of offloaded activations, K and V.
+        state: Tiers of the training state.
     """
     has_state = state.tier == place
     buckets = {
@@ -42,5 +42,5 @@ def tier_buckets(
 def tier_bytes(
     held: StageMemory, place: Literal["host", "disk"], *, activations: Tier, state: StateTiers
 ) -> int:
-    """Sum of :func:`tier_buckets`."""
+    """Return the bytes in one tier, the sum of :func:`tier_buckets`."""
     return sum(tier_buckets(held, place, activations=activations, state=state).values())

@@ -11,9 +11,10 @@ from sppo.schedule.costs import Table
 
 
 def sent_bytes(candidate: Candidate) -> Running:
-    """Return the bytes that units receive from neighbours, send there, and exchange in their group.
+    """Return the bytes of messages, exchanges and waiting units while each unit runs.
 
-    With it what waits on the rank of a unit for another of its stages.
+    Messages go to and from neighbouring stages, exchanges stay in the sequence-parallel group, and
+    units wait on a rank between two of its stages.
     """
     workload = candidate.workload
     lengths = np.array(candidate.lengths, dtype=np.float64)
@@ -27,11 +28,11 @@ def sent_bytes(candidate: Candidate) -> Running:
 
 
 def exchanged_bytes(candidate: Candidate, lengths: Table) -> Table:
-    """Return the bytes that a sequence-parallel group exchanges for units; Ulysses twice q to o.
+    """Return the bytes of tensors that a sequence-parallel group exchanges for units of `lengths`.
 
-    With Megatron what has all tokens where the working set counts a device's own: in the backward
-    of the MLP both normed inputs, gathered again, this rank's part of their gradient, and all
-    ranks' parts of its own tokens.
+    Ulysses holds q, k, v and o twice. Megatron holds tensors of all tokens where the working set
+    counts only the device's own, most in the backward of the MLP: both normed inputs, gathered
+    again, this rank's part of their gradient, and all ranks' parts for its own tokens.
     """
     workload = candidate.workload
     model, degree = workload.model, workload.sequence_parallel_degree

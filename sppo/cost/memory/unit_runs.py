@@ -1,4 +1,4 @@
-"""Facts on which a unit's working set depends: tokens, prefix, and the placement of its rows."""
+"""Inputs of the working set of a unit: tokens, prefix, and placement by tensor class."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from sppo.cost.candidate import Candidate
 
 
 class UnitRun(NamedTuple):
-    """A unit, or a shard of one, as its working set depends on it."""
+    """Properties of a unit, or of an MSP shard, on which its working set depends."""
 
     recomputed: frozenset[int]
     """Tensor classes that backward recomputes."""
     tokens: int
-    """All devices of a sequence-parallel group together."""
+    """Tokens of all devices of a sequence-parallel group together."""
     prefix: int
-    """Tokens of the sequence before it."""
+    """Tokens of the sequence before the unit or shard."""
     retained: frozenset[int] = frozenset()
     """Tensor classes of which every row stays on a GPU; empty on a CPU."""
 
     @classmethod
     def of_kind(cls, kind: int, tokens: int, prefix: int) -> UnitRun:
-        """Return the run of a unit of a kind, one of :func:`unit_kinds`."""
+        """Return the run of a unit of `kind`, one of :func:`unit_kinds`."""
         return cls(_classes(kind), tokens, prefix, _classes(kind >> len(CLASSES)))
 
 
 def unit_runs(
     candidate: Candidate, placement: ActivationPlacement, *, stage: int
 ) -> tuple[UnitRun, ...]:
-    """Return what a stage computes for each subsequence."""
+    """Return the run of each subsequence on a stage."""
     kinds = unit_kinds(candidate, placement, stage=stage).tolist()
     return tuple(
         UnitRun.of_kind(kind, tokens, start)
@@ -41,9 +41,10 @@ def unit_runs(
 
 
 def unit_kinds(candidate: Candidate, placement: ActivationPlacement, *, stage: int) -> Counts:
-    """Return of each subsequence a bit for each class recomputed, then for each retained, [N].
+    """Return a bit mask of each subsequence: classes recomputed, then classes retained whole, [N].
 
-    On a CPU what is retained is copied, to memory that is there before it and after it.
+    Retained classes are set on a GPU only. On a CPU, retained tensors are copied to memory that is
+    allocated all the time, so the working set does not depend on them.
     """
     bits: Counts = 1 << np.arange(len(CLASSES))
     kinds: Counts = (placement.recomputed[stage] > 0) @ bits

@@ -1,6 +1,6 @@
-"""Working sets of the units of a candidate, while their forwards and backwards run.
+"""Working sets of the forwards and backwards of a candidate's units.
 
-All of it is gone when the unit is done, so it counts beside what is held at that moment
+A working set is freed when its unit ends, so it is added to the saved tensors held at that moment
 (:meth:`sppo.cost.memory.units_in_flight.UnitsInFlight.peak`).
 """
 
@@ -26,7 +26,10 @@ from sppo.schedule.generators import DEFERRING_WEIGHTS
 
 
 def computing_bytes(candidate: Candidate, placement: ActivationPlacement) -> Running:
-    """Working sets of all units, not below the truth: neighbours of similar length share one."""
+    """Return upper bounds of the working sets of all units, in bytes, [stages, N].
+
+    Neighbouring subsequences of similar length share a bound.
+    """
     shape = len(candidate.stages), len(candidate.lengths)
     running = Running(np.zeros(shape), np.zeros(shape))
     by_kind: dict[Hashable, tuple[Table, Table]] = {}
@@ -39,29 +42,29 @@ def computing_bytes(candidate: Candidate, placement: ActivationPlacement) -> Run
 
 
 def loss_bytes(workload: Workload, *, tokens: int) -> int:
-    """Working set of the loss of a subsequence of `tokens`."""
+    """Return the bytes of the working set of the loss of a subsequence of `tokens`."""
     here = -(-tokens // workload.sequence_parallel_degree)
     return loss_working_set(workload, tokens=here).live_bytes
 
 
 def run_working_bytes(candidate: Candidate, run: UnitRun, *, stage: int) -> tuple[int, int]:
-    """Bytes of the largest working sets of a stage's layers in a forward and in a backward."""
+    """Return the bytes of the working sets of a run's forward and backward on a stage."""
     return _stage_kind(candidate, stage=stage).working_bytes(run)
 
 
 @dataclass(frozen=True, slots=True)
 class _StageKind:
-    """Facts on which the working sets of a stage's units depend, beside the units."""
+    """Properties of a stage on which the working sets of its units depend."""
 
     workload: Workload
     layers: int
-    """Layers of the stage, as many as make a difference."""
+    """Number of layers of the stage, cut to the number beyond which it makes no difference."""
     input_every: int
     defers: bool
     is_last: bool
 
     def working_bytes(self, run: UnitRun) -> tuple[int, int]:
-        """Bytes of the largest working sets of its layers in a forward and in a backward."""
+        """Return the bytes of the working sets of a run's forward and backward on the stage."""
         forward, backward = working_sets(
             self.workload,
             tokens=-(-run.tokens // self.workload.sequence_parallel_degree),
@@ -79,7 +82,7 @@ def _stage_kind(candidate: Candidate, *, stage: int) -> _StageKind:
     every = candidate.input_every
     return _StageKind(
         candidate.workload,
-        # Further layers take what the first behind those that share an input does.
+        # Layers beyond those that share an input all have the same working set.
         layers=min(len(candidate.stages[stage]), every + 1),
         input_every=every,
         defers=candidate.schedule in DEFERRING_WEIGHTS,
@@ -90,7 +93,7 @@ def _stage_kind(candidate: Candidate, *, stage: int) -> _StageKind:
 def _computing_of_stage(
     candidate: Candidate, placement: ActivationPlacement, *, stage: int
 ) -> tuple[Table, Table]:
-    """Working sets of one stage's forwards and backwards, [N] each."""
+    """Return the working sets of one stage's forwards and backwards, [N] each."""
     kinds = unit_kinds(candidate, placement, stage=stage).tobytes()
     forward, backward = _sets_of_units(
         _stage_kind(candidate, stage=stage), candidate.lengths, candidate.prefixes, kinds
@@ -104,13 +107,16 @@ def _computing_of_stage(
 def _sets_of_units(
     stage: _StageKind, lengths: tuple[int, ...], prefixes: tuple[int, ...], kinds: bytes
 ) -> tuple[Table, Table]:
-    """Working sets of forwards and backwards, without joined tensors, [N] each; not to be written.
+    """Return the working sets of forwards and backwards, without joined tensors, [N] each.
+
+    The tables are cached and must not be modified.
 
     Args:
-        stage: which units run on.
-        lengths: tokens of each.
-        prefixes: tokens of its sequence before each.
-        kinds: of each, see :func:`sppo.cost.memory.unit_runs.unit_kinds`, as int64.
+        stage: Properties of the stage.
+        lengths: Tokens of each subsequence.
+        prefixes: Tokens before each subsequence in its sequence.
+        kinds: Kind of each subsequence, see :func:`sppo.cost.memory.unit_runs.unit_kinds`, as bytes
+            of int64.
     """
     forward, backward = np.zeros(len(lengths)), np.zeros(len(lengths))
     on_gpu = stage.workload.hardware.device.kind == "cuda"
@@ -128,7 +134,7 @@ def _sets_of_units(
 def _with_joined(
     backward: Table, candidate: Candidate, placement: ActivationPlacement, *, stage: int
 ) -> Table:
-    """Add tensors put together from parts, whose retained parts go then, [N]."""
+    """Return the bytes of backwards with joined tensors, whose retained parts are freed, [N]."""
     layout = block_layout(candidate, stage=stage)
     joined = joined_bytes(placement, layout, stage=stage)
     sizes = class_bytes_per_token(layout.model, element_bytes=layout.element_bytes)

@@ -1,12 +1,12 @@
-"""Units in flight: those that a rank holds between their forward and the end of their backward.
+"""Peak memory of units in flight, which a rank holds from their forward to their backward's end.
 
-Only the order of a rank's compute decides that, no time, so peaks of a candidate are exact before
-anything is simulated. A schedule of the SPPO family holds N + p - 1 - r units on rank r of p
-(Seq1F1B, section 3): after j backwards of a sequence its first N - j units, and the first p - 1 - r
-+ j of the sequences that follow it. In the looped order all forwards of a group of sequences come
-before its backwards, in reverse, so a unit runs beside all units up to it; each group ends before
-the next one begins. Other schedules are walked along their programs, where a rank may have several
-stages.
+The order of a rank's compute determines the units in flight, so the peaks of a candidate are exact
+without simulation. A schedule of the SPPO family holds N + p - 1 - r units on rank r of p (Seq1F1B,
+section 3): after j backwards of a sequence, the first N - j units of the sequence and the first
+p - 1 - r + j units of the following sequences. In the looped order, all forwards of a group of
+sequences come before its backwards in reverse order, so while a unit runs, all units up to it are
+held; each group ends before the next one begins. For other schedules, in which a rank may have
+several stages, the programs are walked action by action.
 
 Legend: N subsequences of a sequence, p pipeline ranks, r one of them.
 """
@@ -31,9 +31,9 @@ from sppo.schedule.orders import sequence_groups
 Places = npt.NDArray[np.intp]
 
 OVERLAPPING = ("sppo", "seq1f1b", "1f1b")
-"""Orders that hold N + p - 1 - r units on rank r; with MSP those of the units that a rank owns."""
+"""Schedules that hold N + p - 1 - r units on rank r; with MSP, the order of a rank's own units."""
 _ONE_BEHIND_THE_OTHER = "sppo"
-"""The order in which a single rank ends a sequence before it begins the next."""
+"""Schedule in which a single rank ends a sequence before it begins the next."""
 
 _FIRST: Places = np.zeros(1, dtype=np.intp)
 _BACKWARD, _FORWARD, _RETURN, _LAST_BACKWARD = 4, 5, 6, 7
@@ -42,25 +42,25 @@ _BACKWARD, _FORWARD, _RETURN, _LAST_BACKWARD = 4, 5, 6, 7
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Running:
-    """Bytes that run beside what is held, of a unit's F and of its B, [stages, N]."""
+    """Bytes that are live only while a unit runs, in its F and in its B, [stages, N] each."""
 
     forward: Table
     backward: Table
 
     def __add__(self, other: Running) -> Running:
-        """Return the bytes of both at once."""
+        """Return the sum of the bytes of both."""
         return Running(self.forward + other.forward, self.backward + other.backward)
 
     @property
     def most(self) -> Table:
-        """Return the bytes of the unit that takes most, [stages]."""
+        """Bytes of the unit that takes the most on each stage, [stages]."""
         most: Table = np.maximum(self.forward, self.backward).max(axis=1)
         return most
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVTokens:
-    """Bytes of K and V of a token, and of their gradients, on each stage, [stages] each."""
+    """Bytes per token of K and V, and of their gradients, on each stage, [stages] each."""
 
     kv: Table
     gradients: Table
@@ -68,7 +68,7 @@ class KVTokens:
 
 @dataclass(frozen=True)
 class UnitsInFlight:
-    """Units that each pipeline rank of a candidate holds at once."""
+    """Units in flight on each pipeline rank of a candidate, and the peaks of their bytes."""
 
     candidate: Candidate
 
@@ -80,15 +80,14 @@ class UnitsInFlight:
         running: Running | None = None,
         kv: KVTokens | None = None,
     ) -> Table:
-        """Return the most bytes that each rank holds, [ranks].
+        """Return the peak bytes that each rank holds, [ranks].
 
         Args:
-            held: of a unit from its forward to the end of its backward, [stages, N].
-            deferred: of a unit from its backward to the end of its weight half, where that is
-                deferred, [stages, N].
-            running: of a unit while it runs; None counts what is held alone.
-            kv: of packed sequences, what their K, V and gradients take beside that; None counts
-                none.
+            held: Bytes of a unit from its forward to the end of its backward, [stages, N].
+            deferred: Bytes of a unit from its backward to the end of its weight half if that is
+                deferred, [stages, N]; None for 0.
+            running: Bytes of a unit while it runs; None for 0.
+            kv: Bytes per token of K, V and their gradients, for packed sequences only; None for 0.
         """
         assert kv is None or self.candidate.packed, "others have as much K and V all the time"
         if self._is_overlapping:
@@ -106,8 +105,8 @@ class UnitsInFlight:
             if deferred is not None:
                 change = change + deferred[at] * events.deferred
             total = np.cumsum(change, axis=1)
-            # Operands of a weight half, and gradients of K and V, come while what backward ends to
-            # hold goes.
+            # Operands of a weight half, and gradients of K and V, are allocated in the backward
+            # before the saved tensors of the unit are freed.
             during = np.maximum(total, total - change)
             if running is not None:
                 total = np.maximum(
@@ -121,10 +120,10 @@ class UnitsInFlight:
         return np.concatenate(peaks)
 
     def counts(self, weights: Table) -> Counts:
-        """Return how often each subsequence is held when its rank holds most, [stages, N].
+        """Return how many units of each subsequence are held at the rank's peak, [stages, N].
 
         Args:
-            weights: of a unit, [stages, N].
+            weights: Bytes of a unit, by which the peak is found, [stages, N].
         """
         if self._is_overlapping:
             return self._counts_after(self._moments(weights).argmax(axis=1))
@@ -140,7 +139,7 @@ class UnitsInFlight:
 
     @cached_property
     def sequences(self) -> Counts:
-        """Sequences of which each stage holds anything at once, at most, [stages]."""
+        """Most sequences of which each stage holds units at once, [stages]."""
         if self._is_looped:
             return np.full(self.candidate.num_stages, self.group_sequences)
         if not self._is_overlapping:
@@ -157,12 +156,13 @@ class UnitsInFlight:
         return peaks
 
     def peak_of_kv(self, token_bytes: Table) -> Table:
-        """Return the most bytes of K and V that each rank holds, [ranks].
+        """Return the peak bytes of K and V on each rank, [ranks].
+
+        K and V of a sequence are held on a stage from the first forward of the sequence to its last
+        backward there, except between forward and backward where they are offloaded or recomputed.
 
         Args:
-            token_bytes: of a token of a sequence on a stage, [stages]: from the first forward of
-                the sequence to its last backward there, without the time between where they are
-                offloaded or recomputed.
+            token_bytes: Bytes of K and V per token on each stage, [stages].
         """
         candidate = self.candidate
         if candidate.packed:
@@ -185,7 +185,7 @@ class UnitsInFlight:
         return np.array(peaks)
 
     def _packed_peak_of_kv(self, token_bytes: Table) -> Table:
-        """Return the most bytes of K and V of packed sequences on each rank, [ranks]."""
+        """Return the peak bytes of K and V of packed sequences on each rank, [ranks]."""
         by_rank = token_bytes.reshape(-1, self._shape[0]).T
         tokens = np.array([sequence.tokens for sequence in self.candidate.packed], dtype=float)
         peaks = []
@@ -196,7 +196,7 @@ class UnitsInFlight:
         return np.array(peaks)
 
     def _kv_at_events(self, events: _Events, kv: KVTokens) -> Table:
-        """Return bytes of K, V and their gradients of packed sequences, [ranks, events]."""
+        """Return the bytes of K, V and their gradients at each event, [ranks, events]."""
         ranks, count = self._shape[0], len(events.subsequences)
         tokens = np.array([sequence.tokens for sequence in self.candidate.packed], dtype=float)
         of_gradients = events.spans[:, [0, _BACKWARD, _LAST_BACKWARD, 3]]
@@ -212,7 +212,7 @@ class UnitsInFlight:
         return bytes_held
 
     def _packed_kv_spans(self, events: _Events) -> Places:
-        """Return when K and V of packed sequences exist: (place, first event, last, sequence)."""
+        """Return when K and V of packed sequences exist: (stage, first event, last, sequence)."""
         candidate, spans = self.candidate, events.spans
         degree = candidate.pipeline_parallel_degree
         count = int(spans[:, 0].max()) + 1
@@ -226,7 +226,7 @@ class UnitsInFlight:
         return np.concatenate([whole[stays], before[~stays], after[~stays]])
 
     def _kv_spans(self, spans: Places) -> Places:
-        """Return when K and V of each sequence are on the device, from when anything of it is."""
+        """Return when K and V are on the device, from `spans` in which sequences are in flight."""
         candidate, count = self.candidate, len(self.candidate.lengths)
         turn = candidate.virtual_stages * self.group_sequences * count
         found = []
@@ -242,13 +242,13 @@ class UnitsInFlight:
 
     @property
     def group_sequences(self) -> int:
-        """Sequences that pass a stage together before the next stage of its rank, at most."""
+        """Most sequences that pass a stage together before the next stage of its rank."""
         lengths = (self.candidate.lengths,) * self.candidate.sequences
         groups = sequence_groups(lengths, num_ranks=self.candidate.pipeline_parallel_degree)
         return len(groups[0])
 
     def _looped_peak(self, held: Table, running: Running | None) -> Table:
-        """Return the most bytes that each rank holds in the looped order, [ranks]."""
+        """Return the peak bytes that each rank holds in the looped order, [ranks]."""
         tables = [held] if running is None else [held, running.forward, running.backward]
         ranks, alike = self._distinct_ranks(*tables)
         up_to = self._looped_totals(held, ranks)
@@ -263,7 +263,7 @@ class UnitsInFlight:
         return most[alike]
 
     def _looped_counts(self, weights: Table) -> Counts:
-        """Return how often each subsequence is held when its rank holds most, [stages, N]."""
+        """Return :meth:`counts` of the looped order, [stages, N]."""
         ranks, alike = self._distinct_ranks(weights)
         up_to = self._looped_totals(weights, ranks)
         is_held = np.arange(up_to.shape[1]) <= up_to.argmax(axis=1)[:, None]
@@ -272,14 +272,14 @@ class UnitsInFlight:
         return of_stages
 
     def _looped_totals(self, held: Table, ranks: list[int]) -> Table:
-        """Return what some ranks hold from each unit's forward to its backward.
+        """Return the bytes that `ranks` hold while each unit of a group runs.
 
         Args:
-            held: of a unit, [stages, N].
-            ranks: which.
+            held: Bytes of a unit, [stages, N].
+            ranks: Indices of the ranks.
 
         Returns:
-            [ranks, units of a group on all stages of a rank, in the order of their forwards].
+            Bytes, [ranks, units of a group on all stages of a rank in the order of forwards].
         """
         own = held.reshape(-1, *self._shape)[:, ranks].transpose(1, 0, 2)
         repeated = np.repeat(own[:, :, None], self.group_sequences, axis=2)
@@ -287,10 +287,12 @@ class UnitsInFlight:
         return totals
 
     def _distinct_ranks(self, *tables: Table) -> tuple[list[int], list[int]]:
-        """Return the first of each kind of ranks whose stages are alike, and the kind of each rank.
+        """Return the first rank of each kind, and the kind of each rank.
+
+        Ranks are of the same kind if all rows of their stages are equal.
 
         Args:
-            tables: what makes stages differ, [stages, ...] each.
+            tables: Tables in which stages may differ, [stages, ...] each.
         """
         of_stages, num_ranks = alike_stages(*tables), self._shape[0]
         firsts: dict[tuple[int, ...], int] = {}
@@ -313,7 +315,7 @@ class UnitsInFlight:
 
     @cached_property
     def _ahead(self) -> Counts:
-        """Units of following sequences begun after each backward of a sequence, [stages, N+1]."""
+        """Units of later sequences in flight after each backward of a sequence, [stages, N+1]."""
         ranks, count = self._shape
         sequences = self.candidate.sequences
         if ranks == 1 and self.candidate.order == _ONE_BEHIND_THE_OTHER:
@@ -322,7 +324,7 @@ class UnitsInFlight:
         return np.minimum(ahead, count * (sequences - 1))
 
     def _moments(self, weights: Table) -> Table:
-        """Return the weights held after each backward of a sequence, [stages, N+1]."""
+        """Return the sums of weights held after each backward of a sequence, [stages, N+1]."""
         count = self._shape[1]
         before = np.pad(np.cumsum(weights, axis=1), ((0, 0), (1, 0)))
         held: Table = before[:, ::-1]
@@ -333,11 +335,11 @@ class UnitsInFlight:
         return held + np.take_along_axis(before, rest, axis=1)
 
     def _peak_beside(self, moments: Table, held: Table, running: Running) -> Table:
-        """Return the most of what is held and what runs, [stages].
+        """Return the peak bytes of held and running units together, [stages].
 
-        A sequence's first forwards run while only those before them are held. From then on a
-        forward runs while all is held that is held after the backward before it, and so does the
-        backward behind it.
+        While the first forwards of a sequence run, only the units before them are held. After that,
+        each forward, and the backward after it, runs while the units after the previous backward
+        are held.
         """
         count = self._shape[1]
         first = (np.cumsum(held, axis=1) + running.forward).max(axis=1)
@@ -346,7 +348,7 @@ class UnitsInFlight:
         if self.candidate.sequences > 1:
             ahead = self._ahead[:, :count]
             newest = np.take_along_axis(running.forward, (ahead - 1) % count, axis=1)
-            # Those that are ahead before the first backward ran one after the other.
+            # Units begun ahead of the first backward run one after another; the longest counts.
             longest = running.forward.max(axis=1)
             newest[:, 0] = np.where(ahead[:, 0] > 1, longest, newest[:, 0])
             forward = np.where(ahead > 0, moments[:, :count] + newest, 0.0)
@@ -354,7 +356,7 @@ class UnitsInFlight:
         return most
 
     def _counts_after(self, done: npt.NDArray[np.intp]) -> Counts:
-        """Return how often each subsequence is held after `done` backwards, [stages, N]."""
+        """Return the units held of each subsequence after `done` backwards, [stages, N]."""
         count = self._shape[1]
         index = np.arange(count)
         ahead = np.take_along_axis(self._ahead, done[:, None], axis=1)
@@ -364,7 +366,7 @@ class UnitsInFlight:
 
     @property
     def _events(self) -> tuple[_Events, ...]:
-        """Return what ranks begin and end to hold, in the order of their programs."""
+        """Events of all ranks in the order of their programs."""
         candidate = self.candidate
         return _events_of_ranks(
             candidate.schedule,
@@ -378,19 +380,20 @@ class UnitsInFlight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Events:
-    """Events of ranks in program order: what they begin (1) or end (-1) to hold, and what runs.
+    """Events of ranks with equal programs: actions that run, and units whose holding changes.
 
     Attributes:
-        stages: Of each event on each of the ranks, [ranks, events].
-        subsequences: Of each event, and so on, [events] each.
-        held: Of what is held from a forward to the end of its backward.
-        deferred: Of what is held from a backward to the end of its deferred weight half.
-        is_forward: 1 where a forward runs.
-        is_backward: 1 where a backward runs.
-        spans: Rows (position of a stage on its rank, first event, last event, sequence, first
-            backward, last forward, the event before which copies of K and V begin to come back,
-            last backward).
-        ranks: Which.
+        stages: Stage of each event on each rank, [ranks, events].
+        subsequences: Subsequence of each event, [events].
+        held: 1 if holding begins with a forward, -1 if it ends with a backward, else 0, [events].
+        deferred: 1 if holding operands of a deferred weight half begins with a backward, -1 if it
+            ends with the weight half, else 0, [events].
+        is_forward: 1 if the event is a forward, else 0, [events].
+        is_backward: 1 if the event is a backward, else 0, [events].
+        spans: Row for each sequence on each stage of a rank: position of the stage on its rank,
+            first event, last event, sequence, first backward, last forward, the event before which
+            copies of K and V begin to come back, last backward.
+        ranks: Index of each rank, [ranks].
     """
 
     stages: Places
@@ -404,14 +407,14 @@ class _Events:
 
     @property
     def spans_of_stages(self) -> Iterator[Places]:
-        """Spans of each stage of a rank, as those of a first one."""
+        """Spans of each stage of a rank, numbered as if the stage were the first."""
         for place in range(int(self.spans[:, 0].max()) + 1):
             own = self.spans[self.spans[:, 0] == place].copy()
             own[:, 0] = 0
             yield own
 
     def on(self, ranks: Places, every: Places) -> _Events:
-        """Return the events of the first rank as those of some others of `every`."""
+        """Return the events of the first rank as events of `ranks`, which are some of `every`."""
         return replace(self, stages=ranks[:, None] + len(every) * self.stages, ranks=ranks)
 
 
@@ -425,15 +428,15 @@ def _events_of_ranks(
     begun: Begun,
     packed: bool,
 ) -> tuple[_Events, ...]:
-    """Return the events of all ranks, which are asked for with many placements.
+    """Return the events of all ranks, cached because they do not depend on the placement.
 
     Args:
-        schedule: its name.
-        num_ranks: of the pipeline.
-        lengths: tokens of every subsequence of every sequence.
-        num_virtual: stages of a rank.
-        begun: forwards that ranks have begun before backwards, where the schedule does not decide.
-        packed: whether every sequence has places of its own among the subsequences.
+        schedule: Name of the schedule.
+        num_ranks: Pipeline ranks.
+        lengths: Tokens of each subsequence of each sequence.
+        num_virtual: Stages of a rank.
+        begun: Forwards that each rank begins before each backward; empty for those of the schedule.
+        packed: Whether the subsequences of all sequences are numbered through.
     """
     orders = rank_orders(
         schedule, num_ranks=num_ranks, lengths=lengths, num_virtual=num_virtual, begun=begun
@@ -447,12 +450,12 @@ def _events_of_ranks(
 
 
 def _events(order: RankOrder, firsts: Sequence[int]) -> _Events:
-    """Return what a rank holds that runs `order`, its stages by their positions on it.
+    """Return the events of a rank that runs `order`, with stages by their positions on the rank.
 
     Args:
-        order: of its compute.
-        firsts: place of the first subsequence of each sequence among all; empty where sequences are
-            alike and share their places.
+        order: Order of the rank's compute.
+        firsts: Index of the first subsequence of each sequence among all subsequences; empty if
+            sequences are alike and share indices.
     """
     deferred = {step for kind, step in order if kind == "W"}
     rows = []
@@ -489,7 +492,7 @@ def _events(order: RankOrder, firsts: Sequence[int]) -> _Events:
 def _turns(
     forwards: Sequence[int], backwards: Sequence[int], of_rank: Sequence[int]
 ) -> tuple[int, int, int, int]:
-    """Columns of :attr:`_Events.spans` behind the fourth, of a sequence on a stage."""
+    """Return the last four columns of :attr:`_Events.spans` for a sequence on a stage."""
     back = kv_return(forwards, of_rank, before=backwards[0])
     return backwards[0], forwards[-1], back, backwards[-1]
 
@@ -497,20 +500,20 @@ def _turns(
 def kv_return(forwards: Sequence[int], backwards: Sequence[int], *, before: int) -> int:
     """Return the place in a rank's order before which offloaded K and V begin to come back.
 
-    As :func:`sppo.schedule.transfers.kv_placement.place_kv` spreads their copies: over as many
-    backwards of the rank as the sequence has units, right in front of its own.
+    :func:`sppo.schedule.transfers.kv_placement.place_kv` spreads the H2D copies of a sequence over
+    as many backwards of the rank as the sequence has units, directly before its own backwards.
 
     Args:
-        forwards: places of the forwards of a sequence on a stage, ascending.
-        backwards: places of all backwards of the rank, ascending.
-        before: place of the first backward of the sequence on the stage.
+        forwards: Places of the forwards of a sequence on a stage, ascending.
+        backwards: Places of all backwards of the rank, ascending.
+        before: Place of the first backward of the sequence on the stage.
     """
     begin, end = bisect_right(backwards, forwards[-1]), bisect_left(backwards, before)
     return backwards[max(begin, end - len(forwards))]
 
 
 def _looped_spans(num_subsequences: int, sequences: int, virtual_stages: int) -> Places:
-    """Return the spans, as of :class:`_Events`, of a group of sequences in the looped order."""
+    """Return (stage, first event, last event) of each sequence of a group in the looped order."""
     count = sequences * num_subsequences
     first = np.arange(virtual_stages)[:, None] * count + np.arange(0, count, num_subsequences)
     last = 2 * virtual_stages * count - 1 - first[:, ::-1]
@@ -519,11 +522,11 @@ def _looped_spans(num_subsequences: int, sequences: int, virtual_stages: int) ->
 
 
 def _peak(spans: Places, held: Table) -> float:
-    """Return the most that spans (stage, first event, last event, ...) hold at once.
+    """Return the peak of bytes that spans (stage, first event, last event, ...) hold at once.
 
     Args:
-        spans: what begins at an event is there when something ends at it.
-        held: by each of them.
+        spans: Spans from their first to their last event, both inclusive.
+        held: Bytes of each span.
     """
     order = np.argsort(np.concatenate([spans[:, 1], spans[:, 2]]), kind="stable")
     return float(np.cumsum(np.concatenate([held, -held])[order]).max(initial=0.0))

@@ -1,9 +1,9 @@
-"""Residual stream, and its gradient, that waits on a rank between two of its stages.
+"""Memory of the residual stream, and of its gradient, that waits on a rank between two stages.
 
-All units of a group pass one stage of a rank before the first of them enters the next one (groups:
-:func:`sppo.schedule.orders.sequence_groups`). While a unit runs forward, inputs of the units behind
-it have arrived, and outputs of the units in front of it have come back from the last rank; all wait
-on the rank of the first stage. Gradients wait likewise on the rank of the last stage.
+All units of a group pass one stage of a rank before the first of them enters the rank's next stage
+(groups: :func:`sppo.schedule.orders.sequence_groups`). While a unit runs forward, inputs of later
+units have arrived, and outputs of earlier units have come back from the last rank; all wait on the
+rank of the first stage. Gradients wait in the same way on the rank of the last stage.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from sppo.schedule.orders import sequence_groups
 
 
 def waiting_bytes(candidate: Candidate) -> Running:
-    """Return the bytes that wait at most while a unit runs; 0 where ranks have one stage.
+    """Return an upper bound of the bytes that wait while each unit runs; 0 with one stage per rank.
 
-    Which of them have arrived depends on time; here all have. In the looped order no activation
-    waits while backwards run, and no gradient while forwards do; in other orders both may.
-    A gradient in the looped order takes the place of its unit's gradient of the loss, and on a rank
-    alone a unit that waits has none yet: both are in the room of the gradients of the loss.
+    The bound assumes that all units have arrived, which in a run depends on time. In the looped
+    order no activation waits during backwards, and no gradient during forwards; in other orders
+    both may. Waiting gradients of the looped order are not counted: each takes the place of its
+    unit's gradient of the loss, which has a bucket. On a single pipeline rank, waiting activations
+    are not counted either: their units have no gradient of the loss yet, and its bucket has room.
     """
     shape = candidate.num_stages, len(candidate.lengths)
     waiting = Running(np.zeros(shape), np.zeros(shape))
@@ -46,11 +47,10 @@ def waiting_bytes(candidate: Candidate) -> Running:
 
 
 def _waiting_tokens(candidate: Candidate) -> np.typing.NDArray[np.float64]:
-    """Tokens that wait while a unit runs on each stage of a rank, [virtual stages, N].
+    """Return the tokens that wait while a unit runs on each stage of a rank, [virtual stages, N].
 
-    Nothing waits in front of the first stage or behind the last one. Of the sequences of a group
-    the one counts that has most of the others on the side where they wait. Packed sequences of a
-    group are each counted where they are.
+    Nothing waits before the first stage or after the last. If sequences are cut alike, the sequence
+    of a group with the most waiting tokens counts; packed sequences count one by one.
     """
     lengths = np.array(candidate.lengths, dtype=np.float64)
     if candidate.packed:

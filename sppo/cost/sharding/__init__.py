@@ -1,1 +1,1 @@
-"""State sharded over devices (ZeRO, Megatron): its parts, and seconds of their collectives."""
+"""Parts of training state sharded over devices (ZeRO, Megatron), and their collectives' seconds."""

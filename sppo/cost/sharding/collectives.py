@@ -11,22 +11,22 @@ from sppo.schedule.costs import Table
 from sppo.units import MIB
 
 REDUCE_BUCKET_BYTES = 32 * MIB
-"""fp32 gradients that are reduced together, of all ranks (ZeRO-0 and 1)."""
+"""Bytes of fp32 gradients of one bucket, which are reduced together (ZeRO-0 and 1)."""
 REDUCE_BUCKETS = 2
-"""Buckets of gradients whose reduction is under way at once."""
+"""Buckets of gradients whose reductions are in flight at once."""
 
 
 def shard_seconds(candidate: Candidate, sent_bytes: Table, *, copies: int) -> Table:
-    """One all-gather, or one reduce-scatter, among all devices with the same weights.
+    """Return the seconds of one all-gather or reduce-scatter among devices with equal weights.
 
-    Each passes on what it does not keep, (n-1)/n of the whole, along rings. Every ring of a group
-    that spans nodes passes through all of them, so there are as many as the node with the fewest
-    members has ports. The slowest stage counts.
+    Each of n devices sends (n-1)/n of the whole along rings. A ring of a group that spans nodes
+    passes through all of them, so there are as many rings as the node with the fewest members has
+    ports. The slowest stage counts.
 
     Args:
-        candidate: whose.
-        sent_bytes: the whole, in the dtype that travels, any shape.
-        copies: devices of a sequence-parallel group that hold the same.
+        candidate: Candidate that the devices belong to.
+        sent_bytes: Bytes of the whole tensor in the dtype that is sent, of any shape.
+        copies: Devices of a sequence-parallel group that hold equal weights.
     """
     hardware, replicas = candidate.workload.hardware, candidate.data_parallel_degree
     members, network = copies * replicas, hardware.network
@@ -46,10 +46,10 @@ def shard_seconds(candidate: Candidate, sent_bytes: Table, *, copies: int) -> Ta
 
 @lru_cache(maxsize=256)
 def _ports(replicas: int, stages: int, group: int, *, copies: int, per_node: int) -> int | None:
-    """Fewest members in a node of any stage's devices with the same weights; None in one node.
+    """Return the fewest members per node of a group with equal weights, over all stages.
 
-    Devices are numbered along the sequence-parallel group, then the pipeline, then the replicas
-    (:mod:`sppo.parallel.mesh`).
+    None if every group is inside one node. Devices are numbered along the sequence-parallel group,
+    then the pipeline, then the replicas (:mod:`sppo.parallel.mesh`).
     """
     first = np.arange(replicas)[:, None] * stages * group + np.arange(copies)
     fewest: int | None = None

@@ -1,4 +1,4 @@
-"""Heads of each rank of a sequence-parallel group, and which degrees can shard a model's."""
+"""Heads of each rank of a sequence-parallel group, and checks that a degree can shard them."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from sppo.config.model import ModelConfig
 
 
 class HeadShard(NamedTuple):
-    """Heads that each of G ranks attends with."""
+    """Heads with which each rank of a sequence-parallel group computes attention."""
 
     queries: int
     keys: int
     repeats: int
-    """Ranks that use the same key/value heads."""
+    """Number of ranks that use the same key/value heads."""
 
 
 def head_shard(num_heads: int, kv_heads: int, *, degree: int) -> HeadShard:
     """Return the heads of one rank of a sequence-parallel group.
 
     Raises:
-        ValueError: the heads cannot be sharded evenly.
+        ValueError: The heads cannot be sharded evenly.
     """
     if num_heads % degree:
         raise ValueError(
@@ -36,10 +36,10 @@ def head_shard(num_heads: int, kv_heads: int, *, degree: int) -> HeadShard:
 
 
 def tensor_shard(model: ModelConfig, *, degree: int) -> HeadShard:
-    """Heads of each of ``degree`` ranks over which the weights of every layer are sharded.
+    """Return the heads of each of ``degree`` ranks that shard the weights of every layer.
 
     Raises:
-        ValueError: heads or the MLP cannot be sharded evenly.
+        ValueError: Heads or the MLP cannot be sharded evenly.
     """
     shard = head_shard(model.num_heads, model.kv_heads, degree=degree)
     if model.mlp_size % degree:

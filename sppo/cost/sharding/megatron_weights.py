@@ -1,4 +1,4 @@
-"""Parameters that a Megatron group shards, and the number of devices that have each part."""
+"""Parameters that a Megatron group shards, and the number of devices that hold each shard."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from sppo.config.model import ModelConfig
 from sppo.cost.parameters import Shape, layer_shapes
 
 KEYS = ("k", "v")
-"""Rows by key/value heads, of which there may be fewer than devices."""
+"""Linear layers sharded by key/value heads, of which there may be fewer than devices."""
 ROWS = ("q", *KEYS, "gate", "up")
 COLUMNS = ("o", "down")
-"""Their biases, of sums over the group, are one device's."""
+"""Linear layers sharded by columns; one device holds the bias, which is added to the group's sum.
+
+`ROWS` are sharded by rows, including their biases."""
 
 
 def copies_of(name: str, model: ModelConfig, *, degree: int) -> int:
-    """Devices of a group that hold the same values of a parameter of a layer.
+    """Return the number of devices of a group that hold the same values of a layer's parameter.
 
     Args:
-        name: within the layer.
-        model: the shape.
-        degree: devices over which weights are sharded.
+        name: Name of the parameter within the layer.
+        model: Shape of the model.
+        degree: Devices over which weights are sharded.
     """
     part = name.split(".")[0]
     if part in KEYS:
@@ -31,7 +33,7 @@ def copies_of(name: str, model: ModelConfig, *, degree: int) -> int:
 
 
 def held_elements(name: str, shape: Shape, model: ModelConfig, *, degree: int) -> float:
-    """Elements of a layer's parameter on one device, the one that holds most."""
+    """Return the elements of a layer's parameter on the device that holds the most."""
     if name.split(".")[0] in COLUMNS and name.endswith(".bias"):
         return float(prod(shape))
     return prod(shape) * copies_of(name, model, degree=degree) / degree
@@ -39,7 +41,7 @@ def held_elements(name: str, shape: Shape, model: ModelConfig, *, degree: int) -
 
 @lru_cache(maxsize=256)
 def layer_elements(model: ModelConfig, *, degree: int) -> Mapping[int, float]:
-    """Elements of one layer on one device, by the devices that hold the same."""
+    """Return the elements of a layer on one device, by the number of devices that hold the same."""
     found: dict[int, float] = {}
     for name, shape in layer_shapes(model).items():
         copies = copies_of(name, model, degree=degree)

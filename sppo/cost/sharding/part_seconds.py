@@ -1,10 +1,10 @@
 """Seconds that gathering weights and reducing gradients by parts adds to a step (ZeRO-2 and 3).
 
-One part is on its way while another computes, so of compute and collectives of a unit the longer
-one counts; gathers and reductions share the links. A part outside of the layers that is larger than
-there is room for beside a layer waits for the layer before it, and the layer behind it waits for
-it: both are exposed, but for the head's gradients, which are formed in F and travel while the next
-unit's F computes.
+The collective of one part overlaps the compute of another, so the longer of a unit's compute and
+collectives counts; gathers and reductions share the links. A part outside the layers that has no
+room beside a layer waits for the layer before it, and the layer after it waits for the part: both
+collectives are exposed, except reductions of the head's gradients, which are formed in F and
+overlap the F of the next unit.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from sppo.schedule.costs import Table
 from sppo.schedule.generators import DEFERRING_WEIGHTS
 
 _FORMED_PASSES = 1
-"""Times that whole gradients are written beyond their products: with zeros."""
+"""Passes over whole gradients in addition to their products: writing zeros."""
 _COPIED_PASSES = 2
-"""Times that a layer's are read and written to be one message."""
+"""Passes over the gradients of a layer to copy them into one message: a read and a write."""
 _ADDED_PASSES = 3
-"""Times that a shard's sums, and what is added to them, are read and written."""
+"""Passes over a shard to add gradients to its sums: two reads and a write."""
 
 
 def with_collectives(candidate: Candidate, units: LayerSeconds) -> LayerSeconds:
-    """Return seconds of units, [stages, units], with what their parts' collectives add.
+    """Return the seconds of units including the collectives of their parts, [stages, units].
 
     Args:
-        candidate: with `zero` of at least 2.
-        units: compute alone.
+        candidate: Candidate with `zero` of at least 2.
+        units: Seconds of units without collectives, [stages, units].
     """
     rows = [
         _stage_with_collectives(candidate, _row(units, stage), stage=stage)
@@ -49,10 +49,10 @@ def with_collectives(candidate: Candidate, units: LayerSeconds) -> LayerSeconds:
 
 
 def unit_collective_seconds(candidate: Candidate) -> tuple[tuple[float, float], ...]:
-    """Return how long the collectives of one unit take on each stage: those in its F, in its B.
+    """Return the seconds of a unit's collectives in its F and in its B, for each stage.
 
     Args:
-        candidate: with `zero` of 2 and weight halves that are not deferred, as MSP's.
+        candidate: Candidate with `zero` of 2 and no deferred weight halves, as with MSP.
     """
     found = []
     for stage in range(len(candidate.stages)):
@@ -64,19 +64,19 @@ def unit_collective_seconds(candidate: Candidate) -> tuple[tuple[float, float], 
 
 
 def layer_gather_seconds(candidate: Candidate) -> Table:
-    """Return how long the weights of all layers of each stage take to be gathered, [stages].
+    """Return the seconds of gathering the weights of all layers of each stage, [stages].
 
-    0 where they are whole on each device.
+    0 if weights are whole on each device.
     """
     parts = [sharded_parts(candidate, stage=stage) for stage in range(len(candidate.stages))]
     return np.array([own.num_layers * _gather_s(candidate, own.layer) for own in parts])
 
 
 def last_reduction_seconds(candidate: Candidate) -> Table:
-    """Return how long the last reduction of each stage takes, if its REDUCE waits, [stages].
+    """Return the seconds of the last reduction of each stage if its rank waits for it, [stages].
 
-    It does behind the last backward of its rank, and where the stage's gradients then leave the
-    device. Others travel while the rank's next stage computes.
+    The rank waits after its last backward, and after every stage whose gradients then leave the
+    device. Other reductions overlap the compute of the rank's next stage and count 0.
     """
     seconds = np.zeros(len(candidate.stages))
     leaves = candidate.state.streams_gradients
@@ -84,7 +84,7 @@ def last_reduction_seconds(candidate: Candidate) -> Table:
         parts = sharded_parts(candidate, stage=stage)
         last = parts.layer
         if stage == 0:
-            # One that has no room beside a layer is exposed in every B already.
+            # Without room beside a layer, the reduction is already exposed in every B.
             last = parts.before if parts.fits_beside_layer(parts.before) else {}
         seconds[stage] = _reduction_s(candidate, last)
     return seconds
@@ -93,7 +93,7 @@ def last_reduction_seconds(candidate: Candidate) -> Table:
 def _stage_with_collectives(
     candidate: Candidate, units: LayerSeconds, *, stage: int
 ) -> LayerSeconds:
-    """Seconds of one stage's units, [units]."""
+    """Return the seconds of one stage's units including collectives, [units]."""
     parts = sharded_parts(candidate, stage=stage)
     gather_s = _gather_s(candidate, parts.layer)
     reduction_s = _reduction_s(candidate, parts.layer)
@@ -111,7 +111,8 @@ def _stage_with_collectives(
     if parts.fits_beside_layer(parts.before):
         hidden_s += embedding_s
     else:
-        waits_s = 0.0 if deferring else reduction_s  # the layer before it, no longer hidden
+        # The reduction of the layer before the embedding is no longer hidden.
+        waits_s = 0.0 if deferring else reduction_s
         hidden_s, exposed_s = hidden_s - waits_s, embedding_s + waits_s
     if deferring:
         backward = np.maximum(backward, hidden_s)
@@ -124,12 +125,13 @@ def _stage_with_collectives(
 def _forward(
     candidate: Candidate, parts: ShardedParts, compute_s: Table, *, gather_s: float
 ) -> Table:
-    """Seconds of F, [units]."""
+    """Return the seconds of F including collectives, [units]."""
     head_s = _reduction_s(candidate, parts.behind)
     waits = 0
     hidden_s, exposed_s = np.full_like(compute_s, head_s), np.zeros_like(compute_s)
     if not parts.fits_beside_layer(parts.behind):
-        # Each unit hides that of the unit before it; what follows the last of a sequence is a B.
+        # Each F hides the head's reduction of the previous unit; after the last F of a sequence, a
+        # B follows, which does not.
         ends = np.cumsum([len(lengths) for lengths in candidate.sequence_lengths])
         hidden_s[[0, *ends[:-1].tolist()]] -= head_s
         exposed_s[ends - 1] += head_s
@@ -140,7 +142,8 @@ def _forward(
         else:
             exposed_s += outer_s
             waits += 1
-    waits = min(waits, parts.num_layers)  # layers behind those, no longer hidden
+    # Gathers of layers after parts without room are no longer hidden.
+    waits = min(waits, parts.num_layers)
     hidden_s += (parts.num_layers - waits) * gather_s
     exposed_s += waits * gather_s
     compute_s = compute_s + _local_s(candidate, parts.behind, passes=_FORMED_PASSES)
@@ -149,19 +152,19 @@ def _forward(
 
 
 def _backward_visits(candidate: Candidate, layers: int) -> int:
-    """Layers whose weights a B takes: those that recompute an input are taken for that, too."""
+    """Return the layers whose weights a B gathers, twice if used to recompute an input, too."""
     return 2 * layers - -(-layers // candidate.input_every)
 
 
 def _gather_s(candidate: Candidate, part: ElementsByCopies) -> float:
-    """Seconds of gathering a part's weights; 0 where they are whole on each device (ZeRO-2)."""
+    """Return the seconds of gathering a part's weights; 0 with ZeRO-2, which keeps them whole."""
     if candidate.zero < 3:
         return 0.0
     return _collective_s(candidate, part, element_bytes=candidate.workload.element_bytes)
 
 
 def _reduction_s(candidate: Candidate, part: ElementsByCopies) -> float:
-    """Seconds of reducing a part's fp32 gradients to the devices that keep them."""
+    """Return the seconds of reducing a part's fp32 gradients to the devices that keep them."""
     return _collective_s(candidate, part, element_bytes=ACCUMULATION_BYTES)
 
 
@@ -173,7 +176,7 @@ def _collective_s(candidate: Candidate, part: ElementsByCopies, *, element_bytes
 
 
 def _local_s(candidate: Candidate, part: ElementsByCopies, *, passes: int) -> float:
-    """Seconds of memory traffic of a part's whole gradients, and of adding them to a shard."""
+    """Return the seconds of memory traffic on a part's whole gradients and on a shard's sums."""
     elements = sum(
         held * (passes + _ADDED_PASSES / (copies * candidate.data_parallel_degree))
         for copies, held in part.items()

@@ -1,8 +1,8 @@
-"""Parts of a stage's parameters that devices shard and have whole only while they use them.
+"""Parts of a stage's parameters that devices shard and hold whole only while in use.
 
-With ZeRO-3 weights are gathered before a part is used, from ZeRO-2 on its gradients are reduced
-after (:mod:`sppo.engine.gathered_weights`, :mod:`sppo.engine.sharded_gradients`). A part is one
-layer, what is in front of the layers, or what is behind them.
+With ZeRO-3, the weights of a part are gathered before use (:mod:`sppo.engine.gathered_weights`);
+with ZeRO-2 and 3, its gradients are reduced after use (:mod:`sppo.engine.sharded_gradients`). A
+part is one layer, the parameters before the layers, or the parameters after them.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from sppo.cost.parameters import layer_parameters, outer_parameters
 from sppo.cost.sharding.megatron_weights import layer_elements
 
 ElementsByCopies = Mapping[int, float]
-"""Elements on one device by the devices of a sequence-parallel group that hold the same ones."""
+"""Elements on one device, by the number of devices of its group that hold the same elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedParts:
-    """Elements of what devices shard, part by part; not those that one device has alone.
+    """Elements that devices shard, by part; elements that only one device holds are left out.
 
     Attributes:
-        num_layers: Of the stage, or of the rank.
-        layer: One layer.
-        before: Embedding and learned positions; empty but on the first stage.
-        behind: Last norm and projection to the vocabulary; empty but on the last stage.
+        num_layers: Number of layers of the stage, or of the rank.
+        layer: Elements of one layer.
+        before: Elements of the embedding and learned positions; empty except on the first stage.
+        behind: Elements of the last norm and the vocabulary projection; empty except on the last
+            stage.
     """
 
     num_layers: int
@@ -37,21 +38,21 @@ class ShardedParts:
 
     @property
     def room_elements(self) -> float:
-        """Elements that are whole at once: two layers, or the largest part outside of them."""
+        """Elements for which there is room whole: two layers, or the largest part outside them."""
         return max(2 * _total(self.layer), _total(self.before), _total(self.behind))
 
     @property
     def most_elements(self) -> float:
-        """Elements of the largest part."""
+        """Number of elements of the largest part."""
         return max(map(_total, (self.layer, self.before, self.behind)))
 
     def fits_beside_layer(self, part: ElementsByCopies) -> bool:
-        """Return whether there is room for a part outside of the layers while a layer is whole."""
+        """Return whether a part outside the layers has room while a layer is whole."""
         return _total(part) + _total(self.layer) <= self.room_elements
 
 
 def sharded_parts(candidate: Candidate, *, stage: int) -> ShardedParts:
-    """Return the parts of a stage with what its devices shard of each; before ZeRO-2 nothing."""
+    """Return the sharded parts of a stage; all parts are empty with ZeRO-0 and 1."""
     if candidate.zero < 2:
         return ShardedParts(len(candidate.stages[stage]), {}, {}, {})
     workload = candidate.workload
@@ -67,7 +68,7 @@ def sharded_parts(candidate: Candidate, *, stage: int) -> ShardedParts:
 
 
 def rank_parts(candidate: Candidate, *, rank: int) -> ShardedParts:
-    """Return the parts of all stages of a pipeline rank, which use the same room in turn."""
+    """Return the sharded parts of a pipeline rank, whose stages share the room of whole parts."""
     stages = candidate.stages_of_rank(rank)
     first = last = sharded_parts(candidate, stage=stages[0])
     if len(stages) > 1:
@@ -77,7 +78,7 @@ def rank_parts(candidate: Candidate, *, rank: int) -> ShardedParts:
 
 
 def layer_by_copies(workload: Workload) -> ElementsByCopies:
-    """Return the elements of one layer: Megatron shards them, Ulysses repeats them."""
+    """Return the elements of one layer on a device; only Megatron shards them in the group."""
     degree = workload.sequence_parallel_degree
     if workload.sequence_parallel == "megatron" and degree > 1:
         return layer_elements(workload.model, degree=degree)
@@ -85,7 +86,7 @@ def layer_by_copies(workload: Workload) -> ElementsByCopies:
 
 
 def outer_by_copies(workload: Workload, elements: float) -> ElementsByCopies:
-    """Return so many elements outside of the layers, as a device of a group holds them."""
+    """Return `elements` outside the layers as a device of a sequence-parallel group holds them."""
     degree = workload.sequence_parallel_degree
     if workload.vocabulary_sharded and degree > 1:
         return {1: elements / degree}
