@@ -1,1 +1,1 @@
-"""Training steps on a fake GPU: the real engine on torch's fake tensors."""
+"""Dry runs: training steps of the real engine on a fake GPU with torch's fake tensors."""

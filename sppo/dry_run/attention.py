@@ -1,7 +1,7 @@
-"""Attention back ends on a fake GPU: torch's shapes, and the memory kernels take.
+"""Attention back ends on a fake GPU, with the scratch memory of their kernels.
 
-What a back end's package allocates inside a call no fake tensor shows; it is allocated beside the
-call here, as :mod:`sppo.cost.live_sets.attention_scratch` counts it.
+Fake tensors do not show memory that a back end's package allocates inside a call. Here this memory
+is allocated around the call, in the size that :mod:`sppo.cost.live_sets.attention_scratch` gives.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sppo.kernels.attention.rectangle_attention import OfRectangles
 
 
 def fake_attention(backend: str) -> AttentionKernel:
-    """Return what stands for a back end that :func:`sppo.cost.attention_backend` may name."""
+    """Return the replacement of a back end that :mod:`sppo.cost.attention_backend` may choose."""
     if backend == "triton":
         from sppo.kernels.attention.triton_blocks import TritonAttention
 
@@ -29,19 +29,19 @@ def fake_attention(backend: str) -> AttentionKernel:
 
 
 class _WithScratch:
-    """A kernel, and what its backward allocates inside."""
+    """Attention kernel that also allocates the scratch of its backward."""
 
     def __init__(self, kernel: Any, backend: str) -> None:
         self._kernel, self._backend = kernel, backend
 
     def __getattr__(self, name: str) -> Any:
-        """Return what else the kernel has."""
+        """Return an attribute of the kernel."""
         return getattr(self._kernel, name)
 
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, *others: Any, **options: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the kernel's gradients."""
+        """Return the kernel's gradients of q, k and v, with scratch allocated during the call."""
         tokens_first = q.dim() == 3
         (rows, heads), (keys, kv_heads) = (
             (x.shape[:2] if tokens_first else (x.shape[2], x.shape[0] * x.shape[1])) for x in (q, k)

@@ -1,8 +1,8 @@
-"""Fake ranks: communicators with the rules of NCCL, and no one at their other ends.
+"""Fake communicators with the ordering rules of NCCL and without any other ranks.
 
-What is asked of a communicator runs in its own stream, behind what the asking stream has been given
-so far; waiting for it makes a stream wait, and never the host. A barrier waits for the device, as
-NCCL's does. Tensors are held until they are waited for.
+Communication runs in the communicator's own stream, after all work issued so far to the calling
+stream. Waiting for communication makes a stream wait, never the host. A barrier waits for the
+device, as NCCL's does. Tensors are held until the communication is waited for.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from sppo.dry_run.streams import Event, Stream
 
 
 class FakeGroup:
-    """A communicator, as :class:`torch.distributed.ProcessGroup`.
+    """Communicator in place of a :class:`torch.distributed.ProcessGroup`.
 
     Args:
-        ranks: its members.
-        rank: of them, this one.
-        stream: that its work runs in.
+        ranks: Members of the group.
+        rank: Rank of this process, one of `ranks`.
+        stream: Stream in which communication runs; None if the group has a single member.
     """
 
     def __init__(self, ranks: Sequence[int], *, rank: int, stream: Stream | None) -> None:
@@ -35,40 +35,40 @@ class FakeGroup:
         return len(self._ranks)
 
     def rank(self) -> int:
-        """Return this rank's place among them."""
+        """Return the index of this rank among the members."""
         return self._ranks.index(self._rank)
 
 
 class FakeWork:
-    """Communication under way, as :class:`torch.distributed.Work`."""
+    """Communication in flight, in place of a :class:`torch.distributed.Work`."""
 
     def __init__(self, recorder: Recorder, done: Event, tensors: Sequence[Tensor]) -> None:
         self._recorder, self._done, self._tensors = recorder, done, tensors
 
     def wait(self, timeout: object = None) -> bool:
-        """Make the current stream wait for it."""
+        """Make the current stream wait for the communication, and release its tensors."""
         self._recorder.runtime.current.wait_event(self._done)
         self._tensors = ()
         return True
 
     def is_completed(self) -> bool:
-        """Return False: a peer may take as long as it likes."""
+        """Return False, as peers may be arbitrarily late."""
         return False
 
 
 class FakeRanks:
-    """The functions of :mod:`torch.distributed` that the engine calls, for one rank of many.
+    """Replacements for the functions of :mod:`torch.distributed` that the engine calls.
 
     Args:
-        recorder: of this rank.
-        rank: this one.
+        recorder: Recorder of this rank.
+        rank: Rank of this process.
     """
 
     def __init__(self, recorder: Recorder, *, rank: int) -> None:
         self._recorder, self._rank = recorder, rank
 
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """Return them by name."""
+        """Return the replacements by name of the function of :mod:`torch.distributed`."""
         return {
             "new_group": self._new_group,
             "barrier": self._barrier,
@@ -114,7 +114,7 @@ class FakeRanks:
     ) -> FakeWork:
         runtime = self._recorder.runtime
         assert group.stream is not None, f"{name} among one rank"
-        group.stream.learn(runtime.current.clock)  # as NCCL does by itself
+        group.stream.learn(runtime.current.clock)  # NCCL does so by itself.
         with runtime.in_stream(group.stream):
             self._recorder.work(name, reads=reads, writes=writes)
             done = Event(runtime)
@@ -123,10 +123,10 @@ class FakeRanks:
 
 
 class FakeHostCollectives:
-    """:class:`sppo.parallel.host_collectives.HostCollectives` without the other ranks."""
+    """:class:`sppo.parallel.host_collectives.HostCollectives` without other ranks."""
 
     def total(self, values: Sequence[float]) -> list[float]:
-        """Return this rank's values."""
+        """Return the values of this rank."""
         return list(values)
 
     largest = total
@@ -142,4 +142,4 @@ REBOUND: Mapping[str, str] = {
     "sppo.parallel.parameter_all_gather": "all_gather",
     "sppo.parallel.gradient_reduce_scatter": "reduce_scatter",
 }
-"""Functions that modules hold under these names themselves."""
+"""Functions of :mod:`torch.distributed` that modules import by name, to be replaced there, too."""

@@ -1,4 +1,4 @@
-"""Fake host threads and files: work is done at once, in the order it is submitted."""
+"""Fake host threads and files, which do work at once when it is submitted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sppo.offload.worker_queue import wait_for
 
 
 class DoneWork(Future[None]):
-    """The end of a thread's work; whoever waits for it learns what the thread knew."""
+    """Future of a fake thread's work; a waiting host thread takes over the thread's clock."""
 
     def __init__(self, runtime: Runtime, worker: Worker) -> None:
         super().__init__()
@@ -22,23 +22,23 @@ class DoneWork(Future[None]):
         self.set_result(None)
 
     def exception(self, timeout: float | None = None) -> None:
-        """Let this host thread wait for the end."""
+        """Make the current host thread wait for the end of the work; return None."""
         self._runtime.wait(self._runtime.host, self._clock, awaited=self._name)
 
 
 class InlineQueue:
-    """:class:`sppo.offload.worker_queue.WorkerQueue` that does work when it is submitted.
+    """:class:`sppo.offload.worker_queue.WorkerQueue` that does work at once when it is submitted.
 
     Args:
-        name: of the thread.
-        runtime: whose hosts it is one of.
+        name: Name of the fake thread.
+        runtime: Runtime whose host threads include the fake thread.
     """
 
     def __init__(self, name: str, *, runtime: Runtime) -> None:
         self._runtime, self._worker = runtime, Worker(name)
 
     def submit(self, work: Callable[[], None], *, after: Sequence[Event] = ()) -> Future[None]:
-        """Do ``work`` in this thread's name, after what it waits for."""
+        """Do ``work`` as the fake thread, after waiting for the events in ``after``."""
         self._worker.learn(self._runtime.host.clock)
         with self._runtime.on_host(self._worker):
             for event in after:
@@ -48,19 +48,19 @@ class InlineQueue:
         return DoneWork(self._runtime, self._worker)
 
     def check(self) -> None:
-        """Do nothing: nothing fails."""
+        """Do nothing, since work in a fake thread raises where it is submitted."""
 
     cancel = check
 
     def wait_all(self, *, limit_s: float | None = None) -> bool:
-        """Return True: all work is done."""
+        """Return True, since all submitted work is done."""
         return True
 
     def close(self, *, waits: bool = True) -> None:
-        """Do nothing: there is no thread."""
+        """Do nothing, since there is no thread."""
 
     def take_busy_s(self) -> float:
-        """Return 0."""
+        """Return 0, since fake work takes no time."""
         return 0.0
 
 
@@ -68,21 +68,21 @@ class FakeFile:
     """:class:`sppo.offload.file_tier.FileTier` without a file.
 
     Args:
-        directory: of the file.
-        size_bytes: of it.
-        recorder: takes in what is read and written of host memory.
+        directory: Directory of the file; not used.
+        size_bytes: Size of the file; not used.
+        recorder: Recorder of the accesses to host memory.
     """
 
     def __init__(self, directory: Path, size_bytes: int, *, recorder: Recorder) -> None:
         self._recorder = recorder
 
     def write(self, offset_bytes: int, data: HostBytes) -> FakeFile:
-        """Read host memory."""
+        """Record that a write to the file reads host memory."""
         self._recorder.host_work("write to the file", reads=[data.tensor], writes=[])
         return self
 
     def read(self, offset_bytes: int, data: HostBytes) -> FakeFile:
-        """Write host memory."""
+        """Record that a read from the file writes host memory."""
         self._recorder.host_work("read from the file", reads=[], writes=[data.tensor])
         return self
 

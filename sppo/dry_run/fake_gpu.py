@@ -1,4 +1,4 @@
-"""A fake GPU, for as long as a context lasts: everything that a step asks of one."""
+"""Fake GPU: a context in which a training step runs without a GPU, data, threads or files."""
 
 from __future__ import annotations
 
@@ -45,19 +45,18 @@ _RUNTIME_NAMES = (
 
 
 _CAPABILITY = (9, 0)
-"""Compute capability, on which nothing in a step depends: the attention back end is the planned
-one."""
+"""Compute capability of the fake GPU. Steps do not depend on it: attention is planned."""
 _CACHED_TENSORS = (rope._frequencies_on, document_offsets._offsets)
-"""Functions that keep tensors of a device."""
+"""Functions with caches of device tensors, which are cleared before and after each fake GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class FakeGpu:
-    """One rank's fake GPU.
+    """Fake GPU of one rank.
 
     Attributes:
-        recorder: Sees all that is done on it.
-        backend: Name of the attention back end that stands for the real one.
+        recorder: Recorder of all work on the GPU.
+        backend: Name of the attention back end that the fake one replaces.
     """
 
     recorder: Recorder
@@ -65,7 +64,7 @@ class FakeGpu:
 
     @property
     def runtime(self) -> Runtime:
-        """Return its streams and its memory."""
+        """Runtime with the streams and the memory of the GPU."""
         return self.recorder.runtime
 
 
@@ -77,16 +76,16 @@ def fake_gpu(
     orderings: OrderingCheck | None = None,
     lost: frozenset[Wait] = frozenset(),
 ) -> Iterator[FakeGpu]:
-    """Let this process compute on a fake GPU; no other thread may use torch then.
+    """Make this process compute on a fake GPU within the context.
 
-    Tensors are torch's fake tensors, which have shapes and no data. Nothing is compiled, and no
-    thread or file is made.
+    Tensors are torch's fake tensors, which have shapes and no data. No kernel is compiled, and no
+    thread or file is created. No other thread of the process may use torch meanwhile.
 
     Args:
-        workload: what is trained, on whose device.
-        rank: of this process among those that train together.
-        orderings: takes in every access of memory; None: none is looked at.
-        lost: waits that are left out.
+        workload: Model, machine and dtype of the training run.
+        rank: Rank of this process among those of the run.
+        orderings: Check that is given every access of memory; None for no check.
+        lost: Waits that are left out, to test the check.
     """
     hardware, backend = workload.hardware, planned_backend(workload)
     runtime = Runtime(

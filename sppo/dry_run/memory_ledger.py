@@ -1,4 +1,4 @@
-"""Memory of a GPU as torch's caching allocator would hand it out, tensor by tensor."""
+"""Ledger of GPU memory by storage, rounded as torch's caching allocator does."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ ROUNDING_BYTES = 512
 
 
 class MemoryLedger:
-    """Storages that live now; of those on the GPU the bytes, and the most there were at once.
+    """Live storages of tensors, with their bytes on the GPU.
 
     Args:
-        runtime: told what is used.
-        made: called with the key and the bytes of a storage on the GPU, and the stream that asks.
-        freed: called with a storage's key when it is freed, and the stream on which it was made;
-            None where it is in host memory.
+        runtime: Runtime that sums the bytes and tracks their peak.
+        made: Callback for a new storage on the GPU, with its key, bytes, and allocating stream.
+        freed: Callback for a freed storage, with its key and allocating stream; the stream is None
+            for host memory.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class MemoryLedger:
         self._page_locked: set[int] = set()
 
     def see(self, tensor: Tensor) -> None:
-        """Take in the storage of a tensor that an operation gave back, if it is new."""
+        """Add the storage of a tensor that an operation returned, if it is new."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._live:
@@ -51,12 +51,12 @@ class MemoryLedger:
         weakref.finalize(storage, self._forget, key, stream).atexit = False
 
     def page_lock(self, tensor: Tensor) -> Tensor:
-        """Take in that the host memory of ``tensor`` is page-locked; return it."""
+        """Mark the host memory of ``tensor`` as page-locked, and return ``tensor``."""
         self._page_locked.add(storage_key(tensor))
         return tensor
 
     def is_page_locked(self, tensor: Tensor) -> bool:
-        """Return whether copies from and to host memory run without the host."""
+        """Return whether the host memory of ``tensor`` is page-locked, so copies can overlap."""
         return storage_key(tensor) in self._page_locked
 
     def _forget(self, key: int, stream: Stream | None) -> None:
@@ -66,17 +66,17 @@ class MemoryLedger:
 
 
 def rounded(size_bytes: int) -> int:
-    """Return what a request takes."""
+    """Return the bytes that the caching allocator uses for a request of ``size_bytes``."""
     return -(-size_bytes // ROUNDING_BYTES) * ROUNDING_BYTES
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return what tensors in the same memory have in common, while one of them lives."""
+    """Return a key that tensors of the same storage share, unique while the storage lives."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def byte_range(tensor: Tensor) -> tuple[int, int]:
-    """Return the half-open range of its storage's bytes that a tensor lies in."""
+    """Return the half-open range of bytes of its storage in which a tensor lies."""
     sizes, strides = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
     if 0 in sizes:
         return 0, 0
@@ -86,6 +86,6 @@ def byte_range(tensor: Tensor) -> tuple[int, int]:
 
 
 def is_on_gpu(value: object) -> bool:
-    """Return whether ``value`` is a tensor that pretends to be on a GPU."""
-    # Asking a fake tensor for its device is an operation, which the recorder would see.
+    """Return whether ``value`` is a fake tensor on the fake GPU."""
+    # Tensor.device of a fake tensor is an operation, which the recorder would count.
     return isinstance(value, FakeTensor) and value.fake_device.type == "cuda"

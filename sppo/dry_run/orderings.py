@@ -1,9 +1,10 @@
-"""Proof that all work on the same memory is ordered, over every access of streams and host.
+"""Check that all conflicting accesses of the same memory by streams and host are ordered.
 
 Two accesses of the same bytes, at least one of which writes, must be ordered by events, waits and
-streams. The caching allocator gives memory that is freed to the next request of the stream it came
-from, at once. So memory that is freed counts as written by that stream, and memory that is handed
-out as written by the stream that asked: other streams use it behind what that one had been given.
+streams. The caching allocator gives freed memory to the next request of its stream at once. So
+freed memory counts as written by the stream that allocated it, and newly allocated memory as
+written by its allocating stream: other streams must use it after the work issued to that stream
+before.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from sppo.dry_run.streams import Worker
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One piece of work on some bytes of a storage."""
+    """Access of a range of bytes of a storage by one work item of a stream or host thread."""
 
     worker: Worker
     work: int
@@ -38,7 +39,7 @@ class Unordered:
 
 
 class OrderingCheck:
-    """Accesses of storages so far, and which of them were unordered."""
+    """Recorded accesses of storages, and counts of unordered pairs."""
 
     def __init__(self) -> None:
         self._accesses: defaultdict[int, list[Access]] = defaultdict(list)
@@ -55,7 +56,16 @@ class OrderingCheck:
         writes: bool,
         what: str,
     ) -> None:
-        """Take in an access of the bytes ``[begin, end)`` of a storage."""
+        """Record an access of the bytes ``[begin, end)`` of a storage, and check it.
+
+        Args:
+            key: Key of the storage.
+            bytes_of: Range of bytes (begin, end).
+            worker: Stream or host thread that does the work.
+            work: Number of the work item of `worker`.
+            writes: Whether the access writes.
+            what: Name of the work in messages.
+        """
         access = Access(worker, work, *bytes_of, writes, what)
         self.num_accesses += 1
         kept = []
@@ -64,22 +74,22 @@ class OrderingCheck:
             ordered = worker.knows(earlier.worker.number, earlier.work)
             if not apart and not ordered and (writes or earlier.writes):
                 self._note(earlier, access)
-            # Whatever is ordered after this access will be ordered after what it replaces.
+            # Work ordered after this access is also ordered after the accesses that it replaces.
             covered = access.begin <= earlier.begin and earlier.end <= access.end
             if not (covered and ordered and (writes or not earlier.writes)):
                 kept.append(earlier)
         self._accesses[key] = [*kept, access]
 
     def handed_out(self, key: int, size_bytes: int, worker: Worker) -> None:
-        """Take in that a new storage may lie where ``worker`` still works on an older one."""
+        """Record a new storage, in whose memory ``worker`` may still use a freed storage."""
         done = worker.clock.get(worker.number, 0)
         self._accesses[key] = [Access(worker, done, 0, size_bytes, True, "memory handed out")]
 
     def freed(self, key: int, worker: Worker | None) -> None:
-        """Take in that a storage is free for the next request of ``worker``.
+        """Record that a storage is freed, for the next request of the allocating stream ``worker``.
 
-        Host memory has none: torch keeps what is page-locked until copies have read it, and of
-        other memory they make a copy first.
+        Host memory has no ``worker`` and is not checked: torch keeps page-locked memory until
+        copies have read it, and copies pageable memory first.
         """
         for earlier in self._accesses.pop(key, ()):
             if worker is not None and not worker.knows(earlier.worker.number, earlier.work):

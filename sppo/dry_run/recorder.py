@@ -1,4 +1,4 @@
-"""Record of a step on a fake GPU: operations, launches, accesses of memory, waits."""
+"""Recorder of a step on a fake GPU: operations, launches, accesses of memory, and waits."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from sppo.dry_run.triton_kernels import pointer_use
 
 _aten: Any = torch.ops.aten
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-"""Operations that write nothing."""
+"""Operations that allocate memory without writing it."""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operation on tensors; entered inside of a mode for fake tensors.
+    """Dispatch mode that records every operation on tensors, to be entered inside a FakeTensorMode.
 
     Args:
-        runtime: counts memory and has the current stream.
-        orderings: takes in every access of memory; None: none is looked at.
+        runtime: Runtime that counts memory and has the current stream.
+        orderings: Check that is given every access of memory; None for no check.
     """
 
     def __init__(self, runtime: Runtime, *, orderings: OrderingCheck | None = None) -> None:
@@ -36,7 +36,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ledger = MemoryLedger(runtime, made=self._handed_out, freed=self._freed)
         self.num_operations = 0
         self.launches: Counter[str] = Counter()
-        """Work given to the GPU, by name."""
+        """Numbers of kernels, copies and communications issued to the GPU, by name."""
 
     def __torch_dispatch__(
         self,
@@ -45,7 +45,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run ``func`` and take in what it does."""
+        """Run ``func``, and record its allocations and accesses."""
         named = dict(kwargs or {})
         out = self._run(func, args, named)
         if _moves_nothing(func):
@@ -59,11 +59,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def launch(self, kernel: Any, arguments: Mapping[str, Any]) -> None:
-        """Take in the launch of a Triton kernel.
+        """Record the launch of a Triton kernel.
 
         Args:
-            kernel: a ``triton.jit`` function.
-            arguments: by parameter.
+            kernel: A ``triton.jit`` function.
+            arguments: Arguments by name of the parameter.
         """
         use = pointer_use(kernel)
         self.work(
@@ -73,7 +73,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def work(self, what: str, *, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
-        """Take in a piece of work of the current stream."""
+        """Record a work item of the current stream that accesses tensors."""
         self.launches[what] += 1
         worker, number = self.runtime.issue()
         for tensor in reads:
@@ -82,7 +82,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._touch(tensor, worker, number, writes=True, what=what)
 
     def host_work(self, what: str, *, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
-        """Take in a piece of work of the host on its own memory."""
+        """Record a work item of the current host thread that accesses host memory."""
         worker = self.runtime.host
         number = worker.work()
         for tensor in reads:
@@ -91,7 +91,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._touch(tensor, worker, number, writes=True, what=what)
 
     def _run(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        if func is _aten.addmm.dtype_out:  # the one that fake tensors have no shape of
+        if func is _aten.addmm.dtype_out:  # Fake tensors do not implement this overload.
             return named["out"]
         if func is _aten._local_scalar_dense.default:
             return 1
@@ -111,7 +111,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.host_work(name, reads=reads, writes=writes)
 
     def _count_waits(self, name: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """Let the host wait for a copy between host and GPU that cannot run, or may not, alone."""
+        """Count a wait of the host for a copy between host and GPU that is not asynchronous."""
         if name == "copy_":
             target_on_gpu, source = is_on_gpu(args[0]), args[1]
             alone = args[2] if len(args) > 2 else named.get("non_blocking", False)
@@ -155,7 +155,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @lru_cache(maxsize=1024)
 def _moves_nothing(func: Any) -> bool:
-    """Return whether an operation makes a view, or asks for what the host knows."""
+    """Return whether an operation only makes a view or queries metadata."""
     if func.namespace == "prim":
         return True
     schema = func._schema

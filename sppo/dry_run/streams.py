@@ -1,9 +1,10 @@
-"""Streams, events and hosts of a fake GPU: what comes before what, and nothing else.
+"""Streams, events and host threads of a fake GPU, which track the order of work but no time.
 
-Whoever does work, a stream or a host thread, counts it, and knows of all others how much of their
-work was done before (a vector clock: Mattern, "Virtual time and global states of distributed
-systems", 1989). Waiting for an event is taking over what was known where it was recorded. Of two
-pieces of work one comes first if the other's worker knew of it; otherwise they are unordered.
+Each worker, a stream or a host thread, numbers its work items and has a vector clock (Mattern,
+"Virtual time and global states of distributed systems", 1989): the number of work items of every
+other worker that are done before its next one. Waiting for an event merges the clock at which the
+event was recorded. A work item is ordered before another if the other's worker had it in its clock;
+otherwise the two are unordered.
 """
 
 from __future__ import annotations
@@ -17,34 +18,34 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 Clock = dict[int, int]
-"""Work known to be done, by worker."""
+"""Number of the last work item known to be done, by number of the worker."""
 
 
 class Wait(NamedTuple):
-    """Waits of one kind."""
+    """Kind of wait: all waits of one worker for another at one place of the program."""
 
     worker: str
-    """Who waits."""
+    """Name of the waiting stream or host thread."""
     awaited: str
-    """For whose work."""
+    """Name of the stream or host thread that is waited for."""
     where: str
-    """Function that asks for it."""
+    """Function that calls for the wait."""
 
 
 class Moment(NamedTuple):
-    """A part of a step, in which most memory is used at some point."""
+    """Allocations of one function in one action of a step, by which memory peaks are reported."""
 
     action: str
-    """Item of the program, as in program text; "update" outside of it."""
+    """Action of the program, as in program text; "update" outside the program."""
     function: str
-    """Function that asks for memory."""
+    """Function that allocates memory."""
 
 
 class Worker:
-    """A stream or a host thread, whose work is done in order.
+    """Stream or host thread, whose work items run in order.
 
     Args:
-        name: for people.
+        name: Name in messages.
     """
 
     _numbers = count()
@@ -54,32 +55,32 @@ class Worker:
         self.clock: Clock = {}
 
     def learn(self, clock: Clock) -> None:
-        """Begin later work only when everything in ``clock`` is done."""
+        """Order all later work of this worker after the work in ``clock``."""
         for number, done in clock.items():
             if self.clock.get(number, 0) < done:
                 self.clock[number] = done
 
     def work(self) -> int:
-        """Do a piece of work and return its number."""
+        """Count a work item, and return its number."""
         done = self.clock.get(self.number, 0) + 1
         self.clock[self.number] = done
         return done
 
     def knows(self, worker: int, work: int) -> bool:
-        """Return whether a piece of another worker's work is done before all later work here."""
+        """Return whether a work item of a worker is ordered before all later work of this one."""
         return worker == self.number or self.clock.get(worker, 0) >= work
 
 
 class Runtime:
-    """Parts of :mod:`torch.cuda` that the CUDA path uses, of one fake GPU.
+    """Replacement for the functions of :mod:`torch.cuda` that the CUDA path calls, for one GPU.
 
-    Functions of :attr:`module` stand in for those of :mod:`torch.cuda` with their names.
+    Attributes of :attr:`module` replace those of :mod:`torch.cuda` with the same names.
 
     Args:
-        name: of the GPU.
-        memory_bytes: of it.
-        capability: its compute capability.
-        lost: waits that are left out, to see what finds that.
+        name: Name of the GPU.
+        memory_bytes: Memory of the GPU.
+        capability: Compute capability of the GPU.
+        lost: Waits that are left out, to test the check of orderings.
     """
 
     def __init__(
@@ -93,18 +94,18 @@ class Runtime:
         self.compute = Stream(self, name="compute")
         self.host = Worker("host")
         self.host_waits: Counter[str] = Counter()
-        """Counts of the host's waits for the GPU, by why and where in the program."""
+        """Numbers of the host's waits for the GPU, by reason and function."""
         self.waits: Counter[Wait] = Counter()
-        """All waits of streams and hosts."""
+        """Numbers of all waits of streams and host threads, by kind."""
         self._lost = lost
         self._made_by: Counter[str] = Counter()
         self._current = [self.compute]
         self._streams: list[Stream] = [self.compute]
         self.used_bytes = self.used_peak_bytes = 0
         self.action = ""
-        """Running action of the program."""
+        """Action of the program that is running."""
         self.peaks: dict[Moment, int] = {}
-        """Most bytes used in each moment since peaks are counted."""
+        """Peak bytes of each moment since :meth:`reset_peak`."""
         runtime, total = self, memory_bytes
 
         class OwnStream(Stream):
@@ -145,16 +146,16 @@ class Runtime:
 
     @property
     def num_streams(self) -> int:
-        """Streams that were made, and the one for compute."""
+        """Number of all streams, including the compute stream."""
         return len(self._streams)
 
     @property
     def current(self) -> Stream:
-        """The stream that work is issued to now."""
+        """Stream to which work is issued now."""
         return self._current[-1]
 
     def new_stream(self, name: str) -> Stream:
-        """Return a stream that no module of torch makes, such as that of a communicator."""
+        """Return a new stream that :mod:`torch.cuda` does not create, such as a communicator's."""
         stream = Stream(self, name=name)
         self._streams.append(stream)
         return stream
@@ -170,7 +171,7 @@ class Runtime:
 
     @contextmanager
     def on_host(self, host: Worker) -> Iterator[None]:
-        """Let another host thread issue work within this context, to streams that it names."""
+        """Make `host` the host thread that issues work within this context."""
         before, self.host = self.host, host
         self._current.append(self.compute)
         try:
@@ -180,20 +181,27 @@ class Runtime:
             self._current.pop()
 
     def issue(self) -> tuple[Stream, int]:
-        """Count a piece of work of the current stream, behind what the host has waited for."""
+        """Count a work item of the current stream, ordered after all that the host has waited for.
+
+        Returns:
+            The stream, and the number of the work item.
+        """
         stream = self.current
         stream.learn(self.host.clock)
         return stream, stream.work()
 
     def wait(self, worker: Worker, clock: Clock, *, awaited: str) -> None:
-        """Let a worker begin later work only when everything in ``clock`` is done."""
+        """Count a wait, and order later work of ``worker`` after the work in ``clock``.
+
+        Waits in `lost` are counted without effect.
+        """
         kind = Wait(worker.name, awaited, calling_function())
         self.waits[kind] += 1
         if kind not in self._lost:
             worker.learn(clock)
 
     def synchronize(self, why: str) -> None:
-        """Let the host wait for all streams."""
+        """Make the host wait for all streams."""
         self.count_host_wait(why)
         done: Clock = {}
         for stream in self._streams:
@@ -202,21 +210,21 @@ class Runtime:
         self.wait(self.host, done, awaited="all streams")
 
     def wait_for_current(self, why: str) -> None:
-        """Let the host wait for what the current stream has been given."""
+        """Make the host wait for all work issued to the current stream."""
         self.count_host_wait(why)
         self.wait(self.host, self.current.clock, awaited="the current stream")
 
     def count_host_wait(self, why: str) -> None:
-        """Count a wait of the host."""
+        """Count a wait of the host for the GPU, with its reason and calling function."""
         self.host_waits[f"{why} in {calling_function()}"] += 1
 
     def reset_peak(self) -> None:
-        """Count the peak of used memory from here on."""
+        """Restart the peaks of used memory at the bytes that are in use."""
         self.used_peak_bytes = self.used_bytes
         self.peaks.clear()
 
     def use(self, size_bytes: int) -> None:
-        """Count memory that is used from now on, or is not any more where it is negative."""
+        """Add ``size_bytes`` to the memory in use; a negative number frees memory."""
         self.used_bytes += size_bytes
         self.used_peak_bytes = max(self.used_peak_bytes, self.used_bytes)
         if size_bytes > 0:
@@ -225,7 +233,7 @@ class Runtime:
 
 
 class Stream(Worker):
-    """A stream of the GPU, as :class:`torch.cuda.Stream`."""
+    """Stream of the fake GPU, in place of a :class:`torch.cuda.Stream`."""
 
     def __init__(self, runtime: Runtime, *, name: str) -> None:
         super().__init__(name)
@@ -233,24 +241,24 @@ class Stream(Worker):
         self.cuda_stream = self.number
 
     def wait_event(self, event: Event) -> None:
-        """Begin later work only when ``event`` is reached."""
+        """Order later work after ``event``."""
         assert event.clock is not None, f"{self.name} waits for an event that nobody recorded"
         self.learn(self._runtime.host.clock)
         self._runtime.wait(self, event.clock, awaited=event.recorded_in)
 
     def wait_stream(self, stream: Stream) -> None:
-        """Begin later work only when what ``stream`` has been given is done."""
+        """Order later work after all work issued to ``stream``."""
         self.learn(self._runtime.host.clock)
         self._runtime.wait(self, stream.clock, awaited=stream.name)
 
     def synchronize(self) -> None:
-        """Let the host wait until what the stream has been given is done."""
+        """Make the host wait for all work issued to the stream."""
         self._runtime.count_host_wait("Stream.synchronize")
         self._runtime.wait(self._runtime.host, self.clock, awaited=self.name)
 
 
 class Event:
-    """A point of a stream, as :class:`torch.cuda.Event`; its times are all zero."""
+    """Point of a stream, in place of a :class:`torch.cuda.Event`; elapsed times are 0."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -258,33 +266,33 @@ class Event:
         self.recorded_in = ""
 
     def record(self, stream: Stream | None = None) -> None:
-        """Stand for what ``stream`` has been given so far."""
+        """Record all work issued to ``stream`` so far; None for the current stream."""
         stream = stream or self._runtime.current
         stream.learn(self._runtime.host.clock)
         stream.work()
         self.clock, self.recorded_in = dict(stream.clock), stream.name
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Make a stream wait for it."""
+        """Make ``stream`` wait for the event; None for the current stream."""
         (stream or self._runtime.current).wait_event(self)
 
     def query(self) -> bool:
-        """Return True: nothing takes time."""
+        """Return whether the event was recorded, since fake work takes no time."""
         return self.clock is not None
 
     def synchronize(self) -> None:
-        """Let the host wait for it."""
+        """Make the host wait for the event."""
         assert self.clock is not None, "the host waits for an event that nobody recorded"
         self._runtime.count_host_wait("Event.synchronize")
         self._runtime.wait(self._runtime.host, self.clock, awaited=self.recorded_in)
 
     def elapsed_time(self, end: Any) -> float:
-        """Return 0."""
+        """Return 0, since fake work takes no time."""
         return 0.0
 
 
 def calling_function() -> str:
-    """Name the innermost function of this package that is no part of a dry run."""
+    """Return the name of the innermost calling function of `sppo` outside `sppo.dry_run`."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         module = frame.f_globals.get("__name__", "")

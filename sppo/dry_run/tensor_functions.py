@@ -1,8 +1,8 @@
-"""Functions of tensors that torch's Python bindings want a CUDA device for, by other ways.
+"""Replacements for tensor functions that torch's Python bindings refuse without a CUDA device.
 
-A build of torch for CPUs refuses a few functions on tensors that pretend to be on a GPU, before any
-mode for fake tensors sees them. They are done here by operations that all builds have. Reading a
-value is refused by fake tensors, for they have none: it gives 1 and counts as a wait of the host.
+A build of torch for CPUs refuses some functions of fake tensors on a GPU before FakeTensorMode is
+called. They are implemented here with operations that all builds support. Reading a value, which
+fake tensors do not have, returns 1 and counts as a wait of the host.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _CASTS: Mapping[Any, torch.dtype] = {
 
 
 class DevicelessFunctions(TorchFunctionMode):
-    """Replacements of what a build for CPUs refuses, which count where the host waits.
+    """Mode that replaces functions of fake tensors which a CPU build of torch refuses.
 
     Args:
-        recorder: whose host waits and has memory.
+        recorder: Recorder of waits of the host and of accesses of host memory.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -67,7 +67,7 @@ class DevicelessFunctions(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Carry out ``func``, another way where it needs one."""
+        """Call ``func``, or its replacement for fake tensors."""
         named = dict(kwargs or {})
         if func in _VALUES and _is_fake(args[0]):
             self._runtime.wait_for_current(f"{func.__name__}()")
@@ -82,10 +82,10 @@ class DevicelessFunctions(TorchFunctionMode):
 
 
 class HostBytes:
-    """A fake NumPy array of host memory: it can be cut and overwritten.
+    """Fake NumPy array of host memory, which can be sliced and filled.
 
     Attributes:
-        tensor: the memory.
+        tensor: Fake tensor of the memory.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -95,12 +95,12 @@ class HostBytes:
         return HostBytes(indexed(self.tensor, part))
 
     def fill(self, value: int) -> None:
-        """Overwrite the memory."""
+        """Fill the memory with ``value``."""
         self.tensor.fill_(value)
 
 
 def indexed(x: Tensor, index: Any) -> Tensor:
-    """Return ``x[index]`` for integers, slices, None, ... and tensors of positions."""
+    """Return ``x[index]`` for integers, slices, None, Ellipsis and tensors of indices."""
     parts = list(index) if isinstance(index, tuple) else [index]
     if Ellipsis in parts:
         at = parts.index(Ellipsis)
@@ -130,7 +130,7 @@ def _is_fake(value: object) -> bool:
 
 
 def _address(x: Tensor) -> int:
-    """Return a number that no other tensor in other memory has while this one lives."""
+    """Return a fake address, which tensors of other storages do not have while this one lives."""
     return storage_key(x) + int(x.storage_offset()) * x.element_size()
 
 

@@ -1,4 +1,4 @@
-"""``sppo estimate --trace``: the rank of a run that holds most, on a fake GPU."""
+"""``sppo estimate --trace``: trace of the rank with the most memory on a fake GPU."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from sppo.training.steps.measured import MeasuredBuckets
 
 @dataclass(frozen=True)
 class RunTracer:
-    """Traces the first rank of the pipeline position with most memory.
+    """Tracer of the first rank at the pipeline position with the most memory.
 
     Attributes:
-        found: The run as it is planned.
-        layers: Of each stage: so many and twice as many are traced, and the rest is extrapolated;
-            None traces all.
+        found: Estimate of the run, with its plan.
+        layers: Layers per stage to trace: stages of this number and of twice this number are
+            traced, and the full number is extrapolated; None traces all layers.
 
     Raises:
-        ValueError: the run is not for a GPU, or what fewer layers hold does not tell of more.
+        ValueError: The run is not for a GPU, or `layers` does not allow extrapolation.
     """
 
     found: Estimate
@@ -57,26 +57,26 @@ class RunTracer:
 
     @cached_property
     def plan(self) -> ExecutionPlan:
-        """The run's plan."""
+        """Execution plan of the run."""
         return make_plan(self.found.whole, self.found.evaluated)
 
     @cached_property
     def position(self) -> int:
-        """Position in the pipeline of the rank that is traced."""
+        """Position in the pipeline of the traced rank."""
         memory = [stage.memory.device.total_bytes for stage in self.plan.stages]
         return memory.index(max(memory)) % self.plan.pipeline_parallel_degree
 
     @cached_property
     def num_actions(self) -> int:
-        """Return how many actions a trace has."""
+        """Number of actions that the trace runs, all steps together."""
         traces = 1 if self.layers is None else 2
         return traces * TRACED_STEPS * len(plan_program(self.plan).programs[self.position])
 
     def trace(self, on_action: Callable[[], None] = lambda: None) -> TracedStep:
-        """Trace the rank.
+        """Trace the rank, and extrapolate to all layers if `layers` is set.
 
         Args:
-            on_action: called before every action that is traced.
+            on_action: Callback before every traced action.
         """
         rank = self.position * self.plan.sequence_parallel_degree
         if self.layers is None:
@@ -90,7 +90,7 @@ class RunTracer:
         return replace(whole, predicted=stages[0].memory.device)
 
     def _with_layers(self, layers: int) -> tuple[RunConfig, ExecutionPlan]:
-        """Return the run with so many layers in each stage, and a plan that places rows alike."""
+        """Return the run with `layers` layers per stage, and a plan with the same placement."""
         whole, plan = self.found.whole, self.plan
         changes: dict[str, dict[str, object]] = {
             "model": {"num_layers": layers * len(plan.stages)},
@@ -113,11 +113,11 @@ class RunTracer:
 
 
 def _extrapolated(few: TracedStep, more: TracedStep, *, layers: int) -> TracedStep:
-    """Return the trace of so many layers that lies on a line with two of fewer layers.
+    """Return the trace of `layers` layers, extrapolated linearly from two traces of fewer layers.
 
-    What is used in each moment of a step lies on a line; the most of all moments may not, for
-    another moment may be the fullest where there are more layers. What stores hold is most after
-    the same action whatever the layers are, for all layers place their rows alike.
+    The peak of each moment of a step is linear in the number of layers; the peak over all moments
+    need not be, since another moment may be the fullest with more layers. Stores are fullest after
+    the same action for any number of layers, since all layers have the same placement.
     """
     times = (layers - few.num_layers) / (more.num_layers - few.num_layers)
 
@@ -136,7 +136,7 @@ def _extrapolated(few: TracedStep, more: TracedStep, *, layers: int) -> TracedSt
         if moment in few.peaks
     }
     peak_bytes = max(peaks.values())
-    # The working set is what the peak has beyond tensors that are counted one by one.
+    # The working set is the part of the peak beyond tensors that are counted one by one.
     measured["working_bytes"] += peak_bytes - round(on_line(few.peak_bytes, more.peak_bytes))
     actions = {
         kind: ActionCounts(

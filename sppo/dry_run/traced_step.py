@@ -1,4 +1,4 @@
-"""A training step of one rank on a fake GPU, beside what was planned for it."""
+"""Trace of a training step of one rank on a fake GPU, with the predictions of its plan."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from sppo.training.steps.measured import MeasuredBuckets, predicted_and_measured
 from sppo.training.steps.step import StepHooks, StepInput, run_step
 
 TRACED_STEPS = 2
-"""Buffers that a first step makes and keeps are there in the second, which is reported."""
+"""Steps of a trace; the last is reported, when buffers that the first step keeps are allocated."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActionCounts:
-    """Work that actions of one kind make the host do, each on average.
+    """Average host work of the actions of one kind in a step.
 
     Attributes:
-        num_actions: Of that kind in the step.
-        operations: Calls of torch.
-        launches: Kernels, copies and communication given to the GPU.
+        num_actions: Number of actions of the kind in the step.
+        operations: Calls of torch operations per action.
+        launches: Kernels, copies and communications issued to the GPU per action.
     """
 
     num_actions: int
@@ -52,25 +52,25 @@ class ActionCounts:
 
 @dataclass(frozen=True, slots=True)
 class TracedStep:
-    """Memory, launches and waits of one rank's step.
+    """Memory, launches and waits of one rank in a traced step.
 
     Attributes:
-        rank: Which.
-        predicted: Memory that the plan has for it.
-        measured: Memory that it held, by bucket.
-        peak_bytes: Most bytes of all its tensors at once.
-        peaks: The same of each moment of the step.
-        actions: By kind, and what is not part of the program under "update".
-        host_waits: How often the host waited for the GPU, by where.
-        waits: Of streams and hosts in all steps.
-        kernels: Launches by name, most first.
-        backend: Attention back end that stood for the real one.
-        num_streams: Streams of the rank, communicators included.
-        num_layers: Layers of the rank's stages.
-        seconds: That it took here.
-        traced_layers: Numbers of layers that were traced where these are extrapolated; () where
-            all were.
-        traced_fullest: The fullest moments with so many layers.
+        rank: Index of the rank.
+        predicted: Memory that the plan predicts for the rank.
+        measured: Memory that the rank held, by bucket.
+        peak_bytes: Peak bytes of all tensors of the rank.
+        peaks: Peak bytes of each moment of the step.
+        actions: Host work by kind of action; work outside the program is under "update".
+        host_waits: Number of waits of the host for the GPU, by reason and function.
+        waits: Number of waits of streams and host threads in all steps, by kind.
+        kernels: Number of launches by name, most frequent first.
+        backend: Name of the attention back end that the fake one replaced.
+        num_streams: Number of streams of the rank, including those of communicators.
+        num_layers: Layers of all stages of the rank.
+        seconds: Seconds that the trace took.
+        traced_layers: Numbers of layers in the traces from which this one is extrapolated; () if
+            all layers were traced.
+        traced_fullest: Fullest moment of each trace in `traced_layers`.
     """
 
     rank: int
@@ -91,7 +91,7 @@ class TracedStep:
 
     @property
     def fullest(self) -> Moment:
-        """The moment with most bytes."""
+        """Moment with the most bytes."""
         return max(self.peaks, key=lambda moment: self.peaks[moment])
 
     @property
@@ -102,7 +102,7 @@ class TracedStep:
 
 @dataclass(slots=True)
 class _Counting:
-    """Operations and launches by kind of action."""
+    """Counter of operations and launches by kind of action."""
 
     gpu: FakeGpu
     kind: str = "update"
@@ -112,7 +112,7 @@ class _Counting:
     seen: tuple[int, int] = (0, 0)
 
     def begin(self, kind: str, action: str | None = None) -> None:
-        """Count what follows as of ``kind``, and its memory as of ``action``."""
+        """Count the following work under ``kind``, and its memory under ``action`` or ``kind``."""
         self.gpu.runtime.action = action or kind
         recorder = self.gpu.recorder
         now = recorder.num_operations, recorder.launches.total()
@@ -122,7 +122,7 @@ class _Counting:
         self.actions[kind] += 1
 
     def result(self) -> dict[str, ActionCounts]:
-        """Return averages by kind."""
+        """Return the average counts per action, by kind."""
         return {
             kind: ActionCounts(count, self.operations[kind] / count, self.launches[kind] / count)
             for kind, count in self.actions.items()
@@ -143,14 +143,14 @@ def trace_step(
     """Build the state of one rank of ``run`` and train for a few steps, without data.
 
     Args:
-        run: with all degrees.
-        plan: of it.
-        rank: which.
-        steps: of which the last one is returned.
-        samples: tokens of the samples of each step; () for sequences that are all alike.
-        orderings: takes in every access of memory in all steps; None: none is looked at.
-        lost: waits that are left out, to see what finds that.
-        on_action: called before every action of every step.
+        run: Run configuration with all parallel degrees.
+        plan: Plan of the run.
+        rank: Index of the rank to trace.
+        steps: Number of steps, of which the last is returned; not used with `samples`.
+        samples: Tokens of each sample of each step; () for sequences that are cut alike.
+        orderings: Check that is given every access of memory in all steps; None for no check.
+        lost: Waits that are left out, to test the check.
+        on_action: Callback before every action of every step.
     """
     begin = time.perf_counter()
     parallel = run.parallel
@@ -169,7 +169,7 @@ def trace_step(
 
 
 class _Steps:
-    """The steps of one rank."""
+    """Training state of one rank, and its steps."""
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ class _Steps:
         self._buckets.count_state(self._state)
 
     def run(self, steps: int) -> dict[str, Any]:
-        """Train, and return what of :class:`TracedStep` the last step says."""
+        """Train for `steps` steps, and return the fields of :class:`TracedStep` of the last one."""
         gpu, state = self._gpu, self._state
         for step in range(steps):
             self._step_plan = self._step_plans[step] if self._step_plans else None
@@ -226,7 +226,7 @@ class _Steps:
         }
 
     def _step(self, state: TrainingState) -> _Counting:
-        """Run one step, and count what it makes the host do."""
+        """Run one step, and return the counts of its host work."""
         counting = _Counting(self._gpu)
         counting.begin("update")
 
@@ -252,7 +252,7 @@ class _Steps:
         return counting
 
     def _read(self) -> StepInput:
-        """Return sequences without data."""
+        """Return the sequences of a step, with fake tensors for tokens."""
         if self._step_plan is not None:
             return _input_of(self._step_plan)
         length = self._run.sequence.length
@@ -273,7 +273,7 @@ class _Steps:
 
 
 def _input_of(plan: StepPlan) -> StepInput:
-    """Return the sequences of a step of samples, without data."""
+    """Return the sequences of a step of samples, with fake tensors for tokens."""
     sequences = []
     for packed in plan.sequences:
         tokens_S = torch.empty(packed.tokens, dtype=torch.long)

@@ -1,7 +1,7 @@
-"""Triton kernels that are launched without a GPU: what each would read and write.
+"""Analysis of which parameters' memory a Triton kernel reads and writes, without a GPU.
 
-Which parameters a kernel reads and writes is read off its source: pointers made of a parameter that
-reach ``tl.load`` or ``tl.store``, in the kernel or in functions that it calls.
+The source of the kernel is analysed: a parameter is read or written if a pointer computed from it
+reaches ``tl.load`` or ``tl.store``, in the kernel or in functions that it calls.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _BOTH = {"atomic_add", "atomic_max", "atomic_min", "atomic_xchg", "atomic_cas"}
 
 @dataclass(frozen=True, slots=True)
 class PointerUse:
-    """Names of a kernel's parameters by what is done with the memory they point to.
+    """Names of a kernel's parameters through which memory is read, and written.
 
-    Numbers that addresses are made of are among them.
+    Integer parameters from which addresses are computed are included.
     """
 
     reads: frozenset[str]
@@ -32,7 +32,7 @@ class PointerUse:
 
 
 def pointer_use(kernel: Any) -> PointerUse:
-    """Return what a ``triton.jit`` function does with its parameters' memory."""
+    """Return the parameters through which a ``triton.jit`` function reads and writes memory."""
     return _pointer_use(kernel.fn)
 
 
@@ -41,14 +41,14 @@ def _pointer_use(function: FunctionType) -> PointerUse:
     source = ast.parse(textwrap.dedent(inspect.getsource(function)))
     (definition,) = (node for node in ast.walk(source) if isinstance(node, ast.FunctionDef))
     finder = _PointerFinder(definition, function.__globals__)
-    # A loop's later turns see what its first ones assigned.
+    # A second visit propagates assignments at the end of a loop to its next iteration.
     for _ in range(2):
         finder.generic_visit(definition)
     return PointerUse(frozenset(finder.reads), frozenset(finder.writes))
 
 
 class _PointerFinder(ast.NodeVisitor):
-    """Follows parameters through assignments to loads and stores."""
+    """Visitor that follows parameters through assignments to loads and stores."""
 
     def __init__(self, definition: ast.FunctionDef, names: Mapping[str, Any]) -> None:
         self._globals = names
@@ -94,7 +94,7 @@ class _PointerFinder(ast.NodeVisitor):
                 self._made_of[name.id] = self._made_of.get(name.id, frozenset()) | parameters
 
     def _parameters(self, node: ast.expr) -> frozenset[str]:
-        """Return the parameters that an address is made of; what was loaded is no address."""
+        """Return the parameters of which an expression's address is computed; none for a load."""
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else None
             if name in _READS - {"make_block_ptr"}:
