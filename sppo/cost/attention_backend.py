@@ -12,9 +12,9 @@ _HALF_BYTES = 2
 def planned_backend(workload: Workload) -> str:
     """Return the back end whose attention rates the device has, or its fallback.
 
-    The fallback is torch's flash-attn 2 if the device names no back end or the named one supports
-    neither the head size nor the sliding window, and the Triton kernels if no flash kernel supports
-    the dtype or the head size. On the machine, :mod:`sppo.kernels.attention.choice` chooses.
+    The fallback is torch's flash-attn 2 if the device names no back end, or one that does not
+    support the head size or the sliding window; and the Triton kernels if no flash kernel supports
+    the dtype and the head size. On the machine, :mod:`sppo.kernels.attention.choice` chooses.
     """
     model, named = workload.model, workload.hardware.device.attention_backend
     size = model.head_dim

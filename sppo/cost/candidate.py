@@ -54,8 +54,8 @@ class Candidate:
         kv_recomputed: Number of stages of each rank that recompute K and V from retained inputs,
             whatever `kv` is.
         packed: Packed sequences of one replica's step; empty if samples are not packed.
-        begun: Number of forwards that each rank begins before each of its backwards, if memory is
-            short of what the schedule begins (pacing); empty for the numbers of the schedule.
+        begun: Number of forwards that each rank has begun before each of its backwards, if memory
+            has no room for as many as the schedule begins (pacing); empty to follow the schedule.
     """
 
     workload: Workload
@@ -81,13 +81,13 @@ class Candidate:
 
     @property
     def tier(self) -> Tier:
-        """Tier of offloaded activations, K and V, with "nearest" resolved for the machine."""
+        """Tier of offloaded activations, K and V; "nearest" resolved, "device" if there is none."""
         if self.activation_tier == "nearest":
             return self.workload.hardware.node.nearest_tier
         return self.activation_tier
 
     def with_packed(self, sequences: tuple[PackedSequence, ...]) -> Candidate:
-        """Return the candidate with `sequences` as its step, paced as the schedule is."""
+        """Return the candidate with `sequences` as its packed sequences, and without pacing."""
         lengths = tuple(chain.from_iterable(sequence.lengths for sequence in sequences))
         return replace(self, lengths=lengths, sequences=1, packed=sequences, begun=())
 

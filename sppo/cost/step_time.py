@@ -6,9 +6,10 @@ at r[u], ends it at C[u] = P[u] + max over v <= u of (r[v] - P[v-1]), where P ar
 t: a single running maximum. For equal units, this gives the paper's (N + p - 1) / N * F(N); for one
 sequence without copies, it equals the simulation.
 
-Several sequences overlap: then the time of the step is the longest way through one stage, which is
-the ramp of the first unit down to the stage, all work of the stage, and the ramp of the last
-backward up from it. In the looped order they do not overlap (:mod:`sppo.cost.looped_step`).
+Several sequences overlap: then the step takes at least the longest way through one stage, which
+serves as its time: the ramp of the first unit down to the stage, all work of the stage, and the
+ramp of the last backward up from the stage. In the looped order, sequences do not overlap
+(:mod:`sppo.cost.looped_step`).
 
 A D2H copy overlaps the next forward; if the copy takes longer, the forward after that waits for
 memory. An H2D copy overlaps the backward before its own; if the copy takes longer, its own backward

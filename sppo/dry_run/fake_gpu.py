@@ -45,7 +45,7 @@ _RUNTIME_NAMES = (
 
 
 _CAPABILITY = (9, 0)
-"""Compute capability of the fake GPU. Steps do not depend on it: attention is planned."""
+"""Compute capability of the fake GPU. No step depends on it: the plan has the back end."""
 _CACHED_TENSORS = (rope._frequencies_on, document_offsets._offsets)
 """Functions with caches of device tensors, which are cleared before and after each fake GPU."""
 

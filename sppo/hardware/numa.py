@@ -22,7 +22,7 @@ _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _NODES = Path("/sys/devices/system/node")
 _TASKS = Path("/proc/self/task")
 _SYSTEM_CALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}
-"""System calls set_mempolicy and get_mempolicy by machine; the C library wraps neither."""
+"""System call numbers of set_mempolicy and get_mempolicy; the C library wraps neither."""
 _DEFAULT_POLICY, _PREFERRED_POLICY = 0, 1
 _MOST_NODES = 64
 
