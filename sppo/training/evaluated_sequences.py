@@ -1,4 +1,4 @@
-"""Sequences that an evaluation runs forward: of the token stream, or of packed samples."""
+"""Sequences that an evaluation runs forward, from the token stream or from packed samples."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class EvaluatedSequence:
     """One sequence of an evaluation.
 
     Attributes:
-        sequence: Its tokens.
-        boundaries: Its cuts.
-        count: Sequences of the stream, or samples, that it is.
+        sequence: Tokens and labels.
+        boundaries: Boundaries of the subsequences.
+        count: Number of samples packed in the sequence; 1 for a sequence of the stream.
     """
 
     sequence: SequenceData
@@ -35,8 +35,8 @@ class EvaluatedSequences:
     """All sequences of an evaluation.
 
     Attributes:
-        count: Sequences of the stream, or samples.
-        parts: They, in order.
+        count: Number of sequences of the stream, or of samples.
+        parts: Evaluated sequences in order, read lazily.
     """
 
     count: int
@@ -46,13 +46,14 @@ class EvaluatedSequences:
 def evaluated_sequences(
     run: RunConfig, data: TokenData, *, boundaries: tuple[int, ...], most: int | None
 ) -> EvaluatedSequences:
-    """Return what an evaluation runs, read when it is asked for.
+    """Return the sequences of an evaluation; the data is read while they are iterated over.
 
     Args:
-        run: checked.
-        data: that is evaluated.
-        boundaries: cuts of a sequence as long as the run allows.
-        most: sequences or samples, the first of all; None for all.
+        run: Validated run configuration.
+        data: Token data to evaluate.
+        boundaries: Subsequence boundaries of a sequence of the run's full length.
+        most: Largest number of sequences or samples, taken from the start of the data; None for
+            all.
     """
     if run.data.samples == "documents":
         samples = DocumentSamples(
@@ -76,7 +77,10 @@ def _stream(
 
 
 def _packed(samples: DocumentSamples, count: int, *, tokens: int) -> Iterator[EvaluatedSequence]:
-    """Yield short samples side by side, in their order, and long ones cut, each by itself."""
+    """Yield sequences of at most `tokens` tokens of whole samples, and longer samples alone.
+
+    Samples keep their order; a sample of more than `tokens` tokens is cut into subsequences.
+    """
     waiting: list[int] = []
     room = tokens
     for index, length in enumerate(samples.lengths(range(count))):

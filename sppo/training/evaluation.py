@@ -1,6 +1,6 @@
-"""Loss on held-out tokens, as a whole and by position in the context.
+"""Loss on held-out tokens, in total and by position in the context.
 
-What people who train long contexts look at: a model that uses its context predicts later tokens
+The loss by position shows whether a model uses a long context: if so, it predicts later tokens
 better.
 """
 
@@ -38,7 +38,7 @@ from sppo.units import format_bytes
 _FIRST_BIN_TOKENS = 64
 _LARGEST_EXPONENT = 700
 _NOT_ITS_SHAPE = frozenset({"preset", "from_hf", "family", "init_std"})
-"""Keys of a model section that say where it comes from or goes to, not what it computes."""
+"""Keys of the model section that do not change the function that the model computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,24 +53,25 @@ class PositionLoss:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One evaluation."""
+    """Result of one evaluation."""
 
     loss: float
-    """Mean over all valid labels, nats."""
+    """Mean loss over all valid labels, in nats."""
     perplexity: float
     num_tokens: int
     num_sequences: int
-    """Sequences, or samples of a run of samples."""
+    """Number of sequences, or of samples if the run trains on samples."""
     by_position: tuple[PositionLoss, ...]
     weights_from: str
-    """The checkpoint, directory or seed the weights come from."""
+    """Checkpoint, directory or seed that the weights come from."""
     step: int
-    """Optimizer steps those weights have seen."""
+    """Optimizer steps with which the weights were trained."""
     tokens_from: str
+    """Directory of the token data."""
     held_out: bool
     """Whether the tokens are ``data.eval_tokens`` rather than training tokens."""
     are_samples: bool = False
-    """Whether it is samples that were counted."""
+    """Whether `num_sequences` counts samples."""
 
 
 def evaluate(
@@ -82,20 +83,22 @@ def evaluate(
     on_sequence: Callable[[int, int], None] = lambda done, total: None,
     device: Device | None = None,
 ) -> Evaluation:
-    """Loss of a run's newest weights on ``data.eval_tokens``, or on ``data.tokens`` without them.
+    """Return the loss of a run's newest weights on ``data.eval_tokens``, or else ``data.tokens``.
 
     Args:
-        run: whose inputs were looked at (:func:`.checks.evaluation_inputs.check_evaluation`).
-        checkpoint: a particular checkpoint; None takes the run's newest.
-        initial: evaluate the weights that the run starts from, whatever it has learnt since: those
-            of ``model.from_hf``, or random ones.
-        max_sequences: evaluate the first of them, or of the samples, only.
-        on_sequence: called with (sequences or samples done, all of them).
-        device: that computes; None: the CPU.
+        run: Run configuration that passed
+            :func:`sppo.training.checks.evaluation_inputs.check_evaluation`.
+        checkpoint: Path of a checkpoint; None for the newest checkpoint of the run.
+        initial: Evaluate the initial weights of the run (``model.from_hf``, or random weights)
+            instead of a checkpoint.
+        max_sequences: Evaluate only the first `max_sequences` sequences or samples; None for all.
+        on_sequence: Called after each sequence with the number of sequences or samples done, and
+            the number of all.
+        device: Device that computes; None for the CPU.
 
     Raises:
-        ValueError: no checkpoint, data or weights that cannot be used, or no label that counts.
-        MemoryError: it does not fit in this machine's memory.
+        ValueError: There is no checkpoint, data or weights cannot be used, or no label is valid.
+        MemoryError: The evaluation does not fit in this machine's memory.
     """
     device = device or CpuDevice()
     data = open_evaluated(run)
@@ -142,10 +145,10 @@ def _sum_by_position(
     device: Device,
     on_sequence: Callable[[int, int], None],
 ) -> tuple[Tensor, Tensor]:
-    """Run the forward of all sequences; return their losses and valid labels, by position.
+    """Run the forward of all sequences; sum losses and count valid labels by position.
 
     Returns:
-        [length] each: summed losses in float64, and how many labels they are of.
+        Sums of the losses in float64, and numbers of valid labels, [length] each.
     """
     losses_S = torch.zeros(length, dtype=torch.float64)
     counts_S = torch.zeros(length, dtype=torch.int64)
@@ -161,11 +164,11 @@ def _sum_by_position(
 
 
 def loss_by_position(losses_S: Tensor, counts_S: Tensor) -> tuple[PositionLoss, ...]:
-    """Mean loss in bins that double in width: [0, 64), [64, 128), [128, 256), ...
+    """Return the mean loss in bins that double in width: [0, 64), [64, 128), [128, 256), ...
 
     Args:
-        losses_S: summed loss at each position.
-        counts_S: valid labels at each position; bins without any are left out.
+        losses_S: Sum of the losses at each position.
+        counts_S: Number of valid labels at each position; bins without valid labels are omitted.
     """
     bins = []
     start, end, length = 0, min(_FIRST_BIN_TOKENS, len(losses_S)), len(losses_S)
@@ -192,13 +195,13 @@ def _check_memory(
 def _weights(
     run: RunConfig, source: Path | None, *, device: torch.device
 ) -> tuple[dict[str, Tensor], str, int]:
-    """Return (weights in the compute dtype on the device, their source, steps they have seen)."""
+    """Return (weights on the device in the compute dtype, their source, steps of training)."""
     dtype = DTYPES[run.train.dtype]
     if source is None:
         check_weights(run)
         weights = {name: w.to(device, dtype) for name, w in starting_weights(run)}
         return weights, initial_weights(run), 0
-    found, weights = read_weights(source)  # the newest by now
+    found, weights = read_weights(source)  # the newest checkpoint at this moment
     _check_model(run, found.metadata, found.path)
     placed = {name: w.to(device, dtype) for name, w in weights.items()}
     return placed, str(found.path), found.step

@@ -1,8 +1,8 @@
-"""The last step of a run as it was executed: one timeline of a pipeline's ranks, beside the plan's.
+"""Measured timeline of the last step of a run, for the ranks of one pipeline.
 
-Every rank records when its actions began and ended by its own clock. On one machine all clocks are
-the same; between machines they are set by a moment at which all ranks meet, which is right to
-about the latency of the network.
+Every rank records the start and the end of its actions by its own clock. Ranks of one machine have
+the same clock. The clocks of different machines are aligned at a barrier of all ranks, to about
+the latency of the network.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from sppo.training.run_directory import TIMELINE_PAGE, TIMELINE_PLOT, TIMELINE_T
 _log = logging.getLogger(__name__)
 
 _MOST_DRAWN = 4000
-"""Actions above which a plot shows nothing any more; the page can still be zoomed."""
+"""Largest number of actions for which a PNG plot is drawn; the HTML page can be zoomed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _RankStep:
-    """Actions of one rank in a step, with their times; sent to rank 0."""
+    """Executed actions of one rank in a step, with their times; sent to rank 0."""
 
     host: str
     met_s: float
-    """Its clock when all ranks met."""
+    """Clock of the rank after the barrier of all ranks, in seconds."""
     pipeline_rank: int
     actions: tuple[Action, ...]
-    """Executed actions, in the order of their execution."""
+    """Actions in the order of their execution."""
     times_s: tuple[tuple[float, float], ...]
-    """(start, end) of each."""
+    """(start, end) of each action on the clock of the rank."""
 
 
 def executed_timeline(executed: StepResult | None, ranks: Ranks) -> Timeline | None:
-    """The measured timeline of the first pipeline, on rank 0; None elsewhere and without a step.
+    """Return the measured timeline of the first pipeline on rank 0, and None on other ranks.
 
-    Every rank must call it.
+    Collective: every rank must call it. Returns None on all ranks if no step was executed.
     """
     if not ranks.peers.any(executed is not None):
         return None
@@ -72,7 +72,7 @@ def executed_timeline(executed: StepResult | None, ranks: Ranks) -> Timeline | N
 
 
 def _timeline(executed: StepResult, steps: Sequence[_RankStep]) -> Timeline:
-    """Put the ranks of one pipeline, first to last, on the clock of the first."""
+    """Return the timeline of one pipeline's ranks, first to last, on the first rank's clock."""
     first = steps[0]
     offsets = [0.0 if step.host == first.host else step.met_s - first.met_s for step in steps]
     begin = min(
@@ -89,7 +89,7 @@ def _timeline(executed: StepResult, steps: Sequence[_RankStep]) -> Timeline:
 
 
 def timeline_writers(planned: Timeline, measured: Timeline) -> dict[str, Callable[[Path], None]]:
-    """Return what draws the plan above the measured step, by file: plot, page, Chrome trace."""
+    """Return the functions that draw planned and measured timeline, by the name of their file."""
     both = (planned, measured)
     writers: dict[str, Callable[[Path], None]] = {
         TIMELINE_PAGE: partial(write_html, timelines=both),
@@ -103,13 +103,14 @@ def timeline_writers(planned: Timeline, measured: Timeline) -> dict[str, Callabl
 def timeline_summary(
     planned: Timeline, measured: Timeline, *, exposed_copy_s: Sequence[float]
 ) -> Mapping[str, Any]:
-    """Figures of the last step for ``run_summary.json``.
+    """Return the figures of the last step for ``run_summary.json``.
 
     Args:
-        planned: As the plan simulates it.
-        measured: As it was executed; a wait for a copy lies within the action that waited.
-        exposed_copy_s: How long each pipeline rank waited for copies. With that, `idle_fraction`
-            counts the same as the simulation's idle share; `bubble_fraction` has the gaps only.
+        planned: Simulated timeline of the step.
+        measured: Measured timeline; a wait for a copy is part of the action that waited.
+        exposed_copy_s: Seconds that each pipeline rank waited for copies. The measured
+            `idle_fraction` includes these waits, as the simulated one does; the measured
+            `bubble_fraction` counts only the gaps between actions.
     """
     step_s = len(measured.ranks) * measured.makespan_s
     exposed = sum(exposed_copy_s) / step_s if step_s else 0.0

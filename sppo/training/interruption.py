@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as a wish to stop: state is saved, then the process ends by itself."""
+"""Handling of SIGTERM and SIGINT as a request to stop: the run saves its state, then exits."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from types import FrameType
 from sppo.parallel.job.taken_signals import signal_taken
 
 
-class Interrupted(Exception):  # noqa: N818 - a wish, not an error
-    """The step under way was given up because the process was asked to stop."""
+class Interrupted(Exception):  # noqa: N818 - a request, not an error
+    """The running step was abandoned because the process received a signal to stop."""
 
 
 class StopRequest:
-    """Notes the first SIGTERM or SIGINT; a second one goes to the handler that was there before.
+    """Record of the first SIGTERM or SIGINT; a second signal goes to the previous handler.
 
-    Use as a context manager in the main thread; earlier handlers come back at its end.
+    Use as a context manager in the main thread; its end restores the previous handlers.
     """
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
-        """The signal that came, None so far."""
+        """Name of the first signal received; None before any."""
         self._previous: dict[signal.Signals, signal._HANDLER] = {}
 
     def __enter__(self) -> StopRequest:
@@ -34,10 +34,10 @@ class StopRequest:
             signal.signal(number, handler)
 
     def check(self) -> None:
-        """Stop between the actions of a step where that is asked for.
+        """Raise Interrupted if a signal was received; called between the actions of a step.
 
         Raises:
-            Interrupted: a signal has come.
+            Interrupted: A signal was received.
         """
         if self.signal_name is not None:
             raise Interrupted(self.signal_name)

@@ -1,4 +1,4 @@
-"""Outcome of a call of the training loop, for the report of the run."""
+"""Outcome of one call of the training loop, for the report of the run."""
 
 from __future__ import annotations
 
@@ -15,38 +15,39 @@ from sppo.training.steps.step_work import PlannedPhases
 
 @dataclass(slots=True)
 class TrainingOutcome:
-    """Steps, measurements and end of a call of :func:`sppo.training.trainer.train`."""
+    """Steps, measurements and end of one call of :func:`sppo.training.trainer.train`."""
 
     output: Path
     first_step: int
-    """Steps that were done before."""
+    """Number of steps done before this call."""
     done_steps: int
-    """Steps done in all."""
+    """Number of steps done in total, those before this call included."""
     interrupted_by: str | None = None
-    """Name of the signal that ended the run early."""
+    """Signal, or write error, that ended the run early; None if the run was not interrupted."""
     saved: bool = True
-    """Whether a checkpoint has the state at the end."""
+    """Whether the state at the end is in a checkpoint."""
     wall_s: float = 0.0
     baseline_bytes: int = 0
-    """Device memory that the process held before the model was built; on a CPU resident memory."""
+    """Device memory held before the model was built; on a CPU, resident memory."""
     warm_up_bytes: int = 0
-    """Memory that the process took for good before that; 0 on a GPU."""
+    """Part of `baseline_bytes` that the warm-up step allocated permanently; 0 on a GPU."""
     peak_bytes: int = 0
-    """Most device memory in any step."""
+    """Largest device memory held by this rank in any step."""
     phases: list[StepPhases] = field(default_factory=list)
-    """One entry per step of this process."""
+    """Measured seconds by phase, one entry per step of this call."""
     buckets: MeasuredBuckets = field(default_factory=MeasuredBuckets)
+    """Measured peaks of memory by bucket."""
     copies: list[CopyReport] = field(default_factory=list)
-    """One entry per step of this process."""
+    """Copies of this rank, one entry per step of this call."""
     last_step: StepResult | None = None
     """Actions that this rank executed in its last step, with their times."""
     planned_phases: list[PlannedPhases] = field(default_factory=list)
-    """Predicted seconds, one entry per step of this process."""
+    """Predicted seconds by phase, one entry per step of this call."""
     most_planned: MemoryBuckets | None = None
-    """Predicted memory of the step with most."""
+    """Predicted memory of the step that is predicted to need most."""
     timeline: Timeline | None = None
-    """The last step of a pipeline of ranks; on rank 0."""
+    """Measured timeline of the last step of the first pipeline; None except on rank 0."""
     planned_timeline: Timeline | None = None
-    """Simulated timeline of the last step."""
+    """Simulated timeline of the last step; None except on rank 0."""
     exposed_copy_s: tuple[float, ...] = ()
-    """Seconds that each rank of the pipeline waited for copies in the last step."""
+    """Seconds that each rank of this rank's pipeline waited for copies in the last step."""

@@ -1,4 +1,4 @@
-"""The processes that train together: how this one joins them, and what they decide together."""
+"""The ranks of a run: joining them, collective decisions, and checks that all ranks agree."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ from sppo.version import __version__
 T = TypeVar("T")
 
 _MAY_DIFFER = frozenset({"data.tokens", "data.eval_tokens", "model.from_hf"})
-"""Keys that may differ between ranks: paths of files that a node may have copies of, whose contents
-:func:`sppo.training.checks.input_facts.input_facts` compares."""
+"""Configuration keys that may differ between ranks: paths of files of which each node may have a
+copy. :func:`sppo.training.checks.input_facts.input_facts` compares the contents."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Place of this process among those that train the same run."""
+    """This process's place among the ranks of a run, and its collectives with them."""
 
     mesh: Mesh
     peers: HostCollectives
     progress: RankProgress
     local_ranks: int = 1
-    """Ranks on this machine, which share its memory and its disks."""
+    """Number of ranks on this machine, which share its memory and its disks."""
 
     @property
     def is_main(self) -> bool:
-        """Return whether this rank speaks for all."""
+        """Whether this is rank 0, which prints, writes and decides for all ranks."""
         return self.mesh.is_main
 
     def decided_by_main(self, decide: Callable[[], T]) -> T:
-        """Return what rank 0 decides, on every rank; what it raises is raised everywhere."""
+        """Call `decide` on rank 0 and return its result, or raise its error, on every rank."""
         decided: tuple[T | None, Exception | None] | None = None
         if self.is_main:
             try:
@@ -62,10 +62,14 @@ class Ranks:
         return value  # type: ignore[return-value]  # T may itself be None
 
     def check_same_on_all_ranks(self, what: str, digest: str) -> None:
-        """Refuse to go on with ranks that have made different things of the same input.
+        """Raise ValueError unless all ranks computed the same `digest` from the same input.
+
+        Args:
+            what: Name of the digested object, for the message.
+            digest: Digest that this rank computed.
 
         Raises:
-            ValueError: on every rank.
+            ValueError: On every rank; names the ranks that differ from rank 0.
         """
         digests = self.peers.all_gather(digest)
         if len({*digests}) > 1:
@@ -76,10 +80,14 @@ class Ranks:
             )
 
     def check_same_in_replica(self, what: str, digest: str) -> None:
-        """Refuse to go on where ranks of one replica have made different things.
+        """Raise ValueError unless the ranks of each replica computed the same `digest`.
+
+        Args:
+            what: Name of the digested object, for the message.
+            digest: Digest that this rank computed.
 
         Raises:
-            ValueError: on every rank.
+            ValueError: On every rank; names two ranks that differ.
         """
         told = self.peers.all_gather((self.mesh.at.data, digest))
         firsts: dict[int, tuple[int, str]] = {}
@@ -93,13 +101,13 @@ class Ranks:
                 )
 
     def check_same_facts(self, facts: Mapping[str, str]) -> None:
-        """Refuse to go on with ranks that read different things.
+        """Raise ValueError unless all ranks read the same inputs.
 
         Args:
-            facts: by name, e.g. a checksum of the token data.
+            facts: Facts about the inputs by name, e.g. a checksum of the token data.
 
         Raises:
-            ValueError: on every rank: which ranks differ in which fact, with both values.
+            ValueError: On every rank; names the ranks and facts that differ, with both values.
         """
         report = difference_report(self.peers.all_gather(dict(facts)))
         if report:
@@ -107,16 +115,16 @@ class Ranks:
 
 
 def one_rank() -> Ranks:
-    """A process that trains alone."""
+    """Return the `Ranks` of a process that trains alone."""
     mesh = alone()
     return Ranks(mesh, HostCollectives(mesh), RankProgress.create(None))
 
 
 def mesh_shape(run: RunConfig) -> MeshShape:
-    """The grid that a run asks for.
+    """Return the mesh shape for the degrees of parallelism of a run.
 
     Raises:
-        ValueError: weights that are to be sharded cannot be, evenly.
+        ValueError: The weights cannot be sharded evenly by the sequence parallel degree.
     """
     parallel, degree = run.parallel, run.parallel.sequence_parallel_degree
     shards_weights = parallel.sequence_parallel == "megatron" and degree > 1
@@ -128,20 +136,20 @@ def mesh_shape(run: RunConfig) -> MeshShape:
 def joined(
     run: RunConfig, environment: RankEnvironment | None, *, device: Device | None = None
 ) -> Iterator[Ranks]:
-    """Be one of the ranks of ``run`` for as long as the context lasts.
+    """Connect this process with the other ranks of ``run`` for the duration of the context.
 
-    The ranks meet over gloo; what carries tensors between devices is made for each group.
+    The ranks connect over gloo; each group has its own transport for tensors between devices.
 
     Args:
-        run: checked.
-        environment: this process's place; None: it is the only one.
-        device: that this rank computes on; None: the CPU.
+        run: Validated run configuration.
+        environment: Place of this process in the job; None for a single process.
+        device: Device of this rank; None for the CPU.
 
     Raises:
-        ValueError: there are more or fewer ranks than the degrees of parallelism make, or they run
-            different versions or configurations.
-        MemoryError: this process may open too few files.
-        PeerLostError: another rank did not come.
+        ValueError: The number of ranks is not the product of the degrees of parallelism, or ranks
+            have different versions or configurations.
+        MemoryError: The limit of open files of this process is too low.
+        PeerLostError: Another rank did not connect.
     """
     shape, device = mesh_shape(run), device or CpuDevice()
     shape.check(1 if environment is None else environment.world_size)
@@ -159,22 +167,22 @@ def joined(
             if device.group_device is not None:
                 end_without_shutdown()
             raise
-        # Not after a failure: leaving may wait for peers that never answer, before anyone is told
-        # what failed. The process ends, and its connections with it.
+        # Not after a failure: disconnecting may wait for peers that never answer, before the error
+        # is reported. The connections end with the process.
         disconnect()
 
 
 def _connected(
     run: RunConfig, environment: RankEnvironment, *, shape: MeshShape, device: Device
 ) -> Mesh:
-    """Join the default group and those of the mesh.
+    """Connect the default process group and the groups of the mesh.
 
-    A command that fails here, or is asked to stop, ends without Python's shutdown: what is half
-    connected aborts it when it is given back.
+    If that fails or is interrupted, the process is marked to end without Python's shutdown, which
+    would abort while it frees half-connected groups.
 
     Raises:
-        ValueError: the ranks run different versions or configurations.
-        PeerLostError: another rank did not come.
+        ValueError: Ranks have different versions or configurations.
+        PeerLostError: Another rank did not connect.
     """
     try:
         connect(
@@ -200,17 +208,17 @@ def _connected(
 
 
 def _configuration(run: RunConfig) -> dict[str, str]:
-    """Return what ranks must be told alike; of data they compare contents, not places."""
+    """Return the configuration keys, flattened, whose values must be the same on all ranks."""
     facts = flat_facts(run.model_dump(mode="json"))
     return {name: value for name, value in facts.items() if name not in _MAY_DIFFER}
 
 
 @contextmanager
 def shared_output(run: RunConfig, ranks: Ranks) -> Iterator[Path]:
-    """The output directory, made and locked by rank 0 for all.
+    """Yield the output directory, created and locked by rank 0 for all ranks.
 
     Raises:
-        ValueError: see :func:`sppo.training.run_directory.locked_output`.
+        ValueError: See :func:`sppo.training.run_directory.locked_output`.
     """
     with ExitStack() as stack:
         yield ranks.decided_by_main(lambda: stack.enter_context(locked_output(run)))

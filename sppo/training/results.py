@@ -1,4 +1,4 @@
-"""The files and lines a run ends with: a plot of its loss, and predicted against measured."""
+"""Report of a finished run: its files and plots, and predicted against measured figures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sppo.training.run_directory import LOSS_PLOT, RESULT_FILES, SUMMARY_FILE
 from sppo.training.steps.measured import predicted_and_measured
 
 _WRITTEN = (*RESULT_FILES, CHECKPOINTS_DIRECTORY)
-"""Names in the output directory, in the order in which the report lists them."""
+"""Names of entries of the output directory, in the order in which the report lists them."""
 
 
 def report(
@@ -35,16 +35,17 @@ def report(
     console: Console,
     command: str = "the same command",
 ) -> None:
-    """Summarise, write, draw and print; a run that was done before keeps its summary.
+    """Write the summary and the plots of a run, and print the report.
 
-    The run is over and its state saved, so a file that cannot be written is a warning.
+    A run whose steps were all done by an earlier call keeps its summary. The state is saved
+    already, so a file that cannot be written only causes a warning.
 
     Args:
-        run: checked.
-        preflight: of the same run.
-        outcome: what training did.
-        console: where to print.
-        command: that goes on with the run where steps are left.
+        run: Validated run configuration.
+        preflight: Result of the checks of the same run.
+        outcome: Outcome of training.
+        console: Console to print to.
+        command: Command that resumes the run, named in the report of an interrupted run.
     """
     if _was_done(outcome):
         _report_nothing_to_do(run, outcome, console=console)
@@ -65,7 +66,7 @@ def report(
 
 
 def _report_nothing_to_do(run: RunConfig, outcome: TrainingOutcome, *, console: Console) -> None:
-    """Say that all steps were done before, and draw their loss where its plot is missing."""
+    """Print that all steps were done by an earlier call; draw the loss plot if it is missing."""
     _say(
         f"{outcome.output}: all {run.train.steps} steps were done before, nothing to do; "
         "raise train.steps to go on",
@@ -78,7 +79,7 @@ def _report_nothing_to_do(run: RunConfig, outcome: TrainingOutcome, *, console: 
 def _summary(
     steps: Sequence[StepMetrics], preflight: Preflight, outcome: TrainingOutcome
 ) -> dict[str, Any]:
-    """Return the summary of a run, with its last step's timeline where there is one."""
+    """Return the summary of a run, with figures of its last step if a timeline was measured."""
     plan, planned, executed = preflight.plan, outcome.planned_timeline, outcome.timeline
     summary = run_summary(
         steps,
@@ -104,7 +105,7 @@ def _writers(
     summary: Mapping[str, Any],
     outcome: TrainingOutcome,
 ) -> dict[str, Callable[[Path], None]]:
-    """Return the functions that write the files of a run, by their names."""
+    """Return the functions that write the files of a run, by file name."""
     writers: dict[str, Callable[[Path], None]] = {SUMMARY_FILE: partial(write_summary, summary)}
     if steps:
         writers[LOSS_PLOT] = _loss_writer(run, outcome)
@@ -121,13 +122,13 @@ def _loss_writer(run: RunConfig, outcome: TrainingOutcome) -> Callable[[Path], N
 def _write(
     writers: Mapping[str, Callable[[Path], None]], outcome: TrainingOutcome, *, console: Console
 ) -> list[str]:
-    """Write the files that can be written; warn of the others, and return their names."""
+    """Write all files; warn of each that cannot be written, and return the names of these."""
     missing = []
     for name, write in writers.items():
         path = outcome.output / name
         try:
             write(path)
-        except Exception as error:  # of whatever kind: the run itself is whole
+        except Exception as error:  # of any kind: the state of the run is saved
             missing.append(name)
             why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             told = "; ".join([why or type(error).__name__, *getattr(error, "__notes__", [])])
@@ -146,7 +147,7 @@ def _write(
 
 
 def _was_done(outcome: TrainingOutcome) -> bool:
-    """Return whether nothing was done now, and the steps done before have their summary."""
+    """Return whether this call ran no step, and a summary of the earlier steps exists."""
     if outcome.done_steps > outcome.first_step or outcome.interrupted_by is not None:
         return False
     try:
@@ -161,7 +162,7 @@ def _say(text: str, console: Console) -> None:
 
 
 def _memory(outcome: TrainingOutcome) -> Mapping[str, Pair]:
-    """Return the buckets that were measured, beside their prediction."""
+    """Return (predicted, measured) bytes by bucket; {} if no step was run."""
     if outcome.most_planned is None:
         return {}
     return predicted_and_measured(
@@ -172,7 +173,7 @@ def _memory(outcome: TrainingOutcome) -> Mapping[str, Pair]:
 
 
 def _phases(outcome: TrainingOutcome) -> dict[str, Pair]:
-    """Return the median time of each phase beside the median of its predictions."""
+    """Return (predicted, measured) median seconds of each phase; {} if no step was run."""
     if not outcome.phases:
         return {}
     median, planned, measured = statistics.median, outcome.planned_phases, outcome.phases

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: its state is loaded from them, checked, and saved by all ranks."""
+"""Checkpoints of a run: all ranks load, check and save the training state together."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from sppo.training.steps.nonfinite import nonfinite_place, nonfinite_state
 _log = logging.getLogger(__name__)
 
 CHECKPOINT_TIMEOUT_FACTOR = 10
-"""Times as long as a rank waits in a step, it waits for others to read or write a checkpoint."""
+"""Factor on ``parallel.timeout_s`` for waits for other ranks that read or write a checkpoint."""
 
 
 class RunCheckpoints:
     """Checkpoints of one run.
 
     Args:
-        run: checked.
-        state: of this rank.
-        output: directory of the run.
-        ranks: all of them.
-        tokens: that the run trains on.
+        run: Validated run configuration.
+        state: Training state of this rank.
+        output: Output directory of the run.
+        ranks: All ranks of the run.
+        tokens: Token data of the run.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class RunCheckpoints:
         """Load the newest valid checkpoint into the state.
 
         Returns:
-            Steps done so far, and the checkpoint's metadata, {} without one.
+            Number of steps done, and the metadata of the checkpoint; (0, {}) if there is none.
 
         Raises:
-            ValueError: the token data is not what the run began with, or a rank starts with NaN or
-                infinite values.
+            ValueError: The token data is not what the run began with, or the state of a rank has
+                NaN or infinite values.
         """
         step, metadata = self._load()
         self._check_finite()
@@ -80,7 +80,10 @@ class RunCheckpoints:
         return checkpoint.step, checkpoint.metadata
 
     def _check_finite(self) -> None:
-        """Refuse, on every rank, a state that could never be saved; names the first value."""
+        """Raise ValueError on every rank if the state of any rank has NaN or infinite values.
+
+        A checkpoint of such a state could never be saved. The error names the first bad value.
+        """
         run, own = (
             self._run,
             nonfinite_place(self._state.sharded.blocks(self._state.optimizer.state())),
@@ -93,12 +96,12 @@ class RunCheckpoints:
             )
 
     def save(self, step: int, *, sequences_consumed: int, more: Mapping[str, Any]) -> str | None:
-        """Save a checkpoint unless the state contains NaN or inf; return why it was not saved.
+        """Save a checkpoint; if the state has NaN or inf, return why it was not saved, else None.
 
         Args:
-            step: steps done.
-            sequences_consumed: sequences, or samples, of all of them.
-            more: what the next steps go on from, for the metadata.
+            step: Number of steps done.
+            sequences_consumed: Number of sequences, or samples, that these steps consumed.
+            more: Further metadata that the next steps need to resume.
         """
         self._ranks.decided_by_main(lambda: require_output(self._output))
         state = self._state.optimizer.state()
@@ -117,10 +120,10 @@ class RunCheckpoints:
         return None
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is on the disk."""
+        """Wait until the last checkpoint is written to the disk."""
         self._manager.wait()
 
     def are_missing(self) -> bool:
-        """Return whether the run has no checkpoint yet; all ranks ask."""
+        """Return whether the run has no checkpoint yet. Collective."""
         directory = self._manager.directory
         return self._ranks.decided_by_main(lambda: not list_checkpoints(directory))

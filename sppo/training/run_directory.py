@@ -1,4 +1,4 @@
-"""The output directory of a run: one configuration, one writer."""
+"""Output directory of a run, which belongs to one configuration and one process at a time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TIMELINE_PLOT, TIMELINE_PAGE, TIMELINE_TRACE = "timeline.png", "timeline.html", 
 TENSORBOARD_DIRECTORY = "tensorboard"
 _LOCK_FILE = ".lock"
 _HOLDER_WRITES_S = 0.1
-"""A run that has just taken the lock has written by then who it is."""
+"""Seconds to wait for a process that has just taken the lock to write its name into the file."""
 RESULT_FILES = (
     METRICS_FILE,
     SUMMARY_FILE,
@@ -39,14 +39,14 @@ RESULT_FILES = (
     TIMELINE_PAGE,
     TIMELINE_TRACE,
 )
-"""Files that a run writes beside its checkpoints, in the order in which its report names them."""
+"""Files that a run writes beside its checkpoints, in the order in which the report names them."""
 _FILES = (CONFIG_FILE, PLAN_FILE, *RESULT_FILES)
 _PARTIAL_CONFIG = f"{CONFIG_FILE}{PARTIAL}"
-"""Start of the name of what a run that was killed at its very beginning may leave."""
+"""Prefix of the names of unfinished configuration files, left by a run killed at its start."""
 
-# What may differ when a run goes on: how long, how often it is saved and shown, on how many ranks,
-# how sequences are cut and what is recomputed (none of which changes what is learnt), what it is
-# evaluated on.
+# Keys that may change when a run is resumed: its length, how often it is saved and displayed, the
+# number of ranks, how sequences are cut and what is recomputed (none of which changes what is
+# learnt), and the data of evaluations.
 _MAY_CHANGE = (
     ("data", "eval_tokens"),
     ("parallel",),
@@ -68,10 +68,11 @@ _MAY_CHANGE = (
 
 
 def check_output(run: RunConfig) -> None:
-    """Refuse an output directory that cannot take this run; changes nothing.
+    """Raise ValueError if the output directory cannot be used by this run; changes nothing.
 
     Raises:
-        ValueError: not a directory, not writable, foreign files, or another configuration.
+        ValueError: The output is not a directory, is not writable, holds foreign files, or belongs
+            to a run with another configuration.
     """
     output = Path(run.train.output)
     nearest = next(p for p in (output, *output.absolute().parents) if p.exists())
@@ -93,10 +94,10 @@ def check_output(run: RunConfig) -> None:
 
 
 def _check_places(output: Path) -> None:
-    """Refuse what stands where a run writes its files.
+    """Raise ValueError if an existing entry prevents a run from writing its files.
 
     Raises:
-        ValueError: a directory in place of a file or the other way round, or one write-protected.
+        ValueError: A directory has the name of a file or vice versa, or an entry is read-only.
     """
     for name in _FILES:
         path = output / name
@@ -112,7 +113,7 @@ def _check_places(output: Path) -> None:
 
 
 def _remove_leftovers(output: Path) -> None:
-    """Delete files that a killed run has written in part; the caller holds the lock."""
+    """Delete partially written files of a killed run; the caller holds the lock."""
     for name in _FILES:
         for partial in output.glob(f"{name}{PARTIAL}*"):
             partial.unlink(missing_ok=True)
@@ -124,11 +125,11 @@ def _is_foreign(entry: Path) -> bool:
 
 @contextmanager
 def locked_output(run: RunConfig) -> Iterator[Path]:
-    """Create the directory and hold it for this process; the lock goes with it, however it ends.
+    """Create and lock the output directory; the lock is released however the process ends.
 
     Raises:
-        ValueError: it cannot be made, another process trains into it, or has just done so with
-            another configuration.
+        ValueError: The directory cannot be created, another process trains into it, or it belongs
+            to a run with another configuration (:func:`check_output`).
     """
     output = Path(run.train.output)
     try:
@@ -157,14 +158,14 @@ def locked_output(run: RunConfig) -> Iterator[Path]:
 
 
 def _note_holder(descriptor: int, holder: str) -> None:
-    """Write down who holds the directory, or nobody; a disk too full for that is no matter."""
+    """Write the holder of the lock ("" for none) into its file; a failure is ignored."""
     with suppress(OSError):
         os.ftruncate(descriptor, 0)
         os.write(descriptor, holder.encode())
 
 
 def _holder(output: Path) -> str:
-    """Return who has written that it holds the directory, in brackets."""
+    """Return the holder of the lock as " (HOLDER)"; "" if it is unknown."""
     try:
         holder = one_line((output / _LOCK_FILE).read_text(encoding="utf-8", errors="replace"))
     except OSError:
@@ -173,10 +174,10 @@ def _holder(output: Path) -> str:
 
 
 def require_output(output: Path) -> None:
-    """Raise unless the directory that a run has locked is still there, before more is written.
+    """Raise FileNotFoundError if the locked output directory was deleted.
 
     Raises:
-        FileNotFoundError: it was deleted.
+        FileNotFoundError: The directory, or its lock file, no longer exists.
     """
     if not (output / _LOCK_FILE).exists():
         raise FileNotFoundError(
@@ -188,7 +189,7 @@ def require_output(output: Path) -> None:
 
 
 def note_configuration(run: RunConfig, output: Path) -> None:
-    """Write down which run the directory belongs to; the caller holds its lock."""
+    """Write the configuration of the run into its output directory; the caller holds the lock."""
     write_json(output / CONFIG_FILE, run.model_dump(mode="json"))
 
 
@@ -214,11 +215,11 @@ def _check_same(run: RunConfig, config: Path) -> None:
 
 
 def _completed(before: dict[str, Any], now: Section) -> dict[str, Any]:
-    """Return the notes of an older version, with the defaults of keys that it did not know.
+    """Return a stored section with defaults for the keys that an older version did not know.
 
     Args:
-        before: a section as it was noted.
-        now: the same section of this run.
+        before: Section as an earlier call stored it.
+        now: The same section of this run.
     """
     completed = dict(before)
     for key, field in type(now).model_fields.items():

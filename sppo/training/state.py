@@ -1,4 +1,4 @@
-"""State that a run changes as it goes, and the engine on it."""
+"""Training state of one rank (weights, gradients, optimizer), and the engine that runs on it."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from sppo.training.devices.device import Device
 from sppo.training.state_tensors import StateTensors, make_state
 
 GIVE_UP_S = 4.0
-"""Seconds that a rank which fails waits for its device, which may wait for other ranks in vain:
-once for offloaded tensors, once for training state; both together shorter than the launcher waits
-for the others to end by themselves."""
+"""Seconds that a failed rank waits for its device, which may itself wait for other ranks in vain:
+once for offloaded tensors and once for training state. Both together are shorter than the time for
+which the launcher waits for the other ranks to end."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """Tensors that change in training, and the engine that changes them."""
+    """Tensors of one rank that training changes, and the engine that computes with them."""
 
     tensors: StateTensors
     engine: Engine
@@ -48,30 +48,30 @@ class TrainingState:
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """Return what this rank keeps of its stages' parameters, by global name."""
+        """Part of its stages' parameters that this rank holds, by global name."""
         return self.tensors.weights
 
     @property
     def gradients(self) -> Mapping[str, Tensor]:
-        """fp32 sums over the step by global name: whole, or this rank's rows of them."""
+        """fp32 sums of gradients over the step, by global name: whole, or this rank's rows."""
         return self.tensors.gradients
 
     @property
     def optimizer(self) -> AdamW | HostAdamW:
-        """Optimizer of the rows that are this rank's to update."""
+        """Optimizer of the rows that this rank updates."""
         return self.tensors.optimizer
 
     def zero_gradients(self) -> None:
-        """Begin a step; sums that live in another tier are overwritten in it."""
+        """Zero the gradients on the device; those in another tier are overwritten by the step."""
         if not self.tensors.tiers.streams_gradients:
             torch._foreach_zero_(list(self.gradients.values()))
 
     def finish_gradients(self, await_device: Callable[[], None]) -> None:
-        """Return when gradients are those of all ranks, in the rows that this rank updates.
+        """Wait until the rows that this rank updates hold the gradients of all ranks.
 
         Args:
-            await_device: returns when the device has done what was issued, or raises what keeps it
-                from that; without it the host would wait for copies of a rank that hangs.
+            await_device: Returns when the device has done all issued work, or raises an error.
+                Without this wait the host would block on copies of a rank that hangs.
         """
         streamed = self.tensors.streamed_gradients
         if streamed is None:
@@ -83,7 +83,7 @@ class TrainingState:
         self.sharded.finish(self.gradients)
 
     def norm(self, peers: HostCollectives) -> Tensor:
-        """Euclidean norm of the gradients of all ranks."""
+        """Return the Euclidean norm of the gradients of all ranks."""
         return self.sharded.norm(self.gradients, peers, after_each=self._after_each)
 
     def update(
@@ -92,10 +92,10 @@ class TrainingState:
         """Clip gradients, step the optimizer, and fetch the weights that other ranks updated.
 
         Args:
-            own: gradients in the rows that this rank updates; scaled in place.
-            norm: of the gradients of all ranks.
-            clip_norm: 0 leaves them alone.
-            lr: of this step.
+            own: Gradients of the rows that this rank updates; scaled in place.
+            norm: Euclidean norm of the gradients of all ranks.
+            clip_norm: Norm to which gradients are clipped; 0 to leave them unclipped.
+            lr: Learning rate of this step.
         """
         clip_(own, norm=norm, clip_norm=clip_norm, after_each=self._after_each)
         self.optimizer.step(own, lr=lr)
@@ -103,13 +103,13 @@ class TrainingState:
         self.tensors.forget()
 
     def close(self) -> None:
-        """Free threads, files and locked memory behind the device; nothing the second time."""
+        """Free the threads, files and locked memory of the tiers; a second call does nothing."""
         with closing(self.tensors):
             self.engine.close()
 
     @property
     def _after_each(self) -> Callable[[], None] | None:
-        """Return what to call between gradients in a file; None where all are in memory."""
+        """Function to call after each gradient that is read from a file; None without a file."""
         memory = self.tensors.memory
         return memory.forget if memory and self.tensors.tiers.gradients == "disk" else None
 
@@ -121,16 +121,16 @@ def build_state(
     mesh: Mesh | None = None,
     device: Device | None = None,
 ) -> TrainingState:
-    """Weights as the run starts with them, zero gradients, zero moments.
+    """Build the state of a rank at step 0: initial weights, zero gradients, zero moments.
 
     Args:
-        run: checked.
-        plan: to follow.
-        mesh: of all ranks, which connects them now; None for one.
-        device: that this rank computes on; None: the CPU.
+        run: Validated run configuration.
+        plan: Plan of the run.
+        mesh: Mesh of all ranks, whose groups are connected here; None for a single rank.
+        device: Device of this rank; None for the CPU.
     """
     mesh, device = mesh or alone(), device or CpuDevice()
-    # Steps of samples are planned later, and may take many times as long as one of the longest.
+    # Steps of samples are planned later, and may take much longer than a step of the longest ones.
     differ = run.data.samples == "documents"
     predicted_step_s = math.inf if differ else plan.predicted.step_s
     timeouts = device_timeouts(run.parallel.timeout_s, predicted_step_s=predicted_step_s)
@@ -157,7 +157,7 @@ def build_state(
     tensors = make_state(
         run, tiers=plan.state_tiers, sharded=sharded, device=device, give_up_s=give_up_s
     )
-    device.trim()  # of what only the start needed
+    device.trim()  # frees memory that only the initialization used
     with ExitStack() as on_failure:
         on_failure.enter_context(closing(tensors))
         engine = _build_engine(
@@ -178,7 +178,7 @@ def _build_engine(
     device: Device,
     give_up_s: float | None,
 ) -> Engine:
-    """Make the engine of a rank, with the stores of what it offloads."""
+    """Build the engine of a rank, with the stores of its offloaded activations."""
     disk = None if run.activations.disk is None else Path(run.activations.disk)
     shard_stages = range(len(plan.stages) if plan.shares_units else 0)
     stores = device.offload_stores(
@@ -209,7 +209,10 @@ def _build_engine(
 
 
 def may_offload(run: RunConfig, plan: ExecutionPlan) -> bool:
-    """Return whether any step of a run may offload activations: those of samples decide anew."""
+    """Return whether any step of a run may offload activations.
+
+    Each step of samples has a plan of its own, so any of these may offload if there is a tier.
+    """
     return plan.offloads_anything or (run.data.samples == "documents" and plan.tier != "device")
 
 

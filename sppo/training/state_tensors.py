@@ -1,4 +1,4 @@
-"""The tensors that a run changes, each in the tier that the plan names."""
+"""Weights, gradients and optimizer state of one rank, each in the tier that the plan names."""
 
 from __future__ import annotations
 
@@ -35,17 +35,20 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True, slots=True)
 class StateTensors:
-    """Weights, gradients and optimizer of a rank, and how they come to its device.
+    """Weights, gradients and optimizer of a rank, and their copies between device and tier.
 
     Attributes:
-        tiers: Where they live.
-        weights: What this rank keeps of its stages' parameters, in the compute dtype.
-        gradients: fp32 sums over the step: whole, or this rank's rows of them.
-        optimizer: Of the rows that are this rank's to update.
-        streamed_weights: Those on the device; None where all are there all the time.
-        streamed_gradients: Likewise.
-        memory: Of the tier behind the device; None where nothing lives there.
-        transfers: To and from that tier; closed with the tensors.
+        tiers: Tiers of weights, gradients and optimizer state.
+        weights: Part of its stages' parameters that this rank holds, in the compute dtype.
+        gradients: fp32 sums of gradients over the step: whole, or this rank's rows.
+        optimizer: Optimizer of the rows that this rank updates.
+        streamed_weights: Weights that are copied to the device stage by stage; None if all weights
+            stay on the device.
+        streamed_gradients: Gradients that are copied from and to the device stage by stage; None
+            if all gradients stay on the device.
+        memory: Memory of the tier behind the device; None if all state stays on the device.
+        transfers: Copies to and from that tier, closed with the tensors; None if all state stays
+            on the device.
     """
 
     tiers: StateTiers
@@ -59,26 +62,26 @@ class StateTensors:
 
     @property
     def used_weights(self) -> Mapping[str, Tensor]:
-        """Weights as the device has them."""
+        """Weights that the engine computes with, on the device."""
         return self.weights if self.streamed_weights is None else self.streamed_weights
 
     @property
     def used_gradients(self) -> Mapping[str, Tensor]:
-        """Gradients as the device has them."""
+        """Gradients that the engine adds to, on the device."""
         return self.gradients if self.streamed_gradients is None else self.streamed_gradients
 
     def forget(self) -> None:
-        """Take what was read of a file, all at once, out of memory."""
+        """Release the memory that caches the file of the state; does nothing without a file."""
         if self.memory is not None:
             self.memory.forget()
 
     def close(self) -> None:
-        """End threads and copies and unlock host memory; does nothing the second time."""
+        """End threads and copies, and unlock host memory; a second call does nothing."""
         if self.transfers is not None:
             self.transfers.close()
 
     def with_state(self, copies: CopyReport) -> CopyReport:
-        """Add what of the state lives behind the device to what copies hold there."""
+        """Return `copies` with the state behind the device added to its host or disk bytes."""
         weights = tensor_bytes(self.weights) * self.tiers.streams_weights
         gradients = tensor_bytes(self.gradients) * self.tiers.streams_gradients
         optimizer = self.optimizer
@@ -90,7 +93,7 @@ class StateTensors:
 
     @property
     def device_bytes(self) -> tuple[int, int, int]:
-        """Bytes of weights, gradients and optimizer states that are on the device all the time."""
+        """Bytes of (weights, gradients, optimizer states) that stay on the device."""
         tiers, optimizer = self.tiers, self.optimizer
         weights = 0 if tiers.streams_weights else tensor_bytes(self.weights)
         gradients = 0 if tiers.streams_gradients else tensor_bytes(self.gradients)
@@ -110,18 +113,19 @@ def make_state(
     device: Device,
     give_up_s: float | None,
 ) -> StateTensors:
-    """Make weights as the run starts with them, zero gradients, zero moments.
+    """Build the state tensors of step 0: initial weights, zero gradients, zero moments.
 
     Args:
-        run: checked.
-        tiers: where they live.
-        sharded: this rank's shard of them.
-        device: that this rank computes on.
-        give_up_s: seconds that a step which failed is waited for; None: until it has ended.
+        run: Validated run configuration.
+        tiers: Tiers of weights, gradients and optimizer state.
+        sharded: Shard of the state that this rank holds.
+        device: Device of this rank.
+        give_up_s: Longest time in seconds to wait for the copies of a failed step; None for no
+            limit.
 
     Raises:
-        MemoryError: the host has not the memory, or may not lock its part of it.
-        OSError: the disk has not the space.
+        MemoryError: Host memory does not suffice, or may not be page-locked.
+        OSError: Disk space does not suffice.
     """
     _say_what_stays(run, device)
     memory, transfers = _tier(run, tiers, device, give_up_s=give_up_s)
@@ -144,7 +148,7 @@ def _place_state(
     transfers: Transfers | None,
     place: torch.device,
 ) -> StateTensors:
-    """Make each tensor in its tier: on the device ``place``, or in the memory behind it."""
+    """Allocate and fill each tensor in its tier: on the device ``place``, or behind it."""
     rows = None
     if tiers.offloads_optimizer:
         on_disk = tiers.optimizer == "disk"
@@ -185,9 +189,10 @@ def _start(
     rows: OptimizerRows | None,
     place: torch.device,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the weights of step 0 in their tier, and the fp32 values they were rounded from.
+    """Return the weights of step 0 in their tier, and the fp32 values that were rounded to them.
 
-    Those go to ``rows`` where there are some; otherwise they are returned, on the device.
+    With an offloaded optimizer the fp32 values are written into ``rows``, and the second mapping is
+    empty; so it is with fp32 weights, which are not rounded.
     """
     dtype = DTYPES[run.train.dtype]
     weights: dict[str, Tensor] = {}
@@ -211,7 +216,7 @@ def _start(
 def _zero_gradients(
     tiers: StateTiers, sharded: ShardedState, *, memory: StateMemory | None, place: torch.device
 ) -> Mapping[str, Tensor]:
-    """Return the fp32 sums of gradients in their tier, all of them zero."""
+    """Allocate the fp32 sums of gradients in their tier, all zero."""
     shapes = sharded.gradient_shapes
     if tiers.streams_gradients:
         assert memory is not None, "a tier has memory"
@@ -231,7 +236,7 @@ def _make_optimizer(
     rows: OptimizerRows | None,
     transfers: Transfers | None,
 ) -> AdamW | HostAdamW:
-    """Make the optimizer where its state lives: in ``rows`` behind the device, or on it."""
+    """Build the optimizer; its state is in ``rows`` behind the device, or on the device."""
     config = run.optimizer
     if rows is None:
         return AdamW(weights, config=config, masters=masters or None)
@@ -248,7 +253,7 @@ def _make_optimizer(
 
 
 def _say_what_stays(run: RunConfig, device: Device) -> None:
-    """Note that host memory is no other tier on a CPU."""
+    """Log each state tier ``host`` of the run file that has no effect on a CPU."""
     asked = {part: getattr(run.state, part) for part in ("weights", "gradients", "optimizer")}
     if run.optimizer.offload:
         asked["optimizer"] = "host"
@@ -274,11 +279,11 @@ def _tier(
 def starting_weights(
     run: RunConfig, names: Iterable[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """fp32 weights of step 0 by name: from ``model.from_hf``, or random from the seed.
+    """Yield (name, fp32 weight) of step 0: from ``model.from_hf``, or random from the seed.
 
     Args:
-        run: checked.
-        names: of those to make; None for all.
+        run: Validated run configuration.
+        names: Names of the weights to yield; None for all.
     """
     every = parameter_shapes(run.model)
     shapes = every if names is None else {name: every[name] for name in names}
@@ -292,5 +297,5 @@ def starting_weights(
 
 
 def tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Bytes of some tensors."""
+    """Return the total bytes of `tensors`."""
     return sum(t.numel() * t.element_size() for t in tensors.values())

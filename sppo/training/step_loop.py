@@ -1,8 +1,8 @@
-"""The training loop: one optimizer step after another, saved so that a kill loses little.
+"""The training loop: runs optimizer steps one after another, and saves checkpoints regularly.
 
-A step reads its sequences, accumulates their gradients through the engine, clips, updates, and
-reports. Everything that decides what a step does is a function of its number, so a resumed run
-continues bit for bit.
+A step reads its sequences, accumulates their gradients through the engine, clips them, updates the
+weights, and reports. The work of a step follows from its number and the state in the checkpoint, so
+a resumed run continues bit for bit.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ _START_ANEW = (
 
 
 class StepTooLargeError(MemoryError):
-    """A step of samples does not fit; the state before it is saved."""
+    """A step of samples does not fit in memory; the state before that step is saved."""
 
 
 class StepLoop:
     """The steps that one call of :func:`sppo.training.trainer.train` runs.
 
     Args:
-        run: checked.
-        state: of this rank.
-        outcome: takes in what is done.
-        checkpoints: of the run.
-        records: of its steps.
-        source: of their work.
-        measures: puts together what ranks measured.
-        schedule: of a step, where all steps are alike; of samples, of a step of the longest ones.
-        consumed: sequences, or samples, of all steps before.
-        ranks: all of them.
-        device: that this rank computes on.
+        run: Validated run configuration.
+        state: Training state of this rank.
+        outcome: Outcome of the run, updated after each step.
+        checkpoints: Checkpoints of the run.
+        records: Records of the steps, written and displayed.
+        source: Source of the work of each step.
+        measures: Combines the measurements of all ranks.
+        schedule: Schedule of every step; in a run of samples, of a step of the longest samples.
+        consumed: Number of sequences, or samples, that all earlier steps consumed.
+        ranks: All ranks of the run.
+        device: Device of this rank.
     """
 
     def __init__(
@@ -87,15 +87,15 @@ class StepLoop:
         )
         self._stopped_by: str | None = None
         self.last_work: StepWork | None = None
-        """The last step that was done."""
+        """Work of the last step done by this call; None before the first."""
 
     def run(self) -> None:
-        """Run all remaining steps; saves when interrupted, and at the end unless told not to.
+        """Run all remaining steps; save when interrupted, and at the end unless disabled.
 
         Raises:
-            NonFiniteError: too many steps failed, or the state at the end cannot be saved.
-            StepTooLargeError: a step of samples does not fit; the state is saved.
-            OSError: a step could not be recorded; the state is saved.
+            NonFiniteError: Too many steps in a row were not finite, or the state at the end is not.
+            StepTooLargeError: A step of samples does not fit; the state before it is saved.
+            OSError: A step could not be recorded; the state is saved.
         """
         outcome, total = self._outcome, self._run.train.steps
         with self._records.opened(), StopRequest() as stop:
@@ -126,10 +126,10 @@ class StepLoop:
         self._agree_that_all_is_recorded()
 
     def _agree_to_go_on(self, stop: StopRequest) -> None:
-        """Stop all ranks, between steps, once one is asked to or cannot record its steps.
+        """Raise Interrupted on all ranks if one received a signal or cannot record its steps.
 
         Raises:
-            Interrupted: one was, or cannot.
+            Interrupted: A rank received a signal, or failed to record a step.
         """
         reason = stop.signal_name
         if self._records.failure is not None:
@@ -140,7 +140,7 @@ class StepLoop:
             raise Interrupted(named[0])
 
     def _agree_that_all_is_recorded(self) -> None:
-        """Raise, on every rank, what kept one from recording a step."""
+        """Raise on every rank the first error that kept any rank from recording a step."""
         told = self._peers.all_gather(self._records.failure)
         faults = [fault for fault in told if fault is not None]
         if faults:
@@ -190,7 +190,7 @@ class StepLoop:
         return self._measures.measure(step, done, work[0], lr=self._scheduled_lr(step))
 
     def _learning_rate(self, step: int, sums: StepSums) -> float | None:
-        """Return the step's learning rate; None, and say why, where nothing is to be updated."""
+        """Return the learning rate of a step; print why and return None to skip the update."""
         if sums.num_valid:
             problem = self._guard.problem(
                 step=step + 1,
@@ -211,10 +211,10 @@ class StepLoop:
         return learning_rate(step, config=self._run.optimizer, total_steps=self._run.train.steps)
 
     def _await_device(self, step: int, result: StepResult, work: StepWork) -> None:
-        """Wait for the device, which waits for the devices of other ranks.
+        """Wait for the work issued to this rank's device, which may wait for other ranks.
 
         Raises:
-            PeerLostError: it does not get on.
+            PeerLostError: The device made no progress for too long.
         """
         if not self._ranks.mesh.is_distributed:
             return
@@ -228,11 +228,12 @@ class StepLoop:
             )
 
     def _planned(self, step: int) -> StepWork:
-        """Return the work of a step, the same on all ranks of this replica; say what went wrong.
+        """Return the work of a step; print the problems of planning it, of any rank.
 
         Raises:
-            ValueError: ranks have planned it differently.
-            StepTooLargeError: on every rank, where no plan of one replica fits.
+            ValueError: Ranks divided the samples differently, or ranks of one replica made
+                different plans.
+            StepTooLargeError: On every rank, if no plan of some replica fits.
         """
         work, problem = None, None
         try:
@@ -257,42 +258,42 @@ class StepLoop:
         return work
 
     def _num_actions(self, work: StepWork) -> int:
-        """Return how many actions this rank has in a step."""
+        """Return the number of actions in this rank's program of a step."""
         program = work.planned.program if work.planned else self._schedule
         return len(program.programs[self._ranks.mesh.at.pipeline])
 
     def _input(self, work: StepWork) -> StepInput:
-        """Return what this replica trains on, with the valid labels of all replicas."""
+        """Return the input of this replica's step, with the valid labels of all replicas."""
         (num_valid,) = self._peers.total(
             [sum(data.num_valid for data in work.sequences) * self._ranks.mesh.speaks_for_replica]
         )
         return StepInput(work.sequences, work.boundaries, int(num_valid), work.for_engine)
 
     def _names(self, own: Sequence[str]) -> list[str]:
-        """Return the names of all ranks, each once, in order."""
+        """Return the sorted union of the names `own` of all ranks. Collective."""
         return sorted({name for names in self._peers.all_gather(own) for name in names})
 
     def _save_if_due(self, done: int) -> None:
         every = self._run.checkpoint.every
-        # While steps fail nothing changes, and what led there may be in the weights already:
-        # saving it would push out checkpoints from before.
+        # While steps are skipped the state does not change, and the cause may already be in the
+        # weights: saving them would displace checkpoints from before.
         if every and done % every == 0 and not self._guard.failing:
             self._save()
 
     def _saves_now(self) -> bool:
-        """Return whether a run that ends here is to be saved; all ranks ask."""
+        """Return whether a run that ends now must be saved. Collective."""
         if self._run.checkpoint.at_end or self._outcome.done_steps < self._run.train.steps:
             return True
         return any(self._peers.all_gather(self._records.failure is not None))
 
     def _save_if_first(self) -> None:
-        """Save a run that ends badly where all of it would be lost otherwise."""
+        """Save a checkpoint of a failed run if it has none, so that its steps are not lost."""
         self._checkpoints.wait()
         if self._checkpoints.are_missing():
             self._save()
 
     def _save(self) -> str | None:
-        """Save a checkpoint; return, and say, why it was not saved."""
+        """Save a checkpoint; print and return why it was not saved, or return None."""
         unsaved = self._checkpoints.save(
             self._outcome.done_steps,
             sequences_consumed=self._consumed,

@@ -1,4 +1,4 @@
-"""Figures of a step for its metrics and for the outcome of the run, the same on all ranks."""
+"""Metrics of a step, combined from the measurements of all ranks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sppo.training.steps.step_work import StepSource, StepWork
 
 
 class StepMeasures:
-    """Puts together what the ranks measured of each step.
+    """Combines the measurements of all ranks into the metrics of each step.
 
     Args:
-        outcome: takes in what its report sums up over steps.
-        source: of the steps; learns what they took.
-        ranks: all of them.
-        device: that this rank computes on.
-        peak_flops_per_s: of all devices.
+        outcome: Outcome of the run; measurements of each step are added to it.
+        source: Source of the steps' work; corrects its predictions by measured times.
+        ranks: All ranks of the run.
+        device: Device of this rank.
+        peak_flops_per_s: Sum of the peak FLOPs per second of all devices.
     """
 
     def __init__(
@@ -39,16 +39,17 @@ class StepMeasures:
         self._peak_flops_per_s = peak_flops_per_s
 
     def measure(self, step: int, done: DoneStep, work: StepWork, *, lr: float) -> StepMetrics:
-        """Return the figures of a step, the same on every rank.
+        """Return the metrics of a step. Collective.
 
-        Times, memory and waits are those of the rank with most of each; what was offloaded, and
-        what host and disk hold, is added up over all ranks.
+        Times, device memory and waits are maxima over all ranks; offloaded bytes and the bytes in
+        host memory and on disks are sums over all ranks. Only the rates of copies are those
+        of this rank.
 
         Args:
-            step: counted from 0.
-            done: what it did on this rank.
-            work: what it was about.
-            lr: of the update, also of one that was skipped.
+            step: Number of the step, counted from 0.
+            done: Results of the step on this rank.
+            work: Work of the step.
+            lr: Scheduled learning rate, also if the update was skipped.
         """
         outcome, result, copies = self._outcome, done.result, done.copies
         outcome.copies.append(copies)
@@ -106,7 +107,7 @@ class StepMeasures:
         )
 
     def _packing(self, work: StepWork, done: DoneStep, *, planning_wait_s: float) -> dict[str, Any]:
-        """Return how the samples of all replicas are packed, and how pipelines idle; {} without."""
+        """Return metrics of packing and idle time in a step of samples; {} without samples."""
         plan = work.planned
         if plan is None:
             return {}
@@ -134,11 +135,11 @@ class StepMeasures:
         }
 
     def _bubbles(self, planned: float, measured: float) -> dict[str, float]:
-        """Return the idle share of pipeline ranks, of a pipeline."""
+        """Return metrics of the idle share of pipeline ranks; {} without a pipeline."""
         if self._mesh.shape.pipeline_parallel == 1:
             return {}
         return {"planned_bubble_fraction": planned, "bubble_fraction": max(0.0, measured)}
 
     def _of_replicas(self, *values: float) -> Sequence[float]:
-        """Add up what every replica has of each."""
+        """Return the sum of each value over all replicas. Collective."""
         return self._peers.total([value * self._mesh.speaks_for_replica for value in values])

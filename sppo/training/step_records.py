@@ -1,4 +1,4 @@
-"""Records of the steps of a run: files, and lines on the console."""
+"""Records of the steps of a run: metrics files, and lines on the console."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _STANDARD_OUTPUT = "standard output"
 class StepRecords:
     """Records of the steps of one run; rank 0 writes the files.
 
-    A failure to write ends no step: :attr:`failure` has the first one, and the run ends once its
-    state is saved.
+    A failure to write does not end the step: :attr:`failure` holds the first error, and the run
+    ends after its state is saved.
 
     Args:
-        run: checked.
-        output: directory of the files.
-        first_step: steps done before.
-        capacity_bytes: that a rank may hold on its device.
-        console: where lines go.
-        ranks: all of them.
+        run: Validated run configuration.
+        output: Directory of the files.
+        first_step: Number of steps done by earlier calls.
+        capacity_bytes: Device memory that a rank may use in total.
+        console: Console for the lines.
+        ranks: All ranks of the run.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class StepRecords:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Have files and display open for as long as the context lasts."""
+        """Open the files and the display for the duration of the context. Collective."""
         self._started = time.perf_counter()
         with ExitStack() as stack:
             self._ranks.decided_by_main(lambda: self._sinks.extend(self._open_sinks(stack)))
@@ -62,7 +62,7 @@ class StepRecords:
             yield
 
     def record(self, metrics: StepMetrics) -> None:
-        """Write and show a step."""
+        """Write the metrics of a step to the files, and show them on the display."""
         line = self._line(metrics)
         with self._recording(str(self._output / METRICS_FILE)):
             for sink in self._sinks:
@@ -71,7 +71,7 @@ class StepRecords:
             self.display.step_done(line)
 
     def say(self, text: str) -> None:
-        """Print a line, from within a step as well."""
+        """Print a line above the display; may be called within a step."""
         with self._recording(_STANDARD_OUTPUT):
             self.display.say(text)
 
@@ -87,7 +87,7 @@ class StepRecords:
 
     @contextmanager
     def _recording(self, where: str) -> Iterator[None]:
-        """Remember the first failure to write."""
+        """Keep the first OSError raised in the context as :attr:`failure`."""
         try:
             yield
         except OSError as error:
@@ -95,7 +95,7 @@ class StepRecords:
             self.failure = self.failure or named
 
     def _open_sinks(self, stack: ExitStack) -> Iterator[MetricSink]:
-        """Yield what takes the metrics of every step, closed with ``stack``."""
+        """Open and yield the metric sinks, which ``stack`` closes."""
         output, done = self._output, self._first_step
         yield stack.enter_context(closing(JsonlSink(output / METRICS_FILE, resume_step=done)))
         if self._run.train.tensorboard:

@@ -1,4 +1,4 @@
-"""Trains a run: builds or loads its state, runs its steps, and puts together what they did."""
+"""Training of a run: builds or loads the state, runs the steps, and returns their outcome."""
 
 from __future__ import annotations
 
@@ -44,22 +44,23 @@ def train(
     ranks: Ranks | None = None,
     device: Device | None = None,
 ) -> TrainingOutcome:
-    """Train until ``train.steps`` are done, from the newest checkpoint if there is one.
+    """Train until ``train.steps`` steps are done, from the newest checkpoint if there is one.
 
     Args:
-        run: checked.
-        preflight: of the same run.
-        console: where progress goes.
-        ranks: with whom this process trains; None: alone.
-        device: that it computes on; None: the CPU.
+        run: Validated run configuration.
+        preflight: Result of the checks of the same run.
+        console: Console for the progress display.
+        ranks: Ranks that train the run together; None for this process alone.
+        device: Device of this process; None for the CPU.
 
     Raises:
-        ValueError: the output directory is in use, or its checkpoints cannot be read.
-        CheckpointError: the disk is full; earlier checkpoints are untouched.
-        NonFiniteError: too many steps in a row with NaN or inf, or the state at the end has them.
-        StepTooLargeError: a step of samples does not fit; the state is saved.
-        OSError: a step could not be recorded; the state is saved.
-        PeerLostError: another rank ended or does not answer.
+        ValueError: The output directory is in use, or its checkpoints cannot be read.
+        CheckpointError: A checkpoint cannot be written, e.g. because the disk is full; earlier
+            checkpoints are untouched.
+        NonFiniteError: Too many steps in a row had NaN or inf, or the state at the end has.
+        StepTooLargeError: A step of samples does not fit; the state before it is saved.
+        OSError: A step could not be recorded; the state is saved.
+        PeerLostError: Another rank ended or does not answer.
     """
     ranks, device = ranks or one_rank(), device or CpuDevice()
     started = time.perf_counter()
@@ -68,7 +69,7 @@ def train(
     base = _baseline(run, preflight, device)
     with shared_output(run, ranks) as output:
         outcome = _Training(run, preflight, base, output, console, ranks).run_steps()
-        # What is drawn and written next has the memory that training had.
+        # The report that follows draws plots in the memory that training used.
         gc.collect()  # the engine's parts refer to each other
         device.trim()
     outcome.wall_s = time.perf_counter() - started
@@ -77,14 +78,14 @@ def train(
 
 @dataclass(frozen=True, slots=True)
 class _Baseline:
-    """The device of a rank before there is a model.
+    """State of a rank's device before the model is built.
 
     Attributes:
-        device: That it computes on.
-        held_bytes: What the process holds.
-        warm_up_bytes: What it took for good to get there; 0 on a GPU.
-        capacity_bytes: What it may hold in all.
-        peak_flops_per_s: Of this device.
+        device: Device of this rank.
+        held_bytes: Device memory that the process holds after the warm-up.
+        warm_up_bytes: Part of `held_bytes` that the warm-up allocated permanently; 0 on a GPU.
+        capacity_bytes: Device memory that the process may use in total.
+        peak_flops_per_s: Measured FLOPs per second of matrix products on this device.
     """
 
     device: Device
@@ -98,7 +99,7 @@ def _baseline(run: RunConfig, preflight: Preflight, device: Device) -> _Baseline
     device.begin()
     _log.info("%s", device.describe_memory())
     before = device.held_bytes()
-    # Next, for both load libraries, which belong to the baseline.
+    # Both calls that follow load libraries, whose memory belongs to the baseline.
     peak_flops_per_s = device.peak_flops_per_s(DTYPES[run.train.dtype])
     warm_up(run, lengths=preflight.plan.lengths, device=device)
     held = device.held_bytes()
@@ -113,15 +114,15 @@ def _baseline(run: RunConfig, preflight: Preflight, device: Device) -> _Baseline
 
 @dataclass(frozen=True, slots=True)
 class _Training:
-    """One call of :func:`train` on one rank, once its output directory is its own.
+    """One call of :func:`train` on one rank, with the output directory locked.
 
     Attributes:
-        run: Checked.
-        preflight: Of the same run.
-        base: The device before there is a model.
-        output: Directory of the run.
-        console: Where progress goes.
-        ranks: With whom this process trains.
+        run: Validated run configuration.
+        preflight: Result of the checks of the same run.
+        base: State of the device before the model is built.
+        output: Output directory of the run.
+        console: Console for the progress display.
+        ranks: Ranks that train the run together.
     """
 
     run: RunConfig
@@ -132,10 +133,10 @@ class _Training:
     ranks: Ranks
 
     def run_steps(self) -> TrainingOutcome:
-        """Build the state, load the newest checkpoint if there is one, and run what is left."""
+        """Build the state, load the newest checkpoint if there is one, and run the steps left."""
         run, ranks, plan, data = self.run, self.ranks, self.preflight.plan, self.preflight.data
         state = build_state(run, plan=plan, mesh=ranks.mesh, device=self.base.device)
-        # Failures are noted first: closing the state may wait for a device that does not answer.
+        # Failures are recorded first: closing the state may wait for a device that hangs.
         with closing(state), ranks.progress.failing():
             checkpoints = RunCheckpoints(
                 run, state, output=self.output, ranks=ranks, tokens=data.data
@@ -151,7 +152,7 @@ class _Training:
         return outcome
 
     def _write_plan(self, first_step: int) -> None:
-        """Write the run file and, where steps are left, the plan into the output directory."""
+        """Write the run file and, if steps are left, the plan into the output directory."""
         run, output, ranks = self.run, self.output, self.ranks
         ranks.decided_by_main(lambda: note_configuration(run, output))
         if first_step < run.train.steps:
@@ -159,7 +160,7 @@ class _Training:
             ranks.decided_by_main(lambda: write_json(output / PLAN_FILE, plan_json(plan)))
 
     def _new_outcome(self, first_step: int, state: TrainingState) -> TrainingOutcome:
-        """Return the outcome of no step yet, with the memory of the state."""
+        """Return an outcome without steps, which counts the memory of the state."""
         outcome = TrainingOutcome(
             self.output,
             first_step,
@@ -178,7 +179,7 @@ class _Training:
         checkpoints: RunCheckpoints,
         metadata: Mapping[str, Any],
     ) -> StepLoop:
-        """Return the loop over the steps that are left after a checkpoint with ``metadata``."""
+        """Build the loop over the steps that follow the checkpoint with ``metadata``."""
         run, base, ranks, plan = self.run, self.base, self.ranks, self.preflight.plan
         return StepLoop(
             run,
@@ -211,7 +212,7 @@ class _Training:
 def _add_last_step(
     outcome: TrainingOutcome, source: StepSource, last: StepWork | None, *, ranks: Ranks
 ) -> None:
-    """Add what the ranks of this pipeline did last, and when, beside its simulation."""
+    """Add to `outcome` the timelines of the last step, and its waits for copies. Collective."""
     outcome.timeline = executed_timeline(outcome.last_step, ranks)
     if outcome.timeline is not None and last is not None:
         outcome.planned_timeline = source.planned_timeline(last)

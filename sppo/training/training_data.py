@@ -1,4 +1,4 @@
-"""Data that a run reads: sequences of its token stream, or samples."""
+"""Training data of a run: sequences of its token stream, or samples."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from sppo.data.tokens import open_tokens
 
 
 def training_data(run: RunConfig) -> TrainingData | DocumentSamples:
-    """Open what a run trains on, whose tokens were checked.
+    """Open the training data of a run, whose token files were checked before.
 
     Raises:
-        ValueError: missing, damaged, or samples longer than the run allows.
+        ValueError: The data is missing or damaged, or has samples longer than the run allows.
     """
     tokens = open_tokens(Path(run.data.tokens))
     if run.data.samples == "documents":

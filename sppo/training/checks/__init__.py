@@ -1,1 +1,1 @@
-"""Checks before a run starts: of its inputs, its plan, and the room that it needs."""
+"""Checks before a run starts: inputs, plan, and the memory and disk space available."""

@@ -1,4 +1,4 @@
-"""Checks of what an evaluation reads, before it begins: tokens and weights. Needs no torch."""
+"""Checks of the inputs of an evaluation (tokens, weights) before it begins. Needs no torch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from sppo.training.checks.input_checks import check_stored_weights
 
 
 def check_evaluation(run: RunConfig, *, checkpoint: Path | None, initial: bool) -> None:
-    """Look at what an evaluation is about to read, as far as that needs no torch.
+    """Raise ValueError if inputs of an evaluation cannot be used, as far as torch is not needed.
 
     Args:
-        run: checked.
-        checkpoint: a particular one; None takes the run's newest.
-        initial: the weights that the run starts from are evaluated instead.
+        run: Validated run configuration.
+        checkpoint: Path of a checkpoint; None for the newest checkpoint of the run.
+        initial: The initial weights of the run are evaluated instead of a checkpoint.
 
     Raises:
-        ValueError: no checkpoint, or data, weights or hardware that cannot be used.
+        ValueError: There is no checkpoint, or data, weights or hardware cannot be used.
     """
     if not initial:
         _check_checkpoint(run, checkpoint)
@@ -36,12 +36,12 @@ def check_evaluation(run: RunConfig, *, checkpoint: Path | None, initial: bool) 
 
 
 def initial_weights(run: RunConfig) -> str:
-    """Name the weights that a run starts from."""
+    """Return the name of the initial weights of a run, for messages."""
     return run.model.from_hf or f"random weights of seed {run.train.seed}"
 
 
 def _check_checkpoint(run: RunConfig, given: Path | None) -> None:
-    """Make sure that there is one: weights that nothing has trained are evaluated on request."""
+    """Raise ValueError if the run, or the path `given`, has no checkpoint."""
     if given is not None:
         check_any(given)
         return

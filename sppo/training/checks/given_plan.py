@@ -1,6 +1,6 @@
-"""The plan of ``sppo solve`` that a run is to follow: whether it is for this run and this machine.
+"""Checks that a given plan, made by ``sppo solve``, is for this run and this kind of machine.
 
-Only :func:`check_kind` asks what this machine is, and so comes after torch.
+Only :func:`check_kind` needs the kind of this machine, for which torch must be loaded.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def followed_plan(run: RunConfig, plan: ExecutionPlan) -> RunConfig:
-    """The run with the degrees of a plan that it can follow.
+    """Return the run with its degrees of parallelism set to those of a plan.
 
     Args:
-        run: checked.
-        plan: of `sppo solve`.
+        run: Validated run configuration.
+        plan: Plan made by `sppo solve`.
 
     Raises:
-        ValueError: it is for another run, or this version cannot follow it.
+        ValueError: The plan is for another run, or this version cannot follow it.
     """
     check_plan_fits(plan, run_of_longest_samples(run))
     check_program(plan)
@@ -44,15 +44,15 @@ def followed_plan(run: RunConfig, plan: ExecutionPlan) -> RunConfig:
 
 
 def check_kind(plan: ExecutionPlan, *, kind: DeviceKind, source: str) -> None:
-    """Refuse a plan that was made for the other kind of device.
+    """Raise ValueError if a plan was made for the other kind of device.
 
     Args:
-        plan: to follow.
-        kind: of the device that the run is trained on.
-        source: what the error calls the plan.
+        plan: Plan to follow.
+        kind: Kind of the device that trains the run.
+        source: Name of the plan in the error message.
 
     Raises:
-        ValueError: it was.
+        ValueError: The plan was made for the other kind of device.
     """
     planned = plan.hardware
     if planned.device.kind != kind:

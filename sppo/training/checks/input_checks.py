@@ -1,8 +1,8 @@
-"""Checks of what a run file names, before anything starts: data, weights, output, machine, degrees.
+"""Checks of the inputs that a run file names: data, weights, output, hardware, degrees.
 
-``sppo train`` refuses what is found here, and ``sppo config check`` lists it. Nothing here depends
-on how much memory there is, nothing is changed, and :func:`check_inputs` needs no torch, whose
-import takes longer than all of it.
+``sppo train`` raises the problems found here; ``sppo config check`` lists them. No check depends on
+the size of memory, and none changes anything. :func:`check_inputs` needs no torch, whose import
+takes longer than all of these checks.
 """
 
 from __future__ import annotations
@@ -25,27 +25,29 @@ from sppo.quoting import quoted
 from sppo.training.run_directory import check_output
 
 _UNBOUNDED_BYTES = 1 << 60
-"""Memory with which a plan is made to see what it refuses for other reasons."""
+"""Memory of a test plan, so that it can fail only for reasons other than memory."""
 
 _BAD_PATHS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
-"""Errors of a wrong path in a run file; other faults of the system end the command as such."""
+"""Errors caused by a wrong path in a run file; other errors of the system are not caught."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Check:
-    """One thing that a run file names."""
+    """Check of one input that a run file names."""
 
     key: str
+    """Key of the run file."""
     value: Callable[[RunConfig], object]
+    """Returns the value of the key in a run, for the report."""
     check: Callable[[RunConfig], object]
-    """Raises ValueError or OSError."""
+    """Raises ValueError or OSError if the input cannot be used."""
 
 
 def check_inputs(run: RunConfig) -> None:
-    """Look at everything that the run names.
+    """Raise ValueError if any input that the run names cannot be used.
 
     Raises:
-        ValueError: all problems, one after another.
+        ValueError: Some inputs cannot be used; the message lists all problems, one per line.
     """
     problems = list(_input_problems(run))
     if problems:
@@ -53,15 +55,15 @@ def check_inputs(run: RunConfig) -> None:
 
 
 def run_file_problems(run: RunConfig) -> list[Problem]:
-    """Return what `sppo train` and `sppo eval` would refuse on a machine with enough memory."""
+    """Return the problems for which `sppo train` or `sppo eval` would fail with enough memory."""
     problems = [*_input_problems(run), *_problems(run, _HELD_OUT)]
-    if not problems:  # a plan is made of what was found whole
+    if not problems:  # planning requires valid inputs
         problems = [*_problems(run, _WEIGHTS), *_problems(run, _PLAN)]
     return [replace(problem, rule=_on_one_line(problem.rule)) for problem in problems]
 
 
 def _on_one_line(rule: str) -> str:
-    """Return the lines of ``rule`` as parts of one sentence."""
+    """Return the lines of ``rule`` joined to one line."""
     return "; ".join(line.strip() for line in rule.splitlines()).replace(":; ", ": ")
 
 
@@ -83,7 +85,7 @@ def _problems(run: RunConfig, check: _Check) -> Iterator[Problem]:
 
 
 def degree_problems(run: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key of ``parallel``, rule) for degrees that model or step cannot be divided by."""
+    """Yield (key of ``parallel``, rule) for each degree that does not divide the model or step."""
     parallel, model = run.parallel, run.model
     if shares_units(run):
         problem = multiplexed_problem(run, degrees=Degrees.of_run(run))
@@ -115,21 +117,21 @@ def _named_hardware(run: RunConfig) -> object:
 
 
 def check_stored_weights(run: RunConfig) -> None:
-    """Check the headers of ``model.from_hf``, if given.
+    """Check the headers of the weight files in ``model.from_hf``, if given.
 
     Raises:
-        ValueError: missing or unknown tensors, or wrong shapes.
+        ValueError: Tensors are missing or unknown, or have wrong shapes.
     """
     if run.model.from_hf is not None:
         check_headers(Path(run.model.from_hf), run.model)
 
 
 def check_weights(run: RunConfig) -> None:
-    """Check ``model.from_hf``, if given, with what its headers do not say; loads torch.
+    """Check headers and tied weights of ``model.from_hf``, if given; loads torch.
 
     Raises:
-        ValueError: missing or unknown tensors, wrong shapes, or a projection that is not the
-            embedding it is tied to.
+        ValueError: Tensors are missing or unknown, have wrong shapes, or the output projection
+            differs from the embedding to which it is tied.
     """
     if run.model.from_hf is not None:
         from sppo.model.hf import open_hf_weights
@@ -160,7 +162,7 @@ def _check_tensorboard(run: RunConfig) -> None:
 
 
 def _check_plan(run: RunConfig) -> None:
-    """Make the plan of a machine without limits: what it refuses, it refuses on any."""
+    """Make a plan for a machine with unlimited memory; its errors apply to every machine."""
     from sppo.training.devices.choose_device import device_kind
 
     machine = PRESETS["h100" if device_kind(run) == "cuda" else "laptop-cpu"]
@@ -173,7 +175,7 @@ def _check_plan(run: RunConfig) -> None:
             disk_bytes=_UNBOUNDED_BYTES,
             host_bytes=_UNBOUNDED_BYTES if hardware.device.kind == "cuda" else 0,
         )
-    except MemoryError:  # of a tier that the run file limits
+    except MemoryError:  # for a tier whose size the run file limits
         return
 
 

@@ -1,7 +1,7 @@
-"""Facts that all ranks must read alike: token data and starting weights, as far as it shows.
+"""Facts about token data and initial weights that must be the same on all ranks.
 
-Files may lie in other places on other nodes, as copies on local disks do; their contents must not
-differ, or a pipeline takes inputs from one data set and labels from another.
+Nodes may have copies of the files in different places, e.g. on local disks. The contents must not
+differ, or a pipeline would take inputs from one data set and labels from another.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _SHOWN_DIGITS = 16
 
 
 def input_facts(run: RunConfig, data: TokenData) -> dict[str, str]:
-    """Return what ranks compare of their inputs, by name.
+    """Return the facts about a rank's inputs that all ranks compare, by name.
 
     Args:
-        run: checked.
-        data: this rank's token data.
+        run: Validated run configuration.
+        data: Token data as this rank reads it.
     """
     meta, tokenizer = data.meta, data.meta.tokenizer
     documents = hashlib.sha256(data.document_offsets.data)
@@ -54,10 +54,10 @@ def input_facts(run: RunConfig, data: TokenData) -> dict[str, str]:
 def fingerprint(path: Path) -> str:
     """Return a checksum of a file's size and of 64 blocks of 4 KiB spread evenly over it.
 
-    Tells copies of different files apart at any size; a few flipped bytes it misses.
+    Distinguishes different files of any size, but may miss a few flipped bytes.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: The file cannot be read.
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size

@@ -1,4 +1,4 @@
-"""Check that some step of a run has something to learn: a label that counts."""
+"""Check that at least one step of a run has a valid label."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sppo.data.sequences import TrainingData
 
 
 def check_labels(training: TrainingData | DocumentSamples, *, steps: int) -> None:
-    """Raise ValueError if no step has a label; looks no further than the first that has one."""
+    """Raise ValueError if no step has a valid label; stops at the first step that has one."""
     tokens = training.data
     isolates = isinstance(training, TrainingData) and training.isolate_documents
     if tokens.loss_mask is None and not isolates:
@@ -28,7 +28,11 @@ def check_labels(training: TrainingData | DocumentSamples, *, steps: int) -> Non
 
 
 def _places_of_steps(training: TrainingData | DocumentSamples, *, steps: int) -> Iterator[int]:
-    """Yield where each step of a run begins, for an epoch at most; nothing without any label."""
+    """Yield the position at which each step of a run begins, for at most one epoch.
+
+    The position is a sample, or the number of a step of sequences. Yields nothing if every document
+    of the token stream is a single token, whose sequences have no labels.
+    """
     if isinstance(training, DocumentSamples):
         position = 0
         for _ in range(steps):

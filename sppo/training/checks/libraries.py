@@ -1,7 +1,7 @@
-"""Libraries that every run loads sooner or later, loaded before anyone asks what memory is left.
+"""Early import of the libraries that every run loads, before free memory is measured.
 
-The plots at the end bring in tens of MiB. Where a container leaves little, a plan that did not know
-of them would have the run killed when all its steps are done.
+The plots at the end of a run load tens of MiB of libraries. In a small container a plan that did
+not account for them would have the run killed after its last step.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from functools import cache
 
 @cache
 def load_libraries(*, tensorboard: bool = False) -> None:
-    """Load them; takes a second, once, which the run would spend later.
+    """Import the plotting libraries; takes a second once, which the run would spend later.
 
     Args:
-        tensorboard: also what writes its event files.
+        tensorboard: Also import the writer of TensorBoard's event files.
     """
     from matplotlib.backends import backend_agg  # noqa: F401
 

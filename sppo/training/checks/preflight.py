@@ -50,11 +50,11 @@ from sppo.training.training_data import training_data
 
 @dataclass(frozen=True, slots=True)
 class NextStep:
-    """The step of samples that a run begins with, or goes on with.
+    """First step of samples that a run, new or resumed, will execute.
 
     Attributes:
-        number: Counted from 1.
-        planned: Of the first replica.
+        number: Number of the step, counted from 1.
+        planned: Plan of the step for the first replica.
     """
 
     number: int
@@ -63,14 +63,14 @@ class NextStep:
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """A run whose inputs are known to fit together."""
+    """Training data and plan of a run that passed all checks."""
 
     data: TrainingData | DocumentSamples
     plan: ExecutionPlan
-    """Plan of a step; of a step of the longest samples where steps have samples."""
+    """Plan of every step; in a run of samples, of a step of the longest samples."""
     next_step: NextStep | None = None
-    """The step of samples that is run first; None of sequences, whose steps are alike, and where
-    all steps are done."""
+    """First step of samples; None if all steps are done, or in a run of sequences, whose steps are
+    alike."""
 
 
 def check_before_training(
@@ -81,18 +81,19 @@ def check_before_training(
     device: Device | None = None,
     starts_ranks: bool = False,
 ) -> Preflight:
-    """Open the data, check weights and output, decide what was left to ``auto``.
+    """Open the data, check weights, output and memory, and make the plan unless one is given.
 
     Args:
-        run: checked.
-        plan: to follow instead of deciding here.
-        local_ranks: processes of the run on this machine.
-        device: that this process computes on; None: the CPU.
-        starts_ranks: this process does not train, but starts those that do.
+        run: Validated run configuration.
+        plan: Plan to follow; None to make one.
+        local_ranks: Number of processes of the run on this machine.
+        device: Device of this process; None for the CPU.
+        starts_ranks: This process does not train, but starts the ranks that do.
 
     Raises:
-        ValueError: what is wrong, with the rule and the fix; nothing was changed.
-        MemoryError: the run does not fit in this machine's memory.
+        ValueError: An input or the plan breaks a rule; names the rule and the fix. Nothing was
+            changed.
+        MemoryError: The run does not fit in this machine's memory.
     """
     device = device or CpuDevice()
     check_inputs(run)
@@ -114,7 +115,7 @@ def check_before_training(
         check_step_size(run, room)
     if plan is None:
         hardware = _as_used(run, device, local_ranks=local_ranks)
-        if device.kind == "cuda":  # what no plan may use is not free either
+        if device.kind == "cuda":  # a plan uses at most the usable memory
             room = replace(room, device_bytes=min(room.device_bytes, hardware.device.usable_bytes))
         plan = _planned(run, training, hardware=hardware, room=room)
     check_trainable(run, plan, kind=device.kind)
@@ -130,11 +131,11 @@ def _planned(
     hardware: HardwareSpec,
     room: Room,
 ) -> ExecutionPlan:
-    """Return the plan of a run's steps; of samples, judged by its first ones."""
+    """Make the plan of a run's steps; steps of samples are planned for the first few of them."""
     limits: dict[str, Any] = {
         "hardware": hardware,
         "available_bytes": room.device_bytes,
-        "disk_bytes": room.disk.usable_bytes,  # the plan divides it
+        "disk_bytes": room.disk.usable_bytes,  # of all ranks; the plan divides it
         "host_bytes": room.host_bytes,
     }
     if not isinstance(training, DocumentSamples):
@@ -143,9 +144,9 @@ def _planned(
 
 
 def _first_steps(training: DocumentSamples) -> Iterator[tuple[int, ...]]:
-    """Yield the tokens of each sample of a run's first steps, also of one that goes on later.
+    """Yield the lengths of the samples of each of a run's first steps, in tokens.
 
-    So it goes on with the stages that it began with, bit for bit.
+    A resumed run uses these steps, too, so it gets the same stages and continues bit for bit.
     """
     consumed = 0
     for _ in range(STEPS):
@@ -157,12 +158,13 @@ def _first_steps(training: DocumentSamples) -> Iterator[tuple[int, ...]]:
 def _next_step(
     run: RunConfig, training: TrainingData | DocumentSamples, plan: ExecutionPlan
 ) -> NextStep | None:
-    """Return the plan of the step that a run begins or goes on with, where steps differ.
+    """Return the plan of the first step of samples to execute, after the newest checkpoint if any.
 
-    That of the newest checkpoint as it lies there: whether it is whole shows when it is loaded.
+    The checkpoint is not verified here, but when it is loaded. Returns None in a run of sequences,
+    and if all steps are done.
 
     Raises:
-        MemoryError: it does not fit.
+        MemoryError: The step does not fit.
     """
     if not isinstance(training, DocumentSamples):
         return None
@@ -180,7 +182,7 @@ def _next_step(
 
 
 def _newest_metadata(run: RunConfig) -> Mapping[str, Any]:
-    """Return that of the newest checkpoint; without one that of a run that begins."""
+    """Return the metadata of the newest checkpoint, or of a new run if there is none."""
     for _, path in list_checkpoints(Path(run.train.output) / CHECKPOINTS_DIRECTORY):
         with suppress(OSError, ValueError, KeyError, TypeError):
             metadata = read_json(path / METADATA_FILE)
@@ -190,7 +192,7 @@ def _newest_metadata(run: RunConfig) -> Mapping[str, Any]:
 
 
 def _as_used(run: RunConfig, device: Device, *, local_ranks: int) -> HardwareSpec:
-    """The machine that the run names, or this one, as its processes divide it."""
+    """Return the hardware that the run names, or of this machine, as divided by its ranks."""
     hardware = hardware_for(run.hardware, this_machine=device.machine())
     if device.kind == "cpu":
         hardware = _with_heap(hardware)
@@ -204,15 +206,15 @@ def _as_used(run: RunConfig, device: Device, *, local_ranks: int) -> HardwareSpe
 
 
 def check_trainable(run: RunConfig, plan: ExecutionPlan, *, kind: DeviceKind) -> None:
-    """Refuse what a plan may hold, and training cannot do; the solver recommends none of it.
+    """Raise ValueError if training does not support a plan; the solver recommends no such plan.
 
     Args:
-        run: with the degrees of the plan.
-        plan: to follow.
-        kind: of the devices.
+        run: Run configuration with the degrees of the plan.
+        plan: Plan to follow.
+        kind: Kind of the devices.
 
     Raises:
-        ValueError: the rule that it breaks, and what to write.
+        ValueError: The plan breaks a rule; names the rule and the fix.
     """
     degrees, by_name = Degrees.of_run(run), plan.schedule == "sppo_msp"
     problem = multiplexed_problem(run, degrees=degrees) if by_name else None
@@ -231,7 +233,7 @@ def check_trainable(run: RunConfig, plan: ExecutionPlan, *, kind: DeviceKind) ->
 
 
 def _stream_use(run: RunConfig, plan: ExecutionPlan) -> StreamUse:
-    """Return what takes CUDA streams in a run."""
+    """Return the features of a run that need CUDA streams."""
     ranges: set[tuple[int, int]] = set()
     if plan.shares_units:
         schedule = plan_program(plan)
@@ -248,7 +250,7 @@ def _stream_use(run: RunConfig, plan: ExecutionPlan) -> StreamUse:
 
 
 def _with_heap(hardware: HardwareSpec) -> HardwareSpec:
-    """The machine as this process uses its memory: without the pool, the C heap has holes."""
+    """Return the hardware with the heap share of a C heap if this process has no memory pool."""
     if hardware.device.kind != "cpu" or install_cpu_allocator() is not None:
         return hardware
     return replace(hardware, device=replace(hardware.device, heap_share=C_HEAP_SHARE))

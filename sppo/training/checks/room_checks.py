@@ -1,4 +1,4 @@
-"""The memory and the disk that a run finds, and whether its plan fits in them."""
+"""Checks that a run and its plan fit in the free memory and disk space of this machine."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from sppo.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Memory and disk space that a run finds on this machine.
+    """Free memory and disk space of this machine.
 
     Attributes:
-        kind: Of the device.
-        device_bytes: On the device of a rank.
-        host_bytes: In the host, for one rank; on a CPU that is the device.
-        disk: Behind both, for all ranks.
-        local_ranks: Ranks on this machine.
+        kind: Kind of the device.
+        device_bytes: Free memory of the device, for one rank.
+        host_bytes: Free host memory behind a GPU, for one rank; 0 on a CPU, whose device memory is
+            the host's.
+        disk: Disk space of the disk tier, for all ranks.
+        local_ranks: Number of ranks on this machine.
     """
 
     kind: DeviceKind
@@ -43,18 +44,18 @@ class Room:
 def find_room(
     run: RunConfig, device: Device, *, local_ranks: int, starts_ranks: bool, plans_ahead: bool
 ) -> Room:
-    """Return what is free for each rank.
+    """Return the memory and disk space that is free for the ranks on this machine.
 
     Args:
-        run: checked.
-        device: that this process computes on.
-        local_ranks: processes of the run on this machine.
-        starts_ranks: this process does not train, but starts those that do.
-        plans_ahead: each rank has a process that plans its next step.
+        run: Validated run configuration.
+        device: Device of this process.
+        local_ranks: Number of processes of the run on this machine.
+        starts_ranks: This process does not train, but starts the ranks that do.
+        plans_ahead: Each rank has another process that plans its next step.
     """
     is_cpu = device.kind == "cpu"
     available = device.room_bytes(local_ranks=local_ranks)
-    if starts_ranks and is_cpu:  # each loads what this process has loaded
+    if starts_ranks and is_cpu:  # each rank loads the same libraries as this process
         available = max(0, available - private_bytes())
     host_bytes = device.host_room_bytes(local_ranks=local_ranks)
     if plans_ahead:
@@ -67,11 +68,11 @@ def find_room(
 
 
 def check_step_size(run: RunConfig, room: Room) -> None:
-    """Raise MemoryError where a step's data and program alone do not fit: nothing is built first.
+    """Raise MemoryError if the data and program of a step alone do not fit; builds neither.
 
     Args:
-        run: checked.
-        room: on the device.
+        run: Validated run configuration.
+        room: Free memory of this machine.
     """
     parallel, num_subsequences = run.parallel, run.sequence.num_subsequences
     sequences = run.train.sequences_per_step // parallel.data_parallel_degree
@@ -88,7 +89,7 @@ def check_step_size(run: RunConfig, room: Room) -> None:
 
 
 def check_memory(run: RunConfig, plan: ExecutionPlan, room: Room) -> None:
-    """Raise MemoryError where the plan does not fit on the device, or in the host behind a GPU."""
+    """Raise MemoryError if the plan does not fit in device memory, or a GPU's host memory."""
     memory = max((stage.memory for stage in plan.stages), key=lambda m: m.device.total_bytes)
     needed = memory.device.total_bytes
     if room.kind == "cpu":
@@ -113,10 +114,10 @@ def check_memory(run: RunConfig, plan: ExecutionPlan, room: Room) -> None:
 
 
 def _check_host(run: RunConfig, plan: ExecutionPlan, host_bytes: int) -> None:
-    """Check host memory: what lives there, and the slots in front of a disk.
+    """Raise MemoryError if the host tier, or the slots of a disk tier, do not fit in host memory.
 
-    Also the copy that a checkpoint in the background is written from, whether the plan was made
-    with such checkpoints or not.
+    With ``checkpoint.async_save`` the copy of the state that is written in the background counts,
+    too, even if the plan was made without it.
     """
     saved = checkpoint_bytes(plan_candidate(plan)) if run.checkpoint.async_save else repeat(0)
     ranks = [
@@ -141,7 +142,7 @@ def _check_host(run: RunConfig, plan: ExecutionPlan, host_bytes: int) -> None:
 
 
 def _offload_less(plan: ExecutionPlan, *, room_bytes: int, needed_bytes: int) -> str:
-    """Say how a rank would offload no more than fits."""
+    """Return, for a message, how to change a run so that a rank offloads no more than fits."""
     if not needed_bytes:
         return "keep weights, gradients and optimizer states on the device (the section state)"
     return offload_less(
@@ -153,11 +154,11 @@ def _offload_less(plan: ExecutionPlan, *, room_bytes: int, needed_bytes: int) ->
 
 
 def check_disk(run: RunConfig, plan: ExecutionPlan, room: Room) -> None:
-    """Raise where the plan does not fit on the disk: one made before may offload more than is free.
+    """Raise an error if the plan, which may be older than the run, does not fit on the disk.
 
     Raises:
-        ValueError: the run names no disk.
-        MemoryError: the disk, or the largest file, is too small.
+        ValueError: The plan needs a disk, and the run names none.
+        MemoryError: The disk space, or the limit on the size of a file, is too small.
     """
     fullest = max(plan.rank_tier_buckets("disk"), key=lambda buckets: sum(buckets.values()))
     needed, offloaded = sum(fullest.values()), fullest[OFFLOADED]

@@ -1,1 +1,1 @@
-"""Devices that a rank computes on: a CPU or a GPU, and which of them a run gets."""
+"""Devices that a rank computes on (CPU or GPU), and the choice of the device of a run."""

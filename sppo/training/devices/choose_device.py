@@ -1,4 +1,4 @@
-"""The device of a run: a GPU where there is one, unless the run file names a CPU."""
+"""Choice of the device of a run: a GPU if there is one, unless the run file names a CPU."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def device_kind(run: RunConfig) -> DeviceKind:
 def choose_device(
     run: RunConfig, *, environment: RankEnvironment | None = None, local_ranks: int = 1
 ) -> Device:
-    """The device of one process of ``run``.
+    """Return the device of one process of ``run``.
 
     Args:
-        run: checked.
-        environment: the place of this process; None: it stands alone, or is to start ranks.
-        local_ranks: those it is to start.
+        run: Validated run configuration.
+        environment: Place of this process in the job; None if it trains alone or starts the ranks.
+        local_ranks: Number of ranks that this process starts on this machine.
 
     Raises:
-        ValueError: the run names a GPU and there is none, or more ranks are on this machine than
-            GPUs.
+        ValueError: The run names a GPU and there is none, or this machine has fewer GPUs than
+            ranks.
     """
     if device_kind(run) == "cpu":
         if _named_kind(run) == "cuda":
@@ -40,7 +40,7 @@ def choose_device(
     count, local_rank = torch.cuda.device_count(), 0
     if environment is not None:
         local_rank, local_ranks = environment.local_rank, environment.local_world_size
-        # srun may show every task the one GPU that is its own.
+        # srun may make only the task's own GPU visible to it.
         if environment.launcher == "slurm" and count == 1:
             local_rank, local_ranks = 0, 1
     if local_ranks > count:
@@ -54,7 +54,7 @@ def choose_device(
 
 
 def _named_kind(run: RunConfig) -> DeviceKind | None:
-    """Kind of device of the hardware that a run file names; None where it names none."""
+    """Return the kind of device of the hardware that a run file names; None if it names none."""
     config = run.hardware
     if config == "auto" or (config.file is None and config.preset is None):
         return None

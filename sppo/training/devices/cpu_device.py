@@ -1,7 +1,7 @@
-"""A CPU as what a rank computes on.
+"""The CPU as the device of a rank.
 
-Its device memory is the machine's, its work is done when it is issued, and offloaded tensors
-go to a disk.
+Its device memory is the machine's memory, work is done when the issuing call returns, and offloaded
+tensors go to a disk.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CpuDevice:
     group_device: torch.device | None = None
 
     def begin(self) -> None:
-        """Set the C heap so that what is allocated from now on can be given back."""
+        """Install the memory pool of CPU tensors, which can return freed memory to the system."""
         install_cpu_allocator()
 
     def describe(self) -> str:
@@ -46,31 +46,31 @@ class CpuDevice:
         return f"cpu with {torch.get_num_threads()} threads"
 
     def describe_memory(self) -> str:
-        """Name the allocator of CPU tensors, for people."""
+        """Return a description of the allocator of CPU tensors, for the log."""
         return f"memory of tensors: {describe_cpu_allocator()}"
 
     def machine(self) -> HardwareSpec:
-        """Describe this machine's CPU and usable memory."""
+        """Return the description of this machine's CPU and usable memory."""
         return describe_cpu(usable_memory_bytes())
 
     def room_bytes(self, *, local_ranks: int) -> int:
-        """Return this rank's equal part of the free memory, in bytes."""
+        """Return this rank's equal share of the free memory, in bytes."""
         return memory_room().share_bytes(local_ranks)
 
     def describe_room(self) -> str:
-        """Say what memory is free, for people."""
+        """Return a description of the free memory, for messages."""
         return str(memory_room())
 
     def host_room_bytes(self, *, local_ranks: int) -> int:
-        """Return 0: a CPU's device memory is the host's."""
+        """Return 0: the device memory of a CPU is the host's memory."""
         return 0
 
     def capacity_bytes(self, *, baseline_bytes: int) -> int:
-        """Return all memory there is to this process, ``baseline_bytes`` included."""
+        """Return all memory that this process may use, ``baseline_bytes`` included."""
         return memory_room().least_bytes + baseline_bytes
 
     def peak_flops_per_s(self, dtype: torch.dtype) -> float:
-        """Time matrix products now and return their FLOPs per second."""
+        """Measure matrix products now, and return their FLOPs per second."""
         return measure_matmul_flops_per_s(dtype)
 
     def held_bytes(self) -> int:
@@ -78,7 +78,7 @@ class CpuDevice:
         return resident_bytes()
 
     def reset_peak(self) -> None:
-        """Count the peaks of the resident set and of the pool from here on."""
+        """Reset the recorded peaks of the resident set and of the pool."""
         reset_peak()
         allocator = install_cpu_allocator()
         if allocator is not None:
@@ -89,7 +89,7 @@ class CpuDevice:
         return peak_resident_bytes()
 
     def pool(self) -> PoolUse | None:
-        """Return what tensors use of the pool; None where torch's own allocator serves."""
+        """Return the memory that tensors use in the pool; None with torch's own allocator."""
         allocator = install_cpu_allocator()
         if allocator is None:
             return None
@@ -97,20 +97,20 @@ class CpuDevice:
         return PoolUse(memory.used_bytes, memory.used_peak_bytes)
 
     def trim(self) -> None:
-        """Give the pool's unused pages back to the system."""
+        """Return the unused pages of the pool to the system."""
         allocator = install_cpu_allocator()
         if allocator is not None:
             allocator.trim()
 
     def put(self, sequence: SequenceData) -> SequenceData:
-        """Return ``sequence`` itself: it is on the device already."""
+        """Return ``sequence`` itself, which is on the device already."""
         return sequence
 
     def synchronize(self) -> None:
-        """Return immediately: a CPU's work is done when it is issued."""
+        """Return immediately: work on a CPU is done when the issuing call returns."""
 
     def done_in_time(self, marks: Sequence[Any], *, still_s: float) -> bool:
-        """Return True: a CPU's work is done when it is issued."""
+        """Return True: work on a CPU is done when the issuing call returns."""
         return True
 
     def stopwatch(self) -> Stopwatch:
@@ -118,7 +118,7 @@ class CpuDevice:
         return HostStopwatch()
 
     def transfers(self, memory: StateMemory | None, *, give_up_s: float | None) -> Transfers:
-        """Return copies by threads, to and from a file."""
+        """Return the copies to and from a file, by threads."""
         assert memory is not None, "host memory is the device's own"
         return ThreadTransfers(memory.forget)
 
@@ -131,12 +131,12 @@ class CpuDevice:
         debug: bool,
         give_up_s: float | None,
     ) -> list[OffloadStore]:
-        """Return stores that offload to a disk, each through worker threads of its own."""
+        """Return stores that offload to a disk, each with its own worker threads."""
         if not count:
             return []
         assert disk is not None, "checked before training"
-        # Compute waits for each copy out. Into a free staging slot that is a memory copy, which
-        # takes the same cores either way. Where none is free, for the disk is slow, running ahead
-        # would hold the offloaded tensors of one more layer than there is memory planned for.
+        # Compute waits for each copy out (source_lag=0). Into a free staging slot that is a memory
+        # copy, which takes the same cores either way. If the disk is slow and no slot is free,
+        # running ahead would hold the offloaded tensors of one layer more than planned.
         queues = (ThreadQueues(poison=debug) for _ in range(count))
         return [OffloadStore(own, disk=disk, source_lag=0, checksums=debug) for own in queues]

@@ -1,7 +1,7 @@
-"""A GPU as what a rank computes on.
+"""A GPU as the device of a rank.
 
-The host issues work and runs ahead of it; nothing waits in between but the step's end, where the
-loss and the gradient norm are read, and the clock.
+The host issues work and runs ahead of the GPU. It waits for the GPU only at the end of a step, to
+read the loss, the gradient norm and the time.
 """
 
 from __future__ import annotations
@@ -37,43 +37,43 @@ _log = logging.getLogger(__name__)
 
 HOST_FRACTION = 0.85
 """Fraction of the free host memory that offloaded tensors may fill; the rest is for the processes
-themselves, and for what the system keeps of files on their way to the disk."""
+themselves, and for the page cache of files on their way to the disk."""
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Environment variables with the settings of torch's caching allocator; the first one wins."""
 SETTINGS = {
-    # Freed memory of one size serves another: what is reserved stays close to what is used.
+    # Freed memory can be reused for other sizes, so reserved memory stays close to used memory.
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-    # A message that waits for its sender must never stand in front of compute in a hardware queue,
-    # so every stream gets one: compute, two for copies, one for each direction of each edge.
+    # A message that waits for its sender must never block compute in a hardware queue, so every
+    # stream gets a queue: compute, two for copies, one for each direction of each edge.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    # Kernels of several communicators must come in one order on all devices, or they may wait for
-    # each other's room; with this it is the host's (tests/engine/test_nccl_rules.py: steps end).
+    # Kernels of several communicators must run in the same order on all devices, or they may wait
+    # for each other's resources. This makes it the host's order (tests/engine/test_nccl_rules.py).
     "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
-    # What NCCL was about when it timed out (sppo.parallel.job.environment says where it writes).
+    # Dump the pending operations of NCCL on a timeout; sppo.parallel.job.environment has the path.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
 """Environment variables that CUDA and torch read when they are first used."""
 
 
 def prepare_cuda() -> None:
-    """Set :data:`SETTINGS` where the user has not; before CUDA is first asked for anything."""
+    """Set :data:`SETTINGS` that the user has not set; must run before CUDA is first used."""
     for name, value in SETTINGS.items():
         if name not in ALLOCATOR_VARIABLES or _allocator_variable() is None:
             os.environ.setdefault(name, value)
 
 
 def _allocator_variable() -> str | None:
-    """Return the variable from which torch's allocator takes its settings; None if none is set."""
+    """Return the set variable with the settings of torch's allocator; None if none is set."""
     return next((name for name in ALLOCATOR_VARIABLES if name in os.environ), None)
 
 
 @dataclass(frozen=True, slots=True)
 class CudaDevice:
-    """:class:`sppo.training.devices.device.Device` of one GPU.
+    """Implementation of :class:`sppo.training.devices.device.Device` for one GPU.
 
     Attributes:
-        torch_device: Which.
-        is_own: Whether this process computes on it, rather than start others that do.
+        torch_device: Torch device of the GPU.
+        is_own: Whether this process computes on the GPU, rather than start the ranks that do.
         kind: Always "cuda".
     """
 
@@ -83,11 +83,11 @@ class CudaDevice:
 
     @property
     def group_device(self) -> torch.device | None:
-        """The GPU, whose tensors NCCL carries between ranks."""
+        """The GPU; NCCL sends its tensors between ranks."""
         return self.torch_device
 
     def begin(self) -> None:
-        """Make it the device that this process computes on, and keep the process next to it."""
+        """Make the GPU torch's current device, and bind the process to the nearest NUMA node."""
         _cuda.set_device(self.torch_device)
         node = node_of_pci_device(self._pci_address())
         kept = None if node is None else stay_near(node)
@@ -100,23 +100,23 @@ class CudaDevice:
         return f"{_cuda.get_device_name(self.torch_device)} ({self.torch_device})"
 
     def describe_memory(self) -> str:
-        """Name torch's caching allocator and its settings, for people."""
+        """Return torch's caching allocator and its settings as text, for the log."""
         name = _allocator_variable()
         settings = "default settings" if name is None else f"{name}={os.environ[name]}"
         return f"GPU tensors: torch's caching allocator, {settings}"
 
     def machine(self) -> HardwareSpec:
-        """Describe this machine's GPUs and usable host memory."""
+        """Return the description of this machine's GPUs and usable host memory."""
         gpus = Gpus(
             _cuda.get_device_name(self.torch_device), _cuda.device_count(), self._total_bytes()
         )
         return describe_gpus(gpus, host_bytes=usable_memory_bytes())
 
     def room_bytes(self, *, local_ranks: int) -> int:
-        """Return what of the GPU's memory is free, torch's unused reserve included, in bytes.
+        """Return the free memory of the GPU, torch's unused reserve included, in bytes.
 
-        For a process that starts ranks all of it: to ask what is free would take memory on the
-        device itself, for as long as that process lives.
+        A process that starts ranks gets the GPU's whole memory: querying the free memory would
+        create a CUDA context, which holds memory on the GPU as long as the process lives.
         """
         if not self.is_own:
             return self._total_bytes()
@@ -127,19 +127,19 @@ class CudaDevice:
         return int(free) + int(unused)
 
     def describe_room(self) -> str:
-        """Say what of the GPU's memory is free, for people."""
+        """Return a description of the free memory of the GPU, for messages."""
         return f"{format_bytes(self.room_bytes(local_ranks=1))} free on {self.describe()}"
 
     def host_room_bytes(self, *, local_ranks: int) -> int:
-        """Return this rank's part of the host memory that offloaded tensors may fill, in bytes."""
+        """Return this rank's share of the host memory for offloaded tensors, in bytes."""
         return int(memory_room().least_bytes * HOST_FRACTION) // local_ranks
 
     def capacity_bytes(self, *, baseline_bytes: int) -> int:
-        """Return the GPU's whole memory in bytes."""
+        """Return the total memory of the GPU in bytes."""
         return self._total_bytes()
 
     def peak_flops_per_s(self, dtype: torch.dtype) -> float:
-        """Time matrix products on the GPU now and return their FLOPs per second."""
+        """Measure matrix products on the GPU now, and return their FLOPs per second."""
         return measure_matmul_flops_per_s(dtype, device=self.torch_device)
 
     def held_bytes(self) -> int:
@@ -147,22 +147,22 @@ class CudaDevice:
         return int(_cuda.memory_reserved(self.torch_device))
 
     def reset_peak(self) -> None:
-        """Count torch's memory peaks from here on."""
+        """Reset torch's peak memory statistics."""
         _cuda.reset_peak_memory_stats(self.torch_device)
 
     def peak_bytes(self) -> int:
-        """Return the most bytes that torch has reserved."""
+        """Return the peak of the bytes that torch has reserved on the GPU."""
         return int(_cuda.max_memory_reserved(self.torch_device))
 
     def pool(self) -> PoolUse | None:
-        """Return what tensors use of torch's reserved memory, now and at most."""
+        """Return the memory that tensors use in torch's reserved memory, now and at the peak."""
         return PoolUse(
             int(_cuda.memory_allocated(self.torch_device)),
             int(_cuda.max_memory_allocated(self.torch_device)),
         )
 
     def trim(self) -> None:
-        """Wait for the GPU, then give torch's unused memory back to it."""
+        """Wait for the GPU, then release torch's unused reserved memory."""
         _cuda.synchronize(self.torch_device)
         _cuda.empty_cache()
 
@@ -173,11 +173,11 @@ class CudaDevice:
         )
 
     def synchronize(self) -> None:
-        """Return when all work issued to the GPU is done."""
+        """Wait until all work issued to the GPU is done."""
         _cuda.synchronize(self.torch_device)
 
     def done_in_time(self, marks: Sequence[Any], *, still_s: float) -> bool:
-        """Return whether the GPU does all work issued so far without standing still too long."""
+        """Wait for the work issued so far; return False if the GPU makes no progress too long."""
         stream = _cuda.current_stream(self.torch_device)
         return done_in_time(_cuda, self.torch_device, [stream], still_s=still_s, marks=marks)
 
@@ -186,7 +186,7 @@ class CudaDevice:
         return CudaStopwatch(self.torch_device)
 
     def transfers(self, memory: StateMemory | None, *, give_up_s: float | None) -> Transfers:
-        """Return copies by two streams, to and from page-locked host memory."""
+        """Return the copies to and from page-locked host memory, on two streams."""
         assert memory is None, "what leaves a GPU goes to host memory"
         return CudaTransfers(self.torch_device, give_up_s=give_up_s)
 
@@ -211,7 +211,7 @@ class CudaDevice:
         return [OffloadStore(own, disk=disk, checksums=debug) for own in queues]
 
     def _put(self, tensor: Tensor) -> Tensor:
-        """Torch keeps the page-locked copy until the device has read it."""
+        """Copy `tensor` to the GPU asynchronously; torch keeps the page-locked copy until then."""
         return _page_locked(tensor).to(self.torch_device, non_blocking=True)
 
     def _pci_address(self) -> str:

@@ -1,8 +1,7 @@
-"""Interface of a device: everything in training that a CPU and a GPU do differently.
+"""Interface of a device: the operations of training that differ between a CPU and a GPU.
 
-The trainer asks this object and never which kind it is. A CPU's device memory is the machine's, its
-work is done when it is issued, and what is offloaded goes to a disk; of a GPU see
-:mod:`sppo.training.devices.cuda_device`.
+The trainer calls this interface instead of testing the kind of device. Implementations are
+:mod:`sppo.training.devices.cpu_device` and :mod:`sppo.training.devices.cuda_device`.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ DeviceKind = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True, slots=True)
 class PoolUse:
-    """Memory of torch's tensors, of what its allocator manages."""
+    """Memory that tensors use in the pool of the device's allocator."""
 
     used_bytes: int
-    """Now."""
+    """Bytes used now."""
     used_peak_bytes: int
-    """Most bytes used since :meth:`Device.reset_peak`."""
+    """Peak of the bytes used since :meth:`Device.reset_peak`."""
 
 
 class Device(Protocol):
-    """One rank's device."""
+    """Device of one rank."""
 
     @property
     def kind(self) -> DeviceKind:
@@ -50,86 +49,90 @@ class Device(Protocol):
 
     @property
     def group_device(self) -> torch.device | None:
-        """The device whose tensors NCCL carries between ranks; None: gloo carries them."""
+        """Device whose tensors NCCL sends between ranks; None if gloo sends tensors."""
         ...
 
     def begin(self) -> None:
-        """Make it the one this process computes on, before any tensor is. Twice is once."""
+        """Prepare the device before any tensor is allocated; a second call does nothing more."""
         ...
 
     def describe(self) -> str:
-        """Describe the device for people, e.g. ``cpu with 2 threads``."""
+        """Return a description of the device for messages, e.g. ``cpu with 2 threads``."""
         ...
 
     def describe_memory(self) -> str:
-        """Return what manages the memory of tensors, for people."""
+        """Return a description of the allocator of tensors, for the log."""
         ...
 
     def machine(self) -> HardwareSpec:
-        """Return this machine, for a run file that names none."""
+        """Return the description of this machine, for a run file that names no hardware."""
         ...
 
     def room_bytes(self, *, local_ranks: int) -> int:
-        """Device memory that this rank may still take.
+        """Return the device memory that this rank may still allocate, in bytes.
 
         Args:
-            local_ranks: processes of the run on this machine.
+            local_ranks: Number of processes of the run on this machine.
         """
         ...
 
     def describe_room(self) -> str:
-        """Return how much of the device's memory is free, for people."""
+        """Return a description of the free device memory, for messages."""
         ...
 
     def host_room_bytes(self, *, local_ranks: int) -> int:
-        """Host memory behind the device that this rank may take; 0 where it is the device's."""
+        """Return the bytes of host memory that this rank may use as a tier; 0 on a CPU."""
         ...
 
     def capacity_bytes(self, *, baseline_bytes: int) -> int:
-        """All memory there is to this process, what it holds already included."""
+        """Return all device memory that this process may use, in bytes.
+
+        Args:
+            baseline_bytes: Bytes that the process holds already, which the result includes.
+        """
         ...
 
     def peak_flops_per_s(self, dtype: torch.dtype) -> float:
-        """Return the rate that matrix products reach, measured now."""
+        """Measure matrix products now, and return their FLOPs per second."""
         ...
 
     def held_bytes(self) -> int:
-        """Memory that the process holds on the device now."""
+        """Return the bytes that the process holds on the device now."""
         ...
 
     def reset_peak(self) -> None:
-        """Count peaks from here on."""
+        """Reset the recorded peaks of memory."""
         ...
 
     def peak_bytes(self) -> int:
-        """Most memory held since then."""
+        """Return the peak of the bytes held since :meth:`reset_peak`."""
         ...
 
     def pool(self) -> PoolUse | None:
-        """Return what tensors use of the memory held; None where nobody counts."""
+        """Return the memory that tensors use; None if the allocator does not count it."""
         ...
 
     def trim(self) -> None:
-        """Give memory that no tensor uses back to the system."""
+        """Return memory that no tensor uses to the system."""
         ...
 
     def put(self, sequence: SequenceData) -> SequenceData:
-        """Return ``sequence`` on the device; may still be on its way there when this returns."""
+        """Copy ``sequence`` to the device, perhaps asynchronously."""
         ...
 
     def synchronize(self) -> None:
-        """Return when all compute issued so far is done."""
+        """Wait until all compute issued so far is done."""
         ...
 
     def done_in_time(self, marks: Sequence[Any], *, still_s: float) -> bool:
-        """Return when all compute issued so far is done, or False when it no longer gets on.
+        """Wait for all compute issued so far; return False if it no longer makes progress.
 
         Args:
-            marks: of the stopwatch, in the order in which compute comes to them.
-            still_s: longest time in which it may come to none of them.
+            marks: Marks of the stopwatch, in the order in which compute reaches them.
+            still_s: Longest time in seconds in which compute may reach no mark.
 
         Raises:
-            RuntimeError: the device has failed.
+            RuntimeError: The device has failed.
         """
         ...
 
@@ -141,8 +144,9 @@ class Device(Protocol):
         """Return the copies of training state between this device and the tier behind it.
 
         Args:
-            memory: where that state lives, in a file; None: in host memory.
-            give_up_s: seconds that a step which failed is waited for; None: until it has ended.
+            memory: Memory of the state in a file; None for a tier in host memory.
+            give_up_s: Longest time in seconds to wait for the copies of a failed step; None for no
+                limit.
         """
         ...
 
@@ -155,13 +159,14 @@ class Device(Protocol):
         debug: bool,
         give_up_s: float | None,
     ) -> list[OffloadStore]:
-        """Return stores for what the plan offloads; none for a plan that offloads nothing.
+        """Return stores for the offloaded tensors of a plan.
 
         Args:
-            plan: to follow.
-            count: stores of this rank.
-            disk: directory of a disk tier.
-            debug: verify what comes back.
-            give_up_s: seconds that a step which failed is waited for; None: until it has ended.
+            plan: Plan of the run.
+            count: Number of stores to return; 0 if nothing is offloaded.
+            disk: Directory of a disk tier; None without one.
+            debug: Verify checksums of the copies back, and overwrite each slot after its use.
+            give_up_s: Longest time in seconds to wait for the copies of a failed step; None for no
+                limit.
         """
         ...

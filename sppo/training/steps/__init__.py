@@ -1,1 +1,1 @@
-"""Steps of a run: the work of each, planned ahead, run, measured and judged."""
+"""Steps of a run: their work, planning ahead, execution, measurement and non-finite guard."""

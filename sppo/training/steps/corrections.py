@@ -1,4 +1,4 @@
-"""Corrections of predicted seconds by measured ones: alike on all ranks, kept in checkpoints."""
+"""Correction of predicted step times by measured ones; the same on all ranks, checkpointed."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ from sppo.training.steps.step import DoneStep
 _log = logging.getLogger(__name__)
 
 _SAVED = "step_correction"
-"""Key of a checkpoint's metadata."""
+"""Key of the correction history in a checkpoint's metadata."""
 _FORWARDS = (ActionKind.F,)
 _BACKWARDS = (ActionKind.B, ActionKind.W, ActionKind.KV)
 
 
 class Corrections:
-    """Corrects the predictions of a run's steps by what its earlier steps took.
+    """Corrects the predicted times of a run's steps by the measured times of earlier steps.
 
-    The correction of a step is known when the step before it begins, when its plan may be begun.
+    The correction of a step is fixed when the step before it begins, because planning of the step
+    may begin then.
 
     Args:
-        history: of the steps before.
-        plan: of the run.
-        peers: all ranks; they call :meth:`learn` together.
+        history: Figures of the steps before.
+        plan: Plan of the run.
+        peers: Collectives over all ranks, which call :meth:`learn` together.
     """
 
     def __init__(
@@ -54,23 +55,23 @@ class Corrections:
 
     @property
     def current(self) -> StepCorrection:
-        """Return the correction for the step that begins, or runs."""
+        """Correction for the step that begins or runs now."""
         return self._current
 
     @property
     def following(self) -> StepCorrection:
-        """Return the correction for the step after that."""
+        """Correction for the step after the one that begins or runs now."""
         return self._history.current
 
     def learn(
         self, done: DoneStep, prediction: StepPrediction, *, planning_wait_s: float
     ) -> dict[str, Any]:
-        """Take in what a step took, and go on to the next; return the step's metrics.
+        """Add the measured times of a step to the history, and return its metrics. Collective.
 
         Args:
-            done: the step, on this rank.
-            prediction: of this rank's replica.
-            planning_wait_s: how long this rank waited for its plan.
+            done: Results of the step on this rank.
+            prediction: Prediction for this rank's replica.
+            planning_wait_s: Seconds that this rank waited for the plan of the step.
         """
         self._current = self._history.current
         self._history = self._history.after(self._figures(done, prediction, planning_wait_s))
@@ -93,7 +94,7 @@ class Corrections:
     def _figures(
         self, done: DoneStep, prediction: StepPrediction, planning_wait_s: float
     ) -> StepFigures:
-        """Return what the step says, of all ranks, the same to the last bit on each."""
+        """Return the figures of a step over all ranks, bit-identical on each. Collective."""
         layers = [stage.num_layers for stage in self._plan.stages]
         own = [
             action_sums(done.result.trace, prediction.uncorrected, kinds=kinds, layers=layers)
@@ -119,16 +120,19 @@ class Corrections:
         )
 
     def saved(self) -> dict[str, Any]:
-        """Return what a checkpoint's metadata has of it."""
+        """Return the history as an entry of a checkpoint's metadata."""
         return {_SAVED: {"of": _key(self._plan), "steps": self._history.as_json()}}
 
 
 def saved_history(metadata: Mapping[str, Any], *, plan: ExecutionPlan) -> CorrectionHistory:
-    """Return the history in a checkpoint's metadata; none of other ranks or another machine.
+    """Return the correction history in a checkpoint's metadata.
+
+    The history is empty if the checkpoint has none, or has one of other degrees of parallelism or
+    other hardware.
 
     Args:
-        metadata: of a checkpoint, {} without one.
-        plan: of the run that goes on.
+        metadata: Metadata of the checkpoint; {} without a checkpoint.
+        plan: Plan of the resumed run.
     """
     saved = metadata.get(_SAVED)
     try:
@@ -142,7 +146,7 @@ def saved_history(metadata: Mapping[str, Any], *, plan: ExecutionPlan) -> Correc
 
 
 def _key(plan: ExecutionPlan) -> dict[str, Any]:
-    """Return what must be the same for steps to take as long as before."""
+    """Return the hardware and degrees of a plan; measured times apply only if these are equal."""
     hardware = plan.hardware
     return {
         "hardware": f"{hardware.name} ({hardware.provenance})",
@@ -160,13 +164,14 @@ def action_sums(
     kinds: Collection[ActionKind],
     layers: Sequence[int],
 ) -> ActionSums:
-    """Return the sums over what one rank executed of some kinds.
+    """Return the sums over the actions of some kinds that one rank executed.
 
     Args:
-        trace: of the rank.
-        costs: of all actions, uncorrected.
-        kinds: of compute.
-        layers: of each stage. Launches of both halves of a backward count with the first.
+        trace: Executed actions of the rank.
+        costs: Uncorrected costs of all actions.
+        kinds: Kinds of compute actions to sum over.
+        layers: Number of layers of each stage. Actions W and KV count no layers, so the launches
+            of both halves of a backward count with B.
     """
     done = [one for one in trace if one.action.kind in kinds]
     halves = any(one.action.kind == ActionKind.W for one in done)
@@ -192,5 +197,5 @@ def action_sums(
 
 
 def _units(trace: Sequence[ExecutedAction]) -> set[tuple[int, int]]:
-    """Return the units of a step; every rank runs all of them."""
+    """Return the units of a step, each of which every rank runs."""
     return {one.action.unit for one in trace if one.action.kind == ActionKind.F}

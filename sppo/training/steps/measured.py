@@ -1,4 +1,4 @@
-"""Measurements of the steps of a run on one rank: where time went, and what held memory."""
+"""Measurements of the steps of a run on one rank: seconds by phase, and memory by bucket."""
 
 from __future__ import annotations
 
@@ -18,49 +18,50 @@ class StepPhases:
     forward_s: float
     backward_s: float
     rest_s: float
-    """Reading data, adding gradients up over ranks, clipping, the update."""
+    """Seconds for reading data, reducing gradients over ranks, clipping and the update."""
 
 
 @dataclass(slots=True)
 class MeasuredBuckets:
-    """Bytes that were held, at most, by what held them."""
+    """Peaks of device memory in bytes, by memory bucket."""
 
     weights_bytes: int = 0
-    """Weights that a rank keeps, and those it puts together for the time it computes with them."""
+    """Bytes of the weights that stay on the device, and of weights gathered while in use."""
     gradients_bytes: int = 0
-    """Gradients that a rank keeps, and those that are whole while they are formed and reduced."""
+    """Bytes of the gradients that stay on the device, and of whole gradients until reduced."""
     optimizer_bytes: int = 0
     kv_bytes: int = 0
     activations_bytes: int = 0
     copies_bytes: int = 0
-    """Slots that offloaded tensors pass through."""
+    """Bytes of the slots that offloaded tensors pass through."""
     kept_weights_bytes: int = 0
-    """Bytes of the weights that are on the device all the time."""
+    """Bytes of the weights that stay on the device."""
     kept_gradients_bytes: int = 0
-    """Bytes of the gradients that are on the device all the time."""
+    """Bytes of the gradients that stay on the device."""
     working_bytes: int | None = None
-    """None where torch's tensors live in the C heap, which does not tell."""
+    """Bytes of the working set; None if tensors are in the C heap, which does not count them."""
 
     @property
     def counted_bytes(self) -> int:
-        """Return all bytes that are counted tensor by tensor."""
+        """Sum of all buckets, in bytes."""
         state = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
         saved = self.kv_bytes + self.activations_bytes + self.copies_bytes
         return state + saved + (self.working_bytes or 0)
 
     def count_state(self, state: TrainingState) -> None:
-        """Take in what does not change from step to step."""
+        """Count the weights, gradients and optimizer states that stay on the device."""
         weights, gradients, self.optimizer_bytes = state.tensors.device_bytes
         self.kept_weights_bytes = self.weights_bytes = weights
         self.kept_gradients_bytes = self.gradients_bytes = gradients
 
     def count_step(self, peaks: EnginePeaks, *, pool: PoolUse | None) -> None:
-        """Take in the peaks of one step.
+        """Raise the peaks of the buckets to those of one step.
 
         Args:
-            peaks: of the engine.
-            pool: of torch's memory at the end of the step; what its peak has beyond that and what
-                the engine counts is the working set. None where nobody counts it.
+            peaks: Peaks that the engine counted.
+            pool: Use of the allocator's pool at the end of the step. The working set is its peak
+                less its use at the end and less the bytes that the engine counts. None if the
+                allocator does not count its use.
         """
         weights = self.kept_weights_bytes + peaks.gathered_bytes
         self.weights_bytes = max(self.weights_bytes, weights)
@@ -75,11 +76,11 @@ class MeasuredBuckets:
             self.working_bytes = max(self.working_bytes or 0, working)
 
     def count_copies(self, copies: CopyReport, *, host_is_device: bool) -> None:
-        """Take in the device memory that one step's copies passed through.
+        """Raise the peak of the slots on the device to that of one step.
 
         Args:
-            copies: of the step.
-            host_is_device: host memory is the device's own, as on a CPU.
+            copies: Report of the step's copies.
+            host_is_device: Whether host memory is the device memory, as on a CPU.
         """
         passed = copies.ring_bytes + (copies.host_bytes if host_is_device else 0)
         self.copies_bytes = max(self.copies_bytes, passed)
@@ -88,12 +89,12 @@ class MeasuredBuckets:
 def predicted_and_measured(
     predicted: MemoryBuckets, measured: MeasuredBuckets, *, all_bytes: int
 ) -> dict[str, tuple[int, int]]:
-    """Return pairs of bytes by bucket, as far as the device tells them apart.
+    """Return (predicted, measured) bytes by bucket, as far as the device can separate buckets.
 
     Args:
-        predicted: of the plan.
-        measured: of the steps.
-        all_bytes: what the process held at most, beyond what it held before it trained.
+        predicted: Predicted memory buckets.
+        measured: Peaks of the buckets over all steps.
+        all_bytes: Peak memory of the process, less what it held before it trained.
     """
     if measured.working_bytes is None:
         rest = {
@@ -104,7 +105,7 @@ def predicted_and_measured(
         }
     else:
         rest = {
-            # What messages and exchanged tensors take is not told apart from it.
+            # Buffers of messages and exchanged tensors cannot be separated from it.
             "working set": (
                 predicted.working_bytes + predicted.communication_bytes,
                 measured.working_bytes,

@@ -1,4 +1,4 @@
-"""Steps whose loss or gradient is NaN or infinite: what is wrong, and how often it may be."""
+"""Detection of NaN and infinite losses, gradients and states, and the limit on such steps."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _NAMED = 4
 
 
 class NonFiniteError(RuntimeError):
-    """Training stopped because losses or gradients were not finite."""
+    """Training stopped because losses, gradients or the state were not finite."""
 
 
 class NonFiniteGuard:
     """Decides for each step whether its update may be applied.
 
     Args:
-        stop_at_once: stop at the first such step instead of skipping it.
-        limit: most such steps in a row that are skipped.
+        stop_at_once: Stop at the first step that is not finite instead of skipping its update.
+        limit: Largest number of steps in a row whose updates are skipped.
     """
 
     def __init__(self, *, stop_at_once: bool, limit: int) -> None:
@@ -31,7 +31,7 @@ class NonFiniteGuard:
 
     @property
     def failing(self) -> bool:
-        """Return whether the last step was not finite."""
+        """Whether the last step was not finite."""
         return self._in_a_row > 0
 
     def problem(
@@ -43,17 +43,18 @@ class NonFiniteGuard:
         gradients: Mapping[str, Tensor],
         all_gather: Callable[[Sequence[str]], Sequence[str]] = lambda own: own,
     ) -> str | None:
-        """Return what is not finite, so that the update must be skipped; None for a healthy step.
+        """Return why the update of a step must be skipped; None if loss and norm are finite.
 
         Args:
-            step: counted from 1.
-            loss: the same on every rank, as is the norm.
-            norm: of the gradients of all parameters.
-            gradients: of this rank.
-            all_gather: puts together what each rank names; called where something is not finite.
+            step: Number of the step, counted from 1.
+            loss: Loss of the step, the same on every rank.
+            norm: Norm of the gradients of all parameters, the same on every rank.
+            gradients: Gradients of this rank, by name.
+            all_gather: Returns the names that any rank passes; called only in a step that is not
+                finite.
 
         Raises:
-            NonFiniteError: more such steps in a row than allowed.
+            NonFiniteError: More steps in a row were not finite than allowed.
         """
         if math.isfinite(loss) and math.isfinite(norm):
             self._in_a_row = 0
@@ -72,13 +73,13 @@ class NonFiniteGuard:
 
 
 def nonfinite_state(state: Mapping[str, Tensor]) -> str | None:
-    """Return what is NaN or infinite in a state that is to be saved; None if nothing is."""
+    """Return the names of tensors with NaN or infinity, as a message; None if all are finite."""
     bad = _nonfinite_names(state)
     return f"not finite: {_first_of(bad)}" if bad else None
 
 
 def nonfinite_place(state: Mapping[str, StateBlock]) -> str | None:
-    """The first NaN or infinite value of a state, by tensor and row; None if there is none."""
+    """Return tensor and row of the first NaN or infinite value; None if all are finite."""
     for name, block in state.items():
         if block.tensor.numel() and not _is_finite(block.tensor):
             bad = ~torch.isfinite(block.tensor)
@@ -98,7 +99,10 @@ def _nonfinite_names(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """NaN and infinity show in the extremes, which take no memory to find."""
+    """Return whether all values are finite.
+
+    NaN and infinity show in the minimum and maximum, which need no temporary memory.
+    """
     return all(bool(torch.isfinite(extreme)) for extreme in tensor.aminmax())
 
 

@@ -1,7 +1,7 @@
-"""Plans of the steps of a run of samples, each made while the step before runs.
+"""Planning of steps of samples in another process, while the step before runs.
 
-Another process makes them, which knows nothing but the planner and the request: they are what this
-process would plan itself. It does, when a step begins, wherever a plan is not there.
+The other process gets only the planner and the request, so its plan equals the one that this
+process would make. If there is no plan when a step begins, this process makes it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from sppo.planning.elastic.replica_plan import ReplicaPlan, StepRequest, plan_pi
 from sppo.planning.elastic.step_plan import StepPlanner
 
 _PROCESSES = 2
-"""Processes that are started, one after another, as they fail."""
+"""Number of failed processes after which no other is started."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TakenPlan:
-    """The plan of a step, and how it was come by.
+    """Plan of a step, with the time that the step waited for planning.
 
     Attributes:
-        replica: Division of the step, and the plan of this replica.
-        wait_s: Seconds that the step waited for it; 0 where it was there.
-        note: What is to be told of how it was made; "" where nothing went wrong.
+        replica: Division of the samples over replicas, and the plan of this replica.
+        wait_s: Seconds that the step waited for the plan; 0 if it was ready.
+        note: Message on a failure of planning ahead; "" if none.
     """
 
     replica: ReplicaPlan
@@ -37,18 +37,18 @@ class TakenPlan:
 
 
 class _NotThereError(Exception):
-    """The other process has no plan; says why, or "" where none was asked for."""
+    """The other process has no plan; the message says why, or is "" if none was requested."""
 
 
 class StepPlans:
-    """Gives one replica the plan of each step; close it at the end of the run.
+    """Source of the plans of one replica's steps; must be closed at the end of the run.
 
     Args:
-        planner: of the run.
-        replica: whose plans are taken.
-        ahead: whether another process makes them while steps run.
-        limit_s: how long a step waits for that process.
-        any_rank: whether what it is given is true on any rank; all ranks call it together.
+        planner: Planner of the run's steps.
+        replica: Index of the replica.
+        ahead: Whether another process makes plans while steps run.
+        limit_s: Longest time in seconds that a step waits for that process.
+        any_rank: Returns whether its argument is true on any rank. Collective.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class StepPlans:
         self._failures = 0
         self._begun: tuple[StepRequest, Future[ReplicaPlan]] | None = None
         self._note = ""
-        """Failure since the last plan was taken, as text; "" without one."""
+        """Message on a failure since the last plan was taken; "" if none."""
 
     def begin(self, request: StepRequest) -> None:
-        """Have the other process plan a step."""
+        """Submit a step to the planning process; does nothing without one."""
         if self._worker is None:
             return
         try:
@@ -83,12 +83,12 @@ class StepPlans:
             self._note = self._failed(str(error))
 
     def take(self, request: StepRequest) -> TakenPlan:
-        """Return the plan of a step, the same as without a process.
+        """Return the plan of a step, equal to one made without a planning process.
 
-        Where that is too slow on any rank, all ranks plan by a smaller search instead.
+        If planning exceeds the limit on any rank, all ranks plan by a smaller search instead.
 
         Raises:
-            MemoryError: no plan fits.
+            MemoryError: No plan fits.
         """
         start = time.perf_counter()
         found, late, waited = None, False, True
@@ -113,16 +113,16 @@ class StepPlans:
         return TakenPlan(found, time.perf_counter() - start if waited else 0.0, note)
 
     def close(self) -> None:
-        """End the other process."""
+        """End the planning process."""
         self._stop()
         self._worker = None
 
     def _found(self, request: StepRequest) -> tuple[ReplicaPlan, bool]:
-        """Return the plan that was begun, and whether it had to be waited for.
+        """Return the plan from the other process, and whether this process had to wait for it.
 
         Raises:
-            TimeoutError: it takes too long.
-            _NotThereError: there is none.
+            TimeoutError: The plan was not ready within the limit.
+            _NotThereError: The other process failed, or has no plan for this request.
         """
         begun, self._begun = self._begun, None
         if begun is None or begun[0] != request:
@@ -134,16 +134,16 @@ class StepPlans:
             return self._worker.result(future, timeout_s=self._limit_s), not is_there
         except TimeoutError:
             raise
-        except MemoryError:  # does not fit: planned once more here, which says so
+        except MemoryError:  # does not fit: planning here raises it again
             raise _NotThereError from None
         except WorkerLostError as error:
             raise _NotThereError(self._failed(str(error))) from error
-        except Exception as error:  # of whatever kind: it is planned here as well
+        except Exception as error:  # of any kind: the step is planned here
             how = f"failed ({type(error).__name__}: {error})"
             raise _NotThereError(self._failed(how)) from error
 
     def _failed(self, how: str) -> str:
-        """Give the process up, and say how it failed and what follows."""
+        """Close the failed process, and return a message on the failure and its consequence."""
         self._failures += 1
         self._stop()
         if self._failures == _PROCESSES:

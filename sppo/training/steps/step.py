@@ -21,13 +21,13 @@ from sppo.training.steps.measured import MeasuredBuckets
 
 @dataclass(frozen=True, slots=True)
 class StepSums:
-    """Sums over all ranks, from which the update is decided.
+    """Loss and gradients of a step, reduced over all ranks, from which its update is decided.
 
     Attributes:
-        num_valid: Labels that count, of all replicas.
-        loss: Mean over these; NaN where there is none.
-        norm: Euclidean norm of all gradients.
-        gradients: Those of the rows that this rank updates, by global name.
+        num_valid: Number of valid labels of all replicas.
+        loss: Mean loss over these labels; NaN if there is none.
+        norm: Euclidean norm of the gradients of all ranks.
+        gradients: Gradients of the rows that this rank updates, by global name.
     """
 
     num_valid: int
@@ -41,12 +41,12 @@ class DoneStep:
     """Results and times of one step on this rank.
 
     Attributes:
-        result: Of the engine.
-        sums: Over all ranks.
-        lr: Learning rate of the update; None where there was none.
-        copies: Of offloaded tensors.
-        seconds: Of the whole step.
-        rest_s: Of these, without the program's actions.
+        result: Result of the engine.
+        sums: Loss and gradients, reduced over all ranks.
+        lr: Learning rate of the update; None if the update was skipped.
+        copies: Report of the copies of offloaded tensors, with the state behind the device.
+        seconds: Duration of the whole step.
+        rest_s: Part of `seconds` outside of the program's actions.
     """
 
     result: StepResult
@@ -62,10 +62,10 @@ class StepInput:
     """Sequences that a step of one replica trains on.
 
     Attributes:
-        sequences: Its sequences.
-        boundaries: Cuts of each.
-        num_valid: Labels that count in all replicas.
-        planned: What was planned for this step alone; None where every step is alike.
+        sequences: Sequences of this replica.
+        boundaries: Subsequence boundaries of each sequence.
+        num_valid: Number of valid labels of all replicas.
+        planned: Plan of this step; None to follow the engine's own plan.
     """
 
     sequences: Sequence[SequenceData]
@@ -83,13 +83,13 @@ class StepHooks:
     """Callbacks of a step, in the order of their calls.
 
     Attributes:
-        read: Returns what this replica trains on.
-        before_action: Is given the position of each action of the program, and the action.
-        on_failure: Is given what ends the program early.
-        accumulated: Is called when all actions are issued.
-        reduced: Is given the engine's result once all reductions are issued; returns when the
-            device has got there, where that matters.
-        learning_rate: Returns the learning rate of the update; None leaves the update out.
+        read: Returns the input of this replica's step.
+        before_action: Called before each action of the program, with its position and the action.
+        on_failure: Called with the error that ends the program early.
+        accumulated: Called when all actions are issued.
+        reduced: Called with the engine's result, before (streamed gradients) or after the host
+            issues the reductions; may wait for the device.
+        learning_rate: Returns the learning rate of the update, or None to skip the update.
     """
 
     read: Callable[[], StepInput]
@@ -112,12 +112,12 @@ def run_step(
     """Zero, accumulate and reduce gradients, clip them, update, and count memory.
 
     Args:
-        state: of this rank.
-        hooks: what else is done on the way.
-        clip_norm: of the gradients of all ranks; 0 leaves them alone.
-        device: that this rank computes on.
-        peers: all ranks.
-        buckets: takes in the step's peaks.
+        state: Training state of this rank.
+        hooks: Callbacks of the step.
+        clip_norm: Norm to which gradients are clipped; 0 to leave them unclipped.
+        device: Device of this rank.
+        peers: Collectives over all ranks.
+        buckets: Measured peaks of memory, raised to those of the step.
     """
     start = time.perf_counter()
     device.reset_peak()

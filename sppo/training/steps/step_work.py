@@ -1,4 +1,4 @@
-"""Work of each step of a run and its plan: fixed sequences, or samples."""
+"""Work of each step of a run, with its plan: sequences of fixed length, or samples."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from sppo.training.steps.step import DoneStep
 
 @dataclass(frozen=True, slots=True)
 class PlannedPhases:
-    """Predicted seconds of a step by phase, as a run measures them."""
+    """Predicted seconds of a step by phase; the phases are those that a run measures."""
 
     forward_s: float
     backward_s: float
@@ -48,23 +48,23 @@ class PlannedPhases:
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """One step of one replica.
+    """Work of one step of one replica: its data, plan and predictions.
 
     Attributes:
-        sequences: What it trains on.
-        boundaries: Cuts of each.
-        num_consumed: Sequences, or samples, of all replicas.
-        tokens: Of this replica, without padding.
-        model_flops: Of this replica's step.
-        executed_flops: The same with what is recomputed.
-        step_s: Predicted seconds of its step.
+        sequences: Sequences that the replica trains on.
+        boundaries: Subsequence boundaries of each sequence.
+        num_consumed: Number of sequences, or samples, that all replicas consume.
+        tokens: Number of tokens of this replica, without padding.
+        model_flops: Model FLOPs of this replica's step.
+        executed_flops: FLOPs of this replica's step, recomputation included.
+        step_s: Predicted seconds of the step.
         phases: Predicted seconds by phase.
-        memory: Predicted memory of one of this rank's devices.
-        planned: What was planned for this step alone; None where all steps are alike.
-        planning_wait_s: Seconds that it waited for its plan.
-        planning_note: What is to be told of how it was planned; "" where nothing went wrong.
-        prediction: What its step takes, corrected by earlier steps; None without samples.
-        division_digest: Of the samples of all replicas; "" without samples.
+        memory: Predicted memory of this rank's device.
+        planned: Plan of this step; None if all steps are alike.
+        planning_wait_s: Seconds that the step waited for its plan.
+        planning_note: Message on a failure of planning ahead; "" if none.
+        prediction: Predicted times of the step, corrected by earlier steps; None without samples.
+        division_digest: Digest of the division of samples over replicas; "" without samples.
     """
 
     sequences: Sequence[SequenceData]
@@ -84,47 +84,47 @@ class StepWork:
 
     @property
     def for_engine(self) -> PlannedStep | None:
-        """Return the plan that the engine follows; None where its own plan serves."""
+        """Plan of the step for the engine; None to follow the engine's own plan."""
         if self.planned is None:
             return None
         return PlannedStep(self.planned.program, self.planned.placements)
 
 
 class StepSource(Protocol):
-    """Gives a rank the work of every step."""
+    """Source of the work of every step, for one rank."""
 
     def work(self, step: int, *, consumed: int) -> StepWork:
         """Return the work of a step.
 
         Args:
-            step: counted from 0.
-            consumed: sequences, or samples, of all steps before.
+            step: Number of the step, counted from 0.
+            consumed: Number of sequences, or samples, that all earlier steps consumed.
         """
         ...
 
     def why_no_labels(self, step: int, *, consumed: int) -> str:
-        """Return why no label of a step counts, for a step without any."""
+        """Return why a step has no valid label; called only for such a step."""
         ...
 
     def planned_timeline(self, last: StepWork) -> Timeline:
-        """Return the simulation of a step."""
+        """Return the simulated timeline of a step."""
         ...
 
     def learn(self, work: StepWork, done: DoneStep) -> Mapping[str, Any]:
-        """Take in what a step took, together with all ranks; return figures for its metrics."""
+        """Learn from the measured times of a step, and return further metrics. Collective."""
         ...
 
     def saved(self) -> Mapping[str, Any]:
-        """Return what the next steps go on from, for the metadata of a checkpoint."""
+        """Return the state that a resumed run needs, for the metadata of a checkpoint."""
         ...
 
     def close(self) -> None:
-        """End what prepares steps ahead; none is asked for any more."""
+        """End the preparation of further steps; no work may be requested after that."""
         ...
 
 
 class FixedSequences:
-    """Sequences of the token stream, all of one length: every step is alike."""
+    """Source of steps of the token stream, whose sequences have one length; all steps are alike."""
 
     def __init__(
         self, run: RunConfig, data: TrainingData, *, plan: ExecutionPlan, mesh: Mesh
@@ -143,7 +143,7 @@ class FixedSequences:
         self._phases = PlannedPhases(predicted.forward_s, predicted.backward_s, predicted.update_s)
 
     def work(self, step: int, *, consumed: int) -> StepWork:
-        """Return the work of a step; where it begins follows from its number."""
+        """Return the work of a step; its data follows from the number of the step."""
         indices = self._data.sequence_indices(step)
         first = self._mesh.at.data * self._count
         own = [self._data.sequence(index) for index in indices[first : first + self._count]]
@@ -160,28 +160,28 @@ class FixedSequences:
         )
 
     def why_no_labels(self, step: int, *, consumed: int) -> str:
-        """Return why no label of a step counts, for a step without any."""
+        """Return why a step has no valid label; called only for such a step."""
         return self._data.why_no_labels(step)
 
     def planned_timeline(self, last: StepWork) -> Timeline:
-        """Return the simulation of any step."""
+        """Return the simulated timeline of a step, the same for all steps."""
         case = simulated_plan(self._plan).case
         return simulate(case.schedule, costs=case.costs)
 
     def learn(self, work: StepWork, done: DoneStep) -> Mapping[str, Any]:
-        """Return nothing: the plan's prediction stays as it is."""
+        """Return {}: the predictions of the plan are not corrected."""
         return {}
 
     def saved(self) -> Mapping[str, Any]:
-        """Return nothing: a step follows from its number."""
+        """Return {}: the work of a step follows from its number."""
         return {}
 
     def close(self) -> None:
-        """Do nothing: no step is prepared ahead."""
+        """Do nothing, for no step is prepared ahead."""
 
 
 class Samples:
-    """Samples, each step's own: divided over replicas, packed, planned."""
+    """Source of steps of samples, which are divided over replicas, packed, and planned."""
 
     def __init__(
         self,
@@ -198,17 +198,17 @@ class Samples:
             step_planner(plan, background_saves=run.checkpoint.async_save),
             replica=ranks.mesh.at.data,
             ahead=run.planning.ahead,
-            # Other ranks wait as well, and one that plans after the limit needs some time.
+            # A rank that plans after the limit needs time before the other ranks time out.
             limit_s=min(run.planning.limit_s, run.parallel.timeout_s / 2),
             any_rank=ranks.peers.any,
         )
         self._lengths: set[int] = set()
 
     def work(self, step: int, *, consumed: int) -> StepWork:
-        """Take the plan of a step, have the next one planned, and read the samples.
+        """Take the plan of a step, start the planning of the next, and read the samples.
 
         Raises:
-            MemoryError: no plan fits.
+            MemoryError: No plan fits.
         """
         samples = self._data.step_samples(consumed)
         taken = self._plans.take(self._request(samples, self._corrections.current))
@@ -248,7 +248,11 @@ class Samples:
         )
 
     def _memory(self, plan: StepPlan) -> MemoryBuckets:
-        """Return the memory of this rank, with code that earlier steps' lengths took for good."""
+        """Return the predicted memory of this rank.
+
+        Includes the code that oneDNN compiled for subsequence lengths of earlier steps, which is
+        never freed.
+        """
         candidate = plan.evaluated.candidate
         device = plan.evaluated.memory[self._mesh.at.pipeline].device
         taken = code_bytes(candidate.workload, lengths=self._lengths)
@@ -256,7 +260,7 @@ class Samples:
         return replace(device, growth_bytes=device.growth_bytes + taken)
 
     def _sequence(self, samples: Sequence[int], tokens: int) -> SequenceData:
-        """Read the samples of one sequence, and pad it to so many tokens."""
+        """Read the samples of one packed sequence, and pad it to `tokens` tokens."""
         row = self._data.row(samples)
         missing = tokens - row.tokens_S.shape[0]
         if not missing:
@@ -268,21 +272,21 @@ class Samples:
         )
 
     def why_no_labels(self, step: int, *, consumed: int) -> str:
-        """Return why no label of a step counts, for a step without any."""
+        """Return why a step has no valid label; called only for such a step."""
         return self._data.why_no_labels(consumed)
 
     def planned_timeline(self, last: StepWork) -> Timeline:
-        """Return the simulation of a step."""
+        """Return the simulated timeline of a step."""
         assert last.planned is not None, "every step of samples is planned"
         return simulate(last.planned.program, costs=last.planned.evaluated.costs)
 
     def learn(self, work: StepWork, done: DoneStep) -> Mapping[str, Any]:
-        """Correct the predictions of the steps after the next; return figures of this one."""
+        """Correct the predictions of steps after the next; return metrics of this step."""
         assert work.prediction is not None, "every step of samples is predicted"
         return self._corrections.learn(done, work.prediction, planning_wait_s=work.planning_wait_s)
 
     def saved(self) -> Mapping[str, Any]:
-        """Return what predictions are corrected by."""
+        """Return the history by which predictions are corrected."""
         return self._corrections.saved()
 
     def close(self) -> None:
@@ -298,14 +302,14 @@ def step_source(
     ranks: Ranks,
     metadata: Mapping[str, Any],
 ) -> StepSource:
-    """Return what gives this rank the work of every step of a run; close it at the end.
+    """Return the source of this rank's steps; the caller closes it at the end of the run.
 
     Args:
-        run: checked.
-        data: of the run.
-        plan: of the run.
-        ranks: all that train it.
-        metadata: of the checkpoint that it goes on from; {} without one.
+        run: Validated run configuration.
+        data: Training data of the run.
+        plan: Plan of the run.
+        ranks: All ranks of the run.
+        metadata: Metadata of the checkpoint from which the run resumes; {} without one.
     """
     if isinstance(data, DocumentSamples):
         history = saved_history(metadata, plan=plan)

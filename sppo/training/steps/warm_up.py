@@ -1,8 +1,8 @@
-"""One step of small models before anything is measured.
+"""Warm-up: steps of small models before memory and time are measured.
 
 The first step of a process loads libraries, starts threads, and compiles kernels for every shape of
-a product (on a CPU with bf16 two thirds of a MiB each): tens of MiB and tenths of a second that
-belong to no bucket and no phase of a run. After this they are part of the baseline.
+a matrix product (on a CPU with bf16 two thirds of a MiB each): tens of MiB and tenths of a second
+that belong to no bucket and no phase of a run. The warm-up makes them part of the baseline.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sppo.training.state_tensors import DTYPES
 
 _TOKENS = 64
 _MOST_LENGTHS = 16
-"""Distinct lengths that are worth a step; equal cuts have one or two."""
+"""Largest number of distinct lengths with a step each; equal cuts have one or two lengths."""
 _SIZES = {
     "preset": None,
     "from_hf": None,
@@ -43,22 +43,22 @@ _SIZES = {
 
 
 def warm_up(run: RunConfig, *, lengths: Sequence[int], device: Device | None = None) -> None:
-    """Train one step of a tiny model, then one of a single layer in the shapes that a rank has.
+    """Train a step of a tiny model, then one of a single layer for each length on this rank.
 
-    Nothing is kept.
+    The models are discarded.
 
     Args:
-        run: checked.
-        lengths: of the subsequences.
-        device: that computes; None: the CPU.
+        run: Validated run configuration.
+        lengths: Lengths of the subsequences, in tokens.
+        device: Device that computes; None for the CPU.
     """
     device = device or CpuDevice()
     tiny = run.model.model_copy(update=_SIZES)
     _step(run, tiny, cuts=(0, _TOKENS, 2 * _TOKENS), with_optimizer=True, device=device)
-    # Of a subsequence, sequence-parallel ranks hold a share each.
+    # Each sequence-parallel rank holds a shard of a subsequence.
     own = {ceil(tokens / run.parallel.sequence_parallel_degree) for tokens in lengths}
     for tokens in sorted(own, reverse=True)[:_MOST_LENGTHS]:
-        # Twice, so that the second has a prefix.
+        # Two subsequences, so that the second has a prefix.
         cuts = (0, tokens, 2 * tokens) if len(lengths) > 1 else (0, tokens)
         update = {
             "num_layers": 1,
@@ -90,7 +90,7 @@ def _step(
         weights=weights,
         gradients=gradients,
         policy="keep_attention",
-        loss_terms=loss_terms(run),  # kernels are compiled for the ones there are
+        loss_terms=loss_terms(run),  # kernels are compiled for these terms
     )
     engine.accumulate([device.put(_sequence(model, cuts[-1]))], [cuts])
     if with_optimizer:
