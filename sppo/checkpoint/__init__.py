@@ -1,1 +1,1 @@
-"""Checkpoints: saved atomically, verified before use, read by any number of ranks."""
+"""Checkpoints: saved atomically, verified before use, readable by any number of ranks."""

@@ -2,8 +2,8 @@
 
 ``OUTPUT/checkpoints/step_000012/`` holds the tensors (torch.distributed.checkpoint, keys are
 global names, one file for each rank that wrote), ``metadata.json`` and ``manifest.json``. Step k
-means after k optimizer steps. Nothing in it depends on how many ranks there were: any number of
-them, each with its blocks of the tensors, may go on from it.
+means after k optimizer steps. A checkpoint does not depend on the number of ranks that saved it:
+any number of ranks, each with its blocks of the tensors, can resume from it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _OVERHEAD_BYTES = MIB  # metadata, manifest, directories
 
 
 class CheckpointError(OSError):
-    """A checkpoint could not be written: the disk is full, or another fault of it."""
+    """A checkpoint could not be written, because the disk is full or failed."""
 
     def __str__(self) -> str:
         return self.strerror or super().__str__()
@@ -91,14 +91,14 @@ def run_metadata(
     tokens_sha256: str | None = None,
     more: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Return the metadata of a checkpoint: all that is needed to go on, besides the tensors.
+    """Return the metadata of a checkpoint: all that a resumed run needs besides the tensors.
 
     Args:
-        config: of the run.
-        sequences_consumed: the position in the data, the only state of its order: sequences, or
-            samples of a run of samples.
-        tokens_sha256: of the token data, so that a run goes on with the same one.
-        more: that steps go on from, as plain values.
+        config: Run configuration.
+        sequences_consumed: Number of sequences, or of samples in a run of samples, consumed so
+            far: the position in the data, which is the only state of its order.
+        tokens_sha256: Checksum of the token data, with which a resumed run compares its own.
+        more: Further state that a resumed run needs, as plain values.
     """
     return {
         **more,
@@ -111,20 +111,21 @@ def run_metadata(
 
 
 class CheckpointManager:
-    """Saves, keeps and finds the checkpoints of one run.
+    """Saves, verifies, loads and deletes the checkpoints of one run.
 
-    With several ranks each has a manager, and every method is collective: all ranks call it with
-    the same step, and all return or all raise the same. Rank 0 makes room, verifies and publishes;
-    every rank writes and reads its own blocks, in a directory that all of them see.
+    Each rank has a manager, and every method is collective: all ranks call it with the same step,
+    and either all return or all raise the same error. Rank 0 checks disk space, verifies and
+    publishes; every rank writes and reads its own blocks, in a directory that all ranks share.
 
     Args:
-        directory: ``OUTPUT/checkpoints``; made at the first save. One run at a time writes there.
-        keep: how many checkpoints stay on the disk, at least one.
-        async_save: copy the state to CPU memory, then write it while training goes on. Takes
-            as much host memory as the state for as long as the write lasts.
-        group: of all ranks, which make their managers at the same time, for these talk over gloo
-            groups of their own. None: one process, which saves alone.
-        timeout_s: how long a rank waits for what others do with a checkpoint.
+        directory: ``OUTPUT/checkpoints``; created at the first save. Only one run at a time may
+            write there.
+        keep: Number of checkpoints to keep on the disk, at least one.
+        async_save: Copy the state to CPU memory, and write it while training continues. During
+            the write this takes as much host memory as the state.
+        group: Process group of all ranks, which create their managers at the same time, because
+            managers communicate over gloo groups of their own. None for a single process.
+        timeout_s: Longest time in seconds that a rank waits for the other ranks.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class CheckpointManager:
         self._keep = keep
         self._ranks = CheckpointRanks(group, timeout_s=timeout_s)
         self._writer = ThreadPoolExecutor(1, "checkpoint") if async_save else None
-        # The writing thread must not meet a search for checkpoints in one group's collectives.
+        # The writing thread and a search for checkpoints must not use the same group at a time.
         self._writing_ranks = self._ranks
         if async_save:
             self._writing_ranks = CheckpointRanks(group, timeout_s=timeout_s)
@@ -158,20 +159,19 @@ class CheckpointManager:
     ) -> None:
         """Write the checkpoint of ``step``, then delete all but the newest ``keep``.
 
-        Does nothing if ``step`` is what was saved or loaded last. With ``async_save`` it returns
-        once the state is copied; the caller may change the tensors then.
+        Does nothing if ``step`` was the last step saved or loaded. With ``async_save`` the method
+        returns when the state is copied; the caller may then change the tensors.
 
         Args:
-            state: what this rank holds, by global name, on any device: blocks of tensors, or
-                whole ones. Blocks that several ranks hold are written once.
-            step: optimizer steps done.
-            metadata: JSON-able, see :func:`run_metadata`; that of rank 0 is saved.
+            state: Tensors that this rank holds, by global name, on any device: blocks, or whole
+                tensors. Blocks that several ranks hold are written once.
+            step: Number of optimizer steps done.
+            metadata: JSON-able metadata, see :func:`run_metadata`; that of rank 0 is saved.
 
         Raises:
-            CheckpointError: this or the previous background save failed, on any rank. Nothing
-                partial stays, and earlier checkpoints are as they were.
-            PeerLostError: here and below, that another rank has ended. Something partial may stay
-                until the next save.
+            CheckpointError: This save, or the previous background save, failed on any rank. Partial
+                files are removed, and earlier checkpoints are unchanged.
+            PeerLostError: Another rank has ended. Partial files may remain until the next save.
         """
         self.wait()
         if step == self._current_step:
@@ -188,10 +188,11 @@ class CheckpointManager:
         self._current_step = step
 
     def wait(self) -> None:
-        """Return when the background save, if any, is on the disk.
+        """Wait until the background save, if any, is written to the disk.
 
         Raises:
-            CheckpointError: it failed. Reported once; another save may be tried.
+            CheckpointError: The save failed. Raised once; another save may be tried.
+            PeerLostError: Another rank has ended.
         """
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is None:
@@ -203,27 +204,30 @@ class CheckpointManager:
             raise
 
     def latest_valid(self) -> Checkpoint | None:
-        """The newest checkpoint whose files are all as they were written; None if there is none.
+        """Return the newest checkpoint whose files are undamaged; None if there is none.
 
-        Reads all of it, on rank 0, and changes nothing. A warning names each newer one that is
-        damaged.
+        Rank 0 reads all files of the checkpoint, and changes nothing. A warning names each damaged
+        checkpoint that is newer.
 
         Raises:
-            InvalidCheckpointError: there are checkpoints, and all are damaged.
+            InvalidCheckpointError: There are checkpoints, and all are damaged.
+            PeerLostError: Another rank has ended.
         """
         checkpoint, self._damaged = self._ranks.on_first(lambda: newest_valid(self.directory))
         return checkpoint
 
     def load_into(self, checkpoint: Checkpoint, state: Mapping[str, Tensor | StateBlock]) -> None:
-        """Fill the tensors of ``state`` in place; tensors it does not name are not read.
+        """Fill the tensors of ``state`` in place; other tensors of the checkpoint are not read.
 
         Args:
-            checkpoint: saved by any number of ranks.
-            state: what this rank holds, cut in any way; need not cover the tensors.
+            checkpoint: Checkpoint saved by any number of ranks.
+            state: Blocks that this rank holds, of any layout; they need not cover whole tensors.
 
         Raises:
-            ValueError: the checkpoint lacks some or has them in another shape; names them. Or a
-                rank does not see what rank 0 has found. Nothing is changed.
+            ValueError: The checkpoint lacks tensors or has them in other shapes, and the message
+                names them; or a rank does not see the files that rank 0 found. No tensor is
+                changed.
+            PeerLostError: Another rank has ended.
         """
         blocks = as_blocks(state)
         self._ranks.on_all(lambda: self._check_loadable(checkpoint.path, blocks))
@@ -240,8 +244,12 @@ class CheckpointManager:
         check_fits(path, blocks)
 
     def _make_room(self, sizes: Sequence[Mapping[BlockKey, int]], *, step: int) -> int:
-        """Bytes that the blocks of all ranks need; there is a directory with as many free."""
-        # By key, for replicas are written once.
+        """Create the directory, check its free space, and return the bytes that all blocks need.
+
+        Raises:
+            CheckpointError: The directory cannot be created, or lacks space.
+        """
+        # Merged by key, because replicas of a block are written once.
         blocks = {key: size for of_rank in sizes for key, size in of_rank.items()}
         needed = sum(blocks.values()) + _OVERHEAD_BYTES
         try:
@@ -266,7 +274,7 @@ class CheckpointManager:
         except OSError as error:
             raise self._give_up(own, error, step=step, needed=needed) from error
         except BaseException:
-            # A rank may be gone, so the others are not asked; what stays, the next save removes.
+            # A rank may have ended, so this is not collective; the next save removes leftovers.
             if ranks.is_first:
                 shutil.rmtree(own, ignore_errors=True)
             raise
@@ -280,7 +288,7 @@ class CheckpointManager:
         step: int,
         metadata: Mapping[str, Any],
     ) -> None:
-        """Complete what all ranks have written."""
+        """Add metadata and manifest to the files of all ranks, and rename the directory."""
         about = partial / METADATA_FILE
         write_json(about, {"step": step, **metadata})
         all_sums = [*sums, sum_files([about])]
@@ -289,7 +297,7 @@ class CheckpointManager:
         publish(partial, self.directory / step_name(step))
 
     def _give_up(self, own: Path, error: OSError, *, step: int, needed: int) -> CheckpointError:
-        """Remove what all ranks have begun; what to raise."""
+        """Remove the partial checkpoint of all ranks, and return the error to raise."""
 
         def undo() -> CheckpointError:
             shutil.rmtree(own, ignore_errors=True)
@@ -304,7 +312,7 @@ class CheckpointManager:
         self._prune(step)
 
     def _prune(self, step: int) -> None:
-        """Delete what the complete checkpoint of ``step`` makes superfluous."""
+        """Delete all but the newest ``keep`` checkpoints, and the damaged ones except ``step``."""
         damaged = {path for path in self._damaged if path.name != step_name(step)}
         whole = [path for _, path in list_checkpoints(self.directory) if path not in damaged]
         for path in [*whole[self._keep :], *damaged]:
@@ -322,7 +330,7 @@ def _made(directory: Path) -> Path:
 
 
 def _copies(state: Mapping[str, StateBlock]) -> dict[str, StateBlock]:
-    """Return CPU copies of blocks that the caller may change while ``state`` is being written."""
+    """Return CPU copies of the blocks, so that the caller may change ``state`` during the write."""
     return {
         name: replace(block, tensor=block.tensor.detach().to("cpu", copy=True))
         for name, block in state.items()
@@ -330,26 +338,26 @@ def _copies(state: Mapping[str, StateBlock]) -> dict[str, StateBlock]:
 
 
 def read_model(path: Path | str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The weights of a run's newest valid checkpoint, or of one particular checkpoint.
+    """Return metadata and weights of a run's newest valid checkpoint, or of a given checkpoint.
 
     Args:
-        path: a run's output directory, its ``checkpoints`` or one ``step_...`` in there.
+        path: Output directory of a run, its ``checkpoints`` directory, or one ``step_...`` in it.
 
     Returns:
         The checkpoint's metadata (see :func:`run_metadata`, with ``step``) and the fp32 weights on
         the CPU by global name.
 
     Raises:
-        InvalidCheckpointError: no checkpoint there, or none that is whole.
+        InvalidCheckpointError: There is no checkpoint, or all are damaged.
     """
     checkpoint, weights = read_weights(path)
     return checkpoint.metadata, weights
 
 
 def read_weights(path: Path | str) -> tuple[Checkpoint, dict[str, Tensor]]:
-    """The checkpoint that :func:`find_checkpoint` finds, and its fp32 weights by global name.
+    """Return the checkpoint that :func:`find_checkpoint` finds, and its fp32 weights by name.
 
-    A run may go on saving meanwhile: what is read here, it deletes later.
+    A run may save checkpoints meanwhile; it does not delete the one that is being read.
     """
     while True:
         with held_checkpoint(path) as checkpoint:
@@ -358,7 +366,7 @@ def read_weights(path: Path | str) -> tuple[Checkpoint, dict[str, Tensor]]:
             except Exception:
                 if checkpoint.path.is_dir():
                     raise
-        # Deleted all the same, by a run on a file system without locks: it has a newer one.
+        # A run deleted the checkpoint, on a file system without locks; the run has a newer one.
 
 
 def _model_tensors(directory: Path) -> dict[str, Tensor]:
@@ -368,7 +376,7 @@ def _model_tensors(directory: Path) -> dict[str, Tensor]:
 
 
 def _newest(directory: Path) -> str:
-    """Return, as text, the checkpoint that a run which ends now goes on from."""
+    """Return a message on the newest checkpoint, and on the steps that are lost without a save."""
     with suppress(OSError):
         for step, path in list_checkpoints(directory):
             return f"the newest is {path.name}: what was trained after step {step} is lost"

@@ -1,8 +1,8 @@
-"""Planners of torch.distributed.checkpoint that save blocks, and read others out of them.
+"""Planners of torch.distributed.checkpoint (DCP) that save and load :class:`StateBlock`.
 
-DCP stores every block as a chunk with its offsets and reads, for each wanted block, the parts of
-all chunks that overlap it; that is how a checkpoint changes its layout. It knows how to ask its own
-distributed tensors where they lie. These planners answer for :class:`StateBlock`.
+DCP stores every block as a chunk with its offsets. To load a block, DCP reads the parts of all
+chunks that overlap the block, so a checkpoint can be loaded in another layout. DCP's own planners
+know the offsets of its distributed tensors only; these planners know the offsets of blocks.
 """
 
 from __future__ import annotations
@@ -34,17 +34,20 @@ from sppo.checkpoint.state_block import StateBlock
 
 
 class BlockSavePlanner(DefaultSavePlanner):
-    """Lets one of the ranks that hold a block write it, evenly over the ranks.
+    """Save planner that has each block written by one of the ranks that hold it, evenly.
 
     Raises (while saving):
-        ValueError: the blocks of a name do not tile one tensor of one dtype.
+        ValueError: The blocks of a name do not tile one tensor of one dtype.
     """
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def create_local_plan(self) -> SavePlan:
-        """Plan to write this rank's blocks, without vacant ones, which would pass for others."""
+        """Plan to write this rank's blocks.
+
+        Vacant blocks are left out, because they may have the offsets of another block.
+        """
         blocks: Mapping[str, StateBlock] = self.state_dict
         self.plan = SavePlan(
             [_write_item(name, block) for name, block in blocks.items() if not block.is_vacant]
@@ -52,17 +55,20 @@ class BlockSavePlanner(DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Plan to write every block once. DCP finds overlaps; gaps are found here."""
+        """Plan to write every block once. DCP detects overlaps; this method detects gaps."""
         _check_tiles(all_plans)
         return super().create_global_plan(all_plans)
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """The data of one planned write."""
+        """Return the tensor of one planned write."""
         return _tensor_of(self.state_dict, index)
 
 
 class BlockLoadPlanner(DefaultLoadPlanner):
-    """Fills blocks from whatever blocks were saved; their global shapes are known to fit."""
+    """Load planner that fills blocks from saved blocks of any layout.
+
+    The caller has checked that the global shapes are equal (:func:`.tensors.check_fits`).
+    """
 
     def set_up_planner(
         self,
@@ -70,12 +76,12 @@ class BlockLoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Take ``state_dict``, blocks by name, as it is."""
+        """Set the blocks to fill, by name, without the flattening of the base class."""
         self.state_dict, self.metadata = state_dict, metadata
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
-        """Plan to read what overlaps each block that holds anything."""
+        """Plan to read the saved chunks that overlap each block with elements."""
         assert self.metadata is not None, "set up before planning"
         saved = self.metadata.state_dict_metadata
         blocks: Mapping[str, StateBlock] = self.state_dict
@@ -123,7 +129,7 @@ def _tensor_entry(entry: object) -> TensorStorageMetadata:
 
 
 def _check_tiles(plans: Sequence[SavePlan]) -> None:
-    """Ranks must mean the same tensor by a name, the same block by its offsets, and lack none."""
+    """Raise ValueError unless the blocks of all ranks tile each tensor, with equal dtypes."""
     tensors: dict[str, tuple[torch.Size, torch.dtype]] = {}
     blocks: dict[MetadataIndex, torch.Size] = {}
     for rank, plan in enumerate(plans):

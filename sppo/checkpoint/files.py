@@ -1,8 +1,7 @@
-"""Checkpoint directories: where they lie, and how they appear and disappear, always by one rename.
+"""Checkpoint directories: their names, and their creation and deletion by one rename each.
 
-``checkpoints/step_000012/`` is complete by construction. ``step_000012.partial-<pid>`` is being
-written and ``step_000012.deleting-<pid>`` being deleted; found later, both are what a killed run
-left behind.
+``checkpoints/step_000012/`` is always complete. ``step_000012.partial-<pid>`` is being written, and
+``step_000012.deleting-<pid>`` is being deleted; if found later, both are leftovers of a killed run.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from pathlib import Path
 from sppo.output_file import sync_directory
 
 CHECKPOINTS_DIRECTORY = "checkpoints"
-"""Inside a run's output directory."""
+"""Name of the directory of checkpoints in a run's output directory."""
 
 METADATA_FILE = "metadata.json"
-"""File of a checkpoint that says what the run was and where it stood."""
+"""File of a checkpoint with the configuration of the run and its position in the data."""
 
 _logger = logging.getLogger(__name__)
 _COMPLETE = re.compile(r"step_(\d{6,})")
@@ -30,12 +29,12 @@ _LEFTOVER = re.compile(r"step_\d{6,}\.(?:partial|deleting)-\d+")
 
 
 def step_name(step: int) -> str:
-    """Return ``step_000012``."""
+    """Return the directory name of a checkpoint, e.g. ``step_000012``."""
     return f"step_{step:06d}"
 
 
 def is_step_name(name: str) -> bool:
-    """Return whether ``name`` is that of a complete checkpoint."""
+    """Return whether ``name`` is the directory name of a complete checkpoint."""
     return _COMPLETE.fullmatch(name) is not None
 
 
@@ -45,11 +44,11 @@ def partial_path(directory: Path, *, step: int) -> Path:
 
 
 def list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
-    """Return (step, path) of every checkpoint in ``directory``, newest first, unverified."""
+    """Return (step, path) of every checkpoint in ``directory``, newest first, without verifying."""
     if not directory.is_dir():
         return []
-    # Twice where the first look finds none: a run that publishes one and deletes another while the
-    # names are read may show neither.
+    # A second time if the first finds none: if a run publishes a checkpoint and deletes another
+    # while the names are read, the listing may contain neither.
     return _listed(directory) or _listed(directory)
 
 
@@ -64,10 +63,10 @@ def _listed(directory: Path) -> list[tuple[int, Path]]:
 
 @contextmanager
 def held(path: Path) -> Iterator[bool]:
-    """Keep runs from deleting the checkpoint at ``path``; yields False where it is gone already.
+    """Prevent runs from deleting the checkpoint at ``path``; yield False if it no longer exists.
 
-    A shared lock of its directory, which a run that deletes it asks for alone. Where the file
-    system has no locks nothing is kept, and a reader must look whether it is still there.
+    Takes a shared lock of the directory; a run takes an exclusive lock before it deletes. On a file
+    system without locks nothing is prevented, and a reader must check that the directory exists.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -77,17 +76,17 @@ def held(path: Path) -> Iterator[bool]:
     try:
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_SH)
-        # It may have been renamed between opening and locking.
+        # The directory may have been renamed between opening and locking.
         yield path.is_dir() and os.path.samestat(path.stat(), os.fstat(descriptor))
     finally:
         os.close(descriptor)
 
 
 def publish(partial: Path, target: Path) -> None:
-    """Rename a complete ``partial`` to ``target``, in place of what lies there, durably.
+    """Rename a complete ``partial`` to ``target`` durably, replacing an existing ``target``.
 
-    What lies there is a checkpoint already known to be damaged: a run resumes from the newest
-    valid one, so it meets again only the steps whose checkpoints it could not use.
+    An existing ``target`` is known to be damaged: a run resumes from the newest valid checkpoint,
+    so it repeats only steps whose checkpoints are damaged.
     """
     sync_directory(partial)
     aside = _set_aside(target) if target.exists() else None
@@ -98,10 +97,10 @@ def publish(partial: Path, target: Path) -> None:
 
 
 def remove_checkpoint(path: Path) -> bool:
-    """Delete a checkpoint so that a kill in the middle leaves no half of it under its name.
+    """Delete a checkpoint; rename it first, so that a kill leaves no partial checkpoint.
 
     Returns:
-        Whether it was: one that is :func:`held` stays.
+        Whether the checkpoint was deleted; one that is :func:`held` is not.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -115,7 +114,10 @@ def remove_checkpoint(path: Path) -> bool:
 
 
 def _is_held(descriptor: int) -> bool:
-    """Lock a directory alone; return whether others hold it. Without locks nobody does."""
+    """Try to lock a directory exclusively; return whether another process holds a lock.
+
+    Returns False on a file system without locks.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -133,9 +135,9 @@ def _set_aside(path: Path) -> Path:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Delete what killed runs left half written or half deleted.
+    """Delete partial checkpoints of killed runs: half written, or half deleted.
 
-    One run at a time writes into a directory, so whatever bears these names is dead.
+    Only one run at a time writes into a directory, so no running process uses these names.
     """
     if not directory.is_dir():
         return

@@ -1,9 +1,9 @@
-"""The manifest of a directory: size and checksums of every file, written last, checked first.
+"""Manifest of a checkpoint directory: size and checksums of every file, written last.
 
-CRC-32 finds every burst of up to 32 wrong bits and misses other damage once in 4 billion; zlib's
-runs at several GB/s a core, many times what cryptographic digests reach, and nobody is expected to
-forge a checkpoint. Files are summed in blocks so that threads share one large file, each by the
-rank that wrote it; what they found, rank 0 writes down.
+CRC-32 detects every burst of up to 32 wrong bits, and misses other damage once in 4 billion. The
+CRC-32 of zlib reaches several GB/s per core, many times the rate of cryptographic digests, and
+forged checkpoints are not a concern. Checksums are per block, so that several threads read one
+large file. Each rank sums the files that it wrote, and rank 0 writes the manifest.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PROBLEM_CHARACTERS = 300
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """The first thing found wrong in a directory."""
+    """First problem found in a checkpoint directory."""
 
     file: str
     problem: str
@@ -47,7 +47,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class FileSum:
-    """Size and checksums that a file must have."""
+    """Size and block checksums of a file, as it was written."""
 
     size_bytes: int
     block_crc32: tuple[str, ...]
@@ -61,15 +61,15 @@ class _StoredBlock:
 
 
 def why_absent(*, alone: bool) -> str:
-    """Return why what a rank has written may not be seen: of several ranks, by another one."""
+    """Return the likely reason for a missing file: deleted (one rank), or not shared (several)."""
     return _DELETED if alone else _SHARED
 
 
 def sum_files(paths: Iterable[Path]) -> dict[str, FileSum]:
-    """Read files of one directory: what they are, by name.
+    """Read files of one directory, and return their sizes and checksums by name.
 
     Raises:
-        OSError: one cannot be read.
+        OSError: A file cannot be read.
     """
     sizes = {path: path.stat().st_size for path in paths}
     blocks = [block for path, size in sizes.items() for block in _blocks_of(path, size)]
@@ -80,16 +80,16 @@ def sum_files(paths: Iterable[Path]) -> dict[str, FileSum]:
 
 
 def write_manifest(directory: Path, files: Mapping[str, FileSum], *, alone: bool = False) -> None:
-    """List ``files``, which are all that ``directory`` holds.
+    """Write the manifest of ``directory``, which lists all of its files.
 
     Args:
-        directory: of a checkpoint.
-        files: by name.
-        alone: one rank wrote all of them.
+        directory: Directory of a checkpoint.
+        files: Sizes and checksums of all files, by name.
+        alone: Whether a single rank wrote all files.
 
     Raises:
-        OSError: a file that another rank wrote is not to be seen here, or only part of it; or the
-            manifest cannot be written.
+        OSError: A file is missing here or has another size, e.g. because ranks do not share the
+            directory; or the manifest cannot be written.
     """
     for name, file in files.items():
         problem = _wrong_size(directory / name, file.size_bytes)
@@ -104,7 +104,7 @@ def write_manifest(directory: Path, files: Mapping[str, FileSum], *, alone: bool
 
 
 def find_damage(directory: Path) -> Damage | None:
-    """The first file of ``directory`` that is not what its manifest says; None if all are.
+    """Return the first file of ``directory`` that differs from its manifest; None if none does.
 
     Reads every byte. A file that cannot be read counts as damaged.
     """
@@ -115,7 +115,10 @@ def find_damage(directory: Path) -> Damage | None:
 
 
 def find_absence(directory: Path) -> Damage | None:
-    """Find damage by names and sizes alone: what this rank sees of files that another has read."""
+    """Return the first file that is missing or has a wrong size; None if there is none.
+
+    For ranks that must see the files which rank 0 has verified; reads only the manifest.
+    """
     files = _listed(directory)
     return files if isinstance(files, Damage) else _wrong_sizes(directory, files)
 
@@ -200,7 +203,7 @@ def _blocks_of(path: Path, size_bytes: int) -> Iterator[_StoredBlock]:
 
 
 def _checksums(blocks: list[_StoredBlock]) -> list[str]:
-    # zlib lets go of the interpreter lock, so threads are enough.
+    # zlib releases the global interpreter lock, so threads run in parallel.
     with ThreadPoolExecutor(max_workers=min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
         return list(threads.map(_checksum, blocks))
 
@@ -214,7 +217,7 @@ def _checksum(block: _StoredBlock) -> str:
             try:
                 count = file.readinto(buffer[: min(_READ_BYTES, left)])
             except OSError as error:
-                # A failing disk reports no name by itself.
+                # The error of a failing disk does not name the file.
                 raise OSError(error.errno, error.strerror, str(block.path)) from error
             if not count:
                 break

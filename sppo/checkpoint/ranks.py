@@ -1,7 +1,7 @@
-"""Ranks that save and load together: what one of them fails at, all of them fail at.
+"""Collectives of the ranks that save and load a checkpoint: an error on one is raised on all.
 
-Work on the disk goes wrong on one rank alone, while the others wait in the next collective. So
-every part of it runs inside one of the calls below, which end the same way on all ranks.
+Disk work may fail on one rank while the others wait in the next collective. Therefore every part of
+it runs inside a call of :class:`CheckpointRanks`, which ends the same way on all ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from sppo.parallel.job.peer_errors import peer_errors
 
 TIMEOUT_S = 7200.0
-"""Seconds that a rank waits for the disks of others, which takes longer than anything in a step."""
+"""Seconds that a rank waits for other ranks' disk work, which takes longer than a step."""
 
 _WAITING = "waiting for what the other ranks do with a checkpoint"
 
@@ -25,15 +25,16 @@ T = TypeVar("T")
 
 
 class CheckpointRanks:
-    """The processes that take part, on a gloo group of their own.
+    """Ranks that take part in checkpoints, with a gloo group of their own.
 
-    So a save in the background never meets the collectives of a step, and may wait long.
+    The own group keeps a background save apart from the collectives of a step, and has a longer
+    timeout.
 
     Args:
-        group: of the same ranks, which all make one of these at the same time; None for a process
-            that works alone, for which every call below is a plain call, whether or not
+        group: Process group of the ranks, which all create this object at the same time; None for
+            a single process, for which all methods are plain calls, whether or not
             torch.distributed is in use.
-        timeout_s: how long a rank waits for the others.
+        timeout_s: Longest time in seconds that a rank waits for the others.
     """
 
     def __init__(self, group: ProcessGroup | None, *, timeout_s: float = TIMEOUT_S) -> None:
@@ -44,14 +45,14 @@ class CheckpointRanks:
 
     @property
     def is_first(self) -> bool:
-        """Return whether this is the rank that does what is done once."""
+        """Whether this is rank 0 of the group, which does the work that is done once."""
         return self.rank == 0
 
     def on_first(self, work: Callable[[], T]) -> T:
-        """Run ``work`` on rank 0; every rank gets what it returned or raised.
+        """Run ``work`` on rank 0, and return its result, or raise its error, on every rank.
 
         Raises:
-            PeerLostError: here and below, that another rank has ended.
+            PeerLostError: Another rank has ended. The other methods raise this error, too.
         """
         if self.group is None:
             return work()
@@ -61,13 +62,16 @@ class CheckpointRanks:
         return cast(T, value)
 
     def on_all(self, work: Callable[[], T]) -> T:
-        """Run ``work`` on every rank, which gets its own result; one failure is everybody's."""
+        """Run ``work`` on every rank, and return its own result; an error is raised on each."""
         results: list[T] = []
         self.gather(lambda: results.append(work()))
         return results[0]
 
     def gather(self, work: Callable[[], T]) -> list[T]:
-        """Run ``work`` as :meth:`on_all` does; rank 0 alone gets the results, in order."""
+        """Run ``work`` on every rank; return all results by rank on rank 0, and [] on others.
+
+        As in :meth:`on_all`, an error on one rank is raised on all.
+        """
         if self.group is None:
             return [work()]
         value, error = _attempt(work)
@@ -80,7 +84,11 @@ class CheckpointRanks:
         return [value for value, _ in outcomes or []]
 
     def failure(self, failures: Mapping[int, BaseException]) -> BaseException:
-        """Return the error that all ranks raise when these failed; it names the rank of several."""
+        """Return the error that all ranks raise: of the first failed rank, whose number is added.
+
+        Args:
+            failures: Errors by rank.
+        """
         rank = min(failures)
         error = failures[rank]
         if self.group is None:
@@ -92,7 +100,7 @@ class CheckpointRanks:
         return error
 
     def _tell(self, value: Any) -> Any:
-        """Rank 0's ``value``, on all ranks."""
+        """Broadcast ``value`` of rank 0, and return it on all ranks."""
         box = [value]
         with peer_errors(_WAITING):
             dist.broadcast_object_list(box, src=self._first, group=self.group)
@@ -100,7 +108,7 @@ class CheckpointRanks:
 
 
 def portable(error: BaseException | None) -> BaseException | None:
-    """Return ``error``, or one with its text where it cannot travel to another process."""
+    """Return ``error``, or a RuntimeError with its text if ``error`` cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -124,12 +132,12 @@ def _own_group(group: ProcessGroup, *, timeout_s: float) -> ProcessGroup:
 def _attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     try:
         return work(), None
-    except BaseException as error:  # interrupts too: the others must not wait for ever
+    except BaseException as error:  # also interrupts: the other ranks must not wait forever
         return None, error
 
 
 def _raise_common(common: BaseException | None, *, own: BaseException | None) -> None:
-    """Raise what all ranks raise, if anything, with this rank's ``own`` error as its cause."""
+    """Raise ``common``, the error of all ranks, if any, with this rank's ``own`` as its cause."""
     if common is None:
         return
     if common is own:

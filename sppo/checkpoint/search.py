@@ -1,4 +1,4 @@
-"""The checkpoint to go on from, or to read: the newest that is whole."""
+"""Search for the checkpoint to resume from or to read: the newest undamaged one."""
 
 from __future__ import annotations
 
@@ -25,42 +25,42 @@ from sppo.quoting import one_line, quoted
 
 _logger = logging.getLogger(__name__)
 _MOST_LEVELS = 2
-"""Directories of a name that may be mistyped."""
+"""Largest number of missing path components for which similar runs are suggested."""
 _MOST_RUNS = 1000
 _SHOWN_RUNS = 3
 _ALIKE = 0.5
-"""Ratio of :mod:`difflib` from which on two names are taken for one and a slip of it."""
+"""Similarity of :mod:`difflib` from which on a run is suggested in place of a missing path."""
 
 
 class InvalidCheckpointError(ValueError):
-    """A checkpoint that must be there cannot be found, or none of those found is whole."""
+    """No checkpoint was found where one is required, or all checkpoints found are damaged."""
 
 
 class NoCheckpointError(InvalidCheckpointError):
-    """A checkpoint is missing where one must be."""
+    """No checkpoint was found where one is required."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One checkpoint whose files were verified."""
+    """A checkpoint whose files were verified."""
 
     path: Path
     step: int
-    """Optimizer steps done when it was saved."""
+    """Number of optimizer steps done when the checkpoint was saved."""
     metadata: dict[str, Any]
     """Metadata of the run (:func:`~sppo.checkpoint.checkpoint.run_metadata`), with ``step``
     added."""
 
 
 def find_checkpoint(path: Path | str) -> Checkpoint:
-    """The checkpoint that ``path`` stands for, verified; changes nothing.
+    """Find and verify the checkpoint at ``path``, of a run the newest; changes nothing.
 
     Args:
-        path: a run's output directory, its ``checkpoints`` or one ``step_...`` in there.
+        path: Output directory of a run, its ``checkpoints`` directory, or one ``step_...`` in it.
 
     Raises:
-        NoCheckpointError: there is none.
-        InvalidCheckpointError: none is whole.
+        NoCheckpointError: There is no checkpoint.
+        InvalidCheckpointError: All checkpoints are damaged.
     """
     with held_checkpoint(path) as checkpoint:
         return checkpoint
@@ -68,14 +68,14 @@ def find_checkpoint(path: Path | str) -> Checkpoint:
 
 @contextmanager
 def held_checkpoint(path: Path | str) -> Iterator[Checkpoint]:
-    """Yield the checkpoint that ``path`` stands for, verified, which no run deletes meanwhile.
+    """Find and verify the checkpoint at ``path``, and prevent its deletion within the context.
 
     Args:
-        path: as for :func:`find_checkpoint`.
+        path: As in :func:`find_checkpoint`.
 
     Raises:
-        NoCheckpointError: there is none.
-        InvalidCheckpointError: none is whole.
+        NoCheckpointError: There is no checkpoint.
+        InvalidCheckpointError: All checkpoints are damaged.
     """
     path = Path(path)
     below = path / CHECKPOINTS_DIRECTORY
@@ -92,13 +92,13 @@ def held_checkpoint(path: Path | str) -> Iterator[Checkpoint]:
 
 
 def check_any(path: Path | str) -> None:
-    """Make sure that there is a checkpoint to find at ``path``, whole or not; reads none.
+    """Raise NoCheckpointError if there is no checkpoint at ``path``; verifies none.
 
     Args:
-        path: as for :func:`find_checkpoint`.
+        path: As in :func:`find_checkpoint`.
 
     Raises:
-        NoCheckpointError: there is none.
+        NoCheckpointError: There is no checkpoint, neither valid nor damaged.
     """
     path = Path(path)
     below = path / CHECKPOINTS_DIRECTORY
@@ -118,7 +118,7 @@ def _none_at(path: Path) -> NoCheckpointError:
 
 
 def _runs_nearby(path: Path) -> str:
-    """Return ". Did you mean runs/mine?", or the runs there are in its place, or nothing."""
+    """Return ". Did you mean runs/mine?", or a list of the runs beside ``path``, or ""."""
     path = path.parent if path.name == CHECKPOINTS_DIRECTORY else path
     missing = [path.name]
     root = path.parent
@@ -137,14 +137,20 @@ def _runs_nearby(path: Path) -> str:
 
 
 def newest_valid(directory: Path) -> tuple[Checkpoint | None, set[Path]]:
-    """The newest undamaged checkpoint, and the paths of those that are newer."""
+    """Return the newest undamaged checkpoint, and the paths of newer, damaged ones.
+
+    Returns (None, set()) if there is no checkpoint.
+
+    Raises:
+        InvalidCheckpointError: All checkpoints are damaged.
+    """
     with _newest_held(directory) as found:
         return found
 
 
 @contextmanager
 def _newest_held(directory: Path) -> Iterator[tuple[Checkpoint | None, set[Path]]]:
-    """Yield what :func:`newest_valid` returns, which no run deletes meanwhile."""
+    """Yield the result of :func:`newest_valid`; no run deletes the checkpoint in the context."""
     with ExitStack() as stack:
         while (found := _newest(directory, stack)) is None:
             stack.close()
@@ -152,7 +158,10 @@ def _newest_held(directory: Path) -> Iterator[tuple[Checkpoint | None, set[Path]
 
 
 def _newest(directory: Path, stack: ExitStack) -> tuple[Checkpoint | None, set[Path]] | None:
-    """Return what :func:`newest_valid` does, held by ``stack``; None where a run deleted one."""
+    """Return the result of :func:`newest_valid`, with the checkpoint held by ``stack``.
+
+    Returns None if a run deleted a checkpoint during the search, which must then be repeated.
+    """
     damages: dict[Path, Damage] = {}
     for _, path in list_checkpoints(directory):
         if not stack.enter_context(held(path)):
@@ -176,7 +185,7 @@ def _newest(directory: Path, stack: ExitStack) -> tuple[Checkpoint | None, set[P
 
 @contextmanager
 def _one_held(path: Path) -> Iterator[Checkpoint]:
-    """The checkpoint at ``path``, which stays until the end of the context."""
+    """Yield the verified checkpoint at ``path``; no run deletes the checkpoint in the context."""
     with held(path) as is_there:
         if not is_there:
             raise InvalidCheckpointError(
@@ -191,14 +200,14 @@ def _one_held(path: Path) -> Iterator[Checkpoint]:
 
 
 def _deleted(path: Path) -> str:
-    """Return what to do where the run has deleted its old checkpoint, else nothing."""
+    """Return a hint for messages if the run has deleted the checkpoint at ``path``, else ""."""
     if path.exists() or not list_checkpoints(path.parent):
         return ""
     return f". A run keeps its newest ones: name {path.parent}, and the newest is read"
 
 
 def _open(path: Path) -> Checkpoint | Damage:
-    """The checkpoint at ``path``, whose files are known to be as they were written."""
+    """Return the checkpoint at ``path``, whose files were verified, or a fault in its metadata."""
     try:
         metadata = read_json(path / METADATA_FILE)
         step = metadata["step"]

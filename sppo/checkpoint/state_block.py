@@ -1,8 +1,8 @@
-"""One rank's shard of a tensor of the training state: a rectangular block of it.
+"""Block: one rank's rectangular shard of a tensor of the training state.
 
-Over all ranks the blocks of a name tile its tensor. Data parallelism cuts rows, tensor parallelism
-rows or columns, and pipeline ranks leave out the names of other stages. Ranks that hold the same
-block are replicas of each other; a rank may hold no row at all.
+The blocks of all ranks with the same name tile the tensor of that name. Data parallelism cuts rows,
+tensor parallelism cuts rows or columns, and a pipeline rank has no blocks of other stages' tensors.
+Several ranks may hold the same block (replicas), and a block may have no rows.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateBlock:
-    """``tensor`` is global[offsets[0] : offsets[0] + tensor.shape[0], ...]."""
+    """Block of a global tensor: global[offsets[0] : offsets[0] + tensor.shape[0], ...]."""
 
     tensor: Tensor
-    """Contents of the block, on any device; a view will do."""
+    """Contents of the block, on any device; may be a view."""
     offsets: tuple[int, ...]
-    """Index at which the block begins in the global tensor; () for a 0-d one."""
+    """Index at which the block begins in the global tensor; () for a 0-d tensor."""
     global_shape: tuple[int, ...]
+    """Shape of the global tensor."""
 
     def __post_init__(self) -> None:
         shape = tuple(self.tensor.shape)
@@ -35,17 +36,17 @@ class StateBlock:
 
     @property
     def is_vacant(self) -> bool:
-        """Return whether the block covers nothing of a tensor that has elements."""
+        """Whether the block has no elements although its global tensor has."""
         return self.tensor.numel() == 0 and 0 not in self.global_shape
 
 
 def whole(tensor: Tensor) -> StateBlock:
-    """Return all of a tensor, as a rank holds it where it is not sharded."""
+    """Return the block that covers a whole tensor, for a tensor that is not sharded."""
     return StateBlock(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
 
 
 def as_blocks(state: Mapping[str, Tensor | StateBlock]) -> dict[str, StateBlock]:
-    """Return ``state`` with every bare tensor :func:`whole`."""
+    """Return ``state`` with every tensor wrapped in a block that covers the whole tensor."""
     return {
         name: value if isinstance(value, StateBlock) else whole(value)
         for name, value in state.items()

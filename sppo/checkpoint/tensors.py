@@ -1,8 +1,8 @@
-"""Blocks of tensors to and from one directory, in the format of torch.distributed.checkpoint.
+"""Saving and loading of blocks of tensors in the format of torch.distributed.checkpoint (DCP).
 
-DCP knows tensors by name and shape, not by the layout that wrote them, so a checkpoint of any
-number of ranks can be read by any other. Its index file is a pickle: read checkpoints you trust,
-like any ``torch.save`` file.
+DCP stores tensors by name and shape, independent of the layout of the ranks that wrote them, so any
+number of ranks can read a checkpoint of any other number. The index file is a pickle: only read
+checkpoints that you trust, as with any ``torch.save`` file.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from sppo.checkpoint.state_block import StateBlock, whole
 from sppo.parallel.job.peer_errors import peer_errors
 
 BlockKey = tuple[str, tuple[int, ...]]
-"""Name and offsets: what replicas have in common."""
+"""(name, offsets) of a block, equal for all replicas of the block."""
 
 _NAMES_SHOWN = 5
 _AHEAD_BYTES = 10_000_000
-"""Bytes of tensors on a GPU that are copied to the CPU while others are written."""
+"""Bytes of GPU tensors to copy to the CPU ahead, while other tensors are written."""
 
 
 def block_bytes(state: Mapping[str, StateBlock]) -> dict[BlockKey, int]:
-    """Bytes that each block takes on the disk, a little above the truth."""
+    """Return an upper bound on the bytes that each block takes on the disk."""
     per_block = 4096  # torch.save's archive around each tensor, and its entry in the index
     return {
         (name, block.offsets): block.tensor.numel() * block.tensor.element_size() + per_block
@@ -54,14 +54,16 @@ def block_bytes(state: Mapping[str, StateBlock]) -> dict[BlockKey, int]:
 def save_tensors(
     state: Mapping[str, StateBlock], *, directory: Path, ranks: CheckpointRanks
 ) -> list[Path]:
-    """Write all ranks' ``state`` and its index into ``directory``, every file fsynced. Collective.
+    """Write the ``state`` of all ranks and its index into ``directory``. Collective.
+
+    Every file is fsynced.
 
     Returns:
-        The files that this rank wrote.
+        Files that this rank wrote.
 
     Raises:
-        OSError: on all ranks, that a disk is full, or another fault of it.
-        PeerLostError: another rank has ended.
+        OSError: On all ranks: a disk is full, or failed.
+        PeerLostError: Another rank has ended.
     """
     silence_single_process_warning()
     on_cpu = all(block.tensor.device.type == "cpu" for block in state.values())
@@ -81,10 +83,10 @@ def save_tensors(
 
 
 def check_fits(directory: Path, into: Mapping[str, StateBlock]) -> None:
-    """Refuse a checkpoint that cannot fill ``into``.
+    """Raise ValueError if a checkpoint cannot fill the blocks of ``into``.
 
     Raises:
-        ValueError: tensors that the checkpoint lacks or holds in another shape, by name.
+        ValueError: The checkpoint lacks tensors, or has them in other shapes; names them.
     """
     shapes = saved_shapes(directory)
     faults = [fault for name in into if (fault := _fault(name, into[name], shapes))]
@@ -95,9 +97,9 @@ def check_fits(directory: Path, into: Mapping[str, StateBlock]) -> None:
 
 
 def load_tensors(directory: Path, *, into: Mapping[str, StateBlock]) -> None:
-    """Fill the blocks of ``into`` in place, whatever their device and floating dtype.
+    """Fill the blocks of ``into``, of any device and floating-point dtype, in place.
 
-    Not collective: every rank reads what it needs. :func:`check_fits` comes before.
+    Not collective: every rank reads the parts it needs. The caller has called :func:`check_fits`.
     """
     silence_single_process_warning()
     reader = FileSystemReader(directory)
@@ -108,7 +110,7 @@ def load_tensors(directory: Path, *, into: Mapping[str, StateBlock]) -> None:
 
 
 def read_tensors(directory: Path, *, names: Iterable[str]) -> dict[str, Tensor]:
-    """The named tensors, whole, in fp32 on the CPU, reading no others."""
+    """Read whole tensors by name, in fp32 on the CPU; other tensors are not read."""
     shapes = saved_shapes(directory)
     tensors = {name: torch.empty(shapes[name], dtype=torch.float32) for name in names}
     load_tensors(directory, into={name: whole(tensor) for name, tensor in tensors.items()})
@@ -116,7 +118,7 @@ def read_tensors(directory: Path, *, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def saved_shapes(directory: Path) -> dict[str, torch.Size]:
-    """Shape of every whole tensor in ``directory``, from the index alone."""
+    """Return the global shape of every tensor in ``directory``; reads only the index."""
     index = FileSystemReader(directory).read_metadata()
     return {
         name: entry.size
@@ -126,16 +128,16 @@ def saved_shapes(directory: Path) -> dict[str, torch.Size]:
 
 
 def silence_single_process_warning() -> None:
-    """Drop DCP's warning that one process saves alone: here that is no accident."""
+    """Silence DCP's warning that a single process saves, which is intended here."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
 
 
 class _Writer(FileSystemWriter):
-    """Fails with the system's own message, which DCP then carries to the other ranks."""
+    """DCP writer that raises the system's own error, which DCP sends to the other ranks."""
 
     def __init__(self, directory: Path, *, alone: bool, on_cpu: bool) -> None:
-        # One thread: DCP loses the errors of its others, and with them the tensors they held.
-        # Copying ahead waits for the GPU, if there is one, also where nothing is on it: a
+        # One thread: DCP loses errors of further threads, and with them the tensors they held.
+        # Copying ahead waits for the GPU, if there is one, even if no tensor is on it: a
         # background save would wait for training, and on the first GPU of the machine.
         super().__init__(
             directory,
@@ -146,7 +148,7 @@ class _Writer(FileSystemWriter):
         self.fs = self.files = _Files(alone=alone)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's blocks into one file; into none where replicas write them all."""
+        """Write this rank's blocks into one file; no file if replicas write all of them."""
         if not plan.items:
             nothing: Future[list[WriteResult]] = Future()
             nothing.set_result([])
@@ -155,13 +157,13 @@ class _Writer(FileSystemWriter):
             return super().write_data(plan, planner)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index, on rank 0."""
+        """Write the index; called on rank 0."""
         with self.files.own_words():
             super().finish(metadata, results)
 
 
 class _Files(FileSystem):
-    """Remembers the system's error, which torch's archive writer turns into a riddle."""
+    """File system of DCP that keeps the system's error, which torch's writer would obscure."""
 
     def __init__(self, *, alone: bool) -> None:
         self._alone = alone
@@ -170,7 +172,7 @@ class _Files(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        """Open ``path`` as FileSystem does, and watch its writes."""
+        """Open ``path`` as FileSystem does, and keep the first error of its writes."""
         if "w" in mode:
             self.written.append(Path(path))
         try:
@@ -182,7 +184,10 @@ class _Files(FileSystem):
 
     @contextmanager
     def own_words(self) -> Iterator[None]:
-        """Raise the system's error in place of what became of it; in any case one that travels."""
+        """Raise the system's error, if one was kept, instead of the error in the context.
+
+        The error raised can always be pickled.
+        """
         try:
             yield
         except Exception as error:
@@ -192,12 +197,12 @@ class _Files(FileSystem):
             raise found from error
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Rename a file as FileSystem does."""
+        """Rename a file as FileSystem does, also in :attr:`written`."""
         super().rename(path, new_path)
         self.written = [Path(new_path) if old == Path(path) else old for old in self.written]
 
     def mkdir(self, path: str | os.PathLike[str]) -> None:
-        """Instead of making a second one elsewhere, look for the directory that rank 0 made."""
+        """Raise OSError if rank 0's directory does not exist here, instead of creating another."""
         if not Path(path).is_dir():
             maker = "just made" if self._alone else "which rank 0 has made"
             why = why_absent(alone=self._alone)
@@ -205,7 +210,7 @@ class _Files(FileSystem):
 
 
 class _WatchedFile:
-    """A file to write into; only what torch calls."""
+    """Wrapper of a file that is written, with the methods that torch calls."""
 
     def __init__(self, stream: Any, files: _Files) -> None:
         self._stream, self._files = stream, files
@@ -213,7 +218,7 @@ class _WatchedFile:
         self.fileno, self.tell = stream.fileno, stream.tell
 
     def write(self, data: Any) -> int:
-        """Write as the wrapped file does, and count what was written."""
+        """Write ``data`` to the wrapped file, and return the bytes written; keeps an OSError."""
         try:
             return int(self._stream.write(data))
         except OSError as error:
@@ -230,5 +235,5 @@ def _fault(name: str, block: StateBlock, shapes: Mapping[str, torch.Size]) -> st
 
 
 def _cause(error: CheckpointException) -> BaseException:
-    """Return the error itself, freed from DCP's wrapping (which hides interrupts, too)."""
+    """Return the first error that DCP wrapped, which may be an interrupt."""
     return next((wrapped[0] for wrapped in error.failures.values()), error)
