@@ -1,4 +1,4 @@
-"""Arrays in files: mapped, so that opening one costs no memory whatever its size."""
+"""Memory-mapped array files, which take no memory to open, whatever their size."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from sppo.quoting import one_line
 
 
 def map_array(path: Path) -> NDArray[Any]:
-    """Map the array in `path`; any number of axes, any type but Python objects.
+    """Memory-map the array in `path`, of any shape and any type but Python objects.
 
     Raises:
-        ValueError: no ``.npy`` file, or one that is damaged or cut off.
-        OSError: it cannot be read.
+        ValueError: The file is not a ``.npy`` file, or is damaged or truncated.
+        OSError: The file cannot be read.
     """
     try:
         array: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
     except OSError:
         raise
-    # A header is Python text that numpy evaluates: a damaged one raises whatever Python does,
-    # TokenError and SyntaxError, MemoryError and OverflowError among them.
+    # A header is Python text that numpy evaluates: a damaged header may raise any error of Python,
+    # such as TokenError, SyntaxError, MemoryError and OverflowError.
     except Exception as error:
         reason = one_line(error) or type(error).__name__
         raise ValueError(f"{one_line(path)}: not a .npy array ({reason})") from None
@@ -32,10 +32,10 @@ def map_array(path: Path) -> NDArray[Any]:
 
 
 def require_whole(array: NDArray[Any]) -> None:
-    """Raise ValueError if the file behind a mapped array has become shorter than the array.
+    """Raise ValueError if the file of a memory-mapped array has become shorter than the array.
 
-    To be called before a mapped array is read: the system kills a process that reads beyond the
-    end of a file, without a word. A file that was deleted or replaced stays readable.
+    Must be called before the array is read: the system kills a process that reads a mapping beyond
+    the end of its file, without a message. A file that was deleted or replaced stays readable.
     """
     if not isinstance(array, np.memmap) or array.filename is None:
         return

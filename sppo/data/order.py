@@ -1,6 +1,6 @@
-"""The order of training sequences or samples: a pure function of (seed, epoch, position).
+"""Order of training sequences or samples, a pure function of (seed, epoch, position).
 
-One integer, the number of them consumed so far, is the whole state of a run's data.
+The state of a run's data is one integer, the number of sequences or samples consumed so far.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _MIN_HALF_BITS = 3
 
 @dataclass(frozen=True, slots=True)
 class SequenceOrder:
-    """Order in which ``num_sequences`` training sequences come in a run, by position.
+    """Order in which a run reads ``num_sequences`` training sequences, by position.
 
-    Every epoch is a permutation of all sequences, so each is read exactly once per epoch. It is
-    computed an element at a time by a Feistel network keyed by (seed, epoch), walking its cycle
-    until the value is in range (Black and Rogaway, "Ciphers with arbitrary finite domains",
-    2002): no table, and the same order on every machine and library version.
+    Every epoch is a permutation of all sequences, so each is read exactly once per epoch. Elements
+    of the permutation are computed one by one by a Feistel network keyed by (seed, epoch), whose
+    cycle is walked until the value is in range (Black and Rogaway, "Ciphers with arbitrary finite
+    domains", 2002). It needs no table, and is the same on every machine and library version.
     """
 
     num_sequences: int
@@ -36,11 +36,11 @@ class SequenceOrder:
         assert self.num_sequences >= 1, f"{self.num_sequences} sequences"
 
     def epoch_of(self, position: int) -> int:
-        """Passes over the data completed before ``position``."""
+        """Return the number of epochs completed before ``position``."""
         return position // self.num_sequences
 
     def sequence_index(self, position: int) -> int:
-        """Sequence read at ``position``, the number of sequences consumed before it in the run."""
+        """Return the index of the sequence that is read after ``position`` others of the run."""
         assert position >= 0, f"position {position}"
         epoch, rank = divmod(position, self.num_sequences)
         if not self.shuffle or self.num_sequences == 1:
@@ -51,10 +51,10 @@ class SequenceOrder:
         return value
 
     def sequence_indices(self, position: int, count: int) -> NDArray[np.int64]:
-        """Sequences read at ``count`` positions from ``position`` on, int64 [count].
+        """Return the sequences read at ``count`` positions from ``position`` on, int64 [count].
 
-        They are those of :meth:`sequence_index`, looked up in tables of an epoch: a microsecond
-        each, after as many hashes as eight times the root of ``num_sequences``.
+        Equal to calls of :meth:`sequence_index`, but computed with tables of an epoch: about a
+        microsecond each, after ``8 * sqrt(num_sequences)`` hashes.
         """
         assert position >= 0, f"position {position}"
         parts = []
@@ -66,7 +66,7 @@ class SequenceOrder:
         return np.concatenate([np.empty(0, dtype=np.int64), *parts])
 
     def _indices_in_epoch(self, epoch: int, *, first: int, count: int) -> NDArray[np.int64]:
-        """Sequences at ``count`` positions of one epoch."""
+        """Return the sequences at ``count`` positions of one epoch, int64 [count]."""
         values = np.arange(first, first + count, dtype=np.int64)
         if not self.shuffle or self.num_sequences == 1:
             return values
@@ -78,11 +78,14 @@ class SequenceOrder:
 
     @property
     def _half_bits(self) -> int:
-        """Bits of each half of a value that is permuted."""
+        """Number of bits in each half of a permuted value."""
         return max(_MIN_HALF_BITS, ((self.num_sequences - 1).bit_length() + 1) // 2)
 
     def _permute(self, value: int, *, epoch: int) -> int:
-        """A bijection of the values of ``2 * half_bits`` bits, at least ``num_sequences`` many."""
+        """Map a value of ``2 * half_bits`` bits by the bijection of an epoch.
+
+        At least ``num_sequences`` values have that many bits.
+        """
         half_bits = self._half_bits
         mask = (1 << half_bits) - 1
         left, right = value >> half_bits, value & mask
@@ -93,14 +96,14 @@ class SequenceOrder:
 
 
 def _mixed(seed: int, epoch: int, turn: int, half: int) -> int:
-    """Return 64 pseudo-random bits of one half, in one round of the network."""
+    """Return 64 pseudo-random bits for one half of a value, in one round of the network."""
     key = f"{seed} {epoch} {turn} {half}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
 
 
 @lru_cache(maxsize=4)
 def _round_tables(seed: int, epoch: int, half_bits: int) -> NDArray[np.int64]:
-    """Return what every round of an epoch mixes into each half, int64 [rounds, 2^half_bits]."""
+    """Return the round functions of an epoch as tables, int64 [rounds, 2^half_bits]."""
     size = 1 << half_bits
     values = [
         [_mixed(seed, epoch, turn, half) & (size - 1) for half in range(size)]
@@ -110,7 +113,7 @@ def _round_tables(seed: int, epoch: int, half_bits: int) -> NDArray[np.int64]:
 
 
 def _permute_all(values: NDArray[np.int64], tables: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The bijection of all ``values`` at once."""
+    """Map all ``values`` by the bijection of an epoch, given its tables."""
     size = tables.shape[1]
     left, right = values // size, values % size
     for table in tables:

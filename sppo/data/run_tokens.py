@@ -1,4 +1,4 @@
-"""The token data that a run names, opened and checked against its model. Needs no torch."""
+"""Opening of the token data that a run names, checked against its model. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from sppo.data.tokens import TokenData, check_fits, open_tokens
 
 
 def open_data(run: RunConfig, directory: str) -> TokenData:
-    """Tokens that this run's model and sequence length can use.
+    """Open token data, and check that the run's model and sequence length can use it.
 
     Raises:
-        ValueError: missing, damaged, of another tokenizer than the weights, ids beyond the
-            vocabulary, or shorter than a sequence.
+        ValueError: The data is missing or damaged, is of another tokenizer than the weights, has
+            ids beyond the vocabulary, or is shorter than a sequence.
     """
     data = open_tokens(Path(directory))
     check_tokenizer(data, run.model)
@@ -24,10 +24,10 @@ def open_data(run: RunConfig, directory: str) -> TokenData:
 
 
 def open_evaluated(run: RunConfig) -> TokenData:
-    """Tokens that ``sppo eval`` reads: ``data.eval_tokens``, or ``data.tokens`` without them.
+    """Open the tokens that ``sppo eval`` reads: ``data.eval_tokens``, or else ``data.tokens``.
 
     Raises:
-        ValueError: see :func:`open_data`; or of another vocabulary than the training tokens.
+        ValueError: See :func:`open_data`; or the vocabulary is not that of the training tokens.
     """
     data = open_data(run, run.data.eval_tokens or run.data.tokens)
     check_same_vocabulary(data, training=Path(run.data.tokens))
@@ -35,10 +35,10 @@ def open_evaluated(run: RunConfig) -> TokenData:
 
 
 def samples_of(run: RunConfig, tokens: TokenData) -> SampleTable:
-    """Return where the samples of a run of documents lie.
+    """Return the table of samples for a run with ``data.samples=documents``.
 
     Raises:
-        ValueError: some are longer than the run allows.
+        ValueError: Some samples are longer than the run allows.
     """
     return sample_table(
         tokens.document_offsets, length=run.sequence.length, longer=run.sequence.longer
@@ -46,10 +46,10 @@ def samples_of(run: RunConfig, tokens: TokenData) -> SampleTable:
 
 
 def _check_tokens(run: RunConfig, tokens: TokenData) -> None:
-    """Check that a model can read these tokens, and that there is something to train on.
+    """Raise ValueError unless the run's model can read the tokens, and a sequence or sample exists.
 
     Raises:
-        ValueError: every rule that is broken, one per line.
+        ValueError: Some rules are broken; lists all of them, one per line.
     """
     vocab_size = run.model.vocab_size
     if run.data.samples == "documents":

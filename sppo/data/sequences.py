@@ -1,8 +1,8 @@
 """Training sequences cut from the token stream.
 
 Sequence k of length S is tokens k*S ... k*S + S of the stream: S inputs, S labels, and one token
-shared with sequence k + 1. Long documents are cut and short ones lie side by side; that is simply
-how the stream runs.
+shared with sequence k + 1. Sequences ignore document boundaries: long documents are cut, and short
+ones lie side by side.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sppo.kernels.labels import IGNORED_LABEL
 
 
 def count_sequences(data: TokenData, *, length: int) -> int:
-    """Training sequences of ``length`` tokens in the stream; the rest at its end is not used."""
+    """Return the number of sequences of ``length`` tokens in the stream; its rest is not used."""
     return (data.num_tokens - 1) // length
 
 
@@ -29,19 +29,19 @@ def training_sequence(
 ) -> SequenceData:
     """Cut sequence ``index`` out of the stream.
 
-    With ``isolate_documents`` every document in the sequence is trained as if alone: attention is
-    to start anew at ``document_starts``, and the label that would be the first token of the next
-    document is :data:`IGNORED_LABEL`. Without it the sequence is one run of text. Labels that the
-    loss mask of the data excludes are :data:`IGNORED_LABEL` with and without it.
+    With ``isolate_documents`` every document in the sequence is trained as if alone: attention must
+    restart at ``document_starts``, and a label that would be the first token of the next document
+    is :data:`IGNORED_LABEL`. Otherwise the sequence is treated as one document. In both cases,
+    labels that the loss mask of the data excludes are :data:`IGNORED_LABEL`.
 
     Args:
         data: Open token data.
-        index: In [0, ``count_sequences(data, length=length)``).
-        length: S.
-        isolate_documents: Respect document boundaries.
+        index: Index of the sequence in [0, ``count_sequences(data, length=length)``).
+        length: Number of tokens of a sequence (S).
+        isolate_documents: Whether documents are isolated from each other.
 
     Raises:
-        ValueError: an id that cannot be in this data, or a file that has become shorter.
+        ValueError: An id is larger than any that was written, or a file has become shorter.
     """
     assert 0 <= index < count_sequences(data, length=length), f"no sequence {index}"
     first = index * length
@@ -60,7 +60,7 @@ def training_sequence(
 
 
 def count_labels(data: TokenData, index: int, *, length: int, isolate_documents: bool) -> int:
-    """Labels of sequence ``index`` that count: as many as :func:`training_sequence` gives it."""
+    """Return the number of valid labels that :func:`training_sequence` gives sequence ``index``."""
     low, high = index * length + 1, index * length + length + 1
     begins = document_starts(data, low, high) if isolate_documents else np.empty(0, np.int64)
     if data.loss_mask is None:
@@ -72,17 +72,17 @@ def count_labels(data: TokenData, index: int, *, length: int, isolate_documents:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingData:
-    """The sequences of every step of a run.
+    """Sequences of every step of a run.
 
-    Nothing is kept between calls: a resumed run asks for step t and gets what the first one got.
+    Has no state between calls: step t has the same sequences in a resumed run.
     """
 
     data: TokenData
     _: KW_ONLY
     length: int
-    """S: tokens of one sequence."""
+    """Number of tokens of one sequence (S)."""
     sequences_per_step: int
-    """B."""
+    """Number of sequences of one step (B)."""
     seed: int
     shuffle: bool
     isolate_documents: bool
@@ -92,25 +92,25 @@ class TrainingData:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences in one epoch."""
+        """Number of sequences in one epoch."""
         return count_sequences(self.data, length=self.length)
 
     @property
     def order(self) -> SequenceOrder:
-        """Return the order of sequences over the positions of the run."""
+        """Order of the sequences over the positions of the run."""
         return SequenceOrder(self.num_sequences, seed=self.seed, shuffle=self.shuffle)
 
     def epoch_of(self, step: int) -> int:
-        """Epoch of the first sequence of ``step``, from 0."""
+        """Return the epoch, counted from 0, of the first sequence of ``step``."""
         return self.order.epoch_of(step * self.sequences_per_step)
 
     def sequence_indices(self, step: int) -> tuple[int, ...]:
-        """The B sequences of ``step``; a step at the end of an epoch runs on into the next."""
+        """Return the indices of the B sequences of ``step``, which may span two epochs."""
         order, first = self.order, step * self.sequences_per_step
         return tuple(order.sequence_index(first + k) for k in range(self.sequences_per_step))
 
     def has_labels(self, step: int) -> bool:
-        """Return whether any label of ``step`` counts; without one there is nothing to learn."""
+        """Return whether ``step`` has a valid label."""
         return any(
             count_labels(
                 self.data, index, length=self.length, isolate_documents=self.isolate_documents
@@ -119,7 +119,7 @@ class TrainingData:
         )
 
     def why_no_labels(self, step: int) -> str:
-        """Return why no label of ``step`` counts, for a step without any."""
+        """Return why ``step`` has no valid label; called only for such a step."""
         named = few_of(self.sequence_indices(step))
         return (
             f"no label counts in sequence {named} of {self.data.directory}: {self._excluded_labels}"
@@ -127,7 +127,7 @@ class TrainingData:
 
     @property
     def _excluded_labels(self) -> str:
-        """Return, as a sentence, why no label counts here."""
+        """Reason why a step may have no valid label, as text for messages."""
         first = "with data.isolate_documents the first token of a document is nobody's label"
         if self.data.loss_mask is None:
             return f"all documents there have one token, and {first}"
@@ -135,15 +135,15 @@ class TrainingData:
         return f"the loss mask excludes them{also}"
 
     def sequence(self, index: int) -> SequenceData:
-        """Sequence ``index`` alone, for a rank that trains only some sequences of a step."""
+        """Return sequence ``index``, for a rank that trains only some sequences of a step."""
         return training_sequence(
             self.data, index, length=self.length, isolate_documents=self.isolate_documents
         )
 
     def step(self, step: int) -> tuple[SequenceData, ...]:
-        """The B sequences of ``step``, read now.
+        """Read and return the B sequences of ``step``.
 
         Raises:
-            ValueError: ``tokens.bin`` is damaged.
+            ValueError: ``tokens.bin`` is damaged, or a file has become shorter.
         """
         return tuple(self.sequence(index) for index in self.sequence_indices(step))

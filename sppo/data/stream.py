@@ -1,4 +1,4 @@
-"""Reading parts of the token stream: ids, starts of documents, and which tokens count."""
+"""Reading parts of the token stream: ids, starts of documents, and the loss mask."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _NAMED = 4
 
 
 def read_ids(data: TokenData, low: int, high: int) -> NDArray[np.int64]:
-    """Tokens [low, high) of the stream, int64.
+    """Return the ids of tokens [low, high) of the stream, int64 [high - low].
 
     Raises:
-        ValueError: an id that cannot be in this data, or a file that has become shorter.
+        ValueError: An id is larger than any that was written, or the file has become shorter.
     """
     require_whole(data.tokens)
     ids = data.tokens[low:high].astype(np.int64)
@@ -26,10 +26,10 @@ def read_ids(data: TokenData, low: int, high: int) -> NDArray[np.int64]:
 
 
 def document_starts(data: TokenData, low: int, high: int) -> NDArray[np.int64]:
-    """Starts of documents in [low, high) of the stream, int64.
+    """Return the positions in [low, high) of the stream at which documents start, int64.
 
     Raises:
-        ValueError: a file that has become shorter.
+        ValueError: The file has become shorter.
     """
     require_whole(data.document_offsets)
     starts = data.document_offsets[:-1]
@@ -38,10 +38,12 @@ def document_starts(data: TokenData, low: int, high: int) -> NDArray[np.int64]:
 
 
 def counting_tokens(data: TokenData, low: int, high: int) -> NDArray[np.bool_]:
-    """Return whether predicting each token in [low, high) of the stream counts, by the loss mask.
+    """Return the loss mask of tokens [low, high) of the stream, bool [high - low].
+
+    True if predicting the token counts in the loss; True for all tokens without a loss mask.
 
     Raises:
-        ValueError: a file that has become shorter.
+        ValueError: The file has become shorter.
     """
     if data.loss_mask is None:
         return np.ones(high - low, dtype=np.bool_)
@@ -51,7 +53,7 @@ def counting_tokens(data: TokenData, low: int, high: int) -> NDArray[np.bool_]:
 
 
 def few_of(indices: Sequence[int]) -> str:
-    """The first few of the numbers of sequences or samples, for messages."""
+    """Return the first few indices of sequences or samples, and the number of others, as text."""
     more = f" and {len(indices) - _NAMED} more" * (len(indices) > _NAMED)
     return ", ".join(map(str, indices[:_NAMED])) + more
 

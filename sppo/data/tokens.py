@@ -1,10 +1,10 @@
 """Token data on disk: one flat stream of ids, memory-mapped, with the start of every document.
 
-A directory holds three files, and a fourth where some predictions are not to count:
+A directory holds three files, and a fourth if some predictions must not count in the loss:
 
 * ``tokens.bin``: the ids of all documents one after another, little-endian uint16 or uint32;
-* ``documents.npy``: int64 [num_documents + 1], where each document starts, then num_tokens;
-* ``meta.json``: what :class:`TokenMeta` lists;
+* ``documents.npy``: int64 [num_documents + 1], the start of each document, then num_tokens;
+* ``meta.json``: the fields of :class:`TokenMeta`;
 * ``loss_mask.bin``: one byte for each token, 0 where predicting that token does not count in the
   loss. Without the file all tokens count.
 """
@@ -46,14 +46,14 @@ class TokenizerDescription:
     """Tokenizer of token data: enough to tell whether two data sets share a vocabulary."""
 
     name: str
-    """``bytes``, ``ids``, or the tokenizer file as it was given."""
+    """``bytes``, ``ids``, or the path of the tokenizer file as the user gave it."""
     end_of_document: int | None
-    """Id appended to every document; None when nothing is."""
+    """Id appended to every document; None if none is appended."""
     sha256: str | None = None
     """SHA-256 of the tokenizer file; None for the built-in tokenizers."""
     vocabulary_sha256: str | None = None
-    """Checksum of its vocabulary by id (:mod:`sppo.data.preparation.model_tokenizer`); None for
-    built-in ones."""
+    """Checksum of the vocabulary by id (:mod:`sppo.data.preparation.model_tokenizer`); None for the
+    built-in tokenizers, or if the file has no readable vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class TokenMeta:
     documents_sha256: str | None = None
     """Checksum of the starts in ``documents.npy``; None in data written without one."""
     loss_mask_sha256: str | None = None
-    """SHA-256 of ``loss_mask.bin``; None where there is none, and then not in the file."""
+    """SHA-256 of ``loss_mask.bin``; None, and no key in ``meta.json``, without a loss mask."""
 
     @property
     def token_dtype(self) -> np.dtype[Any]:
@@ -83,47 +83,47 @@ class TokenMeta:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenData:
-    """An open token directory. Arrays are mapped, so opening costs no memory whatever the size."""
+    """Open token directory, with memory-mapped arrays."""
 
     directory: Path
     meta: TokenMeta
     tokens: NDArray[np.unsignedinteger]
-    """[num_tokens] ids, uint16 or uint32."""
+    """[num_tokens] Ids, uint16 or uint32."""
     document_offsets: NDArray[np.int64]
-    """[num_documents + 1] first token of each document, then num_tokens."""
+    """[num_documents + 1] Position of the first token of each document, then num_tokens."""
     loss_mask: NDArray[np.uint8] | None = None
-    """[num_tokens] 0 where predicting the token does not count; None where all count."""
+    """[num_tokens] 0 if predicting the token does not count in the loss; None if all count."""
 
     @property
     def num_tokens(self) -> int:
-        """Length of the stream."""
+        """Number of tokens in the stream."""
         return self.meta.num_tokens
 
     @property
     def num_documents(self) -> int:
-        """Documents in the stream; none is empty."""
+        """Number of documents in the stream, none of which is empty."""
         return self.meta.num_documents
 
     @property
     def vocab_size(self) -> int:
-        """Size of the vocabulary the ids were drawn from."""
+        """Size of the vocabulary of the tokenizer."""
         return self.meta.vocab_size
 
 
 def dtype_name(vocab_size: int) -> str:
-    """The narrowest type that holds every id below ``vocab_size``."""
+    """Return the name of the smallest type that holds every id below ``vocab_size``."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
 def open_tokens(directory: Path | str) -> TokenData:
-    """Map the tokens in ``directory`` after checking that its files belong together.
+    """Memory-map the tokens in ``directory``, and check that its files belong together.
 
-    The document starts are read and checked; the contents of ``tokens.bin`` and ``loss_mask.bin``
-    are not read: :func:`verify_tokens` does that.
+    The document starts are read and checked. The contents of ``tokens.bin`` and ``loss_mask.bin``
+    are not read; :func:`verify_tokens` does that.
 
     Raises:
-        ValueError: no such directory, a file missing or unreadable, another format version,
-            sizes that disagree with ``meta.json``, or document starts that cannot be.
+        ValueError: The directory does not exist, a file is missing or unreadable, the format has
+            another version, sizes differ from ``meta.json``, or document starts are invalid.
     """
     directory = Path(directory)
     try:
@@ -165,11 +165,11 @@ def _check_files(directory: Path) -> None:
 
 
 def verify_tokens(data: TokenData) -> None:
-    """Read everything once and compare it with the checksum and the index rules.
+    """Read all files, and check their contents against the checksums in ``meta.json``.
 
     Raises:
-        ValueError: ``tokens.bin`` or ``loss_mask.bin`` differs from what was written, or the index
-            is not increasing.
+        ValueError: ``tokens.bin`` or ``loss_mask.bin`` differs from its checksum, or the document
+            starts differ from theirs or do not ascend.
     """
     _verify(data.tokens, data.meta.tokens_sha256, path=data.directory / TOKENS_FILE)
     _check_starts(data.document_offsets, data.meta, path=data.directory / DOCUMENTS_FILE)
@@ -178,7 +178,7 @@ def verify_tokens(data: TokenData) -> None:
 
 
 def _verify(array: NDArray[Any], sha256: str, *, path: Path) -> None:
-    """Raise ValueError unless `array`, mapped from `path`, has this checksum."""
+    """Raise ValueError unless `array`, mapped from `path`, has the given checksum."""
     digest = hashlib.sha256()
     block = _HASH_BLOCK_BYTES // array.itemsize
     for start in range(0, len(array), block):
@@ -192,15 +192,15 @@ def _verify(array: NDArray[Any], sha256: str, *, path: Path) -> None:
 
 
 def check_fits(data: TokenData, *, vocab_size: int, length: int) -> None:
-    """Check that a model can read these ids and that one training sequence exists.
+    """Raise ValueError unless a model can read the ids and there is a training sequence.
 
     Args:
         data: Open token data.
-        vocab_size: Rows of the model's token embedding.
-        length: S, tokens of one training sequence.
+        vocab_size: Number of rows of the model's token embedding.
+        length: Number of tokens of one training sequence (S).
 
     Raises:
-        ValueError: every rule that is broken, one per line.
+        ValueError: Some rules are broken; lists all of them, one per line.
     """
     problems = list(vocabulary_problems(data, vocab_size=vocab_size))
     if data.num_tokens < length + 1:
@@ -214,7 +214,7 @@ def check_fits(data: TokenData, *, vocab_size: int, length: int) -> None:
 
 
 def vocabulary_problems(data: TokenData, *, vocab_size: int) -> Iterator[str]:
-    """Yield reasons why a model with ``vocab_size`` embedding rows cannot read these ids."""
+    """Yield the reasons why a model with ``vocab_size`` embedding rows cannot read the ids."""
     if data.meta.max_id >= vocab_size:
         yield (
             f"{data.directory}: ids up to {data.meta.max_id} (tokenizer"
@@ -231,9 +231,9 @@ def _shorter(num_tokens: int) -> str:
 
 
 def write_meta(path: Path, meta: TokenMeta) -> None:
-    """Write ``meta.json``: indented, keys in the order of the class.
+    """Write ``meta.json``, indented, with keys in the order of the class.
 
-    Data without a loss mask says nothing of it, so that older versions read it.
+    The key of the loss mask is left out without a loss mask, so that older versions read the file.
     """
     values = asdict(meta)
     if meta.loss_mask_sha256 is None:
@@ -242,11 +242,11 @@ def write_meta(path: Path, meta: TokenMeta) -> None:
 
 
 def read_meta(path: Path) -> TokenMeta:
-    """Return what ``meta.json`` says; the files beside it are not looked at.
+    """Read ``meta.json``, without checking the other files of the directory.
 
     Raises:
-        ValueError: not JSON, of another format version, or not a description of tokens.
-        OSError: it cannot be read.
+        ValueError: The file is not JSON, has another format version, or does not describe tokens.
+        OSError: The file cannot be read.
     """
     fix = _PREPARE_HINT
     try:
@@ -355,9 +355,9 @@ def _map_offsets(path: Path, meta: TokenMeta) -> NDArray[np.int64]:
 
 
 def _check_starts(offsets: NDArray[np.int64], meta: TokenMeta, *, path: Path) -> None:
-    """Raise ValueError unless documents start at 0, ascend to `num_tokens` and are as written.
+    """Raise ValueError unless document starts ascend from 0 to `num_tokens`, with their checksum.
 
-    Reads 8 bytes a document, a block at a time.
+    Reads 8 bytes per document, one block at a time.
     """
     digest = hashlib.sha256()
     before = -1

@@ -1,6 +1,6 @@
-"""Finding the files to tokenize and reading documents out of them.
+"""Finding the files to tokenize, and reading documents from them.
 
-One file is one document, except ``.jsonl``: there each line is one, ``{"text": ...}``.
+A file is one document, except for ``.jsonl`` files, in which each line is one: ``{"text": ...}``.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ _SHOWN_PATHS = 5
 
 @dataclass(frozen=True, slots=True)
 class TextDocument:
-    """One document of text and where it stands, for messages."""
+    """One document of text, with its source for messages."""
 
     text: str
     source: str
+    """Path of the file, with the line number for ``.jsonl``."""
     source_bytes: int
-    """Bytes of the input this document takes, line ends included."""
+    """Bytes of input of the document, line ends included."""
 
 
 @dataclass(frozen=True, slots=True)
 class ByteBlock:
-    """Part of a document as raw bytes."""
+    """Block of the bytes of a document."""
 
     data: bytes
     source_bytes: int
@@ -42,19 +43,19 @@ class ByteBlock:
 def find_files(
     inputs: Sequence[Path], *, globs: Sequence[str] = (), exclude: Path | None = None
 ) -> tuple[Path, ...]:
-    """Files in the order given; a directory stands for the files below it, sorted by path.
+    """Return files in the given order, with directories replaced by their files, sorted by path.
 
-    Hidden files and directories (``.git``) below a given directory are left out, and links to
+    Hidden files and directories (``.git``) below a given directory are skipped, and links to
     directories are not followed.
 
     Args:
         inputs: Files and directories; at least one.
-        globs: Patterns for files below directories: matched against the name, or against the
-            path below the directory when they contain a ``/``. None means every file.
-        exclude: A resolved directory never looked into, so that output does not become input.
+        globs: Patterns for files below directories; a pattern with a ``/`` is matched against the
+            path below the directory, any other against the name. Empty for every file.
+        exclude: Resolved path of a directory to skip, so that output does not become input.
 
     Raises:
-        ValueError: a path that does not exist or is not a file, or nothing found.
+        ValueError: A path does not exist or is not a regular file, or no file was found.
     """
     missing = [str(path) for path in inputs if not _exists(path)]
     if missing:
@@ -109,10 +110,13 @@ def _matches(relative: str, globs: Sequence[str]) -> bool:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn the system's refusal to read ``path`` into a message for the user.
+    """Convert an OSError in the context into a ValueError with a message for the user.
+
+    Args:
+        path: Path that is read, for the message.
 
     Raises:
-        ValueError: in place of any OSError.
+        ValueError: An OSError was raised in the context.
     """
     try:
         yield
@@ -122,10 +126,10 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def read_text(paths: Sequence[Path]) -> Iterator[TextDocument]:
-    """Documents as text, each whole in memory.
+    """Yield the documents of files as text, one whole document at a time.
 
     Raises:
-        ValueError: unreadable, not UTF-8, or a faulty line of a ``.jsonl`` file.
+        ValueError: A file is unreadable or not UTF-8, or a line of a ``.jsonl`` file is invalid.
     """
     for path in paths:
         if path.suffix == JSONL_SUFFIX:
@@ -137,10 +141,12 @@ def read_text(paths: Sequence[Path]) -> Iterator[TextDocument]:
 
 
 def read_bytes(paths: Sequence[Path], *, block_bytes: int) -> Iterator[ByteBlock]:
-    """Documents as bytes; files in blocks of at most ``block_bytes``, lines of text whole.
+    """Yield the documents of files as bytes, in blocks of at most ``block_bytes``.
+
+    A line of a ``.jsonl`` file is always one block.
 
     Raises:
-        ValueError: unreadable, or a faulty line of a ``.jsonl`` file.
+        ValueError: A file is unreadable, or a line of a ``.jsonl`` file is invalid.
     """
     for path in paths:
         if path.suffix == JSONL_SUFFIX:
@@ -165,7 +171,7 @@ def _read_lines(path: Path) -> Iterator[TextDocument]:
 def _text_of(line: bytes, source: str) -> str:
     fix = 'a line of a .jsonl file is an object such as {"text": "..."}'
     try:
-        # Only the text is read: other values of the line may be whatever its writer put there.
+        # Not strict: values other than the text are not used and may be anything.
         record = parse_json(line, source=source, strict=False)
     except JsonError as error:
         raise ValueError(f"{error}; {fix}") from None

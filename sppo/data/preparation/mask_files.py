@@ -1,6 +1,6 @@
-"""Loss masks beside ready-made ids: ``NAME.mask.npy`` is that of the ids in ``NAME.npy``.
+"""Loss masks of ready-made ids: ``NAME.mask.npy`` is the mask of the ids in ``NAME.npy``.
 
-A mask has one bool for each id: whether predicting that id counts in the loss.
+A mask has one bool per id, true if predicting the id counts in the loss.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _MASK_SUFFIX = ".mask.npy"
 
 
 def without_masks(paths: Sequence[Path]) -> tuple[Path, ...]:
-    """Return the files of ids among ``paths``, in order.
+    """Return the paths that are not loss masks, in order.
 
     Raises:
-        ValueError: a mask without the ids that it is of, or nothing but masks.
+        ValueError: The ids of a mask are missing, or all paths are masks.
     """
     for path in paths:
         ids = _ids_of(path)
@@ -42,10 +42,10 @@ def without_masks(paths: Sequence[Path]) -> tuple[Path, ...]:
 
 
 def map_loss_mask(ids_path: Path, *, num_ids: int) -> NDArray[np.bool_] | None:
-    """Map the loss mask beside a file of ids; None where there is none.
+    """Memory-map the loss mask beside a file of ids; return None if there is none.
 
     Raises:
-        ValueError: it is not one bool for each id, or cannot be read.
+        ValueError: The mask does not have one bool per id, or cannot be read.
     """
     path = ids_path.with_name(ids_path.name.removesuffix(_SUFFIX) + _MASK_SUFFIX)
     if ids_path.suffix != _SUFFIX or not _exists(path):
@@ -65,7 +65,7 @@ def map_loss_mask(ids_path: Path, *, num_ids: int) -> NDArray[np.bool_] | None:
 
 
 def _ids_of(path: Path) -> Path | None:
-    """The file of ids that ``path`` is the mask of; None where it is no mask."""
+    """Return the path of the ids of the mask ``path``; None if ``path`` is not a mask."""
     if not path.name.endswith(_MASK_SUFFIX):
         return None
     return path.with_name(path.name.removesuffix(_MASK_SUFFIX) + _SUFFIX)

@@ -1,4 +1,4 @@
-"""Check that token data has the vocabulary that a model's weights were trained with."""
+"""Checks that token data has the vocabulary with which a model's weights were trained."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from sppo.data.tokens import META_FILE, TokenData, read_meta
 
 TOKENIZER_FILE = "tokenizer.json"
 _OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
-"""Forms of a tokenizer that are not read here, but tell that a model has one."""
+"""Tokenizer files of other formats, which only show that a model has a tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
 class VocabularyIdentity:
-    """Size of a vocabulary and the SHA-256 of its tokens by id, added tokens left out.
+    """Size of a vocabulary, and SHA-256 of its tokens.
 
-    The file around it may differ where the tokens do not: a chat model adds special tokens and a
+    Tokenizer files with the same vocabulary may differ: a chat model adds special tokens and a
     template, and a file that was saved again has other white space.
     """
 
     sha256: str
+    """SHA-256 of the tokens by id, added tokens left out."""
     size: int
     """Largest id + 1, added tokens included."""
 
 
 def vocabulary_identity(data: bytes) -> VocabularyIdentity | None:
-    """Return the identity of the vocabulary in a ``tokenizer.json``, None if there is none in it.
+    """Return the identity of the vocabulary in a ``tokenizer.json``; None if none can be read.
 
     Args:
-        data: contents of the file. The vocabulary is a mapping to ids (BPE, WordPiece, WordLevel)
+        data: Contents of the file. The vocabulary is a mapping to ids (BPE, WordPiece, WordLevel)
             or a list of [word, score] (Unigram).
     """
     try:
@@ -51,20 +52,21 @@ def vocabulary_identity(data: bytes) -> VocabularyIdentity | None:
 
 
 def _words(vocabulary: Any) -> list[tuple[int, str]]:
-    """Return (id, word), by id."""
+    """Return (id, word) of all words of a vocabulary, sorted by id."""
     if isinstance(vocabulary, dict):
         return sorted((int(number), str(word)) for word, number in vocabulary.items())
     return [(number, str(word)) for number, (word, *_) in enumerate(vocabulary)]
 
 
 def check_tokenizer(data: TokenData, model: ModelConfig) -> None:
-    """Check that ``data`` was made with the tokenizer of the weights that a run starts from.
+    """Raise ValueError unless ``data`` has the vocabulary of the weights that a run starts from.
 
-    Weights of ``model.from_hf`` know the vocabulary of the tokenizer in that directory. A model
-    with random weights learns any vocabulary, and ids made elsewhere say nothing about theirs.
+    Weights of ``model.from_hf`` were trained with the tokenizer in that directory. Nothing is
+    checked for random weights, which can learn any vocabulary, for data of ready-made ids, whose
+    vocabulary is unknown, and if no readable vocabulary is found.
 
     Raises:
-        ValueError: the tokens are of another vocabulary.
+        ValueError: The tokens are of another vocabulary.
     """
     if model.from_hf is None or data.meta.tokenizer.name == "ids":
         return
@@ -88,14 +90,16 @@ def check_tokenizer(data: TokenData, model: ModelConfig) -> None:
 
 
 def check_same_vocabulary(held_out: TokenData, *, training: Path) -> None:
-    """Check that held-out tokens are of the vocabulary that the run is trained on.
+    """Raise ValueError unless held-out tokens have the vocabulary of the training tokens.
+
+    Nothing is checked if either data set has ready-made ids, whose vocabulary is unknown.
 
     Args:
-        held_out: tokens to evaluate on.
-        training: directory of the tokens to train on; nothing is checked where they are not.
+        held_out: Tokens to evaluate on.
+        training: Directory of the training tokens; nothing is checked if it has none.
 
     Raises:
-        ValueError: they are of another one; ids made elsewhere say nothing about theirs.
+        ValueError: The tokens are of different vocabularies.
     """
     meta = training / META_FILE
     if not meta.is_file():

@@ -1,4 +1,4 @@
-"""``sppo data prepare``: from files to a token directory."""
+"""Preparation of a token directory from files, for ``sppo data prepare``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from sppo.units import KIB, MIB, counted
 
 PERCENTILES = (0, 10, 50, 90, 99, 100)
 LONG_TOKENS = (16 * KIB, 128 * KIB, MIB)
-"""Lengths above which documents are counted: what long-sequence training lives on."""
+"""Lengths in tokens above which long documents are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +48,16 @@ class PrepareProgress:
 
 @dataclass(frozen=True, slots=True)
 class PreparedTokens:
-    """Summary of a token directory that was written, or found to be there already."""
+    """Summary of a token directory that was written, or existed already with the same tokens."""
 
     directory: str
     _: KW_ONLY
     unchanged: bool
-    """The directory held exactly these tokens before; nothing was written."""
+    """Whether the directory already held exactly these tokens, so that nothing was written."""
     meta: TokenMeta
     num_files: int
     num_empty_documents: int
-    """Documents without a single token, which are left out."""
+    """Number of documents without tokens, which are left out."""
     source_bytes: int
     tokens_bytes: int
     """Size of ``tokens.bin``."""
@@ -66,7 +66,7 @@ class PreparedTokens:
     documents_longer_than: dict[str, int]
     """Number of documents with more tokens than 16384, 131072 and 1048576."""
     num_counting_tokens: int | None
-    """Tokens that the loss mask lets count; None without a mask."""
+    """Number of tokens that the loss mask does not exclude; None without a mask."""
 
 
 def prepare_tokens(
@@ -80,12 +80,12 @@ def prepare_tokens(
     force: bool = False,
     on_progress: Callable[[PrepareProgress], None] | None = None,
 ) -> PreparedTokens:
-    """Tokenize ``inputs`` into the directory ``out``, or leave the disk as it was.
+    """Tokenize ``inputs`` into the directory ``out``; on an error the disk is unchanged.
 
     Args:
         inputs: Files and directories, in order; see :func:`.documents.find_files`.
         tokenizer: ``bytes``, ``ids``, or the path of a ``tokenizer.json``.
-        out: Directory to write; appears only when it is complete.
+        out: Directory to write; created only when it is complete.
         globs: Patterns for files below directories; for ``ids`` the default is ``*.npy``.
         vocab_size: For ``ids`` only; None takes the largest id + 1.
         end_of_document: Id appended to every document; see :data:`EndOfDocument`.
@@ -93,8 +93,8 @@ def prepare_tokens(
         on_progress: Called after every block of input.
 
     Raises:
-        ValueError: anything the user can put right: inputs, options, destination.
-        OSError: the disk is full (``ENOSPC``, ``EDQUOT``) or faulty.
+        ValueError: An input, an option or the destination is wrong; the user can correct it.
+        OSError: The disk is full (``ENOSPC``, ``EDQUOT``) or failed.
     """
     out = Path(out).resolve()
     check_destination(out, force=force)
@@ -137,10 +137,10 @@ def choose_tokenizer(
     vocab_size: int | None,
     end_of_document: EndOfDocument,
 ) -> Tokenizer:
-    """The tokenizer that ``--tokenizer name`` stands for.
+    """Return the tokenizer for the option ``--tokenizer name``.
 
     Raises:
-        ValueError: no such tokenizer, or an option that does not go with it.
+        ValueError: There is no such tokenizer, or another option does not apply to it.
     """
     if name == "ids":
         end = None if isinstance(end_of_document, str) else end_of_document
@@ -175,7 +175,7 @@ def _write(
     total_bytes: int,
     on_progress: Callable[[PrepareProgress], None] | None,
 ) -> int:
-    """Write the files; the number of documents left out because they were empty."""
+    """Write the token directory; return the number of empty documents, which are left out."""
     done_bytes = 0
     with TokenWriter(
         directory, vocab_size=tokenizer.vocab_size, description=tokenizer.description
@@ -200,7 +200,7 @@ _REPLACE = "replace it with --force, or give a new name"
 
 
 def _refuse_other_tokenizer(existing: TokenData, tokenizer: Tokenizer) -> None:
-    """Say so before the work when the data there cannot be the same."""
+    """Raise ValueError, before any tokenization, if the existing data has another tokenizer."""
     wanted, there = tokenizer.description, existing.meta.tokenizer
     same = (there.sha256, there.end_of_document) == (wanted.sha256, wanted.end_of_document)
     if existing.vocab_size != tokenizer.vocab_size or not same:

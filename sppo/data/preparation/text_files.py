@@ -1,4 +1,4 @@
-"""Telling text from binary files by how they begin."""
+"""Distinction of text and binary files by their first bytes."""
 
 from __future__ import annotations
 
@@ -21,27 +21,29 @@ _SIGNATURES = {
     b"%PDF-": "a PDF",
 }
 _WITH_NUL = {
-    codecs.BOM_UTF32_LE: "utf-32",  # before that of UTF-16, which it begins with
+    codecs.BOM_UTF32_LE: "utf-32",  # before the mark of UTF-16, which is a prefix of this one
     codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
-"""Byte order marks of encodings in which NUL bytes are a part of characters."""
+"""Byte order marks of encodings in which characters contain NUL bytes."""
 _CONTROL = bytes({*range(0x20), 0x7F} - set(b"\t\n\v\f\r\b\x1a\x1b"))
-"""Bytes that no encoding of text uses; spaces, escape and the end mark of DOS are none of them."""
+"""Control bytes that text does not use; white space, backspace, escape and DOS's end are text."""
 _MOST_CONTROL = 0.02
-"""Fraction of control bytes in text of an 8-bit encoding; compressed data has 0.1."""
+"""Largest fraction of control bytes in text of an 8-bit encoding; compressed data has 0.1."""
 _SHOWN_FILES = 3
 
 
 def check_text_files(paths: Sequence[Path]) -> None:
-    """Read how every file begins and refuse those that are not text; ``.jsonl`` is read elsewhere.
+    """Raise ValueError if a file is not text, judged by its first bytes.
 
     Text is valid UTF-8, UTF-16 or UTF-32 with a byte order mark, or any encoding of one or more
-    bytes a character without NUL and hardly any control characters (Latin-1, Shift JIS, KOI8-R).
+    bytes per character without NUL and with hardly any control characters (Latin-1, Shift JIS,
+    KOI8-R). ``.jsonl`` files are skipped; they are checked when they are read.
 
     Raises:
-        ValueError: names the first of them and what they are, and how many there are.
+        ValueError: Some files are not text; names the first few with the reasons, and the number
+            of others.
     """
     found = [
         (path, reason)
@@ -59,7 +61,7 @@ def check_text_files(paths: Sequence[Path]) -> None:
 
 
 def _choice_of_text(paths: Sequence[Path], binary: Sequence[Path]) -> str:
-    """Return the --glob that takes most of the text and nothing binary; empty if there is none."""
+    """Return a hint with the --glob that matches most text files and no binary file; "" if none."""
     refused = {_pattern(path) for path in binary}
     counts = Counter(pattern for path in paths if (pattern := _pattern(path)) not in refused)
     if not counts:
@@ -70,7 +72,7 @@ def _choice_of_text(paths: Sequence[Path], binary: Sequence[Path]) -> str:
 
 
 def _pattern(path: Path) -> str:
-    """Return the pattern of names that end like that of ``path``: its suffix, or else its name."""
+    """Return the glob of files with the suffix of ``path``; without a suffix, its name."""
     return f"*{path.suffix}" if path.suffix else path.name
 
 
@@ -80,7 +82,7 @@ def _why_binary(path: Path) -> str | None:
 
 
 def why_binary(head: bytes) -> str | None:
-    """Return what shows that a file which begins with ``head`` is binary, None for text."""
+    """Return why a file that begins with ``head`` is binary; None if it is text."""
     for signature, name in _SIGNATURES.items():
         if head.startswith(signature):
             return name

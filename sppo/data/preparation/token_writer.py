@@ -1,4 +1,4 @@
-"""Writing a token directory: streamed into a hidden sibling, then renamed into place."""
+"""Writing of a token directory: into a hidden sibling, which is then renamed into place."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _BUFFER_BYTES = 1 << 20
 
 
 class TokenWriter:
-    """Appends ids to ``tokens.bin`` and remembers where documents start.
+    """Writer of token data that appends ids to ``tokens.bin`` and records document starts.
 
-    ``loss_mask.bin`` is begun with the first tokens that come with a mask. Memory is a buffer for
-    each file and 8 bytes a document, whatever the number of tokens. Use as a context manager;
-    :meth:`finish` writes the other two files.
+    ``loss_mask.bin`` is created with the first tokens that have a mask. Memory is a buffer per file
+    and 8 bytes per document, whatever the number of tokens. Use as a context manager;
+    :meth:`finish` writes the document starts and ``meta.json``.
     """
 
     def __init__(
@@ -66,24 +66,25 @@ class TokenWriter:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens written so far."""
+        """Number of tokens written so far."""
         return self._num_tokens
 
     @property
     def num_empty(self) -> int:
-        """Documents left out because they held nothing."""
+        """Number of documents left out because they were empty."""
         return self._num_empty
 
     def append(self, ids: NDArray[Any], counts: NDArray[np.bool_] | None = None) -> None:
-        """Add ids [n] to the current document.
+        """Append ids to the current document.
 
         Args:
-            ids: Integers of any width.
-            counts: bool [n], whether predicting each of them counts; None where all do.
+            ids: [n] Integers of any width.
+            counts: [n] Whether predicting each id counts in the loss; None if all count.
 
         Raises:
-            ValueError: an id outside the vocabulary, as when a file changes while it is read.
-            OSError: the disk is full, or another fault of it.
+            ValueError: An id is outside the vocabulary, e.g. because a file changed while it was
+                read.
+            OSError: The disk is full, or failed.
         """
         if len(ids) == 0:
             return
@@ -101,7 +102,7 @@ class TokenWriter:
         self._max_id = max(self._max_id, high)
 
     def _append_mask(self, num_tokens: int, counts: NDArray[np.bool_] | None) -> None:
-        """Add to the loss mask, or begin it, as soon as one is needed."""
+        """Append to the loss mask, which is created when the first tokens have a mask."""
         if counts is not None and self._mask is None:
             self._mask = _LossMaskWriter(self._directory / LOSS_MASK_FILE)
             self._mask.append_counting(self._num_tokens)
@@ -114,9 +115,9 @@ class TokenWriter:
             self._mask.append(counts)
 
     def end_document(self) -> None:
-        """Close the current document with its end id; a document without tokens is left out.
+        """End the current document, and append its end id; an empty document is left out.
 
-        Predicting the end counts where predicting the token before it does.
+        Predicting the end id counts in the loss if predicting the token before does.
         """
         if self._num_tokens == self._offsets[-1]:
             self._num_empty += 1
@@ -127,10 +128,10 @@ class TokenWriter:
         self._offsets.append(self._num_tokens)
 
     def finish(self) -> TokenMeta:
-        """Write the document index and ``meta.json``; everything is on the disk afterwards.
+        """Write ``documents.npy`` and ``meta.json``, and flush all files to the disk.
 
         Raises:
-            OSError: the disk is full, or another fault of it.
+            OSError: The disk is full, or failed.
         """
         assert self._offsets[-1] == self._num_tokens, "finish() inside a document"
         _flush_to_disk(self._file)
@@ -157,20 +158,20 @@ class TokenWriter:
 
 
 class _LossMaskWriter:
-    """Appends to ``loss_mask.bin``, a byte for each token."""
+    """Writer that appends to ``loss_mask.bin``, one byte per token."""
 
     def __init__(self, path: Path) -> None:
         self.file = path.open("wb", buffering=_BUFFER_BYTES)
         self.digest = hashlib.sha256()
 
     def append(self, counts: NDArray[np.bool_]) -> None:
-        """Add a token for each of ``counts``."""
+        """Append the mask of tokens, [n]."""
         block = np.ascontiguousarray(counts).view(np.uint8)
         self.digest.update(block.data)
         self.file.write(block.data)
 
     def append_counting(self, num_tokens: int) -> None:
-        """Add tokens that all count."""
+        """Append ``num_tokens`` tokens that all count."""
         for start in range(0, num_tokens, _BUFFER_BYTES):
             self.append(np.ones(min(_BUFFER_BYTES, num_tokens - start), dtype=np.bool_))
 
@@ -181,12 +182,16 @@ def _flush_to_disk(file: Any) -> None:
 
 
 def check_destination(out: Path, *, force: bool) -> None:
-    """Refuse a destination that is something other than token data.
+    """Raise ValueError if ``out`` exists and cannot be replaced by token data.
 
-    ``force`` replaces token data, whole or damaged, and never anything else.
+    Args:
+        out: Directory to write.
+        force: Accept a partial token directory, which will be replaced; a directory with other
+            files is never replaced.
 
     Raises:
-        ValueError: ``out`` is a file, or a directory that holds other files.
+        ValueError: ``out`` is a file, holds files other than token data, or holds part of token
+            data without ``force``.
     """
     try:
         names = {path.name for path in out.iterdir()}
@@ -213,13 +218,14 @@ def check_destination(out: Path, *, force: bool) -> None:
 
 @contextmanager
 def temporary_sibling(out: Path) -> Iterator[Path]:
-    """A new hidden directory beside ``out``, on the same file system so that a rename moves it.
+    """Yield a new hidden directory beside ``out``, and remove it at the end if it still exists.
 
-    When the body fails, it and every parent made for it are removed again.
+    It is on the same file system, so that a rename can move it to ``out``. If the body fails,
+    parent directories that were created for it are removed, too.
 
     Raises:
-        ValueError: it cannot be made.
-        OSError: it cannot be made because the disk is full.
+        ValueError: The directory cannot be created.
+        OSError: The directory cannot be created because the disk is full.
     """
     missing_parents = [parent for parent in out.parents if not parent.exists()]
     temporary = out.parent / f".{out.name}.partial-{uuid.uuid4().hex[:8]}"
@@ -251,11 +257,11 @@ def _remove_if_empty(directory: Path) -> None:
 
 
 def move_into_place(temporary: Path, out: Path) -> None:
-    """Rename ``temporary`` to ``out``. Token data already there is replaced, after the rename.
+    """Rename ``temporary`` to ``out``, and delete the token data that ``out`` held before.
 
     Raises:
-        ValueError: ``out`` appeared or changed meanwhile.
-        OSError: the disk is full.
+        ValueError: The rename failed, e.g. because ``out`` was created meanwhile.
+        OSError: The disk is full.
     """
     replaced = out.parent / f".{out.name}.replaced-{uuid.uuid4().hex[:8]}"
     try:
@@ -270,5 +276,5 @@ def move_into_place(temporary: Path, out: Path) -> None:
         raise ValueError(
             f"--out {out}: cannot be moved into place: {error.strerror}; run the command again"
         ) from None
-    # Readers that have the old files mapped keep them until they close.
+    # Processes that have mapped the old files can read them until they close.
     shutil.rmtree(replaced, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Tokenizers of the ``tokenizers`` library: a ``tokenizer.json`` and its end-of-text token."""
+"""Tokenizers of the ``tokenizers`` library: loads ``tokenizer.json`` and its end-of-text token."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ END_OF_TEXT_TOKENS = (
     "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek
     "[EOS]",
 )
-"""Names under which families write the end of a text. A chat model's own ``eos_token`` ends a
-turn (``<|im_end|>``, ``<|eot_id|>``), so these are looked for first."""
+"""End-of-text tokens of model families. They have priority over the ``eos_token`` of a model,
+because that of a chat model ends a turn (``<|im_end|>``, ``<|eot_id|>``)."""
 
 _BATCH_CHARACTERS = 2 << 20
 _BATCH_DOCUMENTS = 1024
@@ -34,16 +34,16 @@ _BATCH_DOCUMENTS = 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FileTokenizer:
-    """A loaded tokenizer. It adds no special token of its own, cuts nothing and pads nothing."""
+    """Tokenizer loaded from a file; adds no special tokens, and does not truncate or pad."""
 
     backend: Any
-    """``tokenizers.Tokenizer``."""
+    """Object of class ``tokenizers.Tokenizer``."""
     _: KW_ONLY
     vocab_size: int
     description: TokenizerDescription
 
     def encode(self, paths: Sequence[Path]) -> Iterator[EncodedShard]:
-        """Ids of each document. A document is tokenized whole: cutting it would change its ids."""
+        """Yield the ids of each document, tokenized whole because cuts would change its ids."""
         batch: list[TextDocument] = []
         characters = 0
         for document in read_text(paths):
@@ -56,7 +56,7 @@ class FileTokenizer:
 
     def _encode_batch(self, batch: Sequence[TextDocument]) -> Iterator[EncodedShard]:
         texts = [document.text for document in batch]
-        # The "fast" form leaves out character offsets, which nobody reads here.
+        # The "fast" form does not compute character offsets, which are not used here.
         encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
         for document, encoding in zip(batch, encodings, strict=True):
             ids = np.asarray(encoding.ids, dtype=np.int64)
@@ -64,14 +64,18 @@ class FileTokenizer:
 
 
 def load_tokenizer_file(name: str, *, end_of_document: EndOfDocument) -> FileTokenizer:
-    """Load ``tokenizer.json``, given as a file or as a directory that holds one.
+    """Load a ``tokenizer.json``.
 
-    The end-of-text token of ``auto`` is the first of :data:`END_OF_TEXT_TOKENS` among the added
-    tokens; failing that, ``eos_token`` of the ``tokenizer_config.json`` beside the file; failing
-    that, none.
+    With ``auto`` the end-of-text token is the first of :data:`END_OF_TEXT_TOKENS` that is an added
+    token; otherwise ``eos_token`` of the ``tokenizer_config.json`` beside the file; otherwise none.
+
+    Args:
+        name: Path of the file, or of a directory that holds it.
+        end_of_document: Id appended to every document; see :data:`EndOfDocument`.
 
     Raises:
-        ValueError: no such file, not a tokenizer, the library missing, or an id out of range.
+        ValueError: There is no such file, the file is not a tokenizer, the library is not
+            installed, or the id is out of range.
     """
     path = _tokenizer_path(name)
     with reading(path):
@@ -123,7 +127,7 @@ def _load(data: bytes, path: Path) -> Any:
             f"--tokenizer {path}: the tokenizers library is not installed;"
             " run `pip install 'sppo[hf]'`, or use --tokenizer bytes"
         ) from None
-    # The library raises bare Exception for anything it cannot parse.
+    # The library raises plain Exception for files that it cannot parse.
     try:
         backend = Tokenizer.from_buffer(data)
     except Exception as error:
@@ -137,7 +141,7 @@ def _load(data: bytes, path: Path) -> Any:
 
 
 def _end_of_text(backend: Any, *, vocabulary: dict[str, int], folder: Path) -> int | None:
-    # Only added tokens: "</s>" may also be an ordinary token of a vocabulary learnt from HTML.
+    # Added tokens only: "</s>" may be an ordinary token of a vocabulary learnt from HTML.
     decoder = backend.get_added_tokens_decoder()
     added: dict[str, int] = {token.content: number for number, token in decoder.items()}
     for token in END_OF_TEXT_TOKENS:
@@ -147,7 +151,7 @@ def _end_of_text(backend: Any, *, vocabulary: dict[str, int], folder: Path) -> i
 
 
 def _configured_end(path: Path) -> str:
-    """Return ``eos_token`` of a ``tokenizer_config.json``, or an empty string."""
+    """Return ``eos_token`` of a ``tokenizer_config.json``; "" if it cannot be read."""
     try:
         token = read_json(path).get("eos_token")
     except (OSError, ValueError, AttributeError):

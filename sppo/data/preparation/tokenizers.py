@@ -1,7 +1,8 @@
-"""Tokenizers: from documents to ids, by the built-in ``bytes`` and ``ids`` or a tokenizer file.
+"""Tokenizers, which convert documents to ids: the protocol, and built-in ``bytes`` and ``ids``.
 
-Every tokenizer yields :class:`EncodedShard`, so a document larger than memory passes through in
-parts where that does not change its ids (bytes and ids; text is tokenized a document at a time).
+Every tokenizer yields :class:`EncodedShard`. The built-in tokenizers yield a document in parts, so
+it may be larger than memory. Text of a tokenizer file is tokenized one document at a time, because
+cuts would change the ids (:mod:`sppo.data.preparation.tokenizer_file`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from sppo.data.tokens import MAX_VOCAB_SIZE, TokenizerDescription
 from sppo.quoting import one_line
 
 EndOfDocument = int | Literal["auto", "none"]
-"""Id appended to every document; ``auto``: the tokenizer's own; ``none``: nothing is."""
+"""Id appended to every document; ``auto`` for the tokenizer's own; ``none`` to append none."""
 
 BYTE_END_OF_DOCUMENT = 256
 BYTE_VOCAB_SIZE = 257
@@ -32,15 +33,15 @@ _BLOCK_TOKENS = 1 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedShard:
-    """Ids of one document or of the next part of it."""
+    """Ids of one document, or of the next part of one."""
 
     ids: NDArray[Any]
-    """[n] integers of any width, n may be 0."""
+    """[n] Integers of any width; n may be 0."""
     ends_document: bool
     source_bytes: int
-    """Bytes of input these ids come from, for progress."""
+    """Bytes of input of these ids, for progress."""
     counts: NDArray[np.bool_] | None = None
-    """[n] whether predicting each id counts in the loss; None where all do."""
+    """[n] Whether predicting each id counts in the loss; None if all count."""
 
 
 class Tokenizer(Protocol):
@@ -48,34 +49,34 @@ class Tokenizer(Protocol):
 
     @property
     def description(self) -> TokenizerDescription:
-        """Recorded in ``meta.json``."""
+        """Description of the tokenizer, recorded in ``meta.json``."""
 
     @property
     def vocab_size(self) -> int:
-        """Every id is below this."""
+        """Size of the vocabulary; every id is below."""
 
     def encode(self, paths: Sequence[Path]) -> Iterator[EncodedShard]:
-        """Ids of all documents in the files, in order, without the end-of-document id."""
+        """Yield the ids of all documents in the files, in order, without the end-of-document id."""
 
 
 @dataclass(frozen=True, slots=True)
 class ByteTokenizer:
-    """Ids 0..255 are bytes; 256 ends a document."""
+    """Tokenizer whose ids 0..255 are bytes, and by default 256 ends a document."""
 
     end_of_document: int | None = BYTE_END_OF_DOCUMENT
 
     @property
     def vocab_size(self) -> int:
-        """Return 257, also when nothing ends a document: models made for bytes have 257 rows."""
+        """The size 257, also without an end-of-document id: models for bytes have 257 rows."""
         return BYTE_VOCAB_SIZE
 
     @property
     def description(self) -> TokenizerDescription:
-        """Recorded in ``meta.json``."""
+        """Description of the tokenizer, recorded in ``meta.json``."""
         return TokenizerDescription(name="bytes", end_of_document=self.end_of_document)
 
     def encode(self, paths: Sequence[Path]) -> Iterator[EncodedShard]:
-        """Bytes of files as they are; the text of ``.jsonl`` lines as UTF-8."""
+        """Yield the bytes of files, and the text of ``.jsonl`` lines as UTF-8."""
         for block in read_bytes(paths, block_bytes=_BLOCK_BYTES):
             ids = np.frombuffer(block.data, dtype=np.uint8)
             yield EncodedShard(ids, block.ends_document, block.source_bytes)
@@ -83,9 +84,9 @@ class ByteTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class IdsTokenizer:
-    """Ids made elsewhere: 1-D integer ``.npy`` files, one document each, taken as they are.
+    """Tokenizer for ready-made ids in 1-D integer ``.npy`` files, one document each.
 
-    The loss mask of ``NAME.npy`` is ``NAME.mask.npy``, where there is one.
+    The loss mask of ``NAME.npy`` is ``NAME.mask.npy``, if that file exists.
     """
 
     vocab_size: int
@@ -94,11 +95,11 @@ class IdsTokenizer:
 
     @property
     def description(self) -> TokenizerDescription:
-        """Recorded in ``meta.json``."""
+        """Description of the tokenizer, recorded in ``meta.json``."""
         return TokenizerDescription(name="ids", end_of_document=self.end_of_document)
 
     def encode(self, paths: Sequence[Path]) -> Iterator[EncodedShard]:
-        """The arrays in the files, a block at a time."""
+        """Yield the arrays in the files, one block at a time."""
         for path in paths:
             ids = _map_ids(path)
             mask = map_loss_mask(path, num_ids=len(ids))
@@ -115,16 +116,16 @@ class IdsTokenizer:
 def scan_ids(
     paths: Sequence[Path], *, vocab_size: int | None, end_of_document: int | None
 ) -> IdsTokenizer:
-    """Check every id in the files, and their loss masks, and find the vocabulary they need.
+    """Check every id in the files, and their loss masks; return a tokenizer with their vocabulary.
 
     Args:
-        paths: ``.npy`` files.
-        vocab_size: Size the ids must stay below; None takes the largest id + 1.
+        paths: Paths of ``.npy`` files of ids.
+        vocab_size: Size of the vocabulary; None for the largest id + 1.
         end_of_document: Id appended to every document, or None.
 
     Raises:
-        ValueError: not 1-D integers, an id below 0 or not below the vocabulary size, or a mask
-            that is not one bool for each id.
+        ValueError: An array is not 1-D integers, an id is below 0 or not below the vocabulary
+            size, or a mask does not have one bool per id.
     """
     limit = MAX_VOCAB_SIZE if vocab_size is None else vocab_size
     if not 1 <= limit <= MAX_VOCAB_SIZE:
@@ -142,10 +143,10 @@ def scan_ids(
 
 
 def check_end_of_document(end_of_document: int, *, vocab_size: int) -> int:
-    """The id itself, if it is one of the vocabulary.
+    """Return ``end_of_document`` if it is an id of the vocabulary.
 
     Raises:
-        ValueError: below 0, or not below ``vocab_size``.
+        ValueError: The id is below 0, or not below ``vocab_size``.
     """
     if not 0 <= end_of_document < vocab_size:
         raise ValueError(
@@ -156,7 +157,7 @@ def check_end_of_document(end_of_document: int, *, vocab_size: int) -> int:
 
 
 def _map_ids(path: Path) -> NDArray[Any]:
-    """The array in ``path``, mapped."""
+    """Memory-map the ids in ``path``, int [n]."""
     fix = "--tokenizer ids reads .npy files of whole numbers with one axis, one document each"
     with reading(path):
         try:
@@ -169,7 +170,7 @@ def _map_ids(path: Path) -> NDArray[Any]:
 
 
 def _check_ids(path: Path, *, limit: int, given: bool) -> int:
-    """Largest id in ``path``, -1 when it holds none."""
+    """Check all ids in ``path``, and return the largest, or -1 if there are none."""
     ids = _map_ids(path)
     map_loss_mask(path, num_ids=len(ids))
     largest = -1

@@ -1,1 +1,1 @@
-"""Samples: documents that are trained on whole, the steps they come in, and their lengths."""
+"""Samples (documents that are trained on whole), their lengths, and the samples of each step."""

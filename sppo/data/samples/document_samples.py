@@ -1,7 +1,7 @@
-"""The samples of every step of a run that trains on documents.
+"""Samples of every step of a run that trains on documents, with their tokens.
 
-The counterpart of :mod:`sppo.data.sequences` for ``data.samples=documents``: what is read, and in
-which order, is a pure function of (seed, number of samples consumed before).
+Counterpart of :mod:`sppo.data.sequences` for ``data.samples=documents``: the samples and their
+order are a pure function of (seed, number of samples consumed before).
 """
 
 from __future__ import annotations
@@ -22,34 +22,35 @@ from sppo.kernels.labels import IGNORED_LABEL
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DocumentSamples(StepSamples):
-    """The samples of every step of a run, with their tokens."""
+    """Samples of every step of a run, with their tokens."""
 
     data: TokenData
+    """Open token data that holds the samples."""
 
     def num_labels(self, samples: Sequence[int]) -> int:
-        """Labels that count, of all the samples."""
+        """Return the number of valid labels of some samples."""
         if self.data.loss_mask is None:
             return sum(self.lengths(samples))
         return sum(int(np.count_nonzero(self._counts(sample))) for sample in samples)
 
     def has_labels(self, position: int) -> bool:
-        """Return whether any label of the step at ``position`` counts."""
+        """Return whether the step at ``position`` has a valid label."""
         return any(self.num_labels([sample]) for sample in self.step_samples(position))
 
     def why_no_labels(self, position: int) -> str:
-        """Return why no label of the step at ``position`` counts, for a step without any."""
+        """Return why the step at ``position`` has no valid label; called only for such a step."""
         named = few_of(self.step_samples(position))
         where = f"no label counts in sample {named} of {self.data.directory}"
         return f"{where}: the loss mask excludes them"
 
     def row(self, samples: Sequence[int]) -> SequenceData:
-        """Return one sequence of the samples one after another, each isolated from the others.
+        """Return the packed sequence of some samples, each isolated from the others.
 
-        Attention and positions are to start anew at ``document_starts``, the first token of every
+        Attention and positions must restart at ``document_starts``, the first token of every
         sample. Labels that the loss mask excludes are :data:`IGNORED_LABEL`.
 
         Raises:
-            ValueError: an id that cannot be in this data, or a file that has become shorter.
+            ValueError: An id is larger than any that was written, or a file has become shorter.
         """
         assert samples, "a row has at least one sample"
         parts = [self._ids(sample) for sample in samples]
@@ -65,11 +66,11 @@ class DocumentSamples(StepSamples):
         )
 
     def _ids(self, sample: int) -> NDArray[np.int64]:
-        """Inputs of a sample and its last label, int64 [length + 1]."""
+        """Return the inputs of a sample and its last label, int64 [length + 1]."""
         start = int(self.table.starts[sample])
         return read_ids(self.data, start, start + int(self.table.lengths[sample]) + 1)
 
     def _counts(self, sample: int) -> NDArray[np.bool_]:
-        """Return whether each label of a sample counts, bool [length]."""
+        """Return the loss mask of a sample's labels, bool [length]."""
         start = int(self.table.starts[sample])
         return counting_tokens(self.data, start + 1, start + int(self.table.lengths[sample]) + 1)

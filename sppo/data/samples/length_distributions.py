@@ -1,8 +1,8 @@
-"""Lengths of documents as published for several corpora, drawn by name.
+"""Distributions of document lengths as published for several corpora, by name.
 
-A *histogram* gives the share of documents in each range of lengths; within a range, logarithms of
-lengths are uniform, as counts of documents fall off with length. A *lognormal* is clamped to a
-range. Lengths are tokens.
+A *histogram* has the share of documents in each range of lengths. Within a range the logarithm of
+the length is uniform, because counts of documents fall with length. A *lognormal* is clamped to a
+range. Lengths are in tokens.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ _KI = 1024
 
 
 class LengthDistribution(Protocol):
-    """A distribution of the lengths of documents."""
+    """Distribution of document lengths."""
 
     @property
     def source(self) -> str:
-        """Return the publication that has the distribution, and where in it."""
+        """Publication of the distribution."""
         ...
 
     def sample(self, generator: np.random.Generator, count: int) -> NDArray[np.float64]:
-        """Return so many lengths, not yet rounded."""
+        """Draw `count` lengths, not rounded, [count]."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """Shares of documents by ranges of lengths.
+    """Histogram of document lengths.
 
     Attributes:
-        source: What was published, and where.
-        edges: Ends of the ranges, ascending; the first is the least length.
-        weights: Share of documents in each range, in any unit, one fewer than edges.
+        source: Publication of the distribution.
+        edges: Edges of the ranges, ascending; the first is the smallest length.
+        weights: Share of documents in each range, in any unit; one fewer than edges.
     """
 
     source: str
@@ -45,7 +45,7 @@ class Histogram:
     weights: tuple[float, ...]
 
     def sample(self, generator: np.random.Generator, count: int) -> NDArray[np.float64]:
-        """Return so many lengths, not yet rounded."""
+        """Draw `count` lengths, not rounded, [count]."""
         ends = np.cumsum(self.weights) / sum(self.weights)
         logs: NDArray[np.float64] = np.interp(
             generator.random(count), [0.0, *ends], np.log(self.edges)
@@ -55,14 +55,14 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Lognormal:
-    """Lengths whose logarithms are normal.
+    """Lognormal distribution of document lengths, clamped to a range.
 
     Attributes:
-        source: What was published, and where.
-        median: Half of the documents are shorter.
-        sigma: Standard deviation of the natural logarithm.
-        shortest: Shorter documents are made as long.
-        longest: Longer documents are cut to this.
+        source: Publication of the distribution.
+        median: Median length.
+        sigma: Standard deviation of the natural logarithm of the length.
+        shortest: Smallest length; shorter ones are raised to it.
+        longest: Largest length; longer ones are cut to it.
     """
 
     source: str
@@ -72,14 +72,17 @@ class Lognormal:
     longest: int
 
     def sample(self, generator: np.random.Generator, count: int) -> NDArray[np.float64]:
-        """Return so many lengths, not yet rounded."""
+        """Draw `count` lengths, not rounded, [count]."""
         logs = math.log(self.median) + self.sigma * generator.standard_normal(count)
         clamped: NDArray[np.float64] = np.clip(np.exp(logs), self.shortest, self.longest)
         return clamped
 
 
 def _lognormal_of_mean(mean: float, sigma: float) -> Lognormal:
-    """A lognormal of so many tokens on average, before it is clamped to 128 to 8192 tokens."""
+    """Return a lognormal with a given mean in tokens, clamped to 128 to 8192 tokens.
+
+    The mean is that before clamping.
+    """
     return Lognormal(
         f"Lengths of instruction data as Megatron-LM mocks them: lognormal, mean {mean:g} tokens, "
         f"sigma {sigma:g}, clamped to 128 to 8192 tokens.",
@@ -127,20 +130,21 @@ DISTRIBUTIONS: dict[str, LengthDistribution] = {
 def draw(
     name: str, count: int, *, seed: int, longest: int | None = None, scale: float = 1.0
 ) -> tuple[int, ...]:
-    """Return lengths of documents, the same for the same arguments.
+    """Draw document lengths from a distribution, the same for the same arguments.
 
     Args:
-        name: one of `DISTRIBUTIONS`.
-        count: how many.
-        seed: of the PCG64 generator that draws them.
-        longest: documents that are longer after scaling are cut to this; None: none is cut.
-        scale: factor of all lengths, which small machines need.
+        name: Name of a distribution in `DISTRIBUTIONS`.
+        count: Number of documents.
+        seed: Seed of the PCG64 generator.
+        longest: Largest length after scaling, to which longer documents are cut; None for no
+            limit.
+        scale: Factor of all lengths; below 1 for small machines.
 
     Returns:
-        Tokens of each document, at least 1.
+        Length of each document in tokens, at least 1.
 
     Raises:
-        ValueError: an unknown name, or a scale, count or longest length that is not above 0.
+        ValueError: The name is unknown, or the scale, count or longest length is not above 0.
     """
     if name not in DISTRIBUTIONS:
         known = ", ".join(DISTRIBUTIONS)

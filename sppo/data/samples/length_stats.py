@@ -1,7 +1,7 @@
-"""Statistics of the documents of token data: their lengths, and labels that count.
+"""Statistics of the documents of token data: lengths, and numbers of valid labels.
 
-The length of a document is that of the sample it makes: of n tokens, n - 1 are trained on. Torch is
-not needed, and memory is 24 bytes a document.
+The length of a document is the length of its sample: n - 1 for n tokens, of which n - 1 are inputs.
+Torch is not needed, and memory is 24 bytes per document.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from sppo.data.tokens import TokenData
 from sppo.units import KIB
 
 _SHORT = (10, 50, 100, 200, 500)
-"""Edges of the first buckets; those after them double from 1 Ki on."""
+"""Upper lengths of the first buckets; those of further buckets double from 1 Ki on."""
 _BLOCK_DOCUMENTS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DocumentLengths:
-    """Lengths of all documents, sorted."""
+    """Sorted lengths of all documents."""
 
     lengths: NDArray[np.int64]
-    """[num_documents] ascending."""
+    """[num_documents] Lengths, ascending."""
     tokens_up_to: NDArray[np.int64]
-    """[num_documents + 1] tokens of all documents before each one in that order."""
+    """[num_documents + 1] Sum of the lengths before each index of ``lengths``."""
 
     @property
     def num_documents(self) -> int:
-        """Documents, those of length 0 included."""
+        """Number of documents, those of length 0 included."""
         return len(self.lengths)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all documents."""
+        """Sum of the lengths of all documents."""
         return int(self.tokens_up_to[-1])
 
     def up_to(self, length: int) -> tuple[int, int]:
-        """Return how many documents are at most so long, and how many tokens those have."""
+        """Return the number of documents of at most ``length`` tokens, and their tokens."""
         documents = int(np.searchsorted(self.lengths, length, side="right"))
         return documents, int(self.tokens_up_to[documents])
 
     def shares_longer(self, length: int) -> tuple[float, float]:
-        """Return which fractions of all documents and of all tokens are in longer documents."""
+        """Return the fractions of documents, and of tokens, in documents longer than ``length``."""
         documents, tokens = self.up_to(length)
         return (
             1 - documents / self.num_documents,
@@ -56,64 +56,65 @@ class DocumentLengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthBucket:
-    """Documents between two lengths."""
+    """Number and share of the documents in one range of lengths."""
 
     up_to: int
-    """Length of the longest; those of the bucket before are shorter."""
+    """Largest length of the bucket; the smallest is above `up_to` of the bucket before."""
     num_documents: int
     num_tokens: int
     documents_share: float
-    """Fraction of all documents."""
+    """Fraction of all documents that are in the bucket."""
     tokens_share: float
-    """Fraction of all tokens."""
+    """Fraction of all tokens that are in the bucket."""
     longer_documents_share: float
-    """Fraction of all documents that are longer than those of the bucket."""
+    """Fraction of all documents that are longer than `up_to`."""
     longer_tokens_share: float
-    """Fraction of all tokens that are in longer documents."""
+    """Fraction of all tokens that are in documents longer than `up_to`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitStats:
-    """Documents that are longer than a ``sequence.length`` of ``length``, and what is cut there."""
+    """Documents longer than a ``sequence.length`` of ``length``, and the resulting samples."""
 
     length: int
     num_longer_documents: int
     longer_documents_share: float
     longer_tokens_share: float
     num_samples_cut: int
-    """Samples of one epoch with ``sequence.longer=cut``."""
+    """Number of samples of one epoch with ``sequence.longer=cut``."""
     num_samples_drop: int
-    """Samples of one epoch with ``sequence.longer=drop``."""
+    """Number of samples of one epoch with ``sequence.longer=drop``."""
 
 
 @dataclass(frozen=True, slots=True)
 class LengthStats:
-    """Statistics that ``sppo data stats`` tells."""
+    """Statistics that ``sppo data stats`` prints."""
 
     directory: str
     _: KW_ONLY
     num_documents: int
     num_tokens: int
-    """Tokens to train on, as many as labels: all but one of each document."""
+    """Number of input tokens, and of labels: all tokens but one of each document."""
     num_counting_labels: int
-    """Labels that the loss mask lets count; all of them without a mask."""
+    """Number of labels that the loss mask does not exclude; all without a mask."""
     has_loss_mask: bool
     num_documents_without_labels: int
-    """Documents in which no label counts: of one token, or excluded by the loss mask."""
+    """Number of documents without valid labels: of one token, or excluded by the loss mask."""
     mean_length: float
     longest: int
     length_percentiles: dict[str, int]
     """Length by percentile: p0, p10, ... p100."""
     buckets: tuple[LengthBucket, ...]
     limit: LimitStats | None
-    """Figures for one length that was asked about."""
+    """Figures for the requested ``sequence.length``; None if none was requested."""
 
 
 def document_lengths(document_offsets: NDArray[np.int64]) -> DocumentLengths:
     """Sort the lengths of documents.
 
     Args:
-        document_offsets: [num_documents + 1] first token of each document, then num_tokens.
+        document_offsets: [num_documents + 1] Position of the first token of each document, then
+            num_tokens.
     """
     lengths = np.sort(np.diff(document_offsets) - 1)
     return DocumentLengths(lengths, np.concatenate([[0], np.cumsum(lengths)]))
@@ -122,12 +123,12 @@ def document_lengths(document_offsets: NDArray[np.int64]) -> DocumentLengths:
 def length_stats(
     data: TokenData, distribution: DocumentLengths, *, length: int | None = None
 ) -> LengthStats:
-    """Summarise the lengths of documents.
+    """Return the statistics of the documents of token data.
 
     Args:
         data: Open token data.
         distribution: Lengths of its documents.
-        length: A length to tell about as well, such as the ``sequence.length`` of a run.
+        length: A ``sequence.length`` for which figures are added; None for none.
     """
     lengths = distribution.lengths
     counting, without = _count_labels(data)
@@ -151,7 +152,7 @@ def length_stats(
 
 
 def _count_labels(data: TokenData) -> tuple[int, int]:
-    """Labels that count, and documents without any."""
+    """Return the number of valid labels, and the number of documents without valid labels."""
     counting, without = 0, 0
     for first in range(0, data.num_documents, _BLOCK_DOCUMENTS):
         offsets = np.asarray(data.document_offsets[first : first + _BLOCK_DOCUMENTS + 1])
@@ -167,7 +168,7 @@ def _count_labels(data: TokenData) -> tuple[int, int]:
 
 
 def _buckets(distribution: DocumentLengths) -> tuple[LengthBucket, ...]:
-    """Buckets up to the one that has the longest document."""
+    """Return all buckets, up to the bucket with the longest document."""
     longest = int(distribution.lengths[-1])
     edges = list(_SHORT)
     while edges[-1] < longest:
@@ -178,7 +179,7 @@ def _buckets(distribution: DocumentLengths) -> tuple[LengthBucket, ...]:
 
 
 def _bucket(distribution: DocumentLengths, *, low: int, high: int) -> LengthBucket:
-    """Documents longer than ``low`` and at most ``high`` long."""
+    """Return the bucket of the documents longer than ``low`` and at most ``high`` long."""
     (before, tokens_before), (within, tokens_within) = map(distribution.up_to, (low, high))
     documents, tokens = within - before, tokens_within - tokens_before
     longer_documents, longer_tokens = distribution.shares_longer(high)
@@ -194,7 +195,7 @@ def _bucket(distribution: DocumentLengths, *, low: int, high: int) -> LengthBuck
 
 
 def _limit_stats(distribution: DocumentLengths, *, length: int) -> LimitStats:
-    """Figures for one length."""
+    """Return the figures for one ``sequence.length``."""
     lengths = distribution.lengths
     within, _ = distribution.up_to(length)
     without_labels, _ = distribution.up_to(0)

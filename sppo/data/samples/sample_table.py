@@ -1,7 +1,7 @@
-"""Table of the places of all samples in the token stream.
+"""Table of the positions and lengths of all samples in the token stream.
 
-A sample is a document that is trained on by itself. Of a document of n tokens all but the last are
-inputs and all but the first are labels, so the sample has n - 1 tokens: its length everywhere.
+A sample is a document, or a part of one, that is trained on by itself. All tokens of a sample but
+the last are inputs, and all but the first are labels, so a sample of n tokens has length n - 1.
 """
 
 from __future__ import annotations
@@ -16,35 +16,36 @@ from sppo.data.tokens import TokenData, vocabulary_problems
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleTable:
-    """The samples of token data, in the order of the stream."""
+    """Positions and lengths of the samples of token data, in the order of the stream."""
 
     starts: NDArray[np.int64]
-    """[num_samples] first input token of each sample in the stream."""
+    """[num_samples] Position of the first input token of each sample in the stream."""
     lengths: NDArray[np.int64]
-    """[num_samples] inputs of each sample, at least 1."""
+    """[num_samples] Number of inputs of each sample, at least 1."""
     num_left_out: int
-    """Documents that are no sample: those of one token, which has no label, and dropped ones."""
+    """Number of documents that give no sample: of one token, which has no label, or dropped."""
 
     @property
     def num_samples(self) -> int:
-        """Samples in one epoch."""
+        """Number of samples in one epoch."""
         return len(self.starts)
 
 
 def sample_table(document_offsets: NDArray[np.int64], *, length: int, longer: str) -> SampleTable:
-    """Find the samples of a stream.
+    """Return the table of the samples of a stream.
 
-    A document that is cut into several samples shares one token between each two of them, the label
-    of one and the first input of the next, so that no label is lost.
+    Two successive samples that are cut from one document share a token, the last label of the first
+    and the first input of the second, so that no label is lost.
 
     Args:
-        document_offsets: [num_documents + 1] first token of each document, then num_tokens.
-        length: of the longest sample (``sequence.length``).
-        longer: what becomes of longer documents (``sequence.longer``): ``cut`` into samples of
-            ``length`` tokens and what is left, ``drop`` or ``refuse``.
+        document_offsets: [num_documents + 1] Position of the first token of each document, then
+            num_tokens.
+        length: Largest length of a sample (``sequence.length``).
+        longer: Treatment of longer documents (``sequence.longer``): ``cut`` into samples of
+            ``length`` tokens and a shorter last one, ``drop`` or ``refuse``.
 
     Raises:
-        ValueError: some are longer, and ``longer`` is ``refuse``.
+        ValueError: Some documents are longer, and ``longer`` is ``refuse``.
     """
     assert length >= 1, f"length {length}"
     assert longer in ("cut", "drop", "refuse"), longer
@@ -62,15 +63,15 @@ def sample_table(document_offsets: NDArray[np.int64], *, length: int, longer: st
 
 
 def check_samples(data: TokenData, table: SampleTable, *, vocab_size: int) -> None:
-    """Check that a model can read these ids and that there is a sample to train on.
+    """Raise ValueError unless a model can read the ids and there is at least one sample.
 
     Args:
         data: Open token data.
-        table: Its samples.
-        vocab_size: Rows of the model's token embedding.
+        table: Samples of the data.
+        vocab_size: Number of rows of the model's token embedding.
 
     Raises:
-        ValueError: every rule that is broken, one per line.
+        ValueError: Some rules are broken; lists all of them, one per line.
     """
     problems = list(vocabulary_problems(data, vocab_size=vocab_size))
     if table.num_samples == 0:
@@ -97,7 +98,7 @@ def _refuse_longer(lengths: NDArray[np.int64], *, length: int) -> None:
 def _cut(
     starts: NDArray[np.int64], lengths: NDArray[np.int64], *, length: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Starts and lengths of samples of at most ``length`` tokens each."""
+    """Cut samples into samples of at most ``length`` tokens; return their starts and lengths."""
     counts = -(-lengths // length)
     first = np.cumsum(counts) - counts
     skipped = (np.arange(counts.sum()) - np.repeat(first, counts)) * length

@@ -1,4 +1,4 @@
-"""Lengths of the samples of a few steps, for planning before anything runs. Torch is not needed."""
+"""Lengths of the samples of a few steps, for planning before a run. Torch is not needed."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from sppo.quoting import quoted
 
 DRAWN_STEPS = 3
 _DOCUMENTS = 1 << 16
-"""Documents that are drawn from a distribution; steps are drawn from these."""
+"""Number of documents drawn from a distribution; the samples of steps are drawn from these."""
 
 
 def drawn_steps(run: RunConfig, *, distribution: str | None = None) -> DrawnSteps:
-    """Draw the samples of a few steps of a run of documents; the same for the same arguments.
+    """Draw the samples of a few steps of a run of documents, the same for the same arguments.
 
-    Of token data these are the first steps that training runs, in shuffled order also where
-    ``data.shuffle`` is false, for the order of files may go by length.
+    With token data these are the first steps of a shuffled run. They are shuffled even if
+    ``data.shuffle`` is false, because documents may be ordered by length.
 
     Args:
-        run: with ``data.samples=documents``.
-        distribution: a name of :data:`DISTRIBUTIONS`, instead of the documents of ``data.tokens``.
+        run: Run configuration with ``data.samples=documents``.
+        distribution: Name in :data:`DISTRIBUTIONS` of a distribution to draw documents from; None
+            for the documents of ``data.tokens``.
 
     Raises:
-        ValueError: an unknown name, no token data where none is named, or no sample in it.
-        OSError: token data that cannot be read.
+        ValueError: The name is unknown, or there is no token data, or there is no sample.
+        OSError: Token data cannot be read.
     """
     offsets, source, description = _documents(run, distribution)
     table = sample_table(offsets, length=run.sequence.length, longer=run.sequence.longer)
@@ -59,7 +60,7 @@ def drawn_steps(run: RunConfig, *, distribution: str | None = None) -> DrawnStep
 
 
 def _documents(run: RunConfig, distribution: str | None) -> tuple[NDArray[np.int64], str, str]:
-    """Return where each document starts, then the number of tokens; its source, and in words."""
+    """Return (document starts, then the number of tokens; name of the source; description)."""
     if distribution is not None:
         if distribution not in DISTRIBUTIONS:
             raise ValueError(

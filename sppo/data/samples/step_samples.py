@@ -1,4 +1,4 @@
-"""Samples of each step of a run: a pure function of (seed, samples consumed before)."""
+"""Samples of each step of a run, a pure function of (seed, samples consumed before)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _SPARE = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepSamples:
-    """The samples of every step, by their places in a table.
+    """Samples of every step, as indices into a table.
 
-    Nothing is kept between calls: a resumed run asks for the step at its position, the number of
-    samples consumed before it, and gets what the first one got.
+    Has no state between calls: a step depends only on its position, the number of samples that the
+    run consumed before, so a resumed run gets the same steps.
     """
 
     table: SampleTable
@@ -27,9 +27,9 @@ class StepSamples:
     seed: int
     shuffle: bool
     samples_per_step: int | None = None
-    """Samples of a step; None where ``tokens_per_step`` limits them."""
+    """Number of samples of a step; None if ``tokens_per_step`` limits a step."""
     tokens_per_step: int | None = None
-    """Most tokens of a step; a step has at least one sample."""
+    """Largest number of tokens of a step, which has at least one sample; None for no limit."""
 
     def __post_init__(self) -> None:
         assert self.num_samples >= 1, "check_samples() comes first"
@@ -38,31 +38,31 @@ class StepSamples:
 
     @property
     def num_samples(self) -> int:
-        """Samples in one epoch."""
+        """Number of samples in one epoch."""
         return self.table.num_samples
 
     @property
     def order(self) -> SequenceOrder:
-        """Return the order of samples over the positions of the run."""
+        """Order of the samples over the positions of the run."""
         return SequenceOrder(self.num_samples, seed=self.seed, shuffle=self.shuffle)
 
     def epoch_of(self, position: int) -> int:
-        """Epoch of the sample at ``position``, from 0."""
+        """Return the epoch, counted from 0, of the sample at ``position``."""
         return self.order.epoch_of(position)
 
     def step_samples(self, position: int) -> tuple[int, ...]:
-        """The samples of the step that begins at ``position``, in the order of the epoch.
+        """Return the indices of the samples of the step that begins at ``position``, in order.
 
-        A step at the end of an epoch runs on into the next one.
+        A step at the end of an epoch continues with samples of the next epoch.
 
         Args:
-            position: Samples consumed by the run before this step.
+            position: Number of samples that the run consumed before the step.
         """
         count = self.samples_per_step or self._samples_within_limit(position)
         return tuple(self.order.sequence_indices(position, count).tolist())
 
     def _samples_within_limit(self, position: int) -> int:
-        """Samples of the step at ``position`` as far as ``tokens_per_step`` goes, at least one."""
+        """Return the number of samples from ``position`` on within ``tokens_per_step``, or 1."""
         looked_at = self._expected_samples
         while (count := self._count_within_limit(self._token_ends(position, looked_at))) is None:
             looked_at *= 2
@@ -70,22 +70,26 @@ class StepSamples:
 
     @property
     def _expected_samples(self) -> int:
-        """Samples that ``tokens_per_step`` takes at the mean length, and a few more."""
+        """Number of samples of mean length within ``tokens_per_step``, and a few more."""
         assert self.tokens_per_step is not None, "asked for only with tokens_per_step"
         expected = self.tokens_per_step * self.num_samples // int(self.table.lengths.sum())
         return expected + expected // _SPARE + 1
 
     def _token_ends(self, position: int, count: int) -> NDArray[np.int64]:
-        """Tokens of the samples from ``position`` up to each of ``count``, that one included."""
+        """Return the cumulative lengths of ``count`` samples from ``position`` on, [count]."""
         samples = self.order.sequence_indices(position, count)
         return np.cumsum(self.table.lengths[samples])
 
     def _count_within_limit(self, ends: NDArray[np.int64]) -> int | None:
-        """Samples that ``tokens_per_step`` takes, None where ``ends`` do not tell."""
+        """Return the number of samples within ``tokens_per_step``; None if ``ends`` has too few.
+
+        Args:
+            ends: [count] Cumulative lengths of the samples.
+        """
         assert self.tokens_per_step is not None, "asked for only with tokens_per_step"
         within = int(np.searchsorted(ends, self.tokens_per_step, side="right"))
         return None if within == len(ends) else max(1, within)
 
     def lengths(self, samples: Sequence[int]) -> tuple[int, ...]:
-        """Tokens of each sample: its inputs, as many as its labels."""
+        """Return the length of each sample: the number of its inputs, and of its labels."""
         return tuple(self.table.lengths[list(samples)].tolist())
