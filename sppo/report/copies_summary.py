@@ -1,4 +1,4 @@
-"""Summary of a run's copies, beside its plan."""
+"""Summary of the copies of a run, measured and as planned."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from sppo.planning.plan_program import plan_candidate
 
 
 def copies_summary(plan: ExecutionPlan, reports: Sequence[CopyReport]) -> dict[str, Any] | None:
-    """Figures of one step for ``run_summary.json``; None for a plan that offloads nothing.
+    """Return the figures of one step's copies for ``run_summary.json``.
+
+    Returns None if the plan offloads nothing, or no step was run.
 
     Args:
-        plan: that was run.
-        reports: of every step of this process; rates and times are medians over them.
+        plan: Plan of the run.
+        reports: Report of each step of this process. Rates and times are medians over the steps,
+            bytes those of the last step.
     """
     if not plan.offloads_anything or not reports:
         return None

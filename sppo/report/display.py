@@ -1,8 +1,8 @@
-"""Display of a run that goes on: bars on a terminal or in a notebook, else plain lines.
+"""Display of a running training: progress bars on a terminal or in a notebook, else plain lines.
 
-Rich redraws the bars from where it left the cursor. A line that reaches the same terminal by
-another way moves the cursor, so the bars stay behind as dead text and the line is drawn over.
-Therefore log messages take the way of the bars' own console where both share a terminal.
+Rich redraws the bars from the position where it left the cursor. A line written to the same
+terminal by other means moves the cursor, so old bars remain as text and the line is overwritten.
+Therefore log messages are printed through the console of the bars if both share a terminal.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 _REDRAWN_EVERY_S = 0.1
-"""How often bars of a notebook are redrawn, at most."""
+"""Smallest time in seconds between two redraws of the bars in a notebook."""
 
 
 @contextmanager
 def logging_to(console: Console | None) -> Iterator[None]:
-    """Show the log messages of this process within as lines of their own, above any bars.
+    """Print the log messages of ``sppo`` within the context, as lines above any bars.
 
-    They go to stderr, unless that is the terminal or notebook which ``console`` draws on. A program
-    that handles log messages itself goes on to do so.
+    Messages go to stderr, or to ``console`` if that draws on the same terminal or in a notebook.
+    Does nothing if the program has set up handlers of its own.
 
     Args:
-        console: of the bars; None shows nothing.
+        console: Console of the bars; None to print no messages.
     """
     root, own = logging.getLogger(), logging.getLogger("sppo")
     if console is None or own.hasHandlers():
@@ -46,26 +46,29 @@ def logging_to(console: Console | None) -> Iterator[None]:
 
 
 class LogHandler(logging.Handler):
-    """Log messages through ``console`` on a terminal that it shares with stderr, else to stderr."""
+    """Handler that prints to ``console`` if it shares a terminal with stderr, else to stderr.
+
+    In a notebook it prints to ``console``.
+    """
 
     def __init__(self, console: Console) -> None:
         super().__init__()
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one message."""
+        """Print one log message."""
         try:
             text = self.format(record)
             if self._console.is_jupyter or _stderr_shares_terminal(self._console):
                 print_line(text, self._console)
             else:
                 print(text, file=sys.stderr, flush=True)
-        except Exception:  # as logging.StreamHandler: a message never ends a run
+        except Exception:  # as in logging.StreamHandler, a message never ends a run
             self.handleError(record)
 
 
 def print_line(text: str, console: Console) -> None:
-    """Print ``text`` as it is; a long line is wrapped by the terminal alone, so it copies whole."""
+    """Print ``text`` unchanged; the terminal wraps long lines, so they are copied as one line."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -74,20 +77,21 @@ def _stderr_shares_terminal(console: Console) -> bool:
 
 
 def _is_notebook_with_widgets(console: Console) -> bool:
-    """Return whether a notebook shows what is printed, and can redraw a part of it."""
+    """Return whether ``console`` prints in a notebook with widgets, which can be redrawn."""
     return console.is_jupyter and not console.quiet and find_spec("ipywidgets") is not None
 
 
 class TrainingDisplay:
-    """One line per step; below them, on a terminal or in a notebook, bars of the run and its step.
+    """Lines of the steps, with progress bars of run and step below on a terminal or in a notebook.
 
-    A widget of a notebook takes all that is shown while it is redrawn, and loses it with the next
-    redrawing. So no thread redraws it, but the one that prints the lines.
+    A notebook widget captures all output that is printed while it is redrawn, and discards that
+    output at the next redraw. Therefore the bars of a notebook are redrawn by the thread that
+    prints the lines.
 
     Args:
-        console: where to write.
-        total_steps: of the run.
-        first_step: steps done before.
+        console: Console to print to.
+        total_steps: Number of steps of the run.
+        first_step: Number of steps done before.
     """
 
     def __init__(self, console: Console, *, total_steps: int, first_step: int) -> None:
@@ -117,17 +121,17 @@ class TrainingDisplay:
             self._progress.stop()
 
     def step_begins(self, *, num_actions: int) -> None:
-        """Begin a step of so many actions."""
+        """Reset the bar of the step for a step of ``num_actions`` actions."""
         if self._progress is not None:
             self._progress.reset(self._step, total=num_actions)
 
     def action(self) -> None:
-        """One more action of the current step begins."""
+        """Advance the bar of the step by one action."""
         if self._progress is not None:
             self._advance(self._progress, self._step)
 
     def step_done(self, line: str) -> None:
-        """Print a finished step."""
+        """Print the line of a finished step, and advance the bar of the run."""
         self.say(line)
         if self._progress is not None:
             self._advance(self._progress, self._run)
@@ -137,7 +141,7 @@ class TrainingDisplay:
         print_line(text, self._console)
 
     def _advance(self, progress: Progress, task: TaskID) -> None:
-        """Advance a bar; on a terminal a thread of rich redraws it."""
+        """Advance a bar, and redraw it in a notebook; on a terminal a thread of rich redraws it."""
         progress.advance(task)
         now_s = time.monotonic()
         if self._console.is_jupyter and now_s >= self._redraw_at_s:

@@ -1,4 +1,4 @@
-"""Plot of a run: its loss, what it tends to, and the learning rate below it."""
+"""Plot of a run: loss and its running mean, with the learning rate below."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ _RATE_AREA = (0.07, 0.105, 0.84, 0.095)
 def loss_plot(metrics_path: Path, png_path: Path, *, terms: str = "") -> None:
     """Draw the run recorded in ``metrics_path`` into ``png_path``, 1600 by 900 pixels.
 
-    Loss per step, its running mean, the last value in figures, a mark at every step that was
-    skipped, and the learning rate in a strip below. The title is the run's directory.
+    The plot shows the loss of each step, its running mean, its last value as a number, a mark at
+    every skipped step, and the learning rate in a strip below. The title is the name of the run's
+    directory.
 
     Args:
-        metrics_path: ``metrics.jsonl`` of the run.
-        png_path: file to write.
-        terms: text that names the terms of the loss beside the cross entropy.
+        metrics_path: Path of the run's ``metrics.jsonl``.
+        png_path: Path of the file to write.
+        terms: Names of the terms that the loss has beside the cross entropy; "" for none.
 
     Raises:
         ValueError: ``metrics_path`` is missing or holds no step.
@@ -54,9 +55,10 @@ def loss_plot(metrics_path: Path, png_path: Path, *, terms: str = "") -> None:
 
 
 def running_mean(values: Sequence[float], *, window: int) -> NDArray[np.float64]:
-    """Mean of the ``window`` values around each, fewer at the ends; only finite values count.
+    """Return the mean of the finite values in a window around each value, [len(values)].
 
-    Centred, because a mean of the past lags behind a loss that falls; NaN where nothing counts.
+    The window has ``window`` values, fewer at the ends. It is centred, because a mean of past
+    values lags behind a falling loss. The mean is NaN if the window has no finite value.
     """
     array = np.asarray(values, dtype=np.float64)
     finite = np.isfinite(array)

@@ -1,6 +1,7 @@
-"""Metrics of every step, and the file they go to: ``metrics.jsonl``.
+"""Metrics of every step, and the file ``metrics.jsonl`` in which they are stored.
 
-Sinks get plain numbers. Whoever makes them reads the device once a step; nothing here does.
+Metrics are plain numbers. The caller reads them from the device once per step; no function of this
+module uses the device.
 """
 
 from __future__ import annotations
@@ -24,87 +25,93 @@ METRICS_FILE = "metrics.jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """One optimizer step, as measured unless a field says otherwise."""
+    """Figures of one optimizer step, measured unless the field says otherwise."""
 
     step: int
-    """Counted from 1: steps done."""
+    """Number of the step, counted from 1."""
     loss: float
-    """Mean cross entropy, nats per label; NaN or infinite in a step that went wrong, NaN in one
-    without labels."""
+    """Mean cross entropy in nats per label; may be NaN or infinite in a step whose update was
+    skipped, and is NaN in a step without valid labels."""
     grad_norm: float
-    """Global norm before clipping."""
+    """Global norm of the gradients before clipping."""
     lr: float
-    """Learning rate of the step."""
+    """Scheduled learning rate of the step, also if the update was skipped."""
     tokens: int
-    """Tokens trained in this step, of all replicas."""
+    """Tokens trained in the step, of all replicas, without padding."""
     labels: int | None = None
-    """Labels that the loss is the mean of; with isolated documents fewer than there are tokens,
-    and none where every document has one token. None in files from before they were counted."""
+    """Number of valid labels, over which the loss is averaged: fewer than tokens with isolated
+    documents or a loss mask, and 0 if no label counts. None in files of older versions."""
     step_s: float
-    """Wall time of the step, on the rank that took longest."""
+    """Wall time of the step, on the slowest rank."""
     predicted_step_s: float | None = None
-    """Step time that the plan predicts, of samples corrected by what earlier steps took; None where
-    it predicts none."""
+    """Predicted step time; in a run of samples corrected by measured times of earlier steps. None
+    without a prediction."""
     tokens_per_s: float
-    """Tokens of the step over its wall time."""
+    """Tokens of the step divided by its wall time."""
     mfu: float | None = None
-    """Model FLOPs of the step per second, as a fraction of the device's peak; None if unknown."""
+    """Model FLOPs per second, as a fraction of the peak of all devices; None if unknown."""
     hfu: float | None = None
-    """Executed FLOPs, those of recomputation included, as a fraction of the device's peak."""
+    """Executed FLOPs per second, recomputation included, as a fraction of the peak of all
+    devices; None if unknown."""
     device_peak_bytes: int | None = None
-    """Most memory of a device in the step, on the rank with most; on a CPU the peak of the
+    """Peak device memory in the step, on the rank with the highest; on a CPU the peak of the
     process's resident set."""
     host_peak_bytes: int | None = None
-    """Host memory reserved for what is offloaded, or on its way to a disk, added up over the
-    ranks."""
+    """Host memory reserved for offloaded tensors, or for slots in front of a disk, with training
+    state behind the device; sum over the ranks."""
     offloaded_bytes: int = 0
-    """Sent from the device to another tier in this step, added up over the ranks."""
+    """Bytes copied from the device to another tier in the step; sum over the ranks."""
     exposed_copy_s: float = 0.0
-    """Time compute waited for copies, on the rank that waited longest."""
+    """Time in which compute waited for copies, on the rank that waited longest."""
     copy_out_bytes_per_s: float | None = None
-    """Rate of what was sent, while the slowest queue out was busy; None where nothing was."""
+    """Rate of copies from the device on rank 0, while their slowest queue was busy; None if
+    there were none."""
     copy_back_bytes_per_s: float | None = None
-    """Rate of copies back to the device in this step."""
+    """Rate of copies back to the device on rank 0, while their slowest queue was busy; None if
+    there were none."""
     disk_peak_bytes: int = 0
-    """Size of the files of a disk tier, added up over the ranks."""
+    """Bytes of the files of a disk tier, and of training state on the disk; sum over the ranks."""
     samples: int | None = None
-    """Samples of the step; None, like all that follows from them, in a run of the token stream."""
+    """Number of samples of the step; None, like all fields below but `skipped`, in a run of the
+    token stream."""
     split_subsequences: int | None = None
-    """Subsequences that are a slice of a long sample."""
+    """Number of subsequences that are a slice of a long sample."""
     batched_subsequences: int | None = None
-    """Subsequences of short samples."""
+    """Number of subsequences of short samples."""
     hybrid_subsequences: int | None = None
-    """Subsequences of the tail of a long sample and short ones."""
+    """Number of subsequences of the tail of a long sample and short samples."""
     padding_tokens: int | None = None
-    """Tokens that belong to no sample."""
+    """Number of padding tokens, which belong to no sample."""
     planned_bubble_fraction: float | None = None
-    """Idle share of pipeline ranks as simulated, mean over replicas; None without a pipeline."""
+    """Simulated idle share of pipeline ranks, mean over replicas; None without a pipeline."""
     bubble_fraction: float | None = None
-    """Share of the time of all ranks in which no forward or backward ran, without the update."""
+    """Measured share of the ranks' time in which no forward or backward ran, without the update;
+    None without a pipeline."""
     program_digest: str | None = None
-    """Of the program that the first replica ran."""
+    """Digest of the program that the first replica ran."""
     planning_wait_s: float | None = None
-    """Time the step waited for its plan, on the rank that waited longest."""
+    """Time in which the step waited for its plan, on the rank that waited longest."""
     uncorrected_step_s: float | None = None
-    """Step time as the cost model says; ``predicted_step_s`` is corrected by earlier steps."""
+    """Step time predicted by the cost model without correction by earlier steps."""
     correction_steps: int | None = None
-    """Earlier steps that the correction rests on, at most seven; 0 corrects nothing."""
+    """Number of earlier steps on which the correction is based, at most seven; 0 for no
+    correction."""
     forward_correction: float | None = None
-    """Factor of the predicted time of forwards: median of what those steps measured."""
+    """Factor of the predicted time of forwards: a median over the earlier steps."""
     backward_correction: float | None = None
-    """Factor of the predicted time of backwards."""
+    """Factor of the predicted time of backwards: a median over the earlier steps."""
     forward_launch_s: float | None = None
-    """Time added to the forward of each subsequence in each layer, for launching its kernels."""
+    """Time added to the forward of each subsequence in each layer, for launches of kernels."""
     backward_launch_s: float | None = None
-    """Time added to the backward of each subsequence in each layer."""
+    """Time added to the backward of each subsequence in each layer, for launches of kernels."""
     waiting_correction: float | None = None
-    """Factor of the time from first action to last, beyond what compute explains."""
+    """Factor of the time from the first action to the last, beyond the correction of compute."""
     predicted_rest_s: float | None = None
-    """Predicted time outside of the program: reading data, adding up gradients, the update."""
+    """Predicted time outside of the program: reading data, reducing gradients, the update."""
     prediction_error: float | None = None
-    """Predicted over measured step time, less 1."""
+    """Predicted step time divided by measured step time, less 1."""
     skipped: bool = False
-    """The update was left out: loss or gradients were not finite, or no label counts."""
+    """Whether the update was skipped: loss or gradients were not finite, or no label was valid."""
 
 
 _MAY_BE_NONE = frozenset(f.name for f in fields(StepMetrics) if f.default is None)
@@ -113,36 +120,36 @@ _KINDS: dict[str, tuple[type, ...]] = {f.name: (int, float) for f in fields(Step
     "skipped": (bool,),
     "program_digest": (str,),
 }
-"""Types of the fields."""
+"""Types that the value of each field may have."""
 _LARGEST_COUNT = 1 << 53
-"""Above any count of steps, tokens or bytes; a float is exact below it."""
+"""Upper bound on counts of steps, tokens and bytes, below which a float is exact."""
 
 
 class MetricSink(Protocol):
-    """Takes the metrics of every step."""
+    """Interface of a destination for the metrics of every step."""
 
     def write(self, metrics: StepMetrics) -> None:
-        """Record one step; steps come in order."""
+        """Record the metrics of one step; called in the order of the steps."""
         ...
 
     def close(self) -> None:
-        """Record what is still under way; the sink takes no more."""
+        """Finish pending writes; the sink must not be used after that."""
         ...
 
 
 class JsonlSink:
-    """One JSON object per line and step, written at once; non-finite numbers are null.
+    """Sink that writes one JSON object per line and step, unbuffered; non-finite numbers are null.
 
-    A line that finds no room is taken back, so every line of the file is whole.
+    A line that does not fit on the disk is removed again, so every line of the file is complete.
 
     Args:
-        path: appended to, or made.
-        resume_step: the run goes on after this step (0: from the beginning). Lines of later steps,
-            written by a run that died before its next checkpoint, are dropped, as is a line torn
-            by a kill, so every step stands there once.
+        path: Path of the file, which is appended to, or created.
+        resume_step: Number of steps done before; 0 for a new run. Lines of later steps, written by
+            a run that ended before its next checkpoint, are removed, and so are incomplete lines,
+            so that the file has each step once.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: The file cannot be written.
     """
 
     def __init__(self, path: Path, *, resume_step: int) -> None:
@@ -151,7 +158,7 @@ class JsonlSink:
         self._file = path.open("ab", buffering=0)
 
     def write(self, metrics: StepMetrics) -> None:
-        """Append one JSON line, and flush it."""
+        """Append the metrics of one step as a line of JSON, unbuffered."""
         record = {name: finite_or_none(value) for name, value in asdict(metrics).items()}
         line = (json.dumps(record, allow_nan=False) + "\n").encode("utf-8")
         whole_bytes = os.fstat(self._file.fileno()).st_size
@@ -169,13 +176,13 @@ class JsonlSink:
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
-    """The steps in a ``metrics.jsonl``, by step; a null where a number must be reads as NaN.
+    """Read the steps in a ``metrics.jsonl``, sorted by step.
 
-    Lines that are not the whole record of a step are counted in a warning and left out, keys this
-    version does not know ignored.
+    A null is read as NaN unless the field may be None. Lines that are not the complete record of a
+    step are left out with a warning, and unknown keys are ignored.
 
     Raises:
-        ValueError: no such file.
+        ValueError: The file does not exist.
     """
     if not path.is_file():
         raise ValueError(f"{path}: no such file; a run writes {METRICS_FILE} into its output")
@@ -186,7 +193,7 @@ def read_metrics(path: Path) -> list[StepMetrics]:
 
 
 def finite_or_none(value: Any) -> Any:
-    """Return ``value``, or None for a float that JSON has no word for."""
+    """Return ``value``, or None for a NaN or infinite float, which JSON cannot represent."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -200,7 +207,7 @@ def _drop_after(path: Path, *, step: int) -> None:
 
 
 def _records(path: Path) -> Iterator[tuple[StepMetrics, str]]:
-    """Each line that is the whole record of a step, and its text."""
+    """Yield (metrics, text) of each line that is the complete record of a step."""
     left_out: list[int] = []
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     for number, line in enumerate(lines, start=1):
@@ -223,7 +230,7 @@ def _records(path: Path) -> Iterator[tuple[StepMetrics, str]]:
 
 
 def _parse(line: str) -> StepMetrics | None:
-    """The step that a line records; None where it does not record one."""
+    """Return the metrics in a line; None if the line is not the complete record of a step."""
     try:
         record = json.loads(line)
         values = {name: record[name] for name in _KINDS if name in record}
@@ -234,11 +241,11 @@ def _parse(line: str) -> StepMetrics | None:
 
 
 def _checked(name: str, value: Any) -> Any:
-    """A field's value; a null where a number must be is NaN.
+    """Return the value of a field; NaN for a None that the field may not have.
 
     Raises:
-        TypeError: it is of another type.
-        OverflowError: a count above any that there is.
+        TypeError: The value has another type.
+        OverflowError: An integer is too large for any count.
     """
     kind = _KINDS[name]
     if value is None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Pair = tuple[float | None, float | None]
-"""(predicted, measured), either of which may be unknown."""
+"""(predicted, measured) value; None if unknown."""
 
 SUMMARY_FIELDS: Mapping[str, str] = {
     "name": "Name of the output directory.",
@@ -66,10 +66,10 @@ SUMMARY_FIELDS: Mapping[str, str] = {
     "timeline.idle_fraction": "Idle share of all ranks, waits for copies included.",
     "timeline.exposed_copy_s_by_rank": "Time that each rank waited for copies.",
 }
-"""Meanings of the keys of ``run_summary.json``, keys within keys behind a point. The last nine
-stand there where a run made a step."""
+"""Meanings of the keys of ``run_summary.json``; nested keys are separated by a point. The keys
+``program_digest`` and ``timeline`` exist only if the process ran a step."""
 
-_MOST_ENDS = 5  # steps that the first and the last loss are means of, where they do not overlap
+_MOST_ENDS = 5  # steps averaged for the first and for the last loss, unless these would overlap
 
 
 def run_summary(
@@ -80,18 +80,18 @@ def run_summary(
     memory_bytes: Mapping[str, Pair],
     phases_s: Mapping[str, Pair],
 ) -> dict[str, Any]:
-    """The whole run in figures, as written to ``run_summary.json``.
+    """Return the summary of a whole run, as written to ``run_summary.json``.
 
     Args:
-        steps: of the whole run, those before a resumption included; may be empty.
-        name: of the run.
-        wall_s: of this process, start and checkpoints included.
-        memory_bytes: (predicted, measured) peak by bucket, e.g. ``kv_cache``.
+        steps: Metrics of all steps of the run, those before a resumption included; may be empty.
+        name: Name of the run.
+        wall_s: Wall time of this process, start and checkpoints included.
+        memory_bytes: (predicted, measured) peak by bucket, e.g. ``activations``.
         phases_s: (predicted, measured) time of one step by phase, e.g. ``forward``.
 
     Returns:
-        JSON-able figures, None where unknown; rates are medians over the steps, ``loss_first`` and
-        ``loss_last`` means of ``loss_steps`` steps each.
+        JSON-able figures by key, None if unknown. Rates are medians over the steps; ``loss_first``
+        and ``loss_last`` are means of ``loss_steps`` steps each.
     """
     losses = [m.loss for m in steps if math.isfinite(m.loss)]
     ends = max(1, min(_MOST_ENDS, len(losses) // 2))
@@ -120,10 +120,10 @@ def run_summary(
 
 
 def _prediction_error(steps: Sequence[StepMetrics]) -> dict[str, Any] | None:
-    """Return by how much predictions of steps were off; None without any corrected one.
+    """Return the median errors of predicted step times, with and without correction.
 
-    Median absolute errors relative to the measured time, over the steps whose prediction was
-    corrected by what earlier ones took, and what the error of these was before.
+    Errors are absolute, relative to the measured time, over the steps whose predictions were
+    corrected by earlier steps. Returns None if there are no such steps.
     """
     corrected = [m for m in steps if m.correction_steps]
     if not corrected:
@@ -136,21 +136,21 @@ def _prediction_error(steps: Sequence[StepMetrics]) -> dict[str, Any] | None:
 
 
 def _error(predicted_s: float | None, measured_s: float) -> float:
-    """Return the absolute error of a prediction relative to the measured time; NaN without one."""
+    """Return the absolute error of a predicted time, relative to the measured; NaN if unknown."""
     return math.nan if predicted_s is None else abs(predicted_s / measured_s - 1)
 
 
 def write_summary(summary: Mapping[str, Any], path: Path) -> None:
-    """Write ``summary`` to ``path``, whole or not at all.
+    """Write ``summary`` to ``path`` atomically.
 
     Raises:
-        OSError: the disk is full, or another fault of it.
+        OSError: The disk is full, or failed.
     """
     write_json(path, summary)
 
 
 def print_summary(summary: Mapping[str, Any], *, console: Console | None = None) -> None:
-    """Print ``summary`` as tables: what was reached, then predicted against measured."""
+    """Print ``summary`` as two tables: results, and predicted against measured figures."""
     from rich.console import Console
 
     console = console or Console()

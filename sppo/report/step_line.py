@@ -1,4 +1,4 @@
-"""The line a run prints after every step."""
+"""Line that a run prints after every step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ def step_line(
     memory_capacity_bytes: int | None,
     eta_s: float | None,
 ) -> str:
-    """Progress, loss, speed, memory and what is left, of which the unknown is left out.
+    """Return the line of a step: progress, loss, speed, memory and remaining time.
+
+    Unknown figures are left out.
 
     Example:
         ``step 12/500 | loss 2.431 | 41.2k tok/s | mfu 47.1% | mem 1.31 of 22.9 GiB |

@@ -1,4 +1,4 @@
-"""Metrics as TensorBoard event files."""
+"""Sink that writes the metrics of every step to TensorBoard event files."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _TAGS = {
 
 
 class TensorBoardSink:
-    """Scalars by step. A thread of TensorBoard's own writes them.
+    """Sink that writes metrics as scalars to event files, by a thread of TensorBoard.
 
     Args:
-        directory: for event files, made if needed.
-        resume_step: the run goes on after this step; TensorBoard hides what it has of later ones.
+        directory: Directory of the event files, created if needed.
+        resume_step: Number of steps done before; TensorBoard hides earlier records of later steps.
 
     Raises:
-        ValueError: tensorboard is not installed.
-        OSError: the directory cannot be written.
+        ValueError: The tensorboard package is not installed.
+        OSError: The directory cannot be written.
     """
 
     def __init__(self, directory: Path, *, resume_step: int) -> None:
@@ -54,7 +54,7 @@ class TensorBoardSink:
             self._writer = SummaryWriter(str(directory), purge_step=resume_step + 1)
 
     def write(self, metrics: StepMetrics) -> None:
-        """Write each figure of the step as a scalar."""
+        """Write the metrics of one step as scalars; unknown ones are left out."""
         values = asdict(metrics)
         with named_errors(self._directory):
             for field, tag in _TAGS.items():
