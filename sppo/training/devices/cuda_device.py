@@ -211,7 +211,7 @@ class CudaDevice:
         return [OffloadStore(own, disk=disk, checksums=debug) for own in queues]
 
     def _put(self, tensor: Tensor) -> Tensor:
-        """Copy `tensor` to the GPU asynchronously; torch keeps the page-locked copy until then."""
+        """Copy `tensor` to the GPU asynchronously; torch frees the page-locked copy after that."""
         return _page_locked(tensor).to(self.torch_device, non_blocking=True)
 
     def _pci_address(self) -> str:
