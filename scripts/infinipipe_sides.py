@@ -246,7 +246,7 @@ def _in_fixed_chunks(
 
 
 def _by_policy(planner: StepPlanner, packed: PackedSamples) -> StepPlan:
-    return planner.in_sequences(packed)
+    return planner.plan_packed(packed)
 
 
 def _by_levels(side: str, planner: StepPlanner, packed: PackedSamples) -> StepPlan:

@@ -145,7 +145,7 @@ def _heaviest_rows(planner: StepPlanner, packing: Packing) -> Packing:
 
 
 def _priced(planner: StepPlanner, packing: Packing, begin: float) -> SideStep:
-    plan = planner.in_sequences(packing.packed)
+    plan = planner.plan_packed(packing.packed)
     return SideStep(packing, plan, time.perf_counter() - begin)
 
 

@@ -31,7 +31,7 @@ PADDING = -1
 
 @dataclass(frozen=True, slots=True)
 class PackedSamples:
-    """Samples of a step packed into sequences, sequences of most subsequences first.
+    """Samples of a step packed into sequences, in the order in which these run.
 
     Attributes:
         sequences: Sequences that the samples are packed into.
@@ -85,6 +85,31 @@ def pack_samples(
     short = [index for index in order if len(cuts[index]) == 1]
     buckets.fill(short, np.array([lengths[index] for index in short], dtype=np.float64))
     return buckets.packed(lengths, multiple=multiple)
+
+
+def packed_sequence(
+    samples: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    slices: tuple[int, ...] = (),
+    last_tokens: int | None = None,
+    multiple: int = 1,
+) -> tuple[PackedSequence, tuple[int, ...]]:
+    """Return samples side by side in one sequence, and their indices with PADDING for padding.
+
+    Args:
+        samples: Indices of the samples.
+        lengths: Tokens of each sample of the step.
+        slices: Tokens of each subsequence before the last one.
+        last_tokens: Tokens of the last subsequence; None: as many as the samples need.
+        multiple: Multiple of tokens to which the last subsequence is then padded.
+    """
+    of_samples = [lengths[sample] for sample in samples]
+    rest = sum(of_samples) - sum(slices)
+    last = -(-rest // multiple) * multiple if last_tokens is None else last_tokens
+    padding = [last - rest] if last > rest else []
+    sequence = PackedSequence((*of_samples, *padding), (*slices, last))
+    return sequence, (*samples, *([PADDING] * len(padding)))
 
 
 def subsequence_seconds(packed: PackedSamples, *, cost: SampleCost) -> Floats:
@@ -155,16 +180,13 @@ class _Buckets:
             (index for index, bucket in enumerate(self._buckets) if bucket.samples),
             key=lambda index: (-len(self._buckets[index].slices), -seconds[index], index),
         )
-        sequences, samples = [], []
-        for index in order:
-            bucket, tokens = self._buckets[index], int(self._tokens[index])
-            of_samples = [lengths[sample] for sample in bucket.samples]
-            padding = tokens + sum(bucket.slices) - sum(of_samples)
-            padded = [padding] if padding else []
-            cut = (*bucket.slices, tokens)
-            sequences.append(PackedSequence((*of_samples, *padded), cut))
-            samples.append((*bucket.samples, *([PADDING] * len(padded))))
-        return PackedSamples(tuple(sequences), tuple(samples))
+        buckets = [(self._buckets[index], int(self._tokens[index])) for index in order]
+        found = [
+            packed_sequence(bucket.samples, lengths, slices=bucket.slices, last_tokens=tokens)
+            for bucket, tokens in buckets
+        ]
+        sequences, samples = zip(*found, strict=True)
+        return PackedSamples(sequences, samples)
 
     def _open_empty(self, lengths: Floats, attention_s: Floats) -> None:
         """Open empty buckets up to the least number that short samples and tails need."""

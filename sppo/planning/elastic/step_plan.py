@@ -2,10 +2,9 @@
 
 A run of samples has an execution plan for its longest samples, which fixes degrees, schedule and
 policy and fits in memory. A step is planned from this plan once its samples are known. The samples
-are packed into subsequences in several ways. Subsequences that take t on one device take about
-``(sum t + (p - 1) / v max t) / p`` on a pipeline of p ranks with v stages each, the time of a flow
-shop of equal machines. For the packings that are best by this estimate, the policy places
-activations as for any candidate; the packing that fits and simulates fastest is run.
+are packed into subsequences in several ways. For the packings of least estimated time, the policy
+places activations as for any candidate; the packing that fits and simulates fastest is taken. In
+a pipeline its ends are then tapered, and weight gradients deferred, if that simulates faster.
 """
 
 from __future__ import annotations
@@ -18,20 +17,18 @@ from typing import Any
 
 import numpy as np
 
-from sppo.activations.placement import ROW_ALIGNMENT, SubsequencePlacement
+from sppo.activations.placement import SubsequencePlacement
 from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.cost.candidate import Candidate
 from sppo.cost.correction import CostCorrection
 from sppo.cost.flops import executed_step_flops
-from sppo.cost.layer import ACCUMULATION_BYTES
 from sppo.cost.packed_sequence import PackedSequence
 from sppo.cost.state_tiers import ON_DEVICE
 from sppo.planning.elastic.levels import everything_recomputed, fastest_levels
-from sppo.planning.elastic.mesh import SliceMesh, mesh_of_first_slice, mesh_of_slices
-from sppo.planning.elastic.packing import PADDING, PackedSamples, pack_samples, subsequence_seconds
+from sppo.planning.elastic.packing import PADDING, PackedSamples
+from sppo.planning.elastic.packing_search import PackingSearch, StepPacking
 from sppo.planning.elastic.pipeline_bounds import least_pipeline_s
 from sppo.planning.elastic.replicas import divide_samples
-from sppo.planning.elastic.sample_cost import SampleCost, sample_cost
 from sppo.planning.elastic.sample_shortfall import shortfall_text
 from sppo.planning.make_plan import compute_seconds, stage_plans
 from sppo.planning.plan import ExecutionPlan
@@ -45,21 +42,6 @@ from sppo.schedule.generators import LOOPED, WHOLE_SEQUENCES
 
 _INTERLEAVED = "interleaved_seq1f1b"
 _ZERO_BUBBLE = "seq_zb_h1"
-LEAST_TOKENS = 256
-"""Tokens below which subsequences are not cut to fill a pipeline."""
-_MOST_PER_RANK = 128
-"""Subsequences per pipeline rank above which smaller subsequences are not tried."""
-_ROOMS = (2, 1)
-"""Most tokens of a subsequence of several samples, relative to a first slice. Short samples take
-less attention, so equal time allows more tokens."""
-_LEAST_SLICES = (1 / 8, 0.0, 1 / 4, 1 / 2)
-"""Least tokens of later slices, relative to a first slice."""
-_HALF_STEPS = (2**-0.5, 2**0.5)
-"""Factors of the best first slice that are tried between powers of two."""
-_SHORT_SAMPLES = 4096
-"""Most tokens of first slices that are tried; twice the longest sample if that is more."""
-_PRICED = 4
-"""Tokens of the largest subsequence that is priced, relative to the largest first slice."""
 _SIMULATED = 3
 """Number of packings that fit with everything retained after which the search ends."""
 _MOST_SIMULATED = 6
@@ -208,6 +190,23 @@ class StepPlanner:
     quick: bool = False
     levels: bool = True
 
+    @property
+    def packing_search(self) -> PackingSearch:
+        """Search for ways to pack samples."""
+        return PackingSearch(
+            self.base,
+            longest=self.longest,
+            slices=self.slices,
+            alignment=self.alignment,
+            tries_sizes=self.searches,
+            room=self.room,
+        )
+
+    @property
+    def multiple(self) -> int:
+        """Number of tokens to a multiple of which subsequences are padded."""
+        return self.packing_search.multiple
+
     def corrected(self, correction: CostCorrection) -> StepPlanner:
         """Return the planner with corrected seconds of compute."""
         workload = replace(self.base.workload, correction=correction)
@@ -223,7 +222,7 @@ class StepPlanner:
             ValueError: There are fewer samples than replicas.
         """
         return divide_samples(
-            self._cost.of_samples(lengths), replicas=self.base.data_parallel_degree
+            self.packing_search.cost.of_samples(lengths), replicas=self.base.data_parallel_degree
         )
 
     def least_s(self, lengths: Sequence[int]) -> float:
@@ -231,19 +230,20 @@ class StepPlanner:
 
         Without the update.
         """
-        return min(packing.least_s for packing in self._packings(lengths))
+        packings = self.packing_search.packings(lengths, quick=self.quick)
+        return min(packing.least_s for packing in packings)
 
     def seconds_of(self, lengths: Sequence[int]) -> tuple[float, ...]:
         """Return the seconds of each whole sample on one device, by which replicas are balanced."""
-        return tuple(self._cost.of_samples(lengths))
+        return tuple(self.packing_search.cost.of_samples(lengths))
 
-    def in_sequences(self, packed: PackedSamples) -> StepPlan:
+    def plan_packed(self, packed: PackedSamples) -> StepPlan:
         """Return the fastest plan that fits, for samples that are already packed.
 
         Raises:
             MemoryError: No plan fits.
         """
-        only = _Packing(packed, least_s=0.0, first=0)
+        only = StepPacking(packed, least_s=0.0)
         short: list[tuple[PackedSamples, EvaluatedCandidate]] = []
         alone = replace(self, quick=True)
         for bases in self._bases():
@@ -262,22 +262,40 @@ class StepPlanner:
         Raises:
             MemoryError: No plan fits.
         """
-        packings = self._packings(lengths)
+        packings = self.packing_search.packings(lengths, quick=self.quick)
         short: list[tuple[PackedSamples, EvaluatedCandidate]] = []
         for bases in self._bases():
             found = [
                 plan for base in bases for plan in self._fitting(packings, base=base, short=short)
             ]
             if found:
-                return self._with_best_schedule(min(found, key=lambda plan: plan.step_s))
+                best = min(found, key=lambda plan: plan.step_s)
+                return self._with_best_schedule(self._tapered(best, lengths, bases))
         # Fall back to the cuts of the run's plan, one sequence after another.
         for bases in self._bases():
-            found = self._fitting(self._as_planned(lengths), base=bases[-1], short=short)
+            found = self._fitting(
+                self.packing_search.as_planned(lengths), base=bases[-1], short=short
+            )
             if found:
                 return found[0]
         if self.quick:
             return replace(self, quick=False).plan(lengths)
         raise MemoryError(shortfall_text(lengths, short))
+
+    def _tapered(
+        self, plan: StepPlan, lengths: Sequence[int], bases: Sequence[Candidate]
+    ) -> StepPlan:
+        """Return `plan`, or a faster one whose first and last subsequences are smaller."""
+        schedule = plan.evaluated.candidate.schedule
+        fills_pipeline = self.base.pipeline_parallel_degree > 1 and schedule not in WHOLE_SEQUENCES
+        if self.quick or not self.searches or not fills_pipeline:
+            return plan
+        base = next(base for base in bases if base.schedule == schedule)
+        packings = self.packing_search.tapered(plan.packed, lengths)
+        if plan.evaluated.effective_policy != "retain":
+            packings = packings[:1]  # levels take an integer program each
+        found = self._fitting(packings, base=base, short=[])
+        return min([plan, *found], key=lambda plan: plan.step_s)
 
     def _with_best_schedule(self, plan: StepPlan) -> StepPlan:
         """Return `plan`, or its zero-bubble variant if deferring weight gradients is faster."""
@@ -292,7 +310,7 @@ class StepPlanner:
 
     def _fitting(
         self,
-        packings: Sequence[_Packing],
+        packings: Sequence[StepPacking],
         *,
         base: Candidate,
         short: list[tuple[PackedSamples, EvaluatedCandidate]],
@@ -338,172 +356,6 @@ class StepPlanner:
         yield (self.base,)
         if self.base.schedule != LOOPED and self.base.pipeline_parallel_degree > 1:
             yield (replace(self.base, schedule=LOOPED),)
-
-    def _packings(self, lengths: Sequence[int]) -> list[_Packing]:
-        """Return the packings to try, by estimated time, the fastest first."""
-        if self.room:
-            packings = [self._packing(lengths, mesh) for mesh in self._meshes_of_one_rank]
-            different = {packing.packed.sequences: packing for packing in reversed(packings)}
-            return sorted(different.values(), key=lambda packing: packing.least_s)
-        if not self.searches:
-            return self._as_planned(lengths)
-        rough = [self._sized(lengths, first) for first in self._first_slices(lengths)]
-        if self.quick:
-            return sorted(rough, key=lambda packing: packing.least_s)
-        best = min(rough, key=lambda packing: packing.least_s)
-        more = [
-            *(
-                self._sized(lengths, max(self._least_first, round(best.first * factor)))
-                for factor in _HALF_STEPS
-            ),
-            *(
-                self._sized(lengths, best.first, least=least, room=room)
-                for least in _LEAST_SLICES
-                for room in _ROOMS
-                if (least, room) != (_LEAST_SLICES[0], _ROOMS[0])
-            ),
-            # If memory is short, the largest packing that fits lies between these sizes.
-            *(
-                self._sized(lengths, max(self._least_first, round(first * factor)), room=_ROOMS[1])
-                for first in (packing.first for packing in rough if packing.first < best.first)
-                for factor in (1.0, _HALF_STEPS[1])
-            ),
-        ]
-        different = {packing.packed.sequences: packing for packing in (*rough, *more)}
-        return sorted(different.values(), key=lambda packing: packing.least_s)
-
-    def _as_planned(self, lengths: Sequence[int]) -> list[_Packing]:
-        """Return the packing by the mesh of the run's plan, as the only one."""
-        return [self._packing(lengths, self._mesh_as_planned)]
-
-    @property
-    def _mesh_as_planned(self) -> SliceMesh:
-        return self._mesh_of_slices(self.slices)
-
-    @property
-    def _meshes_of_one_rank(self) -> Iterator[SliceMesh]:
-        """Meshes of equal tokens per slice: that of the run's plan, and smaller and larger ones."""
-        sizes = [self.room // 2]
-        while sizes[-1] < min(self.longest, self._most_room):
-            sizes.append(2 * sizes[-1])
-        planned = self._mesh_as_planned
-        yield from (planned, replace(planned, room=max(planned.room, self.room)))
-        for size in sizes:
-            mesh = self._mesh_of_slices(-(-self.longest // size))
-            yield replace(mesh, room=max(mesh.room, size))
-
-    def _mesh_of_slices(self, slices: int) -> SliceMesh:
-        return mesh_of_slices(
-            self._cost,
-            longest=self.longest,
-            slices=slices,
-            balanced=self.base.pipeline_parallel_degree > 1,
-            alignment=self.alignment,
-        )
-
-    def _first_slices(self, lengths: Sequence[int]) -> list[int]:
-        """Return the tokens of a first slice to try.
-
-        These double from the least, and give each rank at least one subsequence and not too many.
-        """
-        ranks, cost = self.base.pipeline_parallel_degree, self._cost
-        each_s = sum(cost.of_samples(lengths)) / ranks
-        least = self._least_first
-        doublings = int(np.log2(self._most_tokens / _PRICED / least))
-        sizes = least * 2.0 ** np.arange(max(1, doublings + 1))
-        seconds = np.array(cost.of_samples(sizes.astype(np.int64).tolist()))
-        fits = (seconds <= each_s) & (seconds * _MOST_PER_RANK >= each_s)
-        if fits.any():
-            return [int(size) for size in sizes[fits]]
-        # With much work even the largest size makes many units; with little, take the smallest.
-        return [int(sizes[-1]) if seconds[-1] <= each_s else least]
-
-    def _sized(
-        self,
-        lengths: Sequence[int],
-        first: int,
-        *,
-        least: float = _LEAST_SLICES[0],
-        room: float = _ROOMS[0],
-    ) -> _Packing:
-        """Return the packing into subsequences that take as long as a first slice."""
-        mesh = mesh_of_first_slice(
-            self._cost,
-            longest=self.longest,
-            first=first,
-            least=max(round(least * first), self.base.workload.sequence_parallel_degree),
-            room=round(room * first),
-            alignment=min(self.alignment, first),
-        )
-        return self._packing(lengths, mesh, first=first)
-
-    def _packing(self, lengths: Sequence[int], mesh: SliceMesh, *, first: int = 0) -> _Packing:
-        """Return the packing by a mesh, with its estimated time."""
-        packed = pack_samples(
-            lengths,
-            cost=self._cost,
-            mesh=mesh,
-            least_tokens=self.base.workload.sequence_parallel_degree,
-            multiple=self.multiple,
-        )
-        seconds = subsequence_seconds(packed, cost=self._cost)
-        ranks = self.base.pipeline_parallel_degree
-        filling_s = (ranks - 1) / self.base.virtual_stages * seconds.max()
-        least_s = float(seconds.sum() + filling_s) / ranks
-        return _Packing(packed, least_s, first)
-
-    @property
-    def multiple(self) -> int:
-        """Number of tokens to a multiple of which subsequences are padded.
-
-        On a CPU, matrix products in half precision compile code for every number of rows, MiBs that
-        are never freed. With 600 random lengths and a hidden size of 128, steps without padding
-        took 1.4 GiB and three times as long.
-        """
-        workload = self.base.workload
-        narrow = workload.element_bytes < ACCUMULATION_BYTES
-        on_cpu = workload.hardware.device.kind == "cpu"
-        return ROW_ALIGNMENT if narrow and on_cpu else 1
-
-    @property
-    def _most_room(self) -> int:
-        """Most tokens of a subsequence, over all devices, of the sizes tried on one rank."""
-        return self.room * self.base.workload.sequence_parallel_degree
-
-    @property
-    def _least_first(self) -> int:
-        """Tokens of the smallest first slice to try."""
-        return max(LEAST_TOKENS, self.base.workload.sequence_parallel_degree)
-
-    @property
-    def _most_tokens(self) -> int:
-        """Tokens of the largest subsequence that can be priced."""
-        return _PRICED * max(2 * self.longest, _SHORT_SAMPLES)
-
-    @property
-    def _cost(self) -> SampleCost:
-        """Cost model of parts of samples."""
-        return sample_cost(self.base.workload, most_tokens=self._most_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class _Packing:
-    """One way to pack the samples of a step.
-
-    Attributes:
-        packed: Packed samples.
-        least_s: Estimated seconds of the pipeline with everything retained.
-        first: Tokens of the first slice that determined the packing; 0 if none did.
-    """
-
-    packed: PackedSamples
-    least_s: float
-    first: int
-
-    @property
-    def most_tokens(self) -> int:
-        """Tokens of the largest subsequence."""
-        return max(max(sequence.lengths) for sequence in self.packed.sequences)
 
 
 def _chooses_levels(base: Candidate) -> bool:

@@ -55,7 +55,7 @@ def pressed(samples=64, *, ranks=4, share=0.5, longest=65536, host=False, seed=0
     base = replace(planned.base, workload=replace(planned.base.workload, hardware=hardware))
     planned = replace(planned, base=base)
     lengths = draw("github", samples, seed=seed, longest=longest)
-    packed = planned._packings(lengths)[0].packed
+    packed = planned.packing_search.packings(lengths)[0].packed
     return with_room(base.with_packed(packed.sequences), share)
 
 

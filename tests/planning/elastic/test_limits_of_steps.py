@@ -29,7 +29,7 @@ def pressed_steps(draw):
     """A planner whose devices have too little memory or just enough, and samples of a step."""
     planner = draw(planners(policies=("auto",)))
     lengths = draw(lengths_of_samples(longest=planner.longest))
-    packed = planner._packings(lengths)[0].packed
+    packed = planner.packing_search.packings(lengths)[0].packed
     tight = with_room(planner.base.with_packed(packed.sequences), draw(st.floats(-0.2, 1.1)))
     base = replace(planner.base, workload=tight.workload)
     return replace(planner, base=base), lengths

@@ -109,7 +109,7 @@ def test_smaller_subsequences_where_memory_is_short():
     least = min(
         packing.packed.sequences
         and assess(roomy.base.with_packed(packing.packed.sequences)).device_peak_bytes
-        for packing in roomy._packings(lengths)
+        for packing in roomy.packing_search.packings(lengths)
     )
     assert least < plan.evaluated.device_peak_bytes
     tight = replace(
@@ -160,7 +160,7 @@ def test_a_large_step_takes_few_programs_and_none_of_integers(monkeypatch):
     plan = planned.plan(draw("github", 512, seed=1, longest=131072))
     placement = plan.evaluated.placement
     assert placement.offloaded.any() or placement.recomputed.any()
-    assert 1 <= len(programs) <= 30
+    assert 1 <= len(programs) <= 36
     assert (
         max(windows for windows, _ in programs) < 300 < 2 * len(plan.evaluated.costs.forward_s[0])
     )

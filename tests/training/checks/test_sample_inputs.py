@@ -146,7 +146,7 @@ def test_a_step_of_the_longest_sample_is_the_plan_of_the_run(samples):
     run = samples(sequence={"length": 4096, "num_subsequences": 4}, checkpoint={"async_save": True})
     preflight = check_before_training(run)
     planner = step_planner(preflight.plan, background_saves=True)
-    (alone,) = planner._as_planned([planner.longest])
+    (alone,) = planner.packing_search.as_planned([planner.longest])
     evaluated = assess(planner.base.with_packed(alone.packed.sequences))
     assert evaluated.candidate.lengths == preflight.plan.lengths
     assert evaluated.memory == preflight.plan.rank_memory
