@@ -1,1 +1,1 @@
-"""Runs one rank's program over subsequences: KV store, stage, executor."""
+"""Execution of one rank's program over subsequences: engine, executor, stages, KV store."""

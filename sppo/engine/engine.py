@@ -1,4 +1,4 @@
-"""The engine of one rank: its stages, run by the schedule over the sequences of a step."""
+"""Engine of one rank: runs the rank's stages over the sequences of a step, as scheduled."""
 
 from __future__ import annotations
 
@@ -49,24 +49,24 @@ def _go_on(_position: int, _action: Action) -> None:
 
 
 def _say_nothing(_error: BaseException) -> None:
-    """Do nothing about an error that ends a step."""
+    """Ignore an error that ends a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePeaks:
-    """Most bytes held at once, by bucket, since the last :meth:`Engine.take_peaks`."""
+    """Peak bytes on the device by bucket since the last :meth:`Engine.take_peaks`."""
 
     activations_bytes: int
-    """Saved tensors of the layers, the gradient of the last one's output, and operands of deferred
-    weight halves."""
+    """Saved tensors of the layers, gradients of the last layer's output, and operands of deferred
+    weight gradients."""
     kv_bytes: int
     """K, V and their fp32 gradients."""
     pooled_activations_bytes: int
-    """The part of `activations_bytes` that comes from torch's own allocator."""
+    """The part of `activations_bytes` that torch's own allocator provides."""
     gathered_bytes: int = 0
-    """Weights that were gathered for the time they were used."""
+    """Temporary weights: gathered from shards, or streamed from another tier."""
     whole_gradients_bytes: int = 0
-    """Gradients that were whole for the time they were formed and reduced."""
+    """Temporary gradients: whole until they are reduced, or streamed to another tier."""
 
 
 StepPlacements = Sequence[Sequence[Sequence[SubsequencePlacement]]]
@@ -75,11 +75,11 @@ StepPlacements = Sequence[Sequence[Sequence[SubsequencePlacement]]]
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A step that is planned by itself, as those of samples are.
+    """Program and placements of one step that is planned individually, such as a step of samples.
 
     Attributes:
-        program: Of the step.
-        placements: Of its activations.
+        program: Schedule of the step.
+        placements: Placements of the step's activations.
     """
 
     program: Schedule
@@ -88,12 +88,12 @@ class PlannedStep:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One step's loss and where its time went, on this rank."""
+    """Loss and executed actions of one step on this rank."""
 
     total_loss: Tensor
-    """Sum of the token losses that this rank saw, a float64 scalar; 0 before the last stage."""
+    """Sum of the token losses on this rank, a float64 scalar; 0 on ranks without the last stage."""
     num_valid: int
-    """Labels that the whole step sums over."""
+    """Number of valid labels of the whole step, over all replicas."""
     schedule: Schedule
     executed: Trace
 
@@ -117,32 +117,34 @@ class Engine:
     """Forward and backward of whole sequences, subsequence by subsequence.
 
     Args:
-        model: the shape.
-        weights: all parameters of this rank's stages by global name, in the compute dtype; or what
-            gives them.
-        gradients: fp32 (float64) buffers by global name, added to, or what gives them; None
-            evaluates only.
-        policy: activation policy, see :mod:`sppo.activations.policy`.
-        placements: what to retain, offload and recompute instead, by stage: of all stages, for
-            every rank must make the same program.
-        offloaded: where offloaded tensors of this rank's stages go; closed with the engine.
-        kv_offloaded: stages, of all ranks, whose K and V leave the device between forward and
+        model: Model configuration.
+        weights: All parameters of this rank's stages by global name, in the compute dtype, or a
+            provider of them.
+        gradients: Buffers by global name to add gradients to, fp32 (fp64 for fp64), or a provider
+            of them; None for evaluation only.
+        policy: Activation policy, see :mod:`sppo.activations.policy`; ignored with `placements`.
+        placements: Rows to retain, offload and recompute, by stage. All stages of all ranks must
+            be given, because every rank must make the same program.
+        offloaded: Store for offloaded tensors of this rank's stages; closed with the engine.
+        kv_offloaded: Stages, of all ranks, whose K and V leave the device between forward and
             backward.
-        kv_recomputed: stages, of all ranks, that recompute theirs before their backward; their
-            layers keep their inputs on the device.
-        offloaded_shards: where those of this rank's MSP shards of each stage go; likewise.
-        streamed_weights: weights that live in another tier, which the program fetches; `weights`
-            gives them to the stages.
-        streamed_gradients: gradients that do; `gradients` gives them.
-        input_every: layers that share one saved input, see :class:`sppo.engine.stage.Stage`.
-        pipeline: this rank's place in it.
-        exchange: with the ranks that have the other tokens of every subsequence; a
-            :class:`MegatronSequenceParallel` where they have other shards of the weights too.
-        attention_backend: of :func:`sppo.kernels.attention.interface.attention_forward`.
-        loss_terms: what training adds to the cross entropy; evaluation adds nothing.
-        stopwatch: takes the time of every action; None: the host's clock does.
-        debug: overwrite memory that is used again with NaN as soon as it is given back: K/V and
-            their gradients of a sequence, saved tensors on a stack.
+        kv_recomputed: Stages, of all ranks, that recompute K and V before their backward; their
+            layers retain their inputs.
+        offloaded_shards: Stores for offloaded tensors of this rank's MSP shards, by stage; closed
+            with the engine.
+        streamed_weights: Weights that live in another tier and that the program fetches; `weights`
+            must provide the same tensors to the stages. None if weights stay on the device.
+        streamed_gradients: Gradient sums that live in another tier; `gradients` must provide the
+            same tensors. None if gradients stay on the device.
+        input_every: Layers per saved layer input, see :class:`sppo.engine.stage.Stage`.
+        pipeline: The stages of this rank and its links to other pipeline ranks.
+        exchange: Communication with the ranks that hold the other tokens of every subsequence; a
+            :class:`MegatronSequenceParallel` if they hold other shards of the weights, too.
+        attention_backend: See :func:`sppo.kernels.attention.interface.attention_forward`.
+        loss_terms: Terms that training adds to the cross entropy; evaluation adds none.
+        stopwatch: Clock of the actions; None uses the host's clock.
+        debug: Overwrite reusable memory with NaN when it is released: K/V and their gradients of
+            a sequence, saved tensors in the stack of a LIFO arena.
     """
 
     def __init__(
@@ -219,10 +221,10 @@ class Engine:
         loss_terms: LossTerms,
         debug: bool,
     ) -> KVStore:
-        """Build this rank's stages, which share one K/V store, and return that."""
+        """Build this rank's stages and return the K/V store that the stages share."""
         pipeline = self._pipeline
-        # One stage alone runs one sequence after another: what was saved last is taken first. Of
-        # several stages the residual stream of one is the saved input of the next, in place.
+        # A single stage takes saved tensors in reverse order of saving, so a stack fits. With
+        # several stages, the output of one stage is the saved input of the next, without a copy.
         alone = pipeline.placement.num_stages == 1 and pipeline.schedule == ALONE.schedule
         stacked = alone and self._weights.device.type == "cpu"
         kv = None
@@ -257,7 +259,7 @@ class Engine:
         exchange: UlyssesAllToAll | MegatronSequenceParallel | None,
         attention_backend: Backend,
     ) -> Mapping[int, MspStage]:
-        """Build what runs this rank's shards of units, of whatever stage; nothing without MSP."""
+        """Build the stages that run MSP shards on this rank, for all stages; empty without MSP."""
         pipeline = self._pipeline
         if pipeline.msp_links is None:
             return {}
@@ -293,19 +295,23 @@ class Engine:
     ) -> StepResult:
         """Add the gradient of the mean loss over all valid labels of the step.
 
-        Without any valid label it adds nothing, and the total loss is 0.
+        Without any valid label the gradient and the total loss are 0.
 
         Args:
-            sequences: this replica's sequences, of any lengths; every rank of it is given all of
-                them.
-            boundaries: cuts of each sequence, from 0 to its length.
-            num_valid: valid labels of all replicas; None where there is one.
-            planned: what was planned for these sequences alone; None where every step is alike.
-            before_action: called before every action; what it raises gives the step up cleanly.
-            on_failure: called with what ends the step, before it is given up.
+            sequences: Sequences of this replica, of any lengths; every rank of the replica must
+                pass all of them.
+            boundaries: Boundaries of the subsequences of each sequence, from 0 to its length.
+            num_valid: Number of valid labels of all replicas; None if this replica is the only one.
+            planned: Program and placements made for these sequences; None if all steps are alike.
+            before_action: Called with the position and the action before each action; an error
+                that it raises aborts the step cleanly.
+            on_failure: Called with the error that ends the step, before the step is aborted.
+
+        Returns:
+            Loss and executed actions of the step.
 
         Raises:
-            ValueError: boundaries that do not tile a sequence.
+            ValueError: Boundaries that do not tile a sequence.
         """
         if num_valid is None:
             num_valid = sum(data.num_valid for data in sequences)
@@ -328,9 +334,9 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, data: SequenceData, boundaries: Sequence[int]) -> Tensor:
-        """Loss of each of this rank's tokens of one sequence; 0 where the label is ignored.
+        """Return the loss of each token of one sequence on this rank; 0 for ignored labels.
 
-        ``[S]`` where one rank has all tokens and all stages; empty before the last stage.
+        ``[S]`` if one rank has all tokens and all stages; empty on ranks without the last stage.
         """
         _, output = self._run([data], [boundaries], loss_scale=None)
         losses = output.token_losses
@@ -346,7 +352,7 @@ class Engine:
         return schedule
 
     def take_peaks(self) -> EnginePeaks:
-        """Return the peaks since the last call, and start counting anew."""
+        """Return the peaks since the last call, and reset them."""
         peaks = EnginePeaks(
             self._held.peak,
             self._kv.held.peak,
@@ -360,15 +366,15 @@ class Engine:
 
     @property
     def most_shards_held(self) -> dict[int, MspMemory]:
-        """Most memory that this rank held for other ranks' stages, by stage."""
+        """Peak memory that this rank held for MSP shards of other ranks' stages, by stage."""
         return {index: stage.most_held for index, stage in self._msp_stages.items()}
 
     def take_copies(self) -> CopyReport:
-        """Return the copies of offloaded tensors since the last call."""
+        """Return the report of copies of offloaded tensors since the last call."""
         return combined([store.take_report() for store in self._offload_stores])
 
     def close(self) -> None:
-        """Free threads, memory and files of offloaded tensors; does nothing the second time."""
+        """Free threads, memory and files of the offload stores; repeated calls do nothing."""
         for store in self._offload_stores:
             store.close()
 
@@ -417,14 +423,14 @@ class Engine:
     def _visits(
         self, program: Sequence[Action], units: Mapping[tuple[int, int], Unit]
     ) -> Iterator[WeightPart]:
-        """Yield the parts of the weights that this rank computes with, in order."""
+        """Yield the weight parts that this rank's units compute with, in order."""
         for action in program:
-            # MSP shards fetch their weights themselves: not all of their ranks have them.
+            # MSP shards receive their weights from the owner, see MspWeights.
             if action.kind in COMPUTE_KINDS and action.num_shards == 1:
                 yield from self._stages[action.stage].visits(action.kind, units[action.unit])
 
     def _msp_executor(self, schedule: Schedule) -> MspExecutor | None:
-        """Return what runs the MSP shards of ``schedule``; None if no unit is cut."""
+        """Return the runner of the MSP shards of ``schedule``; None if no unit is cut."""
         links = self._pipeline.msp_links
         if links is None or not any(a.num_shards > 1 for p in schedule.programs for a in p):
             return None
@@ -453,7 +459,7 @@ class Engine:
         units: Mapping[tuple[int, int], Unit],
         planned: StepPlacements | None,
     ) -> None:
-        """Make room on each stage for the units that it runs whole."""
+        """Reserve memory on each stage for the units that run whole, and prepare the offloads."""
         for index, stage in self._stages.items():
             own = self._whole_units(schedule, index)
             stage.prepare(
@@ -470,10 +476,10 @@ class Engine:
             return
         if self._offloads is None or self._offloads[0] is not schedule:
             self._offloads = schedule, self._offload_schedule(schedule)
-        self._offloaded.prepare(self._offloads[1])  # the same object for the same step
+        self._offloaded.prepare(self._offloads[1])  # same object for equal steps: store reuses it
 
     def _offload_schedule(self, schedule: Schedule) -> OffloadSchedule:
-        """Return the blocks of all stages that leave the device, in the order of their use."""
+        """Return the offload schedule of all stages, with blocks in the order of their use."""
         parts = []
         for index, stage in self._stages.items():
             own = self._whole_units(schedule, index)
@@ -487,7 +493,7 @@ class Engine:
         return joint_schedule(parts, order=order)
 
     def _whole_units(self, schedule: Schedule, stage: int) -> list[Action]:
-        """Return the actions on one of this rank's stages that run units whole."""
+        """Return the actions of one of this rank's stages that run whole units."""
         program = schedule.programs[self._pipeline.rank]
         return [a for a in program if a.stage == stage and a.num_shards == 1]
 
@@ -495,7 +501,7 @@ class Engine:
 def by_unit(
     placements: Sequence[Sequence[SubsequencePlacement]],
 ) -> dict[UnitKey, SubsequencePlacement]:
-    """Return what a stage does with each unit, from what it does sequence by sequence."""
+    """Return the placements of a stage by unit, given per sequence and subsequence."""
     return {
         (sequence, index): placement
         for sequence, parts in enumerate(placements)

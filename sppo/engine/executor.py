@@ -1,10 +1,10 @@
-"""Walks one rank's program: one handler per kind of action, nothing decided here.
+"""Executor of one rank's program, with one handler per kind of action; decides nothing itself.
 
-Tensors wait between actions in :class:`sppo.engine.stage_buffers.StageBuffers`. When an action
-fails, the error says which one and shows the program around it.
+Tensors wait between actions in :class:`sppo.engine.stage_buffers.StageBuffers`. If an action
+fails, the error names the action and shows the program around it.
 
-A message is posted where the program says SEND or RECV and waited for where it is used, so time
-spent waiting belongs to no action: it is the gap in front of the one that waited.
+A message is posted at its SEND or RECV and waited for where it is used. Time spent waiting thus
+belongs to no action: it is the gap before the action that waited.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ class StepOutput:
     """Losses and trace of one run of the program."""
 
     token_losses: dict[tuple[int, int], Tensor]
-    """Unscaled loss of each token by (sequence, subsequence), on the last stage."""
+    """Unscaled loss of each token by (sequence, subsequence); empty without the last stage."""
     trace: Trace
-    """The executed actions and their times."""
+    """Executed actions and their times."""
 
 
 class Executor:
-    """Runs the program of ``rank`` in ``schedule`` over that rank's stages.
+    """Runs the program of ``rank`` in ``schedule`` over the stages of this rank.
 
     Args:
-        schedule: validated.
-        rank: whose program to run.
-        stages: this rank's stages by stage index.
-        p2p: carries tensors between ranks; None if the program has no messages.
-        state: copies and reduces weights and gradients of whole stages.
-        msp: runs this rank's shards of units; None if no unit is cut.
-        stopwatch: takes the time of every action; None: the host's clock does.
+        schedule: Validated schedule of all ranks.
+        rank: Pipeline rank whose program to run.
+        stages: Stages of this rank by stage index.
+        p2p: Pipeline communication; None if the program has no messages.
+        state: Copies and reductions of weights and gradients of whole stages.
+        msp: Runner of this rank's MSP shards; None if no unit is cut.
+        stopwatch: Clock of the actions; None uses the host's clock.
 
     Raises:
-        ValueError: the program holds actions that this executor has no handler for.
+        ValueError: An action of the program has no handler.
     """
 
     def __init__(
@@ -109,12 +109,15 @@ class Executor:
         """Execute the program once.
 
         Args:
-            units: the step's data by (sequence, subsequence).
-            loss_scale: factor of the summed loss in the gradient; None for a forward-only program.
-            before_action: called with the position of an action and the action before it begins;
-                an error that it raises ends the step cleanly.
-            on_failure: called with the error that ends the step, before anything of it is given
-                back: that may wait for a device which no longer answers.
+            units: Data of the step by (sequence, subsequence).
+            loss_scale: Factor of the summed loss in the gradient; None for a forward-only program.
+            before_action: Called with the position and the action before each action; an error
+                that it raises aborts the step cleanly.
+            on_failure: Called with the error that ends the step, before the step is aborted: the
+                abort may wait for a device that no longer answers.
+
+        Returns:
+            Losses and trace of the step.
         """
         assert self._training == (loss_scale is not None), "training programs need a loss scale"
         self._units, self._loss_scale, self._losses = units, loss_scale, {}
@@ -143,7 +146,7 @@ class Executor:
         self._buffers.begin(self._msp.tokens)
 
     def _await_input(self, action: Action) -> None:
-        """Wait for the input of F or B from other ranks, and for the ranks of its MSP group."""
+        """Wait for the input of F or B from other ranks; for a shard, also for its MSP group."""
         if action.kind not in (ActionKind.F, ActionKind.B):
             return
         self._buffers.await_input(action)
@@ -179,7 +182,7 @@ class Executor:
         self._stages[action.stage].recompute_kv(self._units[action.unit])
 
     def _work(self, action: Action) -> tuple[Stage, Unit, int]:
-        """Return the stage, the unit and the first of this rank's tokens of an F or B."""
+        """Return the stage, the unit (or shard), and its first token on this rank, of an F or B."""
         stage = self._stage_of(action)
         if action.num_shards == 1:
             return stage, self._units[action.unit], 0
@@ -198,7 +201,7 @@ class Executor:
         self._buffers.receive(action, width=width, dtype=dtype)
 
     def _finish_offload(self, action: Action) -> None:
-        """Run D2H: check that all layers of the unit are with the copy queues since F."""
+        """Run a D2H: check that F has handed all layers of the unit to the copy queues."""
         if (action.kind, action.wire) in OF_STAGES:
             self._state.run(action)
             return
@@ -207,7 +210,7 @@ class Executor:
         _offloaded(stage, action).finish_offload(keys(action.unit))
 
     def _start_reload(self, action: Action) -> None:
-        """Run H2D: allow the unit's layers to come back, as far ahead of B as there is room."""
+        """Run an H2D: permit the unit's layers to return, as far ahead of B as memory allows."""
         if (action.kind, action.wire) in OF_STAGES:
             self._state.run(action)
             return
@@ -232,7 +235,7 @@ class Executor:
 
     @property
     def _message(self) -> tuple[int, torch.dtype]:
-        """Elements of a token and their type, in messages between stages."""
+        """Elements per token and dtype of messages between stages."""
         stage = next(iter(self._stages.values()))
         return stage.model.hidden_size, stage.dtype
 
@@ -269,5 +272,5 @@ def _offloaded(stage: Stage, action: Action) -> OffloadStore:
 
 
 def _own_tokens(units: Mapping[tuple[int, int], Unit]) -> LocalTokens:
-    """Return the token counts without MSP: a message has all tokens of this rank, or none."""
+    """Return `LocalTokens` of a step without MSP: messages have all of a rank's tokens, or none."""
     return lambda unit, end: units[unit].tokens_C.shape[0] if end else 0

@@ -1,8 +1,8 @@
-"""Weights whose rows are sharded over ranks, gathered for the time they are used.
+"""Weights whose rows are sharded over ranks and that are gathered part by part for use.
 
-ZeRO-3 (Rajbhandari et al., 2020). While one layer computes, the next one that will be wanted is on
-its way; there are never more than two layers' whole weights, or the largest part outside of the
-layers. Every rank of the group runs the same program, so all gather the same parts in turn.
+ZeRO-3 (Rajbhandari et al., 2020). While one layer computes, the layer that is used next is being
+gathered. At most two layers' whole weights, or the largest part outside the layers, are allocated.
+Every rank of the group runs the same program, so all ranks gather the same parts in order.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from sppo.parallel.parameter_all_gather import AllGatherHandle, ParameterAllGath
 
 
 class GatheredWeights:
-    """A :class:`sppo.engine.weights.WeightProvider` of weights that ranks shard.
+    """A :class:`sppo.engine.weights.WeightProvider` of weights that are sharded over ranks.
 
     Args:
-        rows: this rank's rows of every parameter of its stages by global name, in the compute
-            dtype; read at every gather, so an update in place is seen by the next step.
-        shapes: of the whole parameters.
-        gathers: among the ranks over which each is sharded, by global name; the others are whole on
-            this rank.
+        rows: This rank's rows of every parameter of its stages by global name, in the compute
+            dtype; read at every gather, so that the next step sees an update in place.
+        shapes: Shapes of the whole parameters by global name.
+        gathers: All-gather of each sharded parameter, by global name; parameters without one are
+            whole on this rank.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class GatheredWeights:
         """Return the gathered weights of ``part``, and start to gather the next part."""
         assert part == self._next, f"{part} is taken where {self._next} was announced"
         if self._held_part is None:
-            self._fetch_ahead()  # if its rows were not here before
+            self._fetch_ahead()  # if its rows were not on the device before
             self._held_part, self._held = part, self._arrived()
         assert self._held_part == part, f"{part} is taken before {self._held_part} is released"
         self._next = next(self._visits, None)
@@ -72,31 +72,31 @@ class GatheredWeights:
         return self._held
 
     def release(self, part: WeightPart) -> None:
-        """Free the weights of ``part``, unless it is wanted again at once."""
+        """Free the weights of ``part``, unless the next visit takes the same part."""
         if part != self._held_part or part == self._next:
-            return  # it never came, or is wanted again at once
-        self._held.clear()  # also what the stage still has of it
+            return  # the take failed, or the next visit is the same part
+        self._held.clear()  # the stage holds the same dict: frees the tensors in any case
         self._held_part = None
         self._fetch_ahead()
 
     def assert_idle(self) -> None:
-        """Check that all announced parts were taken and released."""
+        """Assert that all announced parts were taken and released."""
         left = {"held": self._held_part, "announced": self._next}
         assert all(part is None for part in left.values()), f"weights left over: {left}"
 
     def abort(self) -> None:
-        """Drop everything that is held or under way."""
+        """Drop all weights that are held or in flight."""
         self._visits, self._next = iter(()), None
         self._ahead, self._held_part = None, None
         self._held.clear()
 
     def take_peak_bytes(self) -> int:
-        """Return the most bytes of gathered weights since the last call, and of rows that came."""
+        """Return the peak bytes of gathered weights plus streamed rows since the last call."""
         peak, self._peak_bytes = self._peak_bytes, 0
         return peak + streamed_peak_bytes(self._rows)
 
     def _fetch_ahead(self) -> None:
-        """Start to gather the next part, if its rows are here, and room beside what is held."""
+        """Start to gather the next part, if its rows are on the device and the memory suffices."""
         part = self._next
         if part is None or part == self._held_part or self._ahead is not None:
             return
@@ -114,7 +114,7 @@ class GatheredWeights:
         self._count(held + self._part_bytes[part])
 
     def _arrived(self) -> dict[str, Tensor]:
-        """Return the gathered weights by the names that the stage knows."""
+        """Wait for the next part; return its whole weights by the names that ``take`` uses."""
         assert self._ahead is not None, "room was made for what is wanted next"
         part, gatherings = self._next, self._ahead
         assert part is not None, "checked by take"
@@ -129,7 +129,7 @@ class GatheredWeights:
         }
 
     def _messages(self, part: WeightPart) -> list[tuple[ParameterAllGather, list[str]]]:
-        """Return the global names of each gather of a part."""
+        """Return the all-gathers of a part with the global names that each carries."""
         return messages_of(part, self._parts[part].values(), self._gathers)
 
     def _padded_bytes(self, part: WeightPart) -> int:

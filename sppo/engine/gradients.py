@@ -1,7 +1,7 @@
-"""Gradient providers, which stages ask for the fp32 sums of a part of the model's parameters.
+"""Gradient providers, from which stages take the fp32 gradient sums of one part of the model.
 
-Parts are those of :mod:`sppo.engine.weights`. The sums may be on the rank all the time and be
-reduced over the ranks once per step, or be formed part by part and be reduced after each use.
+Parts are defined by :mod:`sppo.engine.weights`. The sums may be on the rank all the time and be
+reduced over ranks once per step, or be computed part by part and be reduced after each use.
 """
 
 from __future__ import annotations
@@ -16,45 +16,44 @@ from sppo.engine.weights import WeightPart, names_by_part, streamed_peak_bytes
 
 
 class GradientProvider(Protocol):
-    """Gives a rank's stages the fp32 (float64) tensors to which they add gradients.
+    """Provider of the fp32 (fp64 for fp64) sums to which a rank's stages add gradients.
 
-    One part is taken at a time, and released before the next is taken. In a step :meth:`reduce`
-    comes once for each stage, and :meth:`settle` behind the last of them: before, sums are not
-    complete.
+    One part is taken at a time, and released before the next is taken. A step calls :meth:`reduce`
+    once per stage, and :meth:`settle` after the last stage: sums are not complete before.
     """
 
     def take(self, part: WeightPart) -> Mapping[str, Tensor]:
-        """Return what to add gradients of ``part`` to, by the names its weights have."""
+        """Return the tensors to add gradients of ``part`` to, named like the part's weights."""
         ...
 
     def release(self, part: WeightPart) -> None:
-        """Take back what :meth:`take` returned: nothing is added to it any more."""
+        """Take back the tensors that :meth:`take` returned; the caller must not add to them."""
         ...
 
     def reduce(self, stage: int) -> None:
-        """Begin to reduce what is left of the gradients of a stage, complete on this rank."""
+        """Start any reduction not yet started for a stage whose gradients are complete here."""
         ...
 
     def settle(self) -> None:
-        """Return when all that was released is in the sums, reduced where that was asked for."""
+        """Wait until all released gradients are in the sums, and started reductions are done."""
         ...
 
     def assert_idle(self) -> None:
-        """Check that nothing is left after a step: all parts were released and reduced."""
+        """Assert, after a step, that all parts were released and reduced."""
         ...
 
     def abort(self) -> None:
-        """Drop everything that is held or under way: the step failed."""
+        """Drop all gradients that are held or in flight, after a failed step."""
         ...
 
     def take_peak_bytes(self) -> int:
-        """Return the most temporary bytes held for the stages since the last call."""
+        """Return the peak bytes of temporary gradients on the device since the last call."""
         ...
 
 
 @contextmanager
 def gradients_of(gradients: GradientProvider, part: WeightPart) -> Iterator[Mapping[str, Tensor]]:
-    """Take the gradients of ``part``; they are released unless the context ends with an error."""
+    """Take the gradients of ``part``; release them unless the context ends with an error."""
     yield gradients.take(part)
     gradients.release(part)
 
@@ -63,10 +62,10 @@ class ResidentGradients:
     """A :class:`GradientProvider` of sums that are whole on the device whenever their stage runs.
 
     Args:
-        sums: of all parameters of the rank's stages by global name.
-        reduce: begins to add up the gradients of a stage over the ranks that hold the same stage;
-            None where there are no others.
-        settle: returns when they have been added up.
+        sums: Sums of all parameters of the rank's stages by global name.
+        reduce: Function that starts the all-reduce of a stage's gradients over the ranks that hold
+            the same stage; None if there is only one.
+        settle: Function that waits for all started reductions; None if there are none.
     """
 
     def __init__(
@@ -84,24 +83,24 @@ class ResidentGradients:
         return {local: self._sums[name] for local, name in self._names[part].items()}
 
     def release(self, part: WeightPart) -> None:
-        """Do nothing: sums stay until the end of the step."""
+        """Do nothing: the sums need no release."""
 
     def reduce(self, stage: int) -> None:
-        """Begin to add up the gradients of a stage over the ranks that hold it."""
+        """Start to reduce the gradients of a stage over the ranks that hold the stage."""
         if self._reduce is not None:
             self._reduce(stage)
 
     def settle(self) -> None:
-        """Return when the gradients of all stages that were reduced are added up."""
+        """Wait for all started reductions."""
         if self._settle is not None:
             self._settle()
 
     def assert_idle(self) -> None:
-        """Do nothing: nothing can be left."""
+        """Do nothing: no part is ever held."""
 
     def abort(self) -> None:
-        """Do nothing: nothing is under way."""
+        """Do nothing: the sums stay allocated."""
 
     def take_peak_bytes(self) -> int:
-        """Return the most bytes of sums that are not here all the time; 0 if all are."""
+        """Return the peak bytes of streamed sums since the last call; 0 if none are streamed."""
         return streamed_peak_bytes(self._sums)

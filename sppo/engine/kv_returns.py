@@ -1,9 +1,10 @@
-"""The order in which K and V that left the device come back to one rank.
+"""Order in which offloaded K and V return to the device of one rank.
 
-They come back through the ring of the offload store, block by block, each into the buffers of
-:class:`sppo.engine.kv_store.KVStore`. The program says in front of which backward a unit's blocks
-may come. They are restored beside that backward: one before saved tensors are taken of each of its
-layers but the first, the others behind it. A backward that reads them waits for all of them first.
+Blocks of K and V pass through the ring of the offload store, one by one, into the buffers of
+:class:`sppo.engine.kv_store.KVStore`. The program's H2D of a unit's K and V says before which
+backward its blocks may return. They are restored during that backward: one block before the saved
+tensors of each layer except the first are taken, the rest after the backward. A backward that
+itself reads the K and V of waiting blocks restores all blocks first.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from sppo.schedule.actions import Action, ActionKind
 
 
 class KVReturns:
-    """Blocks of K and V that are on their way back, and when each is restored.
+    """Queue of offloaded blocks of K and V that may return and are not restored yet.
 
     Args:
-        restore: called with the stage and the key of a block when it is its turn.
+        restore: Called with the stage and the key of each block to restore, in order.
     """
 
     def __init__(self, restore: Callable[[int, ActivationKey], None]) -> None:
@@ -28,23 +29,27 @@ class KVReturns:
         self._waiting: deque[tuple[int, ActivationKey]] = deque()
 
     def permit(self, stage: int, keys: Iterable[ActivationKey]) -> None:
-        """Let the blocks of a unit come back from now on: its H2D of K and V."""
+        """Queue the blocks of a unit, on its H2D of K and V."""
         self._waiting.extend((stage, key) for key in keys)
 
     def before(self, backward: Action) -> Callable[[], None] | None:
-        """Restore what ``backward`` reads; return what to call between its layers, if anything."""
+        """Restore the blocks that ``backward`` reads.
+
+        Returns:
+            Function to call between the layers of ``backward``; None if no block is queued.
+        """
         reader = backward.stage, backward.sequence
         if any((stage, key.sequence) == reader for stage, key in self._waiting):
             self.restore_all()
         return self._restore_next if self._waiting else None
 
     def restore_all(self) -> None:
-        """Restore everything that is on its way."""
+        """Restore all queued blocks."""
         while self._waiting:
             self._restore_next()
 
     def abort(self) -> None:
-        """Forget a step that failed."""
+        """Drop all queued blocks of a failed step."""
         self._waiting.clear()
 
     def _restore_next(self) -> None:
@@ -53,11 +58,11 @@ class KVReturns:
 
 
 def take_order(program: Sequence[Action], stages: Mapping[int, Stage]) -> list[ActivationKey]:
-    """Return all blocks that leave the device, in the order in which backward takes them.
+    """Return the keys of all offloaded blocks, in the order in which backward takes them.
 
     Args:
-        program: of the rank; MSP shards have stores of their own and are left out.
-        stages: of the rank.
+        program: Program of the rank; MSP shards are skipped, because their stores are separate.
+        stages: Stages of the rank, by stage index.
     """
     order: list[ActivationKey] = []
     returns = KVReturns(lambda _, key: order.append(key))

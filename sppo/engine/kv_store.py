@@ -1,14 +1,13 @@
-"""Keys and values of whole sequences, written where they belong and read as a prefix.
+"""Store of the keys and values of whole sequences, written in place and read as a prefix.
 
 One buffer ``[S, K, D]`` per (layer, sequence) for K and for V, allocated at the first write.
 Writing the same positions twice is idempotent, so recomputation needs no second protocol.
-Gradients are summed in fp32 (float64) buffers of the same shape, allocated at a sequence's first
-backward. Everything that is read is a view of these buffers, lent until the sequence is released:
-then they serve the next one, so what must live longer is copied.
+Gradients are summed in buffers of the same shape in the accumulation dtype, allocated at a
+sequence's first backward. Readers get views of these buffers, lent until the sequence is released;
+the next sequence then reuses the buffers, so tensors that must live longer have to be copied.
 
-Forward spans of a sequence ascend without gaps, backward spans descend from its end, so when a
-span runs backward every later span has already added its share and the span's own slice is
-complete.
+Forward spans of a sequence ascend without gaps, backward spans descend from its end. When a span
+runs backward, every later span has therefore added its part, and the span's own slice is complete.
 
 Legend: S tokens of the sequence, C of a span, K key/value heads, D head size.
 """
@@ -29,7 +28,7 @@ from sppo.offload.held_bytes import HeldBytes
 
 @dataclass(slots=True)
 class _Entry:
-    """Buffers of one (layer, sequence) and how far its two passes have come."""
+    """Buffers of one (layer, sequence) and the progress of its forward and backward."""
 
     k: Tensor
     v: Tensor
@@ -43,13 +42,13 @@ class KVStore:
     """K, V and their gradients for every layer of a rank and every sequence in flight.
 
     Args:
-        model: the shape.
-        dtype: of K and V.
-        device: where they live.
-        heads: key/value heads of this rank; None for all.
-        sent: whether ranks send each other what is stored.
-        poison: overwrite the buffers of a released sequence with NaN, so that what reads them
-            later reads NaN instead of another sequence's values.
+        model: Model configuration.
+        dtype: Type of K and V.
+        device: Device of all buffers.
+        heads: Number of key/value heads of this rank; None for all.
+        sent: Whether prefixes are sent to other ranks, and must be contiguous in memory.
+        poison: Overwrite the buffers of a released sequence with NaN, so that a late reader gets
+            NaN instead of another sequence's values.
     """
 
     def __init__(
@@ -97,8 +96,8 @@ class KVStore:
     ) -> tuple[Tensor, Tensor]:
         """Return the sums (dk_TKD, dv_TKD) of positions ``0..end-1`` for the span ``[start, end)``.
 
-        They are views, lent until :meth:`release`, which may come in the same backward. Spans of a
-        sequence come in descending order; after the caller has added its part, the slice
+        The sums are views, lent until :meth:`release`, which may come in the same backward. Spans
+        of a sequence come in descending order; after the caller has added its part, the slice
         ``[start, end)`` is final.
         """
         entry = self._entries[layer, sequence]
@@ -114,10 +113,10 @@ class KVStore:
         return entry.dk[:end], entry.dv[:end]
 
     def release(self, sequence: int, *, layers: Iterable[int]) -> None:
-        """Free what some layers hold of a sequence whose backward is complete (or needs none).
+        """Free the buffers of some layers for a sequence whose backward is complete or not needed.
 
-        The buffers serve other layers, and the next sequence of the same length, so that no step
-        allocates anew.
+        The buffers are kept for other layers and for the next sequence of the same length, so that
+        no step has to allocate again.
         """
         for layer in layers:
             entry = self._entries.pop((layer, sequence), None)
@@ -131,24 +130,24 @@ class KVStore:
                     self._spare.setdefault((buffer.shape[0], buffer.dtype), []).append(buffer)
 
     def abort(self) -> None:
-        """Forget everything: the step failed."""
+        """Drop all buffers after a failed step."""
         self._entries.clear()
         self._spare.clear()
         self.held.clear()
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of K, and of V, of one token and layer."""
+        """Bytes of K of one token and layer; V has as many."""
         heads, head_size = self._tail
         return heads * head_size * self._dtype.itemsize
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that hold K and V now."""
+        """Number of sequences with K and V in the store."""
         return len({sequence for _, sequence in self._entries})
 
     def _new(self, length: int, dtype: torch.dtype) -> Tensor:
-        # Buffers of sequences of other lengths that are over would only take room.
+        # Spare buffers of another length are unlikely to be used again: free them.
         self._spare = {key: spare for key, spare in self._spare.items() if key[0] == length}
         if not self._spare.get((length, dtype)):
             buffer = empty_keys(

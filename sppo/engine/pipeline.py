@@ -1,4 +1,4 @@
-"""One rank's place among the stages of a pipeline, and what it needs to talk to the others."""
+"""Position of one rank in a pipeline, its schedule, and its links to other pipeline ranks."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from sppo.schedule.actions import Placement, Schedule
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """The stages that a rank runs, and the schedule by which it runs them.
+    """Position of one rank in a pipeline, its schedule, and its links to other ranks.
 
     Attributes:
-        schedule: Name of the generator.
-        num_ranks: Pipeline ranks.
-        rank: This one.
-        num_virtual: Stages of every rank.
-        p2p: Carries tensors to and from neighbours; None on one rank.
-        planned: The program of the step that was planned; None if none was, as in tests.
-        msp_links: Connects the ranks of MSP groups; None if no unit is cut.
+        schedule: Name of the schedule, see :mod:`sppo.schedule.generators`.
+        num_ranks: Number of pipeline ranks.
+        rank: Pipeline rank of this process.
+        num_virtual: Number of stages on each rank.
+        p2p: Pipeline communication with neighbouring stages; None on one rank.
+        planned: Program of the planned step; None without a plan, as in tests.
+        msp_links: Communicators of MSP groups; None if no unit is cut.
     """
 
     schedule: str = "sppo"
@@ -34,16 +34,16 @@ class Pipeline:
 
     @property
     def placement(self) -> Placement:
-        """Stages on ranks."""
+        """Assignment of stages to ranks."""
         return Placement(num_ranks=self.num_ranks, num_virtual=self.num_virtual)
 
     def layers(self, num_layers: int) -> dict[int, range]:
-        """Layers of each of this rank's stages."""
+        """Return the layers of each stage of this rank, by stage."""
         of_stages = self.all_layers(num_layers)
         return {stage: of_stages[stage] for stage in self.placement.stages_of(self.rank)}
 
     def all_layers(self, num_layers: int) -> tuple[range, ...]:
-        """Layers of every stage."""
+        """Return the layers of every stage of the pipeline."""
         return layers_of_stages(num_layers, num_stages=self.placement.num_stages)
 
 

@@ -1,4 +1,4 @@
-"""Store of the tensors that layers save: the first rows are offloaded, the next stay."""
+"""Store of the tensors that layers save: offloads their first rows and retains the next."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from sppo.offload.offload_store import OffloadStore
 
 @dataclass(frozen=True, slots=True)
 class SavedTensors:
-    """Divides saved tensors by rows between a store on the device and one that offloads.
+    """Divides saved tensors by rows between a store on the device and an offload store.
 
     Attributes:
         retained: Store of the rows that stay on the device.
-        offloaded: Store of the rows that leave it; None if none do.
+        offloaded: Store of the rows that leave the device; None if none leave.
     """
 
     retained: ActivationStore
@@ -33,7 +33,7 @@ class SavedTensors:
         offloaded_rows: Mapping[str, int],
         retained_rows: Mapping[str, int],
     ) -> None:
-        """Take over ``saved``, with the given numbers of rows of each tensor."""
+        """Save the given numbers of rows of the tensors of ``saved`` and remove them from it."""
         offloaded, retained = cut(saved, offloaded_rows, retained_rows)
         self.retained.save(key, retained)
         if self.offloaded is not None:
@@ -45,21 +45,21 @@ class SavedTensors:
         return join(offloaded, self.retained.take(key))
 
     def take_owned(self, key: ActivationKey) -> Saved:
-        """Return the tensors saved under ``key``, in memory that belongs to the caller."""
+        """Return the tensors saved under ``key``, copied unless the caller may keep them."""
         offloaded = {} if self.offloaded is None else _copied(self.offloaded.take(key))
         retained = self.retained.take(key)
         return join(offloaded, _copied(retained) if self.retained.lends_memory else retained)
 
     def release(self, key: ActivationKey) -> None:
-        """Allow the memory of taken tensors to be reused: compute has read them."""
+        """Allow reuse of the memory taken under ``key``, after compute has read the tensors."""
         self.retained.release(key)
         if self.offloaded is not None:
             self.offloaded.release(key)
 
     def abort(self) -> None:
-        """Forget everything, after a step that failed."""
+        """Drop all entries after a failed step."""
         if self.offloaded is not None:
-            self.offloaded.abort()  # first: copies under way may read what the others free
+            self.offloaded.abort()  # first: copies in flight may read tensors freed below
         self.retained.abort()
 
     @property
@@ -72,7 +72,7 @@ class SavedTensors:
 def cut(
     saved: Saved, offloaded_rows: Mapping[str, int], retained_rows: Mapping[str, int]
 ) -> tuple[Saved, Saved]:
-    """Take the tensors out of ``saved``; return views of their (offloaded, retained) rows."""
+    """Remove the named tensors from ``saved``; return views of (offloaded, retained) rows."""
     offloaded: Saved = {}
     retained: Saved = {}
     for name in {**offloaded_rows, **retained_rows}:
@@ -85,7 +85,7 @@ def cut(
 
 
 def join(offloaded: Saved, retained: Saved) -> Saved:
-    """Return the tensors that :func:`cut` divided, without the rows that were not saved."""
+    """Return the saved rows of tensors that :func:`cut` divided, each as one tensor again."""
     joined = {**offloaded, **retained}
     for name in offloaded.keys() & retained.keys():
         joined[name] = torch.cat([offloaded[name], retained[name]], dim=token_dimension(name))

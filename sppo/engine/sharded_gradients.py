@@ -1,8 +1,9 @@
-"""Gradients whose rows are sharded over ranks, whole only while they are formed.
+"""Gradient sums whose rows are sharded over ranks; a part is whole only until it is reduced.
 
-ZeRO-2 (Rajbhandari et al., 2020). While one layer's gradients are formed, those of the layer before
-are on their way; there are never more than two layers' whole gradients, or the largest part outside
-of the layers. Every rank of the group runs the same program, so all reduce the same parts in turn.
+ZeRO-2 (Rajbhandari et al., 2020). While one layer's gradients are computed, those of the previous
+layer are being reduced. At most two layers' whole gradients, or the largest part outside the
+layers, are allocated. Every rank of the group runs the same program, so all ranks reduce the same
+parts in order.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from sppo.parallel.gradient_reduce_scatter import GradientMessage, GradientReduc
 
 
 class ShardedGradients:
-    """A :class:`sppo.engine.gradients.GradientProvider` of gradients that ranks shard.
+    """A :class:`sppo.engine.gradients.GradientProvider` of sums that are sharded over ranks.
 
     Args:
-        shards: this rank's rows of the fp32 sums of every parameter of its stages by global name,
-            added to.
-        shapes: of the whole parameters.
-        scatters: among the ranks over which each is sharded, by global name; the others are whole
-            on this rank.
+        shards: This rank's rows of the fp32 sums of every parameter of its stages, by global name;
+            gradients are added to them.
+        shapes: Shapes of the whole parameters by global name.
+        scatters: Reduce-scatter of each sharded parameter, by global name; parameters without one
+            are whole on this rank.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class ShardedGradients:
         self._peak_bytes = 0
 
     def take(self, part: WeightPart) -> Mapping[str, Tensor]:
-        """Return zeros to add the gradients of ``part`` to."""
+        """Return tensors to add the gradients of ``part`` to: zeros, or unsharded sums."""
         assert self._taken_part is None, f"{part} is taken before {self._taken_part} is released"
         if _size_bytes(self._under_way) + self._part_bytes[part] > self.room_bytes:
             self._finish()
@@ -76,10 +77,10 @@ class ShardedGradients:
         return self._taken
 
     def release(self, part: WeightPart) -> None:
-        """Start to reduce the gradients of ``part``, once those before it are here."""
+        """Start to reduce the gradients of ``part``, after earlier reductions are finished."""
         assert part == self._taken_part, f"{part} is released, {self._taken_part} was taken"
         self._finish()
-        self._taken.clear()  # also what the stage still has of it
+        self._taken.clear()  # the stage holds the same dict: frees the tensors in any case
         self._taken_part = None
         self._count(sum(m.size_bytes * (1 + m.is_copied) for m in self._forming))
         for message in self._forming:
@@ -90,27 +91,27 @@ class ShardedGradients:
         """Do nothing: each part is reduced when it is released."""
 
     def settle(self) -> None:
-        """Wait until all gradients that were released are in their shards."""
+        """Wait until all released gradients are added to the shards."""
         self._finish()
 
     def assert_idle(self) -> None:
-        """Check that all parts were released, and all reductions waited for."""
+        """Assert that all parts were released and all reductions were waited for."""
         left = {"taken": self._taken_part, "under way": len(self._under_way) or None}
         assert all(value is None for value in left.values()), f"gradients left over: {left}"
 
     def abort(self) -> None:
-        """Drop everything that is held or under way."""
+        """Drop all gradients that are held or in flight."""
         self._taken.clear()
         self._taken_part = None
         self._forming, self._under_way = [], []
 
     def take_peak_bytes(self) -> int:
-        """Return the most bytes of whole gradients since the last call, and of shards that came."""
+        """Return the peak bytes of whole gradients plus streamed shards since the last call."""
         peak, self._peak_bytes = self._peak_bytes, 0
         return peak + streamed_peak_bytes(self._shards)
 
     def _finish(self) -> None:
-        """Wait for the reductions that are under way, and add what they bring."""
+        """Wait for the reductions in flight and add their results to the shards."""
         while self._under_way:
             self._under_way.pop(0).add_to(self._shards)
 

@@ -1,8 +1,8 @@
 """Consecutive layers that one rank runs, with the embedding or the head at the model's ends.
 
-``forward`` and ``backward`` take one unit, a (sequence, subsequence) pair. On the last stage the
-loss and the gradient of its input are formed in forward, tile by tile, so logits never wait for
-backward.
+``forward`` and ``backward`` take one unit, a (sequence, subsequence) pair. On the last stage,
+forward computes the loss and the gradient of the head's input, tile by tile, so logits are never
+kept for backward.
 
 Legend: C tokens of the subsequence, E hidden, V vocabulary.
 """
@@ -56,21 +56,24 @@ class Stage:
     """Layers ``[first, last)`` of a model, run unit by unit.
 
     Args:
-        model: the shape.
-        weights: gives the parameters of the stage, in the compute dtype.
-        gradients: gives fp32 (float64) buffers to add gradients to; None for forward only.
-        activations: store of saved tensors that stay on the device.
-        offloaded: store of those that leave it, of all stages of the rank; None if none does.
-        kv: store of keys and values of all stages of the rank; None makes one for this stage.
-        input_every: layers that keep their attention output save their input only in every so
-            manyth layer; the others get it from the layer below, see :meth:`_recompute_input`.
-        layers: half-open range of layers; None for all.
-        exchange: with the ranks over which every unit's tokens are sharded; None if they are not.
-            A :class:`MegatronSequenceParallel` if the layers' weights are sharded too.
-        attention_backend: of :func:`sppo.kernels.attention.interface.attention_forward`.
-        loss_terms: what training adds to the cross entropy; evaluation adds nothing.
-        sends_keys: whether ranks that run MSP shards of its units get the stored K and V.
-        debug: overwrite lent memory with NaN when it is given back.
+        model: Model configuration.
+        weights: Provider of the stage's parameters, in the compute dtype.
+        gradients: Provider of buffers to add gradients to, fp32 (fp64 for fp64); None for forward
+            only.
+        activations: Store of saved tensors that stay on the device.
+        offloaded: Store of saved tensors that leave the device, shared by all stages of the rank;
+            None if none leaves.
+        kv: Store of keys and values, shared by all stages of the rank; None makes one for this
+            stage.
+        input_every: Save the input of every `input_every`-th layer only, where attention outputs
+            are saved; the other inputs are recomputed, see :meth:`_recompute_input`.
+        layers: Half-open range of layers; None for all.
+        exchange: Communication with the ranks over which every unit's tokens are sharded; None if
+            they are not. A :class:`MegatronSequenceParallel` if weights are sharded, too.
+        attention_backend: See :func:`sppo.kernels.attention.interface.attention_forward`.
+        loss_terms: Terms that training adds to the cross entropy; evaluation adds none.
+        sends_keys: Whether stored K and V are sent to ranks that run MSP shards of the units.
+        debug: Overwrite K/V buffers with NaN when they are released.
     """
 
     def __init__(
@@ -118,17 +121,17 @@ class Stage:
 
     @cached_property
     def is_first(self) -> bool:
-        """Return whether the stage holds the embedding."""
+        """Whether the stage holds the embedding."""
         return self._layers.start == 0
 
     @cached_property
     def is_last(self) -> bool:
-        """Return whether the stage holds the final norm and the head."""
+        """Whether the stage holds the final norm and the head."""
         return self._layers.stop == self.model.num_layers
 
     @property
     def offloaded(self) -> OffloadStore | None:
-        """Store of the tensors that leave the device; None if none does."""
+        """Store of saved tensors that leave the device; None if none leaves."""
         return self._saved.offloaded
 
     def prepare(
@@ -139,17 +142,16 @@ class Stage:
         sequences_in_flight: int = 1,
         kv_placement: KVPlacement = "retained",
     ) -> None:
-        """Make room for what ``units`` retain, before the first of them runs.
+        """Reserve memory for the tensors that ``units`` retain, before the first unit runs.
 
         Args:
-            units: of one training step that may run here.
-            placements: what is retained, offloaded and recomputed of each, all tokens together.
-            sequences_in_flight: sequences that hold saved tensors at once, always those that began
-                one after another.
-            kv_placement: what becomes of K and V between forward and backward.
+            units: Units of one training step that this stage runs backward.
+            placements: Rows of each unit to retain, offload and recompute, before sharding.
+            sequences_in_flight: Number of consecutive sequences that hold saved tensors at once.
+            kv_placement: Placement of K and V between forward and backward.
 
         Raises:
-            MemoryError: there is not that much memory.
+            MemoryError: The memory cannot be allocated.
         """
         self._kv_placement = kv_placement
         self._layout = self._step_layout(units, placements)
@@ -162,11 +164,11 @@ class Stage:
     def offload_schedule(
         self, backward_order: Sequence[UnitKey], *, sequences_in_flight: int = 1
     ) -> OffloadSchedule:
-        """Return the blocks of this stage that leave the device in the step prepared for.
+        """Return the offload schedule of this stage for the step given to :meth:`prepare`.
 
         Args:
-            backward_order: the units in the order of their backwards.
-            sequences_in_flight: see :meth:`prepare`.
+            backward_order: Units in the order of their backwards.
+            sequences_in_flight: See :meth:`prepare`.
         """
         return self._layout.offload_schedule(
             backward_order,
@@ -175,19 +177,19 @@ class Stage:
         )
 
     def saved_keys(self, unit: UnitKey) -> list[ActivationKey]:
-        """Return the keys under which a unit is saved, in the order of backward."""
+        """Return the keys of a unit's saved tensors, one per layer, in the order of backward."""
         return [ActivationKey(*unit, layer) for layer in reversed(self._layers)]
 
     def kv_keys(self, unit: UnitKey) -> list[ActivationKey]:
-        """Return the keys under which K and V of a unit leave, in the order of their return."""
+        """Return the keys of a unit's offloaded K and V, one per layer, in the order of return."""
         return [ActivationKey(*unit, layer, is_kv=True) for layer in self._layers]
 
     def restore_kv(self, key: ActivationKey, span: TokenSpan) -> None:
-        """Put K and V of a unit that left the device back into the store they are read from.
+        """Copy offloaded K and V of one layer of a unit back into the KV store.
 
         Args:
-            key: of the unit's layer; units come in ascending order.
-            span: of the unit.
+            key: Key of the layer and unit; the units of a sequence come in ascending order.
+            span: Span of the unit.
         """
         assert self.offloaded is not None, "K and V come back from another tier"
         kv = self.offloaded.take(key)
@@ -197,7 +199,7 @@ class Stage:
     def _step_layout(
         self, units: Mapping[UnitKey, Unit], placements: Mapping[UnitKey, SubsequencePlacement]
     ) -> ActivationLayout:
-        """Return the layout of a step: placements of subsequences cut to this rank's tokens."""
+        """Return the layout of a step, with each unit's placement cut to this rank's tokens."""
         if self._tensor is not None:
             check_whole_classes(placements.values())
         exchange = self._tensor or self._heads
@@ -209,7 +211,10 @@ class Stage:
         )
 
     def visits(self, kind: ActionKind, unit: Unit) -> Iterator[WeightPart]:
-        """Yield the parts whose weights an action takes; of backward only after :meth:`prepare`."""
+        """Yield the weight parts that an action takes, in order.
+
+        Call :meth:`prepare` first: the visits of backward depend on the step's layout.
+        """
         if kind is ActionKind.F:
             if self.is_first:
                 yield "embedding"
@@ -222,7 +227,7 @@ class Stage:
             yield from self._backward_visits(unit)
 
     def _backward_visits(self, unit: Unit) -> Iterator[int]:
-        """Yield layers from the last to the first, each after those that recompute its input."""
+        """Yield layers in backward order, each after the layers that recompute its input."""
         with_input = {i for i in self._layers if self._layout.saves_input(unit.key, i)}
         for index in reversed(self._layers):
             below = max(layer for layer in with_input if layer <= index)
@@ -236,12 +241,12 @@ class Stage:
         """Run one unit forward.
 
         Args:
-            unit: its tokens are read on the first stage, its labels on the last.
-            x_CE: output of the previous stage; None on the first.
-            loss_scale: factor of the summed loss; None runs forward only, nothing is saved.
+            unit: Unit to run; the first stage reads its tokens, the last stage its labels.
+            x_CE: Output of the previous stage; None on the first stage.
+            loss_scale: Factor of the summed loss; None runs forward only and saves nothing.
 
         Returns:
-            Output ``[C, E]`` for the next stage, None on the last.
+            Output ``[C, E]`` for the next stage; None on the last stage.
         """
         training = loss_scale is not None
         x = self.embed(unit) if x_CE is None else x_CE
@@ -265,7 +270,7 @@ class Stage:
                     offloaded_rows=offloaded,
                     retained_rows=retained,
                 )
-            del saved  # or it would stay while the next layer runs
+            del saved  # otherwise tensors that are not saved stay alive during the next layer
         if training and self._kv_placement != "retained" and unit.span.end == unit.span.length:
             self.release_sequence(unit.sequence)
         if not self.is_last:
@@ -284,15 +289,15 @@ class Stage:
         """Run one unit backward.
 
         Args:
-            unit: as given to :meth:`forward`; units of a sequence come in descending order.
-            dy_CE: gradient of the output; None on the last stage.
-            defer_weights: leave the products that make weight gradients to
-                :meth:`weight_gradients`. Their operands stay until then, so saved tensors that
-                the stores lend are copied.
-            between_layers: called before saved tensors are taken of any layer but the first.
+            unit: Unit given to :meth:`forward`; units of a sequence come in descending order.
+            dy_CE: Gradient of the output; None on the last stage.
+            defer_weights: Leave the products of weight gradients to :meth:`weight_gradients`.
+                Their operands live until then, so saved tensors that a store lends are copied.
+            between_layers: Called before each layer's saved tensors are taken, except for the
+                first layer.
 
         Returns:
-            Gradient of the input ``[C, E]``, None on the first stage.
+            Gradient of the input ``[C, E]``; None on the first stage.
         """
         if dy_CE is None:
             dy_CE = self.take_loss_gradient(unit)
@@ -328,10 +333,11 @@ class Stage:
         return None
 
     def recompute_kv(self, unit: Unit) -> None:
-        """Recompute K and V of a unit, whose layers' inputs are all on the device.
+        """Recompute K and V of a unit from the layer inputs, which must all be on the device.
 
         Args:
-            unit: units of a sequence come in ascending order, all before the first backward.
+            unit: Unit to recompute; units of a sequence come in ascending order, all before the
+                sequence's first backward.
         """
         rotary = self._rotary(unit)
         for index in self._layers:
@@ -347,13 +353,13 @@ class Stage:
     def _store_kv(
         self, layer: int, sequence: int, span: TokenSpan, k_CKD: Tensor, v_CKD: Tensor
     ) -> None:
-        """Store K and V of a unit where attention reads them."""
+        """Write K and V of one layer of a unit to the KV store."""
         self.kv.write(
             layer, sequence, start=span.start, length=span.length, k_CKD=k_CKD, v_CKD=v_CKD
         )
 
     def weight_gradients(self, unit: Unit) -> None:
-        """Run the deferred half of a unit's backward; once per unit."""
+        """Compute the deferred weight gradients of a unit; once per unit."""
         for index, sink in reversed(self._deferred.pop(unit.key)):
             self._deferred_held.add(-sink.operand_bytes)
             with gradients_of(self._provided_gradients, index) as totals:
@@ -385,11 +391,11 @@ class Stage:
         take: Callable[[ActivationKey], Saved],
         rotary: RotaryTable | None,
     ) -> None:
-        """Put x_in into ``saved`` of layer ``index``: the output of the layers below it.
+        """Recompute the input x_in of layer ``index`` from the layer below and add it to ``saved``.
 
-        Given a layer's o, the residual stream goes on without attention: x_mid = x_in + o W_o,
-        y = x_mid + MLP(x_mid), one product more per token than recomputing the layer itself. What
-        ``take`` takes out of the stores on the way waits in ``taken`` for its own turn.
+        With the saved attention output o, the layer below needs no attention: x_mid = x_in + o W_o,
+        y = x_mid + MLP(x_mid), one product more per token than recomputing the layer itself. Saved
+        tensors of layers below that ``take`` returns are put into ``taken`` until their backward.
         """
         below = index - 1
         if below not in taken:
@@ -402,19 +408,22 @@ class Stage:
             saved["x_in"] = layer.recompute_output(taken[below], weights)
 
     def take_loss_gradient(self, unit: Unit) -> Tensor:
-        """Gradient of the last stage's output ``[C, E]``, formed in forward; once per unit."""
+        """Return the gradient ``[C, E]`` of the last layer's output, computed in forward.
+
+        Last stage only, once per unit.
+        """
         return self._saved.retained.take(self._head_key(unit))["dx"]
 
     def pop_losses(self, sequence: int, subsequence: int) -> Tensor:
-        """Unscaled loss of each token of a unit, ``[C]``; last stage only, once per unit."""
+        """Return the unscaled loss of each token of a unit, ``[C]``; last stage, once per unit."""
         return self._token_losses.pop((sequence, subsequence))
 
     def release_sequence(self, sequence: int) -> None:
-        """Free K/V that this stage holds of a sequence."""
+        """Free K and V of a sequence in the layers of this stage."""
         self.kv.release(sequence, layers=self._layers)
 
     def assert_idle(self) -> None:
-        """Check that nothing is left after a step: every saved tensor was used exactly once."""
+        """Assert that the step left nothing over: every saved tensor was used exactly once."""
         leftovers = {
             "activations": self._saved.num_entries,
             "sequences in the KV store": self.kv.num_sequences,
@@ -427,8 +436,8 @@ class Stage:
             self._gradients.assert_idle()
 
     def abort(self) -> None:
-        """Forget all state of a step that failed."""
-        self._deferred_held.clear()  # before the store, of whose bytes these are a part
+        """Drop all state of a failed step."""
+        self._deferred_held.clear()  # before the store, whose count includes these bytes
         self._saved.abort()
         self.kv.abort()
         self._token_losses.clear()
@@ -438,7 +447,7 @@ class Stage:
             self._gradients.abort()
 
     def _retained_bytes(self, unit: Unit) -> int:
-        """Bytes that stay in the activation store once ``unit`` ran forward."""
+        """Return the bytes that forward of ``unit`` leaves in the store on the device."""
         head = slot_bytes((unit.tokens_C.shape[0], self.model.hidden_size), self.dtype.itemsize)
         return self._layout.retained_bytes(unit.key) + (head if self.is_last else 0)
 
@@ -475,7 +484,7 @@ class Stage:
         return UlyssesAttention(stored, self._heads, unit.parts, self._without_attention(unit))
 
     def _without_attention(self, unit: Unit) -> tuple[int, ...]:
-        """Last tokens of each rank's whose attention output is not saved."""
+        """Return for each rank how many of its last tokens have no saved attention output."""
         saved = unit.key in self._layout.shards
         return self._layout.without_attention(unit.key) if saved else unit.parts
 
@@ -485,7 +494,7 @@ class Stage:
         return self._weights
 
     def embed(self, unit: Unit) -> Tensor:
-        """The first stage's input, ``[C, E]``."""
+        """Return the input of the first layer, ``[C, E]``."""
         with visit(self._weights, "embedding") as weights:
             x = functional.embedding(unit.tokens_C, weights["embed.weight"])
             if self.model.position == "learned":
@@ -493,7 +502,7 @@ class Stage:
         return x
 
     def embed_backward(self, unit: Unit, dx_CE: Tensor) -> None:
-        """Add the embedding's gradient, given that of the first stage's input."""
+        """Add the gradients of the embedding, given the gradient of the first layer's input."""
         with gradients_of(self._provided_gradients, "embedding") as totals:
             embed = totals["embed.weight"]
             embed.index_add_(0, unit.tokens_C, dx_CE.to(embed.dtype))
@@ -502,7 +511,13 @@ class Stage:
                 positions.index_add_(0, unit.positions_C, dx_CE.to(positions.dtype))
 
     def loss(self, unit: Unit, x_CE: Tensor, loss_scale: float | None) -> None:
-        """Form the losses of a unit from the last stage's output, and in training its gradient."""
+        """Compute the losses of a unit from the last layer's output; in training, also gradients.
+
+        Args:
+            unit: Unit to compute; its labels are read.
+            x_CE: Output of the last layer.
+            loss_scale: Factor of the summed loss; None computes losses only.
+        """
         with visit(self._weights, "head") as weights:
             hidden = norm(self.model, "final_norm", x_CE, weights)
             if loss_scale is None:
@@ -514,7 +529,10 @@ class Stage:
     def _loss_and_gradient(
         self, unit: Unit, x_CE: Tensor, hidden_CE: Tensor, weights: Weights, loss_scale: float
     ) -> Tensor:
-        """Losses ``[C]`` of the normed output; saves the gradient of ``x_CE``."""
+        """Return the losses ``[C]``, add the head's gradients, and save the gradient of ``x_CE``.
+
+        ``hidden_CE`` is ``x_CE`` after the final norm.
+        """
         with gradients_of(self._provided_gradients, "head") as totals:
             losses, dhidden = linear_cross_entropy_with_gradient(
                 hidden_CE,
@@ -533,7 +551,7 @@ class Stage:
 def _with_calls_between(
     take: Callable[[ActivationKey], Saved], call: Callable[[], None]
 ) -> Callable[[ActivationKey], Saved]:
-    """Return ``take`` with a ``call`` before every time but the first."""
+    """Return ``take`` wrapped to run ``call`` before each use except the first."""
     taken = False
 
     def take_next(key: ActivationKey) -> Saved:

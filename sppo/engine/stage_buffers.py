@@ -1,10 +1,10 @@
-"""Tensors on their way from the stage that made them to the one that uses them.
+"""Buffers of activations and gradients between the stage that makes and the stage that uses them.
 
-Between two stages a unit is whole, or cut where multiplexed sequence partitioning cuts it: then
-every interval of tokens has a route of its own, from the rank that ran its shard on the one stage
-to the rank that runs its shard on the other (:mod:`sppo.schedule.msp_groups`). Intervals whose
-route stays on this rank are handed over; the others are messages. Everything is put in once and
-taken out once.
+Between two stages a unit is whole, or cut into intervals of tokens by multiplexed sequence
+partitioning. Each interval has a route from the rank that ran its shard on the producing stage to
+the rank that runs its shard on the consuming stage (:mod:`sppo.schedule.msp_groups`). Intervals
+whose route stays on this rank are passed on in memory; the others are messages. Every tensor is put
+once and taken once.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from sppo.schedule.msp_groups import Route, find_msp_groups, msp_routes
 from sppo.schedule.orders import UnitKey
 
 LocalTokens = Callable[[UnitKey, int], int]
-"""Maps a unit and an end to how many of the unit's tokens before that end are this rank's."""
+"""Maps (unit, end) to the number of the unit's first ``end`` tokens that this rank holds."""
 
 
 class _InputKey(NamedTuple):
-    """Name of the input of one stage for one unit, from one side."""
+    """Key of one input of a stage: activation ("act") or gradient ("grad") of one unit."""
 
     wire: Wire
     consumer: int
@@ -35,12 +35,12 @@ class _InputKey(NamedTuple):
 
 
 class StageBuffers:
-    """Tensors that wait on one rank between the stages of a step.
+    """Tensors of a step that wait on one rank between stages.
 
     Args:
-        schedule: that is run.
-        rank: position in the pipeline.
-        p2p: carries messages; None if there are none.
+        schedule: Schedule of the step.
+        rank: Pipeline rank of this process.
+        p2p: Pipeline communication; None if the program has no messages.
     """
 
     def __init__(self, schedule: Schedule, *, rank: int, p2p: PipelineP2P | None) -> None:
@@ -54,11 +54,18 @@ class StageBuffers:
         self._outgoing: dict[tuple[_InputKey, int], Tensor] = {}
 
     def begin(self, local: LocalTokens) -> None:
-        """Start a step; ``local`` gives this rank's tokens of each unit."""
+        """Start a step; ``local`` counts this rank's tokens of each unit."""
         self._local = local
 
     def put(self, wire: Wire, action: Action, tensor: Tensor, *, first: int = 0) -> None:
-        """Store the output of an F ("act") or B ("grad"), from this rank's token ``first`` on."""
+        """Store the output of an F (wire "act") or B (wire "grad").
+
+        Args:
+            wire: Kind of tensor.
+            action: Action that made the tensor.
+            tensor: Output, with the tokens of this rank, or of its shard of the unit.
+            first: Index of the first token of ``tensor`` among this rank's tokens of the unit.
+        """
         key = self._key(wire, producer=action.stage, unit=action.unit)
         end = first + tensor.shape[0]
         for number, route in enumerate(self._routes_of(key)):
@@ -73,7 +80,7 @@ class StageBuffers:
                 self._outgoing[key, number] = part
 
     def send(self, action: Action) -> None:
-        """Run a SEND, which names the stage that made the tensor."""
+        """Run a SEND; the stage of ``action`` is the producer of the tensor."""
         assert self._p2p is not None, "a program with messages has links between ranks"
         assert action.wire is not None, "a message carries something"
         key = self._key(action.wire, producer=action.stage, unit=action.unit)
@@ -83,7 +90,7 @@ class StageBuffers:
             self._p2p.send(part, receiver=receiver, what=str(action))
 
     def receive(self, action: Action, *, width: int, dtype: torch.dtype) -> None:
-        """Run a RECV, which names the stage that consumes the tensor."""
+        """Post the receive of a RECV; the stage of ``action`` is the consumer of the tensor."""
         assert self._p2p is not None, "a program with messages has links between ranks"
         assert action.wire is not None, "a message carries something"
         key = _InputKey(action.wire, action.stage, action.unit)
@@ -98,13 +105,13 @@ class StageBuffers:
             )
 
     def await_input(self, action: Action) -> None:
-        """Wait until the input of an F or B is here."""
+        """Wait until all messages with the input of an F or B have arrived."""
         key = self._input_of(action)
         for begin, arrival in self._expected.pop(key, {}).items():
             self._here.setdefault(key, {})[begin] = arrival.wait()
 
     def take(self, action: Action) -> Tensor | None:
-        """Return the input of an F or B from a neighbouring stage; None at the pipeline's ends."""
+        """Return the input of an F or B, made by the neighbouring stage; None if there is none."""
         parts = self._here.pop(self._input_of(action), None)
         if parts is None:
             return None
@@ -112,10 +119,10 @@ class StageBuffers:
         return ordered[0] if len(ordered) == 1 else torch.cat(ordered)
 
     def wait_all(self) -> None:
-        """Return when all messages have left.
+        """Wait until all messages have been sent, at the end of a step.
 
         Raises:
-            AssertionError: something was made, or came, that nobody took.
+            AssertionError: A tensor was stored or received, but not taken or sent.
         """
         if self._p2p is not None:
             self._p2p.wait_all()
@@ -125,7 +132,7 @@ class StageBuffers:
         assert not left, f"left over after the step: {', '.join(left)}"
 
     def abort(self) -> None:
-        """Forget a step that failed."""
+        """Drop all tensors of a failed step."""
         for waiting in (self._here, self._expected, self._outgoing):
             waiting.clear()
 
@@ -149,5 +156,5 @@ class StageBuffers:
         return self._routes.get((code, slot), (whole,))
 
     def _interval(self, key: _InputKey, route: Route) -> tuple[int, int]:
-        """Return the interval of this rank's tokens that a route carries."""
+        """Return the interval of a route's tokens, as indices into this rank's tokens."""
         return self._local(key.unit, route.begin), self._local(key.unit, route.end)

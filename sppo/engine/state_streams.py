@@ -1,4 +1,4 @@
-"""The copies of a rank's weights and gradients that its program asks for, stage by stage."""
+"""Copies and reductions of a rank's weights and gradients, stage by stage, as programmed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from sppo.schedule.actions import Action, ActionKind
 
 @dataclass(frozen=True, slots=True)
 class StateStreams:
-    """Runs actions of whole stages.
+    """Runs the actions that concern the weights or gradients of a whole stage.
 
     Attributes:
-        weights: None where they are on the device all the time.
-        gradients: None where they are.
-        provider: gives them to the stages.
-        stages: of this rank, each of which is reduced once in a step; those of `provider`.
+        weights: Streamed weights; None if weights stay on the device.
+        gradients: Streamed gradients; None if gradients stay on the device.
+        provider: Provider of gradients to the stages; None in evaluation.
+        stages: Stages of this rank, each of which is reduced once per step.
     """
 
     weights: StreamedWeights | None = None
@@ -29,7 +29,7 @@ class StateStreams:
     _reduced: set[int] = field(default_factory=set)
 
     def run(self, action: Action) -> None:
-        """Do what an H2D or D2H of wire "weights" or "gradients" says."""
+        """Run an H2D or D2H of wire "weights" or "gradients"."""
         stage = action.stage
         if action.wire == "weights":
             assert self.weights is not None, f"{action} with weights on the device"
@@ -44,9 +44,10 @@ class StateStreams:
         self.gradients.leave(stage, complete=stage in self._reduced)
 
     def reduce(self, stage: int) -> None:
-        """Reduce the gradients of a stage, which are complete on this rank; wait behind the last.
+        """Start to reduce the gradients of a stage; after the last stage wait for all reductions.
 
-        Until then what is under way travels while another stage computes.
+        The gradients of the stage must be complete on this rank. Reductions overlap the compute of
+        other stages.
         """
         self._reduced.add(stage)
         if self.provider is None:
@@ -56,7 +57,7 @@ class StateStreams:
             self.provider.settle()
 
     def finish(self) -> None:
-        """End a step: nothing is left on the device."""
+        """End a step: free streamed weights, and assert that all streamed gradients have left."""
         self._reduced.clear()
         if self.weights is not None:
             self.weights.forget()
@@ -64,7 +65,7 @@ class StateStreams:
             self.gradients.assert_idle()
 
     def abort(self) -> None:
-        """Free the device: the step failed. Where it no longer answers, all of it stays."""
+        """Free device memory after a failed step, unless the device no longer answers."""
         self._reduced.clear()
         if self.weights is not None:
             self.weights.abort()

@@ -1,4 +1,4 @@
-"""Programs of the steps of an engine: the planned one, and those of steps that nobody planned."""
+"""Programs of an engine's steps: the planned program, or generated ones for unplanned steps."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _PROGRAMS_KEPT = 8
 
 
 class StepPrograms:
-    """Programs of a rank's steps, each made and checked once: that takes a while.
+    """Cache of step programs, because generating and checking a program takes time.
 
     Args:
-        pipeline: this rank's place in it, with the planned program if there is one.
-        placements: what to retain, offload and recompute, by stage: of all stages, for every rank
-            must make the same program.
-        kv_offloaded: stages whose K and V leave the device between forward and backward.
-        kv_recomputed: stages that recompute theirs before their backward.
-        streams_weights: whether weights come to the device stage by stage.
-        streams_gradients: whether gradients leave it stage by stage.
+        pipeline: This rank's part of the pipeline, with the planned program if there is one.
+        placements: Rows to retain, offload and recompute, by stage. All stages must be given,
+            because every rank must make the same program.
+        kv_offloaded: Stages whose K and V leave the device between forward and backward.
+        kv_recomputed: Stages that recompute K and V before their backward.
+        streams_weights: Whether weights are copied to the device stage by stage.
+        streams_gradients: Whether gradients are copied off the device stage by stage.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class StepPrograms:
         return [self._placements[stage](parts) for parts in lengths]
 
     def _make(self, lengths: Lengths, *, forward_only: bool) -> Schedule:
-        """Return the planned program, or one for equal units if no such step was planned."""
+        """Return the planned program if the lengths match, else one for units of equal cost."""
         pipeline, planned = self._pipeline, self._pipeline.planned
         if planned is not None and planned.lengths == lengths and not forward_only:
             return planned

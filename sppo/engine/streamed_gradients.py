@@ -1,8 +1,8 @@
-"""Gradients that live in another tier, on the device for the stages that add to them.
+"""Gradient sums that live in another tier, on the device while their stage adds to them.
 
-The program says when those of a stage leave, and when they come back to be added to once more
-(:mod:`sppo.schedule.transfers.state_streaming`). At the end of a step all of them have left, or are
-about to.
+The program says when the sums of a stage leave, and when they return for a later phase of the stage
+(:mod:`sppo.schedule.transfers.state_streaming`). At the end of a step all sums have left, or are
+being copied.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from sppo.offload.transfers import Done, Transfers
 
 
 class StreamedGradients(Mapping[str, Tensor]):
-    """fp32 sums of the stages in use, on the device, by global name; zero at first in each step.
+    """Mapping of global names to fp32 gradient sums on the device, zero at first in each step.
 
-    A parameter that two stages share belongs to the first of them, and leaves once: when it is
+    A parameter that two stages share belongs to the first of them, and leaves only once, when it is
     complete.
 
     Args:
-        sums: in the other tier, of all parameters of the rank's stages; overwritten in each step.
-        stages: names of the parameters of each stage.
-        device: that computes.
-        transfers: its copies.
+        sums: Sums in the other tier, for all parameters of the rank's stages; each step overwrites
+            them.
+        stages: Global names of the parameters of each stage.
+        device: Device that computes.
+        transfers: Copies between the device and the other tier.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class StreamedGradients(Mapping[str, Tensor]):
         self._peak_bytes = 0
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return what to add to; compute issued from now on finds what came back."""
+        """Return the sum to add to; compute issued from now on waits for the copy to the device."""
         done = self._coming.pop(self._stage_of[name], None)
         if done is not None:
             done.before_compute()
@@ -65,7 +66,7 @@ class StreamedGradients(Mapping[str, Tensor]):
         return self._here[name]
 
     def __iter__(self) -> Iterator[str]:
-        """All names, also of what is not on the device."""
+        """Iterate over all names, whether their sums are on the device or not."""
         return iter(self._sums)
 
     def __len__(self) -> int:
@@ -73,11 +74,12 @@ class StreamedGradients(Mapping[str, Tensor]):
         return len(self._sums)
 
     def leave(self, stage: int, *, complete: bool) -> None:
-        """Let the sums of a stage go, once those that went before have left.
+        """Start to copy the sums of a stage to the other tier, after earlier copies are done.
 
         Args:
-            stage: which.
-            complete: whether nothing is added to them any more.
+            stage: Stage whose sums leave.
+            complete: Whether the step adds nothing more to the sums; parameters that two stages
+                share leave only then.
         """
         names = [name for name in self._owned[stage] if complete or name not in self._shared]
         copies = [(self._sums[name], self[name]) for name in names]
@@ -87,7 +89,7 @@ class StreamedGradients(Mapping[str, Tensor]):
             del self._here[name]
 
     def bring_back(self, stage: int) -> None:
-        """Let the sums of a stage come back, in the room of what left last."""
+        """Start to copy the sums of a stage back, after the last ones to leave are freed."""
         self._make_room()
         names = [name for name in self._owned[stage] if name not in self._shared]
         for name in names:
@@ -96,20 +98,20 @@ class StreamedGradients(Mapping[str, Tensor]):
         self._count()
 
     def assert_idle(self) -> None:
-        """Check that all sums have left; the last may be on their way until :meth:`arrive`."""
+        """Assert that all sums have left; the last copies may be in flight until :meth:`arrive`."""
         assert not self._here, f"gradients left on the device: {sorted(self._here)[:3]}"
 
     def arrive(self) -> None:
-        """Block the host until all sums are in the other tier, where they may be read then.
+        """Block the host until all sums are in the other tier and may be read there.
 
-        The device must have come to the end of the step: nothing here bounds the wait.
+        The device must have finished the step: the wait has no timeout.
         """
         if self._leaving is not None:
             self._leaving[0].wait()
         self._make_room()
 
     def abort(self) -> None:
-        """Free the device: the step failed. Where it no longer answers, all of it stays."""
+        """Free device memory after a failed step, unless the device no longer answers."""
         if not self._transfers.wait_for_device():
             return
         for done in self._coming.values():
@@ -119,17 +121,17 @@ class StreamedGradients(Mapping[str, Tensor]):
         self._here.clear()
 
     def take_peak_bytes(self) -> int:
-        """Return the most bytes on the device since the last call."""
+        """Return the peak bytes on the device since the last call."""
         peak, self._peak_bytes = self._peak_bytes, 0
         return peak
 
     def _make_room(self) -> None:
-        """Free what has left."""
+        """Free the sums that left last, once their copy is done."""
         if self._leaving is None:
             return
         done, tensors = self._leaving
         self._leaving = None
-        done.before_compute()  # what is freed is used again by compute alone
+        done.before_compute()  # ordering with compute suffices: only compute reuses the memory
         tensors.clear()
 
     def _count(self) -> None:

@@ -1,8 +1,8 @@
-"""Weights that live in another tier, on the device for the stages that use them.
+"""Weights that live in another tier and are copied to the device stage by stage.
 
-The program names stages in the order of their use
-(:mod:`sppo.schedule.transfers.state_streaming`). The two that were named last are on the device, or
-on their way.
+The program fetches stages in the order of their use
+(:mod:`sppo.schedule.transfers.state_streaming`). The weights of the two stages fetched last are on
+the device, or being copied.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from sppo.schedule.actions import STAGES_HELD
 
 
 class StreamedWeights(Mapping[str, Tensor]):
-    """Weights of the stages in use, on the device, by global name.
+    """Mapping of global names to the weights on the device, of the stages in use.
 
     Args:
-        rows: what this rank keeps of every parameter of its stages, in the other tier; read at
-            every fetch, so an update in place is seen by the next step.
-        stages: names of the parameters of each stage; two stages may share one.
-        device: that computes.
-        transfers: its copies.
+        rows: This rank's rows of every parameter of its stages, in the other tier; read at every
+            fetch, so that the next step sees an update in place.
+        stages: Global names of the parameters of each stage; two stages may share a parameter.
+        device: Device that computes.
+        transfers: Copies between the other tier and the device.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class StreamedWeights(Mapping[str, Tensor]):
         self._peak_bytes = 0
 
     def fetch(self, stage: int) -> None:
-        """Let the weights of a stage come, and those of all but the last one named before go."""
+        """Start to copy a stage's weights to the device; free all but the previous stage's."""
         self._named = [*self._named, stage][-STAGES_HELD:]
         kept = {name for named in self._named for name in self._stages[named]}
         for left in [one for one in self._coming if one not in self._named]:
@@ -60,18 +60,18 @@ class StreamedWeights(Mapping[str, Tensor]):
         self._peak_bytes = max(self._peak_bytes, held)
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return a parameter of a stage that was fetched; compute issued from now on finds it."""
+        """Return a parameter of a fetched stage; compute issued from now on waits for its copy."""
         arrived = [stage for stage in self._coming if name in self._stages[stage]]
         for stage in arrived:
             self._coming.pop(stage).before_compute()
         return self._here[name]
 
     def has(self, names: Iterable[str]) -> bool:
-        """Return whether parameters are on the device, or on their way."""
+        """Return whether all named parameters are on the device, or being copied to it."""
         return all(name in self._here for name in names)
 
     def __iter__(self) -> Iterator[str]:
-        """All names, also of what is not on the device."""
+        """Iterate over all names, whether their weights are on the device or not."""
         return iter(self._rows)
 
     def __len__(self) -> int:
@@ -79,19 +79,19 @@ class StreamedWeights(Mapping[str, Tensor]):
         return len(self._rows)
 
     def forget(self) -> None:
-        """Free the device: the step is over."""
+        """Free all weights on the device, at the end of a step."""
         for done in self._coming.values():
-            done.before_compute()  # what is freed is used again by compute alone
+            done.before_compute()  # ordering with compute suffices: only compute reuses the memory
         self._coming.clear()
         self._named.clear()
         self._here.clear()
 
     def abort(self) -> None:
-        """Free the device: the step failed. Where it no longer answers, all of it stays."""
+        """Free device memory after a failed step, unless the device no longer answers."""
         if self._transfers.wait_for_device():
             self.forget()
 
     def take_peak_bytes(self) -> int:
-        """Return the most bytes on the device since the last call."""
+        """Return the peak bytes on the device since the last call."""
         peak, self._peak_bytes = self._peak_bytes, 0
         return peak

@@ -24,10 +24,10 @@ class KVCacheAttention:
     window: int | None
     backend: Backend = "auto"
     offload: Callable[[dict[str, Tensor]], None] | None = None
-    """Takes K and V of the subsequence, which leave the device after forward; None: they stay."""
+    """Function that offloads K and V of the subsequence in forward; None if they stay."""
 
     def forward(self, q_CND: Tensor, k_CKD: Tensor, v_CKD: Tensor) -> tuple[Tensor, Tensor]:
-        """Store K and V of the subsequence, and attend with its queries; (o, lse)."""
+        """Store K and V of the subsequence and return (o_CND, lse_NC) of its queries."""
         self.store.write(
             self.layer,
             self.sequence,
@@ -41,7 +41,7 @@ class KVCacheAttention:
         return self.recompute(q_CND)
 
     def recompute(self, q_CND: Tensor) -> tuple[Tensor, Tensor]:
-        """Recompute attention of queries whose output was not saved; (o, lse)."""
+        """Return (o, lse) of the last queries of the span, recomputed from the stored K and V."""
         k, v = self.store.prefix(self.layer, self.sequence, end=self.span.end)
         return attention_forward(
             q_CND,
@@ -55,7 +55,7 @@ class KVCacheAttention:
     def backward(
         self, do_CND: Tensor, q_CND: Tensor, o_CND: Tensor, lse_NC: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dq, dk, dv) of the subsequence; adds up dk and dv of its prefix in the store."""
+        """Return (dq, dk, dv) of the subsequence; add dk and dv of its prefix to the store."""
         start, end = self.span.start, self.span.end
         k, v = self.store.prefix(self.layer, self.sequence, end=end)
         dk, dv = self.store.prefix_gradients(self.layer, self.sequence, start=start, end=end)

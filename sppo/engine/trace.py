@@ -1,8 +1,8 @@
 """Times of the actions of a step, read once the device has finished the step.
 
-On a CPU an action has run when its handler returns, and the host's clock says when. On a GPU the
-host only puts work into a stream and goes on; there two events stand around each action, and they
-are read after the step, so nothing waits for them while it runs.
+On a CPU, an action is complete when its handler returns, and the host's clock gives the time. On a
+GPU, the host only enqueues work into a stream: events are recorded before and after each action and
+read after the step, so that the step never waits for them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 
 from sppo.schedule.actions import Action, ActionKind
 
-_cuda: Any = torch.cuda  # parts of it have no types
+_cuda: Any = torch.cuda  # parts of torch.cuda are untyped
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutedAction:
-    """One action and when it ran, by the host's clock."""
+    """Action with its start and finish, in seconds of the host's clock."""
 
     action: Action
     start_s: float
@@ -29,22 +29,22 @@ class ExecutedAction:
 
 
 class Stopwatch(Protocol):
-    """Takes the times at which compute begins and ends."""
+    """Clock of compute: sets marks between compute and reads their times later."""
 
     def mark(self) -> Any:
-        """Return a mark behind all compute issued so far; never waits."""
+        """Return a mark after all compute issued so far, without waiting."""
         ...
 
     def read(self, marks: Sequence[Any]) -> list[float]:
-        """Return the time at which compute came to each of ``marks``; waits for the last."""
+        """Return the time at which compute reached each mark, in seconds; waits for the last."""
         ...
 
 
 class HostStopwatch:
-    """:class:`Stopwatch` of a device whose work is done when it is issued."""
+    """:class:`Stopwatch` of a device that completes work as it is issued."""
 
     def mark(self) -> float:
-        """Return the host's clock."""
+        """Return the time of the host's clock."""
         return time.perf_counter()
 
     def read(self, marks: Sequence[float]) -> list[float]:
@@ -53,10 +53,10 @@ class HostStopwatch:
 
 
 class CudaStopwatch:
-    """:class:`Stopwatch` of a CUDA device: events in the stream that compute goes to.
+    """:class:`Stopwatch` of a CUDA device, made of events in the compute stream.
 
     Args:
-        device: that computes.
+        device: Device that computes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -69,7 +69,10 @@ class CudaStopwatch:
         return event
 
     def read(self, marks: Sequence[Any]) -> list[float]:
-        """Return seconds on the host's clock, compared with the device's now that all is done."""
+        """Return the times in seconds of the host's clock; waits for all compute issued so far.
+
+        Both clocks are read once when compute is done, which gives their offset.
+        """
         now = self.mark()
         now.synchronize()
         now_s = time.perf_counter()
@@ -77,10 +80,10 @@ class CudaStopwatch:
 
 
 class Trace:
-    """The executed actions, in order.
+    """Executed actions of a step, in order, with marks of their start and finish.
 
     Args:
-        stopwatch: whose marks it holds.
+        stopwatch: Clock that made the marks and reads them.
     """
 
     def __init__(self, stopwatch: Stopwatch) -> None:
@@ -89,13 +92,13 @@ class Trace:
         self._read: tuple[ExecutedAction, ...] | None = None
 
     def add(self, action: Action, start: Any, finish: Any) -> None:
-        """Add an action that ran between two marks of the stopwatch."""
+        """Add an action that ran between two marks of the stopwatch; not after times were read."""
         assert self._read is None, "a trace that was read is over"
         self._marks.append((action, start, finish))
 
     @property
     def marks(self) -> list[Any]:
-        """Marks of the stopwatch that compute comes to, in order, until the trace is read."""
+        """Start and finish marks of all actions, in order; empty after the trace was read."""
         return [mark for _, *marks in self._marks for mark in marks]
 
     def actions(self) -> tuple[ExecutedAction, ...]:
@@ -110,7 +113,7 @@ class Trace:
         return self._read
 
     def seconds(self, *kinds: ActionKind) -> float:
-        """Time of the actions of some kinds."""
+        """Return the total time of all actions of the given kinds."""
         return sum(
             done.finish_s - done.start_s for done in self.actions() if done.action.kind in kinds
         )

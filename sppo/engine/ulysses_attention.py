@@ -1,6 +1,7 @@
-"""Attention of one (layer, sequence, span) whose tokens several ranks share (Ulysses).
+"""Attention of one (layer, sequence, span) whose tokens are sharded over ranks (Ulysses).
 
-Legend: c tokens here, C of the subsequence, N query heads, K key/value heads, D head size.
+Legend: c tokens of this rank, C tokens of the subsequence, N query heads, n query heads of this
+rank, K key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ class UlyssesAttention:
     """:class:`sppo.model.layer.SubsequenceAttention` for this rank's tokens.
 
     Attributes:
-        stored: attention of all tokens of the subsequence with this rank's heads.
-        exchange: with the ranks that have the other tokens.
-        parts: tokens that each of them has.
-        missing: of those, the last ones whose attention output is not saved.
+        stored: Attention of all tokens of the subsequence with this rank's heads.
+        exchange: All-to-all among the sequence-parallel ranks.
+        parts: Number of tokens on each rank.
+        missing: Number of last tokens on each rank whose attention output is not saved.
     """
 
     stored: KVCacheAttention
@@ -32,16 +33,24 @@ class UlyssesAttention:
     missing: tuple[int, ...]
 
     def forward(self, q_cND: Tensor, k_cKD: Tensor, v_cKD: Tensor) -> tuple[Tensor, Tensor]:
-        """Exchange tokens for heads, store k and v, attend, and exchange back; (o_cND, lse_Nc)."""
+        """Exchange tokens for heads, store k and v, attend, exchange back.
+
+        Returns:
+            (o_cND, lse_Nc) of this rank's tokens.
+        """
         o, lse = self.stored.forward(
             *self.exchange.inputs_to_heads(q_cND, k_cKD, v_cKD, self.parts)
         )
         return self._to_tokens(o, lse, self.parts)
 
     def recompute(self, q_cND: Tensor) -> tuple[Tensor, Tensor]:
-        """Recompute attention for the tokens whose output was not saved; (o_cND, lse_Nc).
+        """Recompute attention for this rank's tokens whose output was not saved.
 
-        Where each rank lacks its last tokens only, those of one rank are not next to another's.
+        If each rank lacks only some of its tokens, the missing tokens of the subsequence are not
+        contiguous, so each rank's missing tokens are a span of their own.
+
+        Returns:
+            (o_cND, lse_Nc) of the missing tokens of this rank.
         """
         assert q_cND.shape[0] == self.missing[self.exchange.rank], "the tokens that are missing"
         (q,) = self.exchange.queries_to_heads([q_cND], self.missing)
@@ -61,7 +70,7 @@ class UlyssesAttention:
     def backward(
         self, do_cND: Tensor, q_cND: Tensor, o_cND: Tensor, lse_Nc: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Exchange do and o for heads and return (dq_cND, dk_cKD, dv_cKD) of this rank's tokens."""
+        """Return (dq_cND, dk_cKD, dv_cKD) of this rank's tokens; exchanges tokens for heads."""
         do, q, o = self.exchange.queries_to_heads([do_cND, q_cND, o_cND], self.parts)
         lse = self.exchange.lse_to_heads(lse_Nc, self.parts)
         gradients = self.stored.backward(do, q, o, lse)

@@ -1,4 +1,4 @@
-"""Units of work: the subsequences of the sequences of one step, with their data."""
+"""Units of a step: subsequences of its sequences, with tokens, labels and positions."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from sppo.schedule.orders import UnitKey
 
 @dataclass(frozen=True, slots=True)
 class SequenceData:
-    """One sequence of S tokens."""
+    """Tokens and labels of one sequence of S tokens."""
 
     tokens_S: Tensor
     labels_S: Tensor
-    """Shifted on the whole sequence; ``IGNORED_LABEL`` where there is no target."""
+    """Label of each token, shifted over the whole sequence; ``IGNORED_LABEL`` without a target."""
     document_starts: tuple[int, ...] = (0,)
-    """Positions that start a document attention must not cross; (0,) where it may."""
+    """Start positions of documents isolated from each other in attention; (0,) if none are."""
 
     @property
     def num_valid(self) -> int:
-        """Labels that count."""
+        """Number of labels that are not ignored."""
         return int((self.labels_S != IGNORED_LABEL).sum())
 
 
@@ -49,17 +49,17 @@ class Unit:
     span: TokenSpan
     """Positions of the whole subsequence."""
     parts: tuple[int, ...]
-    """Tokens on each rank over which the unit is sharded, in order; one part if it is not."""
+    """Number of tokens on each rank over which the unit is sharded; one entry if it is not."""
     tokens_C: Tensor
     labels_C: Tensor
     positions_C: Tensor
-    """Position of each token in its document (in its sequence, when documents are not isolated)."""
+    """Position of each token in its document, or in its sequence if documents are not isolated."""
     span_positions_C: Tensor
     """Positions of all tokens of the subsequence, including those of other ranks."""
 
     @property
     def key(self) -> UnitKey:
-        """The (sequence, subsequence) that names the unit in its step."""
+        """Pair (sequence, subsequence) that identifies the unit within its step."""
         return self.sequence, self.subsequence
 
 
@@ -71,10 +71,10 @@ class SequenceShard:
     degree: int = 1
 
     def parts(self, tokens: int) -> tuple[int, ...]:
-        """Return the tokens of a subsequence on each rank, as equal as they can be.
+        """Return the number of tokens of a subsequence on each rank, as equal as possible.
 
         Raises:
-            ValueError: some rank would have none.
+            ValueError: A rank would have no token.
         """
         if tokens < self.degree:
             raise ValueError(
@@ -93,7 +93,8 @@ def units_of(
     """Return the units of one sequence by (sequence, subsequence), with one rank's tokens.
 
     Raises:
-        ValueError: the boundaries do not tile the sequence, or a subsequence cannot be shared.
+        ValueError: The boundaries do not tile the sequence, or a subsequence has too few tokens
+            to shard.
     """
     length = data.tokens_S.shape[0]
     if boundaries[0] != 0 or boundaries[-1] != length:
@@ -120,13 +121,13 @@ def units_of(
 def document_positions(
     length: int, document_starts: Sequence[int], *, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Return the position of each token counted from the start of its document, ``[S]``."""
+    """Return the position of each token relative to the start of its document, ``[S]``."""
     positions = torch.arange(length, device=device)
     edges = sorted({0, *document_starts})
     if len(edges) == 1:
         return positions
     starts = torch.tensor(edges)
-    if positions.is_cuda:  # or the host would wait until the device has it
+    if positions.is_cuda:  # a copy from pageable memory would block the host
         starts = starts.pin_memory()
     starts = starts.to(device, non_blocking=True)
     return positions - starts.take(torch.searchsorted(starts, positions, right=True) - 1)

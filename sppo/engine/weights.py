@@ -1,9 +1,9 @@
-"""Weight providers, which stages ask for their weights part by part, just before they compute.
+"""Weight providers, from which stages take their weights part by part, just before they compute.
 
-A part is computed with at once: one layer, the parameters before the layers, or those behind them.
-Weights may be on the rank all the time, be gathered from the ranks over which they are sharded, or
-come from the rank that owns a stage. So the provider knows from the start of a step in which order
-parts are wanted, and a stage says when it is done with each.
+A part is one layer, the parameters before the layers, or the parameters after the layers. Weights
+may be on the rank all the time, be gathered from the ranks over which they are sharded, or come
+from the rank that owns a stage. The provider is therefore given the order of the parts at the start
+of a step, and a stage releases each part after use.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from sppo.engine.streamed_weights import StreamedWeights
 T = TypeVar("T")
 
 WeightPart = int | Literal["embedding", "head"]
-"""A layer by its index in the model; the embedding (and learned positions); the final norm and the
-projection to the vocabulary."""
+"""Weights taken together: an int is the layer of that index in the model, "embedding" the embedding
+and learned positions, "head" the final norm and the projection to the vocabulary."""
 
 
 class WeightProvider(Protocol):
-    """Gives a rank's stages their weights, in the compute dtype.
+    """Provider of the weights of a rank's stages, in the compute dtype.
 
-    In a step :meth:`begin` comes first, then :meth:`take` and :meth:`release` of every visit in
-    the order announced, one visit at a time. Weights may not be touched after their release.
+    A step calls :meth:`begin` first, then :meth:`take` and :meth:`release` for every visit in the
+    announced order, one visit at a time. Weights must not be used after their release.
     """
 
     @property
@@ -43,38 +43,38 @@ class WeightProvider(Protocol):
         ...
 
     def begin(self, visits: Iterable[WeightPart]) -> None:
-        """Get ready for a step.
+        """Prepare for a step.
 
         Args:
-            visits: what will be taken, in order, the same part several times. An iterator may be
-                read as far ahead as the provider fetches.
+            visits: Parts that the step will take, in order; a part may occur several times. An
+                iterator is read only as far ahead as the provider fetches.
         """
         ...
 
     def take(self, part: WeightPart) -> Mapping[str, Tensor]:
-        """Return weights of ``part``: of a layer by the names within it, else by global name."""
+        """Return the weights of ``part``, by name within the layer, or else by global name."""
         ...
 
     def release(self, part: WeightPart) -> None:
-        """Give back what :meth:`take` returned."""
+        """Release the weights of ``part`` that :meth:`take` returned."""
         ...
 
     def assert_idle(self) -> None:
-        """Check that nothing is left after a step: all announced parts were taken and released."""
+        """Assert, after a step, that all announced parts were taken and released."""
         ...
 
     def abort(self) -> None:
-        """Drop everything that is held or under way: the step failed."""
+        """Drop all weights that are held or in flight, after a failed step."""
         ...
 
     def take_peak_bytes(self) -> int:
-        """Return the most temporary bytes held for the stages since the last call."""
+        """Return the peak bytes of temporary weights on the device since the last call."""
         ...
 
 
 @contextmanager
 def visit(weights: WeightProvider, part: WeightPart) -> Iterator[Mapping[str, Tensor]]:
-    """Take the weights of ``part`` for as long as the context lasts."""
+    """Take the weights of ``part`` for the duration of the context."""
     try:
         yield weights.take(part)
     finally:
@@ -85,7 +85,7 @@ class ResidentWeights:
     """A :class:`WeightProvider` of weights that are on the device whenever their stage runs.
 
     Args:
-        weights: all parameters of the rank's stages by global name.
+        weights: All parameters of the rank's stages by global name.
     """
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
@@ -93,28 +93,28 @@ class ResidentWeights:
         self._weights, self._names = weights, names_by_part(weights)
 
     def begin(self, visits: Iterable[WeightPart]) -> None:
-        """Do nothing: all weights are here."""
+        """Do nothing: all weights are on the device when their stage runs."""
 
     def take(self, part: WeightPart) -> Mapping[str, Tensor]:
         """Return the weights of ``part``."""
         return {local: self._weights[name] for local, name in self._names[part].items()}
 
     def release(self, part: WeightPart) -> None:
-        """Do nothing: weights stay."""
+        """Do nothing: releasing a part frees no weights."""
 
     def assert_idle(self) -> None:
-        """Do nothing: nothing can be left."""
+        """Do nothing: no part is ever held."""
 
     def abort(self) -> None:
-        """Do nothing: nothing is under way."""
+        """Do nothing: nothing is in flight."""
 
     def take_peak_bytes(self) -> int:
-        """Return the most bytes of weights that are not here all the time; 0 if all are."""
+        """Return the peak bytes of streamed weights since the last call; 0 if none are streamed."""
         return streamed_peak_bytes(self._weights)
 
 
 def format_of(tensors: Mapping[str, Tensor]) -> tuple[torch.dtype, torch.device]:
-    """Return the type of some tensors, and the device on which they are used."""
+    """Return the dtype of ``tensors`` and the device on which compute uses them."""
     if isinstance(tensors, StreamedWeights | StreamedGradients):
         return tensors.dtype, tensors.device
     first = next(iter(tensors.values()))
@@ -122,18 +122,18 @@ def format_of(tensors: Mapping[str, Tensor]) -> tuple[torch.dtype, torch.device]
 
 
 def streamed_peak_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Return the most bytes on the device, since the last call, of what comes and goes by stage."""
+    """Return the peak bytes of streamed ``tensors`` on the device since the last call, else 0."""
     if isinstance(tensors, StreamedWeights | StreamedGradients):
         return tensors.take_peak_bytes()
     return 0
 
 
 def names_by_part(names: Iterable[str]) -> dict[WeightPart, dict[str, str]]:
-    """Global names of the parameters of each part, by the names that :meth:`take` gives them.
+    """Return the global names of each part's parameters, by the names that ``take`` uses.
 
     Args:
-        names: global names of all parameters of a rank's stages. Where the head is among them, but
-            no projection of its own, it projects with the embedding.
+        names: Global names of all parameters of a rank's stages. If there is a final norm without a
+            projection ("head.weight"), the embedding is also part of the head.
     """
     parts: dict[WeightPart, dict[str, str]] = {}
     for name in names:
@@ -153,12 +153,16 @@ def names_by_part(names: Iterable[str]) -> dict[WeightPart, dict[str, str]]:
 def messages_of(
     part: WeightPart, names: Iterable[str], by_name: Mapping[str, T]
 ) -> list[tuple[T, list[str]]]:
-    """Return who carries which parameters of ``part`` at once: all of a layer, others one by one.
+    """Group the parameters of ``part`` into messages: one per carrier, outside layers one each.
 
     Args:
-        part: which one it is.
-        names: global names of its parameters.
-        by_name: who carries each; parameters without a carrier are left out.
+        part: Part of the model.
+        names: Global names of the part's parameters.
+        by_name: Carrier of each parameter, such as a collective; parameters without one are left
+            out.
+
+    Returns:
+        Pairs (carrier, global names of the parameters in the message).
     """
     carried = [name for name in names if name in by_name]
     if not isinstance(part, int):
@@ -170,9 +174,9 @@ def messages_of(
 
 
 def room_for_parts(part_bytes: Mapping[WeightPart, int]) -> int:
-    """Bytes of two layers, one in use and one on its way, or of the largest part outside of them.
+    """Return the bytes of two layers (one in use, one in flight), or of the largest other part.
 
     Args:
-        part_bytes: of each part.
+        part_bytes: Bytes of each part.
     """
     return max((1 + isinstance(part, int)) * size for part, size in part_bytes.items())

@@ -1,1 +1,1 @@
-"""Multiplexed sequence partitioning (MSP): units whose tokens several pipeline ranks compute."""
+"""Multiplexed sequence partitioning (MSP): units that several pipeline ranks compute in shards."""

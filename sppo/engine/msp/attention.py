@@ -1,12 +1,14 @@
-"""Attention of one shard of a unit, in one layer: keys and values come from the owner of the stage.
+"""Attention of one MSP shard of a unit in one layer, with the prefix sent by the stage's owner.
 
-Forward: the shards gather their keys and values, the owner stores them, and what came before the
-unit goes to the borrowers, one layer at a time. Backward: the owner sends all of them again, every
-shard adds its part to the gradients of all keys before it, and these are added up at the owner,
-where those of later units wait already. Then the unit's own are complete and go to the shards.
+Forward: the ranks of the MSP group gather the unit's keys and values, the owner stores them, and
+the owner sends the prefix to the borrowers, one layer ahead. Backward: the owner sends prefix and
+unit again, and every shard computes gradients of all keys and values up to its end. These are
+summed at the owner, which already has the sums of later units. Then the gradients of the unit's own
+keys and values are complete, and the owner sends them to the shards.
 
-Legend: c tokens here, C of the whole unit, C_k of a shard, T of the prefix with the unit, N query
-heads, K key/value heads, D head size; with Ulysses N and K are a rank's share inside attention.
+Legend: c tokens of this rank, C tokens of the whole unit, C_k of a shard, T of the prefix and the
+unit, N query heads, K key/value heads, D head size; with Ulysses, N and K are one rank's share
+inside attention.
 """
 
 from __future__ import annotations
@@ -26,17 +28,19 @@ class MspAttention:
     """:class:`sppo.model.layer.SubsequenceAttention` of one shard in one layer.
 
     Args:
-        shard: whose queries attend.
-        heads: exchange with the ranks over which this shard's tokens are sharded; None where they
-            are not sharded.
-        missing: of this shard's tokens on each of those ranks, how many last ones have no saved
+        shard: Shard whose queries attend.
+        heads: Ulysses all-to-all among the ranks over which the shard's tokens are sharded; None
+            if they are not.
+        missing: For each of these ranks, the number of the shard's last tokens without a saved
             attention output.
-        store: keys and values of the stage; None on a borrower.
-        layer: index in the model.
-        window: see :func:`sppo.kernels.attention.interface.attention_forward`.
+        store: KV store of the stage; None on a borrower.
+        layer: Index of the layer in the model.
+        window: See :func:`sppo.kernels.attention.interface.attention_forward`.
         shape: (K, D) inside attention.
-        backend: of the kernel.
-        borrowed: counts the keys and values of other ranks that a borrower holds.
+        dtype: Type of keys and values.
+        device: Device of all tensors.
+        backend: Attention back end.
+        borrowed: Counter of the bytes of keys, values and their gradients on a borrower.
     """
 
     def __init__(
@@ -63,7 +67,10 @@ class MspAttention:
         self._kv: tuple[Tensor, Tensor] | None = None
 
     def prefix(self) -> tuple[Tensor, ...]:
-        """Receive, before the layer's forward, what the owner sends of the unit's prefix."""
+        """Return the prefix's keys and values to broadcast from the owner before forward.
+
+        On the owner, views of its store; on a borrower, buffers to fill; empty without a prefix.
+        """
         span = self._shard.span
         if span.start == 0:
             return ()
@@ -74,7 +81,7 @@ class MspAttention:
         return k[: span.start], v[: span.start]
 
     def forward(self, q_cND: Tensor, k_cKD: Tensor, v_cKD: Tensor) -> tuple[Tensor, Tensor]:
-        """Attend with this rank's tokens to the prefix and all shards; (o_cND, lse_Nc)."""
+        """Return (o_cND, lse_Nc) of this rank's tokens, attending to the prefix and all shards."""
         if self._heads is not None:
             q_cND, k_cKD, v_cKD = self._heads.inputs_to_heads(
                 q_cND, k_cKD, v_cKD, self._shard.parts
@@ -85,7 +92,7 @@ class MspAttention:
         return found
 
     def fetch(self) -> None:
-        """Get keys and values up to the unit, in backward before anything else of the layer."""
+        """Receive keys and values of prefix and unit; the first call of a layer's backward."""
         span = self._shard.span
         if self._store is not None:
             self._kv = self._store.prefix(self._layer, self._shard.sequence, end=span.end)
@@ -95,7 +102,7 @@ class MspAttention:
             self._exchange.from_owner(tensor)
 
     def recompute(self, q_cND: Tensor) -> tuple[Tensor, Tensor]:
-        """Recompute attention for the tokens whose output was not saved; (o_cND, lse_Nc)."""
+        """Return (o_cND, lse_Nc) of the tokens whose attention output was not saved."""
         if self._heads is not None:
             (q_cND,) = self._heads.queries_to_heads([q_cND], self._missing)
         return self._attend(q_cND, self._missing)
@@ -103,7 +110,7 @@ class MspAttention:
     def backward(
         self, do_cND: Tensor, q_cND: Tensor, o_cND: Tensor, lse_Nc: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dq_cND, dk_cKD, dv_cKD) of this rank's tokens; the owner sums the prefix's."""
+        """Return (dq_cND, dk_cKD, dv_cKD) of this rank's tokens; the owner adds the prefix's."""
         shard, parts = self._shard, self._shard.parts
         if self._heads is not None:
             do_cND, q_cND, o_cND = self._heads.queries_to_heads([do_cND, q_cND, o_cND], parts)
@@ -118,13 +125,13 @@ class MspAttention:
         return self._heads.gradients_to_tokens(dq, dk, dv, parts)
 
     def close(self) -> None:
-        """Free keys and values of the layer."""
+        """Free the layer's keys and values on a borrower."""
         if self._kv is not None and self._store is None:
             self._let_go(*self._kv)
         self._kv = None
 
     def _share(self, k_cKD: Tensor, v_cKD: Tensor) -> None:
-        """Put the unit's keys and values behind what came before it, on every rank."""
+        """Gather the unit's keys and values and append them to the prefix, on every rank."""
         shard, span = self._shard, self._shard.span
         whole = []
         for own in (k_cKD, v_cKD):
@@ -157,7 +164,7 @@ class MspAttention:
                 tensor[span.start :] = unit
 
     def _attend(self, q_CND: Tensor, parts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Return (o, lse) of the last ``parts`` tokens of every run, as tokens of this rank."""
+        """Return (o, lse) of the last ``parts`` tokens of every run, exchanged back to tokens."""
         assert self._kv is not None, "keys and values are here"
         k, v = self._kv
         outputs = []
@@ -182,7 +189,7 @@ class MspAttention:
     def _gradients(
         self, do_CND: Tensor, q_CND: Tensor, o_CND: Tensor, lse_NC: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dq, dk_TKD, dv_TKD) of this shard's queries."""
+        """Return dq of the shard's queries, and their part of dk_TKD and dv_TKD."""
         assert self._kv is not None, "fetch() comes before backward"
         k, v = self._kv
         acc_dtype = accumulation_dtype(self._dtype)
@@ -212,7 +219,7 @@ class MspAttention:
         return torch.cat(dqs), dk, dv
 
     def _complete(self, dk_TKD: Tensor, dv_TKD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (dk_CKD, dv_CKD) of the unit, complete: those of later units are at the owner."""
+        """Sum over the shards at the owner; return the complete (dk_CKD, dv_CKD) of the unit."""
         span, sums = self._shard.span, None
         if self._store is not None:
             sums = self._store.prefix_gradients(

@@ -1,4 +1,4 @@
-"""Gives the executor the MSP shards that one rank runs in a step: stage, tokens and peers."""
+"""MSP shards that one rank runs in a step, as the executor needs them: stage, tokens and peers."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from sppo.schedule.msp_groups import MspGroup, find_msp_groups
 from sppo.schedule.orders import UnitKey
 
 ExchangeOf = Callable[[tuple[int, ...], int], MspExchange]
-"""Maps the pipeline ranks of an MSP group and the owner's place to their communication."""
+"""Maps (pipeline ranks of an MSP group, index of the owner among them) to their communication."""
 
 
 class MspExecutor:
-    """Runs on one rank the actions that are MSP shards of units.
+    """Provides the stage, shard and communication of one rank's actions that are MSP shards.
 
     Args:
-        schedule: that is run.
-        stages: that this rank may run shards of.
-        placements: of the units of each stage.
-        exchange_of: gives the communicators of an MSP group.
-        rank: this one's position in the pipeline.
-        member: its place in its sequence-parallel group.
+        schedule: Schedule of the step.
+        stages: Stages of which this rank may run shards, by stage index.
+        placements: Placements of the units, by stage.
+        exchange_of: Function that returns the communication of an MSP group.
+        rank: Pipeline rank of this process.
+        member: Index of this rank in its sequence-parallel group.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class MspExecutor:
         self._offloads: dict[int, OffloadSchedule] = {}
 
     def begin(self, units: Mapping[UnitKey, Unit], *, training: bool) -> None:
-        """Start a step with these units."""
+        """Start a step of ``units``; in training, also reserve memory and prepare the offloads."""
         self._units = units
         if not training:
             return
@@ -71,7 +71,7 @@ class MspExecutor:
             stage.offloaded.prepare(self._offloads[index])
 
     def barrier(self, action: Action) -> None:
-        """Wait for the other ranks of the MSP group."""
+        """Make compute wait for the other ranks of the action's MSP group."""
         self._exchange(action).barrier()
 
     def stage(self, action: Action) -> MspStage:
@@ -79,7 +79,7 @@ class MspExecutor:
         return self._stages[action.stage]
 
     def shard(self, action: Action) -> MspShard:
-        """Return the shard that this rank runs in an action."""
+        """Return the shard that an action runs on this rank."""
         return cut_shard(
             self._units[action.unit],
             place=action.shard,
@@ -89,17 +89,17 @@ class MspExecutor:
         )
 
     def tokens(self, unit: UnitKey, end: int) -> int:
-        """Return how many of a unit's first ``end`` tokens are this rank's."""
+        """Return how many of a unit's first ``end`` tokens this rank holds."""
         parts = self._units[unit].parts
         return local_tokens(end, parts[self._member], sum(parts))
 
     def assert_idle(self) -> None:
-        """Check that nothing is left after a step."""
+        """Assert that the step left nothing over on any stage."""
         for stage in self._stages.values():
             stage.assert_idle()
 
     def abort(self) -> None:
-        """Forget a step that failed."""
+        """Drop all state of a failed step."""
         for stage in self._stages.values():
             stage.abort()
 

@@ -1,10 +1,11 @@
 """Shards of a unit that several pipeline ranks run at the same time (MSP).
 
-Pipeline rank k of an MSP group runs shard k. Where the tokens of every unit are sharded over a
-sequence-parallel group, each of their parts is cut into as many shards: shard k is then one run of
-tokens on each of them, and nothing of the pipeline's ever crosses from one of them to another.
+Pipeline rank k of an MSP group runs shard k. If the tokens of every unit are also sharded over a
+sequence-parallel group, the tokens of each member are cut into the same number of shards. Shard k
+is then one run of tokens on each member, and pipeline messages stay between ranks with the same
+index in their sequence-parallel groups.
 
-Legend: c tokens of this rank's part of the shard, C of the whole unit.
+Legend: C tokens of the whole unit, C_k tokens of shard k.
 """
 
 from __future__ import annotations
@@ -30,16 +31,17 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MspShard(Unit):
-    """One rank's part of one shard of a unit: its tokens, and where they lie in the whole.
+    """One rank's tokens of one shard of a unit, and their position in the whole unit.
 
-    ``parts`` are the tokens of this shard on each member of the sequence-parallel group.
+    ``parts`` has the number of tokens of this shard on each member of the sequence-parallel group.
 
     Attributes:
-        whole: The whole unit, as this rank shares it with its sequence-parallel group.
-        place: Which shard.
-        member: This rank's place in its sequence-parallel group.
-        cuts: Where each member's tokens of the unit are cut, from 0 to their number.
-        exchange: With the ranks of the other shards.
+        whole: Unit that is cut, with this rank's tokens of it.
+        place: Index of the shard.
+        member: Index of this rank in its sequence-parallel group.
+        cuts: For each member, the boundaries of the shards in its tokens of the unit, from 0 to
+            their number.
+        exchange: Communication with the ranks of the other shards.
     """
 
     whole: Unit
@@ -55,11 +57,11 @@ class MspShard(Unit):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Tokens of every shard on this rank's member of their groups."""
+        """Number of tokens of every shard on the rank with this rank's index (`member`)."""
         return tuple(end - begin for begin, end in pairwise(self.cuts[self.member]))
 
     def runs(self, place: int) -> tuple[Run, ...]:
-        """Positions in the sequence of shard ``place``, one run for each member of its group."""
+        """Return the positions of shard ``place`` in the sequence, one run per member."""
         firsts = list(accumulate(self.whole.parts, initial=self.span.start))
         return tuple(
             Run(first + cuts[place], first + cuts[place + 1])
@@ -67,20 +69,20 @@ class MspShard(Unit):
         )
 
     def take(self, whole_C: Tensor) -> Tensor:
-        """Return a copy of this shard's tokens of the whole unit's, ``[C_k, ...]``."""
+        """Return a copy of this shard's rows ``[C_k, ...]`` of a tensor of the whole unit."""
         return torch.cat([whole_C[rows] for rows in self._rows(self.place)])
 
     def put(self, part_C: Tensor, *, place: int, whole_C: Tensor) -> None:
-        """Copy the tokens of shard ``place`` to where they are in the whole unit.
+        """Copy the rows of shard ``place`` to their positions in a tensor of the whole unit.
 
-        By slices: an index would be copied to the device first, for which the host would wait.
+        Copies by slices: an index tensor would have to be copied to the device, and block the host.
         """
         parts = torch.split(part_C, [rows.stop - rows.start for rows in self._rows(place)])
         for part, rows in zip(parts, self._rows(place), strict=True):
             whole_C[rows] = part
 
     def _rows(self, place: int) -> list[slice]:
-        """Tokens of shard ``place`` among those of the whole unit, a slice for each run."""
+        """Return the rows of shard ``place`` in the whole unit, one slice per run."""
         start = self.span.start
         return [slice(run.start - start, run.end - start) for run in self.runs(place)]
 
@@ -88,10 +90,17 @@ class MspShard(Unit):
 def cut_shard(
     unit: Unit, *, place: int, member: int, lengths: Sequence[int], exchange: MspExchange
 ) -> MspShard:
-    """Shard ``place`` of a unit that is cut into shards of ``lengths`` tokens.
+    """Return shard ``place`` of a unit that is cut into shards of ``lengths`` tokens.
+
+    Args:
+        unit: Unit to cut, with this rank's tokens.
+        place: Index of the shard.
+        member: Index of this rank in its sequence-parallel group.
+        lengths: Tokens of each shard over all members.
+        exchange: Communication with the ranks of the other shards.
 
     Raises:
-        ValueError: a shard would have no token on some rank.
+        ValueError: A shard would have no token on some rank.
     """
     tokens = sum(lengths)
     ends = (0, *accumulate(lengths))
@@ -121,5 +130,11 @@ def cut_shard(
 
 
 def local_tokens(end: int, part: int, tokens: int) -> int:
-    """Return how many of a unit's first ``end`` tokens a rank holds with ``part`` of ``tokens``."""
+    """Return the rounded share of a unit's first ``end`` tokens on a rank with ``part`` of all.
+
+    Args:
+        end: Number of first tokens.
+        part: Number of the unit's tokens that the rank holds.
+        tokens: Number of the unit's tokens on all ranks.
+    """
     return (2 * end * part + tokens) // (2 * tokens)

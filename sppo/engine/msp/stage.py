@@ -1,9 +1,9 @@
-"""One pipeline stage as the ranks see it that run shards of its units (MSP).
+"""Pipeline stage on the ranks that run MSP shards of its units.
 
-The layers of :class:`sppo.engine.stage.Stage`, walked by all ranks of a group at once: weights
-come from the owner layer by layer, keys and values are gathered, gradients go home. What a shard
-saves stays on the rank that ran it. Embedding and loss are the owner's: it scatters the shards of
-the first stage's input and collects those of the last stage's output.
+All ranks of an MSP group run the layers of :class:`sppo.engine.stage.Stage` at the same time: the
+owner sends weights layer by layer, keys and values are gathered, and gradients return to the owner.
+Saved tensors stay on the rank that ran the shard. Embedding and loss run on the owner, which
+scatters the first stage's input and gathers the last stage's output.
 """
 
 from __future__ import annotations
@@ -34,29 +34,30 @@ from sppo.parallel.ulysses import UlyssesAllToAll
 
 @dataclass(frozen=True, slots=True)
 class MspMemory:
-    """Most that a rank held of other ranks' stages."""
+    """Peak memory that a rank held of one stage of another rank."""
 
     layers: int
-    """Layers' weights."""
+    """Number of layers whose weights were held at once."""
     prefix_bytes: int
-    """Keys and values with their gradients."""
+    """Bytes of keys and values and their gradients."""
 
 
 class MspStage(Stage):
-    """Layers of one stage, for shards of its units: every unit it is given is an `MspShard`.
+    """Stage that runs MSP shards: every unit passed to its methods must be an `MspShard`.
 
     Args:
-        model: the shape.
-        layers: of the stage.
-        owner: the stage itself on the rank that owns it; None on borrowers.
-        gradients: gives the owner its fp32 sums; None in evaluation.
-        activations: where saved tensors of shards wait that stay on this rank's device.
-        offloaded: where those wait that leave it; None where none does.
-        heads: exchange with the ranks that share tokens; None where nobody does.
-        members: the same ranks, over which what is sent between stages is sharded.
-        dtype: of weights and activations.
-        device: of this rank.
-        attention_backend: of :func:`sppo.kernels.attention.interface.attention_forward`.
+        model: Model configuration.
+        layers: Layers of the stage.
+        owner: Stage that runs whole units, on the rank that owns it; None on borrowers.
+        gradients: Provider of the owner's fp32 sums; None in evaluation.
+        activations: Store of the shards' saved tensors that stay on the device.
+        offloaded: Store of the shards' saved tensors that leave the device; None if none leaves.
+        heads: Ulysses all-to-all among the ranks over which tokens are sharded; None if they are
+            not.
+        members: The same ranks; each sends and receives its part of the rows of the weights.
+        dtype: Type of weights and activations.
+        device: Device of this rank.
+        attention_backend: See :func:`sppo.kernels.attention.interface.attention_forward`.
     """
 
     def __init__(
@@ -94,13 +95,13 @@ class MspStage(Stage):
 
     @property
     def most_held(self) -> MspMemory:
-        """Most memory held for other ranks' stages since the rank began."""
+        """Peak memory held for the stage of another rank since the process started."""
         return MspMemory(self._msp_weights.most_layers, self._borrowed.peak)
 
     def forward(
         self, unit: Unit, x_CE: Tensor | None, *, loss_scale: float | None
     ) -> Tensor | None:
-        """Run one shard forward, together with the others of its unit.
+        """Run one shard forward, at the same time as the other shards of its unit.
 
         See :meth:`sppo.engine.stage.Stage.forward`.
         """
@@ -122,28 +123,28 @@ class MspStage(Stage):
         defer_weights: bool = False,
         between_layers: Callable[[], None] | None = None,
     ) -> Tensor | None:
-        """Run one shard backward, together with the others.
+        """Run one shard backward, at the same time as the other shards of its unit.
 
-        See :meth:`sppo.engine.stage.Stage.backward`; weight gradients are never deferred, and K and
-        V never leave the device.
+        See :meth:`sppo.engine.stage.Stage.backward`. `defer_weights` and `between_layers` are
+        ignored: weight gradients are never deferred, and K and V never leave the device.
         """
         self._msp_weights.connect(_shard(unit).exchange)
         self._msp_weights.begin(reversed(self._layers))
         return super().backward(unit, dy_CE)
 
     def abort(self) -> None:
-        """Forget all state of a step that failed."""
+        """Drop all state of a failed step."""
         super().abort()
         self._ahead.clear()
         self._borrowed.clear()
 
     def embed(self, unit: Unit) -> Tensor:
-        """Return this shard of the first stage's input, which the owner looks up."""
+        """Return this shard of the first stage's input, computed and scattered by the owner."""
         whole = None if self._owner is None else self._owner.embed(_shard(unit).whole)
         return self._handed_out(unit, whole)
 
     def embed_backward(self, unit: Unit, dx_CE: Tensor) -> None:
-        """Collect the gradient of the first stage's input at the owner, which adds it up."""
+        """Gather the gradient of the first stage's input; the owner adds embedding gradients."""
         shard = _shard(unit)
         whole_CE = shard.exchange.gather(dx_CE, shard.sizes)
         if whole_CE is not None:
@@ -151,7 +152,7 @@ class MspStage(Stage):
             self._owner.embed_backward(shard.whole, whole_CE)
 
     def loss(self, unit: Unit, x_CE: Tensor, loss_scale: float | None) -> None:
-        """Collect the last stage's output at the owner, which forms the losses."""
+        """Gather the last stage's output at the owner, which computes the losses."""
         shard = _shard(unit)
         whole_CE = shard.exchange.gather(x_CE, shard.sizes)
         if whole_CE is not None:
@@ -159,12 +160,12 @@ class MspStage(Stage):
             self._owner.loss(shard.whole, whole_CE, loss_scale)
 
     def take_loss_gradient(self, unit: Unit) -> Tensor:
-        """Return this shard of the gradient that the last stage's owner formed in forward."""
+        """Return this shard of the gradient that the last stage's owner computed in forward."""
         whole = None if self._owner is None else self._owner.take_loss_gradient(_shard(unit).whole)
         return self._handed_out(unit, whole)
 
     def _handed_out(self, unit: Unit, whole_CE: Tensor | None) -> Tensor:
-        """Return this shard of the owner's tensor, which has the rows of the whole unit."""
+        """Return this shard's rows of a tensor of the whole unit, scattered by the owner."""
         shard, weights = _shard(unit), self._weights
         shape = (shard.tokens_C.shape[0], self.model.hidden_size)
         own = torch.empty(shape, dtype=weights.dtype, device=weights.device)
@@ -196,7 +197,7 @@ class MspStage(Stage):
 
     @contextmanager
     def _sink(self, unit: Unit, index: int, *, deferred: bool) -> Iterator[GradientSink]:
-        """The owner's sums of layer ``index``, where all gradients are once the layer is done."""
+        """Yield a sink that sums gradients of layer ``index`` at the owner, complete on exit."""
         with self._sums(index) as totals:
             sink = MspGradients(
                 _shard(unit).exchange,
@@ -210,7 +211,7 @@ class MspStage(Stage):
             sink.finish()
 
     def _sums(self, index: int) -> AbstractContextManager[Mapping[str, Tensor] | None]:
-        """Take the owner's sums of layer ``index``; a borrower has none."""
+        """Take the sums of layer ``index`` on the owner; None on a borrower."""
         if self._owner is None:
             return nullcontext()
         return gradients_of(self._provided_gradients, index)

@@ -1,12 +1,13 @@
-"""Weights of a stage on the ranks that run MSP shards of its units, sent ahead layer by layer.
+"""Weights and weight gradients of a stage on the ranks that run MSP shards of its units.
 
-While a layer computes, the owner sends the next one: a borrower holds two layers' weights at most,
-never a second copy of a stage. Weight gradients go back to the owner product by product, so a
-borrower holds those of a few parameters at a time.
+While a layer computes, the owner sends the next layer: a borrower holds at most two layers'
+weights, never a second copy of a stage. Weight gradients return to the owner product by product, so
+a borrower holds the gradients of a few parameters at a time.
 
-Where G ranks share tokens, each of the owner's sends its G-th part of the rows to one of the
-borrower's, which then exchange them among themselves, over links that are faster than those between
-stages; gradients are added up there before each sends its part home.
+If tokens are sharded over G sequence-parallel ranks, each rank of the owner's group sends 1/G of
+the rows to one rank of the borrower's group. The borrower's ranks then exchange rows among
+themselves, over links that are faster than the links between stages. Likewise gradients are summed
+over the borrower's group before each of its ranks sends its rows to the owner.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from sppo.parallel.job.peer_errors import peer_errors
 from sppo.parallel.msp_exchange import MspExchange, TokenMembers
 
 _MOST_UNDER_WAY = 2
-"""Gradients of parameters that are on their way home at once."""
+"""Most parameters whose gradients are in flight to the owner at once."""
 
 
 class MspWeights:
     """:class:`sppo.engine.weights.WeightProvider` of one stage, while one MSP shard runs.
 
     Args:
-        model: the shape.
-        own: the owner's weights; None on a borrower.
-        members: the ranks over which this rank's tokens are sharded.
-        dtype: of the weights.
-        device: where they are.
+        model: Model configuration.
+        own: Provider of the owner's weights; None on a borrower.
+        members: Ranks over which this rank's tokens are sharded.
+        dtype: Type of the weights.
+        device: Device of the weights.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class MspWeights:
         self._also: Callable[[int], Sequence[Tensor]] = lambda layer: ()
         self._held_layers = 0
         self.most_layers = 0
-        """Most layers whose weights a borrower held at once."""
+        """Peak number of layers whose weights a borrower held at once."""
 
     def connect(
         self,
@@ -71,20 +72,20 @@ class MspWeights:
         """Set the ranks with which the next :meth:`begin` exchanges weights.
 
         Args:
-            exchange: with the ranks of the other shards.
-            also: what else is sent ahead with a layer.
+            exchange: Communication with the ranks of the other shards.
+            also: Function that maps a layer to further tensors to broadcast with its weights.
         """
         self._exchange, self._also = exchange, also
 
     def begin(self, visits: Iterable[WeightPart]) -> None:
-        """Send the first of the layers of one shard, which are wanted in this order."""
+        """Announce the layers that one shard takes, in order, and start to send the first."""
         assert not self._coming, "one shard at a time"
         assert not self._order, "one shard at a time"
         self._order.extend(visits)
         self._send_next()
 
     def take(self, part: WeightPart) -> Mapping[str, Tensor]:
-        """Weights of the layer ``part`` by the names within it; the next layer is on its way."""
+        """Return the weights of layer ``part`` by local name; start to send the next layer."""
         self._send_next()
         coming, weights, works = self._coming.popleft()
         assert coming == part, f"layer {part} is wanted, {coming} comes"
@@ -97,24 +98,24 @@ class MspWeights:
         return weights
 
     def release(self, part: WeightPart) -> None:
-        """Give back the layer taken last; a borrower frees it, whoever still names it."""
+        """Release the layer taken last; a borrower frees it even if the stage holds the dict."""
         self._held_layers -= 1
         self._in_use.clear()
 
     def assert_idle(self) -> None:
-        """Check that all announced layers were taken."""
+        """Assert that all announced layers were taken."""
         assert not self._coming, "weights of shards are left over"
         assert not self._order, "weights of shards are left over"
 
     def abort(self) -> None:
-        """Forget a step that failed."""
+        """Drop all state of a failed step."""
         self._coming.clear()
         self._order.clear()
         self._in_use = {}
         self._held_layers = 0
 
     def take_peak_bytes(self) -> int:
-        """Return 0: layers are counted instead, in `most_layers`."""
+        """Return 0: `most_layers` counts the layers held instead."""
         return 0
 
     def _send_next(self) -> None:
@@ -139,15 +140,15 @@ class MspWeights:
 
 
 class MspGradients:
-    """:class:`sppo.model.gradients.GradientSink` that adds up over the shards at the owner.
+    """:class:`sppo.model.gradients.GradientSink` that sums over the shards, at the owner.
 
     Args:
-        exchange: with the ranks of the other shards.
-        totals: the owner's fp32 sums of the layer by local name; None on a borrower.
-        members: the ranks over which this rank's tokens are sharded.
-        shapes: of the layer's parameters.
-        dtype: of the weights.
-        device: where they are.
+        exchange: Communication with the ranks of the other shards.
+        totals: The owner's fp32 sums of the layer by local name; None on a borrower.
+        members: Ranks over which this rank's tokens are sharded.
+        shapes: Shapes of the layer's parameters by local name.
+        dtype: Type of the weights.
+        device: Device of the gradients.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class MspGradients:
         self._under_way: deque[tuple[str, Tensor, Any]] = deque()
 
     def linear(self, name: str, *, dy_CO: Tensor, x_CI: Tensor) -> None:
-        """Add the weight and bias gradients of a linear layer, and send them to the owner."""
+        """Compute weight and bias gradients of a linear layer; start to sum them at the owner."""
         weight = self._sum(f"{name}.weight")
         accumulate_weight_gradient(weight, dy_CO, x_CI)
         self._send(f"{name}.weight", weight)
@@ -175,21 +176,21 @@ class MspGradients:
             self._send(f"{name}.bias", bias)
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Add a parameter's gradient, and send it to the owner."""
+        """Add a parameter's gradient and start to sum it at the owner."""
         self._send(name, self._sum(name).add_(gradient))
 
     def finish(self) -> None:
-        """Wait until all gradients are at the owner."""
+        """Wait until all gradients are summed at the owner."""
         self._wait_for(0)
 
     def _sum(self, name: str) -> Tensor:
-        """Return the tensor this rank adds to: totals on the owner, zeros on a borrower."""
+        """Return the tensor this rank adds to: the totals on the owner, zeros on a borrower."""
         if self._totals is not None:
             return self._totals[name]
         return torch.zeros(self._shapes[name], dtype=self._dtype, device=self._device)
 
     def _send(self, name: str, gradient: Tensor) -> None:
-        """Begin to add a borrower's gradient to the owner's sum, which has its own already."""
+        """Start to reduce a gradient to the owner, whose totals already have its own part."""
         if self._totals is not None:
             part = torch.zeros_like(self._members.own_rows(gradient))
         else:
