@@ -1,1 +1,1 @@
-"""Process groups and the communication between ranks."""
+"""Process groups and communication between ranks."""

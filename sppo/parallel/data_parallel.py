@@ -1,14 +1,14 @@
-"""Ranks that hold the same stage: gradients are reduced once a step, the optimizer is sharded.
+"""Reduction of gradients, once per step, and gathering of updated weights, in buckets (ZeRO-0, 1).
 
-With ZeRO-1 (Rajbhandari et al., 2020) every one of n ranks updates the n-th part of the rows of
-each parameter. (From ZeRO-2 on gradients are reduced after each use instead:
-:mod:`sppo.parallel.gradient_reduce_scatter`.) Gradients are reduced to the rank that needs them and
-updated weights gathered from the rank that made them, bucket by bucket, so that what is under way
-never takes more than a few buckets.
+With ZeRO-1 (Rajbhandari et al., 2020) each of n ranks that hold the same parameters updates 1/n of
+the rows of each parameter. Gradients are reduced to the rank that updates them, and updated weights
+are gathered, bucket by bucket, so that messages in flight take the memory of a few buckets only.
+From ZeRO-2 on, gradients are reduced after each use instead
+(:mod:`sppo.parallel.gradient_reduce_scatter`).
 
-Ranks of one stage are its data-parallel replicas and, with Ulysses, the ranks over which tokens are
-sharded: both see some of the tokens with the same weights. With Megatron the ranks over which
-tokens are sharded hold parts of most parameters, so there is a group for each kind
+The ranks with the same stage are its data-parallel replicas and, with Ulysses, the
+sequence-parallel ranks: all of them use the same weights for different tokens. With Megatron,
+sequence-parallel ranks hold shards of most parameters, so there is one group per kind of parameter
 (:mod:`sppo.optim.sharded_state`).
 """
 
@@ -31,13 +31,13 @@ from sppo.parallel.job.peer_errors import peer_errors
 
 
 def rows_of(num_rows: int, *, index: int, count: int) -> slice:
-    """Rows of rank ``index`` when sharded over ``count`` ranks: as equal as they can be."""
+    """Return the rows of rank ``index`` of ``count`` ranks, with shards as equal as possible."""
     return slice(num_rows * index // count, num_rows * (index + 1) // count)
 
 
 @dataclass(frozen=True, slots=True)
 class _ParameterRows:
-    """Rows ``begin`` to ``end`` of every rank's rows of a parameter."""
+    """Range ``[begin, end)`` within each rank's rows of one parameter."""
 
     name: str
     begin: int
@@ -46,23 +46,23 @@ class _ParameterRows:
 
 @dataclass(frozen=True, slots=True)
 class _GradientBucket:
-    """Rows that are reduced together, and how many elements every rank has of them at most."""
+    """Rows that are reduced together, and the most elements of any rank's part of them."""
 
     parts: tuple[_ParameterRows, ...]
     elements: int
 
 
 class GradientReducer:
-    """The ranks that hold the same stages, and this rank's shard of the state.
+    """Reduces gradients and gathers weights among the ranks that hold the same parameters.
 
     Args:
-        group: of these ranks; None for a rank that is alone.
-        index: this rank's place among them.
-        shapes: parameters of this rank's stages by global name.
-        shards_state: whether each rank updates only its rows (ZeRO-1) or everything (ZeRO-0).
-        bucket_bytes: of the rows of all ranks in a bucket, in fp32.
-        device: whose tensors the group carries; None: those of weights and gradients, which then
-            are there.
+        group: Ranks that hold the same parameters; None if this rank is alone.
+        index: Index of this rank in the group.
+        shapes: Shapes of the parameters by global name.
+        shards_state: Whether each rank updates only its own rows (ZeRO-1) or all rows (ZeRO-0).
+        bucket_bytes: Size of a bucket with the rows of all ranks, in fp32.
+        device: Device whose tensors the group carries; None if weights and gradients already live
+            on this device.
     """
 
     def __init__(
@@ -83,20 +83,21 @@ class GradientReducer:
         self._under_way: deque[tuple[Any, Callable[[], None]]] = deque()
 
     def own_rows(self, name: str) -> slice:
-        """Rows of a parameter that this rank updates."""
+        """Return the rows of a parameter that this rank updates."""
         rows = self._shapes[name][0]
         return self.counted_rows(name) if self.shards_state else slice(0, rows)
 
     def counted_rows(self, name: str) -> slice:
-        """Rows that this rank counts in sums over all parameters: no two ranks count the same."""
+        """Return the rows that this rank adds to global sums; no other rank adds these rows."""
         return rows_of(self._shapes[name][0], index=self.index, count=self.count)
 
     def reduce(self, gradients: Mapping[str, Tensor], names: Iterable[str]) -> None:
-        """Begin to add up gradients, waiting for all but the last buckets; :meth:`wait` ends it.
+        """Start to sum gradients over the group; the last buckets are in flight until :meth:`wait`.
 
         Args:
-            gradients: by global name; afterwards right in :meth:`own_rows`.
-            names: of those to add up.
+            gradients: Gradients by global name; after :meth:`wait`, :meth:`own_rows` of each are
+                complete, and other rows are undefined.
+            names: Names of the gradients to sum.
         """
         if self._group is None:
             return
@@ -106,10 +107,10 @@ class GradientReducer:
             self._reduce_bucket(bucket, flat, gradients)
 
     def gather(self, weights: Mapping[str, Tensor]) -> None:
-        """Fetch the rows of ``weights`` that other ranks have updated; returns when they are here.
+        """Fill the rows of ``weights`` that other ranks have updated, and wait for completion.
 
         Args:
-            weights: by global name, right in :meth:`own_rows`.
+            weights: Weights by global name, with :meth:`own_rows` up to date.
         """
         if not self.shards_state:
             return
@@ -127,11 +128,11 @@ class GradientReducer:
         self.wait()
 
     def wait(self) -> None:
-        """Return when all that was begun is done."""
+        """Wait until all started reductions and gathers are done."""
         self._wait_for(0)
 
     def _wait_for(self, most: int) -> None:
-        """Let at most so many buckets be under way."""
+        """Wait until at most ``most`` buckets are in flight."""
         while len(self._under_way) > most:
             work, finish = self._under_way.popleft()
             with peer_errors("reducing gradients or gathering weights"):
@@ -152,7 +153,7 @@ class GradientReducer:
         self._under_way.append((work, finish))
 
     def _buckets(self, names: Iterable[str]) -> list[_GradientBucket]:
-        """Parameters, the long ones cut, in buckets of about equal size."""
+        """Return the parameters, long ones cut, grouped into buckets of about equal size."""
         buckets: list[_GradientBucket] = []
         parts: list[_ParameterRows] = []
         elements = 0
@@ -176,7 +177,7 @@ class GradientReducer:
     def _flat(
         self, bucket: _GradientBucket, tensors: Mapping[str, Tensor], *, ranks: Sequence[int]
     ) -> Tensor:
-        """Return ``[ranks, elements]``: the ranks' rows one behind the other, padded with zeros."""
+        """Return a bucket's rows of each given rank, padded with zeros, ``[ranks, elements]``."""
         first = tensors[bucket.parts[0].name]
         flat = first.new_zeros((len(ranks), bucket.elements))
         for row, rank in enumerate(ranks):
@@ -192,7 +193,7 @@ class GradientReducer:
         *,
         ranks: Sequence[int] | None = None,
     ) -> Callable[[], None]:
-        """Return a function that puts ``flat`` of the given ranks (all) back into the tensors."""
+        """Return a function that copies ``flat`` of the given ranks (or all) into the tensors."""
 
         def spread() -> None:
             for row, rank in enumerate(range(self.count) if ranks is None else ranks):
@@ -205,7 +206,7 @@ class GradientReducer:
     def _places(
         self, bucket: _GradientBucket, rank: int
     ) -> Iterable[tuple[slice, slice, _ParameterRows]]:
-        """Return (elements of the bucket, rows of the parameter, part of the bucket) of a rank."""
+        """Yield (elements in the bucket, rows of the parameter, part) for each part of a rank."""
         offset = 0
         for part in bucket.parts:
             rows, *rest = self._shapes[part.name]
@@ -228,10 +229,10 @@ def add_up(
     """Replace tensors by their sums over ``group``, in place.
 
     Args:
-        tensors: to replace.
-        group: None adds nothing.
-        what: errors call it.
-        device: whose tensors the group carries; None: the tensors'.
+        tensors: Tensors to sum.
+        group: Ranks to sum over; None does nothing.
+        what: Description of the operation in error messages.
+        device: Device whose tensors the group carries; None if the tensors live on this device.
     """
     if group is None:
         return

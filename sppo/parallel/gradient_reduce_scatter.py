@@ -1,9 +1,9 @@
-"""Reduce-scatters of gradients, which run behind the compute after their forming (ZeRO-2 and 3).
+"""Asynchronous reduce-scatters of gradients that overlap the following compute (ZeRO-2 and 3).
 
-Gradients are formed in whole buffers, added up over the ranks, and each rank gets its own rows, in
-the place where it formed them. Rows are padded to equal sizes on the way
-(:mod:`sppo.parallel.row_layout`). A parameter that travels alone is sent from where it was formed;
-several are copied into one message.
+Gradients are computed in whole buffers and summed over the ranks; each rank gets its own rows, in
+the buffer of the message. Rows are padded to equal sizes in messages
+(:mod:`sppo.parallel.row_layout`). A message with one parameter is the buffer of its gradient;
+several gradients are copied into one message.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from sppo.parallel.row_layout import PaddedRows, row_layout
 
 
 class GradientReduceScatter:
-    """Adds gradients up among the ranks over which they are sharded.
+    """Reduce-scatter among the ranks over which gradients are sharded.
 
     Args:
-        group: of these ranks. Nothing else may use it while a reduction is under way.
-        index: this rank's place among them.
+        group: Communicator of these ranks. Nothing else may use it while a reduction is in flight.
+        index: Index of this rank in the group.
     """
 
     def __init__(self, group: ProcessGroup, *, index: int) -> None:
@@ -35,28 +35,31 @@ class GradientReduceScatter:
     def zeros(
         self, shapes: Mapping[str, tuple[int, ...]], *, dtype: torch.dtype, device: torch.device
     ) -> GradientMessage:
-        """Return whole gradients of zero, which will be reduced in one message.
+        """Return a message with whole gradients, zero at first, that are reduced together.
 
         Args:
-            shapes: of the whole parameters by name; every rank asks for the same ones in turn.
-            dtype: of the gradients.
-            device: where they are formed.
+            shapes: Shapes of the whole parameters by name; every rank must make the same calls in
+                order.
+            dtype: Type of the gradients.
+            device: Device of the gradients.
         """
         return GradientMessage(self, shapes, dtype=dtype, device=device)
 
     def padded_elements(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
-        """Elements that gradients of these shapes take on their way."""
+        """Return the number of elements, padding included, of one message with these shapes."""
         return self.count * row_layout(shapes, shapes, ranks=self.count)[1]
 
 
 class GradientMessage:
-    """Gradients that are formed whole, then reduced, then added to this rank's rows; once.
+    """Gradients that are added to while whole, then reduced, then added to this rank's rows.
+
+    Used once: add to `whole`, call :meth:`reduce`, call :meth:`add_to`.
 
     Args:
-        scatter: among which ranks.
-        shapes: of the whole parameters by name.
-        dtype: of the gradients.
-        device: where they are.
+        scatter: Reduce-scatter among the ranks.
+        shapes: Shapes of the whole parameters by name.
+        dtype: Type of the gradients.
+        device: Device of the gradients.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class GradientMessage:
         self._flat_RN: Tensor | None = None
         self._work: Any = None
         self.whole: dict[str, Tensor] = {}
-        """Gradients by name, to add to until :meth:`reduce`."""
+        """Whole gradients by name, to add to until :meth:`reduce`."""
         if self.is_copied:
             for name, shape in shapes.items():
                 self.whole[name] = torch.zeros(shape, dtype=dtype, device=device)
@@ -84,11 +87,11 @@ class GradientMessage:
 
     @property
     def is_copied(self) -> bool:
-        """Return whether :meth:`reduce` needs as much memory again for a moment."""
+        """Whether :meth:`reduce` copies, and so temporarily needs as much memory again."""
         return len(self._parts) > 1
 
     def reduce(self) -> None:
-        """Start to add the gradients up; they may not be touched any more."""
+        """Start to sum the gradients over the ranks; they must not be used afterwards."""
         whole, self.whole = self.whole, {}
         if self._flat_RN is None:
             self._flat_RN = self._copied(whole)
@@ -103,7 +106,7 @@ class GradientMessage:
             )
 
     def add_to(self, shards: Mapping[str, Tensor]) -> None:
-        """Add this rank's rows of the sums to ``shards``, by name, once they are here."""
+        """Wait for the reduction and add this rank's rows of the sums to ``shards``, by name."""
         with peer_errors(f"reducing the gradient of {self._parts[0].name}"):
             self._work.wait()
         assert self._flat_RN is not None, "reduce() comes first"
@@ -112,7 +115,7 @@ class GradientMessage:
         self._flat_RN = None
 
     def _copied(self, whole: dict[str, Tensor]) -> Tensor:
-        """Return all gradients as one message, and free each as soon as it is copied."""
+        """Return all gradients copied into one message; free each gradient once it is copied."""
         ranks = self._scatter.count
         first = next(iter(whole.values()))
         flat_RN = first.new_empty((ranks, self._elements))
@@ -129,15 +132,15 @@ class GradientMessage:
 
 
 def _whole(flat_RN: Tensor, part: PaddedRows) -> Tensor:
-    """The one parameter of a message, in front of all padding."""
+    """Return the only gradient of a message as a view, with all padding at the end."""
     return flat_RN.view(-1, *part.shape[1:])[: part.shape[0]]
 
 
 def _spread(flat_RN: Tensor, part: PaddedRows) -> None:
-    """Put padding between the rows of ranks: :func:`_whole` becomes what is sent."""
+    """Move the rows of :func:`_whole` in place to the padded layout of a message."""
     ranks = flat_RN.shape[0]
     whole = _whole(flat_RN, part)
     for rank in reversed(range(1, ranks)):  # rows move towards the end
-        # A copy in between, for the two places may overlap.
+        # Copy first: source and target may overlap.
         own = whole[rows_of(part.shape[0], index=rank, count=ranks)].clone()
         part.own(flat_RN, rank).copy_(own)

@@ -1,7 +1,7 @@
-"""Collectives of small Python values and figures over all ranks of a run.
+"""Collectives of small Python values and numbers over all ranks of a run.
 
-They use gloo, whatever carries tensors. Every rank must call the same ones in the same order; on a
-rank that is alone they return what they are given.
+All use gloo, whatever back end carries tensors. Every rank must call the same collectives in the
+same order. A rank without peers gets its own values back.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class HostCollectives:
         self._count = mesh.shape.num_ranks
 
     def total(self, values: Sequence[float]) -> list[float]:
-        """Return sums over all ranks, in float64, the same on each."""
+        """Return the sum of each value over all ranks, in float64, the same on every rank."""
         return self._reduced(values, dist.ReduceOp.SUM, "adding up figures")
 
     def largest(self, values: Sequence[float]) -> list[float]:
-        """Return maxima over all ranks."""
+        """Return the maximum of each value over all ranks."""
         return self._reduced(values, dist.ReduceOp.MAX, "comparing figures")
 
     def any(self, here: bool) -> bool:
@@ -47,7 +47,7 @@ class HostCollectives:
         return found
 
     def broadcast(self, value: T | None) -> T:
-        """Return the value of rank 0; those of the others are ignored."""
+        """Return the value of rank 0; values of other ranks are ignored."""
         if self._group is not None:
             box: list[Any] = [value]
             with peer_errors("hearing what rank 0 decides, together with all ranks"):

@@ -1,13 +1,14 @@
-"""Megatron's sequence parallelism: tokens are sharded between products, and weights in them.
+"""Megatron sequence parallelism: tokens are sharded outside of projections, weights inside.
 
-Each of G ranks has some tokens of the residual stream, and with them does the embedding, norms,
-residual additions, head and loss. Before the projections of a layer all tokens are gathered; each
-rank has some rows of the weights, so some heads and some of the MLP's width, of all tokens. The
-products that lead back into the residual stream have the matching columns, so each rank gets a
-part of every sum: they are added up where their tokens are (Korthikanti et al., 2022, section 4.2).
-With fewer key/value heads than ranks, several ranks hold the weights of the same one.
+Each of G ranks holds some tokens of the residual stream, and computes the embedding, norms,
+residual additions, head and loss of its tokens. Before the projections of a layer, all tokens are
+gathered. Each rank holds some rows of the projections' weights, and so computes some heads and a
+part of the MLP's width for all tokens. The projections back into the residual stream are sharded by
+columns, so each rank gets a partial sum for all tokens, and a reduce-scatter adds up the partial
+sums of each token on its rank (Korthikanti et al., 2022, section 4.2). With fewer key/value heads
+than ranks, several ranks hold the weights of the same head.
 
-Legend: c tokens here, C of the whole subsequence, E hidden, G ranks.
+Legend: c tokens of this rank, C tokens of the whole subsequence, E hidden, G ranks.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ from sppo.parallel.mesh import Holders
 
 @dataclass(frozen=True, slots=True)
 class WeightSharding:
-    """The part of every parameter that one rank of a group holds.
+    """Shards of all parameters that one rank of a sequence-parallel group holds.
 
     Attributes:
-        model: the whole shape.
-        rank: place in the group.
-        degree: ranks over which weights are sharded; 1: each holds them whole, as with Ulysses.
+        model: Configuration of the whole model.
+        rank: Index of the rank in its group.
+        degree: Number of ranks over which weights are sharded; 1 if every rank holds whole
+            weights, as with Ulysses.
     """
 
     model: ModelConfig
@@ -45,7 +47,7 @@ class WeightSharding:
 
     @property
     def own_model(self) -> ModelConfig:
-        """The shape of what this rank computes between gathering tokens and adding up."""
+        """Configuration of the part of a layer that this rank computes on gathered tokens."""
         if self.degree == 1:
             return self.model
         shard = tensor_shard(self.model, degree=self.degree)
@@ -58,12 +60,12 @@ class WeightSharding:
         return self.model.model_copy(update=own)
 
     def shapes(self, layers: range) -> dict[str, Shape]:
-        """Return the shapes of this rank's part of a stage's parameters, by global name."""
+        """Return the shapes of this rank's shards of a stage's parameters, by global name."""
         shapes = stage_shapes(self.own_model, layers)
         return {name: shape for name, shape in shapes.items() if self._is_held(name)}
 
     def holders(self, name: str) -> Holders:
-        """Return which ranks hold the same part of a parameter as this one."""
+        """Return the kind of group whose ranks hold the same shard of a parameter as this rank."""
         part = _part(name)
         if self.degree == 1 or part not in (*ROWS, *COLUMNS):
             return "stage"
@@ -71,7 +73,7 @@ class WeightSharding:
         return "keys" if part in KEYS and repeats > 1 else "block"
 
     def offsets(self, name: str) -> tuple[int, ...]:
-        """Return where this rank's part begins in the whole parameter."""
+        """Return the offsets of this rank's shard in the whole parameter, one per dimension."""
         whole = _shape_of(name, self.model)
         part, is_bias = _part(name), name.endswith(".bias")
         if self.degree == 1 or part not in (*ROWS, *COLUMNS) or (is_bias and part in COLUMNS):
@@ -83,7 +85,7 @@ class WeightSharding:
         return tuple(first if index == dimension else 0 for index in range(len(whole)))
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's part of a parameter; memory of its own, where it is not all."""
+        """Return this rank's shard of a parameter: a copy, or ``whole`` if it is not sharded."""
         shape = _shape_of(name, self.own_model)
         if shape == tuple(whole.shape):
             return whole
@@ -92,17 +94,17 @@ class WeightSharding:
         return whole.clone(memory_format=torch.contiguous_format)
 
     def _is_held(self, name: str) -> bool:
-        """The bias of a sum over ranks is added once: by the first."""
+        """Return whether this rank holds a parameter: rank 0 alone adds the biases of sums."""
         return self.rank == 0 or not (_part(name) in COLUMNS and name.endswith(".bias"))
 
 
 class MegatronSequenceParallel:
-    """Gathers the tokens of a group, and adds up what its ranks have of every token.
+    """Communication of Megatron sequence parallelism: gathers tokens, and reduce-scatters sums.
 
     Args:
-        group: of the ranks over which tokens and weights are sharded.
-        rank: this one's place in it.
-        model: the whole shape.
+        group: Ranks over which tokens and weights are sharded.
+        rank: Index of this rank in the group.
+        model: Configuration of the whole model.
     """
 
     def __init__(self, group: ProcessGroup, *, rank: int, model: ModelConfig) -> None:
@@ -110,11 +112,11 @@ class MegatronSequenceParallel:
         self.sharding = WeightSharding(model, rank, self.degree)
 
     def gather(self, x_cE: Tensor, parts: Sequence[int]) -> Tensor:
-        """Return ``[C, E]``: the tokens of all ranks, in order.
+        """Return the tokens of all ranks, in order, ``[C, E]``.
 
         Args:
-            x_cE: this rank's.
-            parts: tokens that each rank has; they add up to C.
+            x_cE: Tokens of this rank.
+            parts: Number of tokens on each rank; the sum is C.
         """
         most = max(parts)
         sent = x_cE.contiguous()
@@ -129,14 +131,14 @@ class MegatronSequenceParallel:
         return torch.cat([x[:part] for x, part in zip(slices, parts, strict=True)])
 
     def scatter_sum(self, x_CE: Tensor, parts: Sequence[int]) -> Tensor:
-        """Return ``[c, E]``: the sum over all ranks, of this rank's tokens.
+        """Return the sum over all ranks for the tokens of this rank, ``[c, E]``.
 
-        What travels has the dtype of ``x_CE``; a sum in half precision is taken in fp32 and
+        Messages have the dtype of ``x_CE``; sums of half precision are accumulated in fp32 and
         rounded once.
 
         Args:
-            x_CE: this rank's summand for all tokens.
-            parts: tokens that each rank has; they add up to C.
+            x_CE: Summand of this rank for all tokens.
+            parts: Number of tokens on each rank; the sum is C.
         """
         sent = x_CE.contiguous()
         own, width = parts[self.rank], sent.shape[1]
@@ -160,11 +162,11 @@ class ShardedTokens:
     parts: tuple[int, ...]
 
     def gather(self, x_cE: Tensor) -> Tensor:
-        """Return ``[C, E]``, the tokens of all ranks (:meth:`MegatronSequenceParallel.gather`)."""
+        """Return the tokens of all ranks, ``[C, E]`` (:meth:`MegatronSequenceParallel.gather`)."""
         return self.exchange.gather(x_cE, self.parts)
 
     def scatter_sum(self, x_CE: Tensor) -> Tensor:
-        """Return ``[c, E]``, own tokens of the sum over all ranks."""
+        """Return the sum over all ranks for the tokens of this rank, ``[c, E]``."""
         return self.exchange.scatter_sum(x_CE, self.parts)
 
 
@@ -175,5 +177,5 @@ def _shape_of(name: str, model: ModelConfig) -> Shape:
 
 
 def _part(name: str) -> str:
-    """Return the name of a parameter's module within its layer: ``q`` of ``layers.3.q.weight``."""
+    """Return the module of a layer's parameter, ``q`` of ``layers.3.q.weight``, else ``""``."""
     return name.split(".")[-2] if name.startswith("layers.") else ""

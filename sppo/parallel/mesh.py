@@ -1,4 +1,4 @@
-"""Process groups of the grid of ranks: who talks with whom, over what."""
+"""Process groups of the grid of ranks, with their members and back ends."""
 
 from __future__ import annotations
 
@@ -14,29 +14,32 @@ from torch.distributed import ProcessGroup
 from sppo.parallel.mesh_shape import MeshShape
 
 HURRIED_CTAS = 8
-"""Thread blocks that a message may take which travels while its ranks compute. Its stream has high
-priority, or its blocks would wait for the last ones of a kernel of attention; and a message that
-waits for its other end holds the multiprocessors of its blocks, of 132 on an H100."""
+"""Most NCCL thread blocks of a message that overlaps compute. Its stream has high priority, since
+its blocks would otherwise wait for the last blocks of an attention kernel. The number is limited,
+since a message that waits for its peer occupies the multiprocessors of its blocks (an H100 has 132
+of them)."""
 Holders = Literal["stage", "keys", "block"]
-"""Ranks with the same values of a parameter, as groups of :class:`Groups`."""
+"""Ranks that hold the same values of a parameter, by the name of their group in :class:`Groups`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The communicators of one rank; None where it would be alone in one.
+    """Communicators of one rank; None for a group that would have this rank alone.
 
     Attributes:
-        world: all ranks, over gloo: for what is not on a device.
-        sequence: the ranks over which the tokens of this rank's subsequences are sharded.
-        stage: the ranks that hold this rank's layers.
-        block: of those, where a sequence group shards weights, the ranks that hold the same
-            part as this one.
-        keys: the same of the key/value heads, where there are fewer than ranks.
-        ends: the first and the last rank of this rank's pipeline, if it is one of them, and they
-            share a parameter.
-        pipeline: all ranks of this rank's pipeline: for messages between those that are no
-            neighbours, which only MSP shards send; None where no unit is cut.
-        edges: by (sender, receiver), positions in the pipeline; those that this rank is an end of.
+        world: All ranks, over gloo, for host memory.
+        sequence: Ranks over which the tokens of this rank's subsequences are sharded.
+        stage: Ranks that hold this rank's layers.
+        block: Ranks of `stage` with the same shard of the weights; None unless the
+            sequence-parallel group shards weights (Megatron).
+        keys: Ranks of `stage` with the same shard of the key/value projections; None unless
+            weights are sharded over more ranks than there are key/value heads.
+        ends: First and last rank of this rank's pipeline; None unless this rank is one of the two
+            and they share a parameter.
+        pipeline: All ranks of this rank's pipeline, for messages of MSP shards between ranks that
+            are not neighbours; None if no unit is cut.
+        edges: Pairs of neighbours that include this rank, by (sender, receiver), as positions in
+            the pipeline.
     """
 
     world: ProcessGroup | None = None
@@ -50,17 +53,17 @@ class Groups:
 
 
 class Mesh:
-    """The grid of the processes that run now, and every group of them that communicates.
+    """Grid of the running processes, with all process groups of this rank.
 
-    At first there is only the group of all ranks, which agree over it on what they will do. That
-    says which groups for tensors there must be: :meth:`connect` makes them.
+    The constructor makes only the group of all ranks, over which the ranks agree on a plan. The
+    plan determines the groups for tensors, which :meth:`connect` makes.
 
     Args:
-        shape: of the grid; its number of ranks is the world's.
-        rank: this process.
-        timeout_s: how long a member waits for the others.
-        device: whose tensors all groups but `world` carry, over NCCL; None: over the backend of
-            the default group.
+        shape: Shape of the grid; its number of ranks must be the world size.
+        rank: Global rank of this process.
+        timeout_s: Longest time in seconds that a member waits for the others.
+        device: Device whose tensors all groups except `world` carry over NCCL; None uses the back
+            end of the default group.
     """
 
     def __init__(
@@ -87,14 +90,15 @@ class Mesh:
         cuts_units: bool = False,
         ties_ends: bool = False,
     ) -> Mesh:
-        """Make the groups that carry tensors, and return this mesh; every rank calls it, once.
+        """Make the groups that carry tensors, and return this mesh; every rank must call it once.
 
         Args:
-            timeout_s: how long what a member asks of them may take from then on; None: as long as
-                it waits for others. Over NCCL that counts from the time at which work is issued.
-            wraps: ranks hold several stages, so the last one of a pipeline sends to the first.
-            cuts_units: ranks of a pipeline that are no neighbours send each other MSP shards.
-            ties_ends: the first and the last rank of a pipeline share a parameter.
+            timeout_s: Timeout in seconds of the new groups and of groups made later; None keeps
+                that of the constructor. NCCL counts it from the time at which work is issued.
+            wraps: Whether ranks hold several stages, so that the last rank of a pipeline sends to
+                the first.
+            cuts_units: Whether pipeline ranks that are not neighbours exchange MSP shards.
+            ties_ends: Whether the first and the last rank of a pipeline share a parameter.
         """
         if timeout_s is not None:
             self._timeout = timedelta(seconds=timeout_s)
@@ -104,12 +108,12 @@ class Mesh:
 
     @property
     def is_distributed(self) -> bool:
-        """Return whether there is more than one rank."""
+        """Whether there is more than one rank."""
         return self.shape.num_ranks > 1
 
     @property
     def is_main(self) -> bool:
-        """Return whether this is rank 0, which draws, prints and writes for all."""
+        """Whether this is rank 0, which plots, prints and writes for all ranks."""
         return self.rank == 0
 
     @property
@@ -124,18 +128,17 @@ class Mesh:
 
     @property
     def speaks_for_replica(self) -> bool:
-        """Return whether this rank tells what all ranks of its replica know."""
+        """Whether this rank reports values that all ranks of its replica know."""
         return self.at.pipeline == self.at.sequence == 0
 
     def gather_group(self, holders: Holders) -> ProcessGroup | None:
-        """Make one more communicator of the ranks with the same parameters, for gathering weights.
+        """Return a new communicator of the ranks with the same parameters, for weight gathers.
 
-        Gathers are under way while gradients are added up and messages of all kinds travel, so they
-        have a communicator with none of them. Every rank makes it, or none; None where this rank
-        would be alone in it.
+        Gathers overlap the reduction of gradients and all messages, so they need a communicator of
+        their own. Either every rank calls this or none. None if this rank would be alone.
 
         Args:
-            holders: the group of :class:`Groups` that has the same ranks.
+            holders: Group of :class:`Groups` with the same ranks.
         """
         if not self.is_distributed:
             return None
@@ -147,11 +150,11 @@ class Mesh:
         return self._group(ranks[holders], f"gathers of {holders}", hurried=True)
 
     def _make_groups(self, *, wraps: bool, cuts_units: bool, ties_ends: bool) -> Groups:
-        """Make as many groups on every rank, in the same order.
+        """Make the same number of groups on every rank, in the same order.
 
-        Only members take part in making one, so a thousand ranks make a handful each. torch names
-        a group after the number of groups its members have made before: a rank that has no part in
-        one makes one of its own.
+        Only members take part in making a group, so even with a thousand ranks each makes only a
+        few. torch names a group by the number of groups that its members have made before, so a
+        rank that is not a member makes a group of itself alone instead.
         """
         pipeline = self.pipeline_ranks
         here = self.at.pipeline
@@ -174,12 +177,16 @@ class Mesh:
     def make_range_groups(
         self, ranges: Sequence[tuple[int, int]]
     ) -> dict[tuple[int, int], tuple[ProcessGroup, ProcessGroup]]:
-        """Make two communicators for each range of pipeline positions that this rank is in.
+        """Make two communicators for each range of pipeline positions that includes this rank.
 
         Every rank must call it with the same ranges, in the same order.
 
         Args:
-            ranges: (first, last) position of each, different ones.
+            ranges: Distinct ranges, as (first, last) position.
+
+        Returns:
+            By range, the communicator of messages that are waited for at once, and that of
+            messages sent ahead.
         """
         here, found = self.at.pipeline, {}
         for first, last in ranges:
@@ -194,8 +201,8 @@ class Mesh:
     def _make_edges(self, *, wraps: bool) -> dict[tuple[int, int], ProcessGroup]:
         """Make one communicator for each direction of each edge at this rank.
 
-        Of the edges at a rank one begins at an even position and one at an odd one, so they are
-        made in two turns; the edge from the last position to the first has a turn of its own.
+        Of the two edges of a rank, one begins at an even position and one at an odd position, so
+        edges are made in two turns; the edge from the last position to the first is a third turn.
         """
         here, size = self.at.pipeline, self.shape.pipeline_parallel
         turns = [[(i, i + 1) for i in range(size - 1) if i % 2 == parity] for parity in (0, 1)]
@@ -221,11 +228,12 @@ class Mesh:
         backend: str | None = None,
         hurried: bool = False,
     ) -> ProcessGroup | None:
-        """A communicator of its own for one purpose; see :data:`HURRIED_CTAS` for `hurried`.
+        """Return a new communicator; None if this rank is alone. `hurried`: :data:`HURRIED_CTAS`.
 
-        Over NCCL it is made here and now, for it is bound to the device: in the order in which all
-        members make their groups, and before anything is timed. The default group is bound to none,
-        or torch would split every group off from it, which takes all ranks and not only members.
+        An NCCL group is bound to the device and therefore initialized at once, in the order in
+        which all members make their groups, and before anything is timed. The default group must
+        not be bound to a device: torch would then split every group off it, which needs all ranks
+        instead of members only.
         """
         is_alone = len(ranks) == 1
         on_device = backend is None and self._device is not None and not is_alone
@@ -242,13 +250,13 @@ class Mesh:
 
 
 def _hurried_options(timeout: timedelta) -> Any:
-    """Return options of NCCL for messages that travel while their ranks compute."""
+    """Return NCCL options for messages that overlap compute."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = HURRIED_CTAS
-    options._timeout = timeout  # torch warns of one that differs from the group's
+    options._timeout = timeout  # torch warns unless it equals the group's timeout
     return options
 
 
 def alone() -> Mesh:
-    """The mesh of a process that has no peers."""
+    """Return the mesh of a process without peers."""
     return Mesh(MeshShape(), rank=0, timeout_s=1.0)

@@ -1,7 +1,7 @@
-"""The grid of ranks of data, pipeline and sequence parallelism: who is where; loads no torch.
+"""Shape of the grid of data, pipeline and sequence parallelism, and its ranks; without torch.
 
-Ranks are numbered with the sequence-parallel devices next to each other, for they talk most, then
-the pipeline stages, then the replicas: ``rank = (data * P + pipeline) * G + sequence``.
+Sequence-parallel ranks are numbered consecutively, because they communicate most, then pipeline
+ranks, then replicas: ``rank = (data * P + pipeline) * G + sequence``.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ class Coordinates:
 
 @dataclass(frozen=True, slots=True)
 class MeshShape:
-    """Degrees of parallelism, and the arithmetic of ranks."""
+    """Degrees of parallelism, and the mapping between ranks and coordinates."""
 
     data_parallel: int = 1
     pipeline_parallel: int = 1
     sequence_parallel: int = 1
     key_copies: int | None = None
-    """Ranks of a sequence group that hold the same key/value heads, where its ranks shard weights
-    out (Megatron); None where each holds them all (Ulysses)."""
+    """Number of ranks of a sequence-parallel group that hold the same key/value heads, if the group
+    shards weights (Megatron); None if every rank holds whole weights (Ulysses)."""
 
     @classmethod
     def of(cls, parallel: ParallelConfig, *, key_copies: int | None = None) -> MeshShape:
-        """Return the grid that a run file asks for."""
+        """Return the grid that the `parallel` section of a run file specifies."""
         return cls(
             parallel.data_parallel_degree,
             parallel.pipeline_parallel_degree,
@@ -43,14 +43,14 @@ class MeshShape:
 
     @property
     def num_ranks(self) -> int:
-        """Processes in all."""
+        """Total number of ranks."""
         return self.data_parallel * self.pipeline_parallel * self.sequence_parallel
 
     def check(self, world_size: int) -> None:
-        """Refuse a world that is not this grid.
+        """Raise ValueError unless the grid has ``world_size`` ranks.
 
         Raises:
-            ValueError: the degrees do not multiply to the number of ranks there are.
+            ValueError: The product of the degrees differs from ``world_size``.
         """
         if self.num_ranks != world_size:
             raise ValueError(
@@ -67,36 +67,36 @@ class MeshShape:
         return Coordinates(data, pipeline, sequence)
 
     def rank_of(self, at: Coordinates) -> int:
-        """The global rank at some coordinates."""
+        """Return the global rank at the given coordinates."""
         row = at.data * self.pipeline_parallel + at.pipeline
         return row * self.sequence_parallel + at.sequence
 
     def pipeline_ranks(self, at: Coordinates) -> tuple[int, ...]:
-        """The ranks that a sequence passes through from a rank's point of view."""
+        """Return the global ranks of the pipeline that includes ``at``, first to last."""
         return tuple(
             self.rank_of(Coordinates(at.data, stage, at.sequence))
             for stage in range(self.pipeline_parallel)
         )
 
     def sequence_ranks(self, at: Coordinates) -> tuple[int, ...]:
-        """The ranks over which the tokens of each subsequence are sharded."""
+        """Return the global ranks of the sequence-parallel group that includes ``at``."""
         return tuple(
             self.rank_of(Coordinates(at.data, at.pipeline, index))
             for index in range(self.sequence_parallel)
         )
 
     def stage_ranks(self, at: Coordinates) -> tuple[int, ...]:
-        """Return all ranks of the same pipeline rank, which hold the same layers."""
+        """Return all global ranks with the same pipeline coordinate: they hold the same layers."""
         return tuple(
             rank for rank in range(self.num_ranks) if self.coordinates(rank).pipeline == at.pipeline
         )
 
     def block_ranks(self, at: Coordinates, *, copies: int = 1) -> tuple[int, ...]:
-        """Return the ranks of a stage that hold the same part of sharded weights.
+        """Return the global ranks of a stage that hold the same shard of the weights.
 
         Args:
-            at: coordinates of one of them.
-            copies: ranks of a sequence group, next to each other, that hold the same.
+            at: Coordinates of one of these ranks.
+            copies: Number of consecutive ranks of a sequence-parallel group with the same shard.
         """
         return tuple(
             rank

@@ -1,8 +1,8 @@
-"""Messages and collectives among the ranks that run the shards of one unit at a time (MSP).
+"""Messages and collectives among the ranks of an MSP group.
 
-One of them owns the stage: it has the weights, the keys and values of what came before, and the
-sums of gradients. Two communicators, so that what is sent ahead of its use never stands in the way
-of what is waited for.
+One rank of the group owns the stage: it has the weights, the keys and values of the prefix, and the
+gradient sums. There are two communicators per group, so that messages sent ahead of their use never
+delay messages that are waited for at once.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from sppo.parallel.mesh import Mesh
 
 
 class MspExchange:
-    """The ranks of one range of a pipeline, seen from one of them.
+    """Communication of one rank with the other ranks of its MSP group.
 
     Args:
-        group: for what is waited for.
-        ahead: of the same ranks, for what is sent ahead.
-        ranks: global ranks of the shards, in order.
-        place: index of this rank's shard.
-        owner: index of the owner's shard.
-        token: one zero on the device, for :meth:`barrier`.
+        group: Communicator of messages that are waited for at once.
+        ahead: Communicator of the same ranks for messages sent ahead.
+        ranks: Global ranks of the shards, in order.
+        place: Index of this rank's shard.
+        owner: Index of the owner's shard.
+        token: Tensor with one zero on the device, for :meth:`barrier`.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class MspExchange:
 
     @property
     def is_owner(self) -> bool:
-        """Return whether this rank owns the stage."""
+        """Whether this rank owns the stage."""
         return self.place == self.owner
 
     @property
@@ -56,18 +56,18 @@ class MspExchange:
         return len(self._ranks)
 
     def barrier(self) -> None:
-        """Let compute go on when that of all ranks is here: shards run at the same time.
+        """Make compute wait until all ranks reach this point, so that shards run at the same time.
 
-        A sum of zeros within the stream; a barrier of NCCL would hold up the host, too.
+        Implemented as a sum of zeros in the stream; NCCL's barrier would block the host, too.
         """
         with peer_errors("meeting the other shards of a unit"):
             dist.all_reduce(self._token, group=self._group)
 
     def send_ahead(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """Begin to send the owner's ``tensors`` to all; on the others they are filled.
+        """Start to broadcast the owner's ``tensors``; on other ranks ``tensors`` are filled.
 
         Returns:
-            What to wait for, on every rank, before they are used or changed.
+            Handles to wait on, on every rank, before the tensors are used or changed.
         """
         source = self._ranks[self.owner]
         with peer_errors("sending the weights of a layer ahead"):
@@ -77,23 +77,23 @@ class MspExchange:
             ]
 
     def from_owner(self, tensor: Tensor) -> None:
-        """Fill ``tensor`` with the owner's."""
+        """Broadcast the owner's ``tensor``; on other ranks ``tensor`` is filled."""
         with peer_errors("hearing from the owner of a stage"):
             dist.broadcast(tensor, self._ranks[self.owner], group=self._group)
 
     def to_owner_ahead(self, tensor: Tensor) -> Any:
-        """Begin to add up ``tensor`` at the owner; what to wait for before it is used or freed."""
+        """Start to sum ``tensor`` at the owner; return the handle to wait on before its reuse."""
         with peer_errors("sending gradients to the owner of a stage"):
             owner = self._ranks[self.owner]
             return dist.reduce(tensor, owner, group=self._ahead, async_op=True)
 
     def to_owner(self, tensor: Tensor) -> None:
-        """Add up ``tensor`` over all ranks, at the owner; elsewhere it is spoilt."""
+        """Sum ``tensor`` over all ranks at the owner; on other ranks it is then undefined."""
         with peer_errors("adding up at the owner of a stage"):
             dist.reduce(tensor, self._ranks[self.owner], group=self._group)
 
     def all_gather(self, parts: Sequence[Tensor]) -> None:
-        """Fill ``parts``, one for each rank, with what each rank has in its own."""
+        """Fill ``parts``, one tensor per rank, each with the tensor of its rank."""
         with peer_errors("gathering keys and values of a unit's shards"):
             works = [
                 dist.broadcast(part, rank, group=self._group, async_op=True)
@@ -103,7 +103,7 @@ class MspExchange:
                 work.wait()
 
     def scatter(self, parts: Sequence[Tensor] | None, own: Tensor) -> Tensor:
-        """Send one of the owner's ``parts`` to each rank; ``own`` has its shape and is filled."""
+        """Return this rank's part of the owner's ``parts``; ``own`` is a buffer of its shape."""
         with peer_errors("scattering shards of a unit"):
             if parts is None:
                 dist.recv(own, self._ranks[self.owner], group=self._group)
@@ -119,11 +119,11 @@ class MspExchange:
             return parts[self.place]
 
     def gather(self, own: Tensor, rows: Sequence[int]) -> Tensor | None:
-        """Return all ranks' ``own`` one behind the other, at the owner; None elsewhere.
+        """Return the concatenation of all ranks' tensors on the owner; None on other ranks.
 
         Args:
-            own: this rank's.
-            rows: of each rank's.
+            own: Tensor of this rank.
+            rows: Number of rows of each rank's tensor.
         """
         with peer_errors("gathering shards of a unit"):
             if not self.is_owner:
@@ -143,12 +143,12 @@ class MspExchange:
 
 
 class TokenMembers:
-    """The ranks over which a shard's tokens are sharded; each sends its part of the weights' rows.
+    """Sequence-parallel ranks of one MSP shard, each of which sends its part of the weights' rows.
 
     Args:
-        group: of them; None where tokens are not sharded.
-        ranks: their global ranks, in order.
-        index: this rank's place among them.
+        group: Communicator of these ranks; None if tokens are not sharded.
+        ranks: Global ranks, in order.
+        index: Index of this rank among them.
     """
 
     def __init__(
@@ -157,11 +157,11 @@ class TokenMembers:
         self._group, self._ranks, self._index = group, tuple(ranks), index
 
     def own_rows(self, tensor: Tensor) -> Tensor:
-        """Return this rank's part of a parameter's rows; a view."""
+        """Return this rank's part of a parameter's rows, as a view."""
         return tensor[rows_of(tensor.shape[0], index=self._index, count=len(self._ranks))]
 
     def put_together(self, tensors: Sequence[Tensor]) -> None:
-        """Fill ``tensors``, right in :meth:`own_rows`, with the rows of the others."""
+        """Fill ``tensors``, of which each rank has :meth:`own_rows`, with the other ranks' rows."""
         if self._group is None:
             return
         works = []
@@ -177,16 +177,16 @@ class TokenMembers:
                 work.wait()
 
     def add_up(self, tensor: Tensor) -> None:
-        """Replace ``tensor`` by its sum over all of them."""
+        """Replace ``tensor`` by its sum over these ranks."""
         add_up([tensor], self._group, what="adding up a shard's weight gradients")
 
 
 class MspLinks:
-    """Communicators of all ranges of a pipeline whose ranks run shards of the same units.
+    """Communicators of the MSP groups of this rank's pipeline.
 
     Args:
-        mesh: whose pipeline this rank belongs to.
-        device: where tensors live.
+        mesh: Mesh of all ranks, connected.
+        device: Device of the tensors.
     """
 
     def __init__(self, mesh: Mesh, *, device: torch.device) -> None:
@@ -196,7 +196,7 @@ class MspLinks:
 
     @property
     def members(self) -> TokenMembers:
-        """The ranks over which this rank's tokens are sharded."""
+        """Ranks over which this rank's tokens are sharded."""
         mesh = self._mesh
         return TokenMembers(
             mesh.groups.sequence,
@@ -205,13 +205,13 @@ class MspLinks:
         )
 
     def connect(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Make missing groups for ``ranges``, (first, last) positions; every rank must call it."""
+        """Make missing communicators for ``ranges`` (first, last); every rank must call it."""
         new = sorted({*ranges} - self._known)
         self._known.update(new)
         self._groups |= self._mesh.make_range_groups(new)
 
     def exchange(self, positions: tuple[int, ...], owner: int) -> MspExchange:
-        """Return the communication of ranks at ``positions``; number ``owner`` owns the stage."""
+        """Return the communication of the MSP group at ``positions``, owned by ``[owner]``."""
         waited, ahead = self._groups[positions[0], positions[-1]]
         return MspExchange(
             waited,

@@ -1,7 +1,7 @@
-"""All-gathers of sharded parameters, which run behind the compute before their use (ZeRO-3).
+"""Asynchronous all-gathers of sharded parameters that overlap the preceding compute (ZeRO-3).
 
-Rows are padded to equal sizes on the way (:mod:`sppo.parallel.row_layout`). Where they are equal
-anyway and a parameter travels alone, what arrives is the parameter and nothing is copied.
+Rows are padded to equal sizes in messages (:mod:`sppo.parallel.row_layout`). If a message has one
+parameter and no padding, the received buffer is the parameter and nothing is copied.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from sppo.parallel.row_layout import PaddedRows, row_layout
 
 
 class ParameterAllGather:
-    """Gathers among the ranks over which parameters are sharded.
+    """All-gather among the ranks over which parameters are sharded.
 
     Args:
-        group: of these ranks. Nothing else may use it: gathers are under way while gradients are
-            added up.
-        index: this rank's place among them.
+        group: Communicator of these ranks. Nothing else may use it, because gathers overlap the
+            reduction of gradients.
+        index: Index of this rank in the group.
     """
 
     def __init__(self, group: ProcessGroup, *, index: int) -> None:
@@ -33,11 +33,12 @@ class ParameterAllGather:
     def begin(
         self, rows: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
     ) -> AllGatherHandle:
-        """Start to gather parameters, all in one message; every rank the same ones in turn.
+        """Start to gather parameters in one message; every rank must make the same calls in order.
 
         Args:
-            rows: this rank's rows by name, all of one dtype; none of a parameter that has too few.
-            shapes: of the whole parameters.
+            rows: This rank's rows by name, all of one dtype; a parameter with fewer rows than ranks
+                may have none here.
+            shapes: Shapes of the whole parameters by name.
         """
         layout, elements = row_layout(rows, shapes, ranks=self.count)
         flat = next(iter(rows.values())).new_empty((self.count, elements))
@@ -49,17 +50,17 @@ class ParameterAllGather:
         return AllGatherHandle(work, flat, layout)
 
     def padded_elements(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
-        """Elements that parameters of these shapes take on their way."""
+        """Return the number of elements, padding included, of one message with these shapes."""
         return self.count * row_layout(shapes, shapes, ranks=self.count)[1]
 
 
 class AllGatherHandle:
-    """Parameters on their way; :meth:`finish` yields them, once.
+    """Gather in flight; :meth:`finish` returns the parameters and may be called once.
 
     Args:
-        work: of the collective.
-        flat_RN: what every rank sends, R ranks of N elements.
-        parts: what lies where in it.
+        work: Handle of the collective.
+        flat_RN: Received message, N elements from each of R ranks.
+        parts: Layout of the message.
     """
 
     def __init__(self, work: Any, flat_RN: Tensor, parts: tuple[PaddedRows, ...]) -> None:
@@ -68,11 +69,11 @@ class AllGatherHandle:
 
     @property
     def is_copied(self) -> bool:
-        """Return whether :meth:`finish` needs as much memory again as the gathered rows."""
+        """Whether :meth:`finish` copies, and so needs as much memory again as the message."""
         return len(self._parts) > 1
 
     def finish(self) -> dict[str, Tensor]:
-        """Whole parameters by name, once they are here."""
+        """Wait for the message and return the whole parameters by name."""
         with peer_errors(f"gathering {self._parts[0].name}"):
             self._work.wait()
         if not self.is_copied:
@@ -82,7 +83,7 @@ class AllGatherHandle:
 
 
 def _copied(flat_RN: Tensor, part: PaddedRows) -> Tensor:
-    """One parameter out of what many have sent, in memory of its own."""
+    """Return a copy of one parameter of a message with several."""
     ranks = flat_RN.shape[0]
     whole = flat_RN.new_empty(part.shape)
     if not part.is_padded(ranks):
@@ -94,13 +95,13 @@ def _copied(flat_RN: Tensor, part: PaddedRows) -> Tensor:
 
 
 def _compacted(flat_RN: Tensor, part: PaddedRows) -> Tensor:
-    """The one parameter that was sent, where it lies: only padding has to go."""
+    """Return the only parameter of a message as a view, after moving rows over the padding."""
     ranks = flat_RN.shape[0]
     whole = flat_RN.view(ranks * part.count, *part.shape[1:])
     if not part.is_padded(ranks):
         return whole
     for rank in range(1, ranks):
-        # A copy in between, for the two places may overlap.
+        # Copy first: source and target may overlap.
         own = part.own(flat_RN, rank).clone()
         whole[rows_of(part.shape[0], index=rank, count=ranks)] = own
     return whole[: part.shape[0]]

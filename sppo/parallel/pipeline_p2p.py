@@ -1,8 +1,8 @@
 """Messages between neighbouring pipeline ranks, one communicator for each direction of each edge.
 
-A message is posted and travels while both ends compute. Its receiver waits for it where it is
-used, its sender not before the end of the step: a tensor under way is held here until it has left.
-With NCCL waiting is the stream's business, not the host's.
+Messages are asynchronous and overlap compute on both ends. The receiver waits where the tensor is
+used. The sender keeps a reference until the tensor has been sent, and waits at the end of the step
+or when too many messages are in flight. With NCCL the stream waits, not the host.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from sppo.parallel.mesh import Mesh
 
 
 class RecvHandle(Protocol):
-    """A message that was asked for."""
+    """Receive of a tensor that was posted."""
 
     def wait(self) -> Tensor:
-        """The tensor, when it is here."""
+        """Wait for the message and return its tensor."""
         ...
 
 
 class PipelineP2P(Protocol):
-    """Carries tensors between the positions of a pipeline."""
+    """Pipeline communication: point-to-point messages between the positions of a pipeline."""
 
     def send(self, tensor: Tensor, *, receiver: int, what: str) -> None:
-        """Send ``tensor``, which nobody changes from here on."""
+        """Start to send ``tensor``, which must not change afterwards; errors name it ``what``."""
         ...
 
     def receive(
         self, shape: tuple[int, ...], *, dtype: torch.dtype, sender: int, what: str
     ) -> RecvHandle:
-        """Expect a tensor; messages of an edge arrive in the order in which they were sent."""
+        """Post the receive of a tensor; messages of an edge arrive in the order of their sends."""
         ...
 
     def wait_all(self) -> None:
-        """Return when everything that was sent has left."""
+        """Wait until all messages of this rank have been sent."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Awaited:
-    """A receive that was posted."""
+    """Posted receive into ``tensor``."""
 
     tensor: Tensor
     work: Any
@@ -61,15 +61,15 @@ class _Awaited:
 
 
 _MOST_UNDER_WAY = 2
-"""Messages to one receiver that may be under way, as memory is planned for."""
+"""Most messages in flight to one receiver; memory is planned for as many."""
 
 
 class PipelineLinks:
     """:class:`PipelineP2P` over torch.distributed.
 
     Args:
-        mesh: whose pipeline this rank belongs to.
-        device: where tensors live.
+        mesh: Mesh of all ranks, connected.
+        device: Device of the tensors.
     """
 
     def __init__(self, mesh: Mesh, *, device: torch.device) -> None:
@@ -80,7 +80,7 @@ class PipelineLinks:
         self._warm_up()
 
     def send(self, tensor: Tensor, *, receiver: int, what: str) -> None:
-        """Start to send a tensor; waits first where too many messages are under way."""
+        """Start to send a tensor, after waiting for old messages if too many are in flight."""
         under_way = self._under_way.setdefault(receiver, deque())
         self._forget_what_left(under_way)
         tensor = tensor.contiguous()
@@ -93,14 +93,14 @@ class PipelineLinks:
     def receive(
         self, shape: tuple[int, ...], *, dtype: torch.dtype, sender: int, what: str
     ) -> RecvHandle:
-        """Start to receive a tensor, and return what waits for it."""
+        """Start to receive a tensor; return the handle to wait on."""
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
         with peer_errors(f"asking for {what}"):
             work = dist.irecv(tensor, self._ranks[sender], group=self._group(sender, self._here))
         return _Awaited(tensor, work, what)
 
     def wait_all(self) -> None:
-        """Return when everything that was sent has arrived."""
+        """Wait until all messages of this rank have been sent."""
         for under_way in self._under_way.values():
             while under_way:
                 _wait_for_first(under_way)
@@ -111,9 +111,9 @@ class PipelineLinks:
         return group
 
     def _forget_what_left(self, under_way: deque[tuple[Tensor, Any, str]]) -> None:
-        """Let go of tensors that have left, and wait for those before the last few.
+        """Drop tensors that have been sent, and wait until few enough messages are in flight.
 
-        Gloo does not tell of a message that it has left unless it is waited for. Waiting is safe:
+        Gloo reports that a message has been sent only if it is waited for. Waiting cannot deadlock:
         a program is proven to end even if every send waits for its receive
         (:mod:`sppo.schedule.checks.deadlock`).
         """
@@ -123,7 +123,7 @@ class PipelineLinks:
             _wait_for_first(under_way)
 
     def _warm_up(self) -> None:
-        """Send one small message over every edge: connections are made before anything is timed."""
+        """Send a small message over every edge, to connect all edges before anything is timed."""
         for edge in self._groups:
             sender, receiver = edge
             what = "a first message"

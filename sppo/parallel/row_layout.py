@@ -1,7 +1,7 @@
-"""Layout of sharded parameters in one message: every rank's rows, padded to equal sizes.
+"""Layout of sharded parameters in one message, with every rank's rows padded to equal sizes.
 
-Rows are sharded as :func:`sppo.parallel.data_parallel.rows_of` does. A message of R ranks is a
-tensor ``[R, N]``: row r has rank r's rows of every parameter, one behind the other.
+:func:`sppo.parallel.data_parallel.rows_of` assigns rows to ranks. A message of R ranks is a tensor
+``[R, N]``: row r has rank r's rows of every parameter, concatenated.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from sppo.parallel.data_parallel import rows_of
 
 @dataclass(frozen=True, slots=True)
 class PaddedRows:
-    """Rows of one parameter in what each of several ranks has of a message.
+    """Position of one parameter's rows in each rank's part of a message.
 
     Attributes:
-        name: Of the parameter.
-        shape: Of the whole parameter.
-        offset: Where they begin, in elements.
-        count: Rows of one rank with padding.
+        name: Global name of the parameter.
+        shape: Shape of the whole parameter.
+        offset: Offset of the rows in a rank's part, in elements.
+        count: Rows of one rank, padding included.
     """
 
     name: str
@@ -33,7 +33,7 @@ class PaddedRows:
 
     @property
     def row_elements(self) -> int:
-        """Elements of one row."""
+        """Number of elements in one row of the parameter."""
         return prod(self.shape[1:])
 
     def is_padded(self, ranks: int) -> bool:
@@ -55,12 +55,12 @@ class PaddedRows:
 def row_layout(
     names: Iterable[str], shapes: Mapping[str, tuple[int, ...]], *, ranks: int
 ) -> tuple[tuple[PaddedRows, ...], int]:
-    """Return the layout of a message of some parameters, and the elements that each rank has of it.
+    """Return the layout of a message, and the number of elements of each rank's part.
 
     Args:
-        names: of the parameters, in their order.
-        shapes: of whole parameters.
-        ranks: over which each is sharded.
+        names: Names of the parameters, in order.
+        shapes: Shapes of whole parameters by name.
+        ranks: Number of ranks over which each parameter is sharded.
     """
     parts, offset = [], 0
     for name in names:

@@ -1,8 +1,8 @@
-"""Number of CUDA streams that a rank uses, and that torch has.
+"""Number of CUDA streams that a rank uses, compared with the number that torch has.
 
-torch has pools of 32 streams on a device, one pool a priority, and hands out the first ones again
-after that. Two communicators of NCCL on one stream would wait for each other's messages, and ranks
-in different orders for ever; copies would wait for messages.
+torch has a pool of 32 streams per device and priority, and reuses them in turn. Two NCCL
+communicators on one stream would wait for each other's messages, which may deadlock if ranks issue
+messages in different orders; copies would wait for messages, too.
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ from sppo.parallel.mesh_shape import Coordinates, MeshShape
 
 POOL_STREAMS = 32
 _COPIES = 2
-"""Streams for copies of offloaded tensors, and as many for those of training state."""
+"""Streams for copies of offloaded tensors; as many more for copies of training state."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamCount:
-    """Streams of each of torch's pools."""
+    """Number of streams that a rank takes from each of torch's pools."""
 
     normal: int
     high: int
-    """Streams of high priority: those of hurried groups of :mod:`sppo.parallel.mesh`."""
+    """Streams of high priority, of the hurried groups of :mod:`sppo.parallel.mesh`."""
 
     @property
     def fits(self) -> bool:
-        """Return whether no stream of a pool is handed out twice."""
+        """Whether neither pool has to reuse a stream."""
         return max(self.normal, self.high) <= POOL_STREAMS
 
 
 @dataclass(frozen=True, slots=True)
 class StreamUse:
-    """Parts of a run that take streams beside the grid of its ranks."""
+    """Features of a run that need streams in addition to those of the grid of ranks."""
 
     ranges: Sequence[tuple[int, int]] = ()
-    """(first, last) positions of pipeline ranks that run shards of the same units; MSP alone."""
+    """Ranges (first, last) of pipeline ranks that form MSP groups; empty without MSP."""
     wraps: bool = False
     ties_ends: bool = False
     gathers_weights: bool = False
-    """ZeRO-3."""
+    """Whether weights are gathered for use (ZeRO-3)."""
     offloads: bool = False
     offloads_state: bool = False
 
 
 def count_streams(shape: MeshShape, at: Coordinates, use: StreamUse) -> StreamCount:
-    """Return the streams of the rank at some coordinates, one for each communicator and copy."""
+    """Return the number of streams of the rank at ``at``: one per communicator and copy stream."""
     here, size = at.pipeline, shape.pipeline_parallel
     edges = (here > 0) + (here < size - 1)
     if use.wraps and size > 2:
@@ -66,10 +66,10 @@ def count_streams(shape: MeshShape, at: Coordinates, use: StreamUse) -> StreamCo
 
 
 def check_streams(shape: MeshShape, use: StreamUse) -> None:
-    """Refuse a run whose ranks would use a stream twice.
+    """Raise ValueError if a rank needs more streams than torch has.
 
     Raises:
-        ValueError: says how many streams, and what to change.
+        ValueError: A rank needs more streams of one priority than a pool has.
     """
     counts = [count_streams(shape, shape.coordinates(rank), use) for rank in range(shape.num_ranks)]
     worst = max(counts, key=lambda count: max(count.normal, count.high))

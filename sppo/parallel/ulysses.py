@@ -1,12 +1,14 @@
-"""Ulysses sequence parallelism: tokens are sharded everywhere but in attention, heads there.
+"""Ulysses sequence parallelism: ranks shard heads inside attention, and tokens everywhere else.
 
-Each of G ranks has some tokens of a subsequence with all heads. Before attention an all-to-all
-gives it all tokens of N/G heads, and another one turns the output back (Jacobs et al., 2023). With
-fewer key/value heads than ranks, several ranks attend with the same one, and the gradients of its
-keys and values are added up where its tokens are.
+Each of G ranks has some tokens of a subsequence with all heads. Before attention, an all-to-all
+gives each rank all tokens of N/G heads; after attention, another all-to-all returns the output to
+the shards of tokens (Jacobs et al., 2023). With fewer key/value heads than ranks, several ranks use
+the same key/value head, and the gradients of its keys and values are summed on the rank that has
+the tokens.
 
-Legend: c tokens here, C of the whole subsequence, N query heads, K key/value heads, D head size,
-G ranks, n = N/G query heads here, k = max(1, K/G) key/value heads here.
+Legend: c tokens of this rank, C tokens of the whole subsequence, N query heads, K key/value heads,
+D head size, G ranks, n = N/G query heads of this rank, k = max(1, K/G) key/value heads of this
+rank.
 """
 
 from __future__ import annotations
@@ -24,21 +26,21 @@ from sppo.parallel.job.peer_errors import peer_errors
 
 
 def token_parts(tokens: int, *, degree: int) -> tuple[int, ...]:
-    """Tokens of a subsequence on each of ``degree`` ranks: as equal as they can be."""
+    """Return the number of tokens on each of ``degree`` ranks, as equal as possible."""
     cuts = [tokens * rank // degree for rank in range(degree + 1)]
     return tuple(b - a for a, b in pairwise(cuts))
 
 
 class UlyssesAllToAll:
-    """Turns shards of tokens into shards of heads, and back.
+    """All-to-all between shards of tokens and shards of heads.
 
-    ``parts`` are the tokens that each rank has, in order; they add up to C.
+    The argument ``parts`` of the methods is the number of tokens on each rank; its sum is C.
 
     Args:
-        group: of the ranks over which tokens are sharded.
-        rank: this one's place in it.
-        num_heads: N.
-        kv_heads: K.
+        group: Ranks over which tokens are sharded.
+        rank: Index of this rank in the group.
+        num_heads: Number of query heads N.
+        kv_heads: Number of key/value heads K.
     """
 
     def __init__(self, group: ProcessGroup, *, rank: int, num_heads: int, kv_heads: int) -> None:
@@ -46,13 +48,13 @@ class UlyssesAllToAll:
         self.shard = head_shard(num_heads, kv_heads, degree=self.degree)
 
     def queries_to_heads(self, tensors: Sequence[Tensor], parts: Sequence[int]) -> list[Tensor]:
-        """Each ``[c, N, D]`` as ``[C, n, D]``, in one exchange."""
+        """Return each tensor ``[c, N, D]`` as ``[C, n, D]``, in one all-to-all."""
         return self._to_heads([self._split(tensor) for tensor in tensors], parts)
 
     def inputs_to_heads(
         self, q_cND: Tensor, k_cKD: Tensor, v_cKD: Tensor, parts: Sequence[int]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (q_CnD, k_CkD, v_CkD), in one exchange."""
+        """Return (q_CnD, k_CkD, v_CkD), in one all-to-all."""
         sent = [self._split(q_cND), self._split_keys(k_cKD), self._split_keys(v_cKD)]
         q, k, v = self._to_heads(sent, parts)
         return q, k, v
@@ -60,46 +62,46 @@ class UlyssesAllToAll:
     def keys_to_heads(
         self, k_cKD: Tensor, v_cKD: Tensor, parts: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """Return (k_CkD, v_CkD), in one exchange."""
+        """Return (k_CkD, v_CkD), in one all-to-all."""
         k, v = self._to_heads([self._split_keys(k_cKD), self._split_keys(v_cKD)], parts)
         return k, v
 
     def queries_to_tokens(self, o_CnD: Tensor, parts: Sequence[int]) -> Tensor:
-        """Return ``[C, n, D]`` as ``[c, N, D]``."""
+        """Return an attention output ``[C, n, D]`` as ``[c, N, D]``."""
         (o,) = self._to_tokens([o_CnD], parts)
         return _join(o)
 
     def gradients_to_tokens(
         self, dq_CnD: Tensor, dk_CkD: Tensor, dv_CkD: Tensor, parts: Sequence[int]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dq_cND, dk_cKD, dv_cKD), added up where several ranks used a key head."""
+        """Return (dq_cND, dk_cKD, dv_cKD); dk and dv are summed over ranks that share a head."""
         dq, dk, dv = self._to_tokens([dq_CnD, dk_CkD, dv_CkD], parts)
         return _join(dq), self._join_keys(dk), self._join_keys(dv)
 
     def lse_to_tokens(self, lse_nC: Tensor, parts: Sequence[int]) -> Tensor:
-        """Return ``[n, C]`` as ``[N, c]``."""
+        """Return log-sum-exps ``[n, C]`` as ``[N, c]``."""
         tokens = self.queries_to_tokens(lse_nC.t().unsqueeze(2), parts)
         return tokens.squeeze(2).t().contiguous()
 
     def lse_to_heads(self, lse_Nc: Tensor, parts: Sequence[int]) -> Tensor:
-        """Return ``[N, c]`` as ``[n, C]``."""
+        """Return log-sum-exps ``[N, c]`` as ``[n, C]``."""
         (heads,) = self.queries_to_heads([lse_Nc.t().unsqueeze(2)], parts)
         return heads.squeeze(2).t().contiguous()
 
     def _split(self, x_cND: Tensor) -> Tensor:
-        """Return ``[G, c, n, D]``: what each rank gets of the query heads."""
+        """Return the query heads for each rank, ``[G, c, n, D]``."""
         tokens, _, size = x_cND.shape
         return x_cND.reshape(tokens, self.degree, self.shard.queries, size).transpose(0, 1)
 
     def _split_keys(self, x_cKD: Tensor) -> Tensor:
-        """Return ``[G, c, k, D]``: what each rank gets of the key/value heads."""
+        """Return the key/value heads for each rank, ``[G, c, k, D]``."""
         tokens, _, size = x_cKD.shape
         distinct = self.degree // self.shard.repeats
         heads = x_cKD.reshape(tokens, distinct, self.shard.keys, size).transpose(0, 1)
         return heads.repeat_interleave(self.shard.repeats, dim=0)
 
     def _join_keys(self, d_GckD: Tensor) -> Tensor:
-        """Return ``[c, K, D]`` from each rank's part of the sum."""
+        """Return the key/value gradients ``[c, K, D]``, summed over ranks that share a head."""
         if self.shard.repeats > 1:
             _, *shape = d_GckD.shape
             terms = d_GckD.reshape(-1, self.shard.repeats, *shape)
@@ -109,7 +111,7 @@ class UlyssesAllToAll:
         return _join(d_GckD)
 
     def _to_heads(self, sent: Sequence[Tensor], parts: Sequence[int]) -> list[Tensor]:
-        """Each ``[G, c, h, D]``, one slice for each rank, as ``[C, h, D]``."""
+        """Return each tensor ``[G, c, h, D]``, one slice for each rank, as ``[C, h, D]``."""
         heads = [tensor.shape[2] for tensor in sent]
         out_GchD = torch.cat(list(sent), dim=2).contiguous()
         tokens, row = out_GchD.shape[1], out_GchD.shape[2] * out_GchD.shape[3]
@@ -120,7 +122,7 @@ class UlyssesAllToAll:
         return [part.contiguous() for part in torch.split(received, heads, dim=1)]
 
     def _to_tokens(self, sent: Sequence[Tensor], parts: Sequence[int]) -> list[Tensor]:
-        """Each ``[C, h, D]`` as ``[G, c, h, D]``, one slice from each rank."""
+        """Return each tensor ``[C, h, D]`` as ``[G, c, h, D]``, one slice from each rank."""
         heads = [tensor.shape[1] for tensor in sent]
         out_ChD = torch.cat(list(sent), dim=1).contiguous()
         tokens, row = parts[self.rank], out_ChD.shape[1] * out_ChD.shape[2]
@@ -140,5 +142,5 @@ class UlyssesAllToAll:
 
 
 def _join(x_GchD: Tensor) -> Tensor:
-    """Slices of all ranks side by side: ``[c, G * h, D]``."""
+    """Return the slices of all ranks side by side, ``[c, G * h, D]``."""
     return x_GchD.transpose(0, 1).flatten(1, 2)

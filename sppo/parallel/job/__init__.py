@@ -1,1 +1,1 @@
-"""The ranks of a job: how they start, learn who they are, meet, wait, fail and end."""
+"""Processes of a job: launch, rank discovery, rendezvous, timeouts, failures and exit."""

@@ -1,8 +1,8 @@
-"""Run a command that ends when the process that started it does, however that ends.
+"""Script that runs a command, which the system kills when the parent process ends.
 
-A script, called with the starter's process id and the command, which replaces it by exec. Linux
-keeps the request across exec, so the command itself need not do anything; other systems run the
-command without it. It imports little, since every rank is started through it.
+The arguments are the parent's process id and the command, which replaces the script by exec. Linux
+keeps the request across exec, so the command itself does nothing; other systems run the command
+without the request. The script imports little, because every rank is started by it.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the system kill this process when process ``parent`` ends; exit if that has ended."""
+    """Have the system kill this process when ``parent`` ends; exit if ``parent`` has ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:
@@ -24,7 +24,7 @@ def end_with_parent(parent: int) -> None:
 def main() -> None:
     """Run ``end_with_parent.py PID PROGRAM ARGUMENT…``."""
     end_with_parent(int(sys.argv[1]))
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ignored by Python, and exec would keep that
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # exec would keep Python's setting to ignore it
     os.execv(sys.argv[2], sys.argv[2:])
 
 

@@ -1,8 +1,8 @@
-"""Reads from the environment which rank this process is, and writes it for ranks that sppo starts.
+"""Environment variables of ranks: read for this process, and written for ranks that sppo starts.
 
-The only file that knows the launchers' variables: those of torchrun, which ``sppo train`` sets for
-its own ranks too, and those of Slurm's srun. It imports no torch: torch reads the environment when
-it is imported.
+The only module that knows the launchers' variables: those of torchrun, which ``sppo train`` also
+sets for its own ranks, and those of Slurm's srun. It does not import torch, which reads the
+environment when it is imported.
 """
 
 from __future__ import annotations
@@ -28,31 +28,32 @@ _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _THREADS = "OMP_NUM_THREADS"
 _TORCH_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 _NCCL_DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-"""Variables with the prefix of the files that NCCL's flight recorder writes when work times out;
-torch 2.11 and 2.13 read the first one, and the second one where that is not set."""
+"""Variables with the file prefix for dumps of NCCL's flight recorder after a timeout; torch 2.11
+and 2.13 read the first, or the second if the first is not set."""
 
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""Slurm numbers the steps that srun does not start (batch, interactive, extern) from here on."""
+"""First number of Slurm steps that srun does not start (batch, interactive, extern)."""
 _FIRST_PORT = 12000
 _NUM_PORTS = 20000
-"""Ports for Slurm jobs that name none: above those of services, below those systems give out."""
+"""Size of the port range for Slurm jobs without MASTER_PORT: above the ports of services, below
+the ports that systems assign."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankEnvironment:
-    """The place of this process among the ranks of a job.
+    """Rank of this process in its job, and the address where the ranks meet.
 
     Attributes:
-        rank: Its number, from 0.
-        world_size: Ranks of the job.
-        local_rank: Its number on its machine.
-        local_world_size: Ranks on its machine.
-        master_address: Where the ranks meet: the machine of rank 0.
-        master_port: The port there.
-        launcher: Who started it.
-        store_is_hosted: Whether the launcher serves the store where the ranks meet; else rank 0
-            does.
-        progress_file: Where its launcher looks for its flight record, if it does.
+        rank: Global rank, from 0.
+        world_size: Number of ranks of the job.
+        local_rank: Rank among the ranks of this machine.
+        local_world_size: Number of ranks on this machine.
+        master_address: Host name or address of the machine of rank 0, where the ranks meet.
+        master_port: Port at the master address.
+        launcher: Program that started this process.
+        store_is_hosted: Whether the launcher serves the rendezvous store; otherwise rank 0 does.
+        progress_file: File in which the launcher expects the flight record; None if it expects
+            none.
     """
 
     rank: int
@@ -67,18 +68,18 @@ class RankEnvironment:
 
     @property
     def is_one_machine(self) -> bool:
-        """Return whether every rank runs on this machine."""
+        """Whether every rank runs on this machine."""
         return self.local_world_size == self.world_size
 
 
 def rank_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
-    """Return the place of this process, None if it stands alone and starts its own ranks.
+    """Return the rank of this process; None if no launcher has started it as a rank.
 
-    torchrun's variables win over srun's, since torchrun may itself run under srun. The shells of
-    sbatch, salloc and ``srun --pty bash`` are no ranks, although Slurm numbers them too.
+    torchrun's variables take precedence over srun's, since torchrun may itself run under srun. The
+    shells of sbatch, salloc and ``srun --pty bash`` are not ranks, although Slurm numbers them.
 
     Raises:
-        ValueError: variables that are missing, no numbers, or do not fit each other.
+        ValueError: Variables are missing, are not numbers, or contradict each other.
     """
     if any(name in environ for name in _RANK_VARIABLES):
         return _from_torchrun(environ)
@@ -89,10 +90,10 @@ def rank_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
 
 @contextmanager
 def torch_kept_quiet(environ: MutableMapping[str, str]) -> Iterator[None]:
-    """Keep torch, imported within, from printing a C++ stack for each connection that fails.
+    """Keep torch, if imported in the context, from printing a C++ stack per failed connection.
 
-    Torch reads the level when it is imported, so ``environ`` is left as it was. A level that the
-    user asks for stays.
+    torch reads the log level on import, so ``environ`` is restored afterwards. A level that the
+    user has set is kept.
     """
     if _TORCH_LOG_LEVEL in environ:
         yield
@@ -105,10 +106,10 @@ def torch_kept_quiet(environ: MutableMapping[str, str]) -> Iterator[None]:
 
 
 def with_module_path(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environ`` by which ``python -P`` finds the modules that this process finds.
+    """Return ``environ`` with a PYTHONPATH by which ``python -P`` finds this process's modules.
 
-    A program may have found ``sppo`` beside itself; ``python -m`` would look into the current
-    directory first, where a file ``json.py`` takes the place of Python's own module.
+    The directory of the running script may be where ``sppo`` was found. ``python -m`` without -P
+    would search the current directory first, where a file ``json.py`` would hide Python's module.
     """
     places = [os.path.abspath(place) for place in sys.path]  # "" is the current directory
     return {**environ, "PYTHONPATH": os.pathsep.join(places)}
@@ -127,13 +128,13 @@ def child_environment(
     """Return the environment of a rank that ``sppo`` starts on this machine.
 
     Args:
-        environ: of the starting process.
-        rank: of the new process.
-        num_ranks: of the job.
-        port: where the starting process serves the store in which the ranks meet.
-        threads: of the new process, unless the user has set OMP_NUM_THREADS; None sets no limit.
-        progress_file: where the starting process will look for the flight record.
-        nccl_dumps: of :func:`nccl_dump_prefix`.
+        environ: Environment of the launcher.
+        rank: Rank of the new process.
+        num_ranks: Number of ranks of the job.
+        port: Port at which the launcher serves the rendezvous store.
+        threads: OMP_NUM_THREADS of the new process, unless the user has set it; None for no limit.
+        progress_file: File in which the launcher expects the flight record.
+        nccl_dumps: Result of :func:`nccl_dump_prefix`.
     """
     child = {
         **environ,
@@ -154,10 +155,10 @@ def child_environment(
 
 
 def nccl_dump_prefix(environ: Mapping[str, str]) -> str:
-    """Return the prefix of the files, one a rank, in which NCCL leaves what it was about.
+    """Return the file prefix for the dumps of NCCL's flight recorder, one file per rank.
 
     Args:
-        environ: of the process that starts the ranks; the user may have named a prefix in it.
+        environ: Environment of the launcher, in which the user may have set a prefix.
     """
     given = next((environ[name] for name in _NCCL_DUMPS if environ.get(name)), None)
     return given or str(Path(tempfile.gettempdir(), f"sppo_{os.getpid()}_nccl_rank_"))
@@ -191,7 +192,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> RankEnvironment:
 
 
 def _is_slurm_task(environ: Mapping[str, str]) -> bool:
-    """Return whether srun started this process as one of several tasks of a step."""
+    """Return whether srun started this process as one of several tasks of a Slurm step."""
     step = environ.get("SLURM_STEP_ID", "")
     if not step.isdecimal() or int(step) >= _FIRST_SPECIAL_STEP or "SLURM_PROCID" not in environ:
         return False
@@ -199,7 +200,7 @@ def _is_slurm_task(environ: Mapping[str, str]) -> bool:
 
 
 def _slurm_tasks(environ: Mapping[str, str]) -> str:
-    """Return the variable that counts the tasks of the step; that of the job may count others."""
+    """Return the variable with the number of tasks of the step, which may differ from the job's."""
     return "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
 
 
@@ -232,7 +233,7 @@ def _first_slurm_host(environ: Mapping[str, str]) -> str:
 
 
 def _slurm_port(environ: Mapping[str, str]) -> int:
-    """Return a port, the same for all tasks of a step, most likely another for other steps."""
+    """Return a port that is equal for all tasks of a step, and probably differs between steps."""
     job = _number(environ, "SLURM_JOB_ID")
     return _FIRST_PORT + (job + 101 * _number(environ, "SLURM_STEP_ID")) % _NUM_PORTS
 
@@ -257,7 +258,7 @@ def _slurm_local_tasks(environ: Mapping[str, str], *, tasks: str) -> int:
 
 
 def _task_counts(text: str) -> tuple[int, ...] | None:
-    """Return the tasks of each node, from e.g. ``4(x2),3``; None if it is not written like that."""
+    """Return the number of tasks of each node, 4, 4, 3 for ``4(x2),3``; None for other formats."""
     counts: list[int] = []
     for item in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
@@ -268,10 +269,10 @@ def _task_counts(text: str) -> tuple[int, ...] | None:
 
 
 def expand_hosts(hosts: str) -> Iterator[str]:
-    """Yield the host names of a Slurm list, e.g. a03, a04, a05, a09 and b of ``a[03-05,09],b``.
+    """Yield the host names of a Slurm list, such as a03, a04, a05, a09, b for ``a[03-05,09],b``.
 
     Raises:
-        ValueError: not such a list.
+        ValueError: ``hosts`` is not a valid list.
     """
     items = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", hosts)
     if not items or ",".join(items) != hosts:
@@ -284,7 +285,7 @@ def expand_hosts(hosts: str) -> Iterator[str]:
 
 
 def _expand_host(item: str) -> Iterator[str]:
-    """Yield the hosts of one item; its brackets are expanded from left to right."""
+    """Yield the hosts of one item of a Slurm list, expanding brackets from left to right."""
     match = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", item)
     if match is None:
         yield item
@@ -322,7 +323,7 @@ def _port(environ: Mapping[str, str]) -> int:
 
 
 def _checked(place: RankEnvironment, *, names: tuple[str, str, str, str]) -> RankEnvironment:
-    """Refuse numbers that contradict each other; ``names`` are the variables they came from."""
+    """Return ``place``; raise ValueError if the numbers, read from ``names``, are inconsistent."""
     rank, world, local_rank, local_world = zip(
         names,
         (place.rank, place.world_size, place.local_rank, place.local_world_size),

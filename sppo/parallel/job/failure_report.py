@@ -1,4 +1,4 @@
-"""Report of a failed job: which rank broke it, from flight records and how the processes ended."""
+"""Report of a failed job: finds the rank to blame from flight records and exit codes."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _STATE_TEXTS: dict[RankState, str] = {
 
 @dataclass(frozen=True, slots=True)
 class RankEnd:
-    """End of one rank's process.
+    """How one rank's process ended.
 
     Attributes:
-        rank: Its number.
-        returncode: As :class:`subprocess.Popen` has it: minus the signal that killed it.
-        ended_s: When that was seen, on the clock of ``time.monotonic``.
-        stopped: Whether it was told to end because another rank had failed before.
-        note: The last entry of its flight record, None if there is none.
-        last_lines: Of its output, where that has not been seen.
-        collective_timed_out: Whether NCCL's watchdog says in its output that it ended the rank;
-            None where the output was not kept.
+        rank: Global rank.
+        returncode: Exit code as of :class:`subprocess.Popen`: minus the signal that killed it.
+        ended_s: When the launcher noticed the end, on the clock of ``time.monotonic``.
+        stopped: Whether the launcher ended the process because another rank had failed.
+        note: Last entry of the rank's flight record; None if there is none.
+        last_lines: Last lines of the rank's output; empty if the user has seen the output.
+        collective_timed_out: Whether the output says that NCCL's watchdog ended the rank; None if
+            the output was not kept.
     """
 
     rank: int
@@ -50,19 +50,19 @@ class RankEnd:
 
     @property
     def failed_s(self) -> float:
-        """Return when it failed: by its flight record, else when it ended, which takes a while."""
+        """When the rank failed according to its flight record, or else when its process ended."""
         if self.note is not None and self.note.state in ("failed", "peer_lost"):
             return min(self.note.changed_s, self.ended_s)
         return self.ended_s
 
     @property
     def still_s(self) -> float:
-        """Seconds from the last entry of its flight record to its end; 0 if there is none."""
+        """Seconds from the last entry of the flight record to the end; 0 without an entry."""
         return 0.0 if self.note is None else self.ended_s - self.note.changed_s
 
     @property
     def message(self) -> str:
-        """First line of the message in its flight record, "" if there is none."""
+        """First line of the message in the flight record; "" if there is none."""
         lines = self.note.message.splitlines() if self.note is not None else []
         return lines[0] if lines else ""
 
@@ -70,8 +70,8 @@ class RankEnd:
     def distance(self) -> int:
         """Distance from the cause: 0 may be the cause, 1 was aborted, 2 lost a peer, 3 was stopped.
 
-        A rank that aborts without having failed was most likely ended by NCCL's watchdog, because
-        another rank does not answer; it may have been an assertion of a library, though.
+        A rank that was aborted before it recorded a failure was most likely ended by NCCL's
+        watchdog, because another rank did not answer; a failed assertion of a library looks alike.
         """
         if self.stopped:
             return 3
@@ -81,15 +81,15 @@ class RankEnd:
 
     @property
     def was_aborted(self) -> bool:
-        """Return whether a library ended the process by SIGABRT before the rank had failed."""
+        """Whether a library ended the process by SIGABRT before the rank recorded a failure."""
         failed = self.note is not None and self.note.state == "failed"
         return self.returncode == -signal.SIGABRT and not failed
 
     @property
     def timeout(self) -> str | None:
-        """The timeout that ended it, e.g. ``timed out after 8 s``, None if none did.
+        """Timeout that ended the rank, such as ``timed out after 8 s``; None if none did.
 
-        Without the seconds if it used a connection that an earlier wait of its own had given up.
+        Without seconds if the rank used a connection on which an earlier wait had timed out.
         """
         if self.was_aborted and self.collective_timed_out:
             return "timed out in NCCL"
@@ -100,22 +100,22 @@ class RankEnd:
 
 
 def first_failure(ends: Sequence[RankEnd]) -> RankEnd | None:
-    """Return the rank to blame, None if all ended well.
+    """Return the end of the rank to blame; None if all ranks succeeded.
 
-    Ranks that failed by themselves come before those that were aborted, these before those that
-    lost another one, these before those that were stopped; among equals the earliest.
+    Ranks that failed by themselves come first, then ranks that were aborted, ranks that lost a
+    peer, and ranks that were stopped; among equals, the earliest failure comes first.
     """
     failed = [end for end in ends if end.returncode != 0]
     return min(failed, key=lambda end: (end.distance, end.failed_s), default=None)
 
 
 def exit_code(end: RankEnd, *, asked: Sequence[str] = ()) -> int:
-    """Return the exit code of the job: that of the rank to blame, 1 if a signal killed it.
+    """Return the exit code of the job: that of the rank to blame, or 1 if a signal killed it.
 
     Args:
-        end: of the rank to blame.
-        asked: names of the signals by which the user had asked for the end. If the rank did not
-            fail by itself, the code is 128 + the number of the first of them.
+        end: End of the rank to blame.
+        asked: Names of the signals by which the user asked the job to end. If there are any and the
+            rank did not fail by itself, the exit code is 128 + the number of the first signal.
     """
     failed_itself = end.returncode > 0 and end.distance == 0
     if asked and not failed_itself:
@@ -124,9 +124,10 @@ def exit_code(end: RankEnd, *, asked: Sequence[str] = ()) -> int:
 
 
 def was_said_by_rank_0(ends: Sequence[RankEnd]) -> bool:
-    """Return whether rank 0, whose output is seen, has said the one reason why all ranks ended.
+    """Return whether rank 0, whose output the user sees, has printed why all ranks ended.
 
-    That is so if all of them refused the same, or if all ended because a signal asked them.
+    True if all ranks ended with the same error message and exit code, or if all ranks ended because
+    of a signal that asked them to.
     """
     codes = {end.returncode for end in ends}
     if codes <= {0, *STOP_CODES}:
@@ -138,13 +139,13 @@ def was_said_by_rank_0(ends: Sequence[RankEnd]) -> bool:
 def failure_report(
     ends: Sequence[RankEnd], *, first: RankEnd, asked: Sequence[str], dumps: Sequence[Path] = ()
 ) -> str:
-    """Return what happened, the rank to blame first, for a terminal.
+    """Return the text of the report for a terminal, with the rank to blame first.
 
     Args:
-        ends: of all ranks.
-        first: the one to blame.
-        asked: names of the signals by which the user had asked for the end.
-        dumps: files in which NCCL has left what it was about.
+        ends: Ends of all ranks.
+        first: End of the rank to blame.
+        asked: Names of the signals by which the user asked the job to end.
+        dumps: Dumps of NCCL's flight recorder.
     """
     return "\n".join([*_failure_lines(ends, first=first, asked=asked), *_dump_lines(dumps)])
 
@@ -172,10 +173,10 @@ def _failure_lines(ends: Sequence[RankEnd], *, first: RankEnd, asked: Sequence[s
 
 
 def _unanswering(ends: Sequence[RankEnd]) -> RankEnd | None:
-    """Return the rank that others waited for until they timed out, None: they ended otherwise.
+    """Return the rank that others waited for until they timed out; None if there is none.
 
-    It neither failed nor waited long enough to give up itself: of the ranks that had to be ended it
-    has not moved for the longest time, since before the first of the others gave up.
+    Such a rank neither failed nor timed out itself. Of the ranks that the launcher stopped, it has
+    made no progress for the longest time, since before the first other rank timed out.
     """
     lost = [end for end in ends if end.timeout is not None]
     crashed = (end.was_aborted and end.collective_timed_out is False for end in ends)
@@ -217,7 +218,7 @@ def _where(end: RankEnd) -> str:
 
 
 def _other(end: RankEnd) -> str:
-    """Return a line for a rank that is not to blame."""
+    """Return the line of the report for a rank that is not to blame."""
     if end.returncode == 0:
         return f"  rank {end.rank} ended well"
     if end.note is None or end.was_aborted:

@@ -1,7 +1,7 @@
-"""Flight record of a rank: what it does at the moment, in a file that survives it.
+"""Flight record of a rank: its current action, in a file that survives the process.
 
-The file is small and mapped into memory, so it survives any death but the machine's. The launcher
-reads it (:mod:`sppo.parallel.job.failure_report`).
+The file is small and mapped into memory, so it survives any end of the process except a crash of
+the machine. The launcher reads it (:mod:`sppo.parallel.job.failure_report`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _CODES = {state: code for code, state in enumerate(_STATES)}
 _ACTION_BYTES = 48
 _MESSAGE_BYTES = 400
 _TURN = struct.Struct("Q")
-"""Number of changes so far; its remainder by the number of copies is the index of the latest."""
+"""Number of changes so far; modulo the number of copies, the index of the latest copy."""
 _RECORD = struct.Struct(f"=dqqqB{_ACTION_BYTES}s{_MESSAGE_BYTES}s")
-"""Time, step, position, number of actions, state, action, message."""
+"""One copy: time, step, position, number of actions, state, action, message."""
 _NUM_COPIES = 16
 _COPY_BYTES = 512
 _STARTS = tuple(64 + index * _COPY_BYTES for index in range(_NUM_COPIES))
@@ -38,17 +38,17 @@ _READ_ATTEMPTS = 100
 
 @dataclass(frozen=True, slots=True)
 class ProgressNote:
-    """The last entry of a flight record.
+    """Last entry of a flight record.
 
     Attributes:
-        state: What the rank was about.
-        step: The training step, None before the first.
-        position: Of the action in its program of this step, from 0.
-        num_actions: Of that program.
+        state: State of the rank.
+        step: Training step; None before the first.
+        position: Index of the action in the rank's program, from 0.
+        num_actions: Number of actions of the program.
         action: Text of the action.
-        changed_s: When, on the clock of ``time.monotonic``, the same for all processes of a
-            machine.
-        message: Why it failed, if it did.
+        changed_s: Time of the entry on the clock of ``time.monotonic``, which all processes of a
+            machine share.
+        message: Reason of a failure; "" if there is none.
     """
 
     state: RankState
@@ -60,7 +60,7 @@ class ProgressNote:
     message: str
 
     def place(self) -> str:
-        """Place in the program, e.g. ``step 3, action 7 of 40 (0F2)``."""
+        """Return the position in the program, such as ``step 3, action 7 of 40 (0F2)``."""
         if self.step is None:
             return "before the first step"
         if not self.action:
@@ -69,16 +69,16 @@ class ProgressNote:
 
 
 class RankProgress:
-    """Writes the flight record of one rank, without a system call; for one thread.
+    """Writer of one rank's flight record, without system calls; not thread-safe.
 
-    Changes go round among copies of the record, and a number says which copy is the latest, so
-    neither a reader nor a death halfway meets half a record.
+    Each change writes the next of several copies in turn, and then the number of the latest copy,
+    so neither a reader nor a crash in between sees a partial entry.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
-        """Use :meth:`create`."""
+        """Write to mapped memory; callers use :meth:`create`."""
         self._memory = memory
-        # A memoryview stores a number at once; struct would write zeros first.
+        # A memoryview stores the number in one write; struct would write zeros first.
         self._turns = memoryview(memory)[: _TURN.size].cast("Q")
         self._turn = self._turns[0]
         self._step = -1
@@ -90,10 +90,10 @@ class RankProgress:
 
     @classmethod
     def create(cls, path: Path | None) -> RankProgress:
-        """Make the file, or continue the one that exists; None makes a record that nobody reads.
+        """Create the file at ``path``, or continue an existing one; None keeps the record private.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: The file cannot be created.
         """
         if path is None:
             return cls(mmap.mmap(-1, _FILE_BYTES))
@@ -108,10 +108,10 @@ class RankProgress:
         """Record that an action begins; takes less than a microsecond.
 
         Args:
-            step: of training.
-            position: of the action in the rank's program, from 0.
-            action: its text; longer ones are cut.
-            num_actions: of the program; None: as said before.
+            step: Training step.
+            position: Index of the action in the rank's program, from 0.
+            action: Text of the action; long texts are cut.
+            num_actions: Number of actions of the program; None for the number given last.
         """
         self._step = step
         self._position = position
@@ -121,12 +121,12 @@ class RankProgress:
         self.state("running")
 
     def state(self, state: RankState, *, message: str = "") -> None:
-        """Record another state of the rank within the same action."""
+        """Record a new state of the rank in the same action."""
         self._failed_s = None
         self._write(state, message=message, at_s=time.monotonic())
 
     def failed(self, error: BaseException) -> None:
-        """Record what ends the rank; when it is told again, on its way out, the time stays."""
+        """Record the error that ends the rank; repeated calls keep the time of the first."""
         at_s = time.monotonic() if self._failed_s is None else self._failed_s
         self._write(_state_after(error), message=_message_of(error), at_s=at_s)
         self._failed_s = at_s
@@ -148,7 +148,7 @@ class RankProgress:
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """Record why the code within ends, if it fails: with a message, or by a lost peer."""
+        """Record a failure of the context: an error with its message, or a lost peer."""
         try:
             yield
         except BaseException as error:
@@ -157,17 +157,17 @@ class RankProgress:
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Record how the code within ends: done, failed with a message, or by a lost peer."""
+        """Record how the context ends: done, failed with a message, or by a lost peer."""
         with self.failing():
             yield
         self.state("done")
 
 
 def read_progress(path: Path) -> ProgressNote | None:
-    """Return the last whole entry of a flight record, None if its rank has not written one.
+    """Return the last complete entry of a flight record; None if there is no entry.
 
     Raises:
-        OSError: the file is there but cannot be read.
+        OSError: The file exists but cannot be read.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY)
@@ -182,12 +182,12 @@ def read_progress(path: Path) -> ProgressNote | None:
 
 
 def _last_note(descriptor: int) -> ProgressNote | None:
-    """Read the latest copy, again if the writer has come round to it meanwhile."""
+    """Read the latest copy; retry if the writer has overwritten it meanwhile."""
     turn, record = 0, b""
     for _ in range(_READ_ATTEMPTS):
         turn = _read_turn(descriptor)
         record = os.pread(descriptor, _RECORD.size, _STARTS[turn % _NUM_COPIES])
-        # The copy after the last finished one may be half written.
+        # The copy after the latest one may be partially written.
         if 0 <= _read_turn(descriptor) - turn < _NUM_COPIES - 1:
             break
     if not turn:
@@ -210,20 +210,20 @@ def _read_turn(descriptor: int) -> int:
 
 
 def _text(field: bytes) -> str:
-    """Decode a field without its padding, and without the half of a character that was cut."""
+    """Decode a field without its padding, and without a character that was cut in the middle."""
     return field.rstrip(b"\0").decode(errors="ignore")
 
 
 def _state_after(error: BaseException) -> RankState:
     if isinstance(error, PeerLostError):
         return "peer_lost"
-    # Of SystemExit, or of the exit of a command line library.
+    # The exit code of SystemExit, or of a command line library's exit exception.
     code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", 1)
     return "done" if code in (0, None) else "failed"
 
 
 def _message_of(error: BaseException) -> str:
-    """Return the text of an error, "" for an exit, before which the reason was printed."""
+    """Return the text of an error; "" for an exit, whose reason was printed before."""
     if isinstance(error, SystemExit) or hasattr(error, "exit_code"):
         return ""
     if isinstance(error, ValueError | OSError | PeerLostError):

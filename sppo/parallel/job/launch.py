@@ -1,17 +1,17 @@
-"""Starts the ranks of a job on this machine, watches them, and reports which one broke the job.
+"""Launcher of a job's ranks on this machine: starts and watches them, and reports failures.
 
-The starting process serves the store where the ranks meet, on a port that the system picks, so no
-other program can take it in between. It computes nothing.
+The launcher serves the store where the ranks meet, on a port chosen by the system, so that no other
+program can take the port in between. It computes nothing itself.
 
-The agent of torch.distributed.elastic (tried with torch 2.13) cannot take its place:
+The agent of torch.distributed.elastic (tried with torch 2.13) cannot replace this launcher:
 
-* Of a hung rank it blames the rank that gave up waiting: it takes the failure that it saw first.
-* At the first failure it ends the others at once, before they can record what they lost, and it
-  then gives them 30 s from SIGTERM to SIGKILL, whatever ``shutdown_timeout`` says.
+* If a rank hangs, the agent blames the rank that timed out, because that failure is seen first.
+* At the first failure the agent ends the other ranks at once, before they can record a lost peer,
+  and then waits 30 s from SIGTERM to SIGKILL, whatever ``shutdown_timeout`` says.
 * Ranks survive an agent that is killed.
-* Its report, 15 lines and more, has neither the output nor the place of the rank, and comes beside
-  the tracebacks of ranks that only lost their peer.
-* The exit code of the broken rank and one line for what all ranks refuse take code of our own.
+* The agent's report of 15 lines and more has neither the output of the failed rank nor its position
+  in the program, and is printed with the tracebacks of ranks that only lost their peer.
+* The exit code of the failed rank, and one line for an error common to all ranks, need own code.
 
 ``docs/launching.md`` compares the two.
 """
@@ -49,12 +49,12 @@ _LOOK_EVERY_S = 0.05
 _TERMINATE_S = 5.0
 """Seconds from SIGTERM to SIGKILL."""
 _GIVE_UP_S = 30.0
-"""Seconds from SIGKILL until a process is left to the system, which cannot end it either."""
+"""Seconds from SIGKILL until the launcher stops waiting for a process that does not end."""
 _LAST_LINES = 15
 _LAST_BYTES = 1 << 14
 _WATCHDOG_BYTES = 1 << 20
 _WATCHDOG_SIGN = b"Watchdog caught collective operation timeout"
-"""Line of torch's watchdog before it ends a process; stacks of all threads may follow."""
+"""Part of the line that torch's watchdog prints before it ends a process; stacks may follow it."""
 _SHARED_MEMORY = "/dev/shm"
 _WRAPPER = Path(__file__).with_name("end_with_parent.py")
 
@@ -77,27 +77,27 @@ def run_ranks(
     threads_per_rank: int | None = None,
     grace_s: float = 10.0,
 ) -> int:
-    """Run ``command`` as every rank of a job and wait for all; call it in the main thread.
+    """Run ``command`` as every rank of a job and wait for all ranks; call from the main thread.
 
-    Rank 0 writes to this process's output; that of the others is kept for the report. SIGTERM and
-    SIGINT are passed on to every rank once; a second one kills them. When a rank fails, the others
-    have ``grace_s`` to end by themselves and are then stopped, and a report goes to stderr, unless
-    rank 0 has said why all ended.
+    Rank 0 writes to this process's output; the output of other ranks is kept for the report. The
+    first SIGTERM or SIGINT is passed on to every rank, the second kills all ranks. When a rank
+    fails, the others have ``grace_s`` to end by themselves and are then stopped. A report goes to
+    stderr, unless rank 0 has printed why all ranks ended.
 
     Args:
-        command: the path of a program and its arguments. It starts with SIGTERM and SIGINT blocked,
-            and lets them through once it can say that one came.
-        num_ranks: how many to start.
-        environ: what they inherit; each also gets its place.
-        threads_per_rank: OMP_NUM_THREADS of each, unless ``environ`` has it.
-        grace_s: seconds.
+        command: Path of a program, and its arguments. The program starts with SIGTERM and SIGINT
+            blocked, and must unblock them once it handles them.
+        num_ranks: Number of ranks to start.
+        environ: Environment for the ranks; the variables of each rank are added.
+        threads_per_rank: OMP_NUM_THREADS of each rank, unless ``environ`` has it.
+        grace_s: Seconds from the first failure until other ranks are stopped.
 
     Returns:
-        0, or the exit code of the rank that failed first; 1 if a signal killed it; 128 + the
-        signal's number if the ranks ended because this process was asked to.
+        0 if all ranks succeeded; else the exit code of the rank that failed first, 1 if a signal
+        killed that rank, or 128 + the signal's number if a signal asked this process to end.
 
     Raises:
-        OSError: a process or the port cannot be had.
+        OSError: A process cannot be started, or the port cannot be opened.
     """
     dumps = nccl_dump_prefix(environ)
     with ExitStack() as stack:
@@ -128,19 +128,19 @@ def run_ranks(
 
 
 def _nameless_file() -> IO[bytes]:
-    """Open a file without a name for a flight record, in memory if the system allows."""
+    """Open a file without a name for a flight record, in shared memory if possible."""
     in_memory = os.access(_SHARED_MEMORY, os.W_OK | os.X_OK)
     return tempfile.TemporaryFile(dir=_SHARED_MEMORY if in_memory else None)
 
 
 def _path_of(file: IO[bytes]) -> Path:
-    """Return the path by which this process and a child that inherits the file open it."""
+    """Return the path of an open file in this process and in children that inherit it."""
     return Path(f"/dev/fd/{file.fileno()}")
 
 
 @contextmanager
 def _served_store(num_ranks: int) -> Iterator[int]:
-    """Serve torch's store on the loopback interface within the context, and yield its port."""
+    """Serve torch's store on the loopback interface during the context, and yield its port."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     listener = socket.socket()
@@ -158,7 +158,7 @@ def _served_store(num_ranks: int) -> Iterator[int]:
     except BaseException:
         listener.close()
         raise
-    listener.detach()  # the store's now
+    listener.detach()  # owned by the store from here on
     try:
         yield port
     finally:
@@ -167,7 +167,7 @@ def _served_store(num_ranks: int) -> Iterator[int]:
 
 @contextmanager
 def held_back(numbers: Sequence[signal.Signals]) -> Iterator[None]:
-    """Block signals in this process, and in processes that start within the context."""
+    """Block signals in this process, and in processes that start, during the context."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
@@ -176,11 +176,11 @@ def held_back(numbers: Sequence[signal.Signals]) -> Iterator[None]:
 
 
 class _Job:
-    """The ranks as children of this process; none outlives the context."""
+    """Ranks of a job as children of this process; none outlives the context."""
 
     def __init__(self, grace_s: float) -> None:
         self.asked: list[str] = []
-        """Names of the signals that came."""
+        """Names of the signals that this process received."""
         self._grace_s = grace_s
         self._children: list[_Child] = []
         self._previous: dict[signal.Signals, signal._HANDLER] = {}
@@ -207,7 +207,7 @@ class _Job:
         record: IO[bytes],
         output: IO[bytes] | None,
     ) -> None:
-        """Start one rank in its own process group, which a terminal's Ctrl-C does not reach."""
+        """Start one rank in a process group of its own, out of reach of a terminal's Ctrl-C."""
         wrapped = (sys.executable, "-I", "-S", str(_WRAPPER), str(os.getpid()), *command)
         with held_back(STOP_SIGNALS):
             process = subprocess.Popen(
@@ -222,7 +222,7 @@ class _Job:
         self._children.append(_Child(rank, process, record, output))
 
     def wait(self) -> tuple[RankEnd, ...]:
-        """Wait until every rank has ended or could not be killed."""
+        """Wait until every rank has ended or cannot be killed; pass on signals, stop ranks."""
         passed_on, failed_s = 0, None
         while self._look():
             for name in self.asked[passed_on:]:
@@ -243,7 +243,7 @@ class _Job:
         signal_taken()
 
     def _stop(self, since_s: float) -> bool:
-        """Stop the others ``since_s`` after a failure; return False if nothing is left to try."""
+        """Stop the other ranks ``since_s`` after a failure; return False to stop waiting."""
         if since_s > self._grace_s + _TERMINATE_S + _GIVE_UP_S:
             return False
         if since_s > self._grace_s + _TERMINATE_S:
@@ -256,14 +256,14 @@ class _Job:
         return True
 
     def _kill(self) -> None:
-        """End every rank that still runs, with all that it started itself."""
+        """Kill the process group of every rank that still runs."""
         for child in self._running():
             child.stopped = True
             with suppress(ProcessLookupError):
                 os.killpg(child.process.pid, signal.SIGKILL)
 
     def _look(self) -> bool:
-        """Note which ranks have ended, and return whether any still runs."""
+        """Record which ranks have ended, and return whether any still runs."""
         for child in self._children:
             if child.ended_s is None and child.process.poll() is not None:
                 child.ended_s = time.monotonic()
@@ -278,7 +278,7 @@ class _Job:
 
 
 def _end_of(child: _Child) -> RankEnd:
-    """Return how a rank ended; one that could not be killed counts as killed."""
+    """Return how a rank ended; a rank that could not be killed counts as killed."""
     code, output = child.process.returncode, child.output
     return RankEnd(
         rank=child.rank,

@@ -1,4 +1,4 @@
-"""Number of files and connections that a rank opens, and the limit of them; loads no torch."""
+"""Number of files and connections that a rank opens, and their limit; without torch."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import resource
 
 _OPEN_FILES = 64
 _CONNECTIONS_PER_RANK = 6
-"""Measured with two and four ranks: 61 to 73 open files in all, 19 to 24 of them connections."""
+"""Measured with two and four ranks: 61 to 73 open files, of which 19 to 24 are connections."""
 
 
 def files_of_a_rank(num_ranks: int) -> int:
-    """Files and connections that a rank of a job of so many opens, about."""
+    """Return about how many files and connections a rank of a job of ``num_ranks`` opens."""
     return _OPEN_FILES + _CONNECTIONS_PER_RANK * num_ranks
 
 
 def allow_connections(num_ranks: int) -> None:
-    """Raise this process's limit of open files to the hard limit, and refuse one that is too low.
+    """Raise this process's limit of open files to the hard limit.
 
     Args:
-        num_ranks: of the job.
+        num_ranks: Number of ranks of the job.
 
     Raises:
-        MemoryError: the hard limit is below what a rank opens.
+        MemoryError: The hard limit is below the number of files that a rank opens.
     """
     needed = files_of_a_rank(num_ranks)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

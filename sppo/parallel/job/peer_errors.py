@@ -1,4 +1,4 @@
-"""Errors of torch that mean a lost rank: they become PeerLostError."""
+"""Conversion of torch's errors for lost ranks into PeerLostError."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Parts of messages of torch.distributed, in lower case; it has no types for them.
+# Parts of error messages in lower case; torch.distributed has no exception types for these errors.
 _LOSS_SIGNS = (
     # gloo
     "connection closed by peer",
@@ -19,7 +19,7 @@ _LOSS_SIGNS = (
     "application timeout caused pair closure",
     "connectfullmesh failed",
     "operation timed out",
-    # the store, where the ranks meet; gloo's wait, too
+    # the rendezvous store, and gloo's wait
     "wait timeout",
     "connection was likely closed",
     "timed out after",
@@ -34,25 +34,25 @@ _LOSS_SIGNS = (
 )
 _PLACE_IN_SOURCE = re.compile(r"^\[\S+:\d+\]\s*")
 _TIMEOUT = re.compile(r"(?:timed out waiting|wait timeout after) (\d+)ms.*", re.IGNORECASE)
-"""Timeouts of gloo for a message and of the store for a key."""
+"""Timeout messages of gloo for a message, and of the store for a key."""
 _CLOSED_AFTER_TIMEOUT = "application timeout caused pair closure"
-"""Message of gloo for a connection on which a wait of this process has run out before."""
+"""Error of gloo for a connection on which an earlier wait of this process timed out."""
 _ADVICE = re.compile(r"\. This is typically caused by.*$")
 
 
 class PeerLostError(RuntimeError):
-    """Another rank ended, or did not answer in time: not this rank's fault."""
+    """Another rank ended or did not answer in time; this rank did not fail by itself."""
 
 
 @contextmanager
 def peer_errors(what: str) -> Iterator[None]:
-    """Turn torch's errors for a lost connection or a timeout within into PeerLostError.
+    """Convert torch's errors for lost connections and timeouts in the context to PeerLostError.
 
     Args:
-        what: is done, e.g. "waiting for 0SEND_ACT0.3 from rank 0".
+        what: Description of the operation, such as "waiting for 0SEND_ACT0.3 from rank 0".
 
     Raises:
-        PeerLostError: says ``what``, and in a line what torch said.
+        PeerLostError: A peer was lost; the message has ``what`` and torch's reason in one line.
     """
     try:
         yield
@@ -66,7 +66,7 @@ def peer_errors(what: str) -> Iterator[None]:
 
 
 def loss_in(error: RuntimeError) -> str | None:
-    """Return in one line why a peer is lost; None if an error of torch means something else."""
+    """Return in one line why a peer is lost; None if torch's ``error`` has another meaning."""
     for line in str(error).splitlines():
         if not any(sign in line.lower() for sign in _LOSS_SIGNS):
             continue

@@ -1,7 +1,7 @@
-"""Connects the ranks of a job, and refuses ranks of different versions or configurations.
+"""Rendezvous of the ranks of a job, with a check that versions and configurations are equal.
 
-Versions and configurations are compared through the store where the ranks meet, before any process
-group exists: that needs no device and no collective, which could hang between two versions.
+Versions and configurations are compared through the rendezvous store, before any process group
+exists. The comparison needs no device and no collective, which might hang between two versions.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from sppo.quoting import quoted
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _LOOPBACKS = ("lo", "lo0")
 _CONNECT_S = 5.0
-"""Time beyond the timeout in which torch may report by itself that nobody listens."""
+"""Seconds beyond the timeout in which torch may itself report that no process listens."""
 _VERDICT_S = 5.0
-"""Time that ranks wait longer than rank 0, and that rank 0 waits for them to read its verdict."""
+"""Seconds that other ranks wait longer than rank 0, and that rank 0 waits for them to read its
+verdict."""
 _MOST_LINES = 15
 _OTHER_PROGRAM = ("EADDRINUSE", "Ping failed")
-"""Signs of a port that another program has: for the rank that serves, and for the others."""
+"""Parts of error messages if another program uses the port: on the serving rank, on the others."""
 
 
 def connect(
@@ -41,21 +42,22 @@ def connect(
     timeout_s: float,
     facts: Mapping[str, str] | None = None,
 ) -> None:
-    """Make this process a rank of its job: join the default group of torch.distributed.
+    """Join the default process group of torch.distributed as a rank of the job.
 
-    That group is never bound to a device: torch splits all other groups off a bound one, which
-    takes every rank, and :class:`sppo.parallel.mesh.Mesh` makes groups by their members alone.
+    The default group is not bound to a device: torch splits all other groups off a bound group,
+    which needs every rank, while :class:`sppo.parallel.mesh.Mesh` makes groups of members only.
 
     Args:
-        environment: the place of this process.
-        backend: of the default group.
-        timeout_s: how long a rank waits for others, here and in everything the group does.
-        facts: by name, what all ranks must have alike, e.g. the version of SPPO.
+        environment: Rank of this process, and the address of the rendezvous.
+        backend: Back end of the default group.
+        timeout_s: Longest time in seconds that a rank waits for others, here and in all operations
+            of the group.
+        facts: Values by name that must be equal on all ranks, such as the version of SPPO.
 
     Raises:
-        ValueError: the port is in use, the master has no address, or facts differ; in the last
-            case every rank raises the same, with the ranks and both values of each fact.
-        PeerLostError: others did not come in time.
+        ValueError: The port is in use, the master has no address, or facts differ. If facts differ,
+            every rank raises the same error, with the ranks and both values of each fact.
+        PeerLostError: Other ranks did not connect in time.
     """
     store = _connect_to_store(environment, timeout_s=timeout_s)
     rank, world_size = environment.rank, environment.world_size
@@ -74,13 +76,13 @@ def connect(
 
 
 def disconnect() -> None:
-    """Leave all process groups, if this process is in any."""
+    """Destroy all process groups, if there are any."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def flat_facts(values: Mapping[str, Any], *, prefix: str = "") -> dict[str, str]:
-    """Return one fact for each value of nested ``values``, so that a difference names its key.
+    """Return nested ``values`` as one fact per leaf, so that differences are reported by key.
 
     For example ``{"a.b": "1"}`` for ``{"a": {"b": 1}}``.
     """
@@ -95,10 +97,10 @@ def flat_facts(values: Mapping[str, Any], *, prefix: str = "") -> dict[str, str]
 
 
 def difference_report(facts: Sequence[Mapping[str, str]]) -> str:
-    """Return what to tell users about ranks with different facts, "" if all have the same.
+    """Return the error message for ranks with different facts; "" if all ranks have equal facts.
 
     Args:
-        facts: of every rank, by rank.
+        facts: Facts of every rank, in order of rank.
     """
     lines = [f"  {line}" for line in _differences(facts)]
     if not lines:
@@ -113,7 +115,7 @@ def difference_report(facts: Sequence[Mapping[str, str]]) -> str:
 
 
 def _differences(facts: Sequence[Mapping[str, str]]) -> Iterator[str]:
-    """Yield one line for each value that differs from that of rank 0."""
+    """Yield one line for each value that differs from the value on rank 0."""
     for name in dict.fromkeys(name for values in facts for name in values):
         expected = facts[0].get(name, "nothing")
         others: dict[str, list[str]] = {}
@@ -129,10 +131,10 @@ def _differences(facts: Sequence[Mapping[str, str]]) -> Iterator[str]:
 def _check_same_facts(
     store: Store, facts: Mapping[str, str], *, rank: int, world_size: int, timeout_s: float
 ) -> None:
-    """Send facts to rank 0, and raise on every rank what rank 0 finds."""
+    """Send facts to rank 0, which compares them; raise its verdict on every rank."""
     store = PrefixStore("sppo agreement", store)
     with peer_errors("telling rank 0 what this rank runs"):
-        # Ranks that torchrun starts anew find the keys of their first attempt in its store.
+        # Ranks that torchrun restarts find the keys of earlier attempts in its store.
         attempt = store.add(f"calls of rank {rank}", 1)
         keys = [f"call {attempt} rank {other}" for other in range(world_size)]
         store.set(keys[rank], json.dumps(dict(facts)))
@@ -141,7 +143,7 @@ def _check_same_facts(
         verdict = _verdict(store, keys, timeout_s=timeout_s)
         store.set(verdict_key, json.dumps(verdict))
         if verdict["different"]:
-            # The store may end with rank 0.
+            # The store may end with rank 0, so the others must read first.
             with suppress(PeerLostError), peer_errors("waiting for the others to read"):
                 read_keys = [f"{key} has read" for key in keys[1:]]
                 store.wait(read_keys, timedelta(seconds=_VERDICT_S))
@@ -157,12 +159,12 @@ def _check_same_facts(
 
 
 def _verdict(store: Store, keys: Sequence[str], *, timeout_s: float) -> dict[str, str]:
-    """Return what rank 0 tells all: empty texts if every rank came and all facts are the same."""
+    """Return the verdict of rank 0: empty texts if all ranks connected with equal facts."""
     deadline = time.monotonic() + timeout_s
     facts = []
     for rank, key in enumerate(keys):
         missing = f"rank {rank} did not come within {timeout_s:g} s"
-        # A key that is there is found even when no time is left.
+        # A key that exists is found even if no time is left.
         left_s = max(0.01, deadline - time.monotonic())
         try:
             with peer_errors(missing):
@@ -174,12 +176,12 @@ def _verdict(store: Store, keys: Sequence[str], *, timeout_s: float) -> dict[str
 
 
 def _connect_to_store(environment: RankEnvironment, *, timeout_s: float) -> TCPStore:
-    """Return the store where the ranks meet, which the launcher or rank 0 serves."""
+    """Connect to the rendezvous store, which the launcher or rank 0 serves."""
     host, port = environment.master_address, environment.master_port
     serves = environment.rank == 0 and not environment.store_is_hosted
     _check_host(host, port=port)
     try:
-        # torch limits the time to connect, but not the time until the other side answers.
+        # torch limits the time to connect, but not the time until the server answers.
         return call_in_time(
             lambda: TCPStore(
                 host,
@@ -221,13 +223,13 @@ def _nobody_listens(environment: RankEnvironment, reason: str) -> PeerLostError:
 
 
 def _refusal(host: str, port: int) -> str | None:
-    """Return why nobody listens on a port, None if somebody does.
+    """Return why no process listens on a port; None if a process does.
 
-    torch on a busy machine may take longer than its timeout to say that nobody does.
+    torch on a busy machine may take longer than its timeout to report that no process listens.
     """
     try:
         with socket.create_connection((host, port), timeout=_CONNECT_S) as connection:
-            # A client that picks the port as its own is connected to itself.
+            # A client whose own port happens to be this port is connected to itself.
             alone = connection.getsockname() == connection.getpeername()
             return "connection refused" if alone else None
     except OSError as error:
@@ -235,7 +237,7 @@ def _refusal(host: str, port: int) -> str | None:
 
 
 def _check_host(host: str, *, port: int) -> None:
-    """Refuse a host without an address at once; torch would try it until the timeout."""
+    """Raise ValueError if a host has no address; torch would retry until the timeout."""
     try:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -246,7 +248,7 @@ def _check_host(host: str, *, port: int) -> None:
 
 
 def use_loopback() -> None:
-    """Make gloo use the loopback interface: the name of a machine may have no address."""
+    """Make gloo use the loopback interface, because the machine's name may have no address."""
     names = {name for _, name in socket.if_nameindex()}
     loopback = next((name for name in _LOOPBACKS if name in names), None)
     if loopback is not None:

@@ -1,4 +1,4 @@
-"""Tells whoever watches that no signal goes unheard which ones a handler has taken."""
+"""Notification that a signal handler has run, for watchers that react to unhandled signals."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ _listeners: list[Callable[[], None]] = []
 
 
 def listen(listener: Callable[[], None]) -> None:
-    """Call ``listener`` whenever a handler has taken a signal, in the main thread."""
+    """Call ``listener``, in the main thread, each time that a signal has been handled."""
     _listeners.append(listener)
 
 
 def stop_listening(listener: Callable[[], None]) -> None:
-    """Call ``listener`` no more."""
+    """Stop calling ``listener``."""
     _listeners.remove(listener)
 
 
 def signal_taken() -> None:
-    """Say that a signal was heard, and all that arrived before it; for a handler."""
+    """Notify listeners that all signals so far have been handled; called by signal handlers."""
     for listener in tuple(_listeners):
         listener()

@@ -1,6 +1,6 @@
-"""Calls into libraries that may never return, given up after a time.
+"""Timeouts for calls into libraries that may never return.
 
-Imports nothing slow: it stands before every other import of the command.
+Imports nothing slow, because the command imports this module before all others.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from typing import TypeVar, cast
 T = TypeVar("T")
 
 _unanswered: list[Event] = []
-"""Events of calls whose outcome nobody has taken: set once the call has returned."""
+"""Events of calls that are waited for or have timed out; each is set when its call returns."""
 _without_shutdown = Event()
 
 
 def call_in_time(make: Callable[[], T], *, limit_s: float) -> T:
-    """Return what ``make`` returns; a thread is left behind with it if it takes too long.
+    """Return the result of ``make``, called in a thread that is abandoned after ``limit_s``.
 
     Raises:
-        TimeoutError: it took longer than ``limit_s`` seconds.
+        TimeoutError: The call took longer than ``limit_s`` seconds.
+        Exception: Any exception that ``make`` raised.
     """
     outcomes: SimpleQueue[tuple[T | None, Exception | None]] = SimpleQueue()
     returned = Event()
@@ -37,10 +38,10 @@ def call_in_time(make: Callable[[], T], *, limit_s: float) -> T:
         finally:
             returned.set()
 
-    _unanswered.append(returned)  # before it begins: a signal may come in the midst of starting
+    _unanswered.append(returned)  # before the start, which a signal handler may interrupt
     try:
         Thread(target=attempt, name="timed call", daemon=True).start()
-    except RuntimeError:  # the machine has no more threads: nothing was begun
+    except RuntimeError:  # no thread can be started
         _unanswered.remove(returned)
         raise
     try:
@@ -54,19 +55,19 @@ def call_in_time(make: Callable[[], T], *, limit_s: float) -> T:
 
 
 def end_without_shutdown() -> None:
-    """Let this process end without Python's shutdown: a device may no longer answer.
+    """Make this process exit without Python's shutdown, because a device may no longer answer.
 
-    What is given back then, groups of NCCL above all, would wait for it.
+    Destructors that run at shutdown, above all those of NCCL groups, would wait for the device.
     """
     _without_shutdown.set()
 
 
 @contextmanager
 def without_calls_left_behind() -> Iterator[None]:
-    """End the process at once where it is about to end and a call that was given up may return.
+    """Exit without Python's shutdown if the context ends the process and a call is abandoned.
 
-    If it returned while Python shuts down, its thread would be ended in the middle of C++ code, and
-    the process would abort. So it ends after :func:`end_without_shutdown`, too.
+    If such a call returned during shutdown, its thread would be killed inside C++ code, and the
+    process would abort. Also exits without shutdown after :func:`end_without_shutdown`.
     """
     try:
         yield
@@ -86,7 +87,7 @@ def _ends_at_once() -> bool:
 
 
 def _flushed(code: str | int | None) -> int:
-    """Write out what is buffered; return the exit code, as Python's shutdown finds it."""
+    """Flush stdout and stderr; return the exit code that Python's shutdown would give."""
     if isinstance(code, str):
         print(code, file=sys.stderr)
     number = code if isinstance(code, int) else int(code is not None)

@@ -1,7 +1,8 @@
-"""One process beside this one that evaluates functions, with nothing of this one but arguments.
+"""Worker process that evaluates functions and shares only their arguments with this process.
 
-It starts as a new interpreter (`spawn`), so it has no sockets, locks or threads of this process,
-and imports only what it is asked to evaluate: not this process's script, which may import torch.
+The worker is a new interpreter (`spawn`), without the sockets, locks and threads of this process.
+It imports only the modules of the functions, not the script of this process, which may import
+torch.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _REAPED_S = 5.0
-"""Seconds within which a process whose connection has broken is known to have ended."""
+"""Longest time in seconds from a broken connection until the exit code of the worker is known."""
 _LOOK_EVERY_S = 0.005
 
 
 class WorkerLostError(RuntimeError):
-    """The process could not be started, or ended before it had answered."""
+    """The worker process could not be started, or ended before it returned a result."""
 
 
 class WorkerProcess:
-    """A process that evaluates one function after another; it starts with the first.
+    """Process that evaluates one function after another, started by the first call.
 
-    SIGTERM and SIGINT, which may reach it along with this process, do not end it: it ends with
-    :meth:`close`, and with this process however that ends (on Linux).
+    The worker has SIGTERM and SIGINT blocked, which may be sent to it together with this process.
+    It ends with :meth:`close` or, on Linux, when this process ends for any reason.
     """
 
     def __init__(self) -> None:
@@ -46,17 +47,17 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int | None:
-        """Return the process id; None where it does not run."""
+        """Process id of the worker; None if it does not run."""
         process = self._context.process
         return None if process is None else process.pid
 
     def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Evaluate a function of a module with arguments that can be pickled.
+        """Start to evaluate a module's function with arguments that can be pickled.
 
-        Call it in the main thread: the process ends with the thread that started it.
+        Call from the main thread: the worker ends with the thread that started it.
 
         Raises:
-            WorkerLostError: it cannot be started, or it has ended.
+            WorkerLostError: The worker cannot be started, or it has ended.
         """
         if multiprocessing.current_process().daemon:
             raise WorkerLostError("cannot be started by a daemonic process")
@@ -73,12 +74,12 @@ class WorkerProcess:
             raise WorkerLostError(f"cannot be started: {error}") from error
 
     def result(self, future: Future[T], *, timeout_s: float) -> T:
-        """Return what became of a call.
+        """Return the result of a submitted call.
 
         Raises:
-            TimeoutError: nothing within the time; the call goes on.
-            WorkerLostError: the process has ended.
-            Exception: what the function raised.
+            TimeoutError: There is no result within ``timeout_s``; the call continues.
+            WorkerLostError: The worker has ended.
+            Exception: Any exception that the function raised.
         """
         try:
             return future.result(timeout_s)
@@ -86,7 +87,7 @@ class WorkerProcess:
             raise WorkerLostError(self._end()) from error
 
     def close(self) -> None:
-        """Kill the process, whatever it does; the next call starts another one."""
+        """Kill the worker; the next call to :meth:`submit` starts another one."""
         if self._context.process is not None:
             self._context.process.kill()
         if self._executor is not None:
@@ -94,12 +95,12 @@ class WorkerProcess:
         self._executor = self._context.process = None
 
     def _end(self) -> str:
-        """Say how the process ended."""
+        """Return how the worker ended, as text."""
         process = self._context.process
         if process is None:
             return "has ended"
-        # The executor's thread waits for it, too; whichever of the two does not learn of its end
-        # is told by the other a moment later.
+        # The executor's thread waits for the process, too. Only one of the two threads reaps it;
+        # the other sees the exit code a moment later.
         until_s = time.monotonic() + _REAPED_S
         while (code := process.exitcode) is None:
             if time.monotonic() > until_s:
@@ -109,21 +110,21 @@ class WorkerProcess:
 
 
 class _RecordingContext(SpawnContext):
-    """Starts processes as `spawn` does, and keeps the last one."""
+    """Multiprocessing context that spawns processes and keeps the last one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.process: SpawnProcess | None = None
 
     def Process(self, *args: Any, **kwargs: Any) -> SpawnProcess:  # type: ignore[override]  # noqa: N802 - the name it has there
-        """Make a process."""
+        """Return a new process, and record it."""
         self.process = SpawnProcess(*args, **kwargs)
         return self.process
 
 
 @contextmanager
 def without_script() -> Iterator[None]:
-    """Keep a process that starts within from running the script that this one runs."""
+    """Keep processes spawned during the context from importing the script of this process."""
     script = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
