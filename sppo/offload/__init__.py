@@ -1,1 +1,1 @@
-"""Stores of saved activations, and the copies that offload them and bring them back."""
+"""Stores of saved activations, and the copies between the device, host memory and disk."""

@@ -1,8 +1,8 @@
 """Host memory of the planned size, mapped once and resident from the start.
 
-There is no allocator: offsets are computed in the plan, and the arena gives out views of the ranges
-that it is asked for. All pages are resident before the first step, so that no step can run out of
-memory. Every view keeps the mapping alive, which is returned to the system with the last of them.
+There is no allocator: the plan has the offsets, and the arena returns views of ranges. All pages
+are resident before the first step, so that no step can run out of memory. Every view keeps the
+mapping alive, which is returned to the system with the last view.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sppo.units import format_bytes
 ALIGNMENT_BYTES = 64
 """Alignment of views: that of torch's own CPU tensors, so that kernels take the same paths."""
 
-_MOST_THREADS = 16  # first touch is bound by memory, not by cores, long before that
+_MOST_THREADS = 16  # memory bandwidth limits the first touch with far fewer threads
 
 _BLOCK_BYTES = 2 << 20  # a huge page: no two threads touch the same one
 
@@ -39,11 +39,11 @@ _log = logging.getLogger(__name__)
 
 
 class HostArena:
-    """``size_bytes`` of host memory, zero at first, resident until it is closed.
+    """``size_bytes`` of host memory, zero at first, resident until the arena is closed.
 
-    After :meth:`close` the arena gives out no more views, but the views that exist stay valid: the
-    memory is returned with the last of them, which a traceback may hold. :attr:`released` tells
-    whether it has been.
+    After :meth:`close` the arena returns no more views, but existing views stay valid: the memory
+    is returned to the system with the last view, which a traceback may hold. :attr:`released` tells
+    whether the memory has been returned.
     """
 
     def __init__(
@@ -54,19 +54,20 @@ class HostArena:
         numa_node: int | None = None,
         threads: int | None = None,
     ) -> None:
-        """Check the size against the machine, map, bind, and touch every page.
+        """Check the size against the machine; map, bind and touch every page.
 
         Args:
-            size_bytes: as planned; mapped in whole pages.
-            huge_pages: advise huge pages; a system without them is no error.
-            numa_node: take memory of this node and no other.
-            threads: of the first touch; by default one per usable core, at most 16.
+            size_bytes: Planned size; mapped in whole pages.
+            huge_pages: Advise the system to use huge pages, if it has them.
+            numa_node: NUMA node that all memory must come from; None for any.
+            threads: Number of threads of the first touch; by default one per usable core, at most
+                16.
 
         Raises:
-            ValueError: a size or a number of threads below 1, or no such node.
-            MemoryError: the machine, its control group or the node has less, or the system
+            ValueError: A size or a number of threads is below 1, or there is no such node.
+            MemoryError: The machine, its control group or the node has less memory, or the system
                 refuses the mapping. Nothing stays mapped.
-            OSError: the system, or the Python fallback, cannot bind memory to a node.
+            OSError: The system, or the Python fallback, cannot bind memory to a node.
         """
         if size_bytes < 1:
             raise ValueError(f"size_bytes={size_bytes}; an arena has at least 1 byte")
@@ -80,9 +81,9 @@ class HostArena:
         mapping.touch(threads)
         touch_s = time.perf_counter() - begin_s
         self.mapped_bytes = mapping.data.nbytes
-        """``size_bytes`` in whole pages, which the arena adds to the resident set."""
+        """``size_bytes`` rounded up to whole pages, which the arena adds to the resident set."""
         self.huge_pages = mapping.huge_pages
-        """Whether the system took the advice."""
+        """Whether the system accepted the advice to use huge pages."""
         self._bytes: NDArray[np.uint8] | None = mapping.data
         self._alive = weakref.ref(self._bytes)
         _log.debug(
@@ -94,18 +95,19 @@ class HostArena:
         )
 
     def tensor(self, offset_bytes: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return the bytes from ``offset_bytes`` on as a contiguous tensor, unchanged.
+        """Return a view of the bytes from ``offset_bytes`` on as a contiguous tensor.
 
-        Every view has its own storage of exactly its bytes, because autograd counts versions per
-        storage: writing one view does not invalidate the others.
+        Every view has a storage of its own with exactly its bytes, because autograd counts versions
+        per storage: writing one view does not invalidate the others.
 
         Args:
-            offset_bytes: a multiple of :data:`ALIGNMENT_BYTES`.
-            shape: sizes of at least 0.
-            dtype: of the view.
+            offset_bytes: Multiple of :data:`ALIGNMENT_BYTES`.
+            shape: Sizes of at least 0.
+            dtype: Type of the view.
 
         Raises:
-            ValueError: closed, not aligned, a negative size, or past the planned size.
+            ValueError: The arena is closed, the offset is not aligned, a size is negative, or the
+                view ends after the planned size.
         """
         if self._bytes is None:
             raise ValueError("the arena is closed; it gives no more views")
@@ -123,16 +125,16 @@ class HostArena:
 
     @property
     def closed(self) -> bool:
-        """Return whether :meth:`close` was called."""
+        """Whether :meth:`close` was called."""
         return self._bytes is None
 
     @property
     def released(self) -> bool:
-        """Return whether the memory was returned to the system: closed, and no view is left."""
+        """Whether the memory was returned to the system: closed, and without views."""
         return self._alive() is None
 
     def close(self) -> None:
-        """Give out no more views, and return the memory once none is left; may be repeated."""
+        """Return no more views, and free the memory with the last view; may be repeated."""
         self._bytes = None
 
     def __enter__(self) -> HostArena:
@@ -149,7 +151,7 @@ def _usable_cores() -> int:
 
 
 def _check_room(size_bytes: int, *, numa_node: int | None) -> MemoryRoom:
-    """Refuse too large a size before pages are touched, when the system would kill the process."""
+    """Raise MemoryError for too large a size; touching pages would have the process killed."""
     room = memory_room(numa_node=numa_node)
     if size_bytes > room.least_bytes:
         raise MemoryError(
@@ -182,13 +184,13 @@ def _map(
 
 @dataclass(frozen=True, slots=True)
 class HostMapping:
-    """Whole pages of memory that are returned to the system with the last array on them."""
+    """Mapping of whole pages, returned to the system with the last array on it."""
 
     data: NDArray[np.uint8]
     huge_pages: bool
-    """Whether the system took the advice to use huge pages."""
+    """Whether the system accepted the advice to use huge pages."""
     touch: Callable[[int], None]
-    """Makes every page resident, with so many threads; once, before first use."""
+    """Function that makes every page resident with a number of threads; call once, before use."""
 
 
 def native_mapping(
@@ -197,12 +199,12 @@ def native_mapping(
     """Map memory with the native library, without touching it.
 
     Raises:
-        OSError: the system refused; nothing is left mapped.
+        OSError: The system refused; nothing is left mapped.
     """
     memory = library.reserve(size_bytes, huge_pages=huge_pages, numa_node=numa_node)
     owner = (ctypes.c_uint8 * memory.size_bytes).from_address(memory.address)
     end = weakref.finalize(owner, library.release, memory)
-    end.atexit = False  # other threads may still use it then, and the system takes it anyway
+    end.atexit = False  # other threads may still use the memory, and the exit frees it anyway
     return HostMapping(
         np.frombuffer(memoryview(owner), dtype=np.uint8),
         memory.huge_pages,
@@ -211,10 +213,10 @@ def native_mapping(
 
 
 def python_mapping(size_bytes: int, *, huge_pages: bool) -> HostMapping:
-    """Map memory with the standard library, which cannot bind it to a NUMA node.
+    """Map memory with the standard library, which cannot bind memory to a NUMA node.
 
     Raises:
-        OSError: the system refused; nothing is left mapped.
+        OSError: The system refused; nothing is left mapped.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     try:
@@ -227,13 +229,13 @@ def python_mapping(size_bytes: int, *, huge_pages: bool) -> HostMapping:
 
 
 def _touch(pages: NDArray[np.uint8], threads: int) -> None:
-    """Write one byte of every page, each thread those of consecutive blocks."""
+    """Write one byte of every page; each thread touches consecutive blocks."""
     pages_per_block = _BLOCK_BYTES // mmap.PAGESIZE
     blocks = -(-len(pages) // pages_per_block)
     cuts = [blocks * i // threads * pages_per_block for i in range(threads + 1)]
 
     def touch_part(i: int) -> None:
-        pages[cuts[i] : cuts[i + 1]].fill(0)  # numpy drops the interpreter's lock for it
+        pages[cuts[i] : cuts[i + 1]].fill(0)  # numpy releases the interpreter's lock meanwhile
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(touch_part, range(threads)))

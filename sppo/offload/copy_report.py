@@ -1,4 +1,4 @@
-"""Report of the copies of one step: bytes by class and direction, rates, exposed copy time."""
+"""Report of the copies of offloaded tensors in one step: bytes, rates, exposed copy time."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class CopyReport:
-    """Bytes and seconds of one step, measured, and the memory reserved for copies."""
+    """Measured bytes and seconds of the copies of one step, and the memory reserved for them."""
 
     out_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes copied out, by tensor class."""
     back_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes copied back, by tensor class."""
     out_s: float = 0.0
-    """Seconds in which the slowest queue out was busy."""
+    """Busy seconds of the slowest queue out: to the host, or to the disk."""
     back_s: float = 0.0
-    """Seconds in which the slowest queue back was busy."""
+    """Busy seconds of the slowest queue back: from the disk, or from the host."""
     exposed_s: float = 0.0
     """Seconds in which compute waited for copies."""
     host_bytes: int = 0
-    """Host memory reserved: for all offloaded tensors, or for those under way to or from a disk."""
+    """Host memory reserved: for all offloaded tensors, or with a disk for the staging slots."""
     ring_bytes: int = 0
-    """Device memory reserved for blocks that come back."""
+    """Device memory reserved for blocks that return."""
     disk_bytes: int = 0
     """Size of the file on the disk."""
 
     @property
     def total_out_bytes(self) -> int:
-        """Bytes copied out, of all classes."""
+        """Bytes copied out, over all classes."""
         return sum(self.out_bytes.values())
 
     @property
     def out_bytes_per_s(self) -> float:
-        """Rate of copies out while their slowest queue was busy; 0 if there were none."""
+        """Bytes copied out per busy second of the slowest queue; 0 if none were copied."""
         return self.total_out_bytes / self.out_s if self.out_s > 0 else 0.0
 
     @property
     def back_bytes_per_s(self) -> float:
-        """Rate of copies back while their slowest queue was busy; 0 if there were none."""
+        """Bytes copied back per busy second of the slowest queue; 0 if none were copied."""
         return sum(self.back_bytes.values()) / self.back_s if self.back_s > 0 else 0.0
 
 
 def combined(reports: Sequence[CopyReport]) -> CopyReport:
-    """Return the report of all stages of one rank, whose waits add up and whose queues overlap."""
+    """Combine the reports of a rank's stores: sums of bytes and waits, maxima of busy times."""
     if len(reports) == 1:
         return reports[0]
     out: Counter[str] = Counter()

@@ -1,12 +1,12 @@
-"""The two streams in which one rank copies between a CUDA device and its host memory, in pieces.
+"""Streams of one rank for copies between a CUDA device and host memory, one per direction.
 
-All offload stores of a rank share them: torch has 32 streams, and hands out the first ones again
-after that (:mod:`sppo.parallel.stream_budget`). Sharing costs nothing, for a device has one copy
-engine a direction, and cannot block: whatever a copy waits for was issued before it.
+All offload stores of a rank share the two streams, because torch has a pool of 32 streams and then
+reuses them (:mod:`sppo.parallel.stream_budget`). Sharing costs nothing, since a device has one copy
+engine per direction, and cannot deadlock, since a copy waits only for work issued before it.
 
-They also know whether the device still answers. After a failure on one of several ranks, compute
-may wait for a message of a rank that waits for this one; whoever then waited for the device would
-hide the failure.
+The streams also tell whether the device still answers. After a failure on one of several ranks,
+compute may wait for a message of a rank that waits for this one; waiting for the device without a
+timeout would then hide the failure.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from torch import Tensor
 from sppo.units import MIB
 
 PIECE_BYTES = 32 * MIB
-"""Longest copy; longer ones are cut, so that other users of the copy engine get their turn."""
+"""Largest single copy; larger copies are cut, so that others can use the copy engine between."""
 _ASK_EVERY_S = 0.001
 
 
 def copy_in_pieces(target: Tensor, source: Tensor) -> None:
-    """Copy between host and device in the current stream, cut to the longest copy.
+    """Copy between host and device in the current stream, in pieces of :data:`PIECE_BYTES`.
 
     Args:
-        target: contiguous, of as many bytes.
-        source: contiguous.
+        target: Contiguous tensor with as many bytes as ``source``.
+        source: Contiguous tensor.
     """
     into, data = (tensor.view(-1).view(torch.uint8) for tensor in (target, source))
     assert into.numel() == data.numel(), f"{data.numel()} bytes into {into.numel()}"
@@ -45,19 +45,19 @@ class CopyStreams:
     """Streams for copies out of the device and back.
 
     Args:
-        cuda: the runtime: ``torch.cuda``, or what tests put in its place.
-        device: a CUDA device.
-        give_up_s: seconds that :meth:`wait_for_device` waits; None: as long as it takes.
+        cuda: CUDA runtime: ``torch.cuda``, or a replacement in tests.
+        device: CUDA device.
+        give_up_s: Longest wait of :meth:`wait_for_device` in seconds; None for no limit.
     """
 
     def __init__(self, cuda: Any, device: torch.device, *, give_up_s: float | None = None) -> None:
         self._cuda, self._device, self._give_up_s = cuda, device, give_up_s
         self.out, self.back = (cuda.Stream(device) for _ in range(2))
         self.given_up = False
-        """Whether the device did not end its work in time: nothing may wait for it any more."""
+        """Whether the device did not finish in time or failed: nothing may wait for it any more."""
 
     def wait_for_device(self) -> bool:
-        """Return True when the device has done all work, False if it does not in time, or fails."""
+        """Wait for all work of the device; return False if it fails or does not finish in time."""
         if self.given_up:
             return False
         streams = (self._cuda.current_stream(self._device), self.out, self.back)
@@ -66,18 +66,18 @@ class CopyStreams:
                 self._cuda.synchronize(self._device)
                 return True
             done = done_in_time(self._cuda, self._device, streams, still_s=self._give_up_s)
-        except RuntimeError:  # of a device that has failed; whoever gives up has a reason already
+        except RuntimeError:  # the device failed; the caller already reports another error
             done = False
         self.given_up = not done
         return done
 
     def give_up(self) -> None:
-        """Note that work which a thread of the host does has not ended in time."""
+        """Record that work of a host thread did not end in time."""
         self.given_up = True
 
     @property
     def give_up_s(self) -> float | None:
-        """Seconds to wait for work of host threads, too."""
+        """Longest wait in seconds for host threads; 0 after giving up, None for no limit."""
         return 0.0 if self.given_up else self._give_up_s
 
 
@@ -89,20 +89,23 @@ def done_in_time(
     still_s: float,
     marks: Sequence[Any] = (),
 ) -> bool:
-    """Return whether a device does what was issued to ``streams`` without standing still too long.
+    """Wait for the work issued to ``streams``; return False if the device stops making progress.
 
-    A thread asks: where a stream waits for another rank and is full, even recording an event may
-    not return.
+    A thread queries the device, because even recording an event may block if a stream waits for
+    another rank and its queue is full.
 
     Args:
-        cuda: the runtime.
-        device: of the streams.
-        streams: to look at.
-        still_s: longest time in seconds in which the device may come to none of the marks.
-        marks: events within the streams, in the order in which the device comes to them.
+        cuda: CUDA runtime.
+        device: Device of the streams.
+        streams: Streams to wait for.
+        still_s: Longest time in seconds without progress, that is, without a mark being reached.
+        marks: Events in the streams, in the order in which the device reaches them.
+
+    Returns:
+        Whether the device has done all work.
 
     Raises:
-        RuntimeError: the device has failed.
+        RuntimeError: The device failed.
     """
     question = _Question(cuda, device, streams, marks)
     threading.Thread(target=question.ask, name="sppo device", daemon=True).start()
@@ -116,7 +119,7 @@ def done_in_time(
 
 
 class _Question:
-    """Asks a device, from a thread, whether it has done what was issued to some streams."""
+    """Query, run in a thread, whether a device has done the work issued to some streams."""
 
     def __init__(
         self, cuda: Any, device: torch.device, streams: Sequence[Any], marks: Sequence[Any]
@@ -126,13 +129,13 @@ class _Question:
         self.answered = threading.Event()
         self.error: Exception | None = None
         self.moved_s = time.monotonic()
-        """When the device last came to a mark, as far as has been seen."""
+        """Time at which the device was last seen to have reached a mark, by ``time.monotonic``."""
         self.given_up = False
-        """Whether nobody waits for the answer any more."""
+        """Whether the caller has stopped waiting for the answer."""
 
     def ask(self) -> None:
         try:
-            self._cuda.set_device(self._device)  # a thread begins on the machine's first device
+            self._cuda.set_device(self._device)  # a new thread starts on the first device
             for stream in self._streams:
                 event = self._cuda.Event()
                 event.record(stream)

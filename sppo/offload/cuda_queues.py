@@ -1,17 +1,17 @@
 """Copy queues of a CUDA device: two copy streams, events, and page-locked host memory.
 
-Compute is the stream that is current when a method is called; none is kept. A tensor that is copied
-out is referenced until compute has been made to wait for the copy, so the allocator cannot reuse
-its memory too early. ``record_stream`` is not needed, and the time at which memory is freed does
-not depend on how far the host has run ahead.
+Compute runs in the stream that is current when a method is called. A tensor that is copied out is
+referenced until compute has been made to wait for the copy, so that the allocator cannot reuse its
+memory too early. ``record_stream`` is therefore not needed, and the time at which memory is freed
+does not depend on how far the host has run ahead.
 
-With a host tier the calling thread enqueues everything, and no host thread ever waits. Before a
-disk, a copy out waits for a write and a copy back for a read, and only host threads can wait for
-those. Both streams are then fed by one thread each, in the same order. These threads compute on the
-rank's device from their start, and sleep instead of spinning while they wait for it.
+With a host tier, the calling thread enqueues all copies, and no host thread ever waits. With a
+disk, a copy out may wait for a write and a copy back for a read, which only host threads can do.
+Each of the two streams is then fed by a thread of its own, in the same order. These threads select
+the rank's device when they start, and sleep instead of spinning while they wait for the device.
 
-After a failure nothing here waits longer for the device than :class:`CopyStreams` allows: what a
-device that no longer answers may still use stays as it is until the process ends.
+After a failure, no method waits longer for the device than :class:`CopyStreams` allows. Memory that
+an unresponsive device may still use is kept until the process ends.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ from sppo.offload.queues import Dependency, Event, Region
 from sppo.offload.thread_queues import POISON
 from sppo.offload.worker_queue import WorkerQueue, close_queues, wait_for
 
-_cuda: Any = torch.cuda  # parts of it have no types
+_cuda: Any = torch.cuda  # parts of torch.cuda are untyped
 
 
 class StreamEvent:
-    """A point in a stream, which a worker thread may issue later than it was asked for."""
+    """Point in a stream, which a worker thread may issue later than the call that returned it."""
 
     def __init__(self, event: torch.cuda.Event, *, issued: Future[None] | None = None) -> None:
         self.event, self._issued = event, issued
 
     def done(self) -> bool:
-        """Return whether the device has reached it."""
+        """Return whether the device has reached the event."""
         issued = self._issued is None or self._issued.done()
         return issued and bool(_cuda.Event.query(self.event))
 
     def exception(self) -> BaseException | None:
-        """Block this thread until the device has reached it; return why it was never issued."""
+        """Block until the device reaches the event; return the error if it was never issued."""
         error = None if self._issued is None else self._issued.exception()
         if error is None:
             self.event.synchronize()
         return error
 
     def wait_until_issued(self) -> None:
-        """Block this thread until the event stands in its stream.
+        """Block this thread until the event is recorded in its stream.
 
         Raises:
-            OSError: the disk failed on the way.
+            OSError: The disk failed in a copy that the event depends on.
         """
         if self._issued is not None:
             wait_for(self._issued)
@@ -71,10 +71,11 @@ class CudaQueues:
     """:class:`sppo.offload.queues.CopyQueues` of one CUDA device.
 
     Args:
-        device: a CUDA device.
-        streams: of the rank, shared by all its queues; None makes two for these queues alone.
-        poison: overwrite every slot once it is read, so that reading it again gives NaN.
-        delay_cycles: clock cycles that every copy waits before it begins, to test orderings.
+        device: CUDA device.
+        streams: Copy streams of the rank, shared by all its queues; None makes two streams for
+            these queues alone.
+        poison: Overwrite every slot after it is read, so that reading it again gives NaN.
+        delay_cycles: Clock cycles that every copy waits before it starts, to test orderings.
     """
 
     def __init__(
@@ -95,15 +96,15 @@ class CudaQueues:
         self._poisonous: Tensor | None = None
         self._locked: Tensor | None = None
         self.register_s = 0.0
-        """Seconds that page-locking the host memory took."""
+        """Seconds taken to page-lock the host memory."""
         self._closed = False
 
     def host_memory(self, size_bytes: int) -> Tensor:
-        """Map host memory and page-lock it in one piece.
+        """Map host memory and page-lock it in one piece; frees earlier host memory.
 
         Raises:
-            MemoryError: the machine, or its limit on locked memory (``ulimit -l``), does not allow
-                that much.
+            MemoryError: The machine lacks memory, or its limit on locked memory (``ulimit -l``) is
+                too low.
         """
         self._unlock()
         with HostArena(size_bytes) as arena:
@@ -111,11 +112,11 @@ class CudaQueues:
         begin_s = time.perf_counter()
         lock_pages(_cuda.cudart(), memory)
         self.register_s = time.perf_counter() - begin_s
-        self._locked = memory  # held here, so that no page goes back to the system while locked
+        self._locked = memory  # a reference, so that no page is unmapped while locked
         return memory
 
     def device_memory(self, size_bytes: int) -> Tensor:
-        """Allocate memory of the device."""
+        """Allocate device memory."""
         if self._poison:
             self._poisonous = torch.full(
                 (size_bytes,), POISON, dtype=torch.uint8, device=self._device
@@ -123,7 +124,7 @@ class CudaQueues:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
     def open_file(self, directory: Path, size_bytes: int) -> None:
-        """Reserve a file in ``directory``, and from now on feed the streams by threads."""
+        """Reserve a file in ``directory``; from now on, threads issue the copies."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -135,13 +136,13 @@ class CudaQueues:
                 worker.submit(partial(_cuda.set_device, self._device))
 
     def produced(self, sources: Sequence[Tensor]) -> Event:
-        """Record an event behind the compute issued so far."""
+        """Record an event after the compute issued so far."""
         return self._mark_compute()
 
     def copy_out(
         self, host: Region, placed: Sequence[tuple[int, Tensor]], *, after: Sequence[Dependency]
     ) -> Event:
-        """Copy tensors to their offsets in ``host`` in the stream out, and keep them until then."""
+        """Copy tensors to ``host`` in the stream out; keep them until :meth:`reusable`."""
 
         def copy() -> None:
             for offset, source in placed:
@@ -152,7 +153,7 @@ class CudaQueues:
         return copied
 
     def reusable(self, copied: Event) -> None:
-        """Make compute wait for the copy, and let go of the tensors."""
+        """Make compute wait for the copy, and drop the references to its sources."""
         self._compute_waits(copied)
         event, _ = self._sources.popleft()
         assert event is copied, "tensors are let go in the order in which they were copied"
@@ -200,20 +201,20 @@ class CudaQueues:
         self._compute_waits(back)
 
     def used(self, ring: Region) -> Event:
-        """Record an event behind the compute that reads ``ring``."""
+        """Record an event after the compute that reads ``ring``."""
         if self._poison:
             ring.data.fill_(POISON)
         return self._mark_compute()
 
     def check(self) -> None:
-        """Raise the error of the first copy that failed, if one did."""
+        """Raise the error of the first failed copy, if any."""
         for worker in self._workers.values():
             worker.check()
 
     def abort(self) -> None:
-        """Leave out copies that have not begun, wait for the others, forget all of the step.
+        """Skip copies that have not started, wait for the others, drop tensors and times.
 
-        Where the device does not end them in time, what they use is kept.
+        If the device does not finish the copies in time, their tensors are kept.
         """
         for worker in self._workers.values():
             worker.cancel()
@@ -223,11 +224,11 @@ class CudaQueues:
             worker.take_busy_s()
         if self._streams.wait_for_device():
             self._sources.clear()
-        # Events of copies that were left out have no time.
+        # Events of skipped copies were never recorded.
         self._timings, self._host_wait_s = {}, 0.0
 
     def take_times(self) -> CopyReport:
-        """Return the times since the last call; waits for the device, at a step's end."""
+        """Return the times since the last call; waits for the device, so call it between steps."""
         _cuda.synchronize(self._device)
         seconds = {
             name: sum(begin.elapsed_time(end) for begin, end in pairs) / 1e3
@@ -244,9 +245,9 @@ class CudaQueues:
         )
 
     def close(self) -> None:
-        """End threads and copies and release file and memory; closing again does nothing.
+        """End threads and copies, and free file and memory; repeated calls do nothing.
 
-        Where the device does not end them in time, all of it is left to the end of the process.
+        If the device does not finish in time, file and memory are kept until the process ends.
         """
         if self._closed:
             return
@@ -258,10 +259,10 @@ class CudaQueues:
             if self._file is not None:
                 self._file.close()
             self._unlock()
-        self._closed = True  # only now: what was interrupted can be closed again
+        self._closed = True  # last, so that an interrupted close can be repeated
 
     def _unlock(self) -> None:
-        """Unlock and release the host memory, which no copy uses any more."""
+        """Unlock and free the host memory, which no copy may use any more."""
         if self._locked is not None:
             unlock_pages(_cuda.cudart(), self._locked)
             self._locked = None
@@ -272,7 +273,7 @@ class CudaQueues:
         return StreamEvent(event)
 
     def _compute_waits(self, copied: Event) -> None:
-        """Make compute wait for a copy; the waits of compute and of the host are exposed."""
+        """Make compute wait for a copy, and count the waits of compute and host as exposed."""
         assert isinstance(copied, StreamEvent), "copies between host and device are in streams"
         start = time.perf_counter()
         copied.wait_until_issued()
@@ -287,7 +288,7 @@ class CudaQueues:
     def _enqueue(
         self, name: str, copy: Callable[[], None], after: Sequence[Dependency]
     ) -> StreamEvent:
-        """Issue ``copy`` in a stream, at once or by the thread that feeds the stream."""
+        """Issue ``copy`` in a stream, at once or, with a disk, in the stream's thread."""
         by_threads = self._file is not None
         begin, end = (_cuda.Event(enable_timing=True, blocking=by_threads) for _ in range(2))
         in_streams = [event for _, event in after if isinstance(event, StreamEvent)]

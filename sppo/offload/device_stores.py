@@ -1,9 +1,9 @@
-"""Stores of the saved tensors that stay on the device between forward and backward.
+"""Stores of saved tensors that stay on the device between forward and backward.
 
-The engine saves named tensors under a key and takes them back once. :class:`DeviceStore` leaves
-them in torch's memory. :class:`LifoArenaStore`, for a CPU whose units come back last in, first out,
-copies them to one mapping of exactly their size. The store of the tensors that leave the device is
-:mod:`sppo.offload.offload_store`.
+The engine saves named tensors under a key and takes them once. :class:`DeviceStore` leaves them in
+the memory of torch's allocator. :class:`LifoArenaStore`, for a CPU that takes units in reverse
+order of saving, copies them to one mapping of exactly their size.
+:mod:`sppo.offload.offload_store` has the store of tensors that leave the device.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ class ActivationStore(Protocol):
 
     @property
     def lends_memory(self) -> bool:
-        """Return whether tensors of :meth:`take` lie in memory reused after :meth:`release`.
+        """Whether :meth:`take` returns views of memory that is reused after :meth:`release`.
 
-        Otherwise they belong to the caller.
+        Otherwise the taken tensors belong to the caller.
         """
         ...
 
     def reserve(self, capacity_bytes: int) -> None:
-        """Make room for ``capacity_bytes`` of tensors; the store is empty."""
+        """Reserve memory for ``capacity_bytes`` of tensors; the store must be empty."""
         ...
 
     def save(self, key: ActivationKey, tensors: dict[str, Tensor]) -> None:
-        """Take over ``tensors``, to which the caller keeps no reference.
+        """Save ``tensors``, to which the caller must keep no reference.
 
-        A tensor that is part of a larger one does not keep the memory of all of it.
+        A view of a larger tensor does not keep the memory of the larger tensor.
         """
         ...
 
     def take(self, key: ActivationKey) -> dict[str, Tensor]:
-        """Return the saved tensors on the device, bit for bit, valid until :meth:`release`."""
+        """Return the tensors saved under ``key``, unchanged, valid until :meth:`release`."""
         ...
 
     def look_up(self, key: ActivationKey, name: str) -> Tensor | None:
-        """Return one saved tensor, which stays in the store; None if it is not saved there."""
+        """Return one saved tensor, which stays in the store; None if it is not saved."""
         ...
 
     def release(self, key: ActivationKey) -> None:
-        """Allow the memory of taken tensors to be reused: compute has read them."""
+        """Allow reuse of the memory of taken tensors, after compute has read them."""
         ...
 
     def abort(self) -> None:
-        """Forget everything, after a step that failed; no copy runs on afterwards."""
+        """Drop all entries after a failed step; no copy is in flight afterwards."""
         ...
 
     @property
@@ -67,10 +67,10 @@ class ActivationStore(Protocol):
 
 
 class DeviceStore:
-    """Store that keeps every saved tensor where it is, in memory of the device's allocator.
+    """Store that keeps every saved tensor in place, in memory of the device's allocator.
 
     Args:
-        whole: counts what the store holds, with what others hold.
+        whole: Counter to which the bytes of this store are added, together with others.
     """
 
     lends_memory = False
@@ -83,7 +83,7 @@ class DeviceStore:
         """Do nothing: saved tensors already have their memory."""
 
     def save(self, key: ActivationKey, tensors: dict[str, Tensor]) -> None:
-        """Keep ``tensors`` under ``key``; parts of larger tensors are copied."""
+        """Save ``tensors`` under ``key``; views of larger tensors are copied."""
         assert key not in self._entries, f"{key} is saved already"
         tensors = {name: on_its_own(tensor) for name, tensor in tensors.items()}
         self._entries[key] = tensors
@@ -103,7 +103,7 @@ class DeviceStore:
         """Do nothing: taken tensors belong to the caller."""
 
     def abort(self) -> None:
-        """Forget everything, after a step that failed."""
+        """Drop all entries after a failed step."""
         self._entries.clear()
         self.held.clear()
 
@@ -114,18 +114,17 @@ class DeviceStore:
 
 
 class LifoArenaStore:
-    """:class:`ActivationStore` over a :class:`HostArena`.
+    """:class:`ActivationStore` that is a stack in a :class:`HostArena`.
 
-    Backward takes keys in the opposite order of forward, so a stack pointer is all the bookkeeping
-    there is. Saving copies each tensor once. That keeps tensors that live long out of the C heap,
-    among whose temporaries they would fragment it: the resident set does not grow, and no page is
-    returned only to be asked for again. :meth:`take` returns views of the stack, valid until
+    Backward takes keys in the reverse order of forward, so a stack pointer suffices to manage the
+    memory. Saving copies each tensor once. Long-lived tensors thus stay out of the C heap, which
+    they would fragment between short-lived ones: the resident set does not grow, and no pages are
+    returned and faulted in again. :meth:`take` returns views of the stack, valid until
     :meth:`release`.
 
     Args:
-        whole: counts what the store holds, without alignment, with what others hold.
-        poison: overwrite tensors with NaN when they are released, so that reading them too late
-            gives NaN.
+        whole: Counter to which the bytes of this store, without alignment, are added.
+        poison: Overwrite tensors with NaN when they are released, so that a late reader gets NaN.
     """
 
     lends_memory = True
@@ -139,10 +138,10 @@ class LifoArenaStore:
         self.held = HeldBytes(whole)
 
     def reserve(self, capacity_bytes: int) -> None:
-        """Make room for ``capacity_bytes``, the sum of the :func:`slot_bytes` of the tensors.
+        """Reserve ``capacity_bytes``, the sum of the :func:`slot_bytes` of all tensors.
 
         Raises:
-            MemoryError: the machine has not that much memory.
+            MemoryError: The machine lacks memory.
         """
         assert not self._entries, "a stack in use stays where it is"
         if capacity_bytes == 0 or (
@@ -168,7 +167,7 @@ class LifoArenaStore:
         self.held.add_tensors(slots.values())
 
     def take(self, key: ActivationKey) -> dict[str, Tensor]:
-        """Return views of the tensors of ``key``, which must be the last saved."""
+        """Return views of the tensors of ``key``, which must be the last key saved."""
         assert self._entries, f"{key} is taken from an empty stack"
         saved, (start, slots) = self._entries.popitem()
         assert saved == key, f"{key} is taken before {saved}, which was saved later"
@@ -188,7 +187,7 @@ class LifoArenaStore:
             tensor.fill_(float("nan"))
 
     def abort(self) -> None:
-        """Forget everything, after a step that failed."""
+        """Drop all entries after a failed step."""
         self._entries.clear()
         self._lent.clear()
         self._top_bytes = 0
@@ -201,11 +200,11 @@ class LifoArenaStore:
 
 
 def slot_bytes(shape: Sequence[int], element_bytes: int) -> int:
-    """Return the bytes a tensor takes on the stack: its size, rounded up to the alignment."""
+    """Return the bytes of a tensor on the stack: its size, rounded up to the alignment."""
     return -(-prod(shape) * element_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def on_its_own(tensor: Tensor) -> Tensor:
-    """Return ``tensor``, or a copy if it would keep the memory of a larger one."""
+    """Return ``tensor``, or a copy if it is a view that keeps a larger storage alive."""
     size = tensor.numel() * tensor.element_size()
     return tensor if tensor.untyped_storage().nbytes() == size else tensor.clone()

@@ -1,4 +1,4 @@
-"""Free space on the disk of a directory, and whether a directory can be used for offloading."""
+"""Free disk space of a directory, and checks that a directory can be used for offloading."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class DiskRoom:
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes that a tier may take."""
+        """Bytes that a tier may use."""
         return self.free_bytes - self.reserve_bytes
 
     def __str__(self) -> str:
@@ -40,22 +40,22 @@ class DiskRoom:
 
 
 def disk_room(directory: Path) -> DiskRoom:
-    """Return how much may be written below ``directory`` now.
+    """Return the free space of the file system of ``directory``.
 
     Raises:
-        OSError: there is no such directory, or its file system does not say.
+        OSError: There is no such directory, or its file system does not report free space.
     """
     found = os.statvfs(directory)
     return DiskRoom(free_bytes=found.f_bavail * found.f_frsize)
 
 
 def is_memory(directory: Path) -> bool:
-    """Return whether ``directory`` lies in memory, as /dev/shm does and /tmp of some systems."""
+    """Return whether ``directory`` is in memory, like /dev/shm, and /tmp on some systems."""
     try:
         device = os.stat(directory).st_dev
         lines = _MOUNTS.read_text().splitlines()
     except OSError:
-        return False  # the system does not say
+        return False  # the system does not report mounts
     number = f"{os.major(device)}:{os.minor(device)}"
     for line in lines:
         mount, _, source = line.partition(" - ")
@@ -65,10 +65,10 @@ def is_memory(directory: Path) -> bool:
 
 
 def usable_directory(directory: Path) -> DiskRoom:
-    """Return the room in ``directory`` after making sure that this process can make files there.
+    """Return the free space of ``directory``, after checking that files can be created in it.
 
     Raises:
-        ValueError: it cannot; the message says what to change.
+        ValueError: No file can be created in ``directory``; the message says what to change.
     """
     what = f"activations.disk={directory}"
     if not directory.exists():

@@ -1,8 +1,8 @@
-"""The disk tier: bytes at planned offsets of a nameless file, transferred in the background.
+"""Disk tier: a nameless file with asynchronous transfers at planned offsets.
 
-As in the host arena, there is no allocator: offsets are computed in the plan. The space on the disk
-is reserved before the first step, so that no step can find the disk full. Transfers bypass the page
-cache where the file system allows that, so what is on the disk takes no memory.
+As in the host arena, there is no allocator: the plan has the offsets. The space on the disk is
+reserved before the first step, so that no step can find the disk full. Transfers bypass the page
+cache if the file system supports that, so offloaded bytes take no host memory.
 """
 
 from __future__ import annotations
@@ -42,16 +42,13 @@ _ADVICE = {
 }
 _OTHER_ADVICE = "name a directory on another file system"
 _POLL_S = 0.2
-"""A waiter returns to the interpreter so often, which then handles signals such as Ctrl-C."""
+"""Seconds after which a waiter returns to the interpreter, which then handles signals (Ctrl-C)."""
 
 _log = logging.getLogger(__name__)
 
 
 class Transfer:
-    """A read or a write that was asked for; its array stays alive until the transfer has ended.
-
-    Made by :class:`FileTier`.
-    """
+    """Read or write in flight, made by :class:`FileTier`; keeps its array alive until the end."""
 
     def __init__(
         self, outcome: Callable[[float], int | None], memory: NDArray[np.uint8], *, name: str
@@ -62,16 +59,16 @@ class Transfer:
         self._code: int | None = None
 
     def done(self) -> bool:
-        """Return whether :meth:`wait` would return, or raise, at once."""
+        """Return whether the transfer has ended, so that :meth:`wait` would not block."""
         return self._poll(0.0) is not None
 
     def wait(self) -> None:
-        """Wait until all bytes are transferred; return at once when called again.
+        """Wait until all bytes are transferred; may be called again.
 
         Raises:
-            OSError: the disk failed, the tier was closed first, or this is a fork of the process
-                that asked, which has none of the threads. A read that failed leaves its array
-                undefined, and a write that failed leaves its range of the tier undefined.
+            OSError: The disk failed, the tier was closed before the end, or this process is a fork
+                of the one that started the transfer, without its threads. A failed read leaves its
+                array undefined; a failed write leaves its range of the tier undefined.
         """
         code = self.join()
         if code != 0:
@@ -85,7 +82,7 @@ class Transfer:
         return code
 
     def _poll(self, timeout_s: float) -> int | None:
-        """Return 0 or an errno, None if the transfer takes longer; any thread may ask."""
+        """Return 0 or an errno, or None if the transfer takes longer; thread-safe."""
         if self._code is None:
             self._code = self._outcome(timeout_s)
             if self._code is not None:
@@ -94,15 +91,15 @@ class Transfer:
 
 
 class FileTier:
-    """``size_bytes`` on the disk that holds ``directory``, freed with the process at the latest.
+    """``size_bytes`` on the disk of ``directory``, freed when the process ends at the latest.
 
-    The file has no name: nothing is left after a crash, and no other process can open it. Requests
-    may come from any thread and are served several at once, in no order: before reading a range,
-    wait for its last write; before overwriting it, wait for its reads. Ranges that do not overlap
-    are independent.
+    The file has no name: nothing is left after a crash, and no other process can open the file.
+    Requests may come from any thread, and are served concurrently and in any order: before reading
+    a range, wait for its last write; before overwriting a range, wait for its reads. Disjoint
+    ranges are independent.
 
-    Transfers are fastest where offsets and sizes are multiples of 4096 bytes and arrays are aligned
-    to :attr:`memory_alignment_bytes`; all others are copied on the way.
+    Transfers are fastest if offsets and sizes are multiples of 4096 bytes and arrays are aligned to
+    :attr:`memory_alignment_bytes`; all others are copied through a buffer.
     """
 
     def __init__(
@@ -111,15 +108,16 @@ class FileTier:
         """Check the disk, reserve the space, and start the threads.
 
         Args:
-            directory: exists and can be written; on the disk to use.
-            size_bytes: as planned; taken in whole sectors of 4096 bytes.
-            threads: transfers that are with the disk at once.
-            direct: bypass the page cache if the file system allows it; :attr:`direct` tells.
+            directory: Existing, writable directory on the disk to use.
+            size_bytes: Planned size; rounded up to whole sectors of 4096 bytes.
+            threads: Number of transfers that the disk serves at once.
+            direct: Bypass the page cache if the file system supports that; the attribute
+                :attr:`direct` tells whether transfers do.
 
         Raises:
-            ValueError: a size or a number of threads below 1.
-            OSError: the directory is missing or cannot be written, or its disk has not the room.
-                Nothing is left behind.
+            ValueError: The size or the number of threads is below 1.
+            OSError: The directory is missing or cannot be written, or its disk lacks space. Nothing
+                is left behind.
         """
         if size_bytes < 1:
             raise ValueError(f"size_bytes={size_bytes}; a file tier has at least 1 byte")
@@ -132,37 +130,38 @@ class FileTier:
         self._lock = threading.Lock()
         self._in_flight: set[Transfer] = set()
         self._interrupted: list[NDArray[np.uint8]] = []
-        """Arrays of requests cut short by an exception such as Ctrl-C, which may have begun."""
-        # Memory must outlive the threads that use it, also where this object is just dropped, and
+        """Arrays of requests interrupted by an exception such as Ctrl-C, which may have started."""
+        # Memory must outlive the threads that use it, also if this object is dropped unclosed, and
         # at the interpreter's exit.
         self._end = weakref.finalize(self, _end, self._file, self._in_flight, self._interrupted)
         self._last = FileStatistics()
         self.direct = self._file.direct
         """Whether transfers bypass the page cache."""
         self.memory_alignment_bytes = self._file.memory_alignment_bytes
-        """Alignment of arrays that are transferred without a copy on the way."""
+        """Alignment of arrays that are transferred without a copy."""
         self.threads = self._file.threads
         _log.debug("%s", self)
         self._warn(direct=direct)
 
     def write(self, offset_bytes: int, array: NDArray[np.uint8]) -> Transfer:
-        """Begin to write all of ``array``, which must not change until the transfer is done.
+        """Start to write all of ``array``, which must not change until the transfer is done.
 
         Raises:
-            ValueError: closed, not within the tier, or not contiguous bytes.
-            OSError: the system has no memory for the request, or this is a fork of the process
+            ValueError: The tier is closed, the range is not within the tier, or ``array`` is not
+                contiguous uint8.
+            OSError: The system lacks memory for the request, or this process is a fork of the one
                 that opened the tier.
         """
         return self._start(offset_bytes, array, write=True)
 
     def read(self, offset_bytes: int, array: NDArray[np.uint8]) -> Transfer:
-        """Begin to fill all of ``array``, which is undefined until the transfer is done.
+        """Start to read into all of ``array``, which is undefined until the transfer is done.
 
         Bytes that were never written read as zeros.
 
         Raises:
-            ValueError: as :meth:`write`, or ``array`` is read-only.
-            OSError: as :meth:`write`.
+            ValueError: As for :meth:`write`, or ``array`` is read-only.
+            OSError: As for :meth:`write`.
         """
         if not array.flags.writeable:
             raise ValueError("the array to read into is read-only")
@@ -199,20 +198,20 @@ class FileTier:
 
     @property
     def statistics(self) -> FileStatistics:
-        """Bytes transferred so far, and the time that took; measured."""
+        """Measured bytes and busy time of all transfers so far."""
         with self._lock:
             return self._last if self.closed else self._file.statistics()
 
     @property
     def closed(self) -> bool:
-        """Return whether :meth:`close` was called."""
+        """Whether :meth:`close` was called."""
         return not self._end.alive
 
     def close(self, *, cancel: bool = False) -> None:
-        """Finish all requests, end the threads and free the space; closing again does nothing.
+        """Finish all requests, end the threads and free the space; repeated calls do nothing.
 
         Args:
-            cancel: give up requests that no thread has begun instead; waiting for them raises.
+            cancel: Cancel requests that no thread has started; waiting for them then raises.
         """
         with self._lock:
             if self.closed:
@@ -283,7 +282,7 @@ def _end(
     in_flight: set[Transfer],
     interrupted: list[NDArray[np.uint8]],
 ) -> None:
-    """Close the file, and then let go of the memory that its threads used."""
+    """Close the file, and only then drop the arrays that its threads used."""
     file.close()
     in_flight.clear()
     interrupted.clear()

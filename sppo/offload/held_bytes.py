@@ -1,4 +1,4 @@
-"""Counter of the bytes that are held at once, in all and by part."""
+"""Counter of bytes held and of their peak, in total and by part."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 class HeldBytes:
-    """Bytes held now, and the most that were held at once.
+    """Counter of the bytes held now and of their peak.
 
     Args:
-        whole: counter of which this one counts a part; what is held here is held there too.
+        whole: Counter of a larger whole, to which the bytes of this counter are added, too.
     """
 
     def __init__(self, whole: HeldBytes | None = None) -> None:
@@ -19,29 +19,29 @@ class HeldBytes:
         self.now = 0
         """Bytes held now."""
         self.peak = 0
-        """Most bytes held at once since :meth:`reset_peak`."""
+        """Peak of the bytes held since :meth:`reset_peak`."""
 
     def add(self, num_bytes: int) -> None:
-        """Count ``num_bytes`` more; fewer where negative."""
+        """Add ``num_bytes``, which may be negative."""
         self.now += num_bytes
         self.peak = max(self.peak, self.now)
         if self._whole is not None:
             self._whole.add(num_bytes)
 
     def add_tensors(self, tensors: Iterable[Tensor]) -> None:
-        """Count the elements of ``tensors``."""
+        """Add the bytes of ``tensors``."""
         self.add(total_bytes(tensors))
 
     def remove_tensors(self, tensors: Iterable[Tensor]) -> None:
-        """Stop counting the elements of ``tensors``."""
+        """Subtract the bytes of ``tensors``."""
         self.add(-total_bytes(tensors))
 
     def clear(self) -> None:
-        """Hold nothing any more."""
+        """Set the bytes held now to 0."""
         self.add(-self.now)
 
     def reset_peak(self) -> None:
-        """Count the peak anew from what is held now."""
+        """Reset the peak to the bytes held now."""
         self.peak = self.now
 
 

@@ -1,4 +1,4 @@
-"""Checksums of offloaded tensors, for debugging: a tensor must come back unaltered."""
+"""Checksums of offloaded tensors, for debugging: finds tensors that were altered meanwhile."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from sppo.activations.activation_layout import ActivationKey
 
 
 class CorruptActivationError(RuntimeError):
-    """An offloaded tensor came back altered."""
+    """An offloaded tensor was altered before it returned."""
 
 
 class Checksums:
-    """CRC-32 of every offloaded tensor, over its name, key and step and over its bytes."""
+    """CRC-32 of every offloaded tensor, over its step, key and name, and its bytes."""
 
     def __init__(self) -> None:
         self._sums: dict[ActivationKey, tuple[int, dict[str, int]]] = {}
@@ -27,10 +27,10 @@ class Checksums:
         self._sums[key] = step, sums
 
     def check(self, key: ActivationKey, tensors: Mapping[str, Tensor]) -> None:
-        """Compare tensors that came back under ``key`` with their checksums.
+        """Compare returned tensors of ``key`` with their recorded checksums.
 
         Raises:
-            CorruptActivationError: one was altered; the message says which.
+            CorruptActivationError: A tensor was altered; the message names the tensor.
         """
         step, sums = self._sums.pop(key)
         for name, tensor in tensors.items():
@@ -44,11 +44,11 @@ class Checksums:
                 )
 
     def clear(self) -> None:
-        """Forget all checksums, after a step that failed."""
+        """Drop all checksums after a failed step."""
         self._sums.clear()
 
 
 def checksum(tensor: Tensor, *, tag: tuple[int | str, ...]) -> int:
-    """Return the CRC-32 of a tensor's tag, which identifies it, and of its bytes."""
+    """Return the CRC-32 of a tensor's bytes and of ``tag``, which identifies the tensor."""
     data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return zlib.crc32(data.tobytes(), zlib.crc32(repr(tag).encode()))

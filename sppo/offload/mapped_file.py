@@ -1,4 +1,4 @@
-"""A nameless file whose bytes are tensors: a tier of training state behind a CPU's memory."""
+"""Nameless file mapped into memory as a tensor: the disk tier of training state on a CPU."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor
 
 
 class MappedFile:
-    """``size_bytes`` of a disk as memory, zero at first.
+    """``size_bytes`` of a disk, mapped into memory, zero at first.
 
-    Pages come from the disk when they are read, and :meth:`forget` takes them out of the memory of
-    this process again. The disk has reserved the space, so no write can find it full. Views keep
-    the mapping alive; the space is free again after the last of them.
+    Pages are read from the disk on access, and :meth:`forget` drops them from the memory of this
+    process. The space on the disk is reserved, so no write can find the disk full. Views keep the
+    mapping alive; the space is freed with the last view.
 
     Args:
-        directory: on a local disk.
-        size_bytes: at least 1.
+        directory: Directory on a local disk.
+        size_bytes: Size of the file, at least 1.
 
     Raises:
-        OSError: the disk has not the space, or no file can be made there.
+        OSError: The disk lacks space, or no file can be created in ``directory``.
     """
 
     def __init__(self, directory: Path, size_bytes: int) -> None:
@@ -32,9 +32,9 @@ class MappedFile:
             self._map = mmap.mmap(file.fileno(), size_bytes)
 
     def bytes_(self) -> Tensor:
-        """All of it, uint8."""
+        """Return a view of the whole file, uint8."""
         return torch.frombuffer(self._map, dtype=torch.uint8)
 
     def forget(self) -> None:
-        """Take all pages out of the memory of this process; what was written stays in the file."""
+        """Drop all pages from the memory of this process; the file keeps what was written."""
         self._map.madvise(mmap.MADV_DONTNEED)

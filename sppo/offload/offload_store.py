@@ -1,16 +1,16 @@
-"""Store of the saved tensors that leave the device after forward and come back before backward.
+"""Store of saved tensors that leave the device after forward and return before backward.
 
 The offloaded tensors of one layer of one unit are packed into one block. The extents of the blocks
 in the tier, and the order in which backward takes them, are planned before the step
-(:mod:`sppo.activations.activation_layout`); the store only starts the copies. In a host tier each
-block has its own slot in host memory. Before a disk it passes through one of a few staging slots to
-its extent of the file, and through another slot back. On the device, blocks come back into a ring
-of slots, a few blocks ahead of their use. A layer that offloads nothing counts as one of these
-blocks. Where K and V leave too, in blocks of their own, the distance is half as many layers.
+(:mod:`sppo.activations.activation_layout`); the store only starts the copies. With a host tier,
+each block has a slot of its own in host memory. With a disk, each block passes through one of a few
+staging slots to its extent of the file, and back through a staging slot. On the device, blocks
+return into a ring of slots, a few blocks ahead of their use. A layer that offloads nothing counts
+as one block of this distance. If K and V are offloaded too, in blocks of their own, the distance is
+half as many layers.
 
-:class:`sppo.offload.queues.Ordering` says what must come before what, and every copy below names
-the events it waits for. All of them belong to copies enqueued earlier, so no two copies can wait
-for each other.
+:class:`sppo.offload.queues.Ordering` lists the required orderings, and every copy below names the
+events that it waits for. These events belong to copies enqueued earlier, so copies cannot deadlock.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ _NOTHING = OffloadSchedule({}, (), staging_slots=0, ring_slots=0)
 
 @dataclass(slots=True)
 class _PackedBlock:
-    """The tensors of one key, packed one behind the other, and the copies of the block."""
+    """Packed block of the tensors of one key, and the state of its copies."""
 
     extent: Extent
     tensors: dict[str, tuple[slice, torch.Size, torch.dtype]]
     """Bytes of each tensor within the block, its shape and its dtype."""
     stored: Event | None = None
-    """Reached when the block lies in the tier."""
+    """Event that is reached when the block is in the tier."""
     host: Slot | None = None
-    """Slot of the block in a host tier."""
+    """Slot of the block in a host tier; None with a disk."""
     ring: Slot | None = None
-    """Slot that the block comes back to, once that copy is enqueued."""
+    """Ring slot of the block; None until the copy back is enqueued."""
     back: Event | None = None
-    """Reached when the block is back in ``ring``."""
+    """Event that is reached when the block is back in ``ring``."""
 
     def unpack(self, data: Tensor) -> dict[str, Tensor]:
         """Return the tensors as views of the block's bytes."""
@@ -66,17 +66,17 @@ class _PackedBlock:
 
 
 class OffloadStore:
-    """Store of tensors that leave the device; :mod:`sppo.offload.device_stores` has the others.
+    """Store of saved tensors that leave the device.
 
-    On the device it holds only the ring, which :meth:`take_report` counts, and :meth:`take` returns
-    views of the ring.
+    On the device the store owns only the ring, which :meth:`take_report` counts; :meth:`take`
+    returns views of the ring. :mod:`sppo.offload.device_stores` has the stores of other tensors.
 
     Args:
-        queues: carry out the copies; closed with the store.
-        disk: directory of a disk that blocks are written to; None leaves them in host memory.
-        source_lag: layers whose tensors may still be on the device, being copied out, when the
-            next one is saved: how far compute may run ahead of the copies out.
-        checksums: verify all tensors that come back; slow.
+        queues: Copy queues, closed with the store.
+        disk: Directory of a disk to write blocks to; None keeps them in host memory.
+        source_lag: Most layers whose copies out may be in flight when the next layer is saved: how
+            far compute may run ahead of the copies.
+        checksums: Verify all tensors that return; slow.
     """
 
     def __init__(
@@ -96,25 +96,25 @@ class OffloadStore:
         self._begin()
 
     def prepare(self, schedule: OffloadSchedule) -> None:
-        """Make room for a step, between steps.
+        """Reserve memory and disk space for a step; call between steps.
 
         Raises:
-            MemoryError: the host or the device has not that much memory.
-            OSError: the disk has not that much room.
+            MemoryError: The host or the device lacks memory.
+            OSError: The disk lacks space.
         """
         assert self.num_entries == 0, "extents of blocks that are away stay as they are"
         self._step += 1
         if schedule is not self._offloads and schedule.largest_bytes > 0:
-            self._offloads = _NOTHING  # so that the next step tries again if there is no room
+            self._offloads = _NOTHING  # so that the next step tries again if this fails
             self._slots.make_room(schedule)
         self._offloads = schedule
         self._begin()
 
     def save(self, key: ActivationKey, tensors: dict[str, Tensor]) -> None:
-        """Start to copy ``tensors`` out; none of a layer that offloads nothing.
+        """Start to copy ``tensors`` out; the dictionary may be empty.
 
         Raises:
-            OSError: the disk failed.
+            OSError: The disk failed in an earlier copy.
         """
         assert key not in self._blocks, f"{key} is saved already"
         self._queues.check()
@@ -139,23 +139,23 @@ class OffloadStore:
         self._blocks[key] = block
 
     def finish_offload(self, keys: Iterable[ActivationKey]) -> None:
-        """Check that all of ``keys`` are saved; their copies out may still be under way."""
+        """Assert that all of ``keys`` are saved; their copies out may still be in flight."""
         missing = [key for key in keys if key not in self._blocks]
         assert not missing, f"{missing} are not saved yet"
 
     def start_reload(self, keys: Iterable[ActivationKey]) -> None:
-        """Allow the blocks of ``keys`` to come back from now on, as the ring has room."""
+        """Permit the blocks of ``keys`` to return from now on, as ring slots become free."""
         self._reloading.update(keys)
         self._bring_back()
 
     def take(self, key: ActivationKey) -> dict[str, Tensor]:
         """Return the tensors of ``key``, which must be the next in the planned order.
 
-        They are views of the ring, valid until :meth:`release`.
+        The tensors are views of the ring, valid until :meth:`release`. Compute waits for them.
 
         Raises:
-            OSError: the disk failed.
-            CorruptActivationError: a tensor came back altered (with checksums).
+            OSError: The disk failed.
+            CorruptActivationError: With checksums: a tensor was altered.
         """
         expected = self._offloads.order[self._next_take]
         assert key == expected, f"{key} is taken before {expected}"
@@ -179,7 +179,7 @@ class OffloadStore:
         return tensors
 
     def release(self, key: ActivationKey) -> None:
-        """Free the ring slot of ``key``: compute has read the tensors."""
+        """Free the ring slot of ``key``, after all compute that reads the tensors was issued."""
         slot = self._in_use.pop(key, None)
         if slot is None:
             return
@@ -188,7 +188,7 @@ class OffloadStore:
         self._bring_back()
 
     def abort(self) -> None:
-        """Forget everything after a step that failed; copies under way end first."""
+        """Drop all entries after a failed step, once the copies in flight have ended."""
         self._queues.abort()
         self._begin()
         self._slots.free()
@@ -198,7 +198,7 @@ class OffloadStore:
             self._checksums.clear()
 
     def take_report(self) -> CopyReport:
-        """Return bytes and times of the copies since the last call, and the memory reserved."""
+        """Return bytes and times of the copies since the last call, and the reserved memory."""
         out_bytes, back_bytes = dict(self._out_bytes), dict(self._back_bytes)
         self._out_bytes.clear()
         self._back_bytes.clear()
@@ -212,7 +212,7 @@ class OffloadStore:
         )
 
     def close(self) -> None:
-        """End the copies and release memory and file; closing again does nothing."""
+        """End all copies and free memory and file; repeated calls do nothing."""
         self._queues.close()
         self._slots.clear()
 
@@ -225,7 +225,7 @@ class OffloadStore:
         """Enqueue the copies of ``block`` to the tier."""
         extent = block.extent
         host = self._slots.to_fill(extent)
-        # A GPU keeps its sources until they are copied, and parts would keep what they are part of.
+        # On a GPU, sources live until they are copied, and a view would keep its whole base alive.
         tensors = {name: on_its_own(t) if t.is_cuda else t for name, t in tensors.items()}
         produced = self._queues.produced(list(tensors.values()))
         copied = self._queues.copy_out(
@@ -250,18 +250,18 @@ class OffloadStore:
         self._let_go(self._source_lag * self._blocks_of_layer)
 
     def _let_go(self, still_held: int) -> None:
-        """Let compute reuse the memory of all tensors copied out but those of the last blocks."""
+        """Let compute reuse the sources of all copies out except the last ``still_held``."""
         while len(self._copied) > still_held:
             self._queues.reusable(self._copied.popleft())
 
     def _bring_back(self) -> None:
-        """Enqueue the copies back of the next blocks, as far ahead as the ring has room."""
+        """Enqueue the copies back of the next blocks, as far as ring slots are free."""
         order = self._offloads.order
         horizon = min(len(order), self._next_take + PREFETCH_LAYERS)
         while self._next_back < horizon:
             block = self._blocks.get(order[self._next_back])
             if block is None:
-                break  # not saved yet: another sequence
+                break  # not saved yet: belongs to a later sequence
             if block.tensors:
                 if order[self._next_back] not in self._reloading:
                     break
@@ -296,18 +296,18 @@ class OffloadStore:
         block.ring = ring
 
     def _begin(self) -> None:
-        """Reset the state of a step to that before its first save."""
+        """Reset the store to its state before the first save of a step."""
         self._blocks: dict[ActivationKey, _PackedBlock] = {}
         self._in_use: dict[ActivationKey, Slot] = {}
         self._occupied: dict[int, ActivationKey] = {}
         self._reloading: set[ActivationKey] = set()
         self._copied: deque[Event] = deque()
         self._next_take = self._next_back = self._brought_back = 0
-        # K and V leave in a block of their own, in front of their layer's.
+        # K and V are saved as a block of their own, before the block of their layer.
         self._blocks_of_layer = 1 + any(key.is_kv for key in self._offloads.extents)
 
 
 def _count(counts: Counter[str], key: ActivationKey, block: _PackedBlock) -> None:
-    """Add the bytes of a block's tensors to those of their classes; K and V are another class."""
+    """Add the bytes of a block's tensors to the counts of their classes; K and V count as "kv"."""
     for name, (part, _, _) in block.tensors.items():
         counts["kv" if key.is_kv else CLASSES[class_of(name)]] += part.stop - part.start

@@ -1,7 +1,7 @@
-"""Page-locking of host memory that is mapped already, by the CUDA runtime.
+"""Page-locking of already mapped host memory by the CUDA runtime.
 
-What ``torch.cuda.cudart()`` gives has no ``cudaGetLastError``, and the runtime remembers an error
-until it is asked: the next kernel launch would report it as its own.
+``torch.cuda.cudart()`` has no ``cudaGetLastError``, and the runtime keeps an error until it is
+queried: the next kernel launch would report the error of a failed page-lock as its own.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor
 
 
 def lock_pages(runtime: Any, memory: Tensor) -> None:
-    """Page-lock all of ``memory``, a contiguous tensor of the host.
+    """Page-lock all of ``memory``.
 
     Args:
-        runtime: what ``torch.cuda.cudart()`` returns.
-        memory: stays mapped until it is unlocked.
+        runtime: Result of ``torch.cuda.cudart()``.
+        memory: Contiguous host tensor, which must stay mapped until it is unlocked.
 
     Raises:
-        MemoryError: the machine, or its limit on locked memory (``ulimit -l``), does not allow
-            that much.
+        MemoryError: The machine lacks memory, or its limit on locked memory (``ulimit -l``) is too
+            low.
     """
     failure = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if int(failure) == 0:
@@ -37,14 +37,14 @@ def lock_pages(runtime: Any, memory: Tensor) -> None:
 
 
 def unlock_pages(runtime: Any, memory: Tensor) -> None:
-    """Unlock what :func:`lock_pages` locked and no copy uses any more."""
+    """Unlock memory that :func:`lock_pages` locked and that no copy uses any more."""
     failure = runtime.cudaHostUnregister(memory.data_ptr())
     if int(failure) != 0:
         forget_last_error()
 
 
 def forget_last_error() -> None:
-    """Clear the error that the CUDA runtime of this thread remembers, where it is loaded."""
+    """Clear the last error of the CUDA runtime in this thread, if the runtime is loaded."""
     version = torch.version.cuda
     if version is None:
         return
@@ -52,5 +52,5 @@ def forget_last_error() -> None:
     try:
         library = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
     except OSError:
-        return  # linked into torch itself, which then has no name for others to ask by
+        return  # linked statically into torch, whose runtime cannot be reached from here
     library.cudaGetLastError()

@@ -1,9 +1,9 @@
 """Interface of the copy queues, and the eight orderings that copies and compute must keep.
 
 There is one queue per direction: out of the device, from the host to a disk, from a disk to the
-host, and back to the device. A queue runs its copies in order. Between queues, and between a queue
-and compute, only events order anything: every copy is enqueued with the events that come before it,
-each with the :class:`Ordering` that requires it.
+host, and back to the device. A queue runs its copies in order. Copies of different queues, and
+copies and compute, are ordered by events only: every copy is enqueued with the events that it waits
+for, each with the :class:`Ordering` that requires it.
 
 Implementations: :mod:`sppo.offload.thread_queues` on a CPU, :mod:`sppo.offload.cuda_queues` on a
 GPU, and one in the tests that runs copies in random order and checks all accesses to memory.
@@ -23,12 +23,12 @@ from sppo.offload.copy_report import CopyReport
 
 
 class Ordering(Enum):
-    """Reasons why one event must come before another: no early read, no early overwrite."""
+    """Required orderings of copies and compute, against early reads and early overwrites."""
 
     PRODUCED_BEFORE_OUT = 1
     """Compute has written a tensor before it is copied out."""
     OUT_BEFORE_SOURCE_REUSE = 2
-    """A tensor has been copied out before compute takes its memory for something else."""
+    """A tensor has been copied out before compute reuses its memory."""
     FILLED_BEFORE_READ = 3
     """A slot of a tier has been filled before it is read."""
     BACK_BEFORE_USE = 4
@@ -44,24 +44,24 @@ class Ordering(Enum):
 
 
 class Event(Protocol):
-    """A point in a queue, or in compute, that is reached once; a future is an event."""
+    """Point in a queue, or in compute, that is reached once; futures are events."""
 
     def done(self) -> bool:
-        """Return whether it has been reached, without waiting."""
+        """Return, without waiting, whether the event has been reached."""
         ...
 
     def exception(self) -> BaseException | None:
-        """Wait until it is reached; return what went wrong on the way, None if nothing did."""
+        """Wait for the event; return the error of its work, None if there was none."""
         ...
 
 
 Dependency = tuple[Ordering, Event]
-"""An event that comes before a copy, and why."""
+"""Event that a copy must wait for, with the ordering that requires it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Region:
-    """Memory of one slot."""
+    """Memory region of one slot."""
 
     place: str
     """``host`` or ``ring``."""
@@ -71,44 +71,44 @@ class Region:
 
 
 class CopyQueues(Protocol):
-    """All copy queues of one device, called only by the thread that issues compute."""
+    """Copy queues of one device; only the thread that issues compute may call the methods."""
 
     def host_memory(self, size_bytes: int) -> Tensor:
-        """Allocate the memory that tensors are copied out to: uint8, page-aligned.
+        """Allocate host memory for blocks that are copied out: uint8, page-aligned.
 
         Raises:
-            MemoryError: there is not that much.
+            MemoryError: The host lacks memory.
         """
         ...
 
     def device_memory(self, size_bytes: int) -> Tensor:
-        """Allocate the memory that blocks are copied back to: uint8, aligned as tensors are.
+        """Allocate device memory for blocks that are copied back: uint8, aligned for any dtype.
 
         Raises:
-            MemoryError: there is not that much.
+            MemoryError: The device lacks memory.
         """
         ...
 
     def open_file(self, directory: Path, size_bytes: int) -> None:
-        """Reserve a file on the disk for :meth:`write`; it replaces an earlier one.
+        """Reserve a file on the disk for :meth:`write`, in place of any earlier file.
 
         Raises:
-            OSError: the directory cannot be used, or the disk has no room.
+            OSError: The directory cannot be used, or the disk lacks space.
         """
         ...
 
     def produced(self, sources: Sequence[Tensor]) -> Event:
-        """Return the end of all compute issued so far, which has written ``sources``."""
+        """Return the end of all compute issued so far, which includes writing ``sources``."""
         ...
 
     def copy_out(
         self, host: Region, placed: Sequence[tuple[int, Tensor]], *, after: Sequence[Dependency]
     ) -> Event:
-        """Copy contiguous tensors, which stay alive meanwhile, to their offsets in ``host``."""
+        """Copy contiguous tensors to their offsets in ``host``; keep them alive meanwhile."""
         ...
 
     def reusable(self, copied: Event) -> None:
-        """Let compute issued from now on reuse the memory of tensors that ``copied`` copied out."""
+        """Let compute issued from now on reuse the sources of the copy ``copied``."""
         ...
 
     def write(
@@ -130,33 +130,33 @@ class CopyQueues(Protocol):
         ...
 
     def use(self, ring: Region, back: Event) -> None:
-        """Make compute issued from now on wait for ``back``, so that it can read ``ring``.
+        """Make compute issued from now on wait for ``back``, after which it may read ``ring``.
 
         Raises:
-            OSError: the disk failed.
+            OSError: The disk failed.
         """
         ...
 
     def used(self, ring: Region) -> Event:
-        """Return the end of all compute issued so far, the last that reads ``ring``."""
+        """Return the end of all compute issued so far, which includes all reads of ``ring``."""
         ...
 
     def check(self) -> None:
-        """Raise the error of the first copy that failed, if one did.
+        """Raise the error of the first failed copy, if any.
 
         Raises:
-            OSError: a disk failed.
+            OSError: A disk failed.
         """
         ...
 
     def abort(self) -> None:
-        """Leave out copies that have not begun, wait for the others, forget errors and tensors."""
+        """Skip copies that have not started, wait for the others, drop errors and tensors."""
         ...
 
     def take_times(self) -> CopyReport:
-        """Return the times since the last call; a report without bytes."""
+        """Return a report of the times since the last call, without bytes."""
         ...
 
     def close(self) -> None:
-        """End the queues and release file and memory; closing again does nothing."""
+        """End the queues and free file and memory; repeated calls do nothing."""
         ...

@@ -1,4 +1,4 @@
-"""Slots that blocks pass through (free, filling, full, reading), and the memory they lie in."""
+"""Slots that blocks pass through (free, filling, full, reading), and the memory of the slots."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from sppo.offload.queues import CopyQueues, Dependency, Event, Ordering, Region
 
 
 class Slot:
-    """One region of memory, and the events that end its filling and its reading.
+    """Region of memory with the events at the end of its filling and of its reading.
 
     Copies are enqueued long before they run. The next filling may be enqueued as soon as the end of
-    the reading is an event, which the filling then waits for.
+    the reading has an event, which the filling then waits for.
     """
 
     def __init__(self, region: Region) -> None:
@@ -27,7 +27,7 @@ class Slot:
 
     @property
     def state(self) -> Literal["free", "filling", "full", "reading"]:
-        """State of the slot, as far as its events have been reached."""
+        """State of the slot now, according to the events that have been reached."""
         if self._filled is None:
             emptied = self._emptied is None or self._emptied[1].done()
             return "free" if emptied else "reading"
@@ -37,26 +37,26 @@ class Slot:
 
     @property
     def can_be_filled(self) -> bool:
-        """Return whether the next filling may be enqueued: nothing unread is in the slot."""
+        """Whether the next filling may be enqueued: the slot has no unread contents."""
         return self._filled is None
 
     def before_filling(self) -> tuple[Dependency, ...]:
-        """Return the event that the next filling has to wait for, if there is one."""
+        """Return the event that the next filling must wait for; empty if there is none."""
         assert self.can_be_filled, f"{self} holds what nobody has read yet"
         return () if self._emptied is None else (self._emptied,)
 
     def fill(self, filled: Event) -> None:
-        """Note a filling that ends with ``filled``."""
+        """Record a filling that ends with the event ``filled``."""
         assert self.can_be_filled, f"{self} holds what nobody has read yet"
         self._filled, self._is_read, self._emptied = filled, False, None
 
     def begin_reading(self) -> None:
-        """Note that the slot is being read, or will be."""
+        """Record that a read of the slot was, or is about to be, enqueued."""
         assert self._filled is not None, f"{self} is read, and nothing is in it"
         self._is_read = True
 
     def end_reading(self, ordering: Ordering, read: Event) -> None:
-        """Note that the reading ends with ``read``, which the next filling waits for."""
+        """Record that the reading ends with the event ``read``, for which a filling waits."""
         assert self._is_read, f"{self} is given back, and nobody reads it"
         self._filled, self._is_read, self._emptied = None, False, (ordering, read)
 
@@ -65,11 +65,11 @@ class Slot:
 
 
 class SlotMemory:
-    """Memory and file space of one store, reserved before a step and kept, and the slots in it.
+    """Memory and file space of one store, reserved before a step and reused, and its slots.
 
     Args:
-        queues: allocate the memory and open the file.
-        disk: directory of the file that blocks go on to; None if they stay in host memory.
+        queues: Copy queues, which allocate the memory and open the file.
+        disk: Directory of the file for blocks; None if they stay in host memory.
     """
 
     def __init__(self, queues: CopyQueues, disk: Path | None) -> None:
@@ -80,13 +80,13 @@ class SlotMemory:
         self._staged = 0
         self._of_extent: dict[int, Slot] = {}
         self.ring: list[Slot] = []
-        """Slots on the device that blocks come back to."""
+        """Slots on the device into which blocks return."""
         self.file_bytes = 0
         """Size of the file on a disk."""
 
     @property
     def on_disk(self) -> bool:
-        """Return whether blocks go on from the host to a file."""
+        """Whether blocks are written from host memory to a file."""
         return self._disk is not None
 
     @property
@@ -103,10 +103,10 @@ class SlotMemory:
         """Free all slots, and replace memory and file if they are too small for ``schedule``.
 
         Raises:
-            MemoryError: the host or the device has not that much memory.
-            OSError: the disk has not that much room.
+            MemoryError: The host or the device lacks memory.
+            OSError: The disk lacks space.
         """
-        self._queues.abort()  # nothing uses what is given back
+        self._queues.abort()  # no copy may use memory that is replaced
         slot_bytes = max(self._slot_bytes, schedule.largest_bytes)
         host_bytes = schedule.staging_slots * slot_bytes if self.on_disk else schedule.tier_bytes
         if self._disk is not None and schedule.tier_bytes > self.file_bytes:
@@ -122,7 +122,7 @@ class SlotMemory:
         self.ring = self._cut("ring", schedule.ring_slots)
 
     def to_fill(self, extent: Extent) -> Slot:
-        """Return a host slot for a block: before a disk the staging slot used longest ago."""
+        """Return a host slot for a block: with a disk, the least recently used staging slot."""
         if self.on_disk:
             slot = self._staging[self._staged % len(self._staging)]
             self._staged += 1
@@ -135,20 +135,20 @@ class SlotMemory:
         return own
 
     def free(self) -> None:
-        """Free all slots, whatever is in them; the copies that used them have ended."""
+        """Free all slots regardless of their state; no copy may use them any more."""
         self._staging = [Slot(slot.region) for slot in self._staging]
         self.ring = [Slot(slot.region) for slot in self.ring]
         self._of_extent = {}
 
     def clear(self) -> None:
-        """Release the memory; the file is closed with the queues."""
+        """Free the memory; the queues close the file."""
         self._memory.clear()
         self._staging, self.ring, self._of_extent = [], [], {}
 
     def _take(self, place: str, size_bytes: int, *, take: Callable[[int], Tensor]) -> None:
         if place in self._memory and self._memory[place].numel() >= size_bytes:
             return
-        self._memory.pop(place, None)  # first: both at once may be too much
+        self._memory.pop(place, None)  # free first: both allocations may not fit
         self._memory[place] = take(size_bytes)
 
     def _cut(self, place: str, count: int) -> list[Slot]:

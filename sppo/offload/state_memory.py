@@ -1,4 +1,4 @@
-"""Memory of a tier for training state, which tensors are views of."""
+"""Memory of a tier for training state: allocates tensors in host memory or on a disk."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from sppo.units import format_bytes
 
 
 class StateMemory(Protocol):
-    """Gives tensors of a tier."""
+    """Allocator of tensors in a tier."""
 
     def tensors(
         self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """Return tensors of these shapes by name, one behind the other in one block.
+        """Allocate tensors of these shapes, by name, consecutively in one block.
 
         Raises:
-            MemoryError: the tier has not the memory, or it may not be locked.
-            OSError: the disk has not the space.
+            MemoryError: The tier lacks memory, or the memory may not be page-locked.
+            OSError: The disk lacks space.
         """
         ...
 
     def forget(self) -> None:
-        """Note that nobody uses the tensors for a while."""
+        """Allow the tier to drop cached pages: the tensors are not used for a while."""
         ...
 
 
 class LockedHostMemory:
-    """:class:`StateMemory` of the host, page-locked, so that copies run beside the host's work.
+    """:class:`StateMemory` in page-locked host memory, so that copies are asynchronous.
 
     Args:
-        transfers: of the device that computes.
+        transfers: Transfers of the device that computes.
     """
 
     def __init__(self, transfers: Transfers) -> None:
@@ -49,18 +49,18 @@ class LockedHostMemory:
     def tensors(
         self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """Return tensors in host memory."""
+        """Allocate tensors in page-locked host memory."""
         return _views(self._transfers.memory(_block_bytes(shapes, dtype)), shapes, dtype)
 
     def forget(self) -> None:
-        """Do nothing: they stay where they are."""
+        """Do nothing: page-locked memory stays resident."""
 
 
 class DiskMemory:
-    """:class:`StateMemory` of nameless files in a directory.
+    """:class:`StateMemory` in nameless files of a directory.
 
     Args:
-        directory: on a fast local disk.
+        directory: Directory on a fast local disk.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -70,7 +70,7 @@ class DiskMemory:
     def tensors(
         self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """Return tensors in a file."""
+        """Allocate tensors in a new file."""
         size_bytes = _block_bytes(shapes, dtype)
         try:
             self._files.append(MappedFile(self._directory, size_bytes))
@@ -86,7 +86,7 @@ class DiskMemory:
         return _views(self._files[-1].bytes_(), shapes, dtype)
 
     def forget(self) -> None:
-        """Take what was read or written out of the memory of this process."""
+        """Drop the pages of all files from the memory of this process."""
         for file in self._files:
             file.forget()
 
@@ -94,7 +94,7 @@ class DiskMemory:
 def _begins(
     shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
 ) -> tuple[dict[str, int], int]:
-    """Return where tensors begin in their block, in bytes, and where the last one ends."""
+    """Return the offset of each tensor in the block, and the size of the block, in bytes."""
     begins, end = {}, 0
     for name, shape in shapes.items():
         begins[name] = end

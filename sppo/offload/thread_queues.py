@@ -1,9 +1,8 @@
 """Copy queues of a CPU: one thread per direction.
 
-Compute is the calling thread itself: all that it has issued is done, so events of compute are
-reached from the start, and compute waits for a copy by blocking. Device memory is host memory, so
-the ring and the staging slots are both host arenas, resident from the start and counted by the
-planner.
+Compute runs in the calling thread: issued compute is done, so its events are reached at once, and
+compute waits for a copy by blocking. Device memory is host memory, so the ring and the staging
+slots are both host arenas, resident from the start and counted by the planner.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from sppo.offload.queues import Dependency, Event, Region
 from sppo.offload.worker_queue import WorkerQueue, close_queues, wait_for
 
 POISON = 0xFF
-"""Byte that overwritten memory is filled with: NaN in every floating dtype."""
+"""Byte to fill overwritten memory with: NaN in every floating dtype."""
 
 
 class ThreadQueues:
-    """:class:`sppo.offload.queues.CopyQueues` of this process's CPU.
+    """:class:`sppo.offload.queues.CopyQueues` of a CPU.
 
     Args:
-        poison: overwrite every slot once it is read, so that reading it again gives NaN.
+        poison: Overwrite every slot after it is read, so that reading it again gives NaN.
     """
 
     def __init__(self, *, poison: bool = False) -> None:
@@ -46,23 +45,23 @@ class ThreadQueues:
         self._exposed_s = 0.0
 
     def host_memory(self, size_bytes: int) -> Tensor:
-        """Map host memory; it is returned to the system with the last view of it."""
+        """Map host memory, which is returned to the system with its last view."""
         with HostArena(size_bytes) as arena:
             return arena.tensor(0, (size_bytes,), torch.uint8)
 
     def device_memory(self, size_bytes: int) -> Tensor:
-        """Map host memory, which on a CPU is the device's."""
+        """Map host memory, which on a CPU is device memory."""
         return self.host_memory(size_bytes)
 
     def open_file(self, directory: Path, size_bytes: int) -> None:
-        """Reserve a file in ``directory``; it replaces an earlier one."""
+        """Reserve a file in ``directory``, in place of any earlier file."""
         if self._file is not None:
             self._file.close()
             self._file = None
         self._file, self._directory = FileTier(directory, size_bytes), directory
 
     def produced(self, sources: Sequence[Tensor]) -> Event:
-        """Return an event that is reached: this thread has computed the tensors."""
+        """Return a reached event: this thread has computed the tensors."""
         return _now()
 
     def copy_out(
@@ -79,7 +78,7 @@ class ThreadQueues:
         return self._out.submit(copy, after=_futures(after))
 
     def reusable(self, copied: Event) -> None:
-        """Wait for the copy, which alone has kept the tensors alive."""
+        """Wait for the copy, whose reference keeps the tensors alive."""
         self._wait(copied)
 
     def write(
@@ -118,18 +117,18 @@ class ThreadQueues:
         self._wait(back)
 
     def used(self, ring: Region) -> Event:
-        """Return an event that is reached: this thread has read ``ring``."""
+        """Return a reached event: this thread has read ``ring``."""
         if self._poison:
             ring.data.fill_(POISON)
         return _now()
 
     def check(self) -> None:
-        """Raise the error of the first copy that failed, if one did."""
+        """Raise the error of the first failed copy, if any."""
         for worker in self._workers:
             worker.check()
 
     def abort(self) -> None:
-        """Leave out copies that have not begun, wait for the others, forget all of the step."""
+        """Skip copies that have not started, wait for the others, drop errors and times."""
         for worker in self._workers:
             worker.cancel()
         for worker in self._workers:
@@ -144,7 +143,7 @@ class ThreadQueues:
         return CopyReport(exposed_s=exposed_s, out_s=max(busy[:2]), back_s=max(busy[2:]))
 
     def close(self) -> None:
-        """End the threads and close the file; closing again does nothing."""
+        """End the threads and close the file; repeated calls do nothing."""
         close_queues(self._workers)
         if self._file is not None:
             self._file.close()
@@ -185,7 +184,7 @@ def as_bytes(tensor: Tensor) -> NDArray[np.uint8]:
 
 
 def _now() -> Future[None]:
-    """Return an event that is reached: compute has done what it has issued."""
+    """Return a reached event: all issued compute is done."""
     future: Future[None] = Future()
     future.set_result(None)
     return future

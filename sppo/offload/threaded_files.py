@@ -1,13 +1,14 @@
 """Nameless files that serve reads and writes with threads of their own.
 
-:class:`NativeFile` is of the native library; it bypasses the page cache where the file system
-allows that. :class:`PythonFile` is for machines without a compiler: it is slower and goes through
-the page cache, from which every block is dropped once the disk has it.
+:class:`NativeFile` uses the native library and bypasses the page cache if the file system supports
+that. :class:`PythonFile` is for machines without a compiler: it is slower and goes through the page
+cache, from which every block is dropped once it is on the disk.
 
-Both do what :class:`sppo.offload.file_tier.FileTier` needs. ``submit`` begins to transfer all of an
-array, which is contiguous, within the file, and kept alive by the caller until the transfer has
-ended. It returns a function that waits at most so many seconds for the end and returns 0 or the
-errno of the first fault, None if the transfer has not ended. ``close`` cancels what has not begun.
+Both have the interface that :class:`sppo.offload.file_tier.FileTier` needs. ``submit`` starts to
+transfer a whole array, which must be contiguous, within the file, and kept alive by the caller
+until the transfer has ended. ``submit`` returns a function that waits at most the given seconds and
+returns 0, the errno of the first error, or None if the transfer has not ended. ``close`` cancels
+transfers that have not started.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from sppo.units import MIB
 _logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 8 * MIB
-"""Requests are cut at multiples of it; several threads serve the blocks of one request at once."""
+"""Requests are cut at multiples of this size; several threads serve blocks of one request."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileStatistics:
-    """Bytes transferred since a file was opened, and the time that took; measured."""
+    """Measured bytes and busy time of the transfers since a file was opened."""
 
     read_bytes: int = 0
     written_bytes: int = 0
@@ -50,13 +51,13 @@ class FileStatistics:
 
 
 class NativeFile:
-    """A file of the native library.
+    """File of the native library.
 
     Attributes:
-        direct: whether transfers bypass the page cache.
-        preallocated: whether the disk has reserved the space.
-        memory_alignment_bytes: alignment of addresses that are transferred without a copy.
-        threads: transfers that are with the disk at once.
+        direct: Whether transfers bypass the page cache.
+        preallocated: Whether the disk has reserved the space.
+        memory_alignment_bytes: Alignment of addresses that are transferred without a copy.
+        threads: Number of transfers that the disk serves at once.
     """
 
     def __init__(
@@ -68,10 +69,10 @@ class NativeFile:
         threads: int,
         direct: bool,
     ) -> None:
-        """Make the file and start the threads.
+        """Create the file and start the threads.
 
         Raises:
-            OSError: the system refused; nothing is left behind.
+            OSError: The system refused; nothing is left behind.
         """
         file = functions.open(
             directory, size_bytes, threads=threads, direct=direct, block_bytes=BLOCK_BYTES
@@ -85,7 +86,7 @@ class NativeFile:
     def submit(
         self, *, write: bool, offset_bytes: int, memory: NDArray[np.uint8]
     ) -> Callable[[float], int | None]:
-        """Begin a transfer on the library's threads; see the module for what is returned."""
+        """Start a transfer on the library's threads; the module documents the result."""
         request = self._functions.submit(
             self._file,
             write=write,
@@ -94,12 +95,12 @@ class NativeFile:
             size_bytes=memory.nbytes,
         )
         outcome = partial(self._functions.wait, request)
-        # Called when no thread can be in `outcome` any more.
+        # Finalized when no thread can be inside `outcome` any more.
         weakref.finalize(outcome, self._functions.forget, request).atexit = False
         return outcome
 
     def statistics(self) -> FileStatistics:
-        """Return the bytes and busy seconds so far; not after :meth:`close`."""
+        """Return the bytes and busy seconds so far; must not be called after :meth:`close`."""
         totals = self._functions.measure(self._file)
         return FileStatistics(
             read_bytes=int(totals.read_bytes),
@@ -109,18 +110,18 @@ class NativeFile:
         )
 
     def close(self) -> None:
-        """Cancel what has not begun, end the threads and free the space; once."""
+        """Cancel transfers that have not started, end the threads and free the space; call once."""
         self._functions.close(self._file, cancel=True)
 
 
 class PythonFile:
-    """A file of the standard library, with the attributes of :class:`NativeFile`."""
+    """File of the standard library, with the attributes of :class:`NativeFile`."""
 
     def __init__(self, directory: Path, size_bytes: int, *, threads: int) -> None:
-        """Make the file; threads start as they are needed.
+        """Create the file; threads start as they are needed.
 
         Raises:
-            OSError: the system refused; nothing is left behind.
+            OSError: The system refused; nothing is left behind.
         """
         self.direct = False
         self.memory_alignment_bytes = 1
@@ -129,7 +130,7 @@ class PythonFile:
         try:
             sectors = -(-size_bytes // SECTOR_BYTES)
             self.preallocated = _reserve_space(file.fileno(), sectors * SECTOR_BYTES)
-            if hasattr(os, "posix_fadvise"):  # into the page cache no more than is asked for
+            if hasattr(os, "posix_fadvise"):  # no read-ahead into the page cache
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         except BaseException:
             file.close()
@@ -142,8 +143,8 @@ class PythonFile:
     def submit(
         self, *, write: bool, offset_bytes: int, memory: NDArray[np.uint8]
     ) -> Callable[[float], int | None]:
-        """Begin a transfer, one task per block; see the module for what is returned."""
-        first = offset_bytes % BLOCK_BYTES  # bytes of its first block that come before
+        """Start a transfer, one task per block; the module documents the result."""
+        first = offset_bytes % BLOCK_BYTES  # bytes of the first block before the transfer
         cuts = [0, *range(BLOCK_BYTES - first, memory.nbytes, BLOCK_BYTES), memory.nbytes]
         failed = threading.Event()
         blocks = [
@@ -160,13 +161,13 @@ class PythonFile:
         return FileStatistics(read_bytes, written_bytes, read_s, write_s)
 
     def close(self) -> None:
-        """Cancel what has not begun, end the threads and free the space; once."""
-        if os.getpid() == self._process:  # a fork has none of the threads
+        """Cancel transfers that have not started, end the threads and free the space; call once."""
+        if os.getpid() == self._process:  # forks do not inherit the threads
             try:
                 self._executor.shutdown(cancel_futures=True)
             except RuntimeError:
-                # Collected by one of its threads, which cannot join itself. The file goes with the
-                # last transfer.
+                # Garbage-collected in one of its own threads, which cannot join itself. The file is
+                # closed with the last transfer.
                 return
         self._file.close()
 
@@ -182,7 +183,7 @@ class PythonFile:
             while transferred_bytes < len(block):
                 rest, offset = block[transferred_bytes:], offset_bytes + transferred_bytes
                 count = _system_io(fd, write, rest, offset)
-                if count == 0:  # the file is as long as asked for, so an end in it is a fault
+                if count == 0:  # the file has its full size, so an end of file is an error
                     raise OSError(errno.EIO, os.strerror(errno.EIO))
                 transferred_bytes += count
             _leave_page_cache(fd, write, offset_bytes, len(block))
@@ -203,14 +204,14 @@ class _Meter:
         self._busy_s = self._since_s = 0.0
 
     def begin(self) -> None:
-        """Note that a thread begins."""
+        """Record that a thread starts a transfer."""
         with self._lock:
             if self._working == 0:
                 self._since_s = time.perf_counter()
             self._working += 1
 
     def end(self, transferred_bytes: int) -> None:
-        """Note that a thread has transferred some bytes."""
+        """Record that a thread has ended a transfer of some bytes."""
         with self._lock:
             self._working -= 1
             self._bytes += transferred_bytes
@@ -218,18 +219,18 @@ class _Meter:
                 self._busy_s += time.perf_counter() - self._since_s
 
     def totals(self) -> tuple[int, float]:
-        """Return the bytes and the seconds so far."""
+        """Return the bytes and the busy seconds so far."""
         with self._lock:
             open_s = time.perf_counter() - self._since_s if self._working else 0.0
             return self._bytes, self._busy_s + open_s
 
 
 def _outcome(blocks: Sequence[Future[None]], timeout_s: float) -> int | None:
-    """Return 0 or the errno of the first of the blocks that failed, None before all have ended.
+    """Return 0 or the errno of the first failed block; None if a block has not ended in time.
 
     Args:
-        blocks: of one request.
-        timeout_s: the longest wait for each.
+        blocks: Futures of the blocks of one request.
+        timeout_s: Longest wait for each block in seconds.
     """
     codes = []
     for block in blocks:
@@ -245,9 +246,9 @@ def _outcome(blocks: Sequence[Future[None]], timeout_s: float) -> int | None:
 
 
 def _errno(error: BaseException) -> int:
-    """Return the errno of a fault; of what is no fault of the system EIO, with a line in the log.
+    """Return the errno of an OSError; for any other error EIO, after logging the error.
 
-    Nothing is raised: other blocks of the request may still be on their way.
+    Nothing is raised, because other blocks of the request may still be in flight.
     """
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
@@ -256,21 +257,21 @@ def _errno(error: BaseException) -> int:
 
 
 def _system_io(fd: int, write: bool, memory: memoryview, offset_bytes: int) -> int:
-    """Transfer some of ``memory``; return how many bytes. Python itself retries interruptions."""
+    """Transfer a part of ``memory``; return the number of bytes. Python retries interruptions."""
     return (os.pwritev if write else os.preadv)(fd, [memory], offset_bytes)
 
 
 def _leave_page_cache(fd: int, write: bool, offset_bytes: int, size_bytes: int) -> None:
-    """Bring bytes to the disk, and drop them from memory, which the disk is there to save."""
+    """Flush written bytes to the disk, and drop the range from the page cache."""
     if not hasattr(os, "posix_fadvise"):
         return
     if write:
-        os.fdatasync(fd)  # only what is on the disk can be dropped
+        os.fdatasync(fd)  # only pages that are on the disk can be dropped
     os.posix_fadvise(fd, offset_bytes, size_bytes, os.POSIX_FADV_DONTNEED)
 
 
 def _reserve_space(fd: int, size_bytes: int) -> bool:
-    """Make the file so long; return whether the disk has reserved the space."""
+    """Extend the file to ``size_bytes``; return whether the disk has reserved the space."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(fd, 0, size_bytes)
         return True

@@ -1,6 +1,6 @@
-"""Copies of training state between a device and the tier behind it.
+"""Asynchronous copies of training state between a device and the next tier.
 
-Both directions run on their own, in the order they were asked for, while the host goes on.
+Each direction is a queue of its own, which runs its copies in the order of the calls.
 """
 
 from __future__ import annotations
@@ -17,58 +17,58 @@ from sppo.offload.copy_streams import CopyStreams, copy_in_pieces
 from sppo.offload.cuda_queues import CudaQueues
 from sppo.offload.worker_queue import WorkerQueue, close_queues, wait_for
 
-_cuda: Any = torch.cuda  # parts of it have no types
+_cuda: Any = torch.cuda  # parts of torch.cuda are untyped
 
 Copy = tuple[Tensor, Tensor]
-"""(target, source), of one shape and dtype."""
+"""Copy as (target, source), tensors of the same shape and dtype."""
 
 
 class Done(Protocol):
-    """The end of some copies."""
+    """Completion of the copies of one call."""
 
     def wait(self) -> None:
-        """Block the host until they are done."""
+        """Block the host until the copies are done."""
         ...
 
     def before_compute(self) -> None:
-        """Let compute issued from now on come after them."""
+        """Make compute issued from now on wait for the copies."""
         ...
 
 
 class Transfers(Protocol):
-    """The copies of one device."""
+    """Copies of training state of one device: down to the next tier, and up to the device."""
 
     def memory(self, size_bytes: int) -> Tensor:
-        """Host memory that copies are fast to and from, uint8.
+        """Return host memory for fast copies, uint8.
 
         Raises:
-            MemoryError: there is not that much, or it may not be locked.
+            MemoryError: The host lacks memory, or the memory may not be page-locked.
         """
         ...
 
     def down(self, copies: Sequence[Copy]) -> Done:
-        """Start to copy from the device what compute issued so far has written."""
+        """Start copies from the device, after all compute issued so far."""
         ...
 
     def up(self, copies: Sequence[Copy]) -> Done:
-        """Start to copy to the device, after compute issued so far has read what was there."""
+        """Start copies to the device, after all compute issued so far."""
         ...
 
     def finish(self) -> None:
-        """Compute issued from now on finds everything that went up."""
+        """Make compute issued from now on wait for all copies up."""
         ...
 
     def wait_for_device(self) -> bool:
-        """Return True when the device has done all work, False if it does not in time, or fails.
+        """Wait for all work of the device; return False if it fails or does not finish in time.
 
-        After that nothing may be issued to it, and what it may still use has to stay.
+        After False, no work may be issued to the device, and memory that it may use must be kept.
         """
         ...
 
     def close(self) -> None:
-        """End copies, and free what they need; closing again does nothing.
+        """End all copies and free their resources; repeated calls do nothing.
 
-        Host memory stays valid, but nothing is copied to or from it any more.
+        Host memory stays valid, but may not be copied any more.
         """
         ...
 
@@ -76,12 +76,12 @@ class Transfers(Protocol):
 class CudaTransfers:
     """:class:`Transfers` of a CUDA device: a stream per direction, page-locked host memory.
 
-    Blocks of activations pass the same copy engine in other streams, and would wait for the whole
-    of an embedding: so these copies, too, are cut into pieces.
+    Copies are cut into pieces, because blocks of activations use the same copy engine in other
+    streams, and would otherwise wait for a whole embedding.
 
     Args:
-        device: whose state is copied.
-        give_up_s: seconds that :meth:`wait_for_device` waits; None: as long as it takes.
+        device: Device whose state is copied.
+        give_up_s: Longest wait of :meth:`wait_for_device` in seconds; None for no limit.
     """
 
     def __init__(self, device: torch.device, *, give_up_s: float | None = None) -> None:
@@ -97,27 +97,27 @@ class CudaTransfers:
         return self._holders[-1].host_memory(size_bytes)
 
     def down(self, copies: Sequence[Copy]) -> Done:
-        """Start to copy from the device, behind compute issued so far, on a stream of its own."""
+        """Start copies from the device in the stream down, after compute issued so far."""
         return self._copy(self._down, copies)
 
     def up(self, copies: Sequence[Copy]) -> Done:
-        """Start to copy to the device, behind compute issued so far, on a stream of its own."""
+        """Start copies to the device in the stream up, after compute issued so far."""
         self._last = self._copy(self._up, copies)
         return _StreamDone(self._last.event, self._device)
 
     def finish(self) -> None:
-        """Let compute issued from now on wait for the last copy up."""
+        """Make compute issued from now on wait for the last copy up."""
         if self._last is not None:
             self._last.before_compute()
 
     def wait_for_device(self) -> bool:
-        """Return True when the device has done all work, False if it does not in time, or fails."""
+        """Wait for all work of the device; return False if it fails or does not finish in time."""
         return self._streams.wait_for_device()
 
     def close(self) -> None:
-        """Wait for the device, and unlock the host memory; closing again does nothing.
+        """Wait for the device, and unlock the host memory; repeated calls do nothing.
 
-        Where the device does not end its work in time, all of it is left to the end of the process.
+        If the device does not finish in time, the memory stays locked until the process ends.
         """
         for holder in self._holders:
             holder.close()
@@ -133,25 +133,25 @@ class CudaTransfers:
 
 
 class _StreamDone:
-    """A point in a stream."""
+    """Completion of copies in a stream."""
 
     def __init__(self, event: Any, device: torch.device) -> None:
         self.event, self._device = event, device
 
     def wait(self) -> None:
-        """Return when the device has reached this point of its stream."""
+        """Block the host until the device has done the copies."""
         self.event.synchronize()
 
     def before_compute(self) -> None:
-        """Let the compute stream wait for it."""
+        """Make the compute stream wait for the copies."""
         _cuda.current_stream(self._device).wait_event(self.event)
 
 
 class ThreadTransfers:
-    """:class:`Transfers` of a CPU, whose tier is a file: a thread copies in each direction.
+    """:class:`Transfers` of a CPU, whose next tier is a file: one thread per direction.
 
     Args:
-        after_each: called when a tensor has been copied.
+        after_each: Called after each copied tensor.
     """
 
     def __init__(self, after_each: Callable[[], None]) -> None:
@@ -160,15 +160,15 @@ class ThreadTransfers:
         self._last: _ThreadDone | None = None
 
     def memory(self, size_bytes: int) -> Tensor:
-        """Return memory of that size, uint8."""
+        """Return memory of ``size_bytes``, uint8."""
         return torch.empty(size_bytes, dtype=torch.uint8)
 
     def down(self, copies: Sequence[Copy]) -> Done:
-        """Start to copy to the tier."""
+        """Start copies to the tier."""
         return _ThreadDone(self._down.submit(partial(self._copy_all, copies)))
 
     def up(self, copies: Sequence[Copy]) -> Done:
-        """Start to copy from the tier."""
+        """Start copies from the tier."""
         self._last = _ThreadDone(self._up.submit(partial(self._copy_all, copies)))
         return self._last
 
@@ -178,26 +178,26 @@ class ThreadTransfers:
             self._last.wait()
 
     def wait_for_device(self) -> bool:
-        """Return True: a CPU's work is done when it is issued, and copies wait for no other."""
+        """Return True: a CPU completes work when it is issued."""
         return True
 
     def close(self) -> None:
-        """Leave out copies that have not begun, and end the threads."""
+        """Skip copies that have not started, and end the threads."""
         close_queues((self._down, self._up))
 
 
 class _ThreadDone:
-    """The end of some work of a thread."""
+    """Completion of copies by a thread."""
 
     def __init__(self, future: Future[None]) -> None:
         self._future = future
 
     def wait(self) -> None:
-        """Return when the work is done."""
+        """Wait until the copies are done."""
         wait_for(self._future)
 
     def before_compute(self) -> None:
-        """Return when the work is done: compute is done where it is issued."""
+        """Wait until the copies are done, because compute runs in the calling thread."""
         self.wait()
 
 

@@ -1,11 +1,11 @@
 """Worker queues: in-order queues of host work, each served by one thread.
 
-Work waits for the events it depends on and then runs; its future is an event for later work. If one
-of the events failed, the work fails with it, so nothing ever runs on wrong data.
+Work waits for the events it depends on and then runs; its future is an event for later work. If an
+event failed, the dependent work fails, too, so work never runs on wrong data.
 
-The futures are those of `concurrent.futures`, its executor is not used: a signal handler may raise
-anywhere in ``ThreadPoolExecutor.submit``, which then keeps its locks, and the step that is given up
-waits for ever. Here work is enqueued by a single call of C.
+Futures are those of `concurrent.futures`, but its executor is not used: a signal handler may raise
+anywhere in ``ThreadPoolExecutor.submit``, which then keeps its locks, and aborting the step would
+deadlock. Here work is enqueued by a single call into C.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ _CANCELLED = "left out: the step failed"
 
 
 class WorkerQueue:
-    """One thread that does work in the order in which another thread submits it.
+    """Thread that runs work in the order in which another thread submits it.
 
-    The thread ends with the queue, after the work that was submitted; an interpreter that exits
-    does not wait for it.
+    When the queue is garbage-collected, the thread ends after all submitted work. The interpreter
+    does not wait for the thread at exit.
 
     Args:
-        name: of the thread.
+        name: Name of the thread.
     """
 
     def __init__(self, name: str) -> None:
         self._cancelled = False
         self._lock = threading.Lock()
-        """Guards what both threads write: the first error and the busy seconds."""
+        """Guards the first error and the busy seconds, which both threads write."""
         self._error: BaseException | None = None
         self._busy_s = 0.0
-        # Entries name their queue, not the thread: a queue without work may be dropped.
+        # Entries refer to their queue and the thread does not, so an idle queue can be collected.
         self._entries: SimpleQueue[
             tuple[Future[None], Callable[[], None], Sequence[Event], WorkerQueue] | None
         ] = SimpleQueue()
@@ -47,19 +47,19 @@ class WorkerQueue:
             target=_serve, args=(self._entries,), name=name, daemon=True
         )
         self._thread.start()
-        # Asking the thread whether it lives is no question for code that signals interrupt.
+        # Thread.is_alive is not safe in code that signal handlers may interrupt.
         self._process: int | None = os.getpid()
         weakref.finalize(self, self._entries.put, None).atexit = False
 
     def submit(self, work: Callable[[], None], *, after: Sequence[Event] = ()) -> Future[None]:
-        """Enqueue ``work``, to run once the work before it is done and ``after`` is reached.
+        """Enqueue ``work``, to run after all earlier work and after the events ``after``.
 
         Returns:
-            The end of the work. Its error is raised by :func:`wait_for`; a
-            :class:`concurrent.futures.CancelledError` means that the work was left out.
+            Future of the work. :func:`wait_for` raises its error; a
+            :class:`concurrent.futures.CancelledError` means that the work was skipped.
 
         Raises:
-            RuntimeError: the queue is closed, or belongs to the process that forked this one.
+            RuntimeError: The queue is closed, or belongs to the process that forked this one.
         """
         if not self._has_thread:
             raise RuntimeError(f"the queue {self._thread.name} has no thread any more")
@@ -68,25 +68,25 @@ class WorkerQueue:
         return future
 
     def check(self) -> None:
-        """Raise the first error since the last :meth:`wait_all`, if there was one."""
+        """Raise the first error since the last :meth:`wait_all`, if any."""
         error = self._error
         if error is not None:
             raise _copied(error)
 
     def cancel(self) -> None:
-        """Leave out all work that has not begun, until :meth:`wait_all`."""
+        """Skip all work that has not started, until :meth:`wait_all`."""
         self._cancelled = True
 
     def wait_all(self, *, limit_s: float | None = None) -> bool:
-        """Wait until all work has ended; then forget errors and accept work again.
+        """Wait until all work has ended; then drop errors and stop skipping work.
 
         Args:
-            limit_s: longest wait; None waits as long as it takes.
+            limit_s: Longest wait in seconds; None for no limit.
 
         Returns:
-            Whether all work has ended; if not, what is left is still left out when its turn comes.
+            Whether all work has ended. If not, cancelled work is still skipped.
         """
-        # Not the last future: whoever was interrupted while submitting has not got it.
+        # Submit new work: a caller that was interrupted while submitting has no last future.
         if self._has_thread and wait([self.submit(_nothing)], timeout=limit_s).not_done:
             return False
         with self._lock:
@@ -95,16 +95,16 @@ class WorkerQueue:
         return True
 
     def take_busy_s(self) -> float:
-        """Return the seconds of work since the last call, without the waits for events."""
+        """Return the seconds spent in work since the last call, without waits for events."""
         with self._lock:
             busy_s, self._busy_s = self._busy_s, 0.0
         return busy_s
 
     def close(self, *, waits: bool = True) -> None:
-        """Leave out all work that has not begun, and end the thread.
+        """Skip all work that has not started, and end the thread.
 
         Args:
-            waits: until the thread has ended.
+            waits: Whether to wait until the thread has ended.
         """
         self.cancel()
         self._process = None
@@ -114,14 +114,14 @@ class WorkerQueue:
 
     @property
     def _has_thread(self) -> bool:
-        """Return whether the queue is open, and of this process: a fork has none of its threads."""
+        """Whether the queue is open and belongs to this process: forks do not inherit threads."""
         return self._process == os.getpid()
 
     def _error_of(self, work: Callable[[], None], after: Sequence[Event]) -> BaseException | None:
-        """Do some work, for the thread; return its error.
+        """Run work in the thread and return its error, None if there was none.
 
-        The error is recorded before the future is done: who waits for that may call
-        :meth:`wait_all`, and an error recorded later would be found by the next step.
+        The error is recorded before the future is done: the waiter may call :meth:`wait_all`, and
+        an error recorded later would fail the next step.
         """
         try:
             for event in after:
@@ -133,7 +133,7 @@ class WorkerQueue:
             with self._lock:
                 self._busy_s += time.perf_counter() - start
         except BaseException as error:
-            # Frames would keep tensors alive, also those of an error that this one came from.
+            # Drop frames, also those of chained errors, because they keep tensors alive.
             error.__traceback__ = error.__context__ = error.__cause__ = None
             with self._lock:
                 if self._error is None:
@@ -143,7 +143,7 @@ class WorkerQueue:
 
 
 def close_queues(queues: Collection[WorkerQueue], *, waits: bool = True) -> None:
-    """Close several queues whose work may wait for one another; see :meth:`WorkerQueue.close`."""
+    """Close queues whose work may wait for each other's; see :meth:`WorkerQueue.close`."""
     for queue in queues:
         queue.cancel()
     for queue in queues:
@@ -154,15 +154,15 @@ def wait_for(event: Event) -> None:
     """Wait until ``event`` is reached.
 
     Raises:
-        OSError: a disk failed on the way.
-        CancelledError: the work was left out.
+        OSError: A disk failed in the work or in work that it depends on.
+        CancelledError: The work was skipped.
     """
     error = event.exception()
     if error is not None:
         try:
             raise _copied(error)
         finally:
-            del error  # or frame and error would keep each other
+            del error  # breaks the reference cycle of frame and error
 
 
 def _serve(
@@ -170,9 +170,9 @@ def _serve(
         tuple[Future[None], Callable[[], None], Sequence[Event], WorkerQueue] | None
     ],
 ) -> None:
-    """Do the work of a queue until it is dropped or closed; the body of its thread.
+    """Run the work of a queue until it is dropped or closed; the body of its thread.
 
-    Futures know neither work nor events, and both are let go before anyone hears of the end.
+    References to work and events are dropped before the future is done, and the future has none.
     """
     while (entry := entries.get()) is not None:
         future, work, after, queue = entry
@@ -182,17 +182,18 @@ def _serve(
             future.set_result(None)
         else:
             future.set_exception(error)
-        del future, error  # they would stay until the next work comes
+        del future, error  # otherwise kept alive until the next work is submitted
 
 
 def _nothing() -> None:
-    """Work that is over at once."""
+    """Do nothing, as work that only marks a point in the queue."""
 
 
 def _copied(error: BaseException) -> BaseException:
-    """Return a copy of a queue's error for another thread.
+    """Return a copy of a queue's error to raise in another thread.
 
-    The original would collect the frames of every thread that raises it, and keep their tensors.
+    The original would accumulate the frames of every thread that raises it, and keep their tensors
+    alive. Errors of other types than OSError and CancelledError are not copied.
     """
     if isinstance(error, OSError):
         return OSError(error.errno, error.strerror or str(error), error.filename)
