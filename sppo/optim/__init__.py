@@ -1,1 +1,1 @@
-"""AdamW, its state on device or host, sharded over ranks, and the learning rate."""
+"""AdamW with state on device, host or disk, sharding of the state over ranks, learning rate."""

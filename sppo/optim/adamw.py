@@ -1,8 +1,7 @@
 """AdamW on fp32 master weights, and the global norm of the gradients.
 
-Gradients arrive in fp32, already summed over the step; the engine's weights may have a smaller
-compute dtype. Parameters are dictionaries by global name throughout, in the order of the model's
-inventory.
+Gradients are fp32, already summed over the step; the engine's weights may have a smaller compute
+dtype. All parameters are dictionaries by global name, in the order of the model's inventory.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ STEP_KEY = "optimizer.step"
 def global_norm(
     gradients: Mapping[str, Tensor], *, after_each: Callable[[], None] | None = None
 ) -> Tensor:
-    """Euclidean norm of all gradients as one vector, 0-d on their device; does not synchronise.
+    """Return the Euclidean norm of all gradients as one vector, 0-d, without synchronising.
 
     Args:
-        gradients: by global name.
-        after_each: called when one has been read; None reads all at once.
+        gradients: Gradients by global name.
+        after_each: Called after each gradient has been read; None reads all gradients at once.
     """
     return total_norm(list(gradients.values()), after_each=after_each)
 
@@ -42,32 +41,32 @@ def clip_(
 ) -> None:
     """Scale the gradients in place so that their global norm is at most ``clip_norm``.
 
-    As :func:`torch.nn.utils.clip_grad_norm_`: the factor is min(1, clip_norm / (norm + 1e-6)).
+    As in :func:`torch.nn.utils.clip_grad_norm_`, the factor is min(1, clip_norm / (norm + 1e-6)).
 
     Args:
-        gradients: by global name, fp32.
-        norm: their :func:`global_norm`.
-        clip_norm: 0 leaves them alone.
-        after_each: called when one has been scaled; None scales all at once.
+        gradients: Gradients by global name, fp32.
+        norm: The :func:`global_norm` of the gradients.
+        clip_norm: Largest norm; 0 does not clip.
+        after_each: Called after each gradient has been scaled; None scales all gradients at once.
     """
     if clip_norm == 0:
         return
-    # A factor of one where nothing is clipped spares the comparison a synchronisation.
+    # Scaling by 1 if nothing is clipped avoids a comparison on the host, which synchronises.
     factor = torch.clamp(clip_norm / (norm + 1e-6), max=1.0)
     scale_(list(gradients.values()), factor, after_each=after_each)
 
 
 class AdamW:
-    """AdamW by torch's fused kernel; the weights follow its fp32 masters.
+    """AdamW by torch's fused kernel on fp32 masters, from which weights are rounded.
 
-    Weights that are fp32 (or float64, in tests) are their own masters: no second copy. The moments
+    Weights that are fp32 (or float64, in tests) are their own masters, without a copy. The moments
     exist, as zeros, from the start, so a checkpoint of step 0 is like any other.
 
     Args:
-        weights: what the engine computes with, by global name; written after every step.
-        config: betas, eps, weight decay. Rate and clipping are given at each step.
-        masters: fp32 values that weights in the compute dtype were rounded from; taken over, not
-            copied. None converts the weights themselves.
+        weights: Weights that the engine computes with, by global name; every step writes them.
+        config: Optimizer configuration, of which betas, eps and weight decay are used.
+        masters: fp32 values that weights in the compute dtype were rounded from; kept, not copied.
+            None converts the weights.
     """
 
     def __init__(
@@ -94,16 +93,16 @@ class AdamW:
 
     @property
     def steps(self) -> int:
-        """Updates done; steps that were skipped do not count."""
+        """Number of updates done, without skipped steps."""
         return self._steps
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], *, lr: float) -> None:
-        """Make one update (Loshchilov and Hutter, 2019, algorithm 2) and fresh weights.
+        """Update masters and weights once (Loshchilov and Hutter, 2019, algorithm 2).
 
         Args:
-            gradients: one per weight, in the master's dtype; not kept.
-            lr: of this step.
+            gradients: Gradient of each weight by global name, in the master's dtype; not kept.
+            lr: Learning rate of this step.
         """
         assert gradients.keys() == self._masters.keys(), "a gradient for every weight"
         for names, update in self._updates:
@@ -112,11 +111,11 @@ class AdamW:
         self._compute_weights()
 
     def state(self) -> dict[str, Tensor]:
-        """Return everything a resumed run needs, flat by key.
+        """Return the state that a checkpoint saves and a resumed run needs, in one flat dictionary.
 
         ``model.NAME`` are the masters, ``optimizer.exp_avg.NAME`` and ``optimizer.exp_avg_sq.NAME``
-        the moments, all live: filling them in place is half of loading. ``optimizer.step``, int64,
-        is a copy. Hand the dictionary to :meth:`load_state` for the other half.
+        the moments, all without copies. ``optimizer.step``, int64, is a copy. To load a checkpoint,
+        fill the tensors in place and pass the dictionary to :meth:`load_state`.
         """
         state = {f"{MODEL_PREFIX}{name}": master for name, master in self._masters.items()}
         for moment, tensors in self._moments.items():
@@ -126,14 +125,14 @@ class AdamW:
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take over ``state``, of another optimizer or this one's own filled in place."""
+        """Load ``state`` of another optimizer, or this one's :meth:`state` filled in place."""
         self._steps = take_over(self.state(), state)
         for _, update in self._updates:
             update.set_steps(self._steps)
         self._compute_weights()
 
     def _make_updates(self, config: OptimizerConfig) -> list[tuple[list[str], FusedAdamW]]:
-        """Return the names of the parameters with weight decay and of those without."""
+        """Return names and update of the parameters with weight decay, and of those without."""
         updates = []
         for decayed, weight_decay in ((True, config.weight_decay), (False, 0.0)):
             own = {n: m for n, m in self._masters.items() if is_decayed(tuple(m.shape)) is decayed}
@@ -151,7 +150,7 @@ class AdamW:
 
 
 def take_over(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> int:
-    """Fill the live tensors of an optimizer's ``own`` state; steps that ``state`` has seen."""
+    """Copy ``state`` into the tensors of an optimizer's ``own`` state; return its step count."""
     assert state.keys() == own.keys(), "state() of an optimizer of the same model"
     for key, tensor in own.items():
         if tensor is not state[key]:

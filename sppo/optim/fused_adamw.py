@@ -1,7 +1,7 @@
-"""torch's fused AdamW on masters and moments that the caller holds.
+"""torch's fused AdamW kernel on masters and moments that the caller owns.
 
-:class:`torch.optim.AdamW` calls the same function, and imports torch's compiler when the first one
-is made: a second or two and tens of MiB in every process that trains.
+:class:`torch.optim.AdamW` calls the same function, but its first instance imports torch's compiler,
+which takes one or two seconds and tens of MiB in every training process.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from torch.optim.adamw import adamw
 from sppo.config.run import OptimizerConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Names of a parameter's moments, as torch's AdamW has them."""
+"""Names of the moments of a parameter in torch's AdamW."""
 
 
 class FusedAdamW:
-    """Parameters that are updated by one call, with the same weight decay.
+    """Update of parameters with the same weight decay, in one call of the kernel.
 
     Args:
-        masters: the parameters, fp32 or float64; written by every step.
-        moments: of each of :data:`MOMENTS` a tensor for every parameter, like it; written, too.
-        config: betas and eps.
-        weight_decay: of these parameters.
+        masters: Parameters in fp32 or float64; every step writes them.
+        moments: For each of :data:`MOMENTS`, one tensor like each parameter; every step writes
+            them.
+        config: Optimizer configuration, of which betas and eps are used.
+        weight_decay: Weight decay of these parameters.
     """
 
     def __init__(
@@ -38,15 +39,15 @@ class FusedAdamW:
     ) -> None:
         self._masters, self._moments = list(masters), [list(moment) for moment in moments]
         self._config, self._weight_decay = config, weight_decay
-        # The kernel reads the number of the step where the parameter is.
+        # The kernel reads the step count on the device of the parameter.
         self._steps = [torch.zeros((), dtype=torch.float32, device=m.device) for m in masters]
 
     def step(self, gradients: Sequence[Tensor], *, lr: float) -> None:
         """Update the parameters once (Loshchilov and Hutter, 2019, algorithm 2).
 
         Args:
-            gradients: one for each, of its dtype.
-            lr: of this step.
+            gradients: Gradient of each parameter, in the parameter's dtype.
+            lr: Learning rate of this step.
         """
         averages, squares = self._moments
         beta1, beta2 = self._config.betas
@@ -68,6 +69,6 @@ class FusedAdamW:
         )
 
     def set_steps(self, steps: int) -> None:
-        """Let the next update be the one after ``steps`` others."""
+        """Set the number of updates done so far."""
         for count in self._steps:
             count.fill_(steps)

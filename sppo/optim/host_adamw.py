@@ -1,9 +1,10 @@
-"""AdamW whose masters and moments live behind the device (``state.optimizer``).
+"""AdamW on the CPU, with masters and moments in host memory or on a disk (``state.optimizer``).
 
-In host memory, or in a file on a disk, they are stepped by torch's fused CPU kernel. A device then
-holds weights and gradients alone, 6 bytes a parameter in bf16 instead of 18, or not even these. All
-parameters are one long row there, those with weight decay first, cut into buckets. While the CPU
-steps one bucket, the gradients of the next come down and the weights of the last go up.
+torch's fused CPU kernel updates the masters. The device then holds only weights and gradients, 6
+bytes per parameter in bf16 instead of 18, or less if these are streamed, too. Masters, and each of
+the moments, are one long row of all parameters, with decayed parameters first, cut into buckets.
+While the CPU updates one bucket, the gradients of the next bucket are copied from the device and
+the weights of the previous bucket to the device.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from sppo.optim.fused_adamw import MOMENTS, FusedAdamW
 from sppo.optim.optimizer_rows import WIDE, OptimizerRows
 
 _BUCKET_ELEMENTS = 1 << 24
-"""64 MiB of gradients: long copies, and what waits for the first and the last one stays small."""
+"""64 MiB of gradients: large enough for fast copies, small enough that the copies of the first and
+the last bucket, which nothing overlaps, are short."""
 _SLOTS = UPDATE_SLOTS
 
 
@@ -35,15 +37,15 @@ class _ParameterRange:
 
     name: str
     begin: int
-    """First of the parameter's elements."""
+    """First element of the range within the flattened parameter."""
     end: int
     offset: int
-    """Begin of the range within the bucket, elements."""
+    """First element of the range within the bucket."""
 
 
 @dataclass(frozen=True, slots=True)
 class _UpdateBucket:
-    """A range of the row of all parameters, all with weight decay or all without."""
+    """Range of the row of all parameters with a common weight decay."""
 
     begin: int
     end: int
@@ -58,19 +60,20 @@ class _UpdateBucket:
 class HostAdamW:
     """AdamW on the host: same update and checkpoint state as :class:`sppo.optim.adamw.AdamW`.
 
-    Between two CPUs results are equal to the last bit, but for elements at the end of a tensor or a
-    bucket that do not fill a vector, which the kernel may round otherwise.
+    If both run on a CPU, results are bitwise equal, except for elements at the end of a tensor or a
+    bucket that do not fill a vector, which the kernel may round differently.
 
     Args:
-        weights: what the engine computes with, on its device or behind it, by global name; written
-            after every step.
-        config: betas, eps, weight decay. Rate and clipping are given at each step.
-        rows: of the weights, filled with the fp32 values that they were rounded from.
-        transfers: copies of that device.
-        bucket_elements: most parameters of a bucket.
+        weights: Weights that the engine computes with, on its device or in another tier, by global
+            name; every step writes them.
+        config: Optimizer configuration, of which betas, eps and weight decay are used.
+        rows: Masters and moments of the weights, with masters set to the fp32 values that the
+            weights were rounded from.
+        transfers: Copies between the weights' device and the host.
+        bucket_elements: Most elements of a bucket.
 
     Raises:
-        MemoryError: the host has not the memory for what passes through it, or may not lock it.
+        MemoryError: The host lacks memory for the staging slots, or may not page-lock them.
     """
 
     def __init__(
@@ -95,38 +98,38 @@ class HostAdamW:
 
     @property
     def steps(self) -> int:
-        """Updates done; steps that were skipped do not count."""
+        """Number of updates done, without skipped steps."""
         return self._steps
 
     @property
     def host_bytes(self) -> int:
-        """Memory that it takes behind the device, staging included."""
+        """Bytes of masters, moments and staging slots."""
         return self.row_bytes + self.staging_bytes
 
     @property
     def row_bytes(self) -> int:
-        """Memory of masters and moments."""
+        """Bytes of masters and moments."""
         return self._rows.size_bytes
 
     @property
     def bucket_bytes(self) -> int:
-        """Memory that a bucket takes where its masters and moments are in a file."""
+        """Bytes of host memory in use at once if the rows are in a file: a bucket and staging."""
         most = max(bucket.elements for bucket in self._buckets)
         return self.staging_bytes + (1 + len(MOMENTS)) * most * WIDE.itemsize
 
     @property
     def staging_bytes(self) -> int:
-        """Memory that gradients and weights of buckets pass through."""
+        """Bytes of the staging slots for gradients and weights of buckets."""
         slots = [*self._gradients, *(part for slot in self._narrow for part in slot.values())]
         return sum(part.numel() * part.element_size() for part in slots)
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], *, lr: float) -> None:
-        """Make one update (Loshchilov and Hutter, 2019, algorithm 2) and fresh weights.
+        """Update masters and weights once (Loshchilov and Hutter, 2019, algorithm 2).
 
         Args:
-            gradients: one per weight, fp32, on the device; not kept.
-            lr: of this step.
+            gradients: Gradient of each weight by global name, fp32, on the device; not kept.
+            lr: Learning rate of this step.
         """
         assert gradients.keys() == self._weights.keys(), "a gradient for every weight"
         flat = {name: gradient.view(-1) for name, gradient in gradients.items()}
@@ -139,16 +142,16 @@ class HostAdamW:
             here.wait()
             update.step([self._gradients[index % _SLOTS][: bucket.elements]], lr=lr)
             if len(going) >= _SLOTS:
-                going[-_SLOTS].wait()  # its slot is written next
+                going[-_SLOTS].wait()  # its slot is reused for this bucket
             going.append(self._upload(index))
             self._rows.forget()
         self._transfers.finish()
         for done in going[-_SLOTS:]:
-            done.wait()  # the next step, or a load, writes these slots
+            done.wait()  # the next step, or load_state, reuses these slots
         self._steps += 1
 
     def state(self) -> dict[str, Tensor]:
-        """Everything a resumed run needs, flat by key, as of :class:`AdamW`; on the host, live."""
+        """Return the checkpoint state, as :meth:`sppo.optim.adamw.AdamW.state`; on the host."""
         rows = self._rows
         state = {f"{MODEL_PREFIX}{name}": rows.view(rows.masters, name) for name in self._weights}
         for moment, row in zip(MOMENTS, rows.moments, strict=True):
@@ -159,7 +162,7 @@ class HostAdamW:
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take over ``state``, of another optimizer or this one's own filled in place."""
+        """Load ``state`` of another optimizer, or this one's :meth:`state` filled in place."""
         self._steps = take_over(self.state(), state)
         for update in self._updates:
             update.set_steps(self._steps)
@@ -176,13 +179,13 @@ class HostAdamW:
         )
 
     def _staging(self) -> tuple[list[Tensor], list[dict[torch.dtype, Tensor]]]:
-        """Slots for gradients that come down, and for weights that go up, by their dtype."""
+        """Allocate staging slots for gradients, and for weights by dtype; one pair per slot."""
         most = max(bucket.elements for bucket in self._buckets)
         dtypes = sorted({weight.dtype for weight in self._weights.values()}, key=str)
         sizes = [WIDE, *dtypes] * _SLOTS
         memory = self._transfers.memory(sum(most * dtype.itemsize for dtype in sizes))
         views, begin = [], 0
-        # The widest first, so that every view begins at a multiple of its element.
+        # Largest elements first, so that every view is aligned to its element size.
         order = sorted(range(len(sizes)), key=lambda index: -sizes[index].itemsize)
         for index in order:
             end = begin + most * sizes[index].itemsize
@@ -194,7 +197,7 @@ class HostAdamW:
         return [slot[0] for slot in slots], converted
 
     def _fetch(self, index: int, gradients: Mapping[str, Tensor]) -> Done:
-        """Start to bring the gradients of one bucket down."""
+        """Start to copy the gradients of one bucket from the device to its slot."""
         slot = self._gradients[index % _SLOTS]
         return self._transfers.down(
             [
@@ -204,7 +207,7 @@ class HostAdamW:
         )
 
     def _upload(self, index: int) -> Done:
-        """Round one bucket's masters, and start to send them to the weights."""
+        """Round one bucket's masters into its slot, and start to copy them to the weights."""
         bucket, slot = self._buckets[index], self._narrow[index % _SLOTS]
         masters = self._rows.masters
         copies = []
@@ -225,7 +228,7 @@ class HostAdamW:
 
 
 def _cut(rows: OptimizerRows, *, weight_decay: float, bucket_elements: int) -> list[_UpdateBucket]:
-    """Return the buckets that the rows are cut into."""
+    """Cut the rows into buckets, each with or without weight decay."""
     assert bucket_elements > 0, "a bucket holds something"
     buckets: list[_UpdateBucket] = []
     begin = 0
@@ -242,7 +245,7 @@ def _cut(rows: OptimizerRows, *, weight_decay: float, bucket_elements: int) -> l
 def _parts(
     rows: OptimizerRows, names: Sequence[str], *, start: int, end: int
 ) -> list[_ParameterRange]:
-    """Return the parameters that lie between `start` and `end` of a row, each with its range."""
+    """Return the ranges of parameters in elements ``[start, end)`` of a row."""
     found = []
     for name in names:
         place, size = rows.begins[name], prod(rows.shapes[name])

@@ -1,4 +1,4 @@
-"""The learning rate, a pure function of the step: nothing to save, nothing to resume."""
+"""Learning rate schedule as a pure function of the step, without state to save or resume."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ def learning_rate(step: int, *, config: OptimizerConfig, total_steps: int) -> fl
     """Return the learning rate of ``step``, counted from 0.
 
     Warm-up over w steps gives step t the rate lr (t + 1) / w, so that step 0 already learns and
-    step w - 1 is the peak. From the peak, step max(w - 1, 0), cosine and linear fall to
-    ``final_lr_ratio`` lr at step ``total_steps``, the first that is not taken, and stay there: all
-    steps of a run learn, also the last one of a run that falls to 0. PyTorch's CosineAnnealingLR,
-    transformers' schedules and torchtitan (which adds a virtual last step) count the same way.
+    step w - 1 has the peak rate. From the peak, step max(w - 1, 0), the cosine and linear schedules
+    decay to ``final_lr_ratio`` lr at step ``total_steps``, the first step after the run, and stay
+    there. So every step of a run learns, even the last step of a decay to 0. PyTorch's
+    CosineAnnealingLR, transformers' schedules and torchtitan (which adds a virtual last step) count
+    the same way.
 
-    Cosine (Loshchilov and Hutter, 2017, equation 5): f + (1 - f) (1 + cos(pi p)) / 2 of lr, linear:
-    1 - (1 - f) p, where p in [0, 1] is the fraction of the way down and f the final ratio.
+    Factors of lr are, for cosine (Loshchilov and Hutter, 2017, equation 5),
+    f + (1 - f) (1 + cos(pi p)) / 2, and for linear 1 - (1 - f) p, where p in [0, 1] is the progress
+    of the decay and f the final ratio.
     """
     assert step >= 0, f"step {step}"
     assert total_steps >= 1, f"{total_steps} steps"

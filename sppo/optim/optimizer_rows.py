@@ -1,7 +1,7 @@
-"""An optimizer's state behind the device: fp32 masters and both moments, each one long row.
+"""Optimizer state in host memory or on a disk: masters and both moments, each one long fp32 row.
 
-The rows are made before the weights, so each master is written to where it stays, and a start takes
-no more than them and the parameters that are being made.
+The rows are allocated before the weights are made, so each master is written in place, and startup
+needs memory only for the rows and the parameters being made.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ WIDE = torch.float32
 
 
 class OptimizerRows:
-    """Masters and moments of some parameters, zero at first; those with weight decay come first.
+    """Masters and moments of parameters, zero at first, with decayed parameters first.
 
     Args:
-        shapes: by global name.
-        memory: where the rows live; None takes host memory.
+        shapes: Shapes of the parameters by global name.
+        memory: Allocator of the rows in a tier; None for host memory.
 
     Raises:
-        MemoryError: the host has not the memory.
-        OSError: the disk has not the space.
+        MemoryError: The host lacks memory.
+        OSError: The disk lacks space.
     """
 
     def __init__(
@@ -37,34 +37,34 @@ class OptimizerRows:
     ) -> None:
         self.shapes, self._memory = dict(shapes), memory
         self.begins, elements = _places(shapes)
-        """Where parameters begin in a row, elements, in the order of the row."""
+        """Index of the first element of each parameter in a row, by name, in order of the row."""
         rows = _rows(elements) if memory is None else _rows_in(memory, elements)
         self.masters, *self.moments = rows
 
     @property
     def size_bytes(self) -> int:
-        """Memory of masters and moments."""
+        """Bytes of masters and moments."""
         return sum(row.numel() * row.element_size() for row in (self.masters, *self.moments))
 
     def view(self, row: Tensor, name: str) -> Tensor:
-        """Return one parameter's part of a row, in its shape."""
+        """Return one parameter's part of a row, as a view in the parameter's shape."""
         begin, shape = self.begins[name], self.shapes[name]
         return row[begin : begin + prod(shape)].view(shape)
 
     def fill(self, masters: Mapping[str, Tensor]) -> None:
-        """Copy the masters of some parameters to their places."""
+        """Copy masters of parameters, by global name, into the row of masters."""
         for name, master in masters.items():
             self.view(self.masters, name).copy_(master)
             self.forget()
 
     def forget(self) -> None:
-        """Note that nobody uses the rows for a while."""
+        """Allow the tier to drop cached pages: the rows are not used for a while."""
         if self._memory is not None:
             self._memory.forget()
 
 
 def _places(shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, int], int]:
-    """Return where parameters begin in a row, in its order, and where the last one ends."""
+    """Return the first element of each parameter in a row, in order, and the row's length."""
     begins: dict[str, int] = {}
     end = 0
     for name in sorted(shapes, key=lambda name: not is_decayed(shapes[name])):
@@ -74,14 +74,14 @@ def _places(shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, int], int]
 
 
 def _rows(elements: int) -> list[Tensor]:
-    """Masters and both moments: zeros in host memory of exactly that size."""
+    """Return rows of zeros for masters and both moments in host memory of exactly their size."""
     count = 1 + len(MOMENTS)
-    with HostArena(count * elements * WIDE.itemsize) as arena:  # lives as long as views of it
+    with HostArena(count * elements * WIDE.itemsize) as arena:  # views keep the memory alive
         memory = arena.tensor(0, (count, elements), WIDE)
     return list(memory.unbind())
 
 
 def _rows_in(memory: StateMemory, elements: int) -> list[Tensor]:
-    """Masters and both moments: zeros in another tier."""
+    """Return rows of zeros for masters and both moments in a tier."""
     names = ("masters", *MOMENTS)
     return [*memory.tensors(dict.fromkeys(names, (elements,)), WIDE).values()]

@@ -1,13 +1,13 @@
-"""The shard of a run's weights, gradients and optimizer state that this rank holds.
+"""Shard of a run's weights, gradients and optimizer state that one rank holds.
 
-A rank computes with the parameters of its stages: whole ones or, with Megatron sequence
-parallelism, its blocks of them (:mod:`sppo.parallel.megatron`). Among ranks that hold the same
-parameters, each updates the rows that :class:`sppo.parallel.data_parallel.GradientReducer` assigns
-to it, so masters and moments exist once. From ZeRO-2 on a rank keeps only those rows of the
-gradients too, and reduces them after each use; with ZeRO-3 only those of the weights as well, and
-gathers parameters while it computes with them. Where the vocabulary projection is the embedding,
-the first and the last stage both hold it: their gradients are added up, both update it, and
-checkpoints take it from the first.
+A rank computes with the parameters of its stages: whole parameters or, with Megatron sequence
+parallelism, its shards of them (:mod:`sppo.parallel.megatron`). Among ranks that hold the same
+parameters, each rank updates the rows that :class:`sppo.parallel.data_parallel.GradientReducer`
+assigns, so masters and moments exist once. From ZeRO-2 on, a rank also keeps only these rows of the
+gradients, and reduces gradients after each use. With ZeRO-3 it also keeps only these rows of the
+weights, and gathers parameters for use. If the vocabulary projection is tied to the embedding, the
+first and the last stage both hold the embedding: their gradients are summed, both update it, and
+checkpoints save that of the first stage.
 """
 
 from __future__ import annotations
@@ -46,16 +46,20 @@ _TIED = "embed.weight"
 
 
 class ShardedState:
-    """Weights, gradients and optimizer state of one rank: its shard of each parameter.
+    """Sharding of weights, gradients and optimizer state, as seen by one rank.
+
+    A rank *holds* the parameters of its stages (with Megatron, its shards of them). Of these it
+    *keeps* all weights or, with ZeRO-3, only the rows that it updates; from ZeRO-1 on it *owns*,
+    that is updates, only its share of the rows.
 
     Args:
-        model: the shape.
-        mesh: of all ranks; its shape says whether sequence-parallel groups shard weights.
-        pipeline: this rank's place in it.
-        device: that computes; weights and gradients may live behind it.
-        zero: 1 shards the optimizer's state among the ranks that hold the same weights, 2 the
-            gradients too, 3 the weights too, 0 nothing.
-        bucket_bytes: of a bucket of gradients that are reduced together, in fp32.
+        model: Model configuration.
+        mesh: Mesh of all ranks; its shape says whether sequence-parallel groups shard weights.
+        pipeline: The stages of this rank.
+        device: Device that computes; weights and gradients may live in another tier.
+        zero: ZeRO stage: 0 shards nothing, 1 shards the optimizer state among the ranks that hold
+            the same weights, 2 also the gradients, 3 also the weights.
+        bucket_bytes: Size in fp32 of a bucket of gradients that are reduced together.
     """
 
     def __init__(
@@ -77,7 +81,7 @@ class ShardedState:
         self.shapes: dict[str, Shape] = {
             name: shape for shapes in self._by_stage.values() for name, shape in shapes.items()
         }
-        """Shapes of what this rank holds of the parameters of its stages, by global name."""
+        """Shapes of the parameters that this rank holds (with Megatron, shards), by global name."""
         self._whole_shapes = parameter_shapes(model)
         self._mesh = mesh
         self._groups = {
@@ -97,25 +101,25 @@ class ShardedState:
         self._speaks_for_tied = not self._is_tied or mesh.at.pipeline == 0
 
     def _held_by(self, holders: Holders, names: Mapping[str, T]) -> dict[str, T]:
-        """Return those of ``names`` of which ``holders`` have the same."""
+        """Return the entries of ``names`` whose parameters the group ``holders`` shares."""
         return {name: v for name, v in names.items() if self.sharding.holders(name) == holders}
 
     def _group(self, name: str) -> GradientReducer:
-        """The ranks that hold the same of a parameter as this one."""
+        """Return the reducer of the ranks that hold the same shard of a parameter as this rank."""
         return self._groups[self.sharding.holders(name)]
 
     def kept(self, name: str, weight: Tensor) -> Tensor:
-        """Return the part of a parameter that stays here while nobody computes with it."""
+        """Return the part of a weight to keep between uses: all, or a copy of its rows (ZeRO-3)."""
         if not self._keeps_rows(name):
             return weight
         return weight[self._group(name).own_rows(name)].clone()
 
     def provider(self, weights: Mapping[str, Tensor]) -> WeightProvider:
-        """Return what gives the engine its weights; every rank calls it at the same point.
+        """Return the engine's provider of weights; every rank must call this at the same point.
 
         Args:
-            weights: what is :meth:`kept` of all parameters of this rank's stages, by global name,
-                or the copies of it that come to the device stage by stage.
+            weights: The :meth:`kept` parts of all parameters of this rank's stages, by global name,
+                or a mapping that streams these parts to the device stage by stage.
         """
         if not self._shards_weights:
             return ResidentWeights(weights)
@@ -131,19 +135,19 @@ class ShardedState:
 
     @property
     def names_of_stages(self) -> dict[int, list[str]]:
-        """Global names of the parameters of each of this rank's stages."""
+        """Global names of the parameters of each stage of this rank, by stage."""
         return {stage: [*shapes] for stage, shapes in self._by_stage.items()}
 
     @property
     def kept_shapes(self) -> dict[str, Shape]:
-        """Shapes of what is :meth:`kept` of the parameters, by global name."""
+        """Shapes of the :meth:`kept` parts of all parameters, by global name."""
         return {
             name: self._own_shape(name) if self._keeps_rows(name) else shape
             for name, shape in self.shapes.items()
         }
 
     def _keeps_rows(self, name: str) -> bool:
-        """Return whether only some rows of a parameter stay here while nobody computes with it."""
+        """Return whether this rank keeps only its own rows of a parameter between uses."""
         return self._shards_weights and self._group(name).shards_state
 
     def _own_shape(self, name: str) -> Shape:
@@ -152,26 +156,26 @@ class ShardedState:
 
     @property
     def gradient_shapes(self) -> dict[str, Shape]:
-        """Shapes of the gradients that this rank keeps during a step, by global name."""
+        """Shapes of the gradient sums that this rank keeps during a step, by global name."""
         if not self._shards_gradients:
             return dict(self.shapes)
         return {name: self._own_shape(name) for name in self.shapes}
 
     @property
     def own_shapes(self) -> dict[str, Shape]:
-        """Shapes of what is this rank's :meth:`own` of the parameters, by global name."""
+        """Shapes of the rows that this rank updates (:meth:`own`), by global name."""
         shapes = {name: self._own_shape(name) for name in self.shapes}
         return {name: shape for name, shape in shapes.items() if shape[0]}
 
     def gradient_provider(self, gradients: Mapping[str, Tensor]) -> GradientProvider:
-        """Return what gives the engine its gradients.
+        """Return the engine's provider of gradients.
 
-        Reductions after each use have the communicators that otherwise reduce gradients once per
-        step: no rank does both, and nothing else uses them during a step.
+        Reductions after each use have the same communicators as reductions once per step: no rank
+        does both, and nothing else uses these communicators during a step.
 
         Args:
-            gradients: of :attr:`gradient_shapes`, by global name, or copies that leave the device
-                stage by stage.
+            gradients: Gradient sums of :attr:`gradient_shapes`, by global name, or a mapping that
+                streams them to another tier stage by stage.
         """
         scatters: dict[str, GradientReduceScatter] = {}
         for holders, communicator, members in _same_weights(self._mesh):
@@ -187,12 +191,12 @@ class ShardedState:
         )
 
     def own(self, tensors: Mapping[str, Tensor], *, copy: bool = False) -> dict[str, Tensor]:
-        """The rows that this rank updates. Parameters of which it has none are left out.
+        """Return the rows that this rank updates, by name, without parameters that have none.
 
         Args:
-            tensors: what this rank holds of parameters, or their gradients, by global name: all
-                rows, or only those that it updates.
-            copy: where the rows are not all, copy them, so that the others can be forgotten.
+            tensors: Parameters or gradients that this rank holds, by global name, with all rows or
+                only the rows that this rank updates.
+            copy: Whether to copy rows that are a part of a tensor, so that the tensor can be freed.
         """
         found = {}
         for name, tensor in tensors.items():
@@ -206,10 +210,10 @@ class ShardedState:
         return found
 
     def _begin_reduction(self, stage: int, gradients: Mapping[str, Tensor]) -> None:
-        """Begin to add up the gradients of a stage, complete and whole on this rank.
+        """Start to reduce the gradients of a stage, which are complete and whole on this rank.
 
-        A tied embedding that this rank's first stage has too is complete, and added up, with that
-        one.
+        A tied embedding that this rank's first stage holds, too, is reduced with the first stage,
+        because only then it is complete.
         """
         names = self._by_stage[stage]
         first = min(self._by_stage)
@@ -219,12 +223,15 @@ class ShardedState:
             group.reduce(gradients, self._held_by(holders, names))
 
     def _end_reductions(self) -> None:
-        """Return when what was begun has been added up."""
+        """Wait for all started reductions."""
         for group in self._groups.values():
             group.wait()
 
     def finish(self, gradients: Mapping[str, Tensor]) -> None:
-        """Return when gradients are those of all ranks, in the rows that this rank updates."""
+        """Wait until ``gradients`` are summed over all ranks, in the rows that this rank updates.
+
+        Sums a tied embedding's gradient over the first and the last stage.
+        """
         self._end_reductions()
         if self._is_tied:
             rows = self._group(_TIED).own_rows(_TIED)
@@ -235,7 +242,7 @@ class ShardedState:
             add_up([own], ends, what=what, device=self._device)
 
     def gather(self, weights: Mapping[str, Tensor]) -> None:
-        """Fetch what other ranks have updated, of what is :meth:`kept`."""
+        """Fill the rows of ``weights`` that other ranks updated; nothing to do with ZeRO-3."""
         if self._shards_weights:
             return
         for holders, group in self._groups.items():
@@ -248,12 +255,12 @@ class ShardedState:
         *,
         after_each: Callable[[], None] | None = None,
     ) -> Tensor:
-        """Euclidean norm of the gradients of all parameters of all ranks.
+        """Return the Euclidean norm of the gradients of all parameters over all ranks.
 
         Args:
-            gradients: that this rank keeps, by global name.
-            peers: all ranks.
-            after_each: called when one has been read; None reads all at once.
+            gradients: Gradients that this rank keeps, by global name.
+            peers: Collectives over all ranks.
+            after_each: Called after each gradient has been read; None reads all gradients at once.
         """
         if not self._mesh.is_distributed:
             return global_norm(gradients, after_each=after_each)
@@ -267,11 +274,11 @@ class ShardedState:
         return torch.tensor(total**0.5, dtype=next(iter(gradients.values())).dtype)
 
     def blocks(self, state: Mapping[str, Tensor]) -> dict[str, StateBlock]:
-        """An optimizer's state over :meth:`own` tensors as parts of the whole model's."""
+        """Return an optimizer's state over :meth:`own` tensors as blocks of the whole model's."""
         return {key: self._block(key, tensor) for key, tensor in state.items()}
 
     def saved(self, state: Mapping[str, Tensor]) -> dict[str, StateBlock]:
-        """Return those :meth:`blocks` of ``state`` that this rank saves."""
+        """Return the :meth:`blocks` of ``state`` that this rank saves in a checkpoint."""
         blocks = self.blocks(state)
         if self._speaks_for_tied:
             return blocks
@@ -289,19 +296,19 @@ class ShardedState:
 
 
 def _rows(tensor: Tensor, rows: slice) -> Tensor:
-    """Return ``rows`` of a parameter, of which ``tensor`` has all rows or just these."""
+    """Return ``rows`` of a parameter; ``tensor`` has all its rows, or already only ``rows``."""
     return tensor if tensor.shape[0] == rows.stop - rows.start else tensor[rows]
 
 
 def weight_sharding(model: ModelConfig, mesh: Mesh) -> WeightSharding:
-    """Return how a rank's part of the model's parameters is cut."""
+    """Return the sharding of the model's parameters on this rank."""
     if mesh.shape.key_copies is None:
         return WeightSharding(model)
     return WeightSharding(model, mesh.at.sequence, mesh.shape.sequence_parallel)
 
 
 def _same_weights(mesh: Mesh) -> Iterator[tuple[Holders, ProcessGroup | None, tuple[int, ...]]]:
-    """Groups of ranks that hold the same, with their members; every rank has the same order."""
+    """Yield each group of ranks that hold the same parameters, and its members, in fixed order."""
     yield "stage", mesh.groups.stage, mesh.stage_ranks
     copies = mesh.shape.key_copies
     if copies is not None:
@@ -311,7 +318,7 @@ def _same_weights(mesh: Mesh) -> Iterator[tuple[Holders, ProcessGroup | None, tu
 
 
 def _parameter(key: str) -> str | None:
-    """The parameter that an entry of an optimizer's state belongs to; None for the step."""
+    """Return the parameter name of a key of an optimizer's state; None for the step count."""
     if key == STEP_KEY:
         return None
     for prefix in (MODEL_PREFIX, *(f"optimizer.{moment}." for moment in MOMENTS)):
