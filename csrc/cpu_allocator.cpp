@@ -14,14 +14,14 @@
 
 namespace {
 
-constexpr size_t ALIGNMENT = 64; /* as torch's own allocator gives */
+constexpr size_t ALIGNMENT = 64; /* alignment of torch's own allocator */
 
 std::atomic<sppo::MemoryPool *> pool{nullptr};
 size_t least_pooled_bytes = 0;
 
 void deallocate(void *block) {
     c10::profiledCPUMemoryReporter().Delete(block); /* as torch's own allocator does */
-    /* What was allocated before the pool was there, or was too small for it, is the heap's. */
+    /* Blocks allocated before the pool was installed, or too small for it, belong to the heap. */
     if (block != nullptr && !pool.load()->deallocate(block)) std::free(block);
 }
 

@@ -1,7 +1,7 @@
 /* See file_tier.h.
  *
- * Threads and plain pread/pwrite, no io_uring: containers often forbid it, and with blocks of
- * megabytes a system call per block costs nothing.
+ * Uses threads and plain pread/pwrite instead of io_uring, which containers often forbid: with
+ * blocks of megabytes, the cost of a system call per block is negligible.
  */
 #define _GNU_SOURCE
 #include "file_tier.h"
@@ -22,7 +22,7 @@
 #define SECTOR ((uint64_t)SPPO_FILE_SECTOR_BYTES)
 #define BOUNCE_BYTES ((uint64_t)1 << 20)
 #define MOST_THREADS 64
-/* A sector has to be transferred whole: a part of one leaves a direct transfer misaligned. */
+/* Most attempts to transfer a sector whole: after a part of it, a direct transfer is misaligned. */
 #define SECTOR_TRIES 16
 
 _Static_assert(sizeof(void *) == 8 && sizeof(off_t) == 8, "files are larger than 32 bits reach");
@@ -38,27 +38,27 @@ _Static_assert(offsetof(sppo_file_totals, write_s) == 24, "native_file.py lays i
 _Static_assert(sizeof(sppo_file_totals) == 32, "native_file.py lays the struct out so");
 _Static_assert(BOUNCE_BYTES % SECTOR == 0, "what passes through the buffer stays in sectors");
 
-/* Of the first three members nothing changes; up to `working` all is under the file's lock, the
- * rest under the request's own, so that a request outlives its file. */
+/* The first three members are constant. The file's lock protects the members up to `working`, the
+ * request's own lock the others, so that a request can outlive its file. */
 struct sppo_file_request {
     int write;
     unsigned char *address; /* of the byte at `begin` */
     uint64_t begin;
-    uint64_t next, end; /* what no worker has taken yet */
+    uint64_t next, end; /* range that no worker has taken yet */
     sppo_file_request *behind;
     int failure;
-    uint64_t working; /* blocks that workers are on */
+    uint64_t working; /* blocks in transfer */
 
     pthread_mutex_t lock;
     pthread_cond_t done_changed;
     int done;
     int result;
-    atomic_int owners; /* the file until it is done, the caller until he forgets it */
+    atomic_int owners; /* the file until the request is done, the caller until sppo_file_forget */
 };
 
 typedef struct {
     sppo_file_request *first, *last;
-    uint64_t working; /* blocks that workers are on */
+    uint64_t working; /* blocks in transfer */
     double busy_since_s, busy_s;
     uint64_t done_bytes;
 } direction;
@@ -67,15 +67,15 @@ struct sppo_file_state {
     int fd;
     pid_t process;
     uint64_t size, block;
-    uint64_t sector;           /* 1 through the page cache */
-    uintptr_t memory_alignment; /* 1 through the page cache */
+    uint64_t sector;           /* 1 with the page cache */
+    uintptr_t memory_alignment; /* 1 with the page cache */
     sppo_file_io io;
     void *io_context;
     int num_threads;
     pthread_t threads[MOST_THREADS];
-    pthread_mutex_t sector_lock; /* held from reading a part-written sector to writing it */
+    pthread_mutex_t sector_lock; /* held while a sector is read, changed and written back */
 
-    pthread_mutex_t lock; /* of all below */
+    pthread_mutex_t lock; /* protects all members below */
     pthread_cond_t work_or_end;
     direction directions[2]; /* read, write */
     int turn;
@@ -84,7 +84,7 @@ struct sppo_file_state {
 
 typedef struct {
     sppo_file_state *file;
-    unsigned char *bounce; /* BOUNCE_BYTES, made when first needed */
+    unsigned char *bounce; /* BOUNCE_BYTES, allocated at first use */
 } worker;
 
 static double now_s(void) {
@@ -93,7 +93,7 @@ static double now_s(void) {
     return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
 }
 
-/* ---- Transfers: any offset, address and length, of files that take whole sectors only ---- */
+/* ---- Transfers of any offset, address and length, in files that accept whole sectors only ---- */
 
 static int64_t system_io(void *context, int write, int fd, void *address, uint64_t bytes,
                          uint64_t offset) {
@@ -103,7 +103,7 @@ static int64_t system_io(void *context, int write, int fd, void *address, uint64
     return count >= 0 ? count : -errno;
 }
 
-/* At least one byte, or an errno. */
+/* Transfer at least one byte, or return an errno. */
 static int transfer_some(const sppo_file_state *file, int write, uint64_t offset, void *address,
                          uint64_t bytes, uint64_t *done) {
     int64_t count;
@@ -111,7 +111,7 @@ static int transfer_some(const sppo_file_state *file, int write, uint64_t offset
         count = file->io(file->io_context, write, file->fd, address, bytes, offset);
     } while (count == -EINTR);
     if (count < 0) return (int)-count;
-    /* The file is as long as asked for and nobody else has it, so an end in it is a fault. */
+    /* The file has its full size and nothing else uses it, so an end of file is an error. */
     if (count == 0 || (uint64_t)count > bytes) return EIO;
     *done = (uint64_t)count;
     return 0;
@@ -134,8 +134,8 @@ static unsigned char *bounce_of(worker *me) {
     return me->bounce;
 }
 
-/* A part of one sector. Its other bytes may belong to another request, which changes them at the
- * same time: hence the lock. */
+/* Transfer a part of one sector. Another request may change the other bytes of the sector at the
+ * same time, so writing takes a lock. */
 static int transfer_part(worker *me, int write, uint64_t offset, unsigned char *address,
                          uint64_t bytes) {
     sppo_file_state *file = me->file;
@@ -157,7 +157,7 @@ static int transfer_part(worker *me, int write, uint64_t offset, unsigned char *
     return failure;
 }
 
-/* Whole sectors, from or to an address that the system does not take. */
+/* Transfer whole sectors from or to an address that is not aligned for direct transfers. */
 static int transfer_bounced(worker *me, int write, uint64_t offset, unsigned char *address,
                             uint64_t bytes, uint64_t *done) {
     unsigned char *bounce = bounce_of(me);
@@ -169,7 +169,7 @@ static int transfer_bounced(worker *me, int write, uint64_t offset, unsigned cha
     return failure;
 }
 
-/* Through the page cache: on the disk, and out of the memory that this tier is to save. */
+/* Flush written bytes to the disk and drop the range from the page cache. */
 static int leave_page_cache(const sppo_file_state *file, int write, uint64_t offset,
                             uint64_t bytes) {
 #ifdef __linux__
@@ -177,7 +177,7 @@ static int leave_page_cache(const sppo_file_state *file, int write, uint64_t off
                              SYNC_FILE_RANGE_WAIT_AFTER;
     if (write && sync_file_range(file->fd, (off_t)offset, (off_t)bytes, all) != 0 &&
         (errno == EIO || errno == ENOSPC || errno == EDQUOT))
-        return errno; /* else the file system has no such call, which harms nothing */
+        return errno; /* other errors mean that the file system lacks the call: not needed */
     (void)posix_fadvise(file->fd, (off_t)offset, (off_t)bytes, POSIX_FADV_DONTNEED);
 #else
     (void)file, (void)write, (void)offset, (void)bytes;
@@ -185,7 +185,7 @@ static int leave_page_cache(const sppo_file_state *file, int write, uint64_t off
     return 0;
 }
 
-/* Than asked: what the system reads ahead would stay in the page cache. */
+/* Disable read-ahead, whose pages would stay in the page cache. */
 static void read_no_further(int fd) {
 #ifdef __linux__
     (void)posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM);
@@ -233,21 +233,22 @@ static void finish(sppo_file_request *request) {
     disown(request);
 }
 
-/* Under the file's lock. Only the first in a queue is ever taken from, so only it is taken out. */
+/* Remove the first request of a queue; call with the file's lock. Workers take blocks of the first
+ * request only, so no other request is ever removed. */
 static void drop_first(direction *queue) {
     queue->first = queue->first->behind;
     if (queue->first == NULL) queue->last = NULL;
 }
 
-/* Under the file's lock: no block of a request that has failed is begun. */
+/* Mark a request as failed, so that no more blocks are started; call with the file's lock. */
 static void fail(direction *queue, sppo_file_request *request, int failure) {
     if (request->failure == 0) request->failure = failure;
     if (queue->first == request) drop_first(queue);
     request->next = request->end;
 }
 
-/* Under the file's lock: do one block of the request that is next, letting go of the lock
- * meanwhile. Both directions get their turn. */
+/* Transfer one block of the queue's first request; call with the file's lock, which is released
+ * during the transfer. */
 static void serve_one(worker *me, direction *queue) {
     sppo_file_state *file = me->file;
     sppo_file_request *request = queue->first;
@@ -327,7 +328,7 @@ int sppo_file_submit(const sppo_file *file, int write, uint64_t offset, void *ad
 int sppo_file_wait(sppo_file_request *request, double timeout_s) {
     if (request == NULL) return EINVAL;
     struct timespec until;
-    clock_gettime(CLOCK_REALTIME, &until); /* the clock of conditions */
+    clock_gettime(CLOCK_REALTIME, &until); /* clock of pthread_cond_timedwait */
     if (timeout_s > 0) {
         const double limit_s = timeout_s < 1e6 ? timeout_s : 1e6;
         until.tv_sec += (time_t)limit_s;
@@ -369,7 +370,7 @@ int sppo_file_measure(const sppo_file *file, sppo_file_totals *totals) {
 
 /* ---- The file ---- */
 
-/* Without a name from the start, or a moment later where the file system has no such files. */
+/* Open a file without a name, or unlink a named one at once if the file system lacks O_TMPFILE. */
 static int open_nameless(const char *directory, int *fd) {
 #ifdef O_TMPFILE
     *fd = open(directory, O_TMPFILE | O_RDWR | O_CLOEXEC, S_IRUSR | S_IWUSR);
@@ -393,8 +394,8 @@ static int open_nameless(const char *directory, int *fd) {
     return failure;
 }
 
-/* fallocate, not posix_fallocate, which writes into every block where the system has no call for
- * it: minutes for a large file. */
+/* Uses fallocate, because posix_fallocate writes into every block if the file system lacks the
+ * call, which takes minutes for a large file. */
 static int set_space_aside(int fd, uint64_t size, int *preallocated) {
 #ifdef __linux__
     int code;
@@ -410,7 +411,7 @@ static int set_space_aside(int fd, uint64_t size, int *preallocated) {
     return ftruncate(fd, (off_t)size) == 0 ? 0 : errno;
 }
 
-/* The alignment that direct transfers ask of addresses, or 0 where sectors do not do. */
+/* Return the address alignment of direct transfers, or 0 if whole sectors do not suffice. */
 static uintptr_t direct_alignment(int fd) {
 #ifdef STATX_DIOALIGN
     struct statx found;
@@ -427,8 +428,8 @@ static uintptr_t direct_alignment(int fd) {
     return SECTOR;
 }
 
-/* Past the page cache, if the file system takes that: by a read, because some agree and refuse the
- * transfers. */
+/* Bypass the page cache if the file system supports it. Tests a read, because some file systems
+ * accept the flag and then refuse transfers. */
 static void try_direct(sppo_file_state *file) {
 #ifdef O_DIRECT
     const int flags = fcntl(file->fd, F_GETFL);
@@ -448,7 +449,7 @@ static void try_direct(sppo_file_state *file) {
 #endif
 }
 
-/* Signals are for the program's own threads: a worker's transfer need not be disturbed. */
+/* Start the workers with all signals blocked: the program's other threads handle signals. */
 static int start_threads(sppo_file_state *file, int num_threads) {
     sigset_t all, before;
     int failure = 0;
@@ -513,7 +514,7 @@ int sppo_file_close(sppo_file *file, int cancel) {
     sppo_file_state *state = file->state;
     file->state = NULL;
     if (state->process != getpid()) {
-        /* Locks may have been held by threads that the fork has not: the memory stays. */
+        /* Threads that do not exist in the fork may have held locks: do not free the memory. */
         close(state->fd);
         return 0;
     }

@@ -16,7 +16,7 @@
 #include <sys/syscall.h>
 #endif
 
-/* A thread's share ends on this boundary, so that no two threads fill the same huge page. */
+/* Alignment of the threads' shares, so that no two threads touch the same huge page. */
 #define SHARE_BYTES ((uintptr_t)2 << 20)
 #define MOST_THREADS 64
 #define MOST_NODES 1024
@@ -44,13 +44,13 @@ static int advise_huge_pages(void *address, size_t size) {
 #endif
 }
 
-/* By system call, so that libnuma need not be there. */
+/* Uses the system call, so that libnuma is not needed. */
 static int bind_to_node(void *address, size_t size, int node) {
 #ifdef SYS_mbind
     unsigned long mask[MOST_NODES / BITS_PER_WORD] = {0};
     if (node < 0 || node >= MOST_NODES - 1) return EINVAL;
     mask[(size_t)node / BITS_PER_WORD] = 1UL << ((size_t)node % BITS_PER_WORD);
-    /* The kernel reads one bit less than it is told of. */
+    /* The kernel reads one bit less than the given number of bits. */
     long rc = syscall(SYS_mbind, address, size, BIND_POLICY, mask, (unsigned long)MOST_NODES, 0UL);
     return rc == 0 ? 0 : errno;
 #else
@@ -87,7 +87,7 @@ typedef struct {
 static void *touch_share(void *argument) {
     const share *mine = argument;
     for (uintptr_t at = mine->begin; at < mine->end; at += mine->page) {
-        /* A write alone: reading first would fault twice, the first time for the zero page. */
+        /* Write without reading: a read would fault first, for the zero page. */
         *(volatile unsigned char *)at = 0;
     }
     return NULL;
@@ -110,7 +110,7 @@ int sppo_arena_touch(const sppo_arena *arena, int num_threads) {
         if (stop < next) stop = next;
         shares[i] = (share){next, stop, page_bytes()};
         next = stop;
-        /* The last share is the caller's own. */
+        /* The calling thread touches the last share itself. */
         started[i] = i + 1 < count &&
                      pthread_create(&threads[i], NULL, touch_share, &shares[i]) == 0;
         if (!started[i]) touch_share(&shares[i]);

@@ -10,8 +10,8 @@ namespace sppo {
 
 namespace {
 
-/* Blocks are whole pages. Pages come from the system and go back to it in whole huge pages, so that
- * none is ever torn apart. */
+/* Blocks are whole pages. Pages are taken from and returned to the system in whole huge pages, so
+ * that no huge page is split. */
 constexpr size_t PAGE = size_t{4} << 10;
 constexpr size_t HUGE_PAGE = size_t{2} << 20;
 constexpr uint64_t LEAST_RESERVE = uint64_t{1} << 30;
@@ -24,7 +24,7 @@ void *address_of(uintptr_t value) { return reinterpret_cast<void *>(value); }
 } // namespace
 
 MemoryPool::MemoryPool(uint64_t reserve_bytes) {
-    /* Without MAP_NORESERVE a system that counts promises would refuse addresses nobody uses. */
+    /* Without MAP_NORESERVE, systems with strict overcommit would refuse unused addresses. */
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     for (uint64_t size = up(reserve_bytes, HUGE_PAGE); size >= LEAST_RESERVE; size /= 2) {
         void *memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, flags, -1, 0);
@@ -84,7 +84,7 @@ PoolStatistics MemoryPool::statistics() {
     return statistics_;
 }
 
-/* The smallest resident hole that holds it, or 0. */
+/* Allocate in the smallest resident hole of at least `size`; return its address, or 0. */
 uintptr_t MemoryPool::take_resident(size_t size) {
     const auto fit = resident_.lower_bound({size, 0});
     if (fit == resident_.end()) return 0;
@@ -94,7 +94,8 @@ uintptr_t MemoryPool::take_resident(size_t size) {
     return address;
 }
 
-/* Addresses that are partly not resident yet, or 0; as many resident pages are given back. */
+/* Allocate in free addresses that are not all resident; return the address, or 0. Returns as many
+ * resident bytes to the system as become resident. */
 uintptr_t MemoryPool::take_growing(size_t size) {
     const uintptr_t address = best_window(size);
     if (address == 0) return 0;
@@ -106,21 +107,21 @@ uintptr_t MemoryPool::take_growing(size_t size) {
         node = erase(node);
         uintptr_t touched = to;
         if (!range.resident) {
-            /* Touching a huge page's first byte makes all of it resident. */
+            /* Touching the first byte of a huge page makes the whole page resident. */
             touched = std::min(up(stop, HUGE_PAGE), to);
             grown += touched - from;
         }
         if (to <= stop) continue;
         if (to > touched) insert(touched, to - touched, false);
         if (touched > stop) insert(stop, touched - stop, true);
-        break; /* that was the last, and what was put back may have become one with the next */
+        break; /* the last range; inserted ranges may have been merged with the next one */
     }
     statistics_.resident_bytes += grown;
     give_back(grown);
     return address;
 }
 
-/* Where `size` bytes of free addresses in a row have the most resident ones among them. */
+/* Return the start of `size` contiguous free bytes with the most resident bytes, or 0. */
 uintptr_t MemoryPool::best_window(size_t size) const {
     uintptr_t best = 0;
     size_t best_resident = 0;
@@ -143,7 +144,7 @@ uintptr_t MemoryPool::best_window(size_t size) const {
     return best;
 }
 
-/* Return up to `wanted` bytes of free resident pages to the system, the largest holes first. */
+/* Return up to `wanted` bytes of free resident huge pages to the system, largest holes first. */
 void MemoryPool::give_back(size_t wanted) {
     std::pair<size_t, uintptr_t> below{SIZE_MAX, 0};
     while (wanted >= HUGE_PAGE) {
@@ -166,7 +167,7 @@ void MemoryPool::give_back(size_t wanted) {
     }
 }
 
-/* Add a free range and make it one with neighbours of the same kind. */
+/* Add a free range, merged with adjacent ranges of the same residence. */
 void MemoryPool::insert(uintptr_t address, size_t size, bool resident) {
     auto next = free_.lower_bound(address);
     if (next != free_.end() && next->first == address + size && next->second.resident == resident) {

@@ -1,13 +1,13 @@
-/* Memory for tensors of any size, as few resident pages as their bytes need.
+/* Memory pool for tensors of any size that keeps few more pages resident than are in use.
  *
- * A C heap answers the temporaries of a layer with about twice their size: blocks of many
- * megabytes, aligned, of a few sizes that come and go in turn, leave holes that the next one misses
- * by a few bytes. Returning each to the system instead costs its page faults. This pool keeps freed
- * pages for the next block, and where the holes do not fit it gives back as many pages as it newly
- * takes: what is resident is the most bytes that were ever in use at once, and no more as long as holes
- * are of whole huge pages (2 MiB); smaller ones cannot be given back.
+ * A C heap takes about twice the size of a layer's temporaries: aligned blocks of many megabytes,
+ * in a few sizes that alternate, leave holes that are too small for the next block by a few bytes.
+ * Returning each block to the system instead costs page faults. This pool keeps freed pages for the
+ * next block. If no hole fits, it returns as many free pages to the system as it newly takes, so
+ * the resident bytes are the most bytes ever in use at once, unless holes are smaller than a huge
+ * page (2 MiB), which cannot be returned.
  *
- * One range of addresses, reserved once; blocks are found by best fit in it. Any thread may call.
+ * The pool is one range of addresses, reserved once; blocks are found by best fit. Thread-safe.
  */
 #ifndef SPPO_MEMORY_POOL_H
 #define SPPO_MEMORY_POOL_H
@@ -23,32 +23,32 @@
 namespace sppo {
 
 struct PoolStatistics {
-    uint64_t used_bytes = 0;          /* in blocks that are out */
+    uint64_t used_bytes = 0;          /* in allocated blocks */
     uint64_t used_peak_bytes = 0;     /* since reset_peak */
-    uint64_t resident_bytes = 0;      /* pages that were touched and not given back */
+    uint64_t resident_bytes = 0;      /* pages that were touched and not returned to the system */
     uint64_t resident_peak_bytes = 0; /* since reset_peak */
-    uint64_t returned_bytes = 0;      /* given back to the system, ever: each is a page fault to come */
-    uint64_t blocks = 0;              /* handed out, ever */
+    uint64_t returned_bytes = 0;      /* ever returned to the system; reuse costs page faults */
+    uint64_t blocks = 0;              /* ever allocated */
 };
 
 class MemoryPool {
 public:
-    /* Reserve addresses for up to `reserve_bytes`; halves the wish until the system grants it.
-     * Throws std::bad_alloc where not even a gibibyte is to be had. Nothing is resident yet. */
+    /* Reserve addresses for up to `reserve_bytes`; halves the size until the system accepts it.
+     * Throws std::bad_alloc if the system refuses a gibibyte. No page is resident yet. */
     explicit MemoryPool(uint64_t reserve_bytes);
     ~MemoryPool();
     MemoryPool(const MemoryPool &) = delete;
     MemoryPool &operator=(const MemoryPool &) = delete;
 
-    /* A block on a page boundary, or nullptr where the addresses are used up. `size` > 0. */
+    /* Return a page-aligned block, or nullptr if no free range is large enough. `size` > 0. */
     void *allocate(size_t size);
-    /* Take a block back. False: it is none of this pool's. */
+    /* Free a block. Returns false if the block is not of this pool. */
     bool deallocate(void *block);
-    /* Give all free pages back. */
+    /* Return all whole free huge pages to the system. */
     void trim();
     void reset_peak();
     PoolStatistics statistics();
-    /* Around fork(): no other thread may be inside when the process is copied. */
+    /* For use around fork(): no other thread may hold the lock when the process is copied. */
     void lock() { mutex_.lock(); }
     void unlock() { mutex_.unlock(); }
 
@@ -69,8 +69,8 @@ private:
     std::mutex mutex_;
     uintptr_t start_ = 0;
     uintptr_t end_ = 0;
-    FreeMap free_; /* by address; neighbours differ in residence, otherwise they are one */
-    std::set<std::pair<size_t, uintptr_t>> resident_; /* the resident ones of free_, by size */
+    FreeMap free_; /* by address; adjacent ranges of equal residence are merged */
+    std::set<std::pair<size_t, uintptr_t>> resident_; /* resident ranges of free_, by size */
     std::unordered_map<uintptr_t, size_t> used_;
     PoolStatistics statistics_;
 };
