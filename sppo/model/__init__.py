@@ -1,1 +1,1 @@
-"""The model as explicit forward and backward passes, its presets and its Hugging Face form."""
+"""Layers with explicit forward and backward, initial weights, and Hugging Face weight files."""

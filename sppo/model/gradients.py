@@ -1,4 +1,4 @@
-"""Sinks of a layer's weight gradients: summed in fp32 in the place they are produced."""
+"""Sinks of a layer's weight gradients: fp32 sums at once, or products deferred until later."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from sppo.kernels.linear import accumulate_bias_gradient, accumulate_weight_grad
 
 
 class GradientSink(Protocol):
-    """Takes the weight gradients of one layer under its local names."""
+    """Receiver of the weight gradients of one layer, by parameter name within the layer."""
 
     def linear(self, name: str, *, dy_CO: Tensor, x_CI: Tensor) -> None:
-        """Take the operands of ``name.weight``'s gradient, and of its bias if it has one.
+        """Take the operands of the gradients of ``name.weight`` and, if present, ``name.bias``.
 
-        The operands become the sink's, which may read them after the layer's backward: nobody
-        writes to their memory or lends it to anything else from here on.
+        The sink owns both operands from this call on and may read them after the layer's backward,
+        so the caller must neither overwrite nor reuse their memory.
         """
         ...
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """A finished gradient of the parameter ``name``."""
+        """Take the finished gradient of the parameter ``name``."""
         ...
 
 
 class GradientSum:
-    """Adds every gradient at once to the fp32 buffers it was given."""
+    """Sink that adds every gradient immediately to the given fp32 buffers."""
 
     def __init__(self, totals: Mapping[str, Tensor]) -> None:
         self._totals = totals
@@ -47,7 +47,7 @@ class GradientSum:
 
 
 def zero_gradients(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Zeroed fp32 (float64 for float64 weights) gradient buffers by name."""
+    """Return zeroed gradient buffers by name, in fp32, or float64 for float64 weights."""
     return {
         name: torch.zeros_like(weight, dtype=accumulation_dtype(weight.dtype))
         for name, weight in weights.items()
@@ -55,13 +55,13 @@ def zero_gradients(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class DeferredGradients:
-    """Keeps gradients and the operands of products until they are wanted.
+    """Sink that stores gradients and the operands of products until :meth:`add_up`.
 
-    The weight-gradient half of a backward (zero bubble, Qi et al., 2024): :meth:`linear` keeps its
-    operands, which are its own (:class:`GradientSink`), and :meth:`add_up` multiplies them. Saved
-    tensors that a store only lends are copied before the layer's backward begins, by
+    Separates the weight-gradient half of a backward (zero bubble, Qi et al., 2024): :meth:`linear`
+    stores its operands, which the sink owns (:class:`GradientSink`), and :meth:`add_up` multiplies
+    them. Saved tensors in memory of a store are copied before the layer's backward begins, by
     :meth:`sppo.engine.saved_tensors.SavedTensors.take_owned`. The small gradients of norms are
-    kept as well, so that all of a layer's are added in one place at one time.
+    stored as well, so that all gradients of a layer are added at one time.
     """
 
     def __init__(self) -> None:
@@ -69,21 +69,21 @@ class DeferredGradients:
         self._finished: list[tuple[str, Tensor]] = []
 
     def linear(self, name: str, *, dy_CO: Tensor, x_CI: Tensor) -> None:
-        """Keep both operands of the product until it is wanted."""
+        """Store both operands of the product until :meth:`add_up`."""
         self._operands.append((name, dy_CO, x_CI))
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Keep a gradient until the products are made."""
+        """Store a finished gradient until :meth:`add_up`."""
         self._finished.append((name, gradient))
 
     @property
     def operand_bytes(self) -> int:
-        """Bytes of the operands kept; an input of several products counts once."""
+        """Bytes of the stored operands; an operand of several products counts once."""
         operands = {t.data_ptr(): t for _, *pair in self._operands for t in pair}
         return sum(t.numel() * t.element_size() for t in operands.values())
 
     def add_up(self, totals: Mapping[str, Tensor]) -> None:
-        """Add everything to ``totals``: fp32 buffers by local name."""
+        """Add all stored gradients and products to ``totals``, fp32 buffers by name; clear them."""
         sink = GradientSum(totals)
         for name, gradient in self._finished:
             sink.add(name, gradient)

@@ -1,4 +1,4 @@
-"""Weights in and out of the standard Hugging Face layout, by our global names."""
+"""Reading and writing of weights in the Hugging Face layout, under SPPO's parameter names."""
 
 from sppo.model.hf_reading import HfWeights, load_hf_weights, open_hf_weights
 from sppo.model.hf_writing import (

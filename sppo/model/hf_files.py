@@ -1,6 +1,6 @@
-"""Safetensors files of a Hugging Face directory, and what their headers promise.
+"""Safetensors files of a Hugging Face directory, and checks of their headers.
 
-Needs no torch: a directory that does not hold a model's weights is refused before that is loaded.
+The module does not import torch, so a directory without the model's weights is refused early.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 STORED_TYPES = ("F64", "F32", "F16", "BF16")
-"""Safetensors spelling of the types that weights may have."""
+"""Types that stored weights may have, as safetensors spells them."""
 
 _SHOWN_FAULTS = 8
 _REASON_CHARACTERS = 300
@@ -41,7 +41,7 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor on disk: where it is, and what its header says about it."""
+    """Tensor in a safetensors file: path and key of the tensor, shape and type by its header."""
 
     path: Path
     key: str
@@ -51,11 +51,11 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
-    """The weights of a model as a directory stores them.
+    """Weights of a model as stored in a directory.
 
     Attributes:
-        tensors: By bare name, those of the model and no others.
-        tied_head: The vocabulary projection that a tied model stores beside its embedding, if so.
+        tensors: Tensors of the model and no others, by bare name.
+        tied_head: Vocabulary projection of a tied model that stores it in addition to the embedding.
     """
 
     tensors: Mapping[str, StoredTensor]
@@ -63,11 +63,11 @@ class StoredWeights:
 
 
 def check_headers(directory: Path, model: ModelConfig) -> StoredWeights:
-    """Check by the headers of its files that ``directory`` holds exactly the weights of ``model``.
+    """Check by file headers that ``directory`` has exactly the weights of ``model``; return them.
 
     Raises:
-        ValueError: missing, unknown or misshapen tensors (all of them are listed), types other
-            than 16, 32 or 64-bit floating point, or damaged files.
+        ValueError: Missing, unknown or misshapen tensors (up to eight of each are listed), types
+            other than 16, 32 or 64-bit floating point, or damaged files.
     """
     stored = stored_tensors(directory)
     tied_head = stored.pop(HEAD, None) if model.tie_embeddings else None
@@ -107,11 +107,11 @@ def _listing(title: str, names: list[str]) -> list[str]:
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """Every weight in ``directory`` by bare name; constants of older files are left out.
+    """Return every weight in ``directory`` by bare name, without the constants of older files.
 
     Raises:
-        ValueError: no weights, a broken or missing file, an index that disagrees with its files,
-            or one tensor twice.
+        ValueError: No weights, a broken or missing file, an index that disagrees with its files,
+            or a tensor that is stored twice.
     """
     found: dict[str, StoredTensor] = {}
     for path, expected in weight_files(directory).items():
@@ -135,16 +135,18 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 def tokenizer_files(directory: Path) -> list[Path]:
-    """Return the tokenizer's files in ``directory``, with the settings of generation."""
+    """Return the tokenizer's files in ``directory``, and generation_config.json."""
     found = {path for pattern in _TOKENIZER_FILES for path in directory.glob(pattern)}
     return sorted(path for path in found if path.is_file())
 
 
 def weight_files(directory: Path) -> dict[Path, set[str]]:
-    """The weight files, each with the tensors that the index promises in it.
+    """Return the weight files of ``directory``, each with its tensors according to the index.
+
+    Without an index, the set of tensors of the single file is empty.
 
     Raises:
-        ValueError: none, or an index that is broken or names a file that is not there.
+        ValueError: No weight files, or an index that is broken or names a missing file.
     """
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
     if single.is_file():

@@ -1,7 +1,7 @@
-"""Names and layouts that Hugging Face files give the tensors of a model.
+"""Names and layouts of a model's tensors in Hugging Face files.
 
-One table serves both directions: a stored tensor is one or several of ours, stacked along the
-outputs, and transposed where GPT-2 keeps ``[inputs, outputs]``.
+One table serves reading and writing: a stored tensor is one or several SPPO parameters, stacked
+along the outputs, and transposed where GPT-2 stores ``[inputs, outputs]``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _PREFIX = re.compile(r"^(?:model|transformer)\.")
 _BUFFERS = re.compile(r"rotary_emb\.inv_freq$|^h\.\d+\.attn\.(?:bias|masked_bias)$")
 
 HEAD = "lm_head.weight"
-"""The vocabulary projection; the one tensor that no prefix ever precedes."""
+"""Name of the vocabulary projection, the only tensor that never has a prefix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +54,12 @@ class HfTensor:
     """One tensor of a Hugging Face file.
 
     Attributes:
-        name: without the ``model.`` or ``transformer.`` prefix.
-        prefix: that transformers writes before it.
-        shape: as stored.
-        parts: our names, stacked in this order along the outputs.
-        rows: outputs of each part.
-        transposed: stored ``[inputs, outputs]``.
+        name: Name without the ``model.`` or ``transformer.`` prefix.
+        prefix: Prefix that transformers writes before the name.
+        shape: Shape as stored.
+        parts: SPPO's names of the parameters in the tensor, in their order along the outputs.
+        rows: Number of outputs of each part.
+        transposed: Whether the tensor is stored as ``[inputs, outputs]``.
     """
 
     name: str
@@ -76,10 +76,10 @@ class HfTensor:
 
 
 def hf_tensors(model: ModelConfig) -> tuple[HfTensor, ...]:
-    """Return the tensors of a Hugging Face directory of ``model``, in the order of our inventory.
+    """Return the tensors of a Hugging Face directory of ``model``, ordered as ``parameter_shapes``.
 
     Raises:
-        ValueError: a parameter that no family has a name for.
+        ValueError: A parameter for which no Hugging Face family has a name.
     """
     shapes = parameter_shapes(model)
     gpt2 = model.position == "learned"
@@ -90,12 +90,12 @@ def hf_tensors(model: ModelConfig) -> tuple[HfTensor, ...]:
 
 
 def bare_name(stored: str) -> str:
-    """Return ``stored`` without the prefix that some files have and some have not."""
+    """Return ``stored`` without its ``model.`` or ``transformer.`` prefix, if present."""
     return _PREFIX.sub("", stored)
 
 
 def is_buffer(name: str) -> bool:
-    """Return whether a bare name is a constant that older files carry: masks and frequencies."""
+    """Return whether a bare name is a constant of older files: a mask or rotary frequencies."""
     return _BUFFERS.search(name) is not None
 
 

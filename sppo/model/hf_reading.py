@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face directory under our names, checked first and read one by one."""
+"""Weights of a Hugging Face directory by SPPO's names: all checked first, then read one by one."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-"""Types by their names in safetensors files."""
+"""Torch types by their names in safetensors files."""
 
 
 class HfWeights(Mapping[str, Tensor]):
-    """The weights of a directory by our names, in the order of ``parameter_shapes``.
+    """Weights of a directory by SPPO's names, in the order of ``parameter_shapes``.
 
-    Nothing is kept: every look-up reads the disk and returns a new contiguous tensor in the stored
-    type, so that a conversion holds one tensor at a time.
+    Nothing is cached: every look-up reads the file and returns a new contiguous tensor in the
+    stored type, so that a conversion holds one tensor at a time.
     """
 
     def __init__(self, model: ModelConfig, stored: Mapping[str, StoredTensor]) -> None:
@@ -56,21 +56,22 @@ class HfWeights(Mapping[str, Tensor]):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The narrowest type that holds every stored value exactly."""
+        """Narrowest type that represents every stored value exactly."""
         kinds = {_DTYPES[stored.dtype] for stored, _, _ in self._places.values()}
         return reduce(torch.promote_types, kinds)
 
 
 def open_hf_weights(directory: Path, model: ModelConfig) -> HfWeights:
-    """Check that ``directory`` holds exactly the weights of ``model``; read none of them yet.
+    """Check that ``directory`` has exactly the weights of ``model``; return them unread.
 
-    Names may have their ``model.`` or ``transformer.`` prefix or not. Rotary frequencies and
-    GPT-2's masks, constants that older files carry along, are ignored. A tied model may store its
-    vocabulary projection if that equals the embedding.
+    The ``model.`` or ``transformer.`` prefix of names is optional. Rotary frequencies and GPT-2's
+    masks, which older files contain, are ignored. A tied model may store its vocabulary projection
+    if the projection equals the embedding: these two tensors alone are read for the check.
 
     Raises:
-        ValueError: missing, unknown or misshapen tensors (all of them are listed), types other
-            than 16, 32 or 64-bit floating point, or damaged files.
+        ValueError: Missing, unknown or misshapen tensors (up to eight of each are listed), types
+            other than 16, 32 or 64-bit floating point, damaged files, or a vocabulary projection
+            that differs from the embedding of a tied model.
     """
     directory = Path(directory)
     stored = check_headers(directory, model)
@@ -81,21 +82,21 @@ def open_hf_weights(directory: Path, model: ModelConfig) -> HfWeights:
 
 
 def load_hf_weights(directory: Path, model: ModelConfig) -> dict[str, Tensor]:
-    """All weights of ``directory`` by our names, in the order of ``parameter_shapes``.
+    """Return all weights of ``directory`` by SPPO's names, in the order of ``parameter_shapes``.
 
     Tensors are on the CPU, contiguous, in the stored type; memory peaks at one copy of the model
     and one tensor.
 
     Raises:
-        ValueError: see :func:`open_hf_weights`.
+        ValueError: See :func:`open_hf_weights`.
     """
     return dict(open_hf_weights(directory, model))
 
 
 def _read(stored: StoredTensor) -> Tensor:
-    """The values of a tensor, still in the file's pages: clone what shall outlive them.
+    """Return the values of a stored tensor, in memory mapped from the file: clone to keep them.
 
-    The file is opened anew each time, so that its pages leave this process with the tensor.
+    The file is opened in every call, so that its pages are unmapped when the tensor is freed.
     """
     with safe_open(stored.path, framework="pt", device="cpu") as file:
         tensor: Tensor = file.get_tensor(stored.key)

@@ -1,4 +1,4 @@
-"""Writing the standard Hugging Face layout: all of the directory or none of it."""
+"""Writing of weights in the Hugging Face layout: the whole directory or nothing."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ DTYPES = {
 }
 _OS_ERROR = re.compile(r"os error (\d+)")
 _HEADER_ROOM_BYTES = MIB
-"""Bytes set aside for config.json, the index and the headers of the weight files."""
+"""Bytes of free space required for config.json, the index and the headers of weight files."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedWeights:
-    """Weight files that were written, in order, and their contents."""
+    """Written weight files, in order, and the parameters and bytes in all of them."""
 
     files: tuple[str, ...]
     num_parameters: int
@@ -66,21 +66,22 @@ def save_hf_weights(
 ) -> SavedWeights:
     """Write config.json and the weights, in one file or in shards with an index.
 
-    The directory is filled under a temporary name beside its own and renamed, so that a reader
-    never sees half of it. ``weights`` is looked up one shard at a time.
+    The directory is filled under a temporary name next to the final one and then renamed, so that
+    a reader never sees a partial directory. ``weights`` is read one shard at a time.
 
     Args:
-        directory: must not exist, or be empty.
-        weights: by our names, in any floating-point type.
-        model: shape and, in ``model.family``, the family to write.
-        dtype: of the stored weights: ``fp32``, ``bf16``, ``fp16`` or ``fp64``.
-        max_shard_bytes: weight files stay below this unless one tensor alone exceeds it.
-        token_ids: keys of config.json that name special tokens, e.g. ``eos_token_id``.
-        extra_files: copied along, e.g. the tokenizer's.
+        directory: Target directory, which must not exist or must be empty.
+        weights: Weights by SPPO's names, in any floating-point type.
+        model: Shape of the model and, in ``model.family``, the family to write.
+        dtype: Type of the stored weights: ``fp32``, ``bf16``, ``fp16`` or ``fp64``.
+        max_shard_bytes: Upper bound of a weight file's tensors, unless one tensor alone exceeds it.
+        token_ids: Keys of config.json that name special tokens, e.g. ``eos_token_id``.
+        extra_files: Files to copy into the directory, e.g. the tokenizer's.
 
     Raises:
-        ValueError: weights that are not this model's, no family for it, or a directory in use.
-        OSError: with ENOSPC, before anything is written, when the disk has not the room.
+        ValueError: Weights of another model, a model that no family describes, or a directory that
+            is in use.
+        OSError: ENOSPC, before anything is written, if the disk lacks the space.
     """
     directory = Path(directory)
     config = hf_config(model, dtype=dtype) | dict(token_ids or {})
@@ -108,7 +109,7 @@ def save_hf_weights(
 
 
 def plan_shards(sizes: Mapping[str, int], *, max_shard_bytes: int) -> dict[str, list[str]]:
-    """Tensor names by file name, in order; a file takes tensors until the next would not fit."""
+    """Return the tensor names of each file, in order; each file is filled before the next."""
     if max_shard_bytes < 1:
         raise ValueError(f"a shard of {max_shard_bytes} bytes holds nothing; allow at least 1")
     groups: list[list[str]] = [[]]
@@ -154,7 +155,10 @@ def _check_space(directory: Path, needed_bytes: int) -> None:
 
 @contextmanager
 def _whole_directory(directory: Path) -> Iterator[Path]:
-    """A directory under a temporary name that takes its own when the body succeeds."""
+    """Yield a directory with a temporary name; rename it to ``directory`` if the body succeeds.
+
+    If the body fails, delete the directory and every parent that was created.
+    """
     directory = directory.resolve()
     made = [parent for parent in directory.parents if not parent.exists()]
     partial = directory.with_name(f".{directory.name}.{uuid.uuid4().hex[:8]}.partial")
@@ -179,7 +183,7 @@ def _whole_directory(directory: Path) -> Iterator[Path]:
 
 
 def _sync(path: Path) -> None:
-    """Wait until the disk has it: a rename must not become durable before the contents."""
+    """Flush ``path`` to the disk: the rename must not become durable before the contents."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -195,7 +199,7 @@ def _write_shard(
     path: Path, tensors: Sequence[HfTensor], weights: Mapping[str, Tensor], *, dtype: str
 ) -> None:
     contents = {t.full_name: _assemble(t, weights).to(DTYPES[dtype]) for t in tensors}
-    # Made here because safetensors would make it readable by its owner alone.
+    # Created here because safetensors would create a file that only its owner can read.
     path.touch()
     mode = path.stat().st_mode
     try:
@@ -209,7 +213,7 @@ def _write_shard(
 
 
 def _assemble(tensor: HfTensor, weights: Mapping[str, Tensor]) -> Tensor:
-    """The stored form of one tensor: parts stacked along the outputs, transposed if need be."""
+    """Return one tensor as stored: parts stacked along the outputs, transposed for GPT-2."""
     parts = [weights[name].detach().cpu() for name in tensor.parts]
     stacked = parts[0] if len(parts) == 1 else torch.cat(parts)
     stored = stacked.T if tensor.transposed else stacked

@@ -1,8 +1,8 @@
 """One transformer layer, written out forward and backward over the tokens of a subsequence.
 
-No autograd: every tensor that backward may need has a name, so it can be retained, offloaded or
-recomputed by plan and counted exactly. Attention is handed in, so the layer knows nothing of K/V
-storage, of other subsequences or of other ranks.
+The layer does not use autograd: every tensor that backward may need has a name, so that a plan can
+retain, offload or recompute it and its bytes are counted exactly. Attention is an argument, so the
+layer does not depend on K/V storage, other subsequences or other ranks.
 
         saved   meaning                              recomputed from
     x_in    layer input                          nothing: always saved
@@ -36,22 +36,25 @@ Saved = dict[str, Tensor]
 
 
 class SubsequenceAttention(Protocol):
-    """Attention of one subsequence in one layer over everything before it."""
+    """Attention of one subsequence in one layer over its prefix and itself."""
 
     def forward(self, q_CND: Tensor, k_CKD: Tensor, v_CKD: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k and v at the subsequence's positions, attend; (o_CND, lse_NC)."""
+        """Store k and v at the subsequence's positions; return the attention (o_CND, lse_NC)."""
         ...
 
     def recompute(self, q_CND: Tensor) -> tuple[Tensor, Tensor]:
-        """Attend once more with K/V as stored by :meth:`forward`."""
+        """Recompute (o_CND, lse_NC) of queries at the end, with K and V stored by :meth:`forward`.
+
+        ``q_CND`` has the queries of all tokens, or of the last tokens, whose output was not saved.
+        """
         ...
 
     def backward(
         self, do_CND: Tensor, q_CND: Tensor, o_CND: Tensor, lse_NC: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dq_CND, dk_CKD, dv_CKD), all three in memory that belongs to the caller.
+        """Return (dq_CND, dk_CKD, dv_CKD), all three in memory that the caller owns.
 
-        The gradients of k and v are complete: those from later subsequences are in them.
+        dk and dv include the gradients from later subsequences.
         """
         ...
 
@@ -60,23 +63,23 @@ class TokenExchange(Protocol):
     """Collectives of the ranks over which the residual stream's tokens are sharded (Megatron)."""
 
     def gather(self, x_cE: Tensor) -> Tensor:
-        """Return ``[C, E]``: the tokens of all of them."""
+        """Return ``[C, E]``: the tokens of all ranks."""
         ...
 
     def scatter_sum(self, x_CE: Tensor) -> Tensor:
-        """Return ``[c, E]``: own tokens of the sum over all of them."""
+        """Return ``[c, E]``: this rank's tokens of the sum of ``x_CE`` over all ranks."""
         ...
 
 
 class _AllTokensHere:
-    """:class:`TokenExchange` of a rank that has all weights: there is nothing to exchange."""
+    """:class:`TokenExchange` of a rank with unsharded weights, which exchanges nothing."""
 
     def gather(self, x_cE: Tensor) -> Tensor:
-        """Return ``x_cE``: all tokens are here."""
+        """Return ``x_cE``, which has all tokens."""
         return x_cE
 
     def scatter_sum(self, x_CE: Tensor) -> Tensor:
-        """Return ``x_CE``: all terms of the sum are here."""
+        """Return ``x_CE``, which is the whole sum."""
         return x_CE
 
 
@@ -85,14 +88,14 @@ ALL_TOKENS_HERE = _AllTokensHere()
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The arithmetic of one layer; weights, positions and attention are arguments.
+    """Arithmetic of one layer; weights, positions and attention are arguments.
 
-    Where weights are sharded (:mod:`sppo.parallel.megatron`), ``x_in`` and ``x_mid``
-    have c of the C tokens, all else has them all.
+    With sharded weights (:mod:`sppo.parallel.megatron`), ``x_in`` and ``x_mid`` have c of the
+    C tokens, and all other tensors have all C.
 
     Attributes:
-        model: the shape; heads and MLP width are those of the weights.
-        tokens: collectives of the ranks over which the residual stream's tokens are sharded.
+        model: Shape of the model; the number of heads and the MLP width follow the weights.
+        tokens: Collectives of the ranks over which the residual stream's tokens are sharded.
     """
 
     model: ModelConfig
@@ -107,11 +110,11 @@ class Layer:
         attention: SubsequenceAttention,
         keep: frozenset[str],
     ) -> tuple[Tensor, Saved]:
-        """Output ``[C, E]`` and the saved tensors named in ``keep``."""
+        """Return the output ``[C, E]`` and the saved tensors named in ``keep``."""
         saved: Saved = {}
 
         def save(**tensors: Tensor) -> None:
-            """Names let go of what nobody keeps as soon as the next step has used it."""
+            """Save the tensors named in ``keep``; the others are freed after their last use."""
             saved.update({name: tensor for name, tensor in tensors.items() if name in keep})
 
         save(x_in=x_CE)
@@ -140,8 +143,9 @@ class Layer:
     ) -> Tensor:
         """Return the gradient of the layer input ``[C, E]``; consumes ``saved``.
 
-        What ``saved`` lacks is recomputed. Saved tensors are overwritten and become operands of
-        weight gradients, so where ``gradients`` keeps its operands ``saved`` must own its memory.
+        Tensors missing from ``saved`` are recomputed. Saved tensors are overwritten and become
+        operands of weight gradients: if ``gradients`` stores its operands, the tensors in ``saved``
+        must own their memory.
         """
         x_in = saved.pop("x_in")
         n1 = self._gathered_norm("attention_norm", x_in, weights)
@@ -177,11 +181,11 @@ class Layer:
         rotary: RotaryTable | None,
         attention: SubsequenceAttention,
     ) -> None:
-        """Recompute the last rows of tensors of which only the first were saved.
+        """Recompute the last rows of each tensor of which only the first rows were saved.
 
-        What was not saved at all stays for :meth:`backward`, unless another tensor needs it here.
-        Each product has fewer rows than it had in forward, which some kernels round differently.
-        Where weights are sharded no tensor is saved in part, so there is nothing to do.
+        Tensors that were not saved at all are left to :meth:`backward`, except o and lse if a
+        partly saved x_mid needs o. Each product has fewer rows than in forward, which some kernels
+        round differently. With sharded weights no tensor is saved in part, and nothing is done.
         """
         x_in = saved["x_in"]
         tokens = x_in.shape[0]
@@ -212,7 +216,7 @@ class Layer:
         rotary: RotaryTable | None,
         attention: SubsequenceAttention,
     ) -> None:
-        """Complete o and lse, or make them."""
+        """Append the missing rows of o and lse to ``saved``, or all rows if none were saved."""
         done = saved["o"].shape[0] if "o" in saved else 0
         q = saved.get("q")
         if q is None:
@@ -233,15 +237,15 @@ class Layer:
     def recompute_kv(
         self, x_CE: Tensor, weights: Weights, *, rotary: RotaryTable | None
     ) -> tuple[Tensor, Tensor]:
-        """Return (k_CKD, v_CKD) with the bits that :meth:`forward` gave them."""
+        """Return (k_CKD, v_CKD), bitwise equal to those that :meth:`forward` computed."""
         n1 = self._gathered_norm("attention_norm", x_CE, weights)
         k, v = (self._heads(name, n1, weights) for name in ("k", "v"))
         return self._norm_and_rotate("k", k, weights, rotary), v
 
     def recompute_output(self, saved: Saved, weights: Weights) -> Tensor:
-        """Output ``[C, E]`` from the saved x_in and o, without recomputing attention.
+        """Return the output ``[C, E]`` from the saved x_in and o, without recomputing attention.
 
-        Leaves x_mid, gate and up in ``saved``, so that :meth:`backward` need not recompute them.
+        Adds x_mid, gate and up to ``saved``, so that :meth:`backward` need not recompute them.
         """
         if "x_mid" not in saved:
             saved["x_mid"] = self._after_attention(saved["x_in"], saved["o"], weights)
@@ -258,7 +262,7 @@ class Layer:
         rotary: RotaryTable | None,
         save: Callable[..., None],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (q_CND, k_CKD, v_CKD) as attention takes them."""
+        """Return (q_CND, k_CKD, v_CKD) after norms and rotation; save q, and k before its norm."""
         n1 = self._gathered_norm("attention_norm", x_CE, weights)
         q, k, v = (self._heads(name, n1, weights) for name in ("q", "k", "v"))
         del n1
@@ -273,7 +277,7 @@ class Layer:
     def _queries(
         self, n1_CE: Tensor, saved: Saved, weights: Weights, rotary: RotaryTable | None
     ) -> tuple[Tensor | None, Tensor]:
-        """Return (projected, rotated) queries ``[C, N, D]``; projected only if they have a norm."""
+        """Return (projected, rotated) queries ``[C, N, D]``; projected is None without q/k-norm."""
         q = saved.pop("q", None)
         if q is not None and not self.model.qk_norm:
             return None, q
@@ -283,7 +287,7 @@ class Layer:
         return (q if self.model.qk_norm else None), rotated
 
     def _projected_keys(self, n1_CE: Tensor, saved: Saved, weights: Weights) -> Tensor | None:
-        """Keys before their norm, None where there is no such norm."""
+        """Return the keys before their norm, or None without q/k-norm."""
         if not self.model.qk_norm:
             return None
         k = saved.pop("k", None)
@@ -302,11 +306,11 @@ class Layer:
         return x_CHD if rotary is None else rotate(x_CHD, rotary)
 
     def _attention_output(self, o_CQ: Tensor, weights: Weights) -> Tensor:
-        """Return ``[C, E]``: what attention adds to the residual stream."""
+        """Return ``[C, E]``, the term that attention adds to the residual stream."""
         return self.tokens.scatter_sum(linear(o_CQ, weights["o.weight"], weights.get("o.bias")))
 
     def _after_attention(self, x_CE: Tensor, o_CQ: Tensor, weights: Weights) -> Tensor:
-        """Return ``x_mid`` alone, with the bits that :meth:`forward` gave it."""
+        """Return ``x_mid`` without its norm, bitwise equal to that of :meth:`forward`."""
         return self._attention_output(o_CQ, weights).add_(x_CE)
 
     def _mlp_inputs(self, x_mid_CE: Tensor, weights: Weights) -> tuple[Tensor | None, Tensor]:
@@ -316,7 +320,7 @@ class Layer:
     def _projected_mlp_inputs(
         self, n2_CE: Tensor, weights: Weights
     ) -> tuple[Tensor | None, Tensor]:
-        """Return (gate_CF if there is one, up_CF)."""
+        """Return (gate_CF, up_CF); gate_CF is None for an MLP without a gate."""
         up = linear(n2_CE, weights["up.weight"], weights.get("up.bias"))
         if not self.model.gated:
             return None, up
@@ -337,7 +341,7 @@ class Layer:
         weights: Weights,
         gradients: GradientSink,
     ) -> Tensor:
-        """Gradient of ``x_mid`` through the MLP and around it."""
+        """Return the gradient of ``x_mid`` through the MLP and the residual connection."""
         n2 = self._gathered_norm("mlp_norm", x_mid_CE, weights)
         up, gate = saved.pop("up", None), saved.pop("gate", None)
         if up is None:
@@ -368,7 +372,7 @@ class Layer:
         weights: Weights,
         gradients: GradientSink,
     ) -> Tensor:
-        """Gradient of the normed layer input through the three projections."""
+        """Return the gradient of the normed layer input through the q, k and v projections."""
         dn1 = input_gradient(dq_CND.flatten(1), weights["q.weight"])
         for name, d_CKD in (("k", dk_CKD), ("v", dv_CKD)):
             add_input_gradient_(dn1, d_CKD.flatten(1), weights[f"{name}.weight"])
@@ -398,7 +402,7 @@ class Layer:
         return d_CHD
 
     def _gathered_norm(self, name: str, x_CE: Tensor, weights: Weights) -> Tensor:
-        """Norm of all tokens ``[C, E]``, as the projections take them."""
+        """Return the norm of all tokens, ``[C, E]``, gathered for the projections."""
         return self.tokens.gather(self._norm(name, x_CE, weights))
 
     def _norm(self, name: str, x_CE: Tensor, weights: Weights) -> Tensor:
@@ -413,29 +417,29 @@ class Layer:
         weights: Weights,
         gradients: GradientSink,
     ) -> Tensor:
-        """Gradient of ``x_CE`` through the norm and around it."""
+        """Return the gradient of ``x_CE`` through the norm and the residual connection."""
         return norm_backward(
             self.model, name, dy_CE, x_CE, weights, gradients, dresidual_CE=dresidual_CE
         )
 
 
 def token_dimension(name: str) -> int:
-    """Along which a saved tensor has its tokens."""
+    """Return the dimension of the saved tensor ``name`` along which its tokens lie."""
     return 1 if name == "lse" else 0
 
 
 def rows_of(name: str, tensor: Tensor) -> int:
-    """Tokens that a saved tensor holds."""
+    """Return the number of tokens in the saved tensor ``name``."""
     return tensor.shape[token_dimension(name)]
 
 
 def _later(rotary: RotaryTable | None, row: int) -> RotaryTable | None:
-    """Angles of the tokens from ``row`` on."""
+    """Return the rotary table of the tokens from ``row`` on."""
     return None if rotary is None else RotaryTable(rotary.cos[row:], rotary.sin[row:])
 
 
 def norm(model: ModelConfig, name: str, x_CE: Tensor, weights: Weights) -> Tensor:
-    """The model's norm with the parameters called ``name``."""
+    """Return the model's norm of ``x_CE`` with the parameters called ``name``."""
     weight = weights[f"{name}.weight"]
     if model.norm == "rmsnorm":
         return elementwise.rms_norm(x_CE, weight, eps=model.norm_eps)
@@ -445,7 +449,7 @@ def norm(model: ModelConfig, name: str, x_CE: Tensor, weights: Weights) -> Tenso
 def add_norm_(
     model: ModelConfig, name: str, total_CE: Tensor, x_CE: Tensor, weights: Weights
 ) -> Tensor:
-    """Adds ``x_CE`` to ``total_CE`` in place; :func:`norm` of the sum."""
+    """Add ``x_CE`` to ``total_CE`` in place and return the :func:`norm` of the sum."""
     weight = weights[f"{name}.weight"]
     if model.norm == "rmsnorm":
         return elementwise.add_rms_norm_(total_CE, x_CE, weight, eps=model.norm_eps)
@@ -463,9 +467,9 @@ def norm_backward(
     *,
     dresidual_CE: Tensor | None = None,
 ) -> Tensor:
-    """Gradient of :func:`norm`'s input; its parameters' gradients go to ``gradients``.
+    """Return the gradient of :func:`norm`'s input; add the parameters' gradients to ``gradients``.
 
-    ``dresidual_CE``, the gradient that reaches the input around the norm, is part of it.
+    The result includes ``dresidual_CE``, the gradient through the residual connection.
     """
     weight, eps = weights[f"{name}.weight"], model.norm_eps
     if model.norm == "rmsnorm":

@@ -1,7 +1,7 @@
-"""Rotary frequencies, plain or stretched for longer contexts, and their tables.
+"""Rotary frequencies, plain or scaled for longer contexts, and tables of their angles.
 
-Frequencies and angles are computed in fp32 in the order the Hugging Face models use, so that
-weights trained there see the same rotations here; float64 models get float64 angles.
+Frequencies and angles are computed in fp32 in the order of the Hugging Face models, so that weights
+trained with those models get the same rotations; float64 models get float64 angles.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from sppo.kernels.rotary import RotaryTable
 
 
 def rotary_table(model: ModelConfig, positions_C: Tensor, *, dtype: torch.dtype) -> RotaryTable:
-    """Cosine and sine for each position, ``[C, 1, D/2]``.
+    """Return the cosine and sine of each position's angles, ``[C, 1, D/2]``.
 
     Args:
-        model: with ``position: rotary``.
-        positions_C: token positions, any integers.
-        dtype: of the activations; the table is in fp32, or float64 for float64.
+        model: Model with ``position: rotary``.
+        positions_C: Token positions, any integers.
+        dtype: Type of the activations; the table is in fp32, or float64 for float64.
     """
     acc_dtype = accumulation_dtype(dtype)
     frequencies, scale = _frequencies_on(positions_C.device, model, acc_dtype)
@@ -35,7 +35,7 @@ def rotary_table(model: ModelConfig, positions_C: Tensor, *, dtype: torch.dtype)
 def _frequencies_on(
     device: torch.device, model: ModelConfig, dtype: torch.dtype
 ) -> tuple[Tensor, float]:
-    """Frequencies on the device, cached: to copy them there would make the host wait."""
+    """Return the frequencies on the device, cached because the copy would block the host."""
     frequencies, scale = rotary_frequencies(model, dtype=dtype)
     return frequencies.to(device), scale
 
@@ -61,7 +61,7 @@ def _original_positions(scaling: RopeScaling) -> int:
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3.1: divide long wavelengths by the factor, keep short ones, blend in between."""
+    """Return Llama 3.1's frequencies: long wavelengths scaled, short ones kept, a blend between."""
     original = _original_positions(scaling)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     wavelength = 2 * math.pi / frequencies
@@ -74,11 +74,14 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 def _yarn(
     frequencies: Tensor, scaling: RopeScaling, *, theta: float, size: int
 ) -> tuple[Tensor, float]:
-    """YaRN (Peng et al., 2023, eq. 17-22): stretch slow pairs, keep fast ones, ramp between."""
+    """Return (frequencies, factor of cosine and sine) of YaRN (Peng et al., 2023, eq. 17-22).
+
+    Slow pairs are divided by the scaling factor, fast pairs are kept, with a ramp between.
+    """
     original = _original_positions(scaling)
 
     def pair_of(rotations: float) -> float:
-        """The pair that turns ``rotations`` times within the original context."""
+        """Return the index of the pair that turns ``rotations`` times in the original context."""
         return size * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     low = max(math.floor(pair_of(scaling.beta_fast)), 0)
