@@ -1,1 +1,1 @@
-"""Kernels: attention, element-wise operations, cross entropy, each behind one interface."""
+"""Kernels: attention, element-wise operations, cross entropy, each with one interface."""

@@ -1,19 +1,19 @@
 """Vocabulary projection and cross entropy in one pass over tiles of tokens.
 
-Never more than one tile of logits exists, in the dtype of the activations: each tile is projected,
-its losses are taken, its gradient is formed in the logits' own place and pushed back through the
-projection before the next tile starts.
+At most one tile of logits exists, in the dtype of the activations: each tile is projected, its
+losses are computed, and its gradient replaces the logits and is propagated through the projection
+before the next tile starts.
 
 With logits z of V tokens of the vocabulary, y the label and lse = log sum_v exp z_v, the loss of a
 token is
 
     lse - (1 - s) z_y - s mean_v(z_v) + c lse^2
 
-where s smooths the label (Szegedy et al., 2016, section 7) and c weighs the z-loss that keeps lse
-near zero (Chowdhery et al., 2022, section 5). Its gradient is
+where s is the label smoothing (Szegedy et al., 2016, section 7) and c the weight of the z-loss that
+keeps lse near zero (Chowdhery et al., 2022, section 5). The gradient of the loss is
 ``(1 + 2 c lse) softmax(z)_v - (1 - s) [v = y] - s / V``.
 
-Legend: C tokens, t tokens of a tile, r rows of it, E hidden, V vocabulary.
+Legend: C tokens, t tokens of a tile, r rows of a tile, E hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from sppo.kernels.row_tiles import row_tiles
 
 @dataclass(frozen=True, slots=True)
 class LossTerms:
-    """Terms that are added to the cross entropy of a token."""
+    """Weights of the terms of a token's loss besides the cross entropy."""
 
     label_smoothing: float = 0.0
-    """s: fraction of the label's weight that all tokens of the vocabulary get alike."""
+    """s: fraction of the label's weight that is divided equally over the vocabulary."""
     z_loss: float = 0.0
     """c: weight of the squared log-sum-exp."""
 
@@ -54,7 +54,7 @@ def linear_cross_entropy(
     terms: LossTerms = CROSS_ENTROPY,
     tile_bytes: int | None = None,
 ) -> Tensor:
-    """Loss of each token, ``[C]`` in fp32 or better; 0 where the label is ignored."""
+    """Return the loss of each token, ``[C]`` in fp32 or better; 0 where the label is ignored."""
     losses_C = _losses_of(hidden_CE)
     for rows in _tiles(hidden_CE, weight_VE, tile_bytes):
         logits_tV = linear(hidden_CE[rows], weight_VE)
@@ -73,16 +73,16 @@ def linear_cross_entropy_with_gradient(
     terms: LossTerms = CROSS_ENTROPY,
     tile_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Losses and the gradient of ``scale * losses.sum()``.
+    """Return the losses and the input gradient of ``scale * losses.sum()``; add to ``dweight_VE``.
 
     Args:
-        hidden_CE: input of the projection.
-        weight_VE: the projection.
-        labels_C: target token of each position, ``IGNORED_LABEL`` where there is none.
-        scale: factor of the loss, one over the valid labels of the global batch.
-        dweight_VE: fp32 (float64) accumulator, added to in place.
-        terms: what the loss has beside the cross entropy.
-        tile_bytes: bound of one tile of logits; None for the device's.
+        hidden_CE: Input of the projection.
+        weight_VE: Weight of the projection.
+        labels_C: Target token of each position, or ``IGNORED_LABEL``.
+        scale: Factor of the loss, one over the valid labels of the global batch.
+        dweight_VE: fp32 (float64) accumulator of the weight gradient, added to in place.
+        terms: Terms of the loss besides the cross entropy.
+        tile_bytes: Upper bound of the bytes of one tile of logits; None for the device's default.
 
     Returns:
         (losses ``[C]`` in fp32 or better, unscaled; dhidden_CE in hidden's dtype).
@@ -101,7 +101,7 @@ def linear_cross_entropy_with_gradient(
 def token_losses(
     logits_tV: Tensor, labels_t: Tensor, *, terms: LossTerms = CROSS_ENTROPY
 ) -> Tensor:
-    """Loss of each row of logits, ``[t]`` in fp32 or better; the logits may be written over."""
+    """Return the loss of each row, ``[t]`` in fp32 or better; the logits may be overwritten."""
     if fused(logits_tV):
         from sppo.kernels.triton import cross_entropy
 
@@ -117,7 +117,10 @@ def token_losses(
 def losses_to_gradient_(
     logits_tV: Tensor, labels_t: Tensor, *, scale: float, terms: LossTerms = CROSS_ENTROPY
 ) -> Tensor:
-    """:func:`token_losses`; the logits become the gradient of ``scale * losses.sum()``."""
+    """Return the loss of each row; overwrite logits with the gradient of ``scale * losses.sum()``.
+
+    The losses are those of :func:`token_losses`, unscaled.
+    """
     if fused(logits_tV):
         from sppo.kernels.triton import cross_entropy
 
@@ -137,7 +140,7 @@ def losses_to_gradient_(
 def _rows_to_gradient_(
     logits_rV: Tensor, labels_r: Tensor, scale: float, terms: LossTerms
 ) -> Tensor:
-    """:func:`losses_to_gradient_` of rows that are taken at once; lets go of what it made."""
+    """Compute :func:`losses_to_gradient_` of a tile of rows; temporaries are freed on return."""
     of_rows = _LogitRows.of_(logits_rV, labels_r, terms)
     logits_rV.copy_(of_rows.gradient_(scale))
     return of_rows.losses_r
@@ -145,7 +148,7 @@ def _rows_to_gradient_(
 
 @dataclass(frozen=True, slots=True)
 class _LogitRows:
-    """Some rows of logits, taken apart in fp32 or better."""
+    """Softmax terms and losses of some rows of logits, in fp32 or better."""
 
     exponentials_rV: Tensor
     """``exp(z - max z)``."""
@@ -159,7 +162,7 @@ class _LogitRows:
 
     @classmethod
     def of_(cls, logits_rV: Tensor, labels_r: Tensor, terms: LossTerms) -> _LogitRows:
-        """Compute losses; overwrites logits that have the accumulation dtype already."""
+        """Return terms and losses of rows; overwrite logits that have the accumulation dtype."""
         exponentials_rV = logits_rV.to(accumulation_dtype(logits_rV.dtype))
         valid_r, label_r = labels_r != IGNORED_LABEL, labels_r.clamp(min=0)
         smoothing = terms.label_smoothing
@@ -177,7 +180,7 @@ class _LogitRows:
         return cls(exponentials_rV, sum_r, lse_r, losses_r, label_r, valid_r, terms)
 
     def gradient_(self, scale: float) -> Tensor:
-        """Gradient of ``scale * losses.sum()`` by the logits, in the place of the exponentials."""
+        """Return the gradient of ``scale * losses.sum()`` by the logits; overwrite exponentials."""
         smoothing, gradient_rV = self.terms.label_smoothing, self.exponentials_rV
         scale_r = self.valid_r.to(gradient_rV.dtype) * scale
         of_lse_r = scale_r * (1 + 2 * self.terms.z_loss * self.lse_r)
@@ -189,7 +192,7 @@ class _LogitRows:
 
 
 def _losses_of(rows: Tensor) -> Tensor:
-    """Room for a loss of every row."""
+    """Allocate the losses of ``rows``, one per row, in the accumulation dtype."""
     return torch.empty(rows.shape[0], dtype=accumulation_dtype(rows.dtype), device=rows.device)
 
 

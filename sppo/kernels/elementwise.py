@@ -1,13 +1,14 @@
-"""Norms and activations, each a forward and a backward: plain torch, or one Triton kernel on a GPU.
+"""Norms and activations, forward and backward: plain torch, or one Triton kernel each on a GPU.
 
-Statistics and parameter gradients are computed in fp32 (float64 for float64 inputs) whatever the
-dtype of the activations. Nothing here is saved for backward: inputs are, by name, and the rest is
-recomputed. On a CPU the work goes by tiles of rows, see :mod:`sppo.kernels.row_tiles`.
-:mod:`sppo.kernels.triton` has the same functions; its modules are imported at their first use.
+Statistics and parameter gradients are computed in fp32 (float64 for float64 inputs) for every dtype
+of the activations. These functions save nothing for backward: the layer saves some of their inputs
+by name, and all else is recomputed. On a CPU the work is done in tiles of rows, see
+:mod:`sppo.kernels.row_tiles`. :mod:`sppo.kernels.triton` has the same functions; its modules are
+imported at their first use.
 
-A residual addition beside a norm is part of its kernel. Going forward the sum is rounded before it
-is normed, so that its norm recomputed later, from the sum alone, has the same bits. Going backward
-the residual's gradient is added before the norm's is rounded.
+A residual addition next to a norm is part of the norm's kernel. In forward the sum is rounded
+before the norm, so that recomputing the norm from the rounded sum gives the same bits. In backward
+the residual's gradient is added before the gradient of the norm is rounded.
 
 Legend: C tokens, E hidden, F MLP width.
 """
@@ -28,7 +29,7 @@ Activation = Literal["swiglu", "gelu", "gelu_tanh"]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums and statistics over values of ``dtype``: fp32, or float64 for float64."""
+    """Return the dtype of sums over values of ``dtype``: fp32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -45,7 +46,7 @@ def rms_norm(x_CE: Tensor, weight_E: Tensor, *, eps: float) -> Tensor:
 
 
 def add_rms_norm_(total_CE: Tensor, x_CE: Tensor, weight_E: Tensor, *, eps: float) -> Tensor:
-    """Add ``x_CE`` to ``total_CE`` in place; :func:`rms_norm` of the sum, as rounded."""
+    """Add ``x_CE`` to ``total_CE`` in place and return :func:`rms_norm` of the rounded sum."""
     if fused_in_place(total_CE):
         from sppo.kernels.triton import norms
 
@@ -57,7 +58,7 @@ def add_rms_norm_(total_CE: Tensor, x_CE: Tensor, weight_E: Tensor, *, eps: floa
 
 
 def _rms_norm(x_tE: Tensor, weight_E: Tensor, *, eps: float, out_tE: Tensor) -> None:
-    """RMSNorm of one tile of tokens."""
+    """Write the RMSNorm of one tile of tokens to ``out_tE``."""
     torch.mul(x_tE, _inverse_rms(x_tE, eps), out=out_tE).mul_(weight_E)
 
 
@@ -72,7 +73,7 @@ def rms_norm_backward(
     """Return (dx in x's dtype, dweight ``[E]`` in fp32) of :func:`rms_norm`.
 
     With n = x / rms(x) and g = dy * weight: dx = (g - n mean(g n)) / rms(x), dweight = sum dy n.
-    ``dresidual_CE``, the gradient that reaches x around the norm, is added to dx.
+    ``dresidual_CE``, the gradient of x through the residual connection, is added to dx.
     """
     if fused(x_CE):
         from sppo.kernels.triton import norms
@@ -90,7 +91,7 @@ def rms_norm_backward(
 def _rms_norm_backward(
     dy_tE: Tensor, x_tE: Tensor, weight_E: Tensor, *, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return both gradients of one tile, in fp32 or better."""
+    """Return (dx, dweight) of the RMSNorm of one tile, in fp32 or better."""
     inverse = _inverse_rms(x_tE, eps)
     normed = x_tE * inverse
     product = dy_tE * normed
@@ -120,7 +121,7 @@ def layer_norm(x_CE: Tensor, weight_E: Tensor, bias_E: Tensor, *, eps: float) ->
 def add_layer_norm_(
     total_CE: Tensor, x_CE: Tensor, weight_E: Tensor, bias_E: Tensor, *, eps: float
 ) -> Tensor:
-    """Add ``x_CE`` to ``total_CE`` in place; :func:`layer_norm` of the sum, as rounded."""
+    """Add ``x_CE`` to ``total_CE`` in place and return :func:`layer_norm` of the rounded sum."""
     if fused_in_place(total_CE):
         from sppo.kernels.triton import norms
 
@@ -143,7 +144,7 @@ def layer_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dx in x's dtype, dweight, dbias in fp32) of :func:`layer_norm`.
 
-    ``dresidual_CE``, the gradient that reaches x around the norm, is added to dx.
+    ``dresidual_CE``, the gradient of x through the residual connection, is added to dx.
     """
     if fused(x_CE):
         from sppo.kernels.triton import norms
@@ -169,10 +170,10 @@ def layer_norm_backward(
 
 @dataclass(frozen=True, slots=True)
 class ActivationGradient:
-    """Results of the backward of an MLP activation."""
+    """Results of :func:`activation_backward_`."""
 
     hidden_CF: Tensor
-    """The activation's output, recomputed for the weight gradient of the down projection."""
+    """Output of the activation, recomputed for the weight gradient of the down projection."""
     dgate_CF: Tensor | None
     """Gradient of the gate projection's output; None without a gate."""
     dup_CF: Tensor
@@ -180,7 +181,7 @@ class ActivationGradient:
 
 
 def activation(gate_CF: Tensor | None, up_CF: Tensor, *, kind: Activation) -> Tensor:
-    """Return ``silu(gate) * up``, or ``gelu(up)`` where there is no gate."""
+    """Return ``silu(gate) * up``, or ``gelu(up)`` without a gate."""
     if fused(up_CF):
         from sppo.kernels.triton import activations
 
@@ -194,10 +195,10 @@ def activation(gate_CF: Tensor | None, up_CF: Tensor, *, kind: Activation) -> Te
 def activation_backward_(
     dhidden_CF: Tensor, gate_CF: Tensor | None, up_CF: Tensor, *, kind: Activation
 ) -> ActivationGradient:
-    """Gradient of :func:`activation`, which it recomputes; all three in the place of its operands.
+    """Return the gradients and the recomputed output of :func:`activation`, in place.
 
-    The largest tensors of a layer are these: nothing else has the MLP's width, and none of the
-    operands is needed after it.
+    The three results overwrite ``dhidden_CF``, ``gate_CF`` and ``up_CF``: these have the MLP's
+    width and are the largest tensors of a layer, and backward does not need them afterwards.
     """
     if fused_in_place(up_CF, gate_CF, dhidden_CF):
         from sppo.kernels.triton import activations

@@ -1,4 +1,4 @@
-"""Decision whether a chain of element-wise operations runs as one Triton kernel."""
+"""Decision between one fused Triton kernel and a chain of torch operations."""
 
 from __future__ import annotations
 
@@ -12,24 +12,27 @@ _log = logging.getLogger(__name__)
 
 
 def fused(x: Tensor) -> bool:
-    """Return whether Triton kernels serve ``x``: on a GPU where triton works, not elsewhere."""
+    """Return whether ``x`` is processed by Triton kernels: on a GPU for which triton works."""
     return x.device.type == "cuda" and _triton_works(x.device)
 
 
 def fused_in_place(*operands: Tensor | None) -> bool:
-    """:func:`fused` for a kernel that writes over its operands, and so cannot copy them first."""
+    """Return whether a Triton kernel can overwrite ``operands``: :func:`fused` and contiguous.
+
+    Operands that are None are ignored.
+    """
     there = [x for x in operands if x is not None]
     return fused(there[0]) and all(x.is_contiguous() for x in there)
 
 
 @lru_cache(maxsize=16)
 def _triton_works(device: torch.device) -> bool:
-    """A first, tiny launch: triton may be missing, or the compiler that it needs."""
+    """Return whether a tiny launch succeeds: triton may be missing, or its compiler."""
     try:
         from sppo.kernels.triton.activations import activation
 
         activation(None, torch.ones(1, device=device), kind="gelu")
-    except Exception as error:  # whatever it raises, torch can do the work
+    except Exception as error:  # torch is the fallback for any failure of triton
         first_line = (str(error).splitlines() or [""])[0]
         _log.warning(
             "norms and activations run as chains of torch operations, because triton does not: "

@@ -1,9 +1,10 @@
-"""Products of half-precision matrices on CPUs without instructions for them.
+"""Products of half-precision matrices on CPUs that lack instructions for half precision.
 
-oneDNN multiplies bf16 from AVX-512 on, fp16 on fewer CPUs still. On others torch falls back to
-plain loops: seen on an AVX2 machine with one thread, 8 GFLOP/s where the second operand is
-transposed and 0.3 where it is not, beside 50 in fp32. There these cast tile by tile to fp32, in
-which products of two half-precision numbers are exact, and round each result once.
+oneDNN multiplies bf16 on CPUs with AVX-512, and fp16 on fewer CPUs. On other CPUs torch falls back
+to plain loops: measured on an AVX2 machine with one thread, 8 GFLOP/s if the second operand is
+transposed and 0.3 if not, compared to 50 in fp32. On such CPUs the functions of this module cast
+operands tile by tile to fp32, in which products of two half-precision numbers are exact, and round
+each result once.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ _TILE = 256
 
 
 def needs_casts(x: Tensor) -> bool:
-    """Return whether products of matrices like ``x`` are made in fp32, tile by tile."""
+    """Return whether products with ``x`` must be computed by casts to fp32, tile by tile."""
     return x.device.type == "cpu" and not _is_fast(x.dtype)
 
 
 @cache
 def _is_fast(dtype: torch.dtype) -> bool:
-    """Return whether this CPU multiplies in this dtype."""
+    """Return whether oneDNN multiplies matrices of ``dtype`` on this CPU."""
     if dtype is torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     if dtype is torch.float16:
@@ -36,7 +37,7 @@ def _is_fast(dtype: torch.dtype) -> bool:
 def product_by_casts(
     left_MK: Tensor, right_KN: Tensor, *, into_MN: Tensor, bias_N: Tensor | None = None
 ) -> Tensor:
-    """Write ``left @ right + bias`` over ``into_MN``, each element rounded once; return it."""
+    """Write ``left @ right + bias`` to ``into_MN``, rounded once, and return ``into_MN``."""
     for rows in _tiles(into_MN.shape[0]):
         for columns in _tiles(into_MN.shape[1]):
             tile = into_MN[rows, columns]
@@ -48,11 +49,11 @@ def product_by_casts(
 
 
 def add_product_by_casts(total_MN: Tensor, left_MK: Tensor, right_KN: Tensor) -> Tensor:
-    """Add ``left @ right`` to ``total_MN``, which is fp32 or rounded once; return it."""
+    """Add ``left @ right`` to ``total_MN``, rounded once unless it is fp32; return ``total_MN``."""
     for rows in _tiles(total_MN.shape[0]):
         for columns in _tiles(total_MN.shape[1]):
             tile = total_MN[rows, columns]
-            # A tile of an fp32 total is itself, of another dtype a copy.
+            # float() returns the tile itself for an fp32 total, a copy for another dtype.
             sum_mn = _add_terms(tile.float(), left_MK[rows], right_KN[:, columns])
             if sum_mn.dtype != tile.dtype:
                 tile.copy_(sum_mn)
@@ -60,7 +61,7 @@ def add_product_by_casts(total_MN: Tensor, left_MK: Tensor, right_KN: Tensor) ->
 
 
 def _add_terms(sum_mn: Tensor, left_mK: Tensor, right_Kn: Tensor) -> Tensor:
-    """Add the product of a tile to its fp32 sum, some terms at a time; return the sum."""
+    """Add ``left @ right`` of a tile to its fp32 sum, some terms at a time; return the sum."""
     for terms in _tiles(left_mK.shape[1]):
         sum_mn.addmm_(left_mK[:, terms].float(), right_Kn[terms].float())
     return sum_mn

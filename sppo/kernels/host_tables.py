@@ -1,4 +1,4 @@
-"""Small tables that the host makes and kernels on a device read."""
+"""Copies to the device of small tables that the host computes and kernels read."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from torch import Tensor
 
 
 def on_device(table: Tensor, device: torch.device) -> Tensor:
-    """Copy a table of the host to ``device`` without waiting for it.
+    """Return a copy of a host table on ``device`` without waiting for the copy.
 
-    The copy is made in the current stream: whoever keeps it for other calls keeps it for those of
-    this stream alone (:func:`stream_number`).
+    The copy is made in the current stream: a cached copy may be read in the same stream only
+    (:func:`stream_number`).
     """
-    if device.type == "cuda":  # or the host would wait until the device has it
+    if device.type == "cuda":  # a copy from pageable memory would block the host
         table = table.pin_memory()
     return table.to(device, non_blocking=True)
 
 
 def stream_number(device: torch.device) -> int:
-    """Number of the current stream of ``device``; 0 where there are none."""
+    """Return the handle of the current CUDA stream of ``device``; 0 on other devices."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

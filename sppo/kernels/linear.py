@@ -1,4 +1,4 @@
-"""Products with weights: forward, input gradient, and the fp32 sum of weight gradients.
+"""Products of linear layers: forward, input gradient, and fp32 sums of weight gradients.
 
 Legend: C tokens, O outputs, I inputs.
 """
@@ -23,7 +23,7 @@ def linear(x_CI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
 
 
 def input_gradient(dy_CO: Tensor, weight_OI: Tensor, *, into_CI: Tensor | None = None) -> Tensor:
-    """Return ``dy @ weight``, ``[C, I]``, written over ``into_CI`` if that is given."""
+    """Return ``dy @ weight``, ``[C, I]``, written to ``into_CI`` if given."""
     if not needs_casts(dy_CO):
         return torch.mm(dy_CO, weight_OI, out=into_CI)
     if into_CI is None:
@@ -32,7 +32,7 @@ def input_gradient(dy_CO: Tensor, weight_OI: Tensor, *, into_CI: Tensor | None =
 
 
 def add_input_gradient_(dx_CI: Tensor, dy_CO: Tensor, weight_OI: Tensor) -> None:
-    """Add ``dy @ weight`` to ``dx``."""
+    """Add ``dy @ weight`` to ``dx_CI`` in place."""
     if needs_casts(dy_CO):
         add_product_by_casts(dx_CI, dy_CO, weight_OI)
     else:
@@ -42,9 +42,9 @@ def add_input_gradient_(dx_CI: Tensor, dy_CO: Tensor, weight_OI: Tensor) -> None
 def accumulate_weight_gradient(total_OI: Tensor, dy_CO: Tensor, x_CI: Tensor) -> None:
     """Add ``dy.T @ x`` to ``total_OI`` (fp32 or better).
 
-    With N = 160 subsequences a sum kept in bf16 would lose the small terms; this one never is. A
-    GPU adds its fp32 product in place, and so does a CPU that has to cast to fp32. A CPU's bf16
-    product comes out rounded to bf16, so there it is made and added tile by tile.
+    A sum in bf16 would lose the small terms, e.g. over N = 160 subsequences. A GPU adds its fp32
+    product in place, and so does a CPU that must cast to fp32. Other CPUs round a bf16 product to
+    bf16, so the product is computed and added tile by tile.
     """
     if total_OI.dtype == x_CI.dtype:
         total_OI.addmm_(dy_CO.t(), x_CI)
@@ -57,7 +57,7 @@ def accumulate_weight_gradient(total_OI: Tensor, dy_CO: Tensor, x_CI: Tensor) ->
 
 
 def _add_product(total_OI: Tensor, dy_OC: Tensor, x_CI: Tensor) -> None:
-    """Half-precision operands, fp32 product and sum, in one kernel of cuBLAS."""
+    """Add the product of half-precision operands in fp32, in one kernel of cuBLAS."""
     torch.addmm(total_OI, dy_OC, x_CI, out_dtype=total_OI.dtype, out=total_OI)
 
 
@@ -69,11 +69,11 @@ def _add_product_by_tiles(total_OI: Tensor, dy_CO: Tensor, x_CI: Tensor) -> None
 
 
 def _add_tile(total_oI: Tensor, product_oI: Tensor) -> None:
-    for rows in row_tiles(total_oI):  # adding casts the product
+    for rows in row_tiles(total_oI):  # adding makes a cast copy of the product
         total_oI[rows].add_(product_oI[rows])
 
 
 def accumulate_bias_gradient(total_O: Tensor, dy_CO: Tensor) -> None:
     """Add the sum of ``dy`` over tokens to ``total_O`` (fp32 or better)."""
-    for rows in row_tiles(dy_CO):  # a sum in another dtype casts
+    for rows in row_tiles(dy_CO):  # a sum in another dtype makes a cast copy
         total_O.add_(dy_CO[rows].sum(0, dtype=total_O.dtype))

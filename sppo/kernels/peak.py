@@ -1,4 +1,4 @@
-"""Rate of matrix products on this device: the denominator of MFU without a description."""
+"""Measured rate of matrix products: the denominator of MFU without a hardware description."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import time
 import torch
 
 _SIZES = {"cpu": 1024, "cuda": 8192}
-"""Rows of a square product that keeps every multiprocessor of a device busy, and no longer than it
-must."""
+"""Rows of a square product that is large enough to keep every multiprocessor busy, yet short."""
 _ROUNDS = 8
 
 
 def measure_matmul_flops_per_s(dtype: torch.dtype, *, device: torch.device | str = "cpu") -> float:
-    """Best FLOP/s of a few square products, measured now; takes well under a second."""
+    """Return the highest FLOP/s of a few square products, measured in well under a second."""
     device = torch.device(device)
     size = _SIZES[device.type]
-    random = torch.Generator(device).manual_seed(0)  # the program's own goes on as it was
+    random = torch.Generator(device).manual_seed(0)  # leaves the global generator unchanged
     a, b = (torch.randn(size, size, generator=random, device=device).to(dtype) for _ in range(2))
     best_s = float("inf")
     for _ in range(_ROUNDS):
@@ -29,6 +28,6 @@ def measure_matmul_flops_per_s(dtype: torch.dtype, *, device: torch.device | str
 
 
 def _wait_for(device: torch.device) -> None:
-    """Return when the device is done; on a CPU a product is done when it returns."""
+    """Wait until the device is idle; on a CPU a product is complete when it returns."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

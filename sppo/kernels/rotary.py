@@ -1,4 +1,4 @@
-"""Rotary positions applied to queries and keys.
+"""Rotary position embedding of queries and keys, forward and backward.
 
 Pairs are (i, i + D/2), as in the Hugging Face layout of Llama, Qwen and Mistral.
 
@@ -18,19 +18,19 @@ from sppo.kernels.row_tiles import row_tiles
 
 @dataclass(frozen=True, slots=True)
 class RotaryTable:
-    """Cosine and sine of each token's angles: ``[C, 1, D/2]`` in fp32 or better."""
+    """Cosines and sines of each token's angles, both ``[C, 1, D/2]`` in fp32 or better."""
 
     cos: Tensor
     sin: Tensor
 
 
 def rotate(x_CHD: Tensor, table: RotaryTable) -> Tensor:
-    """Each pair turned by its token's angle; computed in fp32, returned in x's dtype."""
+    """Return ``x`` with each pair rotated by its token's angle: computed in fp32, in x's dtype."""
     return _turn(x_CHD, table.cos, table.sin, sign=1.0)
 
 
 def rotate_backward(dy_CHD: Tensor, table: RotaryTable) -> Tensor:
-    """Gradient of :func:`rotate`: the turn by the opposite angle."""
+    """Return the gradient of :func:`rotate`'s input: ``dy`` rotated by the opposite angles."""
     return _turn(dy_CHD, table.cos, table.sin, sign=-1.0)
 
 
@@ -46,7 +46,7 @@ def _turn(x_CHD: Tensor, cos: Tensor, sin: Tensor, *, sign: float) -> Tensor:
 
 
 def _turn_tile(x_tHD: Tensor, cos: Tensor, sin: Tensor, *, sign: float) -> Tensor:
-    """Rotate one tile of tokens, in fp32 or better."""
+    """Return one tile of tokens with each pair rotated, in fp32 or better."""
     first, second = x_tHD.chunk(2, dim=-1)
     turned = torch.empty(x_tHD.shape, dtype=cos.dtype, device=x_tHD.device)
     left, right = turned.chunk(2, dim=-1)

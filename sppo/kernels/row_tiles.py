@@ -1,7 +1,7 @@
 """Tiles of rows for chains of element-wise operations on a CPU.
 
-Torch materialises every step of such a chain, and casts whole operands where dtypes mix. Taken tile
-by tile, those temporaries stay in the cache, and none is as long as the subsequence.
+Torch materialises every step of such a chain, and casts whole operands if dtypes differ. Computed
+tile by tile, these temporaries stay in the cache, and none is as long as the subsequence.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from sppo.units import MIB
 TILE_BYTES = MIB
 """Bytes of a tile of one fp32 operand."""
 ACCUMULATION_TILE_BYTES = 8 * MIB
-"""Bytes of a tile of one fp32 operand of a single step."""
+"""Bytes of a tile of one fp32 operand of a single operation."""
 
 _ACCUMULATION_BYTES = 4
 
 
 def row_tiles(x: Tensor) -> Iterator[slice]:
-    """Slices of the first dimension that tile ``x``; one slice on any other device than a CPU."""
+    """Yield slices of the first dimension that tile ``x``; a single slice unless on a CPU."""
     rows = x.shape[0]
     step = rows if x.device.type != "cpu" else rows_of_tile(x.numel() // max(1, rows))
     for start in range(0, rows, max(1, step)):
@@ -29,10 +29,10 @@ def row_tiles(x: Tensor) -> Iterator[slice]:
 
 
 def accumulation_tiles(x: Tensor) -> Iterator[tuple[int | slice, ...]]:
-    """Indices of leading dimensions that tile ``x``, for operations of one step.
+    """Yield indices of leading dimensions that tile ``x``, for a single operation.
 
-    Those tiles are larger: they need not stay in the cache, and waking the threads takes as long as
-    a MiB does. One index on any other device than a CPU.
+    Tiles have up to ACCUMULATION_TILE_BYTES: they need not stay in the cache, and waking the
+    threads takes as long as processing a MiB. Yields a single index unless ``x`` is on a CPU.
     """
     rows = x.shape[0]
     fitting = (
@@ -49,5 +49,5 @@ def accumulation_tiles(x: Tensor) -> Iterator[tuple[int | slice, ...]]:
 
 
 def rows_of_tile(row_elements: int) -> int:
-    """Rows of ``row_elements`` each that one tile holds, at least one."""
+    """Return the number of rows of ``row_elements`` each that fit one tile, at least one."""
     return max(1, TILE_BYTES // (_ACCUMULATION_BYTES * max(1, row_elements)))

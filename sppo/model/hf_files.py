@@ -55,7 +55,7 @@ class StoredWeights:
 
     Attributes:
         tensors: Tensors of the model and no others, by bare name.
-        tied_head: Vocabulary projection of a tied model that stores it in addition to the embedding.
+        tied_head: Vocabulary projection that a tied model stores as well; None if absent.
     """
 
     tensors: Mapping[str, StoredTensor]

@@ -1,9 +1,10 @@
-"""Attention over a prefix, composed of blocks and merged by log-sum-exp.
+"""Attention over a prefix, computed in blocks that are merged by log-sum-exp.
 
-Any kernel that takes a full rectangle, a causal square or a masked one, and returns the
-log-sum-exp of each row, serves a whole subsequence this way. Partial outputs are merged in fp32:
+Any kernel that computes a full rectangle, a causal square and a masked rectangle, and returns the
+log-sum-exp of each row, can compute a whole subsequence. Partial outputs are merged in fp32:
 ``lse = log(exp(lse_1) + exp(lse_2))``, ``o = o_1 exp(lse_1 - lse) + o_2 exp(lse_2 - lse)``. In
-backward each block uses the *global* lse and o, so its gradients are exact and simply add up.
+backward each block uses the *global* lse and o, so the gradients of the blocks are exact and are
+summed.
 
 Grouped queries never repeat K/V in memory: a full rectangle folds the query group into its rows,
 and a causal square reads K/V through a stride of zero.
@@ -26,10 +27,10 @@ from sppo.kernels.row_tiles import accumulation_tiles
 
 
 class BlockKernel(Protocol):
-    """One rectangle of attention on one device; all tensors are ``[batch, heads, tokens, D]``."""
+    """Kernel of one block of attention; all tensors are ``[batch, heads, tokens, D]``."""
 
     def backward_unit(self, dtype: torch.dtype) -> int | None:
-        """Tokens in whole multiples of which backward is best called; None where any do."""
+        """Return the tokens of which backward prefers whole multiples; None for no preference."""
         ...
 
     def forward(
@@ -51,7 +52,7 @@ class BlockKernel(Protocol):
         mask: Tensor | None,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dq, dk, dv) like q, k, v; rows use the given global ``o`` and ``lse``."""
+        """Return (dq, dk, dv) like q, k, v; ``o`` and ``lse`` are those over all keys."""
         ...
 
 
@@ -79,7 +80,7 @@ def forward(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return (o_CND in q's dtype, lse_NC in fp32 or better)."""
+    """Return the attention of a span, block by block: (o_CND in q's dtype, lse_NC in fp32+)."""
     q_NCD = q_CND.transpose(0, 1).contiguous()
     merged = _Merged(q_NCD, kv_heads=k_TKD.shape[1])
     for block in blocks:
@@ -104,7 +105,7 @@ def backward(
     window: int | None,
     scale: float,
 ) -> Tensor:
-    """dq_CND; adds into ``dk_TKD`` and ``dv_TKD`` (fp32 or better) in place."""
+    """Return dq_CND of a span; add to ``dk_TKD`` and ``dv_TKD`` (fp32 or better) in place."""
     unit = kernel.backward_unit(q_CND.dtype)
     if unit is not None:
         blocks = whole_units(blocks, unit=unit, window=window)
@@ -160,17 +161,17 @@ def _backward_block(
     window: int | None,
     scale: float,
 ) -> None:
-    """Add one block's gradients.
+    """Add the gradients of one block to ``totals``.
 
     Args:
-        kernel: computes them.
-        block: which rectangle.
+        kernel: Kernel that computes the gradients.
+        block: Block of the span to compute.
         rows: (do_NCD, q_NCD, o_NCD, lse_NC) of the span.
-        k_TKD: keys of the prefix.
-        v_TKD: values of the prefix.
+        k_TKD: Keys from the start of the sequence to the end of the span.
+        v_TKD: Values, shaped like ``k_TKD``.
         totals: (dq_NCD, dk_TKD, dv_TKD), added to in place.
-        window: keys a query sees.
-        scale: of the scores.
+        window: Number of keys that a query sees; None for all.
+        scale: Factor of the scores.
     """
     do_NCD, q_NCD, o_NCD, lse_NC = rows
     dq_NCD, dk_TKD, dv_TKD = totals
@@ -194,7 +195,7 @@ def _backward_block(
 
 
 class _Merged:
-    """Running output of a span: ``o`` and ``lse`` over the blocks seen so far."""
+    """Running ``o`` and ``lse`` of a span, over the blocks merged so far."""
 
     def __init__(self, q_NCD: Tensor, *, kv_heads: int) -> None:
         acc_dtype = torch.promote_types(q_NCD.dtype, torch.float32)
@@ -205,7 +206,7 @@ class _Merged:
         self._seen = [False] * q_NCD.shape[1]
 
     def add(self, block: Block, o_KGrD: Tensor, lse_KGr: Tensor) -> None:
-        """Merge one block; rows seen for the first time are copied."""
+        """Merge the output of one block; rows without an output so far are copied."""
         rows = slice(block.q0, block.q1)
         seen = set(self._seen[rows])
         assert len(seen) == 1, f"rows of {block} were merged unevenly"
@@ -220,7 +221,7 @@ class _Merged:
             return
         both = torch.logaddexp(lse, lse_KGr)
         kept, added = ((part - both).exp_().unsqueeze(-1) for part in (lse, lse_KGr))
-        for tile in accumulation_tiles(so_far):  # mixing dtypes casts: not all of it at once
+        for tile in accumulation_tiles(so_far):  # mixed dtypes make a cast copy: one tile at a time
             so_far[tile].mul_(kept[tile])
             so_far[tile].addcmul_(o_KGrD[tile].to(so_far.dtype), added[tile])
         lse.copy_(both)
@@ -247,7 +248,7 @@ def _merge_at_once(
 
 
 def _rows(block: Block, x_NCD: Tensor, shape: Shape) -> Tensor:
-    """Rows of a block: ``[1, K, G*r, D]`` for a rectangle, ``[K, G, r, D]`` for a masked square."""
+    """Return a block's rows: ``[1, K, G*r, D]`` if FULL, ``[K, G, r, D]`` for the other kinds."""
     rows = x_NCD[:, block.q0 : block.q1]
     if block.kind is BlockKind.FULL:
         return rows.reshape(1, shape.kv_heads, -1, shape.head_size)
@@ -266,7 +267,7 @@ def _operands(
 
 
 def _tokens_first(x_NCD: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``[C, N, D]`` in ``dtype``, in one pass."""
+    """Return ``x_NCD`` as ``[C, N, D]`` in ``dtype``, transposed and cast in one pass."""
     heads, tokens, size = x_NCD.shape
     x_CND = torch.empty((tokens, heads, size), dtype=dtype, device=x_NCD.device)
     x_CND.transpose(0, 1).copy_(x_NCD)
@@ -274,31 +275,31 @@ def _tokens_first(x_NCD: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _by_group(block: Block, x: Tensor, shape: Shape) -> Tensor:
-    """Rows of a block, ``[1, K, G*r, ...]`` or ``[K, G, r, ...]``, as ``[K, G, r, ...]``."""
+    """Return rows of a block, ``[1, K, G*r, ...]`` or ``[K, G, r, ...]``, as ``[K, G, r, ...]``."""
     if block.kind is not BlockKind.FULL:
         return x
     return x[0].view(shape.kv_heads, shape.group, block.num_queries, *x.shape[3:])
 
 
 def _add_keys(total_tKD: Tensor, gradient: Tensor) -> None:
-    """Add ``[1, K, t, D]`` or ``[K, G, t, D]`` key gradients, summed over the group, in fp32."""
+    """Add ``[1, K, t, D]`` or ``[K, G, t, D]`` key gradients, summed over G in total's dtype."""
     total_KtD = total_tKD.transpose(0, 1)
     if gradient.shape[0] * gradient.shape[1] == total_KtD.shape[0]:
         _add(total_KtD, gradient.flatten(0, 1))
         return
     gradient_KtGD = gradient.transpose(1, 2)
-    for tile in accumulation_tiles(gradient_KtGD):  # a sum in another dtype casts
+    for tile in accumulation_tiles(gradient_KtGD):  # a sum in another dtype makes a cast copy
         total_KtD[tile].add_(gradient_KtGD[tile].sum(-2, dtype=total_tKD.dtype))
 
 
 def _add(total: Tensor, gradient: Tensor) -> None:
-    """Tile by tile: adding casts the gradient."""
+    """Add ``gradient`` to ``total`` tile by tile, because adding makes a cast copy of it."""
     for tile in accumulation_tiles(gradient):
         total[tile].add_(gradient[tile])
 
 
 def _band_mask(block: Block, q_NCD: Tensor, k_TKD: Tensor, window: int | None) -> Tensor | None:
-    """Additive mask ``[1, 1, r, t]`` of a band block, None for the other kinds."""
+    """Return the additive mask ``[1, 1, r, t]`` of a BAND block, None for the other kinds."""
     if block.kind is not BlockKind.BAND:
         return None
     assert window is not None, "a band block comes from a window"

@@ -1,8 +1,8 @@
-"""Rectangles of the attention matrix that a span of queries needs, as data.
+"""Division of a span's visible part of the attention matrix into blocks.
 
-A span's queries are the last C of T positions (bottom-right aligned): query i sees the keys of its
-document at positions ``<= i``, the last ``window`` of them when there is a sliding window. That
-staircase is tiled by blocks of three kinds, each a case that fast kernels know:
+A span's queries are the last C of T positions (bottom-right aligned): the query at position i sees
+the keys of its document at positions ``<= i``, with a sliding window the last ``window`` of these.
+The visible pairs are tiled by blocks of three kinds, each supported by fast kernels:
 
     FULL    every query sees every key        the prefix, most of the work
     CAUSAL  square, query i sees keys <= i    the diagonal
@@ -19,23 +19,22 @@ from enum import StrEnum
 from functools import lru_cache
 from math import ceil
 
-# A causal square of more tokens than this is halved: two half squares and a full rectangle, which
-# folds whole query groups. Limits from 1024 to 8192 measured alike on a CPU, within its noise.
+# A causal square of more tokens is halved: two half squares and a full rectangle, which folds whole
+# query groups. Limits from 1024 to 8192 measured alike on a CPU, within its noise.
 MAX_CAUSAL_TOKENS = 2048
-# Squares are halved at a multiple of this, so that what remains beside the whole units that a
-# kernel wants (`BlockKernel.backward_unit`) is at the end of a span only.
+# Squares are halved at a multiple of this number, so that tokens beyond the whole units of a kernel
+# (`BlockKernel.backward_unit`) are at the end of a span only.
 HALF_UNIT_TOKENS = 256
 # A longer prefix is read in parts of this many keys. Temporaries of a kernel are as long as its
-# keys; were they to grow with every subsequence, an allocator could never use freed ones again.
+# keys; if they grew with every subsequence, an allocator could never reuse the freed ones.
 MAX_FULL_KEYS = 8192
 BAND_TILE_TOKENS = 512
-# A rectangle that remains beside whole units has at most this many rows and keys, so that casting
-# its operands takes little.
+# Most rows and keys of a rectangle beyond whole units, so that casting its operands is cheap.
 MAX_REMAINDER_TOKENS = 256
 
 
 class BlockKind(StrEnum):
-    """Mask of the pairs inside a block."""
+    """Kind of a block: mask of the (query, key) pairs inside it."""
 
     FULL = "full"
     CAUSAL = "causal"
@@ -74,16 +73,17 @@ def attention_blocks(
     window: int | None = None,
     document_starts: tuple[int, ...] = (0,),
 ) -> tuple[Block, ...]:
-    """Blocks of a span of ``num_queries`` that ends at key ``num_keys``.
+    """Return the blocks of a span of ``num_queries`` that ends at key ``num_keys``.
 
     Args:
-        num_queries: C, tokens of the span.
-        num_keys: T, keys from the start of the sequence to the end of the span.
-        window: keys a query sees, itself included; None for all.
-        document_starts: ascending positions where documents start; a query sees its own only.
+        num_queries: C, the tokens of the span.
+        num_keys: T, the keys from the start of the sequence to the end of the span.
+        window: Number of keys that a query sees, its own included; None for all.
+        document_starts: Ascending positions where documents start; a query sees its own document
+            only.
 
     Raises:
-        ValueError: more queries than keys, an empty span, or a window below one.
+        ValueError: More queries than keys, an empty span, or a window below one.
     """
     if not 1 <= num_queries <= num_keys:
         raise ValueError(f"a span of {num_queries} queries cannot end at key {num_keys}")
@@ -100,16 +100,17 @@ def attention_blocks(
     return tuple(blocks)
 
 
-@lru_cache(maxsize=16)  # thousands of blocks each, where documents are short
+@lru_cache(maxsize=16)  # short documents make thousands of blocks per entry
 def whole_units(blocks: tuple[Block, ...], *, unit: int, window: int | None) -> tuple[Block, ...]:
-    """Cut `blocks` into blocks of whole units and what remains of each, one row and key to a pair.
+    """Cut ``blocks`` into blocks of whole units and remainders that cover the same pairs once.
 
-    A band is not cut: it begins earlier, at keys that its mask hides, where the window ends it.
+    A BAND block is not cut: a band that begins at the window's edge is extended by earlier keys,
+    which its mask hides.
 
     Args:
-        blocks: of a span.
-        unit: tokens; rows and keys of most blocks become multiples of it.
-        window: keys a query sees, itself included; None for all.
+        blocks: Blocks of a span.
+        unit: Number of tokens; rows and keys of most blocks become multiples of it.
+        window: Number of keys that a query sees, its own included; None for all.
     """
     return tuple(part for block in blocks for part in _in_units(block, unit, window))
 
@@ -136,7 +137,7 @@ def _in_units(block: Block, unit: int, window: int | None) -> Iterator[Block]:
 
 
 def _remainder(q0: int, q1: int, k0: int, k1: int) -> Iterator[Block]:
-    """A rectangle in parts that are small either way."""
+    """Yield a rectangle in parts of at most MAX_REMAINDER_TOKENS rows and keys."""
     step = MAX_REMAINDER_TOKENS
     for q in range(q0, q1, step):
         for k in range(k0, k1, step):
@@ -144,7 +145,7 @@ def _remainder(q0: int, q1: int, k0: int, k1: int) -> Iterator[Block]:
 
 
 def _rectangle(q0: int, q1: int, k0: int, k1: int) -> Iterator[Block]:
-    """The rectangle, unless it is empty."""
+    """Yield the FULL block of a rectangle, unless the rectangle is empty."""
     if q1 > q0 and k1 > k0:
         yield Block(BlockKind.FULL, q0, q1, k0, k1)
 
@@ -160,7 +161,7 @@ def documents_in_span(
 
 
 def _staircase(q0: int, q1: int, *, key_offset: int, first_key: int) -> list[Block]:
-    """Full prefix, then the diagonal, of one document."""
+    """Return the blocks of one document without a window: the full prefix, then the diagonal."""
     last_key = key_offset + q0
     blocks = [
         Block(BlockKind.FULL, q0, q1, first, min(first + MAX_FULL_KEYS, last_key))
@@ -170,7 +171,7 @@ def _staircase(q0: int, q1: int, *, key_offset: int, first_key: int) -> list[Blo
 
 
 def _triangle(q0: int, q1: int, key_offset: int) -> list[Block]:
-    """The causal square of queries ``[q0, q1)``, halved until each half is small."""
+    """Return the causal square of queries ``[q0, q1)``, halved until each half is small."""
     if q1 - q0 <= MAX_CAUSAL_TOKENS:
         return [Block(BlockKind.CAUSAL, q0, q1, key_offset + q0, key_offset + q1)]
     unit = max(1, min(HALF_UNIT_TOKENS, MAX_CAUSAL_TOKENS // 2))
@@ -180,7 +181,7 @@ def _triangle(q0: int, q1: int, key_offset: int) -> list[Block]:
 
 
 def _bands(q0: int, q1: int, start: int, first_key: int, window: int) -> list[Block]:
-    """Tiles of queries, each with the keys its window reaches."""
+    """Return the BAND blocks of queries ``[q0, q1)``, each with the keys in its window."""
     blocks = []
     for a in range(q0, q1, BAND_TILE_TOKENS):
         b = min(a + BAND_TILE_TOKENS, q1)

@@ -1,10 +1,10 @@
-"""Choice of a back end of attention: a table of what each can do, and a rule.
+"""Choice of an attention back end: a table of capabilities, and the rule of ``auto``.
 
-``auto`` goes down the table and takes the first back end that can do the case; on Hopper it prefers
-cuDNN to flash-attn 2 (:data:`_BEFORE_ON_HOPPER`). On a GPU it also has
-to get a small problem of that kind right, forward and backward: packages change their interfaces
-and their builds leave things out, and that is better found out before the first step than in it.
-The choice is logged once per case, with what was passed over and why.
+``auto`` takes the first back end of the table that supports the case; on Hopper it prefers cuDNN to
+flash-attn 2 (:data:`_BEFORE_ON_HOPPER`). On a GPU the back end must also compute a small problem of
+the same kind correctly, forward and backward: packages change their interfaces and some builds lack
+features, and such a failure should occur before the first step, not in it. The choice is logged
+once per case, with the rejected back ends and the reasons.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ _SINGLE = (*_HALF, torch.float32)
 _ALL = (*_SINGLE, torch.float64)
 _MAJORS = (8, 9, 10, 11, 12)
 _MAX_ROUNDOFFS = {torch.bfloat16: 8, torch.float16: 8, torch.float32: 128, torch.float64: 128}
-"""Largest errors of the small case in units of roundoff, in relative Frobenius norm. In half
-precision the operands' rounding counts (good kernels measure up to 2.2), in single the sums'
-does."""
+"""Largest accepted errors of the small case in units of roundoff, in relative Frobenius norm.
+Rounding of the operands dominates in half precision (good kernels measure up to 2.2), rounding of
+the sums in single precision."""
 _SMALL_QUERIES, _SMALL_KEYS, _SMALL_KV_HEADS, _SMALL_PART, _SMALL_WINDOW = 70, 200, 2, 40, 50
 _DOCUMENTS = ((0,), (0, 20, 150))
-"""Starts of documents of the small case: a full prefix, and three of them."""
+"""Document starts that the small case is run with: one document, and three documents."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
-    """Properties of a call that decide which back ends serve it."""
+    """Properties of an attention call that decide which back ends support it."""
 
     device: torch.device
     dtype: torch.dtype
@@ -60,8 +60,8 @@ class AttentionCase:
     """Query heads per key/value head."""
     window: bool
     single_tokens: bool = False
-    """Whether blocks of one query or one key may occur, as documents that begin or end beside a cut
-    make them."""
+    """Whether blocks of one query or one key may occur, e.g. because a document begins or ends next
+    to a cut."""
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -72,20 +72,20 @@ class AttentionCase:
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """Cases that a back end serves; it has grouped queries in any case."""
+    """Cases that a back end supports; every back end supports grouped queries."""
 
     devices: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
     module: str | None = None
-    """Module that has to be installed."""
+    """Module that must be installed; None if there is none."""
     max_head_size: int | None = None
     head_size_multiple: int = 1
     window: bool = True
     single_tokens: bool = True
     compute_majors: tuple[int, ...] | None = None
-    """Major numbers of the compute capabilities it is built for; None for all."""
+    """Major numbers of the compute capabilities that the back end is built for; None for all."""
     automatic: bool = True
-    """Whether ``auto`` may take it."""
+    """Whether ``auto`` may choose the back end."""
 
 
 CAPABILITIES: Mapping[BackendName, Capability] = {
@@ -100,7 +100,7 @@ CAPABILITIES: Mapping[BackendName, Capability] = {
         ("cuda",), _HALF, "flash_attn_2_cuda", 256, 8, compute_majors=_MAJORS
     ),
     "torch_flash": Capability(("cuda",), _HALF, None, 256, 8, compute_majors=_MAJORS),
-    # It refuses one query or one key, and plans each new shape of a block for tens of milliseconds.
+    # cuDNN refuses one query or one key, and plans each new block shape for tens of milliseconds.
     "cudnn": Capability(
         ("cuda",), _HALF, None, 128, 8, window=False, single_tokens=False, compute_majors=_MAJORS
     ),
@@ -108,28 +108,28 @@ CAPABILITIES: Mapping[BackendName, Capability] = {
     "torch_blocks": Capability(("cpu", "cuda"), _ALL),
     "reference": Capability(("cpu", "cuda"), _ALL, automatic=False),
 }
-"""Capabilities of all back ends, in the order in which ``auto`` prefers them on most devices."""
+"""Capabilities of all back ends, in ``auto``'s order of preference on devices except Hopper."""
 
 
 _HOPPER = 9
 _BEFORE_ON_HOPPER: tuple[BackendName, BackendName] = ("cudnn", "flash_attn_2")
-"""Back end that comes before another on Hopper: there cuDNN is 1.7 to 2.3 times faster in training
-than the flash-attn 2 of torch, and on Ampere and Blackwell workstations slower (transformers, pull
+"""(A, B): back end A is preferred to B on Hopper. In training cuDNN is 1.7 to 2.3 times faster than
+torch's flash-attn 2 on Hopper, but slower on Ampere and Blackwell workstations (transformers, pull
 request 48163)."""
 
 
 def choose(backend: BackendName | Literal["auto"], case: AttentionCase) -> AttentionKernel:
-    """The back end that serves.
+    """Return the back end called ``backend``, or the one that ``auto`` chooses for ``case``.
 
     Raises:
-        ValueError: it does not exist, or cannot do the case.
+        ValueError: A back end that does not exist or does not support the case.
     """
     return load(chosen_name(backend, case))
 
 
 @lru_cache(maxsize=64)
 def chosen_name(backend: BackendName | Literal["auto"], case: AttentionCase) -> BackendName:
-    """Name of the back end that :func:`choose` returns."""
+    """Return the name of the back end that :func:`choose` returns; raise the same errors."""
     if backend == "auto":
         return _automatic(case)
     if backend not in CAPABILITIES:
@@ -159,7 +159,7 @@ def _automatic(case: AttentionCase) -> BackendName:
 
 
 def preference(device: torch.device) -> tuple[BackendName, ...]:
-    """All back ends in the order in which ``auto`` tries them on a device."""
+    """Return the names of all back ends in the order in which ``auto`` tries them on ``device``."""
     names = list(CAPABILITIES)
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == _HOPPER:
         first, second = _BEFORE_ON_HOPPER
@@ -173,7 +173,7 @@ def _may(name: BackendName) -> bool:
 
 
 def why_not(name: BackendName, case: AttentionCase) -> str | None:
-    """Return why a back end cannot do a case, as the end of a sentence; None if it can."""
+    """Return why a back end does not support a case, as the end of a sentence; None if it does."""
     able = CAPABILITIES[name]
     if case.device.type not in able.devices:
         return f"runs on {' and '.join(able.devices)}, tensors are on {case.device.type}"
@@ -206,16 +206,16 @@ def _why_not_triton(device: torch.device) -> str | None:
 
 @lru_cache(maxsize=16)
 def is_installed(module: str) -> bool:
-    """Return whether a module can be found; it is not imported, but the packages around it are."""
+    """Return whether ``module`` can be found, without importing it; its parents are imported."""
     try:
         return find_spec(module) is not None
-    except Exception:  # of the package that it is part of, which is imported and may be broken
+    except Exception:  # raised by the import of a broken parent package
         return False
 
 
 @lru_cache(maxsize=16)
 def load(name: BackendName) -> AttentionKernel:
-    """The back end called ``name``; what it is made of is imported now."""
+    """Return the back end called ``name``, importing the modules that it needs."""
     if name == "cpu_flash":
         return OfBlocks(CpuFlash())
     if name == "reference":
@@ -245,7 +245,11 @@ def load(name: BackendName) -> AttentionKernel:
 
 @torch.no_grad()
 def error_on_a_small_case(name: BackendName, case: AttentionCase) -> str | None:
-    """Return what goes wrong in a small case like ``case``, by the definition; None if nothing."""
+    """Run a back end on a small problem like ``case`` and compare it with the reference.
+
+    Returns:
+        The exception or the excessive error as the end of a sentence; None if results are right.
+    """
     random = torch.Generator().manual_seed(0)
     heads = _SMALL_KV_HEADS * case.group
     documents = _DOCUMENTS if CAPABILITIES[name].single_tokens else _DOCUMENTS[:1]
@@ -256,7 +260,7 @@ def error_on_a_small_case(name: BackendName, case: AttentionCase) -> str | None:
         if isinstance(kernel, OfRectangles):
             kernel = replace(kernel, max_backward_keys=_SMALL_PART)
         ours = _forward_and_backward(kernel, (do, q, k, v), window=case.window, documents=documents)
-    except Exception as error:  # whatever other people's packages raise
+    except Exception as error:  # third-party packages may raise anything
         first_line = (str(error).splitlines() or [""])[0]
         return f"fails on a small case with {type(error).__name__}: {first_line}"
     acc_dtype = tuple(x.double() for x in (do, q, k, v))
@@ -281,7 +285,10 @@ def _forward_and_backward(
     window: bool,
     documents: Iterable[tuple[int, ...]],
 ) -> dict[str, Tensor]:
-    """Outputs and gradients by name, from (do, q, k, v), with each of some starts of documents."""
+    """Return outputs and gradients by name for each entry of ``documents`` (document starts).
+
+    ``operands`` are (do, q, k, v).
+    """
     do, q, k, v = operands
     acc_dtype = torch.promote_types(k.dtype, torch.float32)
     results: dict[str, Tensor] = {}

@@ -1,14 +1,14 @@
-"""torch's CPU flash attention as a block kernel: it returns lse and has a backward.
+"""torch's CPU flash attention as a block kernel, with lse and a backward.
 
-It splits its backward over (batch, head) pairs only, so a rectangle with fewer key/value heads
-than threads would leave cores idle. There the keys are cut into parts that ride along as a batch:
-with the global lse each part's gradients are exact, dk and dv fall apart by part, and dq is their
-sum.
+torch splits the backward over (batch, head) pairs only, so a rectangle with fewer key/value heads
+than threads would leave cores idle. For such a rectangle the keys are cut into parts that form a
+batch: with the global lse each part's gradients are exact, dk and dv are those of the parts, and dq
+is the sum over the parts.
 
 torch multiplies matrices in half precision by oneDNN, which compiles code for every shape, two
-thirds of a MiB each, and whatever ONEDNN_PRIMITIVE_CACHE_CAPACITY says frees a third of it at most.
-Documents come in thousands of lengths. Tiles of a backward whose rows and keys are no multiples of
-:data:`HALF_BACKWARD_TOKENS` are therefore computed in fp32, whose kernels serve all shapes.
+thirds of a MiB each, of which at most a third is freed whatever ONEDNN_PRIMITIVE_CACHE_CAPACITY is.
+Documents have thousands of lengths. Blocks of a backward whose rows or keys are not multiples of
+:data:`HALF_BACKWARD_TOKENS` are therefore computed in fp32, whose kernels support all shapes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _MIN_PART_TOKENS = 512
 HALF_BACKWARD_TOKENS = 256
-"""Rows, and keys, in multiples of which a backward in half precision is computed as such."""
+"""Divisor of the rows and the keys of every backward that is computed in half precision."""
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -32,7 +32,7 @@ class CpuFlash:
     """Block kernel over ``aten::_scaled_dot_product_flash_attention_for_cpu``."""
 
     def backward_unit(self, dtype: torch.dtype) -> int | None:
-        """Tokens in whole multiples of which backward is best called; None in full precision."""
+        """Return HALF_BACKWARD_TOKENS in half precision, else None: any number of tokens."""
         return HALF_BACKWARD_TOKENS if dtype in _HALF else None
 
     def forward(
@@ -55,7 +55,11 @@ class CpuFlash:
         mask: Tensor | None,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of one block, as ``BlockKernel.backward`` says; those of odd shapes in fp32."""
+        """Return (dq, dk, dv) of one block by torch's CPU flash attention.
+
+        In half precision, blocks whose rows or keys are not multiples of the backward unit are
+        computed and returned in fp32; dq of a backward in parts of keys is fp32 or better.
+        """
         unit = self.backward_unit(q.dtype)
         if unit is not None and (q.shape[2] % unit or k.shape[2] % unit):
             do, q, k, v, o = (_cast(x) for x in (do, q, k, v, o))
@@ -68,14 +72,14 @@ class CpuFlash:
 
 
 def _cast(x: Tensor) -> Tensor:
-    """Return ``x`` in fp32; what is repeated for a group of heads is cast once."""
+    """Return ``x`` in fp32; heads expanded by a stride of zero are cast once and expanded."""
     if x.dim() == 4 and x.stride(1) == 0:
         return x[:, :1].float().expand_as(x)
     return x.float()
 
 
 def _key_parts(q: Tensor, k: Tensor) -> int:
-    """Parts of the keys that give every thread the same number of (part, head) pairs."""
+    """Return the number of parts of the keys that balances (part, head) pairs over the threads."""
     if q.shape[0] != 1:
         return 1
     heads, threads = q.shape[1], torch.get_num_threads()
@@ -105,7 +109,7 @@ def _backward_in_parts(
 
 
 def _sum(x: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """Return ``[parts, K, r, D]`` summed to ``[1, K, r, D]``; torch's own would cast it whole."""
+    """Return ``[parts, K, r, D]`` summed to ``[1, K, r, D]``; torch.sum would cast all of ``x``."""
     total = x[:1].to(dtype)
     for part in x[1:]:
         for of_head, part_of_head in zip(total[0], part, strict=True):

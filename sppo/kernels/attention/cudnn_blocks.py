@@ -1,4 +1,4 @@
-"""torch's cuDNN attention as a block kernel: it returns lse and has a backward."""
+"""torch's cuDNN attention as a block kernel, with lse and a backward."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 class CudnnBlocks:
     """Block kernel over ``aten::_scaled_dot_product_cudnn_attention``.
 
-    Some versions of torch return lse with a last dimension of one; backward takes it as it came.
+    Some versions of torch return lse with a last dimension of one, and their backward expects it.
     """
 
     def __init__(self) -> None:
         self._lse_columns = True
 
     def backward_unit(self, dtype: torch.dtype) -> int | None:
-        """Return None: backward takes any number of tokens."""
+        """Return None: backward supports any number of tokens."""
         return None
 
     def forward(
@@ -43,7 +43,7 @@ class CudnnBlocks:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv) of one block by torch's cuDNN attention."""
-        no_dropout = torch.empty((), dtype=torch.int64, device=q.device)  # not looked at
+        no_dropout = torch.empty((), dtype=torch.int64, device=q.device)  # never read
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             do,
             q,
@@ -66,5 +66,5 @@ class CudnnBlocks:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Copy heads that are views of one another (strides of zero), as a causal square has them."""
+    """Return ``x``, copied if it has strides of zero, as the K and V of a causal square have."""
     return x.contiguous() if 0 in x.stride() else x

@@ -1,7 +1,7 @@
-"""Begins of the documents of a span, as kernels read them that take all in one call.
+"""Document offsets of a span, for kernels that compute all documents in one call.
 
-Such a kernel takes rows and keys of the documents one after another, and for each the sums of the
-lengths so far (``cu_seqlens`` of flash-attn, ``cum_seq`` of torch).
+Such a kernel takes the queries and the keys of all documents concatenated, and for each of the two
+the cumulative sums of the documents' lengths (``cu_seqlens`` of flash-attn, ``cum_seq`` of torch).
 """
 
 from __future__ import annotations
@@ -19,27 +19,29 @@ from sppo.kernels.host_tables import on_device, stream_number
 
 @dataclass(frozen=True, slots=True)
 class DocumentOffsets:
-    """Documents of one call, on the device that computes it."""
+    """Offsets of the documents of one attention call, on the call's device."""
 
     queries: Tensor
-    """int32, where each document's queries begin, and where the last one's end."""
+    """Start of each document's queries and the end of the last document's, int32
+    ``[documents + 1]``."""
     keys: Tensor
-    """Begins of the documents among the keys, likewise."""
+    """Start of each document's keys and the end of the last document's, int32
+    ``[documents + 1]``."""
     most_queries: int
-    """Queries of the longest."""
+    """Largest number of queries of a document."""
     most_keys: int
-    """Keys of the longest."""
+    """Largest number of keys of a document."""
 
 
 def document_offsets(
     queries: Sequence[int], keys: Sequence[int], device: torch.device
 ) -> DocumentOffsets:
-    """Return the :class:`DocumentOffsets` of documents, cached for the next layer's call.
+    """Return the :class:`DocumentOffsets` of an attention call, cached for the next layer's call.
 
     Args:
-        queries: of each document.
-        keys: of each document, at least as many.
-        device: of the call.
+        queries: Number of queries of each document.
+        keys: Number of keys of each document, at least its number of queries.
+        device: Device of the call.
     """
     return _offsets(tuple(queries), tuple(keys), device, stream_number(device))
 
@@ -48,7 +50,7 @@ def document_offsets(
 def _offsets(
     queries: tuple[int, ...], keys: tuple[int, ...], device: torch.device, stream: int
 ) -> DocumentOffsets:
-    """The tensors are written on ``stream``, and so read there alone."""
+    """Return the offsets for calls on ``stream``: the tensors are written on it and read there."""
     del stream
     both = torch.tensor([list(accumulate(x, initial=0)) for x in (queries, keys)]).to(torch.int32)
     on = on_device(both, device)

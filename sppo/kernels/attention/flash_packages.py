@@ -1,12 +1,12 @@
 """flash-attn 2, 3 and 4, and the copy of flash-attn 2 inside torch, as rectangle kernels.
 
-Each is a package of its own with functions below its autograd classes that take and return lse.
-They are imported where they are used. What is expected of them: flash-attn 2.7 or later, the
-interfaces of flash-attn 3 with ``window_size_left``, of flash-attn 4 with ``return_lse``.
-:mod:`sppo.kernels.attention.choice` tries each on a small case before it relies on it.
+Each version of flash-attn is a separate package; the functions below its autograd classes take and
+return lse, and are imported at their first use. Required are flash-attn 2.7 or later, a flash-attn
+3 with ``window_size_left``, and a flash-attn 4 with ``return_lse``.
+:mod:`sppo.kernels.attention.choice` runs a small case before it chooses one of these kernels.
 
-Legend: c queries, t keys, N query heads, K key/value heads, D head size; kernels take a batch of
-one in front, and none where they take the offsets of documents.
+Legend: c queries, t keys, N query heads, K key/value heads, D head size; operands of the packages
+have a leading batch dimension of one, or none if the offsets of documents are given.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class TorchFlash:
-    """``aten::_flash_attention_forward``, which is flash-attn 2."""
+    """Rectangle kernel over ``aten::_flash_attention_forward``, torch's copy of flash-attn 2."""
 
     takes_documents = True
 
@@ -37,7 +37,7 @@ class TorchFlash:
         scale: float,
         documents: DocumentOffsets | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return (o_cND, lse_Nc) of one rectangle, or its documents, by torch's copy."""
+        """Return (o_cND, lse_Nc) of a rectangle, or its documents, by torch's flash-attn 2."""
         o, lse, *_ = torch.ops.aten._flash_attention_forward(
             *_batched(documents, q_cND, k_tKD, v_tKD),
             *_torch_offsets(documents, q_cND, k_tKD),
@@ -63,8 +63,8 @@ class TorchFlash:
         scale: float,
         documents: DocumentOffsets | None = None,
     ) -> _Gradients:
-        """Return (dq, dk, dv) of one rectangle, or its documents, by torch's copy."""
-        no_dropout = torch.empty(2, dtype=torch.uint64, device=q_cND.device)  # not looked at
+        """Return (dq, dk, dv) of a rectangle, or its documents, by torch's flash-attn 2."""
+        no_dropout = torch.empty(2, dtype=torch.uint64, device=q_cND.device)  # never read
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             *_batched(documents, do_cND, q_cND, k_tKD, v_tKD, o_cND, lse_Nc),
             *_torch_offsets(documents, q_cND, k_tKD),
@@ -80,7 +80,7 @@ class TorchFlash:
 
 
 class FlashAttn2:
-    """Package ``flash_attn``."""
+    """Rectangle kernel over the package ``flash_attn`` (flash-attn 2)."""
 
     takes_documents = True
 
@@ -141,7 +141,7 @@ class FlashAttn2:
 
 
 class FlashAttn3:
-    """Package ``flash_attn_interface``, for compute capability 9.0."""
+    """Rectangle kernel over the package ``flash_attn_interface``, for compute capability 9.0."""
 
     takes_documents = True
 
@@ -197,9 +197,10 @@ class FlashAttn3:
 
 
 class FlashAttn4:
-    """Package ``flash_attn.cute``, for compute capabilities 9 to 11.
+    """Rectangle kernel over the package ``flash_attn.cute``, for compute capabilities 9 to 11.
 
-    Its backward has learnt documents lately, and not on every device: here they take turns.
+    Only recent versions support documents in backward, and not on every device: each call computes
+    one document.
     """
 
     takes_documents = False
@@ -256,26 +257,26 @@ def _function(module: str, name: str) -> Any:
 
 
 def _batched(documents: DocumentOffsets | None, *operands: Tensor) -> tuple[Tensor, ...]:
-    """A batch of one, or the documents' tokens as they lie."""
+    """Return operands with a batch dimension of one, or unchanged if ``documents`` are given."""
     return operands if documents is not None else tuple(x.unsqueeze(0) for x in operands)
 
 
 def _unbatched(documents: DocumentOffsets | None, result: Tensor) -> Tensor:
-    """Undo :func:`_batched`."""
+    """Return ``result`` without the batch dimension that :func:`_batched` added."""
     return result if documents is not None else result[0]
 
 
 def _torch_offsets(
     documents: DocumentOffsets | None, q_cND: Tensor, k_tKD: Tensor
 ) -> tuple[Tensor | None, Tensor | None, int, int]:
-    """Arguments (cum_seq_q, cum_seq_k, max_q, max_k) of torch's operators."""
+    """Return the arguments (cum_seq_q, cum_seq_k, max_q, max_k) of torch's operators."""
     if documents is None:
         return None, None, q_cND.shape[0], k_tKD.shape[0]
     return documents.queries, documents.keys, documents.most_queries, documents.most_keys
 
 
 def _package_offsets(documents: DocumentOffsets | None) -> dict[str, Tensor | int]:
-    """Arguments by which the packages take documents; none for one rectangle."""
+    """Return the packages' arguments for documents; none for one rectangle."""
     if documents is None:
         return {}
     return {
@@ -287,20 +288,20 @@ def _package_offsets(documents: DocumentOffsets | None) -> dict[str, Tensor | in
 
 
 def _signed_window(window: int | None) -> dict[str, int]:
-    """Keys to the left and right of a query's own; -1 for all."""
+    """Return the window arguments: keys to the left and right of a query's own; -1 for all."""
     if window is None:
         return {"window_size_left": -1, "window_size_right": -1}
     return {"window_size_left": window - 1, "window_size_right": 0}
 
 
 def _optional_window(window: int | None) -> dict[str, int | None]:
-    """Keys to the left and right of a query's own; None for all."""
+    """Return the window arguments: keys to the left and right of a query's own; None for all."""
     if window is None:
         return {"window_size_left": None, "window_size_right": None}
     return {"window_size_left": window - 1, "window_size_right": 0}
 
 
 def _empty(q: Tensor, k: Tensor, v: Tensor) -> _Gradients:
-    """Uninitialised, contiguous, like each operand."""
+    """Return uninitialised contiguous gradients of q, k and v."""
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     return dq, dk, dv

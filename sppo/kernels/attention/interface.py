@@ -1,4 +1,4 @@
-"""Attention of one subsequence over everything before it: one interface, several back ends.
+"""Attention of one subsequence over its whole prefix: one interface, several back ends.
 
 Legend: C queries (the last C of T positions), T keys, N query heads, K key/value heads, D head
 size.
@@ -28,23 +28,23 @@ def attention_forward(
     document_starts: tuple[int, ...] = (0,),
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention, bottom-right aligned: query i of the span sees keys ``<= T - C + i``.
+    """Return causal attention, bottom-right aligned: query i sees keys ``<= T - C + i``.
 
     Args:
-        q_CND: queries of the span.
-        k_TKD: keys from the start of the sequence to the end of the span; K divides N.
-        v_TKD: values, like ``k_TKD``.
-        scale: of the scores; None for ``1/sqrt(D)``.
-        window: keys a query sees, itself included; None for all.
-        document_starts: ascending positions in ``[0, T)``; a query sees its own document only.
-        backend: ``auto`` takes the first that can do it, see
+        q_CND: Queries of the span.
+        k_TKD: Keys from the start of the sequence to the end of the span; K divides N.
+        v_TKD: Values, shaped like ``k_TKD``.
+        scale: Factor of the scores; None for ``1/sqrt(D)``.
+        window: Number of keys that a query sees, its own included; None for all.
+        document_starts: Ascending positions in ``[0, T)``; a query sees its own document only.
+        backend: Name of the back end; ``auto`` takes the first one that supports the call, see
             :mod:`sppo.kernels.attention.choice`.
 
     Returns:
         (o_CND in q's dtype, lse_NC in fp32, float64 for float64 inputs).
 
     Raises:
-        ValueError: shapes that do not belong together, or a backend that cannot run here.
+        ValueError: Shapes that do not fit together, or a back end that does not support the call.
     """
     _check(q_CND, k_TKD, v_TKD, window)
     kernel = _kernel(q_CND, k_TKD, window=window, document_starts=document_starts, backend=backend)
@@ -73,21 +73,21 @@ def attention_backward(
     document_starts: tuple[int, ...] = (0,),
     backend: Backend = "auto",
 ) -> Tensor:
-    """Gradient of :func:`attention_forward`.
+    """Return the query gradient of :func:`attention_forward`; add the key and value gradients.
 
     Args:
-        do_CND: gradient of o.
-        q_CND: as in forward, like ``k_TKD``, ``v_TKD`` and the keyword arguments.
-        k_TKD: see ``q_CND``.
-        v_TKD: see ``q_CND``.
-        o_CND: what forward returned.
-        lse_NC: what forward returned.
+        do_CND: Gradient of o.
+        q_CND: Queries, as in forward.
+        k_TKD: Keys, as in forward.
+        v_TKD: Values, as in forward.
+        o_CND: Output of forward.
+        lse_NC: Log-sum-exp that forward returned.
         dk_TKD: fp32 (float64) accumulator; the gradient of every visible key is *added*.
-        dv_TKD: like ``dk_TKD``.
-        scale: as in forward.
-        window: as in forward.
-        document_starts: as in forward.
-        backend: as in forward.
+        dv_TKD: Accumulator of value gradients, like ``dk_TKD``.
+        scale: Factor of the scores, as in forward.
+        window: Number of keys that a query sees, as in forward.
+        document_starts: Starts of documents, as in forward.
+        backend: Name of the back end, as in forward.
 
     Returns:
         dq_CND in q's dtype.

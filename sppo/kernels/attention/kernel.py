@@ -1,4 +1,4 @@
-"""Interface of an attention back end, whatever it is made of.
+"""Interface of attention back ends, and the back ends of blocks and of the definition.
 
 Legend: C queries (the last C of T positions), T keys, N query heads, K key/value heads, D head
 size.
@@ -17,7 +17,7 @@ from sppo.kernels.attention.blocks import Block, attention_blocks
 
 
 class AttentionKernel(Protocol):
-    """Attention of a span over its prefix; causal, bottom-right aligned."""
+    """Back end of attention of a span over its prefix; causal, bottom-right aligned."""
 
     def forward(
         self,
@@ -47,12 +47,12 @@ class AttentionKernel(Protocol):
         window: int | None,
         document_starts: tuple[int, ...],
     ) -> Tensor:
-        """dq_CND in q's dtype; adds to ``dk_TKD`` and ``dv_TKD`` (fp32 or better)."""
+        """Return dq_CND in q's dtype; add to ``dk_TKD`` and ``dv_TKD`` (fp32 or better)."""
         ...
 
 
 class Reference:
-    """The definition: quadratic memory."""
+    """Back end that computes the definition of attention, in quadratic memory."""
 
     def forward(
         self,
@@ -84,7 +84,7 @@ class Reference:
         window: int | None,
         document_starts: tuple[int, ...],
     ) -> Tensor:
-        """Return dq_CND by autograd through the definition, and add dk and dv to their sums."""
+        """Return dq_CND by autograd through the definition; add to ``dk_TKD`` and ``dv_TKD``."""
         del o_CND, lse_NC
         dq, dk, dv = attention_reference.backward(
             do_CND,
@@ -102,7 +102,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class OfBlocks:
-    """Composed of rectangles and squares, see :mod:`sppo.kernels.attention.block_attention`."""
+    """Back end over a kernel of blocks, see :mod:`sppo.kernels.attention.block_attention`."""
 
     kernel: block_attention.BlockKernel
 
@@ -116,7 +116,7 @@ class OfBlocks:
         window: int | None,
         document_starts: tuple[int, ...],
     ) -> tuple[Tensor, Tensor]:
-        """Return (o_CND, lse_NC), composed of blocks that are merged by log-sum-exp."""
+        """Return (o_CND, lse_NC), computed in blocks that are merged by log-sum-exp."""
         blocks = _blocks(q_CND, k_TKD, window, document_starts)
         return block_attention.forward(
             self.kernel, q_CND, k_TKD, v_TKD, blocks=blocks, window=window, scale=scale
@@ -137,7 +137,7 @@ class OfBlocks:
         window: int | None,
         document_starts: tuple[int, ...],
     ) -> Tensor:
-        """Return dq_CND, block by block, and add dk and dv to their sums."""
+        """Return dq_CND, computed block by block; add to ``dk_TKD`` and ``dv_TKD``."""
         return block_attention.backward(
             self.kernel,
             do_CND,

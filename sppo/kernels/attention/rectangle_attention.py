@@ -1,10 +1,10 @@
-"""Attention over a prefix by kernels that take it as one rectangle, as flash-attn does.
+"""Attention over a prefix by kernels of whole rectangles, such as flash-attn.
 
-Such a kernel knows a causal mask that is aligned at the bottom right, a sliding window and grouped
-queries, so forward is one call per document, or one for all where the kernel takes their offsets.
-Its backward returns dk and dv as long as the keys (several times that with grouped queries): a long
-prefix is therefore taken in parts, each with the *global* o and lse, which makes its gradients
-exact, and these are added to the totals at once.
+A rectangle kernel supports a causal mask that is aligned at the bottom right, a sliding window and
+grouped queries, so forward is one call per document, or one call for all documents if the kernel
+takes their offsets. Backward returns dk and dv for all keys (several times their size with grouped
+queries): a long prefix is therefore processed in parts, each with the *global* o and lse, so that
+the gradients of a part are exact, and each part is added to the totals immediately.
 
 Legend: C queries, T keys, N query heads, K key/value heads, D head size; c queries and t keys of a
 rectangle.
@@ -23,18 +23,18 @@ from sppo.kernels.attention.blocks import documents_in_span
 from sppo.kernels.attention.document_offsets import DocumentOffsets, document_offsets
 
 MAX_BACKWARD_KEYS = 16384
-"""Keys of one backward rectangle without a window."""
+"""Most keys of one backward call without a window."""
 
 
 class RectangleKernel(Protocol):
-    """One rectangle of attention; ``causal`` is aligned at the bottom right.
+    """Kernel of one rectangle of attention; ``causal`` is aligned at the bottom right.
 
-    With ``documents`` it is a call for several rectangles, one after another along rows and keys.
+    A call with ``documents`` computes several rectangles, concatenated along rows and keys.
     """
 
     @property
     def takes_documents(self) -> bool:
-        """Return whether a call may have ``documents``."""
+        """Whether calls may have ``documents``."""
         ...
 
     def forward(
@@ -47,7 +47,7 @@ class RectangleKernel(Protocol):
         scale: float,
         documents: DocumentOffsets | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return (o_cND, lse_Nc in fp32), causal."""
+        """Return (o_cND, lse_Nc in fp32) of causal attention."""
         ...
 
     def backward(
@@ -64,13 +64,13 @@ class RectangleKernel(Protocol):
         scale: float,
         documents: DocumentOffsets | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dq, dk, dv) like q, k, v; rows use the given global ``o`` and ``lse``."""
+        """Return (dq, dk, dv) like q, k, v; ``o`` and ``lse`` are those over all keys."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """Queries ``[q0, q1)`` of the span against keys ``[k0, k1)`` of the sequence."""
+    """Rectangle of queries ``[q0, q1)`` of the span and keys ``[k0, k1)`` of the sequence."""
 
     q0: int
     q1: int
@@ -78,7 +78,7 @@ class Rectangle:
     k1: int
     causal: bool
     documents: tuple[Rectangle, ...] = ()
-    """Rectangles that it joins, in order: its own queries and keys are those of all of them."""
+    """Rectangles, in order, of which this one is the union; empty for a single rectangle."""
 
 
 def rectangles(
@@ -89,11 +89,12 @@ def rectangles(
     document_starts: tuple[int, ...],
     max_keys: int | None = None,
 ) -> Iterator[Rectangle]:
-    """One per document with a query in the span; of keys before the span, ``max_keys`` at a time.
+    """Yield the rectangles of each document with a query in the span; the last one is causal.
 
-    The last one of each document is causal. All causal ones together have no more than ``max_keys``
-    keys either, or as many as there are queries. With a window keys before the reach of the first
-    query are left out, and nothing is cut: what is left is as long as the queries and the window.
+    Without a window, keys before the span are cut into rectangles of at most ``max_keys`` keys. All
+    causal rectangles together have at most ``max_keys`` keys, or as many keys as there are queries
+    if that is more. With a window, each document has one rectangle, without the keys that no query
+    sees: its keys are at most the queries plus the window.
     """
     start = num_keys - num_queries
     for first, last in documents_in_span(start, num_keys, document_starts):
@@ -109,7 +110,7 @@ def rectangles(
 
 
 def joined(parts: Iterable[Rectangle]) -> list[Rectangle]:
-    """Join all causal rectangles of a span, which lie next to each other, into one."""
+    """Return ``parts`` with all causal rectangles of the span, which are adjacent, joined last."""
     parts = list(parts)
     causal = tuple(part for part in parts if part.causal)
     if len(causal) == 1:
@@ -137,7 +138,7 @@ class OfRectangles:
         window: int | None,
         document_starts: tuple[int, ...],
     ) -> tuple[Tensor, Tensor]:
-        """Return (o_CND, lse_NC), one rectangle per document or one for all."""
+        """Return (o_CND, lse_NC), with one call per document or one call for all documents."""
         parts = [
             self.kernel.forward(
                 q_CND[r.q0 : r.q1], k_TKD[r.k0 : r.k1], v_TKD[r.k0 : r.k1],
@@ -164,7 +165,7 @@ class OfRectangles:
         window: int | None,
         document_starts: tuple[int, ...],
     ) -> Tensor:
-        """Return dq_CND, rectangle by rectangle, and add dk and dv to their sums."""
+        """Return dq_CND, computed by rectangles; add to ``dk_TKD`` and ``dv_TKD``."""
         max_keys = self.max_backward_keys or MAX_BACKWARD_KEYS
         parts = self._rectangles(q_CND, k_TKD, window, document_starts, max_keys=max_keys)
         dq_CND: Tensor | None = None
@@ -189,7 +190,7 @@ class OfRectangles:
             if dq_CND is None:
                 dq_CND = torch.zeros(q_CND.shape, dtype=lse_NC.dtype, device=q_CND.device)
             dq_CND[rows].add_(dq)
-            del dq, dk, dv  # or they would stay while the next part is computed
+            del dq, dk, dv  # freed before the next part is computed
         assert dq_CND is not None, "every query sees at least itself"
         return dq_CND.to(q_CND.dtype)
 
@@ -213,7 +214,7 @@ class OfRectangles:
 
 
 def _documents(part: Rectangle, device: torch.device) -> dict[str, DocumentOffsets]:
-    """The argument that a kernel gets for a rectangle of several documents."""
+    """Return the kernel's ``documents`` argument for joined rectangles; none for a single one."""
     if not part.documents:
         return {}
     queries = [one.q1 - one.q0 for one in part.documents]

@@ -1,6 +1,6 @@
-"""Attention written as its definition, with autograd for the gradient: the oracle of all back ends.
+"""Attention by its definition, with autograd for the gradient: the reference of all back ends.
 
-It builds the whole score matrix, so it serves tests and tiny problems only.
+The whole score matrix is materialised, so the module is for tests and tiny problems only.
 
 Legend: C queries, T keys, N query heads, K key/value heads, G = N/K, D head size.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 def visible_pairs(
     num_queries: int, num_keys: int, *, window: int | None, document_starts: tuple[int, ...]
 ) -> Tensor:
-    """Boolean ``[C, T]``: which keys each of the last C positions sees."""
+    """Return a boolean ``[C, T]``: whether each of the last C positions sees each key."""
     key = torch.arange(num_keys)
     query = key[num_keys - num_queries :].unsqueeze(1)
     starts = torch.tensor(sorted({0, *document_starts}))
@@ -32,7 +32,7 @@ def forward(
     document_starts: tuple[int, ...],
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return (o_CND, lse_NC), computed in fp32 or better."""
+    """Return (o_CND in q's dtype, lse_NC) of causal attention, computed in fp32 or better."""
     acc_dtype = torch.promote_types(q_CND.dtype, torch.float32)
     group = q_CND.shape[1] // k_TKD.shape[1]
     k_TND, v_TND = (x.to(acc_dtype).repeat_interleave(group, dim=1) for x in (k_TKD, v_TKD))

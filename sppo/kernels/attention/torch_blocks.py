@@ -1,7 +1,7 @@
-"""Attention blocks in plain torch operations, for what no faster kernel takes.
+"""Attention blocks in plain torch operations, for cases that no faster kernel supports.
 
-Runs on every device and in every dtype. Scores exist for a tile of rows at a time, so memory grows
-with the keys of a block and not with its rows.
+The kernel runs on every device and in every dtype. Scores exist for one tile of rows at a time, so
+memory grows with the keys of a block and not with its rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class TorchBlocks:
     """Block kernel of matrix products, computed in fp32 or better."""
 
     def backward_unit(self, dtype: torch.dtype) -> int | None:
-        """Return None: backward takes any number of tokens."""
+        """Return None: backward supports any number of tokens."""
         return None
 
     def forward(
@@ -52,7 +52,7 @@ class TorchBlocks:
         mask: Tensor | None,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of one block, as ``BlockKernel.backward`` says, in fp32 or better."""
+        """Return (dq, dk, dv) of one block in fp32 or better, tile by tile."""
         acc_dtype = torch.promote_types(q.dtype, torch.float32)
         k, v = k.to(acc_dtype), v.to(acc_dtype)
         dq = torch.empty(q.shape, dtype=acc_dtype, device=q.device)
@@ -70,7 +70,7 @@ class TorchBlocks:
 
 
 def _tiles(q: Tensor, k: Tensor) -> Iterator[slice]:
-    """Rows whose scores fill a tile."""
+    """Yield slices of rows whose scores have at most TILE_BYTES, at least one row each."""
     batch, heads, rows, _ = q.shape
     step = max(1, TILE_BYTES // (batch * heads * k.shape[2] * k.element_size()))
     for start in range(0, rows, step):
@@ -80,7 +80,7 @@ def _tiles(q: Tensor, k: Tensor) -> Iterator[slice]:
 def _scores(
     q: Tensor, k: Tensor, rows: slice, *, causal: bool, mask: Tensor | None, scale: float
 ) -> Tensor:
-    """Return ``[batch, heads, rows, t]`` in k's dtype, minus infinity where hidden."""
+    """Return the scores ``[batch, heads, rows, t]`` in k's dtype, minus infinity where masked."""
     scores = (q[:, :, rows].to(k.dtype) @ k.transpose(-1, -2)).mul_(scale)
     if mask is not None:
         scores.add_(mask[:, :, rows])

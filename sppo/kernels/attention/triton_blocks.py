@@ -1,4 +1,4 @@
-"""Our Triton kernels as a back end of attention; importing this module imports triton."""
+"""SPPO's Triton kernels as an attention back end; importing this module imports triton."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from sppo.kernels.triton.attention_forward import attention_forward
 
 
 class TritonAttention:
-    """Our Triton kernels, as :class:`sppo.kernels.attention.kernel.AttentionKernel`."""
+    """SPPO's Triton kernels as a :class:`sppo.kernels.attention.kernel.AttentionKernel`."""
 
     forward = staticmethod(attention_forward)
     backward = staticmethod(attention_backward)

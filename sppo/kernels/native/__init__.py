@@ -1,1 +1,1 @@
-"""The native library that `csrc` is built into: finding it, its allocator, its file functions."""
+"""The native library built from `csrc`: loading, CPU allocator, file functions, memory limits."""

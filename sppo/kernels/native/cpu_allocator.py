@@ -1,9 +1,9 @@
-"""The allocator of torch's CPU tensors: a pool whose resident pages follow the bytes in use.
+"""Allocator of torch's CPU tensors: a pool whose resident pages follow the bytes in use.
 
-The C heap answers a layer's temporaries with about twice their size, no two runs alike. With the
-pool of csrc/memory_pool.cpp behind torch, memory on a CPU can be planned and measured as on a GPU:
-what is allocated, and what is reserved for it. It is built by installation where a C++ compiler and
-torch are present; without it the C heap serves, and predictions of the working set are rougher.
+The C heap takes about twice the size of a layer's temporaries, and differs from run to run. If
+torch allocates from the pool of csrc/memory_pool.cpp, memory on a CPU can be planned and measured
+as on a GPU: allocated and reserved bytes. Installation builds the pool if a C++ compiler and torch
+are present; the fallback is the C heap, with less accurate predictions of the working set.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from sppo.kernels.native.machine_memory import memory_room
 LIBRARY_NAME = "sppo_cpu_allocator.so"
 REASON_NAME = "cpu_allocator_not_built.txt"
 LEAST_POOLED_BYTES = 128 << 10
-"""Smaller tensors stay in the C heap, which is good at them."""
+"""Smallest tensor that the pool allocates; the C heap handles smaller ones well."""
 SWITCH = "SPPO_CPU_ALLOCATOR"
-"""Environment variable; ``heap`` leaves torch's allocator as it is."""
+"""Environment variable; the value ``heap`` leaves torch's allocator unchanged."""
 
 _PLACE = Path(__file__).parents[1] / "_native"
 _LEAST_ADDRESSES = 1 << 30
-"""Addresses that the pool begins with, at least, however little memory there is."""
+"""Fewest bytes of address space to reserve for the pool."""
 _ADDRESSES_PER_BYTE = 4
-"""Addresses are free; several times the memory there is, so that holes never use them up."""
+"""Reserved address space per byte of available memory: address space costs nothing, and several
+times the memory is never exhausted by holes."""
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Parameters of glibc's mallopt, as malloc.h numbers them."""
+"""Parameters of glibc's mallopt, as in malloc.h."""
 _LEAST_MAPPED_BYTES = 1 << 20
 
 _FIGURES = (
@@ -48,60 +49,63 @@ _FIGURES = (
 
 
 class _MemoryStruct(ctypes.Structure):
-    """``sppo_cpu_memory`` of csrc/cpu_allocator.h."""
+    """C struct ``sppo_cpu_memory`` of csrc/cpu_allocator.h."""
 
     _fields_ = tuple((name, ctypes.c_uint64) for name in _FIGURES)
 
 
 @dataclass(frozen=True, slots=True)
 class CpuMemory:
-    """Memory that the pool holds; peaks since :meth:`CpuAllocator.reset_peak`."""
+    """Memory of the pool; peaks are those since :meth:`CpuAllocator.reset_peak`."""
 
     used_bytes: int
-    """Bytes in tensors of at least :data:`LEAST_POOLED_BYTES`, in whole pages."""
+    """Bytes of tensors of at least :data:`LEAST_POOLED_BYTES`, in whole pages."""
     used_peak_bytes: int
     resident_bytes: int
-    """Pages behind them, and free ones that wait for the next."""
+    """Bytes of resident pages: those of tensors, and free pages kept for reuse."""
     resident_peak_bytes: int
     returned_bytes: int
-    """Given back to the system, ever; each page of it is a page fault to come."""
+    """Bytes returned to the system since the start; reusing a returned page is a page fault."""
     blocks: int
-    """Handed out, ever."""
+    """Number of blocks allocated since the start."""
 
 
 class CpuAllocator:
-    """The pool behind torch's CPU tensors; made by :func:`install_cpu_allocator`."""
+    """Pool that allocates torch's CPU tensors; created by :func:`install_cpu_allocator`."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
 
     def memory(self) -> CpuMemory:
-        """Present figures."""
+        """Return the pool's current memory figures."""
         struct = _MemoryStruct()
         self._library.sppo_cpu_allocator_statistics(ctypes.byref(struct))
         return CpuMemory(*(int(getattr(struct, name)) for name in _FIGURES))
 
     def reset_peak(self) -> None:
-        """Start new peaks from the present."""
+        """Set both peaks to the current values."""
         self._library.sppo_cpu_allocator_reset_peak()
 
     def trim(self) -> None:
-        """Give all free pages back to the system."""
+        """Return all free pages to the system."""
         self._library.sppo_cpu_allocator_trim()
 
 
 def install_cpu_allocator() -> CpuAllocator | None:
-    """Put the pool behind torch's CPU tensors, for the rest of the process; twice is once.
+    """Make torch allocate CPU tensors from the pool, for the rest of the process; idempotent.
 
     Returns:
-        The allocator, or None where the C heap stays: :func:`describe_cpu_allocator` says why.
+        The allocator, or None if the C heap stays: :func:`describe_cpu_allocator` says why.
     """
     installed = _install(_PLACE)
     return installed if isinstance(installed, CpuAllocator) else None
 
 
 def describe_cpu_allocator() -> str:
-    """Return what allocates torch's CPU tensors, with the reason where it is the C heap."""
+    """Return a phrase that names the allocator of CPU tensors, with the reason for the C heap.
+
+    Installs the pool if it is not installed yet.
+    """
     installed = _install(_PLACE)
     if isinstance(installed, CpuAllocator):
         return f"a pool of sppo's own ({LIBRARY_NAME})"
@@ -109,20 +113,20 @@ def describe_cpu_allocator() -> str:
 
 
 def _keep_heap_small() -> None:
-    """Have glibc return large blocks to the system when they are freed.
+    """Make glibc return freed blocks of at least 1 MiB to the system.
 
-    By itself it raises the size from which it does with every such block, up to 32 MiB: buffers of
-    checkpoints and plots would stay in the heap for good. Torch's tensors are not among them.
+    By default glibc raises this threshold with every such block, up to 32 MiB, so that buffers of
+    checkpoints and plots would stay in the heap. Torch's tensors are not affected.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # glibc's own
+    if mallopt is not None:  # exists in glibc only
         mallopt(_M_MMAP_THRESHOLD, _LEAST_MAPPED_BYTES)
         mallopt(_M_TRIM_THRESHOLD, _LEAST_MAPPED_BYTES)
 
 
 @functools.cache
 def _install(place: Path) -> CpuAllocator | str:
-    """The allocator of the library in directory ``place``, or why there is none."""
+    """Install the pool of the library in directory ``place``; return it, or why there is none."""
     if os.environ.get(SWITCH, "").lower() == "heap":
         return f"{SWITCH}=heap"
     path = place / LIBRARY_NAME

@@ -1,8 +1,8 @@
-"""The native library: found, loaded and called through ctypes, or not there for a stated reason.
+"""Native library, loaded and called through ctypes, or the reason why it is missing.
 
-It is built by installation (csrc/build_native.py) where a compiler is present, and everything it
-does has a Python fallback. Only pointers and sizes cross, so it depends on no version of Python or
-torch; ctypes releases the interpreter's lock for the time of every call.
+Installation builds the library (csrc/build_native.py) if a compiler is present, and each of its
+functions has a Python fallback. Only pointers and sizes are passed, so the library does not depend
+on versions of Python or torch; ctypes releases the interpreter's lock during every call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ANY_NODE = -1
 
 
 class ArenaStruct(ctypes.Structure):
-    """``sppo_arena`` of csrc/host_arena.h, which checks these offsets when it is compiled."""
+    """C struct ``sppo_arena`` of csrc/host_arena.h, which asserts these offsets at compile time."""
 
     _fields_ = (
         ("address", ctypes.c_void_p),
@@ -38,34 +38,34 @@ class ArenaStruct(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class ReservedMemory:
-    """A mapping that :meth:`NativeLibrary.reserve` made and :meth:`NativeLibrary.release` ends."""
+    """Memory mapped by :meth:`NativeLibrary.reserve`, until :meth:`NativeLibrary.release`."""
 
     address: int
     size_bytes: int
-    """Size that was asked for, rounded up to whole pages."""
+    """Requested size, rounded up to whole pages."""
     huge_pages: bool
-    """Whether the system took the advice to use huge pages."""
+    """Whether the system accepted the advice to use huge pages."""
     struct: ArenaStruct
 
 
 class NativeLibrary:
-    """The functions of csrc/host_arena.h; each raises ``OSError`` with the errno it gets back.
+    """Functions of csrc/host_arena.h; each raises ``OSError`` with the errno that C returns.
 
-    Those of csrc/file_tier.h are :attr:`files`.
+    The functions of csrc/file_tier.h are in the attribute ``files``.
     """
 
     def __init__(self, path: Path) -> None:
-        """Load ``path``.
+        """Load the library at ``path``.
 
         Raises:
-            OSError: not a library that loads here, or not SPPO's.
-            ValueError: built from other sources than this package.
+            OSError: A file that cannot be loaded, or a library that is not SPPO's.
+            ValueError: A library with another interface version than this package.
         """
         self.path = path
         self._library = ctypes.CDLL(str(path))
         try:
             version = int(self._library.sppo_interface_version())
-            # Before the functions: a library of an earlier interface lacks some.
+            # Checked before the functions, some of which an earlier interface lacks.
             if version != INTERFACE_VERSION:
                 raise ValueError(
                     f"the library has interface {version}, this package needs {INTERFACE_VERSION}; "
@@ -85,7 +85,7 @@ class NativeLibrary:
     def reserve(
         self, size_bytes: int, *, huge_pages: bool, numa_node: int | None
     ) -> ReservedMemory:
-        """Map ``size_bytes``, rounded up to pages, bound to ``numa_node`` if one is named."""
+        """Map ``size_bytes``, rounded up to pages, bound to ``numa_node`` unless it is None."""
         arena = ArenaStruct()
         node = _ANY_NODE if numa_node is None else numa_node
         _check(self._reserve(size_bytes, int(huge_pages), node, ctypes.byref(arena)))
@@ -97,22 +97,22 @@ class NativeLibrary:
         )
 
     def touch(self, memory: ReservedMemory, *, threads: int) -> None:
-        """Make every page resident by writing a zero into each, with ``threads`` threads."""
+        """Make every page resident by writing a zero to each page, with ``threads`` threads."""
         _check(self._touch(ctypes.byref(memory.struct), threads))
 
     def release(self, memory: ReservedMemory) -> None:
-        """Give the memory back, once; nothing may use it any more."""
+        """Unmap ``memory``, which must be called once and ends every use of the memory."""
         _check(self._release(ctypes.byref(memory.struct)))
 
 
 def native_library() -> NativeLibrary | None:
-    """The native library, loaded at the first call, or None: then :func:`describe` says why."""
+    """Return the native library, loaded at the first call, or None: :func:`describe` says why."""
     loaded = load(_PLACE)
     return loaded if isinstance(loaded, NativeLibrary) else None
 
 
 def describe() -> str:
-    """Return ``native: …`` or ``python fallback: …`` with the reason; one line for people."""
+    """Return one line for users: ``native: …``, or ``python fallback: …`` with the reason."""
     loaded = load(_PLACE)
     if isinstance(loaded, NativeLibrary):
         return f"native: {loaded.path.name}, interface {INTERFACE_VERSION}"
@@ -121,7 +121,7 @@ def describe() -> str:
 
 @functools.cache
 def load(place: Path) -> NativeLibrary | str:
-    """The library in directory ``place``, or why there is none; asked once per process."""
+    """Return the library in directory ``place``, or why there is none; cached per process."""
     path = place / LIBRARY_NAME
     if not path.exists():
         return why_missing(path, reason_name=REASON_NAME, needs="a C compiler is")
@@ -132,7 +132,7 @@ def load(place: Path) -> NativeLibrary | str:
 
 
 def why_missing(path: Path, *, reason_name: str, needs: str) -> str:
-    """Return what installation left in place of library ``path``, or what it takes to build it."""
+    """Return why library ``path`` is missing: installation's reason file, or how to build it."""
     try:
         return f"not built: {(path.parent / reason_name).read_text().strip()}"
     except OSError:

@@ -1,7 +1,7 @@
-"""The file functions of the native library, with their types: see csrc/file_tier.h.
+"""File functions of the native library and their C types, see csrc/file_tier.h.
 
-Every file that is opened must be closed once, and every request that is submitted must be forgotten
-once; sppo/offload/threaded_files.py does both.
+Every opened file must be closed once, and every submitted request must be forgotten once;
+sppo/offload/threaded_files.py does both.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import os
 from pathlib import Path
 
 SECTOR_BYTES = 4096
-"""SPPO_FILE_SECTOR_BYTES."""
+"""Bytes of a sector: SPPO_FILE_SECTOR_BYTES of csrc/file_tier.h."""
 
 _UNFINISHED = -1
 _FOR_EVER_S = -1.0
 
 
 class FileStruct(ctypes.Structure):
-    """``sppo_file`` of csrc/file_tier.h, which checks these offsets when it is compiled."""
+    """C struct ``sppo_file`` of csrc/file_tier.h, which asserts these offsets at compile time."""
 
     _fields_ = (
         ("state", ctypes.c_void_p),
@@ -31,7 +31,7 @@ class FileStruct(ctypes.Structure):
 
 
 class TotalsStruct(ctypes.Structure):
-    """``sppo_file_totals`` of csrc/file_tier.h, which checks these offsets, too."""
+    """C struct ``sppo_file_totals`` of csrc/file_tier.h, which asserts these offsets as well."""
 
     _fields_ = (
         ("read_bytes", ctypes.c_uint64),
@@ -42,13 +42,13 @@ class TotalsStruct(ctypes.Structure):
 
 
 class FileFunctions:
-    """The functions; each raises ``OSError`` with the errno it gets back, except :meth:`wait`."""
+    """File functions; all but :meth:`wait` raise ``OSError`` with the errno that C returns."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        """Find them in ``library``.
+        """Look up the file functions in ``library``.
 
         Raises:
-            AttributeError: it has not all of them.
+            AttributeError: A library without all of the functions.
         """
         file, request = ctypes.POINTER(FileStruct), ctypes.c_void_p
         self._open = library.sppo_file_open
@@ -82,7 +82,7 @@ class FileFunctions:
     def open(
         self, directory: Path, size_bytes: int, *, threads: int, direct: bool, block_bytes: int
     ) -> FileStruct:
-        """A nameless file of ``size_bytes``, rounded up to sectors, and the threads that serve."""
+        """Create an unnamed file of ``size_bytes``, rounded up to sectors, and its threads."""
         file = FileStruct()
         place = os.fsencode(directory)
         code = self._open(place, size_bytes, threads, int(direct), block_bytes, ctypes.byref(file))
@@ -92,7 +92,7 @@ class FileFunctions:
     def submit(
         self, file: FileStruct, *, write: bool, offset_bytes: int, address: int, size_bytes: int
     ) -> int:
-        """Ask for a transfer; the memory stays where it is until :meth:`wait` says it is done."""
+        """Submit a transfer and return its request; memory must stay valid until :meth:`wait`."""
         request = ctypes.c_void_p()
         code = self._submit(
             ctypes.byref(file),
@@ -107,22 +107,22 @@ class FileFunctions:
         return request.value
 
     def wait(self, request: int, timeout_s: float | None) -> int | None:
-        """Return 0 or the errno of a finished request; None if not within ``timeout_s``."""
+        """Return 0 or the errno of a finished request; None if ``timeout_s`` elapses first."""
         code = int(self._wait(request, _FOR_EVER_S if timeout_s is None else timeout_s))
         return None if code == _UNFINISHED else code
 
     def forget(self, request: int) -> None:
-        """The last use of ``request``."""
+        """Free ``request``, which must not be used afterwards."""
         self._forget(request)
 
     def measure(self, file: FileStruct) -> TotalsStruct:
-        """Return the totals of what was transferred so far."""
+        """Return the total bytes and seconds of the reads and writes of ``file`` so far."""
         totals = TotalsStruct()
         _check(self._measure(ctypes.byref(file), ctypes.byref(totals)))
         return totals
 
     def close(self, file: FileStruct, *, cancel: bool) -> None:
-        """End all requests, served or cancelled, and the file."""
+        """Complete all requests of ``file``, or cancel them, and close the file."""
         _check(self._close(ctypes.byref(file), int(cancel)))
 
 

@@ -1,7 +1,7 @@
-"""Memory there is to take: the machine's, the control groups', the process's own limits.
+"""Available memory: limits of the machine, of control groups and of the process.
 
-Containers limit memory by control groups, of which two versions are in use; a limit of any group
-above the process holds. ``ulimit -v`` and ``ulimit -d`` limit the addresses of one process.
+Containers limit memory by control groups, of which two versions are in use; the limits of all
+groups above the process apply. ``ulimit -v`` and ``-d`` limit the address space of one process.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import psutil
 from sppo.units import GIB, MIB, format_bytes
 
 LIBRARY_BYTES = 240 * MIB
-"""Memory that the libraries of a training process take; measured with torch 2.13."""
+"""Memory of the libraries of a training process; measured with torch 2.13."""
 LIBRARY_ADDRESS_BYTES = GIB
-"""Addresses that they take, with threads."""
+"""Address space of the libraries of a training process and their threads, in bytes."""
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _STATUS = Path("/proc/self/status")
 _NODES = Path("/sys/devices/system/node")
-_NO_LIMIT_BYTES = 1 << 60  # version 1 has no word for it and names the largest number instead
+_NO_LIMIT_BYTES = 1 << 60  # version 1 states "no limit" as the largest number
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryRoom:
-    """Bytes that this process may still take; None where nothing sets that limit."""
+    """Bytes that this process may still allocate under each limit; None for a limit not set."""
 
     machine_bytes: int
     control_group_bytes: int | None = None
@@ -39,11 +39,14 @@ class MemoryRoom:
 
     @property
     def least_bytes(self) -> int:
-        """Return the bytes that all limits leave together."""
+        """Bytes that the process may allocate under all limits together."""
         return self.share_bytes(1)
 
     def share_bytes(self, processes: int) -> int:
-        """Return what each of `processes` may take of the memory; addresses are its own."""
+        """Return the bytes that each of ``processes`` may allocate.
+
+        The processes divide the memory equally; the limit of addresses applies to each process.
+        """
         rooms = (self.machine_bytes, self.control_group_bytes, self.numa_node_bytes)
         each = min(room for room in rooms if room is not None) // processes
         return max(0, each if self.address_bytes is None else min(each, self.address_bytes))
@@ -64,10 +67,10 @@ class MemoryRoom:
 
 
 def memory_room(*, numa_node: int | None = None) -> MemoryRoom:
-    """Return the memory that may be taken now, on ``numa_node`` if one is named.
+    """Return the memory that is available now, on ``numa_node`` unless it is None.
 
     Raises:
-        ValueError: the machine has no such node.
+        ValueError: A NUMA node that the machine does not have.
     """
     return MemoryRoom(
         machine_bytes=int(psutil.virtual_memory().available),
@@ -79,9 +82,9 @@ def memory_room(*, numa_node: int | None = None) -> MemoryRoom:
 
 
 def check_room_for_libraries(*, processes: int = 1) -> None:
-    """Raise MemoryError unless `processes` that train can load their libraries.
+    """Raise MemoryError if ``processes`` training processes cannot load their libraries.
 
-    Called before torch is imported: beyond a limit the system kills without a word.
+    Called before torch is imported: beyond a limit the system kills a process without a message.
     """
     room = memory_room()
     needed = processes * LIBRARY_BYTES
@@ -99,10 +102,10 @@ def check_room_for_libraries(*, processes: int = 1) -> None:
 
 
 def address_room(*, status: Path = _STATUS) -> int | None:
-    """Bytes that ``ulimit -v`` and ``ulimit -d`` leave to this process; None without such a limit.
+    """Return the bytes that ``ulimit -v`` and ``ulimit -d`` leave this process; None if unlimited.
 
     Args:
-        status: the file that says what the process has.
+        status: Path of the process's status file.
     """
     rooms = []
     for limit, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
@@ -113,11 +116,11 @@ def address_room(*, status: Path = _STATUS) -> int | None:
 
 
 def status_bytes(name: str, *, status: Path = _STATUS) -> int | None:
-    """Return a figure of this process in ``/proc/self/status``; None on systems without it.
+    """Return a figure of this process from ``/proc/self/status`` in bytes; None if not available.
 
     Args:
-        name: of the figure, e.g. ``VmHWM``.
-        status: the file that says what the process has.
+        name: Name of the figure, e.g. ``VmHWM``.
+        status: Path of the process's status file.
     """
     try:
         found = re.search(rf"^{name}:\s+(\d+) kB$", status.read_text(), re.MULTILINE)
@@ -127,11 +130,11 @@ def status_bytes(name: str, *, status: Path = _STATUS) -> int | None:
 
 
 def control_group_room(*, membership: Path = _MEMBERSHIP, cgroups: Path = _CGROUPS) -> int | None:
-    """Least bytes left in this process's control groups; None without a limit.
+    """Return the least bytes left in any of this process's control groups; None without a limit.
 
     Args:
-        membership: the file that names the groups.
-        cgroups: where the groups' files are mounted.
+        membership: Path of the file that names the groups.
+        cgroups: Mount point of the groups' files.
     """
     try:
         lines = membership.read_text().splitlines()
@@ -148,15 +151,15 @@ def control_group_room(*, membership: Path = _MEMBERSHIP, cgroups: Path = _CGROU
 
 
 def _groups(top: Path, name: str) -> list[Path]:
-    """Group ``name`` and all above it; in a container only ``top`` may be visible."""
+    """Return group ``name`` and all groups above; in a container only ``top`` may be visible."""
     own = top / name.lstrip("/")
     return [own, *(group for group in own.parents if group.is_relative_to(top))]
 
 
 def _room_v2(group: Path) -> int | None:
-    """Return the bytes that ``group`` may still take; files it has cached make way."""
+    """Return the bytes left to ``group``, cached files included; None without a limit."""
     try:
-        limit = int((group / "memory.max").read_text())  # "max" where there is no limit
+        limit = int((group / "memory.max").read_text())  # ValueError for "max": no limit
         current = int((group / "memory.current").read_text())
         stat = _statistics(group)
         return limit - current + stat["active_file"] + stat["inactive_file"]
@@ -182,10 +185,10 @@ def _statistics(group: Path) -> dict[str, int]:
 
 
 def numa_node_room(node: int, *, nodes: Path = _NODES) -> int | None:
-    """Bytes free on NUMA node ``node``, cached files included; None where it cannot be read.
+    """Return the free bytes of a NUMA node, cached files included; None if they cannot be read.
 
     Raises:
-        ValueError: the machine has no such node.
+        ValueError: A NUMA node that the machine does not have.
     """
     present = sorted(int(path.name[4:]) for path in nodes.glob("node[0-9]*"))
     if not present:

@@ -1,7 +1,7 @@
-"""Memory of this process.
+"""Current and peak memory of this process.
 
-On a CPU the device's memory is RAM, so a step's peak is the peak of the resident set. Linux can
-reset that peak; elsewhere it is the peak since the process started.
+For a CPU device, the peak memory of a step is the peak of the resident set. Linux can reset this
+peak; on other systems it is the peak since the process started.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _RESET_PEAK = "5"
 
 
 def reset_peak() -> None:
-    """Start a new peak from the present resident set, where the system allows it."""
+    """Reset the peak to the current resident set, if the system supports it."""
     try:
         _CLEAR.write_text(_RESET_PEAK)
     except OSError:
@@ -28,7 +28,7 @@ def reset_peak() -> None:
 
 
 def peak_resident_bytes() -> int:
-    """Most resident memory since :func:`reset_peak`."""
+    """Return the peak resident memory in bytes since :func:`reset_peak`, or the process's start."""
     peak = status_bytes("VmHWM", status=_STATUS)
     if peak is not None:
         return peak
@@ -37,11 +37,11 @@ def peak_resident_bytes() -> int:
 
 
 def private_bytes() -> int:
-    """Resident memory now that no other process can share; all of it where nothing tells."""
+    """Return the current private resident memory in bytes, or all resident memory if unknown."""
     private = status_bytes("RssAnon", status=_STATUS)
     return resident_bytes() if private is None else private
 
 
 def resident_bytes() -> int:
-    """Resident memory now."""
+    """Return the current resident memory in bytes."""
     return int(psutil.Process().memory_info().rss)

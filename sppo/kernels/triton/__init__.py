@@ -1,1 +1,1 @@
-"""Kernels in Triton; imported where one is launched, so that torch alone is enough elsewhere."""
+"""Triton kernels; imported only where a kernel is launched, so that triton stays optional."""

@@ -1,4 +1,4 @@
-"""MLP activations in one pass: forward, and a backward in the place of its operands.
+"""MLP activations in one pass: forward, and a backward that overwrites its operands.
 
 Legend: C tokens, F MLP width, i elements of a tile.
 """
@@ -21,19 +21,19 @@ _BLOCK = 1024
 
 @triton.jit
 def _sigmoid(x_i):
-    """Sigmoid without an exponential that overflows for either sign."""
+    """Return the sigmoid without overflow of the exponential for either sign."""
     small_i = tl.exp(-tl.abs(x_i))
     return tl.where(x_i >= 0, 1.0, small_i) / (1.0 + small_i)
 
 
 @triton.jit
 def _gelu(x_i, TANH: tl.constexpr):
-    """(gelu, its derivative)."""
+    """Return (gelu, derivative of gelu)."""
     if TANH:  # with u = sqrt(2/pi) (x + 0.044715 x^3): (1 + tanh(u)) / 2 = sigmoid(2 u)
         share_i = _sigmoid(1.5957691216057308 * (x_i + 0.044715 * x_i * x_i * x_i))
         inner_i = 1.5957691216057308 * (1.0 + 0.134145 * x_i * x_i)
         slope_i = share_i + x_i * share_i * (1.0 - share_i) * inner_i
-    else:  # the normal distribution, and its density
+    else:  # the normal distribution and its density
         share_i = 0.5 * (1.0 + tl.erf(x_i * 0.7071067811865476))
         slope_i = share_i + x_i * tl.exp(-0.5 * x_i * x_i) * 0.3989422804014327
     return x_i * share_i, slope_i
@@ -72,7 +72,7 @@ def _activation_backward_kernel(
     BLOCK: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
-    """Writes dup over dhidden, dgate over gate, the activation's output over up."""
+    """Overwrite dhidden with dup, gate with dgate, and up with the activation's output."""
     index_i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside_i = index_i < num_elements
     dhidden_i = tl.load(dhidden_ptr + index_i, mask=inside_i, other=0.0).to(ACC_DTYPE)
@@ -93,7 +93,7 @@ def _activation_backward_kernel(
 
 
 def activation(gate_CF: Tensor | None, up_CF: Tensor, *, kind: Kind) -> Tensor:
-    """Activation of ``[C, F]`` in one pass, as :func:`sppo.kernels.elementwise.activation`."""
+    """Compute :func:`sppo.kernels.elementwise.activation` of ``[C, F]`` in one pass."""
     up = up_CF.contiguous()
     gate = None if gate_CF is None else gate_CF.contiguous()
     hidden = torch.empty(up.shape, dtype=up.dtype, device=up.device)
@@ -104,7 +104,10 @@ def activation(gate_CF: Tensor | None, up_CF: Tensor, *, kind: Kind) -> Tensor:
 def activation_backward_(
     dhidden_CF: Tensor, gate_CF: Tensor | None, up_CF: Tensor, *, kind: Kind
 ) -> None:
-    """Backward of :func:`activation` in the place of its operands, all of them contiguous."""
+    """Compute the backward of :func:`activation` in place; all operands must be contiguous.
+
+    ``dhidden_CF`` becomes dup, ``gate_CF`` dgate, and ``up_CF`` the activation's output.
+    """
     for x in (dhidden_CF, gate_CF, up_CF):
         assert x is None or x.is_contiguous(), "what is written in place cannot be copied first"
     _launch(_activation_backward_kernel, gate_CF, up_CF, dhidden_CF, kind=kind)

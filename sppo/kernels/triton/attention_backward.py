@@ -1,9 +1,9 @@
-"""Attention of a span over its prefix, backward, in two kernels.
+"""Backward of attention of a span over its prefix, in two kernels.
 
-One program of the first owns a block of queries of one head and forms dq. One of the second owns a
-block of keys of one key/value head, walks over every query of the group that sees them, and adds
-dk and dv to the fp32 totals of the sequence once: no gradient of the prefix exists beside those,
-and the result does not depend on the order in which programs run.
+A program of the first kernel computes dq of a block of queries of one head. A program of the second
+kernel owns a block of keys of one key/value head, iterates over all queries of the group that see
+the block, and adds dk and dv once to the fp32 totals of the sequence: no other gradient of the
+prefix is stored, and the result does not depend on the order in which programs run.
 
 With p = exp(scale q.k - lse) and delta = sum_D(do o):
 ds = p (do.v - delta), dq = scale ds k, dk = scale ds^T q, dv = p^T do.
@@ -69,7 +69,10 @@ def attention_backward(
     document_starts: tuple[int, ...],
     tiles: AttentionTiles | None = None,
 ) -> Tensor:
-    """Gradients as of ``kernels.attention.interface``; ``tiles`` None for the usual ones."""
+    """Return dq and add dk and dv, see :class:`sppo.kernels.attention.kernel.AttentionKernel`.
+
+    ``tiles`` None stands for :func:`sppo.kernels.triton.tiles.attention_tiles`.
+    """
     assert dk_TKD.stride(-1) == dv_TKD.stride(-1) == 1, "totals are added to where they lie"
     keys = visible_keys(
         q_CND.shape[0],
@@ -113,7 +116,7 @@ def _delta(do: Tensor, o: Tensor, block: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Operands that both kernels read."""
+    """Operands of both backward kernels, and their launches."""
 
     do: Tensor
     q: Tensor
@@ -125,7 +128,7 @@ class _Call:
     block: int
 
     def query_gradient(self, delta_NC: Tensor, tiles: AttentionTiles) -> Tensor:
-        """dq_CND."""
+        """Return dq_CND."""
         num_queries, heads, _ = self.q.shape
         dq = torch.empty(self.q.shape, dtype=self.q.dtype, device=self.q.device)
         grid = (triton.cdiv(num_queries, tiles.query_gradient.queries), heads)
@@ -135,7 +138,7 @@ class _Call:
     def add_key_gradients(
         self, delta_NC: Tensor, dk: Tensor, dv: Tensor, tiles: AttentionTiles
     ) -> None:
-        """Adds to ``dk`` and ``dv``."""
+        """Add the gradients of keys and values to ``dk`` and ``dv``."""
         num_keys, kv_heads, _ = self.k.shape
         grid = (triton.cdiv(num_keys, tiles.key_gradient.keys), kv_heads)
         self._launch(key_gradient_kernel, grid, delta_NC, (dk, dv), tiles.key_gradient)

@@ -1,8 +1,8 @@
-"""Attention of a span over its prefix, forward.
+"""Forward of attention of a span over its prefix.
 
-One program owns a block of queries of one head and walks over the keys they see; nothing is masked
-but where it has to be. Grouped queries read their group's key/value head. The softmax runs in base
-two: ``scale`` comes multiplied with log2(e).
+One program owns a block of queries of one head and iterates over the keys that these see; only
+tiles with invisible keys are masked. Grouped queries read their group's key/value head. The softmax
+is computed in base two: the kernel's ``SCALE`` includes the factor log2(e).
 
 Legend: C queries, T keys, N query heads, K key/value heads, G = N/K, D head size, m queries and
 t keys of a tile.
@@ -56,7 +56,7 @@ def _attend(
     UPCAST: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
-    """The keys of ``[begin, end)`` joined to what was seen so far."""
+    """Return the running (o, sum of weights, largest score) after the keys of ``[begin, end)``."""
     for key in range(begin, end, KEYS):
         key_t = key + tl.arange(0, KEYS)
         k_tD = load_rows(k_ptr, key_t, num_keys, k_stride, d_D, SIZE, FIT=not MASKED)
@@ -67,7 +67,7 @@ def _attend(
             scores_mt = tl.where(visible_mt, scores_mt, float("-inf"))
         now_m = tl.maximum(largest_m, tl.max(scores_mt, 1))
         base_m = now_m
-        if MASKED:  # a row that has seen no key yet
+        if MASKED:  # the row may have seen no key yet
             base_m = tl.where(now_m == float("-inf"), 0.0, now_m)
         weights_mt = tl.exp2(scores_mt - base_m[:, None])
         kept_m = tl.exp2(largest_m - base_m)
@@ -154,7 +154,10 @@ def attention_forward(
     document_starts: tuple[int, ...],
     tiles: AttentionTiles | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention as of ``kernels.attention.interface``; ``tiles`` None for the usual ones."""
+    """Return (o, lse), see :class:`sppo.kernels.attention.kernel.AttentionKernel`.
+
+    ``tiles`` None stands for :func:`sppo.kernels.triton.tiles.attention_tiles`.
+    """
     num_queries, heads, head_size = q_CND.shape
     keys = visible_keys(
         num_queries,

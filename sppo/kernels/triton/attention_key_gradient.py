@@ -1,11 +1,11 @@
-"""Gradients of keys and values, added to fp32 totals where those lie.
+"""Kernel of the gradients of keys and values, added in place to fp32 totals.
 
-One program owns a block of keys of one key/value head. It walks over every query of the group that
-sees them, and then adds once: no other program adds to those places, so that the order in which
-programs run changes no bit.
+One program owns a block of keys of one key/value head. The program iterates over all queries of the
+group that see the block, and then adds once: no other program adds to the same elements, so the
+result is bitwise independent of the order in which programs run.
 
-Heads and queries are one loop: of two nested ones, the compiler keeps the addresses of the inner
-one's first loads in registers throughout, and the sums would not fit beside them.
+Heads and queries are one loop: with two nested loops, the compiler keeps the addresses of the inner
+loop's first loads in registers throughout, and the sums do not fit in the remaining registers.
 
 Legend: C queries, T keys, N query heads, K key/value heads, G = N/K, D head size, m queries and
 t keys of a tile.
@@ -56,9 +56,9 @@ def key_gradient_kernel(
     UPCAST: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
-    """Adds to dk and dv, fp32 or better, what the span's queries give.
+    """Add the gradients of a block of keys, from all queries of the span, to dk and dv (fp32+).
 
-    Rows past the last query are zero, and so is all that they add.
+    Rows past the last query are loaded as zeros and add nothing.
     """
     key = tl.program_id(0) * KEYS
     kv_head = tl.program_id(1).to(tl.int64)

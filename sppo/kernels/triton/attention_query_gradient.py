@@ -1,4 +1,4 @@
-"""Gradient of the queries: one program owns a block of queries of one head.
+"""Kernel of the gradient of queries: one program owns a block of queries of one head.
 
 Legend: C queries, T keys, N query heads, K key/value heads, G = N/K, D head size, m queries and
 t keys of a tile.
@@ -38,7 +38,7 @@ def _add_to_dq(
     UPCAST: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
-    """Return dq with what the keys of ``[begin, end)`` add, yet without ``scale``."""
+    """Return dq plus the terms of the keys of ``[begin, end)``, not yet multiplied by scale."""
     for key in range(begin, end, KEYS):
         key_t = key + tl.arange(0, KEYS)
         k_tD = load_rows(k_ptr, key_t, num_keys, k_stride, d_D, SIZE, FIT=not MASKED)
@@ -87,7 +87,7 @@ def query_gradient_kernel(
     UPCAST: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
-    """Writes dq of a block."""
+    """Write dq of a block of queries."""
     query = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES  # the longest rows first
     head = tl.program_id(1).to(tl.int64)
     start = num_keys - num_queries

@@ -1,9 +1,9 @@
-"""Cross entropy of a tile of logits: losses alone, or with the gradient in the logits' own place.
+"""Cross entropy of a tile of logits: losses alone, or losses and a gradient that replaces logits.
 
-A program owns a row. It walks the vocabulary once for the largest logit and the sum of
-exponentials, which is rescaled whenever a larger logit turns up (Milakov and Gimelshein, 2018,
-algorithm 3), and a second time to write the gradient. Both walks compute in fp32 (float64 for
-float64) and round once, at the end.
+A program owns a row. A first pass over the vocabulary computes the largest logit and the sum of
+exponentials, which is rescaled at every larger logit (Milakov and Gimelshein, 2018, algorithm 3); a
+second pass writes the gradient. Both passes compute in fp32 (float64 for float64) and round once,
+at the end.
 
 Legend: t tokens of a tile, V vocabulary, i tokens of the vocabulary in a block.
 """
@@ -19,13 +19,14 @@ from sppo.kernels.labels import IGNORED_LABEL
 from sppo.kernels.triton.launch import accumulation_type, on_device_of, row_major
 
 _LEAST_BLOCK = 1024
-"""Logits of a block that every warp has a part of: then reductions wait for all of its loads."""
+"""Smallest block of logits, of which every warp has a part, so that reductions wait for all
+loads."""
 _MOST_BLOCK = 4096
 _BLOCK_PER_WARP = 512
 _LOAD_BYTES = 16
-"""Bytes that a thread loads at once, at most."""
+"""Most bytes that a thread loads at once."""
 _ALIGNED = 16
-"""Divisor that a stride must have for Triton to take neighbours at once."""
+"""Divisor of row strides for which Triton loads adjacent elements at once."""
 
 
 @triton.jit
@@ -37,9 +38,9 @@ def _row_sums(
     VECTOR: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
-    """(largest logit z, sum of exp(z - largest), sum of z where ``SMOOTHED``) of a row.
+    """Return (largest logit z, sum of exp(z - largest), sum of z if ``SMOOTHED``) of a row.
 
-    Sums are kept for each ``VECTOR`` neighbours, which a thread reads at once: a register each.
+    One partial sum is kept for every ``VECTOR`` adjacent logits, which a thread reads at once.
     """
     token_i = tl.arange(0, BLOCK)
     top = tl.full([], float("-inf"), ACC_DTYPE)
@@ -49,7 +50,7 @@ def _row_sums(
         inside_i = token_i < size - start
         z_i = tl.load(row_ptr + start + token_i, mask=inside_i, other=float("-inf")).to(ACC_DTYPE)
         higher = tl.maximum(top, tl.max(z_i, 0))
-        shift = tl.where(higher == float("-inf"), 0.0, higher)  # no word is possible so far
+        shift = tl.where(higher == float("-inf"), 0.0, higher)  # all logits so far are -inf
         exponentials_v *= tl.exp(top - shift)
         exponentials_v += _vector_sums(tl.exp(z_i - shift), BLOCK, VECTOR)
         top = higher
@@ -60,7 +61,7 @@ def _row_sums(
 
 @triton.jit
 def _vector_sums(x_i, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
-    """Sums ``[BLOCK // VECTOR]`` of neighbours."""
+    """Return the sums ``[BLOCK // VECTOR]`` of each ``VECTOR`` adjacent elements."""
     return tl.sum(tl.reshape(x_i, [BLOCK // VECTOR, VECTOR]), 1)
 
 
@@ -143,16 +144,16 @@ def _cross_entropy_kernel(
 def token_losses(
     logits_tV: Tensor, labels_t: Tensor, *, label_smoothing: float, z_loss: float
 ) -> Tensor:
-    """Losses ``[t]`` of a tile of logits, which stay as they are."""
+    """Return the losses ``[t]`` of a tile of logits, which are not modified."""
     return _launch(row_major(logits_tV), labels_t, None, smoothing=label_smoothing, z_loss=z_loss)
 
 
 def losses_to_gradient_(
     logits_tV: Tensor, labels_t: Tensor, *, scale: float, label_smoothing: float, z_loss: float
 ) -> Tensor:
-    """Losses ``[t]`` of a tile of logits; the gradient replaces the logits. Each row is contiguous.
+    """Return the losses ``[t]`` of a tile of logits; overwrite the logits with the gradient.
 
-    Ignored rows become zeros whatever they hold.
+    Rows must be contiguous. Rows with an ignored label become zeros, whatever their logits are.
     """
     assert logits_tV.stride(-1) == 1, "what is written in place cannot be copied first"
     return _launch(logits_tV, labels_t, scale, smoothing=label_smoothing, z_loss=z_loss)
@@ -161,9 +162,9 @@ def losses_to_gradient_(
 def _launch(
     logits_tV: Tensor, labels_t: Tensor, scale: float | None, *, smoothing: float, z_loss: float
 ) -> Tensor:
-    """Losses; with a ``scale`` the gradient too.
+    """Return the losses; with a ``scale`` overwrite the logits with the gradient.
 
-    The scale travels as a tensor: a number handed to a kernel is rounded to fp32.
+    The scale is passed as a tensor, because Triton rounds float arguments to fp32.
     """
     tokens, vocabulary = logits_tV.shape
     acc_dtype, device = torch.promote_types(logits_tV.dtype, torch.float32), logits_tV.device
@@ -190,6 +191,6 @@ def _launch(
 
 
 def _vector(logits_tV: Tensor) -> int:
-    """Neighbours of a row that a thread reads at once."""
+    """Return the number of adjacent elements of a row that a thread reads at once."""
     aligned = logits_tV.stride(0) % _ALIGNED == 0
     return _LOAD_BYTES // logits_tV.element_size() if aligned else 1

@@ -1,8 +1,8 @@
 """Euclidean norm of many tensors as one vector, and their scaling, each in a launch over chunks.
 
-A table, built once per set of tensors, cuts them into chunks of memory; a program owns a chunk. How
-sums are split depends on the tensors' sizes and alignment alone, and nothing is added by atomics:
-the same gradients have the same norm to the last bit.
+A table, built once per set of tensors, divides the tensors into chunks of memory; a program owns a
+chunk. The split of sums depends only on sizes and alignment of the tensors, and no sum uses
+atomics: the norm of the same gradients is bitwise reproducible.
 
 Legend: i elements of a block.
 """
@@ -23,13 +23,13 @@ _CHUNK = 1 << 16
 _BLOCK = 4096
 _ROOT_BLOCK = 1024
 _VECTOR_BYTES = 16
-"""Alignment of the widest load; addresses read from a table tell the compiler nothing of theirs."""
+"""Alignment of the widest load, of which the compiler must be told for addresses from a table."""
 _KEPT_TABLES = 8
 
 
 @triton.jit
 def _chunk(table_ptr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr):
-    """(where the program's chunk begins, its elements)."""
+    """Return (pointer to the program's chunk, number of elements in the chunk)."""
     row_ptr = table_ptr + 2 * tl.program_id(0).to(tl.int64)
     begin_ptr = tl.load(row_ptr).to(tl.pointer_type(ELEMENT))
     if ALIGNED:
@@ -46,11 +46,11 @@ def _squares_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum of squares of each chunk: by lanes in the tensors' type, over lanes in float64."""
+    """Write the sum of squares of each chunk: per lane in ELEMENT, over lanes in float64."""
     begin_ptr, count = _chunk(table_ptr, ELEMENT, ALIGNED)
     index_i = tl.arange(0, BLOCK)
     sum_i = tl.zeros([BLOCK], ELEMENT)
-    if count == CHUNK:  # without masks, which would keep loads from being vectorised
+    if count == CHUNK:  # unmasked, because masks prevent vectorised loads
         for start in range(0, CHUNK, BLOCK):
             x_i = tl.load(begin_ptr + start + index_i)
             sum_i += x_i * x_i
@@ -63,7 +63,7 @@ def _squares_kernel(
 
 @triton.jit(do_not_specialize=["num_sums"])
 def _root_kernel(sums_ptr, norm_ptr, num_sums, BLOCK: tl.constexpr):
-    """Root of the sum of all sums, by one program."""
+    """Write the square root of the sum of all chunks' sums; one program."""
     index_i = tl.arange(0, BLOCK)
     total_i = tl.zeros([BLOCK], tl.float64)
     for start in range(0, num_sums, BLOCK):
@@ -82,7 +82,7 @@ def _scale_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Multiplies each chunk by the factor; a factor of one leaves memory untouched."""
+    """Multiply each chunk by the factor in place; a factor of one accesses no chunk."""
     factor = tl.load(factor_ptr)
     if factor != 1.0:
         begin_ptr, count = _chunk(table_ptr, ELEMENT, ALIGNED)
@@ -100,7 +100,7 @@ def _scale_kernel(
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Euclidean norm of tensors as one vector; all of one dtype, on one device."""
+    """Return the Euclidean norm of tensors of one dtype and device as one vector, 0-d."""
     first = tensors[0]
     table, aligned = _table(tensors)
     sums = torch.empty(len(table), dtype=torch.float64, device=first.device)
@@ -120,7 +120,7 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply tensors by ``factor`` in place; factor and all tensors of one dtype."""
+    """Multiply tensors by a 0-d ``factor`` in place, all of one dtype and device."""
     first = tensors[0]
     table, aligned = _table(tensors)
     with on_device_of(first):
@@ -147,7 +147,7 @@ def _table(tensors: Sequence[Tensor]) -> tuple[Tensor, bool]:
 def _cached_table(
     places: tuple[tuple[int, int], ...], element_bytes: int, device: torch.device
 ) -> Tensor:
-    """Table of tensors at these addresses, cached: gradients keep their places between steps."""
+    """Return the chunk table of (address, elements) pairs; cached, as gradients do not move."""
     chunks = []
     for address, elements in places:
         begins = torch.arange(0, elements, _CHUNK)

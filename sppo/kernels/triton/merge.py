@@ -1,4 +1,4 @@
-"""Two partial attentions of the same queries joined by their log-sum-exp, in place of the first.
+"""Merge of two partial attentions of the same queries by log-sum-exp, in place of the first.
 
 Legend: H heads, r queries, D head size, m queries of a tile.
 """
@@ -64,13 +64,13 @@ def _merge_kernel(
 
 
 def merge_(o_HrD: Tensor, lse_Hr: Tensor, part_HrD: Tensor, part_lse_Hr: Tensor) -> None:
-    """``lse = log(exp(lse) + exp(part_lse))`` and ``o`` the mean weighted by those terms.
+    """Set ``lse = log(exp(lse) + exp(part_lse))`` and ``o`` to the mean weighted by both terms.
 
     Args:
-        o_HrD: so far, fp32 or better; written to.
-        lse_Hr: of ``o_HrD``; written to.
-        part_HrD: what joins it, in any type.
-        part_lse_Hr: of ``part_HrD``.
+        o_HrD: Attention merged so far, fp32 or better; overwritten.
+        lse_Hr: Log-sum-exp of ``o_HrD``; overwritten.
+        part_HrD: Partial attention to merge, in any type.
+        part_lse_Hr: Log-sum-exp of ``part_HrD``.
     """
     heads, queries, head_size = o_HrD.shape
     assert o_HrD.stride(-1) == lse_Hr.stride(-1) == 1, "what is written in place is not copied"

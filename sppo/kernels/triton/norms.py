@@ -1,7 +1,7 @@
-"""RMSNorm and LayerNorm over rows, one pass each way, with the residual addition beside them.
+"""RMSNorm and LayerNorm over rows, forward and backward in one pass, fused with residual additions.
 
-A program owns some rows; in backward it also sums what they add to the parameters' gradients, and
-torch adds up those partial sums, always in the same order.
+A program owns some rows; in backward it also sums the rows' terms of the parameters' gradients, and
+torch adds these partial sums of the programs, always in the same order.
 
 Legend: R rows, E columns, r rows of a tile, P programs.
 """
@@ -19,13 +19,14 @@ from sppo.kernels.triton.launch import accumulation_type, on_device_of, row_majo
 
 _FORWARD_TILE = {"elements": 4096, "elements_per_warp": 1024}
 _BACKWARD_TILE = {"elements": 2048, "elements_per_warp": 512}
-"""A backward keeps four times as many values of a row as a forward."""
+"""Tile size of backward: smaller, because backward keeps four times as many values of a row as
+forward does."""
 _BACKWARD_WARPS = 4096
-"""Warps of all programs together: 512 programs of eight warps with a row of 4096 each. A number of
-its own, not the device's: how sums are split must not depend on where they run. Up to three rows of
-4096 fit the registers of a multiprocessor, and a GPU has up to 160 of those."""
+"""Most warps of all programs together: 512 programs of eight warps with a row of 4096 each. The
+number does not depend on the device, so that sums are split alike everywhere. Up to three rows of
+4096 fit the registers of a multiprocessor, and a GPU has up to 160 multiprocessors."""
 _LEAST_BACKWARD_PROGRAMS = 512
-"""Programs for larger rows, one of which fills a multiprocessor."""
+"""Programs for larger rows, of which a single row fills a multiprocessor."""
 
 
 @triton.jit
@@ -35,7 +36,7 @@ def _offsets(row_r, row_stride, column_E):
 
 @triton.jit
 def _statistics(x_rE, inside_rE, size, EPS: tl.constexpr, CENTRED: tl.constexpr):
-    """(x less its mean where ``CENTRED``, one over its root mean square)."""
+    """Return (x, less its mean if ``CENTRED``; one over the root mean square of the returned x)."""
     if CENTRED:
         mean_r = tl.sum(x_rE, 1) / size
         x_rE = tl.where(inside_rE, x_rE - mean_r[:, None], 0.0)
@@ -118,7 +119,7 @@ def _norm_backward_kernel(
         dy_rE = dy_rE.to(ACC_DTYPE)
         normed_rE = x_rE * inverse_r[:, None]
         dweight_E += tl.sum(dy_rE * normed_rE, 0)
-        # Read again for every row, from a cache: kept, it would take a fifth of the registers.
+        # Loaded again for every row, from a cache: keeping it would take a fifth of the registers.
         weight_E = tl.load(weight_ptr + column_E, mask=column_E < size, other=0.0).to(ACC_DTYPE)
         inner_rE = dy_rE * weight_E[None, :]
         dx_rE = inner_rE - normed_rE * (tl.sum(inner_rE * normed_rE, 1) / size)[:, None]
@@ -138,25 +139,25 @@ def _norm_backward_kernel(
 
 
 def rms_norm(x_CE: Tensor, weight_E: Tensor, *, eps: float) -> Tensor:
-    """RMSNorm of rows ``[C, E]``, rounded once, at the end."""
+    """Return the RMSNorm of rows ``[C, E]``, rounded once, at the end."""
     return _norm(_rows(x_CE), None, weight_E, None, eps=eps).view(x_CE.shape)
 
 
 def add_rms_norm_(total_CE: Tensor, x_CE: Tensor, weight_E: Tensor, *, eps: float) -> Tensor:
-    """Add ``x`` to the contiguous ``total`` in place and return the RMSNorm of the sum."""
+    """Add ``x`` to the contiguous ``total`` in place; return the RMSNorm of the rounded sum."""
     total_RE = _rows_in_place(total_CE)
     return _norm(total_RE, _rows(x_CE), weight_E, None, eps=eps).view(total_CE.shape)
 
 
 def layer_norm(x_CE: Tensor, weight_E: Tensor, bias_E: Tensor, *, eps: float) -> Tensor:
-    """LayerNorm of rows ``[C, E]``, rounded once, at the end."""
+    """Return the LayerNorm of rows ``[C, E]``, rounded once, at the end."""
     return _norm(_rows(x_CE), None, weight_E, bias_E, eps=eps).view(x_CE.shape)
 
 
 def add_layer_norm_(
     total_CE: Tensor, x_CE: Tensor, weight_E: Tensor, bias_E: Tensor, *, eps: float
 ) -> Tensor:
-    """Add ``x`` to the contiguous ``total`` in place and return the LayerNorm of the sum."""
+    """Add ``x`` to the contiguous ``total`` in place; return the LayerNorm of the rounded sum."""
     total_RE = _rows_in_place(total_CE)
     return _norm(total_RE, _rows(x_CE), weight_E, bias_E, eps=eps).view(total_CE.shape)
 
@@ -169,7 +170,7 @@ def rms_norm_backward(
     eps: float,
     dresidual_CE: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of :func:`rms_norm`: (dx_CE, with the residual's added, and dweight_E)."""
+    """Return the gradients (dx_CE plus ``dresidual_CE``, dweight_E) of :func:`rms_norm`."""
     dx, sums = _norm_backward(dy_CE, x_CE, weight_E, dresidual_CE, eps=eps, centred=False)
     return dx, sums[0]
 
@@ -183,7 +184,7 @@ def layer_norm_backward(
     eps: float,
     dresidual_CE: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of :func:`layer_norm`: (dx_CE, with the residual's added, dweight_E, dbias_E)."""
+    """Return the gradients (dx_CE plus ``dresidual_CE``, dweight_E, dbias_E) of layer_norm."""
     del bias_E
     dx, sums = _norm_backward(dy_CE, x_CE, weight_E, dresidual_CE, eps=eps, centred=True)
     return dx, sums[0], sums[1]
@@ -192,7 +193,7 @@ def layer_norm_backward(
 def _norm(
     x_RE: Tensor, added_RE: Tensor | None, weight_E: Tensor, bias_E: Tensor | None, *, eps: float
 ) -> Tensor:
-    """Norm of x, or of x with ``added_RE`` added to it in place."""
+    """Return the norm of ``x_RE``, after adding ``added_RE`` to ``x_RE`` in place unless None."""
     y_RE = torch.empty(x_RE.shape, dtype=x_RE.dtype, device=x_RE.device)
     num_rows, size = x_RE.shape
     cut = _cut(size, **_FORWARD_TILE)
@@ -226,7 +227,7 @@ def _norm_backward(
     eps: float,
     centred: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return (dx, sums ``[1 or 2, E]`` of the parameters' gradients)."""
+    """Return (dx plus the residual's gradient, parameter gradients ``[1 or 2, E]``)."""
     dy_RE, x_RE = _rows(dy_CE), _rows(x_CE)
     dresidual_RE = None if dresidual_CE is None else _rows(dresidual_CE)
     num_rows, size = x_RE.shape
@@ -261,18 +262,18 @@ def _norm_backward(
 
 
 def _rows_in_place(x_CE: Tensor) -> Tensor:
-    """Return ``[R, E]``, never a copy."""
+    """Return a view ``[R, E]`` of a contiguous tensor."""
     assert x_CE.is_contiguous(), "what is written in place cannot be copied first"
     return x_CE.view(-1, x_CE.shape[-1])
 
 
 def _rows(x_CE: Tensor) -> Tensor:
-    """Return ``[R, E]``, each row contiguous; a view wherever there is one."""
+    """Return ``x_CE`` as ``[R, E]`` with contiguous rows; a view if possible, else a copy."""
     return row_major(x_CE.reshape(-1, x_CE.shape[-1]))
 
 
 def _cut(size: int, *, elements: int, elements_per_warp: int) -> dict[str, Any]:
-    """Tile sizes: whole rows, several where they are short, and at least four warps."""
+    """Return the tile sizes: one whole row or several short rows, and 4 to 16 warps."""
     block = triton.next_power_of_2(size)
     rows = max(1, elements // block)
     warps = min(16, max(4, rows * block // elements_per_warp))

@@ -1,4 +1,4 @@
-"""Rotary positions, each pair read and written once.
+"""Rotary position embedding; each pair is read and written once.
 
 Legend: C tokens, H heads, D head size, h heads of a tile, F = D/2 pairs.
 """
@@ -50,10 +50,11 @@ def _turn_kernel(
 
 
 def turn(x_CHD: Tensor, cos: Tensor, sin: Tensor, *, sign: float) -> Tensor:
-    """Return each pair (i, i + D/2) turned by ``sign`` times its token's angle.
+    """Return ``x`` with each pair (i, i + D/2) rotated by ``sign`` times its token's angle.
 
     ``cos`` and ``sin`` are ``[C, 1, D/2]`` in fp32 or better, see
-    :class:`sppo.kernels.rotary.RotaryTable`; computed in their type, returned in x's.
+    :class:`sppo.kernels.rotary.RotaryTable`. The rotation is computed in the dtype of ``cos`` and
+    returned in the dtype of ``x``.
     """
     x_CHD = row_major(x_CHD)
     y_CHD = torch.empty(x_CHD.shape, dtype=x_CHD.dtype, device=x_CHD.device)

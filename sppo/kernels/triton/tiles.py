@@ -1,4 +1,4 @@
-"""Sizes of the tiles that one program of an attention kernel works on."""
+"""Tile sizes of the attention kernels, by head size, element size and compute capability."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Sizes at which a kernel is cut, and with which it is compiled."""
+    """Queries and keys of one tile of a kernel, and the warps and stages to compile it with."""
 
     queries: int
     keys: int
@@ -32,28 +32,28 @@ _TILES = {
     (128, 4): AttentionTiles(Tiles(32, 16, 8, 2), Tiles(16, 32, 8, 2), Tiles(32, 32, 8, 2)),
     (64, 8): AttentionTiles(Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2)),
 }
-"""Tiles by head size and bytes of an element. Kernels fit the shared memory of every device from
-compute capability 8.0 on, 99 KiB where there is least; what is not listed is cut finely."""
+"""Tiles by (head size, bytes of an element). Kernels fit the shared memory of every device from
+compute capability 8.0 on, 99 KiB at least; cases not listed use the smallest tiles."""
 _WARPGROUP_TILES = {
     (128, 2): AttentionTiles(Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 64, 4, 2)),
 }
-"""Tiles where four warps multiply together and read operands from shared memory. Two such groups
-would both compute all scores of 64 keys."""
+"""Tiles for devices on which four warps multiply together, with operands in shared memory. Two
+such groups would both compute all scores of 64 keys."""
 _WARPGROUP_MAJORS = (9, 10, 11)
 _FINE = AttentionTiles(Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1))
 _LEAST_HEAD = 64
 
 
 def attention_tiles(head_size: int, element_bytes: int, compute_major: int) -> AttentionTiles:
-    """Tiles for heads of ``head_size`` (a power of two) elements.
+    """Return the tiles of the three attention kernels.
 
-    Chosen by the registers, spills and shared memory of compilations for compute capabilities 8.0,
-    9.0 and 10.0 (docs/results/compiled_kernels.json); no GPU has timed them.
+    The tiles were chosen by the registers, spills and shared memory of compilations for compute
+    capabilities 8.0, 9.0 and 10.0 (docs/results/compiled_kernels.json), not by timings on a GPU.
 
     Args:
-        head_size: elements of a head, as a power of two.
-        element_bytes: of queries, keys and values.
-        compute_major: major number of the device's compute capability.
+        head_size: Elements of a head, rounded up to a power of two.
+        element_bytes: Bytes of an element of queries, keys and values.
+        compute_major: Major number of the device's compute capability.
     """
     case = (max(head_size, _LEAST_HEAD), element_bytes)
     if compute_major in _WARPGROUP_MAJORS and case in _WARPGROUP_TILES:

@@ -1,8 +1,8 @@
-"""Keys that a span's queries see, as the numbers that the Triton kernels read.
+"""First visible key of each query of a span, as read by the Triton attention kernels.
 
-A query sees the keys from its *first* one to itself. Window and documents both only move the first
-one, which never moves back from one query to the next. So a block of queries sees keys in three
-runs: some that only its earlier queries see, some that all see, and the diagonal.
+A query sees the keys from its *first* key to its own position. Windows and documents only change
+the first key, which never decreases from one query to the next. So a block of queries sees keys in
+three runs: keys that only earlier queries of the block see, keys that all see, and the diagonal.
 
 Legend: C queries, T keys.
 """
@@ -22,12 +22,12 @@ from sppo.kernels.host_tables import on_device, stream_number
 
 @dataclass(frozen=True, slots=True)
 class VisibleKeys:
-    """Keys of a span, counted from the earliest one that any of its queries sees."""
+    """First visible keys of a span's queries, relative to the earliest of them."""
 
     earliest: int
-    """Position of that key in the sequence."""
+    """Position in the sequence of the earliest key that any query of the span sees."""
     first_C: Tensor | None
-    """First key of each query, int32, relative to ``earliest``; None where all see all before."""
+    """First key of each query, int32, relative to ``earliest``; None if all are ``earliest``."""
 
 
 def visible_keys(
@@ -38,7 +38,7 @@ def visible_keys(
     document_starts: tuple[int, ...],
     device: torch.device,
 ) -> VisibleKeys:
-    """Return the :class:`VisibleKeys` of a span; its tensor is cached for the next layer's call."""
+    """Return the :class:`VisibleKeys` of a span; the tensor is cached for the next layer's call."""
     start = num_keys - num_queries
     begin = max((s for s in document_starts if s <= start), default=0)
     inside = tuple(s for s in sorted(document_starts) if start < s < num_keys)
@@ -57,7 +57,7 @@ def _bounded(
     device: torch.device,
     stream: int,
 ) -> VisibleKeys:
-    """The tensor is written on ``stream``, and so read there alone."""
+    """Return visible keys for calls on ``stream``: the tensor is written on it and read there."""
     del stream
     position = torch.arange(num_keys - num_queries, num_keys)
     starts = torch.tensor(edges)
@@ -78,9 +78,10 @@ def key_runs(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """``(a, b, c, d)``: all queries of a block see keys ``[b, c)``, some ``[a, b)`` and ``[c, d)``.
+    """Return the bounds ``(a, b, c, d)`` of the three runs of keys of a block of queries.
 
-    All but ``d`` are multiples of ``KEYS``.
+    All queries of the block see keys ``[b, c)``; only some see keys ``[a, b)`` and ``[c, d)``. All
+    bounds except ``d`` are multiples of ``KEYS``.
     """
     last = tl.minimum(query + QUERIES, num_queries) - 1
     begin = 0
@@ -103,7 +104,7 @@ def query_run(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """``(a, b)``: queries ``[a, b)`` see some of a block; ``a`` is a multiple of ``QUERIES``."""
+    """Return ``(a, b)``: only queries ``[a, b)`` see keys of a block; ``QUERIES`` divides ``a``."""
     begin = tl.maximum(key - (num_keys - num_queries), 0) // QUERIES * QUERIES
     end = num_queries
     if HAS_FIRST:
@@ -114,7 +115,7 @@ def query_run(
 
 @triton.jit
 def queries_from(first_ptr, key, num_queries):
-    """Number of queries, from the span's begin, whose first key is at most ``key``."""
+    """Return the number of queries whose first key is at most ``key``, by binary search."""
     low = 0
     high = num_queries
     while low < high:
@@ -128,7 +129,7 @@ def queries_from(first_ptr, key, num_queries):
 
 @triton.jit
 def is_visible(first_m, position_m, key_t, HAS_FIRST: tl.constexpr):
-    """``[m, t]``: key at most the query's own position and at least its first."""
+    """Return ``[m, t]``: whether each key lies between the query's first key and its position."""
     visible_mt = key_t[None, :] <= position_m[:, None]
     if HAS_FIRST:
         visible_mt = visible_mt & (key_t[None, :] >= first_m[:, None])
