@@ -80,7 +80,7 @@ def forward(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention of a span, block by block: (o_CND in q's dtype, lse_NC in fp32+)."""
+    """Return (o_CND in q's dtype, lse_NC in fp32 or better) of a span, block by block."""
     q_NCD = q_CND.transpose(0, 1).contiguous()
     merged = _Merged(q_NCD, kv_heads=k_TKD.shape[1])
     for block in blocks:

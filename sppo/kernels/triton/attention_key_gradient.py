@@ -56,9 +56,9 @@ def key_gradient_kernel(
     UPCAST: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
-    """Add the gradients of a block of keys, from all queries of the span, to dk and dv (fp32+).
+    """Add the gradients of a block of keys, from all queries of the span, to dk and dv.
 
-    Rows past the last query are loaded as zeros and add nothing.
+    dk and dv are fp32 or better. Rows past the last query are loaded as zeros and add nothing.
     """
     key = tl.program_id(0) * KEYS
     kv_head = tl.program_id(1).to(tl.int64)
