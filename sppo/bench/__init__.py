@@ -1,1 +1,1 @@
-"""Microbenchmarks that measure a machine."""
+"""Microbenchmarks of a machine: kernels, copies and messages."""

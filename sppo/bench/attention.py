@@ -1,8 +1,8 @@
-"""Attention forward and backward as the engine calls them, on a grid, with every back end.
+"""Timing of attention forward and backward as the engine calls them, on a grid, per back end.
 
-The backward adds to fp32 gradients of all keys, as it does in training. The back end that ``auto``
-takes is timed everywhere; another one where a call of it does not take too long, which is foretold
-from shorter ones.
+The backward adds to fp32 gradients of all keys, as in training. The back end that ``auto`` chooses
+is timed on all shapes; other back ends only on shapes for which a call does not take too long, as
+predicted from shorter calls.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ Direction = Literal["forward", "backward"]
 AttentionKey = tuple[BackendName, AttentionShape, Direction]
 
 _FIRST_PROBE = {"cpu": 256, "cuda": 1024}
-"""Most queries and keys of the first call that says how slow a back end is."""
+"""Most queries and keys of the first call that estimates the speed of a back end."""
 _LONGEST_S = {"cpu": 0.2, "cuda": 0.05}
-"""Seconds of a call above which a back end that ``auto`` does not take is timed no further."""
+"""Most seconds of a call of a back end that ``auto`` does not choose."""
 _LONGEST_ASKED_S = 2.0
 _LONGEST_AUTOMATIC_S = 0.4
 
@@ -49,17 +49,17 @@ def measure_attention(
     rounds: Rounds,
     watcher: Watcher,
 ) -> tuple[Mapping[AttentionKey, Timing], BackendComparison]:
-    """Time back ends on spans at the end of prefixes, all of them in every round.
+    """Time back ends on spans at the end of prefixes, all cases in every round.
 
     Args:
-        operands: of the device.
-        grid: which spans, and which back ends; one of these can do a problem of the grid.
-        dtypes: of bf16, fp32.
-        rounds: how thoroughly.
-        watcher: is told of every timing.
+        operands: Operands on the device.
+        grid: Spans and back ends to time; at least one back end supports a problem of the grid.
+        dtypes: Some of bf16 and fp32.
+        rounds: Number and length of the rounds.
+        watcher: Receiver of the progress, notified of every timing.
 
     Returns:
-        The timings, and what follows from them for each back end and shape.
+        The timings, and the rates of each back end and shape.
     """
     chosen: list[tuple[BackendName, AttentionShape]] = []
     left_out: list[LeftOut] = []
@@ -88,9 +88,9 @@ def measure_attention(
 def attention_points(
     comparison: BackendComparison, grid: AttentionGrid
 ) -> tuple[AttentionPoint, ...]:
-    """Rates for plans: of the back end that ``auto`` takes, with the first heads of the grid.
+    """Return the rates for plans: the back end that ``auto`` chooses, the first heads of the grid.
 
-    Empty where the grid, or what was timed of it, is none that plans can read.
+    The result is empty if plans cannot read the grid, or if that back end was not timed.
     """
     if not grid.for_plans:
         return ()
@@ -111,13 +111,13 @@ def attention_points(
 def _choose(
     operands: Operands, grid: AttentionGrid, shapes: list[AttentionShape], taken: BackendName
 ) -> tuple[list[tuple[BackendName, AttentionShape]], list[LeftOut]]:
-    """Return what to time of the shapes of one problem, and what not.
+    """Return the (back end, shape) pairs of one problem to time, and those to leave out.
 
     Args:
-        operands: of the device.
-        grid: that the shapes are of.
-        shapes: alike but for their length, so that a back end can do all or none.
-        taken: by ``auto``.
+        operands: Operands on the device.
+        grid: Grid that the shapes belong to.
+        shapes: Shapes that differ in length only, so that a back end supports all or none.
+        taken: Back end that ``auto`` chooses.
     """
     case = shapes[0].case(operands.device)
     names = backends_to_try(grid, device=operands.device)
@@ -141,14 +141,15 @@ def _choose(
 def _gaps(
     operands: Operands, name: BackendName, shapes: list[AttentionShape], longest_s: float
 ) -> dict[AttentionShape, str | None]:
-    """Return why a back end that ``auto`` does not take is not timed, by shape; None where it is.
+    """Return by shape why a back end is not timed, None if it is; for all but ``auto``'s choice.
 
-    A package may get a small case right and fail on a larger one: that costs its own place only.
+    A package may compute a small case correctly and fail on a larger one: only that shape of that
+    back end is left out.
     """
     gaps: dict[AttentionShape, str | None] = dict.fromkeys(shapes)
     try:
         in_time = _in_time(operands, name, shapes, longest_s)
-    except Exception as error:  # whatever other people's packages raise
+    except Exception as error:  # third-party packages may raise anything
         return dict.fromkeys(shapes, failure(error))
     for shape in shapes:
         if shape not in in_time:
@@ -164,7 +165,7 @@ def _gaps(
 def _shorter(
     operands: Operands, name: BackendName, shapes: list[AttentionShape]
 ) -> list[AttentionShape]:
-    """Drop the shapes with most queries while these take too long; two numbers of queries stay."""
+    """Return ``shapes`` without those whose queries take too long; keep two numbers of queries."""
     queries = sorted({shape.queries for shape in shapes})
     probe = max((shape for shape in shapes if shape.queries == queries[0]), key=lambda s: s.keys)
     seconds = _probe(operands, name, probe)
@@ -176,10 +177,10 @@ def _shorter(
 def _in_time(
     operands: Operands, name: BackendName, shapes: list[AttentionShape], longest_s: float
 ) -> list[AttentionShape]:
-    """Spans whose backward takes no longer than ``longest_s``, foretold from shorter ones.
+    """Return the shapes whose backward is predicted to take at most ``longest_s``.
 
-    A short shape is slower for its FLOPs than a long one. So before one is left out, as many of its
-    queries are tried as should take a quarter of that time.
+    Predictions come from shorter shapes, which need more time per FLOP than long ones. So before a
+    shape is left out, a part of its queries is timed that should take a quarter of ``longest_s``.
     """
     most = _FIRST_PROBE[operands.device]
     rising = sorted(shapes, key=lambda shape: shape.forward_flops)
@@ -197,7 +198,7 @@ def _in_time(
 
 
 def _probe(operands: Operands, name: BackendName, shape: AttentionShape) -> float:
-    """Seconds of one warm backward."""
+    """Return the seconds of one warm backward."""
     return time_once(_make(operands, name, shape, "backward"), device=operands.device)
 
 

@@ -1,4 +1,4 @@
-"""Attention back ends side by side: which can be timed here, and what timing them gave."""
+"""Comparison of attention back ends: back ends to time on this device, and their rates."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from sppo.kernels.attention.choice import (
 BACKENDS: tuple[BackendName, ...] = tuple(
     name for name in get_args(BackendName) if CAPABILITIES[name].automatic
 )
-"""The definition is left out: its memory is that of all scores."""
+"""Back ends that can be timed; all but the reference, whose memory holds all scores."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackendRate:
-    """One back end on one shape, forward and backward.
+    """Measured times of one back end on one shape, forward and backward.
 
     Attributes:
-        backend: Its name.
-        shape: What was timed.
-        forward_s: Median seconds of a call.
-        backward_s: The same; gradients of keys and values are added to fp32 sums.
-        spread: Between the fastest and the slowest round, relative to the median; the larger of
-            both directions.
+        backend: Name of the back end.
+        shape: Shape that was timed.
+        forward_s: Median seconds of a forward call.
+        backward_s: Median seconds of a backward call, which adds to fp32 sums of dk and dv.
+        spread: Difference between the fastest and the slowest round, relative to the median; the
+            larger one of forward and backward.
     """
 
     backend: BackendName
@@ -43,21 +43,21 @@ class BackendRate:
 
     @property
     def both_s(self) -> float:
-        """Forward and backward."""
+        """Seconds of a forward and a backward call."""
         return self.forward_s + self.backward_s
 
     @property
     def forward_flops_per_s(self) -> float:
-        """FLOPs of the forward per second, over visible pairs."""
+        """FLOP/s of the forward, over visible pairs."""
         return self.shape.forward_flops / self.forward_s
 
     @property
     def backward_flops_per_s(self) -> float:
-        """FLOPs of the backward per second, over visible pairs: 2.5 times the forward's FLOPs."""
+        """FLOP/s of the backward, over visible pairs, with 2.5 times the forward's FLOPs."""
         return FLASH_BACKWARD_RATIO * self.shape.forward_flops / self.backward_s
 
     def as_json(self) -> dict[str, Any]:
-        """Return one flat object; seconds and FLOP/s."""
+        """Return one flat JSON object of shape, seconds and FLOP/s."""
         shape = self.shape
         return {
             "backend": self.backend,
@@ -77,7 +77,7 @@ class BackendRate:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """A back end that was not timed on a shape, and why, as the end of a sentence."""
+    """Back end that was not timed on a shape, and the reason, as the end of a sentence."""
 
     backend: BackendName
     shape: AttentionShape
@@ -86,12 +86,12 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class BackendComparison:
-    """Rates of all back ends that were timed, and why others were not.
+    """Rates of all timed back ends, and the reasons why others were not timed.
 
     Attributes:
-        rates: By shape; every shape has at least one.
-        automatic: What ``auto`` takes for each shape, timed or not.
-        left_out: The rest of every shape and back end.
+        rates: Rates of all timed pairs of back end and shape.
+        automatic: Back end that ``auto`` chooses for each timed shape, even if another was timed.
+        left_out: Pairs of back end and shape that were not timed.
     """
 
     rates: tuple[BackendRate, ...]
@@ -108,19 +108,19 @@ class BackendComparison:
 
     @property
     def backends(self) -> tuple[BackendName, ...]:
-        """Return those that were timed, in the order in which ``auto`` prefers them."""
+        """Timed back ends, in the order of the table of capabilities."""
         timed = {rate.backend for rate in self.rates}
         return tuple(name for name in CAPABILITIES if name in timed)
 
 
 def failure(error: Exception) -> str:
-    """Return the error that a back end ended with, as the end of a sentence."""
+    """Return a description of a back end's error, as the end of a sentence."""
     first_line = (str(error).splitlines() or [""])[0]
     return f"fails with {type(error).__name__}: {first_line}"
 
 
 def backends_to_try(grid: AttentionGrid, *, device: str) -> tuple[BackendName, ...]:
-    """Return those asked for, else all that are made for ``device``."""
+    """Return the requested attention back ends, or all that support ``device``."""
     if grid.backends is not None:
         return grid.backends
     return tuple(
@@ -140,7 +140,7 @@ def why_not_timed(name: BackendName, case: AttentionCase) -> str | None:
 def why_never_timed(
     name: BackendName, grid: AttentionGrid, *, dtypes: Sequence[str], device: str
 ) -> str | None:
-    """The first reason of a back end that can do nothing of ``grid``; None if it can do some."""
+    """Return the first reason why a back end supports no problem of ``grid``; None if it does."""
     reasons = []
     for shapes in grid.problems(dtypes):
         reason = why_not_timed(name, shapes[0].case(device))

@@ -1,4 +1,4 @@
-"""Shapes at which attention is timed: spans of queries at the end of their keys, on a grid."""
+"""Grid of attention shapes to time: spans of queries at the end of their keys."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Heads(NamedTuple):
 
     queries: int
     kv: int
-    """Heads of keys and values; divides those of queries."""
+    """Number of key/value heads, a divisor of the number of query heads."""
 
     def __str__(self) -> str:
         return str(self.queries) if self.queries == self.kv else f"{self.queries}/{self.kv}"
@@ -35,7 +35,7 @@ class Heads(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """One attention: ``queries`` rows, the last of ``keys`` positions."""
+    """Shape of one attention call, whose ``queries`` are the last of ``keys`` positions."""
 
     dtype: str
     queries: int
@@ -45,12 +45,12 @@ class AttentionShape:
 
     @property
     def forward_flops(self) -> int:
-        """FLOPs of the forward, over visible pairs only."""
+        """FLOPs of the forward, over visible pairs."""
         pairs = causal_pairs(self.keys - self.queries, self.keys)
         return 4 * self.heads.queries * self.head_size * pairs
 
     def case(self, device: str) -> AttentionCase:
-        """Return what a back end has to be able to do for it."""
+        """Return the case that a back end must support to compute this shape on ``device``."""
         group = self.heads.queries // self.heads.kv
         where = torch.device(device)
         return AttentionCase(where, DTYPES[self.dtype], self.head_size, group, window=False)
@@ -67,13 +67,13 @@ class AttentionGrid:
     """Axes of the shapes to time.
 
     Attributes:
-        queries: Of the spans, shortest first.
-        heads: The first are those that points for plans are measured with.
-        head_sizes: Of a query, a key and a value.
-        prefixes: Keys relative to the queries, where ``keys`` is None.
-        keys: The same for all queries, none below the most of them.
-        backends: Only these; None for all that can run.
-        fixed: Somebody asked for these shapes, so a slow device does not get shorter spans, and
+        queries: Numbers of queries of the spans, in ascending order.
+        heads: Numbers of heads; points for plans are measured with the first entry.
+        head_sizes: Sizes of the heads of queries, keys and values.
+        prefixes: Ratios of keys to queries, used if ``keys`` is None.
+        keys: Numbers of keys for all ``queries``, none below the largest number of queries.
+        backends: Names of the back ends to time; None for all that can run.
+        fixed: Whether a user requested these shapes: a slow device does not get shorter spans, and
             slow back ends get more time.
     """
 
@@ -87,11 +87,14 @@ class AttentionGrid:
 
     @property
     def for_plans(self) -> bool:
-        """Return whether all queries have the same numbers of keys each, as plans read them."""
+        """Whether plans can read the points: all queries have equally many numbers of keys.
+
+        True if keys are multiples of the queries, or if there is one number of queries.
+        """
         return self.keys is None or len(self.queries) == 1
 
     def problems(self, dtypes: Sequence[str]) -> Iterator[list[AttentionShape]]:
-        """The spans of every dtype, heads and head size: what differs is their length."""
+        """Yield the shapes of each dtype, heads and head size, which differ in length only."""
         for dtype, heads, size in product(dtypes, self.heads, self.head_sizes):
             yield [
                 AttentionShape(dtype, queries, keys, heads, size)
@@ -101,9 +104,9 @@ class AttentionGrid:
 
 
 def attention_grid(device: str, *, quick: bool) -> AttentionGrid:
-    """Return the shapes that are timed where nobody asks for any.
+    """Return the default grid of a device.
 
-    On a CPU there are as few heads as keep all threads busy, for they take long.
+    A CPU is slow, so its number of heads is the smallest that keeps all threads busy, at least two.
     """
     threads = max(2, torch.get_num_threads())
     return AttentionGrid(

@@ -1,9 +1,9 @@
-"""The subsequence length from which on a copy hides behind the compute it runs along with.
+"""Shortest subsequence whose copy is hidden by the compute that runs at the same time.
 
-For a subsequence of c tokens after p others, copying takes ``c * bytes / rate``; compute takes
-``c * a`` for products and ``c * (p + c / 2) * b`` for attention. Both sides grow with c, so what
-decides is the mean context ``p + c / 2``: a copy hides from
-``c = 2 * ((bytes / rate - a) / b - p)`` tokens on, everywhere once ``p`` alone is enough.
+For a subsequence of c tokens after a context of p tokens, copying takes ``c * bytes / rate``;
+compute takes ``c * a`` for products and ``c * (p + c / 2) * b`` for attention. Both are
+proportional to c, so the mean context ``p + c / 2`` decides: a copy is hidden from
+``c = 2 * ((bytes / rate - a) / b - p)`` tokens on, and at any length if ``p`` alone is enough.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class OverlapPoint:
-    """One unit alone, its copy alone, and both; medians over rounds, seconds per unit.
+    """Times of one unit's compute alone, its copy alone, and both; medians, seconds per unit.
 
     Attributes:
-        tokens: Of the subsequence.
-        context: Tokens before it.
-        moved_bytes: Everything one layer saves for it.
-        products_s: Products with weights, alone.
-        attention_s: Attention, alone.
-        copy_s: Copying the bytes with nothing computed.
+        tokens: Tokens of the subsequence.
+        context: Tokens before the subsequence.
+        moved_bytes: Bytes that one layer saves for the subsequence, all of which are copied.
+        products_s: Products with weights, without copies.
+        attention_s: Attention, without copies.
+        copy_s: Copies, without compute.
         products_copying_s: Products while copies run.
         attention_copying_s: Attention while copies run.
-        exposed_s: Compute waiting for copies.
-        spread: Between the fastest and the slowest round of a unit with copies, over the median.
+        exposed_s: Time that compute waits for copies.
+        spread: Difference between the fastest and the slowest round of the unit with copies,
+            relative to the median.
     """
 
     tokens: int
@@ -42,30 +43,32 @@ class OverlapPoint:
 
     @property
     def compute_s(self) -> float:
-        """The unit alone."""
+        """Seconds of the unit without copies."""
         return self.products_s + self.attention_s
 
     @property
     def compute_copying_s(self) -> float:
-        """The unit while copies run, waiting not counted."""
+        """Seconds of the unit while copies run, without the time that compute waits."""
         return self.products_copying_s + self.attention_copying_s
 
     @property
     def slowdown(self) -> float:
-        """Fraction by which copies slow the compute they run behind; noise goes below 0."""
+        """Fraction by which copies slow the compute that hides them; noise may make it negative."""
         return self.compute_copying_s / self.compute_s - 1
 
 
 @dataclass(frozen=True, slots=True)
 class BreakEven:
-    """Shortest subsequence at one context whose copy hides.
+    """Length of the shortest subsequence at one context whose copy is hidden.
 
     Attributes:
-        context: Tokens before it.
-        everything_tokens: For everything a layer saves; 0 where any length hides.
-        kept_tokens: For the layer's input and attention's output alone; 0 where any length hides.
-        everything_measured: Whether the first lies between lengths that were measured, not beyond.
-        kept_measured: The same of the second.
+        context: Tokens before the subsequence.
+        everything_tokens: Length in tokens if everything that a layer saves is copied; 0 if copies
+            are hidden at any length.
+        kept_tokens: Length in tokens if only the layer's input and attention's output are copied;
+            0 if copies are hidden at any length.
+        everything_measured: Whether ``everything_tokens`` lies within the measured lengths.
+        kept_measured: Whether ``kept_tokens`` lies within the measured lengths.
     """
 
     context: int
@@ -76,11 +79,11 @@ class BreakEven:
 
 
 def break_evens(points: Sequence[OverlapPoint], *, kept_ratio: float) -> tuple[BreakEven, ...]:
-    """Break-even lengths at every context that was measured.
+    """Return the break-even lengths at every measured context.
 
     Args:
-        points: timings.
-        kept_ratio: bytes of a layer's input and attention's output over all it saves.
+        points: Timings of units with copies.
+        kept_ratio: Bytes of a layer's input and attention's output over all bytes that it saves.
     """
     found = []
     for context in sorted({point.context for point in points}):
@@ -92,18 +95,19 @@ def break_evens(points: Sequence[OverlapPoint], *, kept_ratio: float) -> tuple[B
 
 
 def break_even_tokens(row: Sequence[OverlapPoint], *, ratio: float) -> tuple[float, bool]:
-    """Break-even length at one context, and whether it lies between measured lengths.
+    """Return the break-even length at one context, and whether it is within measured lengths.
 
     Args:
-        row: timings at that context, shortest first.
-        ratio: fraction of the bytes that is copied.
+        row: Timings at that context, by ascending length.
+        ratio: Fraction of the bytes that is copied.
 
     Returns:
-        (tokens, 0 where any length hides; whether measured lengths enclose it).
+        (tokens, or 0 if copies are hidden at any length; whether the result is within the measured
+        lengths).
     """
-    # Per token, for that grows evenly with the length.
+    # Per token, because the lateness per token is linear in the length.
     late = [(ratio * p.copy_s - p.compute_copying_s) / p.tokens for p in row]
-    if late[0] <= 0:  # shorter ones than were measured may not hide, if their mean context decides
+    if late[0] <= 0:  # copies of shorter subsequences than measured may still be exposed
         tokens = _closed_form(row[0], ratio=ratio)
         return (tokens, False) if 1 <= tokens < row[0].tokens else (0.0, True)
     for index in range(1, len(row)):
@@ -115,7 +119,10 @@ def break_even_tokens(row: Sequence[OverlapPoint], *, ratio: float) -> tuple[flo
 
 
 def _closed_form(point: OverlapPoint, *, ratio: float) -> float:
-    """Return ``2 * ((bytes / rate - a) / b - p)`` with one point's rates; below 0 if all hide."""
+    """Return ``2 * ((bytes / rate - a) / b - p)`` with one point's rates.
+
+    The result is negative if copies are hidden at any length.
+    """
     missing_s = (ratio * point.copy_s - point.products_copying_s) / point.tokens
     mean_context = point.context + point.tokens / 2
     pair_s = point.attention_copying_s / (point.tokens * mean_context)

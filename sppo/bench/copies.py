@@ -1,8 +1,8 @@
 """Rates of copies between a device and its next tier: one direction alone, and both at once.
 
 On a GPU the next tier is host memory (:mod:`sppo.bench.pcie`), on a CPU a disk
-(:mod:`sppo.bench.disk`). A plan wants the rates with both directions busy: while one subsequence's
-tensors leave, another's come back.
+(:mod:`sppo.bench.disk`). Plans use the rates with both directions busy: while one subsequence's
+tensors are copied out, another's are copied back.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ from typing import Literal
 
 TierKind = Literal["host", "disk"]
 Times = Sequence[float]
-"""Seconds from the start at which request after request was done."""
+"""Completion times of successive requests, in seconds from the start."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyPoint:
-    """Rates of one way of copying, bytes/s; medians over rounds.
+    """Rates of one kind of copy, bytes/s; medians over rounds.
 
     Attributes:
-        how: What copies the bytes between which memories.
-        request_bytes: Of one request.
-        in_flight: Requests per direction that are with a disk at once; in a stream, one.
-        out_alone_bytes_per_s: Out of the device, nothing coming back.
-        back_alone_bytes_per_s: Back to the device, nothing leaving.
-        out_bytes_per_s: Out while others come back.
-        back_bytes_per_s: Back while others leave.
-        numa_node: That the host memory is bound to; None where it is not bound.
-        spread: Between the fastest and the slowest round of any of the four, over its median.
+        how: Name of the kind of copy: the memory and the library, or "disk".
+        request_bytes: Bytes of one request.
+        in_flight: Requests per direction in flight at the disk; one for copies of a stream.
+        out_alone_bytes_per_s: Rate out of the device, without copies back.
+        back_alone_bytes_per_s: Rate back to the device, without copies out.
+        out_bytes_per_s: Rate out of the device during copies back.
+        back_bytes_per_s: Rate back to the device during copies out.
+        numa_node: NUMA node that the host memory is bound to; None if not bound.
+        spread: Largest difference between the fastest and the slowest round of any of the four
+            rates, relative to the rate's median.
     """
 
     how: str
@@ -46,16 +47,16 @@ class CopyPoint:
 
 @dataclass(frozen=True, slots=True)
 class CopyMeasurements:
-    """Findings of one run of the copy benchmark.
+    """Results of one run of the copy benchmark.
 
     Attributes:
         tier: "host" or "disk".
-        where: Name of the tier, and how the bytes got there.
-        points: One per way, request size and requests in flight.
-        planned: The one that copies bytes as training does; its rates go into the description.
-        room_bytes: Of a disk, what a run may take of it; 0 for host memory.
-        first_write_bytes_per_s: Of a disk, the first write of space that was only set aside.
-        register_s_per_gib: Of host memory, what page-locking takes.
+        where: Description of the tier and of the path of the bytes, for users.
+        points: Rates by kind of copy, request size and requests in flight.
+        planned: Point that copies as training does; its rates go into the hardware description.
+        room_bytes: Bytes of the disk that a run may use; 0 for host memory.
+        first_write_bytes_per_s: Rate of the first write to allocated disk space; 0 for host memory.
+        register_s_per_gib: Seconds to page-lock one GiB of host memory; 0 for a disk.
     """
 
     tier: TierKind
@@ -69,19 +70,20 @@ class CopyMeasurements:
 
 @dataclass(frozen=True, slots=True)
 class Directions:
-    """Runs copies: ``run(out, back)`` in the directions that are true, both at once if both are.
+    """Function that runs copies out of the device, back to the device, or both at once.
 
     Attributes:
-        run: Gives the times of (out, back), empty for a direction that is false.
+        run: Function of two flags (out, back) that runs the directions whose flags are true, at the
+            same time, and returns the times of (out, back), empty for the others.
     """
 
     run: Callable[[bool, bool], tuple[Times, Times]]
 
 
 def busy_rates(out: Times, back: Times, *, request_bytes: int) -> tuple[float, float]:
-    """Rates (out, back) in bytes/s for as long as all directions that ran were busy.
+    """Return the rates (out, back) in bytes/s while all directions that ran were busy.
 
-    A direction that goes on alone after the other has ended would look faster than it is.
+    The time after one direction has ended is excluded, because the other is faster alone.
     """
     ran = [times for times in (out, back) if times]
     assert ran, "at least one direction ran"
@@ -90,7 +92,7 @@ def busy_rates(out: Times, back: Times, *, request_bytes: int) -> tuple[float, f
 
 
 def _rate(times: Times, end: float, request_bytes: int) -> float:
-    """Bytes of the requests done by ``end`` over the time the last of them was done."""
+    """Return the bytes of requests completed by ``end`` over the time of the last completion."""
     if not times:
         return 0.0
     done = [time for time in times if time <= end] or [times[0]]
@@ -107,7 +109,7 @@ def measure_point(
     numa_node: int | None = None,
     advance: Callable[[], None],
 ) -> CopyPoint:
-    """Time each direction alone and both together, in ``rounds`` rounds of all three."""
+    """Time copies out, copies back, and both together, each once in every round."""
     found: list[tuple[float, float, float, float]] = []
     for _ in range(rounds):
         out_alone, _ = busy_rates(*directions.run(True, False), request_bytes=request_bytes)

@@ -1,7 +1,7 @@
-"""The disk tier as training uses it: writes, reads, and both at once through a file tier.
+"""Rates of the disk tier as in training: writes, reads, and both at once through a file tier.
 
-Space that was only set aside is slow the first time it is written, so a first pass over all of it
-comes before what is measured. What is written is random: some disks compress.
+The first write to allocated space is slow, so all of the file is written once before the rates are
+measured. The data are random because some disks compress.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _WINDOW_S, _QUICK_WINDOW_S = 0.25, 0.05
 _ROUNDS, _QUICK_ROUNDS = 3, 1
 _PLANNED = (16 * MIB, 1)
 """Request size and requests in flight per direction of a training run: a layer of a subsequence
-is tens of MiB, and each direction copies one after the other."""
+has tens of MiB, and each direction copies one layer at a time."""
 
 
 def measure_disk(directory: Path, *, quick: bool, watcher: Watcher) -> CopyMeasurements:
-    """Measure the disk that holds ``directory``; nothing is left on it.
+    """Measure the disk of ``directory``; no file remains.
 
     Args:
-        directory: exists and can be written.
-        quick: less space, shorter, fewer sizes.
-        watcher: is told of every round.
+        directory: Existing directory that can be written to.
+        quick: Use less space, shorter windows and fewer sizes.
+        watcher: Receiver of the progress, notified of every round.
 
     Raises:
-        ValueError: there is no such directory.
-        OSError: it cannot be written, its disk has not the room, or failed.
+        ValueError: A directory that does not exist or cannot be written to.
+        OSError: A disk that lacks the space, or failed.
     """
     check_disk(directory, quick=quick)
     file_bytes = file_size_bytes(quick=quick)
@@ -87,16 +87,16 @@ def measure_disk(directory: Path, *, quick: bool, watcher: Watcher) -> CopyMeasu
 
 
 def file_size_bytes(*, quick: bool) -> int:
-    """Space on the disk that measuring takes."""
+    """Return the disk space that the measurement needs."""
     return _QUICK_FILE_BYTES if quick else _FILE_BYTES
 
 
 def check_disk(directory: Path, *, quick: bool) -> None:
-    """Find out before measuring whether ``directory`` will do.
+    """Check before measuring that ``directory`` can be used.
 
     Raises:
-        ValueError: there is no such directory, or it cannot be written to.
-        OSError: its disk has not the room.
+        ValueError: A directory that does not exist or cannot be written to.
+        OSError: A disk that lacks the space.
     """
     if not directory.is_dir():
         raise ValueError(
@@ -114,7 +114,7 @@ def check_disk(directory: Path, *, quick: bool) -> None:
 
 
 def first_write(tier: FileTier, memory: NDArray[np.uint8]) -> float:
-    """Write all of ``tier`` once, in requests of 16 MiB; bytes/s."""
+    """Write all of ``tier`` once, in requests of at most 16 MiB, and return the bytes/s."""
     size = min(_PLANNED[0], len(memory))
     start = time.perf_counter()
     for offset in range(0, tier.size_bytes, size):
@@ -123,9 +123,9 @@ def first_write(tier: FileTier, memory: NDArray[np.uint8]) -> float:
 
 
 class _Windows:
-    """Requests of one size for a window of time: writes to one half of a file, reads of the other.
+    """Requests of one size during a window of time: writes to one half of a file, reads of another.
 
-    So no request waits for another of the same bytes, as in a run.
+    With two halves no request waits for another one of the same bytes, as in a training run.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class _Windows:
         self._window_s = window_s
 
     def run(self, out: bool, back: bool) -> tuple[Times, Times]:
-        """Times of (writes, reads) in one window."""
+        """Return the completion times of (writes, reads) in one window."""
         times: tuple[list[float], list[float]] = ([], [])
         errors: list[OSError] = []
         start = time.perf_counter()
@@ -163,7 +163,7 @@ class _Windows:
         return times
 
     def _move(self, index: int, *, start_s: float, times: list[float]) -> None:
-        """Direction ``index`` until the window is over, at least one request."""
+        """Run requests of direction ``index`` until the window ends, at least one request."""
         size, half = self._request_bytes, self._tier.size_bytes // 2
         places = half // size
         start = (self._tier.write, self._tier.read)[index]
@@ -183,7 +183,7 @@ class _Windows:
 
 
 def _fill_with_noise(memory: NDArray[np.uint8]) -> None:
-    """Random bytes, a MiB of them repeated from another place each time."""
+    """Fill ``memory`` with random bytes: each MiB is the same noise from another offset."""
     noise = np.frombuffer(os.urandom(MIB + 4099), dtype=np.uint8)
     for number, offset in enumerate(range(0, len(memory), MIB)):
         part = memory[offset : offset + MIB]

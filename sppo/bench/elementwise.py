@@ -1,7 +1,7 @@
-"""Element-wise kernels, the loss and the optimizer: bytes per second by the planner's count.
+"""Rates of element-wise kernels, the loss and the optimizer, over bytes that the planner counts.
 
-The bytes are those of :data:`sppo.cost.elementwise.PASSES`, the least a kernel could read and
-write, so that time predicted from them and these rates is the time measured here.
+The bytes are those of :data:`sppo.cost.elementwise.PASSES`, the least that a kernel could read and
+write, so that the time predicted from these bytes and rates is the time measured here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def measure_elementwise(
     watcher: Watcher,
     quick: bool = False,
 ) -> tuple[Mapping[ElementwiseKey, Timing], tuple[ElementwisePoint, ...]]:
-    """Time every kernel on tensors of several sizes."""
+    """Time every kernel on tensors of several sizes; return the timings and the rates."""
     sizes = (_QUICK_ELEMENTS if quick else _ELEMENTS)[operands.device]
     cases = [
         TimedCase((kernel, dtype, elements), partial(_make, operands, kernel, dtype, elements))
@@ -46,7 +46,7 @@ def measure_elementwise(
 def elementwise_points(
     timings: Mapping[ElementwiseKey, Timing],
 ) -> tuple[ElementwisePoint, ...]:
-    """Rates over the planner's bytes."""
+    """Return the rate of every timing, over the bytes that the planner counts."""
     points = []
     for (kernel, dtype, elements), timing in timings.items():
         copied_bytes = elements * bytes_per_element(kernel, element_bytes=DTYPES[dtype].itemsize)
@@ -55,9 +55,10 @@ def elementwise_points(
 
 
 def kernels_of(dtype: str, *, device: str) -> Iterator[str]:
-    """Kernels that runs of this kind have.
+    """Yield the kernels that runs with ``dtype`` on ``device`` launch.
 
-    fp32 weights are their own masters, and only a CPU run copies what it saves.
+    fp32 weights have no separate master weights to round ("narrow"), and only runs on a CPU copy
+    saved tensors ("save").
     """
     for kernel in PASSES:
         if (kernel, dtype) != ("narrow", "fp32") and (kernel != "save" or device == "cpu"):

@@ -1,4 +1,4 @@
-"""The three products of a linear layer, as the engine calls them, on a grid of shapes."""
+"""Timing of the three products of a linear layer as the engine calls them, on a grid of shapes."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class GemmGrid:
     """Axes of the shapes to time.
 
     Attributes:
-        tokens: Rows of the input.
-        widths: Of the input and the output.
-        fixed: Somebody asked for these shapes, so a slow device does not get smaller ones.
+        tokens: Numbers of rows of the input.
+        widths: Widths of the input and the output.
+        fixed: Whether a user requested these shapes: a slow device does not get smaller ones.
     """
 
     tokens: tuple[int, ...]
@@ -40,7 +40,7 @@ class GemmGrid:
 
 
 def gemm_grid(device: str, *, quick: bool) -> GemmGrid:
-    """Return the shapes that are timed where nobody asks for any."""
+    """Return the default shapes to time; few of them if ``quick``."""
     tokens, widths = (_QUICK_TOKENS, _QUICK_WIDTHS) if quick else (_TOKENS, _WIDTHS)
     return GemmGrid(tokens[device], widths[device])
 
@@ -53,7 +53,7 @@ def measure_gemm(
     rounds: Rounds,
     watcher: Watcher,
 ) -> tuple[Mapping[GemmKey, Timing], tuple[GemmPoint, ...]]:
-    """Time products ``[tokens, width] x [width, width]``."""
+    """Time products ``[tokens, width] x [width, width]``; return the timings and the rates."""
     cases = [case for dtype in dtypes for case in _cases(operands, grid, dtype=dtype)]
     watcher.begin("gemm", total=len(cases) * rounds.count)
     timings = time_cases(cases, rounds=rounds, watcher=watcher)
@@ -61,7 +61,7 @@ def measure_gemm(
 
 
 def gemm_points(timings: Mapping[GemmKey, Timing]) -> tuple[GemmPoint, ...]:
-    """Rates of each layer from the times of its three products."""
+    """Return the rates of each layer from the times of its three products."""
     points = []
     for dtype, tokens, width in dict.fromkeys(key[:3] for key in timings):
         flops = 2 * tokens * width * width
@@ -82,7 +82,7 @@ def _cases(operands: Operands, grid: GemmGrid, *, dtype: str) -> Iterator[TimedC
 
 
 def _narrower(operands: Operands, grid: GemmGrid, *, dtype: str) -> tuple[int, ...]:
-    """Widths without the largest while these take too long; two stay."""
+    """Return the widths without the largest ones that take too long; at least two remain."""
     tokens, widths = grid.tokens, grid.widths
     probe = _make(operands, dtype, tokens[0], widths[0], "forward")
     seconds = time_once(probe, device=operands.device)

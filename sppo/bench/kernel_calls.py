@@ -1,7 +1,7 @@
 """Calls of element-wise kernels by the planner's names, with operands of a given size.
 
-A kernel works on ``elements`` elements of its operand, in rows of a small model's width on a CPU
-and a large one's on a GPU.
+Operands have ``elements`` elements, in rows of the width of a small model on a CPU and of a large
+model on a GPU.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _HEAD_SIZE = {"cpu": 64, "cuda": 128}
 _HEADS = 8
 _VOCABULARY = 4096
 _PARAMETERS = 16
-"""Tensors the optimizer works on."""
+"""Number of tensors that the optimizer updates."""
 _STACK_BYTES = 1 << 28
-"""Size beyond that of caches, so that what is saved leaves them as it does in training."""
+"""Size larger than caches, so that saved tensors are evicted as in training."""
 _EPS = 1e-6
 
 
@@ -117,7 +117,7 @@ def _activation(operands: Operands, dtype: torch.dtype, elements: int, *, kind: 
 def _activation_backward(
     operands: Operands, dtype: torch.dtype, elements: int, *, kind: Activation
 ) -> Call:
-    """Zeros: it works in place, and anything else would shrink into slow denormals call by call."""
+    """Return the call on zeros: in place, other values would shrink to slow denormals."""
     shape = _rows(operands, dtype, elements).shape
     dhidden, gate, up = (operands.zeros(*shape, dtype=dtype) for _ in range(3))
     return lambda: elementwise.activation_backward_(
@@ -141,7 +141,7 @@ def _narrow(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
 
 
 def _save(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
-    """Copies to place after place of a long stack."""
+    """Return a call that copies to the next place of a long stack each time."""
     x = _rows(operands, dtype, elements)
     places = max(2, _STACK_BYTES // (elements * dtype.itemsize))
     stack = operands.zeros(places, *x.shape, dtype=dtype)
@@ -157,19 +157,19 @@ def _bias_gradient(operands: Operands, dtype: torch.dtype, elements: int) -> Cal
 
 def _loss_gradient(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
     tokens = elements // _VOCABULARY
-    logits = operands.take(tokens, _VOCABULARY, dtype=dtype).clone()  # written over
+    logits = operands.take(tokens, _VOCABULARY, dtype=dtype).clone()  # overwritten by the call
     labels = torch.arange(tokens, device=operands.device) % _VOCABULARY
     return lambda: losses_to_gradient_(logits, labels, scale=1.0)
 
 
 def _adamw(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
-    """A step's work on fp32 parameters: see ``adamw`` in PASSES."""
+    """Return the call of a step's work on fp32 parameters: see ``adamw`` in PASSES."""
     shape = (_PARAMETERS, elements // _PARAMETERS)
     parameters = [row.clone() for row in operands.take(*shape, dtype=torch.float32)]
     gradients, *moments = ([torch.zeros_like(row) for row in parameters] for _ in range(3))
     config = OptimizerConfig()
     update = FusedAdamW(parameters, moments, config=config, weight_decay=config.weight_decay)
-    factor = torch.full((), 0.5, device=operands.device)  # of one, a GPU would clip nothing
+    factor = torch.full((), 0.5, device=operands.device)  # a GPU skips scaling by one
 
     def step() -> None:
         torch._foreach_zero_(gradients)

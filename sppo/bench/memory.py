@@ -1,4 +1,4 @@
-"""Check that shapes somebody asked for fit, before anything is timed."""
+"""Check that the shapes a user requested fit into memory, before anything is timed."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _FP32 = torch.float32.itemsize
 def check_memory(
     grids: Grids, *, subjects: Sequence[str], device: str, dtypes: Sequence[str]
 ) -> None:
-    """The largest shape that was asked for fits, by its operands and results alone.
+    """Check that the operands and results of the largest requested shape fit into memory.
 
     Args:
-        grids: to be timed.
-        subjects: that are measured.
+        grids: Shapes to time; default shapes are not checked.
+        subjects: Subjects to measure.
         device: "cpu" or "cuda".
-        dtypes: of bf16, fp32.
+        dtypes: Some of bf16 and fp32.
 
     Raises:
-        MemoryError: it does not.
+        MemoryError: A requested shape that does not fit.
     """
     shapes: list[tuple[int, str]] = []
     if "attention" in subjects and grids.attention.fixed:
@@ -48,7 +48,7 @@ def check_memory(
 
 
 def shape_bytes(shape: AttentionShape) -> int:
-    """Bytes of q, k, v, o, the gradients of o and q, and the fp32 sums of those of k and v."""
+    """Return the bytes of q, k, v, o, do, dq, and the fp32 sums of dk and dv."""
     size = DTYPES[shape.dtype].itemsize
     queries = shape.queries * shape.heads.queries * shape.head_size
     keys = shape.keys * shape.heads.kv * shape.head_size
@@ -56,7 +56,7 @@ def shape_bytes(shape: AttentionShape) -> int:
 
 
 def gemm_bytes(dtype: str, *, tokens: int, width: int) -> int:
-    """Bytes of the input, the output's gradient, the weight, and the fp32 sum of its gradient."""
+    """Return the bytes of input, output gradient, weight, and fp32 sum of weight gradients."""
     size = DTYPES[dtype].itemsize
     return 2 * tokens * width * size + width * width * (size + _FP32)
 

@@ -1,7 +1,7 @@
-"""Messages between two ranks on the CPU: their rate, and the compute that they take from the ranks.
+"""Messages between two ranks on the CPU: rate, latency, and the compute time that they cost.
 
-A CPU carries its own messages: while a core copies into or out of a socket it multiplies nothing.
-So a message costs both of its ranks compute, which no schedule hides.
+A CPU carries its own messages: a core that copies to or from a socket does not compute. So a
+message costs compute time on both of its ranks, which no schedule hides.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from sppo.units import MIB
 _RANKS = 2
 _SMALL_BYTES, _LARGE_BYTES = 4096, 8 * MIB
 _BESIDE_BYTES = MIB // 2
-"""Size of a message beside compute: that of a subsequence of a narrow model."""
+"""Size of a message during compute: that of a subsequence of a narrow model."""
 _WIDTH = 512
-"""Width of the square matrices that are multiplied meanwhile."""
+"""Width of the square matrices that are multiplied while messages are sent."""
 _PRODUCTS, _QUICK_PRODUCTS = 100, 10
 _ROUNDS, _QUICK_ROUNDS = 5, 2
 _TIMEOUT = timedelta(minutes=2)
 _END_S = 10.0
-"""Seconds that a process which has measured may take to end."""
+"""Seconds that a process may take to end after its last measurement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,11 @@ class MessageMeasurements:
     """Costs of messages between two processes of this machine.
 
     Attributes:
-        bytes_per_s: Of one large message.
-        latency_s: Until a small one is there.
-        compute_s_per_byte: Compute that a byte takes on each end.
-        spread: Of rounds of the last, between fastest and slowest, relative to the median time.
+        bytes_per_s: Rate of one large message.
+        latency_s: Seconds until a small message has arrived.
+        compute_s_per_byte: Compute time that a byte costs on each end.
+        spread: Difference between the fastest and slowest round of compute with messages, relative
+            to the median.
     """
 
     bytes_per_s: float
@@ -60,11 +61,11 @@ def measure_messages(*, quick: bool, watcher: Watcher) -> MessageMeasurements:
     """Measure messages over gloo between two processes of one thread each.
 
     Args:
-        quick: fewer rounds: to see that it works.
-        watcher: is told of every round.
+        quick: Run fewer rounds, to test the benchmark.
+        watcher: Receiver of the progress, notified of every round.
 
     Raises:
-        RuntimeError: a process failed; its error is on stderr.
+        RuntimeError: A process that failed; its error is on stderr.
     """
     rounds = _QUICK_ROUNDS if quick else _ROUNDS
     products = _QUICK_PRODUCTS if quick else _PRODUCTS
@@ -80,13 +81,13 @@ def measure_messages(*, quick: bool, watcher: Watcher) -> MessageMeasurements:
             for rank in range(_RANKS)
         ]
         try:
-            # A terminal sends Ctrl-C to them, too: this process alone ends them.
+            # A terminal also sends Ctrl-C to the children, which only this process may end.
             with held_back(STOP_SIGNALS), without_script():
                 for process in processes:
                     process.start()
             answer.close()
             found = MessageMeasurements(**_report(answers, processes, watcher))
-            for process in processes:  # one that ends first would be an error of the other
+            for process in processes:  # killing one early would be an error in the other
                 process.join(_END_S)
             return found
         finally:
@@ -100,7 +101,7 @@ def measure_messages(*, quick: bool, watcher: Watcher) -> MessageMeasurements:
 def _report(
     answers: Connection, processes: Sequence[BaseProcess], watcher: Watcher
 ) -> dict[str, float]:
-    """Return what rank 0 reports at its end; rounds are told as they come."""
+    """Return the figures that rank 0 reports at its end; advance ``watcher`` after each round."""
     failed = RuntimeError("measuring messages: a process failed; its error stands above")
     while True:
         ready = wait([answers, *(process.sentinel for process in processes)])
@@ -119,7 +120,7 @@ def _report(
 def _serve(
     rank: int, store: Path, rounds: int, products: int, answer: Connection, parent: int
 ) -> None:
-    """One of both processes; ends with its parent."""
+    """Run one of the two measuring processes, which ends with its parent."""
     end_with_parent(parent)
     import torch
     import torch.distributed as dist
@@ -157,7 +158,7 @@ def _serve(
 
 
 def _timed(work: Callable[[], None]) -> float:
-    """Return the seconds from when both are ready until both are done."""
+    """Return the seconds of ``work``, from both ranks being ready until both have finished."""
     import torch.distributed as dist
 
     dist.barrier()
@@ -168,7 +169,7 @@ def _timed(work: Callable[[], None]) -> float:
 
 
 class _Pair:
-    """This process and the other one, with a group for each direction as pipelines have them."""
+    """Pair of this rank and the other one, with one group per direction as in pipelines."""
 
     def __init__(self, rank: int) -> None:
         import torch
@@ -180,7 +181,7 @@ class _Pair:
         self._c = torch.empty(_WIDTH, _WIDTH)
 
     def one_way_s(self, size_bytes: int, *, turns: int) -> float:
-        """Median of half the time to there and back."""
+        """Return the median of half the round-trip time of a message."""
         import torch
         import torch.distributed as dist
 
@@ -195,7 +196,7 @@ class _Pair:
         return statistics.median(seconds[1:])
 
     def compute(self, products: int, *, messages: bool = False) -> None:
-        """Multiply matrices; with messages, send one and receive one beside each product."""
+        """Multiply matrices; with ``messages``, send and receive one during each product."""
         import torch
         import torch.distributed as dist
 

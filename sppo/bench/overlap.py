@@ -1,9 +1,9 @@
-"""Copies behind compute: what is still waited for, and what the copies cost the compute.
+"""Copies that overlap with compute: exposed copy time, and how much copies slow the compute.
 
-A unit is the forward of one layer on one subsequence: the products with its weights and its
-attention over everything before it. While it runs, what it would save is copied to the next tier,
-through the same queues as in training. Backward has the same bytes to bring back and about twice
-the time, so forward is where copies hide last.
+A unit is the forward of one layer on one subsequence: the products with the layer's weights, and
+attention over the whole prefix. While a unit runs, the bytes that the layer would save are copied
+to the next tier, through the same queues as in training. Backward copies the same bytes back and
+takes about twice as long, so copies are harder to hide in forward.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from sppo.offload.queues import CopyQueues, Dependency, Event, Ordering, Region
 from sppo.offload.thread_queues import ThreadQueues
 from sppo.units import GIB, format_duration
 
-_cuda: Any = torch.cuda  # parts of it have no types
+_cuda: Any = torch.cuda  # parts of torch.cuda have no types
 
 _TOKENS = {"cpu": (256, 1024, 4096), "cuda": (1024, 4096, 16384)}
 _CONTEXTS = {"cpu": (0, 4096, 16384), "cuda": (0, 32768, 131072)}
@@ -42,7 +42,7 @@ _QUICK_CONTEXTS = {"cpu": (0, 512), "cuda": (0, 16384)}
 _ROUNDS, _QUICK_ROUNDS = 3, 1
 _WINDOW_S, _QUICK_WINDOW_S = 0.3, 0.03
 _LONGEST_S = 1.0
-"""A unit that takes longer is left out."""
+"""Most seconds of a unit; longer units are left out."""
 _FEWEST_UNITS, _MOST_UNITS = 3, 64
 _SLOTS = 2
 _MOST_FILE_BYTES = GIB
@@ -54,16 +54,16 @@ LeftOut = tuple[int, int, str]
 
 @dataclass(frozen=True, slots=True)
 class OverlapMeasurements:
-    """Findings of one run of the overlap benchmark.
+    """Results of one run of the overlap benchmark.
 
     Attributes:
-        model: What the layer is called.
-        dtype: Of weights and activations.
-        where: Where copies went.
-        points: By subsequence length and context.
-        break_evens: By context.
-        added_s_per_byte: Compute that every copied byte costs: the median over the points.
-        left_out: (tokens, context, what it would take) of units that were not measured.
+        model: Name of the model of the layer.
+        dtype: Type of weights and activations.
+        where: Target of the copies, for users.
+        points: Timings by subsequence length and context.
+        break_evens: Break-even lengths by context.
+        added_s_per_byte: Compute time that every copied byte costs: the median over the points.
+        left_out: (tokens, context, time or memory needed) of units that were not measured.
     """
 
     model: str
@@ -77,11 +77,11 @@ class OverlapMeasurements:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLayer:
-    """Whose forward copies run behind.
+    """Layer whose forward the copies overlap with.
 
     Attributes:
-        name: For reports.
-        model: One layer of it.
+        name: Name of the model, for reports.
+        model: Model of which one layer is computed.
         dtype: "bf16" or "fp32".
     """
 
@@ -103,7 +103,7 @@ _DEFAULT_CUDA = "llama-3.2-1b"
 
 
 def default_layer(device: str) -> MeasuredLayer:
-    """Return the layer that copies run behind where no run file says: small on a CPU."""
+    """Return the layer that is measured if no run file is given; a small one on a CPU."""
     if device == "cuda":
         return MeasuredLayer(_DEFAULT_CUDA, ModelConfig(**PRESETS[_DEFAULT_CUDA]), "bf16")
     return MeasuredLayer("a Llama shape of width 512", _DEFAULT_CPU, "bf16")
@@ -117,17 +117,17 @@ def measure_overlap(
     quick: bool,
     watcher: Watcher,
 ) -> OverlapMeasurements:
-    """Measure copies behind the forward of ``layer``.
+    """Measure copies that overlap with the forward of ``layer``.
 
     Args:
-        operands: of the device to measure.
-        layer: what is computed, and saves what is copied.
-        directory: on the disk that a CPU's copies go to; a GPU's go to host memory.
-        quick: short subsequences, one round.
-        watcher: is told of every round.
+        operands: Operands on the device to measure.
+        layer: Layer to compute, which determines the bytes to copy.
+        directory: Directory on the disk that a CPU copies to; a GPU copies to host memory.
+        quick: Measure short subsequences in one round.
+        watcher: Receiver of the progress, notified of every round.
 
     Raises:
-        OSError: the disk has not the room, or failed.
+        OSError: A disk that lacks the space, or failed.
     """
     device = operands.device
     assert device == "cuda" or directory is not None, "a CPU's next tier is a disk"
@@ -166,16 +166,16 @@ def _queues(device: str) -> CopyQueues:
 
 
 def moved_bytes_per_token(layer: MeasuredLayer) -> int:
-    """Return the bytes that one layer saves for a token: its input, attention, linear parts."""
+    """Return the bytes that one layer saves per token: input, attention and linear classes."""
     element_bytes = DTYPES[layer.dtype].itemsize
     return int(class_bytes_per_token(layer.model, element_bytes=element_bytes).sum())
 
 
 def added_s_per_byte(points: Sequence[OverlapPoint]) -> float:
-    """Seconds of compute that a copied byte costs: the median over the points.
+    """Return the seconds of compute that a copied byte costs: the median over the points.
 
-    At least 0, where the copies are lost in the noise, and at most what compute would lose if it
-    stood still while they run: what is beyond came from elsewhere.
+    The result is at least 0, which noise may otherwise make negative, and at most the copy time per
+    byte, as if compute stood still during copies: any more has other causes.
     """
     added = statistics.median((p.compute_copying_s - p.compute_s) / p.moved_bytes for p in points)
     return min(max(0.0, added), statistics.median(p.copy_s / p.moved_bytes for p in points))
@@ -184,7 +184,7 @@ def added_s_per_byte(points: Sequence[OverlapPoint]) -> float:
 def _shapes(
     operands: Operands, layer: MeasuredLayer, *, quick: bool
 ) -> tuple[list[tuple[int, int]], list[LeftOut]]:
-    """Return (tokens, context) to measure, and those that would take a slow device too long."""
+    """Return the (tokens, context) to measure, and those that would take this device too long."""
     shapes: list[tuple[int, int]] = []
     left_out: list[LeftOut] = []
     device = operands.device
@@ -205,7 +205,7 @@ def _shapes(
 
 
 class _ForwardWork:
-    """The forward of one layer on one subsequence, in two parts that are timed apart."""
+    """Forward of one layer on one subsequence; products and attention are timed separately."""
 
     def __init__(
         self, operands: Operands, layer: MeasuredLayer, *, tokens: int, context: int
@@ -225,7 +225,7 @@ class _ForwardWork:
 
     @property
     def device(self) -> torch.device:
-        """The device on which it is computed."""
+        """Device of the computation."""
         return self._q.device
 
     @torch.no_grad()
@@ -236,12 +236,12 @@ class _ForwardWork:
         before: Callable[[], None] = lambda: None,
         after: Callable[[], None] = lambda: None,
     ) -> tuple[float, float]:
-        """Seconds of (products, attention) per unit, with calls around each unit that do not count.
+        """Return the seconds of (products, attention) per unit, without ``before`` and ``after``.
 
         Args:
-            units: times the unit is computed.
-            before: each of them.
-            after: each of them.
+            units: Number of times that the unit is computed.
+            before: Function to call before each unit.
+            after: Function to call after each unit.
         """
         marks = []
         for _ in range(units):
@@ -260,7 +260,7 @@ class _ForwardWork:
         return products / units, attention / units
 
     def _mark(self) -> Any:
-        """Now, in the order of compute."""
+        """Return the current time on a CPU, or an event recorded in the current stream."""
         if self._kind == "cpu":
             return time.perf_counter()
         event = _cuda.Event(enable_timing=True)
@@ -273,7 +273,7 @@ def _between(begin: Any, end: Any) -> float:
 
 
 class _Copier:
-    """Copies one unit's bytes after the other's through two slots, and on a CPU to a disk."""
+    """Copies of the bytes of successive units through two host slots, on a CPU on to a disk."""
 
     def __init__(
         self,
@@ -309,11 +309,11 @@ class _Copier:
 
     @property
     def num_places(self) -> int:
-        """Copies after which all of the file was written once; 1 without a file."""
+        """Number of copies that write all of the file once; 1 without a file."""
         return max(1, len(self._places))
 
     def begin(self) -> None:
-        """Start to copy one unit's bytes."""
+        """Start the copy of one unit's bytes."""
         slot = self._turn % _SLOTS
         source, written = self._sources[slot], self._written[slot]
         after: list[Dependency] = [
@@ -330,12 +330,12 @@ class _Copier:
         self._turn += 1
 
     def end(self) -> None:
-        """Let compute overwrite what was copied: it waits until the copy out is done."""
+        """Make compute wait until the last copy out is done, as if it overwrote the source."""
         assert self._copied is not None, "begin() comes first"
         self._queues.reusable(self._copied)
 
     def drain(self) -> float:
-        """Wait for everything; seconds that compute has waited since the last time."""
+        """Wait for all copies; return the seconds that compute waited since the last call."""
         last = self._written[(self._turn - 1) % _SLOTS]
         if last is not None:
             self._queues.reusable(last)
@@ -350,7 +350,7 @@ def _measure(
     once_s = sum(unit.time(1))
     window_s = _QUICK_WINDOW_S if quick else _WINDOW_S
     units = max(_FEWEST_UNITS, min(_MOST_UNITS, math.ceil(window_s / once_s)))
-    for _ in range(mover.num_places):  # space that was only set aside is slow the first time
+    for _ in range(mover.num_places):  # the first write to allocated space is slow
         _move(mover, 1)
     found = []
     for _ in range(rounds):
@@ -368,7 +368,7 @@ def _measure(
 
 
 def _move(mover: _Copier, units: int) -> float:
-    """Seconds of copying the bytes of ``units`` units with nothing computed."""
+    """Return the seconds to copy the bytes of ``units`` units without compute."""
     start = time.perf_counter()
     for _ in range(units):
         mover.begin()

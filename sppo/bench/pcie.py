@@ -1,8 +1,8 @@
-"""Copies between host memory and one CUDA device, by size, kind of host memory, and who asks.
+"""Rates of copies between host memory and a CUDA device, by size, kind of host memory and library.
 
-Host memory is pageable, page-locked by torch, or an arena as training uses it: huge pages, bound
-to a NUMA node where there are several, registered with CUDA in one block. The arena is also copied
-with cupy's raw runtime where cupy is installed: what torch adds would show as a difference.
+Host memory is pageable, page-locked by torch, or an arena as in training: huge pages, bound to a
+NUMA node if there are several, registered with CUDA in one block. If cupy is installed, the arena
+is also copied with cupy's raw runtime: a difference would be the overhead of torch.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from sppo.offload.arena import HostArena
 from sppo.offload.page_lock import lock_pages, unlock_pages
 from sppo.units import GIB, MIB
 
-_cuda: Any = torch.cuda  # parts of it have no types
+_cuda: Any = torch.cuda  # parts of torch.cuda have no types
 
 _REQUESTS = (MIB, 16 * MIB, 128 * MIB)
 _QUICK_REQUESTS = (16 * MIB,)
 _MOST_BYTES, _QUICK_MOST_BYTES = 2 * GIB, 256 * MIB
 _FEWEST, _MOST = 4, 256
-"""Requests of one direction in one round."""
+"""Fewest and most requests of one direction in one round."""
 _ROUNDS, _QUICK_ROUNDS = 3, 1
 _TORCH_MEMORY = {"pageable": False, "page-locked": True}
 _ARENA = "arena"
 _TO_DEVICE, _TO_HOST = 1, 2
-"""cudaMemcpyKind."""
+"""Values of cudaMemcpyKind."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,10 +44,10 @@ class _Host:
     """Host memory of one kind.
 
     Attributes:
-        how: What it is called.
-        memory: Its bytes, a half per direction.
-        numa_node: That it is bound to.
-        raw: Copy it with cupy.
+        how: Name of the kind of memory and the library.
+        memory: Bytes of the memory, one half per direction.
+        numa_node: NUMA node that the memory is bound to; None if not bound.
+        raw: Whether to copy with cupy instead of torch.
     """
 
     how: str
@@ -60,12 +60,13 @@ def measure_pcie(device: torch.device, *, quick: bool, watcher: Watcher) -> Copy
     """Measure copies between the host and a CUDA device.
 
     Args:
-        device: the current one.
-        quick: one size and one round.
-        watcher: is told of every round.
+        device: Current CUDA device.
+        quick: Measure one size in one round.
+        watcher: Receiver of the progress, notified of every round.
 
     Raises:
-        MemoryError: the host has not the memory, or may not lock it.
+        MemoryError: A host that lacks the memory, or may not lock it.
+        OSError: An arena that cannot be allocated or page-locked on any NUMA node.
     """
     requests = _QUICK_REQUESTS if quick else _REQUESTS
     rounds = _QUICK_ROUNDS if quick else _ROUNDS
@@ -109,7 +110,7 @@ def measure_pcie(device: torch.device, *, quick: bool, watcher: Watcher) -> Copy
         except (MemoryError, OSError) as error:
             if node == nodes[-1] and not register_s:
                 raise
-            refused[node] = error  # a node may be without memory of its own, or a GPU's
+            refused[node] = error  # a node may have no memory, or be a GPU's
     without = "".join(f"; not on NUMA node {node}: {error}" for node, error in refused.items())
     return CopyMeasurements(
         "host",
@@ -122,7 +123,7 @@ def measure_pcie(device: torch.device, *, quick: bool, watcher: Watcher) -> Copy
 
 
 def best_of_planned(points: list[CopyPoint]) -> CopyPoint:
-    """Return the copies that training makes: an arena through torch, the best NUMA node, long."""
+    """Return the point of copies as in training: arena, torch, largest requests, best NUMA node."""
     arena = [point for point in points if point.how == _ARENA]
     longest = max(point.request_bytes for point in arena)
     return max(
@@ -132,9 +133,9 @@ def best_of_planned(points: list[CopyPoint]) -> CopyPoint:
 
 
 class _Streams:
-    """``count`` copies per direction, each direction on a stream and fed by a thread of its own.
+    """Copies in both directions, each with its own stream and thread, ``count`` per direction.
 
-    Two threads, because copies of pageable memory hold up whoever asks for them.
+    Each direction has a thread because copies of pageable memory block the calling thread.
     """
 
     def __init__(self, host: _Host, device: Tensor, *, request_bytes: int, count: int) -> None:
@@ -146,7 +147,7 @@ class _Streams:
         self._streams = [_cuda.Stream(device.device) for _ in range(2)]
 
     def run(self, out: bool, back: bool) -> tuple[Times, Times]:
-        """Times of (copies out, copies back)."""
+        """Return the completion times of (copies out, copies back); one or both directions run."""
         _cuda.synchronize(self._device)
         begin = [_cuda.Event(enable_timing=True) for _ in range(2)]
         done: list[list[Any]] = [[], []]
@@ -169,7 +170,7 @@ class _Streams:
         if errors:
             raise errors[0]
         _cuda.synchronize(self._device)
-        # Both from the first begin: a direction that began later has had less time, not more speed.
+        # Both count from the earlier begin, or a direction that began later would seem faster.
         first = min(wanted, key=lambda index: begin[wanted[0]].elapsed_time(begin[index]))
         out_s, back_s = (
             [begin[first].elapsed_time(event) / 1e3 for event in events] for events in done
@@ -203,7 +204,7 @@ class _Streams:
 def _registered_arena(
     size_bytes: int, device: torch.device, *, numa_node: int | None
 ) -> Iterator[tuple[Tensor, float]]:
-    """An arena, page-locked by CUDA, and the seconds that took."""
+    """Yield the memory of a page-locked arena, and the seconds that page-locking took."""
     with HostArena(size_bytes, numa_node=numa_node) as arena:
         memory = arena.tensor(0, (size_bytes,), torch.uint8)
         runtime = _cuda.cudart()
@@ -218,7 +219,7 @@ def _registered_arena(
 
 
 def _numa_nodes() -> list[int | None]:
-    """Nodes to bind to; None alone where there is one, or binding is not possible."""
+    """Return the NUMA nodes to bind to; only None if there is one node or binding is impossible."""
     count = count_numa_nodes()
     if count == 1 or native_library() is None:
         return [None]
@@ -226,7 +227,7 @@ def _numa_nodes() -> list[int | None]:
 
 
 def _cupy() -> Any:
-    """Cupy's CUDA module, None where it is not installed."""
+    """Return the module ``cupy.cuda``, or None if cupy is not installed."""
     try:
         import cupy
     except ImportError:

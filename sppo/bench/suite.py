@@ -1,4 +1,4 @@
-"""All benchmarks under one roof: which there are, and one run of some of them."""
+"""Run of the requested benchmarks, and their measurements in one object."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ _ROUNDS, _QUICK_ROUNDS = 5, 3
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """Findings of one run of the benchmarks; empty where a subject was not asked for.
+    """Results of one run of the benchmarks; empty for subjects that were not requested.
 
     Attributes:
         device: "cpu" or "cuda".
-        gemm: Linear layers.
-        attention: Spans at the end of prefixes, with the back end that ``auto`` takes; also empty
-            where shapes were asked for that plans cannot read.
-        elementwise: Element-wise kernels, the loss, the optimizer.
-        spreads: Of every timing, between its fastest and slowest round, relative to the median.
-        wall_s: The whole run.
-        copies: One entry per tier behind the device.
-        overlap: Copies behind compute; None where not asked for.
-        backends: Attention with every back end; None where not asked for.
-        messages: Between ranks on the CPU; None where not asked for.
+        gemm: Rates of linear layers.
+        attention: Rates of spans at the end of prefixes, with the back end that ``auto`` chooses;
+            also empty if the requested shapes are none that plans can read.
+        elementwise: Rates of element-wise kernels, the loss and the optimizer.
+        spreads: Difference between the fastest and slowest round of each timing, relative to the
+            median.
+        wall_s: Seconds of the whole run.
+        copies: Copy measurements, one entry per tier behind the device.
+        overlap: Copies that overlap with compute; None if not requested.
+        backends: Attention with every back end; None if not requested.
+        messages: Messages between ranks on the CPU; None if not requested.
     """
 
     device: str
@@ -58,11 +59,11 @@ class Measurements:
 
 @dataclass(frozen=True, slots=True)
 class CopySetup:
-    """Targets of measured copies, and the compute that they run behind.
+    """Targets of measured copies, and the compute that the copies overlap with.
 
     Attributes:
-        directory: On the disk to measure; None where only host memory is.
-        layer: Whose forward copies run behind.
+        directory: Directory on the disk to measure; None to measure host memory only.
+        layer: Layer whose forward the copies overlap with.
     """
 
     directory: Path | None
@@ -71,19 +72,19 @@ class CopySetup:
 
 @dataclass(frozen=True, slots=True)
 class Grids:
-    """Shapes of the subjects that can be asked for some."""
+    """Shapes to time, for the subjects whose shapes a user can choose."""
 
     gemm: GemmGrid
     attention: AttentionGrid
 
 
 def default_grids(device: str, *, quick: bool) -> Grids:
-    """Return the shapes that are timed where nobody asks for any; few of them if ``quick``."""
+    """Return the default shapes to time; few of them if ``quick``."""
     return Grids(gemm_grid(device, quick=quick), attention_grid(device, quick=quick))
 
 
 def device_to_measure() -> str:
-    """Return the device that torch runs on here: "cuda" where it can, else "cpu"."""
+    """Return the device that torch can use on this machine: "cuda" if available, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -97,22 +98,22 @@ def measure(
     grids: Grids | None = None,
     copying: CopySetup | None = None,
 ) -> Measurements:
-    """Measure ``subjects``.
+    """Run the benchmarks named in ``subjects``.
 
     Args:
-        subjects: of gemm, attention, elementwise, messages, pcie, overlap; the last two need
-            ``copying``.
+        subjects: Some of gemm, attention, elementwise, messages, pcie and overlap; the last two
+            need ``copying``.
         device: "cpu" or "cuda".
-        dtypes: of bf16, fp32.
-        quick: fewer shapes and rounds: to see that everything works, not to plan with.
-        watcher: is told of every timing.
-        grids: shapes of gemm and attention; None for the default ones.
-        copying: where copies go, and what they run behind.
+        dtypes: Some of bf16 and fp32.
+        quick: Measure fewer shapes and rounds, to test the benchmarks, not to plan with.
+        watcher: Receiver of the progress, notified of every timing.
+        grids: Shapes of gemm and attention; None for the default shapes.
+        copying: Targets of copies, and the layer that they overlap with.
 
     Raises:
-        ValueError: there is no such directory.
-        OSError: the disk has not the room, or failed.
-        MemoryError: the host has not the memory, or may not lock it.
+        ValueError: A directory that does not exist.
+        OSError: A disk that lacks the space, or failed.
+        MemoryError: A host that lacks the memory, or may not lock it.
     """
     start = time.perf_counter()
     operands = Operands(device)
@@ -152,7 +153,7 @@ def measure(
 def _measure_copies(
     device: str, copying: CopySetup, *, quick: bool, watcher: Watcher
 ) -> Iterator[CopyMeasurements]:
-    """Measure copies to every tier that is there: host memory of a GPU, and a disk."""
+    """Yield the measured copies to each available tier: host memory for a GPU, and a disk."""
     if device == "cuda":
         yield measure_pcie(torch.device(device), quick=quick, watcher=watcher)
     if copying.directory is not None:
@@ -168,7 +169,7 @@ def _measure_kernels(
     quick: bool,
     watcher: Watcher,
 ) -> tuple[Measurements, Sequence[Timing]]:
-    """Measure what computes: matrix products, attention, element-wise kernels."""
+    """Measure kernels: matrix products, attention, element-wise kernels."""
     rounds = Rounds(operands.device, count=_QUICK_ROUNDS if quick else _ROUNDS)
     found, timings = Measurements(operands.device), list[Timing]()
     if "gemm" in subjects:

@@ -1,7 +1,7 @@
-"""Timing of kernels: warm, synchronised, in rounds over all of them, as medians.
+"""Timing of kernels: warm, synchronised, medians over rounds of all cases.
 
-All cases of a subject are measured once, then once more, and so on: what disturbs the machine for
-a second falls on one round of some cases, and their medians do not notice.
+Each round measures every case of a subject once: a disturbance of about a second affects one round
+of some cases, and not their medians.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ Call = Callable[[], object]
 Key = TypeVar("Key", bound=Hashable)
 
 _WARM_S = 0.05
-"""A call of this length needs no other before it in later rounds."""
+"""Duration of a call from which on later rounds need no warm-up call."""
 _LONG_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class TimedCase(Generic[Key]):
-    """One thing to time.
+    """One call to time.
 
     Attributes:
-        key: Names it in the results.
-        make: Builds its operands and returns the call to time; run anew in every round, so that
-            operands of one case live at a time.
+        key: Key of the case in the results.
+        make: Function that builds the operands and returns the call to time; run in every round,
+            so that only one case's operands exist at a time.
     """
 
     key: Key
@@ -39,7 +39,7 @@ class TimedCase(Generic[Key]):
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of one call over all rounds."""
+    """Seconds of one call: median, least and most over all rounds."""
 
     median_s: float
     least_s: float
@@ -53,13 +53,13 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """Thoroughness of measuring.
+    """Number and length of the rounds of a measurement.
 
     Attributes:
         device: "cpu" or "cuda".
         count: Rounds over all cases.
         count_long: Rounds for cases whose call takes longer than 0.1 s.
-        window_s: Calls are repeated for about this long in each round, at least once.
+        window_s: Seconds for which the call is repeated in each round, at least once.
     """
 
     device: str
@@ -69,14 +69,14 @@ class Rounds:
 
 
 class Watcher(Protocol):
-    """Listener that is told how measuring goes on."""
+    """Receiver of the progress of measurements."""
 
     def begin(self, subject: str, *, total: int) -> None:
-        """``total`` timings of ``subject`` follow."""
+        """Announce ``total`` timings of ``subject``."""
         ...
 
     def advance(self) -> None:
-        """One timing is done."""
+        """Report that one timing is complete."""
         ...
 
 
@@ -84,7 +84,7 @@ class Watcher(Protocol):
 def time_cases(
     cases: Sequence[TimedCase[Key]], *, rounds: Rounds, watcher: Watcher
 ) -> Mapping[Key, Timing]:
-    """Time every case in every round; the result by key."""
+    """Time every case in every round and return the timings by key."""
     seconds: dict[Key, list[float]] = {case.key: [] for case in cases}
     assert len(seconds) == len(cases), "every case has a key of its own"
     for turn in range(rounds.count):
@@ -101,9 +101,9 @@ def time_cases(
 
 
 def _time(call: Call, *, rounds: Rounds, known_s: float) -> float:
-    """Mean seconds of the calls of one round."""
+    """Return the mean seconds of the calls of one round."""
     if known_s < _WARM_S:
-        _timed(call, calls=1, device=rounds.device)  # caches filled, kernels chosen, memory taken
+        _timed(call, calls=1, device=rounds.device)  # fills caches, selects kernels, allocates
     if known_s == 0.0:
         known_s = _timed(call, calls=1, device=rounds.device)
     calls = max(1, math.ceil(rounds.window_s / max(known_s, 1e-7)))
@@ -111,7 +111,7 @@ def _time(call: Call, *, rounds: Rounds, known_s: float) -> float:
 
 
 def time_once(call: Call, *, device: str) -> float:
-    """Seconds of one warm call: enough to choose sizes by."""
+    """Return the seconds of one warm call, an estimate for the choice of sizes."""
     _timed(call, calls=1, device=device)
     return _timed(call, calls=1, device=device)
 

@@ -1,1 +1,1 @@
-"""Measured rates as tables, plots and a hardware description."""
+"""Reports of measured rates: tables, plots and a hardware description."""

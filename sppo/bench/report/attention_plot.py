@@ -1,4 +1,4 @@
-"""Panels of a plot: attention with the back end that ``auto`` takes, and all back ends."""
+"""Panels of a plot: attention with the back end that ``auto`` chooses, and with all back ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LEGEND = "keys; forward solid, backward dotted"
 
 
 def draw_attention(axes: Any, *, points: tuple[AttentionPoint, ...]) -> None:
-    """Rate against keys, a line per dtype and queries, at the smallest head size."""
+    """Draw rate against keys at the smallest head size, a line per dtype and number of queries."""
     size = min(point.head_size for point in points)
     chosen = [point for point in points if point.head_size == size]
     unit, name = flops_unit(point.forward_flops_per_s for point in chosen)
@@ -32,7 +32,7 @@ def draw_attention(axes: Any, *, points: tuple[AttentionPoint, ...]) -> None:
 
 
 def draw_backends(axes: Any, *, found: BackendComparison) -> None:
-    """Rate against keys, a line per back end, of the shapes that compare most."""
+    """Draw rate against keys, a line per back end, for the shapes with the most back ends."""
     chosen = _most_compared(found)
     shape = chosen[0].shape
     unit, name = flops_unit(rate.forward_flops_per_s for rate in chosen)
@@ -54,7 +54,10 @@ def draw_backends(axes: Any, *, found: BackendComparison) -> None:
 
 
 def _most_compared(found: BackendComparison) -> list[BackendRate]:
-    """Rates that differ in back end and keys only: of most back ends, on most keys, the longest."""
+    """Return a group of rates that differ in back end and keys only.
+
+    The group has the most back ends; ties are decided by the number of keys, then by the FLOPs.
+    """
     groups: dict[tuple[object, ...], list[BackendRate]] = {}
     for rate in found.rates:
         shape = rate.shape
@@ -78,7 +81,7 @@ def _draw_line(
     text: str,
     colour: str,
 ) -> Label:
-    """Draw both directions of points that differ in keys only; label the forward's end."""
+    """Draw forward and backward of points that differ in keys only; return the forward's label."""
     forward = [point.forward_flops_per_s / unit for point in row]
     backward = [point.backward_flops_per_s / unit for point in row]
     axes.plot(keys, forward, color=colour, lw=1.6, marker="o", ms=3)

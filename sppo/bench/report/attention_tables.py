@@ -1,4 +1,4 @@
-"""Measured attention as a table, and how good the choice of ``auto`` is."""
+"""Table of measured attention, and a comparison of ``auto``'s choice with the fastest back end."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _MOST_BEHIND = 0.03
-"""Share of time that the back end which ``auto`` takes may need beyond the fastest."""
+"""Fraction of time by which ``auto``'s back end may exceed the fastest and count as equal."""
 _AUTOMATIC_MARK = "*"
 
 
 def print_attention(found: BackendComparison, *, console: Console) -> None:
-    """A row per shape, a column per back end; what ``auto`` loses; what was left out."""
+    """Print a row per shape and a column per back end, then the loss of ``auto`` and the gaps."""
     console.print(_table(found))
     for line in (automatic_line(found), *left_out_lines(found)):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def automatic_line(found: BackendComparison) -> str:
-    """Return how far the back end that ``auto`` takes is from the fastest, in both directions."""
+    """Return a line that compares ``auto``'s back end with the fastest: forward plus backward."""
     mark = f"{_AUTOMATIC_MARK} what auto takes"
     rows = {
         shape: rates for shape, rates in found.by_shape.items() if _has_choice(found, shape, rates)
@@ -46,7 +46,7 @@ def automatic_line(found: BackendComparison) -> str:
 
 
 def left_out_lines(found: BackendComparison) -> list[str]:
-    """Return why there are gaps, a line per back end and reason."""
+    """Return the reasons for gaps in the table, a line per back end and reason."""
     gaps: dict[tuple[BackendName, str], int] = {}
     for left_out in found.left_out:
         key = (left_out.backend, left_out.reason)
@@ -92,7 +92,7 @@ def _cell(
     text = format_rates((rate.forward_flops_per_s, rate.backward_flops_per_s), unit=unit)
     if rate is _fastest(rates) and len(rates) > 1:
         text = f"[bold]{text}[/bold]"
-    # A blank where others have the mark keeps the figures under each other.
+    # A blank in place of the mark keeps the figures aligned.
     return f"{text} {_AUTOMATIC_MARK if backend == found.automatic[shape] else ' '}"
 
 
@@ -105,7 +105,7 @@ def _has_choice(
 def _behind(
     found: BackendComparison, shape: AttentionShape, rates: Mapping[BackendName, BackendRate]
 ) -> float:
-    """Return the share of time that the back end of ``auto`` needs beyond the fastest."""
+    """Return the fraction of time by which ``auto``'s back end exceeds the fastest."""
     return rates[found.automatic[shape]].both_s / _fastest(rates).both_s - 1
 
 

@@ -1,4 +1,4 @@
-"""Panels of a plot: rates of copies by request size, and copies beside the compute over them."""
+"""Panels of a plot: rates of copies by request size, and times of copies and their compute."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from sppo.units import MIB, format_bytes, format_tokens
 
 
 def draw_copies(axes: Any, *, found: CopyMeasurements) -> None:
-    """Rate against request size, a colour per way; both at once solid, alone dotted."""
+    """Draw rate against request size, a colour per kind of copy.
+
+    Lines are solid for both directions at once and dotted for one direction alone.
+    """
     names = ("write", "read") if found.tier == "disk" else ("D2H", "H2D")
     axes.set_title(f"{found.tier} tier, GB/s", loc="left")
     labels: list[Label] = []
@@ -44,15 +47,15 @@ def draw_copies(axes: Any, *, found: CopyMeasurements) -> None:
 
 
 def _way(point: CopyPoint) -> str:
-    """Points that differ in size only are one line."""
+    """Return the name of a point's line, which is common to all points that differ in size only."""
     node = "" if point.numa_node is None else f", node {point.numa_node}"
     return f"{point.in_flight} in flight" if point.how == "disk" else f"{point.how}{node}"
 
 
 def draw_overlap(axes: Any, *, found: OverlapMeasurements) -> None:
-    """Time per token against subsequence length: compute by context, and the copy below or above.
+    """Draw time per token against subsequence length: a line per context, and one of the copy.
 
-    Where the copy's line is below that of a context, it hides there.
+    The copy is hidden at lengths where the copy's line is below the line of the context.
     """
     axes.set_title(f"copies behind a layer of {found.model}, us per token", loc="left")
     labels: list[Label] = []

@@ -1,4 +1,4 @@
-"""Measured copies, and copies behind compute, as tables."""
+"""Tables of measured copies, and of copies that overlap with compute."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _LENGTH_MARK = "~"
 
 
 def print_copies(found: CopyMeasurements, *, console: Console) -> None:
-    """Rates of one tier, and which of them plans will use."""
+    """Print the rates of copies to one tier, and the rates that plans will use."""
     console.print(_copies_table(found))
     for line in copies_lines(found):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def print_overlap(found: OverlapMeasurements, *, console: Console) -> None:
-    """Copies behind the forward of a layer, and from which length on they hide."""
+    """Print the copies that overlap with a layer's forward, and the break-even lengths."""
     console.print(_overlap_table(found))
     console.print(_break_even_table(found.break_evens))
     for line in overlap_lines(found):
@@ -34,7 +34,7 @@ def print_overlap(found: OverlapMeasurements, *, console: Console) -> None:
 
 
 def copies_lines(found: CopyMeasurements) -> list[str]:
-    """Return the lines under the table."""
+    """Return the lines under the table of copies."""
     planned = found.planned
     lines = [found.where]
     if found.first_write_bytes_per_s:
@@ -50,7 +50,7 @@ def copies_lines(found: CopyMeasurements) -> list[str]:
 
 
 def overlap_lines(found: OverlapMeasurements) -> list[str]:
-    """Return the lines under the tables."""
+    """Return the lines under the tables of overlap."""
     point = found.points[0]
     per_token = format_bytes(point.moved_bytes / point.tokens)
     lines = [
@@ -67,7 +67,7 @@ def overlap_lines(found: OverlapMeasurements) -> list[str]:
 
 
 def break_even_text(tokens: float, *, measured: bool) -> str:
-    """A length as people read it."""
+    """Return a break-even length as text; "any" for 0, marked if it was extrapolated."""
     if tokens <= 0:
         return "any"
     rounded = max(1, round(tokens))

@@ -1,4 +1,4 @@
-"""Display of measuring: a bar on a terminal, a line per subject elsewhere."""
+"""Display of measuring: a progress bar on a terminal, otherwise a line per subject."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 
 class BenchDisplay:
-    """:class:`sppo.bench.timing.Watcher` for people.
+    """:class:`sppo.bench.timing.Watcher` that shows the progress on a console.
 
     Args:
-        console: where to write.
+        console: Console to write to.
     """
 
     def __init__(self, console: Console) -> None:
@@ -36,13 +36,13 @@ class BenchDisplay:
             self._progress.stop()
 
     def begin(self, subject: str, *, total: int) -> None:
-        """Show the bar, or the line, of a subject that times ``total`` things."""
+        """Show the bar, or print the line, of a subject with ``total`` timings."""
         if self._progress is None:
             self._console.print(f"measuring {subject}: {total} timings", highlight=False)
         else:
             self._progress.reset(self._task, total=total, description=subject)
 
     def advance(self) -> None:
-        """Count one more thing as timed."""
+        """Advance the bar by one timing."""
         if self._progress is not None:
             self._progress.advance(self._task)

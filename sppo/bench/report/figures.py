@@ -1,4 +1,4 @@
-"""Texts of measured figures, in tables and in plots."""
+"""Formats of measured figures in tables and plots."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TERA_FROM = 1e13
 
 
 def measurement_table(title: str) -> Table:
-    """A table with a line below its heading and no frame."""
+    """Return an empty table with a line below its heading and no frame."""
     from rich import box
     from rich.table import Table
 
@@ -21,7 +21,7 @@ def measurement_table(title: str) -> Table:
 
 
 def flops_unit(rates: Iterable[float]) -> tuple[float, str]:
-    """Return the divisor of FLOP/s and its name: TFLOP/s where the fastest reaches ten of them."""
+    """Return (divisor, name) of the unit of rates: TFLOP/s from 10 TFLOP/s on, else GFLOP/s."""
     return (1e12, "TFLOP/s") if max(rates) >= _TERA_FROM else (1e9, "GFLOP/s")
 
 

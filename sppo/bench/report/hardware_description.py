@@ -1,4 +1,4 @@
-"""A hardware description with what was measured in place of what was assumed."""
+"""Hardware description in which measured rates replace assumed ones."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _DTYPES = ("bf16", "fp32")
 
 
 def described_machine(device: str) -> HardwareSpec:
-    """Return this machine as it is before measuring, with the device that will be measured.
+    """Return the description of this machine before measuring, with the device to measure.
 
-    A CPU has as many multiprocessors as torch has threads here: rates will hold for those.
+    A CPU has as many multiprocessors as torch has threads, the number for which rates are measured.
 
     Args:
-        device: "cpu" or "cuda", whichever torch runs on.
+        device: Device that torch runs on, "cpu" or "cuda".
 
     Raises:
-        ValueError: torch runs on a GPU that cannot be asked what it is.
+        ValueError: A GPU that cannot be identified.
     """
     detected = detect_machine()
     if device == "cpu":
@@ -45,13 +45,14 @@ def described_machine(device: str) -> HardwareSpec:
 
 
 def starting_description(detected: HardwareSpec, *, path: Path | None) -> HardwareSpec:
-    """Return what measurements are merged into: the file that is there, else ``detected``.
+    """Return the description to merge measurements into: the existing file, or ``detected``.
 
-    So subjects can be measured one after the other, and what a person wrote into the file stays.
+    Subjects can therefore be measured one at a time, and manual edits of the file are kept.
 
     Raises:
-        ValueError: the file is no hardware description, or one of another machine.
-        OSError: it cannot be read.
+        ValueError: A file that is no hardware description, or describes another machine or another
+            number of threads.
+        OSError: A file that cannot be read.
     """
     if path is None or not path.exists():
         return detected
@@ -73,7 +74,8 @@ def starting_description(detected: HardwareSpec, *, path: Path | None) -> Hardwa
 def describe(base: HardwareSpec, measurements: Measurements) -> HardwareSpec:
     """Return ``base`` with measured points and their peaks, and rates of copies and messages.
 
-    "measured" once matrix products, attention and element-wise kernels are, "calibrated" before.
+    The provenance is "measured" if there are points of matrix products, attention and element-wise
+    kernels, else "calibrated".
     """
     device = base.device
     device = replace(
@@ -107,7 +109,7 @@ def describe(base: HardwareSpec, measurements: Measurements) -> HardwareSpec:
 
 
 def _with_copies(node: NodeSpec, copies: CopyMeasurements) -> NodeSpec:
-    """Rates with both directions busy, as a plan wants them."""
+    """Return ``node`` with the planned rates of copies, with both directions busy and alone."""
     planned = copies.planned
     if copies.tier == "disk":
         return replace(
@@ -134,13 +136,13 @@ _P = TypeVar("_P", bound=_Point)
 
 
 def _merged(old: tuple[_P, ...], new: tuple[_P, ...]) -> tuple[_P, ...]:
-    """A dtype that was measured anew replaces what was known of it."""
+    """Return the old points of dtypes that were not measured, and the new points."""
     dtypes = {point.dtype for point in new}
     return tuple(point for point in old if point.dtype not in dtypes) + new
 
 
 def _with_peaks(device: DeviceSpec, points: Sequence[GemmPoint]) -> DeviceSpec:
-    """Add the rate of endless products: a fraction of a GPU's peak, the peak itself of a CPU."""
+    """Return ``device`` with the best rate of products as a GPU's efficiency or a CPU's peak."""
     best = {
         dtype: max(p.forward_flops_per_s for p in points if p.dtype == dtype)
         for dtype in {point.dtype for point in points}
@@ -171,10 +173,10 @@ def _with_attention(device: DeviceSpec, points: Sequence[AttentionPoint]) -> Dev
 
 
 def _with_bandwidth(device: DeviceSpec, points: Sequence[ElementwisePoint]) -> DeviceSpec:
-    """Memory bandwidth is what the largest copies reach.
+    """Return ``device`` with the rate of the largest copies as memory bandwidth.
 
-    Measured rates hold the fixed cost of a call, so nothing is added to them on a CPU; kernels of a
-    GPU queue up while it works, and so did those that were measured.
+    The fixed cost of a kernel becomes 0: measured rates include it on a CPU, and a GPU's kernels
+    are queued while others run, in measurements as in training.
     """
     copies = [point for point in points if point.kernel == "copy"]
     largest = max(copies, key=lambda point: (point.elements, point.bytes_per_s))

@@ -1,4 +1,4 @@
-"""Parts common to all panels of a plot: colours, axes of tokens, labels at the ends of lines."""
+"""Elements of all panels of a plot: colours, axes of tokens, labels at the ends of lines."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ INK, QUIET, GRID = "#222222", "#6b6b6b", "#e6e6e6"
 COLOURS = ("#1f5fa8", "#d1495b", "#2e8b57", "#b8860b", "#7b4fa3", "#008b8b", "#8c564b")
 SMALL_PT = 8
 _LABEL_HEIGHT = 0.035
-"""Height of a label as a fraction of a panel's."""
+"""Height of a label as a fraction of the panel's height."""
 _HEADROOM = 1.1
 
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """Names a line at its end."""
+    """Name of a line, written at the line's end."""
 
     x: float
     y: float
@@ -27,14 +27,14 @@ class Label:
 
 
 def coloured_dtypes(points: Iterable[Any]) -> Iterator[tuple[str, str]]:
-    """Yield (colour, dtype) of every dtype of points."""
+    """Yield (colour, dtype) for every dtype of ``points``."""
     yield from zip(COLOURS, dict.fromkeys(point.dtype for point in points), strict=False)
 
 
 def write_labels(axes: Any, labels: Sequence[Label]) -> None:
-    """Labels at the ends of lines, moved apart where they would cover each other.
+    """Write labels at the ends of lines, moved apart if they would overlap.
 
-    The limits of the axes must be set before.
+    The limits of the axes must be set before the call.
     """
 
     def height(label: Label) -> float:
@@ -60,7 +60,7 @@ def write_labels(axes: Any, labels: Sequence[Label]) -> None:
 
 
 def token_axis(axes: Any, tokens: list[int], label: str, *, from_zero: bool = True) -> None:
-    """Numbers of tokens along x, room for labels right of them, y from 0 on where it is linear."""
+    """Set a logarithmic x axis of tokens with space for labels, and y from 0 if ``from_zero``."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(tokens, [format_tokens(count) for count in tokens], rotation=45)
     axes.minorticks_off()
@@ -72,12 +72,12 @@ def token_axis(axes: Any, tokens: list[int], label: str, *, from_zero: bool = Tr
 
 
 def headroom(axes: Any) -> None:
-    """Let y begin at 0 and end a little above the data."""
+    """Set the limits of y from 0 to a little above the data."""
     axes.set_ylim(0, axes.get_ylim()[1] * _HEADROOM)
 
 
 def clean(axes: Any) -> None:
-    """Leave no frame but the line below, and quiet small text."""
+    """Remove the frame except the bottom line, and set small, quiet text."""
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color("#bbbbbb")

@@ -1,4 +1,4 @@
-"""Plot of what a machine reaches: kernels, copies, and copies behind compute."""
+"""Plot of a machine's measured rates: kernels, copies, and copies that overlap with compute."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _PANEL_INCHES = (5.2, 5.4)
 
 
 def write_plot(path: Path, *, name: str, measurements: Measurements) -> None:
-    """Draw one panel per subject into `path`, a PNG.
+    """Draw one panel per subject and write the plot to ``path`` as PNG.
 
     Args:
-        path: the file.
-        name: of the machine.
-        measurements: at least one subject.
+        path: File to write.
+        name: Name of the machine.
+        measurements: Measurements of at least one subject.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: A file that cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -70,7 +70,7 @@ def write_plot(path: Path, *, name: str, measurements: Measurements) -> None:
 
 
 def _draw_gemm(axes: Any, *, points: tuple[GemmPoint, ...]) -> None:
-    """Rate against tokens, a line per dtype and width; output solid, weight gradient dotted."""
+    """Draw rate against tokens, a line per dtype and width; output solid, weights dotted."""
     unit, name = flops_unit(point.forward_flops_per_s for point in points)
     axes.set_title(f"linear layers, {name}", loc="left")
     labels = []
@@ -88,7 +88,7 @@ def _draw_gemm(axes: Any, *, points: tuple[GemmPoint, ...]) -> None:
 
 
 def _draw_elementwise(axes: Any, *, points: tuple[ElementwisePoint, ...]) -> None:
-    """A bar per kernel and dtype, at the largest size."""
+    """Draw the rate at the largest size, a bar per kernel and dtype."""
     largest = max(point.elements for point in points)
     chosen = [point for point in points if point.elements == largest]
     kernels = list(dict.fromkeys(point.kernel for point in chosen))[::-1]

@@ -1,4 +1,4 @@
-"""Measured rates as tables."""
+"""Tables of measured rates."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 _STEADY = 0.25
-"""Median spread above which figures are not steady enough to plan with; a choice, not measured."""
+"""Median spread above which figures are too unsteady to plan with; a choice, not measured."""
 
 
 def print_measurements(measurements: Measurements, *, console: Console) -> None:
-    """Print one table per subject, and how steady the machine was."""
+    """Print one table per subject, a summary, and a warning if the machine was unsteady."""
     if measurements.gemm:
         console.print(_gemm_table(measurements.gemm))
     if measurements.backends is not None:
@@ -44,7 +44,7 @@ def print_measurements(measurements: Measurements, *, console: Console) -> None:
 
 
 def messages_line(found: MessageMeasurements) -> str:
-    """Rate and latency of messages between ranks, and the compute they take."""
+    """Return a line of the rate, latency and compute time of messages between ranks."""
     return (
         f"messages between two ranks: {found.bytes_per_s / 1e9:.2f} GB/s, "
         f"{format_duration(found.latency_s)} for a small one; a byte takes "
@@ -53,7 +53,7 @@ def messages_line(found: MessageMeasurements) -> str:
 
 
 def summary_line(measurements: Measurements) -> str:
-    """Return how long it took, and how far the rounds of a timing lay apart."""
+    """Return a line of the duration of the measurement and the spread of its timings."""
     spreads = measurements.spreads
     return (
         f"measured {len(spreads)} kernels, copies and shapes on {measurements.device} in "
@@ -63,10 +63,11 @@ def summary_line(measurements: Measurements) -> str:
 
 
 def unsteady_line(spreads: Sequence[float]) -> str | None:
-    """Return a warning where rounds of one timing lay too far apart to plan with.
+    """Return a warning if the timings are too unsteady to plan with, else None.
 
     Args:
-        spreads: slowest over fastest round of each timing, less 1.
+        spreads: Difference between the slowest and fastest round of each timing, relative to the
+            median.
     """
     median = statistics.median(spreads)
     if median <= _STEADY:
