@@ -20,7 +20,7 @@ from sppo.planning.elastic.levels import (
     place_levels,
 )
 from sppo.planning.elastic.step_plan import StepPlan, StepPlanner
-from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, assess
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, evaluate_candidate
 from sppo.planning.search.simulated_candidate import simulate_candidate
 
 RECOMPUTING_BASELINE = "recompute_all"
@@ -87,7 +87,7 @@ def _without_tier(base: Candidate) -> Candidate:
 def _with_memory(candidate: Candidate, share: float) -> Candidate:
     """Return the candidate for devices with a share of the bytes that recomputing saves."""
     least, most = (
-        assess(replace(candidate, policy=policy)).device_peak_bytes
+        evaluate_candidate(replace(candidate, policy=policy)).device_peak_bytes
         for policy in ("recompute", "retain")
     )
     hardware = candidate.workload.hardware

@@ -13,7 +13,7 @@ from sppo.planning.make_plan import make_plan
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.plan_program import plan_program
 from sppo.planning.run_plan import run_candidate
-from sppo.planning.search.evaluated_candidate import assess_placement
+from sppo.planning.search.evaluated_candidate import evaluate_placement
 from sppo.training.steps.measured import MeasuredBuckets
 
 
@@ -109,7 +109,7 @@ class RunTracer:
             state=plan.state_tiers,
             kv=plan.stages[0].kv,
         )
-        return run, make_plan(run, assess_placement(candidate, self.found.evaluated.placement))
+        return run, make_plan(run, evaluate_placement(candidate, self.found.evaluated.placement))
 
 
 def _extrapolated(few: TracedStep, more: TracedStep, *, layers: int) -> TracedStep:

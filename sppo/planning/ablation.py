@@ -15,7 +15,11 @@ from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.candidate_program import candidate_program
-from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, assess, with_program
+from sppo.planning.search.evaluated_candidate import (
+    EvaluatedCandidate,
+    evaluate_candidate,
+    with_program,
+)
 from sppo.planning.search.simulated_candidate import simulate_candidate
 from sppo.planning.search.solver import solve
 from sppo.schedule.costs import Links
@@ -96,7 +100,7 @@ def ablation(run: RunConfig, *, hardware: HardwareSpec) -> tuple[AblationRow, ..
 def _multiplexed_rows(adaptive: EvaluatedCandidate, rows: list[AblationRow]) -> list[AblationRow]:
     """Return a row of MSP with priced messages, and one of MSP with free links as the bound."""
     candidate = replace(adaptive.candidate, schedule="sppo_msp")
-    evaluated = assess(candidate)
+    evaluated = evaluate_candidate(candidate)
     priced = simulate_candidate(evaluated)
     cuts = len(priced.program.cuts) if priced.program is not None else 0
     note = f"{cuts} units cut over idle ranks" if cuts else "on these links no unit pays"
@@ -113,7 +117,7 @@ def _multiplexed_rows(adaptive: EvaluatedCandidate, rows: list[AblationRow]) -> 
 
 
 def _option(candidate: Candidate, policy: str) -> EvaluatedCandidate:
-    return simulate_candidate(assess(replace(candidate, policy=policy)))
+    return simulate_candidate(evaluate_candidate(replace(candidate, policy=policy)))
 
 
 def _row(

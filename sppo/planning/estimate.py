@@ -20,7 +20,7 @@ from sppo.cost.layer import ACCUMULATION_BYTES, ELEMENT_BYTES
 from sppo.cost.parameters import num_parameters
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.chosen_run import with_chosen_degrees
-from sppo.planning.run_plan import assess_run, scheduled
+from sppo.planning.run_plan import evaluate_in_nearest_tiers, scheduled
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 
 TABLE_2_BYTES = 32
@@ -92,7 +92,7 @@ def estimate(run: RunConfig, *, hardware: HardwareSpec) -> Estimate:
             the replicas cannot share the sequences evenly.
     """
     whole = with_chosen_degrees(run, hardware=hardware)
-    evaluated = scheduled(whole.run, assess_run(whole.run, hardware=hardware))
+    evaluated = scheduled(whole.run, evaluate_in_nearest_tiers(whole.run, hardware=hardware))
     return Estimate(run, hardware, model_counts(run), evaluated, whole.run, whole.chosen)
 
 

@@ -180,7 +180,7 @@ class ExecutionPlan:
         return tuple(stage.memory for stage in self.stages[: self.pipeline_parallel_degree])
 
     @property
-    def shares_units(self) -> bool:
+    def uses_msp(self) -> bool:
         """Whether several pipeline ranks run shards of one unit (MSP)."""
         return self.schedule == "sppo_msp" and self.pipeline_parallel_degree > 1
 

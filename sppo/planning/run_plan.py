@@ -36,11 +36,11 @@ from sppo.planning.search.choices import (
     activation_tiers,
     cut_sequence,
     multiplexed_problem,
-    shares_units,
+    uses_msp,
     virtual_stages_to_try,
     with_disk,
 )
-from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, assess
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, evaluate_candidate
 from sppo.planning.search.shortfall import Shortfall
 from sppo.planning.search.simulated_candidate import simulate_candidate
 from sppo.planning.search.state_choices import runs_by_tiers
@@ -86,13 +86,13 @@ def plan_run(
     machine = replace(hardware, device=device, node=node)
     # Without a tier, recompute whole tensor classes: joining tensors from parts gains nothing.
     has_tier = activation_tiers(run, hardware=machine) != ("device",)
-    evaluated = assess_run(run, hardware=machine, allow_partial=has_tier)
+    evaluated = evaluate_in_nearest_tiers(run, hardware=machine, allow_partial=has_tier)
     if evaluated.shortfall is not None:
         raise MemoryError(_too_large(run, evaluated, usable=usable, available=available_bytes))
     return make_plan(run, scheduled(run, evaluated))
 
 
-def assess_run(
+def evaluate_in_nearest_tiers(
     run: RunConfig, *, hardware: HardwareSpec, allow_partial: bool = True
 ) -> EvaluatedCandidate:
     """Evaluate a run with activations and training state in the nearest tiers in which they fit.
@@ -114,7 +114,7 @@ def assess_run(
             continue  # state that leaves the device would go to this full tier, too
         candidate = run_candidate(attempt, hardware=hardware)
         partial = candidate.allow_partial and allow_partial
-        found = assess(replace(candidate, allow_partial=partial))
+        found = evaluate_candidate(replace(candidate, allow_partial=partial))
         if found.shortfall is None:
             return found
         tried.append(found)
@@ -148,7 +148,7 @@ def run_candidate(run: RunConfig, *, hardware: HardwareSpec) -> Candidate:
             f"train.sequences_per_step {run.train.sequences_per_step} on "
             f"{degrees.data_parallel} data-parallel replicas: must be a multiple of the replicas"
         )
-    if shares_units(run):
+    if uses_msp(run):
         refused = multiplexed_problem(run, degrees=degrees)
         if refused is not None:
             raise ValueError(refused)

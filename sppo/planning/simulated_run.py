@@ -12,8 +12,8 @@ from sppo.hardware.description import HardwareSpec
 from sppo.planning.candidate_program import candidate_program
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.plan_program import plan_candidate, plan_costs
-from sppo.planning.run_plan import assess_run, run_candidate, scheduled
-from sppo.planning.search.evaluated_candidate import assess
+from sppo.planning.run_plan import evaluate_in_nearest_tiers, run_candidate, scheduled
+from sppo.planning.search.evaluated_candidate import evaluate_candidate
 from sppo.planning.search.simulated_candidate import steady_bytes
 from sppo.schedule.costs import Costs
 from sppo.schedule.generators import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
@@ -64,14 +64,14 @@ def simulated_run(
         degree = {"pipeline_parallel_degree": shape.num_ranks}
         run = run.model_copy(update={"parallel": run.parallel.model_copy(update=degree)})
     if shape.schedule is None:
-        evaluated = scheduled(run, assess_run(run, hardware=hardware))
+        evaluated = scheduled(run, evaluate_in_nearest_tiers(run, hardware=hardware))
     else:
         candidate = run_candidate(run, hardware=hardware)
         virtual = candidate.virtual_stages if shape.schedule in WITH_VIRTUAL_STAGES else 1
         candidate = replace(candidate, schedule=shape.schedule, virtual_stages=virtual)
         if shape.schedule in WHOLE_SEQUENCES:
             candidate = replace(candidate, lengths=(sum(candidate.lengths),))
-        evaluated = assess(candidate)
+        evaluated = evaluate_candidate(candidate)
     candidate = evaluated.candidate
     return _simulated(candidate, costs=evaluated.costs, memory=evaluated.memory)
 

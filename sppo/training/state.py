@@ -137,7 +137,7 @@ def build_state(
     mesh.connect(
         timeout_s=timeouts.issued_s if device.group_device is not None else None,
         wraps=plan.virtual_stages > 1,
-        cuts_units=plan.shares_units,
+        cuts_units=plan.uses_msp,
         ties_ends=run.model.tie_embeddings,
     )
     place = device.torch_device
@@ -148,7 +148,7 @@ def build_state(
         num_virtual=plan.virtual_stages,
         p2p=PipelineLinks(mesh, device=place) if mesh.groups.edges else None,
         planned=plan_program(plan),
-        msp_links=MspLinks(mesh, device=place) if plan.shares_units else None,
+        msp_links=MspLinks(mesh, device=place) if plan.uses_msp else None,
     )
     sharded = ShardedState(
         run.model, mesh=mesh, pipeline=pipeline, device=place, zero=run.parallel.zero
@@ -180,7 +180,7 @@ def _build_engine(
 ) -> Engine:
     """Build the engine of a rank, with the stores of its offloaded activations."""
     disk = None if run.activations.disk is None else Path(run.activations.disk)
-    shard_stages = range(len(plan.stages) if plan.shares_units else 0)
+    shard_stages = range(len(plan.stages) if plan.uses_msp else 0)
     stores = device.offload_stores(
         plan,
         count=(1 + len(shard_stages)) * may_offload(run, plan),

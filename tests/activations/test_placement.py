@@ -24,7 +24,7 @@ from sppo.cost.layer import Workload
 from sppo.cost.stage_cost import row_bytes_of, stage_seconds
 from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.choices import Degrees
-from sppo.planning.search.evaluated_candidate import assess
+from sppo.planning.search.evaluated_candidate import evaluate_candidate
 from sppo.planning.search.simulated_candidate import simulate_candidate
 from sppo.units import GIB
 from tests.planning.cases import A100, machine, run_config
@@ -263,20 +263,21 @@ def candidates(draw):
     )
 
 
-def assessed(candidate, seconds):
+def evaluated_by_policy(candidate, seconds):
     """Every policy that the machine can serve, by name."""
     policies = [*POLICIES, "hybrid"]
     if candidate.workload.hardware.node.host_memory_bytes:
         policies += ["sppo", "offload_all"]
     return {
-        policy: assess(replace(candidate, policy=policy), seconds=seconds) for policy in policies
+        policy: evaluate_candidate(replace(candidate, policy=policy), seconds=seconds)
+        for policy in policies
     }
 
 
 @settings(deadline=None, max_examples=examples(10, all=25))
 @given(candidates())
 def test_hybrid_is_never_slower_than_what_else_fits(candidate):
-    found = assessed(candidate, stage_seconds(candidate))
+    found = evaluated_by_policy(candidate, stage_seconds(candidate))
     hybrid = found.pop("hybrid")
     for other in found.values():
         if other.shortfall is None:
@@ -290,10 +291,10 @@ def test_hybrid_fits_and_is_as_fast_where_another_fits_by_a_hair(candidate, poli
     """Whatever room it decides in: that allows for the largest working set of any placement."""
     offloads = policy in OFFLOADING_POLICIES
     assume(candidate.workload.hardware.node.host_memory_bytes or not offloads)
-    roomy = assess(replace(with_memory(candidate, 1024 * GIB), policy=policy))
+    roomy = evaluate_candidate(replace(with_memory(candidate, 1024 * GIB), policy=policy))
     assume(roomy.shortfall is None)
     tight = with_memory(candidate, int(roomy.device_peak_bytes * (1 + share)) + 1)
-    found = assessed(tight, stage_seconds(tight))
+    found = evaluated_by_policy(tight, stage_seconds(tight))
     assert found[policy].shortfall is None
     hybrid = found.pop("hybrid")
     assert hybrid.shortfall is None
@@ -310,7 +311,7 @@ def with_memory(candidate, memory_bytes):
 @given(candidates())
 def test_what_fits_stays_within_every_budget(candidate):
     hardware = candidate.workload.hardware
-    for found in assessed(candidate, stage_seconds(candidate)).values():
+    for found in evaluated_by_policy(candidate, stage_seconds(candidate)).values():
         if found.shortfall is None:
             assert found.device_peak_bytes <= hardware.device.usable_bytes
             assert found.host_peak_bytes <= hardware.host_bytes_per_device
@@ -322,7 +323,7 @@ def test_what_fits_stays_within_every_budget(candidate):
 @given(candidates())
 def test_hybrid_waits_and_recomputes_only_where_moving_what_hides_does_not_do(candidate):
     assume(candidate.workload.hardware.node.host_memory_bytes)
-    found = assessed(candidate, stage_seconds(candidate))
+    found = evaluated_by_policy(candidate, stage_seconds(candidate))
     hybrid = found["hybrid"]
     if found["retain"].shortfall is None or found["sppo"].shortfall is None:
         assert hybrid.time.exposed_copy_s == 0
@@ -346,7 +347,7 @@ def test_hybrid_recomputes_nothing_where_what_hides_fits_by_a_hair():
         degrees=Degrees(1, 2, 4),
         num_subsequences=40,
     )
-    found = assessed(candidate, stage_seconds(candidate))
+    found = evaluated_by_policy(candidate, stage_seconds(candidate))
     assert found["retain"].shortfall is not None
     assert found["sppo"].shortfall is None
     assert found["hybrid"].shortfall is None
@@ -360,7 +361,7 @@ def test_the_papers_ratio_rises_along_the_sequence():
     candidate = candidate_of_subsequences(
         run, hardware=hardware, degrees=Degrees(1, 1, 8), num_subsequences=16
     )
-    found = assess(replace(candidate, policy="sppo"))
+    found = evaluate_candidate(replace(candidate, policy="sppo"))
     row_bytes = row_bytes_of(found.candidate)[0]
     saved = found.placement.tokens * row_bytes.sum()
     ratios = (found.placement.offloaded[0] @ row_bytes / saved)[:-1]
@@ -375,7 +376,7 @@ def test_a_ratio_beside_a_policy_that_moves_nothing_is_refused():
         Workload(run_config().model, A100), (4096, 4096), policy="recompute", offload_ratio=0.5
     )
     with pytest.raises(ValueError, match="0.5 with activations.policy 'recompute', which offloads"):
-        assess(candidate)
+        evaluate_candidate(candidate)
 
 
 def test_a_tier_too_small_to_help_costs_nothing():
@@ -387,14 +388,14 @@ def test_a_tier_too_small_to_help_costs_nothing():
         candidate = candidate_of_subsequences(
             run, hardware=hardware, degrees=Degrees(1, 1, 8), num_subsequences=16
         )
-        steps.append(assess(candidate).time.step_s)
+        steps.append(evaluate_candidate(candidate).time.step_s)
     assert steps[0] >= steps[1] * (1 - 1e-12) >= steps[2] * (1 - 1e-12)
 
 
 def test_recomputing_takes_the_linear_class_first():
     run = run_config("llama-3.2-1b", length="128Ki")
     hardware = machine(memory_bytes=17 * GIB, host_memory_bytes=0)
-    found = assess(
+    found = evaluate_candidate(
         candidate_of_subsequences(
             run, hardware=hardware, degrees=Degrees(1, 1, 8), num_subsequences=16
         )

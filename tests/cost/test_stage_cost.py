@@ -26,7 +26,7 @@ from sppo.cost.stage_cost import device_parameters, of_ranks, stage_parameters, 
 from sppo.cost.state_tiers import StateTiers
 from sppo.hardware.file import hardware_for
 from sppo.hardware.presets import PRESETS
-from sppo.planning.search.evaluated_candidate import assess
+from sppo.planning.search.evaluated_candidate import evaluate_candidate
 from sppo.planning.simulated_run import RunShape, simulated_run
 from sppo.schedule.simulation.simulate import simulate
 from tests.planning.cases import A100, PERFECT, machine, price, run_config
@@ -42,7 +42,7 @@ def way(*, hardware=PERFECT, lengths=LENGTHS, sequences=1, model=MODEL, group=1,
 
 
 def decided(policy, **change):
-    return assess(way(policy=policy, **change))
+    return evaluate_candidate(way(policy=policy, **change))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 4])

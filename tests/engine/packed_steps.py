@@ -23,8 +23,8 @@ from sppo.planning.elastic.packing import PADDING, PackedSamples
 from sppo.planning.elastic.step_plan import StepPlan, StepPlanner
 from sppo.planning.search.evaluated_candidate import (
     EvaluatedCandidate,
-    assess,
-    assess_placement,
+    evaluate_candidate,
+    evaluate_placement,
 )
 from sppo.planning.search.simulated_candidate import simulate_candidate
 from tests.engine.models import random_sequence
@@ -64,7 +64,7 @@ class PackedStep:
         placement = ActivationPlacement(
             given.retained + given.offloaded, np.zeros_like(given.offloaded), given.recomputed
         )
-        kept = simulate_candidate(assess_placement(evaluated.candidate, placement))
+        kept = simulate_candidate(evaluate_placement(evaluated.candidate, placement))
         return replace(self, plan=StepPlan(self.packed, kept))
 
     @property
@@ -203,7 +203,7 @@ def hand_packed_step(
             share=paced,
         )
         candidate = replace(candidate, begun=begun)
-    evaluated = _with_mixed_levels(candidate, seed=seed) if mixed else assess(candidate)
+    evaluated = _with_mixed_levels(candidate, seed=seed) if mixed else evaluate_candidate(candidate)
     return PackedStep(StepPlan(packed, simulate_candidate(evaluated)), seed)
 
 

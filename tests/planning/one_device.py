@@ -3,11 +3,11 @@
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.hardware.presets import PRESETS
-from sppo.planning.search.evaluated_candidate import assess
+from sppo.planning.search.evaluated_candidate import evaluate_candidate
 
 
 def predicted(model, *, dtype="bf16", policy="retain", lengths=(30, 30, 40), sequences=1):
     """Buckets of one device that runs sequences of subsequences of these lengths."""
     workload = Workload(model, PRESETS["laptop-cpu"], dtype=dtype)
     candidate = Candidate(workload, tuple(lengths), sequences=sequences, policy=policy)
-    return assess(candidate).memory[0].device
+    return evaluate_candidate(candidate).memory[0].device

@@ -39,7 +39,7 @@ SCHEDULES = (
 BASELINES_EVERY = 12
 """Seeds for one whose first request is held against baselines, which search for lengths."""
 ROUNDING = 1e-9
-MOST_ASSESSED = 1000
+MOST_EVALUATED = 1000
 """Placements that one answer prices at most: seconds of a search, without a clock."""
 MOST_PLAYED = 200_000
 """Units that it simulates at most, each on each stage."""
@@ -120,19 +120,19 @@ def as_recommended(run: RunConfig, best: EvaluatedCandidate) -> RunConfig:
 
 @pytest.fixture
 def work(monkeypatch) -> Counter[str]:
-    """What searches have done since this was cleared: placements assessed, units simulated."""
+    """What searches have done since this was cleared: placements evaluated, units simulated."""
     done: Counter[str] = Counter()
-    whole, play = evaluated_candidate._assess_whole, simulated_candidate.play_whole_units
+    whole, play = evaluated_candidate._evaluate_whole_units, simulated_candidate.play_whole_units
 
-    def assess_whole(*given, **named):
-        done["assessed"] += 1
+    def evaluate_whole_units(*given, **named):
+        done["evaluated"] += 1
         return whole(*given, **named)
 
     def play_whole_units(*given, costs, **named):
         done["played"] += costs.forward_s.size
         return play(*given, costs=costs, **named)
 
-    monkeypatch.setattr(evaluated_candidate, "_assess_whole", assess_whole)
+    monkeypatch.setattr(evaluated_candidate, "_evaluate_whole_units", evaluate_whole_units)
     monkeypatch.setattr(simulated_candidate, "play_whole_units", play_whole_units)
     return done
 
@@ -145,7 +145,7 @@ def test_answers_fit_are_best_and_agree(seed: int, work: Counter[str]):
         solution = answer(run)
         if solution is None:
             continue
-        assert work["assessed"] <= MOST_ASSESSED
+        assert work["evaluated"] <= MOST_EVALUATED
         assert work["played"] <= MOST_PLAYED
         if solution.best is None:
             assert all(rejection.reason for rejection in solution.rejected)

@@ -17,7 +17,7 @@ from sppo.hardware.presets import PRESETS
 from sppo.planning.explain import PARTS, rates_used, step_parts
 from sppo.planning.search.candidates import workload_of
 from sppo.planning.search.choices import Degrees
-from sppo.planning.search.evaluated_candidate import assess
+from sppo.planning.search.evaluated_candidate import evaluate_candidate
 from sppo.planning.search.simulated_candidate import simulate_candidate
 from tests.planning.cases import PERFECT, run_config
 
@@ -49,7 +49,7 @@ def some_candidate(case: str, *, hardware: HardwareSpec = PRESETS["h100"]) -> Ca
 @pytest.mark.parametrize("simulated", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_the_parts_of_each_rank_are_the_step(case, simulated):
-    evaluated = assess(some_candidate(case))
+    evaluated = evaluate_candidate(some_candidate(case))
     if simulated:
         evaluated = simulate_candidate(evaluated)
     costs = evaluated.costs
@@ -79,14 +79,16 @@ def test_the_parts_of_each_rank_are_the_step(case, simulated):
 
 
 def test_on_a_perfect_machine_rates_are_the_peak():
-    evaluated = assess(some_candidate("four stages", hardware=PERFECT))
+    evaluated = evaluate_candidate(some_candidate("four stages", hardware=PERFECT))
     rates = {rate.figure: rate for rate in rates_used(evaluated)}
     assert rates["matrix products"].value == pytest.approx(rates["matrix products"].peak, rel=0.01)
     assert rates["attention"].value == pytest.approx(rates["attention"].peak, rel=0.01)
 
 
 def test_rates_name_the_back_end_and_who_measured_it():
-    rates = {rate.figure: rate for rate in rates_used(assess(some_candidate("one stage")))}
+    rates = {
+        rate.figure: rate for rate in rates_used(evaluate_candidate(some_candidate("one stage")))
+    }
     assert "FlashAttention-3 paper" in rates["attention (cudnn)"].source
     assert 0.2 < rates["attention (cudnn)"].value / rates["attention (cudnn)"].peak < 0.5
     assert "mamf-finder" in rates["matrix products"].source
@@ -119,6 +121,6 @@ def test_links_are_named_where_they_are_used(stages, of_node, named):
     node = replace(PRESETS["h100"].node, num_devices=of_node)
     hardware = replace(PRESETS["h100"], node=node, num_nodes=2)
     candidate = some_candidate("four stages", hardware=hardware)
-    evaluated = assess(replace(candidate, pipeline_parallel_degree=stages))
+    evaluated = evaluate_candidate(replace(candidate, pipeline_parallel_degree=stages))
     figures = [rate.figure for rate in rates_used(evaluated)]
     assert {f.removeprefix("links ") for f in figures if f.startswith("links ")} == named

@@ -19,7 +19,7 @@ from sppo.planning.plan import plan_json, read_plan
 from sppo.planning.plan_program import check_program, plan_candidate
 from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.choices import Degrees, virtual_stages_to_try
-from sppo.planning.search.evaluated_candidate import assess
+from sppo.planning.search.evaluated_candidate import evaluate_candidate
 from sppo.planning.search.simulated_candidate import simulate_candidate, simulated_device_bytes
 from sppo.planning.search.solver import solve
 from sppo.schedule.transfers.kv_placement import kv_of_turns
@@ -53,14 +53,17 @@ def test_with_one_stage_on_a_rank_nobody_does_without_keys(kv):
 
 
 def test_an_open_placement_takes_what_fits():
-    roomy = assess(candidate(kv="auto"))
+    roomy = evaluate_candidate(candidate(kv="auto"))
     assert (roomy.candidate.kv, roomy.shortfall) == ("retained", None)
     found = {}
     for gib in range(10, 80, 3):
         small = machine(memory_bytes=gib * GIB, reserved_bytes=0, host_memory_bytes=64 * GIB)
         how = {"hardware": small, "length": 524288, "policy": "recompute"}
-        each = {kv: assess(candidate(kv=kv, **how)) for kv in ("retain", "offload", "recompute")}
-        best = assess(candidate(kv="auto", **how))
+        each = {
+            kv: evaluate_candidate(candidate(kv=kv, **how))
+            for kv in ("retain", "offload", "recompute")
+        }
+        best = evaluate_candidate(candidate(kv="auto", **how))
         fitting = {kv: one.time.step_s for kv, one in each.items() if one.shortfall is None}
         assert (best.shortfall is None) == bool(fitting)
         if fitting:
@@ -72,15 +75,15 @@ def test_an_open_placement_takes_what_fits():
 
 def test_recomputed_keys_come_from_inputs_that_stay():
     small = machine(memory_bytes=24 * GIB, reserved_bytes=0)
-    hybrid = assess(candidate(kv="recompute", hardware=small))
+    hybrid = evaluate_candidate(candidate(kv="recompute", hardware=small))
     assert not hybrid.placement.offloaded.any()
     with pytest.raises(ValueError, match="offloads the layers' inputs"):
-        assess(candidate(kv="recompute", policy="offload_all"))
+        evaluate_candidate(candidate(kv="recompute", policy="offload_all"))
 
 
 @pytest.mark.parametrize("kv", ["retain", "offload", "recompute"])
 def test_the_seconds_of_a_step_add_up(kv):
-    found = simulate_candidate(assess(candidate(kv=kv, policy="recompute")))
+    found = simulate_candidate(evaluate_candidate(candidate(kv=kv, policy="recompute")))
     for parts in step_parts(found):
         assert sum(parts.values()) == pytest.approx(found.step_s)
         assert parts["borrowed"] == pytest.approx(0, abs=1e-9)
@@ -89,7 +92,7 @@ def test_the_seconds_of_a_step_add_up(kv):
 @pytest.mark.parametrize("kv", ["retain", "offload"])
 def test_an_answer_says_what_becomes_of_keys(kv):
     run = run_config("llama-3.2-1b", length=262144)
-    found = assess(candidate(kv=kv, policy="retain"))
+    found = evaluate_candidate(candidate(kv=kv, policy="retain"))
     placed = {"retain": "retained", "offload": "offloaded"}[kv]
     assert candidate_report(run, found)["kv"] == placed
     assert ("K and V are offloaded" in policy_text(found)) == (kv == "offload")

@@ -14,7 +14,7 @@ from sppo.planning.plan import PLAN_VERSION, check_plan_fits, plan_json, planned
 from sppo.planning.plan_program import check_program, plan_candidate, plan_placement
 from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.choices import Degrees
-from sppo.planning.search.evaluated_candidate import assess
+from sppo.planning.search.evaluated_candidate import evaluate_candidate
 from sppo.planning.simulated_run import simulated_plan
 from sppo.schedule.simulation.simulate import simulate
 from sppo.units import GIB
@@ -33,7 +33,7 @@ def offloading_candidate(run=None, *, degrees=(1, 2, 4), num_subsequences=12, me
         degrees=Degrees(*degrees),
         num_subsequences=num_subsequences,
     )
-    return assess(candidate)
+    return evaluate_candidate(candidate)
 
 
 RUN = offloading_run()
@@ -126,7 +126,7 @@ def test_a_plan_holds_the_candidate_it_was_made_of():
     placement = plan_placement(PLAN)
     for name in ("retained", "offloaded", "recomputed"):
         assert (getattr(placement, name) == getattr(evaluated.placement, name)).all()
-    again = assess(plan_candidate(PLAN))
+    again = evaluate_candidate(plan_candidate(PLAN))
     assert again.device_peak_bytes == PLAN.predicted.device_peak_bytes
 
 

@@ -19,7 +19,7 @@ from sppo.planning.plan_program import check_program, plan_candidate
 from sppo.planning.run_plan import plan_run
 from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.choices import Degrees
-from sppo.planning.search.evaluated_candidate import assess
+from sppo.planning.search.evaluated_candidate import evaluate_candidate
 from sppo.planning.search.solver import solve
 from sppo.planning.simulated_run import simulated_plan
 from sppo.schedule.simulation.simulate import simulate
@@ -179,7 +179,8 @@ def test_the_slower_of_the_disk_and_the_way_to_the_host_counts():
 
 def test_what_moves_to_the_disk_leaves_the_host_and_nothing_else():
     disk, host = (
-        assess(replace(candidate(tier=tier), kv="offloaded")) for tier in ("disk", "host")
+        evaluate_candidate(replace(candidate(tier=tier), kv="offloaded"))
+        for tier in ("disk", "host")
     )
     (far,), (near,) = disk.memory, host.memory
     assert far.tier_activations_bytes == near.tier_activations_bytes > 0

@@ -15,7 +15,7 @@ from sppo.hardware.run_hardware import hardware_line
 from sppo.planning.advice import Advice, too_long_for
 from sppo.planning.search.candidate_search import Rejection
 from sppo.planning.search.candidates import candidate_of_subsequences
-from sppo.planning.search.evaluated_candidate import assess
+from sppo.planning.search.evaluated_candidate import evaluate_candidate
 from sppo.planning.search.solver import Solution, nearest_rejection
 from sppo.units import format_bytes
 
@@ -83,7 +83,10 @@ def _nearest_lines(solution: Solution, nearest: Rejection) -> list[str]:
         num_subsequences=nearest.num_subsequences,
         virtual_stages=nearest.virtual_stages,
     )
-    return [*lines, f" {_largest_buckets(assess(candidate).memory[shortfall.rank].device)}"]
+    return [
+        *lines,
+        f" {_largest_buckets(evaluate_candidate(candidate).memory[shortfall.rank].device)}",
+    ]
 
 
 def _largest_buckets(device: MemoryBuckets) -> str:

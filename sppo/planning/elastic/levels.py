@@ -35,8 +35,8 @@ from sppo.planning.elastic.windows import Places, RankWindows, rank_windows
 from sppo.planning.search.evaluated_candidate import (
     EvaluatedCandidate,
     StepPrices,
-    assess,
-    assess_placement,
+    evaluate_candidate,
+    evaluate_placement,
     memory_without_activations,
 )
 from sppo.planning.search.policy_inputs import policy_inputs
@@ -139,7 +139,7 @@ def fastest_levels(candidate: Candidate) -> EvaluatedCandidate | None:
     Args:
         candidate: Candidate with packed sequences; its activation policy is ignored.
     """
-    retaining = simulate_candidate(assess(replace(candidate, policy="retain")))
+    retaining = simulate_candidate(evaluate_candidate(replace(candidate, policy="retain")))
     if retaining.shortfall is None:
         return retaining
     has_tier = copy_bytes_per_s(candidate)[0] > 0 and candidate.kv != "recomputed"
@@ -224,7 +224,7 @@ class _LevelChoice:
             np.stack([getattr(placement, name) for placement in self.placements])[at]
             for name in ("retained", "offloaded", "recomputed")
         )
-        return assess_placement(self.candidate, ActivationPlacement(*tables))
+        return evaluate_placement(self.candidate, ActivationPlacement(*tables))
 
     def paced(self, levels: Levels, *, room: Table) -> _LevelChoice:
         """Return the choice with ranks paced so that units with given levels fit.

@@ -35,7 +35,7 @@ from sppo.planning.plan import ExecutionPlan
 from sppo.planning.plan_program import plan_candidate
 from sppo.planning.search.candidate_search import WORTH_IT
 from sppo.planning.search.choices import SUBSEQUENCE_TOKENS
-from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, assess
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, evaluate_candidate
 from sppo.planning.search.simulated_candidate import simulate_candidate, simulated_device_bytes
 from sppo.schedule.actions import Schedule
 from sppo.schedule.generators import LOOPED, WHOLE_SEQUENCES
@@ -302,7 +302,7 @@ class StepPlanner:
         if not self.defers_weights or plan.evaluated.candidate.begun:
             return plan
         base = replace(self.base, schedule=_ZERO_BUBBLE)
-        evaluated = assess(base.with_packed(plan.sequences))
+        evaluated = evaluate_candidate(base.with_packed(plan.sequences))
         if evaluated.shortfall is not None:
             return plan
         other = StepPlan(plan.packed, simulate_candidate(evaluated))
@@ -332,7 +332,7 @@ class StepPlanner:
                 break
             if largest is not None and packing.most_tokens >= largest:
                 continue
-            evaluated = assess(base.with_packed(packing.packed.sequences))
+            evaluated = evaluate_candidate(base.with_packed(packing.packed.sequences))
             if evaluated.shortfall is None:
                 found.append(StepPlan(packing.packed, simulate_candidate(evaluated)))
             else:

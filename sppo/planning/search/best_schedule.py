@@ -13,7 +13,7 @@ from sppo.planning.search.choices import (
     places_kv,
     subsequence_problem,
 )
-from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, assess
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, evaluate_candidate
 from sppo.planning.search.simulated_candidate import simulate_candidate
 
 SCHEDULED_UNITS = 1200
@@ -58,11 +58,11 @@ def _may_share(run: RunConfig, best: EvaluatedCandidate) -> bool:
     degrees, lengths = best.degrees, best.candidate.lengths
     return (
         multiplexed_problem(run, degrees=degrees)
-        or subsequence_problem(run, lengths=lengths, degrees=degrees, shares_units=True)
+        or subsequence_problem(run, lengths=lengths, degrees=degrees, uses_msp=True)
     ) is None
 
 
 def _simulated(candidate: Candidate) -> EvaluatedCandidate | None:
     """Return the candidate evaluated and simulated; None if it does not fit."""
-    evaluated = assess(candidate)
+    evaluated = evaluate_candidate(candidate)
     return simulate_candidate(evaluated) if evaluated.shortfall is None else None

@@ -31,13 +31,13 @@ from sppo.planning.search.choices import (
 from sppo.planning.search.evaluated_candidate import (
     EvaluatedCandidate,
     any_that_fits,
-    assess,
+    evaluate_candidate,
     least_seconds,
     least_short_bytes,
     leaves_room,
 )
 from sppo.planning.search.shortfall import Shortfall
-from sppo.planning.search.simulated_candidate import is_quick, judged_candidate
+from sppo.planning.search.simulated_candidate import is_quick, simulated_if_inexact
 
 WORTH_IT = 0.99
 """Fraction of the step time at or below which another schedule is preferred. Predictions are not
@@ -88,13 +88,13 @@ class CandidateSearch:
         subsequence_counts: Sequence[int] = (),
     ) -> None:
         possible, self._refused = degrees_to_try(run, hardware=hardware)
-        self._ways: dict[Degrees, _WaysOfDegrees] = {}
+        self._searches: dict[Degrees, _DegreesSearch] = {}
         for degrees in possible:
             counts, problem = counts_of_degrees(
                 run, hardware=hardware, degrees=degrees, counts=subsequence_counts
             )
             if counts:
-                self._ways[degrees] = _WaysOfDegrees(
+                self._searches[degrees] = _DegreesSearch(
                     run, hardware=hardware, degrees=degrees, counts=counts
                 )
             else:
@@ -107,18 +107,18 @@ class CandidateSearch:
             most_s: Upper bound of the step time: divisions whose lower bound exceeds this are
                 skipped.
         """
-        heap: list[tuple[Rank, int, _WaysOfDegrees, EvaluatedCandidate | None]] = [
-            ((_rounded(way.bound_s), 0, 0, 0, 0), place, way, None)
-            for place, way in enumerate(self._ways.values())
-            if way.may_take(most_s) and way.may_fit
+        heap: list[tuple[Rank, int, _DegreesSearch, EvaluatedCandidate | None]] = [
+            ((_rounded(search.bound_s), 0, 0, 0, 0), place, search, None)
+            for place, search in enumerate(self._searches.values())
+            if search.may_take(most_s) and search.may_fit
         ]
         heapq.heapify(heap)
         while heap:
-            _, place, way, found = heapq.heappop(heap)
+            _, place, search, found = heapq.heappop(heap)
             if found is not None:
                 yield found
-            elif way.best.shortfall is None:
-                heapq.heappush(heap, (rank_of(way.best), place, way, way.best))
+            elif search.best.shortfall is None:
+                heapq.heappush(heap, (rank_of(search.best), place, search, search.best))
 
     def refined(self, found: EvaluatedCandidate, *, below: float = math.inf) -> EvaluatedCandidate:
         """Return the best candidate with the degrees of `found` and N chosen by simulation.
@@ -127,19 +127,19 @@ class CandidateSearch:
             found: Candidate found by the closed form, simulated or not.
             below: Step time in seconds; only values of N that may be faster are simulated.
         """
-        return self._ways[found.degrees].refined(found, below=below)
+        return self._searches[found.degrees].refined(found, below=below)
 
     def by_num_subsequences(
         self, degrees: Degrees, *, virtual_stages: int
     ) -> tuple[EvaluatedCandidate, ...]:
         """Return the candidates that fit with given degrees and virtual stages, by N."""
-        found = self._ways[degrees].every_candidate(virtual_stages)
+        found = self._searches[degrees].every_candidate(virtual_stages)
         return tuple(evaluated for evaluated in found if evaluated.shortfall is None)
 
     def rejections(self) -> tuple[Rejection, ...]:
         """Return the divisions of the devices that do not fit or cannot work."""
         refused = [Rejection(refusal.degrees, refusal.reason) for refusal in self._refused]
-        nearest = [way.best for way in self._ways.values() if not way.fits]
+        nearest = [search.best for search in self._searches.values() if not search.fits]
         return (*refused, *map(_rejection, nearest))
 
 
@@ -156,8 +156,8 @@ def best_of_degrees(
     counts, problem = counts_of_degrees(run, hardware=hardware, degrees=degrees)
     if not counts:
         raise ValueError(problem)
-    ways = _WaysOfDegrees(run, hardware=hardware, degrees=degrees, counts=counts)
-    return ways.refined(ways.best)
+    search = _DegreesSearch(run, hardware=hardware, degrees=degrees, counts=counts)
+    return search.refined(search.best)
 
 
 def rank_of(evaluated: EvaluatedCandidate) -> Rank:
@@ -172,7 +172,7 @@ def rank_of(evaluated: EvaluatedCandidate) -> Rank:
     )
 
 
-class _WaysOfDegrees:
+class _DegreesSearch:
     """Search within one division of the devices, over virtual stages and subsequences.
 
     Several stages on a rank are tried only if they may be faster by enough, or if one stage does
@@ -189,13 +189,13 @@ class _WaysOfDegrees:
         self._simplest, *self._further = virtual_stages_to_try(
             run, num_ranks=degrees.pipeline_parallel
         )
-        self._ways: dict[tuple[int, tuple[int, ...]], _Way] = {}
-        self._assessments: dict[int, _Assessments] = {}
+        self._searches: dict[tuple[int, tuple[int, ...]], _SubsequenceSearch] = {}
+        self._caches: dict[int, _CandidateCache] = {}
 
     @property
     def may_fit(self) -> bool:
         """Whether any candidate may fit."""
-        return any(self._way(virtual).may_fit for virtual in (self._simplest, *self._further))
+        return any(self._search(virtual).may_fit for virtual in (self._simplest, *self._further))
 
     def may_take(self, most_s: float) -> bool:
         """Return whether any candidate may take at most `most_s` seconds."""
@@ -204,10 +204,10 @@ class _WaysOfDegrees:
     @cached_property
     def bound_s(self) -> float:
         """Lower bound of the step time of all candidates, whether they fit or not."""
-        way = self._way(self._simplest)
+        search = self._search(self._simplest)
         if not self._further:
-            return way.bound_s
-        return min(way.bound_s, way.looped_bound_s(max(self._further)))
+            return search.bound_s
+        return min(search.bound_s, search.looped_bound_s(max(self._further)))
 
     @cached_property
     def best(self) -> EvaluatedCandidate:
@@ -216,7 +216,7 @@ class _WaysOfDegrees:
         Larger numbers of stages on a rank are tried first: they idle least and hold the least
         gradients of K and V. Smaller numbers replace them only if they are faster.
         """
-        simplest = self._way(self._simplest)
+        simplest = self._search(self._simplest)
         if self._further and not simplest.may_fit:
             most_stages = self._best_that_fits(self._further[-1])
             if simplest.least_short_bytes > most_stages.short_bytes:
@@ -227,7 +227,7 @@ class _WaysOfDegrees:
                 # If the most stages do not fit, fewer stages do not fit either.
                 return min(best, self._best_that_fits(virtual), key=_short_first)
             counts = self._counts_beside(best, virtual)
-            found = self._faster(self._way(virtual, counts=counts), than=best)
+            found = self._faster(self._search(virtual, counts=counts), than=best)
             best = found or best
         return best
 
@@ -238,15 +238,15 @@ class _WaysOfDegrees:
         """
         if found.shortfall is not None:
             return found
-        return self._way(found.candidate.virtual_stages).refined(found, below=below)
+        return self._search(found.candidate.virtual_stages).refined(found, below=below)
 
     @property
     def fits(self) -> bool:
         """Whether any candidate fits."""
         if "best" in self.__dict__:
             return self.best.shortfall is None
-        return self._way(self._simplest).fits or (
-            bool(self._further) and self._way(self._further[-1], counts=self._few_likeliest).fits
+        return self._search(self._simplest).fits or (
+            bool(self._further) and self._search(self._further[-1], counts=self._few_likeliest).fits
         )
 
     def _best_that_fits(self, virtual_stages: int) -> EvaluatedCandidate:
@@ -255,20 +255,22 @@ class _WaysOfDegrees:
         First the few values of N that are likeliest to fit are tried. If any fits, all values of N
         from the smallest that fits are tried.
         """
-        found = self._way(virtual_stages, counts=self._few_likeliest).best
+        found = self._search(virtual_stages, counts=self._few_likeliest).best
         if found.shortfall is not None or self._few_likeliest == self._counts:
             return found
-        candidates = self._assessments[virtual_stages]
-        first = bisect_left(self._counts, True, key=candidates.fits)
-        return self._way(virtual_stages, counts=self._counts[first:]).best
+        cache = self._caches[virtual_stages]
+        first = bisect_left(self._counts, True, key=cache.fits)
+        return self._search(virtual_stages, counts=self._counts[first:]).best
 
-    def _faster(self, way: _Way, *, than: EvaluatedCandidate) -> EvaluatedCandidate | None:
-        """Return the best candidate of `way` if it is faster than `than` by enough; else None."""
-        least_s = self._way(self._simplest).looped_bound_s(way.virtual_stages)
+    def _faster(
+        self, search: _SubsequenceSearch, *, than: EvaluatedCandidate
+    ) -> EvaluatedCandidate | None:
+        """Return the best candidate of a search if faster than `than` by enough; else None."""
+        least_s = self._search(self._simplest).looped_bound_s(search.virtual_stages)
         most_s = than.time.step_s * WORTH_IT
-        if least_s > most_s or not way.may_fit or way.bound_s > most_s:
+        if least_s > most_s or not search.may_fit or search.bound_s > most_s:
             return None
-        found = way.best
+        found = search.best
         return found if found.shortfall is None and found.time.step_s <= most_s else None
 
     def _counts_beside(self, found: EvaluatedCandidate, virtual_stages: int) -> Sequence[int]:
@@ -284,24 +286,24 @@ class _WaysOfDegrees:
 
     def every_candidate(self, virtual_stages: int) -> list[EvaluatedCandidate]:
         """Return the candidates with `virtual_stages`, by N, without cut units (MSP)."""
-        return self._way(virtual_stages).every_candidate()
+        return self._search(virtual_stages).every_candidate()
 
-    def _way(self, virtual_stages: int, *, counts: Sequence[int] = ()) -> _Way:
+    def _search(self, virtual_stages: int, *, counts: Sequence[int] = ()) -> _SubsequenceSearch:
         """Return the search with `virtual_stages`, over `counts` or, if empty, over every N."""
-        if virtual_stages not in self._assessments:
-            self._assessments[virtual_stages] = _Assessments(
+        if virtual_stages not in self._caches:
+            self._caches[virtual_stages] = _CandidateCache(
                 self._run,
                 hardware=self._hardware,
                 degrees=self._degrees,
                 virtual_stages=virtual_stages,
             )
         key = virtual_stages, tuple(counts or self._counts)
-        if key not in self._ways:
-            self._ways[key] = _Way(self._assessments[virtual_stages], counts=key[1])
-        return self._ways[key]
+        if key not in self._searches:
+            self._searches[key] = _SubsequenceSearch(self._caches[virtual_stages], counts=key[1])
+        return self._searches[key]
 
 
-class _Assessments:
+class _CandidateCache:
     """Cache of the candidates of one division of devices and layers, and of their evaluations.
 
     Candidates are looked up by N; each is made and evaluated once.
@@ -314,7 +316,7 @@ class _Assessments:
         self.hardware, self.virtual_stages = hardware, virtual_stages
         self._candidates: dict[int, Candidate] = {}
         self._seconds: dict[int, StageSeconds] = {}
-        self._assessed: dict[tuple[int, str], EvaluatedCandidate] = {}
+        self._evaluated: dict[tuple[int, str], EvaluatedCandidate] = {}
         self._fits: dict[int, bool] = {}
 
     def candidate(self, num_subsequences: int) -> Candidate:
@@ -335,38 +337,38 @@ class _Assessments:
             self._seconds[num_subsequences] = stage_seconds(self.candidate(num_subsequences))
         return self._seconds[num_subsequences]
 
-    def assessed(self, num_subsequences: int) -> EvaluatedCandidate:
+    def evaluated(self, num_subsequences: int) -> EvaluatedCandidate:
         """Return the evaluated candidate with `num_subsequences` subsequences."""
-        return self._assess(self.candidate(num_subsequences))
+        return self._evaluate(self.candidate(num_subsequences))
 
-    def judged(self, num_subsequences: int) -> EvaluatedCandidate:
+    def simulated_if_inexact(self, num_subsequences: int) -> EvaluatedCandidate:
         """Return the evaluated candidate, simulated if its closed form may be inexact.
 
         The candidate must fit.
         """
-        evaluated = judged_candidate(self.assessed(num_subsequences))
-        self._assessed[num_subsequences, evaluated.candidate.schedule] = evaluated
+        evaluated = simulated_if_inexact(self.evaluated(num_subsequences))
+        self._evaluated[num_subsequences, evaluated.candidate.schedule] = evaluated
         return evaluated
 
-    def whole(self, num_subsequences: int) -> EvaluatedCandidate:
+    def without_msp(self, num_subsequences: int) -> EvaluatedCandidate:
         """Return the evaluated candidate without cut units: under MSP, as if no unit were cut.
 
         Choosing the units to cut (MSP) takes a search. The closed form of the time and the memory
         without saved activations are the same with and without cut units.
         """
-        return self._assess(self._whole_candidate(num_subsequences))
+        return self._evaluate(self._candidate_without_msp(num_subsequences))
 
     def fits(self, num_subsequences: int) -> bool:
         """Return whether the candidate fits without cut units (MSP)."""
-        candidate = self._whole_candidate(num_subsequences)
+        candidate = self._candidate_without_msp(num_subsequences)
         key = num_subsequences, candidate.schedule
-        if key in self._assessed:
-            return self._assessed[key].shortfall is None
+        if key in self._evaluated:
+            return self._evaluated[key].shortfall is None
         if num_subsequences not in self._fits:
             found = any_that_fits(candidate, seconds=self.seconds(num_subsequences))
             self._fits[num_subsequences] = found.shortfall is None
             if found.shortfall is not None:
-                self._assessed[key] = found
+                self._evaluated[key] = found
         return self._fits[num_subsequences]
 
     def seems_to_fit(self, num_subsequences: int) -> bool:
@@ -376,23 +378,25 @@ class _Assessments:
             return known
         return leaves_room(self.candidate(num_subsequences)) or self.fits(num_subsequences)
 
-    def _whole_candidate(self, num_subsequences: int) -> Candidate:
+    def _candidate_without_msp(self, num_subsequences: int) -> Candidate:
         candidate = self.candidate(num_subsequences)
         cuts = candidate.schedule != candidate.order
         return replace(candidate, schedule=candidate.order) if cuts else candidate
 
-    def _assess(self, candidate: Candidate) -> EvaluatedCandidate:
+    def _evaluate(self, candidate: Candidate) -> EvaluatedCandidate:
         num_subsequences = len(candidate.lengths)
         key = num_subsequences, candidate.schedule
-        if key not in self._assessed:
-            self._assessed[key] = assess(candidate, seconds=self.seconds(num_subsequences))
-        return self._assessed[key]
+        if key not in self._evaluated:
+            self._evaluated[key] = evaluate_candidate(
+                candidate, seconds=self.seconds(num_subsequences)
+            )
+        return self._evaluated[key]
 
 
-class _Way:
+class _SubsequenceSearch:
     """Search within one division of devices and layers, over numbers of subsequences."""
 
-    def __init__(self, candidates: _Assessments, *, counts: Sequence[int]) -> None:
+    def __init__(self, candidates: _CandidateCache, *, counts: Sequence[int]) -> None:
         self._candidates, self._counts = candidates, counts
         self._likeliest = likeliest_to_fit(counts, hardware=candidates.hardware)
         self.virtual_stages = candidates.virtual_stages
@@ -428,21 +432,21 @@ class _Way:
     def best(self) -> EvaluatedCandidate:
         """Fastest candidate that fits; if none fits, the one that lacks least memory."""
         if not self.may_fit:
-            return self._candidates.whole(self._counts[-1])
+            return self._candidates.without_msp(self._counts[-1])
         if len(self._worth_trying) == 1:
-            return self._candidates.assessed(self._worth_trying[0])
+            return self._candidates.evaluated(self._worth_trying[0])
         best = nearest = None
         for bound_s, num_subsequences in self._bounds:
             if best is not None and bound_s > best.time.step_s:
                 break
             if best is not None and self._is_slower_cut(num_subsequences, than=best):
                 continue
-            evaluated = self._candidates.assessed(num_subsequences)
+            evaluated = self._candidates.evaluated(num_subsequences)
             if evaluated.shortfall is None:
                 best = min(best or evaluated, evaluated, key=rank_of)
                 continue
             if nearest is None and len(self._likeliest) == 1:
-                likeliest = self._candidates.assessed(self._likeliest[0])
+                likeliest = self._candidates.evaluated(self._likeliest[0])
                 if likeliest.shortfall is not None:
                     return likeliest
             nearest = min(nearest or evaluated, evaluated, key=lambda one: one.short_bytes)
@@ -458,15 +462,15 @@ class _Way:
         """
         if not is_quick(best):
             return best
-        found = judged_candidate(best)
+        found = simulated_if_inexact(best)
         for bound_s, num_subsequences in self._bounds:
             most_s = min(found.step_s, below)
             if bound_s > most_s:
                 break
-            evaluated = self._candidates.assessed(num_subsequences)
+            evaluated = self._candidates.evaluated(num_subsequences)
             if evaluated.shortfall is None and evaluated.prices.least_s <= most_s:
-                judged = self._candidates.judged(num_subsequences)
-                found = min(found, judged, key=rank_of) if judged.is_judged else found
+                other = self._candidates.simulated_if_inexact(num_subsequences)
+                found = min(found, other, key=rank_of) if other.has_exact_time else found
         return found
 
     @property
@@ -486,12 +490,12 @@ class _Way:
         """
         if self._candidates.candidate(num_subsequences).schedule != "sppo_msp":
             return False
-        whole = self._candidates.whole(num_subsequences)
-        return whole.shortfall is None and whole.time.step_s > than.time.step_s
+        without_msp = self._candidates.without_msp(num_subsequences)
+        return without_msp.shortfall is None and without_msp.time.step_s > than.time.step_s
 
     def every_candidate(self) -> list[EvaluatedCandidate]:
         """Return the evaluated candidates for every N, by N, without cut units (MSP)."""
-        return [self._candidates.whole(num_subsequences) for num_subsequences in self._counts]
+        return [self._candidates.without_msp(num_subsequences) for num_subsequences in self._counts]
 
     @cached_property
     def _bounds(self) -> list[tuple[float, int]]:

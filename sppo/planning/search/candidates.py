@@ -14,9 +14,9 @@ from sppo.planning.search.choices import (
     asked_schedule,
     cut_sequence,
     machine_asked_for,
-    shares_units,
     subsequence_counts_to_try,
     subsequence_problem,
+    uses_msp,
 )
 from sppo.planning.search.state_choices import state_choices
 from sppo.schedule.generators import LOOPED
@@ -56,9 +56,7 @@ def counts_of_degrees(
             workload=workload,
             num_stages=degrees.pipeline_parallel,
         )
-        refused = subsequence_problem(
-            run, lengths=lengths, degrees=degrees, shares_units=shares_units(run)
-        )
+        refused = subsequence_problem(run, lengths=lengths, degrees=degrees, uses_msp=uses_msp(run))
         if refused is None:
             found.append(count)
         else:

@@ -79,7 +79,7 @@ def asked_schedule(run: RunConfig) -> str:
     return "sppo_msp" if is_msp else parallel.schedule
 
 
-def shares_units(run: RunConfig) -> bool:
+def uses_msp(run: RunConfig) -> bool:
     """Return whether any key of the run asks for units sharded over pipeline ranks (MSP)."""
     return asked_schedule(run) == "sppo_msp"
 
@@ -119,7 +119,7 @@ def multiplexed_problem(run: RunConfig, *, degrees: Degrees) -> str | None:
 
 
 def subsequence_problem(
-    run: RunConfig, *, lengths: Sequence[int], degrees: Degrees, shares_units: bool
+    run: RunConfig, *, lengths: Sequence[int], degrees: Degrees, uses_msp: bool
 ) -> str | None:
     """Return a message if the shortest subsequence has too few tokens for all ranks; else None.
 
@@ -127,11 +127,11 @@ def subsequence_problem(
         run: Validated run configuration.
         lengths: Tokens of each subsequence.
         degrees: Degrees of parallelism.
-        shares_units: Whether units are sharded over pipeline ranks (MSP).
+        uses_msp: Whether units are sharded over pipeline ranks (MSP).
     """
     shortest, degree, ranks = min(lengths), degrees.sequence_parallel, degrees.pipeline_parallel
     # A shard of one token may be rounded away.
-    if shares_units and ranks > 1 and shortest < 2 * degree * ranks:
+    if uses_msp and ranks > 1 and shortest < 2 * degree * ranks:
         by_name = run.parallel.schedule == "sppo_msp"
         asked, other = "parallel.multiplexed", "parallel.multiplexed=off"
         if by_name:
@@ -276,7 +276,7 @@ def degrees_to_try(
                 possible.append(degrees)
             else:
                 refused.append(Refusal(degrees, reason))
-    if shares_units(run):
+    if uses_msp(run):
         problems = {degrees: multiplexed_problem(run, degrees=degrees) for degrees in possible}
         possible = [degrees for degrees, reason in problems.items() if reason is None]
         refused += [Refusal(degrees, reason) for degrees, reason in problems.items() if reason]

@@ -162,7 +162,7 @@ class EvaluatedCandidate:
         return self.time.step_s if self.played is None else self.played.step_s
 
     @property
-    def is_judged(self) -> bool:
+    def has_exact_time(self) -> bool:
         """Whether `step_s` is the simulated time, or equal to it."""
         return self.played is not None or self.prices.is_exact
 
@@ -225,7 +225,9 @@ class EvaluatedCandidate:
         return "retain"
 
 
-def assess(candidate: Candidate, *, seconds: StageSeconds | None = None) -> EvaluatedCandidate:
+def evaluate_candidate(
+    candidate: Candidate, *, seconds: StageSeconds | None = None
+) -> EvaluatedCandidate:
     """Place the activations of a candidate, price it, and find out whether it fits.
 
     Under MSP, memory is known only once the program is made: activation policies decide as if all
@@ -245,12 +247,12 @@ def assess(candidate: Candidate, *, seconds: StageSeconds | None = None) -> Eval
     check_kv(candidate)
     check_state(candidate)
     if candidate.schedule != "sppo_msp":
-        found = _assess_with_room(candidate, seconds=seconds)
+        found = _evaluate_with_room(candidate, seconds=seconds)
         check_inputs_retained(candidate, found.placement)
         return found
     spare, before = 0, None
     for _ in range(_ATTEMPTS):
-        whole = _assess_whole(replace(candidate, spare_bytes=spare), seconds=seconds)
+        whole = _evaluate_whole_units(replace(candidate, spare_bytes=spare), seconds=seconds)
         if before is not None and _is_placed_alike(whole, before):
             break
         program = candidate_program(candidate, costs=whole.costs, messages=False)
@@ -274,9 +276,12 @@ def _best_of_kv(candidate: Candidate, *, seconds: StageSeconds) -> EvaluatedCand
             choice.kv == "recomputed" or _is_fastest(found[-1])
         ):
             break
-        found.append(assess(choice, seconds=seconds))
+        found.append(evaluate_candidate(choice, seconds=seconds))
     if all(one.shortfall is not None for one in found):
-        found += [assess(mixed, seconds=seconds) for mixed in _kv_mixes_worth_trying(candidate)]
+        found += [
+            evaluate_candidate(mixed, seconds=seconds)
+            for mixed in _kv_mixes_worth_trying(candidate)
+        ]
     return _best_of(found)
 
 
@@ -328,7 +333,7 @@ def _best_of(found: Sequence[EvaluatedCandidate]) -> EvaluatedCandidate:
     return fitting[0] if fitting else min(found, key=lambda one: one.short_bytes)
 
 
-def assess_placement(candidate: Candidate, placement: ActivationPlacement) -> EvaluatedCandidate:
+def evaluate_placement(candidate: Candidate, placement: ActivationPlacement) -> EvaluatedCandidate:
     """Evaluate a candidate with a given placement, ignoring its activation policy.
 
     Args:
@@ -348,7 +353,7 @@ def assess_placement(candidate: Candidate, placement: ActivationPlacement) -> Ev
 def any_that_fits(candidate: Candidate, *, seconds: StageSeconds) -> EvaluatedCandidate:
     """Return any placement that fits, units run whole: found sooner than the fastest.
 
-    If none fits, return the one that lacks the least memory, as :func:`assess` does.
+    If none fits, return the one that lacks the least memory, as :func:`evaluate_candidate` does.
 
     Args:
         candidate: Candidate to place activations for.
@@ -363,13 +368,13 @@ def any_that_fits(candidate: Candidate, *, seconds: StageSeconds) -> EvaluatedCa
         return _best_of(found)
     check_kv(candidate)
     check_state(candidate)
-    evaluated = _assess_with_room(candidate, seconds=seconds, first_that_fits=True)
+    evaluated = _evaluate_with_room(candidate, seconds=seconds, first_that_fits=True)
     if evaluated.shortfall is not None:
         check_inputs_retained(candidate, evaluated.placement)
     return evaluated
 
 
-def _assess_with_room(
+def _evaluate_with_room(
     candidate: Candidate, *, seconds: StageSeconds, first_that_fits: bool = False
 ) -> EvaluatedCandidate:
     """Evaluate a candidate with whole units; again with less memory if it misses by a little.
@@ -377,14 +382,14 @@ def _assess_with_room(
     The slots of a rank are as large as the largest block of any of its stages, but each stage
     decides with a share of slots as large as its own blocks, so stages together may use too much.
     """
-    found = _assess_whole(candidate, seconds=seconds, first_that_fits=first_that_fits)
+    found = _evaluate_whole_units(candidate, seconds=seconds, first_that_fits=first_that_fits)
     short = found.shortfall
     if candidate.virtual_stages == 1 or short is None or short.place != "device":
         return found
     if short.short_bytes > candidate.budget_bytes * _SLOTS_SHARE:
         return found
     spare = candidate.spare_bytes + short.short_bytes * 5 // 4
-    less = _assess_whole(
+    less = _evaluate_whole_units(
         replace(candidate, spare_bytes=spare), seconds=seconds, first_that_fits=first_that_fits
     )
     shortfall = find_shortfall(candidate, less.memory)
@@ -416,7 +421,7 @@ def _is_placed_alike(one: EvaluatedCandidate, other: EvaluatedCandidate) -> bool
     )
 
 
-def _assess_whole(
+def _evaluate_whole_units(
     candidate: Candidate, *, seconds: StageSeconds, first_that_fits: bool = False
 ) -> EvaluatedCandidate:
     """Evaluate a candidate whose ranks run their own units whole.

@@ -17,7 +17,7 @@ from sppo.planning.search.choices import (
     subsequence_counts_to_try,
     virtual_stages_to_try,
 )
-from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, assess, may_fit
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, evaluate_candidate, may_fit
 from sppo.planning.search.state_choices import runs_by_tiers
 
 
@@ -68,7 +68,8 @@ def _fits(run: RunConfig, hardware: HardwareSpec) -> bool:
             for num_subsequences in reversed(likeliest_to_fit(counts, hardware=hardware))
         )
         return any(
-            may_fit(candidate) and assess(candidate).shortfall is None for candidate in candidates
+            may_fit(candidate) and evaluate_candidate(candidate).shortfall is None
+            for candidate in candidates
         )
     except ValueError:
         return False

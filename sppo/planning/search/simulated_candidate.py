@@ -39,12 +39,12 @@ def simulate_candidate(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
     return replace(evaluated, played=played)
 
 
-def judged_candidate(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
+def simulated_if_inexact(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
     """Return a candidate, simulated if its closed form may be inexact and a simulation is quick.
 
     The candidate must fit.
     """
-    if evaluated.is_judged or not is_quick(evaluated):
+    if evaluated.has_exact_time or not is_quick(evaluated):
         return evaluated
     return simulate_candidate(evaluated)
 

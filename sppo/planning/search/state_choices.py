@@ -8,7 +8,7 @@ from sppo.config.rules import WITH_VIRTUAL_STAGES
 from sppo.config.run import RunConfig, StateConfig
 from sppo.cost.state_tiers import StateTiers
 from sppo.hardware.description import HardwareSpec, Tier
-from sppo.planning.search.choices import activation_tiers, machine_asked_for, shares_units
+from sppo.planning.search.choices import activation_tiers, machine_asked_for, uses_msp
 
 _PARTS = ("weights", "gradients", "optimizer")
 _LEAVING = ((), ("optimizer",), ("gradients", "optimizer"), _PARTS)
@@ -86,4 +86,4 @@ def _may_have_stages(run: RunConfig) -> bool:
     parallel = run.parallel
     schedules = ("auto", *WITH_VIRTUAL_STAGES)
     several = parallel.virtual_stages != 1 and parallel.schedule in schedules
-    return several and not shares_units(run)
+    return several and not uses_msp(run)

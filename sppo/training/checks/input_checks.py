@@ -20,7 +20,7 @@ from sppo.model.hf_files import check_headers
 from sppo.offload.disk import usable_directory
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.run_plan import plan_run
-from sppo.planning.search.choices import Degrees, multiplexed_problem, shard_heads, shares_units
+from sppo.planning.search.choices import Degrees, multiplexed_problem, shard_heads, uses_msp
 from sppo.quoting import quoted
 from sppo.training.run_directory import check_output
 
@@ -87,7 +87,7 @@ def _problems(run: RunConfig, check: _Check) -> Iterator[Problem]:
 def degree_problems(run: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield (key of ``parallel``, rule) for each degree that does not divide the model or step."""
     parallel, model = run.parallel, run.model
-    if shares_units(run):
+    if uses_msp(run):
         problem = multiplexed_problem(run, degrees=Degrees.of_run(run))
         if problem is not None:
             yield "multiplexed" if parallel.multiplexed == "on" else "schedule", problem

@@ -224,7 +224,7 @@ def check_trainable(run: RunConfig, plan: ExecutionPlan, *, kind: DeviceKind) ->
         for stage in plan.stages:
             check_whole_classes(stage.subsequences)
     problem = subsequence_problem(
-        run, lengths=plan.lengths, degrees=degrees, shares_units=plan.shares_units
+        run, lengths=plan.lengths, degrees=degrees, uses_msp=plan.uses_msp
     )
     if problem is not None:
         raise ValueError(problem)
@@ -235,7 +235,7 @@ def check_trainable(run: RunConfig, plan: ExecutionPlan, *, kind: DeviceKind) ->
 def _stream_use(run: RunConfig, plan: ExecutionPlan) -> StreamUse:
     """Return the features of a run that need CUDA streams."""
     ranges: set[tuple[int, int]] = set()
-    if plan.shares_units:
+    if plan.uses_msp:
         schedule = plan_program(plan)
         groups = find_msp_groups(schedule, programs=encode(schedule)).values()
         ranges = {(group.ranks[0], group.ranks[-1]) for group in groups}

@@ -34,7 +34,7 @@ from sppo.model.initialize import initial_weights
 from sppo.offload.offload_store import OffloadStore
 from sppo.offload.thread_queues import ThreadQueues
 from sppo.planning.run_plan import plan_run
-from sppo.planning.search.evaluated_candidate import assess
+from sppo.planning.search.evaluated_candidate import evaluate_candidate
 from sppo.units import GIB, MIB
 from tests.engine.offloading import with_offsets
 from tests.planning.cases import machine, run_config, solved
@@ -260,7 +260,7 @@ def test_every_device_has_the_ring_that_a_run_takes(every):
         offload_ratio=1.0,
         input_every=every,
     )
-    found = assess(candidate)
+    found = evaluate_candidate(candidate)
     blocks = stage_blocks(found.placement, block_layout(candidate, stage=0), stage=0)
     ring = PREFETCH_LAYERS + min(every, model.num_layers)
     held = found.memory[0]
@@ -280,6 +280,6 @@ def test_an_accelerator_keeps_what_is_on_its_way_where_it_is():
             lengths=(1024,) * 8,
             policy="offload_all",
         )
-        held = assess(candidate).memory[0]
+        held = evaluate_candidate(candidate).memory[0]
         assert held.tier_activations_bytes > 0
         assert held.device.copies_bytes < held.tier_activations_bytes

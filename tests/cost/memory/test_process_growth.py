@@ -20,7 +20,7 @@ from sppo.cost.memory.tier_memory import SAVED_IN_BACKGROUND
 from sppo.cost.parameters import num_parameters
 from sppo.cost.state_tiers import StateTiers
 from sppo.hardware.presets import PRESETS
-from sppo.planning.search.evaluated_candidate import assess
+from sppo.planning.search.evaluated_candidate import evaluate_candidate
 from sppo.units import KIB
 
 MODEL = ModelConfig(
@@ -30,7 +30,7 @@ MODEL = ModelConfig(
 
 def growth(preset="laptop-cpu", *, dtype="fp32", lengths=(KIB, KIB), **options):
     workload = Workload(MODEL, PRESETS[preset], dtype=dtype)
-    (stage,) = assess(Candidate(workload, lengths, **options)).memory
+    (stage,) = evaluate_candidate(Candidate(workload, lengths, **options)).memory
     return stage.device.growth_bytes
 
 
@@ -64,8 +64,8 @@ def test_behind_a_gpu_a_save_in_the_background_takes_host_memory(optimizer):
     state = StateTiers(optimizer=optimizer)
     workload = Workload(MODEL, PRESETS["h100"], dtype="fp32")
     candidate = Candidate(workload, (KIB, KIB), data_parallel_degree=2, state=state)
-    without = assess(candidate)
-    found = assess(replace(candidate, background_saves=True))
+    without = evaluate_candidate(candidate)
+    found = evaluate_candidate(replace(candidate, background_saves=True))
     copied = 3 * 4 * num_parameters(MODEL) // 2
     assert checkpoint_bytes(candidate) == (copied,)
     assert found.memory[0].device == without.memory[0].device
@@ -101,7 +101,7 @@ def test_ranks_save_every_parameter_once(tied, ranks, virtual, zero, replicas, k
         saved = checkpoint_bytes(candidate)
         shares = degree * replicas
         assert sum(saved) * shares == pytest.approx(3 * 4 * num_parameters(model), abs=100)
-        memory = assess(candidate).memory
+        memory = evaluate_candidate(candidate).memory
         assert tuple(rank.background_save_bytes for rank in memory) == saved
 
 
@@ -110,7 +110,9 @@ def test_it_counts_against_the_host():
         hardware = PRESETS["h100"]
         node = replace(hardware.node, num_devices=1, host_memory_bytes=room_bytes)
         workload = Workload(MODEL, replace(hardware, node=node), dtype="fp32")
-        return assess(Candidate(workload, (KIB,), background_saves=True, **change)).shortfall
+        return evaluate_candidate(
+            Candidate(workload, (KIB,), background_saves=True, **change)
+        ).shortfall
 
     needed = 3 * 4 * num_parameters(MODEL)
     assert shortfall(needed) is None
@@ -122,9 +124,9 @@ def test_it_counts_against_the_host():
 def test_it_counts_against_the_budget():
     workload = Workload(MODEL, PRESETS["laptop-cpu"], dtype="fp32")
     hardware = workload.hardware
-    total = assess(Candidate(workload, (KIB, KIB))).memory[0].device.total_bytes
+    total = evaluate_candidate(Candidate(workload, (KIB, KIB))).memory[0].device.total_bytes
     device = replace(hardware.device, memory_bytes=total - STEPS_BYTES, reserved_bytes=0)
-    short = assess(
+    short = evaluate_candidate(
         Candidate(replace(workload, hardware=replace(hardware, device=device)), (KIB, KIB))
     ).shortfall
     assert short is not None

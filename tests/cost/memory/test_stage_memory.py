@@ -18,7 +18,7 @@ from sppo.model.gradients import zero_gradients
 from sppo.optim.adamw import AdamW
 from sppo.parallel.gradient_reduce_scatter import GradientReduceScatter
 from sppo.parallel.parameter_all_gather import ParameterAllGather
-from sppo.planning.search.evaluated_candidate import assess
+from sppo.planning.search.evaluated_candidate import evaluate_candidate
 from tests.engine.models import VARIANTS, random_weights, tiny_model
 from tests.planning.one_device import predicted
 
@@ -65,7 +65,7 @@ def test_weights_of_which_a_device_keeps_its_rows(variant, vocab_size, num_stage
         policy="retain",
     )
     stages = layers_of_stages(model.num_layers, num_stages=num_stages)
-    for layers, memory in zip(stages, assess(candidate).memory, strict=True):
+    for layers, memory in zip(stages, evaluate_candidate(candidate).memory, strict=True):
         shapes = stage_shapes(model, layers)
         rows = {
             name: torch.empty((shape[0] // 2, *shape[1:]), dtype=DTYPES[dtype])
@@ -78,9 +78,9 @@ def test_weights_of_which_a_device_keeps_its_rows(variant, vocab_size, num_stage
         scatters = dict.fromkeys(shapes, GradientReduceScatter(TwoRanks(), index=0))
         formed = ShardedGradients(sums, shapes=shapes, scatters=scatters)
         assert memory.device.gradients_bytes == total(sums.values()) + formed.room_bytes
-    kept = assess(replace(candidate, zero=2)).memory
+    kept = evaluate_candidate(replace(candidate, zero=2)).memory
     assert [m.device.gradients_bytes for m in kept] == [
-        m.device.gradients_bytes for m in assess(candidate).memory
+        m.device.gradients_bytes for m in evaluate_candidate(candidate).memory
     ]
     for layers, memory in zip(stages, kept, strict=True):
         elements = sum(map(prod, stage_shapes(model, layers).values()))

@@ -21,7 +21,7 @@ from sppo.planning.elastic.levels import (
     fastest_levels,
     place_levels,
 )
-from sppo.planning.search.evaluated_candidate import assess
+from sppo.planning.search.evaluated_candidate import evaluate_candidate
 from sppo.planning.search.simulated_candidate import simulate_candidate, simulated_device_bytes
 from sppo.schedule.checks.validate import validate
 from tests.planning.elastic.test_step_plan import SCHEDULES, packed_candidates
@@ -32,7 +32,7 @@ from tests.tiers import examples
 def with_room(candidate, share):
     """The candidate on a device between what recomputing and what retaining everything takes."""
     least, most = (
-        assess(replace(candidate, policy=policy)).device_peak_bytes
+        evaluate_candidate(replace(candidate, policy=policy)).device_peak_bytes
         for policy in ("recompute", "retain")
     )
     return with_bytes(candidate, round(least + share * (most - least)))
@@ -112,7 +112,7 @@ def test_faster_than_recomputing_everything_and_than_the_policy(share):
     candidate = pressed(share=share)
     found = fastest_levels(candidate)
     policy, everything = (
-        simulate_candidate(assess(replace(candidate, policy=policy)))
+        simulate_candidate(evaluate_candidate(replace(candidate, policy=policy)))
         for policy in ("hybrid", "recompute")
     )
     assert policy.shortfall is None

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sppo.planning.elastic import levels as levels_module
 from sppo.planning.elastic import step_plan
 from sppo.planning.elastic.levels import LEVELS, checkpointing_levels, fastest_levels, place_levels
-from sppo.planning.search.evaluated_candidate import assess
+from sppo.planning.search.evaluated_candidate import evaluate_candidate
 from sppo.planning.search.simulated_candidate import simulate_candidate, simulated_device_bytes
 from tests.planning.elastic.samples import lengths_of_samples
 from tests.planning.elastic.test_levels import pressed, with_bytes, with_room
@@ -73,7 +73,7 @@ def test_a_step_with_levels_is_never_slower_than_without(step):
 @given(packed_candidates(policies=("auto",), schedules=SCHEDULES), st.floats(1, 1.5))
 def test_where_everything_can_be_retained_it_is(candidate, share):
     candidate = with_room(candidate, share)
-    retaining = assess(replace(candidate, policy="retain"))
+    retaining = evaluate_candidate(replace(candidate, policy="retain"))
     assume(retaining.shortfall is None)
     found = fastest_levels(replace(candidate, kv=retaining.candidate.kv))
     assert found.step_s == pytest.approx(simulate_candidate(retaining).step_s)
@@ -109,7 +109,7 @@ def test_a_search_without_a_result_recomputes_everything():
     candidate = pressed(share=0.2)
     with mock.patch.object(levels_module, "solve", return_value=None):
         found = place_levels(candidate, levels=LEVELS)
-    everything = assess(replace(candidate, policy="recompute"))
+    everything = evaluate_candidate(replace(candidate, policy="recompute"))
     assert found.shortfall is None
     assert (found.placement.recomputed == everything.placement.recomputed).all()
 
@@ -120,7 +120,7 @@ def test_seconds_are_not_slower_than_the_paper_s_form_and_that_not_than_recomput
     candidate = pressed(share=share)
     layers = len(candidate.stages[0])
     paper = place_levels(candidate, levels=checkpointing_levels(layers), counts_shares=True)
-    everything = simulate_candidate(assess(replace(candidate, policy="recompute")))
+    everything = simulate_candidate(evaluate_candidate(replace(candidate, policy="recompute")))
     planned = fastest_levels(candidate)
     paper_s = simulate_candidate(paper).step_s
     assert planned.step_s < paper_s < everything.step_s

@@ -1,4 +1,4 @@
-"""Plans of steps of samples: they fit as assessed, hold no more than that, and can be run."""
+"""Plans of steps of samples: they fit as evaluated, hold no more than that, and can be run."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from sppo.cost.memory.units_in_flight import Running, UnitsInFlight
 from sppo.planning.elastic.step_plan import StepPlanner
 from sppo.planning.search.candidates import candidate_of, workload_of
 from sppo.planning.search.choices import Degrees
-from sppo.planning.search.evaluated_candidate import assess
+from sppo.planning.search.evaluated_candidate import evaluate_candidate
 from sppo.planning.search.simulated_candidate import simulate_candidate, simulated_device_bytes
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.checks.validate import validate
@@ -110,9 +110,9 @@ def test_a_plan_fits_and_can_be_run(planner, data):
     deadline=None, max_examples=examples(25, all=400), suppress_health_check=[HealthCheck.too_slow]
 )
 @given(packed_candidates())
-def test_a_simulation_never_holds_more_than_what_was_assessed(candidate):
+def test_a_simulation_never_holds_more_than_what_was_evaluated(candidate):
     """Whether it fits or not."""
-    evaluated = simulate_candidate(assess(candidate))
+    evaluated = simulate_candidate(evaluate_candidate(candidate))
     for peak, stage in zip(simulated_device_bytes(evaluated), evaluated.memory, strict=True):
         assert peak <= stage.device.total_bytes + 8
 

@@ -19,7 +19,7 @@ from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.elastic.packing import PADDING
 from sppo.planning.elastic.step_plan import StepPlanner, step_planner
 from sppo.planning.run_plan import plan_run
-from sppo.planning.search.evaluated_candidate import assess
+from sppo.planning.search.evaluated_candidate import evaluate_candidate
 from sppo.planning.search.simulated_candidate import simulate_candidate
 from sppo.schedule.checks.validate import validate
 
@@ -61,7 +61,9 @@ def fixed_chunks(lengths, tokens):
 
 def fastest_fixed_s(planner, lengths, *, largest=14):
     chunks = [2**power for power in range(8, largest + 1)]
-    found = [assess(planner.base.with_packed(fixed_chunks(lengths, size))) for size in chunks]
+    found = [
+        evaluate_candidate(planner.base.with_packed(fixed_chunks(lengths, size))) for size in chunks
+    ]
     return min(simulate_candidate(one).step_s for one in found if one.shortfall is None)
 
 
@@ -108,7 +110,7 @@ def test_smaller_subsequences_where_memory_is_short():
     device = roomy.base.workload.hardware.device
     least = min(
         packing.packed.sequences
-        and assess(roomy.base.with_packed(packing.packed.sequences)).device_peak_bytes
+        and evaluate_candidate(roomy.base.with_packed(packing.packed.sequences)).device_peak_bytes
         for packing in roomy.packing_search.packings(lengths)
     )
     assert least < plan.evaluated.device_peak_bytes
@@ -129,7 +131,7 @@ def test_many_small_subsequences_where_no_larger_ones_fit():
     )
     lengths, roomy = (500,) * 600, planner(500, model=model)
     base = replace(roomy.base, policy="recompute")
-    needed = assess(base.with_packed(fixed_chunks(lengths, 1024))).device_peak_bytes
+    needed = evaluate_candidate(base.with_packed(fixed_chunks(lengths, 1024))).device_peak_bytes
     hardware = base.workload.hardware
     device = replace(hardware.device, memory_bytes=needed * 51 // 50, reserved_bytes=0)
     workload = replace(base.workload, hardware=replace(hardware, device=device))

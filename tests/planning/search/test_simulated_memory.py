@@ -12,7 +12,7 @@ from sppo.cost.memory.units_in_flight import OVERLAPPING, Running, UnitsInFlight
 from sppo.planning.candidate_program import candidate_program
 from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.choices import Degrees
-from sppo.planning.search.evaluated_candidate import assess
+from sppo.planning.search.evaluated_candidate import evaluate_candidate
 from sppo.planning.search.simulated_candidate import simulate_candidate, simulated_device_bytes
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.generators import WHOLE_SEQUENCES, generate
@@ -29,7 +29,7 @@ ONE_BUCKET_ONLY = ("gpipe", "1f1b", "sppo", "seq1f1b", "looped_bfs")
 @settings(deadline=None, max_examples=examples(20, all=60))
 @given(candidates())
 def test_a_simulation_never_holds_more_than_the_plan_says(candidate: Candidate):
-    evaluated = simulate_candidate(assess(candidate))
+    evaluated = simulate_candidate(evaluate_candidate(candidate))
     simulated = simulated_device_bytes(evaluated)
     assert simulated is not None
     for peak, stage in zip(simulated, evaluated.memory, strict=True):
@@ -39,7 +39,7 @@ def test_a_simulation_never_holds_more_than_the_plan_says(candidate: Candidate):
 @settings(deadline=None, max_examples=examples(8, all=20))
 @given(candidates(schedules=ONE_BUCKET_ONLY, policies=("retain",)))
 def test_what_retains_everything_holds_exactly_what_the_plan_says(candidate: Candidate):
-    evaluated = assess(candidate)
+    evaluated = evaluate_candidate(candidate)
     program = candidate_program(candidate, costs=evaluated.costs)
     timeline = simulate(program, costs=evaluated.costs)
     for track, stage in zip(timeline.ranks, evaluated.memory, strict=True):
@@ -55,7 +55,7 @@ def test_without_a_simulation_nothing_is_said():
     candidate = candidate_of_subsequences(
         run, hardware=machine(), degrees=Degrees(1, 4, 2), num_subsequences=8
     )
-    assert simulated_device_bytes(assess(candidate)) is None
+    assert simulated_device_bytes(evaluate_candidate(candidate)) is None
 
 
 # What is in flight, in closed form and along the programs.

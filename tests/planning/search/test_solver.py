@@ -16,7 +16,7 @@ from sppo.planning.plan import plan_json
 from sppo.planning.search.candidate_search import CandidateSearch
 from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.choices import Degrees
-from sppo.planning.search.evaluated_candidate import assess
+from sppo.planning.search.evaluated_candidate import evaluate_candidate
 from sppo.planning.search.simulated_candidate import simulate_candidate
 from sppo.planning.search.solver import solve
 from sppo.units import GIB
@@ -50,7 +50,7 @@ def with_subsequences(evaluated, num_subsequences):
     candidate = candidate_of_subsequences(
         run, hardware=hardware, degrees=evaluated.degrees, num_subsequences=num_subsequences
     )
-    return simulate_candidate(assess(candidate))
+    return simulate_candidate(evaluate_candidate(candidate))
 
 
 def hardware_for_request():

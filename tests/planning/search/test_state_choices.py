@@ -17,7 +17,7 @@ from sppo.planning.plan import plan_json, read_plan
 from sppo.planning.plan_program import check_program, plan_candidate
 from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.choices import Degrees
-from sppo.planning.search.evaluated_candidate import assess
+from sppo.planning.search.evaluated_candidate import evaluate_candidate
 from sppo.planning.search.solver import solve
 from sppo.planning.search.state_choices import state_choices
 from tests.planning.cases import machine, run_config
@@ -155,7 +155,7 @@ def test_what_does_not_fit_on_the_device_leaves_it_and_the_plan_says_so(tmp_path
     state = best.candidate.state
     assert state == LADDER[2]
     assert best.candidate.virtual_stages > 1
-    nearer = assess(replace(best.candidate, state=LADDER[1]))
+    nearer = evaluate_candidate(replace(best.candidate, state=LADDER[1]))
     assert nearer.shortfall is not None
     plan = make_plan(run, best)
     write_json(tmp_path / "plan.json", plan_json(plan))
@@ -180,7 +180,7 @@ def test_three_million_tokens_fit_on_one_device_with_the_host_behind_it():
     found = candidate_of_subsequences(
         run, hardware=large, degrees=Degrees(1, 1, 1), num_subsequences=512, virtual_stages=32
     )
-    best = assess(replace(found, state=LADDER[3], kv="offloaded"))
+    best = evaluate_candidate(replace(found, state=LADDER[3], kv="offloaded"))
     assert best.shortfall is None
     inputs = best.placement.retained[:, :, X_IN] + best.placement.offloaded[:, :, X_IN]
     assert (inputs == best.placement.tokens).all()

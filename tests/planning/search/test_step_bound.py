@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from sppo.cost.candidate import Candidate
-from sppo.planning.search.evaluated_candidate import assess, least_seconds
+from sppo.planning.search.evaluated_candidate import evaluate_candidate, least_seconds
 from sppo.planning.search.simulated_candidate import simulate_candidate
 from tests.planning.some_candidates import SCHEDULES, candidates
 from tests.tiers import examples
@@ -19,7 +19,7 @@ WHOLE = tuple(name for name in SCHEDULES if name != "sppo_msp")
 @settings(deadline=None, max_examples=examples(60, all=400))
 @given(candidates(schedules=WHOLE))
 def test_no_simulation_is_faster_than_its_bounds(candidate: Candidate):
-    evaluated = simulate_candidate(assess(candidate))
+    evaluated = simulate_candidate(evaluate_candidate(candidate))
     prices, step_s = evaluated.prices, evaluated.step_s * (1 + ROUNDING)
     assert least_seconds(evaluated.candidate, seconds=prices.seconds) <= step_s
     assert prices.least_s <= step_s

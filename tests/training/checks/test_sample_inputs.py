@@ -12,7 +12,7 @@ from rich.console import Console
 from sppo.config import load_run
 from sppo.data.tokens import LOSS_MASK_FILE, META_FILE
 from sppo.planning.elastic.step_plan import StepPlanner, step_planner
-from sppo.planning.search.evaluated_candidate import assess
+from sppo.planning.search.evaluated_candidate import evaluate_candidate
 from sppo.training import trainer
 from sppo.training.checks.input_checks import run_file_problems
 from sppo.training.checks.preflight import check_before_training
@@ -147,6 +147,6 @@ def test_a_step_of_the_longest_sample_is_the_plan_of_the_run(samples):
     preflight = check_before_training(run)
     planner = step_planner(preflight.plan, background_saves=True)
     (alone,) = planner.packing_search.as_planned([planner.longest])
-    evaluated = assess(planner.base.with_packed(alone.packed.sequences))
+    evaluated = evaluate_candidate(planner.base.with_packed(alone.packed.sequences))
     assert evaluated.candidate.lengths == preflight.plan.lengths
     assert evaluated.memory == preflight.plan.rank_memory
