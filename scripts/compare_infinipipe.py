@@ -173,7 +173,7 @@ def figures(side: Side, case: Case) -> dict[str, Any]:
         "parts_s": _mean_parts(plans),
         "chunks": [len(plan.evaluated.candidate.lengths) for plan in plans],
         "most_tokens": [max(plan.evaluated.candidate.lengths) for plan in plans],
-        "paced": [bool(plan.evaluated.candidate.begun) for plan in plans],
+        "paced": [bool(plan.evaluated.candidate.forwards_before_backward) for plan in plans],
         "time_deviation": median(deviation(chunk_seconds(plan)) for plan in plans),
         "length_deviation": median(deviation(plan.evaluated.candidate.lengths) for plan in plans),
         "device_peak_bytes": max(plan.device_peak_bytes for plan in plans),

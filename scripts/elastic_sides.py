@@ -128,7 +128,7 @@ def figures(steps: Sequence[SideStep], *, lengths: Sequence[Sequence[int]]) -> d
         ),
         "held_bytes": max(map(held_bytes, plans)),
         "recomputed_share": [_recomputed_share(plan) for plan in plans],
-        "paced": [bool(plan.evaluated.candidate.begun) for plan in plans],
+        "paced": [bool(plan.evaluated.candidate.forwards_before_backward) for plan in plans],
         "schedules": [plan.evaluated.candidate.schedule for plan in plans],
         "virtual_stages": plans[0].evaluated.candidate.virtual_stages,
         "planning_s": statistics.median(step.planning_s for step in steps),

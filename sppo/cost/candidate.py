@@ -19,7 +19,7 @@ from sppo.cost.packed_sequence import (
 )
 from sppo.cost.state_tiers import ON_DEVICE, StateTiers
 from sppo.hardware.description import Tier
-from sppo.schedule.generators import LOOPED, Begun, order_of
+from sppo.schedule.generators import LOOPED, ForwardsBeforeBackward, order_of
 from sppo.schedule.transfers.kv_placement import KVPlacement, kv_of_turns
 
 Counts = NDArray[np.int64]
@@ -49,13 +49,13 @@ class Candidate:
         spare_bytes: Device memory that activation policies leave free for MSP shards.
         background_saves: Whether checkpoints are copied in memory and written during training.
         virtual_stages: Stages on each rank of the pipeline (v).
-        kv: Placement of K and V between the forward and the backward of a stage in the looped
-            order, on all stages of a rank except its last; None if not yet decided.
-        kv_recomputed: Number of stages of each rank that recompute K and V from retained inputs,
-            whatever `kv` is.
-        packed: Packed sequences of one replica's step; empty if samples are not packed.
-        begun: Number of forwards that each rank has begun before each of its backwards, if memory
-            has no room for as many as the schedule begins (pacing); empty to follow the schedule.
+        kv: What becomes of K and V between a stage's forward and its backward, in the looped order,
+            on all stages of a rank but its last; None leaves it open.
+        kv_recomputed: Stages of each rank that recompute theirs instead, from inputs that stay.
+        packed: The sequences of the step of a replica, where samples are packed into them.
+        forwards_before_backward: How many forwards each rank has begun before each of its
+            backwards, where there is no room for as many as the schedule begins; empty: as many as
+            that.
     """
 
     workload: Workload
@@ -77,7 +77,7 @@ class Candidate:
     kv: KVPlacement | None = "retained"
     kv_recomputed: int = 0
     packed: tuple[PackedSequence, ...] = ()
-    begun: Begun = ()
+    forwards_before_backward: ForwardsBeforeBackward = ()
 
     @property
     def tier(self) -> Tier:
@@ -89,7 +89,9 @@ class Candidate:
     def with_packed(self, sequences: tuple[PackedSequence, ...]) -> Candidate:
         """Return the candidate with `sequences` as its packed sequences, and without pacing."""
         lengths = tuple(chain.from_iterable(sequence.lengths for sequence in sequences))
-        return replace(self, lengths=lengths, sequences=1, packed=sequences, begun=())
+        return replace(
+            self, lengths=lengths, sequences=1, packed=sequences, forwards_before_backward=()
+        )
 
     @property
     def sequence_lengths(self) -> tuple[tuple[int, ...], ...]:

@@ -26,7 +26,7 @@ def candidate_program(
         candidate.schedule,
         num_ranks=candidate.pipeline_parallel_degree,
         num_virtual=candidate.virtual_stages,
-        begun=candidate.begun,
+        forwards_before_backward=candidate.forwards_before_backward,
         lengths=candidate.sequence_lengths,
         forward_only=forward_only,
         costs=costs,

@@ -22,7 +22,7 @@ _KINDS = {"F": ActionKind.F, "B": ActionKind.B, "W": ActionKind.W}
 
 
 RankOrder = list[tuple[str, Step]]
-Begun = tuple[tuple[int, ...], ...]
+ForwardsBeforeBackward = tuple[tuple[int, ...], ...]
 """Number of forwards that each rank has begun before each of its backwards, [ranks][backwards]."""
 
 
@@ -35,7 +35,7 @@ class _Request:
     lengths: Lengths
     hop: int
     forward_only: bool
-    begun: Begun
+    forwards_before_backward: ForwardsBeforeBackward
 
     @property
     def everything(self) -> range:
@@ -56,7 +56,7 @@ def generate(
     num_virtual: int = 1,
     hop: int = 1,
     forward_only: bool = False,
-    begun: Begun = (),
+    forwards_before_backward: ForwardsBeforeBackward = (),
     costs: Costs | None = None,
 ) -> Schedule:
     """Return the schedule `name`.
@@ -70,8 +70,8 @@ def generate(
         hop: Extra warm-up forwards per rank towards the front: 1 is Seq1F1B; 2 hides message
             latency at the price of one more unit in flight per rank. Only without interleaving.
         forward_only: Leave out backwards and reductions (evaluation).
-        begun: Number of forwards that each rank has begun before each of its backwards; empty for
-            the schedule's own numbers.
+        forwards_before_backward: Number of forwards that each rank has begun before each of its
+            backwards; empty for the schedule's own numbers.
         costs: Costs with which sppo_msp chooses the units to cut; equal units and free messages if
             not given.
 
@@ -87,7 +87,7 @@ def generate(
             tuple(map(tuple, lengths)),
             hop,
             forward_only,
-            begun,
+            forwards_before_backward,
         ),
     )
     plain = _plain(order_of(name, num_virtual=num_virtual), request)
@@ -102,7 +102,7 @@ def rank_orders(
     num_ranks: int,
     lengths: Sequence[Sequence[int]],
     num_virtual: int = 1,
-    begun: Begun = (),
+    forwards_before_backward: ForwardsBeforeBackward = (),
 ) -> Iterator[RankOrder]:
     """Return the order of each rank's compute, with every unit whole.
 
@@ -112,7 +112,7 @@ def rank_orders(
         num_ranks: Pipeline ranks.
         lengths: Tokens of every subsequence of every sequence.
         num_virtual: Stages per rank; more than 1 only for `WITH_VIRTUAL_STAGES`.
-        begun: Forwards that ranks have begun before backwards, see `generate`.
+        forwards_before_backward: Forwards that ranks have begun before backwards, see `generate`.
 
     Raises:
         ValueError: An unknown name, or a request that the schedule cannot serve; the message says
@@ -120,7 +120,9 @@ def rank_orders(
     """
     request = _checked(
         name,
-        _Request(num_ranks, num_virtual, tuple(map(tuple, lengths)), 1, False, begun),
+        _Request(
+            num_ranks, num_virtual, tuple(map(tuple, lengths)), 1, False, forwards_before_backward
+        ),
     )
     order = order_of(name, num_virtual=num_virtual)
     return (_rank_order(order, request, rank) for rank in range(num_ranks))
@@ -134,9 +136,13 @@ def order_of(name: str, *, num_virtual: int) -> str:
 
 
 def _rank_order(name: str, request: _Request, rank: int) -> RankOrder:
-    """Return the order of a rank's compute, with the requested `begun` applied."""
+    """Return the order of a rank's compute, paced as the request asks."""
     order = _GENERATORS[name](request, rank)
-    return orders.with_begun(order, begun=request.begun[rank]) if request.begun else order
+    if not request.forwards_before_backward:
+        return order
+    return orders.with_paced_forwards(
+        order, forwards_before_backward=request.forwards_before_backward[rank]
+    )
 
 
 def _plain(name: str, request: _Request) -> Schedule:
@@ -336,13 +342,13 @@ def _checked(name: str, request: _Request) -> _Request:
             "num_virtual to 1"
         )
     _check_lengths(name, request.lengths)
-    _check_begun(name, request)
+    _check_forwards_before_backward(name, request)
     return request
 
 
-def _check_begun(name: str, request: _Request) -> None:
-    """Refuse `begun` with too few forwards before a backward, or with several stages per rank."""
-    if not request.begun:
+def _check_forwards_before_backward(name: str, request: _Request) -> None:
+    """Refuse too few forwards before a backward, and pacing of ranks with several stages."""
+    if not request.forwards_before_backward:
         return
     if request.num_virtual > 1 or name == "sppo_msp":
         raise ValueError(
@@ -351,12 +357,14 @@ def _check_begun(name: str, request: _Request) -> None:
         )
     ends = list(accumulate(map(len, request.lengths)))
     least = [end for end, own in zip(ends, request.lengths, strict=True) for _ in own]
-    for rank, begun in enumerate(request.begun):
-        ascends = all(one <= other for one, other in pairwise((0, *begun, ends[-1])))
-        enough = len(begun) == len(least) and all(a <= b for a, b in zip(least, begun, strict=True))
+    for rank, counts in enumerate(request.forwards_before_backward):
+        ascends = all(one <= other for one, other in pairwise((0, *counts, ends[-1])))
+        enough = len(counts) == len(least) and all(
+            a <= b for a, b in zip(least, counts, strict=True)
+        )
         if not ascends or not enough:
             raise ValueError(
-                f"begun of rank {rank} is {list(begun)}: it must ascend, one for each of "
+                f"begun of rank {rank} is {list(counts)}: it must ascend, one for each of "
                 f"{len(least)} backwards, from {least} up to {ends[-1]}"
             )
 

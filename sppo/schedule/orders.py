@@ -139,15 +139,15 @@ def pair_up_ahead(
     return order
 
 
-def with_begun(
-    order: Sequence[tuple[str, Step]], *, begun: Sequence[int]
+def with_paced_forwards(
+    order: Sequence[tuple[str, Step]], *, forwards_before_backward: Sequence[int]
 ) -> list[tuple[str, Step]]:
-    """Return `order` with forwards moved so that `begun[k]` forwards precede the k-th backward.
+    """Return `order` with forwards moved so that a given number precedes each backward.
 
     Args:
         order: Order of one rank.
-        begun: Number of forwards begun before each backward; at least all forwards of its own
-            sequence and of the sequences before it.
+        forwards_before_backward: Number of forwards begun before each backward; at least all
+            forwards of its own sequence and of the sequences before it.
     """
     forward = [item for item in order if item[0] == "F"]
     others = [item for item in order if item[0] != "F"]
@@ -155,8 +155,9 @@ def with_begun(
     done = index = 0
     for item in others:
         if item[0] == "B":
-            changed += forward[done : begun[index]]
-            done, index = begun[index], index + 1
+            until = forwards_before_backward[index]
+            changed += forward[done:until]
+            done, index = until, index + 1
         changed.append(item)
     return changed
 

@@ -27,7 +27,7 @@ from sppo.schedule.actions import ActionKind, Schedule
 from sppo.schedule.checks.deadlock import check_deadlock_free
 from sppo.schedule.checks.validate import validate, validate_rules
 from sppo.schedule.costs import CopyEngines, Costs, abstract_costs, with_offload
-from sppo.schedule.generators import Begun, generate
+from sppo.schedule.generators import ForwardsBeforeBackward, generate
 from sppo.schedule.transfers.communication import place_messages
 from sppo.schedule.transfers.copies import place_copies
 from sppo.schedule.transfers.kv_placement import place_kv
@@ -51,7 +51,7 @@ def step_program(
     num_virtual: int = 1,
     hop: int = 1,
     forward_only: bool = False,
-    begun: Begun = (),
+    forwards_before_backward: ForwardsBeforeBackward = (),
     prefetch: int = 1,
     messages: bool = True,
 ) -> Schedule:
@@ -68,7 +68,8 @@ def step_program(
         num_virtual: Stages per rank.
         hop: Extra warm-up forwards, see `generators.generate`.
         forward_only: Leave out backwards, copies and reductions (evaluation).
-        begun: Forwards that ranks have begun before backwards, see `generators.generate`.
+        forwards_before_backward: Forwards that ranks have begun before backwards, see
+            `generators.generate`.
         prefetch: How many backwards ahead a unit may come back from the next tier.
         messages: Place messages, and check the program. A program without messages, for which a
             simulation sends each tensor as soon as it exists, takes a third of the time to make.
@@ -85,7 +86,7 @@ def step_program(
         lengths=lengths,
         hop=hop,
         forward_only=forward_only,
-        begun=begun,
+        forwards_before_backward=forwards_before_backward,
         costs=costs,
     )
     if forward_only:

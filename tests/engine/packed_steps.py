@@ -28,7 +28,7 @@ from sppo.planning.search.evaluated_candidate import (
 )
 from sppo.planning.search.simulated_candidate import simulate_candidate
 from tests.engine.models import random_sequence
-from tests.schedule.begun import begun_between
+from tests.schedule.pacing import forwards_between
 
 
 @dataclass(frozen=True)
@@ -196,13 +196,13 @@ def hand_packed_step(
     packed = PackedSamples(tuple(sequences), indices)
     candidate = base.with_packed(packed.sequences)
     if paced is not None and can_be_paced(candidate):
-        begun = begun_between(
+        counts = forwards_between(
             candidate.schedule,
             num_ranks=candidate.pipeline_parallel_degree,
             lengths=candidate.sequence_lengths,
             share=paced,
         )
-        candidate = replace(candidate, begun=begun)
+        candidate = replace(candidate, forwards_before_backward=counts)
     evaluated = _with_mixed_levels(candidate, seed=seed) if mixed else evaluate_candidate(candidate)
     return PackedStep(StepPlan(packed, simulate_candidate(evaluated)), seed)
 

@@ -12,8 +12,8 @@ from sppo.schedule.actions import ActionKind
 from sppo.schedule.checks.validate import find_violations, validate
 from sppo.schedule.generators import WITH_VIRTUAL_STAGES, generate, schedule_names
 from sppo.schedule.transfers.communication import place_messages
-from tests.schedule.begun import begun_between, most_begun
 from tests.schedule.cases import SUBSEQUENCE_SCHEDULES, in_flight, make, play
+from tests.schedule.pacing import forwards_between, most_forwards
 from tests.tiers import examples
 
 ragged = st.lists(
@@ -100,28 +100,37 @@ def test_equal_sequences_pair_up_after_a_constant_warm_up(ahead, m, n):
     st.floats(0, 1),
 )
 def test_forwards_begin_when_they_are_asked_to(name, p, lengths, share):
-    asked = begun_between(name, num_ranks=p, lengths=lengths, share=share)
-    schedule = generate(name, num_ranks=p, lengths=lengths, begun=asked)
+    asked = forwards_between(name, num_ranks=p, lengths=lengths, share=share)
+    schedule = generate(name, num_ranks=p, lengths=lengths, forwards_before_backward=asked)
     validate(place_messages(schedule))
-    assert most_begun(name, num_ranks=p, lengths=lengths) >= asked
-    for program, begun in zip(schedule.programs, asked, strict=True):
+    assert most_forwards(name, num_ranks=p, lengths=lengths) >= asked
+    for program, counts in zip(schedule.programs, asked, strict=True):
         kinds = [a.kind.value for a in program if a.kind.value in "FB"]
         before = [kinds[:place].count("F") for place, kind in enumerate(kinds) if kind == "B"]
-        assert before == list(begun)
+        assert before == list(counts)
     plain = generate(name, num_ranks=p, lengths=lengths)
-    free = most_begun(name, num_ranks=p, lengths=lengths)
-    assert generate(name, num_ranks=p, lengths=lengths, begun=free).programs == plain.programs
+    free = most_forwards(name, num_ranks=p, lengths=lengths)
+    assert (
+        generate(name, num_ranks=p, lengths=lengths, forwards_before_backward=free).programs
+        == plain.programs
+    )
 
 
-@pytest.mark.parametrize("begun", [(1, 2), (2,), (2, 1), (2, 3)])
-def test_forwards_that_begin_too_late_are_refused(begun):
+@pytest.mark.parametrize("counts", [(1, 2), (2,), (2, 1), (2, 3)])
+def test_forwards_that_begin_too_late_are_refused(counts):
     with pytest.raises(ValueError, match=r"begun of rank 1 is .*from \[2, 2\] up to 2"):
-        generate("sppo", num_ranks=2, lengths=[(8, 8)], begun=((2, 2), begun))
+        generate("sppo", num_ranks=2, lengths=[(8, 8)], forwards_before_backward=((2, 2), counts))
 
 
 def test_ranks_with_several_stages_begin_as_their_schedule_has_it():
     with pytest.raises(ValueError, match="'looped_bfs' with 2 stages on a rank: leave it out"):
-        generate("looped_bfs", num_ranks=2, num_virtual=2, lengths=[(8,)], begun=((1,), (1,)))
+        generate(
+            "looped_bfs",
+            num_ranks=2,
+            num_virtual=2,
+            lengths=[(8,)],
+            forwards_before_backward=((1,), (1,)),
+        )
 
 
 def test_a_single_sequence_makes_sppo_and_seq1f1b_the_same_program():

@@ -118,7 +118,7 @@ def step_report(plan: StepPlan) -> dict[str, Any]:
         "schedule": evaluated.candidate.schedule,
         "policy": evaluated.effective_policy,
         "chunks": chunks_report(plan),
-        "paced": bool(evaluated.candidate.begun),
+        "paced": bool(evaluated.candidate.forwards_before_backward),
         "device_peak_bytes": evaluated.device_peak_bytes,
     }
 

@@ -25,17 +25,17 @@ import numpy.typing as npt
 from sppo.activations.placement import Counts, alike_stages
 from sppo.cost.candidate import Candidate
 from sppo.schedule.costs import Table
-from sppo.schedule.generators import LOOPED, Begun, RankOrder, rank_orders
+from sppo.schedule.generators import LOOPED, ForwardsBeforeBackward, RankOrder, rank_orders
 from sppo.schedule.orders import sequence_groups
 
-Places = npt.NDArray[np.intp]
+Indices = npt.NDArray[np.intp]
 
 OVERLAPPING = ("sppo", "seq1f1b", "1f1b")
 """Schedules that hold N + p - 1 - r units on rank r; with MSP, the order of a rank's own units."""
 _ONE_BEHIND_THE_OTHER = "sppo"
 """Schedule in which a single rank ends a sequence before it begins the next."""
 
-_FIRST: Places = np.zeros(1, dtype=np.intp)
+_FIRST: Indices = np.zeros(1, dtype=np.intp)
 _BACKWARD, _FORWARD, _RETURN, _LAST_BACKWARD = 4, 5, 6, 7
 """Columns of :attr:`_Events.spans`."""
 
@@ -211,8 +211,8 @@ class UnitsInFlight:
         bytes_held: Table = np.cumsum(found, axis=1)[:, :count]
         return bytes_held
 
-    def _packed_kv_spans(self, events: _Events) -> Places:
-        """Return when K and V of packed sequences exist: (stage, first event, last, sequence)."""
+    def _packed_kv_spans(self, events: _Events) -> Indices:
+        """Return when K and V of packed sequences exist: (place, first event, last, sequence)."""
         candidate, spans = self.candidate, events.spans
         degree = candidate.pipeline_parallel_degree
         count = int(spans[:, 0].max()) + 1
@@ -225,8 +225,8 @@ class UnitsInFlight:
         stays = own == "retained"
         return np.concatenate([whole[stays], before[~stays], after[~stays]])
 
-    def _kv_spans(self, spans: Places) -> Places:
-        """Return when K and V are on the device, from `spans` in which sequences are in flight."""
+    def _kv_spans(self, spans: Indices) -> Indices:
+        """Return when K and V of each sequence are on the device, from when anything of it is."""
         candidate, count = self.candidate, len(self.candidate.lengths)
         turn = candidate.virtual_stages * self.group_sequences * count
         found = []
@@ -373,7 +373,7 @@ class UnitsInFlight:
             num_ranks=candidate.pipeline_parallel_degree,
             lengths=candidate.sequence_lengths,
             num_virtual=candidate.virtual_stages,
-            begun=candidate.begun,
+            forwards_before_backward=candidate.forwards_before_backward,
             packed=bool(candidate.packed),
         )
 
@@ -396,25 +396,25 @@ class _Events:
         ranks: Index of each rank, [ranks].
     """
 
-    stages: Places
-    subsequences: Places
+    stages: Indices
+    subsequences: Indices
     held: Counts
     deferred: Counts
     is_forward: Counts
     is_backward: Counts
-    spans: Places
-    ranks: Places
+    spans: Indices
+    ranks: Indices
 
     @property
-    def spans_of_stages(self) -> Iterator[Places]:
-        """Spans of each stage of a rank, numbered as if the stage were the first."""
+    def spans_of_stages(self) -> Iterator[Indices]:
+        """Spans of each stage of a rank, as those of a first one."""
         for place in range(int(self.spans[:, 0].max()) + 1):
             own = self.spans[self.spans[:, 0] == place].copy()
             own[:, 0] = 0
             yield own
 
-    def on(self, ranks: Places, every: Places) -> _Events:
-        """Return the events of the first rank as events of `ranks`, which are some of `every`."""
+    def on(self, ranks: Indices, every: Indices) -> _Events:
+        """Return the events of the first rank as those of some others of `every`."""
         return replace(self, stages=ranks[:, None] + len(every) * self.stages, ranks=ranks)
 
 
@@ -425,21 +425,26 @@ def _events_of_ranks(
     num_ranks: int,
     lengths: tuple[tuple[int, ...], ...],
     num_virtual: int,
-    begun: Begun,
+    forwards_before_backward: ForwardsBeforeBackward,
     packed: bool,
 ) -> tuple[_Events, ...]:
     """Return the events of all ranks, cached because they do not depend on the placement.
 
     Args:
-        schedule: Name of the schedule.
-        num_ranks: Pipeline ranks.
-        lengths: Tokens of each subsequence of each sequence.
-        num_virtual: Stages of a rank.
-        begun: Forwards that each rank begins before each backward; empty for those of the schedule.
-        packed: Whether the subsequences of all sequences are numbered through.
+        schedule: its name.
+        num_ranks: of the pipeline.
+        lengths: tokens of every subsequence of every sequence.
+        num_virtual: stages of a rank.
+        forwards_before_backward: forwards that ranks have begun before backwards, where the
+            schedule does not decide.
+        packed: whether every sequence has places of its own among the subsequences.
     """
     orders = rank_orders(
-        schedule, num_ranks=num_ranks, lengths=lengths, num_virtual=num_virtual, begun=begun
+        schedule,
+        num_ranks=num_ranks,
+        lengths=lengths,
+        num_virtual=num_virtual,
+        forwards_before_backward=forwards_before_backward,
     )
     firsts = [*accumulate(map(len, lengths), initial=0)][:-1] if packed else []
     ranks = np.arange(num_ranks)
@@ -512,8 +517,8 @@ def kv_return(forwards: Sequence[int], backwards: Sequence[int], *, before: int)
     return backwards[max(begin, end - len(forwards))]
 
 
-def _looped_spans(num_subsequences: int, sequences: int, virtual_stages: int) -> Places:
-    """Return (stage, first event, last event) of each sequence of a group in the looped order."""
+def _looped_spans(num_subsequences: int, sequences: int, virtual_stages: int) -> Indices:
+    """Return the spans, as of :class:`_Events`, of a group of sequences in the looped order."""
     count = sequences * num_subsequences
     first = np.arange(virtual_stages)[:, None] * count + np.arange(0, count, num_subsequences)
     last = 2 * virtual_stages * count - 1 - first[:, ::-1]
@@ -521,8 +526,8 @@ def _looped_spans(num_subsequences: int, sequences: int, virtual_stages: int) ->
     return np.stack([places, first.ravel(), last.ravel()], axis=1)
 
 
-def _peak(spans: Places, held: Table) -> float:
-    """Return the peak of bytes that spans (stage, first event, last event, ...) hold at once.
+def _peak(spans: Indices, held: Table) -> float:
+    """Return the most that spans (stage, first event, last event, ...) hold at once.
 
     Args:
         spans: Spans from their first to their last event, both inclusive.

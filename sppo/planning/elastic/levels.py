@@ -30,8 +30,8 @@ from sppo.cost.memory.unit_working_sets import computing_bytes
 from sppo.cost.memory.units_in_flight import Running, UnitsInFlight
 from sppo.cost.stage_cost import StageSeconds, copy_bytes_per_s, placed_bytes, stage_seconds
 from sppo.planning.elastic.level_program import ROUNDING, LevelProgram, Levels, solve
-from sppo.planning.elastic.pacing import begun_within, can_be_paced
-from sppo.planning.elastic.windows import Places, RankWindows, rank_windows
+from sppo.planning.elastic.pacing import can_be_paced, pace_forwards
+from sppo.planning.elastic.windows import Indices, RankWindows, rank_windows
 from sppo.planning.search.evaluated_candidate import (
     EvaluatedCandidate,
     StepPrices,
@@ -238,8 +238,8 @@ class _LevelChoice:
             for table in (self.held_bytes, self.forward_bytes, self.backward_bytes)
         )
         running = Running(forward, backward)
-        begun = begun_within(self.candidate, held=held, running=running, room=room)
-        return replace(self, candidate=replace(self.candidate, begun=begun))
+        paced = pace_forwards(self.candidate, held=held, running=running, room=room)
+        return replace(self, candidate=replace(self.candidate, forwards_before_backward=paced))
 
     def peak_bytes(self, levels: Levels) -> Table:
         """Return the bytes of the fullest window of each rank, [ranks]."""
@@ -313,7 +313,7 @@ class _LevelChoice:
 
 
 def _spread(
-    values: Table, rows: Places, diagonals: Places, *, shape: tuple[int, int]
+    values: Table, rows: Indices, diagonals: Indices, *, shape: tuple[int, int]
 ) -> sparse.csr_array:
     """Return a sparse matrix with `values` [n, levels] at given rows and columns of diagonals.
 

@@ -22,9 +22,9 @@ from sppo.cost.memory.stage_memory import kv_tokens
 from sppo.cost.memory.units_in_flight import Running
 from sppo.cost.stage_cost import weight_operand_bytes
 from sppo.schedule.costs import Table
-from sppo.schedule.generators import DEFERRING_WEIGHTS, LOOPED, Begun, rank_orders
+from sppo.schedule.generators import DEFERRING_WEIGHTS, LOOPED, ForwardsBeforeBackward, rank_orders
 
-Places = npt.NDArray[np.intp]
+Indices = npt.NDArray[np.intp]
 
 
 def can_be_paced(candidate: Candidate) -> bool:
@@ -40,7 +40,9 @@ def can_be_paced(candidate: Candidate) -> bool:
     )
 
 
-def begun_within(candidate: Candidate, *, held: Table, running: Running, room: Table) -> Begun:
+def pace_forwards(
+    candidate: Candidate, *, held: Table, running: Running, room: Table
+) -> ForwardsBeforeBackward:
     """Return the number of forwards that each rank begins before each backward, limited by memory.
 
     At most the number of the schedule, and at least all forwards of the backward's sequence,
@@ -53,7 +55,7 @@ def begun_within(candidate: Candidate, *, held: Table, running: Running, room: T
         room: Bytes available for units, their K and V, and the gradients of K and V, [ranks].
     """
     order = _backward_order(candidate)
-    begun: list[tuple[int, ...]] = []
+    paced: list[tuple[int, ...]] = []
     free = rank_orders(
         candidate.schedule,
         num_ranks=candidate.pipeline_parallel_degree,
@@ -63,24 +65,28 @@ def begun_within(candidate: Candidate, *, held: Table, running: Running, room: T
         is_forward = np.array([kind == "F" for kind, _ in steps])
         is_backward = [kind == "B" for kind, _ in steps]
         most = np.cumsum(is_forward)[is_backward]
-        if begun:
-            before = np.array(begun[-1])
+        if paced:
+            before = np.array(paced[-1])
             most = np.minimum(most, np.where(before < len(order.units), before - 1, before))
         own = _rank_bytes(candidate, order, held=held[rank], rank=rank)
-        begun.append(own.begun(order, running, most=most, room=float(room[rank]), rank=rank))
-    return tuple(begun)
+        paced.append(
+            own.forwards_before_backward(
+                order, running, most=most, room=float(room[rank]), rank=rank
+            )
+        )
+    return tuple(paced)
 
 
 class _BackwardOrder(NamedTuple):
     """Order of the backwards of a rank with one stage; forwards run in the order of the units."""
 
-    units: Places
+    units: Indices
     """Unit of each backward, [backwards]."""
-    needed: Places
+    needed: Indices
     """Number of forwards up to the last one of each backward's sequence, [backwards]."""
-    firsts: Places
+    firsts: Indices
     """Index of the first unit, and of the first backward, of each sequence, [sequences]."""
-    ends: Places
+    ends: Indices
     """One past the index of the last unit of each sequence, [sequences]."""
 
 
@@ -102,8 +108,8 @@ class _RankBytes(NamedTuple):
     gradients: Table
     """Bytes of K/V gradients that each backward allocates; 0 after a sequence's first, [units]."""
 
-    def begun(
-        self, order: _BackwardOrder, running: Running, *, most: Places, room: float, rank: int
+    def forwards_before_backward(
+        self, order: _BackwardOrder, running: Running, *, most: Indices, room: float, rank: int
     ) -> tuple[int, ...]:
         """Return the number of forwards begun before each backward: `most`, if there is room.
 
@@ -137,17 +143,17 @@ def _rank_bytes(
     tokens = np.array([sequence.tokens for sequence in candidate.packed], dtype=np.float64)
     kv = kv_tokens(candidate)
     keys, of_keys = kv.kv[rank] * tokens, kv.gradients[rank] * tokens
-    comes, goes = np.zeros((2, count + 1))
-    comes[1:], goes[1:] = held, held[order.units]
-    comes[order.firsts + 1] += keys
-    goes[order.ends] += keys + of_keys
+    allocated, released = np.zeros((2, count + 1))
+    allocated[1:], released[1:] = held, held[order.units]
+    allocated[order.firsts + 1] += keys
+    released[order.ends] += keys + of_keys
     # The first backward of a sequence allocates K/V gradients; they count after it, not before.
-    goes[order.firsts + 1] -= of_keys
-    freed = np.cumsum(goes)[:count]
+    released[order.firsts + 1] -= of_keys
+    freed = np.cumsum(released)[:count]
     gradients = np.zeros(count)
     gradients[order.firsts] = of_keys
     if candidate.schedule in DEFERRING_WEIGHTS:
         formed = np.cumsum(np.pad(weight_operand_bytes(candidate)[rank][order.units], (1, 0)))
         places = np.arange(count)
         freed = freed - (formed[places] - formed[np.maximum(0, places - rank)])
-    return _RankBytes(np.cumsum(comes), freed, gradients)
+    return _RankBytes(np.cumsum(allocated), freed, gradients)

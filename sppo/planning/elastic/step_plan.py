@@ -299,7 +299,7 @@ class StepPlanner:
 
     def _with_best_schedule(self, plan: StepPlan) -> StepPlan:
         """Return `plan`, or its zero-bubble variant if deferring weight gradients is faster."""
-        if not self.defers_weights or plan.evaluated.candidate.begun:
+        if not self.defers_weights or plan.evaluated.candidate.forwards_before_backward:
             return plan
         base = replace(self.base, schedule=_ZERO_BUBBLE)
         evaluated = evaluate_candidate(base.with_packed(plan.sequences))

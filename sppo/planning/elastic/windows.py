@@ -21,7 +21,7 @@ from sppo.cost.stage_cost import weight_operand_bytes
 from sppo.schedule.costs import Table
 from sppo.schedule.generators import RankOrder, rank_orders
 
-Places = npt.NDArray[np.intp]
+Indices = npt.NDArray[np.intp]
 _NEVER = -1
 
 
@@ -42,11 +42,11 @@ class RankWindows:
     """
 
     rank: int
-    stages: Places
-    units: Places
-    diagonals: Places
+    stages: Indices
+    units: Indices
+    diagonals: Indices
     holds: npt.NDArray[np.bool_]
-    running: Places
+    running: Indices
     is_backward: npt.NDArray[np.bool_]
     fixed_bytes: Table
 
@@ -72,7 +72,7 @@ def rank_windows(candidate: Candidate) -> tuple[RankWindows, ...]:
         num_ranks=candidate.pipeline_parallel_degree,
         lengths=candidate.sequence_lengths,
         num_virtual=candidate.virtual_stages,
-        begun=candidate.begun,
+        forwards_before_backward=candidate.forwards_before_backward,
     )
     operands, kv = weight_operand_bytes(candidate), kv_tokens(candidate)
     return tuple(
@@ -119,14 +119,14 @@ class _Spans(NamedTuple):
     All arrays are [units of the rank].
     """
 
-    stages: Places
-    sequences: Places
-    begins: Places
+    stages: Indices
+    sequences: Indices
+    begins: Indices
     """Index of the forward of each unit."""
-    ends: Places
+    ends: Indices
     """Index of the backward of each unit."""
 
-    def kv_bytes(self, candidate: Candidate, at: Places, kv: KVTokens) -> Table:
+    def kv_bytes(self, candidate: Candidate, at: Indices, kv: KVTokens) -> Table:
         """Return the bytes of K, V and their gradients at given moments, [moments].
 
         Args:

@@ -34,7 +34,7 @@ def simulate_candidate(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
         lengths=candidate.sequence_lengths,
         costs=costs,
         num_virtual=candidate.virtual_stages,
-        begun=candidate.begun,
+        forwards_before_backward=candidate.forwards_before_backward,
     )
     return replace(evaluated, played=played)
 

@@ -16,7 +16,7 @@ import numpy as np
 from sppo.schedule.costs import Costs, Link, Table
 from sppo.schedule.encoding import B, F, W
 from sppo.schedule.event_loop import DeadlockError
-from sppo.schedule.generators import Begun, RankOrder, rank_orders
+from sppo.schedule.generators import ForwardsBeforeBackward, RankOrder, rank_orders
 from sppo.schedule.simulation.played_step import PlayedStep
 
 _CODES = {"F": F, "B": B, "W": W}
@@ -30,7 +30,7 @@ def play_whole_units(
     lengths: Sequence[Sequence[int]],
     costs: Costs,
     num_virtual: int = 1,
-    begun: Begun = (),
+    forwards_before_backward: ForwardsBeforeBackward = (),
 ) -> PlayedStep:
     """Simulate a step of the schedule `name`.
 
@@ -40,7 +40,8 @@ def play_whole_units(
         lengths: Tokens of every subsequence of every sequence.
         costs: Costs of the same stages and units, with copies that flow layer by layer.
         num_virtual: Stages per rank.
-        begun: Forwards that ranks have begun before backwards, see `generators.generate`.
+        forwards_before_backward: Forwards that ranks have begun before backwards, see
+            `generators.generate`.
 
     Raises:
         ValueError: A request that the schedule cannot serve.
@@ -57,7 +58,11 @@ def play_whole_units(
     ranks: list[_Rank] = []
     before = None
     orders = rank_orders(
-        name, num_ranks=num_ranks, lengths=lengths, num_virtual=num_virtual, begun=begun
+        name,
+        num_ranks=num_ranks,
+        lengths=lengths,
+        num_virtual=num_virtual,
+        forwards_before_backward=forwards_before_backward,
     )
     for place, order in enumerate(orders):
         compute = ranks[-1].order if order is before else _compute(order, offsets.tolist())

@@ -22,7 +22,7 @@ from sppo.planning.elastic.pacing import can_be_paced
 from sppo.schedule.actions import ActionKind
 from tests.planning.elastic.test_step_search import planner
 from tests.planning.elastic.walked_memory import schedule_of, walked_peaks
-from tests.schedule.begun import begun_between
+from tests.schedule.pacing import forwards_between
 from tests.tiers import examples
 
 _LAYOUTS = [
@@ -46,10 +46,10 @@ def small_choices(draw):
     candidate = base.with_packed(sequences)
     if can_be_paced(candidate) and draw(st.booleans()):
         lengths = candidate.sequence_lengths
-        begun = begun_between(
+        counts = forwards_between(
             schedule, num_ranks=ranks, lengths=lengths, share=draw(st.sampled_from([0.0, 0.5]))
         )
-        candidate = replace(candidate, begun=begun)
+        candidate = replace(candidate, forwards_before_backward=counts)
     count = draw(st.integers(2, 3))
     choice = _level_choice(candidate, levels=LEVELS[:count], counts_shares=False)
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))

@@ -13,7 +13,7 @@ from sppo.cost.packed_sequence import PackedSequence
 from sppo.cost.stage_cost import weight_operand_bytes
 from sppo.planning.candidate_program import candidate_program
 from sppo.planning.elastic.levels import LEVELS, fastest_levels, place_levels
-from sppo.planning.elastic.pacing import begun_within, can_be_paced
+from sppo.planning.elastic.pacing import can_be_paced, pace_forwards
 from sppo.planning.elastic.windows import rank_windows
 from sppo.planning.search.simulated_candidate import simulate_candidate, simulated_device_bytes
 from sppo.schedule.checks.validate import validate
@@ -23,7 +23,7 @@ from tests.planning.elastic.test_levels import pressed, with_room
 from tests.planning.elastic.test_step_plan import packed_candidates, walked
 from tests.planning.elastic.test_step_search import LARGE, planner
 from tests.planning.elastic.walked_memory import walked_device_bytes, walked_peaks
-from tests.schedule.begun import begun_between, least_begun, most_begun
+from tests.schedule.pacing import forwards_between, least_forwards, most_forwards
 from tests.tiers import examples
 
 PACED = ("sppo", "seq1f1b", "seq_zb_h1", "gpipe")
@@ -36,17 +36,17 @@ def partitions(number):
             yield [range(begin, end) for begin, end in pairwise((0, *cuts, number))]
 
 
-def begun_in_pipelines(candidate, runs):
+def forwards_in_pipelines(candidate, runs):
     """Forwards begun where each rank ends a pipeline of some sequences before the next one."""
     ranks, lengths = candidate.pipeline_parallel_degree, candidate.sequence_lengths
-    begun = [[] for _ in range(ranks)]
+    forwards = [[] for _ in range(ranks)]
     for run in runs:
         own = lengths[run.start : run.stop]
-        most = most_begun(candidate.schedule, num_ranks=ranks, lengths=own)
+        most = most_forwards(candidate.schedule, num_ranks=ranks, lengths=own)
         for rank, counts in enumerate(most):
-            before = len(begun[rank])
-            begun[rank] += [before + count for count in counts]
-    return tuple(map(tuple, begun))
+            before = len(forwards[rank])
+            forwards[rank] += [before + count for count in counts]
+    return tuple(map(tuple, forwards))
 
 
 @st.composite
@@ -80,8 +80,8 @@ def test_a_paced_step_is_as_fast_as_any_grouping_into_pipelines(candidate):
     assume(place_levels(candidate, levels=LEVELS[-1:]) is None)
     grouped_s = np.inf
     for runs in partitions(len(candidate.packed)):
-        begun = begun_in_pipelines(candidate, runs)
-        placed = place_levels(replace(candidate, begun=begun), levels=LEVELS)
+        counts = forwards_in_pipelines(candidate, runs)
+        placed = place_levels(replace(candidate, forwards_before_backward=counts), levels=LEVELS)
         if placed is not None:
             grouped_s = min(grouped_s, simulate_candidate(placed).step_s)
     found = fastest_levels(candidate)
@@ -96,13 +96,13 @@ def paced_candidates(draw):
     """A step whose ranks begin some of their forwards later."""
     candidate = draw(packed_candidates(policies=("retain",), schedules=PACED))
     assume(can_be_paced(candidate))
-    begun = begun_between(
+    counts = forwards_between(
         candidate.schedule,
         num_ranks=candidate.pipeline_parallel_degree,
         lengths=candidate.sequence_lengths,
         share=draw(st.floats(0, 1)),
     )
-    return replace(candidate, begun=begun)
+    return replace(candidate, forwards_before_backward=counts)
 
 
 @settings(
@@ -114,7 +114,7 @@ def test_what_paced_ranks_hold_is_what_their_program_does(candidate, seed):
         candidate.schedule,
         num_ranks=candidate.pipeline_parallel_degree,
         lengths=candidate.sequence_lengths,
-        begun=candidate.begun,
+        forwards_before_backward=candidate.forwards_before_backward,
     )
     validate(schedule)
     held = np.random.default_rng(seed).random((candidate.num_stages, len(candidate.lengths)))
@@ -141,14 +141,18 @@ def test_ranks_begin_as_much_as_there_is_room_for(candidate, seed, share):
     # A backward forms the operands that its weight half waits with.
     backward = 0.1 * size * backward + weight_operand_bytes(candidate)
     held, running = held * size, Running(0.1 * size * forward, backward)
-    least = (least_begun(lengths),) * ranks
-    most = most_begun(candidate.schedule, num_ranks=ranks, lengths=lengths)
+    least = (least_forwards(lengths),) * ranks
+    most = most_forwards(candidate.schedule, num_ranks=ranks, lengths=lengths)
 
-    def peaks(begun):
-        return np.array(walked_peaks(replace(candidate, begun=begun), held, running))
+    def peaks(counts):
+        return np.array(
+            walked_peaks(replace(candidate, forwards_before_backward=counts), held, running)
+        )
 
     room = peaks(least) + share * np.maximum(peaks(most) - peaks(least), 0.0) + 1.0
-    found = begun_within(replace(candidate, begun=()), held=held, running=running, room=room)
+    found = pace_forwards(
+        replace(candidate, forwards_before_backward=()), held=held, running=running, room=room
+    )
     assert (np.array(found) <= np.array(most)).all()
     assert (np.array(found) >= np.array(least)).all()
     assert (np.diff(np.array(found), axis=0) <= 0).all()
@@ -178,7 +182,7 @@ def test_ranks_are_paced_where_not_even_recomputing_everything_fits():
     candidate = pressed(share=-0.1, longest=131072)
     assert place_levels(candidate, levels=LEVELS) is None
     found = fastest_levels(candidate)
-    assert found.candidate.begun
+    assert found.candidate.forwards_before_backward
     assert found.shortfall is None
     program = candidate_program(found.candidate, costs=found.costs)
     validate(program)
@@ -186,4 +190,4 @@ def test_ranks_are_paced_where_not_even_recomputing_everything_fits():
 
 
 def test_ranks_run_freely_where_recomputing_is_enough():
-    assert not fastest_levels(pressed(share=0.1)).candidate.begun
+    assert not fastest_levels(pressed(share=0.1)).candidate.forwards_before_backward

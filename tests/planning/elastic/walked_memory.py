@@ -23,7 +23,7 @@ def schedule_of(candidate):
         num_ranks=candidate.pipeline_parallel_degree,
         num_virtual=candidate.virtual_stages,
         lengths=candidate.sequence_lengths,
-        begun=candidate.begun,
+        forwards_before_backward=candidate.forwards_before_backward,
     )
     stages = range(candidate.num_stages)
     return place_kv(

@@ -5,7 +5,7 @@ from itertools import accumulate, chain
 from sppo.schedule.generators import rank_orders
 
 
-def least_begun(lengths):
+def least_forwards(lengths):
     """Before each backward the forwards up to the last one of its sequence."""
     ends = accumulate(map(len, lengths))
     return tuple(
@@ -13,21 +13,21 @@ def least_begun(lengths):
     )
 
 
-def most_begun(name, *, num_ranks, lengths):
+def most_forwards(name, *, num_ranks, lengths):
     """What each rank of a schedule has begun before each backward."""
     found = []
     for steps in rank_orders(name, num_ranks=num_ranks, lengths=lengths):
-        begun = accumulate(kind == "F" for kind, _ in steps)
+        counts = accumulate(kind == "F" for kind, _ in steps)
         found.append(
-            tuple(count for count, (kind, _) in zip(begun, steps, strict=True) if kind == "B")
+            tuple(count for count, (kind, _) in zip(counts, steps, strict=True) if kind == "B")
         )
     return tuple(found)
 
 
-def begun_between(name, *, num_ranks, lengths, share):
+def forwards_between(name, *, num_ranks, lengths, share):
     """What each rank has begun: a share of what the schedule begins beyond what must be."""
-    least = least_begun(lengths)
+    least = least_forwards(lengths)
     return tuple(
         tuple(one + int(share * (other - one)) for one, other in zip(least, most, strict=True))
-        for most in most_begun(name, num_ranks=num_ranks, lengths=lengths)
+        for most in most_forwards(name, num_ranks=num_ranks, lengths=lengths)
     )
