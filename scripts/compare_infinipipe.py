@@ -197,13 +197,13 @@ def _mean_parts(plans: Sequence[StepPlan]) -> dict[str, float]:
 
 def _parts(plan: StepPlan) -> dict[str, float]:
     evaluated = plan.evaluated
-    costs, played = evaluated.costs, evaluated.played
-    assert played is not None, "every plan of a step is simulated"
+    costs, simulated = evaluated.costs, evaluated.simulated
+    assert simulated is not None, "every plan of a step is simulated"
     ranks = evaluated.candidate.pipeline_parallel_degree
     retained = sum(chunk_seconds(plan)) / ranks
     computed = float((costs.forward_s + costs.backward_s + costs.weight_s).sum()) / ranks
     update = float(costs.reduce_s.sum()) / ranks
-    bubble, messages, _ = np.mean(played.idle_s, axis=0).tolist()
+    bubble, messages, _ = np.mean(simulated.idle_s, axis=0).tolist()
     return {
         "compute": retained,
         "recompute": computed - retained,

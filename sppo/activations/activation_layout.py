@@ -35,7 +35,7 @@ PREFETCH_LAYERS = 2
 if a block comes back within a layer's backward. If copies are slower, the whole step waits, and
 prefetching more layers would only move the wait."""
 
-SOURCES_HELD = 2
+MAX_BLOCKS_IN_FLIGHT_OUT = 2
 """Number of blocks that may be in flight directly from where an accelerator computed them before
 compute waits: the block just saved and the one before."""
 

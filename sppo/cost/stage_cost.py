@@ -16,7 +16,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from sppo.activations.activation_layout import PREFETCH_LAYERS, SOURCES_HELD, BlockLayout
+from sppo.activations.activation_layout import (
+    MAX_BLOCKS_IN_FLIGHT_OUT,
+    PREFETCH_LAYERS,
+    BlockLayout,
+)
 from sppo.activations.placement import ActivationPlacement, Counts, saved_bytes
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN, class_bytes_per_token
 from sppo.config.model import ModelConfig
@@ -43,7 +47,7 @@ from sppo.cost.sharding.part_seconds import (
 from sppo.cost.sharding.parts import layer_by_copies, outer_by_copies
 from sppo.hardware.description import Tier
 from sppo.hardware.rates import Floats
-from sppo.schedule.actions import STAGES_HELD
+from sppo.schedule.actions import RESIDENT_STAGES
 from sppo.schedule.costs import CopyEngines, Costs, LayerCopies, Link, Links, Table
 
 _Values = TypeVar("_Values", Table, Counts)
@@ -90,8 +94,8 @@ def stage_seconds(candidate: Candidate) -> StageSeconds:
     )
 
 
-def _settle_seconds(candidate: Candidate) -> Table:
-    """Return the seconds a rank waits for reductions before its gradients leave, [stages]."""
+def _last_reduction_wait_seconds(candidate: Candidate) -> Table:
+    """What a rank waits for where gradients leave before their REDUCE, [stages]."""
     if candidate.zero >= 2 and candidate.state.streams_gradients:
         return last_reduction_seconds(candidate)
     return np.zeros(len(candidate.stages))
@@ -167,7 +171,7 @@ def stage_costs(
         backward_s=units.backward + disturbed_s + carried_s + recomputed_s,
         weight_s=units.weight,
         reduce_s=seconds.reduce_s + seconds.update_s,
-        settle_s=_settle_seconds(candidate),
+        last_reduction_wait_s=_last_reduction_wait_seconds(candidate),
         message_bytes=message_bytes(candidate),
         activation_bytes=retained + offloaded,
         offload_bytes=offloaded,
@@ -212,7 +216,7 @@ def _layer_copies(candidate: Candidate, layers: range) -> LayerCopies:
     """Return the flow of a stage's blocks: through slots to a disk, or directly to host memory."""
     workload = candidate.workload
     layout = BlockLayout(workload.model, workload.element_bytes, layers=layers)
-    leaving = layout.staging_slots if candidate.tier == "disk" else SOURCES_HELD
+    leaving = layout.staging_slots if candidate.tier == "disk" else MAX_BLOCKS_IN_FLIGHT_OUT
     return LayerCopies(len(layers), leaving, PREFETCH_LAYERS)
 
 
@@ -396,7 +400,7 @@ def most_held_of_ranks(candidate: Candidate, of_stages: Table, *, consecutive: b
             they may be any.
     """
     by_rank = _by_rank(candidate, of_stages)
-    count = min(STAGES_HELD, len(by_rank))
+    count = min(RESIDENT_STAGES, len(by_rank))
     if not consecutive:
         largest: Table = np.sort(by_rank, axis=0)[-count:].sum(axis=0)
         return largest

@@ -97,7 +97,7 @@ def step_time(costs: Costs, *, num_sequences: int, looped_ranks: int | None = No
             message_bytes=costs.message_bytes,
             links=costs.links,
             reduce_s=costs.reduce_s,
-            settle_s=costs.settle_s,
+            last_reduction_wait_s=costs.last_reduction_wait_s,
             num_sequences=num_sequences,
             looped_ranks=looped_ranks,
         )
@@ -181,7 +181,7 @@ def parts_of_step(
     reduce_s: Floats,
     num_sequences: int,
     looped_ranks: int | None,
-    settle_s: Floats | None = None,
+    last_reduction_wait_s: Floats | None = None,
 ) -> tuple[float, float, float]:
     """Return the seconds of the forward, backward and update parts of a step, without copies."""
     if looped_ranks is not None:
@@ -191,7 +191,7 @@ def parts_of_step(
             message_bytes=message_bytes,
             links=links,
             reduce_s=reduce_s,
-            settle_s=settle_s,
+            last_reduction_wait_s=last_reduction_wait_s,
             num_sequences=num_sequences,
             num_ranks=looped_ranks,
         )

@@ -25,7 +25,7 @@ from sppo.engine.trace import HostStopwatch, Stopwatch, Trace
 from sppo.engine.unit import Unit
 from sppo.offload.offload_store import OffloadStore
 from sppo.parallel.pipeline_p2p import PipelineP2P
-from sppo.schedule.actions import OF_STAGES, Action, ActionKind, Schedule
+from sppo.schedule.actions import WHOLE_STAGE_ACTIONS, Action, ActionKind, Schedule
 
 _SHOWN_AROUND_FAILURE = 3
 
@@ -201,8 +201,8 @@ class Executor:
         self._buffers.receive(action, width=width, dtype=dtype)
 
     def _finish_offload(self, action: Action) -> None:
-        """Run a D2H: check that F has handed all layers of the unit to the copy queues."""
-        if (action.kind, action.wire) in OF_STAGES:
+        """Run D2H: check that all layers of the unit are with the copy queues since F."""
+        if (action.kind, action.wire) in WHOLE_STAGE_ACTIONS:
             self._state.run(action)
             return
         stage = self._stage_of(action)
@@ -210,8 +210,8 @@ class Executor:
         _offloaded(stage, action).finish_offload(keys(action.unit))
 
     def _start_reload(self, action: Action) -> None:
-        """Run an H2D: permit the unit's layers to return, as far ahead of B as memory allows."""
-        if (action.kind, action.wire) in OF_STAGES:
+        """Run H2D: allow the unit's layers to come back, as far ahead of B as there is room."""
+        if (action.kind, action.wire) in WHOLE_STAGE_ACTIONS:
             self._state.run(action)
             return
         stage = self._stage_of(action)

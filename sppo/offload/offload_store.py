@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from sppo.activations.activation_layout import (
+    MAX_BLOCKS_IN_FLIGHT_OUT,
     PREFETCH_LAYERS,
-    SOURCES_HELD,
     ActivationKey,
     Extent,
     OffloadSchedule,
@@ -84,7 +84,7 @@ class OffloadStore:
         queues: CopyQueues,
         *,
         disk: Path | None = None,
-        source_lag: int = SOURCES_HELD - 1,
+        source_lag: int = MAX_BLOCKS_IN_FLIGHT_OUT - 1,
         checksums: bool = False,
     ) -> None:
         self._queues, self._source_lag = queues, source_lag

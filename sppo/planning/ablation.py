@@ -24,8 +24,8 @@ from sppo.planning.search.simulated_candidate import simulate_candidate
 from sppo.planning.search.solver import solve
 from sppo.schedule.costs import Links
 from sppo.schedule.generators import LOOPED
-from sppo.schedule.simulation.played_step import played_step
 from sppo.schedule.simulation.simulate import simulate
+from sppo.schedule.simulation.simulated_step import simulated_step
 
 PAPER_SPEEDUPS = {"none": 1.0, "offload_all": 0.91, "sppo": 1.23, "sppo + MSP": 1.44}
 """Speedups that the SPPO paper reports, by name of the row; MSP is on top of adaptive offload."""
@@ -107,7 +107,7 @@ def _multiplexed_rows(adaptive: EvaluatedCandidate, rows: list[AblationRow]) -> 
     costs = replace(adaptive.costs, links=Links())
     program = candidate_program(candidate, costs=costs)
     free = with_program(replace(adaptive, candidate=candidate), program=program)
-    free = replace(free, played=played_step(simulate(program, costs=costs)))
+    free = replace(free, simulated=simulated_step(simulate(program, costs=costs)))
     return [
         _row("sppo + MSP", priced, rows, note),
         _row(

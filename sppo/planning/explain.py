@@ -83,7 +83,7 @@ def step_parts(evaluated: EvaluatedCandidate) -> tuple[Mapping[str, float], ...]
         parts = _summed([plain[stage] for stage in stages], sequences=candidate.sequences)
         parts["zero_collectives"] = float(nothing_recomputed[stages].sum()) - sum(parts.values())
         parts["zero_collectives"] += float(kv_gathers_s[stages].sum())
-        settled_s = (_groups(candidate) - 1) * float(costs.settle_s[stages].sum())
+        settled_s = (_groups(candidate) - 1) * float(costs.last_reduction_wait_s[stages].sum())
         parts["zero_collectives"] += settled_s
         parts["beside_copies"] = float(beside_copies[stages].sum())
         parts["carried"] = 2 * float(carried_s[stages].sum())
@@ -171,13 +171,13 @@ def _waits(
         reduced_s: Seconds of the reductions between the rank's stages, which the simulation counts
             as waits for messages.
     """
-    played = evaluated.played
-    if played is None:
+    simulated = evaluated.simulated
+    if simulated is None:
         return {"borrowed": 0.0, "communication": 0.0, "copy": evaluated.time.exposed_copy_s}
     return {
-        "borrowed": played.step_s - played.waited_s(rank) - own_s,
-        "communication": played.waited_s(rank, "communication") - reduced_s,
-        "copy": played.waited_s(rank, "copy"),
+        "borrowed": simulated.step_s - simulated.waited_s(rank) - own_s,
+        "communication": simulated.waited_s(rank, "communication") - reduced_s,
+        "copy": simulated.waited_s(rank, "copy"),
     }
 
 

@@ -160,9 +160,9 @@ def _more_sequences(solution: Solution) -> Iterator[Improvement]:
     Tried only if the bubble is large or devices are unused.
     """
     run, hardware, best = solution.run, solution.hardware, _best(solution)
-    assert best.played is not None, "the best answer is simulated"
+    assert best.simulated is not None, "the best answer is simulated"
     idle = best.degrees.num_devices < hardware.num_devices
-    if best.played.bubble_fraction < _STARVED and not idle:
+    if best.simulated.bubble_fraction < _STARVED and not idle:
         return
     units = best.costs.forward_s.size // best.candidate.sequences
     most = min(hardware.num_devices, _MOST_UNITS // units)

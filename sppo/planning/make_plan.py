@@ -65,11 +65,11 @@ def predict(run: RunConfig, evaluated: EvaluatedCandidate) -> Prediction:
     peak = hardware.device.flops_per_s(run.train.dtype) * candidate.num_devices
     forward_s, backward_s = compute_seconds(evaluated)
     exposed = time.exposed_copy_s
-    if evaluated.played is not None:
-        exposed = evaluated.played.exposed_copy_s
+    if evaluated.simulated is not None:
+        exposed = evaluated.simulated.exposed_copy_s
     return Prediction(
         provenance=hardware.provenance,
-        simulated=evaluated.played is not None,
+        simulated=evaluated.simulated is not None,
         step_s=evaluated.step_s,
         forward_s=forward_s,
         backward_s=backward_s,
@@ -111,8 +111,8 @@ def offload_ratios(evaluated: EvaluatedCandidate) -> tuple[float, ...]:
 
 
 def _bubble_fraction(evaluated: EvaluatedCandidate) -> float:
-    if evaluated.played is not None:
-        return evaluated.played.bubble_fraction
+    if evaluated.simulated is not None:
+        return evaluated.simulated.bubble_fraction
     time, ranks = evaluated.time, evaluated.candidate.pipeline_parallel_degree
     return max(0.0, 1 - time.busy_s / (ranks * time.step_s))
 

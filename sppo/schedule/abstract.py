@@ -65,7 +65,7 @@ class AbstractCase:
         num_sequences: Sequences of the step.
         num_subsequences: Subsequences of each sequence.
         num_virtual: Stages per rank.
-        hop: Warm-up forwards per rank towards the front (see `generate`).
+        warmup_per_hop: Warm-up forwards per rank towards the front (see `generate`).
         forward_s: Seconds of one forward.
         backward_s: Seconds of one backward without its weight half.
         weight_s: Seconds of the weight half.
@@ -84,7 +84,7 @@ class AbstractCase:
     num_sequences: int
     num_subsequences: int
     num_virtual: int = 1
-    hop: int = 1
+    warmup_per_hop: int = 1
     forward_s: float = 1.0
     backward_s: float = 2.0
     weight_s: float = 0.0
@@ -259,7 +259,7 @@ def _program(request: AbstractCase, *, costs: Costs, forward_only: bool) -> Sche
         num_ranks=request.num_ranks,
         num_virtual=request.num_virtual,
         lengths=request.lengths,
-        hop=request.hop,
+        warmup_per_hop=request.warmup_per_hop,
         forward_only=forward_only,
         costs=costs,
         prefetch=request.offload.prefetch,

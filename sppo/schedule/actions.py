@@ -58,7 +58,7 @@ class ActionKind(StrEnum):
     REDUCE = "REDUCE"
 
 
-OF_STAGES = (
+WHOLE_STAGE_ACTIONS = (
     (ActionKind.REDUCE, None),
     (ActionKind.H2D, "weights"),
     (ActionKind.D2H, "gradients"),
@@ -67,7 +67,7 @@ OF_STAGES = (
 """Kinds and wires of actions that apply to a whole stage and name no unit."""
 COMPUTE_KINDS = (ActionKind.F, ActionKind.B, ActionKind.W, ActionKind.KV)
 """Kinds that occupy a rank's compute."""
-STAGES_HELD = 2
+RESIDENT_STAGES = 2
 """Number of stages of a rank whose weights, or gradients, are on the device at once: one in use
 and one being copied."""
 

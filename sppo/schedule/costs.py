@@ -142,8 +142,8 @@ class Costs:
             takes backward_s + weight_s.
         weight_s: Seconds of W of (stage, unit).
         reduce_s: Seconds of REDUCE of each stage [num_stages]; compute of its rank waits for it.
-        settle_s: Seconds that compute of a rank waits if gradients of a stage leave before their
-            REDUCE: the last of the reductions after each use, [num_stages].
+        last_reduction_wait_s: Seconds that compute of a rank waits if gradients of a stage leave
+            before their REDUCE: the last of the reductions after each use, [num_stages].
         message_bytes: Bytes of one activation or gradient between stages [num_units].
         activation_bytes: Bytes that F of (stage, unit) saves for its backward, without K/V.
         offload_bytes: Part of activation_bytes that a D2H copies out and an H2D brings back.
@@ -175,7 +175,7 @@ class Costs:
     backward_s: Table
     weight_s: Table
     reduce_s: Table
-    settle_s: Table
+    last_reduction_wait_s: Table
     message_bytes: Table
     activation_bytes: Table
     offload_bytes: Table
@@ -258,7 +258,7 @@ class Costs:
 
 _STAGE_TABLES = (
     "reduce_s",
-    "settle_s",
+    "last_reduction_wait_s",
     "weight_bytes",
     "weight_gradient_bytes",
     "streamed_weight_bytes",
@@ -321,7 +321,7 @@ def abstract_costs(
         backward_s=np.broadcast_to(factors * backward_s, shape),
         weight_s=np.broadcast_to(factors * weight_s, shape),
         reduce_s=np.zeros(num_stages),
-        settle_s=np.zeros(num_stages),
+        last_reduction_wait_s=np.zeros(num_stages),
         message_bytes=np.zeros(num_units),
         activation_bytes=np.broadcast_to(retained, shape),
         offload_bytes=zeros,

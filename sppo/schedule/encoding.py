@@ -13,7 +13,7 @@ from itertools import chain, repeat
 import numpy as np
 import numpy.typing as npt
 
-from sppo.schedule.actions import OF_STAGES, Action, ActionKind, Schedule
+from sppo.schedule.actions import WHOLE_STAGE_ACTIONS, Action, ActionKind, Schedule
 
 # The order matters: compute kinds come first, so that `code < NUM_COMPUTE` selects compute.
 # Opcodes from REDUCE on are actions of whole stages.
@@ -133,7 +133,7 @@ def _problem(action: Action, schedule: Schedule) -> str | None:
             "SEND and RECV carry 'act' or 'grad', D2H may carry 'kv' or 'gradients', H2D 'kv', "
             "'weights' or 'gradients', others nothing"
         )
-    if (action.kind, action.wire) in OF_STAGES:
+    if (action.kind, action.wire) in WHOLE_STAGE_ACTIONS:
         whole = action.sequence is None and action.subsequence is None and action.num_shards == 1
         name = str(action._replace(sequence=None)).lstrip("0123456789")
         return None if whole else f"{name} names only a stage"

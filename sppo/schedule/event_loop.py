@@ -11,7 +11,7 @@ Dependencies of an action, besides its resource:
 * B: the F of the same unit, the B of the next subsequence (dK/dV), the gradient from the next
   stage, and the unit's H2D if the program has one; W: the B of its unit; KV: the F of its unit;
 * D2H: the F of its unit; H2D: the D2H of its unit, and the preceding compute in the program, which
-  frees the memory for it; :mod:`sppo.schedule.played_copies` handles copies that flow layer by
+  frees the memory for it; :mod:`sppo.schedule.simulated_copies` handles copies that flow layer by
   layer, and copies of K and V;
 * REDUCE: the preceding compute; later compute waits for the REDUCE, because few buckets of
   gradients are in flight at once (:mod:`sppo.parallel.data_parallel`);
@@ -44,8 +44,8 @@ from sppo.schedule.encoding import (
     F,
 )
 from sppo.schedule.msp_groups import Route, msp_routes
-from sppo.schedule.played_actions import PlayedActions
-from sppo.schedule.played_copies import PlayedCopies
+from sppo.schedule.simulated_copies import SimulatedCopies
+from sppo.schedule.simulation_state import SimulationState
 
 BUBBLE, COMMUNICATION, COPY = range(3)
 IdleGap = tuple[float, float, int]
@@ -94,7 +94,7 @@ def run_clock(schedule: Schedule, *, programs: Sequence[EncodedProgram], costs: 
     return Clock(loop.starts, loop.finishes, loop.gaps)
 
 
-class _EventLoop(PlayedActions):
+class _EventLoop(SimulationState):
     """Walk through the programs of all ranks of one simulation."""
 
     def __init__(
@@ -102,7 +102,7 @@ class _EventLoop(PlayedActions):
     ) -> None:
         super().__init__(schedule, programs=programs, costs=costs)
         self.links = costs.links
-        self.copies = PlayedCopies(self)
+        self.copies = SimulatedCopies(self)
         self.routes = msp_routes(schedule, groups=self.groups) if self.groups else {}
         self.latest: dict[tuple[int, int], float] = {}
         self.outstanding = {key: len(routes) for key, routes in self.routes.items()}
@@ -343,7 +343,7 @@ class _EventLoop(PlayedActions):
 
     def _gradients_out(self, rank: int, index: int, code: int, stage: int) -> bool:
         if stage not in self.reduced:
-            self._wait_for_ranks(rank, self.settle_s[stage])
+            self._wait_for_ranks(rank, self.last_reduction_wait_s[stage])
         return self.copies.copy_gradients_out(rank, index, code, stage)
 
     def _wait_for_ranks(self, rank: int, seconds: float) -> float:

@@ -33,7 +33,7 @@ class _Request:
     num_ranks: int
     num_virtual: int
     lengths: Lengths
-    hop: int
+    warmup_per_hop: int
     forward_only: bool
     forwards_before_backward: ForwardsBeforeBackward
 
@@ -54,7 +54,7 @@ def generate(
     num_ranks: int,
     lengths: Sequence[Sequence[int]],
     num_virtual: int = 1,
-    hop: int = 1,
+    warmup_per_hop: int = 1,
     forward_only: bool = False,
     forwards_before_backward: ForwardsBeforeBackward = (),
     costs: Costs | None = None,
@@ -67,8 +67,9 @@ def generate(
         lengths: Tokens of every subsequence of every sequence. Sequences may differ in length and
             in number of subsequences.
         num_virtual: Stages per rank (v); more than 1 only for `WITH_VIRTUAL_STAGES`.
-        hop: Extra warm-up forwards per rank towards the front: 1 is Seq1F1B; 2 hides message
-            latency at the price of one more unit in flight per rank. Only without interleaving.
+        warmup_per_hop: Extra warm-up forwards per rank towards the front: 1 is Seq1F1B; 2 hides
+            message latency at the price of one more unit in flight per rank. Only without
+            interleaving.
         forward_only: Leave out backwards and reductions (evaluation).
         forwards_before_backward: Number of forwards that each rank has begun before each of its
             backwards; empty for the schedule's own numbers.
@@ -85,7 +86,7 @@ def generate(
             num_ranks,
             num_virtual,
             tuple(map(tuple, lengths)),
-            hop,
+            warmup_per_hop,
             forward_only,
             forwards_before_backward,
         ),
@@ -171,13 +172,13 @@ def _gpipe(request: _Request, rank: int) -> RankOrder:
 
 
 def _seq1f1b(request: _Request, rank: int) -> RankOrder:
-    """Return the Seq1F1B order: `hop` more forwards in flight per rank towards the front.
+    """Return the Seq1F1B order, with more forwards in flight on each rank towards the front.
 
     Source: papers/seq1f1b. If sequences have unequal numbers of subsequences, no more forwards are
     in flight at a time than the remaining sequences need.
     """
     forward, _, least = _one_stage(request.lengths)
-    ahead = request.hop * (request.num_ranks - 1 - rank)
+    ahead = request.warmup_per_hop * (request.num_ranks - 1 - rank)
     return _paired_up(request.lengths, min(ahead, len(forward) - least))
 
 
@@ -222,21 +223,21 @@ def _interleaved(request: _Request, rank: int) -> RankOrder:
         request.lengths,
         groups=groups,
         num_virtual=request.num_virtual,
-        hops_behind=2 * (request.num_ranks - 1 - rank),
+        extra_warmup=2 * (request.num_ranks - 1 - rank),
     )
 
 
 def interleaved_order(
-    lengths: Lengths, *, groups: Sequence[range], num_virtual: int, hops_behind: int
+    lengths: Lengths, *, groups: Sequence[range], num_virtual: int, extra_warmup: int
 ) -> RankOrder:
     """Return the interleaved order of one rank for given groups of sequences.
 
-    `hops_behind` is the number of warm-up forwards beyond those of the last rank.
+    `extra_warmup` is the number of warm-up forwards beyond those of the last rank.
     """
     forward = orders.forward_steps(lengths, groups=groups, num_virtual=num_virtual)
     backward = orders.backward_steps(lengths, groups=groups, num_virtual=num_virtual)
     least = orders.least_warmup(forward, backward=backward)
-    return orders.pair_up(forward, backward=backward, warmup=least + hops_behind)
+    return orders.pair_up(forward, backward=backward, warmup=least + extra_warmup)
 
 
 def _looped_bfs(request: _Request, rank: int) -> RankOrder:
@@ -302,7 +303,7 @@ DESCRIPTIONS: Mapping[str, str] = {
 }
 """Descriptions of the schedules, by name, with their sources."""
 # Schedules whose warm-up can be lengthened to hide the latency of messages.
-_WITH_HOP = ("1f1b", "seq1f1b", "zb_h1", "seq_zb_h1", "sppo")
+_WITH_LONGER_WARMUP = ("1f1b", "seq1f1b", "zb_h1", "seq_zb_h1", "sppo")
 # Schedules that run the weight half of a backward as an action of its own.
 DEFERRING_WEIGHTS = ("zb_h1", "seq_zb_h1")
 LOOPED = "looped_bfs"
@@ -328,12 +329,15 @@ def _checked(name: str, request: _Request) -> _Request:
         raise ValueError(f"num_ranks is {request.num_ranks}: a pipeline has at least 1 rank")
     if request.num_virtual < 1:
         raise ValueError(f"num_virtual is {request.num_virtual}: a rank holds at least 1 stage")
-    if request.hop not in (1, 2):
-        raise ValueError(f"hop is {request.hop}: must be 1, or 2 to hide the latency of messages")
-    if request.hop > 1 and name not in _WITH_HOP:
+    if request.warmup_per_hop not in (1, 2):
         raise ValueError(
-            f"hop {request.hop} lengthens the warm-up of {', '.join(_WITH_HOP)}, not of "
-            f"{quoted(name)}: set hop to 1, or use one of those"
+            f"hop is {request.warmup_per_hop}: must be 1, or 2 to hide the latency of messages"
+        )
+    if request.warmup_per_hop > 1 and name not in _WITH_LONGER_WARMUP:
+        raise ValueError(
+            f"hop {request.warmup_per_hop} lengthens the warm-up of "
+            f"{', '.join(_WITH_LONGER_WARMUP)}, not of {quoted(name)}: set hop to 1, or "
+            "use one of those"
         )
     if request.num_virtual > 1 and name not in WITH_VIRTUAL_STAGES:
         raise ValueError(

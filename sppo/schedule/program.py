@@ -49,7 +49,7 @@ def step_program(
     lengths: Sequence[Sequence[int]],
     costs: Costs,
     num_virtual: int = 1,
-    hop: int = 1,
+    warmup_per_hop: int = 1,
     forward_only: bool = False,
     forwards_before_backward: ForwardsBeforeBackward = (),
     prefetch: int = 1,
@@ -66,7 +66,7 @@ def step_program(
             `streamed_gradient_bytes`; K and V with `kv_recompute_s` are recomputed. The times
             decide the order of messages and which units a schedule cuts.
         num_virtual: Stages per rank.
-        hop: Extra warm-up forwards, see `generators.generate`.
+        warmup_per_hop: Extra warm-up forwards, see `generators.generate`.
         forward_only: Leave out backwards, copies and reductions (evaluation).
         forwards_before_backward: Forwards that ranks have begun before backwards, see
             `generators.generate`.
@@ -84,7 +84,7 @@ def step_program(
         num_ranks=num_ranks,
         num_virtual=num_virtual,
         lengths=lengths,
-        hop=hop,
+        warmup_per_hop=warmup_per_hop,
         forward_only=forward_only,
         forwards_before_backward=forwards_before_backward,
         costs=costs,
@@ -100,7 +100,7 @@ def step_program(
 
 
 @contextmanager
-def _no_circles_made() -> Iterator[None]:
+def _gc_disabled() -> Iterator[None]:
     """Disable the garbage collector, because the tuples of a program form no reference cycles.
 
     For a step of half a million actions, repeated collections take a quarter of the time.
@@ -129,7 +129,7 @@ def lower(schedule: Schedule, *, costs: Costs, prefetch: int = 1) -> Schedule:
         ScheduleError: The schedule breaks a rule.
         DeadlockError: The messages of the schedule would wait for each other.
     """
-    with _no_circles_made():
+    with _gc_disabled():
         # Messages are placed by simulated time, which does not exist for compute in a cycle.
         validate_rules(schedule)
         return with_messages(_with_copies(schedule, costs=costs, prefetch=prefetch), costs=costs)
@@ -149,7 +149,7 @@ def with_messages(schedule: Schedule, *, costs: Costs) -> Schedule:
     if schedule.num_ranks == 1:
         validate(schedule)
         return schedule
-    with _no_circles_made():
+    with _gc_disabled():
         schedule = place_messages(schedule, costs=costs)
         check_deadlock_free(schedule, programs=validate_rules(schedule))
     return schedule

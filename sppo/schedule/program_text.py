@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 from sppo.quoting import quoted
 from sppo.schedule.actions import (
-    OF_STAGES,
+    WHOLE_STAGE_ACTIONS,
     Action,
     ActionKind,
     Cut,
@@ -98,7 +98,7 @@ def parse_action(text: str) -> Action:
     name, _, wire = match["kind"].partition("_")
     kind = ActionKind(name)
     carries = _WIRES.get(wire)
-    of_stage = (kind, carries) in OF_STAGES
+    of_stage = (kind, carries) in WHOLE_STAGE_ACTIONS
     if (match["sequence"] is None) != of_stage:
         rule = "names only a stage" if of_stage else "names its unit"
         raise ValueError(

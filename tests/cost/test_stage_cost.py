@@ -273,7 +273,7 @@ def test_costs_are_positive_and_finite_for_every_machine():
             assert np.isfinite(getattr(costs, name)).all()
 
 
-def played_run(run, **shape):
+def simulated_case(run, **shape):
     """The run on the machine it names."""
     return simulated_run(run, hardware=hardware_for(run.hardware), **shape)
 
@@ -284,7 +284,7 @@ def test_offload_of_a_run_lowers_its_peak_and_hides_when_adaptive():
         retained = raw.model_copy(
             update={"activations": raw.activations.model_copy(update=activations)}
         )
-        case = played_run(retained, shape=RunShape(num_ranks=2)).case
+        case = simulated_case(retained, shape=RunShape(num_ranks=2)).case
         timeline = simulate(case.schedule, costs=case.costs)
         peak = max(track.memory["total"].peak_bytes for track in timeline.ranks)
         return peak, timeline.makespan_s
@@ -302,16 +302,16 @@ def test_a_run_is_cut_and_replicated_as_it_says():
     run = run_config(
         "llama-3.2-1b", sequence={"num_subsequences": 8}, train={"sequences_per_step": 2}
     )
-    case = played_run(run, shape=RunShape(schedule="1f1b", num_ranks=2)).case
+    case = simulated_case(run, shape=RunShape(schedule="1f1b", num_ranks=2)).case
     assert case.schedule.lengths == ((65536,), (65536,))
-    four = played_run(run, shape=RunShape(num_ranks=2, num_subsequences=4)).case.schedule
+    four = simulated_case(run, shape=RunShape(num_ranks=2, num_subsequences=4)).case.schedule
     assert [len(parts) for parts in four.lengths] == [4, 4]
     assert four.lengths[0][0] > four.lengths[0][-1]
     both = {"multiplexed": "on", "data_parallel_degree": 2, "pipeline_parallel_degree": 2}
     cut = run.parallel.model_copy(update=both)
-    case = played_run(run.model_copy(update={"parallel": cut})).case
+    case = simulated_case(run.model_copy(update={"parallel": cut})).case
     assert (case.schedule.name, case.schedule.num_sequences) == ("sppo_msp", 1)
     assert (case.costs.reduce_s > 0).all()
     uneven = run.parallel.model_copy(update={"data_parallel_degree": 3})
     with pytest.raises(ValueError, match="must be a multiple of the replicas"):
-        played_run(run.model_copy(update={"parallel": uneven}))
+        simulated_case(run.model_copy(update={"parallel": uneven}))

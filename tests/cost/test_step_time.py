@@ -157,7 +157,9 @@ def test_every_group_of_sequences_waits_for_gradients_that_leave(shape, sequence
     )
     costs = replace(
         costs,
-        settle_s=np.random.default_rng(seed).uniform(0, costs.backward_s.min(), ranks * virtual),
+        last_reduction_wait_s=np.random.default_rng(seed).uniform(
+            0, costs.backward_s.min(), ranks * virtual
+        ),
         streamed_gradient_bytes=np.ones(ranks * virtual),
     )
     lengths = ((16,) * pieces,) * sequences

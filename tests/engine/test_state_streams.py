@@ -104,7 +104,7 @@ def test_it_waits_for_reductions_as_often_as_is_priced(schedule, p, v, n, m):
     stages = p * v
     costs = replace(
         abstract_costs(stages, num_units=n * m, forward_s=0.0, backward_s=0.0),
-        settle_s=2.0 ** np.arange(stages),
+        last_reduction_wait_s=2.0 ** np.arange(stages),
         streamed_gradient_bytes=np.ones(stages),
     )
     lengths = ((1,) * n,) * m
@@ -127,7 +127,9 @@ def test_it_waits_for_reductions_as_often_as_is_priced(schedule, p, v, n, m):
                 settled.clear()
                 streams.run(action)
                 waited_s += (
-                    len(settled) * costs.settle_s[action.stage] * (action.stage not in reduced)
+                    len(settled)
+                    * costs.last_reduction_wait_s[action.stage]
+                    * (action.stage not in reduced)
                 )
         priced_s = sum(end - start for start, end, why in clock.gaps[rank] if why == COMMUNICATION)
         assert priced_s == waited_s

@@ -122,18 +122,21 @@ def as_recommended(run: RunConfig, best: EvaluatedCandidate) -> RunConfig:
 def work(monkeypatch) -> Counter[str]:
     """What searches have done since this was cleared: placements evaluated, units simulated."""
     done: Counter[str] = Counter()
-    whole, play = evaluated_candidate._evaluate_whole_units, simulated_candidate.play_whole_units
+    whole, play = (
+        evaluated_candidate._evaluate_whole_units,
+        simulated_candidate.simulate_whole_units,
+    )
 
     def evaluate_whole_units(*given, **named):
         done["evaluated"] += 1
         return whole(*given, **named)
 
-    def play_whole_units(*given, costs, **named):
+    def simulate_whole_units(*given, costs, **named):
         done["played"] += costs.forward_s.size
         return play(*given, costs=costs, **named)
 
     monkeypatch.setattr(evaluated_candidate, "_evaluate_whole_units", evaluate_whole_units)
-    monkeypatch.setattr(simulated_candidate, "play_whole_units", play_whole_units)
+    monkeypatch.setattr(simulated_candidate, "simulate_whole_units", simulate_whole_units)
     return done
 
 

@@ -74,7 +74,7 @@ def test_the_parts_of_each_rank_are_the_step(case, simulated):
             assert parts["communication"] >= -1e-9 * own[rank]
         if simulated:
             behind_s = costs.reduce_s[rank]
-            waits_s = evaluated.played.waited_s(rank, "bubble") - behind_s
+            waits_s = evaluated.simulated.waited_s(rank, "bubble") - behind_s
             assert parts["bubble"] == pytest.approx(waits_s, abs=1e-9 * own[rank])
 
 

@@ -298,7 +298,7 @@ def _request(flags: Flags) -> AbstractCase:
         num_sequences=flags.sequences or 0,
         num_subsequences=flags.subsequences or 0,
         num_virtual=_or(flags.virtual, 1),
-        hop=_or(flags.hop, 1),
+        warmup_per_hop=_or(flags.hop, 1),
         forward_s=_or(flags.forward, 1.0),
         backward_s=_or(flags.backward, 2.0),
         weight_s=_or(flags.weight, 0.0),

@@ -54,7 +54,7 @@ def solution_report(
                 "policy": evaluated.effective_policy,
                 "kv": evaluated.kv,
                 "state": asdict(evaluated.candidate.state),
-                "simulated": evaluated.played is not None,
+                "simulated": evaluated.simulated is not None,
             }
             for evaluated in solution.by_num_subsequences
         ],

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sppo.activations.activation_layout import SOURCES_HELD, BlockLayout
+from sppo.activations.activation_layout import MAX_BLOCKS_IN_FLIGHT_OUT, BlockLayout
 from sppo.activations.placement import ActivationPlacement, CopySlots, Counts
 from sppo.activations.tensor_classes import ATTENTION, class_bytes_per_token
 from sppo.cost.candidate import Candidate
@@ -75,8 +75,8 @@ def staging_slots(candidate: Candidate, layout: BlockLayout) -> int:
 
 
 def _sources_waiting(candidate: Candidate) -> int:
-    """Return the number of blocks that leave from their own memory while another layer runs."""
-    return 0 if passes_through_slots(candidate) else SOURCES_HELD - 1
+    """Blocks in memory of their own that leave while another layer runs."""
+    return 0 if passes_through_slots(candidate) else MAX_BLOCKS_IN_FLIGHT_OUT - 1
 
 
 def copy_slots(candidate: Candidate, *, shares: Table) -> CopySlots:

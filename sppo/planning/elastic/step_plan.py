@@ -125,8 +125,8 @@ class StepPlan:
     @property
     def bubble_fraction(self) -> float:
         """Simulated idle share of all pipeline ranks."""
-        assert self.evaluated.played is not None, "every plan of a step is simulated"
-        return self.evaluated.played.bubble_fraction
+        assert self.evaluated.simulated is not None, "every plan of a step is simulated"
+        return self.evaluated.simulated.bubble_fraction
 
     @property
     def device_peak_bytes(self) -> int:

@@ -54,11 +54,11 @@ def predict_step(plan: StepPlan, correction: StepCorrection) -> StepPrediction:
 def _priced(evaluated: EvaluatedCandidate, correction: CostCorrection) -> EvaluatedCandidate:
     """Return the candidate priced with a correction and simulated, with its placement unchanged."""
     workload = evaluated.candidate.workload
-    if workload.correction == correction and evaluated.played is not None:
+    if workload.correction == correction and evaluated.simulated is not None:
         return evaluated
     candidate = replace(evaluated.candidate, workload=replace(workload, correction=correction))
     prices = StepPrices(candidate, stage_seconds(candidate), evaluated.placement)
-    repriced = replace(evaluated, candidate=candidate, prices=prices, played=None)
+    repriced = replace(evaluated, candidate=candidate, prices=prices, simulated=None)
     return simulate_candidate(repriced)
 
 

@@ -31,11 +31,11 @@ def with_best_schedule(run: RunConfig, best: EvaluatedCandidate) -> EvaluatedCan
     if asked_schedule(run) != "auto" or candidate.pipeline_parallel_degree == 1:
         return best
     if places_kv(run):  # no other schedule offloads or recomputes K and V
-        return best if best.played is not None else simulate_candidate(best)
+        return best if best.simulated is not None else simulate_candidate(best)
     streams = candidate.state.streams_weights or candidate.state.streams_gradients
     if best.costs.forward_s.size > SCHEDULED_UNITS:
         return best
-    if best.played is None:
+    if best.simulated is None:
         best = simulate_candidate(best)
     virtual = candidate.virtual_stages
     others = [replace(candidate, schedule="interleaved_seq1f1b")] if virtual > 1 else []

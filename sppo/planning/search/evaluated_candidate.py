@@ -45,7 +45,7 @@ from sppo.schedule.actions import Schedule
 from sppo.schedule.costs import Costs, Table
 from sppo.schedule.generators import DEFERRING_WEIGHTS, LOOPED
 from sppo.schedule.program import with_messages
-from sppo.schedule.simulation.played_step import PlayedStep
+from sppo.schedule.simulation.simulated_step import SimulatedStep
 from sppo.schedule.transfers.kv_placement import KVPlacement
 
 _ATTEMPTS = 3
@@ -130,7 +130,7 @@ class EvaluatedCandidate:
         prices: Costs of the step under the placement of its activations.
         memory: Memory of one device of each pipeline rank.
         shortfall: Memory that the candidate lacks; None if it fits.
-        played: Simulated step; None if only the closed form was computed.
+        simulated: Simulated step; None if only the closed form was computed.
         program: Program without messages, made for MSP, whose memory depends on it; None otherwise.
     """
 
@@ -138,7 +138,7 @@ class EvaluatedCandidate:
     prices: StepPrices
     memory: tuple[StageMemory, ...]
     shortfall: Shortfall | None
-    played: PlayedStep | None = None
+    simulated: SimulatedStep | None = None
     program: Schedule | None = None
 
     @property
@@ -159,12 +159,12 @@ class EvaluatedCandidate:
     @property
     def step_s(self) -> float:
         """Seconds of the step: simulated if available, otherwise in closed form."""
-        return self.time.step_s if self.played is None else self.played.step_s
+        return self.time.step_s if self.simulated is None else self.simulated.step_s
 
     @property
     def has_exact_time(self) -> bool:
         """Whether `step_s` is the simulated time, or equal to it."""
-        return self.played is not None or self.prices.is_exact
+        return self.simulated is not None or self.prices.is_exact
 
     @property
     def degrees(self) -> Degrees:

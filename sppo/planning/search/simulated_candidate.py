@@ -7,9 +7,9 @@ from dataclasses import replace
 from sppo.cost.memory.stage_memory import MemoryBuckets
 from sppo.planning.candidate_program import candidate_program
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
-from sppo.schedule.simulation.played_step import played_step
 from sppo.schedule.simulation.simulate import simulate
-from sppo.schedule.simulation.whole_units import play_whole_units
+from sppo.schedule.simulation.simulated_step import simulated_step
+from sppo.schedule.simulation.whole_units import simulate_whole_units
 
 _IN_TIMELINES = ("kv_bytes", "kv_gradients_bytes", "activations_bytes", "never_at_once_bytes")
 """Memory buckets that a simulation tracks over time; the others are constant during a step."""
@@ -23,12 +23,12 @@ gradients are copied, or K and V are copied or recomputed."""
 def simulate_candidate(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
     """Return the evaluated candidate with its step simulated, unless it already is."""
     candidate, costs = evaluated.candidate, evaluated.costs
-    if evaluated.played is not None:
+    if evaluated.simulated is not None:
         return evaluated
     if candidate.schedule == "sppo_msp" or costs.copies_stages:
         program = evaluated.program or candidate_program(candidate, costs=costs, messages=False)
-        return replace(evaluated, played=played_step(simulate(program, costs=costs)))
-    played = play_whole_units(
+        return replace(evaluated, simulated=simulated_step(simulate(program, costs=costs)))
+    simulated = simulate_whole_units(
         candidate.schedule,
         num_ranks=candidate.pipeline_parallel_degree,
         lengths=candidate.sequence_lengths,
@@ -36,7 +36,7 @@ def simulate_candidate(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
         num_virtual=candidate.virtual_stages,
         forwards_before_backward=candidate.forwards_before_backward,
     )
-    return replace(evaluated, played=played)
+    return replace(evaluated, simulated=simulated)
 
 
 def simulated_if_inexact(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
@@ -64,11 +64,13 @@ def simulated_device_bytes(evaluated: EvaluatedCandidate) -> tuple[int, ...] | N
 
     At most the memory of the evaluated candidate, which adds up the peaks of all buckets.
     """
-    if evaluated.played is None:
+    if evaluated.simulated is None:
         return None
     return tuple(
         steady_bytes(stage.device) + round(held)
-        for held, stage in zip(evaluated.played.held_bytes.tolist(), evaluated.memory, strict=True)
+        for held, stage in zip(
+            evaluated.simulated.held_bytes.tolist(), evaluated.memory, strict=True
+        )
     )
 
 

@@ -135,11 +135,11 @@ def _simulated(fastest_first: Iterator[EvaluatedCandidate]) -> list[EvaluatedCan
     gradients, MSP). Beyond the first few, candidates stop at the first whose closed form exceeds
     the fastest simulation.
     """
-    played: list[EvaluatedCandidate] = []
+    simulated: list[EvaluatedCandidate] = []
     fastest_s = float("inf")
     for place, evaluated in enumerate(fastest_first):
         if place >= _SIMULATED and evaluated.step_s >= fastest_s:
             break
-        played.append(simulate_candidate(evaluated))
-        fastest_s = min(fastest_s, played[-1].step_s)
-    return sorted(played, key=rank_of)
+        simulated.append(simulate_candidate(evaluated))
+        fastest_s = min(fastest_s, simulated[-1].step_s)
+    return sorted(simulated, key=rank_of)

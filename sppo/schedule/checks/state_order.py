@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sppo.schedule.actions import COMPUTE_KINDS, STAGES_HELD, Action, ActionKind, Schedule
+from sppo.schedule.actions import COMPUTE_KINDS, RESIDENT_STAGES, Action, ActionKind, Schedule
 from sppo.schedule.checks.violations import Violation
 
 _RULE = "state order"
@@ -23,11 +23,11 @@ def state_problems(schedule: Schedule, *, rank: int) -> list[Violation]:
 
 
 def _weight_problems(program: tuple[Action, ...], *, rank: int) -> list[Violation]:
-    """Check that compute reads only weights of the last `STAGES_HELD` stages fetched."""
+    """Check that compute reads only weights of the last `RESIDENT_STAGES` stages fetched."""
     held: list[int] = []
     for index, action in enumerate(program):
         if action.wire == "weights":
-            held = [*held, action.stage][-STAGES_HELD:]
+            held = [*held, action.stage][-RESIDENT_STAGES:]
         elif action.kind in _READING and action.stage not in held:
             text = f"{action} reads weights of stage {action.stage}, and stages {held} are here"
             return [Violation(_RULE, text, rank, index)]

@@ -35,7 +35,7 @@ _Events = tuple[Floats, Floats]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PlayedProgram:
+class SimulatedProgram:
     """Program of one rank, with the start and end of each action in a simulation."""
 
     rank: int
@@ -60,40 +60,42 @@ class PlayedProgram:
 def memory_tracks(
     schedule: Schedule,
     *,
-    played: PlayedProgram,
+    simulated: SimulatedProgram,
     groups: Mapping[int, MspGroup],
     costs: Costs,
 ) -> Mapping[str, MemoryTrack]:
     """Return the memory of one rank by bucket, and their "total"."""
-    slots, indices = played.forward_slots()
-    shares = shard_shares(played.program, groups=groups)[indices]
-    if (played.program.codes == encoding.B).any():
+    slots, indices = simulated.forward_slots()
+    shares = shard_shares(simulated.program, groups=groups)[indices]
+    if (simulated.program.codes == encoding.B).any():
         buckets = {
-            "activations": _activation_events(played, slots=slots, shares=shares, costs=costs),
+            "activations": _activation_events(simulated, slots=slots, shares=shares, costs=costs),
             "kv": _concatenate(
-                _sequence_events(schedule, played=played, first=encoding.F, sizes=costs.kv_bytes),
-                _absent_kv(schedule, played=played, sizes=costs.kv_bytes),
+                _sequence_events(
+                    schedule, simulated=simulated, first=encoding.F, sizes=costs.kv_bytes
+                ),
+                _absent_kv(schedule, simulated=simulated, sizes=costs.kv_bytes),
             ),
             "kv_gradients": _sequence_events(
-                schedule, played=played, first=encoding.B, sizes=costs.kv_gradient_bytes
+                schedule, simulated=simulated, first=encoding.B, sizes=costs.kv_gradient_bytes
             ),
         }
     else:
-        buckets = _forward_only(played, slots=slots, shares=shares, costs=costs)
+        buckets = _forward_only(simulated, slots=slots, shares=shares, costs=costs)
     tracks = {name: _track(events) for name, events in buckets.items()}
     tracks["total"] = _track(_concatenate(*buckets.values()))
     return tracks
 
 
 def _forward_only(
-    played: PlayedProgram, *, slots: Codes, shares: Floats, costs: Costs
+    simulated: SimulatedProgram, *, slots: Codes, shares: Floats, costs: Costs
 ) -> dict[str, _Events]:
     """Return the buckets of an evaluation: the running unit, and K/V to the program's end."""
-    begin = played.at(encoding.F, slots=slots, times=played.start_s)
-    finish = played.at(encoding.F, slots=slots, times=played.finish_s)
+    begin = simulated.at(encoding.F, slots=slots, times=simulated.start_s)
+    finish = simulated.at(encoding.F, slots=slots, times=simulated.finish_s)
     size = _per_slot(costs.activation_bytes, slots=slots, num_units=costs.num_units) * shares
     kv = _per_slot(costs.kv_bytes, slots=slots, num_units=costs.num_units) * shares
-    end = np.full(slots.shape, played.finish_s.max(initial=0.0))
+    end = np.full(slots.shape, simulated.finish_s.max(initial=0.0))
     return {
         "activations": _concatenate((begin, size), (finish, -size)),
         "kv": _concatenate((begin, kv), (end, -kv)),
@@ -106,13 +108,13 @@ def _per_slot(table: Table, *, slots: Codes, num_units: int) -> Floats:
 
 
 def _activation_events(
-    played: PlayedProgram, *, slots: Codes, shares: Floats, costs: Costs
+    simulated: SimulatedProgram, *, slots: Codes, shares: Floats, costs: Costs
 ) -> _Events:
     """Return the changes of saved activations of the units and shards that a rank runs."""
     units = costs.num_units
-    begin = played.at(encoding.F, slots=slots, times=played.start_s)
-    backward = played.at(encoding.B, slots=slots, times=played.finish_s)
-    weights = played.at(encoding.W, slots=slots, times=played.finish_s)
+    begin = simulated.at(encoding.F, slots=slots, times=simulated.start_s)
+    backward = simulated.at(encoding.B, slots=slots, times=simulated.finish_s)
+    weights = simulated.at(encoding.W, slots=slots, times=simulated.finish_s)
     size = _per_slot(costs.activation_bytes, slots=slots, num_units=units) * shares
     offloaded = _per_slot(costs.offload_bytes, slots=slots, num_units=units) * shares
     if costs.layer_copies:
@@ -126,8 +128,8 @@ def _activation_events(
             (weights[deferred], -operands),
         )
     end = np.fmax(backward, weights)
-    out = played.at(encoding.D2H, slots=slots, times=played.finish_s)
-    back = played.at(encoding.H2D, slots=slots, times=played.start_s)
+    out = simulated.at(encoding.D2H, slots=slots, times=simulated.finish_s)
+    back = simulated.at(encoding.H2D, slots=slots, times=simulated.start_s)
     left, returned = ~np.isnan(out), ~np.isnan(back)
     return _concatenate(
         (begin, size),
@@ -138,49 +140,49 @@ def _activation_events(
 
 
 def _sequence_events(
-    schedule: Schedule, *, played: PlayedProgram, first: int, sizes: Table
+    schedule: Schedule, *, simulated: SimulatedProgram, first: int, sizes: Table
 ) -> _Events:
     """Return the changes of memory held per sequence, from its first action to its last B.
 
     Args:
         schedule: Schedule with the sequences and the ranks of the stages.
-        played: Program of the rank.
+        simulated: Program of the rank.
         first: Opcode of the first action, F or B.
         sizes: Bytes of every unit, [stages, units].
     """
     of_sequences = np.add.reduceat(sizes, np.array(schedule.unit_offsets()), axis=1)
     begins, ends = np.full(of_sequences.size, np.inf), np.zeros(of_sequences.size)
-    which, group = _by_sequence(schedule, played, first)
-    np.minimum.at(begins, group, played.start_s[which])
-    which, group = _by_sequence(schedule, played, encoding.B)
-    np.maximum.at(ends, group, played.finish_s[which])
+    which, group = _by_sequence(schedule, simulated, first)
+    np.minimum.at(begins, group, simulated.start_s[which])
+    which, group = _by_sequence(schedule, simulated, encoding.B)
+    np.maximum.at(ends, group, simulated.finish_s[which])
     held = np.isfinite(begins)
     total = of_sequences.ravel()[held]
     return _concatenate((begins[held], total), (ends[held], -total))
 
 
-def _absent_kv(schedule: Schedule, *, played: PlayedProgram, sizes: Table) -> _Events:
+def _absent_kv(schedule: Schedule, *, simulated: SimulatedProgram, sizes: Table) -> _Events:
     """Return the changes of K/V that leave after the last F until the first H2D or KV."""
     of_sequences = np.add.reduceat(sizes, np.array(schedule.unit_offsets()), axis=1)
     gone, back = np.zeros(of_sequences.size), np.full(of_sequences.size, np.inf)
-    which, group = _by_sequence(schedule, played, encoding.F)
-    np.maximum.at(gone, group, played.finish_s[which])
+    which, group = _by_sequence(schedule, simulated, encoding.F)
+    np.maximum.at(gone, group, simulated.finish_s[which])
     for code in (encoding.H2D_KV, encoding.KV):
-        which, group = _by_sequence(schedule, played, code)
-        np.minimum.at(back, group, played.start_s[which])
+        which, group = _by_sequence(schedule, simulated, code)
+        np.minimum.at(back, group, simulated.start_s[which])
     leaves = np.isfinite(back)
     total = of_sequences.ravel()[leaves]
     return _concatenate((gone[leaves], -total), (back[leaves], total))
 
 
-def _by_sequence(schedule: Schedule, played: PlayedProgram, code: int) -> tuple[Codes, Codes]:
+def _by_sequence(schedule: Schedule, simulated: SimulatedProgram, code: int) -> tuple[Codes, Codes]:
     """Return positions of one kind of action on the rank's own stages, and (stage, sequence)."""
     offsets = np.array(schedule.unit_offsets())
     rank_of = np.array([schedule.placement.rank_of(s) for s in range(schedule.num_stages)])
-    which = np.flatnonzero(played.program.codes == code)
-    stages, unit = np.divmod(played.program.slots[which], schedule.num_units)
+    which = np.flatnonzero(simulated.program.codes == code)
+    stages, unit = np.divmod(simulated.program.slots[which], schedule.num_units)
     sequence = np.searchsorted(offsets, unit, side="right") - 1
-    own = rank_of[stages] == played.rank
+    own = rank_of[stages] == simulated.rank
     return which[own], (stages * len(offsets) + sequence)[own]
 
 

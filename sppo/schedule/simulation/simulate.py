@@ -11,7 +11,7 @@ from sppo.schedule.encoding import NUM_COMPUTE, encode
 from sppo.schedule.event_loop import Clock, run_clock
 from sppo.schedule.in_flight import peak_in_flight
 from sppo.schedule.msp_groups import find_msp_groups
-from sppo.schedule.simulation.memory_track import PlayedProgram, memory_tracks
+from sppo.schedule.simulation.memory_track import SimulatedProgram, memory_tracks
 from sppo.schedule.timeline import Idle, IdleCause, RankTrack, Timeline
 
 _CAUSES: dict[int, IdleCause] = {
@@ -54,7 +54,7 @@ def simulate(schedule: Schedule, *, costs: Costs) -> Timeline:
                 _idle(clock, rank=rank, busy_until_s=busy_until, makespan_s=makespan),
                 memory_tracks(
                     schedule,
-                    played=PlayedProgram(rank, program, starts[rank], finishes[rank]),
+                    simulated=SimulatedProgram(rank, program, starts[rank], finishes[rank]),
                     groups=groups,
                     costs=costs,
                 ),

@@ -17,13 +17,13 @@ from sppo.schedule.costs import Costs, Link, Table
 from sppo.schedule.encoding import B, F, W
 from sppo.schedule.event_loop import DeadlockError
 from sppo.schedule.generators import ForwardsBeforeBackward, RankOrder, rank_orders
-from sppo.schedule.simulation.played_step import PlayedStep
+from sppo.schedule.simulation.simulated_step import SimulatedStep
 
 _CODES = {"F": F, "B": B, "W": W}
 _UNKNOWN = -1.0
 
 
-def play_whole_units(
+def simulate_whole_units(
     name: str,
     *,
     num_ranks: int,
@@ -31,7 +31,7 @@ def play_whole_units(
     costs: Costs,
     num_virtual: int = 1,
     forwards_before_backward: ForwardsBeforeBackward = (),
-) -> PlayedStep:
+) -> SimulatedStep:
     """Simulate a step of the schedule `name`.
 
     Args:
@@ -73,7 +73,7 @@ def play_whole_units(
     step_s = max(rank.last_s for rank in ranks)
     idle = [[rank.bubble_s + step_s - rank.free_s, rank.message_s, rank.copy_s] for rank in ranks]
     held = [_held_bytes(rank, costs=costs, offsets=offsets) for rank in ranks]
-    return PlayedStep(step_s, np.array(idle), np.array(held))
+    return SimulatedStep(step_s, np.array(idle), np.array(held))
 
 
 class _Compute(NamedTuple):

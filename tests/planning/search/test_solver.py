@@ -102,7 +102,7 @@ def test_time_over_the_number_of_pieces_is_u_shaped(length):
 def test_few_pieces_leave_bubbles():
     """(p - 1) / N of the paper: 3 / 8 of the work for four stages and eight pieces."""
     few = with_subsequences(answer().best, 8)
-    bubble = few.played.bubble_fraction
+    bubble = few.simulated.bubble_fraction
     assert bubble / (1 - bubble) == pytest.approx(3 / 8, rel=0.15)
 
 
@@ -223,7 +223,7 @@ def test_the_same_request_has_the_same_answer():
 def test_what_wins_was_simulated_and_the_closed_form_said_so():
     for length in ("512Ki", "1Mi"):
         solution = answer(length=length)
-        assert solution.best.played is not None
+        assert solution.best.simulated is not None
         for evaluated in (solution.best, *solution.runners_up):
             if evaluated.candidate.schedule == "sppo":
                 assert evaluated.step_s == pytest.approx(evaluated.time.step_s, rel=1e-9)
@@ -233,8 +233,8 @@ def test_several_sequences_are_simulated_until_none_can_be_faster():
     run = request("llama-3.2-1b", length="128Ki", nodes=1, train={"sequences_per_step": 4})
     solution = solved(run)
     assert_sound(solution)
-    assert solution.best.played is not None
-    others = [replace(evaluated, played=None) for evaluated in solution.runners_up]
+    assert solution.best.simulated is not None
+    others = [replace(evaluated, simulated=None) for evaluated in solution.runners_up]
     assert all(solution.best.step_s <= evaluated.step_s * SEVERAL for evaluated in others)
 
 

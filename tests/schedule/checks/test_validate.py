@@ -161,7 +161,7 @@ def test_a_short_last_group_deadlocks():
             lengths,
             groups=[range(2), range(2, 3)],
             num_virtual=3,
-            hops_behind=2 * (7 - rank),
+            extra_warmup=2 * (7 - rank),
         )
         programs.append(tuple(Action(ActionKind(k), c * 8 + rank, *unit) for k, (c, unit) in order))
     short = Schedule("short", Placement(8, 3), lengths, tuple(programs))

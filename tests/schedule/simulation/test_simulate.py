@@ -42,7 +42,7 @@ TEN_CASES = {
 @pytest.mark.parametrize("with_messages", [False, True])
 def test_the_ten_documented_cases(case, with_messages):
     (name, p, v, n, m, *hop), costs, makespan, idles, peak = TEN_CASES[case]
-    schedule = make(name, p=p, v=v, n=n, m=m, **({"hop": hop[0]} if hop else {}))
+    schedule = make(name, p=p, v=v, n=n, m=m, **({"warmup_per_hop": hop[0]} if hop else {}))
     timeline = play(place_messages(schedule) if with_messages else schedule, **costs)
     assert timeline.makespan_s == pytest.approx(makespan, rel=1e-12)
     assert idle(timeline) == pytest.approx(idles)
@@ -51,7 +51,7 @@ def test_the_ten_documented_cases(case, with_messages):
 
 
 def test_latency_with_four_ranks_and_the_warm_up_that_hides_it():
-    short, longer = make("seq1f1b", p=4, n=4, m=4), make("seq1f1b", p=4, n=4, m=4, hop=2)
+    short, longer = make("seq1f1b", p=4, n=4, m=4), make("seq1f1b", p=4, n=4, m=4, warmup_per_hop=2)
     assert play(short, latency=0.5).makespan_s == pytest.approx(69)
     assert play(longer, latency=0.5).makespan_s == pytest.approx(60)
     assert in_flight(play(longer)) == [10, 8, 6, 4]

@@ -12,9 +12,9 @@ from sppo.schedule.event_loop import DeadlockError
 from sppo.schedule.generators import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
 from sppo.schedule.program import step_program
 from sppo.schedule.simulation import whole_units
-from sppo.schedule.simulation.played_step import played_step
 from sppo.schedule.simulation.simulate import simulate
-from sppo.schedule.simulation.whole_units import play_whole_units
+from sppo.schedule.simulation.simulated_step import simulated_step
+from sppo.schedule.simulation.whole_units import simulate_whole_units
 from tests.tiers import examples
 
 SCHEDULES = (
@@ -43,7 +43,7 @@ def some_costs(*, stages: int, units: int, copies: float, seed: int) -> Costs:
         backward_s=2 * table(),
         weight_s=table(),
         reduce_s=dice.uniform(0, 3, stages),
-        settle_s=np.zeros(stages),
+        last_reduction_wait_s=np.zeros(stages),
         message_bytes=dice.uniform(0.5, 2.0, units),
         activation_bytes=kept,
         kv_offload_bytes=np.zeros(kept.shape),
@@ -93,8 +93,8 @@ def test_a_step_is_that_of_its_program(schedule, ranks, virtual, counts, copies,
     )
     shape = {"num_ranks": ranks, "num_virtual": virtual, "lengths": lengths}
     program = step_program(schedule, **shape, costs=costs)
-    expected = played_step(simulate(program, costs=costs))
-    found = play_whole_units(schedule, **shape, costs=costs)
+    expected = simulated_step(simulate(program, costs=costs))
+    found = simulate_whole_units(schedule, **shape, costs=costs)
     assert found.step_s == pytest.approx(expected.step_s, rel=1e-12)
     assert found.idle_s == pytest.approx(expected.idle_s, abs=1e-9)
     assert found.held_bytes == pytest.approx(expected.held_bytes, rel=1e-12)
@@ -110,7 +110,7 @@ def test_ranks_that_wait_for_each_other_are_named(monkeypatch):
     orders = whole_units.rank_orders
     monkeypatch.setattr(whole_units, "rank_orders", contradicting)
     with pytest.raises(DeadlockError, match="rank 0 and 1 others wait for each other") as raised:
-        play_whole_units(
+        simulate_whole_units(
             "seq1f1b",
             num_ranks=2,
             lengths=[[1]],

@@ -13,7 +13,7 @@ IDLE_CAUSES: tuple[IdleCause, ...] = ("bubble", "communication", "copy")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PlayedStep:
+class SimulatedStep:
     """Result of one simulated step.
 
     Attributes:
@@ -46,8 +46,8 @@ class PlayedStep:
         return float(self.idle_s[:, IDLE_CAUSES.index("copy")].max())
 
 
-def played_step(timeline: Timeline) -> PlayedStep:
+def simulated_step(timeline: Timeline) -> SimulatedStep:
     """Return step time, idle times and peak memory of a simulated timeline."""
     idle = [[track.idle_s(cause) for cause in IDLE_CAUSES] for track in timeline.ranks]
     held = [track.memory["total"].peak_bytes for track in timeline.ranks]
-    return PlayedStep(timeline.makespan_s, np.array(idle), np.array(held))
+    return SimulatedStep(timeline.makespan_s, np.array(idle), np.array(held))

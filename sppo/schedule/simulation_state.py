@@ -1,7 +1,7 @@
 """State of one simulation: times of the actions played and of the results known so far.
 
 The walk of the ranks (:mod:`sppo.schedule.event_loop`) and their copies
-(:mod:`sppo.schedule.played_copies`) read and set these times.
+(:mod:`sppo.schedule.simulated_copies`) read and set these times.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from sppo.schedule.msp_groups import MspGroup, find_msp_groups, msp_seconds
 NEVER = -1.0
 
 
-class PlayedActions:
+class SimulationState:
     """State of one simulation. ``at[code * size + slot]`` is the time at which a result exists.
 
     Args:
@@ -105,7 +105,7 @@ class PlayedActions:
             D2H_GRADIENTS: (costs.streamed_gradient_bytes / state_copies.d2h_bytes_per_s).tolist(),
             H2D_GRADIENTS: (costs.streamed_gradient_bytes / state_copies.h2d_bytes_per_s).tolist(),
         }
-        self.settle_s: list[float] = costs.settle_s.tolist()
+        self.last_reduction_wait_s: list[float] = costs.last_reduction_wait_s.tolist()
         self.message_bytes = costs.message_bytes.tolist()
         self.layer_copies = costs.layer_copies
         self.has_state_queues = costs.state_copies is not None

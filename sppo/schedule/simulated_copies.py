@@ -1,32 +1,32 @@
 """Copies of a simulation: two copy engines per rank and tier, and the waits for copies.
 
 Copies of saved tensors flow layer by layer if the costs say so, see
-:meth:`PlayedCopies.wait_for_blocks`; K and V come back during a backward, see
-:meth:`PlayedCopies.bring_kv_back`; weights and gradients are copied stage by stage.
+:meth:`SimulatedCopies.wait_for_blocks`; K and V come back during a backward, see
+:meth:`SimulatedCopies.bring_kv_back`; weights and gradients are copied stage by stage.
 """
 
 from __future__ import annotations
 
-from sppo.schedule.actions import STAGES_HELD
+from sppo.schedule.actions import RESIDENT_STAGES
 from sppo.schedule.encoding import D2H, D2H_KV, H2D, H2D_KV, B, F
-from sppo.schedule.played_actions import PlayedActions
+from sppo.schedule.simulation_state import SimulationState
 
 
-class PlayedCopies:
+class SimulatedCopies:
     """Copies of one simulation, each played when the walk of its rank reaches it.
 
     A method that plays an action returns whether the action has a time; if not, its rank waits.
 
     Args:
-        played: State of the simulation.
+        simulation: State of the simulation.
     """
 
-    def __init__(self, played: PlayedActions) -> None:
-        self._played = played
-        ranks, stages = played.num_ranks, played.schedule.num_stages
+    def __init__(self, simulation: SimulationState) -> None:
+        self._simulation = simulation
+        ranks, stages = simulation.num_ranks, simulation.schedule.num_stages
         self.engine_free = {D2H: [0.0] * ranks, H2D: [0.0] * ranks}
         self.state_engine_free = self.engine_free
-        if played.has_state_queues:
+        if simulation.has_state_queues:
             self.state_engine_free = {D2H: [0.0] * ranks, H2D: [0.0] * ranks}
         self.block_out_s = [0.0] * ranks
         self.reload: dict[tuple[int, int], tuple[int, float]] = {}
@@ -39,56 +39,58 @@ class PlayedCopies:
 
     def copy(self, rank: int, index: int, code: int, slot: int) -> bool:
         """Play a D2H or H2D of saved tensors, on its own queue, in parallel with compute."""
-        played = self._played
-        key = code * played.size + slot
-        before = slot if code == D2H else D2H * played.size + slot
-        if played.at[before] < 0:
-            played.waiting[before] = rank
+        simulation = self._simulation
+        key = code * simulation.size + slot
+        before = slot if code == D2H else D2H * simulation.size + slot
+        if simulation.at[before] < 0:
+            simulation.waiting[before] = rank
             return False
-        queue, ready = self.engine_free[code], played.at[before]
-        seconds = played.seconds[code][slot] / played.widths[rank][index]
+        queue, ready = self.engine_free[code], simulation.at[before]
+        seconds = simulation.seconds[code][slot] / simulation.widths[rank][index]
         block_s = 0.0
         if code == H2D:
-            ready = max(ready, played.free[rank])
-            if played.layer_copies:  # permitted only; the backward decides when blocks come back
+            ready = max(ready, simulation.free[rank])
+            if (
+                simulation.layer_copies
+            ):  # permitted only; the backward decides when blocks come back
                 self.reload[rank, slot] = index, ready
-                played.publish(key, max(ready, played.at[key]))
+                simulation.publish(key, max(ready, simulation.at[key]))
                 return True
-        elif played.layer_copies:
-            layers = played.layer_copies[slot // played.units].layers
+        elif simulation.layer_copies:
+            layers = simulation.layer_copies[slot // simulation.units].layers
             block_s = seconds / layers
-            produced_s = played.msp_seconds.get((F, slot), played.seconds[F][slot])
+            produced_s = simulation.msp_seconds.get((F, slot), simulation.seconds[F][slot])
             ready -= produced_s * (layers - 1) / layers
             self.block_out_s[rank] = block_s
         start = max(queue[rank], ready)
-        finish = max(start + seconds, played.at[before] + block_s)
+        finish = max(start + seconds, simulation.at[before] + block_s)
         queue[rank] = finish
-        played.starts[rank][index], played.finishes[rank][index] = start, finish
+        simulation.starts[rank][index], simulation.finishes[rank][index] = start, finish
         # For a cut unit the latest copy counts, because its shards run together.
-        played.publish(key, max(finish, played.at[key]))
+        simulation.publish(key, max(finish, simulation.at[key]))
         return True
 
     def copy_kv_out(self, rank: int, index: int, code: int, slot: int) -> bool:
         """Play a D2H of K and V, queued after the copies of the unit's saved tensors."""
-        played = self._played
-        queue, made = self.engine_free[D2H], played.at[slot]
-        seconds, block_s, ready = played.seconds[code][slot], 0.0, made
-        if played.layer_copies:
-            layers = played.layer_copies[slot // played.units].layers
+        simulation = self._simulation
+        queue, made = self.engine_free[D2H], simulation.at[slot]
+        seconds, block_s, ready = simulation.seconds[code][slot], 0.0, made
+        if simulation.layer_copies:
+            layers = simulation.layer_copies[slot // simulation.units].layers
             block_s = seconds / layers
-            ready -= played.seconds[F][slot] * (layers - 1) / layers
-            own = played.present[D2H][slot]
+            ready -= simulation.seconds[F][slot] * (layers - 1) / layers
+            own = simulation.present[D2H][slot]
             self.block_out_s[rank] = block_s + (self.block_out_s[rank] if own else 0.0)
         start = max(queue[rank], ready)
         queue[rank] = finish = max(start + seconds, made + block_s)
-        played.starts[rank][index], played.finishes[rank][index] = start, finish
-        played.at[code * played.size + slot] = finish
+        simulation.starts[rank][index], simulation.finishes[rank][index] = start, finish
+        simulation.at[code * simulation.size + slot] = finish
         return True
 
     def permit_kv_back(self, rank: int, index: int, code: int, slot: int) -> bool:
         """Play an H2D of K and V: record that the copy may start, during the next backward."""
-        played = self._played
-        permitted = max(played.free[rank], played.at[D2H_KV * played.size + slot])
+        simulation = self._simulation
+        permitted = max(simulation.free[rank], simulation.at[D2H_KV * simulation.size + slot])
         self.kv_back[rank].append((index, slot, permitted))
         return True
 
@@ -108,14 +110,14 @@ class PlayedCopies:
         Returns:
             Earliest start of a backward that never waits for these copies.
         """
-        played = self._played
-        queue, sequence_of = self.engine_free[H2D], played.sequence_of
-        reader = slot // played.units, sequence_of[slot % played.units]
+        simulation = self._simulation
+        queue, sequence_of = self.engine_free[H2D], simulation.sequence_of
+        reader = slot // simulation.units, sequence_of[slot % simulation.units]
         for index, copied, permitted in self.kv_back[rank]:
             begin = max(queue[rank], permitted)
-            queue[rank] = finish = begin + played.seconds[H2D_KV][copied]
-            played.starts[rank][index], played.finishes[rank][index] = begin, finish
-            is_read = (copied // played.units, sequence_of[copied % played.units]) == reader
+            queue[rank] = finish = begin + simulation.seconds[H2D_KV][copied]
+            simulation.starts[rank][index], simulation.finishes[rank][index] = begin, finish
+            is_read = (copied // simulation.units, sequence_of[copied % simulation.units]) == reader
             start = max(start, finish if is_read else finish - seconds)
         self.kv_back[rank].clear()
         return start
@@ -138,10 +140,12 @@ class PlayedCopies:
             seconds: Compute time of the action.
             width: Number of shards of the unit.
         """
-        played = self._played
-        flow = played.layer_copies[slot // played.units]
+        simulation = self._simulation
+        flow = simulation.layer_copies[slot // simulation.units]
         layer_s = seconds / flow.layers
-        out_s = sum(played.seconds[c][slot] for c in (D2H, D2H_KV) if played.present[c][slot])
+        out_s = sum(
+            simulation.seconds[c][slot] for c in (D2H, D2H_KV) if simulation.present[c][slot]
+        )
         if code == F and out_s:
             return flow.forward_start_s(
                 start,
@@ -153,52 +157,52 @@ class PlayedCopies:
         if code != B:
             return 0.0
         begin = start
-        if played.present[H2D][slot]:
+        if simulation.present[H2D][slot]:
             index, allowed = self.reload.pop((rank, slot))
-            copy_s = played.seconds[H2D][slot] / width
+            copy_s = simulation.seconds[H2D][slot] / width
             first = max(allowed, self.engine_free[H2D][rank])
             before = self.last_backward.get(rank)
             if before is not None:
                 first = max(first, before[0] - flow.back * before[1])
             begin, last = flow.backward_start_s(start, first=first, layer_s=layer_s, copy_s=copy_s)
             self.engine_free[H2D][rank] = first + copy_s
-            played.starts[rank][index], played.finishes[rank][index] = first, last
+            simulation.starts[rank][index], simulation.finishes[rank][index] = first, last
         self.last_backward[rank] = begin + seconds, layer_s
         return begin
 
     def fetch_weights(self, rank: int, index: int, code: int, stage: int) -> bool:
         """Play an H2D of a stage's weights into the memory of the stage named last but one."""
-        played = self._played
-        held, ready = self.weights_held[rank], played.free[rank]
+        simulation = self._simulation
+        held, ready = self.weights_held[rank], simulation.free[rank]
         if stage in held:
-            played.starts[rank][index] = played.finishes[rank][index] = ready
+            simulation.starts[rank][index] = simulation.finishes[rank][index] = ready
         else:
             self._copy_in(rank, index, code, stage, ready)
-        self.weights_held[rank] = [*held, stage][-STAGES_HELD:]
+        self.weights_held[rank] = [*held, stage][-RESIDENT_STAGES:]
         return True
 
     def bring_gradients_back(self, rank: int, index: int, code: int, stage: int) -> bool:
         """Play an H2D of a stage's gradients, after their last D2H."""
-        played = self._played
-        ready = max(played.free[rank], self.gradients_gone[stage])
+        simulation = self._simulation
+        ready = max(simulation.free[rank], self.gradients_gone[stage])
         self._copy_in(rank, index, code, stage, ready)
         return True
 
     def _copy_in(self, rank: int, index: int, code: int, stage: int, ready: float) -> None:
         """Play a copy to the device that compute of the whole stage waits for."""
-        played = self._played
+        simulation = self._simulation
         queue = self.state_engine_free[H2D]
         start = max(queue[rank], ready)
-        queue[rank] = finish = start + played.seconds[code][stage]
+        queue[rank] = finish = start + simulation.seconds[code][stage]
         self.stage_here[stage] = max(self.stage_here[stage], finish)
-        played.starts[rank][index], played.finishes[rank][index] = start, finish
+        simulation.starts[rank][index], simulation.finishes[rank][index] = start, finish
 
     def copy_gradients_out(self, rank: int, index: int, code: int, stage: int) -> bool:
         """Play a D2H of a stage's gradients, after the preceding compute and REDUCE."""
-        played = self._played
+        simulation = self._simulation
         queue = self.state_engine_free[D2H]
-        start = max(queue[rank], played.free[rank])
-        queue[rank] = finish = start + played.seconds[code][stage]
+        start = max(queue[rank], simulation.free[rank])
+        queue[rank] = finish = start + simulation.seconds[code][stage]
         self.gradients_gone[stage] = finish
-        played.starts[rank][index], played.finishes[rank][index] = start, finish
+        simulation.starts[rank][index], simulation.finishes[rank][index] = start, finish
         return True
