@@ -40,6 +40,7 @@ NAMES = {
     "ticket": "transfer",
     "tickets": "transfers",
     "books": "account",
+    "movable": "offloadable",
     "courier": "p2p",
 }
 """Parts of identifiers, and what is said today."""

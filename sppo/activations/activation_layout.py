@@ -91,14 +91,14 @@ class BlockLayout:
         element_bytes: Bytes of an element of the compute dtype.
         layers: Layers of the stage.
         input_every: Number of layers that share one saved input.
-        shared_by: Number of devices over which the rows of a subsequence are sharded.
+        shard_count: Number of devices over which the rows of a subsequence are sharded.
     """
 
     model: ModelConfig
     element_bytes: int
     layers: range
     input_every: int = 1
-    shared_by: int = 1
+    shard_count: int = 1
 
     def has_own_input(self, layer: int, *, attention_saved: bool) -> bool:
         """Return whether a layer saves its input.
@@ -131,7 +131,7 @@ class BlockLayout:
         """Return the bytes of the tensors of :meth:`tensor_rows` on one device, by name."""
         found = self.tensor_rows(rows, own_input=own_input, residual=residual)
         sizes = {name: size for name, _, size in self._tensors}
-        return {name: -(-count * sizes[name] // self.shared_by) for name, count in found.items()}
+        return {name: -(-count * sizes[name] // self.shard_count) for name, count in found.items()}
 
     @cached_property
     def _tensors(self) -> tuple[tuple[str, int, int], ...]:
@@ -167,7 +167,7 @@ class BlockLayout:
         """
         sizes = np.zeros((2, len(rows)), dtype=np.int64)
         for name, index, row_bytes in self._tensors:
-            of_tensor = -(-rows[:, index] * row_bytes // self.shared_by)
+            of_tensor = -(-rows[:, index] * row_bytes // self.shard_count)
             aligned = aligned_counts(of_tensor, TENSOR_ALIGNMENT_BYTES)
             sizes += np.stack([aligned * (name != "x_in"), aligned])
         return aligned_counts(sizes, BLOCK_ALIGNMENT_BYTES)
@@ -205,14 +205,15 @@ class ActivationLayout:
         blocks: Layout of the blocks of the stage.
         shards: Placements of each unit's shards, one per rank over which the unit is sharded.
         rank: Position of this rank among these ranks.
-        whole: Placements of the tensors that have all of a unit's tokens and a shard of the heads
-            or of the MLP width (Megatron); None if every tensor has only the rank's own tokens.
+        unsharded_token_placements: Placements of the tensors that have all of a unit's tokens and a
+            shard of the heads or of the MLP width (Megatron); None if every tensor has only the
+            rank's own tokens.
     """
 
     blocks: BlockLayout
     shards: Mapping[UnitKey, tuple[SubsequencePlacement, ...]]
     rank: int = 0
-    whole: Mapping[UnitKey, SubsequencePlacement] | None = None
+    unsharded_token_placements: Mapping[UnitKey, SubsequencePlacement] | None = None
 
     def saves_input(self, unit: UnitKey, layer: int) -> bool:
         """Return whether a layer saves its input."""
@@ -292,7 +293,9 @@ class ActivationLayout:
 
     def _placement(self, unit: UnitKey) -> SubsequencePlacement:
         """Return the placement of the tensors outside the residual stream."""
-        return self.shards[unit][self.rank] if self.whole is None else self.whole[unit]
+        if self.unsharded_token_placements is None:
+            return self.shards[unit][self.rank]
+        return self.unsharded_token_placements[unit]
 
     def _block_bytes(self, unit: UnitKey) -> tuple[int, ...]:
         """Return the size of each layer's block."""

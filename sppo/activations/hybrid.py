@@ -67,7 +67,7 @@ class StageProblem:
     allow_partial: bool = True
 
     @property
-    def movable_bytes(self) -> Table:
+    def offloadable_bytes(self) -> Table:
         """Bytes of each subsequence that may be offloaded; 0 for the last, needed at once."""
         saved: Table = self.tokens * self.row_bytes.sum()
         saved[-1] = 0.0
@@ -82,7 +82,7 @@ def choices(inputs: PolicyInputs) -> Iterator[ActivationPlacement]:
         inputs.slots.row_bytes,
     )
     distinct = {stage: _problem(inputs, stage) for stage in dict.fromkeys(keys)}
-    free = {key: without_waiting(problem) for key, problem in distinct.items()}
+    free = {key: overlapped_placement(problem) for key, problem in distinct.items()}
     steps = _STEPS[len(inputs.tokens) * len(keys) > _LARGE]
     offloads = None in free.values() and inputs.copy_bytes_per_s > 0
     tried = np.arange(steps + 1 if offloads else 1) / steps
@@ -91,7 +91,7 @@ def choices(inputs: PolicyInputs) -> Iterator[ActivationPlacement]:
         offloading = {
             key: []
             if free[key]
-            else with_fractions(
+            else placements_of_fractions(
                 problem, fractions=_most_in_tier(problem, wanted) * tried, wanted=wanted
             )
             for key, problem in distinct.items()
@@ -104,24 +104,26 @@ def choices(inputs: PolicyInputs) -> Iterator[ActivationPlacement]:
                 yield _stacked(fitting, keys)
         if found:
             continue
-        short = {key: free[key] or least(problem) for key, problem in distinct.items()}
+        short = {
+            key: free[key] or least_memory_placement(problem) for key, problem in distinct.items()
+        }
         if not all(_fits(*short[key][:2], problem) for key, problem in distinct.items()):
             break
     if not found:
         yield _stacked(short, keys)
 
 
-def without_waiting(problem: StageProblem) -> StageCounts | None:
+def overlapped_placement(problem: StageProblem) -> StageCounts | None:
     """Return the placement without recomputation and waits for copies; None if it does not fit."""
     if not _has_room(problem):
         return None
-    rows, nothing = _whole(problem), np.zeros((len(problem.tokens), 3), dtype=np.int64)
+    rows, nothing = _all_rows(problem), np.zeros((len(problem.tokens), 3), dtype=np.int64)
     if _fits(rows, nothing, problem):
         return rows, nothing, nothing.copy()
 
     def wanted(rate: float) -> Table:
         hidden = np.minimum(rate * problem.next_forward_s, problem.hidden_bytes)
-        result: Table = np.minimum(hidden, problem.movable_bytes)
+        result: Table = np.minimum(hidden, problem.offloadable_bytes)
         return result
 
     def serves(rate: float) -> bool:
@@ -139,7 +141,7 @@ def without_waiting(problem: StageProblem) -> StageCounts | None:
     return rows - offloaded, offloaded, nothing
 
 
-def with_fractions(
+def placements_of_fractions(
     problem: StageProblem, *, fractions: Table, wanted: WantedBytes | None = None
 ) -> list[StageCounts | None]:
     """Return placements that offload given fractions and recompute until the rest fits.
@@ -157,7 +159,7 @@ def with_fractions(
         return [None] * len(fractions)
     wanted_bytes = (wanted or _by_time)(problem, fractions[:, None])
     offloaded = _offloaded(wanted_bytes, problem)
-    retained = _whole(problem) - offloaded
+    retained = _all_rows(problem) - offloaded
     serving = _serving(retained, offloaded, problem)
     return [
         _recomputing(kept, sent, problem, serves=serves) if _in_tier(asked, problem) else None
@@ -230,14 +232,15 @@ def _serving(retained: Counts, offloaded: Counts, problem: StageProblem) -> npt.
     return fits
 
 
-def least(problem: StageProblem) -> StageCounts:
+def least_memory_placement(problem: StageProblem) -> StageCounts:
     """Return the placement of least memory: best fraction offloaded, the rest recomputed.
 
     Offloaded rows need slots for their copies, which may take more memory than offloading frees.
     """
     fractions = np.arange(_STEPS[False] + 1)[:, None] / _STEPS[False]
     wanted = [
-        way(problem, _most_in_tier(problem, way) * fractions) for way in (_by_time, _by_class)
+        wanted_bytes(problem, _most_in_tier(problem, wanted_bytes) * fractions)
+        for wanted_bytes in (_by_time, _by_class)
     ]
     sent = _offloaded(np.concatenate(wanted), problem)
     # If layers share an input, retained attention may take less than the inputs of all layers.
@@ -246,7 +249,7 @@ def least(problem: StageProblem) -> StageCounts:
     left = np.zeros_like(offloaded)
     for rows, classes in zip(np.split(left, len(kept)), kept, strict=True):
         rows[:, :, classes] = problem.tokens[:, None] - sent[:, :, classes]
-    recomputed = _whole(problem) - offloaded - left
+    recomputed = _all_rows(problem) - offloaded - left
     tier_bytes = _saved(offloaded, recomputed, problem).sum(axis=1) * problem.sequences
     needed = _needed_by_each(left, offloaded, problem)
     best = int(np.argmin(np.where(tier_bytes <= problem.tier_bytes, needed, np.inf)))
@@ -271,7 +274,7 @@ def _bisected(low: float, high: float, is_high: Callable[[float], bool]) -> tupl
     return low, high
 
 
-def _whole(problem: StageProblem) -> Counts:
+def _all_rows(problem: StageProblem) -> Counts:
     return np.repeat(problem.tokens[:, None], 3, axis=1)
 
 
@@ -300,7 +303,7 @@ def _by_time(problem: StageProblem, fraction: float | Table) -> Table:
         problem: Inputs of one stage.
         fraction: Fraction of all bytes that may be offloaded, as in :func:`_by_class`.
     """
-    saved = problem.movable_bytes
+    saved = problem.offloadable_bytes
     most = float((saved / problem.next_forward_s).max())
     result: Table = np.minimum(fraction * most * problem.next_forward_s, saved)
     return result

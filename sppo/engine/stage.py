@@ -207,7 +207,7 @@ class Stage:
             self._blocks,
             {key: placements[key].sharded(unit.parts) for key, unit in units.items()},
             rank=0 if exchange is None else exchange.rank,
-            whole=None if self._tensor is None else placements,
+            unsharded_token_placements=None if self._tensor is None else placements,
         )
 
     def visits(self, kind: ActionKind, unit: Unit) -> Iterator[WeightPart]:

@@ -18,7 +18,7 @@ def block_layout(candidate: Candidate, *, stage: int) -> BlockLayout:
         workload.element_bytes,
         layers=candidate.stages[stage],
         input_every=candidate.input_every,
-        shared_by=workload.sequence_parallel_degree,
+        shard_count=workload.sequence_parallel_degree,
     )
 
 

@@ -139,6 +139,6 @@ def _with_joined(
     joined = joined_bytes(placement, layout, stage=stage)
     sizes = class_bytes_per_token(layout.model, element_bytes=layout.element_bytes)
     is_cut = (placement.retained[stage] > 0) & (placement.offloaded[stage] > 0)
-    parts = (placement.retained[stage] * is_cut) @ sizes / layout.shared_by
+    parts = (placement.retained[stage] * is_cut) @ sizes / layout.shard_count
     found: Table = np.maximum(joined, backward + np.maximum(0, joined - parts))
     return found

@@ -73,9 +73,9 @@ def test_tensors_are_packed_one_behind_the_other():
 
 @settings(deadline=None, max_examples=30)
 @given(st.tuples(*[st.integers(0, 500)] * 3), st.integers(1, 4), st.integers(1, 3))
-def test_a_block_holds_the_rows_of_its_classes(rows, every, shared_by):
+def test_a_block_holds_the_rows_of_its_classes(rows, every, shard_count):
     model = run_of().model
-    shape = shape_of(model, input_every=every, shared_by=shared_by)
+    shape = shape_of(model, input_every=every, shard_count=shard_count)
     sizes = tensor_bytes_per_token(model, element_bytes=2)
     found = shape.blocks(rows, attention_saved=True)
     assert len(found) == model.num_layers
@@ -84,8 +84,8 @@ def test_a_block_holds_the_rows_of_its_classes(rows, every, shared_by):
         wanted = own[0] * sizes["x_in"] + own[1] * (sizes["o"] + sizes["lse"])
         rest = set(sizes) - {"x_in", "o", "lse"}
         wanted += own[2] * sum(sizes[name] for name in rest)
-        assert wanted / shared_by <= size
-        assert size <= wanted / shared_by + shape.most_padding_bytes + len(sizes)
+        assert wanted / shard_count <= size
+        assert size <= wanted / shard_count + shape.most_padding_bytes + len(sizes)
         assert size % BLOCK_ALIGNMENT_BYTES == 0
     # A layer that must recompute attention needs its own input.
     if every > 1 and rows[0]:
