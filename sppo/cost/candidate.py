@@ -49,13 +49,14 @@ class Candidate:
         spare_bytes: Device memory that activation policies leave free for MSP shards.
         background_saves: Whether checkpoints are copied in memory and written during training.
         virtual_stages: Stages on each rank of the pipeline (v).
-        kv: What becomes of K and V between a stage's forward and its backward, in the looped order,
-            on all stages of a rank but its last; None leaves it open.
-        kv_recomputed: Stages of each rank that recompute theirs instead, from inputs that stay.
-        packed: The sequences of the step of a replica, where samples are packed into them.
-        forwards_before_backward: How many forwards each rank has begun before each of its
-            backwards, where there is no room for as many as the schedule begins; empty: as many as
-            that.
+        kv: Placement of K and V between the forward and the backward of a stage in the looped
+            order, on all stages of a rank except its last; None if not yet decided.
+        kv_recomputed: Number of stages of each rank that recompute K and V from retained inputs,
+            whatever `kv` is.
+        packed: Packed sequences of one replica's step; empty if samples are not packed.
+        forwards_before_backward: Number of forwards that each rank has begun before each of its
+            backwards, if memory has no room for as many as the schedule begins (pacing); empty to
+            follow the schedule.
     """
 
     workload: Workload

@@ -32,15 +32,17 @@ def looped_parts(
     that leave the device are complete.
 
     Args:
-        forward: of each unit on each stage, [stages, units].
-        backward: both halves of the same.
-        message_bytes: between ranks, [units].
-        links: between ranks.
-        reduce_s: reducing gradients; with the first stage of each rank also the update, [stages].
-        last_reduction_wait_s: what a rank waits for where gradients leave that are added to once
-            more, no longer than a backward, [stages]; None: nothing.
-        num_sequences: of the step, all cut alike.
-        num_ranks: pipeline ranks; stage s is on rank s mod `num_ranks`.
+        forward: Seconds of the forward of each unit on each stage, [stages, units].
+        backward: Seconds of both halves of the backward, [stages, units].
+        message_bytes: Bytes of a message between ranks, [units].
+        links: Links between ranks.
+        reduce_s: Seconds of reducing gradients; of the first stage of each rank also of the update,
+            [stages].
+        last_reduction_wait_s: Seconds that a rank waits for the last reduction of a stage's
+            gradients before they leave the device, in all groups but the last, [stages]; at most a
+            backward. None for no waiting.
+        num_sequences: Sequences of the step, all cut alike.
+        num_ranks: Pipeline ranks; stage s is on rank s mod `num_ranks`.
     """
     count = forward.shape[1] // num_sequences
     lengths = ((1,) * count,) * num_sequences
@@ -48,7 +50,7 @@ def looped_parts(
     forward_s = backward_s = 0.0
     ends = np.zeros(len(forward))
     settled_s = np.zeros_like(reduce_s) if last_reduction_wait_s is None else last_reduction_wait_s
-    # Stages are reduced when their last backward has run, which is one of the last group.
+    # A stage is reduced after its last backward, which belongs to the last group.
     for size, times, behind_s in (
         *((size, groups.count(size), settled_s) for size in {*groups}),
         (last, 1, reduce_s),

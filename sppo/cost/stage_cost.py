@@ -95,7 +95,7 @@ def stage_seconds(candidate: Candidate) -> StageSeconds:
 
 
 def _last_reduction_wait_seconds(candidate: Candidate) -> Table:
-    """What a rank waits for where gradients leave before their REDUCE, [stages]."""
+    """Return the seconds a rank waits for reductions before its gradients leave, [stages]."""
     if candidate.zero >= 2 and candidate.state.streams_gradients:
         return last_reduction_seconds(candidate)
     return np.zeros(len(candidate.stages))
@@ -390,7 +390,7 @@ def most_of_ranks(candidate: Candidate, of_stages: Table) -> Table:
 def most_held_of_ranks(candidate: Candidate, of_stages: Table, *, consecutive: bool) -> Table:
     """Return the largest sum of values over stages that are on a rank's device at once, [ranks].
 
-    `STAGES_HELD` stages are on the device at once: see
+    `RESIDENT_STAGES` stages are on the device at once: see
     :mod:`sppo.schedule.transfers.state_streaming`.
 
     Args:

@@ -201,7 +201,7 @@ class Executor:
         self._buffers.receive(action, width=width, dtype=dtype)
 
     def _finish_offload(self, action: Action) -> None:
-        """Run D2H: check that all layers of the unit are with the copy queues since F."""
+        """Run a D2H: check that F has handed all layers of the unit to the copy queues."""
         if (action.kind, action.wire) in WHOLE_STAGE_ACTIONS:
             self._state.run(action)
             return
@@ -210,7 +210,7 @@ class Executor:
         _offloaded(stage, action).finish_offload(keys(action.unit))
 
     def _start_reload(self, action: Action) -> None:
-        """Run H2D: allow the unit's layers to come back, as far ahead of B as there is room."""
+        """Run an H2D: permit the unit's layers to return, as far ahead of B as memory allows."""
         if (action.kind, action.wire) in WHOLE_STAGE_ACTIONS:
             self._state.run(action)
             return

@@ -43,7 +43,7 @@ class StreamedWeights(Mapping[str, Tensor]):
         self._peak_bytes = 0
 
     def fetch(self, stage: int) -> None:
-        """Let the weights of a stage come, and those of all but the last one named before go."""
+        """Start to copy a stage's weights to the device; free all but the previous stage's."""
         self._named = [*self._named, stage][-RESIDENT_STAGES:]
         kept = {name for named in self._named for name in self._stages[named]}
         for left in [one for one in self._coming if one not in self._named]:

@@ -3,9 +3,9 @@
 The figures equal those that a run allocates. A packed block holds one layer. H2D copies fill a ring
 of slots on the device that is allocated once. On a CPU, blocks leave for the disk through slots
 that are allocated once, too. On a GPU the saved tensor is the source of its D2H copy, and compute
-waits while `SOURCES_HELD` blocks are being copied. Both take memory for a fixed number of blocks,
-so the figures do not depend on time. The stages of a rank share one set of slots: as many as the
-stage with most layers needs, each as large as the rank's largest block.
+waits while `MAX_BLOCKS_IN_FLIGHT_OUT` blocks are being copied. Both take memory for a fixed number
+of blocks, so the figures do not depend on time. The stages of a rank share one set of slots: as
+many as the stage with most layers needs, each as large as the rank's largest block.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def staging_slots(candidate: Candidate, layout: BlockLayout) -> int:
 
 
 def _sources_waiting(candidate: Candidate) -> int:
-    """Blocks in memory of their own that leave while another layer runs."""
+    """Return the number of blocks that leave from their own memory while another layer runs."""
     return 0 if passes_through_slots(candidate) else MAX_BLOCKS_IN_FLIGHT_OUT - 1
 
 

@@ -212,7 +212,7 @@ class UnitsInFlight:
         return bytes_held
 
     def _packed_kv_spans(self, events: _Events) -> Indices:
-        """Return when K and V of packed sequences exist: (place, first event, last, sequence)."""
+        """Return when K and V of packed sequences exist: (stage, first event, last, sequence)."""
         candidate, spans = self.candidate, events.spans
         degree = candidate.pipeline_parallel_degree
         count = int(spans[:, 0].max()) + 1
@@ -226,7 +226,7 @@ class UnitsInFlight:
         return np.concatenate([whole[stays], before[~stays], after[~stays]])
 
     def _kv_spans(self, spans: Indices) -> Indices:
-        """Return when K and V of each sequence are on the device, from when anything of it is."""
+        """Return when K and V are on the device, from `spans` in which sequences are in flight."""
         candidate, count = self.candidate, len(self.candidate.lengths)
         turn = candidate.virtual_stages * self.group_sequences * count
         found = []
@@ -407,14 +407,14 @@ class _Events:
 
     @property
     def spans_of_stages(self) -> Iterator[Indices]:
-        """Spans of each stage of a rank, as those of a first one."""
+        """Spans of each stage of a rank, numbered as if the stage were the first."""
         for place in range(int(self.spans[:, 0].max()) + 1):
             own = self.spans[self.spans[:, 0] == place].copy()
             own[:, 0] = 0
             yield own
 
     def on(self, ranks: Indices, every: Indices) -> _Events:
-        """Return the events of the first rank as those of some others of `every`."""
+        """Return the events of the first rank as events of `ranks`, which are some of `every`."""
         return replace(self, stages=ranks[:, None] + len(every) * self.stages, ranks=ranks)
 
 
@@ -431,13 +431,13 @@ def _events_of_ranks(
     """Return the events of all ranks, cached because they do not depend on the placement.
 
     Args:
-        schedule: its name.
-        num_ranks: of the pipeline.
-        lengths: tokens of every subsequence of every sequence.
-        num_virtual: stages of a rank.
-        forwards_before_backward: forwards that ranks have begun before backwards, where the
-            schedule does not decide.
-        packed: whether every sequence has places of its own among the subsequences.
+        schedule: Name of the schedule.
+        num_ranks: Pipeline ranks.
+        lengths: Tokens of each subsequence of each sequence.
+        num_virtual: Stages of a rank.
+        forwards_before_backward: Forwards that each rank begins before each backward; empty for
+            those of the schedule.
+        packed: Whether the subsequences of all sequences are numbered through.
     """
     orders = rank_orders(
         schedule,
@@ -509,8 +509,8 @@ def kv_return(forwards: Sequence[int], backwards: Sequence[int], *, before: int)
     as many backwards of the rank as the sequence has units, directly before its own backwards.
 
     Args:
-        forwards: Places of the forwards of a sequence on a stage, ascending.
-        backwards: Places of all backwards of the rank, ascending.
+        forwards: Indices of the forwards of a sequence on a stage, ascending.
+        backwards: Indices of all backwards of the rank, ascending.
         before: Place of the first backward of the sequence on the stage.
     """
     begin, end = bisect_right(backwards, forwards[-1]), bisect_left(backwards, before)
@@ -518,7 +518,7 @@ def kv_return(forwards: Sequence[int], backwards: Sequence[int], *, before: int)
 
 
 def _looped_spans(num_subsequences: int, sequences: int, virtual_stages: int) -> Indices:
-    """Return the spans, as of :class:`_Events`, of a group of sequences in the looped order."""
+    """Return (stage, first event, last event) of each sequence of a group in the looped order."""
     count = sequences * num_subsequences
     first = np.arange(virtual_stages)[:, None] * count + np.arange(0, count, num_subsequences)
     last = 2 * virtual_stages * count - 1 - first[:, ::-1]
@@ -527,7 +527,7 @@ def _looped_spans(num_subsequences: int, sequences: int, virtual_stages: int) ->
 
 
 def _peak(spans: Indices, held: Table) -> float:
-    """Return the most that spans (stage, first event, last event, ...) hold at once.
+    """Return the peak of bytes that spans (stage, first event, last event, ...) hold at once.
 
     Args:
         spans: Spans from their first to their last event, both inclusive.
