@@ -1,1 +1,1 @@
-"""The sppo command line."""
+"""Commands of ``sppo``."""

@@ -1,6 +1,7 @@
-"""The ``sppo`` command: each subcommand imports what it needs when it runs.
+"""Root of the ``sppo`` command and its subcommands.
 
-So ``sppo --help`` answers at once, and planning never waits for torch.
+Each subcommand imports its dependencies when it runs: ``sppo --help`` answers at once, and planning
+does not wait for the import of torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``sppo bench``: measure this machine, and write the description that plans are made with."""
+"""``sppo bench``: measure this machine and write a hardware description for plans."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def bench(
     width: Widths = None,
     json_output: Json = False,
 ) -> None:
-    """Measure kernels and copies on the GPU if there is one, else on CPU and disk; two minutes.
+    """Measure kernels and copies on the GPU, or on CPU and disk without one; takes two minutes.
 
-    The file is what `hardware: {file: hardware.json}` in a run file reads.
+    A run file uses the written description with `hardware: {file: hardware.json}`.
 
         sppo bench all -o hardware.json --png hardware.png
 
@@ -105,10 +105,10 @@ def _measure(
     output: Path | None,
     console: Console,
 ) -> tuple[HardwareSpec, Measurements]:
-    """Check everything that was asked for, then measure it.
+    """Check the request, then run the measurements.
 
     Returns:
-        The description of this machine, brought up to date, and what was found.
+        The updated description of this machine, and the measurements.
     """
     from sppo.bench.memory import check_memory
     from sppo.bench.report.display import BenchDisplay
@@ -142,11 +142,7 @@ def _measure(
 
 
 def _check_copy_options(subject: Subject, *, disk: Path | None, run_file: Path | None) -> None:
-    """Options of copies are used.
-
-    Raises:
-        ValueError: one was given where no copies are measured.
-    """
+    """Raise ValueError if an option of copies was given and no copies are measured."""
     for option, path in (("--disk", disk), ("--run", run_file)):
         if path is not None and not subject.copies:
             raise ValueError(
@@ -158,11 +154,11 @@ def _check_copy_options(subject: Subject, *, disk: Path | None, run_file: Path |
 def _copying(
     subject: Subject, *, device: str, disk: Path | None, run_file: Path | None, quick: bool
 ) -> CopySetup | None:
-    """Return where copies go and what they run behind; None where none are measured.
+    """Return the target of copies and the layer that they overlap; None if no copies are measured.
 
     Raises:
-        ValueError: the run file is wrong, or there is no such directory.
-        OSError: the disk has not the room.
+        ValueError: The run file is invalid, or the directory does not exist.
+        OSError: The disk has too little free space.
     """
     if not subject.copies:
         return None
@@ -184,10 +180,10 @@ def _copying(
 
 
 def _dtypes(text: str) -> tuple[str, ...]:
-    """Precisions of a list such as ``bf16,fp32``, each once.
+    """Return the precisions in a list such as ``bf16,fp32``, each once.
 
     Raises:
-        ValueError: one that is not measured.
+        ValueError: A precision that is not measured.
     """
     names = list_text(text)
     unknown = [name for name in names if name not in DTYPES]
@@ -213,7 +209,7 @@ def _write(
 
 
 def _report(spec: HardwareSpec, found: Measurements, *, output: Path | None) -> dict[str, Any]:
-    """Return the description of the machine and all measurements as plain values."""
+    """Return the description of the machine and all measurements as JSON values."""
     from dataclasses import asdict
 
     from sppo.hardware.file import hardware_json
@@ -245,7 +241,7 @@ def _print(
     png: Path | None,
     as_json: bool,
 ) -> None:
-    """Print one JSON object, or tables for people."""
+    """Print one JSON object, or tables."""
     if as_json:
         import json
 

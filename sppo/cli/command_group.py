@@ -1,7 +1,7 @@
-"""Commands with subcommands, and how their help is written: as people would write it by hand.
+"""Typer commands and command groups with plainer help texts.
 
-Typer says <bool> behind a flag, as if it took a value, <list[str]> behind an argument whose name
-says what it is, and puts braces around what is needed.
+Typer's own help shows <bool> after a flag, as if the flag took a value, shows <list[str]> after an
+argument whose name already says what it is, and puts braces around required arguments.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typer.core import TyperCommand, TyperGroup
 
 
 class CommandGroup(typer.Typer):
-    """A command with subcommands.
+    """Command with subcommands.
 
     Args:
-        settings: of :class:`typer.Typer`.
+        settings: Arguments of :class:`typer.Typer`.
     """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(cls=_Group, no_args_is_help=True, **settings)
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Any], Any]:
-        """Make the function that is decorated a subcommand."""
+        """Return a decorator that registers a function as a subcommand."""
         return super().command(name, cls=_Command, **settings)
 
 
 def usage_name(argument: Any) -> str:
-    """Return the name of an argument in the usage, in brackets where it may be left out."""
+    """Return the name of an argument for the usage line, in brackets if it is optional."""
     name = str(argument.metavar or argument.name.upper())
     return name if argument.required or name.startswith("[") else f"[{name}]"
 
@@ -57,7 +57,7 @@ class _Group(TyperGroup):
 
 
 def _explain_keys(error: Any) -> None:
-    """Let the error of an unknown option that is a key of the run file say how it is written."""
+    """Extend the error about an unknown option that is a run-file key by how the key is written."""
     from sppo.config.loading import KEY_PATHS
 
     option = getattr(error, "option_name", "")
@@ -69,7 +69,7 @@ def _explain_keys(error: Any) -> None:
 
 
 def _without_types(parameters: list[Any]) -> list[Any]:
-    """Let the help say no type behind a flag or an argument."""
+    """Remove the types of flags and arguments from the help."""
     for parameter in parameters:
         if getattr(parameter, "is_flag", False):
             parameter.metavar = ""
@@ -79,4 +79,4 @@ def _without_types(parameters: list[Any]) -> list[Any]:
 
 
 def _no_type(ctx: Any) -> None:
-    """Stand in for what typer writes in the column of types."""
+    """Return nothing as the type that typer shows in the help."""

@@ -44,9 +44,9 @@ def show(run_file: RunFile, overrides: Overrides = None, json_output: Json = Fal
 def check(run_file: RunFile, overrides: Overrides = None, json_output: Json = False) -> None:
     """Report every problem of a run file at once; exit code 2 if there is one.
 
-    First the keys and values of the file; once these are right, what they name, as train looks at
-    it: data, weights, output, disk, hardware, degrees. Whether it fits into memory, train and solve
-    say.
+    Checks the keys and values of the file, then, if these are valid, what they name: data, weights,
+    output, disk, hardware and degrees, as sppo train does. Does not check whether the run fits into
+    memory; sppo train and sppo solve do.
     """
     import json
     from dataclasses import asdict
@@ -91,6 +91,6 @@ def schema(
     from sppo.config.run import RunConfig
 
     description = RunConfig.model_json_schema()
-    # A preset or from_hf fills what a model section leaves out.
+    # A preset or from_hf fills in the keys that a model section leaves out: none is required.
     description["$defs"]["ModelConfig"].pop("required", None)
     typer.echo(json.dumps(description, indent=2))

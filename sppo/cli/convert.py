@@ -1,4 +1,4 @@
-"""``sppo convert``: between Hugging Face directories and runs."""
+"""``sppo convert``: conversion of weights from and to Hugging Face directories."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ app = CommandGroup(help="Convert weights from and to Hugging Face.")
 
 
 class StoredType(StrEnum):
-    """The type of stored weights."""
+    """Type of stored weights."""
 
     KEEP = "keep"
     FP32 = "fp32"
@@ -53,10 +53,10 @@ def from_hf(
     max_shard_size: ShardSize = "5GiB",
     json_output: Json = False,
 ) -> None:
-    """Check a published model tensor by tensor and write it anew in the same standard layout.
+    """Check a published model tensor by tensor and write a copy in the same standard layout.
 
-    Name DST (or SRC itself, which is checked the same way) in a run as model: {from_hf: DST}.
-    Types that differ within SRC become the narrowest that holds all of them exactly.
+    Use DST in a run file as model: {from_hf: DST}. SRC can be used directly, too: a run checks it
+    the same way. If SRC mixes types, DST has the narrowest type that holds all of them exactly.
 
         sppo convert from-hf downloads/Qwen3-0.6B models/qwen3-0.6b
     """
@@ -115,7 +115,7 @@ def to_hf(
     ] = None,
     json_output: Json = False,
 ) -> None:
-    """Write what a run has trained as a model that transformers and its kin load.
+    """Write the trained weights of a run as a model that transformers and similar programs load.
 
     The stored type is train.dtype of the run unless --dtype names another.
 
@@ -155,10 +155,10 @@ def to_hf(
 
 
 def _model(fields: dict[str, Any], *, source: Path) -> ModelConfig:
-    """The checked model.
+    """Return the validated model configuration of `fields`.
 
     Raises:
-        ConfigError: every field that is out of range.
+        ConfigError: Fields are out of range; the error lists all of them.
     """
     from pydantic import ValidationError
 
@@ -173,10 +173,10 @@ def _model(fields: dict[str, Any], *, source: Path) -> ModelConfig:
 
 
 def _trained(metadata: dict[str, Any], *, source: Path) -> tuple[dict[str, Any], str]:
-    """Model fields and train.dtype of the run that wrote a checkpoint.
+    """Return the model fields and train.dtype of the run that wrote a checkpoint.
 
-    The longest context is at least what the run was trained on: programs that load the model cut
-    their input there.
+    max_positions is raised to the sequence length of the run if it is below it, because programs
+    that load the model cut their input there.
     """
     try:
         config = metadata["config"]
@@ -190,7 +190,7 @@ def _trained(metadata: dict[str, Any], *, source: Path) -> tuple[dict[str, Any],
 
 
 def _tokenizer(directory: Path | None) -> tuple[list[Path], dict[str, Any]]:
-    """Files to copy, and special token ids if ``directory`` has a config.json too."""
+    """Return the tokenizer files to copy, and the special token ids if there is a config.json."""
     from sppo.config.huggingface import read_config
     from sppo.model.hf_files import tokenizer_files
 

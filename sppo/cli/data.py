@@ -1,4 +1,4 @@
-"""``sppo data``: write the token data that runs read, and tell how long its documents are."""
+"""``sppo data``: write token data for runs, and report the lengths of its documents."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def prepare(
 ) -> None:
     """Turn text, source code or ready-made ids into memory-mapped token data.
 
-    The directory appears only when it is complete; running the command again changes nothing.
+    The directory appears only when it is complete. Running the command again changes nothing.
 
     Example: sppo data prepare --tokenizer bytes --out data/stdlib --glob '*.py' DIRECTORY
     """
@@ -122,10 +122,10 @@ def stats(
     ] = None,
     json_output: Json = False,
 ) -> None:
-    """Tell how long the documents are, and how many tokens are in the long ones.
+    """Report the lengths of documents, and the share of tokens in long documents.
 
-    The length of a document is what is trained on: all of its tokens but the last, as many as it
-    has labels.
+    The length of a document is the number of its tokens in training: all but the last, one for each
+    label.
 
         sppo data stats data/code --length 8Ki -o lengths.png
     """
@@ -162,7 +162,7 @@ def _length(text: str | None) -> int | None:
 
 
 def _print_stats(found: LengthStats, *, as_json: bool) -> None:
-    """Print one JSON object, or a table for people."""
+    """Print one JSON object, or a table."""
     if as_json:
         import json
         from dataclasses import asdict
@@ -193,7 +193,7 @@ def _end_of_document(text: str) -> EndOfDocument:
 
 @contextmanager
 def _disk_full_explained(out: Path) -> Iterator[None]:
-    """Say what was being written and what it takes when the disk is full."""
+    """Add to disk-full errors which directory was being written and how much space it takes."""
     from sppo.output_file import FULL_ERRNOS
 
     try:
@@ -211,7 +211,7 @@ def _disk_full_explained(out: Path) -> Iterator[None]:
 
 @contextmanager
 def _progress(*, quiet: bool) -> Iterator[Callable[[PrepareProgress], None] | None]:
-    """A bar on a terminal, a line every ten seconds elsewhere, both on stderr."""
+    """Yield a progress callback: a bar on a terminal, else a line every ten seconds, on stderr."""
     import sys
 
     if quiet:

@@ -1,4 +1,4 @@
-"""``sppo doctor``: what this machine offers, and what to do about what is missing."""
+"""``sppo doctor``: report what this machine offers and how to add what is missing."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 _SIGNS = {"ok": "ok", "note": "note", "missing": "-", "broken": "BROKEN"}
 BROKEN = 1
-"""Exit code where something is there and does not work."""
+"""Exit code if a required part is installed and does not work."""
 _LEAST_COLUMNS = 40
-"""Narrower, a table has no room for what was found; a terminal breaks lines itself."""
+"""Smallest width of a table. A narrower terminal wraps lines itself."""
 
 
 def doctor(
@@ -28,10 +28,10 @@ def doctor(
     ] = None,
     json_output: Json = False,
 ) -> None:
-    """Look at this machine: what training and planning find here, and how to get what is missing.
+    """Report what training and planning find on this machine, and how to add what is missing.
 
-    Nothing is measured, changed or downloaded. Exit code 1: something every run needs is broken, or
-    FILE is.
+    Nothing is measured, changed or downloaded. Exit code 1: a part that every run needs is broken,
+    or FILE cannot be used.
 
         sppo doctor
         sppo doctor --hardware hardware.json --json
@@ -52,7 +52,7 @@ def doctor(
 
 
 def _show(findings: Sequence[Finding]) -> None:
-    """A table for each subject: what was found, and below it what to do."""
+    """Print a table for each subject, with the advice below each finding."""
     from itertools import groupby
 
     from rich.console import Console

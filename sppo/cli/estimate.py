@@ -1,4 +1,4 @@
-"""``sppo estimate``: memory of a run as it stands, bucket by bucket."""
+"""``sppo estimate``: predicted memory of a run as it stands, by memory bucket."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def estimate(
 ) -> None:
     """Predict memory by bucket, as training would plan the run on this machine; nothing is run.
 
-    Degrees left out are those that solve recommends. Needs neither data nor weights nor the
-    machine. A policy of auto is what fits.
+    Degrees that the run file leaves out are the ones that sppo solve recommends; policy auto is a
+    policy that fits. Needs neither the data, nor the weights, nor the machine that is planned for.
 
         sppo estimate configs/run/gpt_7b_512k_32gpu.yaml sequence.length=4Mi
         sppo estimate configs/run/gpt_7b_512k_32gpu.yaml --baselines
@@ -67,7 +67,7 @@ def estimate(
 
 
 def _trace(found: Estimate, *, layers: int | None) -> TracedStep:
-    """Trace the run's fullest rank, and show on stderr how far it is."""
+    """Trace the pipeline rank that holds the most memory, with progress on stderr."""
     from importlib.util import find_spec
 
     from rich.console import Console
@@ -114,7 +114,7 @@ def _print(
     traced: TracedStep | None,
     as_json: bool,
 ) -> None:
-    """Print one JSON object, or tables for people."""
+    """Print one JSON object, or tables."""
     if as_json:
         import json
 

@@ -49,7 +49,7 @@ def evaluate(
     ] = None,
     json_output: Json = False,
 ) -> None:
-    """Loss of a run's newest weights on data.eval_tokens, by position in the context.
+    """Report the loss of a run's newest weights on data.eval_tokens, by position in the context.
 
     sppo eval configs/run/tiny_cpu.yaml --sequences 4 --png loss_by_position.png
     """
@@ -92,7 +92,7 @@ def evaluate(
 
 
 def _without_nan(value: Any) -> Any:
-    """JSON has no word for NaN and infinity: null."""
+    """Return a copy of `value` with None for NaN and infinity, which JSON cannot represent."""
     if isinstance(value, dict):
         return {key: _without_nan(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Errors as people should meet them: one screen on stderr and an exit code, no traceback."""
+"""Exit codes of all commands, and errors as one message on stderr instead of a traceback."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import typer
 from sppo.output_file import FULL_ERRNOS
 
 FAULT = 1
-"""Exit code of a disk's fault; also of anything that is reported as a bug."""
+"""Exit code of a failing disk, a lost rank, or a bug."""
 BAD_INPUT = 2
 NO_PLAN = 3
 NO_ROOM = 4
@@ -27,12 +27,12 @@ MEANINGS = {
     130: "stopped by SIGINT (Ctrl-C) with steps left",
     143: "stopped by SIGTERM with steps left",
 }
-"""Meanings of the exit codes of all commands."""
+"""Exit codes of all commands and their meanings."""
 
 _NO_ROOM = FULL_ERRNOS | {errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN}
-"""Error numbers for too little memory or disk, open files or processes."""
+"""Error numbers of exhausted memory, disk space, open files or processes."""
 _LIMITS = ("Too many open files", "Resource temporarily unavailable", "can't start new thread")
-"""Words of torch and Python for these limits in errors without a number."""
+"""Messages of torch and Python for these limits, in errors without an error number."""
 _BAD_PATH = frozenset(
     {
         errno.EACCES,
@@ -51,12 +51,15 @@ _BAD_PATH = frozenset(
 _FAULTS = frozenset(
     {errno.EIO, errno.EFBIG, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV, errno.ECHILD}
 )
-"""Error numbers of a disk that fails while a run uses it."""
+"""Error numbers of a disk that fails during a run."""
 
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """End the command with the right code for what a user can put right; let bugs through."""
+    """End the command with a message and an exit code on errors that a user can fix.
+
+    Other errors, which are bugs, pass through.
+    """
     try:
         yield
     except ValueError as error:
@@ -84,9 +87,9 @@ def exit_codes() -> Iterator[None]:
 
 @contextmanager
 def standard_output() -> Iterator[None]:
-    """Let errors of standard output name it, and end as those of files do.
+    """Handle errors of writing to standard output as errors of files: named, with an exit code.
 
-    Commands print what they found after their work, outside of :func:`exit_codes`.
+    Commands print their results after their work, outside of :func:`exit_codes`.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout = _StandardOutput(sys.stdout)
@@ -101,7 +104,7 @@ def standard_output() -> Iterator[None]:
 
 
 class _StandardOutput(io.TextIOWrapper):
-    """``stdout`` whose errors say that it is what could not be written."""
+    """Standard output whose errors name "standard output" as the file."""
 
     def __init__(self, stdout: io.TextIOWrapper) -> None:
         super().__init__(
@@ -113,12 +116,12 @@ class _StandardOutput(io.TextIOWrapper):
         )
 
     def write(self, text: str) -> int:
-        """Write as a file does."""
+        """Write text as :meth:`io.TextIOWrapper.write` does."""
         with _naming("standard output"):
             return super().write(text)
 
     def flush(self) -> None:
-        """Flush as a file does."""
+        """Flush as :meth:`io.TextIOWrapper.flush` does."""
         with _naming("standard output"):
             super().flush()
 
@@ -132,7 +135,7 @@ def _naming(name: str) -> Iterator[None]:
 
 
 def fail(message: str, *, code: int) -> NoReturn:
-    """Print ``message`` and end the command."""
+    """Print `message` on stderr and end the command with exit code `code`."""
     from sppo.quoting import readable
 
     typer.echo(f"error: {readable(message)}", err=True)
@@ -140,7 +143,7 @@ def fail(message: str, *, code: int) -> NoReturn:
 
 
 def _disk_fault(error: OSError) -> str:
-    """The file, what the system says, and what was kept."""
+    """Return the file name, the system's message and the notes of an error in one line."""
     where = f"{error.filename}: " if error.filename else ""
     return "; ".join([f"{where}{error.strerror or error}", *getattr(error, "__notes__", [])])
 
@@ -150,10 +153,11 @@ def _with_notes(error: BaseException) -> str:
 
 
 def _is_out_of_memory(error: RuntimeError | ImportError) -> bool:
-    """Torch reports a failed allocation as a RuntimeError on the CPU, a subclass of it on CUDA.
+    """Return whether `error` reports a failed allocation.
 
-    The memory pool of ``csrc`` says the one, torch's own allocator the other; the rest is said
-    where ``ulimit -v`` leaves no addresses for a library.
+    Torch raises a RuntimeError on the CPU and OutOfMemoryError, a subclass, on CUDA. The messages
+    come from the memory pool in ``csrc`` ("not enough memory"), from torch's own CPU allocator, and
+    from the loading of a library when ``ulimit -v`` leaves no address space.
     """
     said = (
         "not enough memory",

@@ -1,4 +1,4 @@
-"""``sppo simulate``: what a schedule would do, in numbers and plots, without running it."""
+"""``sppo simulate``: times, memory and plots of a schedule, without running it."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def simulate(
     write_program: options.WriteProgram = None,
     json_output: Json = False,
 ) -> None:
-    """Time, check and draw a pipeline schedule before it runs.
+    """Simulate, check and draw a pipeline schedule before it runs.
 
-    With abstract costs, one F of one subsequence on one stage takes 1 and leaves 1 unit of memory.
-    All idle time counts in the bubble fraction: idle over ranks x makespan.
+    With abstract costs, one F of one subsequence on one stage takes 1 unit of time and leaves 1
+    unit of memory. The bubble fraction is all idle time over ranks x makespan.
 
         sppo simulate --schedule sppo --ranks 4 --sequences 1 --subsequences 8 --compare gpipe
         sppo simulate --schedule sppo_msp --ranks 4 --sequences 1 --subsequences 8 --png msp.png
@@ -93,7 +93,7 @@ def simulate(
 
 @dataclass(frozen=True, slots=True)
 class _Outputs:
-    """Files to write, and whether JSON is printed."""
+    """Files to write, and whether to print JSON."""
 
     html: Path | None
     png: Path | None
@@ -105,7 +105,7 @@ class _Outputs:
 def _simulate(
     flags: Flags, *, targets: Sequence[str], compare: Sequence[str], wanted: _Outputs
 ) -> None:
-    """Simulate, write the files, then print; nothing is printed for a request that fails."""
+    """Simulate, write the files, then print. A request that fails prints nothing."""
     sorted_targets = sort_targets(targets)
     _check_outputs(wanted, inputs=(sorted_targets.run_file, flags.program))
     request = read_request(sorted_targets, flags=flags, compare=compare)
@@ -124,7 +124,7 @@ def _simulate(
 
 
 def _check_outputs(wanted: _Outputs, *, inputs: Sequence[Path | None]) -> None:
-    """Refuse files that cannot be written, before anything is simulated."""
+    """Raise an error if an output file cannot be written, before anything is simulated."""
     check_output_files(
         {
             "--png": wanted.png,
@@ -138,7 +138,7 @@ def _check_outputs(wanted: _Outputs, *, inputs: Sequence[Path | None]) -> None:
 
 
 def _play(request: Simulation) -> tuple[list[Timeline], float | None]:
-    """Simulate everything asked for; the makespan of the forward alone where it is wanted."""
+    """Simulate all cases; return their timelines and the makespan of the forward alone."""
     from sppo.schedule.simulation.simulate import simulate as play
 
     timelines = [play(case.schedule, costs=case.costs) for case in request.cases]
@@ -149,7 +149,7 @@ def _play(request: Simulation) -> tuple[list[Timeline], float | None]:
 
 
 def _draw(timelines: Sequence[Timeline], *, wanted: _Outputs, is_abstract: bool) -> None:
-    """Write the plots asked for."""
+    """Write the requested plots."""
     if wanted.png is not None:
         from sppo.timeline.png import write_png
 
@@ -171,7 +171,7 @@ def _print(
     as_json: bool,
     devices: SimulatedDevices | None,
 ) -> None:
-    """Print one JSON object, or a table for people."""
+    """Print one JSON object, or tables."""
     if not as_json:
         from sppo.cli.output.simulate_table import print_tables
 

@@ -1,4 +1,4 @@
-"""``sppo solve``: the best way to run a model on a machine, before anything runs."""
+"""``sppo solve``: the fastest way to run a model on a machine, found by prediction alone."""
 
 from __future__ import annotations
 
@@ -62,9 +62,10 @@ def solve(
 ) -> None:
     """Recommend degrees of parallelism, cuts, schedule and policy; predict time and memory.
 
-    A key written in the run file is a condition, a key left out is the solver's to choose. Needs
-    neither data nor weights nor the machine; of data.samples=documents steps are drawn from
-    data.tokens or --lengths. Exit code 3: nothing fits, and what would.
+    Keys in the run file are constraints; the solver chooses the keys that are left out. Needs
+    neither the data, nor the weights, nor the machine; with data.samples=documents, steps are drawn
+    from data.tokens or --lengths. If nothing fits, the command reports what would and ends with
+    exit code 3.
 
         sppo solve configs/run/gpt_7b_512k_32gpu.yaml -o plan.json
         sppo solve configs/run/gpt_7b_512k_32gpu.yaml sequence.length=1Mi --json
@@ -148,7 +149,7 @@ def _print_solution(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Print one JSON object, or tables for people."""
+    """Print one JSON object, or tables."""
     if as_json:
         from sppo.cli.output.solve_json import solution_report
 
@@ -180,7 +181,7 @@ def _best(solution: Solution) -> EvaluatedCandidate:
 
 
 def _print_failure(solution: Solution, *, as_json: bool) -> None:
-    """Print what is short and what would fit: JSON on stdout, or a screen on stderr."""
+    """Print which memory is short and what would fit: JSON on stdout, or text on stderr."""
     from sppo.planning.advice import what_would_fit
 
     changes = what_would_fit(solution.run, hardware=solution.hardware)

@@ -1,4 +1,4 @@
-"""``sppo solve`` of a run of documents: degrees for steps of samples drawn from its corpus."""
+"""``sppo solve`` with data.samples=documents: degrees for steps of samples drawn from the data."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def solve_and_print(
     explain: bool,
     as_json: bool,
 ) -> None:
-    """Solve, write the files, print.
+    """Solve, write the files and print the result.
 
     Args:
-        run: checked.
-        lengths: name of a distribution of lengths; None: those of `data.tokens`.
-        output: of the plan.
-        png: of the plot of a step.
-        explain: whether to say where the seconds of a step go.
-        as_json: one JSON object instead of tables.
+        run: Validated run configuration.
+        lengths: Name of a distribution of lengths; None draws from `data.tokens`.
+        output: File to write the plan to.
+        png: File to draw a step into.
+        explain: Also print where the seconds of a step go.
+        as_json: Print one JSON object instead of tables.
 
     Raises:
-        ValueError: a request that nobody can serve.
-        OSError: a file cannot be read or written.
-        typer.Exit: nothing fits; printed.
+        ValueError: The request is not valid.
+        OSError: A file cannot be read or written.
+        typer.Exit: Nothing fits; the reason has been printed.
     """
     solution = _solution(run, lengths)
     if solution.best is None:
@@ -96,7 +96,7 @@ def _print_solution(
 
 
 def _print_failure(solution: CorpusSolution, *, as_json: bool) -> None:
-    """Print what is short, of which sample on which stage: JSON on stdout, or text on stderr."""
+    """Print which memory is short, for which sample and stage: JSON on stdout or text on stderr."""
     from sppo.planning.advice import what_would_fit
     from sppo.planning.elastic.longest_samples import run_of_longest_samples
 

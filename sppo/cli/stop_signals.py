@@ -1,9 +1,9 @@
-"""SIGTERM and SIGINT end any command with one line on stderr and exit code 128 plus their number.
+"""Handling of SIGTERM and SIGINT: one line on stderr, and exit code 128 plus the signal's number.
 
-The first one is raised as an exception in the main thread, so that locks and partial files go as
-after any other error; a second one ends the process at once. A training loop takes over with
-:class:`sppo.training.interruption.StopRequest`, which saves first. Imports nothing slow: it stands
-before every other import of the command.
+The first signal is raised as an exception in the main thread, so that locks and partial files are
+cleaned up as after any other error. A second one ends the process at once. A training loop installs
+:class:`sppo.training.interruption.StopRequest` instead, which saves first. This module is imported
+before all others of the command, and therefore imports nothing slow.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from sppo.parallel.job.signals import STOP_SIGNALS, stopped_exit_code
 from sppo.parallel.job.taken_signals import listen, stop_listening
 
 _UNHEARD_S = 5.0
-"""Seconds that the main thread may be inside a library, where it hears no signal."""
+"""Seconds that the main thread may spend in library code, where it cannot handle signals."""
 _REPEATED_S = 0.2
-"""Signals this close to each other count as one."""
+"""Signals at most this many seconds apart count as one."""
 _SURELY = 2
-"""Looks at the main thread in a row, none of which finds it unwinding."""
+"""Consecutive checks that must find the main thread running on before the signal is sent again."""
 _TAKEN = 0
-"""Byte behind those of signals that another handler has taken; no signal has this number."""
+"""Byte written after the bytes of signals that another handler has handled; no signal number."""
 _MOST_BYTES = 4096
 
 
 class Stopped(BaseException):
-    """The process was asked to end; no fault, so ``except Exception`` lets it through.
+    """Request to end the process. Not an error: ``except Exception`` does not catch it.
 
     Attributes:
-        number: The signal's.
-        advice: What to say after its name.
+        number: Number of the signal.
+        advice: Text to print after the name of the signal.
     """
 
     def __init__(self, number: int) -> None:
@@ -49,13 +49,12 @@ class Stopped(BaseException):
 
 @contextmanager
 def stop_signals() -> Iterator[None]:
-    """End the process by SIGTERM or SIGINT with a line and its exit code; for the main thread.
+    """End the process on SIGTERM or SIGINT with a message and exit code; for the main thread.
 
-    Signals that were blocked so far are let through: a launcher holds them back for its ranks until
-    they can say that one came.
+    Unblocks both signals: a launcher blocks them for its ranks until the ranks can report a signal.
 
     Raises:
-        SystemExit: a signal came.
+        SystemExit: A signal arrived.
     """
     watch = _Watch()
     previous = {number: signal.signal(number, watch.stop) for number in STOP_SIGNALS}
@@ -66,7 +65,7 @@ def stop_signals() -> Iterator[None]:
     except BaseException as error:
         if watch.number is None:
             raise
-        # Whatever came out of it, e.g. of a library that lets no exception pass.
+        # Any exception counts: a library may have replaced Stopped by an exception of its own.
         advice = error.advice if isinstance(error, Stopped) else ""
         print(_line(watch.number, advice), file=sys.stderr, flush=True)
         sys.exit(stopped_exit_code(watch.number))
@@ -78,15 +77,15 @@ def stop_signals() -> Iterator[None]:
 
 
 class _Watch:
-    """Raises Stopped in the main thread, or ends the process where that thread cannot hear.
+    """Handler that raises Stopped in the main thread, or ends the process if this is not possible.
 
-    No exception is raised within an import: modules that are imported on trial would take it for
-    their absence, and the process would go on with half of them.
+    No exception is raised during an import: code that imports optional modules would take the
+    exception for a missing module, and the process would continue with half of its modules.
     """
 
     def __init__(self) -> None:
         self.number: int | None = None
-        """The signal that the main thread has heard."""
+        """Number of the signal that the main thread has handled; None if there is none."""
         self._heard_s = 0.0
         self._ended = False
         self._reader, self._writer = os.pipe()
@@ -103,10 +102,10 @@ class _Watch:
         self._ended = True
         stop_listening(self._taken)
         signal.set_wakeup_fd(self._previous_fd)
-        os.close(self._writer)  # which ends the thread
+        os.close(self._writer)  # ends the thread, which then reads the end of the pipe
 
     def stop(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal in the main thread: raise Stopped, or end at once if it is the second."""
+        """Handle a signal in the main thread: raise Stopped; on a second signal end the process."""
         if self.number is not None:
             if time.monotonic() - self._heard_s > _REPEATED_S:
                 signal.signal(number, signal.SIG_DFL)
@@ -116,21 +115,22 @@ class _Watch:
             raise Stopped(number)
 
     def _taken(self) -> None:
-        """Mark all signals so far as taken by another handler."""
+        """Mark all signals so far as handled by another handler."""
         os.write(self._writer, bytes((_TAKEN,)))
 
     def _see_to_it(self) -> None:
-        """Repeat each signal until the main thread has heard it; for a thread."""
+        """Send each signal again until the main thread has handled it; runs in a thread."""
         with os.fdopen(self._reader, "rb", buffering=0) as arrivals:
             while arrived := _read(arrivals, timeout_s=None):
                 if number := self._unheard(arrivals, arrived):
                     self._insist(number, arrivals)
 
     def _unheard(self, arrivals: FileIO, arrived: bytes) -> int:
-        """Return the number of a signal that no other handler took or is going to take; or 0.
+        """Return the number of a signal that no other handler has handled or will handle, or 0.
 
-        A training loop hears signals between its actions, however long these take. Its handler
-        says what it took before this watch's handler is back, so that is read after looking.
+        A training loop handles signals between its actions, however long these take. Its handler
+        reports handled signals before this object's handler is restored, so the report is read
+        after the handlers.
         """
         handled_here = {n for n in STOP_SIGNALS if signal.getsignal(n) == self.stop}
         arrived += _read(arrivals, timeout_s=0)
@@ -138,7 +138,7 @@ class _Watch:
         return next((number for number in untaken if number in handled_here), 0)
 
     def _insist(self, number: int, arrivals: FileIO) -> None:
-        """Repeat a signal until the main thread ends by it, whatever may catch what it raises."""
+        """Send a signal again until the main thread ends, whatever code catches the exception."""
         until_s = time.monotonic() + _UNHEARD_S
         goes_on = 0
         while time.monotonic() < until_s:
@@ -159,7 +159,7 @@ class _Watch:
 
 
 def _handles_stopped() -> bool:
-    """Return whether the main thread still unwinds a Stopped that no library caught for good."""
+    """Return whether the main thread is still unwinding a Stopped that no library has swallowed."""
     main = threading.main_thread().ident
     assert main is not None, "it runs"
     found: Any = sys._current_exceptions().get(main)
@@ -170,7 +170,7 @@ def _handles_stopped() -> bool:
 
 
 def _read(arrivals: FileIO, *, timeout_s: float | None) -> bytes:
-    """Return the bytes that are there or come in time; none, too, once the writer has closed."""
+    """Return the bytes that arrive in time; none, too, once the writer is closed."""
     ready, _, _ = select.select([arrivals], [], [], timeout_s)
     return (arrivals.read(_MOST_BYTES) or b"") if ready else b""
 

@@ -1,4 +1,4 @@
-"""``sppo train``: train a run, or go on with it."""
+"""``sppo train``: train a run, or continue it from its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def train(
         bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")
     ] = False,
 ) -> None:
-    """Train; the same command goes on where a killed or stopped run left off.
+    """Train a run; the same command continues a killed or stopped run.
 
-    On the machine's GPUs if torch sees any and hardware names no CPU, each rank on one of its own.
-    With degrees of parallelism above 1 it starts that many processes on this machine, unless it is
-    one of them already, started by torchrun or srun. Writes metrics.jsonl, loss.png,
-    run_summary.json and checkpoints into train.output.
+    Trains on the machine's GPUs, one per rank, if torch sees any and the hardware section names no
+    CPU. With degrees of parallelism above 1 the command starts one process per rank on this
+    machine, unless torchrun or srun has already started it as one of the ranks. Writes
+    metrics.jsonl, loss.png, run_summary.json and checkpoints into train.output.
 
         sppo train configs/run/tiny_cpu.yaml train.steps=20
         sppo train configs/run/tiny_cpu.yaml parallel.pipeline_parallel_degree=2
@@ -67,7 +67,7 @@ def train(
 
 
 def _train_as_rank(ready: ReadyRun, console: Console) -> None:
-    """Train as one rank of the run, or alone, and end with its exit code."""
+    """Train as one rank of the run, or as its only rank, and end with the exit code of the run."""
     import signal
 
     from sppo.interface.starting import train_as_rank
@@ -83,7 +83,7 @@ def _train_as_rank(ready: ReadyRun, console: Console) -> None:
 
 @contextmanager
 def _stops_say(advice: str) -> Iterator[None]:
-    """Let a signal that ends the process within be told with ``advice``."""
+    """Add `advice` to the message of a signal that ends the process within this context."""
     try:
         yield
     except Stopped as stopped:
@@ -92,7 +92,7 @@ def _stops_say(advice: str) -> Iterator[None]:
 
 
 def _command(environment: RankEnvironment | None) -> str:
-    """Return how to call this very command again, as people write it."""
+    """Return the command line that continues this run."""
     import shlex
     import sys
 

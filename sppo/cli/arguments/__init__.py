@@ -1,1 +1,1 @@
-"""Arguments and options of commands, read and checked."""
+"""Arguments and options of commands: declaration, parsing and checks."""

@@ -1,4 +1,4 @@
-"""Options of ``sppo bench`` beside shapes, with their help."""
+"""Options of ``sppo bench`` other than shapes, with their help texts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ALL_DTYPES = ",".join(DTYPES)
 
 
 class Subject(StrEnum):
-    """Kinds of things that can be measured."""
+    """Subject of a measurement: one kind of kernel, message or copy, or all of them."""
 
     GEMM = "gemm"
     ATTENTION = "attention"
@@ -24,10 +24,13 @@ class Subject(StrEnum):
     ALL = "all"
 
     def parts(self, device: str) -> tuple[str, ...]:
-        """The subjects it stands for on a "cpu" or "cuda".
+        """Return the single subjects that this subject stands for on `device`.
+
+        Args:
+            device: "cpu" or "cuda".
 
         Raises:
-            ValueError: messages of a GPU are asked for.
+            ValueError: The subject is ``messages`` and the device is a GPU.
         """
         if self is Subject.MESSAGES and device != "cpu":
             raise ValueError(
@@ -41,7 +44,7 @@ class Subject(StrEnum):
 
     @property
     def copies(self) -> bool:
-        """Return whether copies are measured."""
+        """Whether this subject includes measurements of copies."""
         return self in (Subject.PCIE, Subject.OVERLAP, Subject.ALL)
 
 

@@ -1,4 +1,4 @@
-"""Shapes that ``sppo bench`` is asked for: lists on the command line become grids to time."""
+"""Shape options of ``sppo bench``: lists on the command line become grids of shapes to time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _GEMM_FIELDS = ("tokens", "width")
-"""Fields of :class:`ShapeOptions` for matrix products; the others are of attention."""
+"""Fields of :class:`ShapeOptions` that apply to matrix products; the others apply to attention."""
 
 
 def _option(text: str) -> Any:
@@ -44,7 +44,7 @@ Widths = Annotated[str | None, _option("gemm: of the input and the output, such 
 
 @dataclass(frozen=True, slots=True)
 class ShapeOptions:
-    """Shapes on the command line, by option; None where one was not given."""
+    """Shape options as text from the command line; None for an option that was not given."""
 
     queries: str | None = None
     keys: str | None = None
@@ -55,10 +55,14 @@ class ShapeOptions:
     width: str | None = None
 
     def check_subjects(self, subject: str, parts: Sequence[str]) -> None:
-        """Refuse options that none of the subjects uses.
+        """Raise ValueError if an option was given that no measured subject uses.
+
+        Args:
+            subject: Subject named on the command line.
+            parts: Single subjects to measure.
 
         Raises:
-            ValueError: one is of a subject that is not measured.
+            ValueError: An option belongs to a subject that is not measured.
         """
         for field, text in asdict(self).items():
             user = "gemm" if field in _GEMM_FIELDS else "attention"
@@ -72,18 +76,18 @@ class ShapeOptions:
 def asked_grids(
     options: ShapeOptions, *, device: str, dtypes: Sequence[str], quick: bool, for_plans: bool
 ) -> Grids:
-    """The default grids with the axes that were asked for.
+    """Return the default grids with the axes replaced that the command line gives.
 
     Args:
-        options: of the command line.
+        options: Shape options of the command line.
         device: "cpu" or "cuda".
-        dtypes: of bf16, fp32.
-        quick: few shapes where none were asked for.
-        for_plans: the rates go into a hardware description.
+        dtypes: Precisions to time, of bf16 and fp32.
+        quick: Use few shapes on axes that the command line does not give.
+        for_plans: Whether the rates go into a hardware description.
 
     Raises:
-        ValueError: a bad value, shapes that do not belong together or that plans cannot read, or a
-            back end that can do none of them.
+        ValueError: A bad value, shapes that contradict each other or that plans cannot read, or a
+            back end that can run none of the shapes.
     """
     from sppo.bench.suite import default_grids
 
@@ -120,15 +124,15 @@ def _attention_grid(options: ShapeOptions, default: AttentionGrid) -> AttentionG
 
 
 def list_text(text: str) -> tuple[str, ...]:
-    """Entries between commas, each once."""
+    """Return the comma-separated entries of `text`, each once."""
     return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 
 def _each(option: str, text: str | None, read: Callable[[str], _T]) -> tuple[_T, ...]:
-    """Return every word of a list read, each value once; nothing where there is no option.
+    """Return the parsed entries of a comma-separated list, each once; empty if `text` is None.
 
     Raises:
-        ValueError: no word, or one that cannot be read.
+        ValueError: The list has no entry, or an entry cannot be parsed.
     """
     if text is None:
         return ()
@@ -142,7 +146,7 @@ def _each(option: str, text: str | None, read: Callable[[str], _T]) -> tuple[_T,
 
 
 def _sizes(option: str, text: str | None) -> tuple[int, ...]:
-    """Numbers from 1 on, rising."""
+    """Return the numbers of a comma-separated list, each at least 1, in ascending order."""
     return tuple(sorted(_each(option, text, _size)))
 
 
@@ -154,7 +158,7 @@ def _size(word: str) -> int:
 
 
 def _heads(word: str) -> Heads:
-    """Return ``32/8``, or ``32`` where every query head has keys of its own."""
+    """Return the head counts in ``32/8`` (query/key-value heads), or ``32`` for as many of both."""
     from sppo.bench.attention_grid import Heads
 
     parts = word.split("/")
@@ -180,7 +184,7 @@ def _backend(word: str) -> BackendName:
 
 
 def _check_keys(grid: AttentionGrid) -> None:
-    """Queries are the last of their keys, so there are as many keys."""
+    """Raise ValueError if there are fewer keys than queries, which are the last of their keys."""
     if grid.keys is not None and grid.keys[0] < grid.queries[-1]:
         keys, queries = format_tokens(grid.keys[0]), format_tokens(grid.queries[-1])
         raise ValueError(
@@ -190,7 +194,11 @@ def _check_keys(grid: AttentionGrid) -> None:
 
 
 def _check_backends(grid: AttentionGrid, *, device: str, dtypes: Sequence[str]) -> None:
-    """Refuse back ends that can do nothing that was asked for; the rest are gaps."""
+    """Raise ValueError if a requested back end can run none of the shapes.
+
+    A back end that can run some of the shapes is accepted; the other shapes are gaps in its
+    results.
+    """
     from sppo.bench.attention_backends import why_never_timed
 
     for name in grid.backends or ():
@@ -203,7 +211,10 @@ def _check_backends(grid: AttentionGrid, *, device: str, dtypes: Sequence[str]) 
 
 
 def _check_for_plans(grid: AttentionGrid, *, device: str, dtypes: Sequence[str]) -> None:
-    """Plans read rates by keys per query, of the back end that training takes."""
+    """Raise ValueError if plans could not read the measured attention rates.
+
+    Plans read rates by the number of keys per query, of the back end that training would choose.
+    """
     from sppo.kernels.attention.choice import chosen_name
 
     if not grid.for_plans:

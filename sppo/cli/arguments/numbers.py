@@ -1,4 +1,4 @@
-"""Numbers on the command line: finite, inside their range, refused by the option's name."""
+"""Parsers of finite numbers in a range, for command-line options; errors name the option."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import math
 from collections.abc import Callable
 
 _LARGEST = 1e30
-"""A cost beyond it loses what it is added to."""
+"""Largest accepted cost. Above it, smaller costs that are added vanish in rounding."""
 
 
 def count(option: str, *, least: int = 1, most: int) -> Callable[[str], int]:
-    """Return the reader of the whole numbers that `option` takes, for ``typer.Option(parser=)``.
+    """Return a parser of whole numbers for `option`, to be used as ``typer.Option(parser=)``.
 
     Args:
-        option: as it is written, such as ``--ranks``.
-        least: smallest that is taken.
-        most: largest that is taken.
+        option: Name of the option as it is written, such as ``--ranks``.
+        least: Smallest accepted value.
+        most: Largest accepted value.
     """
 
     def integer(text: str) -> int:
@@ -31,11 +31,11 @@ def count(option: str, *, least: int = 1, most: int) -> Callable[[str], int]:
 
 
 def amount(option: str, *, above_zero: bool = False) -> Callable[[str], float]:
-    """Return the reader of the finite numbers from 0 on that `option` takes.
+    """Return a parser of finite numbers of at least 0 for the option `option`.
 
     Args:
-        option: as it is written, such as ``--latency``.
-        above_zero: refuse 0 as well.
+        option: Name of the option as it is written, such as ``--latency``.
+        above_zero: Refuse 0 as well.
     """
 
     def float_(text: str) -> float:
@@ -48,7 +48,7 @@ def amount(option: str, *, above_zero: bool = False) -> Callable[[str], float]:
             _refuse(option, text, f"must be a finite number {least}, up to {_LARGEST:g}")
         return number
 
-    float_.__name__ = "float"  # what the help shows
+    float_.__name__ = "float"  # the help shows this name as the type of the option
     return float_
 
 

@@ -1,4 +1,4 @@
-"""The run that a planning command is about."""
+"""Loading of the run file of a planning command."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ _NOTE = (
 
 
 def load_planned_run(run_file: Path, overrides: Sequence[str]) -> RunConfig:
-    """Load a run file as it is planned; of samples that is a step of the longest, which is said.
+    """Load a run file for planning.
+
+    With ``data.samples=documents`` the returned run has a step of the longest samples, and a note
+    on stderr says so.
 
     Raises:
-        ValueError: a run file that cannot be used.
+        ValueError: The run file cannot be used.
     """
     from sppo.config import load_run
     from sppo.planning.elastic.longest_samples import run_of_longest_samples

@@ -1,4 +1,4 @@
-"""Options of ``sppo simulate``, with their help."""
+"""Options of ``sppo simulate``, with their help texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Request of ``sppo simulate``: which schedules with which costs."""
+"""Conversion of the arguments of ``sppo simulate`` into schedules with costs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUN_FILES = (".yaml", ".yml", ".json")
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """Options as given; None where left out, so that misplaced ones can be refused."""
+    """Options as given; None where left out, so that options that do not apply can be refused."""
 
     schedule: str | None = None
     program: Path | None = None
@@ -52,13 +52,13 @@ class Flags:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Simulation:
-    """Cases to play.
+    """Schedules with costs to simulate.
 
     Attributes:
-        cases: The schedule asked for, then those to compare it with.
-        forward: Its forward alone, where `forward_makespan_s` is wanted.
-        is_abstract: Whether times and sizes are units that a person chose.
-        devices: What real costs are for; None where they are abstract.
+        cases: The requested schedule, then the schedules to compare with.
+        forward: Forward part alone of the first case; None if its makespan is not reported.
+        is_abstract: Whether times and sizes are in units that the user chose.
+        devices: Devices that real costs are for; None with abstract costs.
     """
 
     cases: tuple[Case, ...]
@@ -69,14 +69,14 @@ class Simulation:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedDevices:
-    """The devices that a run or a plan is simulated for.
+    """Devices that a run or a plan is simulated for.
 
     Attributes:
-        hardware: The machine, with where its figures come from.
-        num_devices: Of all replicas and sequence-parallel groups.
-        steady_bytes: Of one device of each rank, what no action changes: states, working set, room
-            for copies and messages; nothing where forwards alone are simulated.
-        chosen: Keys that the run leaves out, as the solver chooses them.
+        hardware: Name of the machine and the provenance of its figures.
+        num_devices: Devices of all replicas and sequence-parallel groups.
+        steady_bytes: Memory of one device of each rank that no action changes: states, working set,
+            room for copies and messages. Empty if only forwards are simulated.
+        chosen: Keys that the run leaves out and the solver chose.
     """
 
     hardware: str
@@ -87,7 +87,7 @@ class SimulatedDevices:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Positional arguments, told apart."""
+    """Positional arguments of ``sppo simulate``, sorted by kind."""
 
     run_file: Path | None
     overrides: tuple[str, ...]
@@ -103,10 +103,12 @@ _SHAPE = ("schedule", "ranks", "virtual", "sequences", "subsequences", "hop")
 
 
 def sort_targets(targets: Sequence[str]) -> Targets:
-    """A run file or plan, overrides, and schedule names that follow --compare.
+    """Sort positional arguments into a run file or plan, overrides, and schedule names.
+
+    Schedule names are those to compare with, as after --compare.
 
     Raises:
-        ValueError: two files, or a word that is none of these.
+        ValueError: Two files, or a word of no known kind.
     """
     from sppo.schedule.generators import schedule_names
 
@@ -129,10 +131,10 @@ def sort_targets(targets: Sequence[str]) -> Targets:
 
 
 def read_request(targets: Targets, *, flags: Flags, compare: Sequence[str]) -> Simulation:
-    """The simulation asked for.
+    """Return the requested simulation.
 
     Raises:
-        ValueError: flags that contradict each other or are missing, with what to write.
+        ValueError: Flags contradict each other or are missing; the message says what to write.
     """
     names = [name for given in compare for name in given.split(",") if name]
     _check_schedules("--compare", names)
@@ -159,7 +161,7 @@ def read_request(targets: Targets, *, flags: Flags, compare: Sequence[str]) -> S
 
 
 def _check_schedules(option: str, names: Sequence[str]) -> None:
-    """Raise ValueError for a name that is no schedule's."""
+    """Raise ValueError if a name is not the name of a schedule."""
     from sppo.config.problems import nearest
     from sppo.schedule.generators import schedule_names
 
@@ -231,7 +233,7 @@ def _run(targets: Targets, *, flags: Flags, names: Sequence[str]) -> Simulation:
     run = load_planned_run(targets.run_file, targets.overrides)
     shapes = [RunShape(name, flags.ranks, flags.subsequences) for name in (flags.schedule, *names)]
     hardware = run_hardware(run)
-    # With --ranks this is a what-if about the run as it stands.
+    # With --ranks the run is simulated as it stands: the solver chooses no degrees.
     whole = ChosenRun(run) if flags.ranks else with_chosen_degrees(run, hardware=hardware)
     return _simulation(
         [simulated_run(whole.run, hardware=hardware, shape=shape) for shape in shapes],
@@ -241,7 +243,10 @@ def _run(targets: Targets, *, flags: Flags, names: Sequence[str]) -> Simulation:
 
 
 def _plan(targets: Targets, *, flags: Flags, names: Sequence[str]) -> Simulation:
-    """A plan under its own schedule or the one asked for; everything else it says is fixed."""
+    """Return the simulation of a plan under its own schedule or the requested one.
+
+    Everything else in the plan is fixed.
+    """
     from dataclasses import replace
 
     from sppo.planning.plan import read_plan

@@ -1,1 +1,1 @@
-"""Tables and JSON that commands print."""
+"""Tables, plots and JSON reports that commands print."""

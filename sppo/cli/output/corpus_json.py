@@ -1,4 +1,4 @@
-"""Report of a run of documents that ``sppo solve --json`` prints."""
+"""JSON report of ``sppo solve --json`` with data.samples=documents."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 
 
 def corpus_report(solution: CorpusSolution, *, output: Path | None = None) -> dict[str, Any]:
-    """A solution as plain values; the best is also the first of the candidates."""
+    """Return a solution as JSON values; the best division is also the first candidate."""
     assert solution.best is not None, "corpus_failure_report is for the other case"
     best, hardware = solution.best, solution.hardware
     return {
@@ -54,7 +54,7 @@ def corpus_report(solution: CorpusSolution, *, output: Path | None = None) -> di
 
 
 def corpus_failure_report(solution: CorpusSolution, *, changes: Sequence[Advice]) -> dict[str, Any]:
-    """Return why nothing fits, and what would."""
+    """Return why nothing fits, and which changes would make it fit, as JSON values."""
     return {
         "feasible": False,
         "corpus": steps_report(solution),
@@ -68,7 +68,7 @@ def corpus_failure_report(solution: CorpusSolution, *, changes: Sequence[Advice]
 
 
 def steps_report(solution: CorpusSolution) -> dict[str, Any]:
-    """The steps that were drawn."""
+    """Return the drawn steps as JSON values."""
     steps = solution.steps
     return {
         "source": steps.source,
@@ -82,7 +82,7 @@ def steps_report(solution: CorpusSolution) -> dict[str, Any]:
 
 
 def candidate_report(way: PlannedDegrees, steps: DrawnSteps) -> dict[str, Any]:
-    """Return one way to divide the devices as plain values."""
+    """Return one way to divide the devices as JSON values."""
     rate = steps.num_tokens / way.seconds
     return {
         **degrees_report(way.degrees),
@@ -108,7 +108,7 @@ def candidate_report(way: PlannedDegrees, steps: DrawnSteps) -> dict[str, Any]:
 
 
 def step_report(plan: StepPlan) -> dict[str, Any]:
-    """Return one drawn step of the replica that has most work, as plain values."""
+    """Return one drawn step of the replica with the most work as JSON values."""
     evaluated = plan.evaluated
     return {
         "samples": plan.num_samples,
@@ -124,7 +124,7 @@ def step_report(plan: StepPlan) -> dict[str, Any]:
 
 
 def chunks_report(plan: StepPlan) -> dict[str, Any]:
-    """The subsequences of a step."""
+    """Return statistics of the subsequences of a step as JSON values."""
     lengths = plan.evaluated.candidate.lengths
     return {
         "count": len(lengths),
@@ -140,13 +140,13 @@ def chunks_report(plan: StepPlan) -> dict[str, Any]:
 
 
 def fullest_report(evaluated: EvaluatedCandidate) -> dict[str, Any]:
-    """Memory of the fullest pipeline rank, by bucket."""
+    """Return the memory of the fullest pipeline rank, by bucket, as JSON values."""
     rank = fullest_rank(evaluated.memory)
     return {"rank": rank, **memory_report(evaluated.memory[rank])}
 
 
 def sides_report(solution: CorpusSolution) -> dict[str, Any]:
-    """Return every way to pack the drawn steps, priced with the best degrees."""
+    """Return every way to pack the drawn steps, priced with the best degrees, as JSON values."""
     assert solution.best is not None, "sides are of the best"
     found: dict[str, Any] = {}
     base = None
@@ -179,7 +179,7 @@ def sides_report(solution: CorpusSolution) -> dict[str, Any]:
 
 
 def refused_report(refused: RefusedDegrees) -> dict[str, Any]:
-    """Return one way that does not work, as plain values."""
+    """Return one refused division of the devices as JSON values."""
     return {
         **degrees_report(refused.degrees),
         "reason": refused.reason,

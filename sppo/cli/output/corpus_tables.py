@@ -1,4 +1,4 @@
-"""The screens of ``sppo solve`` of a run of documents."""
+"""Text output of ``sppo solve`` with data.samples=documents."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _SIDE_TEXTS = {
 def print_corpus_solution(
     solution: CorpusSolution, *, output: Path | None, console: Console
 ) -> None:
-    """Print all that a person needs to decide.
+    """Print the best division of the devices, its runners-up, packings and memory.
 
     Args:
-        solution: What was found.
-        output: Where the plan of the longest samples was written, if it was.
-        console: Where to print.
+        solution: Solution with a best division.
+        output: File that the plan of the longest samples was written to; None if there is none.
+        console: Console to print to.
     """
     assert solution.best is not None, "print_corpus_failure is for the other case"
     best = solution.best
@@ -74,7 +74,7 @@ def print_corpus_solution(
 def print_corpus_failure(
     solution: CorpusSolution, *, changes: Sequence[Advice], console: Console
 ) -> None:
-    """Say what is short, of which sample on which stage, and what would fit."""
+    """Print which memory is short, for which sample and stage, and what would fit."""
     model = solution.run.model
     _say(
         console,
@@ -113,7 +113,7 @@ def _print_request(solution: CorpusSolution, *, console: Console) -> None:
 
 
 def _candidates_table(solution: CorpusSolution) -> Table:
-    """The best and its runners-up, a column each."""
+    """Return a table of the best division and its runners-up, one column each."""
     assert solution.best is not None, "checked by the caller"
     ways = (solution.best, *solution.runners_up)
     steps = solution.steps

@@ -1,4 +1,4 @@
-"""Report that ``sppo estimate --json`` prints."""
+"""JSON report of ``sppo estimate --json``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def estimate_report(found: Estimate, *, baselines: Sequence[Baseline] = ()) -> dict[str, Any]:
-    """An estimate as plain values."""
+    """Return an estimate as JSON values."""
     candidate, evaluated = found.evaluated.candidate, found.evaluated
     report: dict[str, Any] = {
         "fits": evaluated.shortfall is None,
@@ -46,7 +46,7 @@ def estimate_report(found: Estimate, *, baselines: Sequence[Baseline] = ()) -> d
 
 
 def trace_report(traced: TracedStep) -> dict[str, Any]:
-    """Return a traced step as plain values."""
+    """Return a traced step as JSON values."""
     return {
         "rank": traced.rank,
         "num_layers": traced.num_layers,

@@ -1,4 +1,4 @@
-"""The tables of ``sppo estimate``."""
+"""Text output of ``sppo estimate``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sppo.units import GIB, format_bytes, format_tokens
 
 
 def print_estimate(found: Estimate, *, console: Console) -> None:
-    """The model, one sequence of it, and every stage of the run."""
+    """Print the model, the bytes of one sequence, and the memory of every stage of the run."""
 
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -48,7 +48,7 @@ def print_estimate(found: Estimate, *, console: Console) -> None:
 
 
 def _counts_table(found: Estimate) -> Table:
-    """Model states, and the activations of one sequence by different counts."""
+    """Return a table of model states, and of one sequence's activations by several counts."""
     counts, model = found.counts, found.run.model
     per_layer_token = found.run.sequence.length * model.num_layers
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -77,12 +77,12 @@ def _counts_table(found: Estimate) -> Table:
 
 
 def _gib(amount: int) -> str:
-    """Format bytes in GiB however many, as the paper's tables do."""
+    """Format bytes in GiB, however many, as the tables of the SPPO paper do."""
     return f"{amount / GIB:,.1f} GiB" if amount >= GIB else format_bytes(amount)
 
 
 def _kv_name(found: Estimate) -> str:
-    """Says what grouped queries save."""
+    """Return the row name of K and V, with the share that grouped queries leave of them."""
     counts, model = found.counts, found.run.model
     if counts.kv_bytes == counts.multi_head_kv_bytes:
         return "K and V"
@@ -90,7 +90,7 @@ def _kv_name(found: Estimate) -> str:
 
 
 def print_baselines(rows: Sequence[Baseline], *, length: int, console: Console) -> None:
-    """Print how far other ways go on the same machine, and how fast they are at one length."""
+    """Print the longest sequence of each baseline on these devices, and step times at a length."""
     claims = any(row.paper for row in rows)
     console.print(
         "longest sequence that fits on these devices (analytic)"
@@ -118,7 +118,7 @@ def print_baselines(rows: Sequence[Baseline], *, length: int, console: Console) 
 
 
 def _print_steps(rows: Sequence[Baseline], *, length: int, console: Console) -> None:
-    """Step times at one length, of what fits."""
+    """Print the step time of each baseline at one length, if it fits."""
     console.print(
         f"a step on sequences of {format_tokens(length)} tokens", highlight=False, soft_wrap=True
     )
@@ -140,7 +140,7 @@ def _short_degrees(degrees: Degrees) -> str:
 
 
 def _bucket(name: str | None) -> str:
-    """Return what a method runs out of, in words."""
+    """Return the name of the memory that a method runs out of; "" if there is none."""
     if name is None:
         return ""
     return "host memory" if name == HOST else bucket_text(name)

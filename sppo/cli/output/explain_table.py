@@ -1,4 +1,4 @@
-"""Explanation of a step: where its seconds go, and the assumed speeds, for people and JSON."""
+"""Explanation of a step as table and JSON: seconds by part, and the rates behind the seconds."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.units import format_duration
 
 _LEAST_SHOWN = 5e-5
-"""Parts below this share of the step on every rank are left out of the table."""
+"""Share of the step below which a part is left out of the table if no rank exceeds it."""
 
 
 def explanation_report(evaluated: EvaluatedCandidate) -> dict[str, Any]:
-    """Seconds of every rank by part, and the rates that they come from."""
+    """Return the seconds of every rank by part, and the rates behind them, as JSON values."""
     return {
         "ranks": [{f"{name}_s": s for name, s in parts.items()} for parts in step_parts(evaluated)],
         "rates": [asdict(rate) for rate in rates_used(evaluated)],
@@ -27,7 +27,7 @@ def explanation_report(evaluated: EvaluatedCandidate) -> dict[str, Any]:
 
 
 def print_explanation(evaluated: EvaluatedCandidate, *, console: Console) -> None:
-    """A table with a column for some of the ranks, and the rates."""
+    """Print a table of the seconds by part on some of the ranks, and the rates."""
     ranks = step_parts(evaluated)
     console.print()
     _say(console, f"where the {format_duration(evaluated.step_s)} of a step go on each rank")
@@ -37,7 +37,7 @@ def print_explanation(evaluated: EvaluatedCandidate, *, console: Console) -> Non
 
 
 def _parts_table(ranks: Sequence[Mapping[str, float]], *, step_s: float) -> Table:
-    """First, busiest and last rank, and the mean share of all."""
+    """Return a table of the first, busiest and last rank, and the mean share over all ranks."""
     waits = ("communication", "copy", "bubble")
     busiest = min(range(len(ranks)), key=lambda rank: sum(ranks[rank][w] for w in waits))
     shown = sorted({0, busiest, len(ranks) - 1})
@@ -57,7 +57,7 @@ def _parts_table(ranks: Sequence[Mapping[str, float]], *, step_s: float) -> Tabl
 
 
 def _print_rates(rates: Sequence[RateUsed], *, console: Console) -> None:
-    """A line for each rate, and one for its source."""
+    """Print each rate and, on the next line, its source."""
     width = max(len(rate.figure) for rate in rates)
     for rate in rates:
         share = "" if rate.peak is None else f"  {rate.value / rate.peak:.0%} of the peak"

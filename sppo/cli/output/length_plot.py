@@ -1,4 +1,4 @@
-"""Plot of the lengths of documents: how much is in documents longer than each length."""
+"""Plot of document lengths: the share of documents, and of tokens, above each length."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _MOST_POINTS = 1000
 
 
 def length_plot(stats: LengthStats, distribution: DocumentLengths, path: Path) -> None:
-    """Draw the distribution of lengths into ``path``, a PNG of 1600 by 900 pixels.
+    """Draw the distribution of document lengths into `path`, a PNG of 1600 by 900 pixels.
 
     Two curves over the length: the share of documents that are longer, and the share of all tokens
-    that are in those.
+    in these documents.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: The file cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -45,7 +45,7 @@ def length_plot(stats: LengthStats, distribution: DocumentLengths, path: Path) -
 
 
 def _draw_curves(axes: Any, distribution: DocumentLengths) -> None:
-    """A falling step at every length that occurs, or at many lengths where too many do."""
+    """Draw falling steps at every length that occurs, or at 1000 lengths if more occur."""
     at = np.unique(distribution.lengths)
     if len(at) > _MOST_POINTS:
         at = np.unique(np.geomspace(1, at[-1], _MOST_POINTS).astype(np.int64))
@@ -64,7 +64,7 @@ def _draw_curves(axes: Any, distribution: DocumentLengths) -> None:
 
 
 def _draw_limit(axes: Any, limit: LimitStats) -> None:
-    """A line at the length that was asked about, with the shares beyond it in the legend."""
+    """Draw a line at the length given by --length, with the shares above it in the legend."""
     text = (
         f"longer than {format_tokens(limit.length)}: {limit.longer_documents_share:.2%} of "
         f"documents, {limit.longer_tokens_share:.2%} of tokens"
@@ -73,7 +73,7 @@ def _draw_limit(axes: Any, limit: LimitStats) -> None:
 
 
 def _draw_legend(axes: Any) -> None:
-    """Draw the legend where no curve is: both are near 100 % on the left."""
+    """Draw the legend at the lower left, where both curves are near 100 % and leave room."""
     axes.legend(
         loc="lower left",
         fontsize=_SMALL_PT,
@@ -123,4 +123,4 @@ def _write_title(figure: Any, stats: LengthStats) -> None:
     title = "Lengths of documents"
     figure.text(left, 0.938, title, color=_INK, fontsize=_TITLE_PT, fontweight="bold")
     below = figure.text(left, 0.897, "  ·  ".join(facts), color=_QUIET, fontsize=_SMALL_PT + 1)
-    below.set_parse_math(False)  # a directory may be called $HOME
+    below.set_parse_math(False)  # a directory name may contain $

@@ -1,4 +1,4 @@
-"""Lengths of documents as a table."""
+"""Text output of ``sppo data stats``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sppo.units import counted, format_count, format_tokens
 
 
 def print_lengths(stats: LengthStats, *, console: Console) -> None:
-    """Print percentiles, a table of buckets, and what a limit of the length would do."""
+    """Print percentiles and buckets of document lengths, and the effect of a length limit."""
 
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -29,7 +29,7 @@ def print_lengths(stats: LengthStats, *, console: Console) -> None:
 
 
 def _labels_text(stats: LengthStats) -> str:
-    """Return how many labels count, and how many documents have none."""
+    """Return the number of labels that count, and of documents without such labels, as text."""
     counting = "all labels count"
     if stats.has_loss_mask:
         share = stats.num_counting_labels / max(1, stats.num_tokens)
@@ -38,7 +38,7 @@ def _labels_text(stats: LengthStats) -> str:
 
 
 def _bucket_table(stats: LengthStats) -> Table:
-    """A row for each bucket of lengths."""
+    """Return a table with one row per bucket of lengths."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("up to", justify="right", no_wrap=True)
     for name in ("documents", "share", "tokens", "share", "longer documents", "with tokens"):
@@ -57,7 +57,7 @@ def _bucket_table(stats: LengthStats) -> Table:
 
 
 def _limit_text(limit: LimitStats) -> str:
-    """Return the number of documents longer than the limit, and how much of them is cut."""
+    """Return the number of documents above the limit, and the samples of an epoch, as text."""
     return (
         f"sequence.length {format_tokens(limit.length)}: longer documents "
         f"{limit.num_longer_documents:,} ({limit.longer_documents_share:.2%}), with "

@@ -1,6 +1,6 @@
-"""Memory of the ranks for people: groups of equal ranks, and a bar of letters.
+"""Memory of ranks in text form: groups of equal ranks, and bars of letters.
 
-Every bucket has a letter, so a bar reads the same with and without colour.
+Every bucket has a letter, so that a bar can be read without colour.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ BUDGET_LINE = "│"
 
 @dataclass(frozen=True, slots=True)
 class BucketLabel:
-    """Name and letter of a bucket of :class:`sppo.cost.memory.stage_memory.MemoryBuckets` in plots.
+    """Letter and name of a field of :class:`sppo.cost.memory.stage_memory.MemoryBuckets` in text.
 
     Attributes:
-        field: Its field, with ``_bytes``.
-        letter: In bars.
-        label: Its name in tables.
+        field: Name of the field of MemoryBuckets, including ``_bytes``.
+        letter: Letter of the bucket in bars.
+        label: Name of the bucket in tables.
     """
 
     field: str
@@ -29,7 +29,7 @@ class BucketLabel:
     label: str
 
     def bytes_of(self, device: MemoryBuckets) -> int:
-        """Return the bytes of the bucket."""
+        """Return the bytes of this bucket in `device`."""
         return int(getattr(device, self.field))
 
 
@@ -48,7 +48,7 @@ BUCKETS = (
     BucketLabel("growth_bytes", "P", "process growth"),
 )
 _NOT_SHOWN = "never_at_once_bytes"
-"""Bucket that corrects the sum of the others, and is 0 in plans of runs."""
+"""Field that corrects the sum of the other buckets, and is 0 in plans of runs."""
 assert [bucket.field for bucket in BUCKETS] == [
     field.name for field in fields(MemoryBuckets) if field.name != _NOT_SHOWN
 ], "every bucket is shown, in its order"
@@ -56,18 +56,18 @@ _LABELS: Mapping[str, str] = {bucket.field: bucket.label for bucket in BUCKETS}
 
 
 def bucket_text(name: str) -> str:
-    """Label of a bucket, from its name with or without ``_bytes``; other names as they are."""
+    """Return the label of a bucket, named with or without ``_bytes``; unknown names in words."""
     return _LABELS.get(f"{name.removesuffix('_bytes')}_bytes", name.replace("_", " "))
 
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """Neighbouring pipeline ranks with the same memory.
+    """Neighbouring pipeline ranks with equal memory.
 
     Attributes:
-        first: First of them.
-        last: Last of them.
-        memory: Of each.
+        first: First rank of the group.
+        last: Last rank of the group.
+        memory: Memory of each rank of the group.
     """
 
     first: int
@@ -76,14 +76,14 @@ class RankGroup:
 
     @property
     def name(self) -> str:
-        """Return ``rank 0`` or ``ranks 1-6``."""
+        """Name of the group: ``rank 0`` or ``ranks 1-6``."""
         if self.first == self.last:
             return f"rank {self.first}"
         return f"ranks {self.first}-{self.last}"
 
 
 def rank_groups(memory: Sequence[StageMemory]) -> tuple[RankGroup, ...]:
-    """Neighbouring ranks with equal memory, together."""
+    """Group neighbouring ranks with equal memory."""
     groups: list[RankGroup] = []
     for rank, held in enumerate(memory):
         if groups and groups[-1].memory == held:
@@ -94,7 +94,7 @@ def rank_groups(memory: Sequence[StageMemory]) -> tuple[RankGroup, ...]:
 
 
 def shown_groups(groups: Sequence[RankGroup], *, most: int) -> tuple[RankGroup, ...]:
-    """Return at most `most` groups, in order: the first, the last, and the fullest of the rest."""
+    """Return at most `most` groups in order: the first, the last, and the fullest others."""
     if len(groups) <= most:
         return tuple(groups)
     by_size = sorted(groups[1:-1], key=lambda g: g.memory.device.total_bytes, reverse=True)
@@ -103,13 +103,13 @@ def shown_groups(groups: Sequence[RankGroup], *, most: int) -> tuple[RankGroup, 
 
 
 def memory_bar(device: MemoryBuckets, *, budget_bytes: int, scale_bytes: int, width: int) -> str:
-    """Return one device's memory in letters, with a line where the budget ends.
+    """Return the memory of one device as a bar of letters, with a line where the budget ends.
 
     Args:
-        device: its buckets.
-        budget_bytes: what may be filled.
-        scale_bytes: what the whole width stands for; at least the budget and the total.
-        width: characters, the line not counted.
+        device: Memory of the device by bucket.
+        budget_bytes: Memory that may be used.
+        scale_bytes: Bytes that the whole width stands for; at least the budget and the total.
+        width: Characters of the bar, without the line.
     """
     assert scale_bytes >= max(budget_bytes, 1), "the budget is on the bar"
     cells, filled = "", 0

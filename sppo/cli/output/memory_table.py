@@ -1,4 +1,4 @@
-"""Memory of the pipeline ranks for people: a bar for each, and a table of its buckets."""
+"""Memory of pipeline ranks in text form: a bar per group of ranks, and a table of buckets."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _COLOURS = {
 
 
 def print_memory(evaluated: EvaluatedCandidate, *, console: Console) -> None:
-    """Bars and buckets of one device of each rank, ranks with equal memory together."""
+    """Print bars and buckets of one device per rank; ranks with equal memory share a column."""
     groups, candidate = rank_groups(evaluated.memory), evaluated.candidate
     shown = shown_groups(groups, most=_MOST_GROUPS)
     budget = candidate.workload.hardware.device.usable_bytes
@@ -73,7 +73,7 @@ def _coloured(bar: str) -> Text:
 
 
 def _bucket_table(groups: Sequence[RankGroup], *, candidate: Candidate) -> Table:
-    """A row per bucket that anything is in, then totals and what lies elsewhere."""
+    """Return a table of non-empty buckets, the totals, and the bytes in tiers after the device."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     table.add_column("")

@@ -17,17 +17,18 @@ _SMALL_PT, _TITLE_PT = 9, 15
 # Fractions of the figure: left edge, bottom edge, width, height.
 _AREA = (0.07, 0.13, 0.88, 0.66)
 _ROOM = 0.15
-"""Fraction of the range of losses that stays free above and below."""
+"""Fraction of the range of losses that is left free above and below."""
 
 
 def position_plot(result: Evaluation, path: Path) -> None:
-    """Draw ``result`` into ``path``, a PNG of 1600 by 900 pixels.
+    """Draw the loss by position into `path`, a PNG of 1600 by 900 pixels.
 
-    One column for each bin of positions, all equally wide though each bin holds twice the positions
-    of the one before: what happens far out in the context is seen as well as its beginning.
+    Each bin of positions is one column. All columns are equally wide although each bin has twice
+    the positions of the bin before, so that the far end of the context is as visible as its
+    beginning.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: The file cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -66,7 +67,7 @@ def _draw_columns(axes: Any, rows: tuple[PositionLoss, ...]) -> None:
 
 
 def _limits(losses: list[float]) -> tuple[float, float]:
-    """Return where the axis of losses begins and ends: small differences are the point, not 0."""
+    """Return the range of the loss axis. It does not start at 0, so that small differences show."""
     if not losses:
         return 0.0, 1.0
     spread = max(max(losses) - min(losses), 0.02 * abs(max(losses)), 1e-6)
@@ -100,4 +101,4 @@ def _write_title(figure: Any, result: Evaluation) -> None:
     title = "Loss by position in the context"
     figure.text(left, 0.938, title, color=_INK, fontsize=_TITLE_PT, fontweight="bold")
     below = figure.text(left, 0.897, "  ·  ".join(facts), color=_QUIET, fontsize=_SMALL_PT + 1)
-    below.set_parse_math(False)  # a directory may be called $HOME
+    below.set_parse_math(False)  # a directory name may contain $

@@ -1,4 +1,4 @@
-"""The tables of ``sppo simulate``: one line per rank, and one per schedule to compare."""
+"""Text output of ``sppo simulate``: one line per rank, and one per compared schedule."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def print_tables(
     forward_makespan_s: float | None,
     devices: SimulatedDevices | None,
 ) -> None:
-    """Print what a person asks first: how long, how idle, why, how much memory.
+    """Print the step time, the idle time and its causes, and the memory of each rank.
 
     Args:
-        timelines: The one asked for, then those to compare it with.
-        forward_makespan_s: Of the forward alone, if known.
-        devices: What the costs are for; None where they are abstract.
+        timelines: Timeline of the requested schedule, then those of the schedules to compare with.
+        forward_makespan_s: Makespan of the forward alone; None if it is not known.
+        devices: Devices that the costs are for; None with abstract costs.
     """
     is_abstract = devices is None
     console = Console(soft_wrap=True)
@@ -64,7 +64,7 @@ def print_tables(
 
 
 def device_total_bytes(timeline: Timeline, devices: SimulatedDevices) -> list[int]:
-    """Peak of one device of each rank, states and all else included; empty if that is not known."""
+    """Return the peak memory of one device of each rank, states included; empty if not known."""
     return [
         steady + round(track.memory["total"].peak_bytes)
         for track, steady in zip(timeline.ranks, devices.steady_bytes, strict=False)
@@ -78,7 +78,7 @@ def _rank_table(timeline: Timeline, *, devices: SimulatedDevices | None) -> Tabl
     headings = ("rank", "idle", "bubble", "waits for messages", "waits for copies", "in flight")
     memory = ("peak memory",) if is_abstract else ("saved + K/V", "one device")
     for heading in (*headings, *memory[: 1 + bool(totals)]):
-        # Line breaks between words only, so that values stay on one line in 80 columns.
+        # Headings break between words, so that values stay on one line in 80 columns.
         table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
     for rank, track in enumerate(timeline.ranks[:_SHOWN_RANKS]):
         peak = track.memory["total"].peak_bytes if track.memory else 0.0

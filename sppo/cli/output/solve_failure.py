@@ -1,4 +1,4 @@
-"""The screen of ``sppo solve`` where nothing fits: what is short, and what would fit."""
+"""Text output of ``sppo solve`` if nothing fits: which memory is short, and what would fit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SHOWN_GROUPS = 3
 
 
 def print_failure(solution: Solution, *, changes: Sequence[Advice], console: Console) -> None:
-    """Print one screen on stderr."""
+    """Print why nothing fits, and the changes that would make it fit."""
 
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -63,7 +63,7 @@ def print_failure(solution: Solution, *, changes: Sequence[Advice], console: Con
 
 
 def _nearest_lines(solution: Solution, nearest: Rejection) -> list[str]:
-    """Return lines on which memory is short, where, by how much, and what takes it."""
+    """Return lines about the memory that is short: where, by how much, and its largest buckets."""
     shortfall = nearest.shortfall
     assert shortfall is not None, "chosen for it"
     assert nearest.num_subsequences is not None, "memory is short at some N"

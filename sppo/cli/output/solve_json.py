@@ -1,4 +1,4 @@
-"""Report that ``sppo solve --json`` prints."""
+"""JSON report of ``sppo solve --json``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def solution_report(
     ablation: Sequence[AblationRow] = (),
     output: Path | None = None,
 ) -> dict[str, Any]:
-    """A solution as plain values; the best is also the first of the candidates."""
+    """Return a solution as JSON values; the best candidate is also the first of the candidates."""
     assert solution.best is not None, "failure_report is for the other case"
     run, best = solution.run, solution.best
     report: dict[str, Any] = {
@@ -77,7 +77,7 @@ def solution_report(
 
 
 def failure_report(solution: Solution, *, changes: Sequence[Advice]) -> dict[str, Any]:
-    """Return why nothing fits, and what would."""
+    """Return why nothing fits, and which changes would make it fit, as JSON values."""
     nearest = nearest_rejection(solution.rejected)
     return {
         "feasible": False,
@@ -92,7 +92,7 @@ def failure_report(solution: Solution, *, changes: Sequence[Advice]) -> dict[str
 
 
 def candidate_report(run: RunConfig, evaluated: EvaluatedCandidate) -> dict[str, Any]:
-    """Return one way to run it as plain values."""
+    """Return an evaluated candidate as JSON values."""
     candidate = evaluated.candidate
     prediction = predict(run, evaluated)
     predicted = asdict(prediction)
@@ -118,7 +118,7 @@ def candidate_report(run: RunConfig, evaluated: EvaluatedCandidate) -> dict[str,
 
 
 def stage_reports(evaluated: EvaluatedCandidate) -> list[dict[str, Any]]:
-    """Layers of every stage, and the memory of the pipeline rank that has it."""
+    """Return the layers of every stage and the memory of its pipeline rank as JSON values."""
     candidate, reports = evaluated.candidate, [memory_report(held) for held in evaluated.memory]
     return [
         {
@@ -132,7 +132,7 @@ def stage_reports(evaluated: EvaluatedCandidate) -> list[dict[str, Any]]:
 
 
 def memory_report(held: StageMemory) -> dict[str, Any]:
-    """Return one device of a rank, bucket by bucket, and what the rank has elsewhere."""
+    """Return the memory of a rank as JSON values: one device by bucket, then the further tiers."""
     return {
         "device": asdict(held.device),
         "device_bytes": held.device.total_bytes,
@@ -146,7 +146,7 @@ def memory_report(held: StageMemory) -> dict[str, Any]:
 
 
 def rejection_report(rejection: Rejection) -> dict[str, Any]:
-    """Return one way that does not work, as plain values."""
+    """Return a rejected candidate as JSON values."""
     return {
         **degrees_report(rejection.degrees),
         "num_subsequences": rejection.num_subsequences,
@@ -157,14 +157,14 @@ def rejection_report(rejection: Rejection) -> dict[str, Any]:
 
 
 def shortfall_report(shortfall: Shortfall | None) -> dict[str, Any] | None:
-    """Report on which device or tier memory is short, and by how much."""
+    """Return a shortfall as JSON values: which memory is short, and by how much."""
     if shortfall is None:
         return None
     return {**asdict(shortfall), "short_bytes": shortfall.short_bytes}
 
 
 def hardware_report(hardware: HardwareSpec) -> dict[str, Any]:
-    """The machine, in what decides."""
+    """Return the machine's name, size and memory budgets as JSON values."""
     return {
         "name": hardware.name,
         "provenance": hardware.provenance,
@@ -177,7 +177,7 @@ def hardware_report(hardware: HardwareSpec) -> dict[str, Any]:
 
 
 def degrees_report(degrees: Degrees) -> dict[str, int]:
-    """Degrees of parallelism by the names of the run file."""
+    """Return degrees of parallelism by their names in the run file."""
     return {
         "sequence_parallel_degree": degrees.sequence_parallel,
         "pipeline_parallel_degree": degrees.pipeline_parallel,

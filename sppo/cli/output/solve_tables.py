@@ -1,4 +1,4 @@
-"""The tables of ``sppo solve``: the best way, the runners-up, and what does not work."""
+"""Text output of ``sppo solve``: the best candidate, the runners-up, and rejected candidates."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _BAR_WIDTH = 24
 
 
 def run_line(run: RunConfig) -> str:
-    """Model, sequences and precision of a request."""
+    """Return the model, the sequences of a step and the precision of a run as one line."""
     model, sequences = run.model, run.train.sequences_per_step
     name = model.preset or model.from_hf or "model"
     return (
@@ -50,20 +50,20 @@ def run_line(run: RunConfig) -> str:
 
 
 def step_text(seconds: float) -> str:
-    """Seconds with four digits: neighbours differ by less than `format_duration` shows."""
+    """Format seconds with four digits; `format_duration` would hide differences of candidates."""
     return f"{seconds:.4g} s" if 1 <= seconds < 1000 else format_duration(seconds)
 
 
 def print_solution(
     solution: Solution, *, paying: Sequence[Improvement], output: Path | None, console: Console
 ) -> None:
-    """Print all that a person needs to decide.
+    """Print the best candidate, its runners-up, launch commands and memory.
 
     Args:
-        solution: What was found.
-        paying: Changes of the request that pay.
-        output: Where the best plan was written, if it was.
-        console: Where to print.
+        solution: Solution with a best candidate.
+        paying: Changes of the request that would increase throughput.
+        output: File that the best plan was written to; None if there is none.
+        console: Console to print to.
     """
     assert solution.best is not None, "print_failure is for the other case"
     best, hardware = solution.best, solution.hardware
@@ -95,12 +95,12 @@ def print_solution(
 
 
 _Row = tuple[str, Callable[[EvaluatedCandidate, Prediction], str]]
-"""Name of a row, and what it says of a candidate."""
+"""Name of a row, and the function that returns its text for a candidate."""
 _Compared = Sequence[tuple[EvaluatedCandidate, Prediction]]
 
 
 def _option_table(solution: Solution) -> Table:
-    """Return a table of the best candidate and its runners-up, a column each."""
+    """Return a table of the best candidate and its runners-up, one column each."""
     assert solution.best is not None, "checked by the caller"
     candidates = (solution.best, *solution.runners_up)
     compared = [(evaluated, predict(solution.run, evaluated)) for evaluated in candidates]
@@ -117,7 +117,7 @@ def _option_table(solution: Solution) -> Table:
 
 
 def _choice_rows(compared: _Compared) -> Iterator[_Row]:
-    """Yield what is chosen in each candidate; what all leave at its default is left out."""
+    """Yield rows of the choices; a choice that all candidates leave at its default has no row."""
     candidates = [evaluated for evaluated, _ in compared]
     yield "sequence parallel", lambda o, _: str(o.degrees.sequence_parallel)
     yield "pipeline parallel", lambda o, _: str(o.degrees.pipeline_parallel)
@@ -140,7 +140,7 @@ def _choice_rows(compared: _Compared) -> Iterator[_Row]:
 
 
 def _speed_rows(compared: _Compared) -> Iterator[_Row]:
-    """Yield the predicted time of a step and what follows from it."""
+    """Yield rows of the predicted step time and of figures that are computed from it."""
     best_s = compared[0][0].step_s
     yield "step", lambda o, _: step_text(o.step_s)
     yield "against the best", lambda o, _: f"{o.step_s / best_s:.3f}x"
@@ -156,7 +156,7 @@ def _speed_rows(compared: _Compared) -> Iterator[_Row]:
 
 
 def _memory_rows(compared: _Compared, hardware: HardwareSpec) -> Iterator[_Row]:
-    """Yield the peak of each kind of memory that the machine has."""
+    """Yield rows of the peak of each kind of memory that the machine has."""
     yield "device peak", lambda _, p: format_bytes(p.device_peak_bytes)
     if hardware.device.kind != "cpu":
         yield "host peak", lambda _, p: format_bytes(p.host_peak_bytes)
@@ -167,7 +167,7 @@ def _memory_rows(compared: _Compared, hardware: HardwareSpec) -> Iterator[_Row]:
 
 
 def _print_improvements(paying: Sequence[Improvement], *, console: Console) -> None:
-    """Changes of the request that pay, as they are typed."""
+    """Print changes of the request that would increase throughput, as they are typed."""
     if not paying:
         return
     console.print()
@@ -184,7 +184,7 @@ def _print_improvements(paying: Sequence[Improvement], *, console: Console) -> N
 
 
 def _print_numbers_of_subsequences(solution: Solution, *, console: Console) -> None:
-    """Step over N for the best degrees: the bars are what each N costs above the best."""
+    """Print the step time over N for the best degrees; bars show the time above the best N."""
     candidates = solution.by_num_subsequences
     if len(candidates) < 2:
         return
@@ -229,7 +229,7 @@ def _print_rejected(solution: Solution, *, console: Console) -> None:
 
 
 def print_ablation(rows: Sequence[AblationRow], *, console: Console) -> None:
-    """Print what each part is worth, beside the paper's figures."""
+    """Print the speedup of each part of SPPO, beside the figures of the paper."""
     console.print()
     _say(
         console,

@@ -1,4 +1,4 @@
-"""Texts and short figures for what the solver found."""
+"""Short texts about the results of the solver."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SHOWN_RATIOS = 10
 
 
 def degrees_text(degrees: Degrees) -> str:
-    """Return ``SP 8 · PP 4 · DP 1``."""
+    """Return the degrees as text, such as ``SP 8 · PP 4 · DP 1``."""
     return (
         f"SP {degrees.sequence_parallel} · PP {degrees.pipeline_parallel} · "
         f"DP {degrees.data_parallel}"
@@ -35,32 +35,32 @@ def degrees_text(degrees: Degrees) -> str:
 
 
 def lengths_text(lengths: Sequence[int]) -> str:
-    """First, and last where it differs."""
+    """Return the first length, and the last one if it differs."""
     first, last = lengths[0], lengths[-1]
     return str(first) if first == last else f"{first} … {last}"
 
 
 def ratio_text(ratios: Sequence[float]) -> str:
-    """Format the first and last ratio."""
+    """Return the first and last offload ratio as text; "none" if all are 0."""
     return f"{ratios[0]:.2f} … {ratios[-1]:.2f}" if any(ratios) else "none"
 
 
 def sampled_ratios(ratios: Sequence[float]) -> str:
-    """Some of them, the first and the last among them."""
+    """Return at most ten evenly spaced ratios as text, including the first and the last."""
     count = min(len(ratios), _SHOWN_RATIOS)
     places = np.linspace(0, len(ratios) - 1, count).round().astype(int)
     return " ".join(f"{ratios[place]:.2f}" for place in places)
 
 
 def schedule_text(candidate: Candidate) -> str:
-    """Name the schedule, and the stages on a rank where these are several."""
+    """Return the name of the schedule, and the number of stages on a rank if there are several."""
     if candidate.virtual_stages == 1:
         return candidate.schedule
     return f"{candidate.schedule} with {candidate.virtual_stages} stages on a rank"
 
 
 def policy_text(evaluated: EvaluatedCandidate) -> str:
-    """Say what happens to saved activations, in fractions of their bytes over all stages."""
+    """Return what happens to saved activations, in fractions of their bytes over all stages."""
     placement = evaluated.placement
     row_bytes = row_bytes_of(evaluated.candidate)[:, None, :]
     retained, offloaded, recomputed = (
@@ -90,12 +90,13 @@ def policy_text(evaluated: EvaluatedCandidate) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RejectedGroup:
-    """Ways that fail for the same reason.
+    """Rejected candidates with the same reason.
 
     Attributes:
-        count: How many.
-        reason: What they have in common; of a single one that cannot work, which it is and why.
-        example: Description of the one that came nearest; "" where the reason says it all.
+        count: Number of candidates.
+        reason: Common part of the reasons. For a single candidate that cannot work in any memory,
+            the candidate and its reason.
+        example: Description of the candidate that is nearest to fitting; "" if `reason` says all.
     """
 
     count: int
@@ -104,7 +105,7 @@ class RejectedGroup:
 
 
 def rejected_groups(rejected: Sequence[Rejection]) -> tuple[RejectedGroup, ...]:
-    """Rejections by reason: what is short first, then what cannot work; largest group first."""
+    """Group rejections by reason: first those short of memory, then others; larger groups first."""
     by_reason: dict[tuple[bool, str], list[Rejection]] = {}
     for rejection in rejected:
         by_reason.setdefault(_reason(rejection), []).append(rejection)
@@ -122,13 +123,13 @@ def _group(members: Sequence[Rejection], reason: str) -> RejectedGroup:
 
 
 def _in_common(members: Sequence[Rejection]) -> str:
-    """The reason of ways that differ in figures alone, those that differ left open."""
+    """Return the common words of the members' reasons, with "…" for words that differ."""
     places = zip(*(_without_figures(member.reason).split() for member in members), strict=True)
     return " ".join(words[0] if len(set(words)) == 1 else "…" for words in places)
 
 
 def _reason(rejection: Rejection) -> tuple[bool, str]:
-    """Return whether it cannot work whatever the memory, and why."""
+    """Return whether a rejection is independent of memory, and the key to group it by."""
     shortfall = rejection.shortfall
     if shortfall is None:
         words = _without_figures(rejection.reason).split()
@@ -138,7 +139,7 @@ def _reason(rejection: Rejection) -> tuple[bool, str]:
 
 
 def _without_figures(reason: str) -> str:
-    """Return `reason` up to the figures that stand behind a colon."""
+    """Return `reason` up to the first colon, which precedes its figures."""
     return reason.partition(": ")[0]
 
 
@@ -161,18 +162,18 @@ def _example(members: Sequence[Rejection]) -> str:
 def launch_commands(
     degrees: Degrees, *, devices_per_node: int, output: Path | None
 ) -> tuple[str, ...]:
-    """Commands that train by a plan: one on a node, torchrun's and srun's on several.
+    """Return the commands that train by a plan: sppo on one node, torchrun and srun on several.
 
     Args:
-        degrees: of the plan.
-        devices_per_node: of the machine.
-        output: the plan's file; None: it is not written yet.
+        degrees: Degrees of the plan.
+        devices_per_node: Devices of each node of the machine.
+        output: File of the plan; None if it has not been written.
     """
     train = f"sppo train RUN.yaml --plan {output or 'plan.json'}"
     devices, group = degrees.num_devices, degrees.sequence_parallel
     if devices <= devices_per_node:
         return (train,)
-    # As many on each node, and no sequence-parallel group on two that fits on one.
+    # Equal numbers on all nodes; no sequence-parallel group spans nodes if it fits on one.
     group = group if group <= devices_per_node else 1
     each = max(n for n in range(1, devices_per_node + 1) if devices % n == 0 and n % group == 0)
     nodes = devices // each

@@ -1,4 +1,4 @@
-"""Plot of a step of samples: how long they are, the chunks, and what becomes of activations."""
+"""Plot of a step of samples: lengths of samples, chunks, and placement of activations."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _LEVELS = {
 _INK, _QUIET, _GRID, _BAND = "#222222", "#6b6b6b", "#e6e6e6", "#f1f3f5"
 _SMALL_PT, _TITLE_PT = 9, 15
 _CELL = 24
-"""Points of a column of the plot of a unit, which its levels share."""
+"""Image rows of one cell (stage and chunk) in the plot of levels, divided among its levels."""
 _NAMED_SEQUENCES = 24
-"""Sequences up to which each is named; of more, some are."""
+"""Largest number of sequences that are all numbered; of more, some are."""
 _STAGE_TICKS = 16
 
 # Fractions of the figure: left edge, bottom edge, width, height.
@@ -40,18 +40,18 @@ _LEVELS_AREA = (0.075, 0.065, 0.875, 0.215)
 
 
 def step_plot(plan: StepPlan, path: Path, *, source: str) -> None:
-    """Draw a step into ``path``, a PNG of 1600 by 1440 pixels.
+    """Draw a step into `path`, a PNG of 1600 by 1440 pixels.
 
-    Above: how long its samples are, with the chunks over that. Middle: the tokens of each chunk,
-    sequence by sequence. Below: what becomes of the saved tensors of each chunk on each stage.
+    Top: the lengths of its samples, with the chunks above. Middle: the tokens of each chunk,
+    sequence by sequence. Bottom: the share of saved tensors at each level, by chunk and stage.
 
     Args:
-        plan: of one replica.
-        path: of the plot.
-        source: of the samples.
+        plan: Plan of the step on one replica.
+        path: File to write.
+        source: Name of the data that the samples come from.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: The file cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -66,9 +66,9 @@ def step_plot(plan: StepPlan, path: Path, *, source: str) -> None:
 
 
 def level_shares(plan: StepPlan) -> npt.NDArray[np.float64]:
-    """Return the shares of a unit's saved bytes that have each level, [stages, units, levels].
+    """Return the share of each level in the saved bytes of a unit, [stages, units, levels].
 
-    Levels are retained, offloaded, recomputed but attention, attention recomputed.
+    The levels are retained, offloaded, recomputed except attention, and attention recomputed.
     """
     placement = plan.evaluated.placement
     row_bytes = row_bytes_of(plan.evaluated.candidate)[:, None, :]
@@ -91,7 +91,7 @@ def level_shares(plan: StepPlan) -> npt.NDArray[np.float64]:
 
 
 def _draw_lengths(axes: Any, plan: StepPlan) -> None:
-    """Draw two falling curves over the length, and a mark for each chunk at its tokens."""
+    """Draw the shares of samples and tokens over the length, and a mark at each chunk's length."""
     lengths = np.sort(_sample_lengths(plan))[::-1]
     samples = np.arange(1, len(lengths) + 1) / len(lengths)
     tokens = np.cumsum(lengths) / lengths.sum()
@@ -125,7 +125,7 @@ def _draw_lengths(axes: Any, plan: StepPlan) -> None:
 
 
 def _draw_chunks(axes: Any, plan: StepPlan) -> None:
-    """A bar for each chunk, as high as it has tokens; sequences on bands."""
+    """Draw a bar for each chunk, as high as its tokens, on the bands of the sequences."""
     chunks = plan.evaluated.candidate.lengths
     _draw_bands(axes, plan)
     colours = [_KINDS[kind] for kind in plan.kinds]
@@ -143,7 +143,7 @@ def _draw_chunks(axes: Any, plan: StepPlan) -> None:
 
 
 def _draw_levels(axes: Any, plan: StepPlan) -> None:
-    """A cell for each stage and chunk, shared by its levels."""
+    """Draw a cell for each stage and chunk, divided among its levels."""
     from matplotlib.colors import to_rgb
     from matplotlib.patches import Patch
 
@@ -186,14 +186,14 @@ def _draw_levels(axes: Any, plan: StepPlan) -> None:
 
 
 def _draw_bands(axes: Any, plan: StepPlan) -> None:
-    """Draw every other sequence on a band."""
+    """Draw a band behind every other sequence."""
     firsts = [*_first_chunks(plan), len(plan.evaluated.candidate.lengths)]
     for place in range(0, len(firsts) - 1, 2):
         axes.axvspan(firsts[place] - 0.5, firsts[place + 1] - 0.5, color=_BAND, lw=0, zorder=0)
 
 
 def _name_sequences(axes: Any, plan: StepPlan) -> None:
-    """Number of each sequence, or of some, below its chunks."""
+    """Write the number of each sequence, or of every k-th one, below its chunks."""
     firsts = [*_first_chunks(plan), len(plan.evaluated.candidate.lengths)]
     count = len(firsts) - 1
     every = -(-count // _NAMED_SEQUENCES)
@@ -222,7 +222,7 @@ def _name_sequences(axes: Any, plan: StepPlan) -> None:
 
 
 def _first_chunks(plan: StepPlan) -> list[int]:
-    """Return the place of the first chunk of each sequence."""
+    """Return the index of the first chunk of each sequence."""
     return [0, *accumulate(len(sequence.lengths) for sequence in plan.sequences[:-1])]
 
 
@@ -265,4 +265,4 @@ def _write_title(figure: Any, plan: StepPlan, *, source: str) -> None:
     for place, facts in enumerate(lines):
         text = "  ·  ".join(facts)
         below = figure.text(left, 0.938 - 0.022 * place, text, color=_QUIET, fontsize=_SMALL_PT + 1)
-        below.set_parse_math(False)  # a directory may be called $HOME
+        below.set_parse_math(False)  # a directory name may contain $
