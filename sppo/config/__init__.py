@@ -1,4 +1,4 @@
-"""Run configuration: sections, model shapes, presets, loading."""
+"""Run configuration: sections, model shapes, presets and loading."""
 
 from sppo.config.loading import check_run, load_run, run_sections
 from sppo.config.model import ModelConfig, RopeScaling

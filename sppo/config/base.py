@@ -1,6 +1,6 @@
-"""The strict base of every configuration section, and the value types people write in YAML.
+"""Strict base class of configuration sections, and value types of run files.
 
-Validators here do no I/O, read no environment and import no torch: checking a file never
+Validators do no I/O, read no environment variables and import no torch: validating a file never
 starts, changes or downloads anything.
 """
 
@@ -29,25 +29,28 @@ def _no_tilde(path: str) -> str:
 
 
 LARGEST_FLOAT = 3.4e38
-"""Largest number of fp32, in which most of them are used."""
+"""Largest accepted number: that of fp32, in which most numbers are used."""
 
 MOST_RANKS = 1 << 20
 MOST_SUBSEQUENCES = 1 << 14
-"""Each of them is planned and simulated by itself, on every stage."""
+"""Most subsequences of one sequence. Each is planned and simulated separately on every stage."""
 MOST_SEQUENCES = 1 << 14
-"""Most sequences of one step: each of them is planned by itself."""
+"""Most sequences of one step. Each is planned separately."""
 MOST_SAMPLES = 1 << 20
-"""Most samples of one step: short ones share a sequence."""
+"""Most samples of one step. Short samples share a sequence."""
 MOST_LAYERS = 4096
-"""Each of them is planned by itself; thirty times those of the deepest models in use."""
+"""Most layers of a model: thirty times those of the deepest models in use. Each layer is planned
+separately."""
 MOST_TOKENS = 1 << 30
-"""Most tokens of one sequence: plans count FLOPs, which grow with its square, in floats and 64-bit
-numbers."""
+"""Most tokens of one sequence. Plans count FLOPs, which grow with the square of the length, in
+floats and 64-bit integers."""
 MOST_WIDTH = 1 << 24
-"""Largest dimension of a weight: the product of two fits 64 bits with room for every layer."""
+"""Largest dimension of a weight: the product of two dimensions and the number of layers fits into
+64 bits."""
 MOST_STEPS = 10**12
 LONGEST_TIMEOUT_S = 200_000
-"""Two days; checkpoints wait ten times as long, and timers count 32 bits of milliseconds."""
+"""Longest timeout: two days. Checkpoints wait ten times as long, and timers have 32 bits for
+milliseconds."""
 
 _SIZE_TEXT = {"type": "string", "pattern": SIZE_PATTERN}
 
@@ -57,7 +60,7 @@ Size = Annotated[
     Field(ge=0),
     WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, _SIZE_TEXT]}),
 ]
-"""A count of bytes: ``2GiB``, ``512MiB`` or a plain number."""
+"""Number of bytes: ``2GiB``, ``512MiB`` or a plain number."""
 
 Tokens = Annotated[
     int,
@@ -65,24 +68,24 @@ Tokens = Annotated[
     Field(ge=1, le=MOST_TOKENS),
     WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, _SIZE_TEXT]}),
 ]
-"""A count of tokens, at least one: ``32Ki``, ``4Mi`` or a plain number."""
+"""Number of tokens, at least 1: ``32Ki``, ``4Mi`` or a plain number."""
 
 Directory = Annotated[str, Field(min_length=1), AfterValidator(_no_tilde)]
-"""A path as the program opens it: relative to where the command is run, or absolute."""
+"""Path of a directory, absolute or relative to the working directory of the command."""
 
 Degree = Annotated[int, Field(ge=1, le=MOST_RANKS)]
-"""A count of ranks, or of things that are dealt out to ranks."""
+"""Number of ranks, or of things distributed over ranks."""
 
 Layers = Annotated[int, Field(ge=1, le=MOST_LAYERS)]
 Width = Annotated[int, Field(ge=1, le=MOST_WIDTH)]
-"""A dimension of weights."""
+"""Dimension of weights."""
 
 Steps = Annotated[int, Field(ge=1, le=MOST_STEPS)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class Section(BaseModel):
-    """Frozen, refuses unknown keys, keeps attribute docstrings for the schema."""
+    """Base class of sections: frozen, no unknown keys, attribute docstrings in the schema."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -95,7 +98,10 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _number_or_not(cls, value: object, info: ValidationInfo) -> object:
-        """Refuse numbers that no machine computes with, and truth, which pydantic reads as 1."""
+        """Raise ValueError for numbers out of range, and for booleans where numbers are expected.
+
+        pydantic reads true as 1.
+        """
         field = cls.model_fields[info.field_name or ""]
         if isinstance(value, bool):
             if field.annotation is not bool:

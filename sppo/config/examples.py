@@ -1,6 +1,6 @@
-"""An example of a value for every key of a run file, as it is written on the command line.
+"""Example values of all keys of a run file, as written on the command line.
 
-The reference pages show them; a test reads each of them, and finds keys that have none.
+The reference pages show the examples. A test parses each of them and reports keys without one.
 """
 
 from __future__ import annotations
@@ -109,4 +109,4 @@ EXAMPLES: Mapping[str, str] = {
     "hardware.attention": "flash_attn_3",
     "hardware.margin": "0.05",
 }
-"""Values in YAML, by the whole path of their keys."""
+"""Example values in YAML, by the full path of their keys."""

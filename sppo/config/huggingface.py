@@ -1,7 +1,7 @@
-"""Hugging Face ``config.json`` to our model fields. JSON only: no weights, no network.
+"""Conversion of a Hugging Face ``config.json`` to model fields; reads neither weights nor network.
 
-Dropout is accepted and never applied: every model here trains without it. What would change the
-function a model computes is refused by name.
+Dropout is accepted and not applied: SPPO trains without dropout. Every other setting that changes
+the function of a model and is not supported is refused by name.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _DEFAULTS: dict[Family, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-"""Values of keys that a ``config.json`` leaves out, by family. Sizes are never guessed."""
+"""Values of keys that a ``config.json`` leaves out, by family. Sizes have no default."""
 
 _ALIASES = {
     "hidden_size": "n_embd",
@@ -59,7 +59,7 @@ _ALIASES = {
     "max_position_embeddings": "n_positions",
     "n_ctx": "n_positions",
 }
-"""Other spellings that GPT-2 files use for its sizes."""
+"""Alternative names of GPT-2's sizes, and the names that GPT-2 uses itself."""
 
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _GELUS = {
@@ -82,25 +82,26 @@ _OFF: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("scale_attn_weights", (True,), "true, scores divided by the root of the head size"),
     ("scale_attn_by_inverse_layer_idx", (False,), "false"),
 )
-"""Keys that may be absent or null, or else must have one of the values given."""
+"""Keys that must be absent, null, or have one of the given values; the text names what is
+supported."""
 
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop")
 
 
 def read_model_fields(directory: Path) -> dict[str, Any]:
-    """Fields of :class:`sppo.config.model.ModelConfig` that ``directory/config.json`` describes.
+    """Return the fields of :class:`sppo.config.model.ModelConfig` in ``directory/config.json``.
 
     Raises:
-        ValueError: no such file, not a supported family, or a feature this model lacks.
+        ValueError: There is no such file, or its family or a feature is not supported.
     """
     return model_fields(read_config(directory))
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The mapping in ``directory/config.json``.
+    """Return the mapping in ``directory/config.json``.
 
     Raises:
-        ValueError: no such directory or file, unreadable, or not a JSON mapping.
+        ValueError: The directory or file does not exist, cannot be read, or is not a JSON mapping.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -121,10 +122,10 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def model_fields(config: Json) -> dict[str, Any]:
-    """Fields of :class:`sppo.config.model.ModelConfig` that a parsed ``config.json`` describes.
+    """Return the fields of :class:`sppo.config.model.ModelConfig` in a parsed ``config.json``.
 
     Raises:
-        ValueError: not a supported family, or a feature this model lacks.
+        ValueError: The family or a feature is not supported.
     """
     family = config.get("model_type")
     if family not in _FAMILIES:
@@ -141,7 +142,7 @@ def model_fields(config: Json) -> dict[str, Any]:
     common = {
         "family": known,
         "tie_embeddings": flag(values, "tie_word_embeddings"),
-        # Only random weights use it, and ours must not be all zero.
+        # Used for random initial weights alone, which must not be all zero.
         "init_std": number(values, "initializer_range") or 0.02,
     }
     read = _read_gpt2 if known == "gpt2" else _read_rotary
@@ -149,12 +150,12 @@ def model_fields(config: Json) -> dict[str, Any]:
 
 
 def ignored_settings(config: Json) -> tuple[str, ...]:
-    """Settings of a ``config.json`` that training here leaves out, as ``key value`` lines."""
+    """Return the settings in a ``config.json`` that training ignores, as ``key value`` texts."""
     return tuple(f"{key} {quoted(config[key])}" for key in _DROPOUTS if config.get(key))
 
 
 def _read_rotary(values: Json) -> dict[str, Any]:
-    """Llama, Qwen2, Qwen3 and Mistral: RMSNorm, rotary positions, SwiGLU."""
+    """Return the fields of a Llama, Qwen2, Qwen3 or Mistral: RMSNorm, rotary positions, SwiGLU."""
     require(values, (*_SIZES, "intermediate_size"))
     if values["hidden_act"] not in ("silu", "swish"):
         raise refusal("hidden_act", values["hidden_act"], "silu")
@@ -197,7 +198,7 @@ def _head_size(values: Json) -> int:
 
 
 def _read_window(values: Json) -> dict[str, Any]:
-    """The sliding window and the first layer that has it."""
+    """Return the sliding window and the first layer that uses it."""
     family, layers = values["model_type"], integer(values, "num_hidden_layers")
     window = values.get("sliding_window")
     if family == "llama" or (family != "mistral" and not flag(values, "use_sliding_window")):
@@ -225,7 +226,7 @@ def _first_window_layer(values: Json) -> int:
 
 
 def _first_sliding(kinds: object, *, layers: int, windowed: bool) -> int:
-    """Return where a list of layer types turns from full to sliding attention."""
+    """Return the index of the first sliding-attention layer; `layers` if there is none."""
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise refusal("layer_types", kinds, f"one entry for each of {layers} layers")
     first = next((i for i, kind in enumerate(kinds) if kind != "full_attention"), layers)
@@ -239,9 +240,9 @@ def _first_sliding(kinds: object, *, layers: int, windowed: bool) -> int:
 
 
 def _read_gpt2(raw: Json) -> dict[str, Any]:
-    """GPT-2: LayerNorm, learned positions, GELU, biases everywhere, as many K/V as query heads."""
+    """Return the fields of a GPT-2: LayerNorm, learned positions, GELU, biases, no grouped K/V."""
     values = {_ALIASES.get(key, key): value for key, value in raw.items()}
-    # A key's own spelling wins over its aliases.
+    # GPT-2's own name of a size takes precedence over the alias.
     values |= {key: raw[key] for key in _ALIASES.values() if raw.get(key) is not None}
     require(values, ("vocab_size", "n_embd", "n_layer", "n_head", "n_positions"))
     activation = values["activation_function"]

@@ -1,4 +1,4 @@
-"""Our model fields to a Hugging Face ``config.json``, in the family that holds them exactly."""
+"""Conversion of model fields to a Hugging Face ``config.json`` of a family that matches exactly."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _HOLDS: dict[Family, dict[str, tuple[object, ...]]] = {
         "qk_norm": (False,),
         "(qkv_bias, output_bias)": ((False, False), (True, True)),
         "layers with a sliding_window": ("none",),
-        # LlamaConfig checks this even where head_dim is given.
+        # LlamaConfig checks this even if head_dim is given.
         "hidden_size a multiple of num_heads": (True,),
     },
     "qwen2": {
@@ -64,21 +64,22 @@ _HOLDS: dict[Family, dict[str, tuple[object, ...]]] = {
         "hidden_size equal to num_heads * head_size": (True,),
     },
 }
-"""Values that a feature may have in each family; features that are not listed are free."""
+"""Values of features that each family supports; a feature that is not listed may have any value."""
 
 
 def hf_config(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
-    """The ``config.json`` of ``model``.
+    """Return the ``config.json`` of `model`.
 
-    Token ids are written as null, because a model shape does not know its tokenizer; without the
-    keys each family would assume ids of its own.
+    Special token ids are null, because a model shape does not know its tokenizer. Without these
+    keys each family would assume default ids.
 
     Args:
-        model: the shape; ``model.family`` is used if set, else the first family that fits.
-        dtype: of the weights: ``fp32``, ``bf16``, ``fp16`` or ``fp64``.
+        model: Shape of the model; ``model.family`` is used if set, else the first family that
+            matches.
+        dtype: Type of the weights: ``fp32``, ``bf16``, ``fp16`` or ``fp64``.
 
     Raises:
-        ValueError: no family, or not the one asked for, computes exactly this model.
+        ValueError: No family, or not the requested one, computes exactly this model.
     """
     if dtype not in _DTYPES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(_DTYPES)}")
@@ -101,10 +102,10 @@ def hf_config(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
 
 
 def hf_family(model: ModelConfig) -> Family:
-    """The family that ``hf_config`` writes ``model`` as.
+    """Return the family under which ``hf_config`` writes `model`.
 
     Raises:
-        ValueError: none computes exactly this model, or not the one it names.
+        ValueError: No family, or not ``model.family``, computes exactly this model.
     """
     candidates = _FAMILIES if model.family is None else (model.family,)
     misfits = {family: _misfits(model, family) for family in candidates}
@@ -162,7 +163,7 @@ def _gpt2(model: ModelConfig) -> dict[str, Any]:
         "n_ctx": model.max_positions,
         "activation_function": _ACTIVATIONS[model.mlp],
         "layer_norm_epsilon": model.norm_eps,
-        # GPT-2 drops 10% unless told otherwise; this model was trained without.
+        # The default of GPT-2 is 10 % dropout; this model was trained without dropout.
         "attn_pdrop": 0.0,
         "embd_pdrop": 0.0,
         "resid_pdrop": 0.0,

@@ -1,8 +1,8 @@
-"""Rotary settings of a ``config.json`` to and from ours.
+"""Conversion of rotary settings from and to a ``config.json``.
 
-Two spellings exist: ``rope_theta`` beside a ``rope_scaling`` mapping (everything published until
-2025, still read by every program) and one ``rope_parameters`` mapping that holds both. We read
-either and write the first.
+Two spellings exist: ``rope_theta`` beside a ``rope_scaling`` mapping (all files published until
+2025, still read by every program), and one ``rope_parameters`` mapping with both. Either is read;
+the first is written.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "llama3": ("low_freq_factor", "high_freq_factor"),
     "yarn": ("beta_fast", "beta_slow", "attention_factor"),
 }
-"""Numbers of each rope type beside ``factor``, under the same name on both sides."""
+"""Keys of each rope type besides ``factor``; the names are the same in SPPO and in
+``config.json``."""
 
 
 def read_rope(config: Json) -> dict[str, Any]:
-    """Return ``rope_theta`` and ``rope_scaling`` of a model configuration.
+    """Return ``rope_theta`` and ``rope_scaling`` of a parsed ``config.json`` as model fields.
 
     Raises:
-        ValueError: a rope type, or a variant of one, that this trainer does not compute.
+        ValueError: The rope type, or its variant, is not supported.
     """
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, dict):
@@ -74,7 +75,10 @@ def _read_scaling(kind: object, rope: Json, config: Json) -> dict[str, Any]:
 
 
 def _original_length(rope: Json, config: Json) -> int:
-    """The length before stretching; the key beside the mapping wins, as in transformers."""
+    """Return the context length before stretching.
+
+    The key beside the mapping takes precedence over the one in it, as in transformers.
+    """
     key = "original_max_position_embeddings"
     for where in (config, rope):
         if where.get(key) is not None:
@@ -83,7 +87,7 @@ def _original_length(rope: Json, config: Json) -> int:
 
 
 def _read_yarn_variants(scaling: dict[str, Any], rope: Json) -> None:
-    """Fold ``mscale / mscale_all_dim`` into the one factor they stand for."""
+    """Replace ``mscale / mscale_all_dim`` by the attention factor that they define."""
     if rope.get("truncate") is not None and not flag(rope, "truncate"):
         raise refusal("truncate", False, "true, correction ranges on whole dimensions")
     if "attention_factor" in scaling or not (rope.get("mscale") and rope.get("mscale_all_dim")):
@@ -94,7 +98,7 @@ def _read_yarn_variants(scaling: dict[str, Any], rope: Json) -> None:
 
 
 def write_rope(model: ModelConfig) -> dict[str, Any]:
-    """Return ``rope_theta`` and ``rope_scaling`` for a ``config.json``."""
+    """Return ``rope_theta`` and ``rope_scaling`` of `model` for a ``config.json``."""
     scaling = model.rope_scaling
     return {
         "rope_theta": model.rope_theta,

@@ -1,4 +1,4 @@
-"""Typed reads from a parsed ``config.json``, with errors that name the key and the value."""
+"""Typed access to values of a parsed ``config.json``; errors name the key and the value."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ Json = Mapping[str, Any]
 
 
 def refusal(key: str, value: object, supported: str) -> ValueError:
-    """The error for a setting that this trainer cannot represent exactly."""
+    """Return the error for a setting that SPPO cannot represent exactly."""
     return ValueError(f"config.json has {key} {quoted(value)}; supported: {supported}")
 
 
 def require(values: Json, keys: Iterable[str]) -> None:
-    """Check that every one of ``keys`` is there and not null.
+    """Check that all `keys` are present and not null.
 
     Raises:
-        ValueError: listing all the keys that are not.
+        ValueError: Keys are missing or null; the message lists all of them.
     """
     absent = [key for key in keys if values.get(key) is None]
     if absent:
@@ -28,10 +28,10 @@ def require(values: Json, keys: Iterable[str]) -> None:
 
 
 def integer(values: Json, key: str) -> int:
-    """The whole number under ``key``, at least 1.
+    """Return the whole number under `key`.
 
     Raises:
-        ValueError: absent, another type, or below 1.
+        ValueError: The value is absent, no whole number, or below 1.
     """
     value = values.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -40,10 +40,10 @@ def integer(values: Json, key: str) -> int:
 
 
 def number(values: Json, key: str) -> float:
-    """The number under ``key``, one that fits a float.
+    """Return the number under `key` as a float.
 
     Raises:
-        ValueError: absent or another type.
+        ValueError: The value is absent, no number, or not finite as a float.
     """
     value = values.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -58,10 +58,10 @@ def number(values: Json, key: str) -> float:
 
 
 def flag(values: Json, key: str) -> bool:
-    """The boolean under ``key``; absent and null are false.
+    """Return the boolean under `key`; False if it is absent or null.
 
     Raises:
-        ValueError: another type.
+        ValueError: The value has another type.
     """
     value = values.get(key)
     if value is None:

@@ -1,7 +1,7 @@
-"""JSON that users hand in, read in one place: whatever is wrong with it is one line.
+"""Strict reading of JSON from users: every error is one line.
 
-Stricter than :mod:`json` where that would let something through that fails later: NaN and
-infinity, numbers that no float holds, nesting that exhausts the stack, one key twice.
+Stricter than :mod:`json` about values that would cause an error later: NaN and infinity, numbers
+beyond a float, nesting that exhausts the stack, duplicate keys.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sppo.quoting import one_line, quoted
 _MOST_BYTES = 256 << 20
 _MOST_LEVELS = 100
 _MOST_DIGITS = 300
-"""A float holds whole numbers of up to 308 digits."""
+"""Most digits of a whole number; a float holds up to 308."""
 
 _TOKEN = re.compile(
     r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]|-?Infinity|NaN|-?[0-9][-+.0-9eE]*', re.DOTALL
@@ -27,19 +27,19 @@ _TOKEN = re.compile(
 
 
 class JsonError(ValueError):
-    """JSON that cannot be used; the message names the file, the place and the rule."""
+    """JSON that cannot be used; the message names the file, the position and the rule."""
 
 
 class _RefusedError(ValueError):
-    """A value that is refused while it is parsed, where its place is not known."""
+    """Value refused during parsing, where its position is not known."""
 
 
 def read_json(path: Path) -> Any:
-    """Return the value in the file `path`.
+    """Return the value in the JSON file `path`.
 
     Raises:
-        JsonError: it is not UTF-8, no JSON, or breaks a rule of this module.
-        OSError: it cannot be read.
+        JsonError: The file is not UTF-8, not JSON, or breaks a rule of this module.
+        OSError: The file cannot be read.
     """
     try:
         text = read_text_file(path, most_bytes=_MOST_BYTES)
@@ -49,16 +49,16 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(text: str | bytes, *, source: str, strict: bool = True) -> Any:
-    """Return the value of one JSON text.
+    """Return the value of a JSON text.
 
     Args:
-        text: one value.
-        source: what messages call it.
-        strict: refuse NaN, infinity, numbers beyond a float and keys that stand twice; without it
-            they are taken, for text of which a few values are used.
+        text: One JSON value.
+        source: Name of the text in messages.
+        strict: Refuse NaN, infinity, numbers beyond a float and duplicate keys. False accepts them,
+            for texts of which only a few values are used.
 
     Raises:
-        JsonError: it is not UTF-8, no JSON, nested too deeply, or breaks a rule of `strict`.
+        JsonError: The text is not UTF-8, not JSON, nested too deeply, or breaks a rule of `strict`.
     """
     try:
         decoded = text if isinstance(text, str) else text.decode("utf-8-sig")
@@ -142,7 +142,7 @@ def _too_deep(source: str, text: str) -> JsonError:
 
 
 def _first_refused(text: str) -> int | None:
-    """Return where the first refused number stands; None for a key, which names itself."""
+    """Return the position of the first refused number; None for a key, which the message names."""
     for token in _TOKEN.finditer(text):
         word = token[0]
         if word[0] in '"[]{}':

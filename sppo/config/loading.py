@@ -1,4 +1,4 @@
-"""Loading RUN.yaml and ``section.key=value`` overrides into a checked :class:`RunConfig`."""
+"""Loading and validation of run files with ``section.key=value`` overrides."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ from sppo.quoting import quoted
 _REQUIRED = ("model", "data", "sequence")
 _WRITTEN = "an override is written section.key=value"
 _SHAPE = ("vocab_size", "hidden_size", "num_layers", "num_heads", "mlp_size")
-"""Keys that a model without preset or from_hf must have."""
+"""Keys that are required of a model without preset and from_hf."""
 
 
 def load_run(
     source: Path | str | Mapping[str, Any] | RunConfig,
     overrides: str | Sequence[str] | Mapping[str, Any] = (),
 ) -> RunConfig:
-    """Read, merge and check one run.
+    """Read a run configuration, apply overrides and validate it.
 
     Args:
-        source: path of a run file; or its sections as a mapping; or a run, to change it.
-        overrides: what replaces values of the run file: ``section.key=value`` words with values in
-            YAML, as the command line has them, or a mapping of ``section.key`` to values. Arrays
-            and numbers of numpy are taken as those of Python.
+        source: Path of a run file, its sections as a mapping, or a run to change.
+        overrides: Replacements of values of the run: ``section.key=value`` texts with values in
+            YAML, as on the command line, or a mapping of ``section.key`` to values. Arrays and
+            numbers of numpy are converted to those of Python.
 
     Raises:
-        ConfigError: every problem of the file and the overrides, at once.
-        TypeError: ``source`` or ``overrides`` is something else.
+        ConfigError: The run has problems; the error lists all problems of the file and the
+            overrides.
+        TypeError: ``source`` or ``overrides`` has another type.
 
     >>> sections = {"model": {"preset": "tiny"}, "data": {"tokens": "data"}}
     >>> run = load_run(sections, {"sequence.length": "4Ki", "optimizer.lr": 1e-3})
@@ -75,9 +76,9 @@ def load_run(
 
 
 def run_sections(run: RunConfig) -> dict[str, Any]:
-    """The sections of ``run`` as :func:`load_run` takes them, of plain values.
+    """Return the sections of `run` as plain values, in the form that :func:`load_run` accepts.
 
-    A key that was left out is left out here, too: what the solver may choose stays its choice.
+    A key that was left out stays out, so that the solver may still choose its value.
     """
     return run.model_dump(mode="json", exclude_unset=True)
 
@@ -85,7 +86,7 @@ def run_sections(run: RunConfig) -> dict[str, Any]:
 def apply_overrides(
     raw: dict[str, Any], overrides: Sequence[str], problems: list[Problem]
 ) -> dict[str, Any]:
-    """A copy of ``raw`` with each ``a.b=value`` written in; faults are added to ``problems``."""
+    """Return a copy of `raw` with each ``a.b=value`` applied; faults are added to `problems`."""
     merged: dict[str, Any] = copy.deepcopy(raw)
     for word in overrides:
         path, equals, text = word.partition("=")
@@ -104,7 +105,7 @@ def apply_overrides(
 def replace_values(
     raw: dict[str, Any], values: Mapping[str, Any], problems: list[Problem]
 ) -> dict[str, Any]:
-    """A copy of ``raw`` with each ``a.b: value`` written in; faults are added to ``problems``."""
+    """Return a copy of `raw` with each ``a.b: value`` applied; faults are added to `problems`."""
     merged: dict[str, Any] = copy.deepcopy(raw)
     for path, value in values.items():
         _replace(merged, path, _plain(value), problems)
@@ -112,7 +113,7 @@ def replace_values(
 
 
 def _plain(value: Any) -> Any:
-    """A copy of ``value`` as a run file would have it: paths are text, arrays are lists."""
+    """Return a copy of `value` as a run file would have it: paths as text, arrays as lists."""
     if hasattr(value, "tolist"):  # arrays and numbers of numpy and torch
         value = value.tolist()
     if isinstance(value, Mapping):
@@ -123,7 +124,7 @@ def _plain(value: Any) -> Any:
 
 
 def _replace(target: dict[str, Any], path: str, value: Any, problems: list[Problem]) -> None:
-    """Write ``value`` at ``a.b``; what keeps it from being written is added to ``problems``."""
+    """Write `value` at ``a.b``; if it cannot be written, the reason is added to `problems`."""
     keys = path.strip().split(".")
     if not all(keys):
         problems.append(Problem(path, quoted(value), _WRITTEN))
@@ -133,7 +134,7 @@ def _replace(target: dict[str, Any], path: str, value: Any, problems: list[Probl
 
 
 def _write(target: dict[str, Any], keys: list[str], value: Any) -> bool:
-    """Return whether there was a place to write ``value`` to."""
+    """Write `value` at the nested `keys`; return False if a key leads into a value without keys."""
     for key in keys[:-1]:
         inner = target.get(key)
         if inner is None or inner == "auto":
@@ -151,10 +152,10 @@ def check_run(
     source: str,
     problems: Sequence[Problem] = (),
 ) -> RunConfig:
-    """Parse each section on its own, then the rules across sections.
+    """Validate each section by itself, then the rules across sections.
 
     Raises:
-        ConfigError: with all problems found, those given included.
+        ConfigError: The run has problems; the error lists all, including those in `problems`.
     """
     found = list(problems)
     sections: dict[str, Any] = {}
@@ -201,14 +202,14 @@ def _parse_section(name: str, value: Any, found: list[Problem]) -> Any:
 
 
 def _section_class(name: str) -> Any:
-    """The section type of a field, also out of ``Literal["auto"] | Section``."""
+    """Return the section type of a field, also in ``Literal["auto"] | Section``."""
     annotation = RunConfig.model_fields[name].annotation
     choices = getattr(annotation, "__args__", (annotation,))
     return next(c for c in choices if hasattr(c, "model_fields"))
 
 
 def _key_paths() -> dict[str, list[str]]:
-    """Full paths by key, of every section."""
+    """Return the full paths of the keys of all sections, by key."""
     homes: dict[str, list[str]] = {}
     for name in RunConfig.model_fields:
         for key in _section_class(name).model_fields:
@@ -221,7 +222,7 @@ KEY_PATHS = _key_paths()
 
 
 def _without_shape(problems: list[Problem]) -> list[Problem]:
-    """One problem instead of five where nothing says which model is meant."""
+    """Replace five missing shape fields by one problem, if nothing in the section names a model."""
     missing = {f"model.{key}" for key in _SHAPE}
     others = [problem for problem in problems if problem.path not in missing]
     unsaid = [p for p in problems if p.path in missing and p.value == MISSING]
@@ -232,7 +233,10 @@ def _without_shape(problems: list[Problem]) -> list[Problem]:
 
 
 def expand_model(value: dict[str, Any], found: list[Problem]) -> dict[str, Any] | None:
-    """Fill the fields that ``preset`` or ``from_hf`` stand for; given fields win."""
+    """Return the fields of a model section with ``preset`` or ``from_hf`` expanded.
+
+    Fields of the section take precedence.
+    """
     preset, directory = value.get("preset"), value.get("from_hf")
     if preset is not None and directory is not None:
         rule = "give either model.preset or model.from_hf, not both"
@@ -255,10 +259,10 @@ def expand_model(value: dict[str, Any], found: list[Problem]) -> dict[str, Any] 
 
 
 def _overlay(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Return ``base`` with ``given`` written over it; what the base left to be derived follows.
+    """Return `base` updated by `given`, and fields that depend on a changed field.
 
-    As many key/value heads as query heads stay as many; other numbers of them, and a head size,
-    were chosen and stay as they are.
+    If `base` has as many key/value heads as query heads, so has the result. Another number of
+    key/value heads and a head size are kept.
     """
     fields = {**base, **given}
     multi_head = base.get("num_kv_heads") in (None, base.get("num_heads"))

@@ -1,4 +1,4 @@
-"""The shape of a model: everything that determines its parameters and its arithmetic."""
+"""Shape of a model: everything that determines its parameters and its arithmetic."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ Family = Literal["llama", "qwen2", "qwen3", "mistral", "gpt2"]
 
 
 class RopeScaling(Section):
-    """Stretching of rotary frequencies past the length they were trained at."""
+    """Stretching of rotary frequencies beyond the context length of the original training."""
 
     type: Literal["linear", "llama3", "yarn"]
-    """linear: all frequencies alike; llama3: long wavelengths only; yarn: by rotations within the
-    original context, with a temperature of attention."""
+    """linear: all frequencies are stretched alike; llama3: only long wavelengths; yarn: by the
+    number of rotations within the original context, with a temperature of attention."""
     factor: float = Field(default=1.0, ge=1.0)
-    """How many times longer the context becomes."""
+    """Factor by which the context becomes longer."""
     original_max_positions: Tokens | None = None
     """Context length before stretching (``llama3`` and ``yarn``)."""
     low_freq_factor: float = Field(default=1.0, gt=0)
     """``llama3``: wavelengths above original / low_freq_factor are divided by ``factor``."""
     high_freq_factor: float = Field(default=4.0, gt=0)
-    """``llama3``: wavelengths below original / high_freq_factor are left alone."""
+    """``llama3``: wavelengths below original / high_freq_factor are not changed."""
     beta_fast: float = Field(default=32.0, gt=0)
-    """``yarn``: rotations within the original context above which nothing is stretched."""
+    """``yarn``: rotations within the original context above which a frequency is not stretched."""
     beta_slow: float = Field(default=1.0, gt=0)
-    """``yarn``: rotations within the original context below which all is stretched."""
+    """``yarn``: rotations within the original context below which a frequency is stretched
+    fully."""
     attention_factor: float | None = Field(default=None, gt=0)
     """``yarn``: scale of cos and sin; null computes 0.1 ln(factor) + 1."""
 
@@ -45,43 +46,46 @@ class RopeScaling(Section):
 
 
 class ModelConfig(Section):
-    """A decoder-only transformer. ``preset`` or ``from_hf`` fill every field left out."""
+    """A decoder-only transformer. ``preset`` or ``from_hf`` supplies fields that are left out."""
 
     preset: str | None = None
-    """Name of a built-in shape; its fields may be overridden beside it."""
+    """Name of a built-in shape. Other fields of this section override the fields of the preset."""
     from_hf: Directory | None = None
-    """Directory in the Hugging Face layout: architecture and weights."""
+    """Directory in the Hugging Face layout with a config.json and weights: the architecture and the
+    initial weights."""
     family: Family | None = None
-    """Hugging Face family to export as; null takes the first that holds the model exactly."""
+    """Hugging Face family for export; null chooses the first family that computes exactly this
+    model."""
 
     vocab_size: Width
-    """Rows of the token embedding; every id is below it."""
+    """Rows of the token embedding; every token id is below this number."""
     hidden_size: Width
     """E: width of the residual stream."""
     num_layers: Layers
-    """Transformer layers."""
+    """Number of transformer layers."""
     num_heads: Width
-    """N: query heads."""
+    """N: number of query heads."""
     num_kv_heads: Width | None = None
-    """K: key/value heads; null means num_heads (multi-head attention)."""
+    """K: number of key/value heads; null means num_heads (multi-head attention)."""
     head_size: Width | None = None
-    """D: null means hidden_size / num_heads."""
+    """D: size of a head; null means hidden_size / num_heads."""
     mlp_size: Width
     """F: width of the MLP."""
     mlp: Literal["swiglu", "gelu", "gelu_tanh"] = "swiglu"
-    """Activation of the MLP; swiglu has a gate projection beside the up projection."""
+    """Activation of the MLP; swiglu has a gate projection in addition to the up projection."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Normalization before attention, before the MLP and after the last layer."""
     norm_eps: float = Field(default=1e-5, gt=0)
-    """Added to the mean square, or variance, under the root."""
+    """Number added to the mean square, or to the variance, under the root."""
     position: Literal["rotary", "learned"] = "rotary"
-    """How tokens know their place: rotation of q and k, or a table of learned vectors."""
+    """Encoding of positions: rotation of q and k, or a table of learned vectors."""
     max_positions: Tokens | None = None
-    """Longest context: rows of the table for learned positions, information for rotary ones."""
+    """Longest context: the rows of the table of learned positions; only informative for rotary
+    positions."""
     rope_theta: float = Field(default=10_000.0, ge=1)
     """Base of the rotary wavelengths."""
     rope_scaling: RopeScaling | None = None
-    """How the rotation is stretched to longer contexts; null: not at all."""
+    """Stretching of the rotation to longer contexts; null does not stretch."""
     qk_norm: bool = False
     """RMSNorm over each head of q and k before rotation (Qwen3)."""
     qkv_bias: bool = False
@@ -91,11 +95,13 @@ class ModelConfig(Section):
     mlp_bias: bool = False
     """Biases of the MLP's projections."""
     tie_embeddings: bool = False
-    """The vocabulary projection reuses the token embedding."""
+    """Whether the vocabulary projection uses the token embedding as its weight."""
     sliding_window: Tokens | None = None
-    """A query sees its last ``sliding_window`` keys, itself included."""
+    """Number of keys that a query attends to: the last ones up to the query itself; null means
+    all."""
     sliding_window_first_layer: int = Field(default=0, ge=0, le=MOST_LAYERS)
-    """Layers below this one attend to everything (Qwen2's max_window_layers)."""
+    """First layer with the sliding window; layers below attend to all keys (Qwen2's
+    max_window_layers)."""
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of the random initial weights."""
 
@@ -107,7 +113,7 @@ class ModelConfig(Section):
         data = dict(data)
         heads, hidden = data.get("num_heads"), data.get("hidden_size")
         if not isinstance(heads, int) or heads < 1:
-            return data  # refused on its own; what follows from it would only repeat the fault
+            return data  # refused by itself; derived values would only repeat the problem
         if data.get("num_kv_heads") is None:
             data["num_kv_heads"] = heads
         if data.get("head_size") is None and isinstance(hidden, int) and hidden % heads == 0:
@@ -144,7 +150,7 @@ class ModelConfig(Section):
 
     @property
     def context_reach(self) -> int | None:
-        """Longest context in tokens that positions are stretched to; None where nothing says."""
+        """Longest context in tokens that positions are stretched to; None if it is not known."""
         scaling = self.rope_scaling
         if scaling is None or self.max_positions is None:
             return self.max_positions
@@ -153,24 +159,24 @@ class ModelConfig(Section):
 
     @property
     def kv_heads(self) -> int:
-        """K: key/value heads."""
+        """K: number of key/value heads."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
     def head_dim(self) -> int:
-        """D: size of one head."""
+        """D: size of a head."""
         return self.hidden_size // self.num_heads if self.head_size is None else self.head_size
 
     @property
     def group_size(self) -> int:
-        """Query heads per key/value head."""
+        """Number of query heads per key/value head."""
         return self.num_heads // self.kv_heads
 
     @property
     def gated(self) -> bool:
-        """Return whether the MLP has a gate projection beside the up projection."""
+        """Whether the MLP has a gate projection in addition to the up projection."""
         return self.mlp == "swiglu"
 
     def window_of(self, layer: int) -> int | None:
-        """Sliding window of ``layer`` in tokens, None when it attends to everything."""
+        """Return the sliding window of `layer` in tokens; None if the layer attends to all keys."""
         return self.sliding_window if layer >= self.sliding_window_first_layer else None

@@ -1,8 +1,8 @@
 """Built-in model shapes, as published in each model's own config.json.
 
-The ``gpt-*`` shapes are those of the SPPO paper, Table 2; the paper prints layers, hidden size and
-heads, the rest (vocabulary, biases, 4x MLP) is GPT-2's. Positions are rotary: a learned table of 4M
-rows would hold more parameters than the model.
+The ``gpt-*`` shapes are those of the SPPO paper, Table 2. The paper gives layers, hidden size and
+heads; vocabulary, biases and the 4x MLP are GPT-2's. Positions are rotary: a learned table of 4M
+rows would have more parameters than the model.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "vocab_size": 32000,
         "max_positions": 32768,
         "sliding_window": 4096,
-        # Without its window it would otherwise be exported as a Llama.
+        # If its window is removed, it would otherwise be exported as a Llama.
         "family": "mistral",
     },
     # Byte-level shapes for a laptop: the quickstart trains `tiny`, the tests use `tiny-test`.

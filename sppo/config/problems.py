@@ -1,4 +1,4 @@
-"""Messages about a wrong configuration, in the terms of the person who wrote it."""
+"""Problems of a run configuration, worded by the keys and values that the user wrote."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from sppo.quoting import QUOTE_CHARACTERS, one_line, quoted
 from sppo.units import counted
 
 MISSING = "(missing)"
-"""Shown as the value of what was not given."""
+"""Text shown as the value of a key that was not given."""
 
 Homes = Mapping[str, Sequence[str]]
-"""Full paths, such as ``optimizer.lr``, by their last word."""
+"""Full paths of keys, such as ``optimizer.lr``, by their last word."""
 
 NO_HOMES: Homes = {}
 
@@ -27,21 +27,27 @@ _RULE_CHARACTERS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One fault: where, what was written, which rule it breaks, what to write instead."""
+    """One problem of a configuration.
+
+    Attributes:
+        path: Path of the key; "" if there is none.
+        value: Value as it was written; "" if there is none.
+        rule: Rule that the value breaks, and what to write instead.
+    """
 
     path: str
     value: str
     rule: str
 
     def line(self) -> str:
-        """Return ``path  value  rule`` on one line; an empty path or value takes no room."""
+        """Return ``path  value  rule`` on one line; an empty path or value takes no space."""
         where = f"{one_line(self.path):<32} " if self.path else ""
         written = f"{one_line(self.value):<16} " if self.value else ""
         return f"  {where}{written}{one_line(self.rule, most=_RULE_CHARACTERS)}".rstrip()
 
 
 class ConfigError(ValueError):
-    """A configuration with one or more problems; its text lists one screen of them."""
+    """Configuration with one or more problems; the message lists one screen of them."""
 
     def __init__(self, source: str, problems: Sequence[Problem]) -> None:
         self.source = source
@@ -56,8 +62,8 @@ class ConfigError(ValueError):
 
 
 def nearest(word: object, choices: Iterable[object]) -> str:
-    """Return ``" Did you mean 'flops'?"`` or an empty string when nothing is close."""
-    said = str(word)[:QUOTE_CHARACTERS]  # what is longer is near nothing, and slow to compare
+    """Return ``" Did you mean 'flops'?"`` with the choice nearest to `word`; "" if none is near."""
+    said = str(word)[:QUOTE_CHARACTERS]  # longer words match no choice, and are slow to compare
     close = difflib.get_close_matches(said, [str(c) for c in choices], n=1, cutoff=0.55)
     return f" Did you mean '{close[0]}'?" if close else ""
 
@@ -70,14 +76,14 @@ def unknown_key(
     *,
     homes: Homes = NO_HOMES,
 ) -> Problem:
-    """The problem of a key that stands where there is none of this name.
+    """Return the problem of a key that does not exist in its section.
 
     Args:
-        path: of the key.
-        key: its last word.
-        value: given to it.
-        known: keys there are in its place.
-        homes: full paths of keys in other sections.
+        path: Full path of the key.
+        key: Last word of the path.
+        value: Value given to the key.
+        known: Keys that exist in the section.
+        homes: Full paths of keys in other sections.
     """
     known = sorted(known)
     if key in homes:
@@ -94,13 +100,13 @@ def problems_of(
     *,
     homes: Homes = NO_HOMES,
 ) -> list[Problem]:
-    """Return one :class:`Problem` per path that pydantic found a fault at.
+    """Return one :class:`Problem` per path at which pydantic found an error.
 
     Args:
-        error: of validating one section.
-        section: its name.
-        annotations: types of its keys.
-        homes: full paths of keys in all sections.
+        error: Error from validating one section.
+        section: Name of the section.
+        annotations: Types of the keys of the section.
+        homes: Full paths of keys in all sections.
     """
     by_path: dict[tuple[str, ...], list[ErrorDetails]] = {}
     for detail in error.errors():
@@ -116,7 +122,7 @@ def _problem(
     annotations: Mapping[str, Any],
     homes: Homes,
 ) -> Problem:
-    """The problem at ``names``, of one or more branches of a union."""
+    """Return the problem at ``names``; several details are errors of the branches of a union."""
     path = ".".join(part for part in (section, *names) if part)
     value, kind = details[0].get("input"), details[0]["type"]
     if kind == "missing":
@@ -141,27 +147,27 @@ def _rule(detail: ErrorDetails) -> str:
 
 
 def _is_union_branch(part: object) -> bool:
-    """Pydantic names the branch of a union it tried; a person did not write that."""
+    """Return whether `part` of an error location names a branch of a union instead of a key."""
     return isinstance(part, str) and (
         part.startswith(("literal[", "constrained-", "function-")) or part in ("int", "float")
     )
 
 
 def _annotation_of(names: Sequence[str], annotations: Mapping[str, Any]) -> Any:
-    """The type at ``names``, None where the way leads through something without keys."""
+    """Return the type at ``names``; None if the path leads through a value without keys."""
     siblings = _siblings(names, annotations)
     return siblings.get(names[-1]) if names else None
 
 
 def _siblings(names: Sequence[str], annotations: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Types of the keys beside the last of ``names``."""
+    """Return the types of the keys of the mapping that contains the last of ``names``."""
     for name in names[:-1]:
         annotations = _fields_of(annotations.get(name))
     return annotations
 
 
 def _fields_of(annotation: Any) -> dict[str, Any]:
-    """Types of the keys of a section, also out of ``Section | None``."""
+    """Return the types of the keys of a section, also in ``Section | None``."""
     for choice in (annotation, *get_args(annotation)):
         if hasattr(choice, "model_fields"):
             return {key: info.annotation for key, info in choice.model_fields.items()}
@@ -169,7 +175,7 @@ def _fields_of(annotation: Any) -> dict[str, Any]:
 
 
 def _literals(annotation: object) -> Iterator[str]:
-    """Literals that an annotation allows, unions included."""
+    """Yield the literals that an annotation allows, also in unions."""
     for argument in get_args(annotation):
         if isinstance(argument, str):
             yield argument

@@ -1,7 +1,7 @@
-"""Rules that concern more than one key, or more than its type says.
+"""Rules about more than one key, or about more than the type of a key.
 
-Each rule takes the sections that could be parsed and yields problems, so that a fault in one
-section does not hide the faults of another.
+Each rule reads sections that were parsed and yields problems, so that an error in one section does
+not hide errors in others.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ SCHEDULES = (
     "sppo_msp",
 )
 WITH_VIRTUAL_STAGES = ("interleaved_1f1b", "interleaved_seq1f1b", "looped_bfs", "sppo_msp")
-"""Schedules that may hold several stages on a rank."""
+"""Schedules that allow several stages on a rank."""
 
 
 def check_sections(sections: Mapping[str, Any]) -> Iterator[Problem]:
-    """Return every broken rule among the parsed ``sections``, by section name."""
+    """Yield the problem of every broken rule among the parsed ``sections``, by section name."""
     for name, rule in _RULES:
         section = sections.get(name)
         if section is not None:
@@ -65,7 +65,7 @@ def check_sections(sections: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _check_samples(sections: Mapping[str, Any]) -> Iterator[Problem]:
-    """Return every broken rule of ``data.samples`` among the parsed ``sections``."""
+    """Yield the problem of every broken rule of ``data.samples`` among the parsed ``sections``."""
     data, sequence, train = (sections.get(name) for name in ("data", "sequence", "train"))
     if data is None:
         return
@@ -82,7 +82,10 @@ def _check_samples(sections: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _sequence_suits_samples(data: DataConfig, sequence: SequenceConfig) -> Iterator[Problem]:
-    """Documents have lengths of their own, and sequences of a stream have one."""
+    """``sequence.longer`` other than cut needs documents, and ``sequence.boundaries`` a stream.
+
+    Sequences of a stream have one length; documents have different lengths.
+    """
     if data.samples == "stream" and sequence.longer != "cut":
         rule = (
             "a stream is cut into sequences of one length; write data.samples=documents, or leave "
@@ -98,7 +101,11 @@ def _sequence_suits_samples(data: DataConfig, sequence: SequenceConfig) -> Itera
 
 
 def _step_suits_samples(data: DataConfig, train: TrainConfig) -> Iterator[Problem]:
-    """A step counts sequences of the stream, or else samples or their tokens."""
+    """The size of a step is given in sequences of a stream, or in samples or tokens of documents.
+
+    With ``data.samples=documents``, exactly one of ``train.samples_per_step`` and
+    ``train.tokens_per_step`` is given.
+    """
     samples, tokens = train.samples_per_step, train.tokens_per_step
     if data.samples == "stream":
         for key, value in (("samples_per_step", samples), ("tokens_per_step", tokens)):
@@ -129,7 +136,11 @@ def _step_suits_samples(data: DataConfig, train: TrainConfig) -> Iterator[Proble
 def _replicas_get_samples(
     sequence: SequenceConfig, train: TrainConfig, parallel: ParallelConfig
 ) -> Iterator[Problem]:
-    """Check that every data-parallel replica has a sample of every step."""
+    """With documents, every data-parallel replica gets at least one sample in every step.
+
+    ``train.samples_per_step`` is at least the number of replicas, and ``train.tokens_per_step`` at
+    least that number times ``sequence.length``.
+    """
     replicas = parallel.data_parallel_degree
     samples, tokens = train.samples_per_step, train.tokens_per_step
     if samples is not None and samples < replicas:
@@ -149,7 +160,10 @@ def _replicas_get_samples(
 
 
 def _replicas_share_no_step(parallel: ParallelConfig) -> Iterator[Problem]:
-    """Replicas of samples run programs of their own, and meet only at the end of a step."""
+    """With documents and several replicas, ``parallel.zero`` is at most 1.
+
+    The replicas run different programs, and synchronize only at the end of a step.
+    """
     replicas = parallel.data_parallel_degree
     if parallel.zero >= 2 and replicas > 1:
         rule = (
@@ -161,7 +175,7 @@ def _replicas_share_no_step(parallel: ParallelConfig) -> Iterator[Problem]:
 
 
 def _cuts_tile(sequence: SequenceConfig) -> Iterator[Problem]:
-    """Subsequences are not empty, and explicit cuts ascend from 0 to the length."""
+    """Every subsequence has a token; explicit cuts ascend from 0 to ``sequence.length``."""
     cuts, length = sequence.boundaries, sequence.length
     if cuts is None:
         count = sequence.num_subsequences
@@ -188,7 +202,7 @@ def _cuts_tile(sequence: SequenceConfig) -> Iterator[Problem]:
 
 
 def _schedule_exists(parallel: ParallelConfig) -> Iterator[Problem]:
-    """A schedule is named as it is known."""
+    """``parallel.schedule`` is auto or the name of a schedule."""
     if parallel.schedule not in SCHEDULES:
         yield Problem(
             "parallel.schedule",
@@ -198,7 +212,7 @@ def _schedule_exists(parallel: ParallelConfig) -> Iterator[Problem]:
 
 
 def _multiplexing_agrees(parallel: ParallelConfig) -> Iterator[Problem]:
-    """Schedule ``sppo_msp`` is ``multiplexed``, under its own name."""
+    """``parallel.multiplexed=on`` needs schedule auto or ``sppo_msp``; off excludes the latter."""
     asked, schedule = parallel.multiplexed, parallel.schedule
     if asked == "on" and schedule not in ("auto", "sppo_msp"):
         rule = f"parallel.schedule={schedule} shards no units; write auto, or leave one out"
@@ -209,7 +223,7 @@ def _multiplexing_agrees(parallel: ParallelConfig) -> Iterator[Problem]:
 
 
 def _virtual_stages_are_served(parallel: ParallelConfig) -> Iterator[Problem]:
-    """Several stages on a rank need a schedule that knows of them."""
+    """Several virtual stages on a rank need a schedule that allows them."""
     virtual, schedule = parallel.virtual_stages, parallel.schedule
     if virtual in ("auto", 1):
         return
@@ -222,7 +236,7 @@ def _virtual_stages_are_served(parallel: ParallelConfig) -> Iterator[Problem]:
 
 
 def _layers_suffice(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Problem]:
-    """Check that every virtual stage has a layer."""
+    """Every virtual stage has at least one layer."""
     virtual, ranks = parallel.virtual_stages, parallel.pipeline_parallel_degree
     if virtual not in ("auto", 1) and ranks * int(virtual) > model.num_layers:
         on_ranks = "" if ranks == 1 else f" on each of {ranks} pipeline ranks"
@@ -235,7 +249,11 @@ def _layers_suffice(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Pr
 
 
 def _kv_agrees(parallel: ParallelConfig, activations: ActivationsConfig) -> Iterator[Problem]:
-    """K and V stay in orders that read those of all layers of a rank at a time."""
+    """K and V are offloaded or recomputed only in the looped order with several virtual stages.
+
+    Other orders use K and V of all layers of a rank at a time. With multiplexed sequence
+    partitioning, K and V stay on the device.
+    """
     asked, schedule = activations.kv, parallel.schedule
     if asked not in ("offload", "recompute"):
         return
@@ -260,7 +278,11 @@ def _kv_agrees(parallel: ParallelConfig, activations: ActivationsConfig) -> Iter
 
 
 def _tiers_agree(state: StateConfig, optimizer: OptimizerConfig) -> Iterator[Problem]:
-    """The optimizer steps where its state is, with what else lives behind the device."""
+    """Weights or gradients on host or disk need the optimizer on the same tier.
+
+    The optimizer runs on the tier of its state. ``optimizer.offload`` stands for
+    ``state.optimizer=host``.
+    """
     steps_at = state.optimizer
     if optimizer.offload and steps_at in ("device", "disk"):
         rule = f"is state.optimizer=host, and that key says {steps_at}; leave one of the two out"
@@ -283,7 +305,11 @@ def _tiers_agree(state: StateConfig, optimizer: OptimizerConfig) -> Iterator[Pro
 
 
 def _stages_can_leave(state: StateConfig, parallel: ParallelConfig) -> Iterator[Problem]:
-    """Weights and gradients leave stage by stage, from ranks that share no units."""
+    """Weights or gradients on host or disk need several virtual stages on each rank.
+
+    They leave the device one stage at a time. With multiplexed sequence partitioning, weights and
+    gradients stay on the device.
+    """
     for part in ("weights", "gradients"):
         tier = getattr(state, part)
         if tier not in ("host", "disk"):
@@ -303,7 +329,7 @@ def _stages_can_leave(state: StateConfig, parallel: ParallelConfig) -> Iterator[
 
 
 def _disk_is_named(state: StateConfig, activations: ActivationsConfig) -> Iterator[Problem]:
-    """A disk tier needs a directory."""
+    """A disk tier needs the directory ``activations.disk``."""
     for part in ("weights", "gradients", "optimizer"):
         if getattr(state, part) == "disk" and activations.disk is None:
             rule = "in which directory? write activations.disk=DIR, on a fast local disk"
@@ -311,7 +337,7 @@ def _disk_is_named(state: StateConfig, activations: ActivationsConfig) -> Iterat
 
 
 def _window_fits(model: ModelConfig) -> Iterator[Problem]:
-    """The first layer with a window is one of the model's."""
+    """``model.sliding_window_first_layer`` is at most the number of layers."""
     if model.sliding_window_first_layer > model.num_layers:
         yield Problem(
             "model.sliding_window_first_layer",
@@ -321,7 +347,7 @@ def _window_fits(model: ModelConfig) -> Iterator[Problem]:
 
 
 def _positions_reach(model: ModelConfig, sequence: SequenceConfig) -> Iterator[Problem]:
-    """A sequence is not longer than the table of learned positions."""
+    """A sequence is at most as long as the table of learned positions."""
     rows = model.max_positions
     if model.position == "learned" and rows is not None and sequence.length > rows:
         yield Problem(

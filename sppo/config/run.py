@@ -1,4 +1,4 @@
-"""Sections of RUN.yaml. Every key is optional except what names the model, the data, the length."""
+"""Sections of a run file. Only keys for model, data and sequence length are required."""
 
 from __future__ import annotations
 
@@ -32,71 +32,79 @@ class DataConfig(Section):
     """Token data of a run, and the order in which it is read."""
 
     tokens: Directory
-    """Directory written by ``sppo data prepare``."""
+    """Directory of training tokens, written by ``sppo data prepare``."""
     eval_tokens: Directory | None = None
-    """Held-out tokens for ``sppo eval``; null evaluates on ``tokens`` and says so."""
+    """Directory of held-out tokens for ``sppo eval``; null evaluates on ``tokens`` and reports
+    that."""
     samples: Literal["stream", "documents"] = "stream"
-    """What is trained on. stream: sequences of ``sequence.length`` tokens, cut from all documents
-    one after another; documents: every document whole and by itself, with its own positions."""
+    """Unit of training data. stream: sequences of ``sequence.length`` tokens, cut from all
+    documents one after another; documents: each document whole and by itself, with its own
+    positions."""
     shuffle: bool = True
-    """Permute the training sequences, or samples, anew each epoch, as a pure function of (seed,
-    epoch)."""
+    """Whether the training sequences, or samples, are permuted in each epoch, as a pure function of
+    (seed, epoch)."""
     isolate_documents: bool = False
-    """Attention stops at document boundaries inside a sequence, as it always does between
+    """Whether attention stops at document boundaries inside a sequence, as it always does between
     samples."""
 
 
 class SequenceConfig(Section):
-    """The length of a training sequence and how it is cut."""
+    """Length of a training sequence, and its partition into subsequences."""
 
     length: Tokens
-    """S: tokens of one training sequence; of ``data.samples=documents``, of the longest sample."""
+    """S: tokens of one training sequence; with ``data.samples=documents``, tokens of the longest
+    sample."""
     longer: Literal["cut", "drop", "refuse"] = "cut"
-    """A document that is longer than ``length``, of ``data.samples=documents``. cut: consecutive
-    samples of at most ``length`` tokens, each with its own positions; drop: left out; refuse: an
-    error before the start."""
+    """Treatment of a document longer than ``length`` with ``data.samples=documents``. cut: cut into
+    consecutive samples of at most ``length`` tokens, each with its own positions; drop: left out;
+    refuse: an error before the start."""
     num_subsequences: Auto | Annotated[int, Field(ge=1, le=MOST_SUBSEQUENCES)] = "auto"
-    """N: subsequences each sequence is cut into. auto: as solve finds fastest in the memory there
-    is, of 1Ki to 4Ki tokens on a CPU and 2Ki to 16Ki on a GPU; an evaluation takes 2Ki and 8Ki."""
+    """N: number of subsequences that each sequence is cut into. auto: the number that solve
+    predicts to be the fastest that fits into memory, with subsequences of 1Ki to 4Ki tokens on a
+    CPU and 2Ki to 16Ki on a GPU; an evaluation uses 2Ki and 8Ki."""
     partition: Literal["auto", "flops", "length", "cost_model"] = "auto"
-    """What is equal for all subsequences: model FLOPs, tokens, or predicted time. auto: FLOPs where
-    pipeline stages wait for each other, tokens, which need the least memory, where none do."""
+    """Quantity that is equal for all subsequences: model FLOPs, tokens (length), or predicted time
+    (cost_model). auto: FLOPs if pipeline stages wait for each other, otherwise tokens, which need
+    the least memory."""
     alignment: Tokens = 128
-    """Cuts fall on multiples of this where N subsequences fit; halved until they do."""
+    """Cuts are multiples of this number if N subsequences fit; otherwise it is halved until they
+    do."""
     boundaries: Cuts | None = None
-    """Explicit cuts, e.g. [0, 5000, 9000, 16384]; replaces num_subsequences and partition."""
+    """Explicit cuts, e.g. [0, 5000, 9000, 16384], instead of num_subsequences and partition."""
 
 
 class ParallelConfig(Section):
     """Degrees of parallelism and the pipeline schedule."""
 
     data_parallel_degree: Degree = 1
-    """Replicas that train on other sequences of the same step; gradients are added up."""
+    """Number of replicas. Each trains on other sequences of the same step; gradients are summed."""
     pipeline_parallel_degree: Degree = 1
-    """Ranks through which subsequences flow; at most the number of layers."""
+    """Number of ranks of the pipeline that subsequences pass through; at most the number of
+    layers."""
     virtual_stages: Auto | Degree = "auto"
-    """Stages of layers on each pipeline rank: subsequences pass the ranks so many times, which
-    divides the pipeline's idle time by it. auto: with schedule auto or looped_bfs as many as solve
-    finds fastest in the memory there is, else 1."""
+    """Number of stages on each pipeline rank. Subsequences pass through the ranks this many times,
+    which divides the idle time of the pipeline by this number. auto: with schedule auto or
+    looped_bfs, the number that solve predicts to be the fastest that fits into memory; otherwise 1.
+    """
     sequence_parallel_degree: Degree = 1
-    """Ranks over which the tokens of every subsequence are sharded."""
+    """Number of ranks over which the tokens of every subsequence are sharded."""
     sequence_parallel: Literal["ulysses", "megatron"] = "ulysses"
-    """How a layer is sharded over sequence-parallel ranks. ulysses: weights whole on each,
-    tokens exchanged for heads around attention; megatron: weights sharded by heads and the MLP's
-    width, tokens gathered before the projections and added up after, a fraction of the weights,
-    gradients and optimizer states for more traffic."""
+    """Sharding of a layer over sequence-parallel ranks. ulysses: each rank has whole weights and
+    exchanges tokens for heads around attention; megatron: weights are sharded by heads and by the
+    width of the MLP, tokens are gathered before the projections and summed after them: a fraction
+    of the weights, gradients and optimizer states for more communication."""
     schedule: str = "auto"
-    """Order in which stages run: gpipe, 1f1b, interleaved_1f1b, seq1f1b, interleaved_seq1f1b,
-    looped_bfs, zb_h1, seq_zb_h1, sppo or sppo_msp. auto: the fastest one simulated."""
+    """Order in which stages run units: gpipe, 1f1b, interleaved_1f1b, seq1f1b, interleaved_seq1f1b,
+    looped_bfs, zb_h1, seq_zb_h1, sppo or sppo_msp. auto: the fastest schedule in simulation."""
     multiplexed: Literal["auto", "on", "off"] = "auto"
     """Multiplexed sequence partitioning: cut the units next to pipeline bubbles once more, over the
-    ranks that would idle. auto: where that is faster, with its messages priced; on: schedule
-    sppo_msp, or nothing."""
+    ranks that would idle. auto: use it if it is predicted to be faster, messages included; on: use
+    schedule sppo_msp or fail; off: do not use it."""
     zero: Literal[0, 1, 2, 3] = 1
-    """Sharded among ranks with the same weights: 0 nothing, 1 optimizer states, 2 gradients too,
-    3 weights too."""
+    """State sharded over ranks with the same weights: 0 none, 1 optimizer states, 2 gradients as
+    well, 3 weights as well."""
     timeout_s: float = Field(default=600, gt=0, le=LONGEST_TIMEOUT_S)
-    """Seconds a rank waits for another before it gives up."""
+    """Seconds that a rank waits for another rank before it fails."""
 
 
 class ActivationsConfig(Section):
@@ -105,33 +113,36 @@ class ActivationsConfig(Section):
     policy: Literal[
         "auto", "retain", "keep_attention", "recompute", "offload_all", "sppo", "hybrid"
     ] = "auto"
-    """retain: every saved tensor; keep_attention: retain the layer input and attention's (o,
-    lse), recompute the linear parts; recompute: retain the layer input only; offload_all:
-    offload everything; sppo: offload what hides behind compute; hybrid, and auto: retain what
-    fits, offload what hides, recompute the rest."""
+    """Placement of saved tensors. retain: retain all; keep_attention: retain the layer input and
+    attention's (o, lse), recompute the linear parts; recompute: retain only the layer input;
+    offload_all: offload all; sppo: offload as much as compute hides; hybrid and auto: retain what
+    fits, offload what compute hides, recompute the rest."""
     kv: Literal["auto", "retain", "offload", "recompute"] = "auto"
-    """K and V between a stage's forward and its backward, in the looped order, where a rank has
-    several stages: retain them, offload them to the further tier, or recompute them from the
-    layers' inputs, which the policy must then retain. auto: the faster of the first two that fits,
-    or else recompute, on all stages or on as many as have to."""
+    """Placement of K and V between the forward and the backward of a stage, in the looped order
+    with several stages on a rank: retain them, offload them to ``tier``, or recompute them from the
+    layer inputs, which the policy must then retain. auto: the faster of retain and offload that
+    fits; otherwise recompute, on all stages or on as many as necessary."""
     input_every: Degree = 1
-    """Interval in layers between saved inputs: the other layers recompute theirs from the layer
-    below, whose attention output is retained, at the price of one product of the MLP."""
+    """Number of layers from one saved input to the next. The other layers recompute their input
+    from the layer below, whose attention output is retained, at the cost of one product of the MLP.
+    """
     offload_ratio: Auto | Fraction = "auto"
-    """Fraction of the bytes saved by every subsequence but the last that is offloaded."""
+    """Fraction of the saved bytes of each subsequence but the last that is offloaded."""
     tier: Literal["auto", "device", "host", "disk"] = "auto"
-    """Tier of offloaded activations, K and V; device offloads none. auto: host memory of a GPU, or
-    the directory of ``disk`` where that is too small; on a CPU that directory."""
+    """Tier of offloaded activations, K and V; device offloads nothing. auto: host memory with a
+    GPU, or the directory ``disk`` if host memory is too small; on a CPU the directory ``disk``."""
     host_memory: Auto | Size = "auto"
-    """Most host memory of one machine behind its GPUs, e.g. 64GiB, for offloaded activations,
-    training state, and copies of it that are saved in the background. auto: what is free."""
+    """Upper bound of the host memory of one machine, e.g. 64GiB, for offloaded activations,
+    training state, and copies of the state that are saved in the background. auto: the free memory.
+    """
     disk: Directory | None = None
-    """Directory on a fast local disk, where offloaded activations lie; nothing in it has a name."""
+    """Directory on a fast local disk for offloaded activations. The files in it have no name."""
     disk_memory: Auto | Size = "auto"
-    """Most bytes on the disk for offloaded activations, e.g. 200GiB. auto: what is free. In plans
-    for a machine whose description has no disk, the size of one."""
+    """Upper bound of the bytes on the disk for offloaded activations, e.g. 200GiB. auto: the free
+    space. In plans for a machine whose description has no disk, the size of an assumed disk."""
     debug: bool = False
-    """Verify every offloaded tensor by checksum, and overwrite with NaN what is done with; slow."""
+    """Whether every offloaded tensor is verified by checksum and released memory is overwritten
+    with NaN; slow."""
 
 
 StateTierChoice = Literal["auto", "device", "host", "disk"]
@@ -140,19 +151,19 @@ StateTierChoice = Literal["auto", "device", "host", "disk"]
 class StateConfig(Section):
     """Tiers of weights, gradients and optimizer states while nothing computes with them.
 
-    auto: on the device where that fits, else behind it: first optimizer states, then gradients,
-    then weights. host: memory of the host, of a GPU; a CPU's memory is the host's already. disk:
-    the directory `activations.disk`, of a CPU.
+    auto: on the device if all of it fits; otherwise first optimizer states, then gradients, then
+    weights are placed on the next tier. host: host memory of a GPU; a CPU's memory is host memory
+    already. disk: the directory `activations.disk`, with a CPU.
     """
 
     weights: StateTierChoice = "auto"
-    """Weights in the compute dtype. Behind the device, those of one virtual stage are on it, and
-    those of the next on their way."""
+    """Tier of the weights in the compute dtype. On host or disk, the device holds the weights of
+    one virtual stage and receives those of the next."""
     gradients: StateTierChoice = "auto"
-    """fp32 sums of the step. Behind the device, they leave it virtual stage by virtual stage, and
-    are updated there."""
+    """Tier of the fp32 gradient sums of a step. On host or disk, gradients leave the device one
+    virtual stage at a time and are updated there."""
     optimizer: StateTierChoice = "auto"
-    """fp32 masters and both moments, which are updated where they are."""
+    """Tier of the fp32 master weights and both moments; the optimizer updates them on this tier."""
 
 
 class OptimizerConfig(Section):
@@ -164,146 +175,146 @@ class OptimizerConfig(Section):
         Annotated[float, Field(ge=0, lt=1)],
         Annotated[float, Field(ge=0, lt=1)],
     ] = (0.9, 0.95)
-    """Decay of AdamW's first and second moment."""
+    """Decay rates of AdamW's first and second moment."""
     eps: float = Field(default=1e-8, gt=0)
-    """Added to the root of the second moment."""
+    """Number added to the square root of the second moment."""
     weight_decay: float = Field(default=0.1, ge=0)
-    """Applied to matrices and embeddings, never to biases and norms."""
+    """Weight decay of matrices and embeddings; biases and norms have none."""
     clip_norm: float = Field(default=1.0, ge=0)
     """Largest global gradient norm; 0 does not clip."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the rate falls after warm-up, towards ``final_lr_ratio``."""
+    """Decay of the learning rate after warm-up, towards ``final_lr_ratio``."""
     warmup_steps: int = Field(default=0, ge=0, le=MOST_STEPS)
-    """Steps over which the rate rises to ``lr``."""
+    """Number of steps over which the learning rate rises to ``lr``."""
     final_lr_ratio: Fraction = 0.0
-    """Fraction of ``lr`` that cosine and linear fall to; reached one step after the last, so that
-    every step has a rate above 0."""
+    """Fraction of ``lr`` at the end of cosine and linear decay. It is reached one step after the
+    last step, so that every step has a rate above 0."""
     offload: bool = False
-    """true is another name of ``state.optimizer=host``; false leaves it to that key."""
+    """true is another name of ``state.optimizer=host``; false leaves the choice to that key."""
 
 
 class TrainConfig(Section):
     """Length of the training, its precision, and the directory of its results."""
 
     steps: Steps = 100
-    """Optimizer steps in all; a finished run goes on when it is raised."""
+    """Total number of optimizer steps. A finished run continues if this number is raised."""
     sequences_per_step: int = Field(default=1, ge=1, le=MOST_SEQUENCES)
-    """B: sequences whose gradients are summed into one optimizer step: gradient accumulation, as
-    every sequence runs by itself."""
+    """B: number of sequences whose gradients are summed in one optimizer step (gradient
+    accumulation: every sequence runs by itself)."""
     samples_per_step: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] | None = None
-    """Samples of one optimizer step, over all replicas; of ``data.samples=documents``, which needs
-    it or ``tokens_per_step``."""
+    """Number of samples of one optimizer step, over all replicas. With ``data.samples=documents``,
+    either this key or ``tokens_per_step`` is required."""
     tokens_per_step: Tokens | None = None
-    """Most tokens of one optimizer step, over all replicas: samples join it until the next one
-    would exceed them; of ``data.samples=documents``."""
+    """Upper bound of the tokens of one optimizer step, over all replicas, with
+    ``data.samples=documents``: samples join the step until the next sample would exceed it."""
     dtype: Literal["bf16", "fp32"] = "bf16"
-    """Type of weights and activations in compute; the optimizer keeps fp32 weights."""
+    """Compute dtype of weights and activations; the optimizer keeps fp32 weights."""
     label_smoothing: float = Field(default=0, ge=0, lt=1)
-    """Fraction of a label's weight that all tokens of the vocabulary get alike."""
+    """Fraction of a label's weight that is spread evenly over all tokens of the vocabulary."""
     z_loss: float = Field(default=0, ge=0)
     """Weight of the squared log-sum-exp of the logits, which keeps it near zero; 1e-4 is usual. The
-    loss that training reports has both terms, that of an evaluation neither."""
+    loss that training reports includes label smoothing and z-loss; the loss of an evaluation
+    includes neither."""
     seed: int = Field(default=0, ge=0)
-    """Seed of initial weights and of the order of sequences or samples."""
+    """Seed of the initial weights and of the order of sequences or samples."""
     output: Directory = "runs/default"
-    """Directory for metrics, summary, plots and checkpoints; one run each."""
+    """Directory for metrics, summary, plots and checkpoints; each run needs its own."""
     nonfinite: Literal["skip", "stop"] = "skip"
-    """A step whose loss or gradient is NaN or inf: skip its update, or stop the run."""
+    """Response to a step whose loss or gradient is NaN or inf: skip its update, or stop the run."""
     max_nonfinite_steps: int = Field(default=5, ge=0)
-    """Stop after this many such steps in a row."""
+    """Number of consecutive steps with NaN or inf after which the run stops."""
     tensorboard: bool = False
-    """Whether TensorBoard event files are written too (needs ``pip install 'sppo[track]'``)."""
+    """Whether to write TensorBoard event files as well (needs ``pip install 'sppo[track]'``)."""
 
     @property
     def beside_cross_entropy(self) -> str:
-        """Terms of the loss that training reports beside the cross entropy, "" without any."""
+        """Terms of the training loss besides the cross entropy, as text; "" if there are none."""
         terms = {"label smoothing": self.label_smoothing, "z-loss": self.z_loss}
         return " and ".join(f"{name} {weight:g}" for name, weight in terms.items() if weight)
 
 
 class PlanningConfig(Section):
-    """Planning of each step of ``data.samples=documents``; steps of a stream are all alike."""
+    """Planning of each step of ``data.samples=documents``; the steps of a stream are all alike."""
 
     ahead: bool = True
-    """Whether another process plans the next step while a step runs. false plans each step when it
-    begins, the same."""
+    """Whether another process plans the next step during a step. false plans each step at its
+    beginning; the plans are the same."""
     limit_s: float = Field(default=30, gt=0, le=LONGEST_TIMEOUT_S)
-    """Seconds a step waits for a plan that was begun ahead, at most half of ``parallel.timeout_s``;
-    then a smaller search plans it, and a line says so."""
+    """Seconds that a step waits for a plan made ahead, at most half of ``parallel.timeout_s``.
+    After that a smaller search plans the step, and a line reports it."""
     corrected: bool = False
-    """Whether steps are planned with seconds of compute corrected by what earlier steps took, as
-    predictions of steps always are. Such plans depend on the clock, so that losses of a run that is
-    repeated, or goes on from a checkpoint, agree up to rounding and no longer to the last bit."""
+    """Whether step plans use compute times corrected by measured times of earlier steps, as
+    predictions of steps always do. Such plans depend on the clock: the losses of a repeated or
+    resumed run agree up to rounding, not to the last bit."""
 
 
 class CheckpointConfig(Section):
-    """Times at which state is saved. SIGTERM always saves."""
+    """Times at which the training state is saved. SIGTERM always saves."""
 
     every: int = Field(default=0, ge=0, le=MOST_STEPS)
-    """Steps between checkpoints; 0 saves at the end only."""
+    """Number of steps between checkpoints; 0 saves only at the end."""
     at_end: bool = True
-    """Save when all steps are done; false leaves it, as a benchmark wants it."""
+    """Whether to save after the last step; benchmarks use false."""
     keep: Steps = 3
-    """Newest checkpoints that stay on disk."""
+    """Number of newest checkpoints that are kept on disk."""
     async_save: bool = False
-    """Write in the background while training goes on."""
+    """Whether checkpoints are written in the background while training continues."""
 
 
 DEFAULT_MARGIN = 0.03
-"""Fraction of a device's memory that plans leave free. Memory in closed form was within 2 % of
-measured."""
+"""Fraction of a device's memory that plans leave free. Predicted memory was within 2 % of measured
+memory."""
 _MOST_MARGIN = 0.5
 
 
 class HardwareConfig(Section):
-    """A machine to plan for; ``hardware: auto`` looks at this one."""
+    """Machine to plan for; ``hardware: auto`` means this machine."""
 
     preset: str | None = None
-    """Built-in machine by name, such as a100-80g, h100 or laptop-cpu."""
+    """Name of a built-in machine, such as a100-80g, h100 or laptop-cpu."""
     file: Directory | None = None
     """Description of a measured machine, written by ``sppo bench -o``."""
     nodes: Degree = 1
-    """Machines of the cluster."""
+    """Number of machines of the cluster."""
     devices_per_node: Degree = 8
-    """GPUs of each machine; left out, as many as the preset or file has."""
+    """Number of GPUs of each machine; if left out, the number of the preset or file."""
     host_memory: Size | None = None
-    """Memory of each machine behind its GPUs, such as 2TiB, for plans; left out, the one of preset
-    or file. Training takes what is free."""
+    """Host memory of each machine, such as 2TiB, for plans; if left out, the size in the preset or
+    file. Training uses the free memory."""
     attention: Literal["auto", "cudnn", "flash_attn_2", "flash_attn_3", "flash_attn_4"] = "auto"
-    """Attention back end that plans on a preset are priced with, among those that others measured
-    on it, in bf16; auto: the preset's own, see docs/planning.md. Runs choose theirs when they
-    start."""
+    """Attention back end whose published rates (bf16) plans on a preset use; auto: the preset's
+    default, see docs/planning.md. A run chooses its own back end when it starts."""
     margin: Annotated[float, Field(ge=0.0, le=_MOST_MARGIN)] = DEFAULT_MARGIN
     """Fraction of a device's memory that plans leave free."""
 
 
 class RunConfig(Section):
-    """One RUN.yaml, complete and checked."""
+    """One run file, complete and validated."""
 
     model: ModelConfig
-    """What is trained."""
+    """Model to train."""
     data: DataConfig
-    """Which tokens it is trained on."""
+    """Token data to train on."""
     sequence: SequenceConfig
-    """How long sequences are, and how they are cut."""
+    """Length of sequences, and their partition into subsequences."""
     parallel: ParallelConfig = ParallelConfig()
-    """How many ranks share the work, and how."""
+    """Number of ranks, and the distribution of work among them."""
     activations: ActivationsConfig = ActivationsConfig()
-    """What is retained, offloaded or recomputed between forward and backward."""
+    """Placement of activations between forward and backward: retained, offloaded or recomputed."""
     state: StateConfig = StateConfig()
-    """Where the state of training lives."""
+    """Tiers of the training state."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """How weights are updated."""
+    """Update of the weights."""
     train: TrainConfig = TrainConfig()
-    """How long, in which precision, and where to."""
+    """Length, precision and output directory of the training."""
     planning: PlanningConfig = PlanningConfig()
-    """How steps of samples are planned."""
+    """Planning of steps of samples."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """When state is saved."""
+    """Times at which the state is saved."""
     hardware: Auto | HardwareConfig = "auto"
-    """Machine that is planned for; auto: this one."""
+    """Machine to plan for; auto: this machine."""
 
     def digest(self) -> str:
-        """SHA-256 of the canonical JSON form: equal exactly when the configuration is."""
+        """Return the SHA-256 of the canonical JSON form: equal exactly for equal configurations."""
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()

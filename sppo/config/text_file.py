@@ -1,4 +1,4 @@
-"""Text files that users hand in: UTF-8, and no larger than what they are read for."""
+"""Reading of text files from users: UTF-8, with an upper bound of the size."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from sppo.units import format_bytes
 
 
 class NotTextError(ValueError):
-    """A file that is not the text it should be.
+    """File that is not readable as UTF-8 text.
 
     Attributes:
-        rule: that it breaks, without the name of the file.
+        rule: Rule that the file breaks, without the name of the file.
     """
 
     def __init__(self, path: Path, rule: str) -> None:
@@ -21,15 +21,15 @@ class NotTextError(ValueError):
 
 
 def read_text_file(path: Path, *, most_bytes: int) -> str:
-    """Return the text in `path`; a file without end, such as a device, is refused in time.
+    """Return the text in `path`; an endless file, such as a device, is refused.
 
     Args:
-        path: of the file.
-        most_bytes: that it may hold.
+        path: Path of the file.
+        most_bytes: Largest accepted size.
 
     Raises:
-        NotTextError: not UTF-8, too large, or a path that no file can have.
-        OSError: it cannot be read.
+        NotTextError: The file is not UTF-8 or too large, or no file can have this path.
+        OSError: The file cannot be read.
     """
     if "\0" in str(path):
         raise NotTextError(path, "a path holds no zero byte")
@@ -38,7 +38,7 @@ def read_text_file(path: Path, *, most_bytes: int) -> str:
     if len(data) > most_bytes:
         raise NotTextError(path, f"larger than {format_bytes(most_bytes)}")
     try:
-        # As text files are read everywhere: every line end is a newline.
+        # Universal newlines, as in text mode.
         return data.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         where = f"byte {error.start} is 0x{data[error.start]:02x}"

@@ -1,4 +1,4 @@
-"""YAML as people expect it: 1.2 booleans and floats, every key once."""
+"""Reading of YAML with the booleans and numbers of YAML 1.2, and without duplicate keys."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class StrictLoader(yaml.SafeLoader):
                 yield mapping
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """The value of ``node``, where PyYAML's own constructors fail with the line."""
+        """Return the value of `node`; errors of PyYAML's constructors are raised with the line."""
         try:
             return super().construct_object(node, deep=deep)
         except (ValueError, LookupError, AttributeError) as error:
@@ -113,10 +113,10 @@ StrictLoader.add_implicit_resolver(
 
 
 def parse_yaml(text: str, *, source: str) -> Any:
-    """The value of one YAML document.
+    """Return the value of a YAML document.
 
     Raises:
-        ConfigError: not valid YAML, with the line.
+        ConfigError: The text is not valid YAML; the error names the line.
     """
     try:
         return yaml.load(text, Loader=StrictLoader)
@@ -138,10 +138,10 @@ def parse_yaml(text: str, *, source: str) -> Any:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in ``path``.
+    """Return the mapping in the YAML file `path`.
 
     Raises:
-        ConfigError: missing, unreadable, not YAML or not a mapping.
+        ConfigError: The file is missing, unreadable, not YAML, or not a mapping.
     """
     try:
         text = read_text_file(path, most_bytes=_MOST_BYTES)
