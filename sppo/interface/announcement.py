@@ -1,4 +1,4 @@
-"""Announcement of a run: lines that say what it is about to do, before it begins."""
+"""Lines printed before a run starts: model, data, cuts, parallelism and predicted memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def announce_ranks(run: RunConfig, console: Console) -> None:
-    """Print how many ranks this process starts, before torch is imported, which takes seconds.
+    """Print the number of ranks to start, before the import of torch, which takes seconds.
 
     Args:
-        run: checked.
-        console: where to print.
+        run: Validated run configuration.
+        console: Console to print to.
     """
     num_ranks = MeshShape.of(run.parallel).num_ranks
     _print_line(
@@ -30,13 +30,13 @@ def announce_ranks(run: RunConfig, console: Console) -> None:
 
 
 def announce(run: RunConfig, preflight: Preflight, console: Console, *, device: Device) -> None:
-    """Print the model, the data, how it is cut and divided, and the predicted memory.
+    """Print the model, the data, the cuts, the parallelism and the predicted memory of a run.
 
     Args:
-        run: checked.
-        preflight: of the same run.
-        console: where to print.
-        device: that the run computes on.
+        run: Validated run configuration.
+        preflight: Results of the checks before training, of the same run.
+        console: Console to print to.
+        device: Device that the run computes on.
     """
     import torch
 
@@ -75,7 +75,7 @@ def _print_line(line: str, console: Console) -> None:
 
 
 def _parallelism(run: RunConfig) -> str:
-    """The degrees of parallelism above 1, e.g. ``pipeline 2, sequence 4``."""
+    """Return the degrees of parallelism above 1 as text, e.g. ``pipeline 2, sequence 4``."""
     parallel = run.parallel
     degrees = (
         ("data", parallel.data_parallel_degree),
@@ -86,7 +86,7 @@ def _parallelism(run: RunConfig) -> str:
 
 
 def _epoch(preflight: Preflight) -> str:
-    """Return the length of an epoch, as text."""
+    """Return the number and lengths of the sequences or samples of an epoch as text."""
     import numpy as np
 
     from sppo.data.samples.document_samples import DocumentSamples
@@ -106,7 +106,7 @@ def _epoch(preflight: Preflight) -> str:
 
 
 def _cut(run: RunConfig, preflight: Preflight) -> tuple[str, ...]:
-    """Return lines on how sequences are cut, or samples packed."""
+    """Return lines about the cuts of sequences, or the packing of samples."""
     from sppo.data.samples.document_samples import DocumentSamples
     from sppo.units import format_count, format_duration
 
@@ -138,7 +138,7 @@ def _cut(run: RunConfig, preflight: Preflight) -> tuple[str, ...]:
 
 
 def _state(run: RunConfig, preflight: Preflight) -> tuple[str, ...]:
-    """Return a line on where the training state lives, if not all of it is on the device."""
+    """Return a line about the tiers of the training state, if a part of it is not on the device."""
     from sppo.units import format_bytes
 
     tiers = preflight.plan.state_tiers
@@ -150,13 +150,13 @@ def _state(run: RunConfig, preflight: Preflight) -> tuple[str, ...]:
 
 
 def _ids_made_elsewhere(run: RunConfig, preflight: Preflight) -> str:
-    """Return what nobody could check about ready-made ids for weights with a vocabulary."""
+    """Return a note that ready-made ids cannot be checked against the vocabulary of the weights."""
     unknown = preflight.data.data.meta.tokenizer.name == "ids" and run.model.from_hf is not None
     return f"; ready-made ids, taken for those of {run.model.from_hf}" if unknown else ""
 
 
 def _positions(run: RunConfig) -> tuple[str, ...]:
-    """A warning where published weights meet positions that they have never seen."""
+    """Return a warning if published weights are trained on positions beyond their context."""
     length, reach = run.sequence.length, run.model.context_reach
     if run.model.from_hf is None or reach is None or length <= reach:
         return ()
@@ -169,7 +169,7 @@ def _positions(run: RunConfig) -> tuple[str, ...]:
 
 
 def _loss(run: RunConfig) -> tuple[str, ...]:
-    """Return a line on the loss, where it is more than the cross entropy."""
+    """Return a line about the terms of the loss, if it has other terms than the cross entropy."""
     terms = run.train.beside_cross_entropy
     return (
         (f"loss      cross entropy with {terms}; sppo eval reports the cross entropy alone",)
@@ -179,7 +179,7 @@ def _loss(run: RunConfig) -> tuple[str, ...]:
 
 
 def _offloads(run: RunConfig, preflight: Preflight) -> tuple[str, ...]:
-    """Return a line on what goes to the next tier, if anything does."""
+    """Return a line about offloaded activations, if there are any."""
     from sppo.units import format_bytes
 
     plan = preflight.plan

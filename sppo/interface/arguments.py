@@ -1,4 +1,4 @@
-"""Types of the arguments of the Python interface: another type is refused."""
+"""Type checks of the arguments of the Python interface."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _ADVICE: dict[Any, str] = {
     str: "text",
     None: "leave it out",
 }
-"""Advice on what to give where a type is wanted."""
+"""Advice in error messages, by expected type."""
 
 
 def check_argument(function: str, name: str, value: object, *kinds: Any) -> None:
-    """Refuse a value that is of none of ``kinds``.
+    """Raise TypeError if `value` has none of the types `kinds`.
 
     Args:
-        function: that was called, e.g. ``sppo.solve``.
-        name: of its argument.
-        value: that it was given.
-        kinds: keys of ``_ADVICE``: types, :data:`PATH`, and None where it may be left out.
+        function: Name of the called function, e.g. ``sppo.solve``.
+        name: Name of the argument.
+        value: Value of the argument.
+        kinds: Keys of ``_ADVICE``: types, :data:`PATH`, and None for an optional argument.
 
     Raises:
-        TypeError: names the value, and what to give instead.
+        TypeError: The value has another type; the message says what to give instead.
     """
     if value is None and None in kinds:
         return

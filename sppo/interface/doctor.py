@@ -1,4 +1,4 @@
-"""Findings on this machine: what planning and training have here, and how to add what they lack."""
+"""Findings of ``sppo doctor``: what planning and training find on this machine, and advice."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from sppo.quoting import quoted
 from sppo.units import GIB, MIB, counted, format_bytes
 
 State = Literal["ok", "note", "missing", "broken"]
-"""ok: there, and used; note: something to know; missing: not there, and a use of it is lost;
-broken: there, and it does not work."""
+"""State of a finding. ok: present and used; note: something to know; missing: not present, so that
+a feature is lost; broken: present and not working."""
 
 _SHARED_MEMORY = Path("/dev/shm")
 _LEAST_SHARED_BYTES = 64 * MIB
 _LEAST_DISK_BYTES = GIB
 _MANY_RANKS = 64
 _HEAD_SIZE, _GROUP = 128, 4
-"""Head size, and query heads per key/value head, of the attention that back ends are asked for."""
+"""Head size, and query heads per key/value head, of the attention case that back ends are checked
+on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
+    """Result of one check.
 
     Attributes:
-        subject: What it belongs to, e.g. "GPU".
-        name: What it is.
-        state: Whether it is there.
-        found: What was found.
-        advice: What to do about it; "" where nothing needs to be done.
+        subject: Group of the check, e.g. "GPU".
+        name: Name of the check.
+        state: State of what was checked.
+        found: Text about what was found.
+        advice: What to do about it; "" if nothing needs to be done.
     """
 
     subject: str
@@ -47,10 +48,10 @@ class Finding:
 
 
 def examine(hardware: Path | None = None) -> tuple[Finding, ...]:
-    """Look at this machine; nothing is measured, changed or downloaded.
+    """Return the findings on this machine; nothing is measured, changed or downloaded.
 
     Args:
-        hardware: a file of ``sppo bench``, whose figures are looked at as well.
+        hardware: File of ``sppo bench`` whose figures are reported as well.
     """
     looks: tuple[Callable[[], Iterator[Finding]], ...] = (
         _machine,
@@ -65,7 +66,7 @@ def examine(hardware: Path | None = None) -> tuple[Finding, ...]:
 
 
 def _machine() -> Iterator[Finding]:
-    """Processor, memory, NUMA nodes, disk."""
+    """Yield findings about processor, memory, NUMA nodes and disk."""
     from sppo.hardware.this_machine import (
         control_group_limit_bytes,
         count_cores,
@@ -90,12 +91,12 @@ def _machine() -> Iterator[Finding]:
 
 
 def _threads(cores: int) -> Finding:
-    """Find how many threads OMP_NUM_THREADS lets torch use."""
+    """Return the finding about OMP_NUM_THREADS, the number of threads that torch may use."""
     given = os.environ.get("OMP_NUM_THREADS")
     subject, name = "machine", "threads"
     if given is None:
         return Finding(subject, name, "ok", f"OMP_NUM_THREADS is not set: torch takes {cores}")
-    outer = given.split(",")[0].strip()  # further numbers are for nested parallelism
+    outer = given.split(",")[0].strip()  # the other numbers are for nested parallelism
     if not outer.isdecimal() or not 1 <= int(outer) <= cores:
         return Finding(
             subject,
@@ -110,7 +111,7 @@ def _threads(cores: int) -> Finding:
 
 
 def _disk() -> Finding:
-    """Room on the disk of the working directory, below which runs write unless told otherwise."""
+    """Return the finding about free space in the working directory, where runs write by default."""
     subject, name = "machine", "disk space"
     try:
         directory, room = Path.cwd(), os.statvfs(".")
@@ -126,7 +127,7 @@ def _disk() -> Finding:
 
 
 def _limits() -> Iterator[Finding]:
-    """Limits that a run with many ranks, or a GPU, may meet."""
+    """Yield findings about limits that a run with many ranks, or on a GPU, may reach."""
     from sppo.kernels.native.machine_memory import LIBRARY_ADDRESS_BYTES, address_room
     from sppo.parallel.job.open_files import files_of_a_rank
 
@@ -190,11 +191,11 @@ _OPTIONAL = (
     ("tensorboard", "tensorboard", "writes what train.tensorboard=true asks for"),
     ("ipywidgets", "ipywidgets", "bars in a notebook; without it lines"),
 )
-"""Name, distribution and use of packages that a run may do without."""
+"""Name, distribution and use of optional packages."""
 
 
 def _packages() -> Iterator[Finding]:
-    """Torch, and what is optional beside it."""
+    """Yield findings about SPPO, torch and optional packages."""
     subject = "packages"
     from sppo.version import __version__
 
@@ -221,11 +222,11 @@ def _packages() -> Iterator[Finding]:
 
 
 def _torch() -> Any:
-    """Import torch, which ends the process without a word where it has no room.
+    """Import torch after a check of free memory: without memory the import kills the process.
 
     Raises:
-        ImportError: it is not there, or damaged.
-        MemoryError: it has no room.
+        ImportError: torch is not installed, or damaged.
+        MemoryError: There is too little memory.
     """
     from sppo.kernels.native.machine_memory import check_room_for_libraries
 
@@ -237,7 +238,7 @@ def _torch() -> Any:
 
 
 def _native_parts() -> Iterator[Finding]:
-    """Find what was compiled when SPPO was installed."""
+    """Yield findings about the libraries that were compiled at the installation of SPPO."""
     from sppo.kernels.native.extension import describe, native_library
 
     subject = "native parts"
@@ -259,7 +260,7 @@ def _native_parts() -> Iterator[Finding]:
 
 
 def _gpu() -> Iterator[Finding]:
-    """GPUs, and what a run on one would lack."""
+    """Yield findings about GPUs, and about what a run on a GPU lacks."""
     try:
         torch = _torch()
     except (ImportError, MemoryError, OSError):
@@ -279,7 +280,7 @@ def _gpu() -> Iterator[Finding]:
 
 
 def _visible_gpus() -> Iterator[Finding]:
-    """The GPUs that torch sees."""
+    """Yield findings about the GPUs that torch sees, and NCCL."""
     import torch
 
     for index in range(torch.cuda.device_count()):
@@ -295,7 +296,7 @@ def _visible_gpus() -> Iterator[Finding]:
 
 
 def _attention() -> Iterator[Finding]:
-    """Back ends of attention, in the order of preference on the device of a run."""
+    """Yield findings about attention back ends, in order of preference on the device of a run."""
     try:
         torch = _torch()
         from sppo.kernels.attention.choice import (
@@ -344,7 +345,7 @@ def _half_products(casts: bool) -> Finding:
 
 
 def _measured(hardware: Path | None) -> Iterator[Finding]:
-    """Figures of ``sppo bench``, if there are any."""
+    """Yield findings about the figures in a file of ``sppo bench``."""
     subject, bench = "measured", "sppo bench all -o hardware.json (two minutes)"
     if hardware is None:
         advice = f"plans for this machine use a preset until it is measured: {bench}"

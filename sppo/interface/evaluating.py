@@ -1,4 +1,4 @@
-"""Evaluation as a function."""
+"""Evaluation in the Python interface."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def _say_nothing(_done: int, _total: int) -> None:
-    """Do nothing about progress."""
+    """Ignore the progress."""
 
 
 def evaluate(
@@ -27,22 +27,23 @@ def evaluate(
     sequences: int | None = None,
     on_sequence: Callable[[int, int], None] = _say_nothing,
 ) -> Evaluation:
-    """Loss of a run's newest weights on ``data.eval_tokens``, or ``data.tokens`` without them.
+    """Return the loss of a run's newest weights on ``data.eval_tokens``, or else ``data.tokens``.
 
     Args:
-        run: of :func:`sppo.load_run`.
-        checkpoint: a particular one; None takes the run's newest.
-        initial: evaluate the weights that the run starts from instead.
-        sequences: evaluate the first of them, or of the samples, only.
-        on_sequence: called with (sequences or samples done, all of them).
+        run: Run configuration from :func:`sppo.load_run`.
+        checkpoint: Directory of a checkpoint; None uses the newest checkpoint of the run.
+        initial: Evaluate the initial weights of the run instead.
+        sequences: Number of sequences, or samples, to evaluate from the first on; None evaluates
+            all.
+        on_sequence: Function called with (number of sequences or samples done, total number).
 
     Returns:
-        ``.loss`` in nats, ``.perplexity``, and ``.by_position`` in the context.
+        Evaluation with ``.loss`` in nats, ``.perplexity``, and ``.by_position`` in the context.
 
     Raises:
-        TypeError: ``run`` or another argument is something else.
-        ValueError: no checkpoint, or data or weights that cannot be used.
-        MemoryError: it does not fit.
+        TypeError: ``run`` or another argument has another type.
+        ValueError: There is no checkpoint, or data or weights cannot be used.
+        MemoryError: The evaluation does not fit into memory.
     """
     for name, value, *kinds in (
         ("run", run, RunConfig),

@@ -1,6 +1,6 @@
-"""Planning as functions: recommend, estimate, simulate, and plans as files. Needs no torch.
+"""Planning in the Python interface: solve, estimate, simulate, and plans as files. Needs no torch.
 
-The examples plan on a preset of a machine, so they need neither data nor that machine.
+The examples plan for a machine preset, so they need neither the data nor that machine.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class NothingFitsError(MemoryError):
-    """Memory of the machine is too small for every way to run what was asked for.
+    """Request for which no plan fits into the memory of the machine.
 
     Attributes:
-        changes: Of the request that would make it fit, the nearest first.
+        changes: Changes of the request that would make it fit, the easiest first.
     """
 
     def __init__(self, message: str, changes: tuple[Advice, ...]) -> None:
@@ -37,22 +37,23 @@ class NothingFitsError(MemoryError):
 
 
 def solve(run: RunConfig, *, lengths: str | None = None) -> ExecutionPlan:
-    """The fastest plan for ``run`` that fits: degrees, cuts, schedule, activations, memory.
+    """Return the fastest plan for `run` that fits into memory.
 
-    A key that the run leaves out is chosen here, one that it has is a condition. Of
-    ``data.samples=documents`` degrees are those with which steps drawn from ``data.tokens`` are
-    fastest, and it is the plan of a step of the longest samples; training plans each step when it
-    knows its samples.
+    The plan has degrees, cuts, schedule, placement of activations and predicted memory. Keys in the
+    run are constraints; keys that are left out are chosen here. With ``data.samples=documents``,
+    the degrees are those with which steps drawn from ``data.tokens`` are fastest, and the returned
+    plan is for a step of the longest samples; training plans each step once its samples are known.
 
     Args:
-        run: of :func:`sppo.load_run`; its ``hardware`` says for which machine, this one by default.
-        lengths: of ``data.samples=documents``, a published distribution of lengths to draw from
-            instead, such as "github".
+        run: Run configuration from :func:`sppo.load_run`. Its ``hardware`` is the machine to plan
+            for, by default this machine.
+        lengths: With ``data.samples=documents``, name of a published distribution to draw lengths
+            from instead, such as "github".
 
     Raises:
-        TypeError: ``run`` or ``lengths`` is something else, e.g. a path.
-        NothingFitsError: no plan fits; says what is short, and what would fit.
-        ValueError: the run asks for what the machine or the model cannot do.
+        TypeError: ``run`` or ``lengths`` has another type, e.g. a path.
+        NothingFitsError: No plan fits; the message says which memory is short and what would fit.
+        ValueError: The run asks for something that the machine or the model cannot do.
 
     >>> import sppo
     >>> run = sppo.load_run(
@@ -86,14 +87,14 @@ def solve(run: RunConfig, *, lengths: str | None = None) -> ExecutionPlan:
 
 
 def estimate(run: RunConfig) -> Estimate:
-    """Memory of ``run`` by bucket as it stands, whether it fits or not; nothing is run.
+    """Return the predicted memory of `run` by bucket, whether it fits or not; nothing is run.
 
-    ``.evaluated.memory`` has the memory of each stage, ``.evaluated.shortfall`` what is short, or
-    None.
+    ``.evaluated.memory`` has the memory of each stage; ``.evaluated.shortfall`` says which memory
+    is short, or is None.
 
     Raises:
-        TypeError: ``run`` is something else, e.g. a path.
-        ValueError: the run asks for what the machine or the model cannot do.
+        TypeError: ``run`` has another type, e.g. a path.
+        ValueError: The run asks for something that the machine or the model cannot do.
     """
     from sppo.planning.estimate import estimate as estimate_run
 
@@ -102,15 +103,15 @@ def estimate(run: RunConfig) -> Estimate:
 
 
 def simulate(what: RunConfig | ExecutionPlan) -> Timeline:
-    """One step of a plan, or of a run as it would be planned, played with its costs.
+    """Return the simulated timeline of one step of a plan, or of the plan that a run would get.
 
     Returns:
-        what each pipeline rank of one replica does when: ``.makespan_s``, ``.bubble_fraction`` and
-        ``.ranks``, with their actions, waits and memory.
+        Actions of each pipeline rank of one replica over time: ``.makespan_s``,
+        ``.bubble_fraction`` and ``.ranks`` with actions, waits and memory.
 
     Raises:
-        TypeError: ``what`` is neither.
-        ValueError: degrees or a schedule that do not fit the run.
+        TypeError: ``what`` is neither a run nor a plan.
+        ValueError: Degrees or schedule do not fit the run.
 
     >>> import sppo
     >>> run = sppo.load_run(
@@ -144,8 +145,8 @@ def save_plan(plan: ExecutionPlan, path: Path | str) -> None:
     """Write a plan as ``sppo solve -o`` does, for ``sppo train --plan`` and ``sppo simulate``.
 
     Raises:
-        TypeError: ``plan`` or ``path`` is something else.
-        OSError: the file cannot be written.
+        TypeError: ``plan`` or ``path`` has another type.
+        OSError: The file cannot be written.
     """
     check_argument("sppo.save_plan", "plan", plan, ExecutionPlan)
     check_argument("sppo.save_plan", "path", path, PATH)
@@ -153,19 +154,19 @@ def save_plan(plan: ExecutionPlan, path: Path | str) -> None:
 
 
 def load_plan(path: Path | str) -> ExecutionPlan:
-    """Read a plan from its file.
+    """Return the plan in a file.
 
     Raises:
-        TypeError: ``path`` is something else.
-        ValueError: it is no plan, of another version, or was changed.
-        OSError: the file cannot be read.
+        TypeError: ``path`` has another type.
+        ValueError: The file is not a plan, has another version, or was changed.
+        OSError: The file cannot be read.
     """
     check_argument("sppo.load_plan", "path", path, PATH)
     return read_plan(Path(path))
 
 
 def _solve_corpus(run: RunConfig, lengths: str | None) -> ExecutionPlan:
-    """Return the plan of the longest samples by the degrees that are best for drawn steps."""
+    """Return the plan of the longest samples with the degrees that are best for drawn steps."""
     from sppo.data.samples.step_lengths import drawn_steps
     from sppo.planning.corpus.search import plan_of_longest, solve_corpus
 
@@ -180,7 +181,7 @@ def _solve_corpus(run: RunConfig, lengths: str | None) -> ExecutionPlan:
 
 
 def _nothing_fits(solution: Solution) -> NothingFitsError:
-    """The error that says what is short, and what would fit."""
+    """Return the error that says which memory is short and what would fit."""
     from sppo.planning.advice import what_would_fit
 
     changes = what_would_fit(solution.run, hardware=solution.hardware)

@@ -1,4 +1,4 @@
-"""Starts a run: looks at what it names, then starts its ranks, or is one of them."""
+"""Start of a run: check of its inputs, then start of its ranks, or training as one rank."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReadyRun:
-    """A run that may be started: what it names was looked at.
+    """Run whose inputs were checked and that may be started.
 
     Attributes:
-        run: With the degrees of its plan.
-        plan: To follow; None decides when it starts.
-        environment: This process's place among the ranks; None: it stands alone, or starts them.
-        num_ranks: Of the run.
-        device: That this process computes on, or the ranks that it starts.
+        run: Run configuration with the degrees of the plan.
+        plan: Plan to follow; None if the plan is made at the start.
+        environment: Place of this process among the ranks; None if the process trains alone or
+            starts the ranks.
+        num_ranks: Number of ranks of the run.
+        device: Device that this process, or the ranks it starts, compute on.
     """
 
     run: RunConfig
@@ -47,27 +48,27 @@ class ReadyRun:
 
     @property
     def starts_ranks(self) -> bool:
-        """Return whether this process starts the ranks, and trains nothing itself."""
+        """Whether this process starts the ranks instead of training itself."""
         return self.environment is None and self.num_ranks > 1
 
 
 def made_ready(
     run: RunConfig, plan: ExecutionPlan | None, *, source: str, console: Console
 ) -> ReadyRun:
-    """Look at what a run names, choose its device, and say which ranks are to be started.
+    """Check the inputs of a run, choose its device, and decide whether to start ranks.
 
-    What needs no torch comes first: whoever mistyped a path is told at once, and does not wait
-    for torch to be imported.
+    Checks that need no torch come first, so that a mistyped path is reported before the import of
+    torch.
 
     Args:
-        run: checked.
-        plan: to follow; None decides when the run starts.
-        source: what errors call the plan.
-        console: where the ranks are announced.
+        run: Validated run configuration.
+        plan: Plan to follow; None to make the plan when the run starts.
+        source: Name of the plan in errors.
+        console: Console on which the ranks are announced.
 
     Raises:
-        ValueError: input that cannot be trained on; nothing was changed.
-        MemoryError: not even the libraries fit.
+        ValueError: The run cannot be trained; nothing was changed.
+        MemoryError: There is too little memory even for the libraries.
     """
     from sppo.training.checks.given_plan import check_kind, followed_plan
     from sppo.training.checks.input_checks import check_inputs
@@ -77,7 +78,7 @@ def made_ready(
         run = followed_plan(run, plan)
     num_ranks = MeshShape.of(run.parallel).num_ranks
     starts_ranks = environment is None and num_ranks > 1
-    if environment is None:  # of ranks that others started, one tells for all, once they have met
+    if environment is None:  # else rank 0 checks for all ranks, once they are connected
         check_inputs(run)
     check_room_for_libraries(processes=1 + num_ranks if starts_ranks else 1)
     if starts_ranks:
@@ -95,16 +96,16 @@ def start_ranks(ready: ReadyRun, words: list[str], *, console: Console) -> int:
     """Check what depends on memory, then run the ``sppo`` command once for every rank.
 
     Args:
-        ready: the run.
-        words: arguments of the command.
-        console: where the run is announced.
+        ready: Run to start.
+        words: Arguments of the command.
+        console: Console on which the run is announced.
 
     Returns:
-        the exit code, as :func:`sppo.parallel.job.launch.run_ranks`.
+        Exit code of :func:`sppo.parallel.job.launch.run_ranks`.
 
     Raises:
-        ValueError: input that cannot be trained on; nothing was changed.
-        MemoryError: it does not fit.
+        ValueError: The run cannot be trained; nothing was changed.
+        MemoryError: The run does not fit into memory.
     """
     from sppo.hardware.this_machine import count_cores
     from sppo.parallel.job.launch import run_ranks
@@ -128,19 +129,19 @@ def start_ranks(ready: ReadyRun, words: list[str], *, console: Console) -> int:
 
 
 def train_as_rank(ready: ReadyRun, *, console: Console, command: str) -> TrainingOutcome:
-    """Train as one rank of the run, or alone.
+    """Train as one rank of the run, or as its only rank.
 
     Args:
-        ready: the run.
-        console: where progress goes; rank 0's is used.
-        command: that goes on with the run where steps are left.
+        ready: Run to train.
+        console: Console for progress; only that of rank 0 is used.
+        command: Command that continues the run, for the report of an interrupted run.
 
     Raises:
-        ValueError: input that cannot be trained on; nothing was changed.
-        MemoryError: it does not fit.
-        PeerLostError: another rank ended or does not answer.
-        NonFiniteError: too many steps in a row with NaN or inf.
-        OSError: the disk is full or fails.
+        ValueError: The run cannot be trained; nothing was changed.
+        MemoryError: The run does not fit into memory.
+        PeerLostError: Another rank ended or does not answer.
+        NonFiniteError: Too many consecutive steps with NaN or inf.
+        OSError: The disk is full or fails.
     """
     from rich.console import Console
 
@@ -162,17 +163,17 @@ def train_as_rank(ready: ReadyRun, *, console: Console, command: str) -> Trainin
         local = ranks.local_ranks
         if device.kind == "cpu":
             load_libraries()
-        ranks.peers.barrier()  # memory is free only once every rank has what all will have
+        ranks.peers.barrier()  # free memory is meaningful once every rank has loaded its libraries
         decided = ranks.decided_by_main(
             lambda: check_before_training(run, plan=plan, local_ranks=local, device=device).plan
         )
         preflight = check_before_training(run, plan=decided, local_ranks=local, device=device)
-        ranks.peers.barrier()  # what is free is looked at before any rank takes some
+        ranks.peers.barrier()  # every rank reads the free memory before any rank allocates
         if environment is None or environment.launcher != "sppo":
             announce(run, preflight, console, device=device)
         outcome = train_run(run, preflight, console=console, ranks=ranks, device=device)
         if is_main:
-            # Once all steps are done a signal comes too late to change how the run ends.
+            # After the last step a signal is too late to change the outcome of the run.
             with StopRequest() if outcome.interrupted_by is None else nullcontext():
                 report(run, preflight, outcome, console=console, command=command)
     return outcome

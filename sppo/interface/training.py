@@ -1,4 +1,4 @@
-"""Training as a function, and what a run has left in its output directory."""
+"""Training in the Python interface, and the results in a run's output directory."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from sppo.report.metrics import METRICS_FILE, StepMetrics, read_metrics
 
 
 class RunFailedError(RuntimeError):
-    """Ranks that were started for a run failed; stderr says which one and why.
+    """Failure of ranks that were started for a run; stderr says which rank failed and why.
 
     Attributes:
-        exit_code: Of the rank to blame, as ``sppo train`` ends with it.
+        exit_code: Exit code of the rank that failed first, as ``sppo train`` would return it.
     """
 
     def __init__(self, exit_code: int) -> None:
@@ -33,13 +33,13 @@ class RunFailedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class TrainedRun:
-    """State of a run so far, as its output directory has it.
+    """State of a run so far, read from its output directory.
 
     Attributes:
-        output: The directory, by its absolute path.
-        steps: Of training, done and recorded.
-        metrics: Of each of them, in order.
-        interrupted_by: Name of the signal that ended the last call early; None if none did.
+        output: Absolute path of the output directory.
+        steps: Number of training steps done and recorded.
+        metrics: Metrics of each step, in order.
+        interrupted_by: Name of the signal that ended the last call early; None if there was none.
     """
 
     output: Path
@@ -49,15 +49,15 @@ class TrainedRun:
 
     @property
     def losses(self) -> list[float]:
-        """Mean loss of each step, nats per label; NaN where a step had none."""
+        """Mean loss of each step in nats per label; NaN for a step without loss."""
         return [step.loss for step in self.metrics]
 
     @property
     def plan(self) -> ExecutionPlan:
-        """Return the plan that was run, with its predictions.
+        """Executed plan, with its predictions.
 
         Raises:
-            ValueError: there is none yet, or it is damaged.
+            ValueError: There is no plan yet, or it is damaged.
         """
         from sppo.training.run_directory import PLAN_FILE
 
@@ -65,10 +65,10 @@ class TrainedRun:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """``run_summary.json``: predicted against measured, of the last call that trained.
+        """Content of ``run_summary.json``: predicted and measured figures of the last training.
 
         Raises:
-            OSError: there is none.
+            OSError: There is no summary.
         """
         from sppo.training.run_directory import SUMMARY_FILE
 
@@ -77,7 +77,7 @@ class TrainedRun:
 
     @property
     def checkpoint(self) -> Path | None:
-        """The newest checkpoint; None before the first."""
+        """Newest checkpoint; None before the first one."""
         found = list_checkpoints(self.output / CHECKPOINTS_DIRECTORY)
         return found[0][1] if found else None
 
@@ -85,26 +85,27 @@ class TrainedRun:
 def train(
     run: RunConfig, plan: ExecutionPlan | None = None, *, progress: bool = True
 ) -> TrainedRun:
-    """Train until ``train.steps`` are done; goes on from the newest checkpoint if there is one.
+    """Train until ``train.steps`` are done, from the newest checkpoint if there is one.
 
-    Does what ``sppo train`` does, in this process where one rank trains; with degrees of
-    parallelism above 1 it starts that many processes on this machine. In a program that torchrun or
-    srun started, every process calls it and is one rank. Call it in the main thread: Ctrl-C and
-    SIGTERM end it after the step under way is given up and the state is saved.
+    Does the same as ``sppo train``. A run of one rank trains in this process; with degrees of
+    parallelism above 1 the call starts one process per rank on this machine. In a program started
+    by torchrun or srun, every process makes the call and is one rank. Call this function in the
+    main thread: on Ctrl-C or SIGTERM the current step is abandoned, the state is saved, and the
+    call returns.
 
     Args:
-        run: of :func:`sppo.load_run`.
-        plan: of :func:`sppo.solve`, to follow; None decides here, for the memory that is free.
-        progress: print what the run is, a line for each step, and a summary; a notebook with
-            ipywidgets shows bars, too. Without it only warnings are logged.
+        run: Run configuration from :func:`sppo.load_run`.
+        plan: Plan from :func:`sppo.solve` to follow; None makes a plan for the memory that is free.
+        progress: Print a description of the run, a line for each step, and a summary; in a notebook
+            with ipywidgets, also show bars. False logs only warnings.
 
     Raises:
-        TypeError: ``run`` or ``plan`` is something else, e.g. a path.
-        ValueError: input that cannot be trained on; nothing was changed.
-        MemoryError: it does not fit.
-        RunFailedError: a rank that was started failed.
-        sppo.training.steps.nonfinite.NonFiniteError: too many steps in a row with NaN or inf.
-        OSError: the disk is full or fails; what was saved is whole.
+        TypeError: ``run`` or ``plan`` has another type, e.g. a path.
+        ValueError: The run cannot be trained; nothing was changed.
+        MemoryError: The run does not fit into memory.
+        RunFailedError: A rank that was started failed.
+        sppo.training.steps.nonfinite.NonFiniteError: Too many consecutive steps with NaN or inf.
+        OSError: The disk is full or fails; files saved before are complete.
     """
     from rich.console import Console
 
@@ -128,14 +129,14 @@ def train(
 
 
 def trained_run(run: RunConfig, *, interrupted_by: str | None = None) -> TrainedRun:
-    """Return what ``run`` has done so far; of a run that has not begun, nothing.
+    """Return the state of `run` so far: no steps if the run has not started.
 
     Args:
-        run: with the ``train.output`` to look into.
-        interrupted_by: name of the signal that ended it early.
+        run: Run configuration whose ``train.output`` is read.
+        interrupted_by: Name of the signal that ended the run early.
 
     Raises:
-        TypeError: ``run`` is something else, e.g. a path.
+        TypeError: ``run`` has another type, e.g. a path.
 
     >>> import sppo
     >>> run = sppo.load_run(
@@ -153,7 +154,7 @@ def trained_run(run: RunConfig, *, interrupted_by: str | None = None) -> Trained
 
 
 def _as_files(run: RunConfig, plan: ExecutionPlan | None, directory: Path) -> list[str]:
-    """Write a run and the plan that it follows, and return the arguments that name them."""
+    """Write a run and its plan as files; return the command-line arguments that name the files."""
     run_file, plan_file = directory / "run.yaml", directory / "plan.json"
     write_json(run_file, run_sections(run))  # JSON is YAML
     if plan is None:

@@ -1,4 +1,4 @@
-"""Lines of ``sppo --version``: the version, what was built and found; loads no torch."""
+"""Lines of ``sppo --version``: versions of SPPO and packages, native parts; imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PACKAGES = ("torch", "triton", "flash-attn", "numpy")
 
 
 def version_lines() -> tuple[str, ...]:
-    """The version on a line of its own, then Python and packages, then native parts."""
+    """Return lines with the version, then Python and packages, then the native parts."""
     packages = (f"{name} {_version(name)}" for name in _PACKAGES)
     built = [name for name, file in _PARTS.items() if (_NATIVE / file).is_file()]
     missing = [name for name in _PARTS if name not in built]
