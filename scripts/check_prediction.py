@@ -1,10 +1,10 @@
-"""Predicted against measured step time and memory on this machine, phase by phase and by bucket.
+"""Compare predicted with measured step times and memory on this machine, by phase and by bucket.
 
-Measures the machine with ``sppo bench``, trains several models for a few steps with ``sppo train``,
-which predicts each from that description before it begins, and compares; ``--random 10`` draws
-models, lengths, policies, ranks and tiers. Machines that others use change their speed, so a fixed
-matrix product and attention are timed beside the measurement and beside every run. Run by
-``scripts/check_prediction.sh``.
+Measures the machine with ``sppo bench``, then trains several models for a few steps with ``sppo
+train``, which predicts each run from the measured description before it starts, and compares both.
+``--random 10`` draws models, lengths, policies, ranks and tiers. The speed of a shared machine
+changes, so a fixed matrix product and attention are timed together with the measurement and with
+every run. Run by ``scripts/check_prediction.sh``.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ GPT = {
 
 
 _SMALL = 0.01
-"""Buckets that are off by less of all memory are as predicted."""
+"""Share of all memory below which the deviation of a bucket is not reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One training run whose step is predicted."""
+    """Training run whose step is predicted."""
 
     name: str
     model: dict[str, Any]
@@ -77,7 +77,7 @@ CASES = (
 
 
 def random_cases(count: int, *, seed: int) -> list[Case]:
-    """Draw runs of everything that can be combined on one machine with two cores."""
+    """Draw `count` random runs that two cores of one machine can train."""
     dice = random.Random(seed)
     models: dict[str, dict[str, Any]] = {
         "tiny": {"preset": "tiny"},
@@ -109,7 +109,7 @@ def random_cases(count: int, *, seed: int) -> list[Case]:
 
 
 def main() -> None:
-    """Measure, train, compare."""
+    """Measure the machine, train every case, and print the comparison."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path, help="where data, runs and results go")
     parser.add_argument("--hardware", type=Path, help="a description to use instead of measuring")
@@ -148,13 +148,13 @@ def main() -> None:
 
 
 def sppo(*words: str, cwd: Path) -> None:
-    """Run the command line of this installation; its output passes through."""
+    """Run a command of this installation; its output is passed through."""
     code = "from sppo.__main__ import main; main()"
     subprocess.run([sys.executable, "-c", code, *words], check=True, cwd=cwd)
 
 
 def machine_speed() -> float:
-    """Matrix products and attention a second, of one fixed size, on all cores."""
+    """Return the rate of a fixed set of matrix products and attention on all cores, per second."""
     code = (
         "import time, torch; from torch.nn.functional import scaled_dot_product_attention as f\n"
         "x, w = (torch.randn(s, dtype=torch.bfloat16) for s in ((1024, 512), (512, 1792)))\n"
@@ -169,7 +169,7 @@ def machine_speed() -> float:
 
 
 def prepare_tokens(tokens: Path) -> None:
-    """The source of Python's standard library as bytes."""
+    """Write token data from the source of Python's standard library, as bytes."""
     if tokens.exists():
         return
     library = Path(sysconfig.get_paths()["stdlib"])
@@ -179,7 +179,7 @@ def prepare_tokens(tokens: Path) -> None:
 
 
 def write_run(case: Case, path: Path, *, steps: int, hardware: Path) -> None:
-    """The run file of a case; JSON is YAML."""
+    """Write the run file of a case as JSON, which is YAML."""
     run = {
         "model": case.model,
         "data": {"tokens": "tokens"},
@@ -210,7 +210,7 @@ def write_run(case: Case, path: Path, *, steps: int, hardware: Path) -> None:
 
 
 def train(run_file: Path, directory: Path) -> dict[str, Any]:
-    """Predicted and median measured seconds of each phase, and bytes of each bucket."""
+    """Train a run; return predicted and median measured seconds by phase, and bytes by bucket."""
     sppo("train", run_file.name, cwd=directory)
     run = json.loads(run_file.read_text())
     summary = json.loads((directory / run["train"]["output"] / "run_summary.json").read_text())
@@ -221,7 +221,7 @@ def train(run_file: Path, directory: Path) -> dict[str, Any]:
 
 
 def title(case: Case) -> str:
-    """A case in one line."""
+    """Return a description of a case in one line."""
     words = [case.name, str(case.length), f"N {case.num_subsequences}", case.dtype, case.policy]
     if case.pipeline_ranks > 1:
         words.append(f"PP {case.pipeline_ranks}" + " MSP" * (case.multiplexed == "on"))
@@ -231,7 +231,7 @@ def title(case: Case) -> str:
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
-    """Predicted and measured seconds of each phase, and how far they are apart."""
+    """Print predicted and measured seconds of each phase, and their deviation."""
     print(f"\n{'':<44}" + "".join(f"{name:>22}" for name in (*PHASES, "step")))
     for row in rows:
         cells = []
@@ -247,7 +247,7 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
 
 
 def print_idle(rows: list[dict[str, Any]]) -> None:
-    """Predicted and measured idle share, and copies that compute waited for, of the last step."""
+    """Print predicted and measured idle shares, and exposed copy times, of the last step."""
     for row in rows:
         if (idle := row.get("idle")) is None:
             continue
@@ -263,7 +263,7 @@ def print_idle(rows: list[dict[str, Any]]) -> None:
 
 
 def print_memory(rows: list[dict[str, Any]]) -> None:
-    """Predicted and measured MiB of each bucket, and how far they are apart."""
+    """Print predicted and measured MiB of each bucket, and their deviation."""
     for row in rows:
         print(f"\n{row['case']}")
         for name, pair in row["memory_bytes"].items():
@@ -273,7 +273,7 @@ def print_memory(rows: list[dict[str, Any]]) -> None:
 
 
 def print_deviations(rows: list[dict[str, Any]]) -> None:
-    """How far step times and memory are off, in the median and at worst."""
+    """Print the median and the largest deviation of step times, and the largest of memory."""
     as_bench, at_speed = [], []
     for row in rows:
         predicted, measured = (
@@ -299,7 +299,7 @@ def print_deviations(rows: list[dict[str, Any]]) -> None:
 
 
 def write_report(path: Path, rows: list[dict[str, Any]], hardware: HardwareSpec) -> None:
-    """The comparison with how it was made."""
+    """Write the comparison, and how it was made, as JSON."""
     report = {
         "date": time.strftime("%Y-%m-%d"),
         "machine": hardware.name,

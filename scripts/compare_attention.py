@@ -1,10 +1,10 @@
-"""What cutting a sequence costs attention on this device: subsequences beside one unsplit call.
+"""Compare attention in subsequences with one unsplit call on this device.
 
 The unsplit side is one ``scaled_dot_product_attention`` over the whole sequence, forward and
-backward, given its keys and values already repeated for every query head. Ours attends subsequence
-by subsequence over the prefix, forward in order and backward in reverse, writing keys and values
-into their store and adding fp32 gradients of all keys in place: the same FLOPs. Both sides take
-turns in one process. Prints a table, and writes the figures as JSON.
+backward, with keys and values already repeated for every query head. SPPO's side computes attention
+subsequence by subsequence over the prefix, forward in order and backward in reverse; it writes keys
+and values into their store and adds fp32 gradients of all keys in place. Both sides have the same
+FLOPs and alternate in one process. Prints a table, and writes the figures as JSON.
 
     OMP_WAIT_POLICY=passive python scripts/compare_attention.py --length 16384
 """
@@ -34,12 +34,12 @@ from sppo.output_file import write_text
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 UNSPLIT = 0
-"""Tokens of the "subsequences" of the side that does not cut."""
+"""Key of the unsplit side, in place of the tokens of a subsequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One attention layer of a sequence."""
+    """Attention layer of one sequence."""
 
     length: int
     heads: int
@@ -50,11 +50,14 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Medians over the turns: seconds, and the time relative to the unsplit call in each turn."""
+    """Median times of one subsequence length.
+
+    Ratios are medians of the time relative to the unsplit call of the same turn.
+    """
 
     problem: Problem
     tokens: int
-    """Of a subsequence."""
+    """Tokens of a subsequence."""
     forward_s: float
     backward_s: float
     forward_ratio: float
@@ -63,11 +66,11 @@ class Times:
 
 
 Side = Callable[[], tuple[float, float]]
-"""One forward and backward of a whole sequence; the seconds of both."""
+"""Function that runs forward and backward of a whole sequence and returns the seconds of both."""
 
 
 def main() -> None:
-    """Parse arguments, let the sides take turns, report."""
+    """Parse arguments, time the sides in turns, report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--length", type=positive, default="16Ki", help="tokens of the sequence")
     parser.add_argument(
@@ -99,7 +102,7 @@ def main() -> None:
 
 
 def compare(problem: Problem, lengths: list[int], *, turns: int) -> list[Times]:
-    """Every length of subsequences beside the unsplit call, in turns."""
+    """Time every subsequence length and the unsplit call in turns."""
     sides = _sides(problem, lengths)
     seconds: dict[int, list[tuple[float, float]]] = {tokens: [] for tokens in sides}
     for turn in range(turns + 1):

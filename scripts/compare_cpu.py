@@ -1,9 +1,9 @@
-"""Step time and memory of SPPO beside transformers, alternating in one run on the CPU.
+"""Compare step time and memory of SPPO with transformers on the CPU.
 
 Both sides train the same Llama-shaped model in bf16 on the same tokens, with the same tiled loss
-and the same AdamW over fp32 masters. Each side is a process of its own, so its peak memory is its
-own; the two take turns step by step, so that noise of the machine falls on both. Run by
-``scripts/compare_cpu.sh``.
+and the same AdamW over fp32 master weights. Each side is a separate process, so that peak memory is
+measured per side. The sides alternate step by step, so that noise of the machine affects both. Run
+by ``scripts/compare_cpu.sh``.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ SIDES = ("sppo retain", "transformers", "sppo keep_attention", "transformers che
 
 @dataclass(frozen=True, slots=True)
 class SppoSide:
-    """How SPPO runs on one side."""
+    """Settings of SPPO on one side."""
 
     policy: str
     """Activation policy; offload_all needs a disk."""
     input_every: int = 1
-    """Layers that share a saved input."""
+    """Number of layers that share a saved input."""
     virtual_stages: int = 1
-    """Stages of the one rank, run one after another (looped order)."""
+    """Number of stages of the single rank, run in the looped order."""
     kv: KVPlacement = "retained"
-    """K and V between a stage's forward and its backward."""
+    """Placement of K and V between the forward and the backward of a stage."""
 
 
 PAIRS = (
@@ -52,7 +52,7 @@ PAIRS = (
     ("sppo looped disk", "sppo disk"),
     ("sppo looped disk", "transformers checkpointing"),
 )
-"""Sides whose ratios are printed."""
+"""Pairs of sides whose ratios are printed."""
 SPPO_SIDES = {
     "sppo retain": SppoSide("retain"),
     "sppo keep_attention": SppoSide("keep_attention", input_every=3),
@@ -64,22 +64,22 @@ SPPO_SIDES = {
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One side at one length."""
+    """Measurement of one side at one length."""
 
     side: str
     length_tokens: int
     step_s: float
     """Median over the measured steps."""
     peak_bytes: int
-    """Most resident memory during a step above the process before its first step."""
+    """Largest resident memory during a step, minus that of the process before its first step."""
     loss: float
 
 
 class Trainer(Protocol):
-    """One side: a model, an optimizer, and a step."""
+    """Interface of a side: a model, an optimizer, and a step."""
 
     def step(self) -> float:
-        """One training step; returns the loss."""
+        """Run one training step and return the loss."""
         ...
 
 
@@ -141,7 +141,7 @@ def _check_sides(sides: list[str], *, disk: Path | None) -> None:
 def compare(
     sides: list[str], length: int, *, steps: int, threads: int, disk: Path | None = None
 ) -> list[Measurement]:
-    """Start every side, then let them take turns; the first warms up, unless it is the only one."""
+    """Run the steps of all sides in turns; the first turn is a warm-up if there are more."""
     options = ["--lengths", str(length), "--threads", str(threads)]
     if disk is not None:
         options += ["--disk", str(disk)]
@@ -160,7 +160,7 @@ def compare(
 
 
 def _serve(trainer: Trainer) -> None:
-    """Worker: answer each line on stdin with one measured step."""
+    """Answer each line on stdin with one measured step, as a worker process."""
     from sppo.kernels.native.process_memory import peak_resident_bytes, reset_peak, resident_bytes
 
     idle = resident_bytes()
@@ -284,10 +284,10 @@ def _print_table(measurements: list[Measurement]) -> None:
 
 
 def _print_growth(measurements: list[Measurement]) -> None:
-    """How one side grows with the sequence: memory a straight line, time a·S + b·S² through 0.
+    """Print fits of a side over the sequence length: memory as a line, time as a·S + b·S².
 
-    Least squares over relative errors, so that the shortest length counts as much as the longest.
-    Nothing is printed for fewer lengths than would leave a residual.
+    Least squares of relative errors, so that short and long lengths have equal weight. Prints
+    nothing for fewer than three lengths, which would leave no residual.
     """
     import numpy as np
 

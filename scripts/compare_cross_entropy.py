@@ -1,9 +1,9 @@
-r"""The tiled projection and loss beside the plain two steps: time, and memory beyond the operands.
+r"""Compare time and memory of the tiled projection and loss with plain projection and loss.
 
-The plain side projects all tokens to logits, takes torch's cross entropy of them in fp32, and lets
-autograd run backward. Each side is a process of its own, so its peak memory is its own, and they
-take turns. What counts as extra is everything above the operands, the gradients that are asked for,
-and the losses. ``--sides tiled`` measures where the plain one does not fit.
+The plain side projects all tokens to logits, computes torch's cross entropy in fp32, and runs
+autograd backward. Each side is a separate process, so that peak memory is measured per side; the
+sides alternate. Extra memory is everything except the operands, the requested gradients, and the
+losses. ``--sides tiled`` measures sizes at which the plain side does not fit.
 
     OMP_WAIT_POLICY=passive python scripts/compare_cross_entropy.py
     OMP_WAIT_POLICY=passive python scripts/compare_cross_entropy.py \
@@ -37,7 +37,7 @@ MIB = 1 << 20
 
 
 def main() -> None:
-    """Parse arguments, let the sides take turns, report."""
+    """Parse arguments, time the sides in turns, report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=positive, default=4096)
     parser.add_argument("--vocabulary", type=positive, default=32768)
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> None:
-    """Worker: make the operands, then answer each line on stdin with one measured pass."""
+    """Answer each line on stdin with one measured pass, as a worker process."""
     import torch
 
     from sppo.kernels.native.process_memory import peak_resident_bytes, reset_peak, resident_bytes
@@ -93,11 +93,12 @@ def _serve(arguments: argparse.Namespace) -> None:
 
 
 Pass = Callable[[], tuple[float, int]]
-"""Loss and gradients once: the mean loss, and the bytes of tensors made to be returned."""
+"""Function that computes loss and gradients once, and returns the mean loss and the bytes of
+returned tensors."""
 
 
 def _tiled(hidden: Tensor, weight: Tensor, labels: Tensor) -> Pass:
-    """Ours; the fp32 gradient of the weight is there before, as in training."""
+    """Return SPPO's pass; the fp32 gradient of the weight exists before it, as in training."""
     import torch
 
     from sppo.kernels.cross_entropy import linear_cross_entropy_with_gradient
@@ -118,7 +119,7 @@ def _tiled(hidden: Tensor, weight: Tensor, labels: Tensor) -> Pass:
 
 
 def _plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Pass:
-    """Two steps and autograd; the gradients are in the operands' dtype."""
+    """Return the plain pass under autograd; its gradients have the dtype of the operands."""
     import torch
     from torch.nn import functional
 

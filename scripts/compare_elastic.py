@@ -1,14 +1,14 @@
-"""Training on samples of unequal length through a pipeline, packed in four ways, in turns.
+"""Compare ways to pack samples of unequal length in pipeline training.
 
-Samples are drawn from a published distribution of document lengths. *padded*: each alone, as long
-as the longest of its step. *stream*: rows of a fixed length cut from one stream, documents
-isolated. *fixed*: Seq1F1B with chunks of a fixed number of tokens. *elastic*: packed and cut by the
-planner of steps, the same schedule. *elastic_auto*: the schedule is planned, too, and how many
-stages a rank has. *recompute_all*, *recompute_uniform*, *checkpointing* and *levels* are given less
-memory than it takes to retain everything, and recompute (``level_sides.py``). All sides train the
-same samples with the same engine and weights, on pipeline ranks that are processes with one thread
-each, over gloo; steps alternate, so that noise of the machine falls on all. The same steps are
-simulated, also on more ranks than were measured.
+Samples are drawn from a published distribution of document lengths. *padded*: each sample alone,
+padded to the longest sample of its step. *stream*: rows of a fixed length cut from one stream, with
+isolated documents. *fixed*: Seq1F1B with chunks of a fixed number of tokens. *elastic*: packed and
+cut by the step planner, with the same schedule. *elastic_auto*: schedule and stages on a rank are
+planned as well. *recompute_all*, *recompute_uniform*, *checkpointing* and *levels* get less memory
+than is needed to retain everything, and recompute (``level_sides.py``). All sides train the same
+samples with the same engine and weights, on pipeline ranks that are processes with one thread each,
+over gloo. Steps alternate, so that noise of the machine affects all sides. The same steps are
+simulated, also for more ranks than are measured.
 
     OMP_NUM_THREADS=1 sppo bench all --output hardware.json
     python scripts/compare_elastic.py --hardware hardware.json --output elastic.json --plots .
@@ -67,12 +67,13 @@ MODEL = {
     "num_kv_heads": 2,
     "mlp_size": 512,
 }
-"""Two layers for each of eight stages, narrow, for attention to matter in samples that fit here."""
+"""Two layers for each of eight stages. The model is narrow, so that attention matters at lengths
+that fit into memory."""
 USABLE_FRACTION = 0.8
 
 
 def main() -> None:
-    """Start the ranks, let the sides take turns, report."""
+    """Start the ranks, measure the sides in turns, report."""
     arguments = _arguments()
     load_before = os.getloadavg()
     request = _request(arguments)
@@ -159,7 +160,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _request(arguments: argparse.Namespace) -> Request:
-    """What is compared; all ranks are given the same."""
+    """Return the request, which is the same on all ranks."""
     one_thread = divide_cpu(this_machine(arguments.hardware), 1, threads=1)
     lengths = [
         draw(
@@ -185,7 +186,7 @@ def _request(arguments: argparse.Namespace) -> Request:
 
 
 def _over_baseline(sides: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Add how many times the tokens per second of the baseline each side has."""
+    """Return the figures of each side with its tokens per second relative to the baseline."""
     baseline = _baseline(sides)
     base = sides[baseline]["tokens_per_s"] if baseline in sides else None
     return {
@@ -195,7 +196,7 @@ def _over_baseline(sides: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, A
 
 
 def _baseline(sides: Iterable[str]) -> str:
-    """Return the side that others are compared with; the first choice where there is none."""
+    """Return the baseline among `sides`; the default baseline if there is none."""
     own = set(sides)
     return next((name for name in BASELINES if name in own), BASELINE)
 
@@ -227,7 +228,7 @@ def _print(report: Mapping[str, Any]) -> None:
 
 
 def _serve(rank: int, given: tuple[argparse.Namespace, Request]) -> dict[str, Any] | None:
-    """One rank."""
+    """Run one rank; return the figures on rank 0."""
     arguments, request = given
     sides = side_steps(request, ranks=arguments.ranks, sides=arguments.sides)
     joined = _join(rank, arguments.ranks)
@@ -265,20 +266,20 @@ def _serve(rank: int, given: tuple[argparse.Namespace, Request]) -> dict[str, An
 
 
 def _virtual_stages(steps: Sequence[SideStep]) -> int:
-    """Return the stages of each rank for a side."""
+    """Return the number of stages on each rank for a side."""
     return steps[0].plan.evaluated.candidate.virtual_stages
 
 
 @dataclass(frozen=True, slots=True)
 class _Joined:
-    """A rank that has joined the others."""
+    """Rank that is connected to the other ranks."""
 
     ranks: Ranks
     links: PipelineLinks
 
 
 def _join(rank: int, ranks: int) -> _Joined:
-    """Return this rank of a pipeline, which is the default process group."""
+    """Connect this rank to the pipeline, which is the default process group."""
     import torch
 
     from sppo.kernels.native.cpu_allocator import install_cpu_allocator
@@ -296,12 +297,12 @@ def _join(rank: int, ranks: int) -> _Joined:
 
 
 class _RankEngine:
-    """An engine of one rank, which runs the steps of all sides with as many stages on it.
+    """Engine of one rank, for the steps of all sides with the same number of stages on a rank.
 
     Args:
-        request: what is compared.
-        joined: this rank.
-        virtual_stages: of every rank.
+        request: Request to compare.
+        joined: This rank.
+        virtual_stages: Number of stages on every rank.
     """
 
     def __init__(self, request: Request, joined: _Joined, *, virtual_stages: int) -> None:
@@ -318,7 +319,7 @@ class _RankEngine:
         model = ModelConfig.model_validate(request.model)
         self.ranks = joined.ranks
         shape, at = joined.ranks.mesh.shape, joined.ranks.mesh.at
-        # Every step brings its program; the schedule named here makes those of warming up.
+        # Every step has its own program; this schedule makes the programs of the warm-up.
         schedule = "sppo" if virtual_stages == 1 else "looped_bfs"
         pipeline = Pipeline(
             schedule, shape.pipeline_parallel, at.pipeline, virtual_stages, p2p=joined.links
@@ -345,7 +346,7 @@ class _RankEngine:
         self.idle_bytes = 0
 
     def warm_up(self, step: SideStep) -> None:
-        """Run what loads libraries: the first subsequence of a step's first sequence."""
+        """Run the first subsequence of a step's first sequence, which loads libraries."""
         from sppo.engine.unit import SequenceData
 
         tokens = step.plan.sequences[0].lengths[0]
@@ -353,7 +354,7 @@ class _RankEngine:
         self._engine.accumulate([SequenceData(tokens_S, tokens_S)], [(0, tokens)])
 
     def begin(self, step: SideStep, index: int) -> None:
-        """Make the data of a step, clear gradients, begin to look at memory."""
+        """Make the data of a step, clear the gradients, and start to measure memory."""
         import torch
 
         from sppo.kernels.native.process_memory import reset_peak, resident_bytes
@@ -373,7 +374,7 @@ class _RankEngine:
         reset_peak()
 
     def step(self) -> None:
-        """Forward and backward of all sequences."""
+        """Run forward and backward of all sequences."""
         from sppo.engine.engine import PlannedStep
 
         assert self._running is not None, "a step has begun"
@@ -383,23 +384,23 @@ class _RankEngine:
         self.done = self._engine.accumulate(data, boundaries, planned=planned)
 
     def take_saved_bytes(self) -> int:
-        """Return the most bytes of saved activations and K/V since the last call."""
+        """Return the peak bytes of saved activations and K/V since the last call."""
         peaks = self._engine.take_peaks()
         return peaks.activations_bytes + peaks.kv_bytes
 
 
 @dataclass(slots=True)
 class _Measured:
-    """What one rank measures of one side.
+    """Measurements of one side on one rank.
 
     Attributes:
-        steps: Of the side.
-        seconds: Of each step, turn by turn.
-        idle_shares: Of all ranks in each step and turn; on rank 0.
+        steps: Steps of the side.
+        seconds: Seconds of each step, turn by turn.
+        idle_shares: Idle share of all ranks in each step and turn; on rank 0 only.
         losses: Mean loss of each step.
-        resident_bytes: Most bytes above the idle process in each turn.
-        saved_bytes: Most bytes of saved activations, K/V and their gradients in any step.
-        timelines: Of each step, the last turn; on rank 0.
+        resident_bytes: Peak bytes above the idle process in each turn.
+        saved_bytes: Peak bytes of saved activations, K/V and their gradients over all steps.
+        timelines: Timeline of each step in the last turn; on rank 0 only.
     """
 
     steps: Sequence[SideStep]
@@ -411,7 +412,7 @@ class _Measured:
     timelines: dict[int, Timeline] = field(default_factory=dict)
 
     def note(self, step: int, took_s: float, engine: _RankEngine) -> None:
-        """Take in what a rank has just done; every rank calls it."""
+        """Record the step that was just run; every rank must call this method."""
         from sppo.kernels.native.process_memory import peak_resident_bytes
         from sppo.training.executed_step import executed_timeline
 
@@ -429,7 +430,7 @@ class _Measured:
             self.timelines[step] = timeline
 
     def draw(self, path: Path) -> None:
-        """Draw the last step as it was simulated and as it was executed."""
+        """Draw the simulated and the executed timeline of the last step."""
         from sppo.schedule.simulation.simulate import simulate
         from sppo.timeline.png import write_png
 
@@ -438,9 +439,9 @@ class _Measured:
         write_png(path, timelines=[simulated, self.timelines[len(self.steps) - 1]])
 
     def figures(self, engine: _RankEngine, *, lengths: Sequence[Sequence[int]]) -> dict[str, Any]:
-        """Return the figures of the side, on rank 0 complete; every rank calls it."""
+        """Return the figures of the side, complete on rank 0; every rank must call this method."""
         gather = engine.ranks.peers.all_gather
-        # What a process compiles and keeps for good belongs to the turn that met it first.
+        # The minimum over turns leaves out what a process compiles once and keeps.
         resident = gather(min(self.resident_bytes.values()) + engine.state_bytes)
         peaks = gather(self.saved_bytes + engine.state_bytes)
         step_s = [statistics.median(self.seconds[step]) for step in range(len(self.steps))]
@@ -473,11 +474,11 @@ _COUNTED = (
     "activations_bytes",
     "loss_gradient_bytes",
 )
-"""Buckets that an engine counts: all tensors but the working set; an optimizer is not here."""
+"""Buckets that an engine counts: all tensors but the working set. There is no optimizer here."""
 
 
 def _predicted_bytes(steps: Sequence[SideStep]) -> list[int]:
-    """Most bytes of each rank in any step, as predicted, of what an engine counts."""
+    """Return the predicted peak of each rank over all steps, of buckets that an engine counts."""
     of_steps = [
         [
             sum(getattr(rank.device, name) for name in _COUNTED)
@@ -489,7 +490,7 @@ def _predicted_bytes(steps: Sequence[SideStep]) -> list[int]:
 
 
 def _unit_seconds(timeline: Timeline) -> list[float]:
-    """Return what all ranks together computed for each unit."""
+    """Return the compute seconds of each unit, summed over all ranks."""
     seconds: dict[tuple[int, int], float] = {}
     for track in timeline.ranks:
         for action, start, finish in zip(track.actions, track.start_s, track.finish_s, strict=True):
@@ -499,7 +500,7 @@ def _unit_seconds(timeline: Timeline) -> list[float]:
 
 
 def _tokens_of_samples(lengths: Sequence[int], *, vocab_size: int, seed: int) -> list[Tensor]:
-    """Return random ids of each sample, one more than it has tokens: the last is a label."""
+    """Return random token ids of each sample, one more than its tokens: the last is a label."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -509,7 +510,7 @@ def _tokens_of_samples(lengths: Sequence[int], *, vocab_size: int, seed: int) ->
 def _sequence_data(
     sequence: PackedSequence, pieces: Sequence[Piece], samples: Sequence[Tensor]
 ) -> SequenceData:
-    """Return a sequence of pieces of samples, padded to its tokens."""
+    """Return the data of a sequence of pieces of samples, padded to its tokens."""
     import torch
 
     from sppo.engine.unit import SequenceData

@@ -1,9 +1,9 @@
-r"""Separate projections beside fused ones: q, k and v of a layer, or gate and up, as one product.
+r"""Compare separate with fused projections: q, k and v of a layer, or gate and up, as one product.
 
-A layer multiplies the same tokens with two or three weights. They are one product where the weights
-lie in one storage, or where they are concatenated at each use. In backward the gradients come apart
-and have to be concatenated. Forward, input gradient and weight gradient are timed, all ways in turn
-in every round, on the CPU or a GPU; a ratio is the median of those of single rounds.
+A layer multiplies the same tokens with two or three weights. This is one product if the weights lie
+in one storage, or if they are concatenated at each use. In backward the gradients are separate
+tensors and have to be concatenated. Forward, input gradient and weight gradient are timed on the
+CPU or a GPU, all ways in turn in every round; a ratio is the median of the ratios of single rounds.
 
     OMP_WAIT_POLICY=passive python scripts/compare_fused_projections.py
 """
@@ -34,7 +34,7 @@ WIDTHS: Mapping[str, Mapping[int, tuple[int, ...]]] = {
     "q/k/v": {1024: (1024, 256, 256), 2048: (2048, 512, 512), 4096: (4096, 1024, 1024)},
     "gate/up": {1024: (2816, 2816), 2048: (8192, 8192), 4096: (14336, 14336)},
 }
-"""Outputs of each projection by hidden size: four query heads to a key/value head."""
+"""Outputs of each projection by hidden size, with four query heads per key/value head."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _LEAST_S = 0.02
 _Ways = Mapping[str, Callable[[], object]]
@@ -76,7 +76,7 @@ def main() -> None:
 def _measure(
     case: dict[str, Any], outputs: tuple[int, ...], arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """One row for each pass of a case."""
+    """Return one row of figures for each pass of a case."""
     rows = []
     for name, ways in _passes(case, outputs, arguments.device).items():
         seconds = _seconds(ways, turns=arguments.turns, device=arguments.device)
@@ -91,7 +91,7 @@ def _measure(
 
 
 def _passes(case: Mapping[str, Any], outputs: tuple[int, ...], device: str) -> Mapping[str, _Ways]:
-    """Ways to compute each pass."""
+    """Return the ways to compute each pass, by pass and way."""
     dtype, hidden, tokens = DTYPES[case["dtype"]], case["hidden"], case["tokens"]
     generator = torch.Generator().manual_seed(0)
 
@@ -139,7 +139,7 @@ def _passes(case: Mapping[str, Any], outputs: tuple[int, ...], device: str) -> M
 
 
 def _seconds(ways: _Ways, *, turns: int, device: str) -> dict[str, list[float]]:
-    """Seconds of a call, by way and turn; short calls are repeated."""
+    """Return the seconds of one call, by way and turn; short calls are repeated."""
     calls = {way: _calls(call, device) for way, call in ways.items()}
     found: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(turns):
@@ -149,7 +149,7 @@ def _seconds(ways: _Ways, *, turns: int, device: str) -> dict[str, list[float]]:
 
 
 def _calls(call: Callable[[], object], device: str) -> int:
-    """How many calls a turn has, so that it can be timed; warms up."""
+    """Warm up a call, and return the number of calls in a turn that can be timed accurately."""
     call()
     return max(1, round(_LEAST_S / max(1e-6, _time(call, 1, device))))
 

@@ -1,19 +1,19 @@
-"""InfiniPipe's comparison on its machine, simulated, beside the figures of its paper.
+"""Simulate InfiniPipe's comparison on its machine, beside the figures of its paper.
 
-GPT on 4 nodes of 8 A800-40GB, steps of 512 samples whose lengths are like GitHub's or
-CommonCrawl's. All sides run Seq1F1B, once with the paper's degrees (sequence parallelism inside a
-node, a pipeline stage on each) and once each with the degrees that are fastest for it:
+GPT on 4 nodes of 8 A800-40GB, steps of 512 samples with lengths like GitHub's or CommonCrawl's. All
+sides run Seq1F1B, once with the degrees of the paper (sequence parallelism inside a node, one
+pipeline stage on each node) and once each with the degrees that are fastest for the side:
 
-- *fixed*: chunks of a fixed number of tokens, each recomputed as little as fits.
-- *fixed_uniform*: as many layers recomputed of all of them, as few as fit.
-- *fixed_recomputed*: everything recomputed.
-- *elastic*: chunks, recomputation and how far ranks run ahead as the planner of steps decides.
-- *unbalanced*: the same in fixed chunks.
-- *retained*, *recomputed*: the same with nothing, with everything recomputed.
+- *fixed*: chunks of a fixed number of tokens; each recomputes as little as fits.
+- *fixed_uniform*: fixed chunks; all recompute the same number of layers, the least that fits.
+- *fixed_recomputed*: fixed chunks; all recompute everything.
+- *elastic*: the step planner decides chunks, recomputation and how many forwards ranks begin ahead.
+- *unbalanced*: like elastic, in fixed chunks.
+- *retained*, *recomputed*: like elastic, with nothing or everything recomputed.
 
-Fixed chunks have the number of tokens with which their steps are simulated to be fastest. The
-baseline, Seq1F1B, is the faster of the first two. Nothing is offloaded where the longest sample
-fits without that. No figure is fitted to the result.
+Fixed chunks have the size with which their steps are fastest in simulation. The baseline, Seq1F1B,
+is the faster of the first two sides. Nothing is offloaded if the longest sample fits without it. No
+figure is fitted to the result.
 
     python scripts/compare_infinipipe.py --output docs/results/compare_infinipipe.json
 
@@ -63,17 +63,17 @@ PUBLISHED = {
     "length_deviation": 0.055,
     "planning_s": 5.0,
 }
-"""What InfiniPipe is reported to reach: idle share, deviations of chunks, seconds of a plan."""
+"""Published figures of InfiniPipe: idle share, deviations of chunks, seconds of planning."""
 PUBLISHED_RATIOS = {48 * KIB: 1.27, 64 * KIB: 1.23, 96 * KIB: 1.40, 192 * KIB: 1.63}
-"""Its tokens per second over those of Seq1F1B by the longest sample."""
+"""Published tokens per second of InfiniPipe relative to Seq1F1B, by the longest sample."""
 _ONLY_13B = (64 * KIB, 192 * KIB)
-"""Longest samples for which it reports 13B alone."""
+"""Longest samples for which InfiniPipe reports figures of 13B only."""
 _NAMES = ("model", "distribution", "longest", "layout")
 _OVER = "over_seq1f1b"
 
 
 def main() -> None:
-    """Simulate the cases that are asked for, print and write their figures."""
+    """Simulate the requested cases, print and write their figures."""
     arguments = _arguments()
     asked = product(arguments.models, arguments.distributions, arguments.longest, arguments.layouts)
     console = Console(width=150)
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def write_case(output: Path, found: Mapping[str, Any]) -> None:
-    """Write the figures of a case to a file of several, in place of those it had before."""
+    """Write the figures of a case to a file with several cases, replacing its older figures."""
     before = json.loads(output.read_text())["cases"] if output.exists() else []
     cases = {tuple(row[name] for name in _NAMES): row for row in (*before, found)}
     report = {
@@ -127,7 +127,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def compare(case: Case, *, sides: Sequence[str]) -> dict[str, Any]:
-    """Return the figures of all sides of a case; of one that does not fit, why."""
+    """Return the figures of all sides of a case; the reason for a side that does not fit."""
     found: dict[str, dict[str, Any]] = {}
     for name, side in planned_sides(case, sides).items():
         if isinstance(side, str):
@@ -151,13 +151,13 @@ def compare(case: Case, *, sides: Sequence[str]) -> dict[str, Any]:
 
 
 def _published_ratio(case: Case) -> float | None:
-    """Return what the paper reports for a case; None where it reports nothing."""
+    """Return the published ratio of a case; None if there is none."""
     unknown = case.longest in _ONLY_13B and case.model != "13b"
     return None if unknown else PUBLISHED_RATIOS.get(case.longest)
 
 
 def figures(side: Side, case: Case) -> dict[str, Any]:
-    """Return what the steps of a side come to."""
+    """Return the figures of the steps of a side."""
     plans = [step.plan for step in side.steps]
     seconds, tokens = side.seconds, sum(map(sum, case.lengths))
     candidate = plans[0].evaluated.candidate
@@ -183,14 +183,14 @@ def figures(side: Side, case: Case) -> dict[str, Any]:
 
 
 def chunk_seconds(plan: StepPlan) -> list[float]:
-    """Return the seconds of each chunk on all stages, everything retained."""
+    """Return the seconds of each chunk over all stages, with everything retained."""
     units = plan.evaluated.prices.seconds.units
     seconds: list[float] = (units.forward + units.backward + units.weight).sum(axis=0).tolist()
     return seconds
 
 
 def _mean_parts(plans: Sequence[StepPlan]) -> dict[str, float]:
-    """Return where the seconds of a step go, on the mean of its ranks and of the steps."""
+    """Return the seconds of a step by part, averaged over its ranks and over the steps."""
     parts = [_parts(plan) for plan in plans]
     return {name: mean(of_step[name] for of_step in parts) for name in parts[0]}
 
@@ -214,7 +214,7 @@ def _parts(plan: StepPlan) -> dict[str, float]:
 
 
 def print_case(row: Mapping[str, Any], *, console: Console) -> None:
-    """Print a row for each side, then what was published."""
+    """Print a row for each side, under a title with the published ratio."""
     title = ", ".join(
         [
             f"GPT-{row['model'].upper()}, {row['distribution']} up to {row['longest'] // KIB}Ki",

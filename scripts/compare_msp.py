@@ -1,8 +1,8 @@
-"""What multiplexed sequence partitioning (MSP) gains: the same step with it and without, in turns.
+"""Compare the same step with and without multiplexed sequence partitioning (MSP).
 
-Pipeline ranks are processes with one thread each, over gloo. All of them hold two engines on the
-same weights: one runs the plain program, one cuts the units next to the bubbles into shards that
-all ranks of their range compute together. Steps alternate, so that noise of the machine falls on
+Pipeline ranks are processes with one thread each, over gloo. Every rank has two engines on the same
+weights: one runs the plain program, the other cuts the units next to the bubbles into shards, which
+all ranks of an MSP group compute together. Steps alternate, so that noise of the machine affects
 both. Run by ``scripts/compare_msp.sh``.
 """
 
@@ -32,7 +32,7 @@ SIDES = ("off", "on")
 
 
 def main() -> None:
-    """Start the ranks, let them take turns, report."""
+    """Start the ranks, measure both sides in turns, report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--length", type=int, default=16384, help="tokens of a sequence")
     parser.add_argument("--pieces", type=int, default=4, help="subsequences")
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def _serve(rank: int, arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """One rank."""
+    """Run one rank; return the figures on rank 0."""
     side = _Sides(rank, arguments)
     seconds: dict[str, list[float]] = {name: [] for name in SIDES}
     for turn in range(arguments.steps + 1):
@@ -69,7 +69,7 @@ def _serve(rank: int, arguments: argparse.Namespace) -> dict[str, Any] | None:
 
 
 class _Sides:
-    """The two engines of one rank."""
+    """Engines of one rank, without and with MSP."""
 
     def __init__(self, rank: int, arguments: argparse.Namespace) -> None:
         import torch
@@ -138,7 +138,7 @@ class _Sides:
         self._done: dict[str, Any] = {}
 
     def _msp_program(self, model: Any) -> Any:
-        """Equal units, free messages; shards of a unit balanced for causal attention."""
+        """Return the program for equal units and free messages; shards balance causal attention."""
         from dataclasses import replace
 
         from sppo.cost.flops import partition_costs
@@ -154,7 +154,7 @@ class _Sides:
         )
 
     def step(self, name: str) -> None:
-        """Forward and backward of all sequences."""
+        """Run forward and backward of all sequences."""
         import torch
 
         from sppo.engine.unit import SequenceData
@@ -164,7 +164,7 @@ class _Sides:
         self._done[name] = self._engines[name].accumulate(data, [self._cuts] * len(data))
 
     def report(self, seconds: dict[str, list[float]]) -> dict[str, Any] | None:
-        """Figures of both sides, on rank 0; every rank calls it."""
+        """Return the figures of both sides on rank 0; every rank must call this method."""
         from sppo.parallel.host_collectives import HostCollectives
         from sppo.schedule.simulation.simulate import simulate
         from sppo.training.executed_step import executed_timeline

@@ -1,10 +1,10 @@
-"""SPPO beside torch.distributed.pipelining: two pipeline ranks each, on the CPU.
+"""Compare SPPO with torch.distributed.pipelining on two pipeline ranks on the CPU.
 
-Both sides do the forward and backward of a step of the same Llama-shaped model in bf16, with the
-same weights, tokens and tiled loss, and recompute nothing. A rank is a process with one thread, and
-ranks talk over gloo. One side has one sequence in N subsequences; the other takes whole sequences
-as micro-batches, by GPipe if there is one and by 1F1B if there are more. The two sides take turns
-step by step, so that noise of the machine falls on both; the one that waits sleeps. Run by
+Both sides run forward and backward of a step of the same Llama-shaped model in bf16, with the same
+weights, tokens and tiled loss, and recompute nothing. A rank is a process with one thread; ranks
+communicate over gloo. SPPO runs each sequence in N subsequences; torch runs whole sequences as
+micro-batches, with GPipe for one sequence and 1F1B for more. The sides alternate step by step, so
+that noise of the machine affects both; the waiting side sleeps. Run by
 ``scripts/compare_pipelining.sh``.
 """
 
@@ -45,68 +45,69 @@ SIDES = ("sppo", "torch")
 RANKS = 2
 TIMEOUT = timedelta(hours=2)
 LARGEST_DIFFERENCE = 0.02
-"""Of losses, and of norms of gradients: both sides round to bf16, in different places."""
+"""Largest relative difference of losses and gradient norms: both sides round to bf16, in different
+places."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One side at one number of sequences; lists have an entry per rank."""
+    """Measurement of one side with one number of sequences; lists have an entry per rank."""
 
     side: str
     schedule: str
     step_s: float
-    """Median over the steps, from a barrier to a barrier."""
+    """Median over the steps, from barrier to barrier."""
     tokens_per_s: float
     peak_bytes: list[int]
-    """Most resident memory above the idle process, which holds weights and no gradients."""
+    """Largest resident memory above the idle process, which holds weights and no gradients."""
     cpu_share: list[float]
-    """Processor time over step time: what is missing to 1 was spent waiting."""
+    """Processor time over step time; the remainder to 1 was spent waiting."""
     loss: float
     gradient_norm: list[float]
     bubble_fraction: float | None
-    """Measured: idle share of all ranks in the executed trace; None where there is no trace."""
+    """Measured idle share of all ranks in the executed trace; None without a trace."""
     planned_bubble_fraction: float | None
-    """Simulated, with analytic rates."""
+    """Simulated idle share, with analytic rates."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Both sides at one number of sequences."""
+    """Comparison of both sides with one number of sequences."""
 
     length_tokens: int
     sequences: int
     boundaries: list[int]
     sides: list[Measurement]
     speedup: float
-    """Of SPPO's tokens/s over torch's."""
+    """Tokens per second of SPPO over those of torch."""
     peak_ratio: list[float]
-    """SPPO's peak over torch's, of each rank."""
+    """Peak memory of SPPO over that of torch, for each rank."""
     largest_difference: float
-    """Of loss and gradient norms, relative."""
+    """Largest relative difference of loss and gradient norms."""
 
 
 class Side(Protocol):
-    """One rank of one side."""
+    """Interface of one rank of one side."""
 
     @property
     def gradient_bytes(self) -> int:
-        """Of gradients that lie there between steps; they count as the step's."""
+        """Bytes of gradients that exist between steps; they count as memory of the step."""
         ...
 
     def warm_up(self) -> None:
-        """Load and compile what the first step would."""
+        """Load and compile everything that the first step would."""
         ...
 
     def trim(self) -> None:
-        """Give memory back that only waits to be used."""
+        """Return unused memory of the allocator to the system."""
         ...
 
     def step(self) -> None:
-        """Forward and backward of all sequences."""
+        """Run forward and backward of all sequences."""
         ...
 
     def findings(self) -> dict[str, Any]:
-        """Of the last step, from outside its time."""
+        """Return figures of the last step; not part of the timed step."""
         ...
 
 
@@ -142,7 +143,7 @@ def main() -> None:
 
 
 def compare(arguments: argparse.Namespace, sequences: int) -> Case:
-    """Start both sides, and let them take turns."""
+    """Start both sides, and run their steps in turns."""
     words = [*sys.argv[1:], "--sequences", str(sequences)]
     commands = {side: [__file__, *words, "--worker", side] for side in SIDES}
     label = f"{sequences} x {arguments.length} "
@@ -167,7 +168,7 @@ def compare(arguments: argparse.Namespace, sequences: int) -> Case:
 
 
 def _measurement(side: str, answers: Sequence[dict[str, Any]], *, tokens: int) -> Measurement:
-    """Of all steps of one side; an answer lists what its ranks found."""
+    """Return the measurement of one side; each answer has the figures of all ranks in one step."""
     steps = [answer["step_s"] for answer in answers]
     step_s = statistics.median(steps)
     ranks = [[answer["ranks"][rank] for answer in answers] for rank in range(RANKS)]
@@ -191,9 +192,9 @@ def _measurement(side: str, answers: Sequence[dict[str, Any]], *, tokens: int) -
 
 
 def _serve(arguments: argparse.Namespace) -> None:
-    """Worker: one rank of one side, which answers each line on stdin with one measured step.
+    """Run one rank of one side, which answers each line on stdin with one measured step.
 
-    Rank 0 starts the other one, hands its lines on and adds the other's answers to its own.
+    Rank 0 starts the other rank, forwards the lines and adds the other rank's answers to its own.
     """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
@@ -251,7 +252,7 @@ def _line_of(peer: subprocess.Popen[str]) -> str:
 
 
 def _idle_bytes(side: Side) -> int:
-    """Of the process with its weights and nothing that a step needs."""
+    """Return the resident memory of the process with weights, but without memory of a step."""
     from sppo.kernels.native.process_memory import resident_bytes
 
     gc.collect()

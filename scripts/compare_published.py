@@ -1,8 +1,9 @@
-"""Step times and memory that others measured on GPUs, beside what the planner says of the same.
+"""Compare published step times and memory on GPUs with the planner's predictions.
 
-Each system is priced in its own layout (its degrees, recomputation, attention back end, whole
-sequences) with our formulas for kernels, links and memory. No figure is fitted to the result. What
-the layout cannot express stands below the table, with the seconds or bytes at stake.
+Each system is priced in its own layout (degrees, recomputation, attention back end, whole
+sequences) with SPPO's formulas for kernels, links and memory. No figure is fitted to the result.
+Features that a layout cannot express are listed below the table, with the seconds or bytes they may
+cost.
 
     python scripts/compare_published.py [--output docs/results/compare_published.json]
 """
@@ -43,25 +44,25 @@ from sppo.schedule.simulation.simulate import simulate
 from sppo.units import format_bytes
 
 _WIDTH = 150
-"""Columns of what is printed, also to a file."""
+"""Columns of the output, also when written to a file."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What the planner says of a configuration, beside what was measured.
+    """Predicted figures of a configuration beside the measured ones.
 
     Attributes:
-        name: Of the configuration.
-        source: Where its figures stand.
-        measured_s: Seconds of its step.
-        predicted_s: The same, predicted.
-        time_ratio: Predicted over measured.
-        measured_bytes: Peak memory of a device; None where it was not said.
-        predicted_bytes: The same, predicted.
-        memory_ratio: Predicted over measured.
-        parts_s: Seconds of the first stage by part.
-        memory_parts_bytes: Bytes of its device by bucket.
-        reasons: What our layout cannot express.
+        name: Name of the configuration.
+        source: Publication of its figures.
+        measured_s: Measured seconds of a step.
+        predicted_s: Predicted seconds of a step.
+        time_ratio: Predicted over measured seconds.
+        measured_bytes: Measured peak memory of a device; None if it is not published.
+        predicted_bytes: Predicted peak memory of a device.
+        memory_ratio: Predicted over measured memory.
+        parts_s: Predicted seconds of the first stage by part.
+        memory_parts_bytes: Predicted bytes of a device of the first stage by bucket.
+        reasons: Features of the system that SPPO's layout cannot express.
     """
 
     name: str
@@ -96,7 +97,7 @@ def main() -> None:
 
 
 def compare(published: Published) -> Comparison:
-    """Price one configuration."""
+    """Return the comparison of one configuration."""
     parts, predicted_s = _time(published)
     memory = _memory(published)
     predicted_bytes = sum(memory.values())
@@ -117,7 +118,7 @@ def compare(published: Published) -> Comparison:
 
 
 def _time(published: Published) -> tuple[dict[str, float], float]:
-    """Seconds of the first stage's parts, and of the step."""
+    """Return the seconds of the first stage by part, and of the step."""
     candidate = published.candidate
     seconds = stage_seconds(candidate)
     tokens = candidate.lengths[0]
@@ -154,9 +155,10 @@ def _time(published: Published) -> tuple[dict[str, float], float]:
 
 
 def _memory(published: Published) -> dict[str, float]:
-    """Bytes of a device of the first stage by bucket, whole sequences, K/V of one layer at a time.
+    """Return the bytes of a device of the first stage by bucket.
 
-    State as ours; activations of the layers held, or Megatron's own count of them.
+    Sequences are whole, and K/V of one layer at a time. State is counted as SPPO's; activations are
+    those of the layers held, or Megatron's own count.
     """
     candidate = published.candidate
     workload, model = candidate.workload, candidate.workload.model
@@ -197,7 +199,7 @@ def _memory(published: Published) -> dict[str, float]:
 
 
 def _method_memory(candidate: Candidate, method: Method) -> dict[str, float]:
-    """Bytes of the fullest device of a method of `sppo estimate --baselines`."""
+    """Return the bytes of the fullest device by bucket, of a method of `sppo estimate`."""
     device = max(
         (stage.device for stage in method_memory(candidate, method)),
         key=lambda buckets: buckets.total_bytes,
@@ -214,7 +216,7 @@ def _method_memory(candidate: Candidate, method: Method) -> dict[str, float]:
 
 
 def print_comparisons(compared: Sequence[Comparison], *, console: Console) -> None:
-    """A row each, then what it consists of and what the layout cannot express."""
+    """Print one row per configuration, then its parts and what its layout cannot express."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True)
     for heading in ("step", "predicted", "ratio", "memory", "predicted", "ratio"):

@@ -1,9 +1,10 @@
-"""One rank on many samples, and on rows of the same documents: tokens per second, in turns.
+"""Compare training on many samples with training on rows of the same documents, on one rank.
 
-Lengths of documents are log-uniform. One side trains on every document as a sample, packed anew for
-each step; the other on rows cut from the stream of the same documents, whose attention stops at
-documents, so that both see the same pairs but for documents that a row cuts. Both go on by a few
-steps each turn; the first of a turn is not counted, for it loads and compiles.
+Lengths of documents are log-uniform. One side trains on every document as a sample, packed for each
+step. The other trains on rows cut from the stream of the same documents, whose attention stops at
+document boundaries: both sides attend to the same pairs, except for documents that a row cuts. Both
+train a few steps in each turn; the first step of a turn is not counted, because it loads and
+compiles.
 
     python scripts/compare_samples.py DIR --output docs/results/compare_samples.json
 """
@@ -36,7 +37,7 @@ SIDES: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    """Write tokens, let the sides take turns, report."""
+    """Write tokens, train the sides in turns, report."""
     arguments = _arguments()
     directory = arguments.directory.resolve()
     load_before = os.getloadavg()
@@ -88,7 +89,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _write_documents(directory: Path, *, count: int) -> None:
-    """Write documents of log-uniform lengths, their tokens at random."""
+    """Write documents of log-uniform lengths with random tokens."""
     random = np.random.default_rng(0)
     lengths = np.exp(random.uniform(np.log(SHORTEST), np.log(LONGEST), count)).astype(np.int64)
     directory.mkdir(parents=True)
@@ -101,7 +102,7 @@ def _write_documents(directory: Path, *, count: int) -> None:
 
 
 def _run(side: str, directory: Path, *, row: int, steps: int) -> sppo.RunConfig:
-    """The run of a side, until so many steps are done."""
+    """Return the run of a side that ends after `steps` steps."""
     own = SIDES[side]
     per_step = {"tokens_per_step": row} if side == "samples" else {"sequences_per_step": 1}
     return sppo.load_run(
@@ -125,14 +126,14 @@ def _figures(steps: list[sppo.StepMetrics]) -> dict[str, Any]:
 
 
 def _pieces(lengths: np.ndarray, *, row: int) -> np.ndarray:
-    """Lengths of what rows of the stream have of each document."""
+    """Return the lengths of the pieces of documents in rows of the stream."""
     ends = np.cumsum(lengths)
     cuts = np.union1d(ends, np.arange(row, int(ends[-1]), row))
     return np.array([end - begin for begin, end in pairwise([0, *cuts.tolist()])])
 
 
 def _pairs(lengths: np.ndarray) -> float:
-    """Pairs that attention sees, for each token."""
+    """Return the pairs of query and key per token."""
     return float((lengths * (lengths + 1) // 2).sum() / lengths.sum())
 
 

@@ -1,8 +1,8 @@
-"""Training with its state in memory, and with its state on a disk, in turns, on the CPU.
+"""Compare training with its state in memory and on a disk, on the CPU.
 
-Every turn goes on with both trainings for a step, each in a process of its own as ``sppo train``
-runs it; the first turn is not counted. Losses must be the same to the last bit. Tokens are those of
-Python's standard library's own source.
+Every turn continues both trainings by one step, each in a separate ``sppo train`` process; the
+first turn is not counted. Losses must be equal to the last bit. The tokens are the source of
+Python's standard library.
 
     python scripts/compare_state_tiers.py DIR --output docs/results/compare_state_tiers.json
 """
@@ -35,7 +35,7 @@ MODEL = {
     "num_kv_heads": 2,
     "mlp_size": 1792,
 }
-"""The Llama shape of the README."""
+"""Llama-shaped model of the README."""
 SIDES = {
     "in memory": {},
     "on a disk": {"weights": "disk", "gradients": "disk", "optimizer": "disk"},
@@ -44,7 +44,7 @@ MOVED = ("weights", "gradients", "optimizer")
 
 
 def main() -> None:
-    """Prepare tokens, let the two trainings take turns, report."""
+    """Prepare tokens, continue both trainings in turns, report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "directory", type=Path, help="for tokens, runs and the tier; made if missing"
@@ -98,7 +98,7 @@ def _sppo(*words: str) -> None:
 
 
 def _prepare(directory: Path, *, tokens: int) -> None:
-    """Write token data of at least so many bytes."""
+    """Write token data of at least `tokens` bytes."""
     if (directory / "tokens").exists():
         return
     library, files, size = Path(sysconfig.get_paths()["stdlib"]), [], 0
@@ -111,7 +111,7 @@ def _prepare(directory: Path, *, tokens: int) -> None:
 
 
 def _go_on(directory: Path, side: str, state: dict[str, str], *, steps: int, length: int) -> None:
-    """Train until so many steps are done."""
+    """Train until `steps` steps are done."""
     name = side.replace(" ", "_")
     run = {
         "model": MODEL,

@@ -1,10 +1,10 @@
-"""One sequence through a pipeline with 1, 2, 4 and 8 stages on each rank, in turns, on the CPU.
+"""Compare pipelines with 1, 2, 4 and 8 stages on each rank on one sequence, on the CPU.
 
-Pipeline ranks are processes with one thread each, over gloo. All of them hold an engine for every
-number of virtual stages, and all engines of a rank take their layers out of the same weights. One
-stage on a rank is SPPO's own order; several run in the looped order. Steps alternate, so that noise
-of the machine falls on all. The planned idle share is simulated from what the machine's figures
-predict for each unit, without having run any.
+Pipeline ranks are processes with one thread each, over gloo. Every rank has an engine for each
+number of virtual stages; all engines take their layers from the same initial weights. One stage on
+a rank runs SPPO's order, several run the looped order. Steps alternate, so that noise of the
+machine affects all. The planned idle share is simulated with predicted costs of each unit, before
+any unit is run.
 
     python scripts/compare_virtual_stages.py --output docs/results/compare_virtual_stages.json
 """
@@ -32,11 +32,12 @@ MODEL = {
     "num_kv_heads": 1,
     "mlp_size": 256,
 }
-"""A layer for each of eight stages on two ranks, narrow, for 32Ki tokens are mostly attention."""
+"""A layer for each of eight stages on two ranks. The model is narrow: with 32Ki tokens most work is
+attention."""
 
 
 def main() -> None:
-    """Start the ranks, let the orders take turns, report."""
+    """Start the ranks, measure the orders in turns, report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--length", type=int, default=32768, help="tokens of the sequence")
     parser.add_argument("--subsequences", type=int, default=8)
@@ -63,7 +64,7 @@ def main() -> None:
 
 
 def _serve(rank: int, arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """One rank."""
+    """Run one rank; return the figures on rank 0."""
     orders = _Orders(rank, arguments)
     seconds: dict[int, list[float]] = {virtual: [] for virtual in arguments.virtual}
     for turn in range(arguments.steps + 1):
@@ -78,7 +79,7 @@ def _serve(rank: int, arguments: argparse.Namespace) -> dict[str, Any] | None:
 
 
 class _Orders:
-    """The engines of one rank, by their number of virtual stages."""
+    """Engines of one rank, by number of virtual stages."""
 
     def __init__(self, rank: int, arguments: argparse.Namespace) -> None:
         import torch
@@ -144,7 +145,7 @@ class _Orders:
         )
 
     def step(self, virtual: int, *, warms_up: bool) -> None:
-        """Forward and backward of the sequence; of its first subsequence to warm up."""
+        """Run forward and backward of the sequence, or of its first subsequence to warm up."""
         import torch
 
         from sppo.engine.unit import SequenceData
@@ -156,7 +157,7 @@ class _Orders:
         self._done[virtual] = self._engines[virtual].accumulate([data], [cuts])
 
     def note_idle_share(self, virtual: int) -> None:
-        """Keep what share of the last step all ranks were idle; every rank calls it."""
+        """Record the idle share of all ranks in the last step; every rank must call this method."""
         from sppo.training.executed_step import executed_timeline
 
         timeline = executed_timeline(self._done[virtual], self._ranks)
@@ -164,7 +165,7 @@ class _Orders:
             self._idle_shares[virtual].append(timeline.bubble_fraction)
 
     def report(self, seconds: dict[int, list[float]]) -> dict[str, Any] | None:
-        """Figures of all orders, on rank 0; every rank calls it."""
+        """Return the figures of all orders on rank 0; every rank must call this method."""
         losses = {
             virtual: self._ranks.peers.total([float(done.total_loss)])[0]
             for virtual, done in self._done.items()
@@ -196,7 +197,7 @@ class _Orders:
         }
 
     def _simulated(self, virtual: int) -> Any:
-        """The step as it is planned for this machine."""
+        """Return the simulated timeline of the step as it is planned for this machine."""
         from sppo.cost.candidate import Candidate
         from sppo.cost.layer import Workload
         from sppo.cost.stage_cost import stage_costs, stage_seconds
@@ -217,7 +218,7 @@ class _Orders:
 
 
 def _schedule(virtual: int) -> str:
-    """Return the order that a rank with so many stages takes."""
+    """Return the schedule of ranks with `virtual` stages."""
     return "sppo" if virtual == 1 else "looped_bfs"
 
 

@@ -1,9 +1,9 @@
-r"""What ptxas says of the Triton kernels: registers, spills, shared memory, products, loads.
+r"""Report registers, spills, shared memory, products and loads of the compiled Triton kernels.
 
-Compiles what the launchers launch, for GPUs that need not be there: tensors are on the CPU, and
-Triton does all that it does for a launch but the launch itself. A table goes to the terminal, the
-figures to ``--json``. Ends with 1 if a kernel spills registers that a training launches in bf16,
-or attention in fp32 or fp64.
+Compiles the kernels that the launchers launch, for GPUs that need not be present: tensors are on
+the CPU, and Triton does everything for a launch except the launch itself. Prints a table, and
+writes the figures to ``--json``. The exit code is 1 if a kernel that a bf16 training launches
+spills registers, or attention in fp32 or fp64 does.
 
     python scripts/compiled_kernels.py --json docs/results/compiled_kernels.json
     python scripts/compiled_kernels.py --capabilities 90 --launches few
@@ -32,7 +32,7 @@ from option_types import one_of, output_file, positive, several  # beside this f
 from sppo.output_file import write_text
 
 CAPABILITIES = (80, 90, 100)
-"""Ampere, Hopper and Blackwell of data centres, without the point of the compute capability."""
+"""Compute capabilities of Ampere, Hopper and Blackwell in data centres, without the point."""
 LAUNCHES = ("few", "training", "all")
 _SIZES = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
@@ -43,27 +43,27 @@ _COPY = re.compile(r"cp\.async\.c[ag][\w.:]*\s+\[[^]]+\],\s*\[[^]]+\],\s*(?:0x)?
 
 @dataclass(frozen=True, slots=True)
 class CompiledKernel:
-    """One kernel of one launch, compiled for one compute capability."""
+    """Kernel of one launch, compiled for one compute capability."""
 
     capability: int
     kernel: str
     launch: str
-    """Dtype and sizes that it was compiled for."""
+    """Dtype and sizes that the kernel was compiled for."""
     warps: int
     stages: int
     registers: int
-    """Of a thread; 255 at most."""
+    """Registers of a thread; at most 255."""
     spill_store_bytes: int
     spill_load_bytes: int
     shared_bytes: int
     products: int
-    """Instructions of tensor cores: wgmma, mma or tcgen05.mma."""
+    """Number of tensor core instructions: wgmma, mma or tcgen05.mma."""
     widest_load_bits: int
     """Widest load from global memory, copies to shared memory included."""
 
     @property
     def spills(self) -> bool:
-        """Whether a thread keeps values in memory, for want of registers or by ptxas's choice."""
+        """Whether a thread stores values in memory, because registers ran out or ptxas chose to."""
         return self.spill_store_bytes > 0
 
 
@@ -104,7 +104,7 @@ def main() -> None:
 
 
 def compiled_kernels(capabilities: list[int], launches: str) -> list[CompiledKernel]:
-    """Compile ``launches`` for ``capabilities``, in a process that has not imported triton."""
+    """Compile `launches` for `capabilities`, in a process that has not imported triton."""
     recorder = _Recorder()
     with tempfile.TemporaryDirectory() as cache:  # a kernel from a cache has no report of ptxas
         os.environ |= {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache}
@@ -120,7 +120,7 @@ def compiled_kernels(capabilities: list[int], launches: str) -> list[CompiledKer
 
 @dataclass
 class _Recorder:
-    """What Triton asks a driver before it compiles, and what came of it."""
+    """Replacement for Triton's driver that answers its queries and records compiled kernels."""
 
     capability: int = 0
     launch: str = ""
@@ -132,7 +132,7 @@ class _Recorder:
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        """One device per compute capability: Triton remembers what it compiled for a device."""
+        """Return one device per compute capability: Triton caches compiled kernels by device."""
         return self.capability
 
     def get_current_stream(self, device: int) -> int:
@@ -140,7 +140,7 @@ class _Recorder:
         return 0
 
     def compile_in_place_of_launches(self) -> None:
-        """From here on a launch compiles, and is recorded unless it was compiled before."""
+        """Replace launches by compilation; a kernel is recorded when it is first compiled."""
         import triton
         from triton.runtime.jit import JITFunction
 
@@ -183,14 +183,14 @@ class _Recorder:
 
 
 def _widest_load(ptx: str) -> int:
-    """Bits of the widest load of a thread from global memory."""
+    """Return the bits of a thread's widest load from global memory."""
     loads = [int(match[1] or 1) * int(match[2]) for match in _LOAD.finditer(ptx)]
     copies = [8 * int(match[1], 16) for match in _COPY.finditer(ptx)]
     return max([0, *loads, *copies])
 
 
 def _launches(which: str) -> Mapping[str, Callable[[], None]]:
-    """What to launch, by name."""
+    """Return the launches to compile, by name."""
     import torch
 
     if which == "few":
@@ -222,7 +222,7 @@ def _each(
     widths: tuple[int, ...],
     words: tuple[int, ...],
 ) -> Mapping[str, Callable[[], None]]:
-    """Launches of every dtype, head size, with and without a window, width and vocabulary."""
+    """Return launches for every dtype, head size, window, width and vocabulary, by name."""
     launches = _attention_launches(dtypes, heads=heads, windows=windows)
     for dtype in dtypes:
         named = _name(dtype)
@@ -326,7 +326,7 @@ def _report(kernels: list[CompiledKernel]) -> dict[str, Any]:
 
 
 def _add_report(path: Path, report: Mapping[str, Any]) -> None:
-    """Add to the list in ``path``, a kernel to a line."""
+    """Add a report to the list in `path`, with one kernel per line."""
     older = json.loads(path.read_text()) if path.exists() else []
     reports = [one for one in older if one["triton"] != report["triton"]] + [report]
     text = json.dumps(sorted(reports, key=lambda one: one["triton"]), indent=1)
@@ -350,7 +350,7 @@ _COLUMNS = {
 
 
 def _table(kernels: list[CompiledKernel]) -> str:
-    """One line per kernel; numbers stand to the right."""
+    """Return a table with one line per kernel; numbers are right-aligned."""
     rows = [list(_COLUMNS)]
     rows += [[str(getattr(kernel, name)) for name in _COLUMNS.values()] for kernel in kernels]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]

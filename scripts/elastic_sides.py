@@ -1,9 +1,9 @@
-"""The sides of ``compare_elastic.py``, planned and simulated: what each runs in every step.
+"""Sides of ``compare_elastic.py``: plans and simulations of every step.
 
-Every side is planned by the same code from the same rates. Where nothing else is asked for, a side
-of fixed chunks takes the number of tokens with which its steps are simulated to be fastest. The
-elastic sides may hold no more than the baseline does in the step in which that holds most. All run
-Seq1F1B but *elastic_auto*, whose schedule and stages on a rank are planned, too.
+All sides are planned by the same code with the same rates. Unless the size is given, a side with
+fixed chunks uses the number of tokens with which its steps are fastest in simulation. The elastic
+sides may hold at most as much memory as the baseline does in its fullest step. All run Seq1F1B
+except *elastic_auto*, whose schedule and stages on a rank are planned as well.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ PACKED_SIDES = ("padded", "stream", "fixed", "elastic", "elastic_auto")
 SIDES = (*PACKED_SIDES, *RECOMPUTING_SIDES)
 BASELINE = "fixed"
 BASELINES = (BASELINE, RECOMPUTING_BASELINE)
-"""Sides that others are compared with: the first of these that is there."""
+"""Sides that others are compared with; the first of them that is present is used."""
 LEAST_CHUNK = 256
-"""Tokens of the smallest fixed chunks that are tried; larger ones double."""
+"""Tokens of the smallest fixed chunks that are tried; further sizes double."""
 _ATTEMPTS = 8
-"""Times that a step is planned anew for less memory."""
+"""Largest number of times that a step is planned again for less memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is compared.
+    """Request to compare.
 
     Attributes:
         model: Keys of the model.
-        dtype: Of weights and activations.
-        hardware: The machine, whose rates hold for one thread.
-        free_bytes: Memory of one rank that plans may fill.
+        dtype: Type of weights and activations.
+        hardware: Machine, with rates of one thread.
+        free_bytes: Memory of one rank that plans may use.
         lengths: Tokens of each sample of each step.
-        longest: Tokens of the longest sample there may be.
+        longest: Upper bound of the tokens of a sample.
         row_tokens: Tokens of a row of the stream.
-        chunk_tokens: Of a subsequence where it is fixed; None leaves it open.
-        memory_share: Of the bytes between recomputing and retaining everything, those that sides
-            which recompute may fill.
+        chunk_tokens: Tokens of a fixed subsequence; None to search the fastest.
+        memory_share: Share of the bytes between recomputing and retaining everything that sides
+            with recomputation may use.
     """
 
     model: Mapping[str, int]
@@ -73,10 +73,10 @@ class Request:
 
 
 def side_steps(request: Request, *, ranks: int, sides: Sequence[str]) -> dict[str, list[SideStep]]:
-    """Return the steps of each side, planned for a pipeline of so many ranks.
+    """Return the steps of each side, planned for a pipeline of `ranks` ranks.
 
     Raises:
-        MemoryError: a step does not fit.
+        MemoryError: A step does not fit.
     """
     planner = _planner(request, ranks=ranks, schedule="sppo")
     packings: dict[str, Callable[..., Packing]] = {
@@ -96,7 +96,7 @@ def side_steps(request: Request, *, ranks: int, sides: Sequence[str]) -> dict[st
         elif side not in packings:
             planners = [planner]
             if side == "elastic_auto":
-                # Within the limit it may have to cut so small that the simple schedule is faster.
+                # With the small chunks that fit the limit, the simple schedule may be faster.
                 planners.append(_planner(request, ranks=ranks, schedule="auto"))
             tried = [
                 [_elastic(own, lengths, limit) for lengths in request.lengths] for own in planners
@@ -110,7 +110,7 @@ def _total_s(steps: Sequence[SideStep]) -> float:
 
 
 def figures(steps: Sequence[SideStep], *, lengths: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Return what the simulated steps of a side come to."""
+    """Return the figures of the simulated steps of a side."""
     seconds = [step.plan.step_s for step in steps]
     plans = [step.plan for step in steps]
     return {
@@ -136,7 +136,7 @@ def figures(steps: Sequence[SideStep], *, lengths: Sequence[Sequence[int]]) -> d
 
 
 def _planner(request: Request, *, ranks: int, schedule: str) -> StepPlanner:
-    """What `sppo train` plans steps with."""
+    """Return the step planner that `sppo train` would use."""
     run = check_run(
         {
             "model": dict(request.model),
@@ -161,7 +161,7 @@ def _planner(request: Request, *, ranks: int, schedule: str) -> StepPlanner:
 
 
 def held_bytes(plan: StepPlan) -> int:
-    """Return what the fullest device holds, but for what its process takes beside tensors."""
+    """Return the peak of the fullest device, without process growth."""
     return plan.device_peak_bytes - max(rank.device.growth_bytes for rank in plan.evaluated.memory)
 
 
@@ -176,7 +176,7 @@ def _recomputing(
 
 
 def _elastic(planner: StepPlanner, lengths: Sequence[int], limit: int | None) -> SideStep:
-    """Return a step as the planner of steps makes it, holding at most so many bytes."""
+    """Return a step of the step planner that holds at most `limit` bytes."""
     begin = time.perf_counter()
     plan = planner.plan(lengths)
     seconds = time.perf_counter() - begin
@@ -193,7 +193,7 @@ def _elastic(planner: StepPlanner, lengths: Sequence[int], limit: int | None) ->
 
 
 def _with_room(planner: StepPlanner, room: int) -> StepPlanner:
-    """Return a planner for devices with so many bytes."""
+    """Return a planner for devices with `room` bytes."""
     workload = planner.base.workload
     device = replace(workload.hardware.device, memory_bytes=room, reserved_bytes=0)
     hardware = replace(workload.hardware, device=device)
@@ -204,7 +204,7 @@ def _with_room(planner: StepPlanner, room: int) -> StepPlanner:
 def _fastest(
     planner: StepPlanner, request: Request, *, pack: Callable[..., Packing]
 ) -> list[SideStep]:
-    """Return the steps in chunks of the size with which they are fastest together."""
+    """Return the steps with the chunk size with which they are fastest together."""
     packs = [
         partial(_packed, pack, lengths, multiple=planner.multiple) for lengths in request.lengths
     ]
@@ -221,7 +221,7 @@ def _packed(
 
 
 def _recomputed_share(plan: StepPlan) -> float:
-    """Share of the rows of the attention and linear classes that backward recomputes."""
+    """Return the share of rows of the attention and linear classes that backward recomputes."""
     placement = plan.evaluated.placement
     recomputable = [ATTENTION, LINEAR]
     rows = len(recomputable) * len(placement.recomputed) * int(placement.tokens.sum())

@@ -1,9 +1,9 @@
-"""Run every command that writes files on a disk that is full, at many levels of room left.
+"""Run every command that writes files on a full disk, at many levels of remaining space.
 
-For each command and level a small disk in memory holds the older outputs and so much room. Then:
-the exit code is 0 or 4 without a traceback; an error names a file, or the directory it is in; every
-output is the older one, whole, or absent; nothing half written is left; and the same command
-succeeds once there is room. Needs ``unshare`` and the right to mount inside of it.
+For each command and level, a small disk in memory holds the older outputs and the remaining space.
+Checks: the exit code is 0 or 4 without a traceback; an error names a file or its directory; every
+output is the older one, complete, or absent; no partial file is left; and the same command succeeds
+once there is space. Needs ``unshare`` and the right to mount inside of it.
 
     python scripts/full_disk.py
     python scripts/full_disk.py --only simulate,train --levels 0,4,64
@@ -24,7 +24,7 @@ from pathlib import Path
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 DISK_BYTES = 24 << 20
 LEVELS = (0, 1, 2, 3, 4, 6, 9, 14, 20, 32, 50, 80, 130, 260)
-"""Pages left on the disk."""
+"""Pages of free space on the disk."""
 OLD = b"the older file\n"
 RUN: dict[str, dict[str, object]] = {
     "model": {"preset": "tiny-test", "vocab_size": 257, "num_layers": 2},
@@ -39,13 +39,14 @@ _QUICK = "bench gemm --quick --dtype fp32 --tokens 64 --width 64"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A command, and what it writes.
+    """Command, and the files that it writes.
 
     Attributes:
-        words: after ``sppo``; run files lie beside the disk, which is the working directory.
-        files: that it replaces; an older one of each is there.
-        run: the output of a run, trained in part when the disk fills up; None where there is none.
-        disks: how errors name the disk where it is a tier for activations, too.
+        words: Arguments of ``sppo``. Run files are beside the disk, which is the working directory.
+        files: Files that the command replaces; an older one of each exists.
+        run: Output directory of a run that has trained some steps when the disk fills up; None if
+            the command is no training.
+        disks: Names of the disk in errors, if it is also a tier for activations.
     """
 
     words: str
@@ -83,7 +84,7 @@ CASES = {
 
 
 def main() -> None:
-    """Prepare the inputs, then play every case at every level; exit code 1 if one went wrong."""
+    """Run every case at every level; exit code 1 if one of them failed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="", help="beginnings of the names of cases, by commas")
     parser.add_argument("--levels", default=",".join(map(str, LEVELS)), help="pages left")
@@ -112,13 +113,13 @@ def main() -> None:
 
 
 def _enter_own_mounts() -> None:
-    """Start this script again where it may mount."""
+    """Start this script again in a namespace in which it may mount."""
     again = [sys.executable, *sys.argv, "--inside", "yes"]
     os.execvp("unshare", ["unshare", "-rm", *again])
 
 
 def _prepare(work: Path) -> None:
-    """Inputs of all cases: text, tokens, run files, a trained run and its Hugging Face form."""
+    """Make the inputs of all cases: text, tokens, run files, a trained run, and its HF form."""
     (work / "text.txt").write_text("What goes in must come out. " * 4000)
     here = work / "here"
     here.mkdir()
@@ -138,7 +139,7 @@ def _prepare(work: Path) -> None:
 
 
 class _small_disk:  # noqa: N801 - used like a function
-    """A file system in memory, mounted for as long as the context lasts."""
+    """File system in memory, mounted while the context is active."""
 
     def __init__(self, work: Path) -> None:
         self._place = work / "disk"
@@ -154,7 +155,7 @@ class _small_disk:  # noqa: N801 - used like a function
 
 
 def _play(case: Case, disk: Path, *, free_bytes: int) -> tuple[str, list[str]]:
-    """What became of a case, and what was wrong with it."""
+    """Run a case; return its outcome and its problems."""
     problems: list[str] = []
     if case.run is not None and "steps=8" in case.words:
         code, said = _sppo("train ../run.json", disk)
@@ -184,7 +185,7 @@ def _play(case: Case, disk: Path, *, free_bytes: int) -> tuple[str, list[str]]:
 
 
 def _fill(disk: Path, *, free_bytes: int) -> None:
-    """Leave so many bytes free on ``disk``."""
+    """Fill `disk` until `free_bytes` bytes are free."""
     with (disk / "filler").open("wb", buffering=0) as filler:
         try:
             while True:
@@ -194,7 +195,7 @@ def _fill(disk: Path, *, free_bytes: int) -> None:
 
 
 def _torn(case: Case, disk: Path, *, complete: bool = False) -> Iterator[str]:
-    """What is neither the older file nor whole, and what was left behind."""
+    """Yield outputs that are neither the older file nor complete, and partial files."""
     for path in disk.rglob("*"):
         if ".partial" in path.name:
             yield f"{path.relative_to(disk)} was left"
@@ -228,7 +229,7 @@ _WHOLE: dict[str, Callable[[Path], bool]] = {
 
 
 def _sppo(words: str, directory: Path) -> tuple[int, str]:
-    """Exit code and stderr, with stdout's warnings, of a command; a fork saves the imports."""
+    """Run a command in a fork, which saves the imports; return exit code, stderr and warnings."""
     out, err = directory.parent / "stdout", directory.parent / "stderr"
     sys.stdout.flush()
     child = os.fork()

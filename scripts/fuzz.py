@@ -1,4 +1,4 @@
-"""Damage input files and options at random, and report every end that is not documented.
+"""Damage input files and options at random, and report every outcome that is not documented.
 
 python scripts/fuzz.py --count 20000
 python scripts/fuzz.py --target programs --seed 4711 --count 1
@@ -20,13 +20,13 @@ from tests.fuzzing.targets import TARGETS
 
 _SHOWN = 5
 _ALIKE_CHARACTERS = 40
-"""Findings that end in the same words are shown once."""
+"""Findings whose last characters are equal, this many of them, are shown once."""
 _MEMORY_BYTES = 8 << 30
-"""Of addresses; a case that takes more fails instead of the machine."""
+"""Limit of the address space, so that a case with too much memory fails instead of the machine."""
 
 
 def main() -> None:
-    """Run the campaign; exit code 1 if anything was found."""
+    """Run the campaign; exit code 1 if there are findings."""
     options = _options()
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     targets = [options.target] if options.target else list(TARGETS)

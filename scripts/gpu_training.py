@@ -1,9 +1,9 @@
-"""What training on one GPU comes to: losses beside a CPU's, memory beside its prediction, offload.
+"""Check training on one GPU: losses against a CPU, memory against predictions, and offload.
 
-Trains small models on the CPU and on the GPU, keeping and moving what is saved, and a model of a
-billion parameters with and without moving, all through ``sppo train``; that model also with
-transformers and activation checkpointing, where it is installed. Run by ``scripts/gpu_check.sh``;
-what is done so far is in the result at any time.
+Trains small models on the CPU and on the GPU, with retained and with offloaded activations, and a
+model of a billion parameters with both, all through ``sppo train``; the latter also with
+transformers and activation checkpointing, if it is installed. Run by ``scripts/gpu_check.sh``. The
+result file has everything done so far at any time.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ LLAMA = {
     "mlp_size": 1792,
 }  # fmt: skip
 TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2}
-"""Largest relative difference of a loss between devices. What is only offloaded may differ by the
-order in which gradients of embeddings are added up."""
+"""Largest relative difference of losses between devices. Losses with offloading on one device may
+differ by the order in which gradients of embeddings are added."""
 _SHOWN = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One model, trained by several runs."""
+    """Model that is trained in several runs."""
 
     name: str
     model: dict[str, Any]
@@ -47,33 +47,33 @@ class Case:
     dtype: str
     steps: int
     on_cpu: bool = True
-    """Whether the CPU trains it too."""
+    """Whether the model is also trained on the CPU."""
     policies: tuple[str, ...] = ("retain", "offload_all")
     """Activation policies of the runs on the GPU."""
     with_transformers: bool = False
-    """Whether transformers trains it too, with activation checkpointing."""
+    """Whether the model is also trained with transformers and activation checkpointing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where runs are, and with what."""
+    """Directory of the runs, and functions that start them."""
 
     directory: Path
     rehearse: bool
 
     def sppo(self, *words: str, timeout_s: float) -> str:
-        """Output of one call.
+        """Return the output of a command of ``sppo``.
 
         Raises:
-            RuntimeError: with the end of its output.
+            RuntimeError: The command failed; the message has the end of its output.
         """
         return self.python("-m", "sppo", *words, timeout_s=timeout_s)
 
     def python(self, *words: str, timeout_s: float) -> str:
-        """Output of one call of the interpreter.
+        """Return the output of a call of the Python interpreter.
 
         Raises:
-            RuntimeError: with the end of its output.
+            RuntimeError: The call failed; the message has the end of its output.
         """
         done = subprocess.run(
             [sys.executable, *words],
@@ -88,7 +88,7 @@ class Place:
         return done.stdout
 
     def train(self, case: Case, *, policy: str, device: str, timeout_s: float) -> dict[str, Any]:
-        """Metrics and summary of one run."""
+        """Train a run; return its metrics and summary."""
         name = f"{case.name}-{policy}-{device}"
         moves: dict[str, Any] = {"policy": policy}
         if self.rehearse:
@@ -117,7 +117,7 @@ class Place:
 
 
 def cases(*, rehearse: bool, quick: bool) -> tuple[tuple[Case, ...], tuple[Case, ...]]:
-    """(those that are compared with the CPU, those that are timed), what matters most first."""
+    """Return the cases to compare with the CPU and the cases to time, the most important first."""
     if rehearse:
         return (), (
             Case("rehearsal", {"preset": "tiny-test"}, 256, 4, "fp32", 2, with_transformers=True),
@@ -146,7 +146,7 @@ def cases(*, rehearse: bool, quick: bool) -> tuple[tuple[Case, ...], tuple[Case,
 
 
 def losses_beside(case: Case, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Losses of the runs of one case, and how far apart they are at most."""
+    """Return the losses of the runs of a case, and their largest difference."""
     losses = {name: [step["loss"] for step in run["steps"]] for name, run in runs.items()}
     found: dict[str, Any] = {"case": case.name, "dtype": case.dtype, "losses": losses}
     pairs = {"cpu and gpu": ("cpu retain", "gpu retain")} if case.on_cpu else {}
@@ -168,7 +168,7 @@ def losses_beside(case: Case, runs: dict[str, dict[str, Any]]) -> dict[str, Any]
 
 
 def memory_beside(case: Case, runs: dict[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Memory by bucket, predicted and measured, of the runs on the GPU."""
+    """Yield predicted and measured memory by bucket of the runs on the GPU."""
     for name, run in runs.items():
         if name.startswith("gpu"):
             summary = run["summary"]
@@ -183,7 +183,7 @@ def memory_beside(case: Case, runs: dict[str, dict[str, Any]]) -> Iterator[dict[
 
 
 def times_beside(case: Case, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Step times by policy; the first step of a run is left out."""
+    """Return step times by policy, without the first step of each run."""
     moved = runs["gpu offload_all"]
     seconds = {name: _step_s(run) for name, run in runs.items()}
     found = {
@@ -207,11 +207,11 @@ def times_beside(case: Case, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def transformers_beside(case: Case, place: Place, *, timeout_s: float) -> dict[str, Any]:
-    """What a case takes with transformers and activation checkpointing, or why it was left out.
+    """Return the figures of a case with transformers, or the reason why it was left out.
 
     Raises:
-        RuntimeError: it failed, e.g. for lack of memory.
-        subprocess.TimeoutExpired: there was no time for it.
+        RuntimeError: The training failed, e.g. for lack of memory.
+        subprocess.TimeoutExpired: The time was too short.
     """
     if importlib.util.find_spec("transformers") is None:
         reason = f"transformers is not installed for {sys.executable}"
@@ -230,7 +230,7 @@ def _step_s(run: dict[str, Any]) -> float:
 
 
 def check(place: Place, *, quick: bool, seconds: float, out: Path) -> bool:
-    """Run everything there is time for; whether all of it went well."""
+    """Run everything within `seconds`; return whether all of it succeeded."""
     until = time.monotonic() + seconds
     result: dict[str, Any] = {
         "about": "measured, but for what is called predicted",
@@ -280,7 +280,7 @@ def check(place: Place, *, quick: bool, seconds: float, out: Path) -> bool:
 
 
 def prepare_tokens(place: Place) -> None:
-    """Bytes of the standard library's source."""
+    """Write token data from the source of the standard library, as bytes."""
     library = Path(sysconfig.get_paths()["stdlib"])
     paths = [str(library / name) for name in TEXT if (library / name).exists()]
     words = ("data", "prepare", "--tokenizer", "bytes", "--glob", "*.py", "--out", "tokens")
@@ -288,7 +288,7 @@ def prepare_tokens(place: Place) -> None:
 
 
 def main() -> int:
-    """Exit code."""
+    """Run the check; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, help="JSON file to write")
     parser.add_argument("--directory", type=Path, required=True, help="empty; holds the runs")

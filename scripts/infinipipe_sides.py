@@ -1,6 +1,6 @@
-"""The sides of ``compare_infinipipe.py``: the same samples, as each of them packs and recomputes.
+"""Sides of ``compare_infinipipe.py``: ways to pack and recompute the same samples.
 
-All run Seq1F1B, are priced by the same cost model, and have the same memory.
+All sides run Seq1F1B, use the same cost model, and have the same memory.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "mlp_size": 28672,
     },
 }
-"""Shapes of GPT by name: 7B and 13B those of the SPPO paper, 30B that of OPT-30B."""
+"""Shapes of GPT by name: 7B and 13B of the SPPO paper, 30B of OPT-30B."""
 _ZERO = {"30b": 3}
-"""Level of ZeRO that a model needs to fit, where that is not 1."""
+"""ZeRO level that a model needs to fit, if it is not 1."""
 LAYOUTS = {
     "paper": (Degrees(1, 4, 8),),
     "own": tuple(
@@ -52,25 +52,26 @@ LAYOUTS = {
         for degrees in ((1, 4, 8), (1, 8, 4), (1, 16, 2), (2, 2, 8), (2, 4, 4), (2, 8, 2))
     ),
 }
-"""Ways to divide the devices of which a side takes its fastest: InfiniPipe's, which has sequence
-parallelism inside a node and a stage on each, or any of a few."""
+"""Ways to divide the devices, of which each side uses its fastest. paper: the degrees of
+InfiniPipe, with sequence parallelism inside a node and one stage on each node; own: several ways.
+"""
 CHUNKS = (2048, 4096, 8192, 16384, 32768, 65536)
-"""Tokens of fixed chunks that are tried."""
+"""Sizes of fixed chunks that are tried, in tokens."""
 BASELINES = ("fixed", "fixed_uniform")
-"""Seq1F1B; a comparison is with the faster one."""
+"""Sides of Seq1F1B; comparisons use the faster one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What all sides train.
+    """Training that all sides run.
 
     Attributes:
-        model: One of `MODELS`.
-        distribution: Of the lengths of samples.
+        model: Key of `MODELS`.
+        distribution: Distribution of the lengths of samples.
         longest: Tokens of the longest sample; longer ones are cut.
-        layout: One of `LAYOUTS`.
-        samples: Of a step.
-        steps: How many, each of other samples.
+        layout: Key of `LAYOUTS`.
+        samples: Number of samples of a step.
+        steps: Number of steps, each with other samples.
     """
 
     model: str
@@ -91,11 +92,11 @@ class Case:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TimedPlan:
-    """A step of one side.
+    """Plan of a step of one side, with its planning time.
 
     Attributes:
-        plan: Of the replica with most work, simulated.
-        planning_s: Seconds that it took to find, once it is known how large fixed chunks are.
+        plan: Simulated plan of the replica with the most work.
+        planning_s: Seconds of planning, without the search for the size of fixed chunks.
     """
 
     plan: StepPlan
@@ -104,12 +105,12 @@ class TimedPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Side:
-    """The steps of one side.
+    """Steps of one side.
 
     Attributes:
-        steps: The fastest.
-        chunk_s: Seconds of all steps by tokens of a fixed chunk, of sizes that fit; empty where
-            chunks are planned.
+        steps: Fastest steps of the side.
+        chunk_s: Seconds of all steps by size of fixed chunks, for sizes that fit; empty if chunks
+            are planned.
     """
 
     steps: Sequence[TimedPlan]
@@ -122,10 +123,10 @@ class Side:
 
 
 def planned_sides(case: Case, names: Sequence[str]) -> dict[str, Side | str]:
-    """Return the steps of each side; of one that does not fit, why.
+    """Return the steps of each side; the reason for a side that does not fit.
 
-    Sides in fixed chunks whose levels are not planned take the fastest layout of each, all others
-    that of the elastic side.
+    Sides with fixed chunks and without planned levels use their own fastest layout; all other sides
+    use the layout that is fastest for the elastic side.
     """
     planners = planners_of(case)
     own = min(planners, key=partial(_quick_seconds, case))
@@ -143,13 +144,13 @@ def planned_sides(case: Case, names: Sequence[str]) -> dict[str, Side | str]:
 
 
 def planners_of(case: Case) -> list[StepPlanner]:
-    """Return what plans the steps of a case, for each layout that its longest sample fits in.
+    """Return a step planner for each layout in which the longest sample of a case fits.
 
-    Without memory behind the devices; where none fits so, optimizer states are in host memory, and
+    Plans use device memory alone. If no layout fits, optimizer states are in host memory, and
     activations may be.
 
     Raises:
-        MemoryError: not even then.
+        MemoryError: No layout fits even with host memory.
     """
     zero = _ZERO.get(case.model, 1)
     layouts = [one for one in LAYOUTS[case.layout] if zero < 2 or one.data_parallel == 1]
@@ -171,20 +172,20 @@ def planned_side(name: str, planner: StepPlanner, case: Case) -> Side:
     """Return the steps of a side in one layout.
 
     Raises:
-        MemoryError: one does not fit.
+        MemoryError: A step does not fit.
     """
     return SIDES[name](planner, _own_lengths(planner, case))
 
 
 def _own_lengths(planner: StepPlanner, case: Case) -> list[list[int]]:
-    """Tokens of each sample of the replica with most work, of each step."""
+    """Return the tokens of each sample of the replica with the most work, for each step."""
     return [
         [lengths[index] for index in heaviest_replica(planner, lengths)] for lengths in case.lengths
     ]
 
 
 def _quick_seconds(case: Case, planner: StepPlanner) -> float:
-    """Seconds of the elastic side in one layout, by the small search; no end where none fits."""
+    """Return the seconds of the elastic side by the small search; inf if a step does not fit."""
     quick = replace(planner, quick=True, levels=False)
     try:
         return sum(quick.plan(lengths).step_s for lengths in _own_lengths(planner, case))
@@ -195,7 +196,7 @@ def _quick_seconds(case: Case, planner: StepPlanner) -> float:
 def _longest_samples(
     case: Case, degrees: Degrees, *, zero: int, tier: str
 ) -> tuple[RunConfig, EvaluatedCandidate]:
-    """Return the run of the longest samples of a case, and what it comes to."""
+    """Return the run of the longest samples of a case, and its evaluated candidate."""
     run = check_run(
         {
             "model": MODELS[case.model],
@@ -222,13 +223,13 @@ def _longest_samples(
 
 _Steps = Sequence[Sequence[int]]
 _Place = Callable[[StepPlanner, PackedSamples], StepPlan]
-"""Decides what becomes of the activations of samples that are packed, or raises MemoryError."""
+"""Function that places the activations of packed samples, or raises MemoryError."""
 
 
 def _in_fixed_chunks(
     place: _Place, planner: StepPlanner, steps: _Steps, *, sizes: Sequence[int] = CHUNKS
 ) -> Side:
-    """Return steps in chunks of the size with which they are fastest together."""
+    """Return steps with the fixed chunk size with which they are fastest together."""
     found: dict[int, list[TimedPlan]] = {}
     problem = None
     for size in sizes:
@@ -250,7 +251,7 @@ def _by_policy(planner: StepPlanner, packed: PackedSamples) -> StepPlan:
 
 
 def _by_levels(side: str, planner: StepPlanner, packed: PackedSamples) -> StepPlan:
-    """Place activations as one of the sides of ``level_sides.py`` does."""
+    """Place activations like a side of ``level_sides.py``."""
     found = RECOMPUTING_SIDES[side](planner.base.with_packed(packed.sequences))
     if found is None:
         raise MemoryError(f"{side}: subsequences of this size do not fit")
@@ -265,7 +266,7 @@ def _in_chunks_with_levels(planner: StepPlanner, steps: _Steps) -> Side:
 
 
 def _in_planned_chunks(planner: StepPlanner, steps: _Steps, *, policy: str = "hybrid") -> Side:
-    """Return steps as the planner makes them, activations placed by a policy."""
+    """Return steps of the step planner, with activations placed by a policy."""
     planner = replace(planner, base=replace(planner.base, policy=policy))
     return Side([_timed(partial(planner.plan, lengths)) for lengths in steps], {})
 
@@ -284,4 +285,4 @@ SIDES: Mapping[str, Callable[[StepPlanner, _Steps], Side]] = {
     "retained": partial(_in_planned_chunks, policy="retain"),
     "recomputed": partial(_in_planned_chunks, policy="recompute"),
 }
-"""By name; :mod:`compare_infinipipe` says what they are."""
+"""Functions that return the steps of a side, by name; see :mod:`compare_infinipipe`."""

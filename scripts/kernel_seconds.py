@@ -1,8 +1,7 @@
-"""What a kernel of the engine costs beyond its rate: the Python around it, and its call.
+"""Measurement of the fixed cost of a kernel in the engine: the Python code around it, and its call.
 
-``sppo bench`` measures kernels alone, and on a CPU their rates hold what a call costs, but not what
-the engine does between two of them. Short units of narrow models show it: there it is most of their
-time.
+``sppo bench`` measures kernels alone. On a CPU the measured rates include the cost of a call, but
+not the work of the engine between two kernels, which dominates short units of narrow models.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _STEPS = 40
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What is measured."""
+    """Inputs of the measurement."""
 
     hardware: HardwareSpec
     model: dict[str, Any]
@@ -31,12 +30,12 @@ class _Request:
 def with_kernel_seconds(
     hardware: HardwareSpec, *, model: dict[str, Any], dtype: str
 ) -> HardwareSpec:
-    """Return the machine with the fixed cost of a kernel measured for a model.
+    """Return the machine with the fixed cost of a kernel, measured for a model.
 
     Args:
-        hardware: whose rates hold for one thread.
-        model: keys of it.
-        dtype: of its weights.
+        hardware: Machine with rates of one thread.
+        model: Keys of the model.
+        dtype: Type of the weights.
     """
     found = run_ranks(_measure, _Request(hardware, model, dtype), ranks=1)
     return _with(hardware, found["kernel_s"])
@@ -47,7 +46,7 @@ def _with(hardware: HardwareSpec, kernel_s: float) -> HardwareSpec:
 
 
 def _measure(_rank: int, request: _Request) -> dict[str, float]:
-    """Compare a step of few tokens with its price; all that is beyond is that of its kernels."""
+    """Return the time per kernel by which a step of few tokens exceeds its predicted time."""
     import torch
 
     from sppo.config.model import ModelConfig
@@ -75,7 +74,7 @@ def _measure(_rank: int, request: _Request) -> dict[str, float]:
 
 
 def _step_s(request: _Request, *, kernel_s: float) -> float:
-    """Predicted seconds of that step."""
+    """Return the predicted seconds of a step of few tokens."""
     from sppo.config.model import ModelConfig
     from sppo.cost.candidate import Candidate
     from sppo.cost.layer import Workload

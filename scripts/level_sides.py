@@ -1,10 +1,10 @@
-"""Sides of ``compare_elastic.py`` that recompute: the same samples, packed alike, in little memory.
+"""Sides of ``compare_elastic.py`` that recompute: equally packed samples in little memory.
 
-A device of every step has the memory between what it takes to recompute everything and what it
-takes to retain everything, so something must be recomputed. *recompute_all*: everything.
-*recompute_uniform*: of all subsequences on all stages the same number of layers, the least that
-fits. *checkpointing*: InfiniPipe's integer program over numbers of layers. *levels*: the planner's.
-Nothing is offloaded.
+In every step a device has memory between what recomputing everything and what retaining everything
+needs, so that something must be recomputed. *recompute_all*: everything. *recompute_uniform*: the
+same number of layers for all subsequences on all stages, the least that fits. *checkpointing*:
+InfiniPipe's integer program over numbers of layers. *levels*: the levels of SPPO's planner. Nothing
+is offloaded.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ def recomputing_step(
     """Return a step of a side that recomputes.
 
     Args:
-        planner: of steps; it packs the samples as if there were room for everything.
-        lengths: tokens of each sample.
-        side: one of `RECOMPUTING_SIDES`.
-        memory_share: of the bytes between recomputing and retaining everything, those there are.
+        planner: Step planner; it packs the samples as if everything could be retained.
+        lengths: Tokens of each sample.
+        side: Key of `RECOMPUTING_SIDES`.
+        memory_share: Share of the bytes between recomputing and retaining everything that is
+            available.
 
     Raises:
-        MemoryError: nothing fits.
+        MemoryError: The step does not fit.
     """
     packed = planner.plan(lengths).packed
     base = _without_tier(planner.base)
@@ -55,7 +56,7 @@ def _everything(candidate: Candidate) -> EvaluatedCandidate | None:
 
 
 def _uniform(candidate: Candidate) -> EvaluatedCandidate | None:
-    """Return the candidate with the fewest layers of all units recomputed, as many of each."""
+    """Return the candidate with the fewest recomputed layers, the same number in all units."""
     for level in checkpointing_levels(len(candidate.stages[0])):
         placed = place_levels(candidate, levels=[level])
         if placed is not None:
@@ -78,14 +79,14 @@ RECOMPUTING_SIDES: dict[str, Callable[[Candidate], EvaluatedCandidate | None]] =
 
 
 def _without_tier(base: Candidate) -> Candidate:
-    """Return a candidate for a machine whose devices have no memory behind them."""
+    """Return a candidate for a machine whose devices have neither host memory nor disk."""
     hardware = base.workload.hardware
     node = replace(hardware.node, host_memory_bytes=0, disk_bytes=0)
     return replace(base, workload=replace(base.workload, hardware=replace(hardware, node=node)))
 
 
 def _with_memory(candidate: Candidate, share: float) -> Candidate:
-    """Return the candidate for devices with a share of the bytes that recomputing saves."""
+    """Return the candidate for devices with `share` of the bytes that recomputing saves."""
     least, most = (
         evaluate_candidate(replace(candidate, policy=policy)).device_peak_bytes
         for policy in ("recompute", "retain")

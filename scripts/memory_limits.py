@@ -1,4 +1,4 @@
-"""Train under one memory limit after another: each run ends well, or is refused before it starts.
+"""Train under a series of memory limits: each run succeeds, or is refused before it starts.
 
     python scripts/memory_limits.py --directory /tmp/limits
 
@@ -49,7 +49,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class ControlGroup:
-    """A control group, of either version, whose memory is limited."""
+    """Control group, of version 1 or 2, with a memory limit."""
 
     path: Path
     limit_file: str
@@ -63,11 +63,11 @@ class ControlGroup:
         return ControlGroup(path, "memory.max" if version_2 else "memory.limit_in_bytes")
 
     def limit(self, size: int) -> None:
-        """Set the limit, in bytes."""
+        """Set the memory limit in bytes."""
         (self.path / self.limit_file).write_text(str(size))
 
     def run(self, arguments: Sequence[str], *, directory: Path) -> subprocess.CompletedProcess[str]:
-        """``sppo`` with `arguments`, in the group."""
+        """Run ``sppo`` with `arguments` in the group."""
         enter = f"import os; open({str(self.path / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))"
         return subprocess.run(
             [sys.executable, "-c", f"{enter}; from sppo.__main__ import main; main()", *arguments],
@@ -81,12 +81,12 @@ class ControlGroup:
 
 
 def outcome(group: ControlGroup, case: str, limit_mib: int, directory: Path) -> tuple[bool, str]:
-    """Whether one run did as it should, and a line about it."""
+    """Return whether a run behaved as it should, and a line about it."""
     group.limit(limit_mib * MIB)
     output = f"out_{uuid.uuid4().hex[:8]}"
     words = ["train", "run.yaml", f"train.output={output}", *CASES[case]]
     done = group.run(words, directory=directory)
-    if done.returncode == 0:  # goes on from its checkpoint
+    if done.returncode == 0:  # continue from the checkpoint
         done = group.run([*words, "train.steps=5"], directory=directory)
     summary = directory / output / "run_summary.json"
     line = f"{limit_mib:5} MiB  {case:17} {done.returncode:4}  "
@@ -102,7 +102,7 @@ def outcome(group: ControlGroup, case: str, limit_mib: int, directory: Path) -> 
 
 
 def main() -> None:
-    """Sweep limits and cases."""
+    """Run all cases under all limits."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--directory", type=Path, required=True, help="for runs; is made")
     parser.add_argument("--cases", nargs="*", default=[*CASES], choices=[*CASES])
@@ -124,7 +124,7 @@ def main() -> None:
 
 
 def prepare(directory: Path) -> None:
-    """Write a run file, token data of one document and of many, and a directory to spill into."""
+    """Write a run file, token data of one and of many documents, and a directory for the tier."""
     (directory / "spill").mkdir(parents=True)
     (directory / "run.yaml").write_text(RUN)
     (directory / "ids").mkdir()

@@ -1,9 +1,9 @@
-"""What moving saved activations to a disk does on this CPU: memory and time beside keeping them.
+"""Compare memory and time of offloading saved activations to a disk with retaining them, on a CPU.
 
-Two processes train the same Llama-shaped model in bf16 on the same tokens, one with
-``activations.policy=retain``, one moving what ``--policy`` says to ``--disk``. They take turns step
-by step, so that noise of the machine falls on both. Prints a table, writes the figures as JSON and
-the resident memory over the steps of each as a plot.
+Two processes train the same Llama-shaped model in bf16 on the same tokens: one with
+``activations.policy=retain``, the other with ``--policy`` and offloading to ``--disk``. They
+alternate step by step, so that noise of the machine affects both. Prints a table, writes the
+figures as JSON, and plots the resident memory over the steps of each.
 
     OMP_WAIT_POLICY=passive python scripts/offload_cpu.py --disk /tmp --length 4096 --pieces 8
 """
@@ -40,7 +40,7 @@ SIDES = ("retain", "moved")
 
 
 def main() -> None:
-    """Parse arguments, let both sides take turns, report."""
+    """Parse arguments, run both sides in turns, report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--disk", default=".", help="directory on the disk to move to")
     parser.add_argument("--policy", default="offload_all", help="of the side that moves")
@@ -68,13 +68,13 @@ def main() -> None:
 
 
 def _take_turns(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """Answers of both sides; the first step of each makes its room and belongs to no figure."""
+    """Return the answers of both sides; the first step of each is a warm-up."""
     commands = {side: [__file__, *sys.argv[1:], "--worker", side] for side in SIDES}
     return take_turns(commands, turns=arguments.steps + 1, threads=arguments.threads)
 
 
 def _serve(arguments: argparse.Namespace) -> None:
-    """Worker: build one side, then answer each line on stdin with one measured step."""
+    """Build one side and answer each line on stdin with one measured step, as a worker process."""
     import torch
 
     from sppo.config import check_run
@@ -144,7 +144,7 @@ def _run_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 class _Sampler:
-    """Resident memory every few milliseconds while a step runs."""
+    """Context that samples the resident memory every 50 ms during a step."""
 
     def __init__(self, read: Any, *, above: int) -> None:
         self._read, self._above = read, above
@@ -172,7 +172,7 @@ class _Sampler:
 def _report(
     arguments: argparse.Namespace, answers: dict[str, list[dict[str, Any]]]
 ) -> dict[str, Any]:
-    """Medians of each side, and what is to be said about them."""
+    """Return the medians of each side, and the ratios of both."""
     sides = {
         side: {
             **{key: value for key, value in found[-1].items() if key != "samples"},
@@ -217,7 +217,7 @@ def _print(report: dict[str, Any]) -> None:
 
 
 def _draw(answers: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """All steps of a side one after the other, without the other's turns between them."""
+    """Plot the memory over all steps of each side, without the other side's turns in between."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4), layout="constrained")

@@ -1,4 +1,4 @@
-"""What the options of the comparisons may be: argparse calls these, and names what it refuses."""
+"""Types of the options of the comparison scripts, for argparse; errors name the refused value."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 
 
 def positive(text: str) -> int:
-    """A number from 1 on, such as ``5`` or ``16Ki``."""
+    """Return a number of at least 1, such as ``5`` or ``16Ki``."""
     try:
         number = parse_size(text)
     except ValueError as error:
@@ -25,7 +25,7 @@ def positive(text: str) -> int:
 
 
 def head_counts(text: str) -> tuple[int, int]:
-    """Query and key-value heads, such as ``8/2``."""
+    """Return the numbers of query and key-value heads in a text such as ``8/2``."""
     queries, _, kv = text.partition("/")
     counts = positive(queries), positive(kv or queries)
     if counts[0] % counts[1]:
@@ -37,12 +37,12 @@ def head_counts(text: str) -> tuple[int, int]:
 
 
 def output_file(text: str) -> Path:
-    """A file to write, which can be written; its directory may have to be made."""
+    """Return the path of a file that can be written; its directory need not exist yet."""
     return _writable(text, plots=())
 
 
 def plot_file(text: str) -> Path:
-    """As :func:`output_file`, a PNG."""
+    """Return the path of a PNG that can be written; its directory need not exist yet."""
     return _writable(text, plots=("file",))
 
 
@@ -61,7 +61,7 @@ def _writable(text: str, *, plots: tuple[str, ...]) -> Path:
 
 
 def one_of(*names: str) -> Callable[[str], str]:
-    """A word of ``names``."""
+    """Return a parser of the words `names`."""
 
     def read(text: str) -> str:
         if text not in names:
@@ -72,5 +72,5 @@ def one_of(*names: str) -> Callable[[str], str]:
 
 
 def several(read: Callable[[str], _T]) -> Callable[[str], list[_T]]:
-    """What ``read`` reads, between commas, each once."""
+    """Return a parser of comma-separated values that `read` parses, each once."""
     return lambda text: list(dict.fromkeys(read(word.strip()) for word in text.split(",")))

@@ -1,4 +1,4 @@
-"""Pipeline ranks of a comparison: a process of one thread each, on this machine, over gloo."""
+"""Pipeline ranks of a comparison: processes with one thread each on this machine, over gloo."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from typing import Any
 TIMEOUT = timedelta(hours=2)
 
 Serve = Callable[[int, Any], dict[str, Any] | None]
-"""What a rank does: its number and the script's arguments to a report, of rank 0."""
+"""Function of one rank: takes the rank and the script's arguments, and returns the report on rank
+0."""
 
 
 def run_ranks(serve: Serve, arguments: Any, *, ranks: int) -> dict[str, Any]:
-    """Start a process for every rank and return what rank 0 reports; ends the program if one fails.
+    """Start a process for every rank and return the report of rank 0; exit if a rank fails.
 
     Args:
-        serve: what each does; a function of a module, with a process group as its default one.
-        arguments: given to it.
-        ranks: how many.
+        serve: Function that each rank calls, with a default process group; defined in a module.
+        arguments: Arguments of `serve`.
+        ranks: Number of ranks.
     """
     context = multiprocessing.get_context("spawn")
     with socket.socket() as free:  # closed before rank 0 listens there
@@ -60,7 +61,7 @@ def run_ranks(serve: Serve, arguments: Any, *, ranks: int) -> dict[str, Any]:
 
 
 def timed_s(step: Callable[[], None]) -> float:
-    """Return the seconds from when all ranks are ready until all have done a step."""
+    """Return the seconds of a step, from a barrier before it to a barrier after it."""
     import torch.distributed as dist
 
     dist.barrier()
@@ -71,7 +72,7 @@ def timed_s(step: Callable[[], None]) -> float:
 
 
 def provenance() -> dict[str, Any]:
-    """Return how figures of this program came about, for its JSON."""
+    """Return date, machine, versions and command of the measurement, for the JSON of a report."""
     return {
         "provenance": "measured",
         "date": datetime.now(UTC).date().isoformat(),

@@ -1,6 +1,7 @@
-"""Plans of the longest sequences: what the looped order is to reach on GPUs, and what is planned.
+"""Plan the longest sequences on GPUs, and compare the plans with targets of the looped order.
 
-Runs ``sppo solve`` for every row, on presets: analytic rates and a simulated step, nothing is run.
+Runs ``sppo solve`` on presets for every row, with analytic rates and a simulated step; nothing is
+trained.
 
     python scripts/plan_long_sequences.py [--only TEXT] [--output docs/results/planned_looped.json]
 """
@@ -33,21 +34,22 @@ _CLUSTER = "configs/run/gpt_7b_512k_32gpu.yaml"
 _H100 = ("hardware.preset=h100", "hardware.host_memory=2TiB")
 _ONE_H200 = ("hardware.preset=h200", "hardware.devices_per_node=1")
 _WIDTH = 150
-"""Columns of what is printed, also to a file."""
+"""Columns of the output, also when written to a file."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a plan is to reach.
+    """Request to plan, and the figures that its plan should reach.
 
     Attributes:
-        name: Model, tokens, machine.
-        run_file: Of the request, from the repository's root.
-        overrides: Of its keys.
-        most_s: Seconds that a step may take; None where fitting is all that is asked.
-        baseline: Overrides that turn the request into what it is compared with.
-        least_ratio: What the baseline's step is to take as a multiple.
-        note: What others measured or published, or why it cannot be reached.
+        name: Model, tokens and machine.
+        run_file: Run file of the request, relative to the repository.
+        overrides: Overrides of the run file.
+        most_s: Upper bound of the seconds of a step; None if the plan only has to fit.
+        baseline: Overrides that turn the request into its baseline.
+        least_ratio: Lower bound of the baseline's step time over the plan's; None if there is none.
+        note: Figures that others measured or published, or the reason why the target cannot be
+            reached.
     """
 
     name: str
@@ -151,7 +153,7 @@ TARGETS = (
 
 
 def main() -> None:
-    """Plan every target, and print and write what was found."""
+    """Plan every target, then print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="targets whose name contains this")
     parser.add_argument("--output", type=output_file, help="write the figures here as JSON")
@@ -173,7 +175,7 @@ def main() -> None:
 
 
 def row(target: Target) -> dict[str, Any]:
-    """Return a target, its commands, what they found, and whether that reaches it."""
+    """Return a target with its commands, their results, and whether the target is reached."""
     words = [target.run_file, *target.overrides]
     found = solve(words)
     result: dict[str, Any] = {"target": target.name, "command": command(words), "found": found}
@@ -192,7 +194,7 @@ def row(target: Target) -> dict[str, Any]:
 
 
 def command(words: Sequence[str]) -> str:
-    """Return the command as a user types it."""
+    """Return the command line as a user types it."""
     return shlex.join(["sppo", "solve", *words])
 
 
@@ -200,7 +202,7 @@ def solve(words: Sequence[str]) -> dict[str, Any]:
     """Return the figures of the best plan, or why nothing fits and what would.
 
     Raises:
-        RuntimeError: the request is refused.
+        RuntimeError: The request is refused.
     """
     done = subprocess.run(
         [sys.executable, "-m", "sppo", "solve", *words, "--json"],
@@ -218,7 +220,7 @@ def solve(words: Sequence[str]) -> dict[str, Any]:
 
 
 def figures(best: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of the best plan stands in the table."""
+    """Return the figures of the best plan for the table."""
     predicted = best["predicted"]
     kept = ("step_s", "mfu", "bubble_fraction", "device_peak_bytes")
     degrees = ("sequence_parallel_degree", "pipeline_parallel_degree", "data_parallel_degree")
@@ -231,7 +233,7 @@ def figures(best: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]], *, console: Console) -> None:
-    """Print the table."""
+    """Print the table of targets."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("target")
     for title in ("step", "MFU", "device", "SP/PP/DP", "v", "N", "ratio", "reached"):

@@ -1,4 +1,4 @@
-"""Configurations that others measured on GPUs: their layout in our terms, step time and memory."""
+"""Published configurations measured on GPUs: layout as a candidate, step time and memory."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ ALST_METHOD = next(method for method in METHODS if method.name == ALST)
 
 @dataclass(frozen=True)
 class Published:
-    """A configuration that others measured.
+    """Configuration that others measured.
 
     Attributes:
         name: System, model and machine.
-        source: Where its figures stand.
-        candidate: The layout of its step in our terms, one whole sequence a unit.
-        recomputed: Shares of (x_in, attention, linear) that backward computes again.
-        measured_s: Seconds of its step.
-        measured_bytes: Peak memory of a device; None where it does not say.
-        micro_batch: Sequences that a device runs at once.
-        layers_held: Layers whose activations a device of the first stage holds at once; None for
-            all of a stage.
-        inputs_offloaded: Whether layer inputs wait in host memory.
-        method: By which memory is counted; None counts the activations of `layers_held`.
-        tensor_parallel: Of Megatron without sequence parallelism, which keeps 10 + 24 / t bytes of
-            activations a token and hidden unit; 0 where ours keep what they keep.
-        reasons: What our layout cannot express of theirs.
+        source: Publication of the figures.
+        candidate: Layout of the step as a candidate, with one whole sequence per unit.
+        recomputed: Shares of (x_in, attention, linear) that backward recomputes.
+        measured_s: Measured seconds of a step.
+        measured_bytes: Measured peak memory of a device; None if it is not published.
+        reasons: Features of the system that the candidate cannot express.
+        micro_batch: Number of sequences that a device runs at once.
+        layers_held: Number of layers whose activations a device of the first stage holds at once;
+            None for all layers of a stage.
+        inputs_offloaded: Whether layer inputs are offloaded to host memory.
+        method: Method by which memory is counted; None counts the activations of `layers_held`.
+        tensor_parallel: Tensor parallel degree t of Megatron without sequence parallelism, which
+            saves 10 + 24 / t bytes of activations per token and hidden unit; 0 if the system saves
+            the same tensors as SPPO.
     """
 
     name: str
@@ -53,14 +54,17 @@ class Published:
 
 
 def configurations() -> tuple[Published, ...]:
-    """What others measured."""
+    """Return all published configurations."""
     return (*_torchtitan(), *_megatron(), *_long_sequences())
 
 
 def _torchtitan() -> tuple[Published, ...]:
-    """Llama-3.1-8B, 8Ki tokens, FSDP: two sequences a device on H100, one on A100."""
+    """Return torchtitan's Llama-3.1-8B with FSDP at 8Ki tokens.
+
+    A device runs two sequences on H100, and one on A100.
+    """
     source = "torchtitan, docs/performance.md"
-    # Their H100 have 96 GB of HBM2e at 2.4 TB/s and may draw 500 W.
+    # The H100 of torchtitan have 96 GB of HBM2e at 2.4 TB/s and a power limit of 500 W.
     h100 = _machine("h100", attention="flash_attn_2", memory_bytes_per_s=0.8 * 2.4e12)
     limited = (
         "These H100 draw at most 500 W; our rates for products and attention are of 700 W. "
@@ -116,7 +120,10 @@ def _torchtitan() -> tuple[Published, ...]:
 
 
 def _megatron() -> tuple[Published, ...]:
-    """GPT 7B, 8 key/value heads, 131072 words, 8Ki tokens, 8 sequences a step on 8 devices."""
+    """Return Megatron's GPT 7B with 8 key/value heads and 131072 words at 8Ki tokens.
+
+    A step has 8 sequences on 8 devices.
+    """
     source = "Megatron-LM, functional test gpt3_7b_{}_memory_speed, golden values"
     model = _model(
         "gpt-7b",
@@ -196,7 +203,10 @@ def _megatron() -> tuple[Published, ...]:
 
 
 def _long_sequences() -> tuple[Published, ...]:
-    """One sequence, whole layers recomputed, layer inputs in host memory."""
+    """Return trainings of one long sequence with whole layers recomputed.
+
+    Layer inputs are in host memory, except in ALST on 8 devices at 1.1M tokens.
+    """
     recompute = (0.0, 1.0, 1.0)
     qwen = Workload(
         _model("qwen3-8b"), _machine("h100", attention="cudnn"), sequence_parallel_degree=8
@@ -261,7 +271,7 @@ def _model(preset: str, **change: object) -> ModelConfig:
 def _machine(
     preset: str, *, attention: str, nodes: int = 1, memory_bytes_per_s: float | None = None
 ) -> HardwareSpec:
-    """A preset with another attention back end, more nodes, or other memory."""
+    """Return a preset with another attention back end, more nodes, or other memory bandwidth."""
     spec = PRESETS[preset]
     device = replace(
         spec.device,

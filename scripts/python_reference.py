@@ -1,4 +1,4 @@
-"""The page of the Python interface, from the docstrings and signatures of ``sppo.__all__``."""
+"""Reference page of the Python interface, from docstrings and signatures of ``sppo.__all__``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _GROUPS = {
     "Errors": ("ConfigError", "NothingFitsError", "RunFailedError"),
 }
 _METHODS = {"Engine": ("accumulate", "evaluate", "take_peaks", "close")}
-"""What of a class is for callers."""
+"""Public methods of classes."""
 _ELSEWHERE = {
     "RunConfig": "Its sections and keys are those of a [run file](run_file.md).",
     "StepMetrics": "Its fields are those of [`metrics.jsonl`](files.md).",
@@ -40,7 +40,7 @@ def python_page() -> str:
     """Return the page of the Python interface.
 
     Raises:
-        ValueError: a name of ``sppo.__all__`` stands in no group, or one too many does.
+        ValueError: A name of ``sppo.__all__`` is in no group, or a group has an unknown name.
     """
     import sppo
 
@@ -62,7 +62,7 @@ def python_page() -> str:
 
 
 def _entry(name: str, value: Any) -> Iterator[str]:
-    """Yield the heading, the signature and the docstring of a name, and of its methods."""
+    """Yield heading, signature and docstring of a name, and of its public methods."""
     yield f"### `sppo.{name}`"
     if not inspect.isclass(value):
         yield _signature(f"sppo.{name}", value)
@@ -91,7 +91,7 @@ def _properties(cls: type) -> Iterator[str]:
 
 
 def _signature(name: str, function: Callable[..., Any]) -> str:
-    """Return a call with parameters, types and defaults, a line each where there are many."""
+    """Return a call with parameters, types and defaults; a long one with one parameter per line."""
     parameters = [
         re.sub(r"<function (\w+) at 0x\w+>", r"\1", str(parameter)).replace("'", "")
         for key, parameter in inspect.signature(function).parameters.items()
@@ -108,7 +108,7 @@ def _signature(name: str, function: Callable[..., Any]) -> str:
 
 
 def _docstring(value: Any) -> Iterator[str]:
-    """Yield a docstring in Markdown: text, examples, and lists for its sections."""
+    """Yield a docstring in Markdown: text, lists for its sections, and examples."""
     text = inspect.getdoc(value) or ""
     text, examples = _without_examples(text)
     head, *rest = _SECTION.split(text)
@@ -126,12 +126,12 @@ def _docstring(value: Any) -> Iterator[str]:
 
 
 def _without_examples(text: str) -> tuple[str, str]:
-    """Return a docstring without its examples, and those."""
+    """Return a docstring without its examples, and the examples."""
     start = text.find(">>> ")
     return (text, "") if start < 0 else (text[:start].rstrip(), text[start:].rstrip())
 
 
 def _flat(text: str) -> str:
-    """Return text of a docstring in one line of Markdown."""
+    """Return text of a docstring as one line of Markdown."""
     text = re.sub(r":(?:class|func|meth|data|mod):`~?([^`]+)`", r"`\1`", text)
     return re.sub(r"\s+", " ", text.replace("``", "`")).strip()

@@ -1,10 +1,10 @@
-"""Trains random combinations of everything that can be combined, and checks every number of them.
+"""Train random combinations of settings, and compare all results with plain autograd.
 
-Models, cuts, documents, samples, activation policies, tiers, schedules, degrees, ZeRO, precision,
-and going on from a checkpoint with other degrees: losses, gradients, norms and updated weights are
-compared with plain autograd in float64, of samples with that of each by itself. Ranks are threads
-of this process by default, whose messages move at moments that the seed chooses; ``--ranks real``
-makes them processes that talk over gloo.
+Draws models, cuts, documents, samples, activation policies, tiers, schedules, degrees, ZeRO,
+precision, and resuming from a checkpoint with other degrees. Losses, gradients, norms and updated
+weights are compared with plain autograd in float64; samples with autograd on each sample by itself.
+By default ranks are threads of this process, whose messages are delivered at moments that the seed
+chooses; with ``--ranks real`` they are processes that communicate over gloo.
 
     python scripts/random_training.py --count 2000
 
@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 def main() -> None:
-    """Parse arguments, run the cases, end with 1 if any was wrong."""
+    """Parse arguments and run the cases; exit code 1 if any result is wrong."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def _run(cases: Sequence[Any], faults_of: Callable[[Any], list[str]]) -> list[int]:
-    """Run all cases, report; seeds of those that were wrong."""
+    """Run all cases and report; return the seeds of the cases with wrong results."""
     start, wrong, several = time.monotonic(), [], 0
     for done, case in enumerate(cases, start=1):
         several += case.num_ranks > 1

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Break small runs of several ranks in random ways, and check how they end and go on.
+"""Break small runs of several ranks in random ways, and check how the runs end and resume.
 
-Each case trains a model of 20 thousand parameters on two ranks of this machine and does one thing
-to it: kills or stops a rank, sends a signal at a random moment, gives ranks different data or
-configurations, takes their port, limits their open files, starts two runs in one directory. Every
-second round of faults meets the looped order with K and V on a disk. A case fails if the job does
-not end in time, ends with a traceback or another exit code than promised, leaves something on that
-disk, or cannot go on afterwards. Exit code 1 if any case failed.
+Each case trains a model of 20 thousand parameters on two ranks of this machine and breaks the run
+in one way: it kills or stops a rank, sends a signal at a random moment, gives ranks different data
+or configurations, occupies their port, limits their open files, or starts two runs in one
+directory. Every second round uses the looped order with K and V on a disk. A case fails if the job
+does not end in time, ends with a traceback or an undocumented exit code, leaves files on the disk,
+or cannot be resumed. The exit code is 1 if any case failed.
 
     python scripts/rank_faults.py --seed 1 --count 20
 """
@@ -50,19 +50,22 @@ _KINDS: Mapping[str, Mapping[str, Mapping[str, object]]] = {
         "activations": {"policy": "offload_all", "kv": "offload", "disk": "spill"},
     },
 }
-"""Sections over :data:`_RUN`."""
+"""Sections that override those of :data:`_RUN`, by kind of run."""
 _NOISE = ("CPU tensors: ", "attention back end", "saved ", "going on after")
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a job, or one rank of it that was started by hand, ended; returncode None: it did not."""
+    """Exit code and errors of a job, or of one rank that was started by hand.
+
+    The returncode is None if the process did not end.
+    """
 
     returncode: int | None
     errors: str
 
     def problem(self, codes: Sequence[int], *words: str) -> str:
-        """Return what is wrong with it, empty if it ended as it must."""
+        """Return what is wrong with the end of the job; "" if it ended as it must."""
         if self.returncode is None:
             return f"it did not end within {_ENDS_WITHIN_S:g} s"
         if self.returncode not in codes:
@@ -74,7 +77,7 @@ class Ended:
 
 
 class Job:
-    """``sppo train`` in a directory of its own, with what is needed to break it."""
+    """Process of ``sppo train`` in its own directory, with functions to find and end its ranks."""
 
     def __init__(self, directory: Path, *words: str, **environment: str) -> None:
         self.directory = directory
@@ -89,12 +92,12 @@ class Job:
         )
 
     def steps(self) -> int:
-        """Return how many steps stand in the metrics."""
+        """Return the number of steps in the metrics."""
         metrics = self.directory / "out/metrics.jsonl"
         return len(metrics.read_text().splitlines()) if metrics.exists() else 0
 
     def wait_for_steps(self, count: int) -> bool:
-        """Return whether the run has come so far before it ended."""
+        """Return whether the run reached `count` steps before it ended or the time was over."""
         until_s = time.monotonic() + _ENDS_WITHIN_S
         while time.monotonic() < until_s and self.process.poll() is None:
             if self.steps() >= count:
@@ -103,7 +106,7 @@ class Job:
         return False
 
     def rank(self, number: int) -> int:
-        """Return the process id of a rank that the job has started."""
+        """Return the process id of a rank that the job started."""
         for child in _children(self.process.pid):
             with contextlib.suppress(OSError):
                 if f"\0RANK={number}\0" in Path(f"/proc/{child}/environ").read_text():
@@ -111,7 +114,7 @@ class Job:
         raise ProcessLookupError(f"rank {number} does not run")
 
     def end(self) -> Ended:
-        """Wait for the end; kill what does not come to one."""
+        """Wait for the end of the job; kill it if it does not end in time."""
         try:
             returncode: int | None = self.process.wait(_ENDS_WITHIN_S)
         except subprocess.TimeoutExpired:
@@ -145,7 +148,7 @@ def write_tokens(directory: Path, *, seed: int) -> None:
 
 
 def _as_ranks(directory: Path, port: int, *words: Sequence[str]) -> list[Job]:
-    """Two ranks as torchrun starts them, the words of each."""
+    """Start two ranks as torchrun does, each with its own `words`."""
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     return [
         Job(
@@ -162,7 +165,7 @@ def _as_ranks(directory: Path, port: int, *words: Sequence[str]) -> list[Job]:
 
 @contextlib.contextmanager
 def _listening() -> Iterator[int]:
-    """A program on a port that is no meeting place; gives the port."""
+    """Yield a port on which another program listens, and does not answer."""
     with socket.create_server(("127.0.0.1", 0), backlog=16) as listener:
         yield listener.getsockname()[1]
 
@@ -184,17 +187,17 @@ def killed(directory: Path, dice: random.Random) -> str:
 
 
 def stopped(directory: Path, dice: random.Random) -> str:
-    """Stop a rank with SIGSTOP: the others time out, and the report blames it."""
+    """Stop a rank with SIGSTOP: the others time out, and the report names the stopped rank."""
     job, rank = Job(directory, "checkpoint.every=0"), dice.randrange(2)
     if not job.wait_for_steps(dice.randrange(1, 6)):
         return f"it did not train: {job.end()}"
     os.kill(job.rank(rank), signal.SIGSTOP)
-    # Without the seconds where the connection had been given up by another message's wait.
+    # No seconds are reported if the wait for another message has already closed the connection.
     return job.end().problem([1], f"rank {rank} of 2 did not answer", "timed out")
 
 
 def slow(directory: Path, dice: random.Random) -> str:
-    """Stop a rank for less than the timeout: nobody minds."""
+    """Stop a rank for less than the timeout: the run must succeed."""
     job = Job(directory, "train.steps=12")
     if not job.wait_for_steps(2):
         return f"it did not train: {job.end()}"
@@ -206,7 +209,7 @@ def slow(directory: Path, dice: random.Random) -> str:
 
 
 def asked(directory: Path, dice: random.Random) -> str:
-    """Send SIGTERM or SIGINT once the command has begun, in its start-up or a step."""
+    """Send SIGTERM or SIGINT after the command has started, during its start-up or a step."""
     number = dice.choice([signal.SIGTERM, signal.SIGINT])
     job = Job(directory)
     time.sleep(1 + dice.random() * 25)
@@ -216,7 +219,7 @@ def asked(directory: Path, dice: random.Random) -> str:
 
 
 def other_configuration(directory: Path, dice: random.Random) -> str:
-    """Give a rank another learning rate."""
+    """Give one rank another learning rate."""
     del dice
     jobs = _as_ranks(directory, _free_port(), [], ["optimizer.lr=0.5"])
     ends = [job.end() for job in jobs]
@@ -224,7 +227,7 @@ def other_configuration(directory: Path, dice: random.Random) -> str:
 
 
 def other_data(directory: Path, dice: random.Random) -> str:
-    """Give a rank other tokens."""
+    """Give one rank other tokens."""
     write_tokens(directory / "other", seed=dice.randrange(1, 1000))
     jobs = _as_ranks(directory, _free_port(), [], ["data.tokens=other"])
     ends = [job.end() for job in jobs]
@@ -232,7 +235,7 @@ def other_data(directory: Path, dice: random.Random) -> str:
 
 
 def missing_rank(directory: Path, dice: random.Random) -> str:
-    """Start one of two ranks."""
+    """Start only one of two ranks."""
     rank, port = dice.randrange(2), _free_port()
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)}
@@ -241,7 +244,7 @@ def missing_rank(directory: Path, dice: random.Random) -> str:
 
 
 def taken_port(directory: Path, dice: random.Random) -> str:
-    """Let another program have the port, and never answer."""
+    """Let another program listen on the port and never answer."""
     del dice
     with _listening() as port:
         first, second = (job.end() for job in _as_ranks(directory, port, [], []))
@@ -264,13 +267,13 @@ def few_files(directory: Path, dice: random.Random) -> str:
 
 
 def together(directory: Path, dice: random.Random) -> str:
-    """Start two runs in one directory in the same instant: one trains, one is refused."""
+    """Start two runs in one directory at the same time: one trains, the other is refused."""
     words = [] if dice.random() < 0.5 else ["parallel.pipeline_parallel_degree=1"]
     jobs = [Job(directory, "train.steps=8", *words) for _ in range(2)]
     ends = [job.end() for job in jobs]
     ends.sort(key=lambda end: end.returncode or 0)
     if ends[1].returncode == 0 and jobs[0].steps() == 8:
-        return ""  # on a busy machine one began when the other was done, and left it as it was
+        return ""  # on a busy machine one started after the other had ended, and changed nothing
     return ends[0].problem([0]) + ends[1].problem([2], "is in use by another run (pid ")
 
 
@@ -292,7 +295,7 @@ FAULTS: Mapping[str, Callable[[Path, random.Random], str]] = {
 
 
 def write_run(directory: Path, kind: str) -> None:
-    """Write ``run.yaml``, and make the directory that stands for a disk."""
+    """Write ``run.yaml``, and make the directory of the disk tier."""
     run = {name: dict(keys) for name, keys in _RUN.items()}
     for name, keys in _KINDS[kind].items():
         run[name] = {**run.get(name, {}), **keys}
@@ -301,20 +304,20 @@ def write_run(directory: Path, kind: str) -> None:
 
 
 def left_behind(directory: Path) -> str:
-    """Return what a run has left on its disk tier, empty if nothing."""
+    """Return which files a run has left on its disk tier; "" if none."""
     files = sorted(path.name for path in (directory / "spill").iterdir())
     return f"left on the disk tier: {files}" if files else ""
 
 
 def goes_on(directory: Path) -> str:
-    """Return why the run does not go on for two steps after a fault, empty if it does."""
+    """Resume the run after a fault for two steps; return what went wrong, or ""."""
     metrics = directory / "out/metrics.jsonl"
     before = len(metrics.read_text().splitlines()) if metrics.exists() else 0
     return Job(directory, f"train.steps={before + 2}").end().problem([0])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the cases; the exit code."""
+    """Run the cases; return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=2 * len(FAULTS))

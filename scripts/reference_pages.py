@@ -1,10 +1,10 @@
 """Write the reference pages of the documentation from the code: docs/reference/*.md.
 
-python scripts/reference_pages.py            writes them
-python scripts/reference_pages.py --check    ends with 1 and names the pages that are stale
+python scripts/reference_pages.py            writes the pages
+python scripts/reference_pages.py --check    exits with 1 and names the pages that are stale
 
-Every description comes from where its subject is defined: fields of the run file's schema,
-docstrings, the help of options. Nothing depends on the machine.
+Every description is taken from the definition of its subject: fields of the run file's schema,
+docstrings, the help of options. The pages do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _bounds(entry: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _rules_across_keys() -> str:
-    """Return what the rules about several keys say, in the order in which they stand."""
+    """Return the docstrings of the rules about several keys as a list, in source order."""
     from sppo.config import rules
 
     found = [
@@ -146,7 +146,7 @@ def _rules_across_keys() -> str:
 
 
 def _yields(function: Callable[..., Any]) -> bool:
-    """Whether a function is a rule: it yields problems, and does not only collect other rules."""
+    """Return whether a function is a rule: it yields problems and does not only collect rules."""
     source = inspect.getsource(function)
     return "yield Problem(" in source
 
@@ -201,7 +201,7 @@ def _command(path: str, command: Any) -> Iterator[str]:
 
 
 def _help(text: str) -> str:
-    """Return a docstring as paragraphs, commands in it as text."""
+    """Return a docstring as paragraphs, with its commands as text blocks."""
     blocks = []
     for block in re.split(r"\n\s*\n", text.replace("\b", "")):
         lines = [line.strip() for line in block.strip().splitlines()]
@@ -213,7 +213,7 @@ def _help(text: str) -> str:
 
 
 def _option(option: Any, hint: Any) -> str:
-    """Return the words of an option, the long one first, and what stands behind it."""
+    """Return the names of an option, the long one first, and its value."""
     words = ", ".join(f"`{word}`" for word in sorted(option.opts, key=len, reverse=True))
     if option.is_flag:
         return words
@@ -221,7 +221,7 @@ def _option(option: Any, hint: Any) -> str:
 
 
 def _value(hint: Any) -> str:
-    """Return what an option of a type takes, in capitals or as its choices."""
+    """Return the value of an option of a type: the type in capitals, or the choices."""
     kinds = [kind for kind in get_args(hint) if kind is not NoneType] or [hint]
     kind: Any = kinds[0] if isinstance(kinds[0], type) else get_args(kinds[0])[0]
     if issubclass(kind, Enum):
@@ -277,7 +277,7 @@ def files_page() -> str:
 
 
 def _summary(cls: type) -> str:
-    """Return the first sentence of a docstring."""
+    """Return the first paragraph of a docstring."""
     return _prose((inspect.getdoc(cls) or "").split("\n\n")[0])
 
 
@@ -294,7 +294,7 @@ def _fields_table(cls: type) -> str:
 
 
 def _aliases(cls: type) -> dict[str, str]:
-    """Return the names that fields have in files, where these differ."""
+    """Return the names of fields in files, if they differ from the names in the code."""
     found = {}
     for name, hint in get_type_hints(cls, include_extras=True).items():
         for extra in getattr(hint, "__metadata__", ()):
@@ -304,7 +304,7 @@ def _aliases(cls: type) -> dict[str, str]:
 
 
 def _attribute_docstrings(cls: type) -> dict[str, str]:
-    """Return the docstrings that stand below the fields of a class."""
+    """Return the docstrings below the fields of a class, by field."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(body, ast.ClassDef), f"{cls} is a class"
     found = {}
@@ -425,7 +425,7 @@ def _simulated_table(names: Iterable[str]) -> str:
 
 
 def presets_page() -> str:
-    """Return the page of models and machines that have a name."""
+    """Return the page of named models and machines."""
     from sppo.hardware.presets import PRESETS as MACHINES
 
     return "\n\n".join(
@@ -531,7 +531,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "exit_codes.md": exit_codes_page,
     "python.md": python_page,
 }
-"""What makes each page."""
+"""Function that makes each page, by file name."""
 
 
 def page(name: str) -> str:
@@ -540,7 +540,7 @@ def page(name: str) -> str:
 
 
 def stale(directory: Path = DIRECTORY) -> list[str]:
-    """Return the names of pages that are not what the code says."""
+    """Return the names of pages that differ from what the code would generate."""
     return [
         name
         for name in PAGES
@@ -550,13 +550,13 @@ def stale(directory: Path = DIRECTORY) -> list[str]:
 
 
 def _flat(text: str) -> str:
-    """Return text in one line, for a cell of a table: stars and bars are no marks there."""
+    """Return text in one line for a table cell, with stars and bars escaped."""
     parts = _prose(text).replace("|", "\\|").split("`")
     return "`".join(p if i % 2 else p.replace("*", "\\*") for i, p in enumerate(parts))
 
 
 def _prose(text: str) -> str:
-    """Return a docstring's text in one line of Markdown."""
+    """Return the text of a docstring as one line of Markdown."""
     text = re.sub(r":(?:class|func|meth|data|mod):`~?([^`]+)`", r"`\1`", text)
     return re.sub(r"\s+", " ", text.replace("``", "`")).strip()
 
@@ -572,7 +572,7 @@ def _wide_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def main() -> int:
-    """Write the pages, or check them."""
+    """Write the pages, or check them; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--check", action="store_true", help="write nothing, name stale pages")
     if parser.parse_args().check:

@@ -1,7 +1,7 @@
-"""Hook of mkdocs: links to files outside of docs/ become the path of the file.
+"""Hook of mkdocs that replaces links to files outside of docs/ by the path of the file.
 
-In the repository ``[text](../sppo/x.py)`` opens the file. The site has no copy of it, so there
-the link's text stays, with the path beside it where the text does not name it.
+In the repository ``[text](../sppo/x.py)`` opens the file. The site has no copy of the file, so the
+text of the link is kept, followed by the path if the text does not name it.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ _FENCE = re.compile(r"(^ *```.*?^ *```\s*$)", re.DOTALL | re.MULTILINE)
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Return the text of a page without links that leave ``docs``."""
+    """Return the text of a page without links to files outside of ``docs``."""
     return without_outer_links(markdown, source=page.file.src_uri)
 
 
 def without_outer_links(markdown: str, *, source: str) -> str:
-    """Replace links that leave ``docs`` by text.
+    """Return `markdown` with links to files outside of ``docs`` replaced by text.
 
     Args:
-        markdown: of a page.
-        source: path of the page below ``docs``.
+        markdown: Text of a page.
+        source: Path of the page below ``docs``.
     """
 
     def replaced(link: re.Match[str]) -> str:

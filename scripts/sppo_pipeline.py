@@ -39,7 +39,7 @@ def run_of(
     schedule: str,
     partition: str,
 ) -> RunConfig:
-    """A run that keeps everything, so that neither side computes anything twice."""
+    """Return a run that retains everything, so that neither side recomputes anything."""
     keys = {
         "model": dict(model),
         "data": {"tokens": "."},
@@ -60,12 +60,13 @@ def run_of(
 
 
 class SppoPipeline:
-    """One rank.
+    """One rank of SPPO's pipeline.
 
     Args:
-        run: checked.
-        tokens_MT: of M sequences, one more than a sequence has, the last of which is a label.
-        rank: of the default process group, which is the pipeline.
+        run: Validated run configuration.
+        tokens_MT: Tokens of M sequences, each with one more token than its length: the last is a
+            label.
+        rank: Rank in the default process group, which is the pipeline.
     """
 
     def __init__(self, run: RunConfig, tokens_MT: Tensor, *, rank: int) -> None:
@@ -88,26 +89,26 @@ class SppoPipeline:
 
     @property
     def gradient_bytes(self) -> int:
-        """fp32 sums, which lie there between steps."""
+        """Bytes of the fp32 gradient sums, which exist between steps."""
         return sum(gradient.nbytes for gradient in self._gradients.values())
 
     def warm_up(self) -> None:
-        """As ``sppo train`` does, and a short step through the pipeline."""
+        """Warm up as ``sppo train`` does, and run a short step through the pipeline."""
         warm_up(self._run, lengths=self._plan.lengths)
         tokens_MT = self._tokens_MT[:, : WARM_UP_TOKENS + 1]
         self._accumulate(tokens_MT, (0, tokens_MT.shape[1] - 1))
 
     def trim(self) -> None:
-        """Give memory back that only waits to be used."""
+        """Return unused memory of the pool to the system."""
         if self._pool is not None:
             self._pool.trim()
 
     def step(self) -> None:
-        """Forward and backward of all sequences."""
+        """Run forward and backward of all sequences."""
         self._done = self._accumulate(self._tokens_MT, self._plan.boundaries)
 
     def findings(self) -> dict[str, Any]:
-        """Of the last step."""
+        """Return figures of the last step."""
         done = self._done
         assert done is not None, "after a step"
         busy_s = sum(e.finish_s - e.start_s for e in done.trace if e.action.kind in _COMPUTE)

@@ -1,9 +1,9 @@
-"""The torch side of ``compare_pipelining.py``: a Llama-shaped stage for torch's pipelining.
+"""Torch's side of ``compare_pipelining.py``: a Llama-shaped stage for torch's pipelining.
 
-Plain modules under autograd in bf16, nothing recomputed in backward. Attention is torch's flash
-kernel for CPUs; K/V heads are repeated, for its backward takes much longer when it shares them
-itself. The loss goes by tiles and takes its gradient with it, as the engine's does, so that the
-logits of a long sequence never exist at once.
+Plain modules under autograd in bf16; backward recomputes nothing. Attention is torch's flash kernel
+for CPUs. K/V heads are repeated before the kernel, because its backward takes much longer with
+shared heads. The loss is computed in tiles together with its gradient, as in SPPO's engine, so that
+the logits of a long sequence never exist at once.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ WARM_UP_TOKENS = 512
 
 
 class TorchPipeline:
-    """One rank of torch's GPipe (one sequence a step) or 1F1B (two and more).
+    """One rank of torch's GPipe (one sequence per step) or 1F1B (two or more).
 
     Args:
-        model: the shape.
-        tokens_MT: of M sequences, one more than a sequence has, the last of which is a label.
-        rank: of the default process group, which is the pipeline.
-        pool: use SPPO's memory pool, instead of torch's own allocator.
+        model: Shape of the model.
+        tokens_MT: Tokens of M sequences, each with one more token than its length: the last is a
+            label.
+        rank: Rank in the default process group, which is the pipeline.
+        pool: Use SPPO's memory pool instead of torch's own allocator.
     """
 
     gradient_bytes = 0
-    """They are made in the step."""
+    """Bytes of gradients between steps: none, because a step allocates them."""
 
     def __init__(self, model: ModelConfig, tokens_MT: Tensor, *, rank: int, pool: bool) -> None:
         self._pool = install_cpu_allocator() if pool else None
@@ -51,21 +52,21 @@ class TorchPipeline:
         self._loss = 0.0
 
     def warm_up(self) -> None:
-        """A short step."""
+        """Run a short step."""
         self._accumulate(self._tokens_MT[:, : WARM_UP_TOKENS + 1])
         self._stage.zero_grad(set_to_none=True)
 
     def trim(self) -> None:
-        """Give memory back that only waits to be used."""
+        """Return unused memory of the pool to the system."""
         if self._pool is not None:
             self._pool.trim()
 
     def step(self) -> None:
-        """Forward and backward of all sequences."""
+        """Run forward and backward of all sequences."""
         self._loss = self._accumulate(self._tokens_MT)
 
     def findings(self) -> dict[str, Any]:
-        """Of the last step; forgets its gradients."""
+        """Return figures of the last step, and free its gradients."""
         gradients = [p.grad.float() for p in self._stage.parameters() if p.grad is not None]
         norm = float(torch.stack(list(torch._foreach_norm(gradients))).norm())
         self._stage.zero_grad(set_to_none=True)
@@ -73,12 +74,15 @@ class TorchPipeline:
         return {"schedule": name, "loss": self._loss, "gradient_norm": norm}
 
     def _accumulate(self, tokens_MT: Tensor) -> float:
-        """Gradient of the mean loss of M sequences; their mean loss on the last rank, else 0."""
+        """Compute gradients of the mean loss of M sequences; return the loss on the last rank.
+
+        Other ranks return 0.
+        """
         inputs_MS, labels_MS = tokens_MT[:, :-1], tokens_MT[:, 1:]
         schedule = self._schedule(*inputs_MS.shape)
         losses: list[Tensor] = []
         last = self._rank == self._num_stages - 1
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # no other one is allowed to step in
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # no fallback to another kernel
             schedule.step(
                 *((inputs_MS,) if self._rank == 0 else ()),
                 target=labels_MS if last else None,
@@ -88,9 +92,10 @@ class TorchPipeline:
         return float(torch.stack(losses).detach().sum()) if last else 0.0
 
     def _schedule(self, sequences: int, length: int) -> Any:
-        """Told the shapes, so that no step is spent on finding them.
+        """Return a schedule with given shapes, so that no step is spent on finding them.
 
-        GPipe where there is a single micro-batch: torch's 1F1B takes no fewer than stages.
+        The schedule is GPipe for a single micro-batch: torch's 1F1B needs at least as many as
+        stages.
         """
         key = sequences, length
         if key not in self._schedules:
@@ -118,7 +123,7 @@ class TorchPipeline:
 
 
 class _Stage(nn.Module):
-    """Embedding and layers, or layers and final norm; parameters named as the engine's."""
+    """Embedding and layers, or layers and final norm; parameters are named as in SPPO's engine."""
 
     def __init__(self, model: ModelConfig, *, rank: int, num_stages: int) -> None:
         super().__init__()
@@ -132,7 +137,7 @@ class _Stage(nn.Module):
             self.head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens ``[1, S]`` on the first stage, else hidden ``[1, S, E]``; hidden."""
+        """Return hidden ``[1, S, E]`` from tokens ``[1, S]`` on the first stage, or from hidden."""
         table = rotary_table(self._model, torch.arange(x.shape[1]), dtype=torch.bfloat16)
         cos, sin = (
             torch.cat([half, half], -1).squeeze(1).bfloat16() for half in (table.cos, table.sin)
@@ -144,7 +149,7 @@ class _Stage(nn.Module):
         return self.final_norm(x) if hasattr(self, "final_norm") else x
 
     def loss(self, hidden_1SE: Tensor, labels_1S: Tensor, *, scale: float) -> Tensor:
-        """``scale`` times the summed loss of one sequence."""
+        """Return ``scale`` times the summed loss of one sequence."""
         return cast(
             "Tensor",
             _TiledLoss.apply(  # type: ignore[no-untyped-call]
@@ -154,7 +159,7 @@ class _Stage(nn.Module):
 
 
 class _Layer(nn.Module):
-    """One layer as anybody would write it."""
+    """Transformer layer in plain torch."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -172,7 +177,7 @@ class _Layer(nn.Module):
         self.down = nn.Linear(model.mlp_size, hidden, bias=False)
 
     def forward(self, x_1SE: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
-        """Hidden to hidden."""
+        """Return the output of the layer."""
         n = self.attention_norm(x_1SE)
         q = _turned(self._heads(self.q(n)), cos_SD, sin_SD)
         k = _turned(self._heads(self.k(n)), cos_SD, sin_SD)
@@ -197,7 +202,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _TiledLoss(torch.autograd.Function):
-    """The engine's tiled loss under autograd, so that both sides share it."""
+    """Tiled loss of SPPO's engine under autograd, so that both sides use the same loss."""
 
     @staticmethod
     def forward(context: Any, hidden: Tensor, weight: Tensor, labels: Tensor, scale: float) -> Any:

@@ -1,9 +1,9 @@
-r"""Compare the torch calls of the CUDA path with what the installed torch offers; needs no GPU.
+r"""Compare the torch calls of the CUDA path with the installed torch; needs no GPU.
 
-Operators are compared by schema: what is there must take every call that the expected schema takes.
-Functions and classes are compared by the arguments that SPPO passes, others by their names. What
-only a build for CUDA has (its runtime, NCCL, kernels for CUDA) is left out, and named, where torch
-is built without. Ends with 1 if anything is missing or different.
+Operators are compared by schema: the installed operator must accept every call that the expected
+schema accepts. Functions and classes are compared by the arguments that SPPO passes, other objects
+by name. If torch is built without CUDA, its runtime, NCCL and CUDA kernels are not compared, and
+the output says so. The exit code is 1 if anything is missing or different.
 
     python scripts/torch_signatures.py
 """
@@ -66,12 +66,12 @@ CPU_OPERATORS = (
     "Tensor? attn_mask=None, float? scale=None) -> (Tensor grad_query, Tensor grad_key, "
     "Tensor grad_value)",
 )
-"""Operators of a CPU, the same."""
+"""Operators that run on a CPU, as SPPO calls them (schemas of torch 2.11)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """How SPPO calls a function or class."""
+    """Arguments with which SPPO calls a function or class."""
 
     positional: int = 0
     keywords: tuple[str, ...] = ()
@@ -127,26 +127,26 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "cuda.Stream": ("wait_event", "wait_stream", "synchronize", "query"),
     "cuda.Event": ("record", "wait", "query", "synchronize", "elapsed_time"),
 }
-"""Names that objects below ``torch`` have."""
+"""Attributes that objects below ``torch`` must have."""
 CUDA_ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "cuda.Stream": ("cuda_stream",),
     "_C._cudart": ("cudaHostRegister", "cudaHostUnregister", "cudaGetErrorString", "cudaError"),
     "_C._CudaDeviceProperties": ("total_memory", "pci_domain_id", "pci_bus_id", "pci_device_id"),
     "distributed.ProcessGroupNCCL": ("Options",),
 }
-"""The same, of builds for CUDA alone."""
+"""Attributes that objects below ``torch`` must have in builds with CUDA."""
 
 
 @dataclass
 class Findings:
-    """What was looked at, what is different, and what could not be looked at."""
+    """Number of equal calls, differences, and calls that could not be compared."""
 
     same: int = 0
     different: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
     def add(self, what: str, difference: str | None) -> None:
-        """Count ``what``, or note its ``difference``."""
+        """Count ``what`` as equal if ``difference`` is None, otherwise record the difference."""
         if difference is None:
             self.same += 1
         else:
@@ -154,7 +154,7 @@ class Findings:
 
 
 def main() -> None:
-    """Compare, print what is different; ends with 1 if anything is."""
+    """Compare and print differences; the exit code is 1 if there are any."""
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()
@@ -170,7 +170,7 @@ def main() -> None:
 
 
 def compare() -> Findings:
-    """Look at everything that this build of torch can show."""
+    """Compare everything that this build of torch has."""
     findings = Findings()
     for schema in (*CUDA_OPERATORS, *CPU_OPERATORS):
         findings.add(f"aten::{_name(schema)}", operator_difference(schema))
@@ -190,7 +190,7 @@ def compare() -> Findings:
 
 
 def operator_difference(expected: str) -> str | None:
-    """Why an operator does not take what the ``expected`` schema takes; None if it does."""
+    """Return why an operator cannot be called by the ``expected`` schema; None if it can."""
     name, _, overload = _name(expected).partition(".")
     packet = getattr(torch.ops.aten, name, None)
     found = getattr(packet, overload or "default", None)
@@ -202,7 +202,7 @@ def operator_difference(expected: str) -> str | None:
 
 
 def call_difference(called: Any, call: Call) -> str | None:
-    """Why ``called`` does not take the arguments of ``call``; None if it does, or does not say."""
+    """Return why ``called`` does not accept ``call``; None if it does, or has no signature."""
     if called is None:
         return "is not there"
     own = called.__new__ if _reads_in_new(called) else called
@@ -219,7 +219,7 @@ def call_difference(called: Any, call: Call) -> str | None:
 
 
 def _reads_in_new(called: Any) -> bool:
-    """Whether a class reads its arguments in ``__new__``."""
+    """Return whether a class reads its arguments in ``__new__``."""
     return inspect.isclass(called) and inspect.isfunction(vars(called).get("__new__"))
 
 
@@ -232,7 +232,7 @@ def _compare_names(findings: Findings, names: Mapping[str, tuple[str, ...]]) -> 
 
 
 def _below_torch(name: str) -> Any:
-    """The object called ``name`` below ``torch``; None where there is none."""
+    """Return the object called ``name`` below ``torch``; None if it does not exist."""
     try:
         return resolve_name(f"torch.{name}")
     except AttributeError:
@@ -240,12 +240,12 @@ def _below_torch(name: str) -> Any:
 
 
 def _name(schema: str) -> str:
-    """Name and overload of an operator."""
+    """Return the name and overload of an operator's schema."""
     return schema.partition("(")[0]
 
 
 def _shapes() -> Iterator[tuple[str, str | None]]:
-    """Shapes of log-sum-exps, from the operators' rules for tensors without memory."""
+    """Yield differences of the shapes of log-sum-exps, computed on meta tensors."""
     q = torch.empty(1, 4, 16, 64, dtype=torch.bfloat16, device="meta")
     lse = torch.ops.aten._scaled_dot_product_cudnn_attention(q, q, q, None, True)[1]
     rows = tuple(q.shape[:3])
@@ -275,7 +275,7 @@ def _kernel_difference(operator: str) -> str | None:
 
 
 def _nccl_difference() -> str | None:
-    """Why options of a communicator cannot be made as SPPO makes them; None if they can."""
+    """Return why SPPO's options of an NCCL communicator cannot be made; None if they can."""
     try:
         options = torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options.config.max_ctas = 4

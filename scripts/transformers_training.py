@@ -1,8 +1,9 @@
-"""Training of a Llama-shaped model with transformers, to hold beside SPPO's.
+"""Training of a Llama-shaped model with transformers, for comparison with SPPO.
 
-Attention is torch's, loss and AdamW over fp32 masters are SPPO's, so that the sides differ in how
-they hold and recompute activations. As a command it trains with activation checkpointing on the
-GPU where there is one, and prints a line of JSON: seconds and loss of every step, peak memory.
+Attention is torch's, the loss and AdamW over fp32 master weights are SPPO's, so that the sides
+differ in how they hold and recompute activations. As a command, the script trains with activation
+checkpointing on the GPU if there is one, and prints a line of JSON: seconds and loss of every step,
+and peak memory.
 
     python scripts/transformers_training.py llama-3.2-1b --tokens tokens --length 65536 --steps 3
 """
@@ -20,12 +21,12 @@ from option_types import positive  # beside this file
 
 
 class TransformersTraining:
-    """A model in bf16, its optimizer, and a step on one sequence.
+    """Model in bf16 with its optimizer, for training on one sequence.
 
     Args:
-        config: of transformers, of a Llama.
-        tokens: of the sequence and the one behind it, on the device that computes.
-        checkpointing: recompute every layer in backward.
+        config: Configuration of a Llama in transformers.
+        tokens: Tokens of the sequence and the token after it, on the device that computes.
+        checkpointing: Recompute every layer in backward.
     """
 
     def __init__(self, config: Any, tokens: Any, *, checkpointing: bool) -> None:
@@ -52,7 +53,7 @@ class TransformersTraining:
         self._optimizer = AdamW(self._weights, config=OptimizerConfig())
 
     def step(self) -> float:
-        """Train one step; return the loss."""
+        """Run one training step and return the loss."""
         loss = self._loss()
         loss.backward()
         for name, parameter in self._model.named_parameters():
@@ -68,7 +69,7 @@ class TransformersTraining:
 
 
 def _tiled_loss(hidden: Any, weight: Any, labels: Any) -> Any:
-    """The engine's tiled loss as an autograd function, so that both sides share it."""
+    """Return the tiled loss of SPPO's engine, which both sides share, as an autograd function."""
     import torch
 
     from sppo.kernels.cross_entropy import linear_cross_entropy_with_gradient
@@ -95,13 +96,13 @@ def trained(preset: str, *, tokens: Path, length: int, steps: int) -> dict[str, 
     """Train a preset with activation checkpointing.
 
     Args:
-        preset: of a Llama, as in ``model.preset``.
-        tokens: directory of token data.
-        length: tokens of the sequence, the first ones.
-        steps: all on the same sequence.
+        preset: Name of a Llama, as in ``model.preset``.
+        tokens: Directory of token data.
+        length: Length of the sequence, from the first token.
+        steps: Number of steps, all on the same sequence.
 
     Returns:
-        Seconds and loss of each step, and most bytes of tensors on a GPU, 0 on a CPU.
+        Seconds and loss of each step, and peak bytes of tensors on a GPU; 0 on a CPU.
     """
     import torch
     from transformers import LlamaConfig

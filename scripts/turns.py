@@ -1,7 +1,8 @@
-"""Processes that take turns: one side of a comparison each, so that its peak memory is its own.
+"""Worker processes that take turns, one for each side of a comparison.
 
-A worker prints ``ready`` when it is built, and answers each line on its standard input with one
-line of JSON: a measured step.
+Each side has its own process, so that its peak memory can be measured. A worker prints ``ready``
+when it is set up, and answers each line on its standard input with one line of JSON: a measured
+step.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from typing import Any
 def take_turns(
     commands: Mapping[str, list[str]], *, turns: int, threads: int, label: str = ""
 ) -> dict[str, list[dict[str, Any]]]:
-    """Start every side, then let each make a step per turn; says what each step took.
+    """Start all sides, then let each run one step per turn; prints the time of each step.
 
     Args:
-        commands: script and arguments of each side's worker, for this Python.
-        turns: steps of each side.
-        threads: of each worker's products.
-        label: begins every line.
+        commands: Script and arguments of each side's worker, for this Python.
+        turns: Number of steps of each side.
+        threads: Number of threads of each worker.
+        label: Text at the beginning of every printed line.
 
     Returns:
-        What each side answered, turn by turn.
+        Answers of each side, turn by turn.
     """
     workers = {side: _start(side, command, threads=threads) for side, command in commands.items()}
     answers: dict[str, list[dict[str, Any]]] = {side: [] for side in commands}
@@ -43,7 +44,7 @@ def take_turns(
 
 
 def _start(side: str, command: list[str], *, threads: int) -> subprocess.Popen[str]:
-    """A worker of this Python for ``side``, when it is ready; ends the program if it fails."""
+    """Start a worker for `side` and wait until it is ready; exit if it fails."""
     worker = subprocess.Popen(
         [sys.executable, *command],
         stdin=subprocess.PIPE,
@@ -58,7 +59,7 @@ def _start(side: str, command: list[str], *, threads: int) -> subprocess.Popen[s
 
 
 def _ask(worker: subprocess.Popen[str]) -> dict[str, Any]:
-    """One measured step; ends the program if the worker did."""
+    """Return one measured step of a worker; exit if the worker has ended."""
     assert worker.stdin is not None, "workers are started with pipes"
     assert worker.stdout is not None, "workers are started with pipes"
     worker.stdin.write("step\n")
