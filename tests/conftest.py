@@ -1,4 +1,4 @@
-"""What many tests share: token data, run files, the command, and a look at a directory."""
+"""Helpers and fixtures that many tests share: token data, run files, the command line."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-# Waiting threads that spin multiply every time when anything else runs on the machine. Read by
-# OpenMP when torch is imported, so it stands before the imports that lead there.
+# Waiting threads that spin slow everything down when other programs run on the machine. OpenMP
+# reads this variable when torch is imported, so it is set before imports that import torch.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import numpy as np
@@ -40,8 +40,8 @@ if not torch.cuda.is_available():
     # Kernels run under Triton's interpreter. Read when triton is imported, which transformers does.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# How long an example takes says nothing on a machine that others use, too. The default tier draws
-# the same examples every time, so that it fails where a change made it fail; --all draws new ones.
+# No deadline: the time of an example varies on a shared machine. The default tier draws the same
+# examples every time, so that a failure is caused by a change; --all draws new ones.
 settings.register_profile("all", deadline=None)
 settings.register_profile("default", deadline=None, derandomize=True)
 
@@ -51,7 +51,7 @@ SCREEN_LINES = 25
 MANY_MODULES = 20
 
 IDLE_TIER_RULES = pytest.StashKey[list[str]]()
-"""Parts of tests/tiers.py that change nothing for the tests of this session."""
+"""Rules in tests/tiers.py that match no test of this session."""
 
 RUN: dict[str, dict[str, Any]] = {
     "model": {"preset": "tiny-test", "vocab_size": VOCAB_SIZE, "num_layers": 1},
@@ -60,7 +60,7 @@ RUN: dict[str, dict[str, Any]] = {
     "optimizer": {"lr": 1e-2},
     "train": {"steps": 4, "dtype": "fp32", "output": "out"},
 }
-"""A run that takes milliseconds; its paths are relative to the working directory."""
+"""Run that takes milliseconds; its paths are relative to the working directory."""
 
 
 def write_tokens(
@@ -71,14 +71,14 @@ def write_tokens(
     documents: Sequence[int] = (),
     seed: int = 0,
 ) -> Path:
-    """Token data with ids that are random but not uniform, so that there is something to learn.
+    """Write token data with random but not uniform ids, so that there is something to learn.
 
     Args:
-        directory: made.
-        num_tokens: in all.
-        vocab_size: ids stay below it.
-        documents: starts of documents after the first.
-        seed: of the ids.
+        directory: Directory to make.
+        num_tokens: Total number of tokens.
+        vocab_size: Upper bound of the ids, exclusive.
+        documents: Starts of the documents after the first.
+        seed: Seed of the ids.
     """
     random = np.random.default_rng(seed)
     tokens = (vocab_size * random.random(num_tokens) ** 3).astype("<u2")
@@ -100,7 +100,7 @@ def write_tokens(
 
 
 def write_run(path: Path, **sections: Any) -> Path:
-    """A run file: :data:`RUN` with the keys of ``sections`` written over it."""
+    """Write a run file: :data:`RUN` updated by the keys of ``sections``."""
     merged = {name: dict(section) for name, section in RUN.items()}
     for name, section in sections.items():
         merged[name] = {**merged.get(name, {}), **section}
@@ -109,7 +109,7 @@ def write_run(path: Path, **sections: Any) -> Path:
 
 
 def tree(directory: Path) -> dict[str, bytes | str | None]:
-    """Everything below ``directory`` by path: the bytes of files, None for directories."""
+    """Return everything below ``directory`` by path: bytes of files, None for directories."""
 
     def content(path: Path) -> bytes | str | None:
         if path.is_symlink():
@@ -120,32 +120,32 @@ def tree(directory: Path) -> dict[str, bytes | str | None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Say which tier this is, before tests that draw random examples are imported."""
+    """Set the tier of this session before tests that draw random examples are imported."""
     tiers.default_tier = "not exhaustive" in config.option.markexpr
     settings.load_profile("default" if tiers.default_tier else "all")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what ``scripts/test.sh`` leaves to ``scripts/test.sh --all``, before -m chooses."""
+    """Mark the tests that only ``scripts/test.sh --all`` runs, before -m selects tests."""
     config.stash[IDLE_TIER_RULES] = tiers.mark(items, pytest.mark.exhaustive)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """Keep what was imported so far out of garbage collections, of which runs ask many."""
+    """Exclude the modules imported so far from garbage collection, which runs trigger often."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    """Let the interpreter end as it does without tests."""
+    """Undo gc.freeze, so that the interpreter ends as it does without tests."""
     gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
 def _freeze_imports() -> Iterator[None]:
-    """Keep out of them, too, what a test has imported, if that is much."""
+    """Exclude the modules that a test imported from garbage collection, if there are many."""
     before = len(sys.modules)
     yield
     if len(sys.modules) > before + MANY_MODULES:
@@ -155,7 +155,7 @@ def _freeze_imports() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _cpu_unless_asked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs of these tests are a CPU's on a machine with a GPU too, but for those marked gpu."""
+    """Run tests on the CPU on a machine with a GPU, except tests marked gpu or multigpu."""
     wants = request.node.get_closest_marker("gpu") or request.node.get_closest_marker("multigpu")
     if torch.cuda.is_available() and wants is None:
         monkeypatch.setattr("sppo.training.devices.choose_device.device_kind", lambda run: "cpu")
@@ -164,7 +164,7 @@ def _cpu_unless_asked(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with token data in ``tokens`` and a run of four steps in ``run.yaml``."""
+    """Working directory with token data in ``tokens`` and a run of four steps in ``run.yaml``."""
     monkeypatch.chdir(tmp_path)
     write_tokens(tmp_path / "tokens")
     write_run(tmp_path / "run.yaml")
@@ -173,12 +173,12 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> Callable[..., Path]:
-    """Writes ``run.yaml``: see :func:`write_run`."""
+    """Function that writes ``run.yaml``: see :func:`write_run`."""
     return lambda **sections: write_run(tmp_path / "run.yaml", **sections)
 
 
 def call(*words: object, paints: bool = False) -> Result:
-    """``sppo`` with these words, in this process; a run's plots are painted only if asked for."""
+    """Run ``sppo`` with these words in this process; plots of a run are painted if ``paints``."""
     from sppo.cli.app import app
 
     with unpainted() if words[:1] == ("train",) and not paints else nullcontext():
@@ -186,14 +186,14 @@ def call(*words: object, paints: bool = False) -> Result:
 
 
 def succeed(*words: object, paints: bool = False) -> str:
-    """Stdout of a call that must end well."""
+    """Return the stdout of a call that must succeed."""
     result = call(*words, paints=paints)
     assert result.exit_code == 0, result.output
     return result.stdout
 
 
 def refuse(*words: object, code: int = 2) -> str:
-    """Stderr of a call that must end with ``code``: one screen, and nothing like a traceback."""
+    """Return the stderr of a call that must fail with ``code``: one screen without traceback."""
     result = call(*words)
     assert isinstance(result.exception, SystemExit), repr(result.exception)
     assert result.exit_code == code, result.output
@@ -205,7 +205,7 @@ def refuse(*words: object, code: int = 2) -> str:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
-    """Processes that talk over gloo."""
+    """Processes that communicate over gloo."""
     pool = RankPool()
     yield pool
     pool.close()

@@ -1,4 +1,4 @@
-"""README and pages of the documentation as tests read them."""
+"""Parser of the README and the documentation pages, for tests."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A CUDA runtime without a GPU: the logic of the CUDA path on this process's memory.
+"""Fake CUDA runtime: the logic of the CUDA path on the memory of this process.
 
-Streams run everything at once and tensors are the CPU's, so what is tried is all that decides and
-counts around a GPU, and nothing of what a GPU does.
+Streams run all work at once, and tensors are on the CPU. Tests cover the decisions and accounting
+around a GPU, and nothing of what a GPU itself does.
 """
 
 from __future__ import annotations

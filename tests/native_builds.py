@@ -1,4 +1,4 @@
-"""The native library built for tests, whatever the installation has."""
+"""Native library built for tests, independent of the installation."""
 
 from __future__ import annotations
 

@@ -1,19 +1,19 @@
-"""A process group with NCCL's rules over gloo, for tests of what must hold between GPUs.
+"""Process group with NCCL's rules over gloo, for tests of communication between GPUs.
 
-Compute is the thread that asks for communication, as a CUDA stream is: what it computes is done in
-the order in which it is issued. Each communicator is a stream of its own.
+The thread that issues communication is the compute stream: its work is done in issue order. Each
+communicator is a stream of its own.
 
-* All that is asked of a communicator on a rank, sends, receives and collectives, runs in that
-  order (torch makes communicators that are bound to a device so), each once the one before it has
-  ended. Gloo sees no order between messages of different ranks or directions.
-* A send runs when its receive does at the other end, a collective when all ranks have come to it.
-* ``wait()`` holds compute up until then. Only then is what was received there: whoever does not
-  wait finds NaN.
-* What is sent is read when it is sent, and may not change until then.
-* Where asked for, all communicators of a rank share one stream. That is the worst that
-  ``NCCL_LAUNCH_ORDER_IMPLICIT`` can make of their order: what ends so ends in any other way.
-* A rank that has died does not answer, instead of being told. Whoever waits for too long is told
-  that, as NCCL's watchdog would end it.
+* Operations of one communicator on a rank (sends, receives and collectives) run in issue order, as
+  torch does with communicators that are bound to a device; each starts after the one before it has
+  ended. Gloo has no order between messages of different ranks or directions.
+* A send runs when the matching receive runs, a collective when all ranks have reached it.
+* ``wait()`` blocks compute until the operation has run. Received data exists only from then on: a
+  reader that does not wait finds NaN.
+* Data is read when the send runs, and must not change before.
+* On request, all communicators of a rank share one stream. That is the worst order that
+  ``NCCL_LAUNCH_ORDER_IMPLICIT`` can cause: a program that ends in this order ends in any other.
+* A rank that has died does not answer, and no other rank is told. A rank that waits too long gets
+  a timeout error, as NCCL's watchdog would end it.
 """
 
 from __future__ import annotations

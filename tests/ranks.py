@@ -1,7 +1,7 @@
-"""Processes that talk over gloo, started once and used by many tests.
+"""Processes that communicate over gloo, started once and used by many tests.
 
-Every rank is a process with one thread; the first so many of them are the world of a case. They
-are forked from a server that has imported torch, so starting them costs little.
+Every rank is a process with one thread; the first ranks, as many as a case needs, form its world.
+The processes are forked from a server that has imported torch, so that starting them is cheap.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who may import whom: the contracts in pyproject.toml, and that they can fail."""
+"""Import rules between packages: the contracts in pyproject.toml hold, and can fail."""
 
 from __future__ import annotations
 

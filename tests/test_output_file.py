@@ -1,4 +1,4 @@
-"""Output files are whole or absent, and say which one could not be written."""
+"""Output files are complete or absent, and errors name the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of docs/results.md hold the figures of the files that were measured."""
+"""Tables of docs/results.md have the figures of the measured result files."""
 
 import json
 

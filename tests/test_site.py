@@ -1,4 +1,4 @@
-"""The documentation site: its links, its build, and the pages that are written from the code."""
+"""Documentation site: its links, its build, and the pages generated from the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The list of what the default tier leaves out: it names tests that there are, and keeps kinds."""
+"""List of tests left out of the default tier: its tests exist, and every kind keeps a test."""
 
 from __future__ import annotations
 

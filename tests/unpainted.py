@@ -1,6 +1,6 @@
-"""Runs without painting their plots, which takes longer than all else in a run of a few steps.
+"""Runs without painting their plots, which takes most of the time of a run of a few steps.
 
-A plot is put together out of the run's data as ever; only pixels are left out. Tests of the plots
+A plot is built from the data of the run as usual; only its pixels are left out. Tests of the plots
 and the commands of the README paint them.
 """
 

@@ -1,4 +1,4 @@
-"""Where the blocks of offloaded activations lie in the tier."""
+"""Positions of the blocks of offloaded activations in the tier."""
 
 from __future__ import annotations
 

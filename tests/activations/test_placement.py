@@ -1,4 +1,5 @@
-"""What policies decide: for any numbers, and for models on machines with little memory."""
+"""Placements of activation policies, for any numbers and for models on machines of little
+memory."""
 
 from __future__ import annotations
 

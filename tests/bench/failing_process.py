@@ -1,4 +1,4 @@
-"""A process that fails at once; in a module of its own, which imports nothing."""
+"""Process that fails at once, in a module that imports nothing."""
 
 
 def fail(rank: int, *_: object) -> None:

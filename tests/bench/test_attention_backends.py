@@ -1,4 +1,4 @@
-"""Attention back ends side by side: which are timed where, the table, the plot."""
+"""Attention back ends side by side: which back end is timed on which device, table and plot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""scripts/check_prediction.py without its measurements: its run files are valid, its sums right."""
+"""scripts/check_prediction.py without measurements: its run files are valid, its sums correct."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies: rates while both directions are busy, a real disk, and plans that believe them."""
+"""Copies: rates with both directions busy, a real disk, and plans that use the rates."""
 
 from __future__ import annotations
 

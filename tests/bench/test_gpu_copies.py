@@ -1,4 +1,4 @@
-"""Copies of a GPU: measured on one where there is one, and everything but the device elsewhere."""
+"""Copies of a GPU: measured if there is a GPU; elsewhere everything except the device is tested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured is what the planner counts: predicting a measured call gives its time back."""
+"""Measured calls are what the planner counts: the prediction of a measured call is its time."""
 
 from __future__ import annotations
 

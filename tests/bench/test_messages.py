@@ -1,4 +1,4 @@
-"""Messages between ranks: measured, written, read by plans, told to people."""
+"""Messages between ranks: measured, written, read by plans, printed."""
 
 import json
 import multiprocessing

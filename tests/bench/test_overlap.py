@@ -1,4 +1,4 @@
-"""Copies behind compute: when they hide, what they cost, and a real run of both."""
+"""Copies that overlap compute: when copies are hidden, what they cost, and a real run of both."""
 
 from __future__ import annotations
 

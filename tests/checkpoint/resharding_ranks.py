@@ -1,4 +1,4 @@
-"""What single ranks do in the tests of checkpoints: cut a state, save it, load it otherwise."""
+"""Functions of ranks in tests of checkpoints: shard a state, save it, load it in other shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kill -9 while checkpoints are written: what is left is whole, and nothing piles up."""
+"""kill -9 during the writing of checkpoints: what is left is complete, and nothing accumulates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes that are seen without torch are told before it is imported, which takes seconds."""
+"""Mistakes that can be found without torch are reported before torch is imported."""
 
 import json
 import subprocess

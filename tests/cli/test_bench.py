@@ -1,4 +1,4 @@
-"""``sppo bench``: the file, the JSON, the plot, and what it refuses before it measures."""
+"""``sppo bench``: the file, the JSON, the plot, and requests refused before any measurement."""
 
 from __future__ import annotations
 

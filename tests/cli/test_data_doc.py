@@ -1,4 +1,4 @@
-"""The code of docs/data.md runs in the order in which it stands there."""
+"""The code of docs/data.md runs in the order of the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``sppo data prepare`` as a user meets it: what it writes, what it refuses, what it leaves."""
+"""``sppo data prepare`` from the command line: written files, refused input, leftovers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``sppo data stats`` as a user meets it."""
+"""``sppo data stats`` from the command line."""
 
 from __future__ import annotations
 

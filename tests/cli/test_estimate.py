@@ -1,4 +1,4 @@
-"""``sppo estimate``: the paper's figures, buckets by stage, and what is refused."""
+"""``sppo estimate``: figures of the paper, buckets by stage, and refused requests."""
 
 from __future__ import annotations
 

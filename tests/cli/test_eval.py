@@ -1,4 +1,4 @@
-"""``sppo eval``: the table, the JSON, the plot, and what it refuses."""
+"""``sppo eval``: the table, the JSON, the plot, and refused requests."""
 
 from __future__ import annotations
 

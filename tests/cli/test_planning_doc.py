@@ -1,4 +1,4 @@
-"""Every command of docs/planning.md runs, and its table of degrees is what they print."""
+"""Every command of docs/planning.md runs, and the table of degrees agrees with the output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``sppo simulate plan.json``: what the solver decided, played again; and what is refused."""
+"""``sppo simulate plan.json``: simulation of a solver's plan, and refused requests."""
 
 from __future__ import annotations
 

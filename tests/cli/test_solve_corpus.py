@@ -1,4 +1,4 @@
-"""``sppo solve`` of a run of documents: tables, JSON, plan, plot, exit codes."""
+"""``sppo solve`` with data.samples=documents: tables, JSON, plan, plot, exit codes."""
 
 from __future__ import annotations
 

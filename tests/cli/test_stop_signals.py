@@ -1,4 +1,4 @@
-"""How a command ends that is asked to: one line and the exit code, whatever it was about."""
+"""Commands that receive a signal end with one line and the exit code, whatever they were doing."""
 
 import signal
 import subprocess

@@ -1,4 +1,4 @@
-"""``sppo train`` as a user meets it: what it refuses and leaves alone, what it writes and says."""
+"""``sppo train`` from the command line: refusals, unchanged files, written files and messages."""
 
 from __future__ import annotations
 

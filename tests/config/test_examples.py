@@ -1,4 +1,4 @@
-"""Every key of a run file has an example of a value, and each example is one."""
+"""Every key of a run file has an example value, and every example is valid."""
 
 import pytest
 from pydantic import TypeAdapter

@@ -1,4 +1,4 @@
-"""The planner's work is the engine's: kernels and matrix FLOPs are counted while a model trains."""
+"""Kernels and matrix FLOPs of the planner against those counted while a model trains."""
 
 from __future__ import annotations
 

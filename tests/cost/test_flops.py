@@ -1,4 +1,4 @@
-"""FLOPs formulas against counts: of pairs one by one, and of matrix products as executed."""
+"""FLOPs formulas against counts of single pairs, and of executed matrix products."""
 
 import numpy as np
 import pytest

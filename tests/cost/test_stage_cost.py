@@ -1,4 +1,4 @@
-"""Costs by stage and subsequence: their sums are the model's FLOPs and bytes, whatever the cut."""
+"""Costs by stage and subsequence: the sums are the model's FLOPs and bytes for every partition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The closed form of a step against the simulator, and against the paper's."""
+"""Closed form of the step time against the simulator and the paper's formula."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Published distributions of lengths: their shares, and that draws repeat."""
+"""Published distributions of lengths: their shares, and repeatable draws."""
 
 import numpy as np
 import pytest

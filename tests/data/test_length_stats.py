@@ -1,4 +1,4 @@
-"""How long documents are: buckets, shares, labels that count, and what a limit does."""
+"""Statistics of document lengths: buckets, shares, labels that count, and the effect of a limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens of one vocabulary never reach weights of another; every other pair trains."""
+"""Tokens of one vocabulary are refused for weights of another; every other pair trains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of samples: what is cut, dropped, refused and left out."""
+"""Table of samples: documents that are cut, dropped, refused or left out."""
 
 from __future__ import annotations
 

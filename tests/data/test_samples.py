@@ -1,4 +1,4 @@
-"""Steps of samples: each epoch every sample once, rows of several, resumed runs."""
+"""Steps of samples: every sample once per epoch, rows with several samples, resumed runs."""
 
 from __future__ import annotations
 

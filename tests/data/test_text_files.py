@@ -1,4 +1,4 @@
-"""What counts as text: every encoding that people write in, and nothing that programs write."""
+"""Detection of text files: every encoding of text is read, binary files are refused."""
 
 from __future__ import annotations
 

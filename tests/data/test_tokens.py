@@ -1,4 +1,4 @@
-"""Token directories: what is written is what is read, and damage is reported."""
+"""Token directories: written data is read back unchanged, and damage is reported."""
 
 from __future__ import annotations
 

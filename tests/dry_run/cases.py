@@ -1,4 +1,4 @@
-"""Small runs on GPUs, one for each thing that moves between streams, and their plans."""
+"""Small runs on GPUs and their plans, one for each kind of data that moves between streams."""
 
 from __future__ import annotations
 

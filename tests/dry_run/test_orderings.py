@@ -1,4 +1,4 @@
-"""Streams of the whole engine: all work on the same memory is ordered, and a lost wait is seen."""
+"""Streams of the whole engine: accesses to the same memory are ordered; a lost wait is found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of samples on a fake GPU: each holds what was planned for it, in an order that holds."""
+"""Steps of samples on a fake GPU: each step holds its planned memory, with all accesses ordered."""
 
 from __future__ import annotations
 

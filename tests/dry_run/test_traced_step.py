@@ -1,4 +1,4 @@
-"""Memory of a traced step beside its plan's, for back ends, policies, models and layouts."""
+"""Memory of a traced step against its plan, for back ends, policies, models and layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Triton kernels read and write, found in their sources."""
+"""Reads and writes of Triton kernels, found in their sources."""
 
 from __future__ import annotations
 

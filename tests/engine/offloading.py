@@ -1,4 +1,4 @@
-"""Engines whose saved tensors move: placements for any cuts, and every place to move them to."""
+"""Engines that offload saved tensors: placements for any partition, and every tier."""
 
 from __future__ import annotations
 

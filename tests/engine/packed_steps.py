@@ -1,4 +1,4 @@
-"""Steps of samples packed into sequences, with their data: together, and each sample alone."""
+"""Steps of samples packed into sequences, and the same samples each by itself, with their data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine whose weights and gradients live in another tier, and copies that come late."""
+"""Engine with weights and gradients in another tier, and copies that arrive late."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ZeRO-3: weights put together just in time, in float64 against the model of one process."""
+"""ZeRO-3: weights gathered before each use, in float64 against the model on one process."""
 
 import pytest
 import torch

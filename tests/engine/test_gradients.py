@@ -1,6 +1,7 @@
-"""The engine's loss and gradients are those of ordinary training: float64, any model, any cut.
+"""Loss and gradients of the engine against ordinary training in float64: any model, any cuts.
 
-1e-10 of each tensor's largest value: float64 has 1e-16, sums run over at most a hundred tokens.
+Tolerance: 1e-10 of each tensor's largest value. float64 has 1e-16, and sums run over at most a
+hundred tokens.
 """
 
 from itertools import accumulate

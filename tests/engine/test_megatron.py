@@ -1,4 +1,4 @@
-"""Megatron's sequence parallelism over gloo: the model of one process, in float64."""
+"""Megatron's sequence parallelism over gloo, in float64 against the model on one process."""
 
 import pytest
 

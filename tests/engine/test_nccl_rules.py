@@ -1,7 +1,7 @@
-"""Steps of several ranks that talk as over NCCL: no order of messages may block another.
+"""Steps of several ranks that communicate by NCCL's rules: no order of messages may deadlock.
 
-Nor does it where all communicators of a rank share one stream, in the order in which its host asks
-for communication: that is what NCCL wants of ranks with several communicators.
+This also holds if all communicators of a rank share one stream, in the order in which the host
+issues communication: NCCL requires it of ranks with several communicators.
 """
 
 from unittest import mock

@@ -1,4 +1,4 @@
-"""Saved tensors that move, or are cut: the gradients are those of keeping everything."""
+"""Saved tensors offloaded whole or in part: the gradients equal those with all retained."""
 
 import errno
 import os

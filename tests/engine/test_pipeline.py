@@ -1,4 +1,4 @@
-"""Pipelines, sequence and data parallelism over gloo: the model of one process, in float64."""
+"""Pipeline, sequence and data parallelism over gloo, in float64 against one process."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What of a unit's saved tensors is lent by the stores, and what is the caller's own."""
+"""Ownership of a unit's saved tensors: memory of the stores, or memory of the caller."""
 
 import pytest
 import torch

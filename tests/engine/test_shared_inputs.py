@@ -1,4 +1,4 @@
-"""Layers that share one saved input: the same bits, with fewer of them kept."""
+"""Layers that share one saved input: the same bits with fewer saved inputs."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Weights and gradients that live in another tier: the same step, in less memory."""
+"""Weights and gradients in another tier: the same step with less memory."""
 
 from __future__ import annotations
 

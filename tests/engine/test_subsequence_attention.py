@@ -1,4 +1,4 @@
-"""A span's gradients as the projections take them."""
+"""Gradients of a span of queries, in the layout that the projections read."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""One fuzz case: what it may do, and how anything else is told."""
+"""One fuzz case: its documented outcomes, and the report of any other outcome."""
 
 from __future__ import annotations
 

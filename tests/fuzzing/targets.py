@@ -1,4 +1,4 @@
-"""What is fuzzed: every kind of file that users hand in, and the options of the pure commands."""
+"""Targets of fuzzing: every kind of file that users provide, and the options of pure commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The NUMA node of a device, and processes that stay there."""
+"""NUMA node of a device, and processes bound to the node."""
 
 from __future__ import annotations
 

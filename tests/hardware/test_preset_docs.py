@@ -1,4 +1,4 @@
-"""The table of presets in docs/planning.md holds the figures that plans are made with."""
+"""The table of presets in docs/planning.md has the figures that plans use."""
 
 from __future__ import annotations
 

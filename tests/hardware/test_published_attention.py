@@ -1,4 +1,4 @@
-"""Rates of attention that others measured, between lengths and head sizes."""
+"""Published rates of attention, interpolated between lengths and head sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Detection: with a driver that is made up, and on whatever machine the tests run."""
+"""Detection of the machine: with a fake driver, and on the machine that runs the tests."""
 
 from __future__ import annotations
 

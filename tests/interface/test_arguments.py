@@ -1,4 +1,4 @@
-"""What functions of the interface are given: of a wrong type they name the value and the fix."""
+"""Arguments of the Python interface: a wrong type is refused with the value and the fix."""
 
 import pytest
 

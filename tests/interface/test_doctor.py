@@ -1,4 +1,4 @@
-"""``sppo doctor``: what it says of this machine, and of machines that lack something."""
+"""``sppo doctor``: findings on this machine, and on machines that lack something."""
 
 import json
 import os

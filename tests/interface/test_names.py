@@ -1,4 +1,4 @@
-"""What ``import sppo`` offers, what it costs, and the examples in its docstrings."""
+"""Names of ``import sppo``, the time to import them, and the examples in their docstrings."""
 
 import doctest
 import importlib

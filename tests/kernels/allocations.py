@@ -1,4 +1,4 @@
-"""What torch's CPU allocator hands out while something runs, temporaries of kernels included."""
+"""Count of the allocations of torch's CPU allocator during a call, temporaries included."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""One thread: on tensors this small a second one only waits, badly so on a busy machine."""
+"""Fixture that limits torch to one thread: with tensors this small a second thread only waits."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Where a kernel's tests run: back ends and devices, with why one cannot run here."""
+"""Back ends and devices of kernel tests, with the reason why one cannot run here."""
 
 from __future__ import annotations
 

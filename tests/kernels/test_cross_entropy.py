@@ -1,4 +1,4 @@
-"""Tiled projection and loss against torch's cross entropy; never two tiles of logits at once."""
+"""Tiled projection and loss against torch's cross entropy; at most one tile of logits at a time."""
 
 import math
 import weakref

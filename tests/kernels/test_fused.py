@@ -1,4 +1,4 @@
-"""On a GPU the element-wise functions are Triton's: the same results by the same names."""
+"""Element-wise functions are Triton's on a GPU: the same results under the same names."""
 
 import logging
 

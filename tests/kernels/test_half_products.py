@@ -1,4 +1,4 @@
-"""Products of half-precision matrices by casts to fp32, for CPUs that multiply in that only."""
+"""Half-precision products by casts to fp32, for CPUs that multiply in fp32 only."""
 
 import pytest
 import torch

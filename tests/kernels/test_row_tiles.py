@@ -1,4 +1,4 @@
-"""Tiles cover a tensor once, none larger than it may be, whatever the tensor's shape."""
+"""Tiles cover a tensor of any shape exactly once, none larger than allowed."""
 
 from unittest import mock
 

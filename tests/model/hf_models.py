@@ -1,7 +1,7 @@
-"""Tiny random transformers models of the five families, as oracles for ours.
+"""Tiny random transformers models of the five families, as oracles for SPPO's models.
 
-The weights are random everywhere: transformers starts norms at one and biases at zero, where a
-forgotten norm or bias would not show.
+All weights are random: transformers initializes norms with one and biases with zero, which would
+hide a forgotten norm or bias.
 """
 
 from __future__ import annotations

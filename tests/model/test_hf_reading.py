@@ -1,4 +1,4 @@
-"""What a Hugging Face directory may hold, and how a wrong one is refused."""
+"""Contents of a Hugging Face directory, and the refusal of invalid ones."""
 
 import json
 

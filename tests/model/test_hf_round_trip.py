@@ -1,4 +1,4 @@
-"""Five families: transformers writes, we read and write, transformers reads the same model."""
+"""Five families: transformers writes, SPPO reads and writes, transformers reads the same model."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""All of the standard layout or nothing, under limits of size and space."""
+"""Writing of the Hugging Face layout, complete or not at all, under limits of size and space."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""One layer alone: what it saves, what backward recomputes, and where weight gradients go."""
+"""One layer by itself: saved tensors, recomputation in backward, and weight gradients."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
-"""Copy queues whose copies run when a scheduler says so, on memory whose every access is checked.
+"""Copy queues whose copies run when a scheduler says so, on memory with checked accesses.
 
-Compute runs at once, as in the tests' process it does, but it is an actor of its own, as on an
-accelerator: nothing that was issued to it is ordered before a copy but by an event.
+Compute runs at once, but it is a separate actor, as on an accelerator: only an event orders issued
+compute before a copy.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""The host arena, native and in Python: exactly the planned bytes, safe views, clear refusals."""
+"""Host arena, native and in Python: exactly the planned bytes, safe views, clear errors."""
 
 from __future__ import annotations
 

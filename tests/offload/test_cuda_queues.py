@@ -1,4 +1,4 @@
-"""The copy streams of a GPU: what comes back is what was sent, however late every copy is."""
+"""Copy streams of a GPU: blocks come back unchanged, however late every copy runs."""
 
 import os
 import threading

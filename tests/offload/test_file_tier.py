@@ -1,4 +1,4 @@
-"""The file tier, native and in Python: the bytes of any range, an orderly end, clear refusals."""
+"""File tier, native and in Python: bytes of any range, an orderly end, clear errors."""
 
 from __future__ import annotations
 

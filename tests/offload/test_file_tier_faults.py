@@ -1,4 +1,4 @@
-"""The file tier on disks that fail, stall or do half of what they are asked, and its end."""
+"""File tier on disks that fail, stall or complete half of a request, and its shutdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes held at once: parts count in their whole, and peaks are those of one moment."""
+"""Bytes held at the same time: parts count as the whole tensor, and peaks are of one moment."""
 
 import torch
 

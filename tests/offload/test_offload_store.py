@@ -1,4 +1,4 @@
-"""Blocks go out and come back bit for bit, whatever the queues do in the meantime."""
+"""Offload store: blocks come back bit for bit, whatever the queues do in the meantime."""
 
 import errno
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Copies of training state: what they lock is unlocked, unless the device no longer answers."""
+"""Copies of training state: locked memory is unlocked, unless the device no longer answers."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Happens-before by vector clocks, and a checker of every access to shared memory.
 
-Each actor (compute, and every queue) counts its own operations; an event carries what its actor
-knew of all counts when it was reached, and whoever comes after the event learns that. Two accesses
-to one place, at least one of them a write, must be ordered by that knowledge; that they happened to
-run in a good order this time is no excuse. So a missing ordering is found whatever the scheduler
-does, as long as both accesses are made.
+Each actor (compute, and every queue) counts its own operations. An event carries the counts that
+its actor knew when the event was reached, and an actor that waits for the event learns these
+counts. Two accesses to one place, at least one of them a write, must be ordered by known counts; an
+order that happened by chance does not suffice. A missing ordering is therefore found under every
+schedule, as long as both accesses are made.
 """
 
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""Buckets of gradients: how many of them a rank waits for where it reduces a stage."""
+"""Buckets of gradients: the number of buckets that a rank waits for when it reduces a stage."""
 
 from __future__ import annotations
 

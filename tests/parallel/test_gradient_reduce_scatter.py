@@ -1,4 +1,4 @@
-"""Gradients formed whole on every rank, added up into sharded rows, over gloo."""
+"""Whole gradients of every rank, summed into sharded rows over gloo."""
 
 import pytest
 import torch

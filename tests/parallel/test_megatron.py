@@ -1,4 +1,4 @@
-"""Which part of each parameter a rank holds, and the exchange of tokens over gloo."""
+"""Shards of each parameter on a rank, and the exchange of tokens, over gloo."""
 
 from math import prod
 

@@ -1,4 +1,4 @@
-"""The communicators of every rank: over what they talk, and that their order cannot block."""
+"""Communicators of every rank: their transport, and an order that cannot deadlock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules by which tests let ranks talk as over NCCL: they find what gloo lets pass."""
+"""NCCL's rules in tests/nccl_rules.py find faults that gloo lets pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters put together from shared rows, over gloo."""
+"""Parameters gathered from sharded rows, over gloo."""
 
 import pytest
 import torch

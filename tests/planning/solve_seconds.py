@@ -1,4 +1,4 @@
-"""How long the solver takes, printed: python -m tests.planning.solve_seconds."""
+"""Print the time of the solver: python -m tests.planning.solve_seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What would fit where nothing does: the same figures whoever asks, and each of them true."""
+"""Advice if nothing fits: all commands give the same figures, and each advice is true."""
 
 from __future__ import annotations
 

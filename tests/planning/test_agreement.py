@@ -1,4 +1,4 @@
-"""Random requests: the answer fits, nothing listed is faster, and all commands say the same."""
+"""Random requests: the plan fits, no listed candidate is faster, and all commands agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far other ways of training go, by the same formulas."""
+"""Longest sequences of other ways of training, by the same formulas."""
 
 from __future__ import annotations
 

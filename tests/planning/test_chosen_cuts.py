@@ -1,4 +1,4 @@
-"""The number of subsequences that a run leaves out is the solver's, whoever is asked."""
+"""The solver chooses the number of subsequences that a run leaves out, in every command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model and one sequence of it take, against the paper's figures and closed forms."""
+"""Memory of a model and of one sequence, against the paper's figures and closed forms."""
 
 from __future__ import annotations
 

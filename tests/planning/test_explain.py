@@ -1,4 +1,4 @@
-"""Where the seconds of a step go: the parts of every stage, and the rates they come from."""
+"""Seconds of a step by part: the parts of every stage, and the rates behind them."""
 
 from __future__ import annotations
 

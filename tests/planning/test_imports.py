@@ -1,4 +1,4 @@
-"""Planning answers at once and anywhere: none of its modules leads to torch."""
+"""No planning module imports torch, so that planning answers at once on any machine."""
 
 from __future__ import annotations
 

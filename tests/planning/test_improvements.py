@@ -1,4 +1,4 @@
-"""Changes that the solver lists though nobody asked: each keeps what it promises."""
+"""Improvements that the solver lists without request: each gives what it promises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run writes of K and V is a condition; what it leaves open is the fastest that fits."""
+"""K and V: a placement in the run file is a constraint; otherwise the fastest that fits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Units sharded over pipeline ranks (MSP), asked for where there is one stage, or may be more."""
+"""Units sharded over pipeline ranks (MSP), with one stage on a rank or an open number."""
 
 from __future__ import annotations
 

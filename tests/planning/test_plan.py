@@ -1,4 +1,4 @@
-"""The plan's file: exact, and refused where it is not what was written."""
+"""File of a plan: exact, and refused if it is not what was written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan of a run as it stands: what is free decides what is kept, what is written stays."""
+"""Plan of a run as it stands: free memory decides what is retained; written keys are kept."""
 
 from __future__ import annotations
 

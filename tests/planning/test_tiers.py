@@ -1,4 +1,4 @@
-"""Activations and training state behind the device: each in one tier, both tiers kept apart."""
+"""Activations and training state in tiers after the device: one tier each, counted apart."""
 
 from __future__ import annotations
 

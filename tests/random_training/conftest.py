@@ -1,3 +1,3 @@
-"""One thread: on tensors this small a second one only waits."""
+"""Fixture that limits torch to one thread: with tensors this small a second thread only waits."""
 
 from tests.engine.conftest import _one_thread  # noqa: F401

@@ -1,10 +1,10 @@
 """Ranks as threads of one process, and messages between them in memory.
 
-The functions of torch.distributed that sppo calls, with the loosest order they promise: what a
-message or a collective carries moves at a moment that a seed chooses, between the last rank's call
-and the first wait, and what arrives is NaN until the receiver has waited. So memory that is changed
-while it travels, or read before it has come, shows in the numbers, and does so again with the same
-seed.
+Implements the functions of torch.distributed that sppo calls, with the loosest order they promise:
+data of a message or a collective moves at a moment that a seed chooses, between the last rank's
+call and the first wait, and received memory is NaN until the receiver has waited. Memory that is
+changed during a transfer, or read before it has arrived, therefore shows in the results, and does
+so again with the same seed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Defects to put back, each as a context: what the random trainings must find.
+"""Defects for mutation tests, each as a context: the random trainings must find all of them.
 
-They are of the kind that a training survives: no shape changes and nothing is raised, only numbers
-are wrong, and most of them only for some combinations.
+The defects do not stop a training: no shape changes and nothing is raised. Only numbers are wrong,
+most of them only for some combinations.
 """
 
 from __future__ import annotations

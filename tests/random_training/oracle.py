@@ -1,4 +1,4 @@
-"""What a step must compute: plain autograd in float64, and AdamW by its formula."""
+"""Expected results of a step: plain autograd in float64, and AdamW by its formula."""
 
 from __future__ import annotations
 

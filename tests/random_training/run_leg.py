@@ -1,4 +1,4 @@
-"""One rank's part of one leg of a training, as the trainer does it; what it computed, as blocks."""
+"""One rank's part of one leg of a training, run as the trainer does; returns blocks of results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainings on samples: each step's own, found and planned as a run does it, and naively."""
+"""Trainings on samples: the samples of each step, planned as in a run, and found naively."""
 
 from __future__ import annotations
 

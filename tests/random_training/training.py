@@ -1,4 +1,4 @@
-"""Runs a whole case, leg by leg, and says what is wrong about it."""
+"""Run of a whole case, leg by leg, and the list of its faults."""
 
 from __future__ import annotations
 

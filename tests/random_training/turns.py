@@ -1,4 +1,4 @@
-"""Threads of which one runs at a time; a seed decides which one goes on where one has to wait.
+"""Threads of which one runs at a time; a seed chooses the next thread whenever one waits.
 
 A run is repeatable to the last operation, and threads that wait for each other are found at once
 instead of after a timeout.

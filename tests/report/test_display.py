@@ -1,6 +1,6 @@
-"""Bars and messages on one terminal: every line whole, nothing left behind.
+"""Bars and messages on one terminal: every line is complete, nothing is left behind.
 
-A small terminal plays back what was written, as the eye would see it in the end.
+A small terminal emulator replays the output and returns the final screen.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Forwards that have begun before each backward: between as few and as many as may be."""
+"""Numbers of forwards begun before each backward, between the least and the most possible."""
 
 from itertools import accumulate, chain
 

@@ -1,4 +1,4 @@
-"""The scripts that compare kernels with plain torch run, and say what they found."""
+"""Scripts that compare kernels with plain torch: they run and print their results."""
 
 import json
 import runpy

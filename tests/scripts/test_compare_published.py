@@ -1,4 +1,4 @@
-"""The comparison with what others measured: reasons for what deviates, and the committed table."""
+"""Comparison with published figures: reasons for deviations, and the committed table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The comparison of ways to pack samples: what each makes of them, and a run of no meaning."""
+"""Comparison of packings of samples: the packing of each side, and a run of minimal size."""
 
 import importlib
 import json

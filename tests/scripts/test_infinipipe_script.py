@@ -1,4 +1,4 @@
-"""The comparison on InfiniPipe's machine: a small case of it, and how cases come together."""
+"""Comparison on InfiniPipe's machine: a small case, and the merging of cases in a file."""
 
 import importlib
 import json

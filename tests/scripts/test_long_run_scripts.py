@@ -1,4 +1,4 @@
-"""Launch scripts for a million tokens plan anywhere, and train by the plan where they can."""
+"""Launch scripts for a million tokens: they plan anywhere, and train by the plan if possible."""
 
 from __future__ import annotations
 

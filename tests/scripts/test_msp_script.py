@@ -1,4 +1,4 @@
-"""The comparison with and without multiplexed sequence partitioning, at a size of no meaning."""
+"""Comparison with and without multiplexed sequence partitioning, at a minimal size."""
 
 import json
 import os

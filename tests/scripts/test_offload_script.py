@@ -1,4 +1,4 @@
-"""The comparison of keeping with moving, on a sequence too short to say anything."""
+"""Comparison of retained with offloaded activations, at a minimal size."""
 
 from __future__ import annotations
 

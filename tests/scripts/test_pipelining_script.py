@@ -1,4 +1,4 @@
-"""The comparison with torch's pipelining, on sequences too short to say anything."""
+"""Comparison with torch's pipelining, at a minimal size."""
 
 from __future__ import annotations
 

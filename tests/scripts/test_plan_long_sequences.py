@@ -1,4 +1,4 @@
-"""scripts/plan_long_sequences.py: what is planned for a target, and whether that reaches it."""
+"""scripts/plan_long_sequences.py: plans of targets, and whether a plan reaches its target."""
 
 import importlib
 import json

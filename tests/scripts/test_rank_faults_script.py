@@ -1,4 +1,4 @@
-"""``scripts/rank_faults.py``: that it runs, and that it sees what ended wrongly."""
+"""``scripts/rank_faults.py``: it runs, and finds runs that end wrongly."""
 
 import subprocess
 import sys

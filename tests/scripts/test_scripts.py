@@ -1,4 +1,4 @@
-"""The scripts that people run: well-formed, executable, and clear about what they need."""
+"""Scripts for users: well-formed, executable, and explicit about their requirements."""
 
 from __future__ import annotations
 

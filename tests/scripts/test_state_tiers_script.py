@@ -1,4 +1,4 @@
-"""The comparison of training state in memory and on a disk, at a size of no meaning."""
+"""Comparison of training state in memory and on a disk, at a minimal size."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The calls of the CUDA path are those of the installed torch, and the script says where not."""
+"""Calls of the CUDA path agree with the installed torch, and the script reports differences."""
 
 import re
 import runpy

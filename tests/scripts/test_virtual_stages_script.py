@@ -1,4 +1,4 @@
-"""The comparison of numbers of virtual stages, at a size of no meaning."""
+"""Comparison of numbers of virtual stages, at a minimal size."""
 
 import json
 import os

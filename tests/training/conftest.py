@@ -1,4 +1,4 @@
-"""What whole runs share: a process that forks those that they kill."""
+"""Fixture that whole runs share: a process that forks the runs to kill."""
 
 from __future__ import annotations
 

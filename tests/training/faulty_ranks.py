@@ -1,4 +1,4 @@
-"""What single ranks do in the tests of checkpoints where something goes wrong on one of them."""
+"""Functions of ranks in tests of checkpoints in which one rank fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is planned, simulated and executed is one program: the same digest everywhere."""
+"""Planned, simulated and executed programs are the same: equal digests everywhere."""
 
 import json
 import random

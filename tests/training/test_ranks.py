@@ -1,4 +1,4 @@
-"""What the ranks of a run decide together."""
+"""Decisions that the ranks of a run make together."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is left at the end of a run, and said."""
+"""Files and messages at the end of a run."""
 
 from __future__ import annotations
 

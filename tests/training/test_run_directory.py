@@ -1,4 +1,4 @@
-"""Which directories a run may have; the command line's tests show it from outside."""
+"""Output directories that a run may use; tests of the command line cover messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run's state is while it is made."""
+"""Memory that the state of a run takes while it is created."""
 
 from __future__ import annotations
 

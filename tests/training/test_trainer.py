@@ -1,4 +1,4 @@
-"""The loop against ordinary training, written out with torch's own parts."""
+"""Training loop against ordinary training with torch's own parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The predicted working set against what torch's CPU allocator hands out while a model trains."""
+"""Predicted working set against the allocations of torch's CPU allocator during training."""
 
 import gc
 

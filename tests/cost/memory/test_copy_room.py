@@ -1,4 +1,4 @@
-"""Blocks, their places and the memory they pass through, as the run will take them."""
+"""Blocks of offloaded tensors, their extents and ring slots, as a run uses them."""
 
 from __future__ import annotations
 

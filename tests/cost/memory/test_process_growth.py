@@ -1,4 +1,4 @@
-"""A process's growth beside its tensors is in the plan of a CPU, with what it grows with."""
+"""Growth of a CPU process besides its tensors, in plans: its parts, and what each depends on."""
 
 from dataclasses import replace
 

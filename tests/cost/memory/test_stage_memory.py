@@ -1,4 +1,4 @@
-"""Buckets against the tensors a run really builds; tests/engine/test_steps.py has the peaks."""
+"""Memory buckets against the tensors of a real run; tests/engine/test_steps.py tests the peaks."""
 
 from dataclasses import fields, replace
 from math import prod

@@ -1,4 +1,4 @@
-"""What units take while they run: never below what each takes by itself."""
+"""Working sets of running units: never below the working set of a unit by itself."""
 
 from __future__ import annotations
 

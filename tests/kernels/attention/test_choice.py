@@ -1,4 +1,4 @@
-"""Which back end serves: the table, the rule of ``auto``, and the small case it is tried on."""
+"""Choice of an attention back end: the table, the rule of ``auto``, and the trial on a case."""
 
 import logging
 

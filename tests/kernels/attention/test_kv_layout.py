@@ -1,4 +1,4 @@
-"""Keys by head where they are stored on a CPU, by token where projections read their gradients."""
+"""Layout of keys: by head in the CPU store, by token in the gradients that projections read."""
 
 import pytest
 import torch

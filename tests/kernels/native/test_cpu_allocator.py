@@ -1,4 +1,4 @@
-"""The pool behind torch's CPU tensors: in processes of their own, for it stays once it is there."""
+"""Memory pool of torch's CPU tensors, tested in subprocesses because it cannot be uninstalled."""
 
 import os
 import shutil

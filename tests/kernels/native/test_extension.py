@@ -1,4 +1,4 @@
-"""The native library: built in two ways or not at all, loaded or refused with a reason."""
+"""Native library: built in two ways or not at all; loaded, or refused with a reason."""
 
 from __future__ import annotations
 

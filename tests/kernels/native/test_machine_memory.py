@@ -1,4 +1,4 @@
-"""What memory may be taken: limits of both versions of control groups, and of a NUMA node."""
+"""Memory that a process may use: limits of control groups of both versions, and of a NUMA node."""
 
 from __future__ import annotations
 

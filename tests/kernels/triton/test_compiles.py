@@ -1,4 +1,4 @@
-"""The kernels also compile for GPUs, which needs none; what they compute shows elsewhere."""
+"""Triton kernels compile for GPUs without a GPU; other tests check their results."""
 
 import json
 import runpy

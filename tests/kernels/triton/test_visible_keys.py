@@ -1,4 +1,4 @@
-"""The first key of each query is all that the Triton kernels know of windows and documents."""
+"""First visible key of each query: all that the Triton kernels know of windows and documents."""
 
 import pytest
 import torch

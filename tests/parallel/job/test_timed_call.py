@@ -1,4 +1,4 @@
-"""Calls that may never return: their result in time, or none; and how a process ends then."""
+"""Calls that may never return: their result in time, or none, and the end of the process."""
 
 from __future__ import annotations
 

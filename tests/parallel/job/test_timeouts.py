@@ -1,4 +1,4 @@
-"""How long ranks wait for devices."""
+"""Timeouts of ranks that wait for devices."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A process that evaluates functions: what it has of ours, and how it ends."""
+"""Process that evaluates functions: its copy of the parent's state, and its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways to pack samples that are compared with the planned one: each has every token once."""
+"""Packings of samples for comparison with the planned one: each has every token once."""
 
 from sppo.planning.corpus import packings
 

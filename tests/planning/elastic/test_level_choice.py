@@ -1,7 +1,7 @@
-"""Levels of small steps against every choice there is, counted along the program itself.
+"""Levels of small steps against all possible choices, counted along the program.
 
-Nothing of the integer program is used to say what a choice adds or takes: diagonals come from the
-backwards of the generated program, memory from a walk along it.
+The expected cost of a choice does not use the integer program: diagonals come from the backwards of
+the generated program, memory from a walk along the program.
 """
 
 from collections import defaultdict

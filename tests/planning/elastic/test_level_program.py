@@ -1,4 +1,4 @@
-"""The integer program against every choice there is, and the windows it is made of."""
+"""Integer program of levels against all possible choices, and its windows."""
 
 from dataclasses import replace
 from itertools import product

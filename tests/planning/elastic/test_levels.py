@@ -1,4 +1,4 @@
-"""Levels of steps whose activations cannot all be retained: they fit, and are worth it."""
+"""Levels of steps whose activations cannot all be retained: they fit, and save time."""
 
 import re
 from dataclasses import replace

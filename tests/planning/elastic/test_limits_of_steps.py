@@ -1,6 +1,6 @@
-"""Plans of random steps: no rank holds more than it may, none is slower than plans without levels.
+"""Plans of random steps: no rank exceeds its memory, none is slower than plans without levels.
 
-Memory is counted along the program that is run (:mod:`tests.planning.elastic.walked_memory`).
+Memory is counted along the executed program (:mod:`tests.planning.elastic.walked_memory`).
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Paced ranks: they begin as much as there is room for, in no less time than they need to."""
+"""Paced ranks: they begin as many forwards as fit, in the least possible time."""
 
 from dataclasses import replace
 from itertools import combinations, pairwise

@@ -1,4 +1,4 @@
-"""Packing of samples: each whole and once, cut where the mesh says, in subsequences that share."""
+"""Packing of samples: each sample whole and once, cut at the mesh, in shared subsequences."""
 
 from itertools import accumulate, pairwise
 

@@ -1,4 +1,4 @@
-"""Samples divided over replicas: every one once, no replica far above the others."""
+"""Samples divided over replicas: each sample once, no replica far above the others."""
 
 import pytest
 from hypothesis import given, settings

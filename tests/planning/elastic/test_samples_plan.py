@@ -1,4 +1,4 @@
-"""How many stages a rank has in a run of samples: what its steps want."""
+"""Number of stages on a rank in a run of samples: chosen for the steps of the run."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Nothing of a library's own reaches standard output, everything else does."""
+"""Output of the solver's native library is silenced; all other standard output is kept."""
 
 import subprocess
 import sys

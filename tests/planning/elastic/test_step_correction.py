@@ -1,4 +1,4 @@
-"""Corrections of predictions: what they are made of, how far they reach, what they do to costs."""
+"""Corrections of predictions: their inputs, their limits, and their effect on costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search for a plan of a step: never slower than chunks of a fixed size, and quick."""
+"""Search for the plan of a step: never slower than chunks of a fixed size, and quick."""
 
 from collections import Counter
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Memory of a step, counted action by action along its program, by nothing that plans it."""
+"""Memory of a step, counted action by action along its program, independent of the planner."""
 
 from collections import defaultdict
 

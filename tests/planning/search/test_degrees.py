@@ -1,4 +1,4 @@
-"""Ways to divide the devices: none that training would refuse."""
+"""Ways to divide the devices: training refuses none of them."""
 
 from __future__ import annotations
 

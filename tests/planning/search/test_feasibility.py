@@ -1,4 +1,4 @@
-"""Quick answers agree with the solver's."""
+"""Quick answers about feasibility agree with the solver."""
 
 from __future__ import annotations
 

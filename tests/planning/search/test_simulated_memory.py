@@ -1,4 +1,4 @@
-"""Memory of a candidate beside what its simulation holds: never below it, whatever is combined."""
+"""Predicted memory of a candidate is at least its simulated memory, for any combination."""
 
 from __future__ import annotations
 

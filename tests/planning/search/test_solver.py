@@ -1,4 +1,4 @@
-"""The solver: the paper's configurations, and what must hold for every request."""
+"""Solver: configurations of the paper, and properties of every request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the training state may live, and when it leaves the devices."""
+"""Tiers of the training state, and the cases in which it leaves the devices."""
 
 from __future__ import annotations
 

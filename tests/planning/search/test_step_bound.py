@@ -1,4 +1,4 @@
-"""Closed forms beside simulations: what is called a bound is one, and what is called exact is."""
+"""Closed forms against simulations: bounds are bounds, and exact forms are exact."""
 
 from __future__ import annotations
 

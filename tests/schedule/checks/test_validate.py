@@ -1,4 +1,4 @@
-"""Programs that must be refused, each with the action and the rule named."""
+"""Invalid programs are refused; the error names the action and the rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documented cases, closed forms and properties of simulated time."""
+"""Simulated time: the documented cases, closed forms, and properties."""
 
 from __future__ import annotations
 

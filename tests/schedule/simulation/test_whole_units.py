@@ -1,4 +1,4 @@
-"""Steps of whole units, played without their program, beside the simulation of the program."""
+"""Simulation of steps of whole units without a program, against that of the program."""
 
 from __future__ import annotations
 

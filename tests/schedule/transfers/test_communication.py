@@ -1,4 +1,4 @@
-"""Where messages are placed, and the proof that no queue can block them."""
+"""Positions of messages in programs, and the proof that no queue can block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Offload in miniature: one rank, and the paper's Figure 8."""
+"""Offload in small examples: one rank, and Figure 8 of the paper."""
 
 from __future__ import annotations
 

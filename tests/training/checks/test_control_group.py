@@ -1,4 +1,4 @@
-"""A run in a container with little memory: its limit is planned for, or refused at once."""
+"""Runs in a container with little memory: plans respect the limit, or the run is refused."""
 
 from __future__ import annotations
 

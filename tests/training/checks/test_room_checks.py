@@ -1,4 +1,4 @@
-"""What a run's plan needs of the memory that it finds."""
+"""Memory that a run's plan needs, against the memory that is free."""
 
 from __future__ import annotations
 

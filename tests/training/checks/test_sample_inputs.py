@@ -1,4 +1,4 @@
-"""What a run of samples refuses before it starts, and what it says it will do."""
+"""Runs of samples: inputs refused before the start, and the announcement of the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A GPU as what a rank computes on: chosen, filled, measured, and waited for only where it must."""
+"""GPU as the device of a rank: chosen, filled, measured, and synchronized only if necessary."""
 
 from __future__ import annotations
 

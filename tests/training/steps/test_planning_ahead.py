@@ -1,4 +1,4 @@
-"""Plans made while the step before runs: the same plans, losses, weights, whatever goes wrong."""
+"""Plans made during the step before: the same plans, losses, weights, whatever goes wrong."""
 
 from __future__ import annotations
 

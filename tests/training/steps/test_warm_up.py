@@ -1,4 +1,4 @@
-"""What is warmed up is what the run then does."""
+"""Warm-up: it runs what the run runs later."""
 
 from sppo.config import load_run
 from sppo.engine import stage

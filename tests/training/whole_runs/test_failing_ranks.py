@@ -1,4 +1,4 @@
-"""``sppo train`` on several ranks, one of which breaks: the job ends, says why, and resumes."""
+"""``sppo train`` on several ranks, one of which fails: the job ends, reports why, and resumes."""
 
 import json
 import os

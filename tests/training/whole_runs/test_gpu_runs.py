@@ -1,4 +1,4 @@
-"""Runs on GPUs: beside a CPU's on a real one, and on several ranks of a runtime without any."""
+"""Runs on GPUs: against a CPU on a real GPU, and on several ranks of a fake CUDA runtime."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A sequence whose saved activations are larger than many machines' memory, moved to a disk.
+"""Sequence whose saved activations exceed the memory of many machines, offloaded to a disk.
 
-Layers with small inputs and wide MLPs save most for the arithmetic they do, so this is about the
-quickest such run there is: minutes on two cores.
+Layers with small inputs and wide MLPs save the most bytes per FLOP, which makes this about the
+fastest run of its kind: minutes on two cores.
 """
 
 from __future__ import annotations

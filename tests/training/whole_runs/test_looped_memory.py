@@ -1,7 +1,7 @@
-"""Memory of one stage after another over long sequences: as predicted, and a straight line.
+"""Memory of the looped order over long sequences: as predicted, and linear in the length.
 
-Layers of the README's Llama shape attend to a window, so that time grows with the length and a
-sequence of 256Ki tokens takes minutes; every key and value is stored all the same.
+Layers of the README's Llama shape have a sliding window, so that time grows linearly and a sequence
+of 256Ki tokens takes minutes; all keys and values are stored nevertheless.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs in the looped order: the same training as stage after stage, said and counted."""
+"""Runs in the looped order: the same training as in other orders, with messages and counts."""
 
 from __future__ import annotations
 

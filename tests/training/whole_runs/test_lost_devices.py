@@ -1,4 +1,4 @@
-"""A rank whose device may not answer: the failure is told first, then the rank leaves."""
+"""Rank whose device may not answer: it reports the failure first, then exits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs whose saved activations go to a disk: the same training, said and counted; bad disks."""
+"""Runs that offload saved activations to a disk: the same training; messages; bad disks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same run on other grids of ranks: same losses, and checkpoints that go between them."""
+"""The same run on other grids of ranks: equal losses, and exchangeable checkpoints."""
 
 import contextlib
 import json

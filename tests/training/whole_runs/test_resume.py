@@ -1,4 +1,4 @@
-"""A killed run, started again by the same command, is bit for bit the run that was not killed."""
+"""A killed run, resumed by the same command, equals the uninterrupted run bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of samples on other grids of ranks: the same samples, losses and weights as on one rank."""
+"""Runs of samples on other grids of ranks: the samples, losses and weights of one rank."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Runs whose weights, gradients and optimizer states live on a disk: the same training."""
+"""Runs with weights, gradients and optimizer states on a disk: the same training."""
 
 from __future__ import annotations
 

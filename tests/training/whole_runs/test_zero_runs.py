@@ -1,4 +1,4 @@
-"""Runs whose ranks keep only their own rows of gradients and weights (ZeRO-2 and 3)."""
+"""Runs whose ranks hold only their rows of gradients and weights (ZeRO-2 and 3)."""
 
 import contextlib
 import json
