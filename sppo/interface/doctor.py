@@ -225,7 +225,7 @@ def _torch() -> Any:
     """Import torch after a check of free memory: without memory the import kills the process.
 
     Raises:
-        ImportError: torch is not installed, or damaged.
+        ImportError: The installation of torch is missing or damaged.
         MemoryError: There is too little memory.
     """
     from sppo.kernels.native.machine_memory import check_room_for_libraries

@@ -1,4 +1,4 @@
-"""Table of what ``sppo estimate --trace`` found."""
+"""Text output of ``sppo estimate --trace``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from sppo.units import MIB, format_bytes, format_duration
 
 _ACTIONS = {"F": "forward", "B": "backward", "W": "weight half", "update": "around them"}
 _FEW_BYTES = 16 * MIB
-"""A ratio of less than this says nothing."""
+"""Predicted bytes below which a bucket's ratio of trace to plan is not shown."""
 
 
 def print_trace(traced: TracedStep, *, console: Console) -> None:
-    """Memory by bucket beside the plan's, and what the host and the GPU are asked to do."""
+    """Print traced memory by bucket beside the plan's, and calls, launches and host waits."""
 
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -38,7 +38,7 @@ def print_trace(traced: TracedStep, *, console: Console) -> None:
 
 
 def _fullest(traced: TracedStep) -> str:
-    """Say when most memory is used, and when it is with the layers that were traced."""
+    """Return when the most memory is used, and when in the traced numbers of layers, as text."""
     text = f"most is used in {_moment(traced.fullest)}"
     for layers, moment in zip(traced.traced_layers, traced.traced_fullest, strict=True):
         if moment != traced.fullest:
