@@ -2,8 +2,9 @@
 
     python scripts/memory_limits.py --directory /tmp/limits
 
-Needs the right to make control groups (root, in most containers). Prints a line for each limit and
-case: 0, what was trained; 4, what was refused; anything else is a fault, and the exit code is 1.
+Needs the right to make control groups (root, in most containers). Prints a line with the exit code
+for each limit and case: 0 for a run that trained, 3 or 4 for a run that was refused. Any other
+outcome is a fault, and the script then exits with 1.
 """
 
 from __future__ import annotations

@@ -320,7 +320,7 @@ def _attribute_docstrings(cls: type) -> dict[str, str]:
 
 
 def _google_attributes(cls: type) -> dict[str, str]:
-    """Return what a docstring's section ``Attributes:`` says, by name."""
+    """Return the entries of a docstring's section ``Attributes:``, by name."""
     _, _, text = (inspect.getdoc(cls) or "").partition("Attributes:\n")
     entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", text, re.MULTILINE)
     return {name: _flat(description) for name, description in entries}
@@ -347,7 +347,7 @@ def policies_page() -> str:
 
 
 def _docstring_page(module: Any) -> str:
-    """Return a module's docstring, but for its first line, as Markdown."""
+    """Return a module's docstring without its first paragraph, as Markdown."""
     _, _, text = inspect.cleandoc(module.__doc__ or "").partition("\n\n")
     blocks = []
     for block in text.split("\n\n"):
