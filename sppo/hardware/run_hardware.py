@@ -10,11 +10,29 @@ from sppo.hardware.file import hardware_for
 def run_hardware(run: RunConfig) -> HardwareSpec:
     """Return the hardware description that `run` is planned for.
 
+    The CPU of a single machine is divided among the ranks that `run` asks for, as training does.
+
     Raises:
         ValueError: An unknown preset, a file that is no hardware description, or a key that the
             machine does not support.
         OSError: The file cannot be read.
     """
+    hardware = _named_machine(run)
+    parallel = run.parallel
+    ranks = (
+        parallel.data_parallel_degree
+        * parallel.pipeline_parallel_degree
+        * parallel.sequence_parallel_degree
+    )
+    if hardware.device.kind == "cpu" and hardware.num_devices == 1:
+        from sppo.hardware.this_machine import as_divided
+
+        return as_divided(hardware, ranks)
+    return hardware
+
+
+def _named_machine(run: RunConfig) -> HardwareSpec:
+    """Return the machine that the run file names, or this one."""
     config = run.hardware
     if config != "auto" and (config.file is not None or config.preset is not None):
         return hardware_for(config)

@@ -152,6 +152,16 @@ def divide_cpu(
     )
 
 
+def as_divided(hardware: HardwareSpec, ranks: int) -> HardwareSpec:
+    """Return `hardware` with its CPU divided among `ranks` processes of a run on this machine.
+
+    Measured rates hold for a number of threads, which these processes may exceed or fall short of.
+    """
+    if not hardware.device.gemm_points:
+        return divide_cpu(hardware, ranks)
+    return divide_cpu(hardware, ranks, threads=threads_of_rank(ranks), cores=count_cores())
+
+
 def threads_of_rank(ranks: int, *, environ: Mapping[str, str] = os.environ) -> int:
     """Return the threads of each of `ranks` processes: OMP_NUM_THREADS, or a share of the cores."""
     given = environ.get("OMP_NUM_THREADS", "").split(",")[0]

@@ -7,6 +7,7 @@ import pytest
 
 import sppo
 from sppo.config import run_sections
+from sppo.training.checks.preflight import check_before_training
 from tests.conftest import succeed
 
 RUN = {
@@ -16,6 +17,8 @@ RUN = {
     "parallel": {"pipeline_parallel_degree": 2},
     "hardware": {"preset": "laptop-cpu", "nodes": 2},
 }
+
+EVEN = {"model.num_layers": 2, "train.sequences_per_step": 2}
 
 
 def write(path: Path, sections: dict) -> Path:
@@ -45,6 +48,14 @@ def test_simulate_is_the_command(tmp_path):
     told = json.loads(succeed("simulate", tmp_path / "plan.json", "--json"))
     assert sppo.simulate(plan).makespan_s == told["makespan_s"]
     assert sppo.simulate(plan).schedule.digest() == plan.program_digest
+
+
+@pytest.mark.parametrize("degree", ["pipeline_parallel_degree", "data_parallel_degree"])
+def test_a_run_of_two_ranks_on_this_machine_is_simulated_as_training_plans_it(work, degree):
+    run = sppo.load_run(work / "run.yaml", {f"parallel.{degree}": 2, **EVEN})
+    planned = check_before_training(run, local_ranks=2, starts_ranks=True).plan
+    assert sppo.simulate(run).schedule.digest() == planned.program_digest
+    assert sppo.simulate(run).makespan_s == sppo.simulate(planned).makespan_s
 
 
 def test_estimate_is_the_command(tmp_path):

@@ -16,7 +16,7 @@ from sppo.data.samples.document_samples import DocumentSamples
 from sppo.data.sequences import TrainingData
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.file import hardware_for
-from sppo.hardware.this_machine import C_HEAP_SHARE, count_cores, divide_cpu, threads_of_rank
+from sppo.hardware.this_machine import C_HEAP_SHARE, as_divided
 from sppo.kernels.native.cpu_allocator import install_cpu_allocator
 from sppo.parallel.mesh_shape import MeshShape
 from sppo.parallel.stream_budget import StreamUse, check_streams
@@ -195,11 +195,7 @@ def _as_used(run: RunConfig, device: Device, *, local_ranks: int) -> HardwareSpe
     """Return the hardware that the run names, or of this machine, as divided by its ranks."""
     hardware = hardware_for(run.hardware, this_machine=device.machine())
     if device.kind == "cpu":
-        hardware = _with_heap(hardware)
-        if not hardware.device.gemm_points:
-            return divide_cpu(hardware, local_ranks)
-        threads, cores = threads_of_rank(local_ranks), count_cores()
-        return divide_cpu(hardware, local_ranks, threads=threads, cores=cores)
+        return as_divided(_with_heap(hardware), local_ranks)
     node = replace(hardware.node, num_devices=local_ranks)
     num_nodes = max(1, MeshShape.of(run.parallel).num_ranks // local_ranks)
     return replace(hardware, node=node, num_nodes=num_nodes)
