@@ -290,6 +290,12 @@ def test_refused_inputs(work: Path, tokenizer: str, contents: dict[str, Any], me
     assert_nothing_left(work)
 
 
+@pytest.mark.parametrize(("glob", "is_said"), [("setup.py", True), ("*.py", False)])
+def test_a_glob_that_the_shell_expanded_is_explained(work: Path, glob: str, is_said: bool) -> None:
+    error = refuse("--tokenizer", "bytes", "--out", "out", "--glob", glob, work / "src")
+    assert ("in quotes so that the shell leaves it as it is: '*.py'" in error) == is_said
+
+
 def test_binary_files_are_refused_by_name(work: Path) -> None:
     for name in "bcdef":
         np.save(work / "src" / f"{name}.npy", np.arange(9))

@@ -72,9 +72,11 @@ def find_files(
             raise ValueError(f"{path}: not a regular file; write its contents to a file first")
     if not found:
         patterns = f" that match {', '.join(globs)}" if globs else ""
+        expanded = globs and not any(character in glob for glob in globs for character in "*?[")
+        quotes = ", in quotes so that the shell leaves it as it is: '*.py'" if expanded else ""
         raise ValueError(
             f"{', '.join(str(path) for path in inputs)}: no files{patterns}"
-            " (hidden ones are left out); give other files or another --glob"
+            f" (hidden ones are left out); give other files or another --glob{quotes}"
         )
     return tuple(found)
 
