@@ -24,6 +24,7 @@ from sppo.planning.corpus.sides import (
     replica_packs,
 )
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
+from sppo.planning.elastic.sample_shortfall import stages_text
 from sppo.planning.elastic.step_plan import StepPlan, StepPlanner, planner_of_candidate
 from sppo.planning.make_plan import make_plan
 from sppo.planning.plan import ExecutionPlan, digest_of, planned_part
@@ -373,9 +374,9 @@ def _sides(best: PlannedDegrees, *, steps: DrawnSteps) -> dict[str, list[SideSte
 def _longest_lacks(run: RunConfig, evaluated: EvaluatedCandidate, shortfall: Shortfall) -> str:
     """Return a message on the memory that a step of the longest samples lacks, and its stage."""
     stages = evaluated.candidate.stages_of_rank(shortfall.rank)
-    where = f"stage {stages[0]} needs"
+    where = f"{stages_text(stages)} needs"
     if len(stages) > 1:
-        where = f"stages {', '.join(map(str, stages))} of rank {shortfall.rank} need"
+        where = f"{stages_text(stages)} of rank {shortfall.rank} need"
     return (
         f"the longest sample, of {run.sequence.length} tokens, does not fit: {where} "
         f"{format_bytes(shortfall.needed_bytes)} of {shortfall.place} memory and "

@@ -13,6 +13,9 @@ from sppo.planning.elastic.windows import rank_windows
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.units import format_bytes
 
+_LISTED_STAGES = 4
+"""Most stages that a message lists one by one."""
+
 
 def shortfall_text(
     lengths: Sequence[int], short: Sequence[tuple[PackedSamples, EvaluatedCandidate]]
@@ -27,7 +30,7 @@ def shortfall_text(
     shortfall = evaluated.shortfall
     assert shortfall is not None, "only called where nothing fits"
     stages = evaluated.candidate.stages_of_rank(shortfall.rank)
-    where = f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
+    where = stages_text(stages)
     sample = heaviest_sample(packed, evaluated, rank=shortfall.rank)
     return (
         f"a step of {len(lengths)} samples does not fit: {where} needs "
@@ -38,6 +41,18 @@ def shortfall_text(
         f"is held of sample {sample}, of {lengths[sample]} tokens: fewer samples a step, a lower "
         "sequence.length, or activations.policy=auto, with another train.output, would need less"
     )
+
+
+def stages_text(stages: Sequence[int]) -> str:
+    """Return ``stage 3``, ``stages 1, 3``, ``stages 0 to 31``, or ``stages 1, 3, ..., 31``."""
+    first, last = stages[0], stages[-1]
+    if len(stages) == 1:
+        return f"stage {first}"
+    if len(stages) <= _LISTED_STAGES:
+        return f"stages {', '.join(map(str, stages))}"
+    if list(stages) == list(range(first, last + 1)):
+        return f"stages {first} to {last}"
+    return f"stages {first}, {stages[1]}, ..., {last}"
 
 
 def heaviest_sample(packed: PackedSamples, evaluated: EvaluatedCandidate, *, rank: int) -> int:
