@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sppo.output_file import write_json
 from sppo.report.metrics import StepMetrics, finite_or_none
-from sppo.units import format_bytes, format_count, format_duration
+from sppo.units import counted, format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -196,7 +196,7 @@ def _facts(summary: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     error = summary.get("prediction_error")
     if error is not None and error["corrected"] is not None:
         before = _percent(error["uncorrected"])
-        of = f"{error['steps']} steps, {before} before correction"
+        of = f"{counted(error['steps'], 'step')}, {before} before correction"
         yield "error of predicted steps (median)", f"{_percent(error['corrected'])} ({of})"
     if summary["offloaded_bytes_per_step"]:
         yield "offloaded per step", format_bytes(int(summary["offloaded_bytes_per_step"]))

@@ -77,12 +77,13 @@ class StepRecords:
 
     def _line(self, metrics: StepMetrics) -> str:
         done, total = metrics.step - self._first_step, self._run.train.steps
-        eta_s = (time.perf_counter() - self._started) / done * (total - metrics.step)
+        per_step_s = (time.perf_counter() - self._started) / done
+        left = total - metrics.step
         return step_line(
             metrics,
             total_steps=total,
             memory_capacity_bytes=self._capacity_bytes,
-            eta_s=eta_s,
+            eta_s=per_step_s * left if left else None,
         )
 
     @contextmanager

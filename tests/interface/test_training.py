@@ -48,6 +48,9 @@ def test_goes_on_and_says_what_it_does(run, capsys):
         sppo.train(run.model_copy(update={"train": run.train.model_copy(update={"steps": 2})}))
         result = sppo.train(run)
     out = capsys.readouterr().out
+    steps = {line.split(" | ")[0]: line for line in out.splitlines() if line.startswith("step ")}
+    assert "| eta " in steps["step 3/4"]
+    assert "eta" not in steps["step 4/4"]
     assert "step 2/2" in out
     assert "step 3/4" in out
     assert [metrics.step for metrics in result.metrics] == [1, 2, 3, 4]

@@ -15,7 +15,7 @@ from sppo.cost.stage_cost import row_bytes_of
 from sppo.output_file import write_figure
 from sppo.planning.elastic.packing import PADDING
 from sppo.planning.elastic.step_plan import StepPlan
-from sppo.units import format_count, format_duration, format_tokens
+from sppo.units import counted, format_count, format_duration, format_tokens
 
 _SAMPLES, _TOKENS = "#1f5fa8", "#c2571a"
 _KINDS = {"split": "#1f5fa8", "hybrid": "#7a4fa3", "batched": "#d98a1f"}
@@ -250,11 +250,13 @@ def _write_title(figure: Any, plan: StepPlan, *, source: str) -> None:
         (
             f"{plan.num_samples} samples of {source}",
             f"{format_count(plan.tokens)} tokens",
-            f"{len(candidate.lengths)} chunks in {len(plan.sequences)} sequences",
+            f"{counted(len(candidate.lengths), 'chunk')} in "
+            f"{counted(len(plan.sequences), 'sequence')}",
         ),
         (
             candidate.schedule,
-            f"{candidate.num_stages} stages on {candidate.pipeline_parallel_degree} ranks",
+            f"{counted(candidate.num_stages, 'stage')} on "
+            f"{counted(candidate.pipeline_parallel_degree, 'rank')}",
             f"{format_duration(plan.step_s)}, bubble {plan.bubble_fraction:.1%} (simulated)",
         ),
     )
