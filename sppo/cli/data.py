@@ -144,6 +144,10 @@ def stats(
 
             length_plot(found, distribution, output)
     _print_stats(found, as_json=json_output)
+    if not json_output:
+        from sppo.cli.output.written import say_written
+
+        say_written(output)
 
 
 def _length(text: str | None) -> int | None:

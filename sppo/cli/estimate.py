@@ -61,7 +61,7 @@ def estimate(
             raise ValueError("--layers says what --trace traces: write both")
         run = load_planned_run(run_file, overrides or ())
         found = estimate_run(run, hardware=run_hardware(run))
-        rows = _baselines(found) if compare else ()
+        rows = _baselines(found, quiet=json_output) if compare else ()
         traced = _trace(found, layers=layers) if trace else None
     _print(found, baselines=rows, traced=traced, as_json=json_output)
 
@@ -101,10 +101,13 @@ def _trace(found: Estimate, *, layers: int | None) -> TracedStep:
         return tracer.trace(on_action=lambda: bar.advance(task))
 
 
-def _baselines(found: Estimate) -> tuple[Baseline, ...]:
+def _baselines(found: Estimate, *, quiet: bool) -> tuple[Baseline, ...]:
+    from sppo.cli.output.working import working
     from sppo.planning.baselines import baselines
 
-    return baselines(found.run, hardware=found.hardware, evaluated=found.evaluated)
+    text = "searching the longest sequence of each way to train, for about a minute"
+    with working(text, says_so=not quiet):
+        return baselines(found.run, hardware=found.hardware, evaluated=found.evaluated)
 
 
 def _print(

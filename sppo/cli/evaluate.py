@@ -88,7 +88,10 @@ def evaluate(
     if json_output:
         typer.echo(text)
     else:
+        from sppo.cli.output.written import say_written
+
         _show(result, console)
+        say_written(png)
 
 
 def _without_nan(value: Any) -> Any:

@@ -121,6 +121,10 @@ def _simulate(
         as_json=wanted.as_json,
         devices=request.devices,
     )
+    if not wanted.as_json:
+        from sppo.cli.output.written import say_written
+
+        say_written(wanted.png, wanted.html, wanted.trace, wanted.program)
 
 
 def _check_outputs(wanted: _Outputs, *, inputs: Sequence[Path | None]) -> None:

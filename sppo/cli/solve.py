@@ -114,10 +114,13 @@ def _load(run_file: Path, overrides: list[str]) -> RunConfig:
 
 
 def _solution(run: RunConfig) -> Solution:
-    from sppo.hardware.run_hardware import run_hardware
+    from sppo.cli.output.working import working
+    from sppo.hardware.run_hardware import hardware_line, run_hardware
     from sppo.planning.search.solver import solve as solve_run
 
-    return solve_run(run, hardware=run_hardware(run))
+    hardware = run_hardware(run)
+    with working(f"comparing ways to divide {hardware_line(hardware)}"):
+        return solve_run(run, hardware=hardware)
 
 
 def _ablation(solution: Solution) -> tuple[AblationRow, ...]:
@@ -127,9 +130,11 @@ def _ablation(solution: Solution) -> tuple[AblationRow, ...]:
 
 
 def _improvements(solution: Solution) -> tuple[Improvement, ...]:
+    from sppo.cli.output.working import working
     from sppo.planning.improvements import improvements
 
-    return improvements(solution)
+    with working("comparing with what was not asked for"):
+        return improvements(solution)
 
 
 def _write_plan(solution: Solution, output: Path) -> None:
@@ -182,9 +187,11 @@ def _best(solution: Solution) -> EvaluatedCandidate:
 
 def _print_failure(solution: Solution, *, as_json: bool) -> None:
     """Print which memory is short and what would fit: JSON on stdout, or text on stderr."""
+    from sppo.cli.output.working import working
     from sppo.planning.advice import what_would_fit
 
-    changes = what_would_fit(solution.run, hardware=solution.hardware)
+    with working("searching for what would fit"):
+        changes = what_would_fit(solution.run, hardware=solution.hardware)
     if as_json:
         from sppo.cli.output.solve_json import failure_report
 

@@ -54,15 +54,22 @@ def solve_and_print(
 
         step_plot(solution.best.plans[0], png, source=solution.steps.source)
     _print_solution(solution, output=output, explain=explain, as_json=as_json)
+    if not as_json:
+        from sppo.cli.output.written import say_written
+
+        say_written(png)
 
 
 def _solution(run: RunConfig, lengths: str | None) -> CorpusSolution:
+    from sppo.cli.output.working import working
     from sppo.data.samples.step_lengths import drawn_steps
-    from sppo.hardware.run_hardware import run_hardware
+    from sppo.hardware.run_hardware import hardware_line, run_hardware
     from sppo.planning.corpus.search import solve_corpus
 
     steps = drawn_steps(run, distribution=lengths)
-    return solve_corpus(run, hardware=run_hardware(run), steps=steps)
+    hardware = run_hardware(run)
+    with working(f"planning drawn steps for {hardware_line(hardware)}"):
+        return solve_corpus(run, hardware=hardware, steps=steps)
 
 
 def _print_solution(

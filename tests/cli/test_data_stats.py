@@ -58,7 +58,8 @@ def test_json(data: Path) -> None:
 
 
 def test_plot(data: Path) -> None:
-    succeed("data", "stats", data, "--length", 50, "-o", "lengths.png")
+    told = succeed("data", "stats", data, "--length", 50, "-o", "lengths.png")
+    assert told.endswith("written lengths.png\n")
     assert Path("lengths.png").read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in data.iterdir()} >= {"tokens.bin", "meta.json"}
 

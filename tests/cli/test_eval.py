@@ -143,7 +143,8 @@ def test_weights_that_nothing_has_trained_are_never_taken_unasked(trained, outpu
 
 
 def test_the_plot(trained):
-    succeed("eval", "run.yaml", "--png", "by_position.png")
+    told = succeed("eval", "run.yaml", "--png", "by_position.png")
+    assert told.endswith("written by_position.png\n")
     assert (trained / "by_position.png").read_bytes().startswith(b"\x89PNG\r\n")
 
 

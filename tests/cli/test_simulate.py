@@ -118,7 +118,8 @@ def test_the_table_is_for_people():
 
 def test_plots_are_written(tmp_path):
     png, html, trace = tmp_path / "t.png", tmp_path / "t.html", tmp_path / "t.json"
-    run("--schedule", "sppo", *SHAPE, "--png", png, "--timeline", html, "--trace", trace)
+    done = run("--schedule", "sppo", *SHAPE, "--png", png, "--timeline", html, "--trace", trace)
+    assert done.stdout.endswith(f"written {png}\nwritten {html}\nwritten {trace}\n")
     assert png.read_bytes().startswith(b"\x89PNG")
     assert html.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
     assert json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]

@@ -145,7 +145,9 @@ def test_mistakes(run, words, said):
 
 
 def test_a_step_is_drawn(run):
-    succeed("solve", run, "--lengths", "github", "--png", "step.png")
+    told = succeed("solve", run, "--lengths", "github", "--png", "step.png")
+    assert told.endswith("written step.png\n")
+    assert "plan.json is not written yet: add -o plan.json" in told
     image = Path("step.png").read_bytes()
     assert image[:4] == b"\x89PNG"
     assert (int.from_bytes(image[16:20]), int.from_bytes(image[20:24])) == (1600, 1440)

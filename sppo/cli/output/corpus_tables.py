@@ -56,6 +56,8 @@ def print_corpus_solution(
     per_node = solution.hardware.node.num_devices
     for command in launch_commands(best.degrees, devices_per_node=per_node, output=output):
         _say(console, f"launch: {command}")
+    if output is None:
+        _say(console, "plan.json is not written yet: add -o plan.json")
     console.print()
     _print_sides(solution, console=console)
     console.print()
@@ -120,7 +122,8 @@ def _candidates_table(solution: CorpusSolution) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True)
     for place in range(len(ways)):
-        table.add_column("best" if place == 0 else f"next {place}", justify="right")
+        heading = "best" if place == 0 else f"next {place}"
+        table.add_column(heading, justify="right", overflow="fold")
 
     def add(name: str, value: Callable[[PlannedDegrees], str]) -> None:
         table.add_row(name, *map(value, ways))
@@ -154,7 +157,7 @@ def _print_sides(solution: CorpusSolution, *, console: Console) -> None:
     _say(console, "the same samples with the best degrees, packed in other ways (simulated):")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True)
-    for heading in ("step", "tokens/s", "of c", "bubble", "most tokens", "peak"):
+    for heading in ("step", "tokens/s", "of c", "bubble", "largest", "peak"):
         table.add_column(heading, justify="right", no_wrap=True)
     report = sides_report(solution)
     for name, text in _SIDE_TEXTS.items():

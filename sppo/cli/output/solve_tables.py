@@ -86,6 +86,8 @@ def print_solution(
     per_node = hardware.node.num_devices
     for command in launch_commands(best.degrees, devices_per_node=per_node, output=output):
         _say(console, f"launch: {command}")
+    if output is None:
+        _say(console, "plan.json is not written yet: add -o plan.json")
     _print_improvements(paying, console=console)
     _print_numbers_of_subsequences(solution, console=console)
     console.print()
