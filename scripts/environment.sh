@@ -35,8 +35,10 @@ make_environment() { # EXTRAS, e.g. [dev] or nothing
     "$venv/bin/pip" install --quiet --disable-pip-version-check --upgrade pip
     # torch is pinned: every machine computes with the same version.
     if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
+        echo "installing torch 2.13.0, the largest download"
         "$venv/bin/pip" install --quiet --disable-pip-version-check torch==2.13.0
     fi
+    echo "installing sppo$extras and what it needs, building its native parts"
     # Setuptools warns of every editable installation, in a box of ten lines.
     PYTHONWARNINGS=ignore "$venv/bin/pip" install --quiet --disable-pip-version-check --editable "$repository$extras"
     echo "$wanted $extras" >>"$stamp"
