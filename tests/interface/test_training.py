@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 import sppo
 from tests.conftest import succeed
@@ -48,6 +49,8 @@ def test_goes_on_and_says_what_it_does(run, capsys):
         sppo.train(run.model_copy(update={"train": run.train.model_copy(update={"steps": 2})}))
         result = sppo.train(run)
     out = capsys.readouterr().out
+    threads = torch.get_num_threads()
+    assert f"on cpu with {threads} thread{'' if threads == 1 else 's'}, torch" in out
     steps = {line.split(" | ")[0]: line for line in out.splitlines() if line.startswith("step ")}
     assert "| eta " in steps["step 3/4"]
     assert "eta" not in steps["step 4/4"]

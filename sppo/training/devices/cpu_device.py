@@ -27,6 +27,7 @@ from sppo.offload.thread_queues import ThreadQueues
 from sppo.offload.transfers import ThreadTransfers, Transfers
 from sppo.planning.plan import ExecutionPlan
 from sppo.training.devices.device import DeviceKind, PoolUse
+from sppo.units import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class CpuDevice:
 
     def describe(self) -> str:
         """Return the number of threads, e.g. ``cpu with 2 threads``."""
-        return f"cpu with {torch.get_num_threads()} threads"
+        return f"cpu with {counted(torch.get_num_threads(), 'thread')}"
 
     def describe_memory(self) -> str:
         """Return a description of the allocator of CPU tensors, for the log."""
