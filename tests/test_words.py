@@ -42,6 +42,7 @@ NAMES = {
     "books": "account",
     "movable": "offloadable",
     "courier": "p2p",
+    "hurried": "overlaps_compute",
 }
 """Parts of identifiers, and what is said today."""
 

@@ -233,7 +233,7 @@ class ActivationLayout:
             rows(placement.retained, own_input=own, residual=residual.retained),
         )
 
-    def without_attention(self, unit: UnitKey) -> tuple[int, ...]:
+    def unsaved_attention_tokens(self, unit: UnitKey) -> tuple[int, ...]:
         """Return the number of last tokens, per rank, whose attention output is recomputed."""
         return tuple(shard.recomputed[ATTENTION] for shard in self.shards[unit])
 

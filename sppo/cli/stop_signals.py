@@ -20,8 +20,8 @@ from io import FileIO
 from types import FrameType
 from typing import Any
 
+from sppo.parallel.job.handled_signals import add_listener, remove_listener
 from sppo.parallel.job.signals import STOP_SIGNALS, stopped_exit_code
-from sppo.parallel.job.taken_signals import listen, stop_listening
 
 _UNHEARD_S = 5.0
 """Seconds that the main thread may spend in library code, where it cannot handle signals."""
@@ -29,7 +29,7 @@ _REPEATED_S = 0.2
 """Signals at most this many seconds apart count as one."""
 _SURELY = 2
 """Consecutive checks that must find the main thread running on before the signal is sent again."""
-_TAKEN = 0
+_HANDLED = 0
 """Byte written after the bytes of signals that another handler has handled; no signal number."""
 _MOST_BYTES = 4096
 
@@ -95,12 +95,12 @@ class _Watch:
         for end in (self._reader, self._writer):
             os.set_blocking(end, False)
         self._previous_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        listen(self._taken)
+        add_listener(self._mark_handled)
         threading.Thread(target=self._see_to_it, name="stop signals", daemon=True).start()
 
     def end(self) -> None:
         self._ended = True
-        stop_listening(self._taken)
+        remove_listener(self._mark_handled)
         signal.set_wakeup_fd(self._previous_fd)
         os.close(self._writer)  # ends the thread, which then reads the end of the pipe
 
@@ -114,9 +114,9 @@ class _Watch:
             self.number, self._heard_s = number, time.monotonic()
             raise Stopped(number)
 
-    def _taken(self) -> None:
+    def _mark_handled(self) -> None:
         """Mark all signals so far as handled by another handler."""
-        os.write(self._writer, bytes((_TAKEN,)))
+        os.write(self._writer, bytes((_HANDLED,)))
 
     def _see_to_it(self) -> None:
         """Send each signal again until the main thread has handled it; runs in a thread."""
@@ -134,8 +134,8 @@ class _Watch:
         """
         handled_here = {n for n in STOP_SIGNALS if signal.getsignal(n) == self.stop}
         arrived += _read(arrivals, timeout_s=0)
-        untaken = arrived.rpartition(bytes((_TAKEN,)))[2]
-        return next((number for number in untaken if number in handled_here), 0)
+        unhandled = arrived.rpartition(bytes((_HANDLED,)))[2]
+        return next((number for number in unhandled if number in handled_here), 0)
 
     def _insist(self, number: int, arrivals: FileIO) -> None:
         """Send a signal again until the main thread ends, whatever code catches the exception."""

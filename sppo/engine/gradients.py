@@ -19,7 +19,7 @@ class GradientProvider(Protocol):
     """Provider of the fp32 (fp64 for fp64) sums to which a rank's stages add gradients.
 
     One part is taken at a time, and released before the next is taken. A step calls :meth:`reduce`
-    once per stage, and :meth:`settle` after the last stage: sums are not complete before.
+    once per stage, and :meth:`wait_reductions` after the last stage: sums are not complete before.
     """
 
     def take(self, part: WeightPart) -> Mapping[str, Tensor]:
@@ -34,7 +34,7 @@ class GradientProvider(Protocol):
         """Start any reduction not yet started for a stage whose gradients are complete here."""
         ...
 
-    def settle(self) -> None:
+    def wait_reductions(self) -> None:
         """Wait until all released gradients are in the sums, and started reductions are done."""
         ...
 
@@ -65,7 +65,7 @@ class ResidentGradients:
         sums: Sums of all parameters of the rank's stages by global name.
         reduce: Function that starts the all-reduce of a stage's gradients over the ranks that hold
             the same stage; None if there is only one.
-        settle: Function that waits for all started reductions; None if there are none.
+        wait_reductions: Function that waits for all started reductions; None if there are none.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class ResidentGradients:
         sums: Mapping[str, Tensor],
         *,
         reduce: Callable[[int], None] | None = None,
-        settle: Callable[[], None] | None = None,
+        wait_reductions: Callable[[], None] | None = None,
     ) -> None:
-        self._reduce, self._settle = reduce, settle
+        self._reduce, self._wait_reductions = reduce, wait_reductions
         self._sums, self._names = sums, names_by_part(sums)
 
     def take(self, part: WeightPart) -> Mapping[str, Tensor]:
@@ -90,10 +90,10 @@ class ResidentGradients:
         if self._reduce is not None:
             self._reduce(stage)
 
-    def settle(self) -> None:
+    def wait_reductions(self) -> None:
         """Wait for all started reductions."""
-        if self._settle is not None:
-            self._settle()
+        if self._wait_reductions is not None:
+            self._wait_reductions()
 
     def assert_idle(self) -> None:
         """Do nothing: no part is ever held."""

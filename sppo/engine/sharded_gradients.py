@@ -90,7 +90,7 @@ class ShardedGradients:
     def reduce(self, stage: int) -> None:
         """Do nothing: each part is reduced when it is released."""
 
-    def settle(self) -> None:
+    def wait_reductions(self) -> None:
         """Wait until all released gradients are added to the shards."""
         self._finish()
 

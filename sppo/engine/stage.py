@@ -481,12 +481,14 @@ class Stage:
         )
         if self._heads is None:
             return stored
-        return UlyssesAttention(stored, self._heads, unit.parts, self._without_attention(unit))
+        return UlyssesAttention(
+            stored, self._heads, unit.parts, self._unsaved_attention_tokens(unit)
+        )
 
-    def _without_attention(self, unit: Unit) -> tuple[int, ...]:
+    def _unsaved_attention_tokens(self, unit: Unit) -> tuple[int, ...]:
         """Return for each rank how many of its last tokens have no saved attention output."""
         saved = unit.key in self._layout.shards
-        return self._layout.without_attention(unit.key) if saved else unit.parts
+        return self._layout.unsaved_attention_tokens(unit.key) if saved else unit.parts
 
     @property
     def weights(self) -> WeightProvider:

@@ -40,7 +40,7 @@ class StateStreams:
         if action.kind is ActionKind.H2D:
             self.gradients.bring_back(stage)
             return
-        self.provider.settle()
+        self.provider.wait_reductions()
         self.gradients.leave(stage, complete=stage in self._reduced)
 
     def reduce(self, stage: int) -> None:
@@ -54,13 +54,13 @@ class StateStreams:
             return
         self.provider.reduce(stage)
         if len(self._reduced) == len(self.stages):
-            self.provider.settle()
+            self.provider.wait_reductions()
 
     def finish(self) -> None:
         """End a step: free streamed weights, and assert that all streamed gradients have left."""
         self._reduced.clear()
         if self.weights is not None:
-            self.weights.forget()
+            self.weights.free_device_copies()
         if self.gradients is not None:
             self.gradients.assert_idle()
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from sppo.offload.transfers import Done, Transfers
+from sppo.offload.transfers import CopyHandle, Transfers
 
 
 class StreamedGradients(Mapping[str, Tensor]):
@@ -51,8 +51,8 @@ class StreamedGradients(Mapping[str, Tensor]):
             self._owned[owner].append(name)
         self._stage_of = owners
         self._here: dict[str, Tensor] = {}
-        self._coming: dict[int, Done] = {}
-        self._leaving: tuple[Done, list[Tensor]] | None = None
+        self._coming: dict[int, CopyHandle] = {}
+        self._leaving: tuple[CopyHandle, list[Tensor]] | None = None
         self._peak_bytes = 0
 
     def __getitem__(self, name: str) -> Tensor:
@@ -84,7 +84,7 @@ class StreamedGradients(Mapping[str, Tensor]):
         names = [name for name in self._owned[stage] if complete or name not in self._shared]
         copies = [(self._sums[name], self[name]) for name in names]
         self._make_room()
-        self._leaving = self._transfers.down(copies), [source for _, source in copies]
+        self._leaving = self._transfers.to_tier(copies), [source for _, source in copies]
         for name in names:
             del self._here[name]
 
@@ -94,7 +94,9 @@ class StreamedGradients(Mapping[str, Tensor]):
         names = [name for name in self._owned[stage] if name not in self._shared]
         for name in names:
             self._here[name] = torch.empty_like(self._sums[name], device=self.device)
-        self._coming[stage] = self._transfers.up([(self._here[n], self._sums[n]) for n in names])
+        self._coming[stage] = self._transfers.to_device(
+            [(self._here[n], self._sums[n]) for n in names]
+        )
         self._count()
 
     def assert_idle(self) -> None:

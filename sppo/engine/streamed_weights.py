@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from sppo.offload.transfers import Done, Transfers
+from sppo.offload.transfers import CopyHandle, Transfers
 from sppo.schedule.actions import RESIDENT_STAGES
 
 
@@ -39,7 +39,7 @@ class StreamedWeights(Mapping[str, Tensor]):
         self._rows, self._stages, self._transfers = rows, stages, transfers
         self._named: list[int] = []
         self._here: dict[str, Tensor] = {}
-        self._coming: dict[int, Done] = {}
+        self._coming: dict[int, CopyHandle] = {}
         self._peak_bytes = 0
 
     def fetch(self, stage: int) -> None:
@@ -55,7 +55,9 @@ class StreamedWeights(Mapping[str, Tensor]):
             return
         for name in wanted:
             self._here[name] = torch.empty_like(self._rows[name], device=self.device)
-        self._coming[stage] = self._transfers.up([(self._here[n], self._rows[n]) for n in wanted])
+        self._coming[stage] = self._transfers.to_device(
+            [(self._here[n], self._rows[n]) for n in wanted]
+        )
         held = sum(tensor.numel() for tensor in self._here.values()) * self.dtype.itemsize
         self._peak_bytes = max(self._peak_bytes, held)
 
@@ -78,7 +80,7 @@ class StreamedWeights(Mapping[str, Tensor]):
         """Return the number of all names."""
         return len(self._rows)
 
-    def forget(self) -> None:
+    def free_device_copies(self) -> None:
         """Free all weights on the device, at the end of a step."""
         for done in self._coming.values():
             done.before_compute()  # ordering with compute suffices: only compute reuses the memory
@@ -89,7 +91,7 @@ class StreamedWeights(Mapping[str, Tensor]):
     def abort(self) -> None:
         """Free device memory after a failed step, unless the device no longer answers."""
         if self._transfers.wait_for_device():
-            self.forget()
+            self.free_device_copies()
 
     def take_peak_bytes(self) -> int:
         """Return the peak bytes on the device since the last call."""

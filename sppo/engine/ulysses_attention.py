@@ -24,13 +24,14 @@ class UlyssesAttention:
         stored: Attention of all tokens of the subsequence with this rank's heads.
         exchange: All-to-all among the sequence-parallel ranks.
         parts: Number of tokens on each rank.
-        missing: Number of last tokens on each rank whose attention output is not saved.
+        unsaved_attention_tokens: Number of last tokens on each rank whose attention output is
+            not saved.
     """
 
     stored: KVCacheAttention
     exchange: UlyssesAllToAll
     parts: tuple[int, ...]
-    missing: tuple[int, ...]
+    unsaved_attention_tokens: tuple[int, ...]
 
     def forward(self, q_cND: Tensor, k_cKD: Tensor, v_cKD: Tensor) -> tuple[Tensor, Tensor]:
         """Exchange tokens for heads, store k and v, attend, exchange back.
@@ -52,20 +53,24 @@ class UlyssesAttention:
         Returns:
             (o_cND, lse_Nc) of the missing tokens of this rank.
         """
-        assert q_cND.shape[0] == self.missing[self.exchange.rank], "the tokens that are missing"
-        (q,) = self.exchange.queries_to_heads([q_cND], self.missing)
+        assert q_cND.shape[0] == self.unsaved_attention_tokens[self.exchange.rank], (
+            "the tokens that are missing"
+        )
+        (q,) = self.exchange.queries_to_heads([q_cND], self.unsaved_attention_tokens)
         outputs, start = [], self.stored.span.start
-        if self.missing == self.parts:
+        if self.unsaved_attention_tokens == self.parts:
             outputs.append(self.stored.recompute(q))
         else:
             for part_CnD, end in zip(
-                torch.split(q, list(self.missing)), accumulate(self.parts), strict=True
+                torch.split(q, list(self.unsaved_attention_tokens)),
+                accumulate(self.parts),
+                strict=True,
             ):
                 span = replace(self.stored.span, end=start + end)
                 outputs.append(replace(self.stored, span=span).recompute(part_CnD))
         o = torch.cat([o for o, _ in outputs])
         lse = torch.cat([lse for _, lse in outputs], dim=1)
-        return self._to_tokens(o, lse, self.missing)
+        return self._to_tokens(o, lse, self.unsaved_attention_tokens)
 
     def backward(
         self, do_cND: Tensor, q_cND: Tensor, o_cND: Tensor, lse_Nc: Tensor

@@ -14,9 +14,9 @@ from torch import Tensor
 class MappedFile:
     """``size_bytes`` of a disk, mapped into memory, zero at first.
 
-    Pages are read from the disk on access, and :meth:`forget` drops them from the memory of this
-    process. The space on the disk is reserved, so no write can find the disk full. Views keep the
-    mapping alive; the space is freed with the last view.
+    Pages are read from the disk on access, and :meth:`drop_pages` drops them from the memory of
+    this process. The space on the disk is reserved, so no write can find the disk full. Views keep
+    the mapping alive; the space is freed with the last view.
 
     Args:
         directory: Directory on a local disk.
@@ -35,6 +35,6 @@ class MappedFile:
         """Return a view of the whole file, uint8."""
         return torch.frombuffer(self._map, dtype=torch.uint8)
 
-    def forget(self) -> None:
+    def drop_pages(self) -> None:
         """Drop all pages from the memory of this process; the file keeps what was written."""
         self._map.madvise(mmap.MADV_DONTNEED)

@@ -31,7 +31,7 @@ class StateMemory(Protocol):
         """
         ...
 
-    def forget(self) -> None:
+    def drop_pages(self) -> None:
         """Allow the tier to drop cached pages: the tensors are not used for a while."""
         ...
 
@@ -52,7 +52,7 @@ class LockedHostMemory:
         """Allocate tensors in page-locked host memory."""
         return _views(self._transfers.memory(_block_bytes(shapes, dtype)), shapes, dtype)
 
-    def forget(self) -> None:
+    def drop_pages(self) -> None:
         """Do nothing: page-locked memory stays resident."""
 
 
@@ -85,10 +85,10 @@ class DiskMemory:
             ) from None
         return _views(self._files[-1].bytes_(), shapes, dtype)
 
-    def forget(self) -> None:
+    def drop_pages(self) -> None:
         """Drop the pages of all files from the memory of this process."""
         for file in self._files:
-            file.forget()
+            file.drop_pages()
 
 
 def _begins(

@@ -23,7 +23,7 @@ Copy = tuple[Tensor, Tensor]
 """Copy as (target, source), tensors of the same shape and dtype."""
 
 
-class Done(Protocol):
+class CopyHandle(Protocol):
     """Completion of the copies of one call."""
 
     def wait(self) -> None:
@@ -36,7 +36,7 @@ class Done(Protocol):
 
 
 class Transfers(Protocol):
-    """Copies of training state of one device: down to the next tier, and up to the device."""
+    """Copies of training state of one device: to the next tier, and back to the device."""
 
     def memory(self, size_bytes: int) -> Tensor:
         """Return host memory for fast copies, uint8.
@@ -46,16 +46,16 @@ class Transfers(Protocol):
         """
         ...
 
-    def down(self, copies: Sequence[Copy]) -> Done:
+    def to_tier(self, copies: Sequence[Copy]) -> CopyHandle:
         """Start copies from the device, after all compute issued so far."""
         ...
 
-    def up(self, copies: Sequence[Copy]) -> Done:
+    def to_device(self, copies: Sequence[Copy]) -> CopyHandle:
         """Start copies to the device, after all compute issued so far."""
         ...
 
     def finish(self) -> None:
-        """Make compute issued from now on wait for all copies up."""
+        """Make compute issued from now on wait for all copies to the device."""
         ...
 
     def wait_for_device(self) -> bool:
@@ -87,7 +87,7 @@ class CudaTransfers:
     def __init__(self, device: torch.device, *, give_up_s: float | None = None) -> None:
         self._device = device
         self._streams = CopyStreams(_cuda, device, give_up_s=give_up_s)
-        self._down, self._up = self._streams.out, self._streams.back
+        self._to_tier, self._to_device = self._streams.out, self._streams.back
         self._last: Any = None
         self._holders: list[CudaQueues] = []
 
@@ -96,17 +96,17 @@ class CudaTransfers:
         self._holders.append(CudaQueues(self._device, streams=self._streams))
         return self._holders[-1].host_memory(size_bytes)
 
-    def down(self, copies: Sequence[Copy]) -> Done:
-        """Start copies from the device in the stream down, after compute issued so far."""
-        return self._copy(self._down, copies)
+    def to_tier(self, copies: Sequence[Copy]) -> CopyHandle:
+        """Start copies from the device in their own stream, after compute issued so far."""
+        return self._copy(self._to_tier, copies)
 
-    def up(self, copies: Sequence[Copy]) -> Done:
-        """Start copies to the device in the stream up, after compute issued so far."""
-        self._last = self._copy(self._up, copies)
+    def to_device(self, copies: Sequence[Copy]) -> CopyHandle:
+        """Start copies to the device in their own stream, after compute issued so far."""
+        self._last = self._copy(self._to_device, copies)
         return _StreamDone(self._last.event, self._device)
 
     def finish(self) -> None:
-        """Make compute issued from now on wait for the last copy up."""
+        """Make compute issued from now on wait for the last copy to the device."""
         if self._last is not None:
             self._last.before_compute()
 
@@ -156,24 +156,27 @@ class ThreadTransfers:
 
     def __init__(self, after_each: Callable[[], None]) -> None:
         self._copy_all = partial(_copy_all, after_each)
-        self._down, self._up = WorkerQueue("sppo state out"), WorkerQueue("sppo state back")
+        self._to_tier, self._to_device = (
+            WorkerQueue("sppo state out"),
+            WorkerQueue("sppo state back"),
+        )
         self._last: _ThreadDone | None = None
 
     def memory(self, size_bytes: int) -> Tensor:
         """Return memory of ``size_bytes``, uint8."""
         return torch.empty(size_bytes, dtype=torch.uint8)
 
-    def down(self, copies: Sequence[Copy]) -> Done:
+    def to_tier(self, copies: Sequence[Copy]) -> CopyHandle:
         """Start copies to the tier."""
-        return _ThreadDone(self._down.submit(partial(self._copy_all, copies)))
+        return _ThreadDone(self._to_tier.submit(partial(self._copy_all, copies)))
 
-    def up(self, copies: Sequence[Copy]) -> Done:
+    def to_device(self, copies: Sequence[Copy]) -> CopyHandle:
         """Start copies from the tier."""
-        self._last = _ThreadDone(self._up.submit(partial(self._copy_all, copies)))
+        self._last = _ThreadDone(self._to_device.submit(partial(self._copy_all, copies)))
         return self._last
 
     def finish(self) -> None:
-        """Wait for the last copy up."""
+        """Wait for the last copy to the device."""
         if self._last is not None:
             self._last.wait()
 
@@ -183,7 +186,7 @@ class ThreadTransfers:
 
     def close(self) -> None:
         """Skip copies that have not started, and end the threads."""
-        close_queues((self._down, self._up))
+        close_queues((self._to_tier, self._to_device))
 
 
 class _ThreadDone:

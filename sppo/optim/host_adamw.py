@@ -20,10 +20,10 @@ from sppo.checkpoint.checkpoint import MODEL_PREFIX
 from sppo.config.run import OptimizerConfig
 from sppo.cost.memory.stage_memory import UPDATE_SLOTS
 from sppo.cost.parameters import is_decayed
-from sppo.offload.transfers import Done, Transfers
+from sppo.offload.transfers import CopyHandle, Transfers
 from sppo.optim.adamw import STEP_KEY, take_over
 from sppo.optim.fused_adamw import MOMENTS, FusedAdamW
-from sppo.optim.optimizer_rows import WIDE, OptimizerRows
+from sppo.optim.optimizer_rows import MASTER_DTYPE, OptimizerRows
 
 _BUCKET_ELEMENTS = 1 << 24
 """64 MiB of gradients: large enough for fast copies, small enough that the copies of the first and
@@ -92,7 +92,7 @@ class HostAdamW:
         self._buckets = _cut(
             rows, weight_decay=config.weight_decay, bucket_elements=bucket_elements
         )
-        self._gradients, self._narrow = self._staging()
+        self._gradients, self._weight_slots = self._staging()
         self._updates = [self._update(bucket, config) for bucket in self._buckets]
         self._upload_all()
 
@@ -115,12 +115,12 @@ class HostAdamW:
     def bucket_bytes(self) -> int:
         """Bytes of host memory in use at once if the rows are in a file: a bucket and staging."""
         most = max(bucket.elements for bucket in self._buckets)
-        return self.staging_bytes + (1 + len(MOMENTS)) * most * WIDE.itemsize
+        return self.staging_bytes + (1 + len(MOMENTS)) * most * MASTER_DTYPE.itemsize
 
     @property
     def staging_bytes(self) -> int:
         """Bytes of the staging slots for gradients and weights of buckets."""
-        slots = [*self._gradients, *(part for slot in self._narrow for part in slot.values())]
+        slots = [*self._gradients, *(part for slot in self._weight_slots for part in slot.values())]
         return sum(part.numel() * part.element_size() for part in slots)
 
     @torch.no_grad()
@@ -134,7 +134,7 @@ class HostAdamW:
         assert gradients.keys() == self._weights.keys(), "a gradient for every weight"
         flat = {name: gradient.view(-1) for name, gradient in gradients.items()}
         coming = self._fetch(0, flat)
-        going: list[Done] = []
+        going: list[CopyHandle] = []
         for index, (bucket, update) in enumerate(zip(self._buckets, self._updates, strict=True)):
             here = coming
             if index + 1 < len(self._buckets):
@@ -144,7 +144,7 @@ class HostAdamW:
             if len(going) >= _SLOTS:
                 going[-_SLOTS].wait()  # its slot is reused for this bucket
             going.append(self._upload(index))
-            self._rows.forget()
+            self._rows.drop_pages()
         self._transfers.finish()
         for done in going[-_SLOTS:]:
             done.wait()  # the next step, or load_state, reuses these slots
@@ -182,7 +182,7 @@ class HostAdamW:
         """Allocate staging slots for gradients, and for weights by dtype; one pair per slot."""
         most = max(bucket.elements for bucket in self._buckets)
         dtypes = sorted({weight.dtype for weight in self._weights.values()}, key=str)
-        sizes = [WIDE, *dtypes] * _SLOTS
+        sizes = [MASTER_DTYPE, *dtypes] * _SLOTS
         memory = self._transfers.memory(sum(most * dtype.itemsize for dtype in sizes))
         views, begin = [], 0
         # Largest elements first, so that every view is aligned to its element size.
@@ -196,19 +196,19 @@ class HostAdamW:
         converted = [dict(zip(dtypes, slot[1:], strict=True)) for slot in slots]
         return [slot[0] for slot in slots], converted
 
-    def _fetch(self, index: int, gradients: Mapping[str, Tensor]) -> Done:
+    def _fetch(self, index: int, gradients: Mapping[str, Tensor]) -> CopyHandle:
         """Start to copy the gradients of one bucket from the device to its slot."""
         slot = self._gradients[index % _SLOTS]
-        return self._transfers.down(
+        return self._transfers.to_tier(
             [
                 (slot[p.offset : p.offset + p.end - p.begin], gradients[p.name][p.begin : p.end])
                 for p in self._buckets[index].parts
             ]
         )
 
-    def _upload(self, index: int) -> Done:
+    def _upload(self, index: int) -> CopyHandle:
         """Round one bucket's masters into its slot, and start to copy them to the weights."""
-        bucket, slot = self._buckets[index], self._narrow[index % _SLOTS]
+        bucket, slot = self._buckets[index], self._weight_slots[index % _SLOTS]
         masters = self._rows.masters
         copies = []
         for part in bucket.parts:
@@ -217,13 +217,13 @@ class HostAdamW:
             staged = slot[target.dtype][place[0] : place[1]]
             staged.copy_(masters[bucket.begin + place[0] : bucket.begin + place[1]])
             copies.append((target, staged))
-        return self._transfers.up(copies)
+        return self._transfers.to_device(copies)
 
     @torch.no_grad()
     def _upload_all(self) -> None:
         for index in range(len(self._buckets)):
             self._upload(index).wait()
-            self._rows.forget()
+            self._rows.drop_pages()
         self._transfers.finish()
 
 

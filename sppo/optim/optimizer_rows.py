@@ -17,7 +17,7 @@ from sppo.offload.arena import HostArena
 from sppo.offload.state_memory import StateMemory
 from sppo.optim.fused_adamw import MOMENTS
 
-WIDE = torch.float32
+MASTER_DTYPE = torch.float32
 
 
 class OptimizerRows:
@@ -55,12 +55,12 @@ class OptimizerRows:
         """Copy masters of parameters, by global name, into the row of masters."""
         for name, master in masters.items():
             self.view(self.masters, name).copy_(master)
-            self.forget()
+            self.drop_pages()
 
-    def forget(self) -> None:
+    def drop_pages(self) -> None:
         """Allow the tier to drop cached pages: the rows are not used for a while."""
         if self._memory is not None:
-            self._memory.forget()
+            self._memory.drop_pages()
 
 
 def _places(shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, int], int]:
@@ -76,12 +76,13 @@ def _places(shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, int], int]
 def _rows(elements: int) -> list[Tensor]:
     """Return rows of zeros for masters and both moments in host memory of exactly their size."""
     count = 1 + len(MOMENTS)
-    with HostArena(count * elements * WIDE.itemsize) as arena:  # views keep the memory alive
-        memory = arena.tensor(0, (count, elements), WIDE)
+    size_bytes = count * elements * MASTER_DTYPE.itemsize
+    with HostArena(size_bytes) as arena:  # views keep the memory alive
+        memory = arena.tensor(0, (count, elements), MASTER_DTYPE)
     return list(memory.unbind())
 
 
 def _rows_in(memory: StateMemory, elements: int) -> list[Tensor]:
     """Return rows of zeros for masters and both moments in a tier."""
     names = ("masters", *MOMENTS)
-    return [*memory.tensors(dict.fromkeys(names, (elements,)), WIDE).values()]
+    return [*memory.tensors(dict.fromkeys(names, (elements,)), MASTER_DTYPE).values()]

@@ -37,7 +37,7 @@ from sppo.parallel.data_parallel import GradientReducer, add_up
 from sppo.parallel.gradient_reduce_scatter import GradientReduceScatter
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.megatron import WeightSharding
-from sppo.parallel.mesh import Holders, Mesh
+from sppo.parallel.mesh import Mesh, ReplicaGroup
 from sppo.parallel.parameter_all_gather import ParameterAllGather
 
 T = TypeVar("T")
@@ -85,30 +85,30 @@ class ShardedState:
         self._whole_shapes = parameter_shapes(model)
         self._mesh = mesh
         self._groups = {
-            holders: GradientReducer(
+            kind: GradientReducer(
                 group,
                 index=members.index(mesh.rank),
-                shapes=self._held_by(holders, self.shapes),
+                shapes=self._shared_within(kind, self.shapes),
                 shards_state=zero > 0,
                 bucket_bytes=bucket_bytes,
                 device=device,
             )
-            for holders, group, members in _same_weights(mesh)
+            for kind, group, members in _same_weights(mesh)
         }
         self._shards_gradients, self._shards_weights = zero >= 2, zero >= 3
         ends = mesh.shape.pipeline_parallel > 1 and model.tie_embeddings
         self._is_tied = ends and _TIED in self.shapes
         self._speaks_for_tied = not self._is_tied or mesh.at.pipeline == 0
 
-    def _held_by(self, holders: Holders, names: Mapping[str, T]) -> dict[str, T]:
-        """Return the entries of ``names`` whose parameters the group ``holders`` shares."""
-        return {name: v for name, v in names.items() if self.sharding.holders(name) == holders}
+    def _shared_within(self, kind: ReplicaGroup, names: Mapping[str, T]) -> dict[str, T]:
+        """Return the entries of ``names`` whose parameters the group ``kind`` shares."""
+        return {name: v for name, v in names.items() if self.sharding.replica_group(name) == kind}
 
     def _group(self, name: str) -> GradientReducer:
         """Return the reducer of the ranks that hold the same shard of a parameter as this rank."""
-        return self._groups[self.sharding.holders(name)]
+        return self._groups[self.sharding.replica_group(name)]
 
-    def kept(self, name: str, weight: Tensor) -> Tensor:
+    def resident_part(self, name: str, weight: Tensor) -> Tensor:
         """Return the part of a weight to keep between uses: all, or a copy of its rows (ZeRO-3)."""
         if not self._keeps_rows(name):
             return weight
@@ -118,17 +118,17 @@ class ShardedState:
         """Return the engine's provider of weights; every rank must call this at the same point.
 
         Args:
-            weights: The :meth:`kept` parts of all parameters of this rank's stages, by global name,
-                or a mapping that streams these parts to the device stage by stage.
+            weights: The :meth:`resident_part` of each parameter of this rank's stages, by
+                global name, or a mapping that streams these parts to the device stage by stage.
         """
         if not self._shards_weights:
             return ResidentWeights(weights)
         gathers: dict[str, ParameterAllGather] = {}
-        for holders, group in self._groups.items():
-            communicator = self._mesh.gather_group(holders)
+        for kind, group in self._groups.items():
+            communicator = self._mesh.gather_group(kind)
             if communicator is not None:
                 gather = ParameterAllGather(communicator, index=group.index)
-                gathers |= self._held_by(holders, dict.fromkeys(self.shapes, gather))
+                gathers |= self._shared_within(kind, dict.fromkeys(self.shapes, gather))
         if not gathers:
             return ResidentWeights(weights)
         return GatheredWeights(weights, shapes=self.shapes, gathers=gathers)
@@ -139,10 +139,10 @@ class ShardedState:
         return {stage: [*shapes] for stage, shapes in self._by_stage.items()}
 
     @property
-    def kept_shapes(self) -> dict[str, Shape]:
-        """Shapes of the :meth:`kept` parts of all parameters, by global name."""
+    def resident_shapes(self) -> dict[str, Shape]:
+        """Shapes of the :meth:`resident_part` of each parameter, by global name."""
         return {
-            name: self._own_shape(name) if self._keeps_rows(name) else shape
+            name: self._owned_shape(name) if self._keeps_rows(name) else shape
             for name, shape in self.shapes.items()
         }
 
@@ -150,7 +150,7 @@ class ShardedState:
         """Return whether this rank keeps only its own rows of a parameter between uses."""
         return self._shards_weights and self._group(name).shards_state
 
-    def _own_shape(self, name: str) -> Shape:
+    def _owned_shape(self, name: str) -> Shape:
         rows = self._group(name).own_rows(name)
         return (rows.stop - rows.start, *self.shapes[name][1:])
 
@@ -159,12 +159,12 @@ class ShardedState:
         """Shapes of the gradient sums that this rank keeps during a step, by global name."""
         if not self._shards_gradients:
             return dict(self.shapes)
-        return {name: self._own_shape(name) for name in self.shapes}
+        return {name: self._owned_shape(name) for name in self.shapes}
 
     @property
-    def own_shapes(self) -> dict[str, Shape]:
-        """Shapes of the rows that this rank updates (:meth:`own`), by global name."""
-        shapes = {name: self._own_shape(name) for name in self.shapes}
+    def owned_shapes(self) -> dict[str, Shape]:
+        """Shapes of the rows that this rank updates (:meth:`owned_rows`), by global name."""
+        shapes = {name: self._owned_shape(name) for name in self.shapes}
         return {name: shape for name, shape in shapes.items() if shape[0]}
 
     def gradient_provider(self, gradients: Mapping[str, Tensor]) -> GradientProvider:
@@ -178,19 +178,19 @@ class ShardedState:
                 streams them to another tier stage by stage.
         """
         scatters: dict[str, GradientReduceScatter] = {}
-        for holders, communicator, members in _same_weights(self._mesh):
+        for kind, communicator, members in _same_weights(self._mesh):
             if communicator is not None and self._shards_gradients:
                 scatter = GradientReduceScatter(communicator, index=members.index(self._mesh.rank))
-                scatters |= self._held_by(holders, dict.fromkeys(self.shapes, scatter))
+                scatters |= self._shared_within(kind, dict.fromkeys(self.shapes, scatter))
         if scatters:
             return ShardedGradients(gradients, shapes=self.shapes, scatters=scatters)
         return ResidentGradients(
             gradients,
             reduce=lambda stage: self._begin_reduction(stage, gradients),
-            settle=self._end_reductions,
+            wait_reductions=self._end_reductions,
         )
 
-    def own(self, tensors: Mapping[str, Tensor], *, copy: bool = False) -> dict[str, Tensor]:
+    def owned_rows(self, tensors: Mapping[str, Tensor], *, copy: bool = False) -> dict[str, Tensor]:
         """Return the rows that this rank updates, by name, without parameters that have none.
 
         Args:
@@ -219,8 +219,8 @@ class ShardedState:
         first = min(self._by_stage)
         if stage != first:
             names = {n: shape for n, shape in names.items() if n not in self._by_stage[first]}
-        for holders, group in self._groups.items():
-            group.reduce(gradients, self._held_by(holders, names))
+        for kind, group in self._groups.items():
+            group.reduce(gradients, self._shared_within(kind, names))
 
     def _end_reductions(self) -> None:
         """Wait for all started reductions."""
@@ -245,8 +245,8 @@ class ShardedState:
         """Fill the rows of ``weights`` that other ranks updated; nothing to do with ZeRO-3."""
         if self._shards_weights:
             return
-        for holders, group in self._groups.items():
-            group.gather(self._held_by(holders, weights))
+        for kind, group in self._groups.items():
+            group.gather(self._shared_within(kind, weights))
 
     def norm(
         self,
@@ -274,7 +274,7 @@ class ShardedState:
         return torch.tensor(total**0.5, dtype=next(iter(gradients.values())).dtype)
 
     def blocks(self, state: Mapping[str, Tensor]) -> dict[str, StateBlock]:
-        """Return an optimizer's state over :meth:`own` tensors as blocks of the whole model's."""
+        """Return an optimizer's state over :meth:`owned_rows` as blocks of the whole model's."""
         return {key: self._block(key, tensor) for key, tensor in state.items()}
 
     def saved(self, state: Mapping[str, Tensor]) -> dict[str, StateBlock]:
@@ -307,7 +307,9 @@ def weight_sharding(model: ModelConfig, mesh: Mesh) -> WeightSharding:
     return WeightSharding(model, mesh.at.sequence, mesh.shape.sequence_parallel)
 
 
-def _same_weights(mesh: Mesh) -> Iterator[tuple[Holders, ProcessGroup | None, tuple[int, ...]]]:
+def _same_weights(
+    mesh: Mesh,
+) -> Iterator[tuple[ReplicaGroup, ProcessGroup | None, tuple[int, ...]]]:
     """Yield each group of ranks that hold the same parameters, and its members, in fixed order."""
     yield "stage", mesh.groups.stage, mesh.stage_ranks
     copies = mesh.shape.key_copies

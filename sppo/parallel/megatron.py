@@ -27,7 +27,7 @@ from sppo.cost.sharding.heads import tensor_shard
 from sppo.cost.sharding.megatron_weights import COLUMNS, KEYS, ROWS
 from sppo.parallel.collectives import all_gather
 from sppo.parallel.job.peer_errors import peer_errors
-from sppo.parallel.mesh import Holders
+from sppo.parallel.mesh import ReplicaGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class WeightSharding:
         shapes = stage_shapes(self.own_model, layers)
         return {name: shape for name, shape in shapes.items() if self._is_held(name)}
 
-    def holders(self, name: str) -> Holders:
+    def replica_group(self, name: str) -> ReplicaGroup:
         """Return the kind of group whose ranks hold the same shard of a parameter as this rank."""
         part = _part(name)
         if self.degree == 1 or part not in (*ROWS, *COLUMNS):

@@ -13,12 +13,12 @@ from torch.distributed import ProcessGroup
 
 from sppo.parallel.mesh_shape import MeshShape
 
-HURRIED_CTAS = 8
+OVERLAP_MAX_CTAS = 8
 """Most NCCL thread blocks of a message that overlaps compute. Its stream has high priority, since
 its blocks would otherwise wait for the last blocks of an attention kernel. The number is limited,
 since a message that waits for its peer occupies the multiprocessors of its blocks (an H100 has 132
 of them)."""
-Holders = Literal["stage", "keys", "block"]
+ReplicaGroup = Literal["stage", "keys", "block"]
 """Ranks that hold the same values of a parameter, by the name of their group in :class:`Groups`."""
 
 
@@ -131,14 +131,14 @@ class Mesh:
         """Whether this rank reports values that all ranks of its replica know."""
         return self.at.pipeline == self.at.sequence == 0
 
-    def gather_group(self, holders: Holders) -> ProcessGroup | None:
+    def gather_group(self, kind: ReplicaGroup) -> ProcessGroup | None:
         """Return a new communicator of the ranks with the same parameters, for weight gathers.
 
         Gathers overlap the reduction of gradients and all messages, so they need a communicator of
         their own. Either every rank calls this or none. None if this rank would be alone.
 
         Args:
-            holders: Group of :class:`Groups` with the same ranks.
+            kind: Group of :class:`Groups` with the same ranks.
         """
         if not self.is_distributed:
             return None
@@ -147,7 +147,7 @@ class Mesh:
             "block": self.shape.block_ranks(self.at),
             "keys": self.shape.block_ranks(self.at, copies=self.shape.key_copies or 1),
         }
-        return self._group(ranks[holders], f"gathers of {holders}", hurried=True)
+        return self._group(ranks[kind], f"gathers of {kind}", overlaps_compute=True)
 
     def _make_groups(self, *, wraps: bool, cuts_units: bool, ties_ends: bool) -> Groups:
         """Make the same number of groups on every rank, in the same order.
@@ -192,7 +192,7 @@ class Mesh:
         for first, last in ranges:
             inside = first <= here <= last
             ranks = self.pipeline_ranks[first : last + 1] if inside else (self.rank,)
-            waited = self._group(ranks, f"MSP shards on {first} to {last}", hurried=True)
+            waited = self._group(ranks, f"MSP shards on {first} to {last}", overlaps_compute=True)
             ahead = self._group(ranks, f"weights for {first} to {last}")
             if waited is not None and ahead is not None:
                 found[first, last] = waited, ahead
@@ -215,7 +215,9 @@ class Mesh:
                 sender, receiver = mine[0] if mine else (here, here)
                 edge = (receiver, sender) if backwards else (sender, receiver)
                 members = sorted({self.pipeline_ranks[position] for position in edge})
-                group = self._group(members, f"pipeline {edge[0]} to {edge[1]}", hurried=True)
+                group = self._group(
+                    members, f"pipeline {edge[0]} to {edge[1]}", overlaps_compute=True
+                )
                 if group is not None:
                     found[edge] = group
         return found
@@ -226,9 +228,11 @@ class Mesh:
         purpose: str,
         *,
         backend: str | None = None,
-        hurried: bool = False,
+        overlaps_compute: bool = False,
     ) -> ProcessGroup | None:
-        """Return a new communicator; None if this rank is alone. `hurried`: :data:`HURRIED_CTAS`.
+        """Return a new communicator; None if this rank is alone.
+
+        If its messages overlap compute, they get at most :data:`OVERLAP_MAX_CTAS` thread blocks.
 
         An NCCL group is bound to the device and therefore initialized at once, in the order in
         which all members make their groups, and before anything is timed. The default group must
@@ -241,7 +245,7 @@ class Mesh:
             list(ranks),
             timeout=self._timeout,
             backend="nccl" if on_device else "gloo" if is_alone else backend,
-            pg_options=_hurried_options(self._timeout) if on_device and hurried else None,
+            pg_options=_overlap_options(self._timeout) if on_device and overlaps_compute else None,
             use_local_synchronization=True,
             group_desc=purpose,
             device_id=self._device if on_device else None,
@@ -249,10 +253,10 @@ class Mesh:
         return None if is_alone else group
 
 
-def _hurried_options(timeout: timedelta) -> Any:
+def _overlap_options(timeout: timedelta) -> Any:
     """Return NCCL options for messages that overlap compute."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options.config.max_ctas = HURRIED_CTAS
+    options.config.max_ctas = OVERLAP_MAX_CTAS
     options._timeout = timeout  # torch warns unless it equals the group's timeout
     return options
 

@@ -27,7 +27,7 @@ class MspExchange:
         group: Communicator of messages that are waited for at once.
         ahead: Communicator of the same ranks for messages sent ahead.
         ranks: Global ranks of the shards, in order.
-        place: Index of this rank's shard.
+        shard_index: Index of this rank's shard.
         owner: Index of the owner's shard.
         token: Tensor with one zero on the device, for :meth:`barrier`.
     """
@@ -38,17 +38,17 @@ class MspExchange:
         ahead: ProcessGroup,
         *,
         ranks: Sequence[int],
-        place: int,
+        shard_index: int,
         owner: int,
         token: Tensor,
     ) -> None:
         self._group, self._ahead, self._ranks = group, ahead, tuple(ranks)
-        self.place, self.owner, self._token = place, owner, token
+        self.shard_index, self.owner, self._token = shard_index, owner, token
 
     @property
     def is_owner(self) -> bool:
         """Whether this rank owns the stage."""
-        return self.place == self.owner
+        return self.shard_index == self.owner
 
     @property
     def count(self) -> int:
@@ -110,13 +110,13 @@ class MspExchange:
                 return own
             works = [
                 dist.isend(part.contiguous(), rank, group=self._group)
-                for place, (part, rank) in enumerate(zip(parts, self._ranks, strict=True))
-                if place != self.place
+                for shard_index, (part, rank) in enumerate(zip(parts, self._ranks, strict=True))
+                if shard_index != self.shard_index
             ]
             for work in works:
                 assert work is not None, "a member of the group"
                 work.wait()
-            return parts[self.place]
+            return parts[self.shard_index]
 
     def gather(self, own: Tensor, rows: Sequence[int]) -> Tensor | None:
         """Return the concatenation of all ranks' tensors on the owner; None on other ranks.
@@ -130,11 +130,11 @@ class MspExchange:
                 dist.send(own.contiguous(), self._ranks[self.owner], group=self._group)
                 return None
             parts = [own.new_empty((count, *own.shape[1:])) for count in rows]
-            parts[self.place] = own
+            parts[self.shard_index] = own
             works = [
                 dist.irecv(part, rank, group=self._group)
-                for place, (part, rank) in enumerate(zip(parts, self._ranks, strict=True))
-                if place != self.place
+                for shard_index, (part, rank) in enumerate(zip(parts, self._ranks, strict=True))
+                if shard_index != self.shard_index
             ]
             for work in works:
                 assert work is not None, "a member of the group"
@@ -217,7 +217,7 @@ class MspLinks:
             waited,
             ahead,
             ranks=[self._mesh.pipeline_ranks[position] for position in positions],
-            place=positions.index(self._mesh.at.pipeline),
+            shard_index=positions.index(self._mesh.at.pipeline),
             owner=owner,
             token=self._token,
         )

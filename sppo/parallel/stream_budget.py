@@ -23,7 +23,7 @@ class StreamCount:
 
     normal: int
     high: int
-    """Streams of high priority, of the hurried groups of :mod:`sppo.parallel.mesh`."""
+    """Streams of high priority: those of communicators whose messages overlap compute."""
 
     @property
     def fits(self) -> bool:

@@ -6,7 +6,7 @@ import os
 import signal
 from types import FrameType
 
-from sppo.parallel.job.taken_signals import signal_taken
+from sppo.parallel.job.handled_signals import notify_handled
 
 
 class Interrupted(Exception):  # noqa: N818 - a request, not an error
@@ -45,7 +45,7 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.signal_name is None:
             self.signal_name = signal.Signals(number).name
-            signal_taken()
+            notify_handled()
             return
         previous = self._previous[signal.Signals(number)]
         if callable(previous):

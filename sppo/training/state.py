@@ -100,7 +100,7 @@ class TrainingState:
         clip_(own, norm=norm, clip_norm=clip_norm, after_each=self._after_each)
         self.optimizer.step(own, lr=lr)
         self.sharded.gather(self.weights)
-        self.tensors.forget()
+        self.tensors.drop_pages()
 
     def close(self) -> None:
         """Free the threads, files and locked memory of the tiers; a second call does nothing."""
@@ -111,7 +111,7 @@ class TrainingState:
     def _after_each(self) -> Callable[[], None] | None:
         """Function to call after each gradient that is read from a file; None without a file."""
         memory = self.tensors.memory
-        return memory.forget if memory and self.tensors.tiers.gradients == "disk" else None
+        return memory.drop_pages if memory and self.tensors.tiers.gradients == "disk" else None
 
 
 def build_state(

@@ -70,10 +70,10 @@ class StateTensors:
         """Gradients that the engine adds to, on the device."""
         return self.gradients if self.streamed_gradients is None else self.streamed_gradients
 
-    def forget(self) -> None:
+    def drop_pages(self) -> None:
         """Release the memory that caches the file of the state; does nothing without a file."""
         if self.memory is not None:
-            self.memory.forget()
+            self.memory.drop_pages()
 
     def close(self) -> None:
         """End threads and copies, and unlock host memory; a second call does nothing."""
@@ -152,11 +152,11 @@ def _place_state(
     rows = None
     if tiers.offloads_optimizer:
         on_disk = tiers.optimizer == "disk"
-        rows = OptimizerRows(sharded.own_shapes, memory=memory if on_disk else None)
+        rows = OptimizerRows(sharded.owned_shapes, memory=memory if on_disk else None)
     weights, masters = _start(run, tiers, sharded, memory=memory, rows=rows, place=place)
     gradients = _zero_gradients(tiers, sharded, memory=memory, place=place)
     optimizer = _make_optimizer(
-        run, sharded.own(weights), tiers, masters=masters, rows=rows, transfers=transfers
+        run, sharded.owned_rows(weights), tiers, masters=masters, rows=rows, transfers=transfers
     )
     stages = sharded.names_of_stages
     streamed_weights = streamed_gradients = None
@@ -198,18 +198,18 @@ def _start(
     weights: dict[str, Tensor] = {}
     if tiers.streams_weights:
         assert memory is not None, "a tier has memory"
-        weights = memory.tensors(sharded.kept_shapes, dtype)
+        weights = memory.tensors(sharded.resident_shapes, dtype)
     masters: dict[str, Tensor] = {}
     for name, whole in starting_weights(run, sharded.shapes):
         weight = sharded.sharding.cut(name, whole)
         if tiers.streams_weights:
-            weights[name].copy_(sharded.kept(name, weight.to(dtype)))
+            weights[name].copy_(sharded.resident_part(name, weight.to(dtype)))
         else:
-            weights[name] = sharded.kept(name, weight.to(device=place, dtype=dtype))
+            weights[name] = sharded.resident_part(name, weight.to(device=place, dtype=dtype))
         if rows is not None:
-            rows.fill(sharded.own({name: weight}))
+            rows.fill(sharded.owned_rows({name: weight}))
         elif dtype is not torch.float32:
-            masters |= sharded.own({name: weight.to(place)}, copy=True)
+            masters |= sharded.owned_rows({name: weight.to(place)}, copy=True)
     return weights, masters
 
 

@@ -149,15 +149,15 @@ def gathered_weights(weights, groups, shares, mesh):
         mesh: makes communicators.
     """
     gathers = {}
-    for holders in groups:
-        if holders not in _LINKS.gathers:
-            group = mesh.gather_group(holders)
-            _LINKS.gathers[holders] = group and ParameterAllGather(group, index=group.rank())
+    for kind in groups:
+        if kind not in _LINKS.gathers:
+            group = mesh.gather_group(kind)
+            _LINKS.gathers[kind] = group and ParameterAllGather(group, index=group.rank())
     for name in weights:
-        holders = shares.holders(name)
-        if (gather := _LINKS.gathers[holders]) is not None:
+        kind = shares.replica_group(name)
+        if (gather := _LINKS.gathers[kind]) is not None:
             gathers[name] = gather  # one for all, so that a layer travels in one message
-    rows = {n: w[groups[shares.holders(n)].own_rows(n)].clone() for n, w in weights.items()}
+    rows = {n: w[groups[shares.replica_group(n)].own_rows(n)].clone() for n, w in weights.items()}
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
     return GatheredWeights(rows, shapes=shapes, gathers=gathers)
 
@@ -165,12 +165,12 @@ def gathered_weights(weights, groups, shares, mesh):
 def sharded_gradients(weights, groups, shares, mesh):
     """Zero gradients of the own rows, and what reduces whole ones into them."""
     scatters = {}
-    for holders, group, members in same_weights(mesh):
+    for kind, group, members in same_weights(mesh):
         if group is not None:
             scatter = GradientReduceScatter(group, index=members.index(mesh.rank))
-            scatters |= {name: scatter for name in weights if shares.holders(name) == holders}
+            scatters |= {name: scatter for name in weights if shares.replica_group(name) == kind}
     rows = zero_gradients(
-        {n: w[groups[shares.holders(n)].own_rows(n)].clone() for n, w in weights.items()}
+        {n: w[groups[shares.replica_group(n)].own_rows(n)].clone() for n, w in weights.items()}
     )
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
     return rows, ShardedGradients(rows, shapes=shapes, scatters=scatters)
@@ -239,14 +239,14 @@ def _steps(rank: int, case: Case):
     shapes = {name: shape for part in of_stage.values() for name, shape in part.items()}
     weights = {name: shares.cut(name, everything[name]) for name in shapes}
     groups = {
-        holders: GradientReducer(
+        kind: GradientReducer(
             group,
             index=members.index(rank),
-            shapes={n: shape for n, shape in shapes.items() if shares.holders(n) == holders},
+            shapes={n: shape for n, shape in shapes.items() if shares.replica_group(n) == kind},
             shards_state=case.shared,
             bucket_bytes=case.bucket_bytes,
         )
-        for holders, group, members in same_weights(mesh)
+        for kind, group, members in same_weights(mesh)
     }
 
     gradients = zero_gradients(weights)
@@ -254,8 +254,8 @@ def _steps(rank: int, case: Case):
     def reduce(stage: int) -> None:
         first = of_stage[min(of_stage)]  # a tied embedding is complete with the first stage
         names = [n for n in of_stage[stage] if stage == min(of_stage) or n not in first]
-        for holders, group in groups.items():
-            group.reduce(gradients, [n for n in names if shares.holders(n) == holders])
+        for kind, group in groups.items():
+            group.reduce(gradients, [n for n in names if shares.replica_group(n) == kind])
 
     provider = ResidentGradients(gradients, reduce=reduce)
     if case.zero >= 2:
@@ -263,7 +263,7 @@ def _steps(rank: int, case: Case):
 
     def place(name: str) -> tuple[slice, ...]:
         """Of the rows that are this rank's to update, in the whole parameter."""
-        rows = groups[shares.holders(name)].own_rows(name)
+        rows = groups[shares.replica_group(name)].own_rows(name)
         first, *rest = shares.offsets(name)
         return (
             slice(first + rows.start, first + rows.stop),
@@ -302,7 +302,7 @@ def _steps(rank: int, case: Case):
             group.wait()
         if model.tie_embeddings and case.shape[1] > 1 and "embed.weight" in shapes:
             add_up([gradients["embed.weight"]], mesh.groups.ends, what="tied")
-        rows = {name: groups[shares.holders(name)].own_rows(name) for name in shapes}
+        rows = {name: groups[shares.replica_group(name)].own_rows(name) for name in shapes}
         if case.zero >= 2:
             rows = dict.fromkeys(shapes, slice(None))
         yield (

@@ -19,10 +19,10 @@ class LateTransfers:
     def __init__(self):
         self._waiting = []
 
-    def down(self, copies):
-        return self.up(copies)
+    def to_tier(self, copies):
+        return self.to_device(copies)
 
-    def up(self, copies):
+    def to_device(self, copies):
         for target, _ in copies:
             target.fill_(float("nan"))
         return _Late(self._waiting, list(copies))

@@ -160,7 +160,7 @@ def walked(rank):
                 log.append(("formed", part))
                 for total in totals.values():
                     total.add_(1.0)
-        gradients.settle()
+        gradients.wait_reductions()
         gradients.assert_idle()
     finally:
         GradientMessage.reduce, GradientMessage.add_to = originals

@@ -87,7 +87,7 @@ def test_two_stages_are_there_at_once(variant):
 def test_only_the_last_stage_of_a_rank_waits_for_reductions():
     """Those of the others travel while the next one computes."""
     log = []
-    provider = SimpleNamespace(reduce=log.append, settle=lambda: log.append("settled"))
+    provider = SimpleNamespace(reduce=log.append, wait_reductions=lambda: log.append("settled"))
     streams = StateStreams(provider=provider, stages=(0, 2, 4))
     for _ in range(2):
         for stage in (4, 2, 0):
@@ -113,7 +113,7 @@ def test_it_waits_for_reductions_as_often_as_is_priced(schedule, p, v, n, m):
     clock = run_clock(program, programs=encode(program), costs=costs)
     sums = SimpleNamespace(leave=lambda stage, complete: None, bring_back=lambda stage: None)
     settled = []
-    provider = SimpleNamespace(reduce=lambda stage: None, settle=lambda: settled.append(1))
+    provider = SimpleNamespace(reduce=lambda stage: None, wait_reductions=lambda: settled.append(1))
     for rank, actions in enumerate(program.programs):
         streams = StateStreams(
             gradients=sums, provider=provider, stages=program.placement.stages_of(rank)
@@ -159,10 +159,10 @@ def test_a_step_that_fails_leaves_nothing_behind():
 class NoAnswer:
     """Copies of a device that no longer answers: to wait for one, or let compute wait, may hang."""
 
-    def up(self, copies):
+    def to_device(self, copies):
         return self
 
-    down = up
+    to_tier = to_device
 
     def wait(self):
         raise AssertionError("waits for a device that no longer answers")

@@ -24,7 +24,7 @@ def runtime(monkeypatch):
 def test_a_device_that_no_longer_answers_is_left(runtime, monkeypatch):
     copies = CudaTransfers(torch.device("cpu"), give_up_s=0.1)
     memory = copies.memory(4096)
-    copies.up([(torch.empty(4096, dtype=torch.uint8), memory)])
+    copies.to_device([(torch.empty(4096, dtype=torch.uint8), memory)])
     DeviceThatStandsStill(monkeypatch, runtime)
     begin_s = time.monotonic()
     assert not copies.wait_for_device()
@@ -63,8 +63,8 @@ def test_long_copies_are_cut_and_copy_every_byte(runtime, monkeypatch, shape, dt
     source = torch.randn(shape).to(dtype)
     down, up = torch.empty_like(source), torch.empty_like(source)
     monkeypatch.setattr(torch.Tensor, "copy_", counted)
-    copies.down([(down, source)]).wait()
-    copies.up([(up, down)]).wait()
+    copies.to_tier([(down, source)]).wait()
+    copies.to_device([(up, down)]).wait()
     monkeypatch.undo()
     assert torch.equal(up, source)
     assert sum(sizes) == 2 * source.nbytes
@@ -75,7 +75,7 @@ def test_threads_end_with_the_copies():
     before = threading.active_count()
     copies = ThreadTransfers(lambda: None)
     target = torch.zeros(3)
-    copies.up([(target, torch.ones(3))]).wait()
+    copies.to_device([(target, torch.ones(3))]).wait()
     for _ in range(2):
         copies.close()
         assert threading.active_count() == before

@@ -28,12 +28,12 @@ class ImmediateTransfers:
     def memory(self, size_bytes):
         return torch.empty(size_bytes, dtype=torch.uint8)
 
-    def down(self, copies):
+    def to_tier(self, copies):
         for target, source in copies:
             target.copy_(source)
         return self
 
-    up = down
+    to_device = to_tier
 
     def wait(self):
         pass
@@ -54,10 +54,10 @@ class LazyTransfers:
     def memory(self, size_bytes):
         return torch.full((size_bytes,), 0xFF, dtype=torch.uint8)
 
-    def down(self, copies):
+    def to_tier(self, copies):
         return Later(self, list(copies), self._waiting)
 
-    up = down
+    to_device = to_tier
 
     def finish(self):
         while self._waiting:

@@ -41,7 +41,7 @@ def test_parts_tile_every_parameter(variant, degree, kv_heads):
             assert torch.equal(part, weights[name][place])
             assert part.untyped_storage().nbytes() == part.numel() * part.element_size()
             holders[name][place] += 1
-            wanted[name] = copies[shares.holders(name)]
+            wanted[name] = copies[shares.replica_group(name)]
     assert wanted.keys() == parameter_shapes(model).keys()
     for name, count in wanted.items():
         assert (holders[name] == count).all(), name
@@ -124,5 +124,7 @@ def test_the_planner_counts_what_the_first_rank_holds(variant, degree, kv_heads)
     for stage, layers in enumerate(candidate.stages):
         shapes = shares.shapes(layers)
         assert held[stage] == sum(map(prod, shapes.values()))
-        own = sum(prod(shape) / copies[shares.holders(name)] for name, shape in shapes.items())
+        own = sum(
+            prod(shape) / copies[shares.replica_group(name)] for name, shape in shapes.items()
+        )
         assert updated[stage] == pytest.approx(own / 3)

@@ -24,7 +24,7 @@ from sppo.parallel.stream_budget import StreamCount, StreamUse, check_streams, c
 GPU = torch.device("cuda", 3)
 waits: dict[str, float] = {}
 """Timeouts by the purpose of a group."""
-hurried: dict[int, list[Any]] = defaultdict(list)
+overlap_options: dict[int, list[Any]] = defaultdict(list)
 """By rank, the options of the communicators of NCCL that it makes; None where they are torch's."""
 
 
@@ -41,7 +41,7 @@ def groups(monkeypatch):
     """What every rank asks torch for, by rank: (members, purpose, backend, device)."""
     asked = defaultdict(list)
     waits.clear()
-    hurried.clear()
+    overlap_options.clear()
     here = []
 
     def new_group(
@@ -51,7 +51,7 @@ def groups(monkeypatch):
         asked[here[0]].append((tuple(ranks), group_desc, backend, device_id))
         waits[group_desc] = timeout.total_seconds()
         if backend == "nccl":
-            hurried[here[0]].append(pg_options)
+            overlap_options[here[0]].append(pg_options)
             assert pg_options is None or pg_options._timeout == timeout
         return (tuple(ranks), group_desc)
 
@@ -67,9 +67,9 @@ def groups(monkeypatch):
             mesh = Mesh(shape, rank=rank, timeout_s=1.0, device=device)
             meshes.append(mesh.connect(**options))
             mesh.make_range_groups(ranges)
-            for holders in ["stage", "block", "keys"] if gathers else []:
-                if holders == "stage" or shape.key_copies:
-                    mesh.gather_group(holders)
+            for kind in ["stage", "block", "keys"] if gathers else []:
+                if kind == "stage" or shape.key_copies:
+                    mesh.gather_group(kind)
         return meshes, asked
 
     return make
@@ -182,7 +182,7 @@ def test_messages_beside_compute_do_not_wait_for_it_and_take_few_multiprocessors
     chosen = {}
     for rank, of in asked.items():
         over_nccl = [purpose for _, purpose, backend, _ in of if backend == "nccl"]
-        chosen |= dict(zip(over_nccl, hurried[rank], strict=True))
+        chosen |= dict(zip(over_nccl, overlap_options[rank], strict=True))
     urgent = {purpose for purpose, options in chosen.items() if options is not None}
     assert urgent == {
         "gathers of stage",
@@ -220,8 +220,8 @@ def test_a_communicator_has_a_stream(groups, case):
         gathers=use.gathers_weights,
     )
     for rank in range(shape.num_ranks):
-        high = sum(options is not None for options in hurried[rank])
-        made = StreamCount(len(hurried[rank]) - high, high)
+        high = sum(options is not None for options in overlap_options[rank])
+        made = StreamCount(len(overlap_options[rank]) - high, high)
         assert count_streams(shape, shape.coordinates(rank), use) == made
 
 

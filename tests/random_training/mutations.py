@@ -130,10 +130,10 @@ def reductions_reused() -> Any:
 def last_reduction_skipped() -> Any:
     """What a stage formed last in a step never reaches its shard."""
 
-    def settle(self: Any) -> None:
+    def wait_reductions(self: Any) -> None:
         self._under_way.clear()
 
-    return patch.object(ShardedGradients, "settle", settle)
+    return patch.object(ShardedGradients, "wait_reductions", wait_reductions)
 
 
 class _Nothing:

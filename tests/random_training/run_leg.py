@@ -106,13 +106,13 @@ class _Rank:
         masters: dict[str, Tensor] = {}
         for name in shared.shapes:
             wide = shared.sharding.cut(name, state[MODEL_PREFIX + name].clone())
-            self._weights[name] = shared.kept(name, wide.to(dtype))
+            self._weights[name] = shared.resident_part(name, wide.to(dtype))
             if dtype is torch.bfloat16:
-                masters |= shared.own({name: wide}, copy=True)
+                masters |= shared.owned_rows({name: wide}, copy=True)
         kept = {n: torch.empty(shape, dtype=dtype) for n, shape in shared.gradient_shapes.items()}
         self._gradients = zero_gradients(kept)
         self._optimizer = AdamW(
-            shared.own(self._weights), config=case.optimizer, masters=masters or None
+            shared.owned_rows(self._weights), config=case.optimizer, masters=masters or None
         )
         self._resume(shared, state)
         self._shared = shared
@@ -178,7 +178,7 @@ class _Rank:
         shared.finish(gradients)
         norm = shared.norm(gradients, self._peers)
         (loss,) = self._peers.total([float(done.total_loss)])
-        own_gradients = shared.own(gradients)
+        own_gradients = shared.owned_rows(gradients)
         named = {MODEL_PREFIX + name: gradient for name, gradient in own_gradients.items()}
         computed = _copied(shared.blocks(named))
         lr = learning_rate(step, config=case.optimizer, total_steps=100)

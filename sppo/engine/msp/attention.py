@@ -31,8 +31,8 @@ class MspAttention:
         shard: Shard whose queries attend.
         heads: Ulysses all-to-all among the ranks over which the shard's tokens are sharded; None
             if they are not.
-        missing: For each of these ranks, the number of the shard's last tokens without a saved
-            attention output.
+        unsaved_attention_tokens: For each of these ranks, the number of the shard's last tokens
+            without a saved attention output.
         store: KV store of the stage; None on a borrower.
         layer: Index of the layer in the model.
         window: See :func:`sppo.kernels.attention.interface.attention_forward`.
@@ -48,7 +48,7 @@ class MspAttention:
         shard: MspShard,
         *,
         heads: UlyssesAllToAll | None,
-        missing: tuple[int, ...],
+        unsaved_attention_tokens: tuple[int, ...],
         store: KVStore | None,
         layer: int,
         window: int | None,
@@ -59,7 +59,8 @@ class MspAttention:
         borrowed: HeldBytes,
     ) -> None:
         self._shard, self._exchange, self._heads = shard, shard.exchange, heads
-        self._missing, self._store, self._layer = missing, store, layer
+        self._unsaved_attention_tokens = unsaved_attention_tokens
+        self._store, self._layer = store, layer
         self._window, self._shape = window, shape
         self._dtype, self._device = dtype, device
         self._backend: Backend = backend
@@ -104,8 +105,8 @@ class MspAttention:
     def recompute(self, q_cND: Tensor) -> tuple[Tensor, Tensor]:
         """Return (o_cND, lse_Nc) of the tokens whose attention output was not saved."""
         if self._heads is not None:
-            (q_cND,) = self._heads.queries_to_heads([q_cND], self._missing)
-        return self._attend(q_cND, self._missing)
+            (q_cND,) = self._heads.queries_to_heads([q_cND], self._unsaved_attention_tokens)
+        return self._attend(q_cND, self._unsaved_attention_tokens)
 
     def backward(
         self, do_cND: Tensor, q_cND: Tensor, o_cND: Tensor, lse_Nc: Tensor
@@ -137,14 +138,14 @@ class MspAttention:
         for own in (k_cKD, v_cKD):
             parts = [
                 own.contiguous()
-                if place == shard.place
-                else own.new_empty((sum(b - a for a, b in shard.runs(place)), *own.shape[1:]))
-                for place in range(self._exchange.count)
+                if shard_index == shard.shard_index
+                else own.new_empty((sum(b - a for a, b in shard.runs(shard_index)), *own.shape[1:]))
+                for shard_index in range(self._exchange.count)
             ]
             self._exchange.all_gather(parts)
             unit = own.new_empty((span.end - span.start, *own.shape[1:]))
-            for place, part in enumerate(parts):
-                shard.put(part, place=place, whole_C=unit)
+            for shard_index, part in enumerate(parts):
+                shard.put(part, shard_index=shard_index, whole_C=unit)
             whole.append(unit)
         sequence = shard.sequence
         if self._store is not None:
@@ -237,7 +238,7 @@ class MspAttention:
         return found[0], found[1]
 
     def _own_runs(self) -> tuple[Run, ...]:
-        return self._shard.runs(self._shard.place)
+        return self._shard.runs(self._shard.shard_index)
 
     def _documents(self, end: int) -> tuple[int, ...]:
         return tuple(start for start in self._shard.span.document_starts if start < end)

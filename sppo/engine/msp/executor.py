@@ -82,7 +82,7 @@ class MspExecutor:
         """Return the shard that an action runs on this rank."""
         return cut_shard(
             self._units[action.unit],
-            place=action.shard,
+            shard_index=action.shard,
             member=self._member,
             lengths=self._group(action).lengths,
             exchange=self._exchange(action),

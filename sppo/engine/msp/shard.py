@@ -37,7 +37,7 @@ class MspShard(Unit):
 
     Attributes:
         whole: Unit that is cut, with this rank's tokens of it.
-        place: Index of the shard.
+        shard_index: Index of the shard.
         member: Index of this rank in its sequence-parallel group.
         cuts: For each member, the boundaries of the shards in its tokens of the unit, from 0 to
             their number.
@@ -45,7 +45,7 @@ class MspShard(Unit):
     """
 
     whole: Unit
-    place: int
+    shard_index: int
     member: int
     cuts: tuple[tuple[int, ...], ...]
     exchange: MspExchange
@@ -53,48 +53,48 @@ class MspShard(Unit):
     @property
     def first_token(self) -> int:
         """Index of the shard's first token among this rank's tokens of the unit."""
-        return self.cuts[self.member][self.place]
+        return self.cuts[self.member][self.shard_index]
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Number of tokens of every shard on the rank with this rank's index (`member`)."""
         return tuple(end - begin for begin, end in pairwise(self.cuts[self.member]))
 
-    def runs(self, place: int) -> tuple[Run, ...]:
-        """Return the positions of shard ``place`` in the sequence, one run per member."""
+    def runs(self, shard_index: int) -> tuple[Run, ...]:
+        """Return the positions of shard ``shard_index`` in the sequence, one run per member."""
         firsts = list(accumulate(self.whole.parts, initial=self.span.start))
         return tuple(
-            Run(first + cuts[place], first + cuts[place + 1])
+            Run(first + cuts[shard_index], first + cuts[shard_index + 1])
             for first, cuts in zip(firsts, self.cuts, strict=False)
         )
 
     def take(self, whole_C: Tensor) -> Tensor:
         """Return a copy of this shard's rows ``[C_k, ...]`` of a tensor of the whole unit."""
-        return torch.cat([whole_C[rows] for rows in self._rows(self.place)])
+        return torch.cat([whole_C[rows] for rows in self._rows(self.shard_index)])
 
-    def put(self, part_C: Tensor, *, place: int, whole_C: Tensor) -> None:
-        """Copy the rows of shard ``place`` to their positions in a tensor of the whole unit.
+    def put(self, part_C: Tensor, *, shard_index: int, whole_C: Tensor) -> None:
+        """Copy the rows of shard ``shard_index`` to their positions in a tensor of the whole unit.
 
         Copies by slices: an index tensor would have to be copied to the device, and block the host.
         """
-        parts = torch.split(part_C, [rows.stop - rows.start for rows in self._rows(place)])
-        for part, rows in zip(parts, self._rows(place), strict=True):
+        parts = torch.split(part_C, [rows.stop - rows.start for rows in self._rows(shard_index)])
+        for part, rows in zip(parts, self._rows(shard_index), strict=True):
             whole_C[rows] = part
 
-    def _rows(self, place: int) -> list[slice]:
-        """Return the rows of shard ``place`` in the whole unit, one slice per run."""
+    def _rows(self, shard_index: int) -> list[slice]:
+        """Return the rows of shard ``shard_index`` in the whole unit, one slice per run."""
         start = self.span.start
-        return [slice(run.start - start, run.end - start) for run in self.runs(place)]
+        return [slice(run.start - start, run.end - start) for run in self.runs(shard_index)]
 
 
 def cut_shard(
-    unit: Unit, *, place: int, member: int, lengths: Sequence[int], exchange: MspExchange
+    unit: Unit, *, shard_index: int, member: int, lengths: Sequence[int], exchange: MspExchange
 ) -> MspShard:
-    """Return shard ``place`` of a unit that is cut into shards of ``lengths`` tokens.
+    """Return shard ``shard_index`` of a unit that is cut into shards of ``lengths`` tokens.
 
     Args:
         unit: Unit to cut, with this rank's tokens.
-        place: Index of the shard.
+        shard_index: Index of the shard.
         member: Index of this rank in its sequence-parallel group.
         lengths: Tokens of each shard over all members.
         exchange: Communication with the ranks of the other shards.
@@ -111,18 +111,18 @@ def cut_shard(
             f"{len(unit.parts)} sequence-parallel ranks each: use fewer, longer subsequences, or "
             "parallel.multiplexed=off"
         )
-    own = slice(*cuts[member][place : place + 2])
+    own = slice(*cuts[member][shard_index : shard_index + 2])
     return MspShard(
         unit.sequence,
         unit.subsequence,
         unit.span,
-        parts=tuple(of_member[place + 1] - of_member[place] for of_member in cuts),
+        parts=tuple(of_member[shard_index + 1] - of_member[shard_index] for of_member in cuts),
         tokens_C=unit.tokens_C[own],
         labels_C=unit.labels_C[own],
         positions_C=unit.positions_C[own],
         span_positions_C=unit.span_positions_C,
         whole=unit,
-        place=place,
+        shard_index=shard_index,
         member=member,
         cuts=cuts,
         exchange=exchange,

@@ -184,7 +184,7 @@ class MspStage(Stage):
         return MspAttention(
             shard,
             heads=heads,
-            missing=self._without_attention(shard),
+            unsaved_attention_tokens=self._unsaved_attention_tokens(shard),
             store=None if self._owner is None else self.kv,
             layer=index,
             window=model.window_of(index),

@@ -121,7 +121,7 @@ class CpuDevice:
     def transfers(self, memory: StateMemory | None, *, give_up_s: float | None) -> Transfers:
         """Return the copies to and from a file, by threads."""
         assert memory is not None, "host memory is the device's own"
-        return ThreadTransfers(memory.forget)
+        return ThreadTransfers(memory.drop_pages)
 
     def offload_stores(
         self,

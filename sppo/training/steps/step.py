@@ -139,7 +139,7 @@ def run_step(
     norm = state.norm(peers)
     (total_loss,) = peers.total([float(result.total_loss)])
     loss = total_loss / num_valid if num_valid else math.nan
-    sums = StepSums(num_valid, loss, float(norm), state.sharded.own(state.gradients))
+    sums = StepSums(num_valid, loss, float(norm), state.sharded.owned_rows(state.gradients))
     lr = hooks.learning_rate(sums)
     if lr is not None:
         state.update(sums.gradients, norm=norm, clip_norm=clip_norm, lr=lr)

@@ -7,17 +7,17 @@ from collections.abc import Callable
 _listeners: list[Callable[[], None]] = []
 
 
-def listen(listener: Callable[[], None]) -> None:
+def add_listener(listener: Callable[[], None]) -> None:
     """Call ``listener``, in the main thread, each time that a signal has been handled."""
     _listeners.append(listener)
 
 
-def stop_listening(listener: Callable[[], None]) -> None:
+def remove_listener(listener: Callable[[], None]) -> None:
     """Stop calling ``listener``."""
     _listeners.remove(listener)
 
 
-def signal_taken() -> None:
+def notify_handled() -> None:
     """Notify listeners that all signals so far have been handled; called by signal handlers."""
     for listener in tuple(_listeners):
         listener()
