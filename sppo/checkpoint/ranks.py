@@ -57,7 +57,7 @@ class CheckpointRanks:
         if self.group is None:
             return work()
         value, error = _attempt(work) if self.is_first else (None, None)
-        value, common = self._tell((value, portable(error)))
+        value, common = self._broadcast((value, portable(error)))
         _raise_common(common, own=error)
         return cast(T, value)
 
@@ -80,7 +80,7 @@ class CheckpointRanks:
         with peer_errors(_WAITING):
             dist.gather_object(outcome, outcomes, dst=self._first, group=self.group)
         failures = {i: e for i, (_, e) in enumerate(outcomes or []) if e is not None}
-        _raise_common(self._tell(self.failure(failures) if failures else None), own=error)
+        _raise_common(self._broadcast(self.failure(failures) if failures else None), own=error)
         return [value for value, _ in outcomes or []]
 
     def failure(self, failures: Mapping[int, BaseException]) -> BaseException:
@@ -99,7 +99,7 @@ class CheckpointRanks:
         error.add_note(f"raised on rank {rank}")
         return error
 
-    def _tell(self, value: Any) -> Any:
+    def _broadcast(self, value: Any) -> Any:
         """Broadcast ``value`` of rank 0, and return it on all ranks."""
         box = [value]
         with peer_errors(_WAITING):

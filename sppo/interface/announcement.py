@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from sppo.config import RunConfig
-    from sppo.training.checks.preflight import Preflight
+    from sppo.training.checks.preflight import CheckedRun
     from sppo.training.devices.device import Device
 
 
@@ -29,12 +29,12 @@ def announce_ranks(run: RunConfig, console: Console) -> None:
     )
 
 
-def announce(run: RunConfig, preflight: Preflight, console: Console, *, device: Device) -> None:
+def announce(run: RunConfig, checked: CheckedRun, console: Console, *, device: Device) -> None:
     """Print the model, the data, the cuts, the parallelism and the predicted memory of a run.
 
     Args:
         run: Validated run configuration.
-        preflight: Results of the checks before training, of the same run.
+        checked: Results of the checks before training, of the same run.
         console: Console to print to.
         device: Device that the run computes on.
     """
@@ -44,25 +44,25 @@ def announce(run: RunConfig, preflight: Preflight, console: Console, *, device: 
     from sppo.kernels.native.extension import describe
     from sppo.units import counted, format_bytes, format_count
 
-    memory = preflight.plan.stages[0].memory.device
+    memory = checked.plan.stages[0].memory.device
     parallelism = _parallelism(run)
     name = run.model.preset or run.model.from_hf or "model"
-    data = preflight.data
+    data = checked.data
     lines = (
         f"model     {name}: {format_count(num_parameters(run.model))} parameters, "
         f"{run.train.dtype} on {device.describe()}, torch {torch.__version__}",
         f"data      {format_count(data.data.num_tokens)} tokens in "
-        f"{counted(data.data.num_documents, 'document')}: {_epoch(preflight)}"
-        + _ids_made_elsewhere(run, preflight),
+        f"{counted(data.data.num_documents, 'document')}: {_epoch(checked)}"
+        + _ids_made_elsewhere(run, checked),
         *_loss(run),
         *_positions(run),
-        *_cut(run, preflight),
-        *([f"parallel  {parallelism}; schedule {preflight.plan.schedule}"] if parallelism else ()),
-        f"policy    {preflight.plan.policy}: predicted peak {format_bytes(memory.total_bytes)} "
+        *_cut(run, checked),
+        *([f"parallel  {parallelism}; schedule {checked.plan.schedule}"] if parallelism else ()),
+        f"policy    {checked.plan.policy}: predicted peak {format_bytes(memory.total_bytes)} "
         f"({format_bytes(memory.activations_bytes)} activations, "
         f"{format_bytes(memory.kv_bytes + memory.kv_gradients_bytes)} K/V)",
-        *_state(run, preflight),
-        *_offloads(run, preflight),
+        *_state(run, checked),
+        *_offloads(run, checked),
         f"library   {describe()}",
         f"output    {run.train.output}",
     )
@@ -85,14 +85,14 @@ def _parallelism(run: RunConfig) -> str:
     return ", ".join(f"{name} {degree}" for name, degree in degrees if degree > 1)
 
 
-def _epoch(preflight: Preflight) -> str:
+def _epoch(checked: CheckedRun) -> str:
     """Return the number and lengths of the sequences or samples of an epoch as text."""
     import numpy as np
 
     from sppo.data.samples.document_samples import DocumentSamples
     from sppo.units import counted, format_count, format_tokens
 
-    data = preflight.data
+    data = checked.data
     if not isinstance(data, DocumentSamples):
         return f"{counted(data.num_sequences, 'sequence')} of {format_tokens(data.length)} an epoch"
     lengths, left_out = data.table.lengths, data.table.num_left_out
@@ -105,20 +105,20 @@ def _epoch(preflight: Preflight) -> str:
     )
 
 
-def _cut(run: RunConfig, preflight: Preflight) -> tuple[str, ...]:
+def _cut(run: RunConfig, checked: CheckedRun) -> tuple[str, ...]:
     """Return lines about the cuts of sequences, or the packing of samples."""
     from sppo.data.samples.document_samples import DocumentSamples
     from sppo.units import format_count, format_duration
 
-    data, lengths = preflight.data, preflight.plan.lengths
+    data, lengths = checked.data, checked.plan.lengths
     if isinstance(data, DocumentSamples):
         packed = (
             f"cut       samples into subsequences of at most about {max(lengths)} tokens, packed "
             "anew for every step"
         )
-        if preflight.next_step is None:  # all steps are done
+        if checked.next_step is None:  # all steps are done
             return (packed,)
-        number, planned = preflight.next_step.number, preflight.next_step.planned
+        number, planned = checked.next_step.number, checked.next_step.planned
         step = planned.plan
         return (
             packed,
@@ -137,21 +137,21 @@ def _cut(run: RunConfig, preflight: Preflight) -> tuple[str, ...]:
     )
 
 
-def _state(run: RunConfig, preflight: Preflight) -> tuple[str, ...]:
+def _state(run: RunConfig, checked: CheckedRun) -> tuple[str, ...]:
     """Return a line about the tiers of the training state, if a part of it is not on the device."""
     from sppo.units import format_bytes
 
-    tiers = preflight.plan.state_tiers
+    tiers = checked.plan.state_tiers
     if not tiers.leaves_device:
         return ()
-    behind = max(rank.tier_state_bytes for rank in preflight.plan.rank_memory)
+    behind = max(rank.tier_state_bytes for rank in checked.plan.rank_memory)
     where = f" ({run.activations.disk})" if tiers.tier == "disk" else ""
     return (f"state     {tiers.text()}{where}: {format_bytes(behind)}",)
 
 
-def _ids_made_elsewhere(run: RunConfig, preflight: Preflight) -> str:
+def _ids_made_elsewhere(run: RunConfig, checked: CheckedRun) -> str:
     """Return a note that ready-made ids cannot be checked against the vocabulary of the weights."""
-    unknown = preflight.data.data.meta.tokenizer.name == "ids" and run.model.from_hf is not None
+    unknown = checked.data.data.meta.tokenizer.name == "ids" and run.model.from_hf is not None
     return f"; ready-made ids, taken for those of {run.model.from_hf}" if unknown else ""
 
 
@@ -178,11 +178,11 @@ def _loss(run: RunConfig) -> tuple[str, ...]:
     )
 
 
-def _offloads(run: RunConfig, preflight: Preflight) -> tuple[str, ...]:
+def _offloads(run: RunConfig, checked: CheckedRun) -> tuple[str, ...]:
     """Return a line about offloaded activations, if there are any."""
     from sppo.units import format_bytes
 
-    plan = preflight.plan
+    plan = checked.plan
     if not plan.offloads_anything:
         return ()
     ratios = plan.predicted.offload_ratios

@@ -116,10 +116,10 @@ def start_ranks(ready: ReadyRun, words: list[str], *, console: Console) -> int:
     run, num_ranks, device = ready.run, ready.num_ranks, ready.device
     with logging_to(None if console.quiet else console):
         allow_connections(num_ranks)
-        preflight = check_before_training(
+        checked = check_before_training(
             run, plan=ready.plan, local_ranks=num_ranks, device=device, starts_ranks=True
         )
-        announce(run, preflight, console, device=device)
+        announce(run, checked, console, device=device)
         return run_ranks(
             [sys.executable, "-P", "-m", "sppo", *words],
             num_ranks=num_ranks,
@@ -167,13 +167,13 @@ def train_as_rank(ready: ReadyRun, *, console: Console, command: str) -> Trainin
         decided = ranks.decided_by_main(
             lambda: check_before_training(run, plan=plan, local_ranks=local, device=device).plan
         )
-        preflight = check_before_training(run, plan=decided, local_ranks=local, device=device)
+        checked = check_before_training(run, plan=decided, local_ranks=local, device=device)
         ranks.peers.barrier()  # every rank reads the free memory before any rank allocates
         if environment is None or environment.launcher != "sppo":
-            announce(run, preflight, console, device=device)
-        outcome = train_run(run, preflight, console=console, ranks=ranks, device=device)
+            announce(run, checked, console, device=device)
+        outcome = train_run(run, checked, console=console, ranks=ranks, device=device)
         if is_main:
             # After the last step a signal is too late to change the outcome of the run.
             with StopRequest() if outcome.interrupted_by is None else nullcontext():
-                report(run, preflight, outcome, console=console, command=command)
+                report(run, checked, outcome, console=console, command=command)
     return outcome

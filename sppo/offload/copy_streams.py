@@ -47,11 +47,14 @@ class CopyStreams:
     Args:
         cuda: CUDA runtime: ``torch.cuda``, or a replacement in tests.
         device: CUDA device.
-        give_up_s: Longest wait of :meth:`wait_for_device` in seconds; None for no limit.
+        failed_step_timeout_s: Longest wait of :meth:`wait_for_device` in seconds; None for no
+            limit.
     """
 
-    def __init__(self, cuda: Any, device: torch.device, *, give_up_s: float | None = None) -> None:
-        self._cuda, self._device, self._give_up_s = cuda, device, give_up_s
+    def __init__(
+        self, cuda: Any, device: torch.device, *, failed_step_timeout_s: float | None = None
+    ) -> None:
+        self._cuda, self._device, self._failed_step_timeout_s = cuda, device, failed_step_timeout_s
         self.out, self.back = (cuda.Stream(device) for _ in range(2))
         self.given_up = False
         """Whether the device did not finish in time or failed: nothing may wait for it any more."""
@@ -62,10 +65,12 @@ class CopyStreams:
             return False
         streams = (self._cuda.current_stream(self._device), self.out, self.back)
         try:
-            if self._give_up_s is None:
+            if self._failed_step_timeout_s is None:
                 self._cuda.synchronize(self._device)
                 return True
-            done = done_in_time(self._cuda, self._device, streams, still_s=self._give_up_s)
+            done = wait_with_timeout(
+                self._cuda, self._device, streams, stall_timeout_s=self._failed_step_timeout_s
+            )
         except RuntimeError:  # the device failed; the caller already reports another error
             done = False
         self.given_up = not done
@@ -76,17 +81,17 @@ class CopyStreams:
         self.given_up = True
 
     @property
-    def give_up_s(self) -> float | None:
+    def host_thread_timeout_s(self) -> float | None:
         """Longest wait in seconds for host threads; 0 after giving up, None for no limit."""
-        return 0.0 if self.given_up else self._give_up_s
+        return 0.0 if self.given_up else self._failed_step_timeout_s
 
 
-def done_in_time(
+def wait_with_timeout(
     cuda: Any,
     device: torch.device,
     streams: Sequence[Any],
     *,
-    still_s: float,
+    stall_timeout_s: float,
     marks: Sequence[Any] = (),
 ) -> bool:
     """Wait for the work issued to ``streams``; return False if the device stops making progress.
@@ -98,7 +103,8 @@ def done_in_time(
         cuda: CUDA runtime.
         device: Device of the streams.
         streams: Streams to wait for.
-        still_s: Longest time in seconds without progress, that is, without a mark being reached.
+        stall_timeout_s: Longest time in seconds without progress, that is, without a mark being
+            reached.
         marks: Events in the streams, in the order in which the device reaches them.
 
     Returns:
@@ -109,8 +115,10 @@ def done_in_time(
     """
     question = _Question(cuda, device, streams, marks)
     threading.Thread(target=question.ask, name="sppo device", daemon=True).start()
-    while not question.answered.wait(max(0.0, question.moved_s + still_s - time.monotonic())):
-        if time.monotonic() >= question.moved_s + still_s:
+    while not question.answered.wait(
+        max(0.0, question.moved_s + stall_timeout_s - time.monotonic())
+    ):
+        if time.monotonic() >= question.moved_s + stall_timeout_s:
             question.given_up = True
             return False
     if question.error is not None:

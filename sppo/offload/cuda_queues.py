@@ -219,7 +219,7 @@ class CudaQueues:
         for worker in self._workers.values():
             worker.cancel()
         for worker in self._workers.values():
-            if not worker.wait_all(limit_s=self._streams.give_up_s):
+            if not worker.wait_all(limit_s=self._streams.host_thread_timeout_s):
                 self._streams.give_up()
             worker.take_busy_s()
         if self._streams.wait_for_device():
@@ -251,7 +251,7 @@ class CudaQueues:
         """
         if self._closed:
             return
-        if self._streams.give_up_s is not None:
+        if self._streams.host_thread_timeout_s is not None:
             self.abort()
         close_queues(self._workers.values(), waits=not self._streams.given_up)
         if self._streams.wait_for_device():

@@ -81,12 +81,13 @@ class CudaTransfers:
 
     Args:
         device: Device whose state is copied.
-        give_up_s: Longest wait of :meth:`wait_for_device` in seconds; None for no limit.
+        failed_step_timeout_s: Longest wait of :meth:`wait_for_device` in seconds; None for no
+            limit.
     """
 
-    def __init__(self, device: torch.device, *, give_up_s: float | None = None) -> None:
+    def __init__(self, device: torch.device, *, failed_step_timeout_s: float | None = None) -> None:
         self._device = device
-        self._streams = CopyStreams(_cuda, device, give_up_s=give_up_s)
+        self._streams = CopyStreams(_cuda, device, failed_step_timeout_s=failed_step_timeout_s)
         self._to_tier, self._to_device = self._streams.out, self._streams.back
         self._last: Any = None
         self._holders: list[CudaQueues] = []

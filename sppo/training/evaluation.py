@@ -185,10 +185,11 @@ def _check_memory(
 ) -> None:
     workload = Workload(run.model, hardware, dtype=run.train.dtype)
     needed = evaluation_bytes(workload, lengths=lengths_of(boundaries))
-    if needed > device.room_bytes(local_ranks=1):
+    if needed > device.free_bytes(local_ranks=1):
         raise MemoryError(
             f"evaluating a sequence of {run.sequence.length} tokens needs {format_bytes(needed)}: "
-            f"{device.describe_room()}; shorten sequence.length, or evaluate on a larger machine"
+            f"{device.describe_free_memory()}; shorten sequence.length, or evaluate on a larger "
+            "machine"
         )
 
 

@@ -17,7 +17,7 @@ from sppo.report.copies_summary import copies_summary
 from sppo.report.loss_plot import loss_plot
 from sppo.report.metrics import METRICS_FILE, StepMetrics, read_metrics
 from sppo.report.run_summary import Pair, print_summary, run_summary, write_summary
-from sppo.training.checks.preflight import Preflight
+from sppo.training.checks.preflight import CheckedRun
 from sppo.training.executed_step import timeline_summary, timeline_writers
 from sppo.training.outcome import TrainingOutcome
 from sppo.training.run_directory import LOSS_PLOT, RESULT_FILES, SUMMARY_FILE
@@ -29,7 +29,7 @@ _WRITTEN = (*RESULT_FILES, CHECKPOINTS_DIRECTORY)
 
 def report(
     run: RunConfig,
-    preflight: Preflight,
+    checked: CheckedRun,
     outcome: TrainingOutcome,
     *,
     console: Console,
@@ -42,7 +42,7 @@ def report(
 
     Args:
         run: Validated run configuration.
-        preflight: Result of the checks of the same run.
+        checked: Result of the checks of the same run.
         outcome: Outcome of training.
         console: Console to print to.
         command: Command that resumes the run, named in the report of an interrupted run.
@@ -52,7 +52,7 @@ def report(
         return
     output = outcome.output
     steps = read_metrics(output / METRICS_FILE)
-    summary = _summary(steps, preflight, outcome)
+    summary = _summary(steps, checked, outcome)
     missing = _write(_writers(run, steps, summary, outcome), outcome, console=console)
     print_summary(summary, console=console)
     written = [name for name in _WRITTEN if name not in missing and (output / name).exists()]
@@ -77,10 +77,10 @@ def _report_nothing_to_do(run: RunConfig, outcome: TrainingOutcome, *, console: 
 
 
 def _summary(
-    steps: Sequence[StepMetrics], preflight: Preflight, outcome: TrainingOutcome
+    steps: Sequence[StepMetrics], checked: CheckedRun, outcome: TrainingOutcome
 ) -> dict[str, Any]:
     """Return the summary of a run, with figures of its last step if a timeline was measured."""
-    plan, planned, executed = preflight.plan, outcome.planned_timeline, outcome.timeline
+    plan, planned, executed = checked.plan, outcome.planned_timeline, outcome.timeline
     summary = run_summary(
         steps,
         name=outcome.output.name,

@@ -32,7 +32,7 @@ from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.devices.device import Device
 from sppo.training.state_tensors import StateTensors, make_state
 
-GIVE_UP_S = 4.0
+FAILED_STEP_TIMEOUT_S = 4.0
 """Seconds that a failed rank waits for its device, which may itself wait for other ranks in vain:
 once for offloaded tensors and once for training state. Both together are shorter than the time for
 which the launcher waits for the other ranks to end."""
@@ -153,15 +153,26 @@ def build_state(
     sharded = ShardedState(
         run.model, mesh=mesh, pipeline=pipeline, device=place, zero=run.parallel.zero
     )
-    give_up_s = GIVE_UP_S if mesh.is_distributed else None
+    failed_step_timeout_s = FAILED_STEP_TIMEOUT_S if mesh.is_distributed else None
     tensors = make_state(
-        run, tiers=plan.state_tiers, sharded=sharded, device=device, give_up_s=give_up_s
+        run,
+        tiers=plan.state_tiers,
+        sharded=sharded,
+        device=device,
+        failed_step_timeout_s=failed_step_timeout_s,
     )
     device.trim()  # frees memory that only the initialization used
     with ExitStack() as on_failure:
         on_failure.enter_context(closing(tensors))
         engine = _build_engine(
-            run, plan, tensors, sharded, pipeline, mesh=mesh, device=device, give_up_s=give_up_s
+            run,
+            plan,
+            tensors,
+            sharded,
+            pipeline,
+            mesh=mesh,
+            device=device,
+            failed_step_timeout_s=failed_step_timeout_s,
         )
         on_failure.pop_all()
     return TrainingState(tensors, engine, sharded)
@@ -176,7 +187,7 @@ def _build_engine(
     *,
     mesh: Mesh,
     device: Device,
-    give_up_s: float | None,
+    failed_step_timeout_s: float | None,
 ) -> Engine:
     """Build the engine of a rank, with the stores of its offloaded activations."""
     disk = None if run.activations.disk is None else Path(run.activations.disk)
@@ -186,7 +197,7 @@ def _build_engine(
         count=(1 + len(shard_stages)) * may_offload(run, plan),
         disk=disk,
         debug=run.activations.debug,
-        give_up_s=give_up_s,
+        failed_step_timeout_s=failed_step_timeout_s,
     )
     return Engine(
         run.model,

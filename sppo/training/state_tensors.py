@@ -80,7 +80,7 @@ class StateTensors:
         if self.transfers is not None:
             self.transfers.close()
 
-    def with_state(self, copies: CopyReport) -> CopyReport:
+    def add_tier_bytes(self, copies: CopyReport) -> CopyReport:
         """Return `copies` with the state behind the device added to its host or disk bytes."""
         weights = tensor_bytes(self.weights) * self.tiers.streams_weights
         gradients = tensor_bytes(self.gradients) * self.tiers.streams_gradients
@@ -111,7 +111,7 @@ def make_state(
     tiers: StateTiers,
     sharded: ShardedState,
     device: Device,
-    give_up_s: float | None,
+    failed_step_timeout_s: float | None,
 ) -> StateTensors:
     """Build the state tensors of step 0: initial weights, zero gradients, zero moments.
 
@@ -120,15 +120,15 @@ def make_state(
         tiers: Tiers of weights, gradients and optimizer state.
         sharded: Shard of the state that this rank holds.
         device: Device of this rank.
-        give_up_s: Longest time in seconds to wait for the copies of a failed step; None for no
-            limit.
+        failed_step_timeout_s: Longest time in seconds to wait for the copies of a failed step;
+            None for no limit.
 
     Raises:
         MemoryError: Host memory does not suffice, or may not be page-locked.
         OSError: Disk space does not suffice.
     """
     _say_what_stays(run, device)
-    memory, transfers = _tier(run, tiers, device, give_up_s=give_up_s)
+    memory, transfers = _tier(run, tiers, device, failed_step_timeout_s=failed_step_timeout_s)
     with ExitStack() as on_failure:
         if transfers is not None:
             on_failure.enter_context(closing(transfers))
@@ -263,7 +263,7 @@ def _say_what_stays(run: RunConfig, device: Device) -> None:
 
 
 def _tier(
-    run: RunConfig, tiers: StateTiers, device: Device, *, give_up_s: float | None
+    run: RunConfig, tiers: StateTiers, device: Device, *, failed_step_timeout_s: float | None
 ) -> tuple[StateMemory | None, Transfers | None]:
     """Return the memory of the tier behind the device, and the copies to and from it."""
     if not tiers.leaves_device:
@@ -271,8 +271,8 @@ def _tier(
     if "disk" in (tiers.weights, tiers.gradients, tiers.optimizer):
         assert run.activations.disk is not None, "checked with the run file"
         memory = DiskMemory(Path(run.activations.disk))
-        return memory, device.transfers(memory, give_up_s=give_up_s)
-    transfers = device.transfers(None, give_up_s=give_up_s)
+        return memory, device.transfers(memory, failed_step_timeout_s=failed_step_timeout_s)
+    transfers = device.transfers(None, failed_step_timeout_s=failed_step_timeout_s)
     return LockedHostMemory(transfers), transfers
 
 

@@ -218,13 +218,15 @@ class StepLoop:
         """
         if not self._ranks.mesh.is_distributed:
             return
-        still_s = device_timeouts(
+        stall_timeout_s = device_timeouts(
             self._run.parallel.timeout_s, predicted_step_s=work.step_s
-        ).still_s
-        if not self._device.done_in_time(result.executed.marks, still_s=still_s):
+        ).stall_timeout_s
+        if not self._device.wait_with_timeout(
+            result.executed.marks, stall_timeout_s=stall_timeout_s
+        ):
             raise PeerLostError(
                 f"step {step + 1}: waiting for this rank's device, which waits for another rank: "
-                f"timed out after {still_s:g} s"
+                f"timed out after {stall_timeout_s:g} s"
             )
 
     def _planned(self, step: int) -> StepWork:

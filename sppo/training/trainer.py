@@ -17,7 +17,7 @@ from sppo.config import RunConfig
 from sppo.output_file import write_json
 from sppo.planning.plan import plan_json
 from sppo.training.checks.input_facts import input_facts
-from sppo.training.checks.preflight import Preflight
+from sppo.training.checks.preflight import CheckedRun
 from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.devices.device import Device
 from sppo.training.executed_step import executed_timeline
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 def train(
     run: RunConfig,
-    preflight: Preflight,
+    checked: CheckedRun,
     *,
     console: Console,
     ranks: Ranks | None = None,
@@ -48,7 +48,7 @@ def train(
 
     Args:
         run: Validated run configuration.
-        preflight: Result of the checks of the same run.
+        checked: Result of the checks of the same run.
         console: Console for the progress display.
         ranks: Ranks that train the run together; None for this process alone.
         device: Device of this process; None for the CPU.
@@ -65,10 +65,10 @@ def train(
     ranks, device = ranks or one_rank(), device or CpuDevice()
     started = time.perf_counter()
     if ranks.mesh.is_distributed:
-        ranks.check_same_facts(input_facts(run, preflight.data.data))
-    base = _baseline(run, preflight, device)
+        ranks.check_same_facts(input_facts(run, checked.data.data))
+    base = _baseline(run, checked, device)
     with shared_output(run, ranks) as output:
-        outcome = _Training(run, preflight, base, output, console, ranks).run_steps()
+        outcome = _Training(run, checked, base, output, console, ranks).run_steps()
         # The report that follows draws plots in the memory that training used.
         gc.collect()  # the engine's parts refer to each other
         device.trim()
@@ -95,13 +95,13 @@ class _Baseline:
     peak_flops_per_s: float
 
 
-def _baseline(run: RunConfig, preflight: Preflight, device: Device) -> _Baseline:
+def _baseline(run: RunConfig, checked: CheckedRun, device: Device) -> _Baseline:
     device.begin()
     _log.info("%s", device.describe_memory())
     before = device.held_bytes()
     # Both calls that follow load libraries, whose memory belongs to the baseline.
     peak_flops_per_s = device.peak_flops_per_s(DTYPES[run.train.dtype])
-    warm_up(run, lengths=preflight.plan.lengths, device=device)
+    warm_up(run, lengths=checked.plan.lengths, device=device)
     held = device.held_bytes()
     return _Baseline(
         device,
@@ -118,7 +118,7 @@ class _Training:
 
     Attributes:
         run: Validated run configuration.
-        preflight: Result of the checks of the same run.
+        checked: Result of the checks of the same run.
         base: State of the device before the model is built.
         output: Output directory of the run.
         console: Console for the progress display.
@@ -126,7 +126,7 @@ class _Training:
     """
 
     run: RunConfig
-    preflight: Preflight
+    checked: CheckedRun
     base: _Baseline
     output: Path
     console: Console
@@ -134,7 +134,7 @@ class _Training:
 
     def run_steps(self) -> TrainingOutcome:
         """Build the state, load the newest checkpoint if there is one, and run the steps left."""
-        run, ranks, plan, data = self.run, self.ranks, self.preflight.plan, self.preflight.data
+        run, ranks, plan, data = self.run, self.ranks, self.checked.plan, self.checked.data
         state = build_state(run, plan=plan, mesh=ranks.mesh, device=self.base.device)
         # Failures are recorded first: closing the state may wait for a device that hangs.
         with closing(state), ranks.progress.failing():
@@ -156,7 +156,7 @@ class _Training:
         run, output, ranks = self.run, self.output, self.ranks
         ranks.decided_by_main(lambda: note_configuration(run, output))
         if first_step < run.train.steps:
-            plan = self.preflight.plan
+            plan = self.checked.plan
             ranks.decided_by_main(lambda: write_json(output / PLAN_FILE, plan_json(plan)))
 
     def _new_outcome(self, first_step: int, state: TrainingState) -> TrainingOutcome:
@@ -180,7 +180,7 @@ class _Training:
         metadata: Mapping[str, Any],
     ) -> StepLoop:
         """Build the loop over the steps that follow the checkpoint with ``metadata``."""
-        run, base, ranks, plan = self.run, self.base, self.ranks, self.preflight.plan
+        run, base, ranks, plan = self.run, self.base, self.ranks, self.checked.plan
         return StepLoop(
             run,
             state,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sppo.offload import cuda_queues, page_lock
-from sppo.offload.copy_streams import CopyStreams, done_in_time
+from sppo.offload.copy_streams import CopyStreams, wait_with_timeout
 from sppo.offload.cuda_queues import CudaQueues
 from sppo.offload.offload_store import OffloadStore
 from sppo.offload.queues import Ordering, Region
@@ -117,7 +117,7 @@ class DeviceThatStandsStill:
 
 @pytest.mark.parametrize("kind", ["host", "disk"])
 def test_a_device_that_no_longer_answers_is_left(no_gpu, monkeypatch, kind, tmp_path):
-    streams = CopyStreams(no_gpu, torch.device("cpu"), give_up_s=0.1)
+    streams = CopyStreams(no_gpu, torch.device("cpu"), failed_step_timeout_s=0.1)
     disk = tmp_path if kind == "disk" else None
     stores = [
         OffloadStore(CudaQueues(torch.device("cpu"), streams=streams), disk=disk) for _ in range(2)
@@ -137,7 +137,7 @@ def test_a_device_that_no_longer_answers_is_left(no_gpu, monkeypatch, kind, tmp_
 def test_a_thread_that_waits_for_the_device_is_left(no_gpu, monkeypatch, tmp_path):
     """The write to the disk waits for a copy out that waits for another rank."""
     device, gate = torch.device("cpu"), threading.Event()
-    streams = CopyStreams(no_gpu, device, give_up_s=0.1)
+    streams = CopyStreams(no_gpu, device, failed_step_timeout_s=0.1)
     queues = CudaQueues(device, streams=streams)
     queues.open_file(tmp_path, 4096)
     monkeypatch.setattr(EventOfNow, "synchronize", lambda event: gate.wait(20))
@@ -154,7 +154,7 @@ def test_a_thread_that_waits_for_the_device_is_left(no_gpu, monkeypatch, tmp_pat
 
 
 def test_a_device_that_answers_in_time_gives_everything_back(no_gpu, tmp_path):
-    streams = CopyStreams(no_gpu, torch.device("cpu"), give_up_s=5.0)
+    streams = CopyStreams(no_gpu, torch.device("cpu"), failed_step_timeout_s=5.0)
     store = OffloadStore(CudaQueues(torch.device("cpu"), streams=streams), disk=tmp_path)
     run_step(store, interleaved=True, step=0)
     store.abort()
@@ -218,15 +218,17 @@ class Mark:
         return self._left < 0
 
 
-def done(runtime, marks=(), *, still_s=0.1):
+def done(runtime, marks=(), *, stall_timeout_s=0.1):
     device = torch.device("cpu")
     stream = runtime.Stream(device)
-    return done_in_time(runtime, device, [stream], still_s=still_s, marks=marks)
+    return wait_with_timeout(
+        runtime, device, [stream], stall_timeout_s=stall_timeout_s, marks=marks
+    )
 
 
 def test_a_device_that_gets_on_is_waited_for(no_gpu):
     begin_s = time.monotonic()
-    assert done(no_gpu, [Mark(after=60) for _ in range(8)], still_s=0.5)
+    assert done(no_gpu, [Mark(after=60) for _ in range(8)], stall_timeout_s=0.5)
     assert time.monotonic() - begin_s > 0.4
     assert done(no_gpu)
 

@@ -84,7 +84,9 @@ def test_nothing_computes_while_what_was_saved_waits_for_a_slow_disk(tmp_path, m
 
     monkeypatch.setattr(FileTier, "write", slow)
     plan = SimpleNamespace(offloads_anything=True)
-    (store,) = CpuDevice().offload_stores(plan, count=1, disk=tmp_path, debug=False, give_up_s=None)
+    (store,) = CpuDevice().offload_stores(
+        plan, count=1, disk=tmp_path, debug=False, failed_step_timeout_s=None
+    )
     keys = [ActivationKey(0, 0, layer) for layer in range(8)]
     places = {key: Extent(4096 * key.layer, 4096) for key in keys}
     store.prepare(OffloadSchedule(places, keys[::-1], staging_slots=2, ring_slots=3))

@@ -22,7 +22,7 @@ def runtime(monkeypatch):
 
 
 def test_a_device_that_no_longer_answers_is_left(runtime, monkeypatch):
-    copies = CudaTransfers(torch.device("cpu"), give_up_s=0.1)
+    copies = CudaTransfers(torch.device("cpu"), failed_step_timeout_s=0.1)
     memory = copies.memory(4096)
     copies.to_device([(torch.empty(4096, dtype=torch.uint8), memory)])
     DeviceThatStandsStill(monkeypatch, runtime)
@@ -34,7 +34,7 @@ def test_a_device_that_no_longer_answers_is_left(runtime, monkeypatch):
 
 
 def test_a_device_that_answers_is_waited_for(runtime):
-    assert CudaTransfers(torch.device("cpu"), give_up_s=5.0).wait_for_device()
+    assert CudaTransfers(torch.device("cpu"), failed_step_timeout_s=5.0).wait_for_device()
 
 
 def test_host_memory_is_unlocked_once(runtime):

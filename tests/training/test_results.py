@@ -52,12 +52,12 @@ def outcome_of(work, *, first=0, done=4, interrupted_by=None):
 
 
 def told(run, outcome):
-    screen, preflight = io.StringIO(), check_before_training(run)
-    predicted = preflight.plan.predicted
+    screen, checked = io.StringIO(), check_before_training(run)
+    predicted = checked.plan.predicted
     phases = PlannedPhases(predicted.forward_s, predicted.backward_s, predicted.update_s)
     outcome.planned_phases = [phases] * len(outcome.phases)
-    outcome.most_planned = preflight.plan.stages[0].memory.device
-    report(run, preflight, outcome, console=Console(file=screen, width=120))
+    outcome.most_planned = checked.plan.stages[0].memory.device
+    report(run, checked, outcome, console=Console(file=screen, width=120))
     return screen.getvalue()
 
 

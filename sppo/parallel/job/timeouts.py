@@ -20,7 +20,7 @@ _STEPS = 2
 class DeviceTimeouts:
     """Timeouts of a rank with a device."""
 
-    still_s: float
+    stall_timeout_s: float
     """Longest time in seconds without progress of the device."""
     issued_s: float
     """Longest time in seconds from issue to completion of NCCL work."""
@@ -33,5 +33,5 @@ def device_timeouts(timeout_s: float, *, predicted_step_s: float) -> DeviceTimeo
         timeout_s: Longest time in seconds that a host waits for another host.
         predicted_step_s: Predicted step time of the run in seconds.
     """
-    still_s = min(max(timeout_s, _STEPS * predicted_step_s), LONGEST_TIMEOUT_S)
-    return DeviceTimeouts(still_s, min(2 * still_s, LONGEST_TIMEOUT_S))
+    stall_timeout_s = min(max(timeout_s, _STEPS * predicted_step_s), LONGEST_TIMEOUT_S)
+    return DeviceTimeouts(stall_timeout_s, min(2 * stall_timeout_s, LONGEST_TIMEOUT_S))

@@ -34,11 +34,11 @@ from sppo.training.checks.input_checks import check_inputs, check_weights
 from sppo.training.checks.labels import check_labels
 from sppo.training.checks.libraries import load_libraries
 from sppo.training.checks.room_checks import (
-    Room,
+    FreeMemory,
     check_disk,
     check_memory,
     check_step_size,
-    find_room,
+    find_free_memory,
 )
 from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.devices.device import Device, DeviceKind
@@ -62,7 +62,7 @@ class NextStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Preflight:
+class CheckedRun:
     """Training data and plan of a run that passed all checks."""
 
     data: TrainingData | DocumentSamples
@@ -80,7 +80,7 @@ def check_before_training(
     local_ranks: int = 1,
     device: Device | None = None,
     starts_ranks: bool = False,
-) -> Preflight:
+) -> CheckedRun:
     """Open the data, check weights, output and memory, and make the plan unless one is given.
 
     Args:
@@ -104,7 +104,7 @@ def check_before_training(
     check_labels(training, steps=run.train.steps)
     if device.kind == "cpu":
         load_libraries(tensorboard=run.train.tensorboard)
-    room = find_room(
+    free = find_free_memory(
         run,
         device,
         local_ranks=local_ranks,
@@ -112,16 +112,16 @@ def check_before_training(
         plans_ahead=isinstance(training, DocumentSamples) and run.planning.ahead,
     )
     if device.kind == "cpu":
-        check_step_size(run, room)
+        check_step_size(run, free)
     if plan is None:
         hardware = _as_used(run, device, local_ranks=local_ranks)
         if device.kind == "cuda":  # a plan uses at most the usable memory
-            room = replace(room, device_bytes=min(room.device_bytes, hardware.device.usable_bytes))
-        plan = _planned(run, training, hardware=hardware, room=room)
+            free = replace(free, device_bytes=min(free.device_bytes, hardware.device.usable_bytes))
+        plan = _planned(run, training, hardware=hardware, free=free)
     check_trainable(run, plan, kind=device.kind)
-    check_memory(run, plan, room)
-    check_disk(run, plan, room)
-    return Preflight(training, plan, _next_step(run, training, plan))
+    check_memory(run, plan, free)
+    check_disk(run, plan, free)
+    return CheckedRun(training, plan, _next_step(run, training, plan))
 
 
 def _planned(
@@ -129,14 +129,14 @@ def _planned(
     training: TrainingData | DocumentSamples,
     *,
     hardware: HardwareSpec,
-    room: Room,
+    free: FreeMemory,
 ) -> ExecutionPlan:
     """Make the plan of a run's steps; steps of samples are planned for the first few of them."""
     limits: dict[str, Any] = {
         "hardware": hardware,
-        "available_bytes": room.device_bytes,
-        "disk_bytes": room.disk.usable_bytes,  # of all ranks; the plan divides it
-        "host_bytes": room.host_bytes,
+        "available_bytes": free.device_bytes,
+        "disk_bytes": free.disk.usable_bytes,  # of all ranks; the plan divides it
+        "host_bytes": free.host_bytes,
     }
     if not isinstance(training, DocumentSamples):
         return plan_run(run, **limits)

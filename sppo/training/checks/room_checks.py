@@ -22,7 +22,7 @@ from sppo.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class FreeMemory:
     """Free memory and disk space of this machine.
 
     Attributes:
@@ -41,9 +41,9 @@ class Room:
     local_ranks: int
 
 
-def find_room(
+def find_free_memory(
     run: RunConfig, device: Device, *, local_ranks: int, starts_ranks: bool, plans_ahead: bool
-) -> Room:
+) -> FreeMemory:
     """Return the memory and disk space that is free for the ranks on this machine.
 
     Args:
@@ -54,25 +54,25 @@ def find_room(
         plans_ahead: Each rank has another process that plans its next step.
     """
     is_cpu = device.kind == "cpu"
-    available = device.room_bytes(local_ranks=local_ranks)
+    available = device.free_bytes(local_ranks=local_ranks)
     if starts_ranks and is_cpu:  # each rank loads the same libraries as this process
         available = max(0, available - private_bytes())
-    host_bytes = device.host_room_bytes(local_ranks=local_ranks)
+    host_bytes = device.host_tier_bytes(local_ranks=local_ranks)
     if plans_ahead:
         host_bytes = max(0, host_bytes - PLANNING_PROCESS_BYTES)
         if is_cpu:
             available = max(0, available - PLANNING_PROCESS_BYTES)
     path = run.activations.disk
     disk = DiskRoom(free_bytes=0) if path is None else usable_directory(Path(path))
-    return Room(device.kind, available, host_bytes, disk, local_ranks)
+    return FreeMemory(device.kind, available, host_bytes, disk, local_ranks)
 
 
-def check_step_size(run: RunConfig, room: Room) -> None:
+def check_step_size(run: RunConfig, free: FreeMemory) -> None:
     """Raise MemoryError if the data and program of a step alone do not fit; builds neither.
 
     Args:
         run: Validated run configuration.
-        room: Free memory of this machine.
+        free: Free memory of this machine.
     """
     parallel, num_subsequences = run.parallel, run.sequence.num_subsequences
     sequences = run.train.sequences_per_step // parallel.data_parallel_degree
@@ -80,22 +80,22 @@ def check_step_size(run: RunConfig, room: Room) -> None:
     tokens = sequences * run.sequence.length
     is_pipeline = parallel.pipeline_parallel_degree > 1
     needed = step_bytes(tokens=tokens, units=units, is_pipeline=is_pipeline)
-    if needed > room.device_bytes:
+    if needed > free.device_bytes:
         raise MemoryError(
             f"train.sequences_per_step={run.train.sequences_per_step}: the tokens and the program "
             f"of one step take {format_bytes(needed)} on a rank, and "
-            f"{format_bytes(room.device_bytes)} are available: lower it"
+            f"{format_bytes(free.device_bytes)} are available: lower it"
         )
 
 
-def check_memory(run: RunConfig, plan: ExecutionPlan, room: Room) -> None:
+def check_memory(run: RunConfig, plan: ExecutionPlan, free: FreeMemory) -> None:
     """Raise MemoryError if the plan does not fit in device memory, or a GPU's host memory."""
     memory = max((stage.memory for stage in plan.stages), key=lambda m: m.device.total_bytes)
     needed = memory.device.total_bytes
-    if room.kind == "cpu":
+    if free.kind == "cpu":
         needed = max(needed, REPORT_BYTES)
-    disk, available = run.activations.disk, room.device_bytes
-    if room.kind == "cpu" and disk is not None and is_memory(Path(disk)):
+    disk, available = run.activations.disk, free.device_bytes
+    if free.kind == "cpu" and disk is not None and is_memory(Path(disk)):
         needed += max(sum(buckets.values()) for buckets in plan.rank_tier_buckets("disk"))
         if needed > available:
             raise MemoryError(
@@ -109,8 +109,8 @@ def check_memory(run: RunConfig, plan: ExecutionPlan, room: Room) -> None:
             f"tokens, and {format_bytes(available)} are available: end other programs, or solve "
             "again on this machine"
         )
-    if room.kind == "cuda":
-        _check_host(run, plan, room.host_bytes)
+    if free.kind == "cuda":
+        _check_host(run, plan, free.host_bytes)
 
 
 def _check_host(run: RunConfig, plan: ExecutionPlan, host_bytes: int) -> None:
@@ -136,24 +136,24 @@ def _check_host(run: RunConfig, plan: ExecutionPlan, host_bytes: int) -> None:
     if needed - copied <= host_bytes:
         raise MemoryError(f"{taken}: write checkpoint.async_save=false, or end other programs")
     offloaded = fullest[OFFLOADED]
-    room = host_bytes - (needed - offloaded)
-    less = _offload_less(plan, room_bytes=room, needed_bytes=offloaded)
+    left = host_bytes - (needed - offloaded)
+    less = _offload_less(plan, free_bytes=left, needed_bytes=offloaded)
     raise MemoryError(f"{taken}: {less}, or end other programs")
 
 
-def _offload_less(plan: ExecutionPlan, *, room_bytes: int, needed_bytes: int) -> str:
+def _offload_less(plan: ExecutionPlan, *, free_bytes: int, needed_bytes: int) -> str:
     """Return, for a message, how to change a run so that a rank offloads no more than fits."""
     if not needed_bytes:
         return "keep weights, gradients and optimizer states on the device (the section state)"
     return offload_less(
-        room_bytes=max(0, room_bytes),
+        room_bytes=max(0, free_bytes),
         needed_bytes=needed_bytes,
         kv_bytes=offloaded_kv_bytes(plan_candidate(plan)),
         ratio=max(plan.predicted.offload_ratios),
     )
 
 
-def check_disk(run: RunConfig, plan: ExecutionPlan, room: Room) -> None:
+def check_disk(run: RunConfig, plan: ExecutionPlan, free: FreeMemory) -> None:
     """Raise an error if the plan, which may be older than the run, does not fit on the disk.
 
     Raises:
@@ -164,7 +164,7 @@ def check_disk(run: RunConfig, plan: ExecutionPlan, room: Room) -> None:
     needed, offloaded = sum(fullest.values()), fullest[OFFLOADED]
     if not needed:
         return
-    disk, local_ranks = room.disk, room.local_ranks
+    disk, local_ranks = free.disk, free.local_ranks
     if run.activations.disk is None:
         raise ValueError(
             "the plan needs a disk: write activations.disk=DIR, on a fast local "
@@ -180,7 +180,7 @@ def check_disk(run: RunConfig, plan: ExecutionPlan, room: Room) -> None:
     needed *= local_ranks
     if needed > disk.usable_bytes:
         left = disk.usable_bytes // local_ranks - (needed // local_ranks - offloaded)
-        less = _offload_less(plan, room_bytes=left, needed_bytes=offloaded)
+        less = _offload_less(plan, free_bytes=left, needed_bytes=offloaded)
         raise MemoryError(
             f"the plan puts {format_bytes(needed)} on activations.disk={run.activations.disk}: "
             f"{disk}; {less}, or name a directory on a larger disk"

@@ -54,15 +54,15 @@ class CpuDevice:
         """Return the description of this machine's CPU and usable memory."""
         return describe_cpu(usable_memory_bytes())
 
-    def room_bytes(self, *, local_ranks: int) -> int:
+    def free_bytes(self, *, local_ranks: int) -> int:
         """Return this rank's equal share of the free memory, in bytes."""
         return memory_room().share_bytes(local_ranks)
 
-    def describe_room(self) -> str:
+    def describe_free_memory(self) -> str:
         """Return a description of the free memory, for messages."""
         return str(memory_room())
 
-    def host_room_bytes(self, *, local_ranks: int) -> int:
+    def host_tier_bytes(self, *, local_ranks: int) -> int:
         """Return 0: the device memory of a CPU is the host's memory."""
         return 0
 
@@ -110,7 +110,7 @@ class CpuDevice:
     def synchronize(self) -> None:
         """Return immediately: work on a CPU is done when the issuing call returns."""
 
-    def done_in_time(self, marks: Sequence[Any], *, still_s: float) -> bool:
+    def wait_with_timeout(self, marks: Sequence[Any], *, stall_timeout_s: float) -> bool:
         """Return True: work on a CPU is done when the issuing call returns."""
         return True
 
@@ -118,7 +118,9 @@ class CpuDevice:
         """Return a stopwatch that reads the host's clock."""
         return HostStopwatch()
 
-    def transfers(self, memory: StateMemory | None, *, give_up_s: float | None) -> Transfers:
+    def transfers(
+        self, memory: StateMemory | None, *, failed_step_timeout_s: float | None
+    ) -> Transfers:
         """Return the copies to and from a file, by threads."""
         assert memory is not None, "host memory is the device's own"
         return ThreadTransfers(memory.drop_pages)
@@ -130,7 +132,7 @@ class CpuDevice:
         count: int,
         disk: Path | None,
         debug: bool,
-        give_up_s: float | None,
+        failed_step_timeout_s: float | None,
     ) -> list[OffloadStore]:
         """Return stores that offload to a disk, each with its own worker threads."""
         if not count:

@@ -23,7 +23,7 @@ from sppo.hardware.numa import node_of_pci_device, stay_near
 from sppo.hardware.this_machine import Gpus, describe_gpus, usable_memory_bytes
 from sppo.kernels.native.machine_memory import memory_room
 from sppo.kernels.peak import measure_matmul_flops_per_s
-from sppo.offload.copy_streams import CopyStreams, done_in_time
+from sppo.offload.copy_streams import CopyStreams, wait_with_timeout
 from sppo.offload.cuda_queues import CudaQueues
 from sppo.offload.offload_store import OffloadStore
 from sppo.offload.state_memory import StateMemory
@@ -112,7 +112,7 @@ class CudaDevice:
         )
         return describe_gpus(gpus, host_bytes=usable_memory_bytes())
 
-    def room_bytes(self, *, local_ranks: int) -> int:
+    def free_bytes(self, *, local_ranks: int) -> int:
         """Return the free memory of the GPU, torch's unused reserve included, in bytes.
 
         A process that starts ranks gets the GPU's whole memory: querying the free memory would
@@ -126,11 +126,11 @@ class CudaDevice:
         )
         return int(free) + int(unused)
 
-    def describe_room(self) -> str:
+    def describe_free_memory(self) -> str:
         """Return a description of the free memory of the GPU, for messages."""
-        return f"{format_bytes(self.room_bytes(local_ranks=1))} free on {self.describe()}"
+        return f"{format_bytes(self.free_bytes(local_ranks=1))} free on {self.describe()}"
 
-    def host_room_bytes(self, *, local_ranks: int) -> int:
+    def host_tier_bytes(self, *, local_ranks: int) -> int:
         """Return this rank's share of the host memory for offloaded tensors, in bytes."""
         return int(memory_room().least_bytes * HOST_FRACTION) // local_ranks
 
@@ -176,19 +176,23 @@ class CudaDevice:
         """Wait until all work issued to the GPU is done."""
         _cuda.synchronize(self.torch_device)
 
-    def done_in_time(self, marks: Sequence[Any], *, still_s: float) -> bool:
+    def wait_with_timeout(self, marks: Sequence[Any], *, stall_timeout_s: float) -> bool:
         """Wait for the work issued so far; return False if the GPU makes no progress too long."""
         stream = _cuda.current_stream(self.torch_device)
-        return done_in_time(_cuda, self.torch_device, [stream], still_s=still_s, marks=marks)
+        return wait_with_timeout(
+            _cuda, self.torch_device, [stream], stall_timeout_s=stall_timeout_s, marks=marks
+        )
 
     def stopwatch(self) -> Stopwatch:
         """Return a stopwatch that records CUDA events."""
         return CudaStopwatch(self.torch_device)
 
-    def transfers(self, memory: StateMemory | None, *, give_up_s: float | None) -> Transfers:
+    def transfers(
+        self, memory: StateMemory | None, *, failed_step_timeout_s: float | None
+    ) -> Transfers:
         """Return the copies to and from page-locked host memory, on two streams."""
         assert memory is None, "what leaves a GPU goes to host memory"
-        return CudaTransfers(self.torch_device, give_up_s=give_up_s)
+        return CudaTransfers(self.torch_device, failed_step_timeout_s=failed_step_timeout_s)
 
     def offload_stores(
         self,
@@ -197,13 +201,13 @@ class CudaDevice:
         count: int,
         disk: Path | None,
         debug: bool,
-        give_up_s: float | None,
+        failed_step_timeout_s: float | None,
     ) -> list[OffloadStore]:
         """Return stores that offload to page-locked host memory, or through it to a disk."""
         if not count:
             return []
         assert disk is not None or plan.tier != "disk", "checked before training"
-        streams = CopyStreams(_cuda, self.torch_device, give_up_s=give_up_s)
+        streams = CopyStreams(_cuda, self.torch_device, failed_step_timeout_s=failed_step_timeout_s)
         queues = (
             CudaQueues(self.torch_device, streams=streams, poison=debug) for _ in range(count)
         )

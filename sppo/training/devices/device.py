@@ -68,7 +68,7 @@ class Device(Protocol):
         """Return the description of this machine, for a run file that names no hardware."""
         ...
 
-    def room_bytes(self, *, local_ranks: int) -> int:
+    def free_bytes(self, *, local_ranks: int) -> int:
         """Return the device memory that this rank may still allocate, in bytes.
 
         Args:
@@ -76,11 +76,11 @@ class Device(Protocol):
         """
         ...
 
-    def describe_room(self) -> str:
+    def describe_free_memory(self) -> str:
         """Return a description of the free device memory, for messages."""
         ...
 
-    def host_room_bytes(self, *, local_ranks: int) -> int:
+    def host_tier_bytes(self, *, local_ranks: int) -> int:
         """Return the bytes of host memory that this rank may use as a tier; 0 on a CPU."""
         ...
 
@@ -124,12 +124,12 @@ class Device(Protocol):
         """Wait until all compute issued so far is done."""
         ...
 
-    def done_in_time(self, marks: Sequence[Any], *, still_s: float) -> bool:
+    def wait_with_timeout(self, marks: Sequence[Any], *, stall_timeout_s: float) -> bool:
         """Wait for all compute issued so far; return False if it no longer makes progress.
 
         Args:
             marks: Marks of the stopwatch, in the order in which compute reaches them.
-            still_s: Longest time in seconds in which compute may reach no mark.
+            stall_timeout_s: Longest time in seconds in which compute may reach no mark.
 
         Raises:
             RuntimeError: The device has failed.
@@ -140,13 +140,15 @@ class Device(Protocol):
         """Return a stopwatch for the actions of a step."""
         ...
 
-    def transfers(self, memory: StateMemory | None, *, give_up_s: float | None) -> Transfers:
+    def transfers(
+        self, memory: StateMemory | None, *, failed_step_timeout_s: float | None
+    ) -> Transfers:
         """Return the copies of training state between this device and the tier behind it.
 
         Args:
             memory: Memory of the state in a file; None for a tier in host memory.
-            give_up_s: Longest time in seconds to wait for the copies of a failed step; None for no
-                limit.
+            failed_step_timeout_s: Longest time in seconds to wait for the copies of a failed step;
+                None for no limit.
         """
         ...
 
@@ -157,7 +159,7 @@ class Device(Protocol):
         count: int,
         disk: Path | None,
         debug: bool,
-        give_up_s: float | None,
+        failed_step_timeout_s: float | None,
     ) -> list[OffloadStore]:
         """Return stores for the offloaded tensors of a plan.
 
@@ -166,7 +168,7 @@ class Device(Protocol):
             count: Number of stores to return; 0 if nothing is offloaded.
             disk: Directory of a disk tier; None without one.
             debug: Verify checksums of the copies back, and overwrite each slot after its use.
-            give_up_s: Longest time in seconds to wait for the copies of a failed step; None for no
-                limit.
+            failed_step_timeout_s: Longest time in seconds to wait for the copies of a failed step;
+                None for no limit.
         """
         ...

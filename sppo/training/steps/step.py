@@ -146,6 +146,6 @@ def run_step(
     device.synchronize()
     seconds = time.perf_counter() - start
     buckets.count_step(state.engine.take_peaks(), pool=device.pool())
-    copies = state.tensors.with_state(state.engine.take_copies())
+    copies = state.tensors.add_tier_bytes(state.engine.take_copies())
     buckets.count_copies(copies, host_is_device=device.kind == "cpu")
     return DoneStep(result, sums, lr, copies, seconds, seconds - actions_s)

@@ -123,7 +123,7 @@ class StepSource(Protocol):
         ...
 
 
-class FixedSequences:
+class SequenceSteps:
     """Source of steps of the token stream, whose sequences have one length; all steps are alike."""
 
     def __init__(
@@ -180,7 +180,7 @@ class FixedSequences:
         """Do nothing, for no step is prepared ahead."""
 
 
-class Samples:
+class SampleSteps:
     """Source of steps of samples, which are divided over replicas, packed, and planned."""
 
     def __init__(
@@ -313,5 +313,5 @@ def step_source(
     """
     if isinstance(data, DocumentSamples):
         history = saved_history(metadata, plan=plan)
-        return Samples(run, data, plan=plan, ranks=ranks, history=history)
-    return FixedSequences(run, data, plan=plan, mesh=ranks.mesh)
+        return SampleSteps(run, data, plan=plan, ranks=ranks, history=history)
+    return SequenceSteps(run, data, plan=plan, mesh=ranks.mesh)

@@ -7,10 +7,10 @@ from sppo.parallel.job.timeouts import device_timeouts
 
 
 @pytest.mark.parametrize(
-    ("timeout_s", "step_s", "still_s"),
+    ("timeout_s", "step_s", "stall_timeout_s"),
     [(600, 10, 600), (8, 100, 200), (600, 1e9, LONGEST_TIMEOUT_S)],
 )
-def test_a_device_is_waited_for_as_long_as_others_may_compute(timeout_s, step_s, still_s):
+def test_a_device_is_waited_for_as_long_as_others_may_compute(timeout_s, step_s, stall_timeout_s):
     found = device_timeouts(timeout_s, predicted_step_s=step_s)
-    assert found.still_s == still_s
-    assert found.issued_s >= min(found.still_s + 2 * step_s, LONGEST_TIMEOUT_S) - 1e-9
+    assert found.stall_timeout_s == stall_timeout_s
+    assert found.issued_s >= min(found.stall_timeout_s + 2 * step_s, LONGEST_TIMEOUT_S) - 1e-9

@@ -68,13 +68,13 @@ def test_a_mask_that_leaves_all_labels_out_is_refused(work, samples):
 
 def test_the_plan_is_that_of_the_longest_sample_there_is(samples):
     run = samples(sequence={"length": 4096, "num_subsequences": 4})
-    preflight = check_before_training(run)
+    checked = check_before_training(run)
     longest = 400 - 150 - 1
-    assert preflight.data.table.lengths.max() == longest
-    assert preflight.plan.boundaries[-1] == longest
-    step = preflight.next_step
+    assert checked.data.table.lengths.max() == longest
+    assert checked.plan.boundaries[-1] == longest
+    step = checked.next_step
     assert (step.number, step.planned.plan.num_samples) == (1, 4)
-    assert step.planned.plan.tokens == sum(preflight.data.lengths(preflight.data.step_samples(0)))
+    assert step.planned.plan.tokens == sum(checked.data.lengths(checked.data.step_samples(0)))
 
 
 def test_a_resumed_run_is_told_the_step_that_it_goes_on_with(samples, work):
@@ -84,8 +84,8 @@ def test_a_resumed_run_is_told_the_step_that_it_goes_on_with(samples, work):
     consumed = json.loads((work / "out/checkpoints/step_000002/metadata.json").read_text())[
         "sequences_consumed"
     ]
-    preflight = check_before_training(samples(train={**tokens, "steps": 3}))
-    step, data = preflight.next_step, preflight.data
+    checked = check_before_training(samples(train={**tokens, "steps": 3}))
+    step, data = checked.next_step, checked.data
     expected = data.lengths(data.step_samples(consumed))
     assert expected != data.lengths(data.step_samples(0))
     assert step.number == 3
@@ -144,9 +144,9 @@ def test_a_step_that_does_not_fit_ends_a_run_that_is_saved(samples, monkeypatch)
 def test_a_step_of_the_longest_sample_is_the_plan_of_the_run(samples):
     """In memory and all: what holds of the plan before the start holds of such a step."""
     run = samples(sequence={"length": 4096, "num_subsequences": 4}, checkpoint={"async_save": True})
-    preflight = check_before_training(run)
-    planner = step_planner(preflight.plan, background_saves=True)
+    checked = check_before_training(run)
+    planner = step_planner(checked.plan, background_saves=True)
     (alone,) = planner.packing_search.as_planned([planner.longest])
     evaluated = evaluate_candidate(planner.base.with_packed(alone.packed.sequences))
-    assert evaluated.candidate.lengths == preflight.plan.lengths
-    assert evaluated.memory == preflight.plan.rank_memory
+    assert evaluated.candidate.lengths == checked.plan.lengths
+    assert evaluated.memory == checked.plan.rank_memory

@@ -146,7 +146,7 @@ def test_who_starts_ranks_takes_no_memory_of_a_device(work, gpus):
     assert not device.is_own
     with fake_gpu(free_bytes=GIB) as (_, runtime):
         runtime.mem_get_info = None
-        assert device.room_bytes(local_ranks=2) == fake_cuda.TOTAL_BYTES
+        assert device.free_bytes(local_ranks=2) == fake_cuda.TOTAL_BYTES
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def test_the_stores_of_a_rank_share_two_streams():
     with fake_gpu() as (device, runtime):
         made = mock.Mock(side_effect=runtime.Stream)
         runtime.Stream = made
-        options = {"disk": None, "debug": False, "give_up_s": 5.0}
+        options = {"disk": None, "debug": False, "failed_step_timeout_s": 5.0}
         assert len(device.offload_stores(plan, count=17, **options)) == 17
         assert made.call_count == 2
         plan.offloads_anything = False
@@ -393,7 +393,7 @@ def test_host_memory_is_shared_by_the_ranks_of_a_machine(work, monkeypatch):
     )
     run = run_of(work, activations={"policy": "offload_all"})
     with fake_gpu() as (device, _):
-        assert device.host_room_bytes(local_ranks=2) == 42_500
+        assert device.host_tier_bytes(local_ranks=2) == 42_500
         with pytest.raises(
             MemoryError, match="offload_all offloads .* to host memory, of which"
         ) as e:

@@ -27,7 +27,7 @@ from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.evaluation import evaluate
 from sppo.training.ranks import Ranks, mesh_shape
 from sppo.training.results import report
-from sppo.training.state import GIVE_UP_S
+from sppo.training.state import FAILED_STEP_TIMEOUT_S
 from tests.fake_cuda import fake_gpu
 from tests.training.whole_runs.test_parallel_runs import MODEL, alone, assert_like_alone, overrides
 
@@ -101,7 +101,7 @@ def train_with_state_in_host_memory(rank, directory, arguments):
     """Steps done by one rank, and how long it would wait for a device that stands still."""
     with mock.patch.object(cuda_device, "CudaTransfers", wraps=CudaTransfers) as made:
         _, steps, _ = train_on_a_fake_gpu(rank, directory, arguments)
-    return steps, made.call_args.kwargs["give_up_s"]
+    return steps, made.call_args.kwargs["failed_step_timeout_s"]
 
 
 @pytest.mark.parametrize("which", IN_HOST_MEMORY)
@@ -110,7 +110,7 @@ def test_ranks_unlock_the_state_that_they_keep_in_host_memory(ranks, work, run_f
     run_file(model=MODEL, train={"steps": 2, "dtype": "bf16", "sequences_per_step": 2})
     arguments = overrides(shape, 2, **how)
     done = ranks.run(train_with_state_in_host_memory, work, arguments, ranks=2)
-    assert done == [(2, GIVE_UP_S)] * 2
+    assert done == [(2, FAILED_STEP_TIMEOUT_S)] * 2
 
 
 # On a real one

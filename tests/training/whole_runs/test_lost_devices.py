@@ -83,7 +83,7 @@ def test_what_fails_between_steps_is_noted_before_the_engine_is_closed(run, work
 
 def lose_devices(rank, directory, arguments):
     """What a rank says whose device does not come to the end of its step."""
-    with mock.patch.object(CudaDevice, "done_in_time", return_value=False):
+    with mock.patch.object(CudaDevice, "wait_with_timeout", return_value=False):
         try:
             train_on_a_fake_gpu(rank, directory, arguments)
         except PeerLostError as error:

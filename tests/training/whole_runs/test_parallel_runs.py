@@ -58,8 +58,8 @@ def train_as(rank, directory, arguments):
         plan = ranks.decided_by_main(
             lambda: check_before_training(run, local_ranks=shape.num_ranks).plan
         )
-        preflight = check_before_training(run, plan=plan, local_ranks=shape.num_ranks)
-        outcome = trainer.train(run, preflight, console=Console(quiet=True), ranks=ranks)
+        checked = check_before_training(run, plan=plan, local_ranks=shape.num_ranks)
+        outcome = trainer.train(run, checked, console=Console(quiet=True), ranks=ranks)
         return outcome.done_steps
 
 

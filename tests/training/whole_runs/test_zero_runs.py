@@ -98,8 +98,8 @@ def predicted_and_measured(rank, directory, arguments):
         mesh = Mesh(mesh_shape(run), rank=rank, timeout_s=30.0)
         ranks = Ranks(mesh, HostCollectives(mesh), RankProgress.create(None), 2)
         plan = ranks.decided_by_main(lambda: check_before_training(run, local_ranks=2).plan)
-        preflight = check_before_training(run, plan=plan, local_ranks=2)
-        measured = trainer.train(run, preflight, console=Console(quiet=True), ranks=ranks).buckets
+        checked = check_before_training(run, plan=plan, local_ranks=2)
+        measured = trainer.train(run, checked, console=Console(quiet=True), ranks=ranks).buckets
         device = plan.stages[0].memory.device
         return [
             (getattr(device, name), getattr(measured, name))
