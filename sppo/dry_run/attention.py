@@ -14,8 +14,8 @@ from torch import Tensor
 from sppo.cost.live_sets.attention_scratch import backward_scratch_bytes
 from sppo.kernels.attention.cudnn_blocks import CudnnBlocks
 from sppo.kernels.attention.flash_packages import TorchFlash
-from sppo.kernels.attention.kernel import AttentionKernel, OfBlocks
-from sppo.kernels.attention.rectangle_attention import OfRectangles
+from sppo.kernels.attention.kernel import AttentionKernel, BlockAttention
+from sppo.kernels.attention.rectangle_attention import RectangleAttention
 
 
 def fake_attention(backend: str) -> AttentionKernel:
@@ -25,7 +25,7 @@ def fake_attention(backend: str) -> AttentionKernel:
 
         return TritonAttention()
     kernel: Any = _WithScratch(CudnnBlocks() if backend == "cudnn" else TorchFlash(), backend)
-    return OfBlocks(kernel) if backend == "cudnn" else OfRectangles(kernel)
+    return BlockAttention(kernel) if backend == "cudnn" else RectangleAttention(kernel)
 
 
 class _WithScratch:

@@ -156,7 +156,9 @@ def _replace_host(stack: ExitStack, recorder: Recorder) -> None:
     def rows(elements: int) -> list[Tensor]:
         return [torch.empty(elements) for _ in range(1 + len(MOMENTS))]
 
-    def made_ahead(shapes: Mapping[str, tuple[int, ...]], **_: Any) -> Iterator[tuple[str, Tensor]]:
+    def empty_weights(
+        shapes: Mapping[str, tuple[int, ...]], **_: Any
+    ) -> Iterator[tuple[str, Tensor]]:
         return ((name, torch.empty(shape)) for name, shape in shapes.items())
 
     replaced = (
@@ -165,7 +167,7 @@ def _replace_host(stack: ExitStack, recorder: Recorder) -> None:
         (cuda_queues, "FileTier", partial(FakeFile, recorder=recorder)),
         (optimizer_rows, "_rows", rows),
         (cuda_device, "_page_locked", recorder.ledger.page_lock),
-        (state_tensors, "made_ahead", made_ahead),
+        (state_tensors, "generate_weights_ahead", empty_weights),
     )
     for where, name, other in replaced:
         stack.enter_context(patch.object(where, name, other))

@@ -28,10 +28,10 @@ def initial_weights(model: ModelConfig, *, seed: int) -> dict[str, Tensor]:
     Matrices are normal with standard deviation ``init_std``, divided by sqrt(2 layers) for matrices
     that write into the residual stream (GPT-2, section 2.3). Norm weights are one, biases zero.
     """
-    return dict(made_ahead(parameter_shapes(model), model=model, seed=seed, threads=1))
+    return dict(generate_weights_ahead(parameter_shapes(model), model=model, seed=seed, threads=1))
 
 
-def made_ahead(
+def generate_weights_ahead(
     shapes: Mapping[str, Shape], *, model: ModelConfig, seed: int, threads: int
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, fp32 weight) of parameters in order, generated ahead by several threads.

@@ -18,7 +18,7 @@ from sppo.cost.state_tiers import StateTiers
 from sppo.engine.streamed_gradients import StreamedGradients
 from sppo.engine.streamed_weights import StreamedWeights
 from sppo.model.hf import open_hf_weights
-from sppo.model.initialize import made_ahead
+from sppo.model.initialize import generate_weights_ahead
 from sppo.offload.copy_report import CopyReport
 from sppo.offload.state_memory import DiskMemory, LockedHostMemory, StateMemory
 from sppo.offload.transfers import Transfers
@@ -289,7 +289,9 @@ def starting_weights(
     shapes = every if names is None else {name: every[name] for name in names}
     if run.model.from_hf is None:
         threads = torch.get_num_threads()
-        yield from made_ahead(shapes, model=run.model, seed=run.train.seed, threads=threads)
+        yield from generate_weights_ahead(
+            shapes, model=run.model, seed=run.train.seed, threads=threads
+        )
         return
     stored = open_hf_weights(Path(run.model.from_hf), run.model)
     for name in shapes:

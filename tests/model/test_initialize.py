@@ -5,7 +5,7 @@ from sppo.config import PRESETS
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import parameter_shapes
 from sppo.model import initialize
-from sppo.model.initialize import initial_weight, initial_weights, made_ahead
+from sppo.model.initialize import generate_weights_ahead, initial_weight, initial_weights
 
 
 def model(preset="tiny-test", **fields):
@@ -22,7 +22,7 @@ def test_every_parameter_in_fp32_and_order():
 @pytest.mark.parametrize("threads", [2, 3, 100])
 def test_threads_change_neither_values_nor_order(threads):
     shapes = parameter_shapes(model())
-    made = list(made_ahead(shapes, model=model(), seed=0, threads=threads))
+    made = list(generate_weights_ahead(shapes, model=model(), seed=0, threads=threads))
     expected = initial_weights(model(), seed=0)
     assert [name for name, _ in made] == list(expected)
     assert all(torch.equal(weight, expected[name]) for name, weight in made)
@@ -41,7 +41,7 @@ def test_few_parameters_are_made_before_they_are_taken(monkeypatch, ahead_bytes,
     monkeypatch.setattr(initialize, "initial_weight", counted)
     shapes = {f"{i}.q.weight": (10, 100) for i in range(12)}
     largest = 0
-    for taken, _ in enumerate(made_ahead(shapes, model=model(), seed=0, threads=5)):
+    for taken, _ in enumerate(generate_weights_ahead(shapes, model=model(), seed=0, threads=5)):
         largest = max(largest, len(begun) - taken)
     assert len(begun) == 12
     assert largest <= most

@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sppo.kernels.attention.blocks import Block, BlockKind, whole_units
+from sppo.kernels.attention.blocks import Block, BlockKind, cut_to_token_multiples
 from sppo.kernels.fused import fused
 from sppo.kernels.row_tiles import accumulation_tiles
 
@@ -29,7 +29,7 @@ from sppo.kernels.row_tiles import accumulation_tiles
 class BlockKernel(Protocol):
     """Kernel of one block of attention; all tensors are ``[batch, heads, tokens, D]``."""
 
-    def backward_unit(self, dtype: torch.dtype) -> int | None:
+    def backward_token_multiple(self, dtype: torch.dtype) -> int | None:
         """Return the tokens of which backward prefers whole multiples; None for no preference."""
         ...
 
@@ -57,8 +57,8 @@ class BlockKernel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """Head counts of one attention call."""
+class HeadShape:
+    """Numbers of heads, and their size, of one attention call."""
 
     heads: int
     kv_heads: int
@@ -106,9 +106,9 @@ def backward(
     scale: float,
 ) -> Tensor:
     """Return dq_CND of a span; add to ``dk_TKD`` and ``dv_TKD`` (fp32 or better) in place."""
-    unit = kernel.backward_unit(q_CND.dtype)
-    if unit is not None:
-        blocks = whole_units(blocks, unit=unit, window=window)
+    multiple = kernel.backward_token_multiple(q_CND.dtype)
+    if multiple is not None:
+        blocks = cut_to_token_multiples(blocks, multiple, window=window)
     q_NCD, o_NCD, do_NCD = (x.transpose(0, 1).contiguous() for x in (q_CND, o_CND, do_CND))
     dq_NCD = torch.zeros_like(q_NCD, dtype=lse_NC.dtype)
     for block in blocks:
@@ -137,7 +137,7 @@ def _forward_block(
     window: int | None,
     scale: float,
 ) -> None:
-    shape = Shape(q_NCD.shape[0], k_TKD.shape[1], q_NCD.shape[2])
+    shape = HeadShape(q_NCD.shape[0], k_TKD.shape[1], q_NCD.shape[2])
     q, k, v = _operands(block, q_NCD, k_TKD, v_TKD, shape)
     o, lse = kernel.forward(
         q,
@@ -175,7 +175,7 @@ def _backward_block(
     """
     do_NCD, q_NCD, o_NCD, lse_NC = rows
     dq_NCD, dk_TKD, dv_TKD = totals
-    shape = Shape(q_NCD.shape[0], k_TKD.shape[1], q_NCD.shape[2])
+    shape = HeadShape(q_NCD.shape[0], k_TKD.shape[1], q_NCD.shape[2])
     q, k, v = _operands(block, q_NCD, k_TKD, v_TKD, shape)
     dq, dk, dv = kernel.backward(
         _rows(block, do_NCD, shape),
@@ -247,7 +247,7 @@ def _merge_at_once(
     )
 
 
-def _rows(block: Block, x_NCD: Tensor, shape: Shape) -> Tensor:
+def _rows(block: Block, x_NCD: Tensor, shape: HeadShape) -> Tensor:
     """Return a block's rows: ``[1, K, G*r, D]`` if FULL, ``[K, G, r, D]`` for the other kinds."""
     rows = x_NCD[:, block.q0 : block.q1]
     if block.kind is BlockKind.FULL:
@@ -256,7 +256,7 @@ def _rows(block: Block, x_NCD: Tensor, shape: Shape) -> Tensor:
 
 
 def _operands(
-    block: Block, q_NCD: Tensor, k_TKD: Tensor, v_TKD: Tensor, shape: Shape
+    block: Block, q_NCD: Tensor, k_TKD: Tensor, v_TKD: Tensor, shape: HeadShape
 ) -> tuple[Tensor, Tensor, Tensor]:
     q = _rows(block, q_NCD, shape)
     k, v = (x[block.k0 : block.k1].transpose(0, 1) for x in (k_TKD, v_TKD))
@@ -274,7 +274,7 @@ def _tokens_first(x_NCD: Tensor, dtype: torch.dtype) -> Tensor:
     return x_CND
 
 
-def _by_group(block: Block, x: Tensor, shape: Shape) -> Tensor:
+def _by_group(block: Block, x: Tensor, shape: HeadShape) -> Tensor:
     """Return rows of a block, ``[1, K, G*r, ...]`` or ``[K, G, r, ...]``, as ``[K, G, r, ...]``."""
     if block.kind is not BlockKind.FULL:
         return x

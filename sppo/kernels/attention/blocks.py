@@ -22,8 +22,8 @@ from math import ceil
 # A causal square of more tokens is halved: two half squares and a full rectangle, which folds whole
 # query groups. Limits from 1024 to 8192 measured alike on a CPU, within its noise.
 MAX_CAUSAL_TOKENS = 2048
-# Squares are halved at a multiple of this number, so that tokens beyond the whole units of a kernel
-# (`BlockKernel.backward_unit`) are at the end of a span only.
+# Squares are halved at a multiple of this number, so that tokens beyond the multiples of a kernel
+# (`BlockKernel.backward_token_multiple`) are at the end of a span only.
 HALF_UNIT_TOKENS = 256
 # A longer prefix is read in parts of this many keys. Temporaries of a kernel are as long as its
 # keys; if they grew with every subsequence, an allocator could never reuse the freed ones.
@@ -101,29 +101,31 @@ def attention_blocks(
 
 
 @lru_cache(maxsize=16)  # short documents make thousands of blocks per entry
-def whole_units(blocks: tuple[Block, ...], *, unit: int, window: int | None) -> tuple[Block, ...]:
-    """Cut ``blocks`` into blocks of whole units and remainders that cover the same pairs once.
+def cut_to_token_multiples(
+    blocks: tuple[Block, ...], multiple: int, *, window: int | None
+) -> tuple[Block, ...]:
+    """Cut ``blocks`` into multiples of tokens and remainders that cover the same pairs once.
 
     A BAND block is not cut: a band that begins at the window's edge is extended by earlier keys,
     which its mask hides.
 
     Args:
         blocks: Blocks of a span.
-        unit: Number of tokens; rows and keys of most blocks become multiples of it.
+        multiple: Number of tokens; rows and keys of most blocks become multiples of it.
         window: Number of keys that a query sees, its own included; None for all.
     """
-    return tuple(part for block in blocks for part in _in_units(block, unit, window))
+    return tuple(part for block in blocks for part in _cut_block(block, multiple, window))
 
 
-def _in_units(block: Block, unit: int, window: int | None) -> Iterator[Block]:
+def _cut_block(block: Block, multiple: int, window: int | None) -> Iterator[Block]:
     if block.kind is BlockKind.BAND:
-        missing = -block.num_keys % unit
+        missing = -block.num_keys % multiple
         first_query = block.k1 - block.num_queries
         ends_at_window = window is not None and block.k0 == first_query - window + 1
         yield replace(block, k0=block.k0 - missing * (ends_at_window and missing <= block.k0))
         return
-    q = block.q1 - block.num_queries % unit
-    k = block.k1 - block.num_keys % unit
+    q = block.q1 - block.num_queries % multiple
+    k = block.k1 - block.num_keys % multiple
     if block.kind is BlockKind.FULL:
         yield from _rectangle(block.q0, q, block.k0, k)
         yield from _remainder(block.q0, q, k, block.k1)

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from sppo.kernels.attention.cpu_flash import CpuFlash
-from sppo.kernels.attention.kernel import AttentionKernel, OfBlocks, Reference
-from sppo.kernels.attention.rectangle_attention import OfRectangles, RectangleKernel
+from sppo.kernels.attention.kernel import AttentionKernel, BlockAttention, Reference
+from sppo.kernels.attention.rectangle_attention import RectangleAttention, RectangleKernel
 
 BackendName = Literal[
     "cpu_flash",
@@ -217,7 +217,7 @@ def is_installed(module: str) -> bool:
 def load(name: BackendName) -> AttentionKernel:
     """Return the back end called ``name``, importing the modules that it needs."""
     if name == "cpu_flash":
-        return OfBlocks(CpuFlash())
+        return BlockAttention(CpuFlash())
     if name == "reference":
         return Reference()
     if name == "triton":
@@ -227,11 +227,11 @@ def load(name: BackendName) -> AttentionKernel:
     if name == "cudnn":
         from sppo.kernels.attention.cudnn_blocks import CudnnBlocks
 
-        return OfBlocks(CudnnBlocks())
+        return BlockAttention(CudnnBlocks())
     if name == "torch_blocks":
         from sppo.kernels.attention.torch_blocks import TorchBlocks
 
-        return OfBlocks(TorchBlocks())
+        return BlockAttention(TorchBlocks())
     from sppo.kernels.attention import flash_packages
 
     kernels: dict[str, Callable[[], RectangleKernel]] = {
@@ -240,7 +240,7 @@ def load(name: BackendName) -> AttentionKernel:
         "flash_attn_4": flash_packages.FlashAttn4,
         "torch_flash": flash_packages.TorchFlash,
     }
-    return OfRectangles(kernels[name]())
+    return RectangleAttention(kernels[name]())
 
 
 @torch.no_grad()
@@ -257,7 +257,7 @@ def error_on_a_small_case(name: BackendName, case: AttentionCase) -> str | None:
     k, v = (_random(random, _SMALL_KEYS, _SMALL_KV_HEADS, case) for _ in range(2))
     try:
         kernel = load(name)
-        if isinstance(kernel, OfRectangles):
+        if isinstance(kernel, RectangleAttention):
             kernel = replace(kernel, max_backward_keys=_SMALL_PART)
         ours = _forward_and_backward(kernel, (do, q, k, v), window=case.window, documents=documents)
     except Exception as error:  # third-party packages may raise anything

@@ -31,7 +31,7 @@ _HALF = (torch.bfloat16, torch.float16)
 class CpuFlash:
     """Block kernel over ``aten::_scaled_dot_product_flash_attention_for_cpu``."""
 
-    def backward_unit(self, dtype: torch.dtype) -> int | None:
+    def backward_token_multiple(self, dtype: torch.dtype) -> int | None:
         """Return HALF_BACKWARD_TOKENS in half precision, else None: any number of tokens."""
         return HALF_BACKWARD_TOKENS if dtype in _HALF else None
 
@@ -57,11 +57,11 @@ class CpuFlash:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv) of one block by torch's CPU flash attention.
 
-        In half precision, blocks whose rows or keys are not multiples of the backward unit are
-        computed and returned in fp32; dq of a backward in parts of keys is fp32 or better.
+        In half precision, blocks whose rows or keys are not multiples of HALF_BACKWARD_TOKENS
+        are computed and returned in fp32; dq of a backward in parts of keys is fp32 or better.
         """
-        unit = self.backward_unit(q.dtype)
-        if unit is not None and (q.shape[2] % unit or k.shape[2] % unit):
+        multiple = self.backward_token_multiple(q.dtype)
+        if multiple is not None and (q.shape[2] % multiple or k.shape[2] % multiple):
             do, q, k, v, o = (_cast(x) for x in (do, q, k, v, o))
             mask = None if mask is None else _cast(mask)
         parts = 1 if causal or mask is not None else _key_parts(q, k)

@@ -15,7 +15,7 @@ class CudnnBlocks:
     def __init__(self) -> None:
         self._lse_columns = True
 
-    def backward_unit(self, dtype: torch.dtype) -> int | None:
+    def backward_token_multiple(self, dtype: torch.dtype) -> int | None:
         """Return None: backward supports any number of tokens."""
         return None
 

@@ -101,7 +101,7 @@ class Reference:
 
 
 @dataclass(frozen=True, slots=True)
-class OfBlocks:
+class BlockAttention:
     """Back end over a kernel of blocks, see :mod:`sppo.kernels.attention.block_attention`."""
 
     kernel: block_attention.BlockKernel

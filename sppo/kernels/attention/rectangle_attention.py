@@ -121,7 +121,7 @@ def joined(parts: Iterable[Rectangle]) -> list[Rectangle]:
 
 
 @dataclass(frozen=True, slots=True)
-class OfRectangles:
+class RectangleAttention:
     """:class:`sppo.kernels.attention.kernel.AttentionKernel` over a :class:`RectangleKernel`."""
 
     kernel: RectangleKernel

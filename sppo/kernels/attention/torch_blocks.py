@@ -20,7 +20,7 @@ TILE_BYTES = 64 * MIB
 class TorchBlocks:
     """Block kernel of matrix products, computed in fp32 or better."""
 
-    def backward_unit(self, dtype: torch.dtype) -> int | None:
+    def backward_token_multiple(self, dtype: torch.dtype) -> int | None:
         """Return None: backward supports any number of tokens."""
         return None
 

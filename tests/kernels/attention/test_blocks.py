@@ -116,13 +116,13 @@ def test_a_long_diagonal_is_mostly_full_rectangles():
 
 @pytest.mark.parametrize("tokens", [2304, 6016, 3 * MAX_CAUSAL_TOKENS + 128])
 def test_squares_are_halved_so_that_only_the_end_of_a_span_remains(tokens):
-    unit = cpu_flash.HALF_BACKWARD_TOKENS
+    multiple = cpu_flash.HALF_BACKWARD_TOKENS
     blocks = attention_blocks.attention_blocks(tokens, tokens)
-    parts = attention_blocks.whole_units(blocks, unit=unit, window=None)
-    whole_tokens = tokens - tokens % unit
-    remaining = [b for b in parts if b.num_queries % unit or b.num_keys % unit]
+    parts = attention_blocks.cut_to_token_multiples(blocks, multiple, window=None)
+    whole_tokens = tokens - tokens % multiple
+    remaining = [b for b in parts if b.num_queries % multiple or b.num_keys % multiple]
     assert all(block.q1 > whole_tokens for block in remaining)
-    assert len(remaining) <= tokens // unit + 1
+    assert len(remaining) <= tokens // multiple + 1
 
 
 def test_a_window_wider_than_the_document_needs_no_mask():
@@ -146,25 +146,27 @@ def test_impossible_spans_are_refused(queries, keys, window, message):
 
 @settings(deadline=None, max_examples=examples(100, all=300))
 @given(spans(), st.tuples(st.integers(1, 40), st.integers(1, 40)), st.integers(1, 30))
-def test_whole_units_cover_the_same_pairs(span, tiles, unit):
-    """Beside the bands, what is not a multiple of the unit is small."""
+def test_token_multiples_cover_the_same_pairs(span, tiles, multiple):
+    """Beside the bands, what is not a multiple is small."""
     blocks = blocks_with(tiles, span)
     size = (span["num_queries"], span["num_keys"], span["window"])
     with mock.patch.object(attention_blocks, "MAX_REMAINDER_TOKENS", 7):
-        parts = attention_blocks.whole_units.__wrapped__(blocks, unit=unit, window=span["window"])
+        parts = attention_blocks.cut_to_token_multiples.__wrapped__(
+            blocks, multiple, window=span["window"]
+        )
     assert np.array_equal(covered(parts, *size), visible(*size, span["document_starts"]))
     for part in parts:
-        whole = part.num_queries % unit == part.num_keys % unit == 0
+        whole = part.num_queries % multiple == part.num_keys % multiple == 0
         if part.kind is BlockKind.FULL:
             assert whole or max(part.num_queries, part.num_keys) <= 7
         if part.kind is BlockKind.CAUSAL:
             assert part.num_queries == part.num_keys
-            assert whole or part.num_queries < unit
+            assert whole or part.num_queries < multiple
         assert part.k0 >= 0
 
 
 def test_a_band_that_its_window_ends_begins_earlier():
     blocks = attention_blocks.attention_blocks(2048, 8192, window=1000)
     assert {b.kind for b in blocks} == {BlockKind.BAND}
-    parts = attention_blocks.whole_units(blocks, unit=256, window=1000)
+    parts = attention_blocks.cut_to_token_multiples(blocks, 256, window=1000)
     assert {part.num_keys % 256 for part in parts} == {0}

@@ -9,7 +9,7 @@ from sppo.kernels.attention import choice as attention_choice
 from sppo.kernels.attention import interface
 from sppo.kernels.attention.choice import CAPABILITIES, AttentionCase, choose, chosen_name, why_not
 from sppo.kernels.attention.interface import attention_forward
-from sppo.kernels.attention.kernel import OfBlocks, Reference
+from sppo.kernels.attention.kernel import BlockAttention, Reference
 from sppo.kernels.attention.torch_blocks import TorchBlocks
 
 GPU = torch.device("cuda", 0)
@@ -177,9 +177,9 @@ def test_the_small_case_finds_what_is_wrong(monkeypatch, dtype, window):
         return attention_choice.error_on_a_small_case("triton", small)
 
     assert found(Reference()) is None
-    assert found(OfBlocks(TorchBlocks())) is None
-    assert "is wrong on a small case: relative error" in found(OfBlocks(ForgetsAKey()))
-    assert found(OfBlocks(Raises())) == (
+    assert found(BlockAttention(TorchBlocks())) is None
+    assert "is wrong on a small case: relative error" in found(BlockAttention(ForgetsAKey()))
+    assert found(BlockAttention(Raises())) == (
         "fails on a small case with TypeError: forward() got an unexpected keyword"
     )
 

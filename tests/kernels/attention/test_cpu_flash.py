@@ -9,7 +9,7 @@ from sppo.config.model import ModelConfig
 from sppo.engine.engine import Engine
 from sppo.engine.unit import SequenceData
 from sppo.kernels.attention.cpu_flash import HALF_BACKWARD_TOKENS, CpuFlash
-from sppo.kernels.attention.kernel import OfBlocks
+from sppo.kernels.attention.kernel import BlockAttention
 from sppo.kernels.attention.torch_blocks import TorchBlocks
 from sppo.kernels.native.process_memory import resident_bytes
 from sppo.model.gradients import zero_gradients
@@ -21,7 +21,7 @@ LENGTH = 1024
 
 def gradients(kernel, q, k, v, do, *, window, starts):
     options = {"scale": 0.125, "window": window, "document_starts": starts}
-    attention = OfBlocks(kernel)
+    attention = BlockAttention(kernel)
     o, lse = attention.forward(q, k, v, **options)
     dk, dv = (torch.zeros(x.shape, dtype=torch.float32) for x in (k, v))
     dq = attention.backward(do, q, k, v, o, lse, dk_TKD=dk, dv_TKD=dv, **options)

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from sppo.kernels.attention import cudnn_blocks, flash_packages
 from sppo.kernels.attention.document_offsets import document_offsets
-from sppo.kernels.attention.kernel import OfBlocks, Reference
-from sppo.kernels.attention.rectangle_attention import OfRectangles, joined, rectangles
+from sppo.kernels.attention.kernel import BlockAttention, Reference
+from sppo.kernels.attention.rectangle_attention import RectangleAttention, joined, rectangles
 from sppo.kernels.attention.reference import visible_pairs
 
 
@@ -298,7 +298,7 @@ def test_packages_compose_to_the_definition(package, max_keys, case, monkeypatch
         module = ModuleType(name)
         module.__dict__.update(functions)
         monkeypatch.setitem(sys.modules, name, module)
-    assert_is_the_definition(OfRectangles(adapter(), max_backward_keys=max_keys), case)
+    assert_is_the_definition(RectangleAttention(adapter(), max_backward_keys=max_keys), case)
 
 
 class Operators:
@@ -379,7 +379,7 @@ def by_token(*tensors):
 @pytest.mark.parametrize("max_keys", [16, 1000])
 def test_torch_flash_composes_to_the_definition(max_keys, case, monkeypatch):
     monkeypatch.setattr(torch.ops, "aten", Operators())
-    kernel = OfRectangles(flash_packages.TorchFlash(), max_backward_keys=max_keys)
+    kernel = RectangleAttention(flash_packages.TorchFlash(), max_backward_keys=max_keys)
     assert_is_the_definition(kernel, case)
 
 
@@ -387,7 +387,7 @@ def test_torch_flash_composes_to_the_definition(max_keys, case, monkeypatch):
 def test_documents_of_a_span_take_one_call(max_keys, monkeypatch):
     operators = Operators()
     monkeypatch.setattr(torch.ops, "aten", operators)
-    kernel = OfRectangles(flash_packages.TorchFlash(), max_backward_keys=max_keys)
+    kernel = RectangleAttention(flash_packages.TorchFlash(), max_backward_keys=max_keys)
     q, k = torch.randn(40, 2, 8), torch.randn(100, 2, 8)
     options = {"window": None, "document_starts": (0, 75, 76, 90), "scale": 1.0}
     o, lse = kernel.forward(q, k, k, **options)
@@ -409,7 +409,7 @@ def test_offsets_are_made_once_for_all_layers():
 @pytest.mark.parametrize("lse_columns", [True, False])
 def test_cudnn_composes_to_the_definition(lse_columns, case, monkeypatch):
     monkeypatch.setattr(torch.ops, "aten", Operators(lse_columns=lse_columns))
-    assert_is_the_definition(OfBlocks(cudnn_blocks.CudnnBlocks()), case)
+    assert_is_the_definition(BlockAttention(cudnn_blocks.CudnnBlocks()), case)
 
 
 @pytest.mark.parametrize(
