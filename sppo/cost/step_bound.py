@@ -56,7 +56,7 @@ class StepTables:
         return self.schedule in DEFERRING_WEIGHTS
 
     @property
-    def passes_s(self) -> Table:
+    def backward_critical_s(self) -> Table:
         """Seconds of a backward that the previous stage waits for, [stages, units]."""
         return self.backward_s if self.defers_weights else self.backward_s + self.weight_s
 
@@ -70,13 +70,13 @@ class StepTables:
         """Seconds of reductions between the stages of a rank: of all but its first, [ranks]."""
         return self.of_ranks(self.reduce_s) - self.reduce_s[: self.num_ranks]
 
-    def way(self) -> tuple[Table, Table]:
+    def ramp_seconds(self) -> tuple[Table, Table]:
         """Return the seconds before each rank begins, and after its last backward, [ranks] each."""
         ranks = self.num_ranks
         down, up = stage_wires(self.links, message_bytes=self.message_bytes, num_stages=ranks)
         to_rank, from_rank = (
             np.concatenate([[0.0], np.cumsum(seconds[: ranks - 1, 0] + wires.hops_s(0))])
-            for seconds, wires in ((self.forward_s, down), (self.passes_s, up))
+            for seconds, wires in ((self.forward_s, down), (self.backward_critical_s, up))
         )
         follows: Table = from_rank + np.maximum.accumulate(self.reduce_s[:ranks] - from_rank)
         return to_rank, follows
@@ -100,16 +100,16 @@ def step_tables(candidate: Candidate, costs: Costs) -> StepTables:
 
 def least_compute_s(tables: StepTables) -> float:
     """Return a lower bound of the seconds of a step in which no copy is waited for."""
-    passes = tables.passes_s
-    whole_s = tables.of_ranks((tables.forward_s + passes + tables.kv_recompute_s).sum(axis=1))
+    critical_s = tables.backward_critical_s
+    whole_s = tables.of_ranks((tables.forward_s + critical_s + tables.kv_recompute_s).sum(axis=1))
     whole_s += tables.reduced_between_s
     deferred_s = tables.of_ranks(tables.weight_s.sum(axis=1) * tables.defers_weights)
     bounds = []
     is_looped = tables.schedule == LOOPED
-    if is_looped or len(passes) == tables.num_ranks:
+    if is_looped or len(critical_s) == tables.num_ranks:
         parts = parts_of_step(
             tables.forward_s,
-            passes,
+            critical_s,
             message_bytes=tables.message_bytes,
             links=tables.links,
             reduce_s=tables.reduce_s,
@@ -117,7 +117,7 @@ def least_compute_s(tables: StepTables) -> float:
             looped_ranks=tables.num_ranks if is_looped else None,
         )
         bounds.append(sum(parts))
-    to_rank, follows = tables.way()
+    to_rank, follows = tables.ramp_seconds()
     if not bounds or tables.kv_recompute_s.any():
         bounds.append(float((to_rank + whole_s + follows).max()))
     if tables.defers_weights:
@@ -140,7 +140,7 @@ def least_copies_s(tables: StepTables, costs: Costs) -> float:
     bytes_of_ranks = tables.of_ranks(copied.sum(axis=1))
     out_s = bytes_of_ranks / costs.copies.d2h_bytes_per_s
     back_s = bytes_of_ranks / costs.copies.h2d_bytes_per_s
-    to_rank, follows = tables.way()
+    to_rank, follows = tables.ramp_seconds()
     count = copied.shape[1] // tables.num_sequences
     first_s = tables.of_ranks(tables.forward_s[:, :count].sum(axis=1))
     least = max((to_rank + out_s).max(), (to_rank + first_s + back_s + follows).max())
@@ -148,7 +148,7 @@ def least_copies_s(tables: StepTables, costs: Costs) -> float:
         # After the last D2H copy run the backwards of all units up to the copied one.
         left = _in_forward_order(copied, tables.num_ranks) > 0
         last = left.shape[1] - 1 - np.argmax(left[:, ::-1], axis=1)
-        ends = np.cumsum(_in_forward_order(tables.passes_s, tables.num_ranks), axis=1)
+        ends = np.cumsum(_in_forward_order(tables.backward_critical_s, tables.num_ranks), axis=1)
         behind_s = ends[np.arange(tables.num_ranks), last] * left.any(axis=1)
         least = max(least, ((to_rank + out_s + behind_s + follows) * left.any(axis=1)).max())
     return float(least)

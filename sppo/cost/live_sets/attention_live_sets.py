@@ -36,20 +36,23 @@ _FLASH_COMPUTE_BYTES = 450 << 10
 def attention_forward(s: TensorSizes) -> Iterator[tuple[str, int]]:
     """Yield the live bytes of an attention forward, without q, k and v."""
     if s.backend in _WHOLE_SPANS:
-        yield "a span", s.query + s.lse  # o and lse
+        yield "a span", s.query_bytes + s.lse_bytes  # o and lse
         return
     # Queries by head, the running output, and the output of a block.
-    merged, block = s.fp32_query + s.lse, s.query + s.lse
-    yield "a block", s.query + merged + block + flash_bytes(s, s.tokens, buffers=1)
+    merged, block = s.fp32_query_bytes + s.lse_bytes, s.query_bytes + s.lse_bytes
+    yield "a block", s.query_bytes + merged + block + flash_bytes(s, s.tokens, buffers=1)
     if s.threads:
-        yield "merging", s.query + merged + block + 3 * s.lse + cast_bytes(s, s.query)
-    yield "output", merged + s.query
+        yield (
+            "merging",
+            s.query_bytes + merged + block + 3 * s.lse_bytes + cast_bytes(s, s.query_bytes),
+        )
+    yield "output", merged + s.query_bytes
 
 
 def attention_backward(s: TensorSizes) -> Iterator[tuple[str, int]]:
     """Yield the live bytes of an attention backward, without q, o and do."""
     if s.backend == "triton":
-        yield "a span", s.query + s.lse  # dq, and the row sums of o and do
+        yield "a span", s.query_bytes + s.lse_bytes  # dq, and the row sums of o and do
     elif s.backend in _WHOLE_SPANS:
         yield from _spans_backward(s)
     elif s.threads:
@@ -66,10 +69,10 @@ def _spans_backward(s: TensorSizes) -> Iterator[tuple[str, int]]:
     else:  # The causal part is not cut.
         keys = min(s.seen_keys, max(SPAN_KEYS, rows))
         is_cut = s.seen_keys > keys
-    part = s.query + 2 * keys * s.key_row + _scratch(s, s.tokens * s.degree, keys)
-    yield "a part of the keys", (s.fp32_query if is_cut else 0) + part
+    part = s.query_bytes + 2 * keys * s.key_row_bytes + _scratch(s, s.tokens * s.degree, keys)
+    yield "a part of the keys", (s.fp32_query_bytes if is_cut else 0) + part
     if is_cut:
-        yield "sum of dq", s.fp32_query + s.query
+        yield "sum of dq", s.fp32_query_bytes + s.query_bytes
 
 
 def _gpu_blocks_backward(s: TensorSizes) -> Iterator[tuple[str, int]]:
@@ -78,23 +81,23 @@ def _gpu_blocks_backward(s: TensorSizes) -> Iterator[tuple[str, int]]:
     Live are q, o and do by head, the sum of dq, and dq, dk and dv of a block. Calls on blocks have
     as many key heads as query heads.
     """
-    base = 3 * s.query + s.fp32_query
+    base = 3 * s.query_bytes + s.fp32_query_bytes
     rows = s.tokens * s.degree
     square = min(rows, CAUSAL_TOKENS)
-    of_square = s.query * square // rows
+    of_square = s.query_bytes * square // rows
     # dq, dk and dv, and k and v repeated for every query head.
     yield "a causal square", base + 5 * of_square + _folded_scratch(s, square)
     if s.prefix:
         keys = min(s.prefix, PREFIX_KEYS)
-        taken = s.query + _folded_scratch(s, rows) + 2 * keys * s.key_row
+        taken = s.query_bytes + _folded_scratch(s, rows) + 2 * keys * s.key_row_bytes
         yield "the prefix", base + taken
     if rows > CAUSAL_TOKENS:
         keys = -(-(rows // 2) // HALF_TOKENS) * HALF_TOKENS
         later = rows - keys
         # dq and copies of q, o and do of the later half of the rows.
-        taken = 4 * s.query * later // rows + _folded_scratch(s, later, keys)
-        yield "half of a square", base + taken + 2 * keys * s.key_row
-    yield "output", s.fp32_query + s.query
+        taken = 4 * s.query_bytes * later // rows + _folded_scratch(s, later, keys)
+        yield "half of a square", base + taken + 2 * keys * s.key_row_bytes
+    yield "output", s.fp32_query_bytes + s.query_bytes
 
 
 def _blocks_backward(s: TensorSizes) -> Iterator[tuple[str, int]]:
@@ -102,31 +105,38 @@ def _blocks_backward(s: TensorSizes) -> Iterator[tuple[str, int]]:
 
     Live are q, o and do by head, the sum of dq, and the gradients of a block.
     """
-    base = 3 * s.query + s.fp32_query + s.threads * (_FLASH_COMPUTE_BYTES if s.is_half else 0)
+    base = (
+        3 * s.query_bytes
+        + s.fp32_query_bytes
+        + s.threads * (_FLASH_COMPUTE_BYTES if s.is_half else 0)
+    )
     square = min(s.tokens, CAUSAL_TOKENS)
-    of_square = s.query * square // s.tokens
+    of_square = s.query_bytes * square // s.tokens
     # dq, dk and dv of every query head, and the product of o and do.
     yield "a causal square", base + 4 * of_square + flash_bytes(s, square, buffers=2)
     rows = s.tokens % HALF_TOKENS if s.is_half and s.threads else 0
     if rows:
         # In addition to the four tensors of a causal square: q, o, do, k and v in fp32.
-        operands = (7 * s.fp32_query + 2 * s.cast_key) * rows // s.tokens
+        operands = (7 * s.fp32_query_bytes + 2 * s.cast_key_bytes) * rows // s.tokens
         yield "a small causal square", base + operands + flash_bytes(s, rows, buffers=2)
     yield "adding a causal square", base + 3 * of_square + group_sum_bytes(s, of_square)
     if s.prefix:
         keys = min(s.prefix, PREFIX_KEYS)
         parts = max(1, min(key_parts(s), keys // LEAST_PART_KEYS))
-        key_gradients = 2 * keys * (s.key // s.tokens)
-        of_parts = parts * s.query + key_gradients
+        key_gradients = 2 * keys * (s.key_bytes // s.tokens)
+        of_parts = parts * s.query_bytes + key_gradients
         # Inside the kernel also the product of o and do of each part.
-        in_kernel = of_parts + parts * s.query + flash_bytes(s, s.tokens, buffers=2)
+        in_kernel = of_parts + parts * s.query_bytes + flash_bytes(s, s.tokens, buffers=2)
         yield "the prefix", base + in_kernel
         yield (
             "adding to the prefix",
-            base + of_parts + cast_bytes(s, max(s.query, key_gradients // 2)),
+            base + of_parts + cast_bytes(s, max(s.query_bytes, key_gradients // 2)),
         )
         if parts > 1:
-            yield "parts of the prefix put together", base + of_parts + s.fp32_query + key_gradients
+            yield (
+                "parts of the prefix put together",
+                base + of_parts + s.fp32_query_bytes + key_gradients,
+            )
 
 
 def _scratch(s: TensorSizes, rows: int, keys: int) -> int:
@@ -153,5 +163,5 @@ def _scratch_of_heads(s: TensorSizes, rows: int, keys: int, *, kv_heads: int) ->
         heads=max(1, s.model.num_heads // s.degree),
         kv_heads=kv_heads,
         head_size=s.model.head_dim,
-        element_bytes=s.element,
+        element_bytes=s.element_bytes,
     )

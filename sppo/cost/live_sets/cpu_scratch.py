@@ -41,7 +41,7 @@ def cast_bytes(s: TensorSizes, compute_bytes: int) -> int:
         s: Sizes of the subsequence.
         compute_bytes: Bytes of the tensor in the compute dtype.
     """
-    fp32_bytes = compute_bytes // s.element * ACCUMULATION_BYTES
+    fp32_bytes = compute_bytes // s.element_bytes * ACCUMULATION_BYTES
     return min(ACCUMULATION_TILE_BYTES, fp32_bytes) if s.threads and s.is_half else 0
 
 
@@ -73,8 +73,8 @@ def weight_gradient_bytes(s: TensorSizes, outputs: int, inputs: int) -> int:
     """
     if not (s.threads and s.is_half):
         return 0
-    rows = min(outputs, product_rows(inputs, element_bytes=s.element))
-    return rows * inputs * s.element + _WEIGHT_PRODUCT_BYTES
+    rows = min(outputs, product_rows(inputs, element_bytes=s.element_bytes))
+    return rows * inputs * s.element_bytes + _WEIGHT_PRODUCT_BYTES
 
 
 def key_parts(s: TensorSizes) -> int:
@@ -87,5 +87,5 @@ def flash_bytes(s: TensorSizes, rows: int, *, buffers: int) -> int:
     if not s.threads:
         return 0
     at_once = next(size for least, size in _FLASH_ROWS if rows >= least)
-    widths = ACCUMULATION_BYTES + (s.element if s.is_half else 0)
+    widths = ACCUMULATION_BYTES + (s.element_bytes if s.is_half else 0)
     return s.threads * buffers * min(at_once, rows) * _FLASH_KEYS * widths

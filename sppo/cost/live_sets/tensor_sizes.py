@@ -20,7 +20,7 @@ class TensorSizes:
     model: ModelConfig
     tokens: int
     prefix: int
-    element: int
+    element_bytes: int
     device: str
     """Kind of the device, "cpu" or "cuda"."""
     threads: int
@@ -37,27 +37,27 @@ class TensorSizes:
     @property
     def is_half(self) -> bool:
         """Whether the compute dtype is smaller than the accumulation dtype."""
-        return self.element < ACCUMULATION_BYTES
+        return self.element_bytes < ACCUMULATION_BYTES
 
     @property
-    def hidden(self) -> int:
+    def hidden_bytes(self) -> int:
         """Bytes of a hidden state: x_in, n1, x_mid, n2, y, or a gradient of one of them."""
-        return self.tokens * self.model.hidden_size * self.element
+        return self.tokens * self.model.hidden_size * self.element_bytes
 
     @property
-    def query(self) -> int:
+    def query_bytes(self) -> int:
         """Bytes of q, o, or a gradient of one of them."""
-        return self.tokens * self.model.num_heads * self.model.head_dim * self.element
+        return self.tokens * self.model.num_heads * self.model.head_dim * self.element_bytes
 
     @property
-    def fp32_query(self) -> int:
+    def fp32_query_bytes(self) -> int:
         """Bytes of the running o, or of the sum of dq, in fp32."""
-        return self.query // self.element * ACCUMULATION_BYTES
+        return self.query_bytes // self.element_bytes * ACCUMULATION_BYTES
 
     @property
-    def key(self) -> int:
+    def key_bytes(self) -> int:
         """Bytes of k, v, or a gradient of one of them, for the subsequence's own tokens."""
-        return self.tokens * self.model.kv_heads * self.model.head_dim * self.element
+        return self.tokens * self.model.kv_heads * self.model.head_dim * self.element_bytes
 
     @property
     def seen_keys(self) -> int:
@@ -65,33 +65,33 @@ class TensorSizes:
         return self.prefix + self.tokens * self.degree
 
     @property
-    def key_row(self) -> int:
+    def key_row_bytes(self) -> int:
         """Bytes of the gradient of k, or v, of one token in the key heads of one device."""
         heads = max(1, self.model.kv_heads // self.degree)
-        return heads * self.model.head_dim * self.element
+        return heads * self.model.head_dim * self.element_bytes
 
     @property
-    def cast_key(self) -> int:
+    def cast_key_bytes(self) -> int:
         """Bytes of k, or v, in fp32."""
-        return self.key // self.element * ACCUMULATION_BYTES
+        return self.key_bytes // self.element_bytes * ACCUMULATION_BYTES
 
     @property
-    def lse(self) -> int:
+    def lse_bytes(self) -> int:
         """Bytes of lse, or of another tensor with one fp32 number per row and head."""
         return self.tokens * self.model.num_heads * ACCUMULATION_BYTES
 
     @property
-    def mlp(self) -> int:
+    def mlp_bytes(self) -> int:
         """Bytes of gate, up, the activation's output, or a gradient of one of them."""
-        return self.tokens * self.model.mlp_size * self.element
+        return self.tokens * self.model.mlp_size * self.element_bytes
 
     @property
-    def gates(self) -> int:
+    def gates_bytes(self) -> int:
         """Bytes of the inputs of the MLP's activation: gate and up, or up alone."""
-        return (2 if self.model.gated else 1) * self.mlp
+        return (2 if self.model.gated else 1) * self.mlp_bytes
 
     @property
-    def rotary(self) -> int:
+    def rotary_bytes(self) -> int:
         """Bytes of the rotary cosines and sines of the subsequence; 0 without rotary positions."""
         rotary = self.model.position == "rotary"
         return self.tokens * self.model.head_dim * ACCUMULATION_BYTES if rotary else 0

@@ -104,20 +104,26 @@ def _forward(s: TensorSizes, *, recomputed: frozenset[int]) -> Iterator[LiveSet]
     if not s.threads:
         yield from starmap(LiveSet, gpu_live_sets.layer_forward(s, recomputed=recomputed))
         return
-    retained_queries = 0 if LINEAR in recomputed else s.query + (s.key if s.model.qk_norm else 0)
-    retained_outputs = 0 if ATTENTION in recomputed else s.query + s.lse
-    base = s.rotary + s.hidden
-    inputs = s.query + 2 * s.key
-    yield LiveSet("projections", base + s.hidden + inputs + product_bytes(s))
+    retained_queries = (
+        0 if LINEAR in recomputed else s.query_bytes + (s.key_bytes if s.model.qk_norm else 0)
+    )
+    retained_outputs = 0 if ATTENTION in recomputed else s.query_bytes + s.lse_bytes
+    base = s.rotary_bytes + s.hidden_bytes
+    inputs = s.query_bytes + 2 * s.key_bytes
+    yield LiveSet("projections", base + s.hidden_bytes + inputs + product_bytes(s))
     normed = 1 if s.model.qk_norm else 0
-    turned = base + inputs + (1 + normed) * s.query + tiles_bytes(s, 2, width=s.model.hidden_size)
+    turned = (
+        base + inputs + (1 + normed) * s.query_bytes + tiles_bytes(s, 2, width=s.model.hidden_size)
+    )
     yield LiveSet("rotation", turned)
     base_attention = base + inputs + (retained_queries if s.model.qk_norm else 0)
     for name, live in attention_forward(s):
         yield LiveSet(f"attention forward, {name}", base_attention + live)
-    base += retained_queries + retained_outputs + s.hidden
-    yield LiveSet("MLP inputs", base + s.hidden + s.gates + product_bytes(s))
-    yield LiveSet("MLP output", base + s.gates + s.mlp + s.hidden + product_bytes(s))
+    base += retained_queries + retained_outputs + s.hidden_bytes
+    yield LiveSet("MLP inputs", base + s.hidden_bytes + s.gates_bytes + product_bytes(s))
+    yield LiveSet(
+        "MLP output", base + s.gates_bytes + s.mlp_bytes + s.hidden_bytes + product_bytes(s)
+    )
 
 
 def _backward(
@@ -131,34 +137,37 @@ def _backward(
         return
     own_linear, own_attention = LINEAR in recomputed, ATTENTION in recomputed
     interval = 1 if own_attention else min(input_every, layers)
-    base = s.rotary + _waiting(s, recomputed=recomputed, others=interval - 1) + s.hidden  # n1
+    base = s.rotary_bytes + s.hidden_bytes  # n1
+    base += _waiting(s, recomputed=recomputed, others=interval - 1)
     if layers > interval:  # Gradient from the layer above; that of the last layer is saved.
-        base += s.hidden
-    queries = s.query if own_linear or s.model.qk_norm else 0
+        base += s.hidden_bytes
+    queries = s.query_bytes if own_linear or s.model.qk_norm else 0
     if own_linear:
         tiles = tiles_bytes(s, 2, width=_query_width(s))
-        yield LiveSet("rotation recomputed", base + 2 * s.query + tiles)
-    queries += s.query if own_linear and s.model.qk_norm else 0
+        yield LiveSet("rotation recomputed", base + 2 * s.query_bytes + tiles)
+    queries += s.query_bytes if own_linear and s.model.qk_norm else 0
     if own_attention:
         for name, live in attention_forward(s):
             yield LiveSet(f"attention recomputed, {name}", base + queries + live)
-    outputs = s.query + s.lse if own_attention else 0
+    outputs = s.query_bytes + s.lse_bytes if own_attention else 0
     base += queries + outputs
-    inner = s.hidden + (s.hidden + s.gates if own_linear else 0)  # n2; x_mid, gate and up
-    inner += s.mlp  # dhidden
-    tiles = tiles_bytes(s, 3, width=s.model.mlp_size) * s.element // ACCUMULATION_BYTES
+    inner = s.hidden_bytes + s.mlp_bytes  # n2, dhidden
+    inner += s.hidden_bytes + s.gates_bytes if own_linear else 0  # x_mid, gate and up
+    tiles = tiles_bytes(s, 3, width=s.model.mlp_size) * s.element_bytes // ACCUMULATION_BYTES
     yield LiveSet("activation backward", base + inner + tiles)
-    dn2_and_tile = s.hidden + layer_weight_gradient_bytes(s, "down")
+    dn2_and_tile = s.hidden_bytes + layer_weight_gradient_bytes(s, "down")
     yield LiveSet("MLP backward", base + inner + dn2_and_tile)
-    base += 2 * s.hidden  # dx_mid, do
-    base += s.query - s.hidden
+    base += 2 * s.hidden_bytes  # dx_mid, do
+    base += s.query_bytes - s.hidden_bytes
     for name, live in attention_backward(s):
         yield LiveSet(f"attention backward, {name}", base + live)
 
 
 def _waiting(s: TensorSizes, *, recomputed: frozenset[int], others: int) -> int:
     """Return the bytes of recomputed tensors of `others` layers that wait for their backward."""
-    return others * (s.hidden + (s.hidden + s.gates if LINEAR in recomputed else 0))
+    return others * (
+        s.hidden_bytes + (s.hidden_bytes + s.gates_bytes if LINEAR in recomputed else 0)
+    )
 
 
 def _query_width(s: TensorSizes) -> int:
@@ -170,10 +179,12 @@ def _loss(s: TensorSizes) -> Iterator[LiveSet]:
         yield from starmap(LiveSet, gpu_live_sets.loss(s))
         return
     vocabulary, hidden = s.model.vocab_size, s.model.hidden_size
-    of_tile = tile_tokens(vocabulary, element_bytes=s.element, device=s.device)
-    logits = min(s.tokens, of_tile) * vocabulary * s.element
-    base = 3 * s.hidden  # Output of the last layer, its norm, and the norm's gradient.
+    of_tile = tile_tokens(vocabulary, element_bytes=s.element_bytes, device=s.device)
+    logits = min(s.tokens, of_tile) * vocabulary * s.element_bytes
+    base = 3 * s.hidden_bytes  # Output of the last layer, its norm, and the norm's gradient.
     if s.is_half:
         yield LiveSet("logits", base + logits + tiles_bytes(s, 1, width=vocabulary))
     yield LiveSet("logit gradients", base + logits + weight_gradient_bytes(s, vocabulary, hidden))
-    yield LiveSet("final norm", base + s.hidden + tiles_bytes(s, 5, width=s.model.hidden_size))
+    yield LiveSet(
+        "final norm", base + s.hidden_bytes + tiles_bytes(s, 5, width=s.model.hidden_size)
+    )

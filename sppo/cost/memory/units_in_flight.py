@@ -35,9 +35,11 @@ OVERLAPPING = ("sppo", "seq1f1b", "1f1b")
 _ONE_BEHIND_THE_OTHER = "sppo"
 """Schedule in which a single rank ends a sequence before it begins the next."""
 
-_FIRST: Indices = np.zeros(1, dtype=np.intp)
-_BACKWARD, _FORWARD, _RETURN, _LAST_BACKWARD = 4, 5, 6, 7
-"""Columns of :attr:`_Events.spans`."""
+_FIRST_RANK: Indices = np.zeros(1, dtype=np.intp)
+_STAGE, _BEGIN, _END, _SEQUENCE = range(4)
+"""Columns of all spans: stage of a rank, first event and last event; sequence, if it is there."""
+_FIRST_BACKWARD, _LAST_FORWARD, _KV_RETURN, _LAST_BACKWARD = range(4, 8)
+"""Further columns of :attr:`_HoldEvents.spans`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,11 +179,14 @@ class UnitsInFlight:
             spans = _looped_spans(count, self.group_sequences, candidate.virtual_stages)
             ranks, alike = self._distinct_ranks(held[:, None])
             spans = self._kv_spans(spans)
-            return np.array([_peak(spans, by_rank[rank][spans[:, 0]]) for rank in ranks])[alike]
+            peaks = [_peak(spans, by_rank[rank][spans[:, _STAGE]]) for rank in ranks]
+            return np.array(peaks)[alike]
         peaks = []
         for events in self._events:
             spans = self._kv_spans(events.spans)
-            peaks += [_peak(spans, by_rank[rank][spans[:, 0]]) for rank in events.ranks.tolist()]
+            peaks += [
+                _peak(spans, by_rank[rank][spans[:, _STAGE]]) for rank in events.ranks.tolist()
+            ]
         return np.array(peaks)
 
     def _packed_peak_of_kv(self, token_bytes: Table) -> Table:
@@ -191,15 +196,15 @@ class UnitsInFlight:
         peaks = []
         for events in self._events:
             spans = self._packed_kv_spans(events)
-            held = tokens[spans[:, 3]]
-            peaks += [_peak(spans, by_rank[rank][spans[:, 0]] * held) for rank in events.ranks]
+            held = tokens[spans[:, _SEQUENCE]]
+            peaks += [_peak(spans, by_rank[rank][spans[:, _STAGE]] * held) for rank in events.ranks]
         return np.array(peaks)
 
-    def _kv_at_events(self, events: _Events, kv: KVTokens) -> Table:
+    def _kv_at_events(self, events: _HoldEvents, kv: KVTokens) -> Table:
         """Return the bytes of K, V and their gradients at each event, [ranks, events]."""
         ranks, count = self._shape[0], len(events.subsequences)
         tokens = np.array([sequence.tokens for sequence in self.candidate.packed], dtype=float)
-        of_gradients = events.spans[:, [0, _BACKWARD, _LAST_BACKWARD, 3]]
+        of_gradients = events.spans[:, [_STAGE, _FIRST_BACKWARD, _LAST_BACKWARD, _SEQUENCE]]
         held_by = (self._packed_kv_spans(events), kv.kv), (of_gradients, kv.gradients)
         found = np.zeros((len(events.ranks), count + 1))
         for own, rank in zip(found, events.ranks.tolist(), strict=True):
@@ -211,17 +216,17 @@ class UnitsInFlight:
         bytes_held: Table = np.cumsum(found, axis=1)[:, :count]
         return bytes_held
 
-    def _packed_kv_spans(self, events: _Events) -> Indices:
+    def _packed_kv_spans(self, events: _HoldEvents) -> Indices:
         """Return when K and V of packed sequences exist: (stage, first event, last, sequence)."""
         candidate, spans = self.candidate, events.spans
         degree = candidate.pipeline_parallel_degree
-        count = int(spans[:, 0].max()) + 1
+        count = int(spans[:, _STAGE].max()) + 1
         placements = np.array([candidate.kv_of_stage(place * degree) for place in range(count)])
-        own = placements[spans[:, 0]]
-        back = np.where(own == "offloaded", spans[:, _RETURN], spans[:, _BACKWARD])
-        whole = spans[:, [0, 1, _LAST_BACKWARD, 3]]
-        before, after = spans[:, [0, 1, _FORWARD, 3]], whole.copy()
-        after[:, 1] = back
+        own = placements[spans[:, _STAGE]]
+        back = np.where(own == "offloaded", spans[:, _KV_RETURN], spans[:, _FIRST_BACKWARD])
+        whole = spans[:, [_STAGE, _BEGIN, _LAST_BACKWARD, _SEQUENCE]]
+        before, after = spans[:, [_STAGE, _BEGIN, _LAST_FORWARD, _SEQUENCE]], whole.copy()
+        after[:, _BEGIN] = back
         stays = own == "retained"
         return np.concatenate([whole[stays], before[~stays], after[~stays]])
 
@@ -230,7 +235,7 @@ class UnitsInFlight:
         candidate, count = self.candidate, len(self.candidate.lengths)
         turn = candidate.virtual_stages * self.group_sequences * count
         found = []
-        for position, first, last in spans[:, :3].tolist():
+        for position, first, last in spans[:, [_STAGE, _BEGIN, _END]].tolist():
             placement = candidate.kv_of_stage(position * candidate.pipeline_parallel_degree)
             if placement == "retained":
                 found.append((position, first, last))
@@ -365,7 +370,7 @@ class UnitsInFlight:
         return counts
 
     @property
-    def _events(self) -> tuple[_Events, ...]:
+    def _events(self) -> tuple[_HoldEvents, ...]:
         """Events of all ranks in the order of their programs."""
         candidate = self.candidate
         return _events_of_ranks(
@@ -379,7 +384,7 @@ class UnitsInFlight:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Events:
+class _HoldEvents:
     """Events of ranks with equal programs: actions that run, and units whose holding changes.
 
     Attributes:
@@ -408,12 +413,12 @@ class _Events:
     @property
     def spans_of_stages(self) -> Iterator[Indices]:
         """Spans of each stage of a rank, numbered as if the stage were the first."""
-        for place in range(int(self.spans[:, 0].max()) + 1):
-            own = self.spans[self.spans[:, 0] == place].copy()
-            own[:, 0] = 0
+        for place in range(int(self.spans[:, _STAGE].max()) + 1):
+            own = self.spans[self.spans[:, _STAGE] == place].copy()
+            own[:, _STAGE] = 0
             yield own
 
-    def on(self, ranks: Indices, every: Indices) -> _Events:
+    def on(self, ranks: Indices, every: Indices) -> _HoldEvents:
         """Return the events of the first rank as events of `ranks`, which are some of `every`."""
         return replace(self, stages=ranks[:, None] + len(every) * self.stages, ranks=ranks)
 
@@ -427,7 +432,7 @@ def _events_of_ranks(
     num_virtual: int,
     forwards_before_backward: ForwardsBeforeBackward,
     packed: bool,
-) -> tuple[_Events, ...]:
+) -> tuple[_HoldEvents, ...]:
     """Return the events of all ranks, cached because they do not depend on the placement.
 
     Args:
@@ -454,7 +459,7 @@ def _events_of_ranks(
     )
 
 
-def _events(order: RankOrder, firsts: Sequence[int]) -> _Events:
+def _events(order: RankOrder, firsts: Sequence[int]) -> _HoldEvents:
     """Return the events of a rank that runs `order`, with stages by their positions on the rank.
 
     Args:
@@ -489,15 +494,22 @@ def _events(order: RankOrder, firsts: Sequence[int]) -> _Events:
     virtual_stages, indices, held, deferred_halves, is_forward, is_backward = (
         np.array(rows, dtype=np.int64).reshape(-1, 6).T
     )
-    return _Events(
-        virtual_stages[None], indices, held, deferred_halves, is_forward, is_backward, table, _FIRST
+    return _HoldEvents(
+        virtual_stages[None],
+        indices,
+        held,
+        deferred_halves,
+        is_forward,
+        is_backward,
+        table,
+        _FIRST_RANK,
     )
 
 
 def _turns(
     forwards: Sequence[int], backwards: Sequence[int], of_rank: Sequence[int]
 ) -> tuple[int, int, int, int]:
-    """Return the last four columns of :attr:`_Events.spans` for a sequence on a stage."""
+    """Return the last four columns of :attr:`_HoldEvents.spans` for a sequence on a stage."""
     back = kv_return(forwards, of_rank, before=backwards[0])
     return backwards[0], forwards[-1], back, backwards[-1]
 
@@ -533,5 +545,5 @@ def _peak(spans: Indices, held: Table) -> float:
         spans: Spans from their first to their last event, both inclusive.
         held: Bytes of each span.
     """
-    order = np.argsort(np.concatenate([spans[:, 1], spans[:, 2]]), kind="stable")
+    order = np.argsort(np.concatenate([spans[:, _BEGIN], spans[:, _END]]), kind="stable")
     return float(np.cumsum(np.concatenate([held, -held])[order]).max(initial=0.0))

@@ -58,8 +58,8 @@ def unit_collective_seconds(candidate: Candidate) -> tuple[tuple[float, float], 
     for stage in range(len(candidate.stages)):
         parts = sharded_parts(candidate, stage=stage)
         layers_s = parts.num_layers * _reduction_s(candidate, parts.layer)
-        backward_s = layers_s + _reduction_s(candidate, parts.before)
-        found.append((_reduction_s(candidate, parts.behind), backward_s))
+        backward_s = layers_s + _reduction_s(candidate, parts.before_layers)
+        found.append((_reduction_s(candidate, parts.after_layers), backward_s))
     return tuple(found)
 
 
@@ -85,7 +85,7 @@ def last_reduction_seconds(candidate: Candidate) -> Table:
         last = parts.layer
         if stage == 0:
             # Without room beside a layer, the reduction is already exposed in every B.
-            last = parts.before if parts.fits_beside_layer(parts.before) else {}
+            last = parts.before_layers if parts.fits_beside_layer(parts.before_layers) else {}
         seconds[stage] = _reduction_s(candidate, last)
     return seconds
 
@@ -99,16 +99,16 @@ def _stage_with_collectives(
     reduction_s = _reduction_s(candidate, parts.layer)
     layers, visits = parts.num_layers, _backward_visits(candidate, parts.num_layers)
     forward = _forward(candidate, parts, units.forward, gather_s=gather_s)
-    backward = units.backward + _local_s(candidate, parts.before, passes=_FORMED_PASSES)
+    backward = units.backward + _local_s(candidate, parts.before_layers, passes=_FORMED_PASSES)
     weight = units.weight + layers * _local_s(
         candidate, parts.layer, passes=_FORMED_PASSES + _COPIED_PASSES
     )
-    embedding_s = _reduction_s(candidate, parts.before)
+    embedding_s = _reduction_s(candidate, parts.before_layers)
     deferring = candidate.schedule in DEFERRING_WEIGHTS
     hidden_s, exposed_s = visits * gather_s, 0.0
     if not deferring:
         hidden_s += layers * reduction_s
-    if parts.fits_beside_layer(parts.before):
+    if parts.fits_beside_layer(parts.before_layers):
         hidden_s += embedding_s
     else:
         # The reduction of the layer before the embedding is no longer hidden.
@@ -126,16 +126,16 @@ def _forward(
     candidate: Candidate, parts: ShardedParts, compute_s: Table, *, gather_s: float
 ) -> Table:
     """Return the seconds of F including collectives, [units]."""
-    head_s = _reduction_s(candidate, parts.behind)
+    head_s = _reduction_s(candidate, parts.after_layers)
     waits = 0
     hidden_s, exposed_s = np.full_like(compute_s, head_s), np.zeros_like(compute_s)
-    if not parts.fits_beside_layer(parts.behind):
+    if not parts.fits_beside_layer(parts.after_layers):
         # Each F hides the head's reduction of the previous unit; after the last F of a sequence, a
         # B follows, which does not.
         ends = np.cumsum([len(lengths) for lengths in candidate.sequence_lengths])
         hidden_s[[0, *ends[:-1].tolist()]] -= head_s
         exposed_s[ends - 1] += head_s
-    for outer in (parts.before, parts.behind):
+    for outer in (parts.before_layers, parts.after_layers):
         outer_s = _gather_s(candidate, outer)
         if parts.fits_beside_layer(outer):
             hidden_s += outer_s
@@ -146,7 +146,7 @@ def _forward(
     waits = min(waits, parts.num_layers)
     hidden_s += (parts.num_layers - waits) * gather_s
     exposed_s += waits * gather_s
-    compute_s = compute_s + _local_s(candidate, parts.behind, passes=_FORMED_PASSES)
+    compute_s = compute_s + _local_s(candidate, parts.after_layers, passes=_FORMED_PASSES)
     seconds: Table = np.maximum(compute_s, hidden_s) + exposed_s
     return seconds
 

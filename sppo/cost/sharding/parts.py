@@ -26,25 +26,26 @@ class ShardedParts:
     Attributes:
         num_layers: Number of layers of the stage, or of the rank.
         layer: Elements of one layer.
-        before: Elements of the embedding and learned positions; empty except on the first stage.
-        behind: Elements of the last norm and the vocabulary projection; empty except on the last
+        before_layers: Elements of the embedding and learned positions; empty except on the first
             stage.
+        after_layers: Elements of the last norm and the vocabulary projection; empty except on the
+            last stage.
     """
 
     num_layers: int
     layer: ElementsByCopies
-    before: ElementsByCopies
-    behind: ElementsByCopies
+    before_layers: ElementsByCopies
+    after_layers: ElementsByCopies
 
     @property
     def room_elements(self) -> float:
         """Elements for which there is room whole: two layers, or the largest part outside them."""
-        return max(2 * _total(self.layer), _total(self.before), _total(self.behind))
+        return max(2 * _total(self.layer), _total(self.before_layers), _total(self.after_layers))
 
     @property
     def most_elements(self) -> float:
         """Number of elements of the largest part."""
-        return max(map(_total, (self.layer, self.before, self.behind)))
+        return max(map(_total, (self.layer, self.before_layers, self.after_layers)))
 
     def fits_beside_layer(self, part: ElementsByCopies) -> bool:
         """Return whether a part outside the layers has room while a layer is whole."""
@@ -56,12 +57,12 @@ def sharded_parts(candidate: Candidate, *, stage: int) -> ShardedParts:
     if candidate.zero < 2:
         return ShardedParts(len(candidate.stages[stage]), {}, {}, {})
     workload = candidate.workload
-    before, behind = outer_parameters(workload.model)
+    before, after = outer_parameters(workload.model)
     return ShardedParts(
         len(candidate.stages[stage]),
         _sharded(layer_by_copies(workload), candidate),
         _sharded(outer_by_copies(workload, before), candidate) if stage == 0 else {},
-        _sharded(outer_by_copies(workload, behind), candidate)
+        _sharded(outer_by_copies(workload, after), candidate)
         if candidate.is_last_stage(stage)
         else {},
     )
@@ -74,7 +75,7 @@ def rank_parts(candidate: Candidate, *, rank: int) -> ShardedParts:
     if len(stages) > 1:
         last = sharded_parts(candidate, stage=stages[-1])
     num_layers = sum(len(candidate.stages[stage]) for stage in stages)
-    return ShardedParts(num_layers, first.layer, first.before, last.behind)
+    return ShardedParts(num_layers, first.layer, first.before_layers, last.after_layers)
 
 
 def layer_by_copies(workload: Workload) -> ElementsByCopies:
