@@ -102,7 +102,7 @@ def _rate(times: Times, end: float, request_bytes: int) -> float:
 def measure_point(
     directions: Directions,
     *,
-    how: str,
+    copy_kind: str,
     request_bytes: int,
     in_flight: int,
     rounds: int,
@@ -121,5 +121,5 @@ def measure_point(
     out_alone, back_alone, out, back = (statistics.median(column) for column in columns)
     spread = max((max(c) - min(c)) / statistics.median(c) for c in columns)
     return CopyPoint(
-        how, request_bytes, in_flight, out_alone, back_alone, out, back, numa_node, spread
+        copy_kind, request_bytes, in_flight, out_alone, back_alone, out, back, numa_node, spread
     )

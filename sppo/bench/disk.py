@@ -67,7 +67,7 @@ def measure_disk(directory: Path, *, quick: bool, watcher: Watcher) -> CopyMeasu
         points = [
             measure_point(
                 Directions(_Windows(tier, halves, size, depth, window_s).run),
-                how="disk",
+                copy_kind="disk",
                 request_bytes=size,
                 in_flight=depth,
                 rounds=rounds,

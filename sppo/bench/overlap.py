@@ -137,7 +137,7 @@ def measure_overlap(
     points: list[OverlapPoint] = []
     for tokens, context in shapes:
         unit = _ForwardWork(operands, layer, tokens=tokens, context=context)
-        size = tokens * moved_bytes_per_token(layer)
+        size = tokens * saved_bytes_per_token(layer)
         try:
             with closing(_queues(device)) as queues:
                 disk = directory if device == "cpu" else None
@@ -165,7 +165,7 @@ def _queues(device: str) -> CopyQueues:
     return CudaQueues(torch.device(device)) if device == "cuda" else ThreadQueues()
 
 
-def moved_bytes_per_token(layer: MeasuredLayer) -> int:
+def saved_bytes_per_token(layer: MeasuredLayer) -> int:
     """Return the bytes that one layer saves per token: input, attention and linear classes."""
     element_bytes = DTYPES[layer.dtype].itemsize
     return int(class_bytes_per_token(layer.model, element_bytes=element_bytes).sum())

@@ -44,13 +44,13 @@ class _Host:
     """Host memory of one kind.
 
     Attributes:
-        how: Name of the kind of memory and the library.
+        copy_kind: Name of the kind of memory and the library.
         memory: Bytes of the memory, one half per direction.
         numa_node: NUMA node that the memory is bound to; None if not bound.
         raw: Whether to copy with cupy instead of torch.
     """
 
-    how: str
+    copy_kind: str
     memory: Tensor
     numa_node: int | None = None
     raw: bool = False
@@ -86,7 +86,7 @@ def measure_pcie(device: torch.device, *, quick: bool, watcher: Watcher) -> Copy
             points.append(
                 measure_point(
                     Directions(copies.run),
-                    how=host.how,
+                    copy_kind=host.copy_kind,
                     request_bytes=size,
                     in_flight=1,
                     rounds=rounds,
@@ -95,9 +95,9 @@ def measure_pcie(device: torch.device, *, quick: bool, watcher: Watcher) -> Copy
                 )
             )
 
-    for how, locked in _TORCH_MEMORY.items():
+    for copy_kind, locked in _TORCH_MEMORY.items():
         memory = torch.empty(2 * half, dtype=torch.uint8, pin_memory=locked).fill_(1)
-        measure_host(_Host(how, memory))
+        measure_host(_Host(copy_kind, memory))
         del memory
     register_s, refused = [], {}
     for node in nodes:

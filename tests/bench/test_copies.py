@@ -46,7 +46,12 @@ def test_a_point_is_the_median_of_rounds_of_all_three():
 
     watcher = Watcher()
     point = measure_point(
-        Directions(run), how="x", request_bytes=8, in_flight=1, rounds=3, advance=watcher.advance
+        Directions(run),
+        copy_kind="x",
+        request_bytes=8,
+        in_flight=1,
+        rounds=3,
+        advance=watcher.advance,
     )
     assert asked == [(True, False), (False, True), (True, True)] * 3
     assert (point.out_alone_bytes_per_s, point.back_bytes_per_s) == (4, 4)
