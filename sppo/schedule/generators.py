@@ -356,8 +356,9 @@ def _check_forwards_before_backward(name: str, request: _Request) -> None:
         return
     if request.num_virtual > 1 or name == "sppo_msp":
         raise ValueError(
-            f"begun changes the order of ranks that run the units of one stage whole, not that of "
-            f"{quoted(name)} with {request.num_virtual} stages on a rank: leave it out"
+            "forwards_before_backward changes the order of ranks that run the units of one stage "
+            f"whole, not that of {quoted(name)} with {request.num_virtual} stages on a rank: leave "
+            "it out"
         )
     ends = list(accumulate(map(len, request.lengths)))
     least = [end for end, own in zip(ends, request.lengths, strict=True) for _ in own]
@@ -368,8 +369,8 @@ def _check_forwards_before_backward(name: str, request: _Request) -> None:
         )
         if not ascends or not enough:
             raise ValueError(
-                f"begun of rank {rank} is {list(counts)}: it must ascend, one for each of "
-                f"{len(least)} backwards, from {least} up to {ends[-1]}"
+                f"forwards_before_backward of rank {rank} is {list(counts)}: it must ascend, one "
+                f"for each of {len(least)} backwards, from {least} up to {ends[-1]}"
             )
 
 
