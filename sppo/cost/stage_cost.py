@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import permutations
 from math import inf, prod
@@ -25,6 +25,7 @@ from sppo.activations.placement import ActivationPlacement, Counts, saved_bytes
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN, class_bytes_per_token
 from sppo.config.model import ModelConfig
 from sppo.cost.candidate import Candidate
+from sppo.cost.deferred_weights import deferral_seconds, weight_operand_bytes
 from sppo.cost.flops import partition_costs, recomputed_linear_flops
 from sppo.cost.kv import kv_bytes_per_token, kv_offload_bytes, kv_recompute_seconds
 from sppo.cost.layer import (
@@ -49,6 +50,7 @@ from sppo.hardware.description import Tier
 from sppo.hardware.rates import Floats
 from sppo.schedule.actions import RESIDENT_STAGES
 from sppo.schedule.costs import CopyEngines, Costs, LayerCopies, Link, Links, Table
+from sppo.schedule.generators import DEFERRING_WEIGHTS
 
 _Values = TypeVar("_Values", Table, Counts)
 _MOST_RANGES = {"cuda": 24}
@@ -84,6 +86,8 @@ def stage_seconds(candidate: Candidate) -> StageSeconds:
         ValueError: More stages than layers.
     """
     one = _sequence_seconds(candidate)
+    if candidate.schedule in DEFERRING_WEIGHTS:
+        one = replace(one, weight=one.weight + deferral_seconds(candidate))
     units = LayerSeconds(
         *(_of_units(getattr(one, name), candidate.sequences) for name in PASS_NAMES)
     )
@@ -272,25 +276,6 @@ def placed_bytes(rows: Counts, *, recomputed: Counts, candidate: Candidate) -> T
         row_bytes=row_bytes_of(candidate),
         shared_input_bytes=shared_input_bytes_of(candidate),
     )
-
-
-def weight_operand_bytes(candidate: Candidate) -> Table:
-    """Return the bytes of the operands of all weight-gradient products, [stages, subsequences].
-
-    A deferred weight half keeps its operands from its backward on, recomputed ones included: the
-    gradients of all outputs, and the inputs, once for products that share an input.
-    """
-    workload = candidate.workload
-    model = workload.model
-    queries, keys = model.num_heads * model.head_dim, model.kv_heads * model.head_dim
-    hidden = model.hidden_size
-    inputs = 2 * hidden + queries + model.mlp_size
-    outputs = queries + 2 * keys + 2 * hidden + model.mlp_size * (2 if model.gated else 1)
-    layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)
-    tokens = np.array(candidate.lengths) / workload.sequence_parallel_degree
-    row_bytes = (inputs + outputs) * workload.element_bytes
-    result: Table = layers[:, None] * tokens * row_bytes
-    return result
 
 
 def copy_bytes_per_s(candidate: Candidate) -> tuple[float, float]:

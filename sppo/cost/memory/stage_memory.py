@@ -13,6 +13,7 @@ import numpy as np
 
 from sppo.activations.placement import ActivationPlacement
 from sppo.cost.candidate import Candidate
+from sppo.cost.deferred_weights import weight_operand_bytes
 from sppo.cost.kv import kv_bytes_per_token
 from sppo.cost.layer import ACCUMULATION_BYTES, Workload
 from sppo.cost.live_sets.working_set import forward_working_set, loss_working_set, most_working_set
@@ -31,7 +32,6 @@ from sppo.cost.stage_cost import (
     placed_bytes,
     same_weights_degree,
     updated_parameters,
-    weight_operand_bytes,
 )
 from sppo.schedule.costs import Table
 from sppo.schedule.generators import LOOPED

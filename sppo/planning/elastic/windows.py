@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from sppo.cost.candidate import Candidate
+from sppo.cost.deferred_weights import weight_operand_bytes
 from sppo.cost.memory.stage_memory import kv_tokens
 from sppo.cost.memory.units_in_flight import KVTokens, kv_return
-from sppo.cost.stage_cost import weight_operand_bytes
 from sppo.schedule.costs import Table
 from sppo.schedule.generators import RankOrder, rank_orders
 

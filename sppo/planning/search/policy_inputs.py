@@ -8,6 +8,7 @@ import numpy.typing as npt
 from sppo.activations.placement import Counts, PolicyInputs
 from sppo.activations.tensor_classes import X_IN
 from sppo.cost.candidate import Candidate
+from sppo.cost.deferred_weights import weight_operand_bytes
 from sppo.cost.kv import kv_offload_bytes, kv_tier_bytes, largest_kv_block
 from sppo.cost.layer import exchange_seconds
 from sppo.cost.memory.copy_room import copy_slots, slots_on_device, tier_padding_bytes
@@ -21,7 +22,6 @@ from sppo.cost.stage_cost import (
     of_ranks,
     row_bytes_of,
     shared_input_bytes_of,
-    weight_operand_bytes,
 )
 from sppo.schedule.costs import Table
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sppo.cost.deferred_weights import weight_operand_bytes
 from sppo.cost.memory.units_in_flight import Running
 from sppo.cost.packed_sequence import PackedSequence
-from sppo.cost.stage_cost import weight_operand_bytes
 from sppo.planning.elastic.level_program import solve
 from sppo.planning.elastic.levels import LEVELS, _level_choice
 from sppo.planning.elastic.pacing import can_be_paced

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from sppo.cost.deferred_weights import weight_operand_bytes
 from sppo.cost.memory.units_in_flight import Running, UnitsInFlight
 from sppo.cost.packed_sequence import PackedSequence
-from sppo.cost.stage_cost import weight_operand_bytes
 from sppo.planning.candidate_program import candidate_program
 from sppo.planning.elastic.levels import LEVELS, fastest_levels, place_levels
 from sppo.planning.elastic.pacing import can_be_paced, pace_forwards
