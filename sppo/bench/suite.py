@@ -14,6 +14,7 @@ from sppo.bench.attention_backends import BackendComparison
 from sppo.bench.attention_grid import AttentionGrid, attention_grid
 from sppo.bench.copies import CopyMeasurements
 from sppo.bench.disk import measure_disk
+from sppo.bench.documents import DocumentSeconds, measure_documents
 from sppo.bench.elementwise import measure_elementwise
 from sppo.bench.gemm import GemmGrid, gemm_grid, measure_gemm
 from sppo.bench.messages import MessageMeasurements, measure_messages
@@ -43,6 +44,7 @@ class Measurements:
         overlap: Copies that overlap with compute; None if not requested.
         backends: Attention with every back end; None if not requested.
         messages: Messages between ranks on the CPU; None if not requested.
+        documents: Attention over short documents, with attention on a CPU; None otherwise.
     """
 
     device: str
@@ -55,6 +57,7 @@ class Measurements:
     overlap: OverlapMeasurements | None = None
     backends: BackendComparison | None = None
     messages: MessageMeasurements | None = None
+    documents: DocumentSeconds | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +188,12 @@ def _measure_kernels(
         points = attention_points(backends, grids.attention)
         found = replace(found, attention=points, backends=backends)
         timings += spans.values()
+        if operands.device == "cpu":
+            calls, documents = measure_documents(
+                operands, dtypes=dtypes, rounds=rounds, watcher=watcher
+            )
+            found = replace(found, documents=documents)
+            timings += calls.values()
     if "elementwise" in subjects:
         kernels, elementwise = measure_elementwise(
             operands, dtypes=dtypes, rounds=rounds, watcher=watcher, quick=quick

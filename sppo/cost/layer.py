@@ -301,8 +301,11 @@ def _attention_seconds(
             backward=backward,
         )
 
-    backward: Table = FLASH_BACKWARD_RATIO * flops / rate(backward=True)
-    forward: Table = flops / rate(backward=False)
+    def calls_s(*, backward: bool) -> Floats:
+        return device.document_seconds(workload.dtype, queries=tokens, backward=backward)
+
+    backward: Table = FLASH_BACKWARD_RATIO * flops / rate(backward=True) + calls_s(backward=True)
+    forward: Table = flops / rate(backward=False) + calls_s(backward=False)
     return forward, backward
 
 

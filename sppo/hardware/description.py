@@ -72,6 +72,9 @@ class DeviceSpec:
             rates hold for.
         memory_bytes_per_s: Bandwidth that element-wise kernels reach, reads and writes together.
         kernel_s: Fixed cost of one kernel: the part of its launch that is not hidden.
+        document_forward_s: Seconds that a short document adds to an attention forward on a CPU,
+            which computes documents one by one; 0 if not measured.
+        document_backward_s: Seconds that a short document adds to an attention backward.
         heap_share: Memory that the allocator holds beyond live temporaries (holes), as a fraction
             of the temporaries; 0 where the allocator returns freed memory, or where
             `reserved_bytes` includes the holes.
@@ -97,6 +100,8 @@ class DeviceSpec:
     num_multiprocessors: int
     memory_bytes_per_s: float
     kernel_s: float
+    document_forward_s: float = 0.0
+    document_backward_s: float = 0.0
     heap_share: float = 0.0
     gemm_points: tuple[GemmPoint, ...] = ()
     attention_points: tuple[AttentionPoint, ...] = ()
@@ -202,6 +207,18 @@ class DeviceSpec:
         efficiency = self.attention_backward_efficiency if backward else self.attention_efficiency
         rate: Floats = self.flops_per_s(dtype) * efficiency * fill
         return rate
+
+    def document_seconds(self, dtype: str, *, queries: Floats, backward: bool) -> Floats:
+        """Return the seconds of an attention call that the rates of longer spans leave out.
+
+        Measured rates include the fixed cost of a call, in proportion to the pairs of the shortest
+        measured span: of shorter spans, the rest of that cost is returned.
+        """
+        each_s = self.document_backward_s if backward else self.document_forward_s
+        measured = [point.queries for point in self.attention_points if point.dtype == dtype]
+        left_out = 1 - (queries / min(measured)) ** 2 if measured else np.zeros_like(queries)
+        seconds: Floats = each_s * np.maximum(0.0, left_out)
+        return seconds
 
     def elementwise_bytes_per_s(self, kernel: str, dtype: str, *, elements: Floats) -> Floats:
         """Return the bytes per second of an element-wise kernel on tensors of `elements` elements.

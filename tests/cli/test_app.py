@@ -49,7 +49,7 @@ def test_help_shows_defaults_and_fills_its_lines(monkeypatch):
     assert "Stages per rank [default: 1]." in succeed("simulate", "--help")
     paragraphs = succeed("train", "--help").split("Usage: ")[1].split("\n\n")
     lines = [line.strip() for line in "\n\n".join(paragraphs).splitlines()]
-    start = next(n for n, line in enumerate(lines) if line.startswith("On the machine's GPUs"))
+    start = next(n for n, line in enumerate(lines) if line.startswith("Trains on the machine"))
     assert all(len(line) > 60 for line in lines[start : start + 4]), lines[start : start + 4]
 
 

@@ -88,6 +88,12 @@ def describe(base: HardwareSpec, measurements: Measurements) -> HardwareSpec:
         device = _with_peaks(device, measurements.gemm)
     if measurements.attention:
         device = _with_attention(device, measurements.attention)
+    if measurements.documents is not None:
+        device = replace(
+            device,
+            document_forward_s=measurements.documents.forward_s,
+            document_backward_s=measurements.documents.backward_s,
+        )
     if measurements.elementwise:
         device = _with_bandwidth(device, measurements.elementwise)
     node = base.node

@@ -1,0 +1,72 @@
+"""Short documents: what each adds to a call of attention is measured, described and priced."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from sppo.bench.documents import DocumentSeconds, measure_documents
+from sppo.bench.operands import Operands
+from sppo.bench.report.hardware_description import describe
+from sppo.bench.suite import Measurements
+from sppo.bench.timing import Rounds
+from sppo.cost.layer import Workload, attention_seconds
+from sppo.cost.packed_sequence import PackedSequence, parts_of_packed
+from sppo.hardware.presets import PRESETS
+from sppo.hardware.rates import AttentionPoint
+from tests.bench.test_timing import Watcher
+from tests.planning.cases import run_config
+
+RATE = 1e11
+POINTS = tuple(
+    AttentionPoint("fp32", 64, queries, keys, RATE, RATE)
+    for queries in (256, 1024)
+    for keys in (queries, 2 * queries)
+)
+DEVICE = replace(
+    PRESETS["laptop-cpu"].device,
+    attention_points=POINTS,
+    document_forward_s=1e-4,
+    document_backward_s=3e-4,
+)
+
+
+def test_documents_are_timed_one_by_one():
+    rounds = Rounds("cpu", count=1, count_long=1, window_s=0.001)
+    watcher = Watcher()
+    timings, found = measure_documents(
+        Operands("cpu"), dtypes=["fp32"], rounds=rounds, watcher=watcher
+    )
+    assert set(timings) == {("fp32", "forward"), ("fp32", "backward")}
+    assert found.forward_s == pytest.approx(timings["fp32", "forward"].median_s / 64)
+    assert found.backward_s == pytest.approx(timings["fp32", "backward"].median_s / 64)
+    assert watcher.begun == [("documents", 2)]
+
+
+def test_a_description_has_the_seconds():
+    measured = Measurements("cpu", documents=DocumentSeconds(2e-5, 5e-5))
+    device = describe(PRESETS["laptop-cpu"], measured).device
+    assert (device.document_forward_s, device.document_backward_s) == (2e-5, 5e-5)
+
+
+@pytest.mark.parametrize(("queries", "share"), [(0, 1.0), (128, 0.75), (256, 0.0), (900, 0.0)])
+def test_rates_include_the_calls_of_measured_spans(queries, share):
+    asked = np.array([float(queries)])
+    for backward, each_s in ((False, 1e-4), (True, 3e-4)):
+        found = DEVICE.document_seconds("fp32", queries=asked, backward=backward)
+        np.testing.assert_allclose(found, share * each_s)
+    assert not DEVICE.document_seconds("bf16", queries=asked, backward=True).any()
+
+
+def test_a_packed_subsequence_pays_for_each_of_its_documents():
+    def seconds(samples, device):
+        hardware = replace(PRESETS["laptop-cpu"], device=device)
+        workload = Workload(run_config("tiny").model, hardware, dtype="fp32")
+        parts = parts_of_packed([PackedSequence(samples, (sum(samples),))])
+        return [way.sum() for way in attention_seconds(workload, parts, window=None)]
+
+    free = replace(DEVICE, document_forward_s=0.0, document_backward_s=0.0)
+    for place, each_s in ((0, 1e-4), (1, 3e-4)):
+        for samples, calls in (((16,) * 32, 32 * (1 - 1 / 256)), ((512,), 0)):
+            added = seconds(samples, DEVICE)[place] - seconds(samples, free)[place]
+            assert added == pytest.approx(calls * each_s, abs=1e-12)
