@@ -373,10 +373,26 @@ class _CandidateCache:
 
     def seems_to_fit(self, num_subsequences: int) -> bool:
         """Return whether it fits with whole units; True, too, if that takes long to tell."""
-        known = self._fits.get(num_subsequences)
-        if known is not None:
-            return known
+        if self.rules_out_fewer(num_subsequences, if_known=True):
+            return False
         return leaves_room(self.candidate(num_subsequences)) or self.fits(num_subsequences)
+
+    def rules_out_fewer(self, num_subsequences: int, *, if_known: bool = False) -> bool:
+        """Return whether fewer subsequences cannot fit either, as device memory is short for these.
+
+        Host memory of a fixed offload ratio grows with N, since the last subsequence is not
+        offloaded, and what a rank holds under MSP depends on its program: False for these.
+
+        Args:
+            num_subsequences: Number of subsequences.
+            if_known: Whether to return False instead of evaluating a candidate.
+        """
+        candidate = self.candidate(num_subsequences)
+        key = num_subsequences, candidate.schedule
+        if candidate.schedule == "sppo_msp" or (if_known and key not in self._evaluated):
+            return False
+        shortfall = self._evaluate(candidate).shortfall
+        return shortfall is not None and shortfall.place == "device"
 
     def _candidate_without_msp(self, num_subsequences: int) -> Candidate:
         candidate = self.candidate(num_subsequences)
@@ -445,10 +461,10 @@ class _SubsequenceSearch:
             if evaluated.shortfall is None:
                 best = min(best or evaluated, evaluated, key=rank_of)
                 continue
-            if nearest is None and len(self._likeliest) == 1:
-                likeliest = self._candidates.evaluated(self._likeliest[0])
-                if likeliest.shortfall is not None:
-                    return likeliest
+            if best is None and nearest is None and len(self._likeliest) == 1:
+                last = self._likeliest[0]
+                if self._candidates.rules_out_fewer(last):
+                    return self._candidates.evaluated(last)
             nearest = min(nearest or evaluated, evaluated, key=lambda one: one.short_bytes)
         chosen = best or nearest
         assert chosen is not None, "there is at least one number of subsequences to try"

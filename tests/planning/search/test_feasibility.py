@@ -14,7 +14,7 @@ from sppo.planning.longest import with_length
 from sppo.planning.search.feasibility import fits_at_all, longest_sequence, quick_best
 from sppo.planning.search.solver import solve
 from sppo.units import GIB, MIB
-from tests.planning.cases import machine
+from tests.planning.cases import machine, run_config, solved
 
 KIB = 1 << 10
 NODE = PRESETS["h100"]
@@ -141,3 +141,22 @@ def test_the_longest_sequence_in_more_subsequences_than_1ki():
     longest = longest_sequence(run, one)
     assert longest > 1100
     assert not fits_at_all(with_length(run, longest + KIB), one)
+
+
+def test_fewer_subsequences_fit_where_host_memory_grows_with_their_number():
+    """The last subsequence is not offloaded: with many, more of the others is in host memory."""
+    run = run_config(
+        {"preset": "gpt-7b", "num_layers": 4},
+        length=16384,
+        parallel={
+            "pipeline_parallel_degree": 4,
+            "sequence_parallel_degree": 1,
+            "data_parallel_degree": 1,
+        },
+        activations={"policy": "sppo", "host_memory": "4GiB"},
+        hardware={"preset": "a100-40g", "nodes": 8},
+    )
+    best = solved(run).best
+    assert best is not None
+    assert len(best.candidate.lengths) == 1
+    assert best.shortfall is None
