@@ -190,7 +190,11 @@ class PackingSearch:
             least_tokens=self.base.workload.sequence_parallel_degree,
             multiple=self.multiple,
         )
-        return self._estimated(packed, first=first)
+        seconds = subsequence_seconds(packed, cost=self.cost)
+        ranks = self.base.pipeline_parallel_degree
+        filling_s = (ranks - 1) / self.base.virtual_stages * seconds.max()
+        least_s = float(seconds.sum() + filling_s) / ranks
+        return StepPacking(packed, least_s, first)
 
     def tapered(self, packed: PackedSamples, lengths: Sequence[int]) -> list[StepPacking]:
         """Return packed samples with smaller subsequences at the ends of the step, in a few ways.
@@ -209,15 +213,8 @@ class PackingSearch:
             )
             for taper in TAPERS
         )
-        return [self._estimated(found) for found in tapers if found is not None]
-
-    def _estimated(self, packed: PackedSamples, *, first: int = 0) -> StepPacking:
-        """Return packed samples with the estimated time of their pipeline."""
-        seconds = subsequence_seconds(packed, cost=self.cost)
-        ranks = self.base.pipeline_parallel_degree
-        filling_s = (ranks - 1) / self.base.virtual_stages * seconds.max()
-        least_s = float(seconds.sum() + filling_s) / ranks
-        return StepPacking(packed, least_s, first)
+        # The estimate charges the largest subsequence for filling, which a taper avoids.
+        return [StepPacking(found, least_s=0.0) for found in tapers if found is not None]
 
     @property
     def multiple(self) -> int:

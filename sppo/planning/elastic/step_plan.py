@@ -270,7 +270,8 @@ class StepPlanner:
             ]
             if found:
                 best = min(found, key=lambda plan: plan.step_s)
-                return self._with_best_schedule(self._tapered(best, lengths, bases))
+                ways = [best, *self._tapered(best, lengths, bases)]
+                return min(map(self._with_best_schedule, ways), key=lambda plan: plan.step_s)
         # Fall back to the cuts of the run's plan, one sequence after another.
         for bases in self._bases():
             found = self._fitting(
@@ -284,18 +285,18 @@ class StepPlanner:
 
     def _tapered(
         self, plan: StepPlan, lengths: Sequence[int], bases: Sequence[Candidate]
-    ) -> StepPlan:
-        """Return `plan`, or a faster one whose first and last subsequences are smaller."""
+    ) -> list[StepPlan]:
+        """Return the fastest plan whose first and last subsequences are smaller, if one fits."""
         schedule = plan.evaluated.candidate.schedule
         fills_pipeline = self.base.pipeline_parallel_degree > 1 and schedule not in WHOLE_SEQUENCES
         if self.quick or not self.searches or not fills_pipeline:
-            return plan
+            return []
         base = next(base for base in bases if base.schedule == schedule)
         packings = self.packing_search.tapered(plan.packed, lengths)
         if plan.evaluated.effective_policy != "retain":
             packings = packings[:1]  # levels take an integer program each
         found = self._fitting(packings, base=base, short=[])
-        return min([plan, *found], key=lambda plan: plan.step_s)
+        return sorted(found, key=lambda plan: plan.step_s)[:1]
 
     def _with_best_schedule(self, plan: StepPlan) -> StepPlan:
         """Return `plan`, or its zero-bubble variant if deferring weight gradients is faster."""

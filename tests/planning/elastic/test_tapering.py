@@ -1,5 +1,6 @@
 """Tapering: samples whole and once, smaller subsequences at the ends, faster steps."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -72,6 +73,31 @@ def test_what_cannot_be_divided_stays(groups, least):
     packed = packed_alone(lengths, groups)
     taper = Taper(2, (1,), (2, 1))
     assert taper_ends(packed, lengths, taper=taper, least_tokens=least) is None
+
+
+def test_tapers_of_a_planner_have_its_least_tokens_and_padding():
+    planned = planner(4096, ranks=2, sequence_parallel=8)
+    workload = replace(planned.base.workload, dtype="bf16")
+    search = replace(planned, base=replace(planned.base, workload=workload)).packing_search
+    lengths = [90] * 40 + [3] * 4
+    packed = packed_alone(lengths, [range(40), range(40, 44)])
+    assert search.multiple == 128
+    tapered = [packing.packed for packing in search.tapered(packed, lengths)]
+    assert tapered
+    ends = [one.sequences[-1].tokens for one in tapered]
+    assert all(tokens % 128 == 0 for tokens in ends)
+    few = packed_alone([1] * 4, [range(4)])
+    assert not search.tapered(few, [1] * 4), "eight ranks share every subsequence"
+
+
+@pytest.mark.parametrize("defers_weights", [False, True])
+@pytest.mark.parametrize(("ranks", "seed"), [(2, 39319), (4, 360140), (2, 5), (8, 6)])
+def test_no_step_is_slower_with_tapers(ranks, seed, defers_weights, monkeypatch):
+    planned = replace(planner(4096, ranks=ranks), defers_weights=defers_weights)
+    lengths = draw("magi", 8, seed=seed, scale=1 / 16, longest=4096)
+    tapered = planned.plan(lengths)
+    monkeypatch.setattr(packing_search, "TAPERS", ())
+    assert tapered.step_s <= planned.plan(lengths).step_s
 
 
 @pytest.mark.parametrize("ranks", [4, 8])
