@@ -10,7 +10,8 @@ from sppo.hardware.file import hardware_for
 def run_hardware(run: RunConfig) -> HardwareSpec:
     """Return the hardware description that `run` is planned for.
 
-    The CPU of a single machine is divided among the ranks that `run` asks for, as training does.
+    The CPU of a single machine is divided among the ranks that `run` asks for: this machine's by
+    its cores and OMP_NUM_THREADS, as training does, another one's by the threads of its rates.
 
     Raises:
         ValueError: An unknown preset, a file that is no hardware description, or a key that the
@@ -24,11 +25,12 @@ def run_hardware(run: RunConfig) -> HardwareSpec:
         * parallel.pipeline_parallel_degree
         * parallel.sequence_parallel_degree
     )
-    if hardware.device.kind == "cpu" and hardware.num_devices == 1:
-        from sppo.hardware.this_machine import as_divided
+    if hardware.device.kind != "cpu" or hardware.num_devices > 1:
+        return hardware
+    from sppo.hardware.this_machine import as_divided, detect_machine, divide_cpu
 
-        return as_divided(hardware, ranks)
-    return hardware
+    is_here = hardware.name == detect_machine().name
+    return as_divided(hardware, ranks) if is_here else divide_cpu(hardware, ranks)
 
 
 def _named_machine(run: RunConfig) -> HardwareSpec:
