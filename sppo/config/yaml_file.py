@@ -24,10 +24,6 @@ _Pair = tuple[yaml.Node, yaml.Node]
 class StrictLoader(yaml.SafeLoader):
     """SafeLoader with YAML 1.2 scalars (``on`` is a word, ``3e-4`` a number) and unique keys."""
 
-    def __init__(self, stream: str) -> None:
-        super().__init__(stream)
-        self._flattened: set[yaml.MappingNode] = set()
-
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Replace each ``<<: *anchor`` of a mapping by the keys and values of the anchor.
 
@@ -37,9 +33,6 @@ class StrictLoader(yaml.SafeLoader):
         Raises:
             yaml.MarkedYAMLError: A key is given twice, or a merge names no mapping.
         """
-        if node in self._flattened:
-            return
-        self._flattened.add(node)
         given = self._given_keys(node)
         merges = [value for key, value in node.value if key.tag == _MERGE]
         node.value = list(given.values())

@@ -280,7 +280,7 @@ def test_the_schema_knows_values_apart(schema, section, key, good, bad):
 
 def test_every_key_is_described_or_speaks_for_itself(schema):
     described = schema["$defs"]["TrainConfig"]["properties"]["max_nonfinite_steps"]
-    assert "in a row" in described["description"]
+    assert "consecutive" in described["description"]
     assert RunConfig.model_fields.keys() == schema["properties"].keys()
 
 

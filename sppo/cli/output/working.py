@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.text import Text
 
 
 @contextmanager
@@ -13,7 +14,7 @@ def working(text: str, *, says_so: bool = False) -> Iterator[None]:
     """Show `text` on stderr: a spinner on a terminal, elsewhere a line if it `says_so`."""
     console = Console(stderr=True)
     if console.is_terminal:
-        with console.status(text):
+        with console.status(Text(text)):  # a machine's name may look like markup
             yield
         return
     if says_so:
