@@ -46,6 +46,10 @@ class Problem:
         return f"  {where}{written}{one_line(self.rule, most=_RULE_CHARACTERS)}".rstrip()
 
 
+_OTHER_NAMES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16"}
+"""Names that choices have elsewhere and that are not near by letters."""
+
+
 class ConfigError(ValueError):
     """Configuration with one or more problems; the message lists one screen of them."""
 
@@ -64,6 +68,7 @@ class ConfigError(ValueError):
 def nearest(word: object, choices: Iterable[object]) -> str:
     """Return ``" Did you mean 'flops'?"`` with the choice nearest to `word`; "" if none is near."""
     said = str(word)[:QUOTE_CHARACTERS]  # longer words match no choice, and are slow to compare
+    said = _OTHER_NAMES.get(said.removeprefix("torch."), said)
     close = difflib.get_close_matches(said, [str(c) for c in choices], n=1, cutoff=0.55)
     return f" Did you mean '{close[0]}'?" if close else ""
 
