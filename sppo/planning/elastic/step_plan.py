@@ -293,9 +293,8 @@ class StepPlanner:
             return []
         base = next(base for base in bases if base.schedule == schedule)
         packings = self.packing_search.tapered(plan.packed, lengths)
-        if plan.evaluated.effective_policy != "retain":
-            packings = packings[:1]  # levels take an integer program each
-        found = self._fitting(packings, base=base, short=[])
+        # Levels would take an integer program for each taper; the policy places activations.
+        found = replace(self, levels=False)._fitting(packings, base=base, short=[])
         return sorted(found, key=lambda plan: plan.step_s)[:1]
 
     def _with_best_schedule(self, plan: StepPlan) -> StepPlan:
