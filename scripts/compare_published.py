@@ -38,7 +38,7 @@ from sppo.cost.step_time import step_time
 from sppo.output_file import write_text
 from sppo.planning.baseline_cost import method_memory
 from sppo.planning.baseline_methods import Method
-from sppo.schedule.generators import generate
+from sppo.schedule.generate import generate
 from sppo.schedule.program import lower
 from sppo.schedule.simulation.simulate import simulate
 from sppo.units import format_bytes

@@ -363,19 +363,21 @@ def _docstring_page(module: Any) -> str:
 
 def schedules_page() -> str:
     """Return the page of schedules."""
-    from sppo.schedule import generators
+    from sppo.schedule.orders.names import (
+        DESCRIPTIONS,
+        WHOLE_SEQUENCES,
+        WITH_VIRTUAL_STAGES,
+        schedule_names,
+    )
 
-    names = generators.schedule_names()
-    if set(names) != set(generators.DESCRIPTIONS):
-        raise ValueError("sppo.schedule.generators.DESCRIPTIONS: every schedule needs an entry")
     cells = [
         (
             f"`{name}`",
-            generators.DESCRIPTIONS[name],
-            "whole sequences" if name in generators.WHOLE_SEQUENCES else "subsequences",
-            "several" if name in generators.WITH_VIRTUAL_STAGES else "one",
+            DESCRIPTIONS[name],
+            "whole sequences" if name in WHOLE_SEQUENCES else "subsequences",
+            "several" if name in WITH_VIRTUAL_STAGES else "one",
         )
-        for name in names
+        for name in DESCRIPTIONS
     ]
     return "\n\n".join(
         [
@@ -391,7 +393,7 @@ def schedules_page() -> str:
             "whole sequences run each sequence as one unit. Idle is the share of all ranks' time; "
             "memory is that of the fullest rank, in what the forward of a unit leaves on all of a "
             "rank's layers.",
-            _simulated_table(names),
+            _simulated_table(schedule_names()),
         ]
     )
 

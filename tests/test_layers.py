@@ -54,8 +54,8 @@ PLANTED = {
     "units.py": ("import torch", "The planning core never reaches torch"),
     "cost/flops.py": ("from sppo.kernels import linear", "Layers: "),
     "engine/unit.py": ("from sppo.training import trainer", "Layers: "),
-    "schedule/multiplex.py": ("from sppo.schedule import generators", "No circles"),
-    "schedule/generators.py": ("from sppo.schedule import simulation", "Layers of the schedule"),
+    "schedule/actions.py": ("from sppo.schedule import encoding", "No circles"),
+    "schedule/orders/steps.py": ("from sppo.schedule import simulation", "Layers of the schedule"),
     "kernels/native/file.py": ("from sppo.kernels.native import extension", "No circles"),
 }
 """What is added to a module, and the contract that it breaks."""

@@ -630,7 +630,7 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
             "each class, fate and interval once"
         ),
     },
-    "schedule/test_multiplex.py": {
+    "schedule/multiplexing/test_multiplex.py": {
         "test_idle_shares_of_the_page_on_schedules": only(
             "4-8-*", why="long programs are searched for seconds; the others are of the same kind"
         ),

@@ -24,7 +24,7 @@ from sppo.activations.tensor_classes import (
     tensors_of,
 )
 from sppo.config.model import ModelConfig
-from sppo.schedule.orders import UnitKey
+from sppo.schedule.actions import UnitKey
 
 TENSOR_ALIGNMENT_BYTES = 64
 """Alignment of the tensors in a block, with which kernels are fastest."""

@@ -19,7 +19,8 @@ from sppo.cost.packed_sequence import (
 )
 from sppo.cost.state_tiers import ON_DEVICE, StateTiers
 from sppo.hardware.description import Tier
-from sppo.schedule.generators import LOOPED, ForwardsBeforeBackward, order_of
+from sppo.schedule.orders.names import LOOPED, order_of
+from sppo.schedule.orders.rank_orders import ForwardsBeforeBackward
 from sppo.schedule.transfers.kv_placement import KVPlacement, kv_of_turns
 
 Counts = NDArray[np.int64]

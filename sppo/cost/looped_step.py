@@ -12,7 +12,7 @@ import numpy as np
 
 from sppo.hardware.rates import Floats
 from sppo.schedule.costs import Link, Links, Table
-from sppo.schedule.orders import sequence_groups
+from sppo.schedule.orders.steps import sequence_groups
 
 
 def looped_parts(

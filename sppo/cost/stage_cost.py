@@ -50,7 +50,7 @@ from sppo.hardware.description import Tier
 from sppo.hardware.rates import Floats
 from sppo.schedule.actions import RESIDENT_STAGES
 from sppo.schedule.costs import CopyEngines, Costs, LayerCopies, Link, Links, Table
-from sppo.schedule.generators import DEFERRING_WEIGHTS
+from sppo.schedule.orders.names import DEFERRING_WEIGHTS
 
 _Values = TypeVar("_Values", Table, Counts)
 _MOST_RANGES = {"cuda": 24}

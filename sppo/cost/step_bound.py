@@ -18,7 +18,7 @@ from sppo.cost.candidate import Candidate
 from sppo.cost.step_time import parts_of_step, stage_wires
 from sppo.hardware.rates import Floats
 from sppo.schedule.costs import Costs, Links, Table
-from sppo.schedule.generators import DEFERRING_WEIGHTS, LOOPED
+from sppo.schedule.orders.names import DEFERRING_WEIGHTS, LOOPED
 
 
 @dataclass(frozen=True, slots=True, eq=False)

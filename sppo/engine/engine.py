@@ -36,11 +36,10 @@ from sppo.offload.offload_store import OffloadStore
 from sppo.parallel.megatron import MegatronSequenceParallel
 from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.planning.partition import lengths_of
-from sppo.schedule.actions import COMPUTE_KINDS, Action, ActionKind, Schedule
+from sppo.schedule.actions import COMPUTE_KINDS, Action, ActionKind, Schedule, UnitKey
 from sppo.schedule.encoding import encode
 from sppo.schedule.in_flight import sequences_in_flight
 from sppo.schedule.msp_groups import find_msp_groups
-from sppo.schedule.orders import UnitKey
 from sppo.schedule.transfers.kv_placement import kv_placement
 
 

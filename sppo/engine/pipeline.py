@@ -15,7 +15,7 @@ class Pipeline:
     """Position of one rank in a pipeline, its schedule, and its links to other ranks.
 
     Attributes:
-        schedule: Name of the schedule, see :mod:`sppo.schedule.generators`.
+        schedule: Name of the schedule, see :mod:`sppo.schedule.generate`.
         num_ranks: Number of pipeline ranks.
         rank: Pipeline rank of this process.
         num_virtual: Number of stages on each rank.

@@ -47,8 +47,7 @@ from sppo.offload.held_bytes import HeldBytes
 from sppo.offload.offload_store import OffloadStore
 from sppo.parallel.megatron import MegatronSequenceParallel, ShardedTokens
 from sppo.parallel.ulysses import UlyssesAllToAll
-from sppo.schedule.actions import ActionKind
-from sppo.schedule.orders import UnitKey
+from sppo.schedule.actions import ActionKind, UnitKey
 from sppo.schedule.transfers.kv_placement import KVPlacement
 
 

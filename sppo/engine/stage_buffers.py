@@ -17,10 +17,9 @@ from torch import Tensor
 
 from sppo.parallel.pipeline_p2p import PipelineP2P, RecvHandle
 from sppo.schedule import encoding
-from sppo.schedule.actions import Action, ActionKind, Schedule, Wire
+from sppo.schedule.actions import Action, ActionKind, Schedule, UnitKey, Wire
 from sppo.schedule.encoding import encode
 from sppo.schedule.msp_groups import Route, find_msp_groups, msp_routes
-from sppo.schedule.orders import UnitKey
 
 LocalTokens = Callable[[UnitKey, int], int]
 """Maps (unit, end) to the number of the unit's first ``end`` tokens that this rank holds."""

@@ -10,8 +10,8 @@ import numpy as np
 from sppo.activations.placement import PlacementOf, SubsequencePlacement
 from sppo.engine.pipeline import Pipeline
 from sppo.schedule.actions import Schedule
-from sppo.schedule.generators import order_of
-from sppo.schedule.orders import Lengths
+from sppo.schedule.orders.names import order_of
+from sppo.schedule.orders.steps import Lengths
 from sppo.schedule.program import equal_costs, step_program
 
 _PROGRAMS_KEPT = 8

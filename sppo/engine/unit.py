@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sppo.kernels.labels import IGNORED_LABEL
 from sppo.parallel.ulysses import token_parts
-from sppo.schedule.orders import UnitKey
+from sppo.schedule.actions import UnitKey
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from sppo.planning.search.evaluated_candidate import (
 from sppo.planning.search.simulated_candidate import simulate_candidate
 from sppo.planning.search.solver import solve
 from sppo.schedule.costs import Links
-from sppo.schedule.generators import LOOPED
+from sppo.schedule.orders.names import LOOPED
 from sppo.schedule.simulation.simulate import simulate
 from sppo.schedule.simulation.simulated_step import simulated_step
 

@@ -38,7 +38,7 @@ from sppo.cost.step_time import step_time
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.baseline_methods import Method
 from sppo.planning.search.choices import Degrees
-from sppo.schedule.generators import LOOPED
+from sppo.schedule.orders.names import LOOPED
 
 CHUNKS_ON_DEVICE = 2
 """Chunks of K and V, and of their gradients, on the device for a method that keeps the others in

@@ -17,8 +17,8 @@ from sppo.cost.stage_cost import (
 )
 from sppo.hardware.preset_sources import source_of
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
-from sppo.schedule.generators import LOOPED
-from sppo.schedule.orders import sequence_groups
+from sppo.schedule.orders.names import LOOPED
+from sppo.schedule.orders.steps import sequence_groups
 
 PARTS: Mapping[str, str] = {
     "products": "matrix products",

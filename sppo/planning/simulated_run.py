@@ -16,7 +16,7 @@ from sppo.planning.run_plan import evaluate_in_nearest_tiers, run_candidate, sch
 from sppo.planning.search.evaluated_candidate import evaluate_candidate
 from sppo.planning.search.simulated_candidate import steady_bytes
 from sppo.schedule.costs import Costs
-from sppo.schedule.generators import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
+from sppo.schedule.orders.names import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
 from sppo.schedule.program import Case
 
 

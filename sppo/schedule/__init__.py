@@ -1,1 +1,1 @@
-"""Pipeline schedules as data: actions, generators, messages, copies, and their simulation."""
+"""Pipeline schedules as data: actions, orders of the ranks, programs, and their simulation."""

@@ -25,7 +25,7 @@ from sppo.schedule.costs import (
     per_unit,
     with_offload,
 )
-from sppo.schedule.generators import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
+from sppo.schedule.orders.names import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
 from sppo.schedule.program import Case, step_program
 
 # About four times a step of 1024 ranks and 512 subsequences; each takes about a kilobyte.

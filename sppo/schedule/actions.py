@@ -71,6 +71,9 @@ RESIDENT_STAGES = 2
 """Number of stages of a rank whose weights, or gradients, are on the device at once: one in use
 and one being copied."""
 
+UnitKey = tuple[int, int]
+"""Key of a unit: (sequence, subsequence)."""
+
 
 class Action(NamedTuple):
     """Action of one rank's program.
@@ -97,7 +100,7 @@ class Action(NamedTuple):
     num_shards: int = 1
 
     @property
-    def unit(self) -> tuple[int, int]:
+    def unit(self) -> UnitKey:
         """Unit (sequence, subsequence); not defined for actions of a whole stage."""
         assert self.sequence is not None, f"{self.kind} of stage {self.stage} names no sequence"
         assert self.subsequence is not None, f"{self.kind} of stage {self.stage} names no unit"

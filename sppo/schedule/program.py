@@ -27,7 +27,8 @@ from sppo.schedule.actions import ActionKind, Schedule
 from sppo.schedule.checks.deadlock import check_deadlock_free
 from sppo.schedule.checks.validate import validate, validate_rules
 from sppo.schedule.costs import CopyEngines, Costs, abstract_costs, with_offload
-from sppo.schedule.generators import ForwardsBeforeBackward, generate
+from sppo.schedule.generate import generate
+from sppo.schedule.orders.rank_orders import ForwardsBeforeBackward
 from sppo.schedule.transfers.communication import place_messages
 from sppo.schedule.transfers.copies import place_copies
 from sppo.schedule.transfers.kv_placement import place_kv
@@ -58,7 +59,7 @@ def step_program(
     """Make the program of a step, and check it unless messages are left out.
 
     Args:
-        name: Name of the schedule, one of `generators.schedule_names()`.
+        name: Name of the schedule, one of `schedule_names()`.
         num_ranks: Pipeline ranks.
         lengths: Tokens of every subsequence of every sequence.
         costs: Costs of the actions. Units with `offload_bytes` above 0 get copies, and so do K and
@@ -66,10 +67,10 @@ def step_program(
             `streamed_gradient_bytes`; K and V with `kv_recompute_s` are recomputed. The times
             decide the order of messages and which units a schedule cuts.
         num_virtual: Stages per rank.
-        warmup_per_hop: Extra warm-up forwards, see `generators.generate`.
+        warmup_per_hop: Extra warm-up forwards, see `generate`.
         forward_only: Leave out backwards, copies and reductions (evaluation).
         forwards_before_backward: Forwards that ranks have begun before backwards, see
-            `generators.generate`.
+            `generate`.
         prefetch: How many backwards ahead a unit may come back from the next tier.
         messages: Place messages, and check the program. A program without messages, for which a
             simulation sends each tensor as soon as it exists, takes a third of the time to make.

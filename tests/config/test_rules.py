@@ -3,8 +3,7 @@ import pytest
 from sppo.activations.policy import OFFLOADING_POLICIES, POLICIES
 from sppo.config import ConfigError, check_run, rules
 from sppo.config.rules import SCHEDULES
-from sppo.schedule import generators
-from sppo.schedule.generators import schedule_names
+from sppo.schedule.orders import names
 
 
 def problems(**sections):
@@ -102,8 +101,8 @@ def test_pieces_of_units_that_contradict_the_rest(parallel, told):
 
 
 def test_every_schedule_there_is_may_be_written_and_no_other():
-    assert set(SCHEDULES) == {"auto", *schedule_names()}
-    assert rules.WITH_VIRTUAL_STAGES == generators.WITH_VIRTUAL_STAGES
+    assert set(SCHEDULES) == {"auto", *names.schedule_names()}
+    assert rules.WITH_VIRTUAL_STAGES == names.WITH_VIRTUAL_STAGES
 
 
 @pytest.mark.parametrize("schedule", ["auto", "looped_bfs", "interleaved_1f1b", "sppo_msp"])

@@ -16,7 +16,7 @@ from sppo.cost.packed_sequence import PackedSequence
 from sppo.engine.pipeline import Pipeline
 from sppo.planning.elastic.packing import PADDING
 from sppo.planning.elastic.step_plan import StepPlanner
-from sppo.schedule.generators import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
+from sppo.schedule.orders.names import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
 from tests.engine.models import (
     VARIANTS,
     Trained,

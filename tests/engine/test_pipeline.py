@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sppo.engine.engine import Engine
-from sppo.schedule.generators import WITH_VIRTUAL_STAGES
+from sppo.schedule.orders.names import WITH_VIRTUAL_STAGES
 from tests.engine.models import VARIANTS, assert_same_step, autograd_step, random_weights
 from tests.engine.offloading import RatioRows
 from tests.engine.pipelined import Case, answers_of

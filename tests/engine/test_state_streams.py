@@ -18,9 +18,9 @@ from sppo.engine.streamed_weights import StreamedWeights
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.costs import abstract_costs
 from sppo.schedule.encoding import encode
-from sppo.schedule.event_loop import COMMUNICATION, run_clock
-from sppo.schedule.generators import generate
+from sppo.schedule.generate import generate
 from sppo.schedule.program import lower
+from sppo.schedule.simulation.event_loop import COMMUNICATION, run_clock
 from sppo.schedule.transfers.state_streaming import gradient_phases
 from tests.engine.models import (
     Trained,

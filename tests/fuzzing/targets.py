@@ -92,7 +92,7 @@ def estimates(rng: random.Random, directory: Path) -> None:
 
 @lru_cache(maxsize=1)
 def _program() -> str:
-    from sppo.schedule.generators import generate
+    from sppo.schedule.generate import generate
 
     schedule = generate("seq1f1b", num_ranks=2, lengths=[[4, 4], [4, 4]])
     return format_program(schedule)

@@ -14,7 +14,7 @@ from sppo.hardware.file import hardware_for
 from sppo.hardware.presets import PRESETS
 from sppo.planning.search.solver import Solution, solve
 from sppo.schedule.costs import Costs
-from sppo.schedule.generators import generate
+from sppo.schedule.generate import generate
 from sppo.schedule.program import lower
 from sppo.schedule.simulation.simulate import simulate
 from sppo.schedule.timeline import Timeline

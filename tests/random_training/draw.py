@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from sppo.schedule.generators import LOOPED, WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES, order_of
+from sppo.schedule.orders.names import LOOPED, WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES, order_of
 from tests.offload.emulated_queues import SCHEDULERS
 from tests.random_training.case import FAMILIES, ROPES, Case, Leg, Samples, Shape
 

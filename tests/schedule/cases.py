@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sppo.schedule.actions import Schedule
 from sppo.schedule.costs import Link, Links, abstract_costs
-from sppo.schedule.generators import generate
+from sppo.schedule.generate import generate
 from sppo.schedule.simulation.simulate import simulate
 from sppo.schedule.timeline import Timeline
 

@@ -2,7 +2,7 @@
 
 from itertools import accumulate, chain
 
-from sppo.schedule.generators import rank_orders
+from sppo.schedule.orders.rank_orders import rank_orders
 
 
 def least_forwards(lengths):

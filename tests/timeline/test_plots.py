@@ -10,7 +10,7 @@ import pytest
 
 from sppo.schedule.abstract import AbstractCase, AbstractOffload, abstract_case
 from sppo.schedule.actions import ActionKind
-from sppo.schedule.generators import generate
+from sppo.schedule.generate import generate
 from sppo.schedule.simulation.simulate import simulate
 from sppo.timeline import style
 from sppo.timeline.chrome_trace import write_trace

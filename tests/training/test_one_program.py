@@ -23,7 +23,7 @@ from sppo.planning.run_plan import plan_run
 from sppo.planning.search.solver import solve
 from sppo.planning.simulated_run import simulated_plan
 from sppo.schedule.actions import ActionKind
-from sppo.schedule.generators import (
+from sppo.schedule.orders.names import (
     LOOPED,
     WHOLE_SEQUENCES,
     WITH_VIRTUAL_STAGES,

@@ -110,7 +110,7 @@ def sort_targets(targets: Sequence[str]) -> Targets:
     Raises:
         ValueError: Two files, or a word of no known kind.
     """
-    from sppo.schedule.generators import schedule_names
+    from sppo.schedule.orders.names import schedule_names
 
     files, overrides, names = [], [], []
     for word in targets:
@@ -163,7 +163,7 @@ def read_request(targets: Targets, *, flags: Flags, compare: Sequence[str]) -> S
 def _check_schedules(option: str, names: Sequence[str]) -> None:
     """Raise ValueError if a name is not the name of a schedule."""
     from sppo.config.problems import nearest
-    from sppo.schedule.generators import schedule_names
+    from sppo.schedule.orders.names import schedule_names
 
     for name in names:
         if name not in schedule_names():

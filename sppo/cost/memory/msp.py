@@ -40,11 +40,10 @@ from sppo.cost.memory.unit_working_sets import loss_bytes, run_working_bytes
 from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.cost.parameters import layer_parameters, layer_shapes
 from sppo.cost.stage_cost import placed_bytes
-from sppo.schedule.actions import Action, ActionKind, Schedule
+from sppo.schedule.actions import Action, ActionKind, Schedule, UnitKey
 from sppo.schedule.encoding import encode
 from sppo.schedule.in_flight import sequences_in_flight
 from sppo.schedule.msp_groups import MspGroup, find_msp_groups
-from sppo.schedule.orders import UnitKey
 
 _Blocks = Mapping[UnitKey, Sequence[int]]
 """Bytes of the block of each layer, by unit."""

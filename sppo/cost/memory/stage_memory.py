@@ -34,7 +34,7 @@ from sppo.cost.stage_cost import (
     updated_parameters,
 )
 from sppo.schedule.costs import Table
-from sppo.schedule.generators import LOOPED
+from sppo.schedule.orders.names import LOOPED
 
 UPDATE_SLOTS = 2
 """Buckets of an optimizer off the device that have slots at once: one is stepped, one copied."""

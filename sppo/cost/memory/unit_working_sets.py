@@ -22,7 +22,7 @@ from sppo.cost.memory.joined_tensors import block_layout, joined_bytes
 from sppo.cost.memory.unit_runs import UnitRun, unit_kinds
 from sppo.cost.memory.units_in_flight import Running
 from sppo.schedule.costs import Table
-from sppo.schedule.generators import DEFERRING_WEIGHTS
+from sppo.schedule.orders.names import DEFERRING_WEIGHTS
 
 
 def computing_bytes(candidate: Candidate, placement: ActivationPlacement) -> Running:

@@ -25,8 +25,9 @@ import numpy.typing as npt
 from sppo.activations.placement import Counts, alike_stages
 from sppo.cost.candidate import Candidate
 from sppo.schedule.costs import Table
-from sppo.schedule.generators import LOOPED, ForwardsBeforeBackward, RankOrder, rank_orders
-from sppo.schedule.orders import sequence_groups
+from sppo.schedule.orders.names import LOOPED
+from sppo.schedule.orders.rank_orders import ForwardsBeforeBackward, RankOrder, rank_orders
+from sppo.schedule.orders.steps import sequence_groups
 
 Indices = npt.NDArray[np.intp]
 

@@ -1,7 +1,7 @@
 """Memory of the residual stream, and of its gradient, that waits on a rank between two stages.
 
-All units of a group pass one stage of a rank before the first of them enters the rank's next stage
-(groups: :func:`sppo.schedule.orders.sequence_groups`). While a unit runs forward, inputs of later
+All units of a group (:func:`sppo.schedule.orders.steps.sequence_groups`) pass one stage of a rank
+before the first of them enters the rank's next stage. While a unit runs forward, inputs of later
 units have arrived, and outputs of earlier units have come back from the last rank; all wait on the
 rank of the first stage. Gradients wait in the same way on the rank of the last stage.
 """
@@ -12,8 +12,8 @@ import numpy as np
 
 from sppo.cost.candidate import Candidate
 from sppo.cost.memory.units_in_flight import Running, UnitsInFlight
-from sppo.schedule.generators import LOOPED
-from sppo.schedule.orders import sequence_groups
+from sppo.schedule.orders.names import LOOPED
+from sppo.schedule.orders.steps import sequence_groups
 
 
 def waiting_bytes(candidate: Candidate) -> Running:

@@ -19,7 +19,7 @@ from sppo.cost.pass_parts import LayerSeconds
 from sppo.cost.sharding.collectives import shard_seconds
 from sppo.cost.sharding.parts import ElementsByCopies, ShardedParts, sharded_parts
 from sppo.schedule.costs import Table
-from sppo.schedule.generators import DEFERRING_WEIGHTS
+from sppo.schedule.orders.names import DEFERRING_WEIGHTS
 
 _FORMED_PASSES = 1
 """Passes over whole gradients in addition to their products: writing zeros."""

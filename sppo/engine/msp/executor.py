@@ -10,10 +10,9 @@ from sppo.engine.msp.shard import MspShard, cut_shard, local_tokens
 from sppo.engine.msp.stage import MspStage
 from sppo.engine.unit import Unit
 from sppo.parallel.msp_exchange import MspExchange
-from sppo.schedule.actions import Action, ActionKind, Schedule
+from sppo.schedule.actions import Action, ActionKind, Schedule, UnitKey
 from sppo.schedule.encoding import encode
 from sppo.schedule.msp_groups import MspGroup, find_msp_groups
-from sppo.schedule.orders import UnitKey
 
 ExchangeOf = Callable[[tuple[int, ...], int], MspExchange]
 """Maps (pipeline ranks of an MSP group, index of the owner among them) to their communication."""

@@ -22,7 +22,8 @@ from sppo.cost.deferred_weights import weight_operand_bytes
 from sppo.cost.memory.stage_memory import kv_tokens
 from sppo.cost.memory.units_in_flight import Running
 from sppo.schedule.costs import Table
-from sppo.schedule.generators import DEFERRING_WEIGHTS, LOOPED, ForwardsBeforeBackward, rank_orders
+from sppo.schedule.orders.names import DEFERRING_WEIGHTS, LOOPED
+from sppo.schedule.orders.rank_orders import ForwardsBeforeBackward, rank_orders
 
 Indices = npt.NDArray[np.intp]
 

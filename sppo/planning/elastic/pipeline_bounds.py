@@ -6,7 +6,7 @@ import numpy as np
 
 from sppo.cost.candidate import Candidate
 from sppo.cost.stage_cost import stage_seconds
-from sppo.schedule.generators import DEFERRING_WEIGHTS
+from sppo.schedule.orders.names import DEFERRING_WEIGHTS
 
 
 def least_pipeline_s(candidate: Candidate) -> float:

@@ -19,7 +19,7 @@ from sppo.cost.deferred_weights import weight_operand_bytes
 from sppo.cost.memory.stage_memory import kv_tokens
 from sppo.cost.memory.units_in_flight import KVTokens, kv_return
 from sppo.schedule.costs import Table
-from sppo.schedule.generators import RankOrder, rank_orders
+from sppo.schedule.orders.rank_orders import RankOrder, rank_orders
 
 Indices = npt.NDArray[np.intp]
 _NEVER = -1

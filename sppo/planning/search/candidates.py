@@ -19,7 +19,7 @@ from sppo.planning.search.choices import (
     uses_msp,
 )
 from sppo.planning.search.state_choices import state_choices
-from sppo.schedule.generators import LOOPED
+from sppo.schedule.orders.names import LOOPED
 from sppo.schedule.transfers.kv_placement import KVPlacement
 
 _KV_PLACEMENTS: dict[str, KVPlacement | None] = {

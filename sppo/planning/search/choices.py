@@ -17,7 +17,7 @@ from sppo.cost.sharding.heads import HeadShard, head_shard, tensor_shard
 from sppo.hardware.description import DeviceSpec, HardwareSpec, NodeSpec, Tier
 from sppo.hardware.presets import PRESETS
 from sppo.planning.partition import boundaries_by_flops, boundaries_by_length, lengths_of
-from sppo.schedule.generators import LOOPED, WHOLE_SEQUENCES
+from sppo.schedule.orders.names import LOOPED, WHOLE_SEQUENCES
 from sppo.units import counted
 
 SUBSEQUENCE_TOKENS = {"cuda": (2048, 16384), "cpu": (1024, 4096)}

@@ -43,7 +43,7 @@ from sppo.planning.search.policy_inputs import policy_inputs
 from sppo.planning.search.shortfall import Shortfall, find_shortfall
 from sppo.schedule.actions import Schedule
 from sppo.schedule.costs import Costs, Table
-from sppo.schedule.generators import DEFERRING_WEIGHTS, LOOPED
+from sppo.schedule.orders.names import DEFERRING_WEIGHTS, LOOPED
 from sppo.schedule.program import with_messages
 from sppo.schedule.simulation.simulated_step import SimulatedStep
 from sppo.schedule.transfers.kv_placement import KVPlacement

@@ -32,8 +32,8 @@ from sppo.schedule.encoding import (
     F,
     encode,
 )
-from sppo.schedule.event_loop import DeadlockError
 from sppo.schedule.msp_groups import find_msp_groups, msp_routes
+from sppo.schedule.simulation.event_loop import DeadlockError
 
 _Nodes = npt.NDArray[np.int64]
 _ACTIVATIONS = (SEND_ACT, RECV_ACT)

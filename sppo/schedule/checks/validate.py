@@ -55,7 +55,7 @@ from sppo.schedule.encoding import (
     W,
     encode,
 )
-from sppo.schedule.event_loop import DeadlockError, run_clock
+from sppo.schedule.simulation.event_loop import DeadlockError, run_clock
 
 _MISSING = -1
 

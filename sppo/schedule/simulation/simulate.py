@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from sppo.schedule import event_loop
 from sppo.schedule.actions import Schedule
 from sppo.schedule.costs import Costs
 from sppo.schedule.encoding import NUM_COMPUTE, encode
-from sppo.schedule.event_loop import Clock, run_clock
 from sppo.schedule.in_flight import peak_in_flight
 from sppo.schedule.msp_groups import find_msp_groups
+from sppo.schedule.simulation import event_loop
+from sppo.schedule.simulation.event_loop import Clock, run_clock
 from sppo.schedule.simulation.memory_track import SimulatedProgram, memory_tracks
 from sppo.schedule.timeline import Idle, IdleCause, RankTrack, Timeline
 

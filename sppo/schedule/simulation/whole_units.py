@@ -3,7 +3,7 @@
 The times of such a program follow from the order of each rank's compute, so the simulation needs
 no actions for messages and copies and no checks. It is ten times as fast as
 :func:`sppo.schedule.simulation.simulate.simulate` on the program of the same step, with the same
-result. :mod:`sppo.schedule.event_loop` lists the dependencies.
+result. :mod:`sppo.schedule.simulation.event_loop` lists the dependencies.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 
 from sppo.schedule.costs import Costs, Link, Table
 from sppo.schedule.encoding import B, F, W
-from sppo.schedule.event_loop import DeadlockError
-from sppo.schedule.generators import ForwardsBeforeBackward, RankOrder, rank_orders
+from sppo.schedule.orders.rank_orders import ForwardsBeforeBackward, RankOrder, rank_orders
+from sppo.schedule.simulation.event_loop import DeadlockError
 from sppo.schedule.simulation.simulated_step import SimulatedStep
 
 _CODES = {"F": F, "B": B, "W": W}
@@ -35,13 +35,13 @@ def simulate_whole_units(
     """Simulate a step of the schedule `name`.
 
     Args:
-        name: Name of a schedule that cuts no unit over ranks, one of `generators.schedule_names()`.
+        name: Name of a schedule that cuts no unit over ranks, one of `schedule_names()`.
         num_ranks: Pipeline ranks.
         lengths: Tokens of every subsequence of every sequence.
         costs: Costs of the same stages and units, with copies that flow layer by layer.
         num_virtual: Stages per rank.
         forwards_before_backward: Forwards that ranks have begun before backwards, see
-            `generators.generate`.
+            `generate`.
 
     Raises:
         ValueError: A request that the schedule cannot serve.

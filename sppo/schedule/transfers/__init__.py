@@ -1,1 +1,1 @@
-"""Placement of messages and copies between the compute actions of a program."""
+"""Placement of messages, copies and reductions between the compute actions of a program."""

@@ -20,8 +20,8 @@ from sppo.schedule import encoding
 from sppo.schedule.actions import COMPUTE_KINDS, Action, ActionKind, Schedule, Wire
 from sppo.schedule.costs import Costs, abstract_costs
 from sppo.schedule.encoding import EncodedProgram, encode
-from sppo.schedule.event_loop import run_clock
 from sppo.schedule.msp_groups import MspGroup, Route, find_msp_groups, msp_routes
+from sppo.schedule.simulation.event_loop import run_clock
 
 _WIRES: Mapping[ActionKind, tuple[Wire, int, int]] = {
     ActionKind.F: ("act", encoding.SEND_ACT, 1),

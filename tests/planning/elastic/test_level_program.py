@@ -15,7 +15,7 @@ from sppo.planning.elastic import level_program
 from sppo.planning.elastic.level_program import LevelProgram, solve
 from sppo.planning.elastic.windows import rank_windows
 from sppo.schedule.costs import abstract_costs
-from sppo.schedule.generators import generate
+from sppo.schedule.generate import generate
 from sppo.schedule.program import lower
 from sppo.schedule.simulation.simulate import simulate
 from tests.planning.elastic.test_step_plan import packed_candidates

@@ -17,7 +17,7 @@ from sppo.planning.elastic.pacing import can_be_paced, pace_forwards
 from sppo.planning.elastic.windows import rank_windows
 from sppo.planning.search.simulated_candidate import simulate_candidate, simulated_device_bytes
 from sppo.schedule.checks.validate import validate
-from sppo.schedule.generators import generate
+from sppo.schedule.generate import generate
 from sppo.schedule.simulation.simulate import simulate
 from tests.planning.elastic.test_levels import pressed, with_room
 from tests.planning.elastic.test_step_plan import packed_candidates, walked

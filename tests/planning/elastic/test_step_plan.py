@@ -13,8 +13,9 @@ from sppo.planning.search.evaluated_candidate import evaluate_candidate
 from sppo.planning.search.simulated_candidate import simulate_candidate, simulated_device_bytes
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.checks.validate import validate
-from sppo.schedule.generators import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES, generate
+from sppo.schedule.generate import generate
 from sppo.schedule.in_flight import sequences_in_flight
+from sppo.schedule.orders.names import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
 from sppo.units import GIB
 from tests.planning.cases import machine, run_config
 from tests.planning.elastic.samples import lengths_of_samples

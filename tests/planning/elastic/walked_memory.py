@@ -11,7 +11,7 @@ from sppo.cost.memory.unit_working_sets import computing_bytes
 from sppo.cost.memory.units_in_flight import Running
 from sppo.cost.stage_cost import placed_bytes
 from sppo.schedule.actions import ActionKind
-from sppo.schedule.generators import generate
+from sppo.schedule.generate import generate
 from sppo.schedule.transfers.kv_placement import place_kv
 
 _COMPUTE = (ActionKind.F, ActionKind.B, ActionKind.W)

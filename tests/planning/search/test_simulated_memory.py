@@ -15,8 +15,9 @@ from sppo.planning.search.choices import Degrees
 from sppo.planning.search.evaluated_candidate import evaluate_candidate
 from sppo.planning.search.simulated_candidate import simulate_candidate, simulated_device_bytes
 from sppo.schedule.actions import ActionKind
-from sppo.schedule.generators import WHOLE_SEQUENCES, generate
+from sppo.schedule.generate import generate
 from sppo.schedule.in_flight import sequences_in_flight
+from sppo.schedule.orders.names import WHOLE_SEQUENCES
 from sppo.schedule.simulation.simulate import simulate
 from tests.planning.cases import machine, run_config
 from tests.planning.some_candidates import candidates

@@ -10,7 +10,7 @@ import pytest
 from sppo.schedule.actions import Action, ActionKind, Cut, Placement, Schedule
 from sppo.schedule.checks.validate import find_violations, validate
 from sppo.schedule.checks.violations import ScheduleError
-from sppo.schedule.generators import interleaved_order
+from sppo.schedule.orders.rank_orders import interleaved_order
 from sppo.schedule.program_text import parse_action
 from sppo.schedule.transfers.communication import place_messages
 from sppo.schedule.transfers.copies import place_copies

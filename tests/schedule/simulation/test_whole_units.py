@@ -8,10 +8,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sppo.schedule.costs import CopyEngines, Costs, LayerCopies, Link, Links
-from sppo.schedule.event_loop import DeadlockError
-from sppo.schedule.generators import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
+from sppo.schedule.orders.names import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
 from sppo.schedule.program import step_program
 from sppo.schedule.simulation import whole_units
+from sppo.schedule.simulation.event_loop import DeadlockError
 from sppo.schedule.simulation.simulate import simulate
 from sppo.schedule.simulation.simulated_step import simulated_step
 from sppo.schedule.simulation.whole_units import simulate_whole_units

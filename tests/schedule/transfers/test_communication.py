@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.checks.deadlock import check_deadlock_free
 from sppo.schedule.checks.validate import validate
-from sppo.schedule.event_loop import DeadlockError
-from sppo.schedule.generators import generate
+from sppo.schedule.generate import generate
 from sppo.schedule.program_text import parse_program
+from sppo.schedule.simulation.event_loop import DeadlockError
 from sppo.schedule.transfers.communication import place_messages
 from tests.schedule.cases import SUBSEQUENCE_SCHEDULES, make, play
 from tests.tiers import examples

@@ -30,10 +30,10 @@ from itertools import accumulate
 
 from sppo.schedule.actions import Placement, Schedule
 from sppo.schedule.costs import Costs, abstract_costs
-from sppo.schedule.cut_steps import CutSteps
 from sppo.schedule.encoding import encode
-from sppo.schedule.event_loop import run_clock
 from sppo.schedule.msp_groups import MspGroup, balanced_shards
+from sppo.schedule.multiplexing.cut_steps import CutSteps
+from sppo.schedule.simulation.event_loop import run_clock
 
 # Up to _TRIED_ALONE MSP groups, runs and single MSP groups are dropped one by one. The runs are
 # tried in nested choices: the best eighth, two eighths and so on; above _MANY_SHARDS shards, where

@@ -1,25 +1,21 @@
-"""Generators of schedules: gpipe, 1f1b, seq1f1b, interleaved and zero-bubble forms, sppo, sppo_msp.
-
-A generator returns compute actions and, for training, one REDUCE per stage. Copies and messages
-are placed by later passes (`copies`, `communication`), which see the whole schedule.
-"""
+"""Order of the compute of each rank, by the name of the schedule, with every unit whole."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from sppo.quoting import quoted
-from sppo.schedule import orders
-from sppo.schedule.actions import Action, ActionKind, Placement, Schedule
-from sppo.schedule.costs import Costs
-from sppo.schedule.multiplex import multiplex
-from sppo.schedule.orders import Lengths, Step
-
-_KINDS = {"F": ActionKind.F, "B": ActionKind.B, "W": ActionKind.W}
-
+from sppo.schedule.orders import steps
+from sppo.schedule.orders.names import (
+    WHOLE_SEQUENCES,
+    WITH_VIRTUAL_STAGES,
+    order_of,
+    schedule_names,
+)
+from sppo.schedule.orders.steps import Lengths, Step
 
 RankOrder = list[tuple[str, Step]]
 ForwardsBeforeBackward = tuple[tuple[int, ...], ...]
@@ -28,7 +24,7 @@ ForwardsBeforeBackward = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """Validated arguments of a generator."""
+    """Validated request for the orders of all ranks."""
 
     num_ranks: int
     num_virtual: int
@@ -43,12 +39,7 @@ class _Request:
         return range(len(self.lengths))
 
 
-def schedule_names() -> tuple[str, ...]:
-    """Return the schedule names that `generate` accepts."""
-    return (*_GENERATORS, "sppo_msp")
-
-
-def generate(
+def rank_orders(
     name: str,
     *,
     num_ranks: int,
@@ -57,24 +48,20 @@ def generate(
     warmup_per_hop: int = 1,
     forward_only: bool = False,
     forwards_before_backward: ForwardsBeforeBackward = (),
-    costs: Costs | None = None,
-) -> Schedule:
-    """Return the schedule `name`.
+) -> Iterator[RankOrder]:
+    """Return the order of each rank's compute, with every unit whole.
 
     Args:
-        name: Name of the schedule, one of `schedule_names()`.
-        num_ranks: Pipeline ranks (p).
-        lengths: Tokens of every subsequence of every sequence. Sequences may differ in length and
-            in number of subsequences.
-        num_virtual: Stages per rank (v); more than 1 only for `WITH_VIRTUAL_STAGES`.
-        warmup_per_hop: Extra warm-up forwards per rank towards the front: 1 is Seq1F1B; 2 hides
-            message latency at the price of one more unit in flight per rank. Only without
-            interleaving.
-        forward_only: Leave out backwards and reductions (evaluation).
+        name: Name of the schedule, one of `schedule_names()`; sppo_msp gives the order before
+            units are cut.
+        num_ranks: Pipeline ranks.
+        lengths: Tokens of every subsequence of every sequence.
+        num_virtual: Stages per rank; more than 1 only for `WITH_VIRTUAL_STAGES`.
+        warmup_per_hop: Extra warm-up forwards per rank towards the front, see
+            `generate`.
+        forward_only: Leave out backwards.
         forwards_before_backward: Number of forwards that each rank has begun before each of its
             backwards; empty for the schedule's own numbers.
-        costs: Costs with which sppo_msp chooses the units to cut; equal units and free messages if
-            not given.
 
     Raises:
         ValueError: An unknown name, or a request that the schedule cannot serve; the message says
@@ -91,84 +78,25 @@ def generate(
             forwards_before_backward,
         ),
     )
-    plain = _plain(order_of(name, num_virtual=num_virtual), request)
-    if name == "sppo_msp":
-        return multiplex(replace(plain, name=name), forward_only=forward_only, costs=costs)
-    return plain
-
-
-def rank_orders(
-    name: str,
-    *,
-    num_ranks: int,
-    lengths: Sequence[Sequence[int]],
-    num_virtual: int = 1,
-    forwards_before_backward: ForwardsBeforeBackward = (),
-) -> Iterator[RankOrder]:
-    """Return the order of each rank's compute, with every unit whole.
-
-    Args:
-        name: Name of the schedule, one of `schedule_names()`; sppo_msp gives the order before
-            units are cut.
-        num_ranks: Pipeline ranks.
-        lengths: Tokens of every subsequence of every sequence.
-        num_virtual: Stages per rank; more than 1 only for `WITH_VIRTUAL_STAGES`.
-        forwards_before_backward: Forwards that ranks have begun before backwards, see `generate`.
-
-    Raises:
-        ValueError: An unknown name, or a request that the schedule cannot serve; the message says
-            what to change.
-    """
-    request = _checked(
-        name,
-        _Request(
-            num_ranks, num_virtual, tuple(map(tuple, lengths)), 1, False, forwards_before_backward
-        ),
-    )
     order = order_of(name, num_virtual=num_virtual)
     return (_rank_order(order, request, rank) for rank in range(num_ranks))
 
 
-def order_of(name: str, *, num_virtual: int) -> str:
-    """Return the schedule that gives the order of `name` before any unit is cut (MSP)."""
-    if name != "sppo_msp":
-        return name
-    return "sppo" if num_virtual == 1 else LOOPED
-
-
 def _rank_order(name: str, request: _Request, rank: int) -> RankOrder:
-    """Return the order of a rank's compute, paced as the request asks."""
-    order = _GENERATORS[name](request, rank)
+    """Return the order of a rank's compute, paced and without backwards as the request asks."""
+    order = _ORDERS[name](request, rank)
+    if request.forward_only:
+        return [item for item in order if item[0] == "F"]
     if not request.forwards_before_backward:
         return order
-    return orders.with_paced_forwards(
+    return steps.with_paced_forwards(
         order, forwards_before_backward=request.forwards_before_backward[rank]
     )
 
 
-def _plain(name: str, request: _Request) -> Schedule:
-    """Return a schedule in which every unit runs on the rank of its stage."""
-    placement = Placement(num_ranks=request.num_ranks, num_virtual=request.num_virtual)
-    programs = []
-    for rank in range(request.num_ranks):
-        order: Iterable[tuple[str, Step]] = _rank_order(name, request, rank)
-        if request.forward_only:
-            order = (item for item in order if item[0] == "F")
-        programs.append(_program(order, stages=placement.stages_of(rank)))
-    return Schedule(name, placement, request.lengths, tuple(programs))
-
-
-def _program(order: Iterable[tuple[str, Step]], *, stages: Sequence[int]) -> tuple[Action, ...]:
-    """Return the actions of one rank from its order of steps, with a REDUCE where a stage ends."""
-    actions = [
-        Action(_KINDS[kind], stages[virtual], unit[0], unit[1]) for kind, (virtual, unit) in order
-    ]
-    return tuple(orders.with_reductions(actions, stages=stages))
-
-
 def _gpipe(request: _Request, rank: int) -> RankOrder:
     forward, backward, _ = _one_stage(request.lengths)
-    return orders.pair_up(forward, backward=backward, warmup=len(forward))
+    return steps.pair_up(forward, backward=backward, warmup=len(forward))
 
 
 def _seq1f1b(request: _Request, rank: int) -> RankOrder:
@@ -186,16 +114,16 @@ def _seq1f1b(request: _Request, rank: int) -> RankOrder:
 def _paired_up(lengths: Lengths, ahead: int) -> RankOrder:
     """Return the order of one stage; ranks that run all forwards first share the same list."""
     forward, backward, _ = _one_stage(lengths)
-    return orders.pair_up_ahead(forward, backward=backward, ahead=ahead)
+    return steps.pair_up_ahead(forward, backward=backward, ahead=ahead)
 
 
 @lru_cache(maxsize=16)
 def _one_stage(lengths: Lengths) -> tuple[tuple[Step, ...], tuple[Step, ...], int]:
     """Return forward steps, backward steps and least warm-up of a rank with one stage."""
     groups = [range(len(lengths))]
-    forward = orders.forward_steps(lengths, groups=groups, num_virtual=1)
-    backward = orders.backward_steps(lengths, groups=groups, num_virtual=1)
-    return tuple(forward), tuple(backward), orders.least_warmup(forward, backward=backward)
+    forward = steps.forward_steps(lengths, groups=groups, num_virtual=1)
+    backward = steps.backward_steps(lengths, groups=groups, num_virtual=1)
+    return tuple(forward), tuple(backward), steps.least_warmup(forward, backward=backward)
 
 
 def _sppo(request: _Request, rank: int) -> RankOrder:
@@ -209,8 +137,8 @@ def _sppo(request: _Request, rank: int) -> RankOrder:
     order: RankOrder = []
     for sequence in request.everything:
         alone = range(sequence, sequence + 1)
-        forward = orders.forward_units(request.lengths, sequences=alone)
-        backward = orders.backward_units(request.lengths, sequences=alone)
+        forward = steps.forward_units(request.lengths, sequences=alone)
+        backward = steps.backward_units(request.lengths, sequences=alone)
         order.extend(("F", (0, unit)) for unit in forward)
         order.extend(("B", (0, unit)) for unit in backward)
     return order
@@ -218,7 +146,7 @@ def _sppo(request: _Request, rank: int) -> RankOrder:
 
 def _interleaved(request: _Request, rank: int) -> RankOrder:
     """Return the interleaved 1F1B order over groups of sequences with any number of units."""
-    groups = orders.sequence_groups(request.lengths, num_ranks=request.num_ranks)
+    groups = steps.sequence_groups(request.lengths, num_ranks=request.num_ranks)
     return interleaved_order(
         request.lengths,
         groups=groups,
@@ -234,10 +162,10 @@ def interleaved_order(
 
     `extra_warmup` is the number of warm-up forwards beyond those of the last rank.
     """
-    forward = orders.forward_steps(lengths, groups=groups, num_virtual=num_virtual)
-    backward = orders.backward_steps(lengths, groups=groups, num_virtual=num_virtual)
-    least = orders.least_warmup(forward, backward=backward)
-    return orders.pair_up(forward, backward=backward, warmup=least + extra_warmup)
+    forward = steps.forward_steps(lengths, groups=groups, num_virtual=num_virtual)
+    backward = steps.backward_steps(lengths, groups=groups, num_virtual=num_virtual)
+    least = steps.least_warmup(forward, backward=backward)
+    return steps.pair_up(forward, backward=backward, warmup=least + extra_warmup)
 
 
 def _looped_bfs(request: _Request, rank: int) -> RankOrder:
@@ -256,10 +184,10 @@ def _looped_bfs(request: _Request, rank: int) -> RankOrder:
 def _breadth_first(lengths: Lengths, num_ranks: int, num_virtual: int) -> RankOrder:
     """Return the looped breadth-first order, which is the same list on all ranks."""
     order: RankOrder = []
-    for group in orders.sequence_groups(lengths, num_ranks=num_ranks):
+    for group in steps.sequence_groups(lengths, num_ranks=num_ranks):
         forward, backward = (
             steps(lengths, groups=[group], num_virtual=num_virtual)
-            for steps in (orders.forward_steps, orders.backward_steps)
+            for steps in (steps.forward_steps, steps.backward_steps)
         )
         order.extend(("F", step) for step in forward)
         order.extend(("B", step) for step in backward)
@@ -270,10 +198,10 @@ def _zero_bubble(request: _Request, rank: int) -> RankOrder:
     """Return the ZB-H1 order: 1F1B over subsequences, each weight half `rank` backwards late."""
     if request.forward_only:
         return _seq1f1b(request, rank)
-    return orders.delay_weights(_seq1f1b(request, rank), delay=rank)
+    return steps.delay_weights(_seq1f1b(request, rank), delay=rank)
 
 
-_GENERATORS: dict[str, Callable[[_Request, int], RankOrder]] = {
+_ORDERS: dict[str, Callable[[_Request, int], RankOrder]] = {
     "gpipe": _gpipe,
     "1f1b": _seq1f1b,
     "interleaved_1f1b": _interleaved,
@@ -284,39 +212,8 @@ _GENERATORS: dict[str, Callable[[_Request, int], RankOrder]] = {
     "seq_zb_h1": _zero_bubble,
     "sppo": _sppo,
 }
-DESCRIPTIONS: Mapping[str, str] = {
-    "gpipe": "All forwards, then all backwards (GPipe).",
-    "1f1b": "One forward, one backward in turn after a warm-up, of whole sequences "
-    "(PipeDream-Flush, Megatron-LM).",
-    "interleaved_1f1b": "The same with several stages on a rank, between which it changes "
-    "(Megatron-LM).",
-    "seq1f1b": "One forward, one backward in turn, of subsequences (Seq1F1B).",
-    "interleaved_seq1f1b": "The same with several stages on a rank, for any number of "
-    "subsequences.",
-    "looped_bfs": "All units of a sequence pass one stage of every rank before the next one; "
-    "backward takes the stages in reverse (Breadth-First Pipeline Parallelism).",
-    "zb_h1": "1F1B with the gradients of weights put off by one backward a rank (Zero Bubble).",
-    "seq_zb_h1": "The same of subsequences.",
-    "sppo": "Seq1F1B; a single rank runs sequence after sequence, with K and V of one (SPPO).",
-    "sppo_msp": "The same, with the units next to bubbles cut once more over the ranks that would "
-    "idle (SPPO, section 6); with several stages on a rank the same of looped_bfs.",
-}
-"""Descriptions of the schedules, by name, with their sources."""
 # Schedules whose warm-up can be lengthened to hide the latency of messages.
 _WITH_LONGER_WARMUP = ("1f1b", "seq1f1b", "zb_h1", "seq_zb_h1", "sppo")
-# Schedules that run the weight half of a backward as an action of its own.
-DEFERRING_WEIGHTS = ("zb_h1", "seq_zb_h1")
-LOOPED = "looped_bfs"
-"""Schedule in which a group of sequences passes one stage of a rank before the next stage, and
-ends before the next group begins."""
-# Schedules that may hold several stages on a rank.
-WITH_VIRTUAL_STAGES = ("interleaved_1f1b", "interleaved_seq1f1b", LOOPED, "sppo_msp")
-# Schedules of whole sequences, each with its equivalent over subsequences.
-WHOLE_SEQUENCES = {
-    "1f1b": "seq1f1b",
-    "interleaved_1f1b": "interleaved_seq1f1b",
-    "zb_h1": "seq_zb_h1",
-}
 
 
 def _checked(name: str, request: _Request) -> _Request:

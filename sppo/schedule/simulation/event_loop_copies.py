@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from sppo.schedule.actions import RESIDENT_STAGES
 from sppo.schedule.encoding import D2H, D2H_KV, H2D, H2D_KV, B, F
-from sppo.schedule.simulation_state import SimulationState
+from sppo.schedule.simulation.event_loop_state import SimulationState
 
 
 class SimulatedCopies:

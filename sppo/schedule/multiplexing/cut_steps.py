@@ -2,7 +2,7 @@
 
 Within a sequence, forwards run in the order in which they can start, and backwards in the reverse
 order, on all ranks. So one walk along that order gives the step time, equal to the result of the
-event loop (:mod:`sppo.schedule.event_loop`) for the program, without making the program.
+event loop (:mod:`sppo.schedule.simulation.event_loop`) for the program, without making the program.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sppo.schedule.actions import Action, ActionKind, Cut, Schedule
 from sppo.schedule.costs import Costs
 from sppo.schedule.encoding import B, F
 from sppo.schedule.msp_groups import MspGroup, msp_seconds, routes_between
-from sppo.schedule.orders import with_reductions
+from sppo.schedule.transfers.reductions import with_reductions
 
 _Messages = tuple[tuple[int, float, float], ...]
 """Messages of a unit between two stages: (link, seconds on the link, latency after that)."""

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sppo.schedule import orders
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.checks.validate import find_violations, validate
-from sppo.schedule.generators import WITH_VIRTUAL_STAGES, generate, schedule_names
+from sppo.schedule.generate import generate
+from sppo.schedule.orders import steps
+from sppo.schedule.orders.names import WITH_VIRTUAL_STAGES, schedule_names
 from sppo.schedule.transfers.communication import place_messages
 from tests.schedule.cases import SUBSEQUENCE_SCHEDULES, in_flight, make, play
 from tests.schedule.pacing import forwards_between, most_forwards
@@ -86,10 +87,10 @@ def test_a_long_sequence_holds_no_more_once_it_is_through():
 def test_equal_sequences_pair_up_after_a_constant_warm_up(ahead, m, n):
     lengths = ((8,) * n,) * m
     groups = [range(m)]
-    forward = orders.forward_steps(lengths, groups=groups, num_virtual=1)
-    backward = orders.backward_steps(lengths, groups=groups, num_virtual=1)
-    shrinking = orders.pair_up_ahead(forward, backward=backward, ahead=ahead)
-    assert shrinking == orders.pair_up(forward, backward=backward, warmup=n - 1 + ahead)
+    forward = steps.forward_steps(lengths, groups=groups, num_virtual=1)
+    backward = steps.backward_steps(lengths, groups=groups, num_virtual=1)
+    shrinking = steps.pair_up_ahead(forward, backward=backward, ahead=ahead)
+    assert shrinking == steps.pair_up(forward, backward=backward, warmup=n - 1 + ahead)
 
 
 @settings(deadline=None, max_examples=examples(25, all=150))

@@ -14,10 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from sppo.schedule.actions import Action, ActionKind
+from sppo.schedule.actions import UnitKey
 
-UnitKey = tuple[int, int]
-"""(sequence, subsequence)."""
 Step = tuple[int, UnitKey]
 Lengths = tuple[tuple[int, ...], ...]
 
@@ -178,23 +176,3 @@ def delay_weights(order: Sequence[tuple[str, Step]], *, delay: int) -> list[tupl
                 split.append(("W", held.pop(0)))
     split.extend(("W", step) for step in held)
     return split
-
-
-def with_reductions(actions: Sequence[Action], *, stages: Sequence[int]) -> list[Action]:
-    """Return `actions` of one rank with a REDUCE for each stage in `stages`.
-
-    The REDUCE of a stage follows the last B or W of the stage. The REDUCE of the stage that ends
-    last is at the end of the program, after shards of other ranks' stages: the rank waits there
-    for all reductions in flight.
-    """
-    backward = (ActionKind.B, ActionKind.W)
-    last = {a.stage: n for n, a in enumerate(actions) if a.kind in backward and a.stage in stages}
-    if last:
-        last[max(last, key=last.__getitem__)] = len(actions) - 1
-    ended = {index: stage for stage, index in last.items()}
-    placed: list[Action] = []
-    for index, action in enumerate(actions):
-        placed.append(action)
-        if index in ended:
-            placed.append(Action(ActionKind.REDUCE, ended[index]))
-    return placed

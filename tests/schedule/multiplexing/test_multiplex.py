@@ -9,13 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sppo.schedule import multiplex as multiplexing
 from sppo.schedule.actions import ActionKind, Placement
 from sppo.schedule.checks.validate import validate
 from sppo.schedule.costs import Link, Links, abstract_costs
-from sppo.schedule.cut_steps import CutSteps
 from sppo.schedule.encoding import encode
-from sppo.schedule.generators import generate, order_of
+from sppo.schedule.generate import generate
 from sppo.schedule.msp_groups import (
     MspGroup,
     balanced_shards,
@@ -23,7 +21,10 @@ from sppo.schedule.msp_groups import (
     msp_seconds,
     routes_between,
 )
-from sppo.schedule.multiplex import multiplex, multiplexed_ranks
+from sppo.schedule.multiplexing import multiplex as multiplexing
+from sppo.schedule.multiplexing.cut_steps import CutSteps
+from sppo.schedule.multiplexing.multiplex import multiplex, multiplexed_ranks
+from sppo.schedule.orders.names import order_of
 from sppo.schedule.program import lower
 from sppo.schedule.simulation.simulate import simulate
 from tests.schedule.cases import make, play

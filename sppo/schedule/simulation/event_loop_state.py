@@ -1,7 +1,7 @@
 """State of one simulation: times of the actions played and of the results known so far.
 
-The walk of the ranks (:mod:`sppo.schedule.event_loop`) and their copies
-(:mod:`sppo.schedule.simulated_copies`) read and set these times.
+The walk of the ranks (:mod:`sppo.schedule.simulation.event_loop`) and their copies
+(:mod:`sppo.schedule.simulation.event_loop_copies`) read and set these times.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ Dependencies of an action, besides its resource:
 * B: the F of the same unit, the B of the next subsequence (dK/dV), the gradient from the next
   stage, and the unit's H2D if the program has one; W: the B of its unit; KV: the F of its unit;
 * D2H: the F of its unit; H2D: the D2H of its unit, and the preceding compute in the program, which
-  frees the memory for it; :mod:`sppo.schedule.simulated_copies` handles copies that flow layer by
-  layer, and copies of K and V;
+  frees the memory for it; :mod:`sppo.schedule.simulation.event_loop_copies`
+  handles copies that flow layer by layer, and copies of K and V;
 * REDUCE: the preceding compute; later compute waits for the REDUCE, because few buckets of
   gradients are in flight at once (:mod:`sppo.parallel.data_parallel`);
 * copies of a whole stage's weights or gradients: the preceding compute and REDUCE; compute of the
@@ -44,8 +44,8 @@ from sppo.schedule.encoding import (
     F,
 )
 from sppo.schedule.msp_groups import Route, msp_routes
-from sppo.schedule.simulated_copies import SimulatedCopies
-from sppo.schedule.simulation_state import SimulationState
+from sppo.schedule.simulation.event_loop_copies import SimulatedCopies
+from sppo.schedule.simulation.event_loop_state import SimulationState
 
 BUBBLE, COMMUNICATION, COPY = range(3)
 IdleGap = tuple[float, float, int]
