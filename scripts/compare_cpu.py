@@ -199,7 +199,7 @@ class _Sppo:
         from sppo.model.gradients import zero_gradients
         from sppo.model.initialize import initial_weights
         from sppo.offload.offload_store import OffloadStore
-        from sppo.offload.thread_queues import ThreadQueues
+        from sppo.offload.queues.thread_queues import ThreadQueues
         from sppo.optim.adamw import AdamW
         from sppo.planning.partition import automatic_num_subsequences, boundaries_by_length
 

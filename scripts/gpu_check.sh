@@ -83,7 +83,7 @@ build(pathlib.Path("sppo/kernels/_native"))'
 # Offloading brings back every bit, whatever is late; then the same with every access of memory checked for its order.
 try offload 60 "$python" -m pytest -q -m gpu -p no:cacheprovider tests/offload
 TORCH_CUDA_SANITIZER=1 try sanitizer 60 "$python" -m pytest -q -m gpu -p no:cacheprovider \
-    tests/offload/test_cuda_queues.py -k "bring_back and none"
+    tests/offload/queues/test_cuda_queues.py -k "bring_back and none"
 try attention 60 "$python" -c 'from sppo.__main__ import main; main()' bench attention --queries 8Ki \
     --keys 128Ki --heads 32/8 --head-size 128 --dtype bf16 --png "$out/attention.png" --json
 try pcie 40 "$python" -c 'from sppo.__main__ import main; main()' bench pcie $quick --json

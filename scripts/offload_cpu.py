@@ -83,7 +83,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     from sppo.kernels.native.cpu_allocator import install_cpu_allocator
     from sppo.kernels.native.machine_memory import memory_room
     from sppo.kernels.native.process_memory import peak_resident_bytes, reset_peak, resident_bytes
-    from sppo.offload.disk import usable_directory
+    from sppo.offload.disk.disk_room import usable_directory
     from sppo.planning.run_plan import plan_run
     from sppo.training.state import build_state
     from sppo.training.steps.warm_up import warm_up

@@ -16,11 +16,12 @@ import torch
 
 from sppo.engine import trace
 from sppo.hardware.numa import NumaNode
-from sppo.offload import cuda_queues, transfers
+from sppo.offload import transfers
+from sppo.offload.queues import cuda_queues
 from sppo.training.devices import cuda_device
 from sppo.training.devices.cuda_device import CudaDevice
 from sppo.units import GIB, MIB
-from tests.offload.test_cuda_queues import EventOfNow, runtime_without_a_gpu
+from tests.offload.queues.test_cuda_queues import EventOfNow, runtime_without_a_gpu
 
 NAME = "NVIDIA H200"
 TOTAL_BYTES = 141 * GIB

@@ -56,6 +56,8 @@ PLANTED = {
     "engine/unit.py": ("from sppo.training import trainer", "Layers: "),
     "schedule/actions.py": ("from sppo.schedule import encoding", "No circles"),
     "schedule/orders/steps.py": ("from sppo.schedule import simulation", "Layers of the schedule"),
+    "offload/arena.py": ("from sppo.offload import slots", "Layers of the offload package"),
+    "engine/trace.py": ("from sppo.engine import stage", "Layers of the engine package"),
     "kernels/native/file.py": ("from sppo.kernels.native import extension", "No circles"),
 }
 """What is added to a module, and the contract that it breaks."""

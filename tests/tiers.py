@@ -168,7 +168,7 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
             by=("engine/test_offload.py::test_any_offload_ratio_is_everything_kept",),
         ),
     },
-    "engine/test_sharded_gradients.py": {
+    "engine/providers/test_sharded_gradients.py": {
         "test_gradients_of_steps_in_a_row": each(
             "each level, schedule, mesh and way to tie once; random trainings mix them",
             _RANDOM_TRAININGS,
@@ -453,7 +453,7 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
         "test_rows_of_shared_weights": only("3", why="gradients are sharded as well"),
         "test_gathering_changes_no_bit": replaced(
             "training/whole_runs/test_zero_runs.py::test_ranks_that_keep_their_own_rows_do_what_one_does",
-            "engine/test_sharded_gradients.py::test_gradients_of_steps_in_a_row",
+            "engine/providers/test_sharded_gradients.py::test_gradients_of_steps_in_a_row",
             why="both compare with weights that are not gathered",
         ),
         "test_a_run_of_one_rank_goes_on_with_rows_on_each_of_many": replaced(
@@ -766,7 +766,7 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
     "kernels/native/test_cpu_allocator.py": {
         "test_pool_is_clean_under_sanitizers": replaced(
             "kernels/native/test_cpu_allocator.py::test_tensors_live_in_the_pool_and_leave_it",
-            "offload/test_file_tier_faults.py::test_the_sources_pass_the_sanitizers",
+            "offload/disk/test_file_tier_faults.py::test_the_sources_pass_the_sanitizers",
             why="what the pool does; one compilation with sanitizers stays, that of file tiers",
         ),
         "test_the_profiler_sees_what_the_pool_hands_out": replaced(
@@ -795,15 +795,15 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
             why="the same sources and the same CMakeLists.txt, one after the other",
         ),
     },
-    "offload/test_file_tier.py": {
+    "offload/disk/test_file_tier.py": {
         "test_bytes_come_back": pairs("ways to open x offsets x sizes; every two of them meet"),
     },
-    "offload/test_thread_queues.py": {
+    "offload/queues/test_thread_queues.py": {
         "test_a_program_may_end_with_work_in_its_queues": without(
             "*-7", why="os._exit waits for nothing, whatever the threads do"
         ),
     },
-    "offload/test_file_tier_faults.py": {
+    "offload/disk/test_file_tier_faults.py": {
         "test_the_sources_pass_the_sanitizers": only(
             "address,undefined", why="one compilation; races of threads show in the other tier"
         ),

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from sppo.bench.copies import CopyMeasurements, CopyPoint, Directions, Times, measure_point
 from sppo.bench.timing import Watcher
 from sppo.offload.arena import HostArena
-from sppo.offload.disk import disk_room, is_memory
-from sppo.offload.file_tier import FileTier, Transfer
+from sppo.offload.disk.disk_room import disk_room, is_memory
+from sppo.offload.disk.file_tier import FileTier, Transfer
 from sppo.units import MIB, format_bytes
 
 _FILE_BYTES, _QUICK_FILE_BYTES = 1024 * MIB, 128 * MIB

@@ -28,9 +28,9 @@ from sppo.config.presets import PRESETS
 from sppo.cost.parameters import layer_shapes
 from sppo.kernels.attention.interface import attention_forward
 from sppo.kernels.linear import linear
-from sppo.offload.cuda_queues import CudaQueues
-from sppo.offload.queues import CopyQueues, Dependency, Event, Ordering, Region
-from sppo.offload.thread_queues import ThreadQueues
+from sppo.offload.queues.copy_queues import CopyQueues, Dependency, Event, Ordering, Region
+from sppo.offload.queues.cuda_queues import CudaQueues
+from sppo.offload.queues.thread_queues import ThreadQueues
 from sppo.units import GIB, format_duration
 
 _cuda: Any = torch.cuda  # parts of torch.cuda have no types

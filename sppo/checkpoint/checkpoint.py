@@ -33,14 +33,14 @@ from sppo.checkpoint.files import (
     step_name,
 )
 from sppo.checkpoint.manifest import FileSum, find_absence, sum_files, why_absent, write_manifest
-from sppo.checkpoint.ranks import TIMEOUT_S, CheckpointRanks
-from sppo.checkpoint.search import (
+from sppo.checkpoint.newest import (
     Checkpoint,
     InvalidCheckpointError,
     find_checkpoint,
     held_checkpoint,
     newest_valid,
 )
+from sppo.checkpoint.ranks import TIMEOUT_S, CheckpointRanks
 from sppo.checkpoint.state_block import StateBlock, as_blocks
 from sppo.checkpoint.tensors import (
     BlockKey,

@@ -121,7 +121,7 @@ def to_hf(
 
         sppo convert to-hf runs/quickstart models/quickstart --tokenizer downloads/Qwen3-0.6B
     """
-    from sppo.checkpoint.search import check_any
+    from sppo.checkpoint.newest import check_any
     from sppo.output_file import check_unused_directory
     from sppo.units import parse_size
 

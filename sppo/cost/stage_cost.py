@@ -40,12 +40,12 @@ from sppo.cost.packed_sequence import PackedSequence, parts_of_packed, parts_of_
 from sppo.cost.parameters import layer_parameters, outer_shapes
 from sppo.cost.pass_parts import PASS_NAMES, LayerSeconds, PassParts
 from sppo.cost.sharding.collectives import REDUCE_BUCKET_BYTES, REDUCE_BUCKETS, shard_seconds
-from sppo.cost.sharding.part_seconds import (
+from sppo.cost.sharding.weight_part_seconds import (
     last_reduction_seconds,
     unit_collective_seconds,
     with_collectives,
 )
-from sppo.cost.sharding.parts import layer_by_copies, outer_by_copies
+from sppo.cost.sharding.weight_parts import layer_by_copies, outer_by_copies
 from sppo.hardware.description import Tier
 from sppo.hardware.rates import Floats
 from sppo.schedule.actions import RESIDENT_STAGES

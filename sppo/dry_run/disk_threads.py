@@ -9,8 +9,8 @@ from pathlib import Path
 from sppo.dry_run.recorder import Recorder
 from sppo.dry_run.streams import Runtime, Worker
 from sppo.dry_run.tensor_functions import HostBytes
-from sppo.offload.queues import Event
-from sppo.offload.worker_queue import wait_for
+from sppo.offload.queues.copy_queues import Event
+from sppo.offload.queues.worker_queue import wait_for
 
 
 class DoneWork(Future[None]):
@@ -27,7 +27,7 @@ class DoneWork(Future[None]):
 
 
 class InlineQueue:
-    """:class:`sppo.offload.worker_queue.WorkerQueue` that does work at once when it is submitted.
+    """A :class:`sppo.offload.queues.worker_queue.WorkerQueue` that does submitted work at once.
 
     Args:
         name: Name of the fake thread.
@@ -65,7 +65,7 @@ class InlineQueue:
 
 
 class FakeFile:
-    """:class:`sppo.offload.file_tier.FileTier` without a file.
+    """:class:`sppo.offload.disk.file_tier.FileTier` without a file.
 
     Args:
         directory: Directory of the file; not used.

@@ -30,7 +30,7 @@ from sppo.kernels import fused
 from sppo.kernels.attention import document_offsets, interface
 from sppo.kernels.attention.kernel import AttentionKernel
 from sppo.model import rope
-from sppo.offload import cuda_queues
+from sppo.offload.queues import cuda_queues
 from sppo.optim import optimizer_rows
 from sppo.optim.fused_adamw import MOMENTS
 from sppo.training import state_tensors

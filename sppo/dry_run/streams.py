@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
 
 Clock = dict[int, int]
@@ -110,7 +110,7 @@ class Runtime:
 
         class OwnStream(Stream):
             def __init__(self, device: object = None, priority: int = 0) -> None:
-                _, module, *_ = calling_function().split(".")
+                module = calling_module().rpartition(".")[2]
                 runtime._made_by[module] += 1
                 super().__init__(runtime, name=f"{module} {runtime._made_by[module]}")
                 runtime._streams.append(self)
@@ -293,10 +293,23 @@ class Event:
 
 def calling_function() -> str:
     """Return the name of the innermost calling function of `sppo` outside `sppo.dry_run`."""
+    frame = _calling_frame()
+    if frame is None:
+        return "this program"
+    return f"{calling_module().removeprefix('sppo.')}.{frame.f_code.co_qualname}"
+
+
+def calling_module() -> str:
+    """Return the name of the innermost calling module of `sppo` outside `sppo.dry_run`."""
+    frame = _calling_frame()
+    return "" if frame is None else str(frame.f_globals["__name__"])
+
+
+def _calling_frame() -> FrameType | None:
     frame = sys._getframe(1)
     while frame.f_back is not None:
         module = frame.f_globals.get("__name__", "")
         if module.startswith("sppo.") and not module.startswith("sppo.dry_run."):
-            return f"{module.removeprefix('sppo.')}.{frame.f_code.co_qualname}"
+            return frame
         frame = frame.f_back
-    return "this program"
+    return None

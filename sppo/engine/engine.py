@@ -12,21 +12,21 @@ from sppo.activations.activation_layout import OffloadSchedule, joint_schedule
 from sppo.activations.placement import PlacementOf, SubsequencePlacement
 from sppo.activations.policy import policy_placement
 from sppo.config.model import ModelConfig
+from sppo.engine.attention.kv_store import KVStore
 from sppo.engine.executor import Executor, StepOutput
-from sppo.engine.gradients import GradientProvider, ResidentGradients
 from sppo.engine.kv_returns import take_order
-from sppo.engine.kv_store import KVStore
 from sppo.engine.msp.executor import MspExecutor
 from sppo.engine.msp.stage import MspMemory, MspStage
 from sppo.engine.pipeline import ALONE, Pipeline
+from sppo.engine.providers.gradients import GradientProvider, ResidentGradients
+from sppo.engine.providers.state_streams import StateStreams
+from sppo.engine.providers.streamed_gradients import StreamedGradients
+from sppo.engine.providers.streamed_weights import StreamedWeights
+from sppo.engine.providers.weights import ResidentWeights, WeightPart, WeightProvider
 from sppo.engine.stage import Stage
-from sppo.engine.state_streams import StateStreams
 from sppo.engine.step_programs import StepPrograms
-from sppo.engine.streamed_gradients import StreamedGradients
-from sppo.engine.streamed_weights import StreamedWeights
 from sppo.engine.trace import ExecutedAction, Stopwatch, Trace
 from sppo.engine.unit import SequenceData, SequenceShard, Unit, units_of
-from sppo.engine.weights import ResidentWeights, WeightPart, WeightProvider
 from sppo.kernels.attention.interface import Backend
 from sppo.kernels.cross_entropy import CROSS_ENTROPY, LossTerms
 from sppo.offload.copy_report import CopyReport, combined

@@ -18,9 +18,9 @@ from torch import Tensor
 from sppo.activations.activation_layout import ActivationKey
 from sppo.engine.kv_returns import KVReturns
 from sppo.engine.msp.executor import MspExecutor
+from sppo.engine.providers.state_streams import StateStreams
 from sppo.engine.stage import Stage
 from sppo.engine.stage_buffers import LocalTokens, StageBuffers
-from sppo.engine.state_streams import StateStreams
 from sppo.engine.trace import HostStopwatch, Stopwatch, Trace
 from sppo.engine.unit import Unit
 from sppo.offload.offload_store import OffloadStore

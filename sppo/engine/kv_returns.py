@@ -1,9 +1,9 @@
 """Order in which offloaded K and V return to the device of one rank.
 
 Blocks of K and V pass through the ring of the offload store, one by one, into the buffers of
-:class:`sppo.engine.kv_store.KVStore`. The program's H2D of a unit's K and V says before which
-backward its blocks may return. They are restored during that backward: one block before the saved
-tensors of each layer except the first are taken, the rest after the backward. A backward that
+:class:`sppo.engine.attention.kv_store.KVStore`. The program's H2D of a unit's K and V says before
+which backward its blocks may return. They are restored during that backward: one block before the
+saved tensors of each layer except the first are taken, the rest after the backward. A backward that
 itself reads the K and V of waiting blocks restores all blocks first.
 """
 

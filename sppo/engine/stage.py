@@ -24,13 +24,13 @@ from sppo.activations.activation_layout import (
 )
 from sppo.activations.placement import SubsequencePlacement, check_whole_classes
 from sppo.config.model import ModelConfig
-from sppo.engine.gradients import GradientProvider, gradients_of
-from sppo.engine.kv_store import KVStore
+from sppo.engine.attention.kv_store import KVStore
+from sppo.engine.attention.subsequence_attention import KVCacheAttention
+from sppo.engine.attention.ulysses_attention import UlyssesAttention
+from sppo.engine.providers.gradients import GradientProvider, gradients_of
+from sppo.engine.providers.weights import WeightPart, WeightProvider, visit
 from sppo.engine.saved_tensors import SavedTensors
-from sppo.engine.subsequence_attention import KVCacheAttention
-from sppo.engine.ulysses_attention import UlyssesAttention
 from sppo.engine.unit import TokenSpan, Unit
-from sppo.engine.weights import WeightPart, WeightProvider, visit
 from sppo.kernels.attention.interface import Backend
 from sppo.kernels.cross_entropy import (
     CROSS_ENTROPY,

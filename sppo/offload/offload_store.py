@@ -9,8 +9,9 @@ return into a ring of slots, a few blocks ahead of their use. A layer that offlo
 as one block of this distance. If K and V are offloaded too, in blocks of their own, the distance is
 half as many layers.
 
-:class:`sppo.offload.queues.Ordering` lists the required orderings, and every copy below names the
-events that it waits for. These events belong to copies enqueued earlier, so copies cannot deadlock.
+:class:`sppo.offload.queues.copy_queues.Ordering` lists the required orderings, and every copy below
+names the events that it waits for. These events belong to copies enqueued earlier, so copies cannot
+deadlock.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from sppo.activations.tensor_classes import CLASSES, class_of
 from sppo.offload.copy_report import CopyReport
 from sppo.offload.device_stores import on_its_own
 from sppo.offload.integrity import Checksums
-from sppo.offload.queues import CopyQueues, Event, Ordering
+from sppo.offload.queues.copy_queues import CopyQueues, Event, Ordering
 from sppo.offload.slots import Slot, SlotMemory
 
 _NOTHING = OffloadSchedule({}, (), staging_slots=0, ring_slots=0)

@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor
 
 from sppo.activations.activation_layout import Extent, OffloadSchedule
-from sppo.offload.queues import CopyQueues, Dependency, Event, Ordering, Region
+from sppo.offload.queues.copy_queues import CopyQueues, Dependency, Event, Ordering, Region
 
 
 class Slot:

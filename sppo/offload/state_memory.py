@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sppo.offload.arena import ALIGNMENT_BYTES
-from sppo.offload.mapped_file import MappedFile
+from sppo.offload.disk.mapped_file import MappedFile
 from sppo.offload.transfers import Transfers
 from sppo.units import format_bytes
 

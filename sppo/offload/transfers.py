@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sppo.offload.copy_streams import CopyStreams, copy_in_pieces
-from sppo.offload.cuda_queues import CudaQueues
-from sppo.offload.worker_queue import WorkerQueue, close_queues, wait_for
+from sppo.offload.queues.copy_streams import CopyStreams, copy_in_pieces
+from sppo.offload.queues.cuda_queues import CudaQueues
+from sppo.offload.queues.worker_queue import WorkerQueue, close_queues, wait_for
 
 _cuda: Any = torch.cuda  # parts of torch.cuda are untyped
 

@@ -25,11 +25,11 @@ from sppo.checkpoint.state_block import StateBlock
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import Shape, parameter_shapes
 from sppo.cost.sharding.collectives import REDUCE_BUCKET_BYTES
-from sppo.engine.gathered_weights import GatheredWeights
-from sppo.engine.gradients import GradientProvider, ResidentGradients
 from sppo.engine.pipeline import Pipeline
-from sppo.engine.sharded_gradients import ShardedGradients
-from sppo.engine.weights import ResidentWeights, WeightProvider
+from sppo.engine.providers.gathered_weights import GatheredWeights
+from sppo.engine.providers.gradients import GradientProvider, ResidentGradients
+from sppo.engine.providers.sharded_gradients import ShardedGradients
+from sppo.engine.providers.weights import ResidentWeights, WeightProvider
 from sppo.kernels.gradient_norm import sum_of_squares
 from sppo.optim.adamw import STEP_KEY, global_norm
 from sppo.optim.fused_adamw import MOMENTS

@@ -12,7 +12,7 @@ from sppo.config.run import RunConfig
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.baseline_cost import BaselineStep, baseline_memory, baseline_step, fits
 from sppo.planning.baseline_methods import MEGATRON, METHODS, ULYSSES, Method
-from sppo.planning.longest import longest_tokens
+from sppo.planning.longest_sequence import longest_tokens
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.feasibility import longest_sequence

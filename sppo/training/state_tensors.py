@@ -15,8 +15,8 @@ from sppo.config import RunConfig
 from sppo.cost.memory.stage_memory import DISK_UPDATE_ELEMENTS
 from sppo.cost.parameters import parameter_shapes
 from sppo.cost.state_tiers import StateTiers
-from sppo.engine.streamed_gradients import StreamedGradients
-from sppo.engine.streamed_weights import StreamedWeights
+from sppo.engine.providers.streamed_gradients import StreamedGradients
+from sppo.engine.providers.streamed_weights import StreamedWeights
 from sppo.model.hf import open_hf_weights
 from sppo.model.initialize import generate_weights_ahead
 from sppo.offload.copy_report import CopyReport

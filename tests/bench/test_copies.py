@@ -16,7 +16,7 @@ from sppo.bench.report.hardware_description import describe
 from sppo.bench.suite import Measurements
 from sppo.hardware.file import hardware_json, read_hardware
 from sppo.hardware.presets import PRESETS
-from sppo.offload.disk import DiskRoom
+from sppo.offload.disk.disk_room import DiskRoom
 from sppo.planning.run_plan import plan_run
 from sppo.units import MIB
 from tests.bench.test_timing import Watcher

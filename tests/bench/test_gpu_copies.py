@@ -13,11 +13,11 @@ from sppo.bench.operands import Operands
 from sppo.bench.overlap import MeasuredLayer, default_layer, measure_overlap
 from sppo.bench.report.copy_tables import copies_lines
 from sppo.config.model import ModelConfig
-from sppo.offload import cuda_queues
-from sppo.offload.cuda_queues import CudaQueues
+from sppo.offload.queues import cuda_queues
+from sppo.offload.queues.cuda_queues import CudaQueues
 from sppo.units import MIB
 from tests.bench.test_timing import Watcher
-from tests.offload.test_cuda_queues import on_gpu, runtime_without_a_gpu
+from tests.offload.queues.test_cuda_queues import on_gpu, runtime_without_a_gpu
 
 CPU = torch.device("cpu")
 

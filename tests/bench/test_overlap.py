@@ -137,7 +137,7 @@ def test_a_real_layer_and_a_real_disk(operands, small, tmp_path):
 
 def test_copies_that_take_longer_than_compute_are_exposed(operands, small, tmp_path, monkeypatch):
     """A disk that needs 30 ms for a write, behind a unit that takes less."""
-    from sppo.offload.thread_queues import ThreadQueues
+    from sppo.offload.queues.thread_queues import ThreadQueues
 
     class Slow(ThreadQueues):
         def _transfer(self, offset_bytes, data, *, write):

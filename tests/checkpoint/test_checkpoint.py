@@ -23,7 +23,7 @@ from torch import Tensor
 from sppo.checkpoint import checkpoint as checkpoint_module
 from sppo.checkpoint import files as checkpoint_files
 from sppo.checkpoint import manifest as checkpoint_manifest
-from sppo.checkpoint import search as checkpoint_search
+from sppo.checkpoint import newest as checkpoint_newest
 from sppo.checkpoint.checkpoint import (
     CheckpointError,
     CheckpointManager,
@@ -33,7 +33,7 @@ from sppo.checkpoint.checkpoint import (
     run_metadata,
 )
 from sppo.checkpoint.files import list_checkpoints
-from sppo.checkpoint.search import held_checkpoint
+from sppo.checkpoint.newest import held_checkpoint
 from sppo.config import RunConfig, check_run
 
 KEYS = ("model.embed.weight", "model.final_norm.weight", "optimizer.exp_avg.embed.weight")
@@ -367,9 +367,9 @@ def _has_locks(monkeypatch: pytest.MonkeyPatch, has_locks: bool) -> None:
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (checkpoint_search, "held"),
-        (checkpoint_search, "find_damage"),
-        (checkpoint_search, "_open"),
+        (checkpoint_newest, "held"),
+        (checkpoint_newest, "find_damage"),
+        (checkpoint_newest, "_open"),
         (checkpoint_module, "saved_shapes"),
         (checkpoint_module, "read_tensors"),
     ],
@@ -422,7 +422,7 @@ def test_one_checkpoint_that_the_run_deletes_is_not_called_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     _has_locks(monkeypatch, False)
-    _save_before(monkeypatch, checkpoint_search, name, _saved(tmp_path, 5, keep=1))
+    _save_before(monkeypatch, checkpoint_newest, name, _saved(tmp_path, 5, keep=1))
     with pytest.raises(InvalidCheckpointError, match="A run keeps its newest ones: name .*points"):
         read_model(tmp_path / "checkpoints" / "step_000005")
 

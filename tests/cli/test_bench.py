@@ -14,7 +14,7 @@ from sppo.hardware import this_machine
 from sppo.hardware.file import hardware_json, read_hardware
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.this_machine import detect_machine
-from sppo.offload.disk import DiskRoom
+from sppo.offload.disk.disk_room import DiskRoom
 from tests.bench.report.test_hardware_description import BACKENDS, EVERYTHING, GEMM, NOTHING
 from tests.bench.test_copies import DISK
 from tests.bench.test_overlap import OVERLAP

@@ -247,7 +247,7 @@ def test_to_hf_refuses_bad_words(tmp_path):
 
 
 def test_to_hf_of_metadata_without_a_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("sppo.checkpoint.search.check_any", lambda path: None)
+    monkeypatch.setattr("sppo.checkpoint.newest.check_any", lambda path: None)
     monkeypatch.setattr(checkpoint, "read_model", lambda path: ({"config": None}, {}))
     done = convert("to-hf", tmp_path, tmp_path / "m")
     assert done.exit_code == 2

@@ -24,8 +24,8 @@ from sppo.cost.elementwise import (
 )
 from sppo.cost.layer import Workload, update_seconds
 from sppo.cost.stage_cost import stage_seconds
+from sppo.engine.attention.kv_store import KVStore
 from sppo.engine.engine import Engine
-from sppo.engine.kv_store import KVStore
 from sppo.engine.unit import SequenceData
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.rates import AttentionPoint, ElementwisePoint, GemmPoint

@@ -10,7 +10,7 @@ from sppo.activations.activation_layout import BlockLayout
 from sppo.activations.placement import ROW_ALIGNMENT, SubsequencePlacement, prefix_rows
 from sppo.activations.tensor_classes import ATTENTION, class_bytes_per_token
 from sppo.offload.offload_store import OffloadStore
-from sppo.offload.thread_queues import ThreadQueues
+from sppo.offload.queues.thread_queues import ThreadQueues
 from tests.engine.models import Trained
 from tests.offload.emulated_queues import SCHEDULERS, EmulatedQueues
 

@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 from sppo.cost.sharding.heads import tensor_shard
 from sppo.engine.engine import Engine
-from sppo.engine.gathered_weights import GatheredWeights
-from sppo.engine.gradients import ResidentGradients
 from sppo.engine.pipeline import Pipeline
-from sppo.engine.sharded_gradients import ShardedGradients
+from sppo.engine.providers.gathered_weights import GatheredWeights
+from sppo.engine.providers.gradients import ResidentGradients
+from sppo.engine.providers.sharded_gradients import ShardedGradients
 from sppo.model.gradients import zero_gradients
 from sppo.offload.offload_store import OffloadStore
-from sppo.offload.thread_queues import ThreadQueues
+from sppo.offload.queues.thread_queues import ThreadQueues
 from sppo.parallel.data_parallel import GradientReducer, add_up
 from sppo.parallel.gradient_reduce_scatter import GradientReduceScatter
 from sppo.parallel.megatron import MegatronSequenceParallel, WeightSharding

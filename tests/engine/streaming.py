@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from sppo.engine.engine import Engine
-from sppo.engine.gradients import ResidentGradients
-from sppo.engine.streamed_gradients import StreamedGradients
-from sppo.engine.streamed_weights import StreamedWeights
-from sppo.engine.weights import ResidentWeights
+from sppo.engine.providers.gradients import ResidentGradients
+from sppo.engine.providers.streamed_gradients import StreamedGradients
+from sppo.engine.providers.streamed_weights import StreamedWeights
+from sppo.engine.providers.weights import ResidentWeights
 from sppo.model.gradients import zero_gradients
 from sppo.parallel.megatron import WeightSharding
 

@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sppo.engine.engine import by_unit
-from sppo.engine.gradients import ResidentGradients
+from sppo.engine.providers.gradients import ResidentGradients
+from sppo.engine.providers.weights import ResidentWeights
 from sppo.engine.saved_tensors import cut
 from sppo.engine.stage import Stage
 from sppo.engine.unit import units_of
-from sppo.engine.weights import ResidentWeights
 from sppo.model.gradients import zero_gradients
 from sppo.model.layer import Layer
 from sppo.offload.device_stores import DeviceStore
-from sppo.offload.file_tier import FileTier
+from sppo.offload.disk.file_tier import FileTier
 from sppo.offload.offload_store import OffloadStore
 from tests.engine.models import (
     VARIANTS,

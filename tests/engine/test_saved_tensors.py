@@ -12,7 +12,7 @@ from sppo.activations.activation_layout import (
 from sppo.engine.saved_tensors import SavedTensors
 from sppo.offload.device_stores import DeviceStore, LifoArenaStore, slot_bytes
 from sppo.offload.offload_store import OffloadStore
-from sppo.offload.thread_queues import ThreadQueues
+from sppo.offload.queues.thread_queues import ThreadQueues
 
 KEY = ActivationKey(0, 0, 0)
 X_IN = torch.arange(12.0).view(4, 3)

@@ -13,7 +13,7 @@ import numpy as np
 import yaml
 
 from sppo.checkpoint.manifest import find_damage, sum_files, write_manifest
-from sppo.checkpoint.search import find_checkpoint
+from sppo.checkpoint.newest import find_checkpoint
 from sppo.cli.app import app
 from sppo.config.loading import check_run, load_run
 from sppo.config.yaml_file import read_yaml

@@ -12,7 +12,7 @@ import torch
 
 from sppo.activations.activation_layout import BLOCK_ALIGNMENT_BYTES
 from sppo.offload.copy_report import CopyReport
-from sppo.offload.queues import Ordering
+from sppo.offload.queues.copy_queues import Ordering
 from tests.offload.vector_clocks import AccessChecker, Actor
 
 QUEUES = ("copy out", "write", "read", "copy back")
@@ -72,7 +72,7 @@ class QueuedCopy:
 
 
 class EmulatedQueues:
-    """:class:`sppo.offload.queues.CopyQueues` for tests.
+    """:class:`sppo.offload.queues.copy_queues.CopyQueues` for tests.
 
     Args:
         scheduler: when copies run.

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from sppo.activations.activation_layout import ActivationKey, Extent, OffloadSchedule, packed_bytes
-from sppo.offload.file_tier import FileTier
+from sppo.offload.disk.file_tier import FileTier
 from sppo.offload.integrity import CorruptActivationError
 from sppo.offload.offload_store import OffloadStore
-from sppo.offload.queues import Ordering
+from sppo.offload.queues.copy_queues import Ordering
 from sppo.offload.slots import Slot
 from tests.offload.emulated_queues import SCHEDULERS, EmulatedQueues, Lazy
 from tests.offload.vector_clocks import RaceError

@@ -8,9 +8,10 @@ import time
 import pytest
 import torch
 
-from sppo.offload import copy_streams, cuda_queues, transfers
+from sppo.offload import transfers
+from sppo.offload.queues import copy_streams, cuda_queues
 from sppo.offload.transfers import CudaTransfers, ThreadTransfers
-from tests.offload.test_cuda_queues import DeviceThatStandsStill, runtime_without_a_gpu
+from tests.offload.queues.test_cuda_queues import DeviceThatStandsStill, runtime_without_a_gpu
 
 
 @pytest.fixture

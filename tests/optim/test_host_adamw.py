@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from sppo.cost.state_tiers import ON_DEVICE
-from sppo.offload import cuda_queues
 from sppo.offload import transfers as host_transfers
+from sppo.offload.queues import cuda_queues
 from sppo.offload.transfers import CudaTransfers
 from sppo.optim.adamw import AdamW
 from sppo.optim.host_adamw import HostAdamW
 from sppo.optim.optimizer_rows import OptimizerRows
 from sppo.planning.plan import read_plan
 from tests.conftest import succeed
-from tests.offload.test_cuda_queues import on_gpu, runtime_without_a_gpu
+from tests.offload.queues.test_cuda_queues import on_gpu, runtime_without_a_gpu
 from tests.optim.test_adamw import CONFIG, SHAPES, _tensors
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

@@ -10,7 +10,7 @@ import pytest
 from sppo.hardware.file import hardware_for
 from sppo.planning.advice import too_long_for, what_would_fit
 from sppo.planning.baselines import SPPO, baselines
-from sppo.planning.longest import longest_tokens, with_length
+from sppo.planning.longest_sequence import longest_tokens, with_length
 from sppo.planning.search.feasibility import fits_at_all, quick_best
 from sppo.units import GIB, KIB, format_tokens
 from tests.planning.cases import machine, run_config

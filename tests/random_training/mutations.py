@@ -15,9 +15,9 @@ from unittest.mock import patch
 import torch
 
 from sppo.engine import engine, stage
-from sppo.engine import subsequence_attention as span_attention
+from sppo.engine.attention import subsequence_attention as span_attention
+from sppo.engine.providers.sharded_gradients import ShardedGradients
 from sppo.engine.saved_tensors import SavedTensors
-from sppo.engine.sharded_gradients import ShardedGradients
 from sppo.model.gradients import DeferredGradients
 from sppo.optim.adamw import AdamW
 from sppo.optim.sharded_state import ShardedState

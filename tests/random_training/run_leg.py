@@ -17,8 +17,8 @@ from sppo.checkpoint.state_block import StateBlock
 from sppo.config.model import ModelConfig
 from sppo.engine.engine import Engine
 from sppo.engine.pipeline import Pipeline
-from sppo.engine.streamed_gradients import StreamedGradients
-from sppo.engine.streamed_weights import StreamedWeights
+from sppo.engine.providers.streamed_gradients import StreamedGradients
+from sppo.engine.providers.streamed_weights import StreamedWeights
 from sppo.model.gradients import zero_gradients
 from sppo.offload.offload_store import OffloadStore
 from sppo.optim.adamw import AdamW, clip_

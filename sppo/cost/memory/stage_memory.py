@@ -23,7 +23,7 @@ from sppo.cost.memory.unit_working_sets import computing_bytes, loss_bytes
 from sppo.cost.memory.units_in_flight import KVTokens, UnitsInFlight
 from sppo.cost.parameters import num_parameters
 from sppo.cost.sharding.collectives import REDUCE_BUCKET_BYTES, REDUCE_BUCKETS
-from sppo.cost.sharding.parts import ShardedParts, outer_by_copies, rank_parts
+from sppo.cost.sharding.weight_parts import ShardedParts, outer_by_copies, rank_parts
 from sppo.cost.stage_cost import (
     device_parameters,
     most_held_of_ranks,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sppo.engine.kv_store import KVStore
+from sppo.engine.attention.kv_store import KVStore
 from sppo.engine.msp.shard import MspShard, Run
 from sppo.kernels.attention.interface import Backend, attention_backward, attention_forward
 from sppo.kernels.elementwise import accumulation_dtype

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import layer_shapes
-from sppo.engine.gradients import GradientProvider, gradients_of
 from sppo.engine.msp.attention import MspAttention
 from sppo.engine.msp.shard import MspShard
 from sppo.engine.msp.weights import MspGradients, MspWeights
+from sppo.engine.providers.gradients import GradientProvider, gradients_of
 from sppo.engine.stage import Stage
 from sppo.engine.unit import Unit
 from sppo.kernels.attention.interface import Backend

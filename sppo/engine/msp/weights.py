@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import layer_shapes
-from sppo.engine.weights import WeightPart, WeightProvider
+from sppo.engine.providers.weights import WeightPart, WeightProvider
 from sppo.kernels.elementwise import accumulation_dtype
 from sppo.kernels.linear import accumulate_bias_gradient, accumulate_weight_gradient
 from sppo.parallel.job.peer_errors import peer_errors
@@ -32,7 +32,7 @@ _MOST_UNDER_WAY = 2
 
 
 class MspWeights:
-    """:class:`sppo.engine.weights.WeightProvider` of one stage, while one MSP shard runs.
+    """:class:`sppo.engine.providers.weights.WeightProvider` of one stage, while one MSP shard runs.
 
     Args:
         model: Model configuration.

@@ -1,7 +1,7 @@
 """File functions of the native library and their C types, see csrc/file_tier.h.
 
 Every opened file must be closed once, and every submitted request must be forgotten once;
-sppo/offload/threaded_files.py does both.
+sppo/offload/disk/threaded_files.py does both.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from sppo.config.run import RunConfig
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.longest import longest_tokens, with_length
+from sppo.planning.longest_sequence import longest_tokens, with_length
 from sppo.planning.search.candidate_search import CandidateSearch
 from sppo.planning.search.candidates import candidate_of_subsequences, counts_of_degrees
 from sppo.planning.search.choices import (

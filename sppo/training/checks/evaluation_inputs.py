@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sppo.checkpoint.search import NoCheckpointError, check_any
+from sppo.checkpoint.newest import NoCheckpointError, check_any
 from sppo.config import RunConfig
 from sppo.data.run_tokens import open_evaluated
 from sppo.hardware.file import hardware_for

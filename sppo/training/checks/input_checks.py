@@ -17,7 +17,7 @@ from sppo.data.run_tokens import open_data, open_evaluated
 from sppo.hardware.file import hardware_for
 from sppo.hardware.presets import PRESETS
 from sppo.model.hf_files import check_headers
-from sppo.offload.disk import usable_directory
+from sppo.offload.disk.disk_room import usable_directory
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.run_plan import plan_run
 from sppo.planning.search.choices import Degrees, multiplexed_problem, shard_heads, uses_msp

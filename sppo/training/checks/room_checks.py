@@ -13,7 +13,7 @@ from sppo.cost.memory.process_growth import PLANNING_PROCESS_BYTES, REPORT_BYTES
 from sppo.cost.memory.stage_memory import checkpoint_bytes
 from sppo.cost.memory.tier_memory import OFFLOADED, SAVED_IN_BACKGROUND
 from sppo.kernels.native.process_memory import private_bytes
-from sppo.offload.disk import DiskRoom, is_memory, usable_directory
+from sppo.offload.disk.disk_room import DiskRoom, is_memory, usable_directory
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.plan_program import plan_candidate
 from sppo.planning.run_plan import offload_less

@@ -22,8 +22,8 @@ from sppo.kernels.native.machine_memory import memory_room
 from sppo.kernels.native.process_memory import peak_resident_bytes, reset_peak, resident_bytes
 from sppo.kernels.peak import measure_matmul_flops_per_s
 from sppo.offload.offload_store import OffloadStore
+from sppo.offload.queues.thread_queues import ThreadQueues
 from sppo.offload.state_memory import StateMemory
-from sppo.offload.thread_queues import ThreadQueues
 from sppo.offload.transfers import ThreadTransfers, Transfers
 from sppo.planning.plan import ExecutionPlan
 from sppo.training.devices.device import DeviceKind, PoolUse

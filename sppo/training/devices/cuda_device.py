@@ -23,9 +23,9 @@ from sppo.hardware.numa import node_of_pci_device, stay_near
 from sppo.hardware.this_machine import Gpus, describe_gpus, usable_memory_bytes
 from sppo.kernels.native.machine_memory import memory_room
 from sppo.kernels.peak import measure_matmul_flops_per_s
-from sppo.offload.copy_streams import CopyStreams, wait_with_timeout
-from sppo.offload.cuda_queues import CudaQueues
 from sppo.offload.offload_store import OffloadStore
+from sppo.offload.queues.copy_streams import CopyStreams, wait_with_timeout
+from sppo.offload.queues.cuda_queues import CudaQueues
 from sppo.offload.state_memory import StateMemory
 from sppo.offload.transfers import CudaTransfers, Transfers
 from sppo.planning.plan import ExecutionPlan

@@ -32,7 +32,7 @@ from sppo.kernels.native.cpu_allocator import install_cpu_allocator
 from sppo.model.gradients import zero_gradients
 from sppo.model.initialize import initial_weights
 from sppo.offload.offload_store import OffloadStore
-from sppo.offload.thread_queues import ThreadQueues
+from sppo.offload.queues.thread_queues import ThreadQueues
 from sppo.planning.run_plan import plan_run
 from sppo.planning.search.evaluated_candidate import evaluate_candidate
 from sppo.units import GIB, MIB

@@ -11,8 +11,8 @@ from sppo.config.run import OptimizerConfig
 from sppo.cost.candidate import Candidate, layers_of_stages
 from sppo.cost.layer import Workload
 from sppo.cost.parameters import stage_shapes
-from sppo.engine.gathered_weights import GatheredWeights
-from sppo.engine.sharded_gradients import ShardedGradients
+from sppo.engine.providers.gathered_weights import GatheredWeights
+from sppo.engine.providers.sharded_gradients import ShardedGradients
 from sppo.hardware.presets import PRESETS
 from sppo.model.gradients import zero_gradients
 from sppo.optim.adamw import AdamW

@@ -10,7 +10,7 @@ from sppo.config import check_run
 from sppo.hardware.file import hardware_for
 from sppo.hardware.presets import PRESETS
 from sppo.planning.advice import what_would_fit
-from sppo.planning.longest import with_length
+from sppo.planning.longest_sequence import with_length
 from sppo.planning.search.feasibility import fits_at_all, longest_sequence, quick_best
 from sppo.planning.search.solver import solve
 from sppo.units import GIB, MIB

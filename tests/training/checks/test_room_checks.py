@@ -8,7 +8,7 @@ import pytest
 
 from sppo.hardware.presets import PRESETS
 from sppo.offload.copy_report import CopyReport
-from sppo.offload.disk import DiskRoom
+from sppo.offload.disk.disk_room import DiskRoom
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.run_plan import plan_run
 from sppo.report.copies_summary import copies_summary

@@ -14,7 +14,7 @@ import pytest
 
 from sppo.config import load_run
 from sppo.hardware.this_machine import detect_machine
-from sppo.offload.disk import usable_directory
+from sppo.offload.disk.disk_room import usable_directory
 from sppo.planning.run_plan import plan_run
 from sppo.units import GIB
 from tests.conftest import write_run, write_tokens

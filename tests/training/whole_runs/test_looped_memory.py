@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from sppo.offload.disk import usable_directory
+from sppo.offload.disk.disk_room import usable_directory
 from sppo.units import GIB
 from tests.conftest import write_run, write_tokens
 

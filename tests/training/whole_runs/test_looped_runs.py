@@ -8,9 +8,9 @@ import os
 
 import pytest
 
-from sppo.offload import disk
-from sppo.offload.disk import DiskRoom
-from sppo.offload.file_tier import FileTier
+from sppo.offload.disk.disk_room import DiskRoom
+from sppo.offload.disk.disk_room import disk_room as disk
+from sppo.offload.disk.file_tier import FileTier
 from sppo.training import trainer
 from tests.conftest import call, refuse, succeed, write_run
 from tests.training.whole_runs.test_offloading_runs import losses

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from sppo.checkpoint.checkpoint import read_weights
-from sppo.offload import mapped_file
-from sppo.offload.disk import DiskRoom
+from sppo.offload.disk import mapped_file
+from sppo.offload.disk.disk_room import DiskRoom
 from sppo.training.checks import room_checks
 from sppo.training.interruption import StopRequest
 from tests.conftest import call, refuse, succeed, write_run

@@ -1,0 +1,1 @@
+"""Attention of the running subsequence: the K/V store, and attention that reads its prefix."""

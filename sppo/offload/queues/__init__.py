@@ -1,0 +1,1 @@
+"""Copy queues: ordered asynchronous copies between the device, host memory and disk."""

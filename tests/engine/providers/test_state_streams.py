@@ -1,0 +1,219 @@
+"""Weights and gradients in another tier: the same step with less memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sppo.engine.pipeline import Pipeline
+from sppo.engine.providers.state_streams import StateStreams
+from sppo.engine.providers.streamed_gradients import StreamedGradients
+from sppo.engine.providers.streamed_weights import StreamedWeights
+from sppo.schedule.actions import ActionKind
+from sppo.schedule.costs import abstract_costs
+from sppo.schedule.encoding import encode
+from sppo.schedule.generate import generate
+from sppo.schedule.program import lower
+from sppo.schedule.simulation.event_loop import COMMUNICATION, run_clock
+from sppo.schedule.transfers.state_streaming import gradient_phases
+from tests.engine.models import (
+    Trained,
+    assert_equal_bits,
+    assert_same_step,
+    autograd_step,
+    random_sequence,
+    random_weights,
+    tiny_model,
+)
+from tests.engine.streaming import Streamed, names_of_stages
+from tests.engine.test_looped import VARIANTS, cut_sequences, looped, sequences_of
+from tests.tiers import examples
+
+BOTH = ("weights", "gradients")
+
+
+@settings(deadline=None, max_examples=examples(8, all=25))
+@given(
+    variant=st.sampled_from(VARIANTS),
+    layers=st.integers(1, 5),
+    data=st.data(),
+    policy=st.sampled_from(("retain", "keep_attention", "recompute")),
+    cuts=cut_sequences(),
+    streams=st.sampled_from((BOTH, ("weights",), ("gradients",))),
+)
+def test_what_comes_and_goes_changes_no_bit(variant, layers, data, policy, cuts, streams):
+    virtual = data.draw(st.integers(1, layers))
+    schedule = data.draw(st.sampled_from(("looped_bfs", "interleaved_seq1f1b")))
+    pipeline = Pipeline(schedule if virtual > 1 else "looped_bfs", num_virtual=virtual)
+    again = data.draw(st.sets(st.integers(0, virtual - 1))) if schedule == "looped_bfs" else ()
+    model = tiny_model(variant, num_layers=layers)
+    weights = random_weights(model)
+    sequences = sequences_of(model, cuts, data.draw(st.sampled_from([(0,), (0, 5, 11)])))
+    how = {"policy": policy, "pipeline": pipeline, "kv_recomputed": again}
+    streamed = Streamed(model, weights, streams=streams, **how)
+    resident = Trained(model, weights, **how)
+    for _ in range(2):
+        assert_equal_bits(streamed.step(sequences, cuts), resident.step(sequences, cuts))
+    found = streamed.step(sequences, cuts)
+    assert_same_step(found, autograd_step(model, weights, sequences), tolerance=1e-10)
+    streamed.engine.evaluate(sequences[0], cuts[0])
+    assert_equal_bits(streamed.step(sequences, cuts), found)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_two_stages_are_there_at_once(variant):
+    model = tiny_model(variant, num_layers=5)
+    weights, pipeline = random_weights(model), looped(5)
+    streamed = Streamed(model, weights, pipeline=pipeline)
+    streamed.step([random_sequence(model, 23)], [(0, 9, 23)])
+    sizes = {name: weight.numel() * 8 for name, weight in weights.items()}
+    stages = names_of_stages(model, pipeline)
+    pairs = [{*stages[n], *stages[n + 1]} for n in range(4)]
+    assert streamed.weights.take_peak_bytes() == max(sum(map(sizes.get, pair)) for pair in pairs)
+    # A tied embedding's gradient is there from the last stage's forward to the first's backward.
+    tied = {"embed.weight"} if model.tie_embeddings else set()
+    most = max(sum(map(sizes.get, pair | tied)) for pair in pairs)
+    assert streamed.sums.take_peak_bytes() == most
+    assert not streamed.weights._here
+    assert not streamed.sums._here
+
+
+def test_only_the_last_stage_of_a_rank_waits_for_reductions():
+    """Those of the others travel while the next one computes."""
+    log = []
+    provider = SimpleNamespace(reduce=log.append, wait_reductions=lambda: log.append("settled"))
+    streams = StateStreams(provider=provider, stages=(0, 2, 4))
+    for _ in range(2):
+        for stage in (4, 2, 0):
+            streams.reduce(stage)
+        assert log == [4, 2, 0, "settled"]
+        log.clear()
+        streams.finish()
+
+
+@pytest.mark.parametrize(("p", "v", "n", "m"), [(1, 3, 2, 2), (2, 2, 4, 1), (2, 2, 1, 6)])
+@pytest.mark.parametrize("schedule", ["looped_bfs", "interleaved_seq1f1b"])
+def test_it_waits_for_reductions_as_often_as_is_priced(schedule, p, v, n, m):
+    """Where sums leave that are added to once more, too; those behind a REDUCE are its own."""
+    stages = p * v
+    costs = replace(
+        abstract_costs(stages, num_units=n * m, forward_s=0.0, backward_s=0.0),
+        last_reduction_wait_s=2.0 ** np.arange(stages),
+        streamed_gradient_bytes=np.ones(stages),
+    )
+    lengths = ((1,) * n,) * m
+    plain = generate(schedule, num_ranks=p, num_virtual=v, lengths=lengths)
+    program = lower(plain, costs=costs)
+    clock = run_clock(program, programs=encode(program), costs=costs)
+    sums = SimpleNamespace(leave=lambda stage, complete: None, bring_back=lambda stage: None)
+    settled = []
+    provider = SimpleNamespace(reduce=lambda stage: None, wait_reductions=lambda: settled.append(1))
+    for rank, actions in enumerate(program.programs):
+        streams = StateStreams(
+            gradients=sums, provider=provider, stages=program.placement.stages_of(rank)
+        )
+        waited_s, reduced = 0.0, set()
+        for action in actions:
+            if action.kind is ActionKind.REDUCE:
+                streams.reduce(action.stage)
+                reduced.add(action.stage)
+            elif action.wire == "gradients":
+                settled.clear()
+                streams.run(action)
+                waited_s += (
+                    len(settled)
+                    * costs.last_reduction_wait_s[action.stage]
+                    * (action.stage not in reduced)
+                )
+        priced_s = sum(end - start for start, end, why in clock.gaps[rank] if why == COMMUNICATION)
+        assert priced_s == waited_s
+        assert (waited_s > 0) == (len(gradient_phases(actions, last_stage=stages - 1)) > v)
+
+
+def test_a_step_that_fails_leaves_nothing_behind():
+    model = tiny_model("tied, yarn, all biases", num_layers=4)
+    weights = random_weights(model)
+    data, cuts = [random_sequence(model, 23)], [(0, 9, 23)]
+    streamed = Streamed(model, weights, pipeline=looped(4))
+    expected = Trained(model, weights, pipeline=looped(4)).step(data, cuts)
+    length = len(streamed.engine.schedule([(9, 14)]).programs[0])
+    for failing in range(0, length, 3):
+
+        def fail(position, action, failing=failing):
+            if position == failing:
+                raise InterruptedError
+
+        with pytest.raises(InterruptedError):
+            streamed.step(data, cuts, before_action=fail)
+        assert not streamed.weights._here
+        assert not streamed.sums._here
+        assert_equal_bits(streamed.step(data, cuts), expected)
+
+
+class NoAnswer:
+    """Copies of a device that no longer answers: to wait for one, or let compute wait, may hang."""
+
+    def to_device(self, copies):
+        return self
+
+    to_tier = to_device
+
+    def wait(self):
+        raise AssertionError("waits for a device that no longer answers")
+
+    before_compute = wait
+
+    def wait_for_device(self):
+        return False
+
+
+def test_what_a_device_that_no_longer_answers_may_use_stays():
+    rows = {"first": torch.ones(3), "second": torch.ones(3)}
+    how = {"stages": {0: ["first"], 1: ["second"]}, "device": torch.device("cpu")}
+    weights = StreamedWeights(rows, **how, transfers=NoAnswer())
+    sums = StreamedGradients(rows, **how, transfers=NoAnswer())
+    weights.fetch(0)
+    sums.bring_back(1)
+    sums.leave(0, complete=True)
+    StateStreams(weights, sums).abort()
+    assert weights.has(["first"])
+    assert [*sums._here] == ["second"]
+    assert sums._leaving is not None
+    assert sums._leaving[1]
+
+
+def test_copies_are_actions_of_the_program():
+    model = tiny_model("gqa, q/k-norm", num_layers=3)
+    streamed = Streamed(model, random_weights(model), pipeline=looped(3))
+    schedule = streamed.engine.schedule([(9, 14)])
+    executed = []
+    streamed.step(
+        [random_sequence(model, 23)],
+        [(0, 9, 23)],
+        before_action=lambda position, action: executed.append(action),
+    )
+    assert tuple(executed) == schedule.programs[0]
+    copies = [str(a) for a in executed if a.kind in (ActionKind.D2H, ActionKind.H2D)]
+    assert copies == [
+        *("0H2D_WEIGHTS", "1H2D_WEIGHTS", "2H2D_WEIGHTS", "1H2D_WEIGHTS"),
+        *("2D2H_GRADIENTS", "0H2D_WEIGHTS", "1D2H_GRADIENTS", "0D2H_GRADIENTS"),
+    ]
+
+
+def test_an_update_in_the_tier_is_seen_by_the_next_step():
+    model = tiny_model("gqa, q/k-norm", num_layers=3)
+    weights = random_weights(model)
+    streamed = Streamed(model, weights, pipeline=looped(3))
+    data, cuts = [random_sequence(model, 23)], [(0, 9, 23)]
+    streamed.step(data, cuts)
+    with torch.no_grad():
+        for weight in weights.values():
+            weight.mul_(0.9)
+    expected = Trained(model, weights, pipeline=looped(3)).step(data, cuts)
+    assert_equal_bits(streamed.step(data, cuts), expected)

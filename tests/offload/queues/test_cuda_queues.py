@@ -1,0 +1,343 @@
+"""Copy streams of a GPU: blocks come back unchanged, however late every copy runs."""
+
+import os
+import threading
+import time
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sppo.offload import page_lock
+from sppo.offload.offload_store import OffloadStore
+from sppo.offload.queues import cuda_queues
+from sppo.offload.queues.copy_queues import Ordering, Region
+from sppo.offload.queues.copy_streams import CopyStreams, wait_with_timeout
+from sppo.offload.queues.cuda_queues import CudaQueues
+from tests.offload import test_offload_store as test_moving_store
+from tests.offload.test_offload_store import failing_disk, run_step
+
+OUT_OF_MEMORY = 2
+"""``cudaErrorMemoryAllocation``."""
+DELAYS = {"none": 0, "every copy 2 ms late": 4_000_000}
+
+
+def on_gpu(test):
+    skip = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    return pytest.mark.gpu(skip(test))
+
+
+@contextmanager
+def stream_that_runs_at_once(stream):
+    yield
+
+
+class EventOfNow:
+    """Reached as soon as it is recorded."""
+
+    def __init__(self, enable_timing=False, blocking=False):
+        self.at_s, self.blocking = None, blocking
+
+    def record(self, stream):
+        self.at_s = time.perf_counter()
+
+    def query(self):
+        return self.at_s is not None
+
+    def synchronize(self):
+        assert self.at_s is not None, "waits for what nobody recorded"
+
+    def elapsed_time(self, end):
+        return (end.at_s - self.at_s) * 1e3
+
+
+class StreamOfNow:
+    """Runs everything at once; may only wait for what has been recorded."""
+
+    def __init__(self, device):
+        pass
+
+    def wait_event(self, event):
+        event.synchronize()
+
+    def wait_stream(self, other):
+        """Return: the other one has run everything, too."""
+
+
+def runtime_without_a_gpu(*, register_fails=False):
+    """What the queues ask of torch.cuda, on this process's memory: the bookkeeping is the same."""
+    locked, sizes = set(), []
+
+    def register(address, size_bytes, flags):
+        locked.add(address)
+        sizes.append(size_bytes)
+        return OUT_OF_MEMORY if register_fails else 0
+
+    def unregister(address):
+        locked.remove(address)
+        return 0
+
+    runtime = SimpleNamespace(
+        cudaHostRegister=register,
+        cudaHostUnregister=unregister,
+        cudaGetErrorString={OUT_OF_MEMORY: "out of memory"}.get,
+    )
+    return SimpleNamespace(
+        Event=EventOfNow,
+        Stream=StreamOfNow,
+        stream=stream_that_runs_at_once,
+        current_stream=StreamOfNow,
+        synchronize=lambda device: None,
+        set_device=lambda device: None,
+        cudart=lambda: runtime,
+        locked=locked,
+        locked_sizes=sizes,
+    )
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    runtime = runtime_without_a_gpu()
+    monkeypatch.setattr(cuda_queues, "_cuda", runtime)
+    return runtime
+
+
+class DeviceThatStandsStill:
+    """Events of a device that no longer comes to any; whoever waits for them does so for ever."""
+
+    def __init__(self, monkeypatch, runtime):
+        def for_ever(*_):
+            raise AssertionError("waits for a device that no longer answers")
+
+        monkeypatch.setattr(EventOfNow, "query", lambda event: False)
+        monkeypatch.setattr(EventOfNow, "synchronize", for_ever)
+        monkeypatch.setattr(StreamOfNow, "wait_event", lambda stream, event: None)
+        runtime.synchronize = for_ever
+
+
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_a_device_that_no_longer_answers_is_left(no_gpu, monkeypatch, kind, tmp_path):
+    streams = CopyStreams(no_gpu, torch.device("cpu"), failed_step_timeout_s=0.1)
+    disk = tmp_path if kind == "disk" else None
+    stores = [
+        OffloadStore(CudaQueues(torch.device("cpu"), streams=streams), disk=disk) for _ in range(2)
+    ]
+    for store in stores:
+        run_step(store, interleaved=True, step=0)
+    DeviceThatStandsStill(monkeypatch, no_gpu)
+    begin_s = time.monotonic()
+    for store in stores:
+        store.abort()
+        store.close()
+    assert time.monotonic() - begin_s < 5
+    assert streams.given_up
+    assert len(no_gpu.locked) == 2, "the device may still copy to it"
+
+
+def test_a_thread_that_waits_for_the_device_is_left(no_gpu, monkeypatch, tmp_path):
+    """The write to the disk waits for a copy out that waits for another rank."""
+    device, gate = torch.device("cpu"), threading.Event()
+    streams = CopyStreams(no_gpu, device, failed_step_timeout_s=0.1)
+    queues = CudaQueues(device, streams=streams)
+    queues.open_file(tmp_path, 4096)
+    monkeypatch.setattr(EventOfNow, "synchronize", lambda event: gate.wait(20))
+    host = Region("host", 0, torch.zeros(4096, dtype=torch.uint8))
+    copied = queues.copy_out(host, [(0, torch.ones(1024))], after=[])
+    queues.write(0, host, 4096, after=[(Ordering.FILLED_BEFORE_READ, copied)])
+    copied.wait_until_issued()
+    begin_s = time.monotonic()
+    queues.abort()
+    queues.close()
+    assert time.monotonic() - begin_s < 5
+    assert streams.given_up
+    gate.set()
+
+
+def test_a_device_that_answers_in_time_gives_everything_back(no_gpu, tmp_path):
+    streams = CopyStreams(no_gpu, torch.device("cpu"), failed_step_timeout_s=5.0)
+    store = OffloadStore(CudaQueues(torch.device("cpu"), streams=streams), disk=tmp_path)
+    run_step(store, interleaved=True, step=0)
+    store.abort()
+    run_step(store, interleaved=True, step=1)
+    store.close()
+    assert not streams.given_up
+    assert not no_gpu.locked
+
+
+def test_threads_of_the_disk_compute_on_the_device_and_sleep_while_they_wait(
+    no_gpu, monkeypatch, tmp_path
+):
+    set_by, waited = set(), []
+    device = torch.device("cuda", 3)
+    no_gpu.set_device = lambda chosen: set_by.add((threading.current_thread().name, chosen))
+    synchronize = EventOfNow.synchronize
+
+    def note(event):
+        if threading.current_thread() is not threading.main_thread():
+            waited.append((event.blocking, threading.current_thread().name))
+        synchronize(event)
+
+    monkeypatch.setattr(EventOfNow, "synchronize", note)
+    queues = CudaQueues(device)
+    queues.device_memory = lambda size_bytes: torch.empty(size_bytes, dtype=torch.uint8)
+    bring_back(queues, kind="disk", lag=0, interleaved=False, directory=tmp_path)
+    assert set_by == {(f"sppo {name}", device) for name in ("out", "write", "read", "back")}
+    on_host = {blocking for blocking, thread in waited if thread in ("sppo write", "sppo read")}
+    assert on_host == {True}
+
+
+def test_the_runtime_forgets_an_error_that_was_told(monkeypatch):
+    asked = []
+
+    def library(name, mode):
+        assert mode & os.RTLD_NOLOAD, "the library that torch uses, or none"
+        asked.append(name)
+        return SimpleNamespace(cudaGetLastError=lambda: asked.append("asked"))
+
+    monkeypatch.setattr(page_lock.ctypes, "CDLL", library)
+    monkeypatch.setattr(page_lock.torch.version, "cuda", "13.0")
+    monkeypatch.setattr(cuda_queues, "_cuda", runtime_without_a_gpu(register_fails=True))
+    with pytest.raises(MemoryError):
+        CudaQueues(torch.device("cpu")).host_memory(4096)
+    assert asked == ["libcudart.so.13", "asked"]
+
+
+# Whether a device still gets on
+
+
+class Mark:
+    """A point that the device comes to after some questions, or fails at."""
+
+    def __init__(self, after=0, *, error=None):
+        self._left, self._error = after, error
+
+    def query(self):
+        if self._error is not None:
+            raise self._error
+        self._left -= 1
+        return self._left < 0
+
+
+def done(runtime, marks=(), *, stall_timeout_s=0.1):
+    device = torch.device("cpu")
+    stream = runtime.Stream(device)
+    return wait_with_timeout(
+        runtime, device, [stream], stall_timeout_s=stall_timeout_s, marks=marks
+    )
+
+
+def test_a_device_that_gets_on_is_waited_for(no_gpu):
+    begin_s = time.monotonic()
+    assert done(no_gpu, [Mark(after=60) for _ in range(8)], stall_timeout_s=0.5)
+    assert time.monotonic() - begin_s > 0.4
+    assert done(no_gpu)
+
+
+def test_a_device_that_stands_still_is_given_up(no_gpu, monkeypatch):
+    assert not done(no_gpu, [Mark(), Mark(after=10**9)])
+    monkeypatch.setattr(EventOfNow, "query", lambda event: False)
+    assert not done(no_gpu)
+
+
+def test_a_device_whose_queue_is_full_is_given_up(no_gpu, monkeypatch):
+    gate = threading.Event()
+    monkeypatch.setattr(EventOfNow, "record", lambda event, stream: gate.wait(20))
+    assert not done(no_gpu)
+    gate.set()
+
+
+def test_what_a_device_fails_with_is_raised(no_gpu):
+    with pytest.raises(RuntimeError, match="an illegal memory access"):
+        done(no_gpu, [Mark(error=RuntimeError("an illegal memory access"))])
+
+
+@pytest.fixture
+def tensors_on_the_gpu(monkeypatch):
+    original = test_moving_store.tensors_of
+    monkeypatch.setattr(
+        test_moving_store,
+        "tensors_of",
+        lambda key, **options: {n: t.cuda() for n, t in original(key, **options).items()},
+    )
+
+
+def bring_back(queues, *, kind, lag, interleaved, directory):
+    disk = directory if kind == "disk" else None
+    store = OffloadStore(queues, disk=disk, source_lag=lag)
+    for step in range(3):
+        run_step(store, interleaved=interleaved, step=step)
+    assert not queues._sources
+    report = store.take_report()
+    assert report.out_bytes == report.back_bytes
+    assert report.out_s > 0 < report.back_s
+    store.close()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("lag", [0, 5])
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_the_bookkeeping_needs_no_gpu(no_gpu, kind, lag, interleaved, tmp_path):
+    queues = CudaQueues(torch.device("cpu"), poison=True)
+    bring_back(queues, kind=kind, lag=lag, interleaved=interleaved, directory=tmp_path)
+    assert not no_gpu.locked
+
+
+@pytest.mark.parametrize("verb", ["write", "read"])
+def test_a_failed_step_leaves_no_times_behind(no_gpu, verb, tmp_path):
+    """Events of copies that were left out have none; the next report asks only for its own."""
+    store = OffloadStore(CudaQueues(torch.device("cpu")), disk=tmp_path, source_lag=5)
+    run_step(store, interleaved=True, step=0)
+    store.take_report()
+    with failing_disk(verb), pytest.raises(OSError, match="the disk failed"):
+        run_step(store, interleaved=True, step=1)
+    store.abort()
+    run_step(store, interleaved=True, step=2)
+    assert store.take_report().total_out_bytes > 0
+    store.close()
+
+
+def test_memory_that_cannot_be_locked_is_said(monkeypatch):
+    monkeypatch.setattr(cuda_queues, "_cuda", runtime_without_a_gpu(register_fails=True))
+    refused = r"refuses to page-lock 4096 bytes of host memory \(out of memory\); raise ulimit -l"
+    with pytest.raises(MemoryError, match=refused):
+        CudaQueues(torch.device("cpu")).host_memory(4096)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("lag", [0, 1, 5])
+@pytest.mark.parametrize("kind", ["host", "disk"])
+@pytest.mark.parametrize("delay_cycles", DELAYS.values(), ids=DELAYS)
+@pytest.mark.usefixtures("tensors_on_the_gpu")
+@on_gpu
+def test_streams_bring_back_what_was_sent(delay_cycles, kind, lag, interleaved, tmp_path):
+    queues = CudaQueues(torch.device("cuda"), poison=True, delay_cycles=delay_cycles)
+    bring_back(queues, kind=kind, lag=lag, interleaved=interleaved, directory=tmp_path)
+
+
+@pytest.mark.usefixtures("tensors_on_the_gpu")
+@on_gpu
+def test_a_step_given_up_leaves_the_streams_idle():
+    class GiveUpError(Exception):
+        pass
+
+    def give_up(key, tensors):
+        raise GiveUpError
+
+    queues = CudaQueues(torch.device("cuda"), poison=True, delay_cycles=4_000_000)
+    store = OffloadStore(queues)
+    with pytest.raises(GiveUpError):
+        run_step(store, interleaved=True, alter=give_up)
+    store.abort()
+    run_step(store, interleaved=True, step=1)
+    store.close()
+
+
+@on_gpu
+def test_host_memory_is_page_locked():
+    queues = CudaQueues(torch.device("cuda"))
+    memory = queues.host_memory(1 << 20)
+    assert memory.is_pinned()
+    assert queues.register_s > 0
+    queues.close()
+    assert not memory.is_pinned()
