@@ -59,8 +59,8 @@ class SubsequencePlacement:
         """Whether the attention output of every layer is saved for backward."""
         return self.recomputed[ATTENTION] == 0
 
-    def sharded(self, parts: Sequence[int]) -> tuple[SubsequencePlacement, ...]:
-        """Return the placements of shards of the subsequence that have ``parts`` tokens each.
+    def sharded(self, shard_tokens: Sequence[int]) -> tuple[SubsequencePlacement, ...]:
+        """Return the placements of shards of the subsequence that have ``shard_tokens`` tokens.
 
         All shards save the same fraction of their rows, rounded down, so that a class that one
         shard recomputes is recomputed by all.
@@ -68,14 +68,14 @@ class SubsequencePlacement:
         tokens = self.tokens
         saved = [m + k for m, k in zip(self.offloaded, self.retained, strict=True)]
         shards = []
-        for part in parts:
-            offloaded = _rows(rows * part // tokens for rows in self.offloaded)
-            kept = _rows(rows * part // tokens for rows in saved)
+        for own in shard_tokens:
+            offloaded = _rows(rows * own // tokens for rows in self.offloaded)
+            kept = _rows(rows * own // tokens for rows in saved)
             shards.append(
                 SubsequencePlacement(
                     retained=_rows(s - m for s, m in zip(kept, offloaded, strict=True)),
                     offloaded=offloaded,
-                    recomputed=_rows(part - s for s in kept),
+                    recomputed=_rows(own - s for s in kept),
                 )
             )
         return tuple(shards)

@@ -204,7 +204,7 @@ class Stage:
         exchange = self._tensor or self._heads
         return ActivationLayout(
             self._blocks,
-            {key: placements[key].sharded(unit.parts) for key, unit in units.items()},
+            {key: placements[key].sharded(unit.shard_tokens) for key, unit in units.items()},
             rank=0 if exchange is None else exchange.rank,
             unsharded_token_placements=None if self._tensor is None else placements,
         )
@@ -346,7 +346,7 @@ class Stage:
             with visit(self._weights, index) as weights:
                 k, v = self._layer(unit).recompute_kv(x, weights, rotary=rotary)
             if self._heads is not None:
-                k, v = self._heads.keys_to_heads(k, v, unit.parts)
+                k, v = self._heads.keys_to_heads(k, v, unit.shard_tokens)
             self._store_kv(index, unit.sequence, unit.span, k, v)
 
     def _store_kv(
@@ -466,7 +466,7 @@ class Stage:
     def _layer(self, unit: Unit) -> Layer:
         if self._tensor is None:
             return Layer(self.model)
-        return Layer(self.model, ShardedTokens(self._tensor, unit.parts))
+        return Layer(self.model, ShardedTokens(self._tensor, unit.shard_tokens))
 
     def _attention(self, unit: Unit, index: int, *, saves_kv: bool = False) -> SubsequenceAttention:
         window = self.model.window_of(index)
@@ -481,13 +481,13 @@ class Stage:
         if self._heads is None:
             return stored
         return UlyssesAttention(
-            stored, self._heads, unit.parts, self._unsaved_attention_tokens(unit)
+            stored, self._heads, unit.shard_tokens, self._unsaved_attention_tokens(unit)
         )
 
     def _unsaved_attention_tokens(self, unit: Unit) -> tuple[int, ...]:
         """Return for each rank how many of its last tokens have no saved attention output."""
         saved = unit.key in self._layout.shards
-        return self._layout.unsaved_attention_tokens(unit.key) if saved else unit.parts
+        return self._layout.unsaved_attention_tokens(unit.key) if saved else unit.shard_tokens
 
     @property
     def weights(self) -> WeightProvider:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sppo.kernels.labels import IGNORED_LABEL
-from sppo.parallel.ulysses import token_parts
+from sppo.parallel.ulysses import shard_tokens
 from sppo.schedule.actions import UnitKey
 
 
@@ -48,7 +48,7 @@ class Unit:
     subsequence: int
     span: TokenSpan
     """Positions of the whole subsequence."""
-    parts: tuple[int, ...]
+    shard_tokens: tuple[int, ...]
     """Number of tokens on each rank over which the unit is sharded; one entry if it is not."""
     tokens_C: Tensor
     labels_C: Tensor
@@ -65,12 +65,12 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class SequenceShard:
-    """The part of every subsequence's tokens that one rank holds."""
+    """Shard of every subsequence: the tokens that one rank holds."""
 
     rank: int = 0
     degree: int = 1
 
-    def parts(self, tokens: int) -> tuple[int, ...]:
+    def shard_tokens(self, tokens: int) -> tuple[int, ...]:
         """Return the number of tokens of a subsequence on each rank, as equal as possible.
 
         Raises:
@@ -81,7 +81,7 @@ class SequenceShard:
                 f"a subsequence of {tokens} tokens cannot be shared by {self.degree} "
                 "sequence-parallel ranks: use fewer, longer subsequences"
             )
-        return token_parts(tokens, degree=self.degree)
+        return shard_tokens(tokens, degree=self.degree)
 
 
 def units_of(
@@ -102,14 +102,14 @@ def units_of(
     positions_S = document_positions(length, data.document_starts, device=data.tokens_S.device)
     units = {}
     for index, (start, end) in enumerate(pairwise(boundaries)):
-        parts = shard.parts(end - start)
-        first = start + sum(parts[: shard.rank])
-        own = slice(first, first + parts[shard.rank])
+        tokens = shard.shard_tokens(end - start)
+        first = start + sum(tokens[: shard.rank])
+        own = slice(first, first + tokens[shard.rank])
         units[sequence, index] = Unit(
             sequence,
             index,
             TokenSpan(start, end, length, data.document_starts),
-            parts,
+            tokens,
             data.tokens_S[own],
             data.labels_S[own],
             positions_S[own],

@@ -111,26 +111,26 @@ class MegatronSequenceParallel:
         self._group, self.rank, self.degree = group, rank, group.size()
         self.sharding = WeightSharding(model, rank, self.degree)
 
-    def gather(self, x_cE: Tensor, parts: Sequence[int]) -> Tensor:
+    def gather(self, x_cE: Tensor, shard_tokens: Sequence[int]) -> Tensor:
         """Return the tokens of all ranks, in order, ``[C, E]``.
 
         Args:
             x_cE: Tokens of this rank.
-            parts: Number of tokens on each rank; the sum is C.
+            shard_tokens: Number of tokens on each rank; the sum is C.
         """
-        most = max(parts)
+        most = max(shard_tokens)
         sent = x_cE.contiguous()
         if x_cE.shape[0] < most:
             sent = torch.cat([sent, sent.new_zeros((most - sent.shape[0], sent.shape[1]))])
         received = sent.new_empty((self.degree * most, sent.shape[1]))
         with peer_errors("gathering tokens"):
             all_gather(received, sent, group=self._group)
-        if min(parts) == most:
+        if min(shard_tokens) == most:
             return received
         slices = received.view(self.degree, most, -1)
-        return torch.cat([x[:part] for x, part in zip(slices, parts, strict=True)])
+        return torch.cat([x[:tokens] for x, tokens in zip(slices, shard_tokens, strict=True)])
 
-    def scatter_sum(self, x_CE: Tensor, parts: Sequence[int]) -> Tensor:
+    def scatter_sum(self, x_CE: Tensor, shard_tokens: Sequence[int]) -> Tensor:
         """Return the sum over all ranks for the tokens of this rank, ``[c, E]``.
 
         Messages have the dtype of ``x_CE``; sums of half precision are accumulated in fp32 and
@@ -138,17 +138,17 @@ class MegatronSequenceParallel:
 
         Args:
             x_CE: Summand of this rank for all tokens.
-            parts: Number of tokens on each rank; the sum is C.
+            shard_tokens: Number of tokens on each rank; the sum is C.
         """
         sent = x_CE.contiguous()
-        own, width = parts[self.rank], sent.shape[1]
+        own, width = shard_tokens[self.rank], sent.shape[1]
         received = sent.new_empty((self.degree, own, width))
         with peer_errors("adding up tokens"):
             dist.all_to_all_single(
                 received.view(-1),
                 sent.view(-1),
                 [own * width] * self.degree,
-                [part * width for part in parts],
+                [tokens * width for tokens in shard_tokens],
                 group=self._group,
             )
         return received.sum(0)
@@ -159,15 +159,15 @@ class ShardedTokens:
     """:class:`sppo.model.layer.TokenExchange` for the tokens of one subsequence."""
 
     exchange: MegatronSequenceParallel
-    parts: tuple[int, ...]
+    shard_tokens: tuple[int, ...]
 
     def gather(self, x_cE: Tensor) -> Tensor:
         """Return the tokens of all ranks, ``[C, E]`` (:meth:`MegatronSequenceParallel.gather`)."""
-        return self.exchange.gather(x_cE, self.parts)
+        return self.exchange.gather(x_cE, self.shard_tokens)
 
     def scatter_sum(self, x_CE: Tensor) -> Tensor:
         """Return the sum over all ranks for the tokens of this rank, ``[c, E]``."""
-        return self.exchange.scatter_sum(x_CE, self.parts)
+        return self.exchange.scatter_sum(x_CE, self.shard_tokens)
 
 
 def _shape_of(name: str, model: ModelConfig) -> Shape:

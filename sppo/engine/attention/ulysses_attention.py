@@ -23,14 +23,14 @@ class UlyssesAttention:
     Attributes:
         stored: Attention of all tokens of the subsequence with this rank's heads.
         exchange: All-to-all among the sequence-parallel ranks.
-        parts: Number of tokens on each rank.
+        shard_tokens: Number of tokens on each rank.
         unsaved_attention_tokens: Number of last tokens on each rank whose attention output is
             not saved.
     """
 
     stored: KVCacheAttention
     exchange: UlyssesAllToAll
-    parts: tuple[int, ...]
+    shard_tokens: tuple[int, ...]
     unsaved_attention_tokens: tuple[int, ...]
 
     def forward(self, q_cND: Tensor, k_cKD: Tensor, v_cKD: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,9 +40,9 @@ class UlyssesAttention:
             (o_cND, lse_Nc) of this rank's tokens.
         """
         o, lse = self.stored.forward(
-            *self.exchange.inputs_to_heads(q_cND, k_cKD, v_cKD, self.parts)
+            *self.exchange.inputs_to_heads(q_cND, k_cKD, v_cKD, self.shard_tokens)
         )
-        return self._to_tokens(o, lse, self.parts)
+        return self._to_tokens(o, lse, self.shard_tokens)
 
     def recompute(self, q_cND: Tensor) -> tuple[Tensor, Tensor]:
         """Recompute attention for this rank's tokens whose output was not saved.
@@ -58,12 +58,12 @@ class UlyssesAttention:
         )
         (q,) = self.exchange.queries_to_heads([q_cND], self.unsaved_attention_tokens)
         outputs, start = [], self.stored.span.start
-        if self.unsaved_attention_tokens == self.parts:
+        if self.unsaved_attention_tokens == self.shard_tokens:
             outputs.append(self.stored.recompute(q))
         else:
             for part_CnD, end in zip(
                 torch.split(q, list(self.unsaved_attention_tokens)),
-                accumulate(self.parts),
+                accumulate(self.shard_tokens),
                 strict=True,
             ):
                 span = replace(self.stored.span, end=start + end)
@@ -76,15 +76,15 @@ class UlyssesAttention:
         self, do_cND: Tensor, q_cND: Tensor, o_cND: Tensor, lse_Nc: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq_cND, dk_cKD, dv_cKD) of this rank's tokens; exchanges tokens for heads."""
-        do, q, o = self.exchange.queries_to_heads([do_cND, q_cND, o_cND], self.parts)
-        lse = self.exchange.lse_to_heads(lse_Nc, self.parts)
+        do, q, o = self.exchange.queries_to_heads([do_cND, q_cND, o_cND], self.shard_tokens)
+        lse = self.exchange.lse_to_heads(lse_Nc, self.shard_tokens)
         gradients = self.stored.backward(do, q, o, lse)
-        return self.exchange.gradients_to_tokens(*gradients, self.parts)
+        return self.exchange.gradients_to_tokens(*gradients, self.shard_tokens)
 
     def _to_tokens(
-        self, o_CnD: Tensor, lse_nC: Tensor, parts: tuple[int, ...]
+        self, o_CnD: Tensor, lse_nC: Tensor, shard_tokens: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
         return (
-            self.exchange.queries_to_tokens(o_CnD, parts),
-            self.exchange.lse_to_tokens(lse_nC, parts),
+            self.exchange.queries_to_tokens(o_CnD, shard_tokens),
+            self.exchange.lse_to_tokens(lse_nC, shard_tokens),
         )

@@ -85,10 +85,10 @@ class MspAttention:
         """Return (o_cND, lse_Nc) of this rank's tokens, attending to the prefix and all shards."""
         if self._heads is not None:
             q_cND, k_cKD, v_cKD = self._heads.inputs_to_heads(
-                q_cND, k_cKD, v_cKD, self._shard.parts
+                q_cND, k_cKD, v_cKD, self._shard.shard_tokens
             )
         self._share(k_cKD, v_cKD)
-        found = self._attend(q_cND, tuple(self._shard.parts))
+        found = self._attend(q_cND, tuple(self._shard.shard_tokens))
         self.close()
         return found
 
@@ -112,10 +112,12 @@ class MspAttention:
         self, do_cND: Tensor, q_cND: Tensor, o_cND: Tensor, lse_Nc: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq_cND, dk_cKD, dv_cKD) of this rank's tokens; the owner adds the prefix's."""
-        shard, parts = self._shard, self._shard.parts
+        shard, shard_tokens = self._shard, self._shard.shard_tokens
         if self._heads is not None:
-            do_cND, q_cND, o_cND = self._heads.queries_to_heads([do_cND, q_cND, o_cND], parts)
-            lse_Nc = self._heads.lse_to_heads(lse_Nc, parts)
+            do_cND, q_cND, o_cND = self._heads.queries_to_heads(
+                [do_cND, q_cND, o_cND], shard_tokens
+            )
+            lse_Nc = self._heads.lse_to_heads(lse_Nc, shard_tokens)
         dq, dk_TKD, dv_TKD = self._gradients(do_cND, q_cND, o_cND, lse_Nc)
         dk_unit, dv_unit = self._complete(dk_TKD, dv_TKD)
         self._let_go(dk_TKD, dv_TKD)
@@ -123,7 +125,7 @@ class MspAttention:
         self.close()
         if self._heads is None:
             return dq, dk, dv
-        return self._heads.gradients_to_tokens(dq, dk, dv, parts)
+        return self._heads.gradients_to_tokens(dq, dk, dv, shard_tokens)
 
     def close(self) -> None:
         """Free the layer's keys and values on a borrower."""
@@ -136,16 +138,16 @@ class MspAttention:
         shard, span = self._shard, self._shard.span
         whole = []
         for own in (k_cKD, v_cKD):
-            parts = [
+            shards = [
                 own.contiguous()
                 if shard_index == shard.shard_index
                 else own.new_empty((sum(b - a for a, b in shard.runs(shard_index)), *own.shape[1:]))
                 for shard_index in range(self._exchange.count)
             ]
-            self._exchange.all_gather(parts)
+            self._exchange.all_gather(shards)
             unit = own.new_empty((span.end - span.start, *own.shape[1:]))
-            for shard_index, part in enumerate(parts):
-                shard.put(part, shard_index=shard_index, whole_C=unit)
+            for shard_index, own in enumerate(shards):
+                shard.put(own, shard_index=shard_index, whole_C=unit)
             whole.append(unit)
         sequence = shard.sequence
         if self._store is not None:
@@ -164,12 +166,14 @@ class MspAttention:
             for tensor, unit in zip(self._kv, whole, strict=True):
                 tensor[span.start :] = unit
 
-    def _attend(self, q_CND: Tensor, parts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Return (o, lse) of the last ``parts`` tokens of every run, exchanged back to tokens."""
+    def _attend(self, q_CND: Tensor, shard_tokens: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Return (o, lse) of the last ``shard_tokens`` tokens of every run, as shards of tokens."""
         assert self._kv is not None, "keys and values are here"
         k, v = self._kv
         outputs = []
-        for q_run, run in zip(torch.split(q_CND, list(parts)), self._own_runs(), strict=True):
+        for q_run, run in zip(
+            torch.split(q_CND, list(shard_tokens)), self._own_runs(), strict=True
+        ):
             if q_run.shape[0]:
                 outputs.append(
                     attention_forward(
@@ -185,7 +189,9 @@ class MspAttention:
         lse = torch.cat([lse for _, lse in outputs], dim=1)
         if self._heads is None:
             return o, lse
-        return self._heads.queries_to_tokens(o, parts), self._heads.lse_to_tokens(lse, parts)
+        return self._heads.queries_to_tokens(o, shard_tokens), self._heads.lse_to_tokens(
+            lse, shard_tokens
+        )
 
     def _gradients(
         self, do_CND: Tensor, q_CND: Tensor, o_CND: Tensor, lse_NC: Tensor
@@ -196,9 +202,9 @@ class MspAttention:
         acc_dtype = accumulation_dtype(self._dtype)
         dk, dv = (torch.zeros(k.shape, dtype=acc_dtype, device=k.device) for _ in range(2))
         self._hold(dk, dv)
-        parts = list(self._shard.parts)
-        split = [torch.split(t, parts) for t in (do_CND, q_CND, o_CND)]
-        lse_runs = torch.split(lse_NC, parts, dim=1)
+        shard_tokens = list(self._shard.shard_tokens)
+        split = [torch.split(t, shard_tokens) for t in (do_CND, q_CND, o_CND)]
+        lse_runs = torch.split(lse_NC, shard_tokens, dim=1)
         dqs = [
             attention_backward(
                 do_run.contiguous(),

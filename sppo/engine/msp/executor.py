@@ -89,8 +89,8 @@ class MspExecutor:
 
     def tokens(self, unit: UnitKey, end: int) -> int:
         """Return how many of a unit's first ``end`` tokens this rank holds."""
-        parts = self._units[unit].parts
-        return local_tokens(end, parts[self._member], sum(parts))
+        tokens = self._units[unit].shard_tokens
+        return local_tokens(end, tokens[self._member], sum(tokens))
 
     def assert_idle(self) -> None:
         """Assert that the step left nothing over on any stage."""

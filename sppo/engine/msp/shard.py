@@ -33,7 +33,8 @@ class Run(NamedTuple):
 class MspShard(Unit):
     """One rank's tokens of one shard of a unit, and their position in the whole unit.
 
-    ``parts`` has the number of tokens of this shard on each member of the sequence-parallel group.
+    ``shard_tokens`` has the number of tokens of this shard on each member of the sequence-parallel
+    group.
 
     Attributes:
         whole: Unit that is cut, with this rank's tokens of it.
@@ -62,7 +63,7 @@ class MspShard(Unit):
 
     def runs(self, shard_index: int) -> tuple[Run, ...]:
         """Return the positions of shard ``shard_index`` in the sequence, one run per member."""
-        firsts = list(accumulate(self.whole.parts, initial=self.span.start))
+        firsts = list(accumulate(self.whole.shard_tokens, initial=self.span.start))
         return tuple(
             Run(first + cuts[shard_index], first + cuts[shard_index + 1])
             for first, cuts in zip(firsts, self.cuts, strict=False)
@@ -104,19 +105,21 @@ def cut_shard(
     """
     tokens = sum(lengths)
     ends = (0, *accumulate(lengths))
-    cuts = tuple(tuple(local_tokens(end, part, tokens) for end in ends) for part in unit.parts)
+    cuts = tuple(tuple(local_tokens(end, own, tokens) for end in ends) for own in unit.shard_tokens)
     if any(a == b for of_member in cuts for a, b in pairwise(of_member)):
         raise ValueError(
             f"a subsequence of {tokens} tokens is too short for {len(lengths)} shards on "
-            f"{len(unit.parts)} sequence-parallel ranks each: use fewer, longer subsequences, or "
-            "parallel.multiplexed=off"
+            f"{len(unit.shard_tokens)} sequence-parallel ranks each: use fewer, longer "
+            "subsequences, or parallel.multiplexed=off"
         )
     own = slice(*cuts[member][shard_index : shard_index + 2])
     return MspShard(
         unit.sequence,
         unit.subsequence,
         unit.span,
-        parts=tuple(of_member[shard_index + 1] - of_member[shard_index] for of_member in cuts),
+        shard_tokens=tuple(
+            of_member[shard_index + 1] - of_member[shard_index] for of_member in cuts
+        ),
         tokens_C=unit.tokens_C[own],
         labels_C=unit.labels_C[own],
         positions_C=unit.positions_C[own],
@@ -129,12 +132,12 @@ def cut_shard(
     )
 
 
-def local_tokens(end: int, part: int, tokens: int) -> int:
-    """Return the rounded share of a unit's first ``end`` tokens on a rank with ``part`` of all.
+def local_tokens(end: int, own: int, tokens: int) -> int:
+    """Return the rounded number of a unit's first ``end`` tokens on a rank that holds ``own``.
 
     Args:
         end: Number of first tokens.
-        part: Number of the unit's tokens that the rank holds.
+        own: Number of the unit's tokens that the rank holds.
         tokens: Number of the unit's tokens on all ranks.
     """
-    return (2 * end * part + tokens) // (2 * tokens)
+    return (2 * end * own + tokens) // (2 * tokens)
