@@ -156,50 +156,57 @@ def _megatron() -> tuple[Published, ...]:
         ("a100-80g", "flash_attn_2", 2.596, None, 2.948, None),
     ):
         hardware = _machine(preset, attention=attention)
-        tensor = Workload(
-            model,
-            hardware,
-            sequence_parallel_degree=4,
-            sequence_parallel="megatron",
-            vocabulary_sharded=True,
+        tensor = Published(
+            f"Megatron GPT 7B 8Ki, TP 4 DP 2, 8 {preset}",
+            source.format("tp4_pp1"),
+            _megatron_tensor_parallel(model, hardware),
+            (0.0, 0.0, 0.0),
+            tp_s,
+            None if gib is None else gib * GIB,
+            (*deterministic, *replicated, *whole_logits),
+            micro_batch=2,
+            tensor_parallel=4,
         )
-        rows.append(
-            Published(
-                f"Megatron GPT 7B 8Ki, TP 4 DP 2, 8 {preset}",
-                source.format("tp4_pp1"),
-                Candidate(tensor, (8 * KIB,), sequences=4, data_parallel_degree=2, zero=1),
-                (0.0, 0.0, 0.0),
-                tp_s,
-                None if gib is None else gib * GIB,
-                (*deterministic, *replicated, *whole_logits),
-                micro_batch=2,
-                tensor_parallel=4,
-            )
+        pipeline = Published(
+            f"Megatron GPT 7B 8Ki, PP 4 VPP 8 DP 2, 8 {preset}",
+            source.format("tp1_pp4"),
+            _megatron_pipeline_parallel(model, hardware),
+            (0.0, 0.0, 0.0),
+            pp_s,
+            None if pp_gib is None else pp_gib * GIB,
+            deterministic,
+            # Warm-up of interleaved 1F1B on the first of 4 ranks, and the one that begins.
+            layers_held=2 * 3 + 7 * 4 + 1,
+            tensor_parallel=1,
         )
-        rows.append(
-            Published(
-                f"Megatron GPT 7B 8Ki, PP 4 VPP 8 DP 2, 8 {preset}",
-                source.format("tp1_pp4"),
-                Candidate(
-                    Workload(model, hardware),
-                    (8 * KIB,),
-                    sequences=4,
-                    data_parallel_degree=2,
-                    pipeline_parallel_degree=4,
-                    virtual_stages=8,
-                    schedule="interleaved_1f1b",
-                    zero=1,
-                ),
-                (0.0, 0.0, 0.0),
-                pp_s,
-                None if pp_gib is None else pp_gib * GIB,
-                deterministic,
-                # Warm-up of interleaved 1F1B on the first of 4 ranks, and the one that begins.
-                layers_held=2 * 3 + 7 * 4 + 1,
-                tensor_parallel=1,
-            )
-        )
+        rows += [tensor, pipeline]
     return tuple(rows)
+
+
+def _megatron_tensor_parallel(model: ModelConfig, hardware: HardwareSpec) -> Candidate:
+    """Return 4-way tensor parallelism of two replicas, four sequences each."""
+    workload = Workload(
+        model,
+        hardware,
+        sequence_parallel_degree=4,
+        sequence_parallel="megatron",
+        vocabulary_sharded=True,
+    )
+    return Candidate(workload, (8 * KIB,), sequences=4, data_parallel_degree=2, zero=1)
+
+
+def _megatron_pipeline_parallel(model: ModelConfig, hardware: HardwareSpec) -> Candidate:
+    """Return 4 pipeline ranks of 8 stages each in two replicas, four sequences each."""
+    return Candidate(
+        Workload(model, hardware),
+        (8 * KIB,),
+        sequences=4,
+        data_parallel_degree=2,
+        pipeline_parallel_degree=4,
+        virtual_stages=8,
+        schedule="interleaved_1f1b",
+        zero=1,
+    )
 
 
 def _long_sequences() -> tuple[Published, ...]:
