@@ -6,7 +6,8 @@ starts, changes or downloads anything.
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Literal
 
 from pydantic import (
     AfterValidator,
@@ -27,6 +28,10 @@ def _no_tilde(path: str) -> str:
         raise ValueError("~ stands for nothing in a run file: write the whole path")
     return path
 
+
+ComputeDtype = Literal["bf16", "fp32"]
+TORCH_DTYPES: Mapping[str, ComputeDtype] = {"bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
+"""Compute dtypes by torch's names."""
 
 LARGEST_FLOAT = 3.4e38
 """Largest accepted number: that of fp32, in which most numbers are used."""

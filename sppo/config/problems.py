@@ -10,6 +10,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from sppo.config.base import TORCH_DTYPES, ComputeDtype
 from sppo.quoting import QUOTE_CHARACTERS, one_line, quoted
 from sppo.units import counted
 
@@ -46,10 +47,6 @@ class Problem:
         return f"  {where}{written}{one_line(self.rule, most=_RULE_CHARACTERS)}".rstrip()
 
 
-_OTHER_NAMES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16"}
-"""Names that choices have elsewhere and that are not near by letters."""
-
-
 class ConfigError(ValueError):
     """Configuration with one or more problems; the message lists one screen of them."""
 
@@ -68,7 +65,6 @@ class ConfigError(ValueError):
 def nearest(word: object, choices: Iterable[object]) -> str:
     """Return ``" Did you mean 'flops'?"`` with the choice nearest to `word`; "" if none is near."""
     said = str(word)[:QUOTE_CHARACTERS]  # longer words match no choice, and are slow to compare
-    said = _OTHER_NAMES.get(said.removeprefix("torch."), said)
     close = difflib.get_close_matches(said, [str(c) for c in choices], n=1, cutoff=0.55)
     return f" Did you mean '{close[0]}'?" if close else ""
 
@@ -138,11 +134,18 @@ def _problem(
     literals = list(_literals(_annotation_of(names, annotations)))
     if not any(detail["type"] == "literal_error" for detail in details) or not literals:
         return Problem(path, shown, _rule(details[0]))
-    hint = nearest(value, literals)
+    hint = nearest(_named_here(value, literals), literals)
     other = next((d for d in details if d["type"] != "literal_error"), None)
     if other is None or hint:
         return Problem(path, shown, f"not one of {', '.join(literals)}.{hint}")
     return Problem(path, shown, f"neither {' nor '.join(literals)} nor valid: {_rule(other)}")
+
+
+def _named_here(value: object, literals: Sequence[str]) -> object:
+    """Return `value`, or the name here of a compute dtype that `value` names as torch does."""
+    if tuple(literals) != get_args(ComputeDtype):
+        return value
+    return TORCH_DTYPES.get(str(value).removeprefix("torch."), value)
 
 
 def _rule(detail: ErrorDetails) -> str:

@@ -14,6 +14,7 @@ from sppo.config.base import (
     MOST_SEQUENCES,
     MOST_STEPS,
     MOST_SUBSEQUENCES,
+    ComputeDtype,
     Degree,
     Directory,
     Fraction,
@@ -207,7 +208,7 @@ class TrainConfig(Section):
     tokens_per_step: Tokens | None = None
     """Upper bound of the tokens of one optimizer step, over all replicas, with
     ``data.samples=documents``: samples join the step until the next sample would exceed it."""
-    dtype: Literal["bf16", "fp32"] = "bf16"
+    dtype: ComputeDtype = "bf16"
     """Compute dtype of weights and activations; the optimizer keeps fp32 weights."""
     label_smoothing: float = Field(default=0, ge=0, lt=1)
     """Fraction of a label's weight that is spread evenly over all tokens of the vocabulary."""
