@@ -47,7 +47,7 @@ class ActivationKey(NamedTuple):
     subsequence: int
     layer: int
     is_kv: bool = False
-    """Whether the key is of K and V, if they are offloaded between forward and backward."""
+    """True if the key is of K and V, if they are offloaded between forward and backward."""
 
 
 class Extent(NamedTuple):

@@ -56,7 +56,7 @@ class SubsequencePlacement:
 
     @property
     def attention_saved(self) -> bool:
-        """Whether the attention output of every layer is saved for backward."""
+        """True if the attention output of every layer is saved for backward."""
         return self.recomputed[ATTENTION] == 0
 
     def sharded(self, shard_tokens: Sequence[int]) -> tuple[SubsequencePlacement, ...]:
@@ -147,7 +147,7 @@ class ActivationPlacement:
 
     @property
     def offloads_anything(self) -> bool:
-        """Whether any row leaves the device."""
+        """True if any row leaves the device."""
         return bool(self.offloaded.any())
 
 

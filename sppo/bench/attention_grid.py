@@ -87,7 +87,7 @@ class AttentionGrid:
 
     @property
     def for_plans(self) -> bool:
-        """Whether plans can read the points: all queries have equally many numbers of keys.
+        """True if plans can read the points: all queries have equally many numbers of keys.
 
         True if keys are multiples of the queries, or if there is one number of queries.
         """

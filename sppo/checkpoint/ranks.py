@@ -45,7 +45,7 @@ class CheckpointRanks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0 of the group, which does the work that is done once."""
+        """True if this is rank 0 of the group, which does the work that is done once."""
         return self.rank == 0
 
     def on_first(self, work: Callable[[], T]) -> T:

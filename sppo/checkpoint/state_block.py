@@ -36,7 +36,7 @@ class StateBlock:
 
     @property
     def is_vacant(self) -> bool:
-        """Whether the block has no elements although its global tensor has."""
+        """True if the block has no elements although its global tensor has."""
         return self.tensor.numel() == 0 and 0 not in self.global_shape
 
 

@@ -27,22 +27,22 @@ class StateTiers:
 
     @property
     def streams_weights(self) -> bool:
-        """Whether weights are copied to the device stage by stage."""
+        """True if weights are copied to the device stage by stage."""
         return self.weights != "device"
 
     @property
     def streams_gradients(self) -> bool:
-        """Whether gradients are copied from the device stage by stage."""
+        """True if gradients are copied from the device stage by stage."""
         return self.gradients != "device"
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Whether the optimizer steps in another tier than the device."""
+        """True if the optimizer steps in another tier than the device."""
         return self.optimizer != "device"
 
     @property
     def leaves_device(self) -> bool:
-        """Whether any part of the training state lives in another tier than the device."""
+        """True if any part of the training state lives in another tier than the device."""
         return bool(self._away)
 
     @property

@@ -52,7 +52,7 @@ class StepTables:
 
     @property
     def defers_weights(self) -> bool:
-        """Whether weight halves run as separate actions (W)."""
+        """True if weight halves run as separate actions (W)."""
         return self.schedule in DEFERRING_WEIGHTS
 
     @property

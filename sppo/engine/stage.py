@@ -120,12 +120,12 @@ class Stage:
 
     @cached_property
     def is_first(self) -> bool:
-        """Whether the stage holds the embedding."""
+        """True if the stage holds the embedding."""
         return self._layers.start == 0
 
     @cached_property
     def is_last(self) -> bool:
-        """Whether the stage holds the final norm and the head."""
+        """True if the stage holds the final norm and the head."""
         return self._layers.stop == self.model.num_layers
 
     @property

@@ -48,7 +48,7 @@ class ReadyRun:
 
     @property
     def starts_ranks(self) -> bool:
-        """Whether this process starts the ranks instead of training itself."""
+        """True if this process starts the ranks instead of training itself."""
         return self.environment is None and self.num_ranks > 1
 
 

@@ -87,7 +87,7 @@ class GradientMessage:
 
     @property
     def is_copied(self) -> bool:
-        """Whether :meth:`reduce` copies, and so temporarily needs as much memory again."""
+        """True if :meth:`reduce` copies, and so temporarily needs as much memory again."""
         return len(self._parts) > 1
 
     def reduce(self) -> None:

@@ -108,12 +108,12 @@ class Mesh:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there is more than one rank."""
+        """True if there is more than one rank."""
         return self.shape.num_ranks > 1
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which plots, prints and writes for all ranks."""
+        """True if this is rank 0, which plots, prints and writes for all ranks."""
         return self.rank == 0
 
     @property
@@ -128,7 +128,7 @@ class Mesh:
 
     @property
     def speaks_for_replica(self) -> bool:
-        """Whether this rank reports values that all ranks of its replica know."""
+        """True if this rank reports values that all ranks of its replica know."""
         return self.at.pipeline == self.at.sequence == 0
 
     def gather_group(self, kind: ReplicaGroup) -> ProcessGroup | None:

@@ -47,7 +47,7 @@ class MspExchange:
 
     @property
     def is_owner(self) -> bool:
-        """Whether this rank owns the stage."""
+        """True if this rank owns the stage."""
         return self.shard_index == self.owner
 
     @property

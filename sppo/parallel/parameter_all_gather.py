@@ -69,7 +69,7 @@ class AllGatherHandle:
 
     @property
     def is_copied(self) -> bool:
-        """Whether :meth:`finish` copies, and so needs as much memory again as the message."""
+        """True if :meth:`finish` copies, and so needs as much memory again as the message."""
         return len(self._parts) > 1
 
     def finish(self) -> dict[str, Tensor]:

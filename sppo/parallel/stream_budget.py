@@ -27,7 +27,7 @@ class StreamCount:
 
     @property
     def fits(self) -> bool:
-        """Whether neither pool has to reuse a stream."""
+        """True if neither pool has to reuse a stream."""
         return max(self.normal, self.high) <= POOL_STREAMS
 
 
@@ -40,7 +40,7 @@ class StreamUse:
     wraps: bool = False
     ties_ends: bool = False
     gathers_weights: bool = False
-    """Whether weights are gathered for use (ZeRO-3)."""
+    """True if weights are gathered for use (ZeRO-3)."""
     offloads: bool = False
     offloads_state: bool = False
 

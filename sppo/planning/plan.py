@@ -181,12 +181,12 @@ class ExecutionPlan:
 
     @property
     def uses_msp(self) -> bool:
-        """Whether several pipeline ranks run shards of one unit (MSP)."""
+        """True if several pipeline ranks run shards of one unit (MSP)."""
         return self.schedule == "sppo_msp" and self.pipeline_parallel_degree > 1
 
     @property
     def offloads_anything(self) -> bool:
-        """Whether any saved tensor, or K and V of any stage, leave the device."""
+        """True if any saved tensor, or K and V of any stage, leave the device."""
         return any(
             stage.kv == "offloaded" or any(any(part.offloaded) for part in stage.subsequences)
             for stage in self.stages

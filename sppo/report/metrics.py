@@ -111,7 +111,7 @@ class StepMetrics:
     prediction_error: float | None = None
     """Predicted step time divided by measured step time, less 1."""
     skipped: bool = False
-    """Whether the update was skipped: loss or gradients were not finite, or no label was valid."""
+    """True if the update was skipped: loss or gradients were not finite, or no label was valid."""
 
 
 _MAY_BE_NONE = frozenset(f.name for f in fields(StepMetrics) if f.default is None)

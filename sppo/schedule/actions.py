@@ -213,7 +213,7 @@ class Schedule:
 
     @property
     def is_training(self) -> bool:
-        """Whether the programs hold a backward pass (False for evaluation)."""
+        """True if the programs hold a backward pass (False for evaluation)."""
         backward = ActionKind.B
         return any(action.kind is backward for program in self.programs for action in program)
 

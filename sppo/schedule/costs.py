@@ -220,7 +220,7 @@ class Costs:
 
     @property
     def copies_stages(self) -> bool:
-        """Whether K and V, weights or gradients are copied, or K and V are recomputed."""
+        """True if K and V, weights or gradients are copied, or K and V are recomputed."""
         tables = (
             self.kv_offload_bytes,
             self.kv_recompute_s,

@@ -54,7 +54,7 @@ class EncodedProgram:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the rank runs any shard of a unit, or sends a unit in several messages."""
+        """True if the rank runs any shard of a unit, or sends a unit in several messages."""
         return bool((self.num_shards > 1).any())
 
 

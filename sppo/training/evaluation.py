@@ -36,6 +36,10 @@ from sppo.training.state_tensors import DTYPES, starting_weights
 from sppo.units import format_bytes
 
 _FIRST_BIN_TOKENS = 64
+_NO_LABEL = (
+    "{directory}: no label of its first {counted} counts: the first token of an isolated document "
+    "is nobody's label, nor is one that a loss mask leaves out"
+)
 _LARGEST_EXPONENT = 700
 _NOT_ITS_SHAPE = frozenset({"preset", "from_hf", "family", "init_std"})
 """Keys of the model section that do not change the function that the model computes."""
@@ -69,9 +73,9 @@ class Evaluation:
     tokens_from: str
     """Directory of the token data."""
     held_out: bool
-    """Whether the tokens are ``data.eval_tokens`` rather than training tokens."""
+    """True if the tokens are ``data.eval_tokens`` rather than training tokens."""
     are_samples: bool = False
-    """Whether `num_sequences` counts samples."""
+    """True if `num_sequences` counts samples."""
 
 
 def evaluate(
@@ -117,11 +121,8 @@ def evaluate(
     )
     are_samples = run.data.samples == "documents"
     if not counts_S.any():
-        parts = f"{evaluated.count} {'samples' if are_samples else 'sequences'}"
-        raise ValueError(
-            f"{data.directory}: no label of its first {parts} counts: the first token of an "
-            "isolated document is nobody's label, nor is one that a loss mask leaves out"
-        )
+        counted = f"{evaluated.count} {'samples' if are_samples else 'sequences'}"
+        raise ValueError(_NO_LABEL.format(directory=data.directory, counted=counted))
     loss = float(losses_S.sum() / counts_S.sum())
     return Evaluation(
         loss,

@@ -25,7 +25,7 @@ class TrainingOutcome:
     interrupted_by: str | None = None
     """Signal, or write error, that ended the run early; None if the run was not interrupted."""
     saved: bool = True
-    """Whether the state at the end is in a checkpoint."""
+    """True if the state at the end is in a checkpoint."""
     wall_s: float = 0.0
     baseline_bytes: int = 0
     """Device memory held before the model was built; on a CPU, resident memory."""

@@ -45,7 +45,7 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which prints, writes and decides for all ranks."""
+        """True if this is rank 0, which prints, writes and decides for all ranks."""
         return self.mesh.is_main
 
     def decided_by_main(self, decide: Callable[[], T]) -> T:

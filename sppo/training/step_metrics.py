@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from sppo.offload.copy_report import CopyReport
 from sppo.report.metrics import StepMetrics
 from sppo.training.devices.device import Device
 from sppo.training.outcome import TrainingOutcome
@@ -51,10 +52,8 @@ class StepMeasures:
             work: Work of the step.
             lr: Scheduled learning rate, also if the update was skipped.
         """
-        outcome, result, copies = self._outcome, done.result, done.copies
-        outcome.copies.append(copies)
+        result, copies = done.result, done.copies
         own_peak = self._device.peak_bytes()
-        outcome.peak_bytes = max(outcome.peak_bytes, own_peak)
         forward_s, backward_s, rest_s, seconds, peak, exposed_s, predicted_s, planning_wait_s = (
             self._peers.largest(
                 [
@@ -72,12 +71,7 @@ class StepMeasures:
         offloaded, host_bytes, disk_bytes = self._peers.total(
             [copies.total_out_bytes, copies.host_bytes, copies.disk_bytes]
         )
-        outcome.phases.append(StepPhases(forward_s, backward_s, rest_s))
-        outcome.planned_phases.append(work.phases)
-        if outcome.most_planned is None or (
-            work.memory.total_bytes > outcome.most_planned.total_bytes
-        ):
-            outcome.most_planned = work.memory
+        self._record(work, copies, StepPhases(forward_s, backward_s, rest_s), own_peak)
         tokens, model_flops, executed_flops = (
             int(value)
             for value in self._of_replicas(work.tokens, work.model_flops, work.executed_flops)
@@ -105,6 +99,20 @@ class StepMeasures:
             **self._packing(work, done, planning_wait_s=planning_wait_s),
             **self._source.learn(work, done),
         )
+
+    def _record(
+        self, work: StepWork, copies: CopyReport, phases: StepPhases, peak_bytes: int
+    ) -> None:
+        """Add a step to the outcome of the run: its copies, phases and peaks, and as planned."""
+        outcome = self._outcome
+        outcome.copies.append(copies)
+        outcome.peak_bytes = max(outcome.peak_bytes, peak_bytes)
+        outcome.phases.append(phases)
+        outcome.planned_phases.append(work.phases)
+        if outcome.most_planned is None or (
+            work.memory.total_bytes > outcome.most_planned.total_bytes
+        ):
+            outcome.most_planned = work.memory
 
     def _packing(self, work: StepWork, done: DoneStep, *, planning_wait_s: float) -> dict[str, Any]:
         """Return metrics of packing and idle time in a step of samples; {} without samples."""

@@ -44,7 +44,7 @@ class Subject(StrEnum):
 
     @property
     def copies(self) -> bool:
-        """Whether this subject includes measurements of copies."""
+        """True if this subject includes measurements of copies."""
         return self in (Subject.PCIE, Subject.OVERLAP, Subject.ALL)
 
 

@@ -36,7 +36,7 @@ class TensorSizes:
 
     @property
     def is_half(self) -> bool:
-        """Whether the compute dtype is smaller than the accumulation dtype."""
+        """True if the compute dtype is smaller than the accumulation dtype."""
         return self.element_bytes < ACCUMULATION_BYTES
 
     @property

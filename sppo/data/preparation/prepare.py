@@ -53,7 +53,7 @@ class PreparedTokens:
     directory: str
     _: KW_ONLY
     unchanged: bool
-    """Whether the directory already held exactly these tokens, so that nothing was written."""
+    """True if the directory already held exactly these tokens, so that nothing was written."""
     meta: TokenMeta
     num_files: int
     num_empty_documents: int

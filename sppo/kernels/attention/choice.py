@@ -60,7 +60,7 @@ class AttentionCase:
     """Query heads per key/value head."""
     window: bool
     single_tokens: bool = False
-    """Whether blocks of one query or one key may occur, e.g. because a document begins or ends next
+    """True if blocks of one query or one key may occur, e.g. because a document begins or ends next
     to a cut."""
 
     def __str__(self) -> str:
@@ -85,7 +85,7 @@ class Capability:
     compute_majors: tuple[int, ...] | None = None
     """Major numbers of the compute capabilities that the back end is built for; None for all."""
     automatic: bool = True
-    """Whether ``auto`` may choose the back end."""
+    """True if ``auto`` may choose the back end."""
 
 
 CAPABILITIES: Mapping[BackendName, Capability] = {

@@ -34,7 +34,7 @@ class RectangleKernel(Protocol):
 
     @property
     def takes_documents(self) -> bool:
-        """Whether calls may have ``documents``."""
+        """True if calls may have ``documents``."""
         ...
 
     def forward(

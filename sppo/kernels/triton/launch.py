@@ -74,7 +74,7 @@ def add_rows(base_ptr, row_r, num_rows, row_stride, d_D, x_rD, SIZE: tl.constexp
 
 
 INTERPRETED = not isinstance(dot, triton.runtime.JITFunction)
-"""Whether this process runs kernels under Triton's interpreter, on CPU tensors."""
+"""True if this process runs kernels under Triton's interpreter, on CPU tensors."""
 
 
 def accumulation_type(dtype: torch.dtype) -> Any:

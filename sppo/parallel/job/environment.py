@@ -68,7 +68,7 @@ class RankEnvironment:
 
     @property
     def is_one_machine(self) -> bool:
-        """Whether every rank runs on this machine."""
+        """True if every rank runs on this machine."""
         return self.local_world_size == self.world_size
 
 

@@ -81,7 +81,7 @@ class RankEnd:
 
     @property
     def was_aborted(self) -> bool:
-        """Whether a library ended the process by SIGABRT before the rank recorded a failure."""
+        """True if a library ended the process by SIGABRT before the rank recorded a failure."""
         failed = self.note is not None and self.note.state == "failed"
         return self.returncode == -signal.SIGABRT and not failed
 

@@ -194,7 +194,7 @@ class _DegreesSearch:
 
     @property
     def may_fit(self) -> bool:
-        """Whether any candidate may fit."""
+        """True if any candidate may fit."""
         return any(self._search(virtual).may_fit for virtual in (self._simplest, *self._further))
 
     def may_take(self, most_s: float) -> bool:
@@ -242,7 +242,7 @@ class _DegreesSearch:
 
     @property
     def fits(self) -> bool:
-        """Whether any candidate fits."""
+        """True if any candidate fits."""
         if "best" in self.__dict__:
             return self.best.shortfall is None
         return self._search(self._simplest).fits or (
@@ -419,7 +419,7 @@ class _SubsequenceSearch:
 
     @cached_property
     def may_fit(self) -> bool:
-        """Whether any candidate may fit, for any placement of saved activations."""
+        """True if any candidate may fit, for any placement of saved activations."""
         return self.least_short_bytes <= 0
 
     @cached_property
@@ -491,7 +491,7 @@ class _SubsequenceSearch:
 
     @property
     def fits(self) -> bool:
-        """Whether any candidate fits."""
+        """True if any candidate fits."""
         if not self.may_fit:
             return False
         if "best" in self.__dict__:

@@ -93,7 +93,7 @@ class StepPrices:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the simulated step time equals the closed form.
+        """True if the simulated step time equals the closed form.
 
         It does not if units are cut (MSP), weight gradients are deferred, stages of a rank
         interleave, sequences overlap, or activations, K and V, weights or gradients are copied.
@@ -163,7 +163,7 @@ class EvaluatedCandidate:
 
     @property
     def has_exact_time(self) -> bool:
-        """Whether `step_s` is the simulated time, or equal to it."""
+        """True if `step_s` is the simulated time, or equal to it."""
         return self.simulated is not None or self.prices.is_exact
 
     @property

@@ -31,7 +31,7 @@ class NonFiniteGuard:
 
     @property
     def failing(self) -> bool:
-        """Whether the last step was not finite."""
+        """True if the last step was not finite."""
         return self._in_a_row > 0
 
     def problem(
