@@ -58,7 +58,7 @@ PLANTED = {
     "schedule/orders/steps.py": ("from sppo.schedule import simulation", "Layers of the schedule"),
     "offload/arena.py": ("from sppo.offload import slots", "Layers of the offload package"),
     "engine/trace.py": ("from sppo.engine import stage", "Layers of the engine package"),
-    "kernels/native/file.py": ("from sppo.kernels.native import extension", "No circles"),
+    "kernels/native/native_file.py": ("from sppo.kernels.native import extension", "No circles"),
 }
 """What is added to a module, and the contract that it breaks."""
 

@@ -83,7 +83,7 @@ class HostArena:
         self.mapped_bytes = mapping.data.nbytes
         """``size_bytes`` rounded up to whole pages, which the arena adds to the resident set."""
         self.huge_pages = mapping.huge_pages
-        """Whether the system accepted the advice to use huge pages."""
+        """True if the system accepted the advice to use huge pages."""
         self._bytes: NDArray[np.uint8] | None = mapping.data
         self._alive = weakref.ref(self._bytes)
         _log.debug(
@@ -125,12 +125,12 @@ class HostArena:
 
     @property
     def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
+        """True if :meth:`close` was called."""
         return self._bytes is None
 
     @property
     def released(self) -> bool:
-        """Whether the memory was returned to the system: closed, and without views."""
+        """True if the memory was returned to the system: closed, and without views."""
         return self._alive() is None
 
     def close(self) -> None:
@@ -188,7 +188,7 @@ class HostMapping:
 
     data: NDArray[np.uint8]
     huge_pages: bool
-    """Whether the system accepted the advice to use huge pages."""
+    """True if the system accepted the advice to use huge pages."""
     touch: Callable[[int], None]
     """Function that makes every page resident with a number of threads; call once, before use."""
 

@@ -27,7 +27,7 @@ class ActivationStore(Protocol):
 
     @property
     def lends_memory(self) -> bool:
-        """Whether :meth:`take` returns views of memory that is reused after :meth:`release`.
+        """True if :meth:`take` returns views of memory that is reused after :meth:`release`.
 
         Otherwise the taken tensors belong to the caller.
         """

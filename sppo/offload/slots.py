@@ -37,7 +37,7 @@ class Slot:
 
     @property
     def can_be_filled(self) -> bool:
-        """Whether the next filling may be enqueued: the slot has no unread contents."""
+        """True if the next filling may be enqueued: the slot has no unread contents."""
         return self._filled is None
 
     def before_filling(self) -> tuple[Dependency, ...]:
@@ -86,7 +86,7 @@ class SlotMemory:
 
     @property
     def on_disk(self) -> bool:
-        """Whether blocks are written from host memory to a file."""
+        """True if blocks are written from host memory to a file."""
         return self._disk is not None
 
     @property

@@ -14,7 +14,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from sppo.kernels.native.file import FileFunctions
+from sppo.kernels.native.native_file import FileFunctions
 
 LIBRARY_NAME = "sppo_native.so"
 REASON_NAME = "not_built.txt"
@@ -44,7 +44,7 @@ class ReservedMemory:
     size_bytes: int
     """Requested size, rounded up to whole pages."""
     huge_pages: bool
-    """Whether the system accepted the advice to use huge pages."""
+    """True if the system accepted the advice to use huge pages."""
     struct: ArenaStruct
 
 

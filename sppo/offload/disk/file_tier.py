@@ -20,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sppo.kernels.native.extension import describe, native_library
+from sppo.kernels.native.native_file import FileStatistics, NativeFile
 from sppo.offload.disk.disk_room import disk_room, is_memory
-from sppo.offload.disk.threaded_files import FileStatistics, NativeFile, PythonFile
+from sppo.offload.disk.python_file import PythonFile
 from sppo.output_file import FULL_ERRNOS
 from sppo.units import format_bytes
 
@@ -136,7 +137,7 @@ class FileTier:
         self._end = weakref.finalize(self, _end, self._file, self._in_flight, self._interrupted)
         self._last = FileStatistics()
         self.direct = self._file.direct
-        """Whether transfers bypass the page cache."""
+        """True if transfers bypass the page cache."""
         self.memory_alignment_bytes = self._file.memory_alignment_bytes
         """Alignment of arrays that are transferred without a copy."""
         self.threads = self._file.threads
@@ -204,7 +205,7 @@ class FileTier:
 
     @property
     def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
+        """True if :meth:`close` was called."""
         return not self._end.alive
 
     def close(self, *, cancel: bool = False) -> None:

@@ -57,7 +57,7 @@ class CopyStreams:
         self._cuda, self._device, self._failed_step_timeout_s = cuda, device, failed_step_timeout_s
         self.out, self.back = (cuda.Stream(device) for _ in range(2))
         self.given_up = False
-        """Whether the device did not finish in time or failed: nothing may wait for it any more."""
+        """True if the device did not finish in time or failed: nothing may wait for it any more."""
 
     def wait_for_device(self) -> bool:
         """Wait for all work of the device; return False if it fails or does not finish in time."""
@@ -139,7 +139,7 @@ class _Question:
         self.moved_s = time.monotonic()
         """Time at which the device was last seen to have reached a mark, by ``time.monotonic``."""
         self.given_up = False
-        """Whether the caller has stopped waiting for the answer."""
+        """True if the caller has stopped waiting for the answer."""
 
     def ask(self) -> None:
         try:

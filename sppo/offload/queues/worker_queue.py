@@ -114,7 +114,7 @@ class WorkerQueue:
 
     @property
     def _has_thread(self) -> bool:
-        """Whether the queue is open and belongs to this process: forks do not inherit threads."""
+        """True if the queue is open and belongs to this process: forks do not inherit threads."""
         return self._process == os.getpid()
 
     def _error_of(self, work: Callable[[], None], after: Sequence[Event]) -> BaseException | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sppo.kernels.native.file import SECTOR_BYTES
+from sppo.kernels.native.native_file import SECTOR_BYTES
 from sppo.offload.disk import disk_room as disk_module
 from sppo.offload.disk import file_tier as file_tier_module
 from sppo.offload.disk.disk_room import DiskRoom, disk_room, is_memory
@@ -285,7 +285,7 @@ def test_a_disk_that_fills_up_meanwhile_is_refused(implementation, tmp_path, mon
         raise OSError(errno.ENOSPC, "full")
 
     monkeypatch.setattr(file_tier_module, "NativeFile", full)
-    monkeypatch.setattr("sppo.offload.disk.threaded_files._reserve_space", full)
+    monkeypatch.setattr("sppo.offload.disk.python_file._reserve_space", full)
     before = nameless_files()
     with pytest.raises(OSError, match=r"does not fit: .* are free there") as caught:
         FileTier(tmp_path, MIB)

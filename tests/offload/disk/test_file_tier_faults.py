@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sppo.kernels.native.native_file import BLOCK_BYTES, NativeFile
 from sppo.offload.disk import file_tier as file_tier_module
-from sppo.offload.disk import threaded_files
+from sppo.offload.disk import python_file as python_file
 from sppo.offload.disk.file_tier import FileTier, Transfer
-from sppo.offload.disk.threaded_files import BLOCK_BYTES, NativeFile
 from sppo.units import MIB
 from tests.native_builds import ROOT, c_compiler, library
 
@@ -46,7 +46,7 @@ def on_disk(request, monkeypatch, tmp_path):
     """Opens a tier on a disk that the test plays."""
     chosen = None if request.param == "python" else library()
     monkeypatch.setattr(file_tier_module, "native_library", lambda: chosen)
-    system = threaded_files._system_io
+    system = python_file._system_io
     kept: list[object] = []
 
     def open_tier(disk: Disk, *, threads: int = 2) -> FileTier:
@@ -68,7 +68,7 @@ def on_disk(request, monkeypatch, tmp_path):
             file = ctypes.byref(tier._file._file)
             assert chosen._library.sppo_file_set_io(file, kept[-1], None) == 0
         else:
-            monkeypatch.setattr(threaded_files, "_system_io", python_io)
+            monkeypatch.setattr(python_file, "_system_io", python_io)
         return tier
 
     yield open_tier
@@ -112,7 +112,7 @@ def test_short_counts_are_continued(on_disk, most):
 def test_a_fault_of_python_is_told_once_all_blocks_have_ended(tmp_path, monkeypatch):
     """Until then the array belongs to the transfer, and what comes after it goes on."""
     monkeypatch.setattr(file_tier_module, "native_library", lambda: None)
-    transfer, begun, gate = threaded_files._system_io, threading.Event(), threading.Event()
+    transfer, begun, gate = python_file._system_io, threading.Event(), threading.Event()
 
     def failing(fd: int, write: bool, memory: memoryview, offset: int) -> int:
         if offset == 0:
@@ -124,7 +124,7 @@ def test_a_fault_of_python_is_told_once_all_blocks_have_ended(tmp_path, monkeypa
 
     with FileTier(tmp_path, 2 * BLOCK_BYTES) as tier:
         with monkeypatch.context() as broken:
-            broken.setattr(threaded_files, "_system_io", failing)
+            broken.setattr(python_file, "_system_io", failing)
             reading = tier.read(0, np.ones(2 * BLOCK_BYTES, dtype=np.uint8))
             threading.Timer(0.05, gate.set).start()
             with pytest.raises(OSError, match=os.strerror(errno.EIO)):

@@ -1,14 +1,7 @@
-"""Nameless files that serve reads and writes with threads of their own.
+"""Nameless file of the standard library, for machines without the native library.
 
-:class:`NativeFile` uses the native library and bypasses the page cache if the file system supports
-that. :class:`PythonFile` is for machines without a compiler: it is slower and goes through the page
+It is slower than :class:`sppo.kernels.native.native_file.NativeFile` and goes through the page
 cache, from which every block is dropped once it is on the disk.
-
-Both have the interface that :class:`sppo.offload.disk.file_tier.FileTier` needs. ``submit`` starts
-to transfer a whole array, which must be contiguous, within the file, and kept alive by the caller
-until the transfer has ended. ``submit`` returns a function that waits at most the given seconds and
-returns 0, the errno of the first error, or None if the transfer has not ended. ``close`` cancels
-transfers that have not started.
 """
 
 from __future__ import annotations
@@ -19,103 +12,21 @@ import os
 import tempfile
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sppo.kernels.native.file import SECTOR_BYTES, FileFunctions
-from sppo.units import MIB
+from sppo.kernels.native.native_file import BLOCK_BYTES, SECTOR_BYTES, FileStatistics
 
 _logger = logging.getLogger(__name__)
 
-BLOCK_BYTES = 8 * MIB
-"""Requests are cut at multiples of this size; several threads serve blocks of one request."""
-
-
-@dataclass(frozen=True, slots=True)
-class FileStatistics:
-    """Measured bytes and busy time of the transfers since a file was opened."""
-
-    read_bytes: int = 0
-    written_bytes: int = 0
-    read_s: float = 0.0
-    """Seconds in which at least one thread was reading."""
-    write_s: float = 0.0
-    """Seconds in which at least one thread was writing."""
-
-
-class NativeFile:
-    """File of the native library.
-
-    Attributes:
-        direct: Whether transfers bypass the page cache.
-        preallocated: Whether the disk has reserved the space.
-        memory_alignment_bytes: Alignment of addresses that are transferred without a copy.
-        threads: Number of transfers that the disk serves at once.
-    """
-
-    def __init__(
-        self,
-        functions: FileFunctions,
-        directory: Path,
-        size_bytes: int,
-        *,
-        threads: int,
-        direct: bool,
-    ) -> None:
-        """Create the file and start the threads.
-
-        Raises:
-            OSError: The system refused; nothing is left behind.
-        """
-        file = functions.open(
-            directory, size_bytes, threads=threads, direct=direct, block_bytes=BLOCK_BYTES
-        )
-        self._functions, self._file = functions, file
-        self.direct = bool(file.direct)
-        self.preallocated = bool(file.preallocated)
-        self.memory_alignment_bytes = int(file.memory_alignment)
-        self.threads = int(file.num_threads)
-
-    def submit(
-        self, *, write: bool, offset_bytes: int, memory: NDArray[np.uint8]
-    ) -> Callable[[float], int | None]:
-        """Start a transfer on the library's threads; the module documents the result."""
-        request = self._functions.submit(
-            self._file,
-            write=write,
-            offset_bytes=offset_bytes,
-            address=memory.ctypes.data,
-            size_bytes=memory.nbytes,
-        )
-        outcome = partial(self._functions.wait, request)
-        # Finalized when no thread can be inside `outcome` any more.
-        weakref.finalize(outcome, self._functions.forget, request).atexit = False
-        return outcome
-
-    def statistics(self) -> FileStatistics:
-        """Return the bytes and busy seconds so far; must not be called after :meth:`close`."""
-        totals = self._functions.measure(self._file)
-        return FileStatistics(
-            read_bytes=int(totals.read_bytes),
-            written_bytes=int(totals.written_bytes),
-            read_s=float(totals.read_s),
-            write_s=float(totals.write_s),
-        )
-
-    def close(self) -> None:
-        """Cancel transfers that have not started, end the threads and free the space; call once."""
-        self._functions.close(self._file, cancel=True)
-
 
 class PythonFile:
-    """File of the standard library, with the attributes of :class:`NativeFile`."""
+    """File of the standard library, with the interface of the native file."""
 
     def __init__(self, directory: Path, size_bytes: int, *, threads: int) -> None:
         """Create the file; threads start as they are needed.
@@ -143,7 +54,7 @@ class PythonFile:
     def submit(
         self, *, write: bool, offset_bytes: int, memory: NDArray[np.uint8]
     ) -> Callable[[float], int | None]:
-        """Start a transfer, one task per block; the module documents the result."""
+        """Start a transfer, one task per block, see :meth:`NativeFile.submit`."""
         first = offset_bytes % BLOCK_BYTES  # bytes of the first block before the transfer
         cuts = [0, *range(BLOCK_BYTES - first, memory.nbytes, BLOCK_BYTES), memory.nbytes]
         failed = threading.Event()
