@@ -25,13 +25,12 @@ import numpy.typing as npt
 from sppo.activations.placement import (
     ROW_ALIGNMENT,
     ActivationPlacement,
-    CopySlots,
     Counts,
-    PolicyInputs,
     alike_stages,
     prefix_rows,
     saved_bytes,
 )
+from sppo.activations.policy_inputs import CopySlots, PolicyInputs
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN
 from sppo.schedule.costs import Table
 
@@ -51,7 +50,7 @@ StageCounts = tuple[Counts, Counts, Counts]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageProblem:
-    """One stage of :class:`sppo.activations.placement.PolicyInputs`; tables are [N]."""
+    """One stage of :class:`sppo.activations.policy_inputs.PolicyInputs`; tables are [N]."""
 
     tokens: Counts
     row_bytes: Table

@@ -25,11 +25,11 @@ from sppo.activations.hybrid import choices
 from sppo.activations.placement import (
     ActivationPlacement,
     PlacementOf,
-    PolicyInputs,
     SubsequencePlacement,
     prefix_rows,
     saved_bytes,
 )
+from sppo.activations.policy_inputs import PolicyInputs
 from sppo.activations.tensor_classes import (
     ATTENTION,
     CLASSES,

@@ -11,14 +11,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from sppo.activations.hybrid import choices
-from sppo.activations.placement import (
-    ROW_ALIGNMENT,
-    CopySlots,
-    PolicyInputs,
-    prefix_rows,
-    saved_bytes,
-)
+from sppo.activations.placement import ROW_ALIGNMENT, prefix_rows, saved_bytes
 from sppo.activations.policy import OFFLOADING_POLICIES, POLICIES, decide, decide_ratio
+from sppo.activations.policy_inputs import CopySlots, PolicyInputs
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from sppo.activations.activation_layout import MAX_BLOCKS_IN_FLIGHT_OUT, BlockLayout
-from sppo.activations.placement import ActivationPlacement, CopySlots, Counts
+from sppo.activations.placement import ActivationPlacement, Counts
+from sppo.activations.policy_inputs import CopySlots
 from sppo.activations.tensor_classes import ATTENTION, class_bytes_per_token
 from sppo.cost.candidate import Candidate
 from sppo.cost.kv import kv_tier_bytes, largest_kv_block

@@ -21,8 +21,9 @@ from functools import cached_property
 import numpy as np
 from scipy import sparse
 
-from sppo.activations.placement import ROW_ALIGNMENT, ActivationPlacement, Counts, PolicyInputs
+from sppo.activations.placement import ROW_ALIGNMENT, ActivationPlacement, Counts
 from sppo.activations.policy import decide
+from sppo.activations.policy_inputs import PolicyInputs
 from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.cost.candidate import Candidate
 from sppo.cost.memory.unit_messages import sent_bytes

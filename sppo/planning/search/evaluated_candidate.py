@@ -11,8 +11,9 @@ from typing import Literal
 import numpy as np
 
 from sppo.activations.hybrid import choices
-from sppo.activations.placement import ActivationPlacement, PolicyInputs
+from sppo.activations.placement import ActivationPlacement
 from sppo.activations.policy import POLICIES, decide, decide_ratio, seconds_added
+from sppo.activations.policy_inputs import PolicyInputs
 from sppo.cost.candidate import Candidate
 from sppo.cost.memory.copy_room import with_placement
 from sppo.cost.memory.msp import with_msp

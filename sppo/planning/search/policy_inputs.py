@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from sppo.activations.placement import Counts, PolicyInputs
+from sppo.activations.placement import Counts
+from sppo.activations.policy_inputs import PolicyInputs
 from sppo.activations.tensor_classes import X_IN
 from sppo.cost.candidate import Candidate
 from sppo.cost.deferred_weights import weight_operand_bytes
