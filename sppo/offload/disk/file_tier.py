@@ -13,6 +13,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -52,7 +53,11 @@ class Transfer:
     """Read or write in flight, made by :class:`FileTier`; keeps its array alive until the end."""
 
     def __init__(
-        self, outcome: Callable[[float], int | None], memory: NDArray[np.uint8], *, name: str
+        self,
+        outcome: Callable[[float], int | None],
+        memory: NDArray[np.uint8],
+        *,
+        name: Callable[[], str],
     ) -> None:
         self._outcome, self._name = outcome, name
         self._memory: NDArray[np.uint8] | None = memory
@@ -73,7 +78,7 @@ class Transfer:
         """
         code = self.join()
         if code != 0:
-            raise _fault(code, f"{self._name} failed")
+            raise _fault(code, f"{self._name()} failed")
 
     def join(self) -> int:
         """Wait until the transfer has ended; return 0, or the errno of its failure."""
@@ -177,9 +182,9 @@ class FileTier:
                 f"bytes {offset_bytes} to {end_bytes} are not within the tier's {self.size_bytes}"
             )
         verb = "writing" if write else "reading"
-        name = f"{verb} {format_bytes(array.nbytes)} at byte {offset_bytes} of {self._name}"
+        name = partial(_name_of, verb, array.nbytes, offset_bytes, self.directory)
         if os.getpid() != self._process:
-            raise _fault(errno.ECHILD, f"{name} failed")
+            raise _fault(errno.ECHILD, f"{name()} failed")
         memory = array.reshape(-1)
         with self._lock:
             if self.closed:
@@ -191,7 +196,7 @@ class FileTier:
                 transfer = Transfer(outcome, memory, name=name)
                 self._in_flight.add(transfer)
             except OSError as error:
-                raise _fault(error.errno, f"{name} failed") from error
+                raise _fault(error.errno, f"{name()} failed") from error
             except BaseException:
                 self._interrupted.append(memory)
                 raise
@@ -235,10 +240,6 @@ class FileTier:
     ) -> None:
         self.close(cancel=error is not None)
 
-    @property
-    def _name(self) -> str:
-        return f"the file tier in {self.directory}"
-
     def __str__(self) -> str:
         how = "past the page cache" if self.direct else "through the page cache"
         size = format_bytes(self.size_bytes)
@@ -257,6 +258,12 @@ class FileTier:
                 "step",
                 self.directory,
             )
+
+
+def _name_of(verb: str, size_bytes: int, offset_bytes: int, directory: Path) -> str:
+    """Return the name of a transfer in messages."""
+    size = format_bytes(size_bytes)
+    return f"{verb} {size} at byte {offset_bytes} of the file tier in {directory}"
 
 
 def _open(
