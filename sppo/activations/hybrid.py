@@ -17,7 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -31,24 +33,52 @@ from sppo.activations.placement import (
     saved_bytes,
 )
 from sppo.activations.policy_inputs import CopySlots, PolicyInputs
-from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN
+from sppo.activations.tensor_classes import ATTENTION, CLASSES, LINEAR, X_IN
 from sppo.schedule.costs import Table
 
 _BISECTIONS = 24
 _STEPS = {False: 32, True: 8}
 """Number of steps from offloading nothing to offloading everything; fewer for large tables."""
 _LARGE = 4096
+_TABLE_ROWS = 1 << 13
+"""Placements x subsequences that are compared at once: their tables fit a processor's cache."""
 _ROUNDING_BYTES = 2
 """Margin in bytes, because each memory bucket is rounded to whole bytes separately."""
 
-WantedBytes = Callable[["StageProblem", float | Table], Table]
-"""Function from a fraction of all bytes that may be offloaded to bytes of each subsequence,
-[subsequences]."""
 StageCounts = tuple[Counts, Counts, Counts]
 """Rows retained, offloaded, recomputed, each [subsequences, 3]."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+class Offloads:
+    """Bytes of each subsequence to offload, as a function of the fraction of all bytes offloaded.
+
+    Args:
+        bytes_of: Function from a fraction to bytes of each subsequence, [N]; from a column of
+            fractions, [n, 1], to one row of bytes for each, [n, N].
+        fits_tier: Whether given bytes of each subsequence, [N], fit the tier.
+    """
+
+    def __init__(
+        self, bytes_of: Callable[[float | Table], Table], *, fits_tier: Callable[[Table], bool]
+    ) -> None:
+        self.bytes_of, self._fits_tier = bytes_of, fits_tier
+
+    def up_to_tier(self, shares: Table) -> Table:
+        """Return the bytes for given shares, [n], of the most that fits the tier, [n, N]."""
+        return self.bytes_of(self._most_in_tier * shares[:, None])
+
+    @cached_property
+    def _most_in_tier(self) -> float:
+        """Largest fraction of all bytes that fits the tier."""
+        if self._fits_tier(self.bytes_of(1.0)):
+            return 1.0
+        fraction, _ = _bisected(
+            0.0, 1.0, lambda fraction: not self._fits_tier(self.bytes_of(fraction))
+        )
+        return fraction
+
+
+@dataclass(frozen=True, eq=False)
 class StageProblem:
     """One stage of :class:`sppo.activations.policy_inputs.PolicyInputs`; tables are [N]."""
 
@@ -65,12 +95,45 @@ class StageProblem:
     """Slots on the device for copies of this stage alone."""
     allow_partial: bool = True
 
-    @property
+    @cached_property
     def offloadable_bytes(self) -> Table:
         """Bytes of each subsequence that may be offloaded; 0 for the last, needed at once."""
         saved: Table = self.tokens * self.row_bytes.sum()
         saved[-1] = 0.0
         return saved
+
+    @cached_property
+    def by_time(self) -> Offloads:
+        """Bytes in proportion to the time available for their copy, up to all bytes."""
+        saved, next_forward_s = self.offloadable_bytes, self.next_forward_s
+        most = float((saved / next_forward_s).max())
+
+        def bytes_of(fraction: float | Table) -> Table:
+            result: Table = np.minimum(fraction * most * next_forward_s, saved)
+            return result
+
+        return Offloads(bytes_of, fits_tier=self.fits_tier)
+
+    @cached_property
+    def by_class(self) -> Offloads:
+        """Bytes of the first tensor classes of all subsequences, up to a fraction of all bytes."""
+        saved: Table = self.tokens[:, None] * self.row_bytes
+        saved[-1] = 0.0
+        totals = saved.sum(axis=0)
+        total, before = totals.sum(), np.concatenate([[0.0], np.cumsum(totals)[:-1]])
+
+        def bytes_of(fraction: float | Table) -> Table:
+            left = np.clip(fraction * total - before, 0.0, totals)
+            shares = np.divide(left, totals, out=np.zeros_like(left), where=totals > 0)
+            result: Table = shares @ saved.T
+            return result
+
+        return Offloads(bytes_of, fits_tier=self.fits_tier)
+
+    def fits_tier(self, offloaded: Table) -> bool:
+        """Return whether offloaded bytes of each subsequence fit the tier."""
+        room = max(0.0, self.tier_bytes - _ROUNDING_BYTES)
+        return float(offloaded.sum()) * self.sequences <= room
 
 
 def choices(inputs: PolicyInputs) -> Iterator[ActivationPlacement]:
@@ -82,34 +145,56 @@ def choices(inputs: PolicyInputs) -> Iterator[ActivationPlacement]:
     )
     distinct = {stage: _problem(inputs, stage) for stage in dict.fromkeys(keys)}
     free = {key: overlapped_placement(problem) for key, problem in distinct.items()}
-    steps = _STEPS[len(inputs.tokens) * len(keys) > _LARGE]
-    offloads = None in free.values() and inputs.copy_bytes_per_s > 0
-    tried = np.arange(steps + 1 if offloads else 1) / steps
-    found = False
-    for wanted in (_by_time, _by_class) if offloads else (_by_time,):
-        offloading = {
-            key: []
-            if free[key]
-            else placements_of_fractions(
-                problem, fractions=_most_in_tier(problem, wanted) * tried, wanted=wanted
-            )
-            for key, problem in distinct.items()
-        }
-        for step in range(len(tried)):
-            rows = {key: free[key] or offloading[key][step] for key in distinct}
-            fitting = {key: table for key, table in rows.items() if table is not None}
-            if len(fitting) == len(rows):
+    least: dict[int, StageCounts] = {}
+    if all(map(_has_room, distinct.values())):
+        steps = _STEPS[len(inputs.tokens) * len(keys) > _LARGE]
+        offloads = None in free.values() and inputs.copy_bytes_per_s > 0
+        shares = np.arange(steps + 1 if offloads else 1) / steps
+        found = False
+        for name in ("by_time", "by_class") if offloads else ("by_time",):
+            for rows in _offloading(name, shares, distinct, free):
                 found = True
-                yield _stacked(fitting, keys)
+                yield _stacked(rows, keys)
+            if not found:
+                least = least or _least_memory(distinct, free)
+                if not all(_fits(*least[key][:2], problem) for key, problem in distinct.items()):
+                    break
         if found:
-            continue
-        short = {
-            key: free[key] or least_memory_placement(problem) for key, problem in distinct.items()
-        }
-        if not all(_fits(*short[key][:2], problem) for key, problem in distinct.items()):
-            break
-    if not found:
-        yield _stacked(short, keys)
+            return
+    yield _stacked(least or _least_memory(distinct, free), keys)
+
+
+def _offloading(
+    name: Literal["by_time", "by_class"],
+    shares: Table,
+    distinct: Mapping[int, StageProblem],
+    free: Mapping[int, StageCounts | None],
+) -> Iterator[dict[int, StageCounts]]:
+    """Yield the placements of all stages that offload some share and fit, share by share.
+
+    Args:
+        name: Rule by which stages offload.
+        shares: Shares of the most that fits the tier.
+        distinct: Stages that differ, by key.
+        free: Placement of each stage that neither recomputes nor waits; None to offload by share.
+    """
+    of_shares = {
+        key: placements_of_bytes(problem, getattr(problem, name).up_to_tier(shares))
+        for key, problem in distinct.items()
+        if free[key] is None
+    }
+    for step in range(len(shares)):
+        rows = {key: free[key] or of_shares[key][step] for key in distinct}
+        fitting = {key: table for key, table in rows.items() if table is not None}
+        if len(fitting) == len(rows):
+            yield fitting
+
+
+def _least_memory(
+    distinct: Mapping[int, StageProblem], free: Mapping[int, StageCounts | None]
+) -> dict[int, StageCounts]:
+    """Return the placement of least memory of each stage without a free one, which fits anyway."""
+    return {key: free[key] or least_memory_placement(problem) for key, problem in distinct.items()}
 
 
 def overlapped_placement(problem: StageProblem) -> StageCounts | None:
@@ -131,8 +216,8 @@ def overlapped_placement(problem: StageProblem) -> StageCounts | None:
 
     # Slightly above the largest rate, so that every subsequence offloads all its hidden_bytes.
     most = float((problem.hidden_bytes / problem.next_forward_s).max()) * (1 + 1e-9)
-    if not _in_tier(wanted(most), problem):
-        most, _ = _bisected(0.0, most, lambda rate: not _in_tier(wanted(rate), problem))
+    if not problem.fits_tier(wanted(most)):
+        most, _ = _bisected(0.0, most, lambda rate: not problem.fits_tier(wanted(rate)))
     if most <= 0 or not serves(most):
         return None
     _, rate = _bisected(0.0, most, serves)
@@ -140,31 +225,22 @@ def overlapped_placement(problem: StageProblem) -> StageCounts | None:
     return rows - offloaded, offloaded, nothing
 
 
-def placements_of_fractions(
-    problem: StageProblem, *, fractions: Table, wanted: WantedBytes | None = None
-) -> list[StageCounts | None]:
-    """Return placements that offload given fractions and recompute until the rest fits.
+def placements_of_bytes(problem: StageProblem, wanted: Table) -> list[StageCounts | None]:
+    """Return placements that offload given bytes and recompute until the rest fits.
 
     Args:
-        problem: Inputs of one stage.
-        fractions: Fractions of all bytes that may be offloaded.
-        wanted: Function from a fraction to bytes of each subsequence; :func:`_by_time` if not
-            given.
+        problem: Inputs of one stage, which has room on the device.
+        wanted: Bytes of each subsequence to offload, [n, N].
 
     Returns:
-        Placement for each fraction; None if it does not fit.
+        Placement for each row of `wanted`; None if it does not fit.
     """
-    if not _has_room(problem):
-        return [None] * len(fractions)
-    wanted_bytes = (wanted or _by_time)(problem, fractions[:, None])
-    offloaded = _offloaded(wanted_bytes, problem)
+    offloaded = _offloaded(wanted, problem)
     retained = _all_rows(problem) - offloaded
     serving = _serving(retained, offloaded, problem)
     return [
-        _recomputing(kept, sent, problem, serves=serves) if _in_tier(asked, problem) else None
-        for asked, kept, sent, serves in zip(
-            wanted_bytes, retained, offloaded, serving, strict=True
-        )
+        _recomputing(kept, sent, problem, serves=serves) if problem.fits_tier(asked) else None
+        for asked, kept, sent, serves in zip(wanted, retained, offloaded, serving, strict=True)
     ]
 
 
@@ -236,33 +312,36 @@ def least_memory_placement(problem: StageProblem) -> StageCounts:
 
     Offloaded rows need slots for their copies, which may take more memory than offloading frees.
     """
-    fractions = np.arange(_STEPS[False] + 1)[:, None] / _STEPS[False]
-    wanted = [
-        wanted_bytes(problem, _most_in_tier(problem, wanted_bytes) * fractions)
-        for wanted_bytes in (_by_time, _by_class)
-    ]
-    sent = _offloaded(np.concatenate(wanted), problem)
+    shares = np.arange(_STEPS[False] + 1) / _STEPS[False]
+    offloads = problem.by_time, problem.by_class
+    wanted = np.concatenate([each.up_to_tier(shares) for each in offloads])
+    at_once = max(1, _TABLE_ROWS // wanted.shape[1])
+    tables = np.split(wanted, range(at_once, len(wanted), at_once))
     # If layers share an input, retained attention may take less than the inputs of all layers.
-    kept = [[X_IN], [X_IN, ATTENTION]][: 1 + bool(problem.shared_input_bytes)]
-    offloaded = np.concatenate([sent] * len(kept))
-    left = np.zeros_like(offloaded)
-    for rows, classes in zip(np.split(left, len(kept)), kept, strict=True):
-        rows[:, :, classes] = problem.tokens[:, None] - sent[:, :, classes]
-    recomputed = _all_rows(problem) - offloaded - left
-    tier_bytes = _saved(offloaded, recomputed, problem).sum(axis=1) * problem.sequences
-    needed = _needed_by_each(left, offloaded, problem)
-    best = int(np.argmin(np.where(tier_bytes <= problem.tier_bytes, needed, np.inf)))
-    return left[best], offloaded[best], recomputed[best]
+    kept = ((X_IN,), (X_IN, ATTENTION))[: 1 + bool(problem.shared_input_bytes)]
+    found = (_least_of(table, classes, problem) for classes in kept for table in tables)
+    return min(found, key=lambda least: least[0])[1]
 
 
-def _most_in_tier(problem: StageProblem, wanted: WantedBytes) -> float:
-    """Return the largest fraction of all bytes that fits the tier."""
-    if _in_tier(wanted(problem, 1.0), problem):
-        return 1.0
-    fraction, _ = _bisected(
-        0.0, 1.0, lambda fraction: not _in_tier(wanted(problem, fraction), problem)
-    )
-    return fraction
+def _least_of(
+    wanted: Table, classes: Sequence[int], problem: StageProblem
+) -> tuple[float, StageCounts]:
+    """Return the least of n placements, and the device bytes that it needs; inf beyond the tier.
+
+    Args:
+        wanted: Bytes of each subsequence to offload, [n, N].
+        classes: Classes of which the rows that are not offloaded are retained.
+        problem: Inputs of one stage.
+    """
+    offloaded = _offloaded(wanted, problem)
+    is_retained = np.array([each in classes for each in range(len(CLASSES))])
+    rest = problem.tokens[:, None] - offloaded
+    retained, recomputed = rest * is_retained, rest * ~is_retained
+    needed = _needed_by_each(ActivationPlacement(retained, offloaded, recomputed), problem)
+    sent = _saved(offloaded, recomputed, problem).sum(axis=1) * problem.sequences
+    needed = np.where(sent <= problem.tier_bytes, needed, np.inf)
+    best = int(np.argmin(needed))
+    return float(needed[best]), (retained[best], offloaded[best], recomputed[best])
 
 
 def _bisected(low: float, high: float, is_high: Callable[[float], bool]) -> tuple[float, float]:
@@ -277,37 +356,6 @@ def _all_rows(problem: StageProblem) -> Counts:
     return np.repeat(problem.tokens[:, None], 3, axis=1)
 
 
-def _by_class(problem: StageProblem, fraction: float | Table) -> Table:
-    """Return the bytes of the first tensor classes of all subsequences, up to a fraction of all.
-
-    Args:
-        problem: Inputs of one stage.
-        fraction: Fraction of all bytes that may be offloaded; a column, [n, 1], gives one row of
-            the result per fraction.
-    """
-    saved: Table = problem.tokens[:, None] * problem.row_bytes
-    saved[-1] = 0.0
-    totals = saved.sum(axis=0)
-    before = np.concatenate([[0.0], np.cumsum(totals)[:-1]])
-    left = np.clip(fraction * totals.sum() - before, 0.0, totals)
-    shares = np.divide(left, totals, out=np.zeros_like(left), where=totals > 0)
-    result: Table = shares @ saved.T
-    return result
-
-
-def _by_time(problem: StageProblem, fraction: float | Table) -> Table:
-    """Return bytes in proportion to the time available for their copy, up to all bytes.
-
-    Args:
-        problem: Inputs of one stage.
-        fraction: Fraction of all bytes that may be offloaded, as in :func:`_by_class`.
-    """
-    saved = problem.offloadable_bytes
-    most = float((saved / problem.next_forward_s).max())
-    result: Table = np.minimum(fraction * most * problem.next_forward_s, saved)
-    return result
-
-
 def _offloaded(wanted: Table, problem: StageProblem) -> Counts:
     return prefix_rows(
         wanted,
@@ -315,10 +363,6 @@ def _offloaded(wanted: Table, problem: StageProblem) -> Counts:
         row_bytes=problem.row_bytes,
         allow_partial=problem.allow_partial,
     )
-
-
-def _in_tier(wanted: Table, problem: StageProblem) -> bool:
-    return float(wanted.sum()) * problem.sequences <= max(0.0, problem.tier_bytes - _ROUNDING_BYTES)
 
 
 def _has_room(problem: StageProblem) -> bool:
@@ -332,16 +376,15 @@ def _fits(retained: Counts, offloaded: Counts, problem: StageProblem) -> bool:
 
 def _needed(retained: Counts, offloaded: Counts, problem: StageProblem) -> float:
     """Return the device bytes at the worst moment: retained rows, and slots for copies."""
-    return float(_needed_by_each(retained[None], offloaded[None], problem)[0])
-
-
-def _needed_by_each(retained: Counts, offloaded: Counts, problem: StageProblem) -> Table:
-    """Return the device bytes that each of several placements needs, [placements]."""
     recomputed = problem.tokens[:, None] - retained - offloaded
-    held = _saved(retained, recomputed, problem) @ problem.in_flight
-    needed: Table = held + problem.slots.reserved(
-        ActivationPlacement(retained, offloaded, recomputed)
-    )
+    placement = ActivationPlacement(retained[None], offloaded[None], recomputed[None])
+    return float(_needed_by_each(placement, problem)[0])
+
+
+def _needed_by_each(placement: ActivationPlacement, problem: StageProblem) -> Table:
+    """Return the device bytes that each of n placements of one stage needs, [n]."""
+    held = _saved(placement.retained, placement.recomputed, problem) @ problem.in_flight
+    needed: Table = held + problem.slots.reserved(placement)
     return needed
 
 
@@ -404,7 +447,6 @@ def _problem(inputs: PolicyInputs, stage: int) -> StageProblem:
 
 
 def _stacked(solved: Mapping[int, StageCounts], keys: Sequence[int]) -> ActivationPlacement:
-    places = {key: place for place, key in enumerate(solved)}
-    of_stages = [places[key] for key in keys]
-    tables = zip(*solved.values(), strict=True)
-    return ActivationPlacement(*(np.stack(table)[of_stages] for table in tables))
+    """Return the placement of all stages, [stages], from that of the first stage of each kind."""
+    of_stages = (np.stack([solved[key][table] for key in keys]) for table in range(3))
+    return ActivationPlacement(*of_stages, known_alike=keys)

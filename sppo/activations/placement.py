@@ -9,7 +9,7 @@ subsequence; policies decide about all stages and subsequences at once
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
@@ -128,11 +128,14 @@ class ActivationPlacement:
         retained: Rows that stay on the device, [stages, subsequences, 3].
         offloaded: Rows that are copied to the next tier and back, of the same shape.
         recomputed: Rows that backward recomputes, of the same shape.
+        known_alike: For each stage, a stage up to it that is known to have the same rows,
+            [stages]; () if none is known.
     """
 
     retained: Counts
     offloaded: Counts
     recomputed: Counts
+    known_alike: Sequence[int] = field(default=(), kw_only=True)
 
     @property
     def tokens(self) -> Counts:
@@ -144,7 +147,13 @@ class ActivationPlacement:
     @cached_property
     def alike(self) -> Sequence[int]:
         """First stage with the same rows, for each stage, [stages]."""
-        return alike_stages(self.retained, self.offloaded, self.recomputed)
+        tables = self.retained, self.offloaded, self.recomputed
+        if not self.known_alike:
+            return alike_stages(*tables)
+        firsts = [*dict.fromkeys(self.known_alike)]
+        alike = alike_stages(*(table[firsts] for table in tables))
+        first_of = {stage: firsts[place] for stage, place in zip(firsts, alike, strict=True)}
+        return [first_of[stage] for stage in self.known_alike]
 
     @property
     def offloads_anything(self) -> bool:

@@ -176,13 +176,13 @@ def _whole(
     inputs: PolicyInputs, *, offloaded: tuple[int, ...], retained: tuple[int, ...]
 ) -> ActivationPlacement:
     """Return the placement of whole classes, equal on every stage; other classes are recomputed."""
-    shape = (len(inputs.row_bytes), len(inputs.tokens), len(CLASSES))
-    rows = np.broadcast_to(inputs.tokens[None, :, None], shape)
+    stages = len(inputs.row_bytes)
     fates = [1 if index in offloaded else 0 if index in retained else 2 for index in range(3)]
-    tables = np.zeros((3, *shape), dtype=np.int64)
+    tables = np.zeros((3, len(inputs.tokens), len(CLASSES)), dtype=np.int64)
     for index, fate in enumerate(fates):
-        tables[fate, :, :, index] = rows[:, :, index]
-    return ActivationPlacement(*tables)
+        tables[fate, :, index] = inputs.tokens
+    of_stages = (np.broadcast_to(table, (stages, *table.shape)) for table in tables)
+    return ActivationPlacement(*of_stages, known_alike=[0] * stages)
 
 
 def _hideable(inputs: PolicyInputs) -> Table:

@@ -96,14 +96,16 @@ class _Flow:
         free, sent = np.zeros(ranks), np.zeros(ranks)
         ends = np.zeros(len(seconds))
         done = np.zeros(seconds.shape[1])
-        for place, row in enumerate(seconds):
+        links = [self._link((rank - 1) % ranks, rank) for rank in range(ranks)]
+        wires = {link: Queue(self._bytes / [[link.bytes_per_s]]) for link in links}
+        stages = Queue(seconds)
+        for place in range(len(seconds)):
             here, before = place % ranks, (place - 1) % ranks
             if place and ranks > 1:
-                link = self._link(before, here)
-                wire_s = self._bytes / link.bytes_per_s
-                left = queue(np.maximum(done, sent[before]), wire_s)
+                link = links[here]
+                left = wires[link].ends(np.maximum(done, sent[before]), 0)
                 sent[before], done = left[-1], left + link.latency_s
-            done = queue(np.maximum(done, free[here]), row)
+            done = stages.ends(np.maximum(done, free[here]), place)
             ends[place] = done[-1]
             free[here] = done[-1] + behind[place]
         return ends
@@ -115,13 +117,19 @@ class _Flow:
         return self._links.link(before, receiver=here)
 
 
-def queue(ready: Floats, seconds: Floats) -> Floats:
-    """Return the end of each unit on a machine that serves units in order.
+class Queue:
+    """Machines that each serve the same units in order.
 
     Args:
-        ready: Time at which each unit is ready.
-        seconds: Seconds of each unit.
+        seconds: Seconds of each unit on each machine, [machines, units].
     """
-    work = np.cumsum(seconds)
-    ends: Floats = work + np.maximum.accumulate(ready - (work - seconds))
-    return ends
+
+    def __init__(self, seconds: Table) -> None:
+        self._work = np.cumsum(seconds, axis=1)
+        self._before = self._work - seconds
+
+    def ends(self, ready: Floats, machine: int) -> Floats:
+        """Return the end of each unit, ready at given times, [units], on a machine, [units]."""
+        begun = np.maximum.accumulate(ready - self._before[machine])
+        ends: Floats = self._work[machine] + begun
+        return ends

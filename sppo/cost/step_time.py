@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sppo.cost.looped_step import looped_parts, queue
+from sppo.cost.looped_step import Queue, looped_parts
 from sppo.hardware.rates import Floats
 from sppo.schedule.costs import Costs, Link, Links, Table
 
@@ -129,10 +129,11 @@ def flow_ends(seconds: Table, *, links: StageLinks) -> Floats:
     """
     ends = np.zeros(len(seconds))
     done = np.zeros(seconds.shape[1])
-    for stage, row in enumerate(seconds):
+    stages, wires = Queue(seconds), Queue(links.wire_s)
+    for stage in range(len(seconds)):
         if stage:
-            done = queue(done, links.wire_s[stage - 1]) + links.latency_s[stage - 1]
-        done = queue(done, row)
+            done = wires.ends(done, stage - 1) + links.latency_s[stage - 1]
+        done = stages.ends(done, stage)
         ends[stage] = done[-1]
     return ends
 

@@ -10,7 +10,7 @@ many as the stage with most layers needs, each as large as the rank's largest bl
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from sppo.cost.kv import kv_tier_bytes, largest_kv_block
 from sppo.cost.memory.joined_tensors import block_layout, joined_bytes, queries_bytes
 from sppo.cost.memory.stage_memory import StageMemory, with_activations
 from sppo.cost.memory.units_in_flight import UnitsInFlight
+from sppo.cost.stage_cost import most_of_ranks, of_ranks
 from sppo.schedule.costs import Table
 
 
@@ -149,33 +150,64 @@ def with_placement(
             by_kind[kind] = _stage_room(candidate, placement, stage=stage)
         rooms.append(by_kind[kind])
     found = []
-    kv_block_bytes, kv_bytes = largest_kv_block(candidate), kv_tier_bytes(candidate)
-    for rank, memory in enumerate(held):
-        own, device = candidate.stages_of_rank(rank), memory.device
-        layout = block_layout(candidate, stage=_longest_stage(candidate, rank=rank))
-        block_bytes = max(kv_block_bytes, *(rooms[stage].block_bytes for stage in own))
-        leaving_bytes = _sources_waiting(candidate) * (block_bytes + kv_block_bytes)
-        joined_bytes = max(rooms[stage].joined_bytes for stage in own)
-        device = replace(
-            device,
-            copies_bytes=reserved_slots(candidate, layout) * block_bytes,
-            working_bytes=device.working_bytes + leaving_bytes + joined_bytes,
-        )
-        # Extents in the tier are assigned to whole sequences, stage after stage.
-        tier = sum(
-            (rooms[stage].tier_bytes + int(kv_bytes[stage])) * int(units.sequences[stage])
-            for stage in own
-        )
-        staging_bytes = staging_slots(candidate, layout) * block_bytes
-        found.append(
-            replace(
-                memory,
-                device=device,
-                tier_activations_bytes=tier,
-                staging_bytes=staging_bytes,
-            )
-        )
+    alike: dict[tuple[StageMemory, _RankRoom], StageMemory] = {}
+    for own in zip(held, _rank_rooms(candidate, rooms, units=units), strict=True):
+        if own not in alike:
+            alike[own] = _with_room(candidate, *own)
+        found.append(alike[own])
     return tuple(found)
+
+
+class _RankRoom(NamedTuple):
+    """Figures of a rank on which the memory for its copies depends.
+
+    Attributes:
+        longest_stage: Stage of as many layers as the rank's stage with most layers.
+        block_bytes: Bytes of the rank's largest block of saved tensors or of K and V.
+        joined_bytes: Bytes of tensors that backward joins from parts; 0 on a GPU.
+        tier_bytes: Bytes of saved tensors, K and V in the tier.
+    """
+
+    longest_stage: int
+    block_bytes: int
+    joined_bytes: int
+    tier_bytes: int
+
+
+def _rank_rooms(
+    candidate: Candidate, rooms: Sequence[_StageRoom], *, units: UnitsInFlight
+) -> Iterator[_RankRoom]:
+    """Yield the figures of each rank, from those of all stages."""
+    blocks, joined, tier = np.array(rooms, dtype=np.int64).T
+    stage_of_layers = {len(layers): stage for stage, layers in enumerate(candidate.stages)}
+    layers = np.array([len(layers) for layers in candidate.stages])
+    # Extents in the tier are assigned to whole sequences, stage after stage.
+    tier = (tier + kv_tier_bytes(candidate)) * units.sequences
+    columns = (
+        most_of_ranks(candidate, layers),
+        np.maximum(most_of_ranks(candidate, blocks), largest_kv_block(candidate)),
+        most_of_ranks(candidate, joined),
+        of_ranks(candidate, tier),
+    )
+    for most_layers, *figures in zip(*(column.tolist() for column in columns), strict=True):
+        yield _RankRoom(stage_of_layers[most_layers], *figures)
+
+
+def _with_room(candidate: Candidate, memory: StageMemory, room: _RankRoom) -> StageMemory:
+    """Return the memory of a rank with its slots and what it has in the tier."""
+    layout = block_layout(candidate, stage=room.longest_stage)
+    leaving_bytes = _sources_waiting(candidate) * (room.block_bytes + largest_kv_block(candidate))
+    device = replace(
+        memory.device,
+        copies_bytes=reserved_slots(candidate, layout) * room.block_bytes,
+        working_bytes=memory.device.working_bytes + leaving_bytes + room.joined_bytes,
+    )
+    return replace(
+        memory,
+        device=device,
+        tier_activations_bytes=room.tier_bytes,
+        staging_bytes=staging_slots(candidate, layout) * room.block_bytes,
+    )
 
 
 class _StageRoom(NamedTuple):

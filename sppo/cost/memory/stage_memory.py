@@ -6,7 +6,9 @@ heads, D head size, V vocabulary, g sequence-parallel degree.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -83,12 +85,18 @@ class MemoryBuckets:
     @property
     def total_bytes(self) -> int:
         """Sum of all buckets."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(_bucket_bytes_of(self))
 
     @property
     def largest(self) -> str:
         """Name of the largest bucket."""
-        return max((field.name for field in fields(self)), key=lambda name: getattr(self, name))
+        sizes = _bucket_bytes_of(self)
+        return _BUCKETS[sizes.index(max(sizes))]
+
+
+_BUCKETS = tuple(field.name for field in fields(MemoryBuckets))
+_bucket_bytes_of: Callable[[MemoryBuckets], tuple[int, ...]] = attrgetter(*_BUCKETS)
+"""Function that returns the bytes of each bucket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,21 +351,36 @@ def with_activations(
     heap_share = candidate.workload.hardware.device.heap_share
     tables = [held, at_once, beside, together, most_sent, most_computing * heap_share]
     peaks = np.rint(tables).astype(np.int64).T.tolist()
+    alike: dict[tuple[StageMemory, tuple[int, ...]], StageMemory] = {}
     ranks = []
-    for state, peak in zip(states, peaks, strict=True):
-        saved, most, computed, everything, in_states, heap = peak
-        collective = state.device.communication_bytes - in_states
-        apart = saved + (state.device.kv_bytes + state.device.kv_gradients_bytes) * counts_kv
-        device = replace(
-            state.device,
-            activations_bytes=saved,
-            working_bytes=computed - most,
-            heap_bytes=heap,
-            communication_bytes=collective + everything - computed,
-            never_at_once_bytes=min(0, most - apart),
-        )
-        ranks.append(replace(state, device=device))
+    for own in zip(states, map(tuple, peaks), strict=True):
+        if own not in alike:
+            alike[own] = _with_peaks(*own, counts_kv=counts_kv)
+        ranks.append(alike[own])
     return tuple(ranks)
+
+
+def _with_peaks(state: StageMemory, peaks: tuple[int, ...], *, counts_kv: bool) -> StageMemory:
+    """Return the memory of a rank with activations, given the peaks of their bytes.
+
+    Args:
+        state: Memory of the rank without activations.
+        peaks: Peaks of saved tensors; of these and K and V; beside working sets; beside these and
+            messages; of messages alone; and of the heap.
+        counts_kv: Whether K and V of the rank peak at another time than saved tensors.
+    """
+    saved, most, computed, everything, in_states, heap = peaks
+    collective = state.device.communication_bytes - in_states
+    apart = saved + (state.device.kv_bytes + state.device.kv_gradients_bytes) * counts_kv
+    device = replace(
+        state.device,
+        activations_bytes=saved,
+        working_bytes=computed - most,
+        heap_bytes=heap,
+        communication_bytes=collective + everything - computed,
+        never_at_once_bytes=min(0, most - apart),
+    )
+    return replace(state, device=device)
 
 
 def kv_tokens(candidate: Candidate) -> KVTokens:

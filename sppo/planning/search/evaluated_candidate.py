@@ -14,6 +14,7 @@ from sppo.activations.hybrid import choices
 from sppo.activations.placement import ActivationPlacement
 from sppo.activations.policy import POLICIES, decide, decide_ratio, seconds_added
 from sppo.activations.policy_inputs import PolicyInputs
+from sppo.activations.tensor_classes import X_IN
 from sppo.cost.candidate import Candidate
 from sppo.cost.memory.copy_room import with_placement
 from sppo.cost.memory.msp import with_msp
@@ -26,6 +27,7 @@ from sppo.cost.stage_cost import (
     message_seconds,
     pipeline_links,
     placed_bytes,
+    row_bytes_of,
     stage_costs,
     stage_seconds,
 )
@@ -277,18 +279,26 @@ def _best_of_kv(candidate: Candidate, *, seconds: StageSeconds) -> EvaluatedCand
             choice.kv == "recomputed" or _is_fastest(found[-1])
         ):
             break
-        found.append(evaluate_candidate(choice, seconds=seconds))
+        if not _lacks_more(choice, than=found):
+            found.append(evaluate_candidate(choice, seconds=seconds))
     if all(one.shortfall is not None for one in found):
-        found += [
-            evaluate_candidate(mixed, seconds=seconds)
-            for mixed in _kv_mixes_worth_trying(candidate)
-        ]
+        for mixed in _kv_mixes_worth_trying(candidate):
+            if not _lacks_more(mixed, than=found):
+                found.append(evaluate_candidate(mixed, seconds=seconds))
     return _best_of(found)
 
 
 def _kv_mixes_worth_trying(candidate: Candidate) -> list[Candidate]:
     states = memory_without_activations(replace(candidate, kv="offloaded"))
     return [one for one in kv_mixes(candidate, states) if may_fit(one)]
+
+
+def _lacks_more(candidate: Candidate, *, than: Sequence[EvaluatedCandidate]) -> bool:
+    """Return whether a candidate surely lacks more memory than one of several that are evaluated.
+
+    Stages that recompute K and V must retain their inputs, which takes more than other placements.
+    """
+    return any(_least_short_beside_inputs(candidate) > one.short_bytes for one in than)
 
 
 def _kv_worth_trying(candidate: Candidate) -> list[Candidate]:
@@ -361,8 +371,10 @@ def any_that_fits(candidate: Candidate, *, seconds: StageSeconds) -> EvaluatedCa
         seconds: Seconds of its units with everything retained.
     """
     if candidate.kv is None:
-        found = []
+        found: list[EvaluatedCandidate] = []
         for choice in chain(_kv_worth_trying(candidate), _kv_mixes_worth_trying(candidate)):
+            if _lacks_more(choice, than=found):
+                continue
             found.append(any_that_fits(choice, seconds=seconds))
             if found[-1].shortfall is None:
                 return found[-1]
@@ -629,3 +641,31 @@ def _short_beside(candidate: Candidate, *, states: tuple[StageMemory, ...]) -> i
         device.total_bytes - device.working_bytes - device.heap_bytes for device in devices
     )
     return fullest - candidate.budget_bytes
+
+
+def _least_short_beside_inputs(candidate: Candidate) -> int:
+    """Return a lower bound of the bytes that the fullest device lacks beside the retained inputs.
+
+    Stages that recompute K and V retain the inputs of all layers, whatever the placement. Working
+    set, heap and communication are left out, as these depend on the moment.
+    """
+    recomputes = [
+        candidate.kv_of_stage(stage) == "recomputed" for stage in range(candidate.num_stages)
+    ]
+    row_bytes = row_bytes_of(candidate)[:, X_IN] * recomputes
+    inputs = UnitsInFlight(candidate).peak(row_bytes[:, None] * np.array(candidate.lengths))
+    return (
+        max(
+            device.total_bytes
+            - device.working_bytes
+            - device.heap_bytes
+            - device.communication_bytes
+            + int(held)
+            for device, held in zip(
+                (state.device for state in memory_without_activations(candidate)),
+                inputs,
+                strict=True,
+            )
+        )
+        - candidate.budget_bytes
+    )

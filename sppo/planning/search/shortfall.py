@@ -53,8 +53,11 @@ def find_shortfall(candidate: Candidate, memory: tuple[StageMemory, ...]) -> Sho
     rooms: list[tuple[Literal["host", "disk"], int]] = [("disk", hardware.disk_bytes_per_device)]
     if hardware.device.kind != "cpu":  # the host memory of a CPU is its device memory
         rooms.append(("host", hardware.host_bytes_per_device))
-    found = []
+    first_ranks: dict[StageMemory, int] = {}  # In long pipelines most ranks are equal.
     for rank, held in enumerate(memory):
+        first_ranks.setdefault(held, rank)
+    found = []
+    for held, rank in first_ranks.items():
         device = held.device
         bucket = device.largest
         found.append(
