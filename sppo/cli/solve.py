@@ -188,10 +188,11 @@ def _best(solution: Solution) -> EvaluatedCandidate:
 def _print_failure(solution: Solution, *, as_json: bool) -> None:
     """Print which memory is short and what would fit: JSON on stdout, or text on stderr."""
     from sppo.cli.output.working import working
+    from sppo.hardware.run_hardware import run_hardware
     from sppo.planning.advice import what_would_fit
 
     with working("searching for what would fit"):
-        changes = what_would_fit(solution.run, hardware=solution.hardware)
+        changes = what_would_fit(solution.run, hardware=solution.hardware, machine_of=run_hardware)
     if as_json:
         from sppo.cli.output.solve_json import failure_report
 

@@ -104,12 +104,17 @@ def _print_solution(
 
 def _print_failure(solution: CorpusSolution, *, as_json: bool) -> None:
     """Print which memory is short, for which sample and stage: JSON on stdout or text on stderr."""
+    from sppo.hardware.run_hardware import run_hardware
     from sppo.planning.advice import what_would_fit
     from sppo.planning.elastic.longest_samples import run_of_longest_samples
 
     changes: tuple[Advice, ...] = ()
     if not any(refused.steps for refused in solution.refused):
-        changes = what_would_fit(run_of_longest_samples(solution.run), hardware=solution.hardware)
+        changes = what_would_fit(
+            run_of_longest_samples(solution.run),
+            hardware=solution.hardware,
+            machine_of=run_hardware,
+        )
     if as_json:
         import json
 

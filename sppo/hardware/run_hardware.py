@@ -10,8 +10,8 @@ from sppo.hardware.file import hardware_for
 def run_hardware(run: RunConfig) -> HardwareSpec:
     """Return the hardware description that `run` is planned for.
 
-    The CPU of a single machine is divided among the ranks that `run` asks for: this machine's by
-    its cores and OMP_NUM_THREADS, as training does, another one's by the threads of its rates.
+    CPUs are divided among the ranks that `run` asks for: those of this machine by its cores and
+    OMP_NUM_THREADS, as training does, those of another one by the threads of its rates.
 
     Raises:
         ValueError: An unknown preset, a file that is no hardware description, or a key that the
@@ -25,12 +25,11 @@ def run_hardware(run: RunConfig) -> HardwareSpec:
         * parallel.pipeline_parallel_degree
         * parallel.sequence_parallel_degree
     )
-    if hardware.device.kind != "cpu" or hardware.num_devices > 1:
+    if hardware.device.kind != "cpu":
         return hardware
-    from sppo.hardware.this_machine import as_divided, detect_machine, divide_cpu
+    from sppo.hardware.this_machine import as_seen_by_ranks, detect_machine
 
-    is_here = hardware.name == detect_machine().name
-    return as_divided(hardware, ranks) if is_here else divide_cpu(hardware, ranks)
+    return as_seen_by_ranks(hardware, ranks, is_here=hardware.name == detect_machine().name)
 
 
 def _named_machine(run: RunConfig) -> HardwareSpec:

@@ -115,7 +115,7 @@ def describe_cpu(memory_bytes: int) -> HardwareSpec:
 def divide_cpu(
     hardware: HardwareSpec, ranks: int, *, threads: int | None = None, cores: int | None = None
 ) -> HardwareSpec:
-    """Return a CPU machine divided among `ranks` processes, each a device with a share of the CPU.
+    """Return a machine with each CPU divided among `ranks` processes, each a device with a share.
 
     Rates hold for the number of threads they were measured with (``num_multiprocessors``). The rate
     of a process is proportional to its threads, and lower where threads outnumber cores. A GPU
@@ -123,7 +123,7 @@ def divide_cpu(
 
     Args:
         hardware: Machine to divide.
-        ranks: Number of processes.
+        ranks: Number of processes of each CPU.
         threads: Threads of each process; if None, the threads that rates hold for divided by
             `ranks`.
         cores: Cores of the machine; if None, as many as the threads that rates hold for.
@@ -152,14 +152,22 @@ def divide_cpu(
     )
 
 
-def as_divided(hardware: HardwareSpec, ranks: int) -> HardwareSpec:
-    """Return `hardware` with its CPU divided among `ranks` processes of a run on this machine.
+def as_seen_by_ranks(hardware: HardwareSpec, ranks: int, *, is_here: bool) -> HardwareSpec:
+    """Return the machine that the ranks of a run see: CPUs divided evenly among the ranks.
 
-    Measured rates hold for a number of threads, which these processes may exceed or fall short of.
+    Measured rates hold for a number of threads, which processes on this machine may exceed or fall
+    short of. Of another machine, processes are taken to share the threads of its rates. A GPU
+    machine is returned unchanged.
+
+    Args:
+        hardware: Machine on which the ranks run, each of its nodes alike.
+        ranks: Number of ranks on all nodes.
+        is_here: Whether the nodes are this machine or like it.
     """
-    if not hardware.device.gemm_points:
-        return divide_cpu(hardware, ranks)
-    return divide_cpu(hardware, ranks, threads=threads_of_rank(ranks), cores=count_cores())
+    of_each = -(-ranks // hardware.num_devices)
+    if not is_here or not hardware.device.gemm_points:
+        return divide_cpu(hardware, of_each)
+    return divide_cpu(hardware, of_each, threads=threads_of_rank(of_each), cores=count_cores())
 
 
 def threads_of_rank(ranks: int, *, environ: Mapping[str, str] = os.environ) -> int:

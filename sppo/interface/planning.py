@@ -184,7 +184,7 @@ def _nothing_fits(solution: Solution) -> NothingFitsError:
     """Return the error that says which memory is short and what would fit."""
     from sppo.planning.advice import what_would_fit
 
-    changes = what_would_fit(solution.run, hardware=solution.hardware)
+    changes = what_would_fit(solution.run, hardware=solution.hardware, machine_of=run_hardware)
     nearest = nearest_rejection(solution.rejected)
     if nearest is not None and nearest.shortfall is not None:
         short = nearest.shortfall

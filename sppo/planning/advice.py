@@ -6,16 +6,19 @@ optimizer states in host memory, a larger tier, a shorter sequence, more nodes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from sppo.config.run import RunConfig
+from sppo.config.run import HardwareConfig, RunConfig
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.estimate import model_counts
 from sppo.planning.search.choices import virtual_stages_to_try
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.feasibility import fits_at_all, longest_sequence, quick_best
 from sppo.units import format_bytes, format_duration, format_tokens
+
+MachineOf = Callable[[RunConfig], HardwareSpec]
+"""Function that returns the machine that the ranks of a run see."""
 
 _MOST_NODES = 1024
 _TIB = 1 << 40
@@ -52,23 +55,39 @@ class Advice:
     node_host_bytes: int | None = None
 
 
-def what_would_fit(run: RunConfig, *, hardware: HardwareSpec) -> tuple[Advice, ...]:
+def what_would_fit(
+    run: RunConfig, *, hardware: HardwareSpec, machine_of: MachineOf | None = None
+) -> tuple[Advice, ...]:
     """Return the smallest changes that make a request feasible, easiest first.
 
     Args:
         run: Request that does not fit.
-        hardware: Description of the machine.
+        hardware: Description of the machine, as the ranks of `run` see it.
+        machine_of: Function that returns the machine that the ranks of a changed run see, since
+            ranks divide a CPU among them; None if every run sees `hardware`.
     """
+    machine_of = machine_of or _same_machine(run, hardware)
     changes = (
-        *_fewer_conditions(run, hardware),
+        *_fewer_conditions(run, machine_of),
         *_other_policies(run, hardware),
         *_tiers(run, hardware),
         *_shorter(run, hardware),
-        *_more_nodes(run, hardware),
+        *_more_nodes(run, machine_of),
     )
     if all(advice.change.startswith("sequence.length=") for advice in changes):
-        return (*changes, *_no_conditions(run, hardware))
+        return (*changes, *_no_conditions(run, machine_of))
     return changes
+
+
+def _same_machine(run: RunConfig, hardware: HardwareSpec) -> MachineOf:
+    """Return the function to `hardware` of any run, with as many nodes as a changed run writes."""
+
+    def machine_of(changed: RunConfig) -> HardwareSpec:
+        if changed.hardware == "auto" or changed.hardware == run.hardware:
+            return hardware
+        return replace(hardware, num_nodes=changed.hardware.nodes)
+
+    return machine_of
 
 
 def too_long_for(run: RunConfig, *, hardware: HardwareSpec) -> str | None:
@@ -105,7 +124,7 @@ def _advice(change: str, best: EvaluatedCandidate) -> Advice:
     return Advice(change, text, best.step_s, host)
 
 
-def _fewer_conditions(run: RunConfig, hardware: HardwareSpec) -> Iterator[Advice]:
+def _fewer_conditions(run: RunConfig, machine_of: MachineOf) -> Iterator[Advice]:
     """Yield advice to leave out the fewest of the written degrees and cuts that make it fit."""
     parallel = [key for key in _DEGREES if key in run.parallel.model_fields_set]
     cuts = [key for key in _CUTS if key in run.sequence.model_fields_set]
@@ -113,7 +132,7 @@ def _fewer_conditions(run: RunConfig, hardware: HardwareSpec) -> Iterator[Advice
         if not degrees and not num_subsequences:
             continue
         freed = without_keys(run, parallel=degrees, sequence=num_subsequences)
-        best = quick_best(freed, hardware)
+        best = quick_best(freed, machine_of(freed))
         if best is not None:
             keys = [f"parallel.{key}" for key in degrees] + [
                 f"sequence.{key}" for key in num_subsequences
@@ -122,7 +141,7 @@ def _fewer_conditions(run: RunConfig, hardware: HardwareSpec) -> Iterator[Advice
             return
 
 
-def _no_conditions(run: RunConfig, hardware: HardwareSpec) -> Iterator[Advice]:
+def _no_conditions(run: RunConfig, machine_of: MachineOf) -> Iterator[Advice]:
     """Yield advice to leave out all keys that the solver can choose.
 
     If that alone does not fit, each piece of advice also names a shorter sequence or more nodes.
@@ -134,11 +153,11 @@ def _no_conditions(run: RunConfig, hardware: HardwareSpec) -> Iterator[Advice]:
     freed = without_keys(run, **written)
     names = [f"{section}.{key}" for section, keys in written.items() for key in keys]
     left_out = f"leave out {', '.join(names)}"
-    best = quick_best(freed, hardware) if names else None
+    best = quick_best(freed, machine_of(freed)) if names else None
     if best is not None:
         yield _advice(left_out, best)
     elif names:
-        for advice in (*_shorter(freed, hardware), *_more_nodes(freed, hardware)):
+        for advice in (*_shorter(freed, machine_of(freed)), *_more_nodes(freed, machine_of)):
             yield replace(advice, change=f"{advice.change}, and {left_out}")
 
 
@@ -210,33 +229,36 @@ def _shorter(run: RunConfig, hardware: HardwareSpec) -> Iterator[Advice]:
         yield Advice(f"sequence.length={format_tokens(length)}", "the longest that fits here")
 
 
-def _more_nodes(run: RunConfig, hardware: HardwareSpec) -> Iterator[Advice]:
+def _more_nodes(run: RunConfig, machine_of: MachineOf) -> Iterator[Advice]:
     """Yield advice on the fewest nodes that fit, with the optimizer on the device or on the host.
 
     Optimizer states in host memory are advised only if fewer nodes fit with them.
     """
-    nodes = _fewest_nodes(run, hardware)
+    hardware, nodes = machine_of(run), _fewest_nodes(run, machine_of)
     requests = [("", run, nodes)]
     if _may_offload(run, hardware):
         offloading = _offloading(run)
-        fewer = _fewest_nodes(offloading, hardware)
+        fewer = _fewest_nodes(offloading, machine_of)
         if fewer is not None and fewer > hardware.num_nodes and (nodes is None or fewer < nodes):
             requests.append((f" {_OFFLOAD}", offloading, fewer))
     for also, request, count in requests:
-        best = None if count is None else quick_best(request, _of_nodes(hardware, count))
-        if count is not None and best is not None:
+        if count is None:
+            continue
+        machine = _of_nodes(request, count, machine_of)
+        best = quick_best(request, machine)
+        if best is not None:
             advice = _advice(f"hardware.nodes={count}{also}", best)
-            devices = count * hardware.node.num_devices
-            yield replace(advice, effect=f"{devices} devices, {advice.effect}")
+            yield replace(advice, effect=f"{machine.num_devices} devices, {advice.effect}")
 
 
-def _fewest_nodes(run: RunConfig, hardware: HardwareSpec) -> int | None:
+def _fewest_nodes(run: RunConfig, machine_of: MachineOf) -> int | None:
     """Return the fewest nodes of this kind on which the run fits; None if the most tried do not."""
 
     def fits(nodes: int) -> bool:
-        return fits_at_all(run, _of_nodes(hardware, nodes))
+        return fits_at_all(run, _of_nodes(run, nodes, machine_of))
 
-    few, many = hardware.num_nodes - 1, hardware.num_nodes
+    many = machine_of(run).num_nodes
+    few = many - 1
     while not fits(many):
         few, many = many, 2 * many
         if many > _MOST_NODES:
@@ -247,5 +269,8 @@ def _fewest_nodes(run: RunConfig, hardware: HardwareSpec) -> int | None:
     return many
 
 
-def _of_nodes(hardware: HardwareSpec, nodes: int) -> HardwareSpec:
-    return replace(hardware, num_nodes=nodes)
+def _of_nodes(run: RunConfig, nodes: int, machine_of: MachineOf) -> HardwareSpec:
+    """Return the machine that the ranks of a run see on a number of nodes."""
+    config = HardwareConfig() if run.hardware == "auto" else run.hardware
+    config = config.model_copy(update={"nodes": nodes})
+    return machine_of(run.model_copy(update={"hardware": config}))

@@ -25,7 +25,6 @@ class RunShape:
     """Replacements of keys of a run for a what-if simulation; None keeps the run's own value."""
 
     schedule: str | None = None
-    num_ranks: int | None = None
     num_subsequences: int | None = None
 
 
@@ -60,9 +59,6 @@ def simulated_run(
     if shape.num_subsequences is not None:
         cut = {"num_subsequences": shape.num_subsequences, "boundaries": None}
         run = run.model_copy(update={"sequence": run.sequence.model_copy(update=cut)})
-    if shape.num_ranks is not None:
-        degree = {"pipeline_parallel_degree": shape.num_ranks}
-        run = run.model_copy(update={"parallel": run.parallel.model_copy(update=degree)})
     if shape.schedule is None:
         evaluated = scheduled(run, evaluate_in_nearest_tiers(run, hardware=hardware))
     else:

@@ -246,3 +246,16 @@ def test_asking_for_help_loads_neither_numpy_nor_matplotlib():
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+def test_ranks_divide_the_cpu_as_the_written_degree_does(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "model: {preset: tiny}\n"
+        "data: {tokens: data}\n"
+        "sequence: {length: 16Ki, num_subsequences: 8}\n"
+        "hardware: {preset: laptop-cpu}\n",
+        encoding="utf-8",
+    )
+    written = report(file, "parallel.pipeline_parallel_degree=2")
+    assert report(file, "--ranks", 2)["makespan_s"] == written["makespan_s"]

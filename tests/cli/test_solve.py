@@ -242,7 +242,7 @@ def test_of_ways_that_cannot_work_alike_what_differs_is_left_open(run):
 )
 def test_that_more_nodes_do_not_help_is_said(run, monkeypatch, change, said):
     found = (Advice(change, "fits"),)
-    monkeypatch.setattr("sppo.planning.advice.what_would_fit", lambda run, hardware: found)
+    monkeypatch.setattr("sppo.planning.advice.what_would_fit", lambda run, **machines: found)
     text = one_line(refuse("solve", run, *TOO_LONG, code=3))
     assert ("of these nodes alone do not make it fit" in text) is said
 

@@ -280,11 +280,15 @@ def simulated_case(run, **shape):
 
 def test_offload_of_a_run_lowers_its_peak_and_hides_when_adaptive():
     def peak_and_step(**activations):
-        raw = run_config("llama-3.2-1b", sequence={"num_subsequences": 8})
+        raw = run_config(
+            "llama-3.2-1b",
+            sequence={"num_subsequences": 8},
+            parallel={"pipeline_parallel_degree": 2},
+        )
         retained = raw.model_copy(
             update={"activations": raw.activations.model_copy(update=activations)}
         )
-        case = simulated_case(retained, shape=RunShape(num_ranks=2)).case
+        case = simulated_case(retained).case
         timeline = simulate(case.schedule, costs=case.costs)
         peak = max(track.memory["total"].peak_bytes for track in timeline.ranks)
         return peak, timeline.makespan_s
@@ -300,11 +304,14 @@ def test_offload_of_a_run_lowers_its_peak_and_hides_when_adaptive():
 
 def test_a_run_is_cut_and_replicated_as_it_says():
     run = run_config(
-        "llama-3.2-1b", sequence={"num_subsequences": 8}, train={"sequences_per_step": 2}
+        "llama-3.2-1b",
+        sequence={"num_subsequences": 8},
+        parallel={"pipeline_parallel_degree": 2},
+        train={"sequences_per_step": 2},
     )
-    case = simulated_case(run, shape=RunShape(schedule="1f1b", num_ranks=2)).case
+    case = simulated_case(run, shape=RunShape(schedule="1f1b")).case
     assert case.schedule.lengths == ((65536,), (65536,))
-    four = simulated_case(run, shape=RunShape(num_ranks=2, num_subsequences=4)).case.schedule
+    four = simulated_case(run, shape=RunShape(num_subsequences=4)).case.schedule
     assert [len(parts) for parts in four.lengths] == [4, 4]
     assert four.lengths[0][0] > four.lengths[0][-1]
     both = {"multiplexed": "on", "data_parallel_degree": 2, "pipeline_parallel_degree": 2}

@@ -1,4 +1,4 @@
-"""The CPU of a run's machine is divided among its ranks, another machine's by its own threads."""
+"""The CPUs of a run's machine are divided among its ranks, another machine's by its own threads."""
 
 import json
 from dataclasses import asdict, replace
@@ -46,3 +46,20 @@ def test_this_machine_is_divided_by_the_threads_of_its_ranks(server, monkeypatch
     monkeypatch.setattr(this_machine, "threads_of_rank", lambda ranks: 1)
     run = run_config("tiny", hardware={"file": str(server)})
     assert run_hardware(run).device.num_multiprocessors == 1
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "of_each"), [(1, 4, 4), (2, 1, 1), (2, 2, 1), (2, 3, 2), (2, 4, 2)]
+)
+def test_ranks_are_spread_over_the_nodes(nodes, ranks, of_each):
+    """Each node's CPU is divided among the ranks on that node."""
+    laptop = PRESETS["laptop-cpu"]
+    run = run_config(
+        "tiny",
+        hardware={"preset": "laptop-cpu", "nodes": nodes},
+        parallel={"pipeline_parallel_degree": ranks},
+    )
+    seen = run_hardware(run)
+    assert seen.num_devices == nodes * of_each
+    assert seen.device.memory_bytes == laptop.device.memory_bytes // of_each
+    assert seen.device.fp32_flops_per_s == pytest.approx(laptop.device.fp32_flops_per_s / of_each)

@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 
 from sppo.hardware.file import hardware_for
+from sppo.hardware.run_hardware import run_hardware
 from sppo.planning.advice import too_long_for, what_would_fit
 from sppo.planning.baselines import SPPO, baselines
 from sppo.planning.longest_sequence import longest_tokens, with_length
@@ -119,3 +120,19 @@ def test_where_only_less_would_fit_all_that_is_written_may_be_given_up():
     )
     followed = request("llama-3.1-8b", length="256Ki", devices=4)
     assert fits_at_all(followed, hardware_for(followed.hardware))
+
+
+def test_advice_to_change_degrees_is_for_the_cpu_that_the_changed_run_sees():
+    """Fewer ranks have larger parts of the CPU, and more nodes have fewer ranks each."""
+    model = {"preset": "tiny", "num_layers": 4}
+    sections = {"hardware": {"preset": "laptop-cpu"}, "activations": {"policy": "retain"}}
+    run = run_config(model, length="560Ki", parallel={"pipeline_parallel_degree": 4}, **sections)
+    changes = what_would_fit(run, hardware=run_hardware(run), machine_of=run_hardware)
+    advice = {advice.change: advice for advice in changes}
+    freed = run_config(model, length="560Ki", **sections)
+    found = advice["leave out parallel.pipeline_parallel_degree"]
+    assert found.step_s == quick_best(freed, run_hardware(freed)).step_s
+    change = next(change for change in advice if change.startswith("hardware.nodes="))
+    on_nodes = sections | {"hardware": {"preset": "laptop-cpu", "nodes": int(change[15:])}}
+    more = run_config(model, length="560Ki", parallel={"pipeline_parallel_degree": 4}, **on_nodes)
+    assert advice[change].step_s == quick_best(more, run_hardware(more)).step_s

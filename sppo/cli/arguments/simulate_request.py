@@ -231,7 +231,10 @@ def _run(targets: Targets, *, flags: Flags, names: Sequence[str]) -> Simulation:
     _refuse_abstract_costs(targets, flags)
     assert targets.run_file is not None, "only called for a run file"
     run = load_planned_run(targets.run_file, targets.overrides)
-    shapes = [RunShape(name, flags.ranks, flags.subsequences) for name in (flags.schedule, *names)]
+    if flags.ranks is not None:
+        degree = {"pipeline_parallel_degree": flags.ranks}
+        run = run.model_copy(update={"parallel": run.parallel.model_copy(update=degree)})
+    shapes = [RunShape(name, flags.subsequences) for name in (flags.schedule, *names)]
     hardware = run_hardware(run)
     # With --ranks the run is simulated as it stands: the solver chooses no degrees.
     whole = ChosenRun(run) if flags.ranks else with_chosen_degrees(run, hardware=hardware)

@@ -16,7 +16,7 @@ from sppo.data.samples.document_samples import DocumentSamples
 from sppo.data.sequences import TrainingData
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.file import hardware_for
-from sppo.hardware.this_machine import C_HEAP_SHARE, as_divided
+from sppo.hardware.this_machine import C_HEAP_SHARE, as_seen_by_ranks
 from sppo.kernels.native.cpu_allocator import install_cpu_allocator
 from sppo.parallel.mesh_shape import MeshShape
 from sppo.parallel.stream_budget import StreamUse, check_streams
@@ -192,13 +192,13 @@ def _newest_metadata(run: RunConfig) -> Mapping[str, Any]:
 
 
 def _as_used(run: RunConfig, device: Device, *, local_ranks: int) -> HardwareSpec:
-    """Return the hardware that the run names, or of this machine, as divided by its ranks."""
-    hardware = hardware_for(run.hardware, this_machine=device.machine())
-    if device.kind == "cpu":
-        return as_divided(_with_heap(hardware), local_ranks)
-    node = replace(hardware.node, num_devices=local_ranks)
+    """Return the hardware that the run names, or this machine, as the ranks of the run see it."""
+    named = hardware_for(run.hardware, this_machine=device.machine())
     num_nodes = max(1, MeshShape.of(run.parallel).num_ranks // local_ranks)
-    return replace(hardware, node=node, num_nodes=num_nodes)
+    hardware = replace(named, num_nodes=num_nodes)
+    if device.kind == "cpu":
+        return as_seen_by_ranks(_with_heap(hardware), num_nodes * local_ranks, is_here=True)
+    return replace(hardware, node=replace(hardware.node, num_devices=local_ranks))
 
 
 def check_trainable(run: RunConfig, plan: ExecutionPlan, *, kind: DeviceKind) -> None:
