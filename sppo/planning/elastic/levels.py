@@ -35,13 +35,13 @@ from sppo.planning.elastic.pacing import can_be_paced, pace_forwards
 from sppo.planning.elastic.windows import Indices, RankWindows, rank_windows
 from sppo.planning.search.evaluated_candidate import (
     EvaluatedCandidate,
-    StepPrices,
     evaluate_candidate,
     evaluate_placement,
-    memory_without_activations,
 )
+from sppo.planning.search.memory_bounds import memory_without_activations
 from sppo.planning.search.policy_inputs import policy_inputs
 from sppo.planning.search.simulated_candidate import simulate_candidate
+from sppo.planning.search.step_prices import StepPrices
 from sppo.schedule.costs import Table
 
 _ATTEMPTS = 3

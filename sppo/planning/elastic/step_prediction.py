@@ -9,8 +9,9 @@ from sppo.cost.stage_cost import stage_seconds
 from sppo.planning.elastic.step_correction import StepCorrection
 from sppo.planning.elastic.step_plan import StepPlan
 from sppo.planning.make_plan import compute_seconds
-from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, StepPrices
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.simulated_candidate import simulate_candidate
+from sppo.planning.search.step_prices import StepPrices
 from sppo.schedule.costs import Costs
 
 

@@ -32,12 +32,11 @@ from sppo.planning.search.evaluated_candidate import (
     EvaluatedCandidate,
     any_that_fits,
     evaluate_candidate,
-    least_seconds,
-    least_short_bytes,
-    leaves_room,
 )
+from sppo.planning.search.memory_bounds import least_short_bytes, leaves_room
 from sppo.planning.search.shortfall import Shortfall
 from sppo.planning.search.simulated_candidate import is_quick, simulated_if_inexact
+from sppo.planning.search.step_prices import least_seconds
 
 WORTH_IT = 0.99
 """Fraction of the step time at or below which another schedule is preferred. Predictions are not

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
 from itertools import chain
 from typing import Literal
 
@@ -14,25 +13,18 @@ from sppo.activations.hybrid import choices
 from sppo.activations.placement import ActivationPlacement
 from sppo.activations.policy import POLICIES, decide, decide_ratio, seconds_added
 from sppo.activations.policy_inputs import PolicyInputs
-from sppo.activations.tensor_classes import X_IN
 from sppo.cost.candidate import Candidate
 from sppo.cost.memory.copy_room import with_placement
 from sppo.cost.memory.msp import with_msp
-from sppo.cost.memory.stage_memory import StageMemory, state_memory
+from sppo.cost.memory.stage_memory import StageMemory
 from sppo.cost.memory.tier_memory import tier_bytes
 from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.cost.stage_cost import (
     StageSeconds,
-    message_bytes,
-    message_seconds,
-    pipeline_links,
     placed_bytes,
-    row_bytes_of,
-    stage_costs,
     stage_seconds,
 )
-from sppo.cost.step_bound import StepTables, least_compute_s, least_copies_s, step_tables
-from sppo.cost.step_time import StepTime, step_time
+from sppo.cost.step_time import StepTime
 from sppo.planning.candidate_program import candidate_program
 from sppo.planning.search.candidate_checks import (
     check_inputs_retained,
@@ -42,11 +34,17 @@ from sppo.planning.search.candidate_checks import (
     kv_mixes,
 )
 from sppo.planning.search.choices import Degrees
+from sppo.planning.search.memory_bounds import (
+    least_short_beside_inputs,
+    may_fit,
+    memory_without_activations,
+    short_beside,
+)
 from sppo.planning.search.policy_inputs import policy_inputs
 from sppo.planning.search.shortfall import Shortfall, find_shortfall
+from sppo.planning.search.step_prices import StepPrices, least_seconds
 from sppo.schedule.actions import Schedule
 from sppo.schedule.costs import Costs, Table
-from sppo.schedule.orders.names import DEFERRING_WEIGHTS, LOOPED
 from sppo.schedule.program import with_messages
 from sppo.schedule.simulation.simulated_step import SimulatedStep
 from sppo.schedule.transfers.kv_placement import KVPlacement
@@ -58,70 +56,6 @@ _ROUNDING = 1e-12
 _SLOTS_SHARE = 1 / 16
 """Largest shortfall, as a share of a device's budget, up to which policies decide again with less
 memory if a rank has several stages."""
-
-
-@dataclass(frozen=True, eq=False)
-class StepPrices:
-    """Costs of a candidate's step under a placement, computed on first use.
-
-    Attributes:
-        candidate: Candidate to price.
-        seconds: Seconds of the candidate's units, with everything retained.
-        placement: Placement of the candidate's activations.
-    """
-
-    candidate: Candidate
-    seconds: StageSeconds
-    placement: ActivationPlacement
-
-    @cached_property
-    def costs(self) -> Costs:
-        """Cost tables of the step, for the simulator."""
-        return stage_costs(self.candidate, seconds=self.seconds, placement=self.placement)
-
-    @cached_property
-    def time(self) -> StepTime:
-        """Time of the step, in closed form."""
-        return step_time(
-            self.costs,
-            num_sequences=self.candidate.sequences,
-            looped_ranks=looped_ranks(self.candidate),
-        )
-
-    @cached_property
-    def least_s(self) -> float:
-        """Lower bound of the simulated step time, unless units are cut over ranks (MSP)."""
-        work = step_tables(self.candidate, self.costs)
-        return max(least_compute_s(work), least_copies_s(work, self.costs))
-
-    @property
-    def is_exact(self) -> bool:
-        """True if the simulated step time equals the closed form.
-
-        It does not if units are cut (MSP), weight gradients are deferred, stages of a rank
-        interleave, sequences overlap, or activations, K and V, weights or gradients are copied.
-        """
-        candidate, costs = self.candidate, self.costs
-        one_order = candidate.schedule == LOOPED or (
-            candidate.virtual_stages == 1
-            and candidate.schedule not in (*DEFERRING_WEIGHTS, "sppo_msp")
-        )
-        one_at_a_time = candidate.schedule == LOOPED or 1 in (
-            candidate.sequences,
-            candidate.pipeline_parallel_degree,
-        )
-        copies = costs.copies_stages or bool(costs.offload_bytes.any())
-        return one_order and one_at_a_time and not copies
-
-
-def looped_ranks(candidate: Candidate) -> int | None:
-    """Return the number of pipeline ranks if a candidate runs in the looped order; None otherwise.
-
-    An interleaved schedule with several stages on a rank counts as looped: it takes as long for one
-    group of sequences, and overlaps several groups.
-    """
-    looped = candidate.schedule == LOOPED or candidate.virtual_stages > 1
-    return candidate.pipeline_parallel_degree if looped else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -298,7 +232,7 @@ def _lacks_more(candidate: Candidate, *, than: Sequence[EvaluatedCandidate]) -> 
 
     Stages that recompute K and V must retain their inputs, which takes more than other placements.
     """
-    return any(_least_short_beside_inputs(candidate) > one.short_bytes for one in than)
+    return any(least_short_beside_inputs(candidate) > one.short_bytes for one in than)
 
 
 def _kv_worth_trying(candidate: Candidate) -> list[Candidate]:
@@ -311,29 +245,6 @@ def _is_fastest(evaluated: EvaluatedCandidate) -> bool:
     """Return whether no placement of activations, K and V could make the candidate faster."""
     least_s = least_seconds(evaluated.candidate, seconds=evaluated.prices.seconds)
     return evaluated.time.step_s <= least_s * (1 + _ROUNDING)
-
-
-def least_seconds(candidate: Candidate, *, seconds: StageSeconds) -> float:
-    """Return a lower bound of the step time of a candidate over all activation policies.
-
-    Args:
-        candidate: Candidate to bound.
-        seconds: Seconds of the candidate's units, with everything retained.
-    """
-    units, carried_s = seconds.units, message_seconds(candidate)
-    tables = StepTables(
-        schedule=candidate.schedule,
-        num_ranks=candidate.pipeline_parallel_degree,
-        num_sequences=candidate.sequences,
-        forward_s=units.forward + carried_s,
-        backward_s=units.backward + carried_s,
-        weight_s=units.weight,
-        kv_recompute_s=np.zeros_like(units.weight),
-        message_bytes=message_bytes(candidate),
-        links=pipeline_links(candidate),
-        reduce_s=seconds.reduce_s + seconds.update_s,
-    )
-    return least_compute_s(tables)
 
 
 def _best_of(found: Sequence[EvaluatedCandidate]) -> EvaluatedCandidate:
@@ -537,7 +448,7 @@ class _PlacementChoice:
     @property
     def _may_fit(self) -> bool:
         """Return whether any placement may fit."""
-        return _short_beside(self.candidate, states=self.states) <= 0
+        return short_beside(self.candidate, states=self.states) <= 0
 
     def _if_it_fits(self, policy: str) -> EvaluatedCandidate | None:
         found = self._evaluated(self._priced(decide(policy, self.inputs)))
@@ -597,75 +508,3 @@ def _placements(candidate: Candidate, inputs: PolicyInputs) -> Iterable[Activati
             )
         return [decide_ratio(inputs, ratio=ratio)]
     return choices(inputs) if policy == "hybrid" else [decide(policy, inputs)]
-
-
-def leaves_room(candidate: Candidate) -> bool:
-    """Return whether a candidate fits without saved activations: a quick necessary condition."""
-    if candidate.kv is None:
-        return any(leaves_room(replace(candidate, kv=kv)) for kv in kv_choices(candidate))
-    budget = candidate.budget_bytes
-    return all(
-        state.device.total_bytes <= budget for state in memory_without_activations(candidate)
-    )
-
-
-def may_fit(candidate: Candidate) -> bool:
-    """Return whether a candidate may fit under some activation policy: a quick, necessary check."""
-    return least_short_bytes(candidate) <= 0
-
-
-def least_short_bytes(candidate: Candidate) -> int:
-    """Return a lower bound of the bytes that a candidate lacks; above 0 if no placement fits."""
-    if candidate.kv is None:
-        choices = (replace(candidate, kv=kv) for kv in kv_choices(candidate))
-        return min(map(least_short_bytes, choices))
-    if candidate.schedule == "sppo_msp":
-        # A program that cuts units runs one sequence after another.
-        candidate = replace(candidate, sequences=1)
-    return _short_beside(candidate, states=memory_without_activations(candidate))
-
-
-@lru_cache(maxsize=512)
-def memory_without_activations(candidate: Candidate) -> tuple[StageMemory, ...]:
-    """Return the memory of each rank without saved activations; cached."""
-    return state_memory(candidate, units=UnitsInFlight(candidate))
-
-
-def _short_beside(candidate: Candidate, *, states: tuple[StageMemory, ...]) -> int:
-    """Return the bytes that the fullest device lacks under every placement; below 0 if none.
-
-    Working set and heap are left out, as these depend on the placement.
-    """
-    devices = (state.device for state in states)
-    fullest = max(
-        device.total_bytes - device.working_bytes - device.heap_bytes for device in devices
-    )
-    return fullest - candidate.budget_bytes
-
-
-def _least_short_beside_inputs(candidate: Candidate) -> int:
-    """Return a lower bound of the bytes that the fullest device lacks beside the retained inputs.
-
-    Stages that recompute K and V retain the inputs of all layers, whatever the placement. Working
-    set, heap and communication are left out, as these depend on the moment.
-    """
-    recomputes = [
-        candidate.kv_of_stage(stage) == "recomputed" for stage in range(candidate.num_stages)
-    ]
-    row_bytes = row_bytes_of(candidate)[:, X_IN] * recomputes
-    inputs = UnitsInFlight(candidate).peak(row_bytes[:, None] * np.array(candidate.lengths))
-    return (
-        max(
-            device.total_bytes
-            - device.working_bytes
-            - device.heap_bytes
-            - device.communication_bytes
-            + int(held)
-            for device, held in zip(
-                (state.device for state in memory_without_activations(candidate)),
-                inputs,
-                strict=True,
-            )
-        )
-        - candidate.budget_bytes
-    )

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 
 from sppo.cost.candidate import Candidate
-from sppo.planning.search.evaluated_candidate import evaluate_candidate, least_seconds
+from sppo.planning.search.evaluated_candidate import evaluate_candidate
 from sppo.planning.search.simulated_candidate import simulate_candidate
+from sppo.planning.search.step_prices import least_seconds
 from tests.planning.some_candidates import SCHEDULES, candidates
 from tests.tiers import examples
 

@@ -1,0 +1,87 @@
+"""Lower bounds of the memory that a candidate lacks, whatever its activation policy places."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+
+from sppo.activations.tensor_classes import X_IN
+from sppo.cost.candidate import Candidate
+from sppo.cost.memory.stage_memory import StageMemory, state_memory
+from sppo.cost.memory.units_in_flight import UnitsInFlight
+from sppo.cost.stage_cost import row_bytes_of
+from sppo.planning.search.candidate_checks import kv_choices
+
+
+def leaves_room(candidate: Candidate) -> bool:
+    """Return whether a candidate fits without saved activations: a quick necessary condition."""
+    if candidate.kv is None:
+        return any(leaves_room(replace(candidate, kv=kv)) for kv in kv_choices(candidate))
+    budget = candidate.budget_bytes
+    return all(
+        state.device.total_bytes <= budget for state in memory_without_activations(candidate)
+    )
+
+
+def may_fit(candidate: Candidate) -> bool:
+    """Return whether a candidate may fit under some activation policy: a quick, necessary check."""
+    return least_short_bytes(candidate) <= 0
+
+
+def least_short_bytes(candidate: Candidate) -> int:
+    """Return a lower bound of the bytes that a candidate lacks; above 0 if no placement fits."""
+    if candidate.kv is None:
+        choices = (replace(candidate, kv=kv) for kv in kv_choices(candidate))
+        return min(map(least_short_bytes, choices))
+    if candidate.schedule == "sppo_msp":
+        # A program that cuts units runs one sequence after another.
+        candidate = replace(candidate, sequences=1)
+    return short_beside(candidate, states=memory_without_activations(candidate))
+
+
+@lru_cache(maxsize=512)
+def memory_without_activations(candidate: Candidate) -> tuple[StageMemory, ...]:
+    """Return the memory of each rank without saved activations; cached."""
+    return state_memory(candidate, units=UnitsInFlight(candidate))
+
+
+def short_beside(candidate: Candidate, *, states: tuple[StageMemory, ...]) -> int:
+    """Return the bytes that the fullest device lacks under every placement; below 0 if none.
+
+    Working set and heap are left out, as these depend on the placement.
+    """
+    devices = (state.device for state in states)
+    fullest = max(
+        device.total_bytes - device.working_bytes - device.heap_bytes for device in devices
+    )
+    return fullest - candidate.budget_bytes
+
+
+def least_short_beside_inputs(candidate: Candidate) -> int:
+    """Return a lower bound of the bytes that the fullest device lacks beside the retained inputs.
+
+    Stages that recompute K and V retain the inputs of all layers, whatever the placement. Working
+    set, heap and communication are left out, as these depend on the moment.
+    """
+    recomputes = [
+        candidate.kv_of_stage(stage) == "recomputed" for stage in range(candidate.num_stages)
+    ]
+    row_bytes = row_bytes_of(candidate)[:, X_IN] * recomputes
+    inputs = UnitsInFlight(candidate).peak(row_bytes[:, None] * np.array(candidate.lengths))
+    return (
+        max(
+            device.total_bytes
+            - device.working_bytes
+            - device.heap_bytes
+            - device.communication_bytes
+            + int(held)
+            for device, held in zip(
+                (state.device for state in memory_without_activations(candidate)),
+                inputs,
+                strict=True,
+            )
+        )
+        - candidate.budget_bytes
+    )
