@@ -162,6 +162,12 @@ class Candidate:
             counts[1:] += 1
         return counts
 
+    @property
+    def keeps_a_stack(self) -> bool:
+        """Whether retained tensors lie in memory allocated once, as on a CPU with one stage."""
+        on_cpu = self.workload.hardware.device.kind == "cpu"
+        return on_cpu and self.num_stages == 1 and self.schedule == "sppo"
+
     def rank_of_stage(self, stage: int) -> int:
         """Return the pipeline rank that has a stage."""
         return stage % self.pipeline_parallel_degree

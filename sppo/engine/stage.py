@@ -249,6 +249,7 @@ class Stage:
         """
         training = loss_scale is not None
         x = self.embed(unit) if x_CE is None else x_CE
+        del x_CE  # otherwise it stays alive during all layers
         rotary = self._rotary(unit)
         for index in self._layers:
             offloaded, retained = (
@@ -301,6 +302,7 @@ class Stage:
         if dy_CE is None:
             dy_CE = self.take_loss_gradient(unit)
         dx = dy_CE
+        del dy_CE  # otherwise it stays alive during all layers
         rotary = self._rotary(unit)
         take: Callable[[ActivationKey], Saved]
         take = self._saved.take_owned if defer_weights else self._saved.take

@@ -78,6 +78,8 @@ class DeviceSpec:
         heap_share: Memory that the allocator holds beyond live temporaries (holes), as a fraction
             of the temporaries; 0 where the allocator returns freed memory, or where
             `reserved_bytes` includes the holes.
+        half_products: Whether a CPU multiplies bf16 matrices by oneDNN, which compiles code for
+            every shape; otherwise tiles are cast to fp32 (:mod:`sppo.kernels.half_products`).
         gemm_points: Measured matrix products; if empty, `gemm_efficiency` is used.
         attention_points: Measured attention; if empty, `published_attention` or the efficiencies
             are used.
@@ -103,6 +105,7 @@ class DeviceSpec:
     document_forward_s: float = 0.0
     document_backward_s: float = 0.0
     heap_share: float = 0.0
+    half_products: bool = True
     gemm_points: tuple[GemmPoint, ...] = ()
     attention_points: tuple[AttentionPoint, ...] = ()
     elementwise_points: tuple[ElementwisePoint, ...] = ()

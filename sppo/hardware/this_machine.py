@@ -27,6 +27,8 @@ Point = TypeVar("Point", GemmPoint, AttentionPoint, ElementwisePoint)
 
 _CPU_INFO = Path("/proc/cpuinfo")
 _NODES = Path("/sys/devices/system/node")
+_HALF_FLAGS = frozenset(("avx512vl", "avx512bw", "avx512dq"))
+"""x86 instruction sets with which oneDNN multiplies bf16 matrices, as torch checks."""
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
 _ALLOCATOR = Path(__file__).parents[1] / "kernels/_native/sppo_cpu_allocator.so"
@@ -107,9 +109,19 @@ def describe_cpu(memory_bytes: int) -> HardwareSpec:
             bf16_flops_per_s=device.bf16_flops_per_s * fraction,
             fp32_flops_per_s=device.fp32_flops_per_s * fraction,
             heap_share=0.0 if has_memory_pool() else C_HEAP_SHARE,
+            half_products=has_half_products(),
         ),
         node=replace(preset.node, numa_nodes=count_numa_nodes()),
     )
+
+
+def has_half_products() -> bool:
+    """Return whether oneDNN multiplies bf16 matrices on this CPU; True if the system hides it."""
+    try:
+        found = re.search(r"^flags\s*:(.*)$", _CPU_INFO.read_text(), re.MULTILINE)
+    except OSError:
+        return True
+    return found is None or {*found[1].split()} >= _HALF_FLAGS
 
 
 def divide_cpu(

@@ -40,7 +40,11 @@ from sppo.planning.search.choices import (
     virtual_stages_to_try,
     with_disk,
 )
-from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, evaluate_candidate
+from sppo.planning.search.evaluated_candidate import (
+    EvaluatedCandidate,
+    evaluate_candidate,
+    with_executed_program,
+)
 from sppo.planning.search.shortfall import Shortfall
 from sppo.planning.search.simulated_candidate import simulate_candidate
 from sppo.planning.search.state_choices import runs_by_tiers
@@ -130,7 +134,8 @@ def scheduled(run: RunConfig, evaluated: EvaluatedCandidate) -> EvaluatedCandida
     """
     if evaluated.shortfall is not None:
         return evaluated
-    return with_best_schedule(run, simulate_candidate(evaluated))
+    found = with_best_schedule(run, simulate_candidate(evaluated))
+    return with_executed_program(found) if found.candidate.num_stages > 1 else found
 
 
 def run_candidate(run: RunConfig, *, hardware: HardwareSpec) -> Candidate:

@@ -235,3 +235,25 @@ def test_threads_of_a_rank_are_those_given_or_its_part_of_the_cores(monkeypatch,
     monkeypatch.setattr(this_machine, "count_cores", lambda: 4)
     environ = {} if given is None else {"OMP_NUM_THREADS": given}
     assert threads_of_rank(2, environ=environ) == threads
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("flags\t\t: fpu avx2 avx512bw avx512vl avx512dq avx512f\n", True),
+        ("flags\t\t: fpu avx2 avx512f avx512bw\n", False),
+        ("model name : of a processor that lists no flags\n", True),
+        (None, True),
+    ],
+)
+def test_products_in_half_precision_need_avx512(tmp_path, monkeypatch, text, found):
+    path = tmp_path / "cpuinfo"
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setattr(this_machine, "_CPU_INFO", path)
+    assert this_machine.has_half_products() == found
+
+
+def test_products_in_half_precision_of_this_machine_are_those_of_torch():
+    torch = pytest.importorskip("torch")
+    assert this_machine.has_half_products() == torch.ops.mkldnn._is_mkldnn_bf16_supported()

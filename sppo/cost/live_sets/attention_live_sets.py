@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sppo.cost.live_sets.attention_scratch import backward_scratch_bytes
-from sppo.cost.live_sets.cpu_scratch import cast_bytes, flash_bytes, group_sum_bytes, key_parts
+from sppo.cost.live_sets.cpu_scratch import (
+    cast_bytes,
+    flash_bytes,
+    flash_output_bytes,
+    group_sum_bytes,
+    key_parts,
+)
 from sppo.cost.live_sets.tensor_sizes import TensorSizes
 
 CAUSAL_TOKENS = 2048
@@ -29,7 +35,7 @@ SPAN_KEYS = 16384
 _WHOLE_SPANS = frozenset(("flash_attn_2", "flash_attn_3", "flash_attn_4", "torch_flash", "triton"))
 """Back ends that compute a span of queries and its keys in one call instead of blocks."""
 _FLASH_COMPUTE_BYTES = 450 << 10
-"""Bytes per thread that torch's CPU flash backward allocates in bf16 in addition to
+"""Bytes per thread that oneDNN allocates in torch's CPU flash backward in bf16, in addition to
 :func:`sppo.cost.live_sets.cpu_scratch.flash_bytes`; measured with torch 2.13."""
 
 
@@ -40,7 +46,8 @@ def attention_forward(s: TensorSizes) -> Iterator[tuple[str, int]]:
         return
     # Queries by head, the running output, and the output of a block.
     merged, block = s.fp32_query_bytes + s.lse_bytes, s.query_bytes + s.lse_bytes
-    yield "a block", s.query_bytes + merged + block + flash_bytes(s, s.tokens, buffers=1)
+    scratch = flash_bytes(s, s.tokens, buffers=1) + flash_output_bytes(s, s.tokens)
+    yield "a block", s.query_bytes + merged + block + scratch
     if s.threads:
         yield (
             "merging",
@@ -105,15 +112,12 @@ def _blocks_backward(s: TensorSizes) -> Iterator[tuple[str, int]]:
 
     Live are q, o and do by head, the sum of dq, and the gradients of a block.
     """
-    base = (
-        3 * s.query_bytes
-        + s.fp32_query_bytes
-        + s.threads * (_FLASH_COMPUTE_BYTES if s.is_half else 0)
-    )
+    base = 3 * s.query_bytes + s.fp32_query_bytes
+    in_kernel = base + s.threads * _FLASH_COMPUTE_BYTES * (s.is_half and not s.casts)
     square = min(s.tokens, CAUSAL_TOKENS)
     of_square = s.query_bytes * square // s.tokens
     # dq, dk and dv of every query head, and the product of o and do.
-    yield "a causal square", base + 4 * of_square + flash_bytes(s, square, buffers=2)
+    yield "a causal square", in_kernel + 4 * of_square + flash_bytes(s, square, buffers=2)
     rows = s.tokens % HALF_TOKENS if s.is_half and s.threads else 0
     if rows:
         # In addition to the four tensors of a causal square: q, o, do, k and v in fp32.
@@ -123,11 +127,14 @@ def _blocks_backward(s: TensorSizes) -> Iterator[tuple[str, int]]:
     if s.prefix:
         keys = min(s.prefix, PREFIX_KEYS)
         parts = max(1, min(key_parts(s), keys // LEAST_PART_KEYS))
-        key_gradients = 2 * keys * (s.key_bytes // s.tokens)
+        key_gradients = 2 * keys * s.key_row_bytes * s.degree
         of_parts = parts * s.query_bytes + key_gradients
         # Inside the kernel also the product of o and do of each part.
-        in_kernel = of_parts + parts * s.query_bytes + flash_bytes(s, s.tokens, buffers=2)
-        yield "the prefix", base + in_kernel
+        products = parts * s.query_bytes
+        yield (
+            "the prefix",
+            in_kernel + of_parts + products + flash_bytes(s, s.tokens, buffers=2),
+        )
         yield (
             "adding to the prefix",
             base + of_parts + cast_bytes(s, max(s.query_bytes, key_gradients // 2)),

@@ -26,6 +26,8 @@ _PRODUCT_BYTES = 400 << 10
 _WEIGHT_PRODUCT_BYTES = 2 * MIB
 """Scratch of oneDNN's bf16 products with transposed operands, as weight gradients have;
 `_PRODUCT_BYTES` is that of all other products."""
+CAST_TILE_BYTES = 256 << 10
+"""Bytes of an fp32 tile of a product by casts, as in :mod:`sppo.kernels.half_products`."""
 
 
 def tiles_bytes(s: TensorSizes, count: int, *, width: int) -> int:
@@ -53,18 +55,36 @@ def group_sum_bytes(s: TensorSizes, compute_bytes: int) -> int:
 
 
 def product_bytes(s: TensorSizes) -> int:
-    """Return the scratch of a bf16 product; 0 in fp32."""
-    return _PRODUCT_BYTES if s.threads and s.is_half else 0
+    """Return the scratch of a bf16 product; 0 in fp32.
+
+    By casts: tiles of both operands and of the sum.
+    """
+    if not (s.threads and s.is_half):
+        return 0
+    return 3 * CAST_TILE_BYTES if s.casts else _PRODUCT_BYTES
 
 
-def layer_weight_gradient_bytes(s: TensorSizes, name: str) -> int:
-    """Return :func:`weight_gradient_bytes` of the linear layer ``name`` of a layer."""
-    outputs, inputs = layer_shapes(s.model)[f"{name}.weight"]
-    return weight_gradient_bytes(s, outputs, inputs)
+def added_product_bytes(s: TensorSizes) -> int:
+    """Return the scratch of a bf16 product that is added to a bf16 tensor; 0 in fp32.
+
+    By casts: tiles of both operands, of the sum, and of the sum before.
+    """
+    if not (s.threads and s.is_half):
+        return 0
+    return 4 * CAST_TILE_BYTES if s.casts else _PRODUCT_BYTES
+
+
+def mlp_gradient_bytes(s: TensorSizes) -> int:
+    """Return the scratch of the weight and input gradients of the MLP."""
+    outputs, inputs = layer_shapes(s.model)["down.weight"]
+    to_input = added_product_bytes(s) if s.model.gated else product_bytes(s)
+    return max(weight_gradient_bytes(s, outputs, inputs), to_input)
 
 
 def weight_gradient_bytes(s: TensorSizes, outputs: int, inputs: int) -> int:
     """Return the bytes of a bf16 weight gradient's tile, and scratch; 0 in fp32, added in place.
+
+    By casts, the product is added in place, too, and tiles of both operands count.
 
     Args:
         s: Sizes of the subsequence.
@@ -73,6 +93,8 @@ def weight_gradient_bytes(s: TensorSizes, outputs: int, inputs: int) -> int:
     """
     if not (s.threads and s.is_half):
         return 0
+    if s.casts:
+        return 2 * CAST_TILE_BYTES
     rows = min(outputs, product_rows(inputs, element_bytes=s.element_bytes))
     return rows * inputs * s.element_bytes + _WEIGHT_PRODUCT_BYTES
 
@@ -84,8 +106,14 @@ def key_parts(s: TensorSizes) -> int:
 
 def flash_bytes(s: TensorSizes, rows: int, *, buffers: int) -> int:
     """Return the scratch of torch's CPU flash kernels: ``buffers`` tiles of scores per thread."""
-    if not s.threads:
-        return 0
-    at_once = next(size for least, size in _FLASH_ROWS if rows >= least)
     widths = ACCUMULATION_BYTES + (s.element_bytes if s.is_half else 0)
-    return s.threads * buffers * min(at_once, rows) * _FLASH_KEYS * widths
+    return s.threads * buffers * _flash_rows(rows) * _FLASH_KEYS * widths
+
+
+def flash_output_bytes(s: TensorSizes, rows: int) -> int:
+    """Return the scratch of torch's CPU flash forward for outputs, maxima and sums of rows."""
+    return s.threads * _flash_rows(rows) * (s.model.head_dim + 2) * ACCUMULATION_BYTES
+
+
+def _flash_rows(rows: int) -> int:
+    return min(rows, next(size for least, size in _FLASH_ROWS if rows >= least))

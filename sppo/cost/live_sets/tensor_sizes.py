@@ -12,6 +12,9 @@ from sppo.config.model import ModelConfig
 from sppo.cost.attention_backend import planned_backend
 from sppo.cost.layer import ACCUMULATION_BYTES, Workload
 
+LEAST_POOLED_BYTES = 128 << 10
+"""Smallest tensor of the memory pool of a CPU, as in :mod:`sppo.kernels.native.cpu_allocator`."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSizes:
@@ -30,34 +33,51 @@ class TensorSizes:
     backend: str = "cpu_flash"
     """Attention back end."""
     retained: frozenset[int] = frozenset()
-    """Tensor classes whose saved tensors stay in device memory, on a GPU."""
+    """Tensor classes whose saved tensors stay in memory of torch's allocator."""
     freed: frozenset[int] = frozenset()
     """Retained tensor classes that are freed as soon as backward has used them."""
+    casts: bool = False
+    """Whether bf16 products cast tiles to fp32 (:mod:`sppo.kernels.half_products`)."""
 
     @property
     def is_half(self) -> bool:
         """True if the compute dtype is smaller than the accumulation dtype."""
         return self.element_bytes < ACCUMULATION_BYTES
 
+    def pooled(self, size: int) -> int:
+        """Return the bytes of a tensor on a CPU if the memory pool allocates it, else 0.
+
+        The C heap holds smaller tensors (:mod:`sppo.cost.memory.process_growth`).
+        """
+        return size if not self.threads or size >= LEAST_POOLED_BYTES else 0
+
     @property
     def hidden_bytes(self) -> int:
         """Bytes of a hidden state: x_in, n1, x_mid, n2, y, or a gradient of one of them."""
-        return self.tokens * self.model.hidden_size * self.element_bytes
+        return self.pooled(self.tokens * self.model.hidden_size * self.element_bytes)
 
     @property
     def query_bytes(self) -> int:
         """Bytes of q, o, or a gradient of one of them."""
-        return self.tokens * self.model.num_heads * self.model.head_dim * self.element_bytes
+        return self.pooled(self.tokens * self._query_width * self.element_bytes)
 
     @property
     def fp32_query_bytes(self) -> int:
         """Bytes of the running o, or of the sum of dq, in fp32."""
-        return self.query_bytes // self.element_bytes * ACCUMULATION_BYTES
+        return self.pooled(self.tokens * self._query_width * ACCUMULATION_BYTES)
 
     @property
     def key_bytes(self) -> int:
         """Bytes of k, v, or a gradient of one of them, for the subsequence's own tokens."""
-        return self.tokens * self.model.kv_heads * self.model.head_dim * self.element_bytes
+        return self.pooled(self.tokens * self._key_width * self.element_bytes)
+
+    @property
+    def _query_width(self) -> int:
+        return self.model.num_heads * self.model.head_dim
+
+    @property
+    def _key_width(self) -> int:
+        return self.model.kv_heads * self.model.head_dim
 
     @property
     def seen_keys(self) -> int:
@@ -73,17 +93,17 @@ class TensorSizes:
     @property
     def cast_key_bytes(self) -> int:
         """Bytes of k, or v, in fp32."""
-        return self.key_bytes // self.element_bytes * ACCUMULATION_BYTES
+        return self.pooled(self.tokens * self._key_width * ACCUMULATION_BYTES)
 
     @property
     def lse_bytes(self) -> int:
         """Bytes of lse, or of another tensor with one fp32 number per row and head."""
-        return self.tokens * self.model.num_heads * ACCUMULATION_BYTES
+        return self.pooled(self.tokens * self.model.num_heads * ACCUMULATION_BYTES)
 
     @property
     def mlp_bytes(self) -> int:
         """Bytes of gate, up, the activation's output, or a gradient of one of them."""
-        return self.tokens * self.model.mlp_size * self.element_bytes
+        return self.pooled(self.tokens * self.model.mlp_size * self.element_bytes)
 
     @property
     def gates_bytes(self) -> int:
@@ -94,7 +114,8 @@ class TensorSizes:
     def rotary_bytes(self) -> int:
         """Bytes of the rotary cosines and sines of the subsequence; 0 without rotary positions."""
         rotary = self.model.position == "rotary"
-        return self.tokens * self.model.head_dim * ACCUMULATION_BYTES if rotary else 0
+        each = self.pooled(self.tokens * self.model.head_dim * ACCUMULATION_BYTES // 2)
+        return 2 * each if rotary else 0
 
 
 def tensor_sizes(
@@ -111,7 +132,7 @@ def tensor_sizes(
         workload: Model, machine, dtype and sequence parallelism.
         tokens: Tokens of the subsequence on one device.
         prefix: Tokens of the sequence before the subsequence.
-        retained: Tensor classes whose saved tensors stay on the device; used for a GPU only.
+        retained: Tensor classes whose saved tensors stay in memory of torch's allocator.
         defers: Whether weight halves of backwards are deferred and keep saved tensors as operands.
     """
     device = workload.hardware.device
@@ -126,4 +147,5 @@ def tensor_sizes(
         planned_backend(workload) if device.kind == "cuda" else "cpu_flash",
         retained,
         frozenset() if defers else retained,
+        device.kind == "cpu" and not device.half_products,
     )

@@ -25,7 +25,7 @@ as the longest."""
 
 @lru_cache(maxsize=256)
 def runs_of_blocks(
-    lengths: tuple[int, ...], prefixes: tuple[int, ...], kinds: bytes, *, on_gpu: bool
+    lengths: tuple[int, ...], prefixes: tuple[int, ...], kinds: bytes, *, keeps_a_stack: bool
 ) -> tuple[tuple[slice, tuple[tuple[UnitRun, Units], ...]], ...]:
     """Return blocks of neighbouring subsequences of similar length, and runs that bound each block.
 
@@ -34,7 +34,7 @@ def runs_of_blocks(
         prefixes: Tokens before each subsequence in its sequence.
         kinds: Kind of each subsequence, see :func:`sppo.cost.memory.unit_runs.unit_kinds`, as bytes
             of int64.
-        on_gpu: Whether the subsequences run on a GPU.
+        keeps_a_stack: Whether retained tensors are copied to a stack, as on a CPU with one stage.
 
     Returns:
         Pairs of a block and its runs, each run with the subsequences that it bounds, by their
@@ -43,7 +43,7 @@ def runs_of_blocks(
     tokens, of_each = np.array(lengths, dtype=np.int64), np.frombuffer(kinds, dtype=np.int64)
     behind = np.minimum(np.array(prefixes, dtype=np.int64), SPAN_KEYS)
     runs_of: Callable[[Counts, Counts, Counts], Iterator[tuple[UnitRun, Units]]]
-    runs_of = _extreme_runs if on_gpu else _heaviest_runs
+    runs_of = _heaviest_runs if keeps_a_stack else _extreme_runs
     return tuple(
         (block, tuple(runs_of(tokens[block], behind[block], of_each[block])))
         for block in _blocks(lengths)
@@ -64,7 +64,7 @@ def _blocks(lengths: Sequence[int]) -> Sequence[slice]:
 def _extreme_runs(
     lengths: Counts, prefixes: Counts, kinds: Counts
 ) -> Iterator[tuple[UnitRun, Counts]]:
-    """Yield runs that together bound all units of a kind in a block on a GPU, and these units.
+    """Yield runs that together bound all units of a kind in a block, and these units.
 
     Memory that backward has freed grows with the subsequence, memory of attention with the prefix,
     both linearly. So the working set is largest for the longest or the shortest subsequence, after
@@ -85,7 +85,7 @@ def _extreme_runs(
 def _heaviest_runs(
     lengths: Counts, prefixes: Counts, kinds: Counts
 ) -> Iterator[tuple[UnitRun, slice]]:
-    """Yield the runs of a block on a CPU that no other run of the block exceeds.
+    """Yield the runs of a block with a stack that no other run of the block exceeds.
 
     The working set grows with the subsequence, and with the prefix up to the part of a prefix that
     is read at once.

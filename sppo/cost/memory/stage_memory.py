@@ -335,9 +335,9 @@ def with_activations(
     most_computing, most_sent = (
         most_of_ranks(candidate, running.most) for running in (computing, sent)
     )
-    counts_kv = bool(candidate.packed) and not keeps_a_stack(candidate)
+    counts_kv = bool(candidate.packed) and not candidate.keeps_a_stack
     at_once = held
-    if keeps_a_stack(candidate):
+    if candidate.keeps_a_stack:
         beside = held + most_computing
         together = beside + most_sent
     else:
@@ -388,12 +388,6 @@ def kv_tokens(candidate: Candidate) -> KVTokens:
     layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)
     kv_bytes, gradient_bytes = kv_bytes_per_token(candidate.workload)
     return KVTokens(layers * kv_bytes, layers * gradient_bytes)
-
-
-def keeps_a_stack(candidate: Candidate) -> bool:
-    """Return whether retained tensors lie in memory allocated once, as on a CPU with one stage."""
-    on_cpu = candidate.workload.hardware.device.kind == "cpu"
-    return on_cpu and candidate.num_stages == 1 and candidate.schedule == "sppo"
 
 
 def evaluation_bytes(workload: Workload, *, lengths: tuple[int, ...]) -> int:

@@ -21,7 +21,7 @@ class UnitRun(NamedTuple):
     prefix: int
     """Tokens of the sequence before the unit or shard."""
     retained: frozenset[int] = frozenset()
-    """Tensor classes of which every row stays on a GPU; empty on a CPU."""
+    """Tensor classes of which every row stays in memory of torch's allocator."""
 
     @classmethod
     def of_kind(cls, kind: int, tokens: int, prefix: int) -> UnitRun:
@@ -43,12 +43,12 @@ def unit_runs(
 def unit_kinds(candidate: Candidate, placement: ActivationPlacement, *, stage: int) -> Counts:
     """Return a bit mask of each subsequence: classes recomputed, then classes retained whole, [N].
 
-    Retained classes are set on a GPU only. On a CPU, retained tensors are copied to memory that is
-    allocated all the time, so the working set does not depend on them.
+    No retained classes are set if retained tensors are copied to memory that is allocated all the
+    time (`Candidate.keeps_a_stack`): the working set then does not depend on them.
     """
     bits: Counts = 1 << np.arange(len(CLASSES))
     kinds: Counts = (placement.recomputed[stage] > 0) @ bits
-    if candidate.workload.hardware.device.kind == "cuda":
+    if not candidate.keeps_a_stack:
         whole = placement.retained[stage] == placement.tokens[:, None]
         kinds = kinds + (whole @ bits << len(CLASSES))
     return kinds

@@ -7,7 +7,7 @@ A working set is freed when its unit ends, so it is added to the saved tensors h
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -16,6 +16,7 @@ from sppo.activations.placement import ActivationPlacement
 from sppo.activations.tensor_classes import class_bytes_per_token
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
+from sppo.cost.live_sets.shard_live_sets import ShardSizes
 from sppo.cost.live_sets.working_set import loss_working_set, working_sets
 from sppo.cost.memory.heaviest_runs import runs_of_blocks
 from sppo.cost.memory.joined_tensors import block_layout, joined_bytes
@@ -47,9 +48,23 @@ def loss_bytes(workload: Workload, *, tokens: int) -> int:
     return loss_working_set(workload, tokens=here).live_bytes
 
 
-def run_working_bytes(candidate: Candidate, run: UnitRun, *, stage: int) -> tuple[int, int]:
-    """Return the bytes of the working sets of a run's forward and backward on a stage."""
-    return _stage_kind(candidate, stage=stage).working_bytes(run)
+def run_working_bytes(
+    candidate: Candidate, run: UnitRun, *, stage: int, shard: ShardSizes | None = None
+) -> tuple[int, int]:
+    """Return the bytes of the working sets of a run's forward and backward on a stage.
+
+    The gradient of the stage's output is not included: the first layer of a backward reads it, and
+    a later layer reads another in its place.
+
+    Args:
+        candidate: Candidate to price.
+        run: Unit or MSP shard.
+        stage: Stage that runs it.
+        shard: Sizes of the MSP shard; None for a whole unit.
+    """
+    kind = _stage_kind(candidate, stage=stage)
+    one_gradient = replace(kind, layers=min(kind.layers, kind.input_every))
+    return one_gradient.working_bytes(run, shard=shard)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +77,9 @@ class _StageKind:
     input_every: int
     defers: bool
     is_last: bool
+    keeps_a_stack: bool
 
-    def working_bytes(self, run: UnitRun) -> tuple[int, int]:
+    def working_bytes(self, run: UnitRun, *, shard: ShardSizes | None = None) -> tuple[int, int]:
         """Return the bytes of the working sets of a run's forward and backward on the stage."""
         forward, backward = working_sets(
             self.workload,
@@ -74,6 +90,7 @@ class _StageKind:
             defers=self.defers,
             input_every=self.input_every,
             layers=self.layers,
+            shard=shard,
         )
         return forward.live_bytes, backward.live_bytes
 
@@ -87,6 +104,7 @@ def _stage_kind(candidate: Candidate, *, stage: int) -> _StageKind:
         input_every=every,
         defers=candidate.schedule in DEFERRING_WEIGHTS,
         is_last=candidate.is_last_stage(stage),
+        keeps_a_stack=candidate.keeps_a_stack,
     )
 
 
@@ -119,8 +137,8 @@ def _sets_of_units(
             of int64.
     """
     forward, backward = np.zeros(len(lengths)), np.zeros(len(lengths))
-    on_gpu = stage.workload.hardware.device.kind == "cuda"
-    for block, runs in runs_of_blocks(lengths, prefixes, kinds, on_gpu=on_gpu):
+    blocks = runs_of_blocks(lengths, prefixes, kinds, keeps_a_stack=stage.keeps_a_stack)
+    for block, runs in blocks:
         for run, units in runs:
             sets = stage.working_bytes(run)
             for table, live in zip((forward[block], backward[block]), sets, strict=True):

@@ -16,6 +16,7 @@ from sppo.activations.policy_inputs import PolicyInputs
 from sppo.cost.candidate import Candidate
 from sppo.cost.memory.copy_room import with_placement
 from sppo.cost.memory.msp import with_msp
+from sppo.cost.memory.rank_program import with_messages_held
 from sppo.cost.memory.stage_memory import StageMemory
 from sppo.cost.memory.tier_memory import tier_bytes
 from sppo.cost.memory.units_in_flight import UnitsInFlight
@@ -334,6 +335,20 @@ def with_program(evaluated: EvaluatedCandidate, *, program: Schedule) -> Evaluat
     return replace(
         evaluated, memory=memory, shortfall=find_shortfall(candidate, memory), program=program
     )
+
+
+def with_executed_program(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
+    """Return an evaluated candidate with its memory under the program that is executed.
+
+    Until then the memory includes a bound of messages, which does not depend on their order.
+    """
+    memory = with_messages_held(
+        evaluated.memory,
+        candidate=evaluated.candidate,
+        placement=evaluated.placement,
+        schedule=evaluated.executed_program(),
+    )
+    return replace(evaluated, memory=memory)
 
 
 def _is_placed_alike(one: EvaluatedCandidate, other: EvaluatedCandidate) -> bool:

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sppo.cost.memory.msp import BORROWED_LAYERS
+from sppo.cost.live_sets.shard_live_sets import BORROWED_LAYERS
 from sppo.engine.msp.attention import MspAttention
 from sppo.engine.msp.shard import MspShard
 from tests.engine.models import VARIANTS

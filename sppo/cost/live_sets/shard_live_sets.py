@@ -1,0 +1,132 @@
+"""Live sets of a layer on a rank that runs an MSP shard, besides those of a subsequence as long.
+
+* In forward, the keys and values of all shards are gathered, and outputs of the runs of tokens are
+  joined.
+* In backward, every rank forms gradients of the layer's K and V for the prefix and the unit. fp32
+  gradients of parameters are being sent to the owner: at most two, while the next one is computed,
+  or while the owner makes room for the sum of the next one.
+* A borrower holds the weights of the layer and of the next one, and K and V of the layer; in
+  forward those of the next layer, too, which are sent with the weights.
+
+Legend: see :mod:`sppo.cost.live_sets.cpu_live_sets`; T tokens up to the end of the unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from sppo.cost.layer import ACCUMULATION_BYTES
+from sppo.cost.live_sets.cpu_scratch import mlp_gradient_bytes, product_bytes
+from sppo.cost.live_sets.tensor_sizes import TensorSizes
+from sppo.cost.parameters import layer_shapes
+
+BORROWED_LAYERS = 2
+"""Layers whose weights a borrower holds at once: one in use, and the next one being received."""
+MOST_GRADIENTS_SENT = 2
+"""Parameters whose gradients are being sent at once, as in :mod:`sppo.engine.msp.weights`."""
+
+Named = tuple[str, int]
+"""Name of a point of a pass, and live bytes at this point."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSizes:
+    """Sizes of an MSP shard, in addition to its own tokens.
+
+    Attributes:
+        unit_tokens: Tokens of the unit.
+        end_tokens: Tokens of the sequence up to the end of the unit (T).
+        borrowed_layers: Layers whose weights the rank holds at once; 0 on the owner of the stage.
+    """
+
+    unit_tokens: int
+    end_tokens: int
+    borrowed_layers: int
+
+    def kv_bytes(self, s: TensorSizes) -> int:
+        """Return the bytes of K and V of one layer up to the end of the unit."""
+        return 2 * s.pooled(self.end_tokens * s.key_row_bytes)
+
+    def weights_bytes(self, s: TensorSizes) -> int:
+        """Return the bytes of borrowed weights."""
+        shapes = layer_shapes(s.model).values()
+        layer = sum(s.pooled(prod(shape) * s.element_bytes) for shape in shapes)
+        return self.borrowed_layers * layer
+
+
+def shard_forward(s: TensorSizes, shard: ShardSizes, live_sets: Iterable[Named]) -> Iterator[Named]:
+    """Yield the live sets of a shard's forward in a layer.
+
+    Args:
+        s: Sizes of the tensors of the shard's tokens.
+        shard: Further sizes of the shard.
+        live_sets: Live sets of a subsequence of as many tokens.
+    """
+    has_prefix = shard.end_tokens > shard.unit_tokens
+    buffers = min(1, shard.borrowed_layers) if not has_prefix else shard.borrowed_layers
+    beside = shard.weights_bytes(s) + buffers * shard.kv_bytes(s)
+    inputs = 0
+    for name, live in live_sets:
+        if name == "projections":
+            inputs = live - s.hidden_bytes - product_bytes(s) + beside
+        yield name, live + beside
+    # Instead of the normed input: parts of V of the other shards, and K and V of the unit.
+    gathered = (3 * shard.unit_tokens - s.tokens) * s.key_row_bytes
+    yield "keys and values gathered", inputs + gathered
+    outputs = 2 * (s.query_bytes + s.lse_bytes)
+    yield "outputs of runs joined", inputs + outputs
+
+
+def shard_backward(
+    s: TensorSizes, shard: ShardSizes, live_sets: Iterable[Named]
+) -> Iterator[Named]:
+    """Yield the live sets of a shard's backward in a layer.
+
+    Args:
+        s: Sizes of the tensors of the shard's tokens.
+        shard: Further sizes of the shard.
+        live_sets: Live sets of a subsequence of as many tokens.
+    """
+    beside = shard.weights_bytes(s) + min(1, shard.borrowed_layers) * shard.kv_bytes(s)
+    row_bytes = s.key_row_bytes // s.element_bytes * ACCUMULATION_BYTES
+    key_gradients = 2 * s.pooled(shard.end_tokens * row_bytes)
+    for name, live in live_sets:
+        more = 0
+        if name == "MLP backward":
+            more = _mlp_gradients(s, is_owner=not shard.borrowed_layers)
+        elif name.startswith("attention backward"):
+            more = key_gradients + sum(_gradients(s)[1][-MOST_GRADIENTS_SENT:])
+        yield name, live + beside + more
+
+
+def _mlp_gradients(s: TensorSizes, *, is_owner: bool) -> int:
+    """Return the most bytes of gradients of the MLP's parameters, less scratch that is free then.
+
+    The owner makes room for a sum when it has computed its own part, and needs no scratch then.
+    """
+    mlp, _ = _gradients(s)
+    scratch = mlp_gradient_bytes(s)
+    found = []
+    for index, own in enumerate(mlp):
+        sent = sum(mlp[max(0, index - MOST_GRADIENTS_SENT) : index])
+        found.append(sent + (max(own, scratch) - scratch if is_owner else own))
+    return max(found)
+
+
+def _gradients(s: TensorSizes) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the bytes of gradients sent before the MLP's input gradient, and before attention's.
+
+    Both are in the order in which backward computes them.
+    """
+    shapes = layer_shapes(s.model)
+
+    def of(*layers: str) -> tuple[int, ...]:
+        names = [f"{layer}.{part}" for layer in layers for part in ("weight", "bias")]
+        return tuple(
+            s.pooled(prod(shapes[name]) * ACCUMULATION_BYTES) for name in names if name in shapes
+        )
+
+    mlp = of("down", "up", "gate")
+    return mlp, (*mlp, *of("mlp_norm")[::-1], *of("o"))

@@ -1,0 +1,331 @@
+"""Memory that one pipeline rank holds action by action, from the program of a step.
+
+Counted are saved tensors from forward to backward, the working set of the running unit or MSP
+shard, and messages between stages. A program without messages counts a bound of them instead: those
+of the running unit (:mod:`sppo.cost.memory.unit_messages`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from sppo.activations.placement import ActivationPlacement, SubsequencePlacement
+from sppo.cost.candidate import Candidate
+from sppo.cost.live_sets.shard_live_sets import BORROWED_LAYERS, ShardSizes
+from sppo.cost.memory.joined_tensors import block_layout, joined_bytes
+from sppo.cost.memory.messages_held import MessagesHeld
+from sppo.cost.memory.stage_memory import StageMemory, collective_bytes
+from sppo.cost.memory.unit_messages import exchanged_bytes, sent_bytes
+from sppo.cost.memory.unit_runs import UnitRun, unit_runs
+from sppo.cost.memory.unit_working_sets import loss_bytes, run_working_bytes
+from sppo.cost.stage_cost import placed_bytes
+from sppo.schedule.actions import Action, ActionKind, Schedule
+from sppo.schedule.costs import Table
+from sppo.schedule.encoding import encode
+from sppo.schedule.msp_groups import MspGroup, find_msp_groups
+from sppo.schedule.orders.names import DEFERRING_WEIGHTS
+
+
+class Peaks(NamedTuple):
+    """Peak bytes of a rank over its program.
+
+    Working sets are often largest when little is saved yet, so the figure of working sets is the
+    peak of both together minus the peak of saved bytes. The figure of messages is likewise the
+    further increase of the peak.
+    """
+
+    saved: int
+    """Saved tensors, without gradients of the loss."""
+    working: int
+    """Increase of the peak by working sets."""
+    messages: int
+    """Increase of the peak by messages and exchanges."""
+    largest_working: int
+    """Largest working set alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """MSP shard that a rank runs.
+
+    Attributes:
+        stage: Stage of the unit.
+        sequence: Sequence of the unit.
+        subsequence: Subsequence of the unit.
+        tokens: Tokens of the shard.
+        start: Tokens of the sequence before the shard.
+        end: Tokens of the sequence up to the end of the unit.
+    """
+
+    stage: int
+    sequence: int
+    subsequence: int
+    tokens: int
+    start: int
+    end: int
+
+
+def with_messages_held(
+    memory: tuple[StageMemory, ...],
+    *,
+    candidate: Candidate,
+    placement: ActivationPlacement,
+    schedule: Schedule,
+) -> tuple[StageMemory, ...]:
+    """Return the memory of each rank with the working sets and messages of an executed program.
+
+    Only on a CPU, where messages are held until they are waited for. Unchanged with one stage,
+    without messages, for packed sequences, and if weight halves are deferred.
+
+    Args:
+        memory: Memory of each rank, with a bound of messages.
+        candidate: Candidate to price.
+        placement: Placement by the activation policy.
+        schedule: Schedule with the programs of a step, with messages.
+    """
+    on_cpu = candidate.workload.hardware.device.kind == "cpu"
+    if not on_cpu or candidate.keeps_a_stack or candidate.packed:
+        return memory
+    if candidate.schedule in DEFERRING_WEIGHTS:
+        return memory
+    groups = find_msp_groups(schedule, programs=encode(schedule))
+    found = []
+    for rank, held in enumerate(memory):
+        peaks = RankProgram(candidate, placement, schedule, groups, rank).peaks_with_messages()
+        device = replace(
+            held.device,
+            loss_gradient_bytes=peaks.saved - held.device.activations_bytes,
+            working_bytes=peaks.working,
+            communication_bytes=collective_bytes(candidate, rank=rank) + peaks.messages,
+        )
+        found.append(replace(held, device=device))
+    return tuple(found)
+
+
+class RankProgram:
+    """Program of one pipeline rank, and the memory that it takes.
+
+    Args:
+        candidate: Candidate to price.
+        placement: Placement by the activation policy.
+        schedule: Schedule with the programs of a step, with or without messages.
+        groups: MSP groups of the schedule.
+        rank: Pipeline rank.
+    """
+
+    def __init__(
+        self,
+        candidate: Candidate,
+        placement: ActivationPlacement,
+        schedule: Schedule,
+        groups: Mapping[int, MspGroup],
+        rank: int,
+    ) -> None:
+        self._candidate, self._placement = candidate, placement
+        self._schedule, self._groups, self._rank = schedule, groups, rank
+        self.actions = schedule.programs[rank]
+        self.own_stages = candidate.stages_of_rank(rank)
+        self._runs = {
+            stage: unit_runs(candidate, placement, stage=stage) for stage in self.own_stages
+        }
+        self._joined = {
+            stage: int(
+                joined_bytes(placement, block_layout(candidate, stage=stage), stage=stage).max()
+            )
+            for stage in {action.stage for action in self.actions}
+        }
+        forwards = [action for action in self.actions if action.kind is ActionKind.F]
+        self.whole = [action for action in forwards if action.num_shards == 1]
+        """Forwards of units that the rank runs whole."""
+        self.shards = {
+            (action.stage, *action.unit): self._shard_of(action)
+            for action in forwards
+            if action.num_shards > 1
+        }
+        """Shards that the rank runs, by stage, sequence and subsequence."""
+
+    @property
+    def lengths(self) -> set[int]:
+        """Distinct lengths of the units and shards that the rank runs, in tokens."""
+        whole = {self._candidate.lengths[action.unit[1]] for action in self.whole}
+        return whole | {shard.tokens for shard in self.shards.values()}
+
+    def placed(self, shard: Shard) -> SubsequencePlacement:
+        """Return the retained, offloaded and recomputed rows of a shard."""
+        tokens = self._candidate.lengths[shard.subsequence]
+        tables = self._placement.retained, self._placement.offloaded, self._placement.recomputed
+        retained, offloaded, recomputed = (
+            (int(x), int(a), int(rest))
+            for x, a, rest in (table[shard.stage, shard.subsequence].tolist() for table in tables)
+        )
+        whole = SubsequencePlacement(retained, offloaded, recomputed)
+        return whole.sharded((shard.tokens, tokens - shard.tokens))[0]
+
+    def peaks(self) -> Peaks:
+        """Return the peaks of the program, with a bound of messages."""
+        sent, own = sent_bytes(self._candidate), list(self.own_stages)
+        bounds = {
+            ActionKind.F: sent.forward[own].max(axis=0).tolist(),
+            ActionKind.B: sent.backward[own].max(axis=0).tolist(),
+        }
+        held = saved = computing = together = largest = 0.0
+        for action in self.actions:
+            if action.kind not in bounds:
+                continue
+            own_bytes = self._saved_bytes(action)
+            held += own_bytes * (action.kind is ActionKind.F)
+            working = self._working_bytes(action)
+            running, largest = held + working, max(largest, working)
+            saved, computing = max(saved, held), max(computing, running)
+            together = max(together, running + bounds[action.kind][action.unit[1]])
+            held -= own_bytes * (action.kind is ActionKind.B)
+        return Peaks(
+            round(saved), round(computing - saved), round(together - computing), round(largest)
+        )
+
+    def peaks_with_messages(self) -> Peaks:
+        """Return the peaks of a program with messages.
+
+        Gradients of the loss are then saved tensors, too.
+        """
+        messages = MessagesHeld(self._schedule, groups=self._groups, rank=self._rank)
+        lengths = np.array(self._candidate.lengths, dtype=np.float64)
+        exchanged = exchanged_bytes(self._candidate, lengths).tolist()
+        held = saved = computing = together = largest = 0.0
+        for action in self.actions:
+            if action.kind is ActionKind.SEND:
+                messages.send(action)
+            elif action.kind is ActionKind.RECV:
+                messages.receive(action)
+            elif action.kind in (ActionKind.F, ActionKind.B):
+                is_forward, working = action.kind is ActionKind.F, self._working_bytes(action)
+                messages.begin(action)
+                tokens: float = messages.tokens + self._handed_out_tokens(action)
+                if not is_forward:
+                    tokens = max(tokens, tokens + self._lower_layer_tokens(action, messages))
+                beside = exchanged[action.unit[1]] + tokens * self._row_bytes
+                during = held + self._saved_bytes(action) * is_forward
+                after = self._saved_bytes(action) + self._loss_gradient_bytes(action)
+                held += after if is_forward else -after
+                saved = max(saved, held)
+                computing = max(computing, during + working)
+                together = max(together, during + working + beside)
+                largest = max(largest, working)
+                messages.end(action, tokens=self._tokens(action))
+        return Peaks(
+            round(saved), round(computing - saved), round(together - computing), round(largest)
+        )
+
+    def _shard_of(self, action: Action) -> Shard:
+        sequence, index = action.unit
+        slot = action.stage * self._schedule.num_units + self._schedule.unit_offsets()[sequence]
+        lengths = self._groups[slot + index].lengths
+        starts = (0, *accumulate(self._candidate.lengths))
+        return Shard(
+            action.stage,
+            sequence,
+            index,
+            tokens=lengths[action.shard],
+            start=starts[index] + sum(lengths[: action.shard]),
+            end=starts[index + 1],
+        )
+
+    def _tokens(self, action: Action) -> int:
+        """Return the tokens of the unit or shard of an action."""
+        if action.num_shards == 1:
+            return self._candidate.lengths[action.unit[1]]
+        return self.shards[action.stage, *action.unit].tokens
+
+    def _saved_bytes(self, action: Action) -> float:
+        """Return the bytes of saved tensors that a forward leaves and a backward frees."""
+        share = self._tokens(action) / self._candidate.lengths[action.unit[1]]
+        return share * float(self._retained[action.stage, action.unit[1]])
+
+    def _working_bytes(self, action: Action) -> int:
+        """Return the bytes of the working set of a unit or a shard."""
+        candidate, backward = self._candidate, action.kind is ActionKind.B
+        if action.num_shards > 1:
+            shard = self.shards[action.stage, *action.unit]
+            run, sizes = self._shard_run(shard), self._shard_sizes(shard)
+            working = run_working_bytes(candidate, run, stage=shard.stage, shard=sizes)[backward]
+        else:
+            run = self._runs[action.stage][action.unit[1]]
+            working = run_working_bytes(candidate, run, stage=action.stage)[backward]
+        if backward:
+            return working + self._joined[action.stage]
+        if action.stage in self.own_stages and candidate.is_last_stage(action.stage):
+            loss = loss_bytes(candidate.workload, tokens=candidate.lengths[action.unit[1]])
+            # The owner's shard of the gathered output is still alive.
+            own = self._tokens(action) * self._row_bytes * (action.num_shards > 1)
+            return max(working, loss + round(own))
+        return working
+
+    def _shard_run(self, shard: Shard) -> UnitRun:
+        placed = self.placed(shard)
+        recomputed = frozenset(index for index, rows in enumerate(placed.recomputed) if rows)
+        whole = (index for index, rows in enumerate(placed.retained) if rows == shard.tokens)
+        return UnitRun(recomputed, shard.tokens, shard.start, frozenset(whole))
+
+    def _shard_sizes(self, shard: Shard) -> ShardSizes:
+        is_owner = shard.stage in self.own_stages
+        layers = len(self._candidate.stages[shard.stage])
+        return ShardSizes(
+            self._candidate.lengths[shard.subsequence],
+            shard.end,
+            0 if is_owner else min(BORROWED_LAYERS, layers),
+        )
+
+    def _handed_out_tokens(self, action: Action) -> int:
+        """Return the further tokens of a shard's input that the owner of the stage hands out.
+
+        The owner's own part of the first stage's input is a view of that of the whole unit. A
+        borrower receives its part of the gradient of the loss; the owner's is a saved tensor.
+        """
+        if action.num_shards == 1:
+            return 0
+        is_owner, tokens = action.stage in self.own_stages, self._tokens(action)
+        if action.kind is ActionKind.F and action.stage == 0 and is_owner:
+            return self._candidate.lengths[action.unit[1]] - tokens
+        last = self._candidate.is_last_stage(action.stage)
+        return tokens if action.kind is ActionKind.B and last and not is_owner else 0
+
+    def _lower_layer_tokens(self, action: Action, messages: MessagesHeld) -> float:
+        """Return the further tokens in the backward of a layer that is not the stage's last.
+
+        Such a layer reads the gradient from the layer above instead of the stage's input, and the
+        saved tensors of the layer above are free. A shard's input stays until its backward ends.
+        """
+        layers = len(self._candidate.stages[action.stage])
+        if layers == 1:
+            return 0
+        input_freed = messages.freed_tokens if action.num_shards == 1 else 0
+        saved = self._saved_bytes(action) / layers / self._row_bytes
+        return self._tokens(action) - input_freed - saved
+
+    def _loss_gradient_bytes(self, action: Action) -> float:
+        """Return the bytes of the gradient of a unit's loss, on the owner of the last stage."""
+        stage = action.stage
+        if stage not in self.own_stages or not self._candidate.is_last_stage(stage):
+            return 0.0
+        return self._candidate.lengths[action.unit[1]] * self._row_bytes
+
+    @cached_property
+    def _retained(self) -> Table:
+        """Bytes of retained tensors of each unit, [stages, N]."""
+        placed = self._placement
+        return placed_bytes(
+            placed.retained, recomputed=placed.recomputed, candidate=self._candidate
+        )
+
+    @property
+    def _row_bytes(self) -> float:
+        """Bytes of the residual stream per token on one device."""
+        workload = self._candidate.workload
+        whole = workload.model.hidden_size * workload.element_bytes
+        return whole / workload.sequence_parallel_degree

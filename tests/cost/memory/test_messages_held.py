@@ -1,0 +1,115 @@
+"""Messages between stages that a rank holds: the prediction against the engine's buffers."""
+
+from collections import deque
+
+import pytest
+import torch
+
+from sppo.cost.memory.messages_held import MOST_SENDS, MessagesHeld
+from sppo.engine.stage_buffers import StageBuffers
+from sppo.parallel import pipeline_p2p
+from sppo.schedule.actions import ActionKind
+from sppo.schedule.encoding import encode
+from sppo.schedule.msp_groups import find_msp_groups
+from sppo.schedule.program import equal_costs, step_program
+
+LENGTHS = (13, 8, 24, 5)
+
+
+class Links:
+    """PipelineP2P without peers, which holds sent tensors as gloo makes PipelineLinks hold them."""
+
+    def __init__(self):
+        self.sent = {}
+
+    def send(self, tensor, *, receiver, what):
+        under_way = self.sent.setdefault(receiver, deque())
+        while len(under_way) >= pipeline_p2p._MOST_UNDER_WAY:
+            under_way.popleft()
+        under_way.append(tensor)
+
+    def receive(self, shape, *, dtype, sender, what):
+        return Arrived(torch.empty(shape, dtype=dtype))
+
+    def wait_all(self):
+        self.sent.clear()
+
+
+class Arrived:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def wait(self):
+        return self.tensor
+
+
+def program(schedule, ranks, *, virtual=1, sequences=2):
+    stages = ranks * virtual
+    offloaded = torch.zeros(stages, sequences * len(LENGTHS), dtype=torch.bool).numpy()
+    return step_program(
+        schedule,
+        num_ranks=ranks,
+        num_virtual=virtual,
+        lengths=[LENGTHS] * sequences,
+        costs=equal_costs(offloaded=offloaded),
+    )
+
+
+def tokens_in(buffers, links, taken):
+    """Tokens of all distinct tensors that the buffers, the links and the action hold."""
+    tensors = [part for parts in buffers._here.values() for part in parts.values()]
+    tensors += [
+        arrived.tensor for parts in buffers._expected.values() for arrived in parts.values()
+    ]
+    tensors += [*buffers._outgoing.values(), *(t for sent in links.sent.values() for t in sent)]
+    tensors += [] if taken is None else [taken]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values()) // 4
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "virtual"),
+    [("sppo", 3, 1), ("seq1f1b", 2, 1), ("looped_bfs", 2, 2), ("looped_bfs", 1, 3)]
+    + [("sppo_msp", ranks, virtual) for ranks in (2, 3) for virtual in (1, 2)],
+)
+def test_as_many_tokens_as_the_buffers_hold(schedule, ranks, virtual):
+    made = program(schedule, ranks, virtual=virtual)
+    groups = find_msp_groups(made, programs=encode(made))
+    assert bool(groups) == (schedule == "sppo_msp")
+    offsets, most = made.unit_offsets(), 0
+    for rank in range(ranks):
+        links = Links()
+        buffers = StageBuffers(made, rank=rank, p2p=links)
+        held = MessagesHeld(made, groups=groups, rank=rank)
+        for action in made.programs[rank]:
+            if action.kind is ActionKind.SEND:
+                buffers.send(action)
+                held.send(action)
+            elif action.kind is ActionKind.RECV:
+                buffers.receive(action, width=1, dtype=torch.float32)
+                held.receive(action)
+            if action.kind not in (ActionKind.F, ActionKind.B):
+                continue
+            sequence, index = action.unit
+            tokens, first = LENGTHS[index], 0
+            if action.num_shards > 1:
+                slot = action.stage * made.num_units + offsets[sequence] + index
+                shards = groups[slot].lengths
+                tokens, first = shards[action.shard], sum(shards[: action.shard])
+            buffers.await_input(action)
+            taken = buffers.take(action)
+            held.begin(action)
+            counted = 0 if taken is None or action.kind is ActionKind.B else tokens
+            assert held.tokens + counted == tokens_in(buffers, links, taken), str(action)
+            most = max(most, held.tokens)
+            del taken
+            held.end(action, tokens=tokens)
+            reads = made.num_stages - 1 if action.kind is ActionKind.F else 0
+            if action.stage != reads:
+                wire = "act" if action.kind is ActionKind.F else "grad"
+                buffers.put(wire, action, torch.empty(tokens, 1), first=first)
+    assert most > 0
+
+
+def test_it_holds_as_many_sends_as_the_engine():
+    assert MOST_SENDS == pipeline_p2p._MOST_UNDER_WAY
