@@ -168,7 +168,10 @@ def _memory(outcome: TrainingOutcome) -> Mapping[str, Pair]:
     return predicted_and_measured(
         outcome.most_planned,
         outcome.buckets,
-        all_bytes=outcome.peak_bytes - outcome.baseline_bytes + outcome.warm_up_bytes,
+        all_bytes=outcome.peak_bytes
+        - outcome.baseline_bytes
+        + outcome.warm_up_bytes
+        - outcome.library_bytes,
     )
 
 

@@ -84,6 +84,7 @@ class _Baseline:
         device: Device of this rank.
         held_bytes: Device memory that the process holds after the warm-up.
         warm_up_bytes: Part of `held_bytes` that the warm-up allocated permanently; 0 on a GPU.
+        file_bytes: Resident pages of files before the warm-up; 0 on a GPU.
         capacity_bytes: Device memory that the process may use in total.
         peak_flops_per_s: Measured FLOPs per second of matrix products on this device.
     """
@@ -91,6 +92,7 @@ class _Baseline:
     device: Device
     held_bytes: int
     warm_up_bytes: int
+    file_bytes: int
     capacity_bytes: int
     peak_flops_per_s: float
 
@@ -98,7 +100,7 @@ class _Baseline:
 def _baseline(run: RunConfig, checked: CheckedRun, device: Device) -> _Baseline:
     device.begin()
     _log.info("%s", device.describe_memory())
-    before = device.held_bytes()
+    before, files = device.held_bytes(), device.file_bytes()
     # Both calls that follow load libraries, whose memory belongs to the baseline.
     peak_flops_per_s = device.peak_flops_per_s(DTYPES[run.train.dtype])
     warm_up(run, lengths=checked.plan.lengths, device=device)
@@ -107,6 +109,7 @@ def _baseline(run: RunConfig, checked: CheckedRun, device: Device) -> _Baseline:
         device,
         held,
         max(0, held - before) if device.kind == "cpu" else 0,
+        files,
         device.capacity_bytes(baseline_bytes=held),
         peak_flops_per_s,
     )
@@ -148,6 +151,7 @@ class _Training:
             loop = self._loop(state, outcome, source, checkpoints, metadata)
             with closing(source), ranks.progress.failing():
                 loop.run()
+            outcome.library_bytes = max(0, self.base.device.file_bytes() - self.base.file_bytes)
             _add_last_step(outcome, source, loop.last_work, ranks=ranks)
         return outcome
 

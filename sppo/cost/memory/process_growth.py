@@ -1,7 +1,9 @@
 """Memory beyond tensors that a training process allocates after loading its libraries, on a CPU.
 
 On a CPU this growth is device memory; on a GPU it is host memory and counts as 0. Constants were
-measured with torch 2.13 as anonymous memory between the pre-flight check and the end of runs.
+measured with torch 2.13 as anonymous memory between the pre-flight check and the end of runs. Pages
+of libraries that the first steps touch, 12 to 19 MiB, are not counted: the system shares them among
+processes, and drops them if memory is short.
 """
 
 from __future__ import annotations
@@ -13,10 +15,15 @@ from sppo.cost.candidate import Candidate
 from sppo.cost.layer import ACCUMULATION_BYTES, Workload
 from sppo.units import KIB, MIB
 
-STEPS_BYTES = 27 * MIB
-"""Bytes of threads, page tables, partly used huge pages, small tensors in the C heap, checkpoint
-buffers, and pages of libraries that the first steps touch: 15 to 17 MiB on an AMD EPYC, 24 to 27 on
-an Intel Xeon with AMX, whatever the number of steps."""
+STEPS_BYTES = 10 * MIB
+"""Bytes of threads, buffers of products in fp32, tensors below the pool's smallest, and Python
+objects in the C heap: 8 to 13 MiB on an AMD EPYC, whatever the number of steps."""
+POOL_FREE_BYTES = 12 * MIB
+"""Allowance for memory that the pool has from the system and no tensor uses at the peak.
+
+Freed pages go back to the system only as whole huge pages (2 MiB), so each hole between two tensors
+may keep up to two of them. Which holes there are depends on the order of allocations, also of the
+threads that send and receive; 3 to 12 MiB were measured. Reported as "free in the pool"."""
 CODE_BYTES = 3 * MIB
 CODE_BYTES_PER_LENGTH = 18 * MIB
 """Bytes of code that oneDNN compiles for bf16 per distinct subsequence length: 3/4 MiB for each of
@@ -50,12 +57,18 @@ def process_growth_bytes(candidate: Candidate, *, background_save_bytes: int) ->
         units=sequences * len(lengths) * candidate.virtual_stages,
         is_pipeline=candidate.pipeline_parallel_degree > 1,
     )
-    return STEPS_BYTES + code_bytes(workload, lengths=lengths) + step + background_save_bytes
+    fixed = STEPS_BYTES + POOL_FREE_BYTES
+    return fixed + code_bytes(workload, lengths=lengths) + step + background_save_bytes
 
 
 def code_bytes(workload: Workload, *, lengths: Iterable[int]) -> int:
-    """Return the bytes of code that oneDNN compiles for `lengths`; 0 on a GPU or in fp32."""
-    if workload.hardware.device.kind != "cpu" or workload.element_bytes >= ACCUMULATION_BYTES:
+    """Return the bytes of code that oneDNN compiles for `lengths`; 0 where it compiles none.
+
+    It compiles none on a GPU, in fp32, and on a CPU without products in half precision.
+    """
+    device = workload.hardware.device
+    compiles = device.kind == "cpu" and device.half_products
+    if not compiles or workload.element_bytes >= ACCUMULATION_BYTES:
         return 0
     distinct = {*lengths}
     odd = [length for length in distinct if length % ROW_ALIGNMENT]

@@ -42,6 +42,14 @@ def private_bytes() -> int:
     return resident_bytes() if private is None else private
 
 
+def file_bytes() -> int:
+    """Return the resident pages of files in bytes, those of libraries above all; 0 if unknown.
+
+    The system shares them among processes, and drops them if memory is short.
+    """
+    return status_bytes("RssFile", status=_STATUS) or 0
+
+
 def resident_bytes() -> int:
     """Return the current resident memory in bytes."""
     return int(psutil.Process().memory_info().rss)

@@ -19,7 +19,12 @@ from sppo.hardware.description import HardwareSpec
 from sppo.hardware.this_machine import describe_cpu, usable_memory_bytes
 from sppo.kernels.native.cpu_allocator import describe_cpu_allocator, install_cpu_allocator
 from sppo.kernels.native.machine_memory import memory_room
-from sppo.kernels.native.process_memory import peak_resident_bytes, reset_peak, resident_bytes
+from sppo.kernels.native.process_memory import (
+    file_bytes,
+    peak_resident_bytes,
+    reset_peak,
+    resident_bytes,
+)
 from sppo.kernels.peak import measure_matmul_flops_per_s
 from sppo.offload.offload_store import OffloadStore
 from sppo.offload.queues.thread_queues import ThreadQueues
@@ -89,13 +94,17 @@ class CpuDevice:
         """Return the peak of the resident set in bytes."""
         return peak_resident_bytes()
 
+    def file_bytes(self) -> int:
+        """Return the resident pages of libraries and other files in bytes."""
+        return file_bytes()
+
     def pool(self) -> PoolUse | None:
         """Return the memory that tensors use in the pool; None with torch's own allocator."""
         allocator = install_cpu_allocator()
         if allocator is None:
             return None
         memory = allocator.memory()
-        return PoolUse(memory.used_bytes, memory.used_peak_bytes)
+        return PoolUse(memory.used_bytes, memory.used_peak_bytes, memory.resident_peak_bytes)
 
     def trim(self) -> None:
         """Return the unused pages of the pool to the system."""

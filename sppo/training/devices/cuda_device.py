@@ -154,6 +154,10 @@ class CudaDevice:
         """Return the peak of the bytes that torch has reserved on the GPU."""
         return int(_cuda.max_memory_reserved(self.torch_device))
 
+    def file_bytes(self) -> int:
+        """Return 0: a GPU's memory has no pages of files."""
+        return 0
+
     def pool(self) -> PoolUse | None:
         """Return the memory that tensors use in torch's reserved memory, now and at the peak."""
         return PoolUse(

@@ -32,6 +32,8 @@ class PoolUse:
     """Bytes used now."""
     used_peak_bytes: int
     """Peak of the bytes used since :meth:`Device.reset_peak`."""
+    resident_peak_bytes: int | None = None
+    """Peak of the bytes that the pool has from the system, used or free; None if unknown."""
 
 
 class Device(Protocol):
@@ -106,6 +108,10 @@ class Device(Protocol):
 
     def peak_bytes(self) -> int:
         """Return the peak of the bytes held since :meth:`reset_peak`."""
+        ...
+
+    def file_bytes(self) -> int:
+        """Return the part of :meth:`held_bytes` that is pages of files; 0 on a GPU."""
         ...
 
     def pool(self) -> PoolUse | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sppo.cost.memory.process_growth import POOL_FREE_BYTES
 from sppo.cost.memory.stage_memory import MemoryBuckets
 from sppo.engine.engine import EnginePeaks
 from sppo.offload.copy_report import CopyReport
@@ -40,6 +41,8 @@ class MeasuredBuckets:
     """Bytes of the gradients that stay on the device."""
     working_bytes: int | None = None
     """Bytes of the working set; None if tensors are in the C heap, which does not count them."""
+    free_bytes: int = 0
+    """Bytes that the pool of the allocator has from the system beyond those of tensors."""
 
     @property
     def counted_bytes(self) -> int:
@@ -74,6 +77,9 @@ class MeasuredBuckets:
             counted += peaks.whole_gradients_bytes
             working = pool.used_peak_bytes - pool.used_bytes - counted
             self.working_bytes = max(self.working_bytes or 0, working)
+            if pool.resident_peak_bytes is not None:
+                free = pool.resident_peak_bytes - pool.used_peak_bytes
+                self.free_bytes = max(self.free_bytes, free)
 
     def count_copies(self, copies: CopyReport, *, host_is_device: bool) -> None:
         """Raise the peak of the slots on the device to that of one step.
@@ -94,16 +100,23 @@ def predicted_and_measured(
     Args:
         predicted: Predicted memory buckets.
         measured: Peaks of the buckets over all steps.
-        all_bytes: Peak memory of the process, less what it held before it trained.
+        all_bytes: Peak memory of the process, less what it held before it trained, and less pages
+            of libraries, which the system shares and can drop.
     """
     if measured.working_bytes is None:
         rest = {
             "working set and heap": (
-                predicted.working_bytes + predicted.heap_bytes + predicted.growth_bytes,
+                predicted.working_bytes
+                + predicted.communication_bytes
+                + predicted.heap_bytes
+                + predicted.growth_bytes,
                 all_bytes - measured.counted_bytes,
             )
         }
     else:
+        # The plan counts an allowance for free memory of a pool as growth of the process.
+        allowance = POOL_FREE_BYTES if measured.free_bytes else 0
+        free = {"free in the pool": (allowance, measured.free_bytes)} if allowance else {}
         rest = {
             # Buffers of messages and exchanged tensors cannot be separated from it.
             "working set": (
@@ -111,9 +124,10 @@ def predicted_and_measured(
                 measured.working_bytes,
             ),
             "process growth": (
-                predicted.growth_bytes + predicted.heap_bytes,
-                all_bytes - measured.counted_bytes,
+                predicted.growth_bytes + predicted.heap_bytes - allowance,
+                all_bytes - measured.counted_bytes - measured.free_bytes,
             ),
+            **free,
         }
     copies = predicted.copies_bytes, measured.copies_bytes
     return {

@@ -12,6 +12,7 @@ from sppo.cost.memory.process_growth import (
     CODE_BYTES,
     CODE_BYTES_PER_LENGTH,
     CODE_BYTES_PER_ODD_LENGTH,
+    POOL_FREE_BYTES,
     STEPS_BYTES,
     TOKEN_BYTES,
 )
@@ -36,8 +37,9 @@ def growth(preset="laptop-cpu", *, dtype="fp32", lengths=(KIB, KIB), **options):
 
 def test_data_and_program_of_a_step_count():
     step = 2 * KIB * TOKEN_BYTES + 2 * 2 * ACTION_BYTES
-    assert growth() == STEPS_BYTES + step
-    assert growth(sequences=1000) == STEPS_BYTES + 1000 * step
+    fixed = STEPS_BYTES + POOL_FREE_BYTES
+    assert growth() == fixed + step
+    assert growth(sequences=1000) == fixed + 1000 * step
 
 
 def test_kernels_are_compiled_for_every_length_in_bf16():
@@ -47,6 +49,15 @@ def test_kernels_are_compiled_for_every_length_in_bf16():
     assert uneven - growth() == code + CODE_BYTES_PER_LENGTH
     odd = growth(dtype="bf16", lengths=(KIB + 1, KIB - 1))
     assert odd - uneven == 2 * CODE_BYTES_PER_ODD_LENGTH
+
+
+def test_no_kernels_are_compiled_without_products_in_half_precision():
+    laptop = PRESETS["laptop-cpu"]
+    casting = replace(laptop, device=replace(laptop.device, half_products=False))
+    for dtype in ("bf16", "fp32"):
+        workload = Workload(MODEL, casting, dtype=dtype)
+        (stage,) = evaluate_candidate(Candidate(workload, (KIB, KIB))).memory
+        assert stage.device.growth_bytes == growth()
 
 
 def test_a_save_in_the_background_holds_the_state_once_more():
