@@ -17,13 +17,14 @@ from sppo.units import KIB, MIB
 
 STEPS_BYTES = 10 * MIB
 """Bytes of threads, buffers of products in fp32, tensors below the pool's smallest, and Python
-objects in the C heap: 8 to 13 MiB on an AMD EPYC, whatever the number of steps."""
+objects in the C heap: 3 to 13 MiB on an AMD EPYC, whatever the number of steps, and 16 MiB with
+MSP, where gloo adds up gradients in copies."""
 POOL_FREE_BYTES = 12 * MIB
 """Allowance for memory that the pool has from the system and no tensor uses at the peak.
 
 Freed pages go back to the system only as whole huge pages (2 MiB), so each hole between two tensors
 may keep up to two of them. Which holes there are depends on the order of allocations, also of the
-threads that send and receive; 3 to 12 MiB were measured. Reported as "free in the pool"."""
+threads that send and receive; 2 to 10 MiB were measured. Reported as "free in the pool"."""
 CODE_BYTES = 3 * MIB
 CODE_BYTES_PER_LENGTH = 18 * MIB
 """Bytes of code that oneDNN compiles for bf16 per distinct subsequence length: 3/4 MiB for each of
