@@ -4,7 +4,7 @@ import itertools
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from sppo.schedule.actions import ActionKind
@@ -82,15 +82,40 @@ def test_a_long_sequence_holds_no_more_once_it_is_through():
     assert "".join(action[1] for action in order(schedule, 1, "FB")) == "FFFFBBBBFBFBFBFB"
 
 
+def test_a_long_sequence_holds_no_more_once_it_is_through_on_several_stages():
+    """After 4 subsequences come groups of 2: 2 (p - 1) + (v - 1) * 2 + 1 are held, no longer 8."""
+    lengths = [(8,) * 4, *[(8,)] * 6]
+    schedule = generate("interleaved_seq1f1b", num_ranks=2, num_virtual=2, lengths=lengths)
+    kinds = [action[1] for action in order(schedule, 0, "FB")]
+    held = [kinds[:place].count("F") - kinds[:place].count("B") for place in range(len(kinds))]
+    assert held[:11] == [*range(10), 10]
+    assert max(held[kinds.index("B") + 9 :]) == 5
+
+
+@settings(deadline=None, max_examples=examples(25, all=200))
+@given(st.integers(2, 5), st.integers(2, 4), st.lists(st.integers(1, 8), min_size=1, max_size=10))
+def test_interleaved_sequences_of_any_number_of_subsequences_run(p, v, counts):
+    lengths = [(8,) * count for count in counts]
+    schedule = generate("interleaved_seq1f1b", num_ranks=p, num_virtual=v, lengths=lengths)
+    validate(place_messages(schedule))
+
+
 @settings(deadline=None, max_examples=examples(25, all=100))
-@given(st.integers(0, 5), st.integers(1, 6), st.integers(1, 8))
-def test_equal_sequences_pair_up_after_a_constant_warm_up(ahead, m, n):
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 6), st.integers(1, 8))
+def test_equal_sequences_pair_up_after_a_constant_warm_up(p, v, m, n):
+    """With groups of G units, (v - 1) * G + N - 1 forwards on the last rank, more on others."""
     lengths = ((8,) * n,) * m
-    groups = [range(m)]
-    forward = steps.forward_steps(lengths, groups=groups, num_virtual=1)
-    backward = steps.backward_steps(lengths, groups=groups, num_virtual=1)
-    shrinking = steps.pair_up_ahead(forward, backward=backward, ahead=ahead)
-    assert shrinking == steps.pair_up(forward, backward=backward, warmup=n - 1 + ahead)
+    groups = steps.sequence_groups(lengths, num_ranks=p)
+    assume(len({len(group) for group in groups}) == 1)
+    forward = steps.forward_steps(lengths, groups=groups, num_virtual=v)
+    backward = steps.backward_steps(lengths, groups=groups, num_virtual=v)
+    for rank in range(p):
+        ahead = 2 * (p - 1 - rank)
+        found = steps.pair_up(forward, backward=backward, ahead=ahead, hops=p - 1 - rank)
+        warmup = min(len(forward), (v - 1) * len(groups[0]) * n + n - 1 + ahead)
+        kinds = [kind for kind, _ in found]
+        pairs = len(forward) - warmup
+        assert kinds == ["F"] * warmup + ["F", "B"] * pairs + ["B"] * warmup
 
 
 @settings(deadline=None, max_examples=examples(25, all=150))

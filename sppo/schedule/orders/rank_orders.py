@@ -96,7 +96,7 @@ def _rank_order(name: str, request: _Request, rank: int) -> RankOrder:
 
 def _gpipe(request: _Request, rank: int) -> RankOrder:
     forward, backward, _ = _one_stage(request.lengths)
-    return steps.pair_up(forward, backward=backward, warmup=len(forward))
+    return [*(("F", step) for step in forward), *(("B", step) for step in backward)]
 
 
 def _seq1f1b(request: _Request, rank: int) -> RankOrder:
@@ -114,7 +114,7 @@ def _seq1f1b(request: _Request, rank: int) -> RankOrder:
 def _paired_up(lengths: Lengths, ahead: int) -> RankOrder:
     """Return the order of one stage; ranks that run all forwards first share the same list."""
     forward, backward, _ = _one_stage(lengths)
-    return steps.pair_up_ahead(forward, backward=backward, ahead=ahead)
+    return steps.pair_up(forward, backward=backward, ahead=ahead)
 
 
 @lru_cache(maxsize=16)
@@ -145,27 +145,18 @@ def _sppo(request: _Request, rank: int) -> RankOrder:
 
 
 def _interleaved(request: _Request, rank: int) -> RankOrder:
-    """Return the interleaved 1F1B order over groups of sequences with any number of units."""
-    groups = steps.sequence_groups(request.lengths, num_ranks=request.num_ranks)
-    return interleaved_order(
-        request.lengths,
-        groups=groups,
-        num_virtual=request.num_virtual,
-        extra_warmup=2 * (request.num_ranks - 1 - rank),
-    )
+    """Return the interleaved 1F1B order over groups of sequences with any number of units.
 
-
-def interleaved_order(
-    lengths: Lengths, *, groups: Sequence[range], num_virtual: int, extra_warmup: int
-) -> RankOrder:
-    """Return the interleaved order of one rank for given groups of sequences.
-
-    `extra_warmup` is the number of warm-up forwards beyond those of the last rank.
+    A rank runs two forwards ahead per hop to the last rank, as in Megatron-LM. If sequences have
+    unequal numbers of subsequences, no more forwards are in flight at a time than the remaining
+    sequences need.
     """
+    lengths, num_virtual = request.lengths, request.num_virtual
+    groups = steps.sequence_groups(lengths, num_ranks=request.num_ranks)
     forward = steps.forward_steps(lengths, groups=groups, num_virtual=num_virtual)
     backward = steps.backward_steps(lengths, groups=groups, num_virtual=num_virtual)
-    least = steps.least_warmup(forward, backward=backward)
-    return steps.pair_up(forward, backward=backward, warmup=least + extra_warmup)
+    hops = request.num_ranks - 1 - rank
+    return steps.pair_up(forward, backward=backward, ahead=2 * hops, hops=hops)
 
 
 def _looped_bfs(request: _Request, rank: int) -> RankOrder:
@@ -186,8 +177,8 @@ def _breadth_first(lengths: Lengths, num_ranks: int, num_virtual: int) -> RankOr
     order: RankOrder = []
     for group in steps.sequence_groups(lengths, num_ranks=num_ranks):
         forward, backward = (
-            steps(lengths, groups=[group], num_virtual=num_virtual)
-            for steps in (steps.forward_steps, steps.backward_steps)
+            pass_of(lengths, groups=[group], num_virtual=num_virtual)
+            for pass_of in (steps.forward_steps, steps.backward_steps)
         )
         order.extend(("F", step) for step in forward)
         order.extend(("B", step) for step in backward)

@@ -100,41 +100,53 @@ def least_warmup(forward: Sequence[Step], *, backward: Sequence[Step]) -> int:
 
 
 def pair_up(
-    forward: Sequence[Step], *, backward: Sequence[Step], warmup: int
+    forward: Sequence[Step], *, backward: Sequence[Step], ahead: int = 0, hops: int = 0
 ) -> list[tuple[str, Step]]:
-    """Return `warmup` forwards, then forwards and backwards in turn, then the other backwards."""
-    warmup = min(warmup, len(forward))
-    order = [("F", step) for step in forward[:warmup]]
-    for index, step in enumerate(forward[warmup:]):
-        order.append(("F", step))
-        order.append(("B", backward[index]))
-    order.extend(("B", step) for step in backward[len(forward) - warmup :])
-    return order
+    """Return the order of one rank: after a warm-up, one forward and one backward in turn.
 
+    The last rank begins each forward as late as its backwards allow. If all sequences have equally
+    many subsequences, its warm-up is :func:`least_warmup` throughout; if those with most come
+    first, it shrinks once these are done, and fewer units are held. Other ranks run `ahead` more
+    forwards before each backward. They do not run a unit on a later virtual stage before the last
+    rank has run it on the virtual stage before: that would be a deadlock.
 
-def pair_up_ahead(
-    forward: Sequence[Step], *, backward: Sequence[Step], ahead: int
-) -> list[tuple[str, Step]]:
-    """Return one forward and one backward in turn, with a warm-up that shrinks towards the end.
-
-    Before each backward run as many forwards as :func:`least_warmup` requires for the remaining
-    backwards, and `ahead` more. If sequences have unequal numbers of subsequences and those with
-    most come first, fewer units are held once these are done. If all numbers are equal, the order
-    is that of :func:`pair_up`.
+    Args:
+        forward: Forward steps of the rank.
+        backward: Backward steps of the rank.
+        ahead: Number of forwards that the rank runs ahead of the last rank.
+        hops: Number of ranks from this one to the last.
     """
+    last = _backwards_before_forwards(forward, backward=backward)
     position = {step: index for index, step in enumerate(forward)}
-    needed, least = [0] * len(backward), 0
-    for index in reversed(range(len(backward))):
-        least = max(least, position[backward[index]] - index)
-        needed[index] = least
     order: list[tuple[str, Step]] = []
     done = 0
-    for index, step in enumerate(backward):
-        until = min(len(forward), index + 1 + needed[index] + ahead)
-        order.extend(("F", other) for other in forward[done:until])
-        done = max(done, until)
-        order.append(("B", step))
+    for index, (virtual, unit) in enumerate(forward):
+        first = last[index - ahead] if index >= ahead else 0
+        if virtual > 0:
+            # This rank lags behind the last one by a backward per hop.
+            first = max(first, last[position[virtual - 1, unit]] - hops)
+        order.extend(("B", step) for step in backward[done:first])
+        done = max(done, first)
+        order.append(("F", (virtual, unit)))
+    order.extend(("B", step) for step in backward[done:])
     return order
+
+
+def _backwards_before_forwards(forward: Sequence[Step], *, backward: Sequence[Step]) -> list[int]:
+    """Return how many backwards run before each forward on the last rank.
+
+    Before the k-th backward run k + 1 forwards, and as many more as :func:`least_warmup` requires
+    for the remaining backwards.
+    """
+    position = {step: index for index, step in enumerate(forward)}
+    begun, least = [0] * len(backward), 0
+    for index in reversed(range(len(backward))):
+        least = max(least, position[backward[index]] - index)
+        begun[index] = min(len(forward), index + 1 + least)
+    before: list[int] = []
+    for index, until in enumerate(begun):
+        before += [index] * (until - len(before))
+    return before
 
 
 def with_paced_forwards(

@@ -10,7 +10,6 @@ import pytest
 from sppo.schedule.actions import Action, ActionKind, Cut, Placement, Schedule
 from sppo.schedule.checks.validate import find_violations, validate
 from sppo.schedule.checks.violations import ScheduleError
-from sppo.schedule.orders.rank_orders import interleaved_order
 from sppo.schedule.program_text import parse_action
 from sppo.schedule.transfers.communication import place_messages
 from sppo.schedule.transfers.copies import place_copies
@@ -154,18 +153,7 @@ def test_groups_of_units_run_a_backward_before_its_sequence_is_through():
 
 def test_a_short_last_group_deadlocks():
     """p8 v3 N4 M3 in groups of 8 units: two sequences, then one."""
-    lengths = ((16,) * 4,) * 3
-    programs = []
-    for rank in range(8):
-        order = interleaved_order(
-            lengths,
-            groups=[range(2), range(2, 3)],
-            num_virtual=3,
-            extra_warmup=2 * (7 - rank),
-        )
-        programs.append(tuple(Action(ActionKind(k), c * 8 + rank, *unit) for k, (c, unit) in order))
-    short = Schedule("short", Placement(8, 3), lengths, tuple(programs))
-    (violation,) = find_violations(short)
+    (violation,) = find_violations(megatron_interleaved(8, 3, 4, 3))
     assert violation.rule == "no deadlock"
     validate(make("interleaved_seq1f1b", p=8, v=3, n=4, m=3))
 
