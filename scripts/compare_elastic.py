@@ -7,8 +7,10 @@ cut by the step planner, with the same schedule. *elastic_auto*: schedule and st
 planned as well. *recompute_all*, *recompute_uniform*, *checkpointing* and *levels* get less memory
 than is needed to retain everything, and recompute (``level_sides.py``). All sides train the same
 samples with the same engine and weights, on pipeline ranks that are processes with one thread each,
-over gloo. Steps alternate, so that noise of the machine affects all sides. The same steps are
-simulated, also for more ranks than are measured.
+over gloo. The sides take turns, every other turn in reverse, so that noise of the machine affects
+all of them; a side is compared with the baseline of the same turn. Memory is measured in a turn of
+its own, in which processes return free memory before each step. The same steps are simulated, also
+for more ranks than are measured.
 
     OMP_NUM_THREADS=1 sppo bench all --output hardware.json
     python scripts/compare_elastic.py --hardware hardware.json --output elastic.json --plots .
@@ -105,7 +107,7 @@ def main() -> None:
         "simulated": {ranks: _over_baseline(sides) for ranks, sides in simulated.items()},
         "ranks": arguments.ranks,
         **measured,
-        "measured": _over_baseline(measured["measured"]),
+        "measured": _over_baseline_by_turn(measured["measured"]),
     }
     _print(report)
     if arguments.output is not None:
@@ -195,6 +197,28 @@ def _over_baseline(sides: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, A
     }
 
 
+def _over_baseline_by_turn(sides: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the figures of each side with the median of its speed relative to the baseline's.
+
+    A turn's speed is relative to the baseline's in the same turn.
+    """
+    turns = {
+        name: list(map(sum, zip(*side["all_step_s"], strict=True))) for name, side in sides.items()
+    }
+    base = turns.get(_baseline(sides))
+    return {
+        name: {
+            **side,
+            f"over_{_baseline(sides)}": statistics.median(
+                other / own for own, other in zip(turns[name], base, strict=True)
+            )
+            if base
+            else None,
+        }
+        for name, side in sides.items()
+    }
+
+
 def _baseline(sides: Iterable[str]) -> str:
     """Return the baseline among `sides`; the default baseline if there is none."""
     own = set(sides)
@@ -241,13 +265,18 @@ def _serve(rank: int, given: tuple[argparse.Namespace, Request]) -> dict[str, An
         engines[_virtual_stages(steps)].warm_up(steps[0])
     for turn in range(arguments.turns):
         for step in range(arguments.steps):
-            for name, steps in sides.items():
+            for name, steps in list(sides.items())[:: -1 if turn % 2 else 1]:
                 engine = engines[_virtual_stages(steps)]
                 engine.begin(steps[step], step)
                 took_s = timed_s(engine.step)
                 measured[name].note(step, took_s, engine)
                 if rank == 0:
                     print(f"  turn {turn} step {step} {name:<12} {took_s:8.2f} s", flush=True)
+    for step in range(arguments.steps):
+        for name, steps in sides.items():
+            engine = engines[_virtual_stages(steps)]
+            engine.begin(steps[step], step)
+            measured[name].note_resident_bytes(engine.resident_bytes_of_step())
     if arguments.plots is not None and rank == 0:
         for name, side in measured.items():
             side.draw(arguments.plots / f"elastic_{name}.png")
@@ -343,7 +372,6 @@ class _RankEngine:
         ]
         self._running: tuple[SideStep, list[SequenceData]] | None = None
         self.done: StepResult | None = None
-        self.idle_bytes = 0
 
     def warm_up(self, step: SideStep) -> None:
         """Run the first subsequence of a step's first sequence, which loads libraries."""
@@ -354,10 +382,8 @@ class _RankEngine:
         self._engine.accumulate([SequenceData(tokens_S, tokens_S)], [(0, tokens)])
 
     def begin(self, step: SideStep, index: int) -> None:
-        """Make the data of a step, clear the gradients, and start to measure memory."""
+        """Make the data of a step and clear the gradients."""
         import torch
-
-        from sppo.kernels.native.process_memory import reset_peak, resident_bytes
 
         data = [
             _sequence_data(sequence, pieces, self._samples[index])
@@ -366,12 +392,7 @@ class _RankEngine:
         self._running, self.done = (step, data), None
         torch._foreach_zero_(list(self._gradients.values()))
         gc.collect()
-        if self._pool is not None:
-            self._pool.trim()
-        ctypes.CDLL(None).malloc_trim(0)
         self.take_saved_bytes()
-        self.idle_bytes = resident_bytes()
-        reset_peak()
 
     def step(self) -> None:
         """Run forward and backward of all sequences."""
@@ -382,6 +403,22 @@ class _RankEngine:
         boundaries = [sequence.boundaries for sequence in step.plan.sequences]
         planned = PlannedStep(step.plan.program, step.plan.placements)
         self.done = self._engine.accumulate(data, boundaries, planned=planned)
+
+    def resident_bytes_of_step(self) -> int:
+        """Run the step; return the process's peak bytes above what it needs before the step."""
+        from sppo.kernels.native.process_memory import (
+            peak_resident_bytes,
+            reset_peak,
+            resident_bytes,
+        )
+
+        if self._pool is not None:
+            self._pool.trim()
+        ctypes.CDLL(None).malloc_trim(0)
+        idle_bytes = resident_bytes()
+        reset_peak()
+        self.step()
+        return peak_resident_bytes() - idle_bytes
 
     def take_saved_bytes(self) -> int:
         """Return the peak bytes of saved activations and K/V since the last call."""
@@ -395,10 +432,10 @@ class _Measured:
 
     Attributes:
         steps: Steps of the side.
-        seconds: Seconds of each step, turn by turn.
+        seconds: Seconds of each step in each turn.
         idle_shares: Idle share of all ranks in each step and turn; on rank 0 only.
         losses: Mean loss of each step.
-        resident_bytes: Peak bytes above the idle process in each turn.
+        resident_bytes: Peak bytes of the process above its bytes between steps, over all steps.
         saved_bytes: Peak bytes of saved activations, K/V and their gradients over all steps.
         timelines: Timeline of each step in the last turn; on rank 0 only.
     """
@@ -407,18 +444,15 @@ class _Measured:
     seconds: dict[int, list[float]] = field(default_factory=dict)
     idle_shares: list[float] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)
-    resident_bytes: dict[int, int] = field(default_factory=dict)
+    resident_bytes: int = 0
     saved_bytes: int = 0
     timelines: dict[int, Timeline] = field(default_factory=dict)
 
     def note(self, step: int, took_s: float, engine: _RankEngine) -> None:
         """Record the step that was just run; every rank must call this method."""
-        from sppo.kernels.native.process_memory import peak_resident_bytes
         from sppo.training.executed_step import executed_timeline
 
         self.seconds.setdefault(step, []).append(took_s)
-        turn, peak = len(self.seconds[step]), peak_resident_bytes() - engine.idle_bytes
-        self.resident_bytes[turn] = max(self.resident_bytes.get(turn, 0), peak)
         self.saved_bytes = max(self.saved_bytes, engine.take_saved_bytes())
         done = engine.done
         assert done is not None, "a step was run"
@@ -428,6 +462,10 @@ class _Measured:
         if timeline is not None:
             self.idle_shares.append(timeline.bubble_fraction)
             self.timelines[step] = timeline
+
+    def note_resident_bytes(self, peak_bytes: int) -> None:
+        """Record the peak of a step that was run to measure memory."""
+        self.resident_bytes = max(self.resident_bytes, peak_bytes)
 
     def draw(self, path: Path) -> None:
         """Draw the simulated and the executed timeline of the last step."""
@@ -441,8 +479,7 @@ class _Measured:
     def figures(self, engine: _RankEngine, *, lengths: Sequence[Sequence[int]]) -> dict[str, Any]:
         """Return the figures of the side, complete on rank 0; every rank must call this method."""
         gather = engine.ranks.peers.all_gather
-        # The minimum over turns leaves out what a process compiles once and keeps.
-        resident = gather(min(self.resident_bytes.values()) + engine.state_bytes)
+        resident = gather(self.resident_bytes + engine.state_bytes)
         peaks = gather(self.saved_bytes + engine.state_bytes)
         step_s = [statistics.median(self.seconds[step]) for step in range(len(self.steps))]
         plans = [step.plan for step in self.steps]
