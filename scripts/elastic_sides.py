@@ -198,7 +198,7 @@ def _with_room(planner: StepPlanner, room: int) -> StepPlanner:
     device = replace(workload.hardware.device, memory_bytes=room, reserved_bytes=0)
     hardware = replace(workload.hardware, device=device)
     base = replace(planner.base, workload=replace(workload, hardware=hardware))
-    return replace(planner, base=base)
+    return planner.with_base(base)
 
 
 def _fastest(

@@ -267,7 +267,7 @@ def _in_chunks_with_levels(planner: StepPlanner, steps: _Steps) -> Side:
 
 def _in_planned_chunks(planner: StepPlanner, steps: _Steps, *, policy: str = "hybrid") -> Side:
     """Return steps of the step planner, with activations placed by a policy."""
-    planner = replace(planner, base=replace(planner.base, policy=policy))
+    planner = planner.with_base(replace(planner.base, policy=policy))
     return Side([_timed(partial(planner.plan, lengths)) for lengths in steps], {})
 
 

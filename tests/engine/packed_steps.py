@@ -20,6 +20,7 @@ from sppo.kernels.labels import IGNORED_LABEL
 from sppo.planning.elastic.levels import LEVELS, OFFLOADING_LEVELS, Level, _level_choice
 from sppo.planning.elastic.pacing import can_be_paced
 from sppo.planning.elastic.packing import PADDING, PackedSamples
+from sppo.planning.elastic.packing_search import PackingSearch
 from sppo.planning.elastic.step_plan import StepPlan, StepPlanner
 from sppo.planning.search.evaluated_candidate import (
     EvaluatedCandidate,
@@ -165,7 +166,8 @@ def planned_step(
         alignment: cuts of samples fall on multiples of this.
         seed: of the first sample.
     """
-    planner = StepPlanner(base, longest or max(lengths), slices, alignment, searches=False)
+    search = PackingSearch(base, longest or max(lengths), slices, alignment, tries_sizes=False)
+    planner = StepPlanner(search)
     steps = []
     for own in planner.divided(lengths):
         plan = planner.plan([lengths[index] for index in own])

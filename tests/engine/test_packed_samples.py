@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from sppo.cost.packed_sequence import PackedSequence
 from sppo.engine.pipeline import Pipeline
 from sppo.planning.elastic.packing import PADDING
+from sppo.planning.elastic.packing_search import PackingSearch
 from sppo.planning.elastic.step_plan import StepPlanner
 from sppo.schedule.orders.names import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
 from tests.engine.models import (
@@ -265,7 +266,7 @@ def test_bytes_held_are_those_predicted(schedule, virtual, policy):
     """Of steps one after another, the second of them the largest, by one engine."""
     model = tiny_model("gqa, q/k-norm", num_layers=4)
     base = base_candidate(model, schedule=schedule, virtual_stages=virtual, policy=policy)
-    planner = StepPlanner(base, LONGEST, 5, 1, searches=False)
+    planner = StepPlanner(PackingSearch(base, LONGEST, 5, 1, tries_sizes=False))
     trained = Trained(
         model,
         random_weights(model, dtype=torch.float32),

@@ -20,6 +20,7 @@ from sppo.engine.engine import PlannedStep
 from sppo.engine.unit import SequenceData
 from sppo.kernels.labels import IGNORED_LABEL
 from sppo.planning.elastic.packing import PADDING
+from sppo.planning.elastic.packing_search import PackingSearch
 from sppo.planning.elastic.step_plan import StepPlan, StepPlanner
 from tests.engine.packed_steps import base_candidate, joined, padding
 from tests.random_training.case import Case, Leg, Samples
@@ -66,9 +67,8 @@ def planned_samples(case: Case, leg: int, step: int) -> list[ReplicaStep]:
     for _ in range(first + step):
         consumed += len(data.step_samples(consumed))
     own = data.step_samples(consumed)
-    planner = StepPlanner(
-        _base(how, case.model.config()), samples.longest, how.slices, alignment=1, searches=False
-    )
+    base = _base(how, case.model.config())
+    planner = StepPlanner(PackingSearch(base, samples.longest, how.slices, 1, tries_sizes=False))
     found = []
     for replica in planner.divided(data.lengths(own)):
         plan = _plan(planner, data.lengths([own[index] for index in replica]))

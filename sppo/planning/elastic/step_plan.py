@@ -164,13 +164,7 @@ class StepPlanner:
     """Planner of steps of samples for one replica of a run.
 
     Attributes:
-        base: Candidate of the run's plan, whose sequences are replaced in each step.
-        longest: Tokens of the longest sample.
-        slices: Number of subsequences that the run's plan cuts the longest sample into.
-        alignment: Cuts of samples fall on multiples of this number.
-        searches: Whether other numbers of slices may be tried, on several pipeline ranks.
-        room: Most tokens per device of a subsequence, for the sizes that are tried on one pipeline
-            rank; 0 to use only the sizes of the run's plan.
+        packing_search: Search for ways to pack samples, with the candidate of the run's plan.
         interleaves: Whether a plan in the looped order may instead overlap sequences, by
             interleaved Seq1F1B on the same stages.
         defers_weights: Whether weight gradients may be deferred to fill bubbles (zero bubble).
@@ -179,38 +173,35 @@ class StepPlanner:
         levels: Whether activations may have levels chosen by integer program.
     """
 
-    base: Candidate
-    longest: int
-    slices: int
-    alignment: int
-    searches: bool
-    room: int = 0
+    packing_search: PackingSearch
     interleaves: bool = False
     defers_weights: bool = False
     quick: bool = False
     levels: bool = True
 
     @property
-    def packing_search(self) -> PackingSearch:
-        """Search for ways to pack samples."""
-        return PackingSearch(
-            self.base,
-            longest=self.longest,
-            slices=self.slices,
-            alignment=self.alignment,
-            tries_sizes=self.searches,
-            room=self.room,
-        )
+    def base(self) -> Candidate:
+        """Candidate of the run's plan, whose sequences are replaced in each step."""
+        return self.packing_search.base
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample."""
+        return self.packing_search.longest
 
     @property
     def multiple(self) -> int:
         """Number of tokens to a multiple of which subsequences are padded."""
         return self.packing_search.multiple
 
+    def with_base(self, base: Candidate) -> StepPlanner:
+        """Return the planner for another candidate."""
+        return replace(self, packing_search=replace(self.packing_search, base=base))
+
     def corrected(self, correction: CostCorrection) -> StepPlanner:
         """Return the planner with corrected seconds of compute."""
         workload = replace(self.base.workload, correction=correction)
-        return replace(self, base=replace(self.base, workload=workload))
+        return self.with_base(replace(self.base, workload=workload))
 
     def divided(self, lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Return the samples of each replica, as indices among the samples of the step.
@@ -289,7 +280,7 @@ class StepPlanner:
         """Return the fastest plan whose first and last subsequences are smaller, if one fits."""
         schedule = plan.evaluated.candidate.schedule
         fills_pipeline = self.base.pipeline_parallel_degree > 1 and schedule not in WHOLE_SEQUENCES
-        if self.quick or not self.searches or not fills_pipeline:
+        if self.quick or not self.packing_search.tries_sizes or not fills_pipeline:
             return []
         base = next(base for base in bases if base.schedule == schedule)
         packings = self.packing_search.tapered(plan.packed, lengths)
@@ -440,7 +431,7 @@ def planner_of_candidate(
     policy, ratio = run["activations"]["policy"], run["activations"]["offload_ratio"]
     sequence = run["sequence"]
     free = sequence["num_subsequences"] == "auto" and schedule not in WHOLE_SEQUENCES
-    return StepPlanner(
+    packing_search = PackingSearch(
         replace(
             candidate,
             schedule=schedule,
@@ -453,8 +444,11 @@ def planner_of_candidate(
         longest=sum(candidate.lengths),
         slices=len(candidate.lengths),
         alignment=sequence["alignment"],
-        searches=free and candidate.pipeline_parallel_degree > 1,
+        tries_sizes=free and candidate.pipeline_parallel_degree > 1,
         room=SUBSEQUENCE_TOKENS[kind][1] if free and candidate.pipeline_parallel_degree == 1 else 0,
+    )
+    return StepPlanner(
+        packing_search,
         interleaves=is_open and schedule == LOOPED and candidate.virtual_stages > 1,
         defers_weights=defers_weights,
     )

@@ -53,7 +53,7 @@ def pressed(samples=64, *, ranks=4, share=0.5, longest=65536, host=False, seed=0
     node = replace(node, host_memory_bytes=node.host_memory_bytes * host)
     hardware = replace(planned.base.workload.hardware, node=node)
     base = replace(planned.base, workload=replace(planned.base.workload, hardware=hardware))
-    planned = replace(planned, base=base)
+    planned = planned.with_base(base)
     lengths = draw("github", samples, seed=seed, longest=longest)
     packed = planned.packing_search.packings(lengths)[0].packed
     return with_room(base.with_packed(packed.sequences), share)
@@ -142,9 +142,9 @@ def test_what_hides_is_offloaded_where_there_is_a_tier():
 @pytest.mark.parametrize("host", [False, True])
 def test_a_plan_with_levels_is_never_slower(monkeypatch, host):
     base = pressed(share=0.4, host=host)
-    planned = replace(
-        planner(65536, model=LARGE, hardware="a100-80g", ranks=4, sequence_parallel=8), base=base
-    )
+    planned = planner(
+        65536, model=LARGE, hardware="a100-80g", ranks=4, sequence_parallel=8
+    ).with_base(base)
     lengths = draw("github", 64, seed=0, longest=65536)
     plan = planned.plan(lengths)
     validate(plan.program)
@@ -155,11 +155,11 @@ def test_a_plan_with_levels_is_never_slower(monkeypatch, host):
 
 def test_what_does_not_fit_is_named():
     base = pressed(share=-0.3, ranks=2)
-    planned = replace(
-        planner(65536, model=LARGE, hardware="a100-80g", ranks=2, sequence_parallel=8), base=base
-    )
+    planned = planner(
+        65536, model=LARGE, hardware="a100-80g", ranks=2, sequence_parallel=8
+    ).with_base(base)
     with pytest.raises(MemoryError, match=r"stage \d needs .* sample 1, of 65536 tokens") as error:
         planned.plan([300, 65536])
     short = int(re.search(r"\((\d+) bytes\)", str(error.value)).group(1))
     roomier = with_bytes(base, base.budget_bytes + short)
-    assert replace(planned, base=roomier).plan([300, 65536])
+    assert planned.with_base(roomier).plan([300, 65536])

@@ -32,7 +32,7 @@ def pressed_steps(draw):
     packed = planner.packing_search.packings(lengths)[0].packed
     tight = with_room(planner.base.with_packed(packed.sequences), draw(st.floats(-0.2, 1.1)))
     base = replace(planner.base, workload=tight.workload)
-    return replace(planner, base=base), lengths
+    return planner.with_base(base), lengths
 
 
 @settings(
@@ -88,7 +88,7 @@ def test_where_everything_can_be_retained_it_is(candidate, share):
 def test_what_does_not_fit_says_which_sample_which_stage_and_how_much(step):
     planner, lengths = step
     tight = with_bytes(planner.base, planner.base.budget_bytes // 3)
-    planner = replace(planner, base=tight)
+    planner = planner.with_base(tight)
     try:
         planner.plan(lengths)
         assume(False)
@@ -101,7 +101,7 @@ def test_what_does_not_fit_says_which_sample_which_stage_and_how_much(step):
     short = int(re.search(r"\((\d+) bytes\)", text)[1])
     if "device memory" in text:
         # What is said to be missing is enough.
-        assert replace(planner, base=with_bytes(tight, tight.budget_bytes + short)).plan(lengths)
+        assert planner.with_base(with_bytes(tight, tight.budget_bytes + short)).plan(lengths)
 
 
 def test_a_search_without_a_result_recomputes_everything():

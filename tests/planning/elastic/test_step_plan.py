@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from sppo.cost.memory.units_in_flight import Running, UnitsInFlight
+from sppo.planning.elastic.packing_search import PackingSearch
 from sppo.planning.elastic.step_plan import StepPlanner
 from sppo.planning.search.candidates import candidate_of, workload_of
 from sppo.planning.search.choices import Degrees
@@ -67,9 +68,8 @@ def planners(draw, schedules=SCHEDULES, policies=POLICIES):
     workload = workload_of(run, hardware=hardware, degrees=degrees)
     base = candidate_of(run, workload, degrees, lengths=(longest,), virtual_stages=virtual)
     slices = 1 if schedule in WHOLE_SEQUENCES else draw(st.integers(1, 12))
-    return StepPlanner(
-        base, longest, slices, 128, searches=schedule not in WHOLE_SEQUENCES and draw(st.booleans())
-    )
+    tries_sizes = schedule not in WHOLE_SEQUENCES and draw(st.booleans())
+    return StepPlanner(PackingSearch(base, longest, slices, 128, tries_sizes))
 
 
 @st.composite

@@ -17,6 +17,7 @@ from sppo.hardware.this_machine import divide_cpu
 from sppo.planning.elastic import level_program
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.elastic.packing import PADDING
+from sppo.planning.elastic.packing_search import PackingSearch
 from sppo.planning.elastic.step_plan import StepPlanner, step_planner
 from sppo.planning.run_plan import plan_run
 from sppo.planning.search.evaluated_candidate import evaluate_candidate
@@ -36,7 +37,7 @@ def planner(longest, *, model=SMALL, hardware="laptop-cpu", ranks=4, sequence_pa
         model, PRESETS[hardware], dtype="fp32", sequence_parallel_degree=sequence_parallel
     )
     base = Candidate(workload, (longest,), pipeline_parallel_degree=ranks)
-    return StepPlanner(base, longest=longest, slices=8, alignment=64, searches=True)
+    return StepPlanner(PackingSearch(base, longest, 8, 64, tries_sizes=True))
 
 
 def fixed_chunks(lengths, tokens):
@@ -95,7 +96,7 @@ def test_one_rank_is_not_slower_than_fixed_chunks_of_any_size(name):
     """What 8 devices share may have several times as many tokens as what one has."""
     planned = planner(98304, model=LARGE, hardware="a100-80g", ranks=1, sequence_parallel=8)
     base = replace(planned.base, workload=replace(planned.base.workload, dtype="bf16"))
-    planned = replace(planned, base=base, searches=False, room=16384)
+    planned = StepPlanner(replace(planned.packing_search, base=base, tries_sizes=False, room=16384))
     lengths = draw(name, 128, seed=1, longest=98304)
     plan = planned.plan(lengths)
     assert samples_of(plan) == Counter(range(128))
@@ -120,7 +121,7 @@ def test_smaller_subsequences_where_memory_is_short():
     workload = roomy.base.workload
     hardware = replace(workload.hardware, device=tight)
     base = replace(roomy.base, workload=replace(workload, hardware=hardware), policy="retain")
-    found = replace(roomy, base=base).plan(lengths)
+    found = roomy.with_base(base).plan(lengths)
     assert found.evaluated.shortfall is None
     assert samples_of(found) == samples_of(plan)
 
@@ -135,7 +136,7 @@ def test_many_small_subsequences_where_no_larger_ones_fit():
     hardware = base.workload.hardware
     device = replace(hardware.device, memory_bytes=needed * 51 // 50, reserved_bytes=0)
     workload = replace(base.workload, hardware=replace(hardware, device=device))
-    tight = replace(roomy, base=replace(base, workload=workload))
+    tight = roomy.with_base(replace(base, workload=workload))
     found = tight.plan(lengths)
     assert found.evaluated.candidate.schedule == base.schedule
     assert found.step_s <= 1.02 * fastest_fixed_s(tight, lengths)

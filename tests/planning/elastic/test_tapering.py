@@ -78,7 +78,7 @@ def test_what_cannot_be_divided_stays(groups, least):
 def test_tapers_of_a_planner_have_its_least_tokens_and_padding():
     planned = planner(4096, ranks=2, sequence_parallel=8)
     workload = replace(planned.base.workload, dtype="bf16")
-    search = replace(planned, base=replace(planned.base, workload=workload)).packing_search
+    search = planned.with_base(replace(planned.base, workload=workload)).packing_search
     lengths = [90] * 40 + [3] * 4
     packed = packed_alone(lengths, [range(40), range(40, 44)])
     assert search.multiple == 128

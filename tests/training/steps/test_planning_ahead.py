@@ -117,7 +117,7 @@ def test_samples_that_do_not_fit_are_no_failure_of_the_process():
     device = replace(small.base.workload.hardware.device, memory_bytes=1 << 24)
     hardware = replace(small.base.workload.hardware, device=device)
     workload = replace(small.base.workload, hardware=hardware)
-    small = replace(small, base=replace(small.base, workload=workload))
+    small = small.with_base(replace(small.base, workload=workload))
     with contextlib.closing(plans_of(small)) as plans:
         plans.begin(REQUEST)
         wait_for(begun(plans).done)
@@ -260,7 +260,7 @@ def as_rank(rank, directory, arguments, killed_in, planned_otherwise_by):
 
             def other(*args, **kwargs):
                 found = usual(*args, **kwargs)
-                return replace(found, base=replace(found.base, schedule="gpipe"))
+                return found.with_base(replace(found.base, schedule="gpipe"))
 
             stack.enter_context(mock.patch.object(step_work, "step_planner", other))
         stack.enter_context(each_step(begins))
