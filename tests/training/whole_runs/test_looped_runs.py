@@ -8,8 +8,8 @@ import os
 
 import pytest
 
+from sppo.offload.disk import disk_room as disk
 from sppo.offload.disk.disk_room import DiskRoom
-from sppo.offload.disk.disk_room import disk_room as disk
 from sppo.offload.disk.file_tier import FileTier
 from sppo.training import trainer
 from tests.conftest import call, refuse, succeed, write_run

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from sppo.config import load_run
 from sppo.kernels.native.machine_memory import MemoryRoom
+from sppo.offload.disk import disk_room as disk
 from sppo.offload.disk.disk_room import DiskRoom
-from sppo.offload.disk.disk_room import disk_room as disk
 from sppo.offload.disk.file_tier import FileTier
 from sppo.planning.run_plan import USABLE_FRACTION
 from sppo.training import trainer
