@@ -146,8 +146,8 @@ class MspAttention:
             ]
             self._exchange.all_gather(shards)
             unit = own.new_empty((span.end - span.start, *own.shape[1:]))
-            for shard_index, own in enumerate(shards):
-                shard.put(own, shard_index=shard_index, whole_C=unit)
+            for shard_index, gathered in enumerate(shards):
+                shard.put(gathered, shard_index=shard_index, whole_C=unit)
             whole.append(unit)
         sequence = shard.sequence
         if self._store is not None:
