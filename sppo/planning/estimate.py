@@ -20,7 +20,8 @@ from sppo.cost.layer import ACCUMULATION_BYTES, ELEMENT_BYTES
 from sppo.cost.parameters import num_parameters
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.chosen_run import with_chosen_degrees
-from sppo.planning.run_plan import evaluate_in_nearest_tiers, scheduled
+from sppo.planning.run_plan import evaluate_in_nearest_tiers
+from sppo.planning.search.best_schedule import scheduled
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 
 TABLE_2_BYTES = 32

@@ -24,7 +24,7 @@ from sppo.hardware.description import HardwareSpec, NodeSpec, Tier
 from sppo.planning.make_plan import make_plan
 from sppo.planning.partition import automatic_num_subsequences
 from sppo.planning.plan import ExecutionPlan, boundaries_of
-from sppo.planning.search.best_schedule import with_best_schedule
+from sppo.planning.search.best_schedule import scheduled
 from sppo.planning.search.candidate_search import best_of_degrees
 from sppo.planning.search.candidates import (
     candidate_of,
@@ -40,13 +40,8 @@ from sppo.planning.search.choices import (
     virtual_stages_to_try,
     with_disk,
 )
-from sppo.planning.search.evaluated_candidate import (
-    EvaluatedCandidate,
-    evaluate_candidate,
-    with_executed_program,
-)
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, evaluate_candidate
 from sppo.planning.search.shortfall import Shortfall
-from sppo.planning.search.simulated_candidate import simulate_candidate
 from sppo.planning.search.state_choices import runs_by_tiers
 from sppo.units import format_bytes
 
@@ -91,9 +86,10 @@ def plan_run(
     # Without a tier, recompute whole tensor classes: joining tensors from parts gains nothing.
     has_tier = activation_tiers(run, hardware=machine) != ("device",)
     evaluated = evaluate_in_nearest_tiers(run, hardware=machine, allow_partial=has_tier)
-    if evaluated.shortfall is not None:
-        raise MemoryError(_too_large(run, evaluated, usable=usable, available=available_bytes))
-    return make_plan(run, scheduled(run, evaluated))
+    planned = scheduled(run, evaluated)
+    if planned.shortfall is not None:
+        raise MemoryError(_too_large(run, planned, usable=usable, available=available_bytes))
+    return make_plan(run, planned)
 
 
 def evaluate_in_nearest_tiers(
@@ -125,17 +121,6 @@ def evaluate_in_nearest_tiers(
         if found.shortfall.place != "device":
             full.add(candidate.tier)
     return min(tried, key=lambda one: one.short_bytes)
-
-
-def scheduled(run: RunConfig, evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
-    """Simulate a candidate that fits, with the fastest schedule if the run leaves it open.
-
-    A candidate that does not fit is returned unchanged.
-    """
-    if evaluated.shortfall is not None:
-        return evaluated
-    found = with_best_schedule(run, simulate_candidate(evaluated))
-    return with_executed_program(found) if found.candidate.num_stages > 1 else found
 
 
 def run_candidate(run: RunConfig, *, hardware: HardwareSpec) -> Candidate:

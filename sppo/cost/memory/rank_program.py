@@ -1,8 +1,8 @@
 """Memory that one pipeline rank holds action by action, from the program of a step.
 
 Counted are saved tensors from forward to backward, the working set of the running unit or MSP
-shard, and messages between stages. A program without messages counts a bound of them instead: those
-of the running unit (:mod:`sppo.cost.memory.unit_messages`).
+shard, and messages between stages. For a program without messages, those of the running unit are
+counted (:mod:`sppo.cost.memory.unit_messages`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Peaks(NamedTuple):
     """
 
     saved: int
-    """Saved tensors, without gradients of the loss."""
+    """Saved tensors."""
     working: int
     """Increase of the peak by working sets."""
     messages: int
@@ -71,6 +71,17 @@ class Shard:
     end: int
 
 
+def holds_messages(candidate: Candidate) -> bool:
+    """Return whether the memory of a candidate is counted with the messages that ranks hold.
+
+    It is on a CPU, where messages are held until they are waited for. It is not with one stage,
+    which has no messages, for packed sequences, and if weight halves are deferred.
+    """
+    on_cpu = candidate.workload.hardware.device.kind == "cpu"
+    is_left_out = candidate.packed or candidate.schedule in DEFERRING_WEIGHTS
+    return on_cpu and candidate.num_stages > 1 and not is_left_out
+
+
 def with_messages_held(
     memory: tuple[StageMemory, ...],
     *,
@@ -80,20 +91,12 @@ def with_messages_held(
 ) -> tuple[StageMemory, ...]:
     """Return the memory of each rank with the working sets and messages of an executed program.
 
-    Only on a CPU, where messages are held until they are waited for. Unchanged with one stage,
-    without messages, for packed sequences, and if weight halves are deferred.
-
     Args:
-        memory: Memory of each rank, with a bound of messages.
-        candidate: Candidate to price.
+        memory: Memory of each rank, with the messages of the running unit.
+        candidate: Candidate to price, for which :func:`holds_messages` is true.
         placement: Placement by the activation policy.
         schedule: Schedule with the programs of a step, with messages.
     """
-    on_cpu = candidate.workload.hardware.device.kind == "cpu"
-    if not on_cpu or candidate.keeps_a_stack or candidate.packed:
-        return memory
-    if candidate.schedule in DEFERRING_WEIGHTS:
-        return memory
     groups = find_msp_groups(schedule, programs=encode(schedule))
     found = []
     for rank, held in enumerate(memory):
@@ -168,7 +171,7 @@ class RankProgram:
         return whole.sharded((shard.tokens, tokens - shard.tokens))[0]
 
     def peaks(self) -> Peaks:
-        """Return the peaks of the program, with a bound of messages."""
+        """Return the peaks of the program, with the messages of the running unit."""
         sent, own = sent_bytes(self._candidate), list(self.own_stages)
         bounds = {
             ActionKind.F: sent.forward[own].max(axis=0).tolist(),

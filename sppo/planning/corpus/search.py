@@ -28,7 +28,7 @@ from sppo.planning.elastic.sample_shortfall import stages_text
 from sppo.planning.elastic.step_plan import StepPlan, StepPlanner, planner_of_candidate
 from sppo.planning.make_plan import make_plan
 from sppo.planning.plan import ExecutionPlan, digest_of, planned_part
-from sppo.planning.run_plan import scheduled
+from sppo.planning.search.best_schedule import scheduled
 from sppo.planning.search.candidate_search import best_of_degrees
 from sppo.planning.search.candidates import counts_of_degrees
 from sppo.planning.search.choices import SUBSEQUENCE_TOKENS, Degrees, degrees_to_try

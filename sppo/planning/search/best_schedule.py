@@ -1,4 +1,4 @@
-"""Choice of the fastest schedule of a candidate."""
+"""Choice of the fastest schedule of a candidate, and its memory under the chosen program."""
 
 from __future__ import annotations
 
@@ -13,11 +13,49 @@ from sppo.planning.search.choices import (
     places_kv,
     subsequence_problem,
 )
-from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, evaluate_candidate
+from sppo.planning.search.evaluated_candidate import (
+    EvaluatedCandidate,
+    evaluate_candidate,
+    with_executed_program,
+)
 from sppo.planning.search.simulated_candidate import simulate_candidate
 
+_ATTEMPTS = 3
+"""Most times that a candidate is scheduled again, with less memory for its activations."""
 SCHEDULED_UNITS = 1200
 """Stages x units up to which other schedules are tried, which takes about a second."""
+
+
+def scheduled(run: RunConfig, evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
+    """Simulate a candidate that fits, with the fastest schedule if the run leaves it open.
+
+    Only the program shows how many messages are held at once. If that is too much memory, the
+    candidate is evaluated again with as much less memory for its activations; if it does not fit
+    then either, it is returned with what it lacks. A candidate that does not fit is returned
+    unchanged.
+    """
+    found, before = evaluated, evaluated.candidate.spare_bytes
+    spare = before
+    for _ in range(_ATTEMPTS):
+        if evaluated.shortfall is not None:
+            break
+        best = with_best_schedule(run, simulate_candidate(evaluated))
+        candidate = replace(best.candidate, spare_bytes=before)
+        found = with_executed_program(replace(best, candidate=candidate))
+        if found.shortfall is None:
+            break
+        more = _most_added(best, found)
+        spare = max(spare + found.shortfall.short_bytes * 5 // 4, before + more)
+        evaluated = evaluate_candidate(replace(evaluated.candidate, spare_bytes=spare))
+    return found
+
+
+def _most_added(evaluated: EvaluatedCandidate, executed: EvaluatedCandidate) -> int:
+    """Return the most bytes by which the executed program of a candidate raises a rank's memory."""
+    return max(
+        after.device.total_bytes - before.device.total_bytes
+        for before, after in zip(evaluated.memory, executed.memory, strict=True)
+    )
 
 
 def with_best_schedule(run: RunConfig, best: EvaluatedCandidate) -> EvaluatedCandidate:

@@ -139,7 +139,7 @@ class CandidateSearch:
         """Return the divisions of the devices that do not fit or cannot work."""
         refused = [Rejection(refusal.degrees, refusal.reason) for refusal in self._refused]
         nearest = [search.best for search in self._searches.values() if not search.fits]
-        return (*refused, *map(_rejection, nearest))
+        return (*refused, *map(rejection_of, nearest))
 
 
 def best_of_degrees(
@@ -552,7 +552,8 @@ def _rounded(seconds: float) -> float:
     return float(f"{seconds:.9g}")
 
 
-def _rejection(nearest: EvaluatedCandidate) -> Rejection:
+def rejection_of(nearest: EvaluatedCandidate) -> Rejection:
+    """Return the rejection of degrees of which even the nearest candidate does not fit."""
     assert nearest.shortfall is not None, "only made of what does not fit"
     candidate = nearest.candidate
     return Rejection(

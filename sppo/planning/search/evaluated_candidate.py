@@ -16,7 +16,7 @@ from sppo.activations.policy_inputs import PolicyInputs
 from sppo.cost.candidate import Candidate
 from sppo.cost.memory.copy_room import with_placement
 from sppo.cost.memory.msp import with_msp
-from sppo.cost.memory.rank_program import with_messages_held
+from sppo.cost.memory.rank_program import holds_messages, with_messages_held
 from sppo.cost.memory.stage_memory import StageMemory
 from sppo.cost.memory.tier_memory import tier_bytes
 from sppo.cost.memory.units_in_flight import UnitsInFlight
@@ -340,15 +340,19 @@ def with_program(evaluated: EvaluatedCandidate, *, program: Schedule) -> Evaluat
 def with_executed_program(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
     """Return an evaluated candidate with its memory under the program that is executed.
 
-    Until then the memory includes a bound of messages, which does not depend on their order.
+    Until then the memory includes the messages of the running unit, whatever the order of messages;
+    the program may hold more of them, or fewer.
     """
+    candidate = evaluated.candidate
+    if not holds_messages(candidate):
+        return evaluated
     memory = with_messages_held(
         evaluated.memory,
-        candidate=evaluated.candidate,
+        candidate=candidate,
         placement=evaluated.placement,
         schedule=evaluated.executed_program(),
     )
-    return replace(evaluated, memory=memory)
+    return replace(evaluated, memory=memory, shortfall=find_shortfall(candidate, memory))
 
 
 def _is_placed_alike(one: EvaluatedCandidate, other: EvaluatedCandidate) -> bool:

@@ -12,8 +12,13 @@ from dataclasses import dataclass
 
 from sppo.config.run import RunConfig
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.search.best_schedule import with_best_schedule
-from sppo.planning.search.candidate_search import CandidateSearch, Rejection, rank_of
+from sppo.planning.search.best_schedule import scheduled
+from sppo.planning.search.candidate_search import (
+    CandidateSearch,
+    Rejection,
+    rank_of,
+    rejection_of,
+)
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.feasibility import fits_at_all
 from sppo.planning.search.simulated_candidate import simulate_candidate
@@ -51,17 +56,20 @@ def solve(run: RunConfig, *, hardware: HardwareSpec) -> Solution:
         ValueError: The run asks for something that the machine or the model cannot do.
     """
     decided, search, leaders = _leaders(run, hardware=hardware)
-    if not leaders:
-        return Solution(run, hardware, None, (), (), search.rejections())
+    best, lacking = _scheduled(decided, leaders)
+    rejected = (*search.rejections(), *map(rejection_of, lacking))
+    if best is None:
+        return Solution(run, hardware, None, (), (), rejected)
+    leader, *others = leaders[len(lacking) :]
     return Solution(
         run,
         hardware,
-        best=with_best_schedule(decided, leaders[0]),
-        runners_up=tuple(leaders[1 : 1 + RUNNERS_UP]),
+        best=best,
+        runners_up=tuple(others[:RUNNERS_UP]),
         by_num_subsequences=search.by_num_subsequences(
-            leaders[0].degrees, virtual_stages=leaders[0].candidate.virtual_stages
+            leader.degrees, virtual_stages=leader.candidate.virtual_stages
         ),
-        rejected=search.rejections(),
+        rejected=rejected,
     )
 
 
@@ -75,9 +83,28 @@ def recommend(run: RunConfig, *, hardware: HardwareSpec) -> EvaluatedCandidate |
         ValueError: The run asks for something that the machine or the model cannot do.
     """
     decided, search, leaders = _leaders(run, hardware=hardware)
-    if leaders:
-        return with_best_schedule(decided, leaders[0])
-    return nearest_rejection(search.rejections())
+    best, lacking = _scheduled(decided, leaders)
+    if best is not None:
+        return best
+    return nearest_rejection((*search.rejections(), *map(rejection_of, lacking)))
+
+
+def _scheduled(
+    run: RunConfig, leaders: Sequence[EvaluatedCandidate]
+) -> tuple[EvaluatedCandidate | None, list[EvaluatedCandidate]]:
+    """Return the first of several candidates that fits under the program that is executed.
+
+    Returns:
+        The candidate with its fastest schedule, or None if none fits; and the candidates before it,
+        with what they lack.
+    """
+    lacking: list[EvaluatedCandidate] = []
+    for leader in leaders:
+        found = scheduled(run, leader)
+        if found.shortfall is None:
+            return found, lacking
+        lacking.append(found)
+    return None, lacking
 
 
 def _leaders(
