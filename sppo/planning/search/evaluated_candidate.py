@@ -232,8 +232,12 @@ def _lacks_more(candidate: Candidate, *, than: Sequence[EvaluatedCandidate]) -> 
     """Return whether a candidate surely lacks more memory than one of several that are evaluated.
 
     Stages that recompute K and V must retain their inputs, which takes more than other placements.
+    Packed sequences are never ruled out: not all of their units are held at once.
     """
-    return any(least_short_beside_inputs(candidate) > one.short_bytes for one in than)
+    if candidate.packed:
+        return False
+    short_bytes = least_short_beside_inputs(candidate)
+    return any(one.shortfall is not None and short_bytes > one.short_bytes for one in than)
 
 
 def _kv_worth_trying(candidate: Candidate) -> list[Candidate]:

@@ -65,6 +65,9 @@ def least_short_beside_inputs(candidate: Candidate) -> int:
     Stages that recompute K and V retain the inputs of all layers, whatever the placement. Working
     set, heap and communication are left out, as these depend on the moment.
     """
+    if candidate.schedule == "sppo_msp":
+        # A program that cuts units runs one sequence after another.
+        candidate = replace(candidate, sequences=1)
     recomputes = [
         candidate.kv_of_stage(stage) == "recomputed" for stage in range(candidate.num_stages)
     ]
