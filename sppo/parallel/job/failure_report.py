@@ -27,7 +27,7 @@ _STATE_TEXTS: dict[RankState, str] = {
 
 @dataclass(frozen=True, slots=True)
 class RankEnd:
-    """How one rank's process ended.
+    """End of the process of one rank.
 
     Attributes:
         rank: Global rank.
