@@ -9,11 +9,17 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 target=${1:-quickstart}
-overrides=(data.eval_tokens=data/held_out "${@:2}")
+overrides=(data.eval_tokens=data/held_out)
 run=$repository/configs/run/tiny_cpu.yaml
 
 make_environment
 sppo="$venv/bin/sppo"
+if "$venv/bin/python" -c 'import sys, torch; from sppo.kernels.half_products import needs_casts
+sys.exit(not needs_casts(torch.empty(1, dtype=torch.bfloat16)))'; then
+    echo "this processor has no bf16 arithmetic (AVX-512): training in fp32, which is several times as fast here"
+    overrides+=(train.dtype=fp32)
+fi
+overrides+=("${@:2}")
 mkdir -p "$target"
 cd "$target"
 
