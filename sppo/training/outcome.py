@@ -31,7 +31,7 @@ class TrainingOutcome:
     """Device memory held before the model was built; on a CPU, resident memory."""
     warm_up_bytes: int = 0
     """Part of `baseline_bytes` that the warm-up step allocated permanently; 0 on a GPU."""
-    library_bytes: int = 0
+    file_bytes: int = 0
     """Growth of the resident pages of libraries since the beginning of the warm-up; on a CPU."""
     peak_bytes: int = 0
     """Largest device memory held by this rank in any step."""

@@ -171,7 +171,7 @@ def _memory(outcome: TrainingOutcome) -> Mapping[str, Pair]:
         all_bytes=outcome.peak_bytes
         - outcome.baseline_bytes
         + outcome.warm_up_bytes
-        - outcome.library_bytes,
+        - outcome.file_bytes,
     )
 
 

@@ -151,7 +151,7 @@ class _Training:
             loop = self._loop(state, outcome, source, checkpoints, metadata)
             with closing(source), ranks.progress.failing():
                 loop.run()
-            outcome.library_bytes = max(0, self.base.device.file_bytes() - self.base.file_bytes)
+            outcome.file_bytes = max(0, self.base.device.file_bytes() - self.base.file_bytes)
             _add_last_step(outcome, source, loop.last_work, ranks=ranks)
         return outcome
 

@@ -107,9 +107,9 @@ def pair_up(
     The last rank begins each forward as late as its backwards allow. If all sequences have equally
     many subsequences, its warm-up is :func:`least_warmup` throughout; if those with most come
     first, it shrinks once these are done, and fewer units are held: a step may take a few percent
-    less or more time than with a constant warm-up. Other ranks run `ahead` more
-    forwards before each backward. They do not run a unit on a later virtual stage before the last
-    rank has run it on the virtual stage before: that would be a deadlock.
+    less or more time than with a constant warm-up. Other ranks run `ahead` more forwards before
+    each backward. They do not run a unit on a later virtual stage before the last rank has run it
+    on the virtual stage before: that would be a deadlock.
 
     Args:
         forward: Forward steps of the rank.
