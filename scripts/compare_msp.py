@@ -35,12 +35,14 @@ def main() -> None:
     """Start the ranks, measure both sides in turns, report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--length", type=int, default=16384, help="tokens of a sequence")
-    parser.add_argument("--pieces", type=int, default=4, help="subsequences")
+    parser.add_argument("--subsequences", "--pieces", type=int, default=4, help="of a sequence (N)")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--sequences", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each side")
     parser.add_argument("--output", type=output_file, help="write the figures here as JSON")
-    parser.add_argument("--picture", type=plot_file, help="draw both executed steps here as PNG")
+    parser.add_argument(
+        "--plot", "--picture", type=plot_file, help="draw both executed steps here as PNG"
+    )
     arguments = parser.parse_args()
     report = run_ranks(_serve, arguments, ranks=arguments.ranks) | provenance()
     print(
@@ -94,7 +96,7 @@ class _Sides:
         linear, quadratic = partition_costs(model)
         self._cuts = boundaries_by_flops(
             arguments.length,
-            num_subsequences=arguments.pieces,
+            num_subsequences=arguments.subsequences,
             linear=linear,
             quadratic=quadratic,
             alignment=64,
@@ -181,17 +183,17 @@ class _Sides:
             return None
         costs = self._costs_of_equal_units()
         simulated = {n: simulate(t.schedule, costs=costs).makespan_s for n, t in measured.items()}
-        if self._arguments.picture is not None:
+        if self._arguments.plot is not None:
             from sppo.timeline.png import write_png
 
-            write_png(self._arguments.picture, timelines=[measured[name] for name in SIDES])
+            write_png(self._arguments.plot, timelines=[measured[name] for name in SIDES])
         medians = {name: statistics.median(times) for name, times in seconds.items()}
         return {
             "ranks": self._arguments.ranks,
             "model": MODEL,
             "dtype": "bf16",
             "length": self._arguments.length,
-            "subsequences": self._arguments.pieces,
+            "subsequences": self._arguments.subsequences,
             "boundaries": list(self._cuts),
             "sequences": self._arguments.sequences,
             "steps": self._arguments.steps,
@@ -206,7 +208,7 @@ class _Sides:
     def _costs_of_equal_units(self) -> Any:
         from sppo.schedule.costs import abstract_costs
 
-        units = self._arguments.pieces * self._arguments.sequences
+        units = self._arguments.subsequences * self._arguments.sequences
         return abstract_costs(self._arguments.ranks, num_units=units)
 
 

@@ -115,7 +115,7 @@ def main() -> None:
     """Parse arguments, compare, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--length", type=int, default=32768, help="tokens of a sequence")
-    parser.add_argument("--pieces", type=int, default=8, help="subsequences (N)")
+    parser.add_argument("--subsequences", "--pieces", type=int, default=8, help="of a sequence (N)")
     parser.add_argument("--sequences", default="1,2,4", help="per step, comma-separated")
     parser.add_argument("--steps", type=int, default=1, help="measured steps of each side")
     parser.add_argument("--partition", default="flops", help="sequence.partition of SPPO's side")
@@ -289,7 +289,7 @@ def _build(arguments: argparse.Namespace) -> Side:
     run = run_of(
         MODEL,
         length=arguments.length,
-        num_subsequences=arguments.pieces,
+        num_subsequences=arguments.subsequences,
         sequences=sequences,
         ranks=RANKS,
         schedule=arguments.schedule,

@@ -151,7 +151,7 @@ def losses_beside(case: Case, runs: dict[str, dict[str, Any]]) -> dict[str, Any]
     found: dict[str, Any] = {"case": case.name, "dtype": case.dtype, "losses": losses}
     pairs = {"cpu and gpu": ("cpu retain", "gpu retain")} if case.on_cpu else {}
     if "retain" in case.policies:
-        pairs["kept and moved"] = ("gpu retain", "gpu offload_all")
+        pairs["retained and offloaded"] = ("gpu retain", "gpu offload_all")
     found["largest_difference"] = {
         what: max(
             (abs(a - b) / abs(a) for a, b in zip(losses[one], losses[other], strict=True)),
@@ -184,7 +184,7 @@ def memory_beside(case: Case, runs: dict[str, dict[str, Any]]) -> Iterator[dict[
 
 def times_beside(case: Case, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return step times by policy, without the first step of each run."""
-    moved = runs["gpu offload_all"]
+    offloaded = runs["gpu offload_all"]
     seconds = {name: _step_s(run) for name, run in runs.items()}
     found = {
         "case": case.name,
@@ -198,7 +198,7 @@ def times_beside(case: Case, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "predicted_step_s": {
             name: run["summary"]["step_s"]["predicted"] for name, run in runs.items()
         },
-        "copies": moved["summary"]["copies"],
+        "copies": offloaded["summary"]["copies"],
         "process_s": {name: run["process_s"] for name, run in runs.items()},
     }
     if "gpu retain" in seconds:

@@ -5,7 +5,7 @@ Two processes train the same Llama-shaped model in bf16 on the same tokens: one 
 alternate step by step, so that noise of the machine affects both. Prints a table, writes the
 figures as JSON, and plots the resident memory over the steps of each.
 
-    OMP_WAIT_POLICY=passive python scripts/offload_cpu.py --disk /tmp --length 4096 --pieces 8
+    OMP_WAIT_POLICY=passive python scripts/offload_cpu.py --disk /tmp --length 4096 --subsequences 8
 """
 
 from __future__ import annotations
@@ -36,21 +36,25 @@ MODEL = {
     "mlp_size": 1792,
 }
 SAMPLE_S = 0.05
-SIDES = ("retain", "moved")
+SIDES = ("retain", "offload")
 
 
 def main() -> None:
     """Parse arguments, run both sides in turns, report."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--disk", default=".", help="directory on the disk to move to")
-    parser.add_argument("--policy", default="offload_all", help="of the side that moves")
+    parser.add_argument("--disk", default=".", help="directory on the disk to offload to")
+    parser.add_argument("--policy", default="offload_all", help="of the side that offloads")
     parser.add_argument("--ratio", help="activations.offload_ratio instead of a policy")
     parser.add_argument("--length", type=positive, default="32Ki", help="tokens of a sequence")
-    parser.add_argument("--pieces", type=positive, default=16, help="subsequences")
+    parser.add_argument(
+        "--subsequences", "--pieces", type=positive, default=16, help="of a sequence (N)"
+    )
     parser.add_argument("--steps", type=positive, default=3, help="measured steps of each side")
     parser.add_argument("--threads", type=positive, default=os.cpu_count() or 1)
     parser.add_argument("--output", type=output_file, help="write the figures here as JSON")
-    parser.add_argument("--picture", type=plot_file, help="draw memory over time here as PNG")
+    parser.add_argument(
+        "--plot", "--picture", type=plot_file, help="draw memory over time here as PNG"
+    )
     parser.add_argument("--worker", choices=SIDES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
@@ -63,8 +67,8 @@ def main() -> None:
     _print(report)
     if arguments.output is not None:
         write_text(arguments.output, json.dumps(report, indent=1) + "\n")
-    if arguments.picture is not None:
-        _draw(answers, arguments.picture)
+    if arguments.plot is not None:
+        _draw(answers, arguments.plot)
 
 
 def _take_turns(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
@@ -130,14 +134,14 @@ def _serve(arguments: argparse.Namespace) -> None:
 
 def _run_of(arguments: argparse.Namespace) -> dict[str, Any]:
     activations: dict[str, Any] = {"policy": "retain"}
-    if arguments.worker == "moved":
+    if arguments.worker == "offload":
         activations = {"policy": arguments.policy, "disk": arguments.disk}
         if arguments.ratio is not None:
             activations = {"offload_ratio": float(arguments.ratio), "disk": arguments.disk}
     return {
         "model": MODEL,
         "data": {"tokens": "."},
-        "sequence": {"length": arguments.length, "num_subsequences": arguments.pieces},
+        "sequence": {"length": arguments.length, "num_subsequences": arguments.subsequences},
         "activations": activations,
         "train": {"dtype": "bf16"},
     }
@@ -183,18 +187,18 @@ def _report(
         }
         for side, found in answers.items()
     }
-    kept, moved = sides["retain"], sides["moved"]
+    retained, offloaded = sides["retain"], sides["offload"]
     return {
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{platform.machine()} CPU, {arguments.threads} threads",
         "command": shlex.join(["python", "scripts/offload_cpu.py", *sys.argv[1:]]),
         "length_tokens": arguments.length,
-        "num_subsequences": arguments.pieces,
+        "num_subsequences": arguments.subsequences,
         "sides": sides,
-        "peak_ratio": moved["peak_bytes"] / kept["peak_bytes"],
-        "step_ratio": moved["step_s"] / kept["step_s"],
-        "difference_s": moved["step_s"] - kept["step_s"],
-        "same_loss": moved["loss"] == kept["loss"],
+        "peak_ratio": offloaded["peak_bytes"] / retained["peak_bytes"],
+        "step_ratio": offloaded["step_s"] / retained["step_s"],
+        "difference_s": offloaded["step_s"] - retained["step_s"],
+        "same_loss": offloaded["loss"] == retained["loss"],
     }
 
 
@@ -204,12 +208,12 @@ def _print(report: dict[str, Any]) -> None:
         rates = f"{found['out_bytes_per_s'] / 1e9:>9.2f} {found['back_bytes_per_s'] / 1e9:>6.2f}"
         peak = found["peak_bytes"] / 2**20
         print(f"{side:<8} {found['step_s']:>8.2f} {found['exposed_s']:>8.3f} {peak:>9.0f} {rates}")
-    moved = report["sides"]["moved"]
+    offloaded = report["sides"]["offload"]
     print(
-        f"moved / retain: peak memory above idle {report['peak_ratio']:.3f}, step time "
+        f"offload / retain: peak memory above idle {report['peak_ratio']:.3f}, step time "
         f"{report['step_ratio']:.3f} ({report['difference_s']:+.2f} s, of which waiting "
-        f"{moved['exposed_s']:.3f} s); {moved['out_bytes'] / 2**20:.0f} MiB moved; losses "
-        f"{'equal' if report['same_loss'] else 'NOT equal'}"
+        f"{offloaded['exposed_s']:.3f} s); {offloaded['out_bytes'] / 2**20:.0f} MiB offloaded; "
+        f"losses {'equal' if report['same_loss'] else 'NOT equal'}"
     )
     for side, found in report["sides"].items():
         ratio = found["peak_above_bare_bytes"] / found["predicted_peak_bytes"]

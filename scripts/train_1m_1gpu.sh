@@ -17,7 +17,7 @@ tokens=${SPPO_TOKENS:-data/llama3}              # a directory of sppo data prepa
 output=${SPPO_OUTPUT:-runs/llama_1b_1m_1gpu}    # checkpoints and metrics; the plan goes beside it
 hardware=${SPPO_HARDWARE:-hardware.json}        # of sppo bench; measured if it is not there
 preset=${SPPO_PRESET:-}                         # what to plan with until then; empty: the run file's
-disk=${SPPO_DISK:-$output.moved}                # CPU only: where offloaded activations wait
+disk=${SPPO_DISK:-$output.offloaded}                # CPU only: where offloaded activations wait
 
 make_environment
 sppo=$venv/bin/sppo

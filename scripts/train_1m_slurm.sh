@@ -27,7 +27,7 @@ tokens=${SPPO_TOKENS:-data/llama3}                # a directory of sppo data pre
 output=${SPPO_OUTPUT:-runs/llama_8b_1m_cluster}   # that all nodes see; the plan goes beside it
 hardware=${SPPO_HARDWARE:-hardware.json}          # of sppo bench; the first node is measured if it is not there
 preset=${SPPO_PRESET:-}                           # what to plan with until then; empty: the run file's
-disk=${SPPO_DISK:-$output.moved}                  # CPU only: where offloaded activations wait
+disk=${SPPO_DISK:-$output.offloaded}                  # CPU only: where offloaded activations wait
 
 if [ -z "$nodes" ]; then
     echo "error: not in a SLURM job: sbatch --nodes=N --gpus-per-node=G ${BASH_SOURCE[0]}, or SPPO_DRY_RUN=1 SPPO_NODES=N to plan" >&2

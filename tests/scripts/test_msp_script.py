@@ -16,7 +16,7 @@ def test_both_sides_take_turns_and_agree(tmp_path):
             sys.executable,
             str(ROOT / "scripts/compare_msp.py"),
             *("--length", "512", "--steps", "1"),
-            *("--output", str(report), "--picture", str(tmp_path / "steps.png")),
+            *("--output", str(report), "--plot", str(tmp_path / "steps.png")),
         ],
         check=True,
         capture_output=True,
@@ -25,6 +25,6 @@ def test_both_sides_take_turns_and_agree(tmp_path):
     )
     found = json.loads(report.read_text())
     assert found["loss_difference"] < 1e-4
-    assert 0.75 < found["ideal"] < 0.85  # (4 - 1/4) / (4 + 1) with pieces balanced for attention
+    assert 0.75 < found["ideal"] < 0.85  # (4 - 1/4) / (4 + 1), attention balanced
     assert found["step_s"].keys() == {"off", "on"}
     assert (tmp_path / "steps.png").stat().st_size > 10_000

@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "offload_cpu.py"
 
 
 def test_both_sides_take_turns_and_agree(tmp_path):
-    words = ["--length", "512", "--pieces", "4", "--steps", "1", "--threads", "1"]
+    words = ["--length", "512", "--subsequences", "4", "--steps", "1", "--threads", "1"]
     files = ["--output", "found.json", "--picture", "memory.png", "--disk", "."]
     done = subprocess.run(
         [sys.executable, SCRIPT, *words, *files],
@@ -25,10 +25,10 @@ def test_both_sides_take_turns_and_agree(tmp_path):
     assert "losses equal" in done.stdout
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["same_loss"]
-    kept, moved = found["sides"]["retain"], found["sides"]["moved"]
-    assert kept["out_bytes"] == 0 < moved["out_bytes"]
-    assert moved["out_bytes_per_s"] > 0 < moved["back_bytes_per_s"]
-    assert moved["predicted_peak_bytes"] < kept["predicted_peak_bytes"]
+    retained, offloaded = found["sides"]["retain"], found["sides"]["offload"]
+    assert retained["out_bytes"] == 0 < offloaded["out_bytes"]
+    assert offloaded["out_bytes_per_s"] > 0 < offloaded["back_bytes_per_s"]
+    assert offloaded["predicted_peak_bytes"] < retained["predicted_peak_bytes"]
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in tmp_path.iterdir()} == {"found.json", "memory.png"}
 

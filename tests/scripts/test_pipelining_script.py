@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "compare_pipelining.py"
 
 
 def test_both_sides_compute_the_same(tmp_path):
-    words = ["--length", "128", "--pieces", "2", "--sequences", "2", "--output", "found.json"]
+    words = ["--length", "128", "--subsequences", "2", "--sequences", "2", "--output", "found.json"]
     done = subprocess.run(
         [sys.executable, SCRIPT, *words], cwd=tmp_path, check=True, capture_output=True, text=True
     )
