@@ -53,7 +53,7 @@ def parse_size(text: object) -> int:
 
 def _whole(value: Fraction, text: object) -> int:
     if value < 0:
-        raise ValueError(f"{quoted(text)} is negative; a size is at least 0")
+        raise ValueError(f"{quoted(text)} is negative; write a size such as 32Ki, 2GiB or 4096")
     if value.denominator != 1:
         raise ValueError(f"{quoted(text)} is not a whole number of units")
     if value > LARGEST_SIZE:

@@ -191,7 +191,12 @@ def _print(
         report["hardware"] = devices.hardware
         report["num_devices"] = devices.num_devices
         report["chosen_by_solve"] = list(devices.chosen)
-        report["device_total_bytes"] = device_total_bytes(timelines[0], devices) or None
+        totals = device_total_bytes(timelines[0], devices)
+        report["device_total_bytes"] = totals or None
+        if totals:
+            # The same name has the same meaning as in solve and estimate: states are counted.
+            report["saved_peak_bytes"] = report["device_peak_bytes"]
+            report["device_peak_bytes"] = totals
     if forward_makespan_s is not None:
         report["forward_makespan_s"] = forward_makespan_s
     if len(timelines) > 1:

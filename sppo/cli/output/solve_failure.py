@@ -29,9 +29,10 @@ def print_failure(solution: Solution, *, changes: Sequence[Advice], console: Con
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    say(f"error: nothing fits: {run_line(solution.run)}")
-    say(f"on {hardware_line(solution.hardware)}")
     nearest = nearest_rejection(solution.rejected)
+    problem = "no way to divide the devices works" if nearest is None else "nothing fits"
+    say(f"error: {problem}: {run_line(solution.run)}")
+    say(f"on {hardware_line(solution.hardware)}")
     if nearest is not None:
         for line in _nearest_lines(solution, nearest):
             say(line)
@@ -58,7 +59,9 @@ def print_failure(solution: Solution, *, changes: Sequence[Advice], console: Con
     for advice in changes:
         table.add_row(f" {advice.change}", advice.effect)
     console.print(table)
-    if not any(advice.change.startswith("hardware.nodes=") for advice in changes):
+    if nearest is not None and not any(
+        advice.change.startswith("hardware.nodes=") for advice in changes
+    ):
         say("up to 1024 of these nodes alone do not make it fit")
 
 

@@ -16,10 +16,10 @@ from sppo.cli.output.solve_text import (
     degrees_text,
     launch_commands,
     lengths_text,
+    offload_ratios_line,
     policy_text,
     ratio_text,
     rejected_groups,
-    sampled_ratios,
 )
 from sppo.config.run import RunConfig
 from sppo.cost.parameters import num_parameters
@@ -73,7 +73,7 @@ def print_solution(
     _say(console, f"policy {best.effective_policy}: {policy_text(best)}")
     ratios = predict(solution.run, best).offload_ratios
     if any(ratios):
-        _say(console, f"offload ratio, first to last subsequence: {sampled_ratios(ratios)}")
+        _say(console, offload_ratios_line(ratios))
     _say(console, f"MFU: {MFU_DEFINITION}")
     left = hardware.num_devices - best.degrees.num_devices
     if left:

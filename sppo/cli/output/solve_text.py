@@ -45,11 +45,13 @@ def ratio_text(ratios: Sequence[float]) -> str:
     return f"{ratios[0]:.2f} … {ratios[-1]:.2f}" if any(ratios) else "none"
 
 
-def sampled_ratios(ratios: Sequence[float]) -> str:
-    """Return at most ten evenly spaced ratios as text, including the first and the last."""
+def offload_ratios_line(ratios: Sequence[float]) -> str:
+    """Return a line with at most ten evenly spaced ratios, including the first and the last."""
     count = min(len(ratios), _SHOWN_RATIOS)
     places = np.linspace(0, len(ratios) - 1, count).round().astype(int)
-    return " ".join(f"{ratios[place]:.2f}" for place in places)
+    shown = " ".join(f"{ratios[place]:.2f}" for place in places)
+    of_all = f" ({count} of {len(ratios)})" if count < len(ratios) else ""
+    return f"offload ratio, first to last subsequence{of_all}: {shown}"
 
 
 def schedule_text(candidate: Candidate) -> str:
