@@ -120,9 +120,11 @@ def _cut(run: RunConfig, checked: CheckedRun) -> tuple[str, ...]:
             return (packed,)
         number, planned = checked.next_step.number, checked.next_step.planned
         step = planned.plan
+        replicas = run.parallel.data_parallel_degree
+        of_replica = f" on the first of {replicas} replicas" if replicas > 1 else ""
         return (
             packed,
-            f"step      number {number}: {format_count(step.num_samples)} samples, "
+            f"step      number {number}{of_replica}: {format_count(step.num_samples)} samples, "
             f"{format_count(step.tokens)} tokens in {step.num_split} split, "
             f"{step.num_batched} batched and {step.num_hybrid} hybrid subsequences; predicted "
             f"{format_duration(planned.prediction.step_s)}, {step.bubble_fraction:.1%} idle",

@@ -157,7 +157,16 @@ def test_data_without_samples_is_refused() -> None:
     with pytest.raises(ValueError, match="none of its 3 documents is a sample") as caught:
         check_samples(data, table, vocab_size=5)
     assert "model.vocab_size is 5" in str(caught.value), "both problems at once"
+    assert "dropped: 1, without a label as they have one token: 2" in str(caught.value)
+    assert "raise sequence.length to at least 8, or write sequence.longer=cut" in str(caught.value)
     check_samples(data, sample_table(data.document_offsets, length=4, longer="cut"), vocab_size=11)
+
+
+def test_data_without_labels_is_refused() -> None:
+    data = stream_of([1, 1])
+    table = sample_table(data.document_offsets, length=4, longer="cut")
+    with pytest.raises(ValueError, match="at most one token, .* prepare other data$"):
+        check_samples(data, table, vocab_size=11)
 
 
 def test_tens_of_thousands_of_samples_a_step_take_milliseconds() -> None:

@@ -30,6 +30,8 @@ def print_lengths(stats: LengthStats, *, console: Console) -> None:
 
 def _labels_text(stats: LengthStats) -> str:
     """Return the number of labels that count, and of documents without such labels, as text."""
+    if not stats.num_tokens:
+        return "no labels: no document has two tokens, so there is nothing to train on"
     counting = "all labels count"
     if stats.has_loss_mask:
         share = stats.num_counting_labels / max(1, stats.num_tokens)

@@ -62,6 +62,20 @@ def sample_table(document_offsets: NDArray[np.int64], *, length: int, longer: st
     return SampleTable(starts=starts, lengths=lengths, num_left_out=num_left_out)
 
 
+def no_samples_problem(source: object, document_offsets: NDArray[np.int64]) -> str:
+    """Return why none of the documents of `source` is a sample, and what to change."""
+    lengths = np.diff(document_offsets) - 1
+    problem = f"{source}: none of its {len(lengths)} documents is a sample: "
+    dropped = int(np.count_nonzero(lengths > 0))
+    if not dropped:
+        return problem + "each has at most one token, which has no label; prepare other data"
+    return problem + (
+        f"longer than sequence.length and dropped: {dropped}, without a label as they have one "
+        f"token: {len(lengths) - dropped}; raise sequence.length to at least "
+        f"{int(lengths[lengths > 0].min())}, or write sequence.longer=cut"
+    )
+
+
 def check_samples(data: TokenData, table: SampleTable, *, vocab_size: int) -> None:
     """Raise ValueError unless a model can read the ids and there is at least one sample.
 
@@ -75,11 +89,7 @@ def check_samples(data: TokenData, table: SampleTable, *, vocab_size: int) -> No
     """
     problems = list(vocabulary_problems(data, vocab_size=vocab_size))
     if table.num_samples == 0:
-        problems.append(
-            f"{data.directory}: none of its {data.num_documents} documents is a sample: each has "
-            "one token, which has no label, or is longer than sequence.length and dropped; raise "
-            "sequence.length, write sequence.longer=cut, or prepare other data"
-        )
+        problems.append(no_samples_problem(data.directory, np.asarray(data.document_offsets)))
     if problems:
         raise ValueError("\n".join(problems))
 

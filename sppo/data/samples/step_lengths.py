@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from sppo.config.problems import nearest
 from sppo.config.run import RunConfig
 from sppo.data.samples.length_distributions import DISTRIBUTIONS, draw
-from sppo.data.samples.sample_table import sample_table
+from sppo.data.samples.sample_table import no_samples_problem, sample_table
 from sppo.data.samples.step_samples import StepSamples
 from sppo.data.tokens import open_tokens
 from sppo.planning.corpus.search import DrawnSteps
@@ -39,11 +39,7 @@ def drawn_steps(run: RunConfig, *, distribution: str | None = None) -> DrawnStep
     offsets, source, description = _documents(run, distribution)
     table = sample_table(offsets, length=run.sequence.length, longer=run.sequence.longer)
     if table.num_samples == 0:
-        raise ValueError(
-            f"{source}: none of its {len(offsets) - 1} documents is a sample: each has one token, "
-            "or is longer than sequence.length and dropped; raise sequence.length, or write "
-            "sequence.longer=cut"
-        )
+        raise ValueError(no_samples_problem(source, offsets))
     samples = StepSamples(
         table,
         seed=run.train.seed,
