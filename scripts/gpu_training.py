@@ -160,7 +160,7 @@ def losses_beside(case: Case, runs: dict[str, dict[str, Any]]) -> dict[str, Any]
         for what, (one, other) in pairs.items()
     }
     if "retain" in case.policies:
-        found["same_bits_kept_and_moved"] = losses["gpu retain"] == losses["gpu offload_all"]
+        found["same_bits_offloaded"] = losses["gpu retain"] == losses["gpu offload_all"]
     found["within_tolerance"] = all(
         difference <= TOLERANCE[case.dtype] for difference in found["largest_difference"].values()
     )
