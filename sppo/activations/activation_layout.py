@@ -16,14 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sppo.activations.placement import Counts, Rows, SubsequencePlacement
-from sppo.activations.tensor_classes import (
-    ATTENTION,
-    CLASSES,
-    RESIDUAL,
-    tensor_bytes_per_token,
-    tensors_of,
-)
-from sppo.config.model import ModelConfig
+from sppo.activations.tensor_classes import ATTENTION, RESIDUAL, class_of
 from sppo.schedule.actions import UnitKey
 
 TENSOR_ALIGNMENT_BYTES = 64
@@ -87,15 +80,14 @@ class BlockLayout:
     """Layout of the blocks of one stage's layers, as functions of the offloaded rows.
 
     Attributes:
-        model: Model whose tensors the blocks hold.
-        element_bytes: Bytes of an element of the compute dtype.
+        row_bytes: Bytes of one row of every tensor that a layer may save, by name; see
+            :func:`sppo.activations.tensor_classes.tensor_bytes_per_token`.
         layers: Layers of the stage.
         input_every: Number of layers that share one saved input.
         shard_count: Number of devices over which the rows of a subsequence are sharded.
     """
 
-    model: ModelConfig
-    element_bytes: int
+    row_bytes: Mapping[str, int]
     layers: range
     input_every: int = 1
     shard_count: int = 1
@@ -119,7 +111,7 @@ class BlockLayout:
             residual: Rows of each class for tensors of the residual stream, if they differ.
         """
         found = {}
-        for name, index, _ in self._tensors:
+        for index, name in self._tensors:
             of_tensor = rows if residual is None or name not in RESIDUAL else residual
             if of_tensor[index] and (own_input or name != "x_in"):
                 found[name] = of_tensor[index]
@@ -130,18 +122,15 @@ class BlockLayout:
     ) -> dict[str, int]:
         """Return the bytes of the tensors of :meth:`tensor_rows` on one device, by name."""
         found = self.tensor_rows(rows, own_input=own_input, residual=residual)
-        sizes = {name: size for name, _, size in self._tensors}
-        return {name: -(-count * sizes[name] // self.shard_count) for name, count in found.items()}
+        return {
+            name: -(-count * self.row_bytes[name] // self.shard_count)
+            for name, count in found.items()
+        }
 
     @cached_property
-    def _tensors(self) -> tuple[tuple[str, int, int], ...]:
-        """Name, class, and bytes of a row of every tensor that a layer may save."""
-        sizes = tensor_bytes_per_token(self.model, element_bytes=self.element_bytes)
-        return tuple(
-            (name, index, sizes[name])
-            for index in range(len(CLASSES))
-            for name in sorted(tensors_of((index,), self.model))
-        )
+    def _tensors(self) -> list[tuple[int, str]]:
+        """Class and name of every tensor that a layer may save, in the order within a block."""
+        return sorted((class_of(name), name) for name in self.row_bytes)
 
     def blocks(
         self, rows: Rows, *, attention_saved: bool, residual: Rows | None = None
@@ -166,8 +155,8 @@ class BlockLayout:
             [2, n].
         """
         sizes = np.zeros((2, len(rows)), dtype=np.int64)
-        for name, index, row_bytes in self._tensors:
-            of_tensor = -(-rows[:, index] * row_bytes // self.shard_count)
+        for index, name in self._tensors:
+            of_tensor = -(-rows[:, index] * self.row_bytes[name] // self.shard_count)
             aligned = aligned_counts(of_tensor, TENSOR_ALIGNMENT_BYTES)
             sizes += np.stack([aligned * (name != "x_in"), aligned])
         return aligned_counts(sizes, BLOCK_ALIGNMENT_BYTES)
@@ -175,8 +164,7 @@ class BlockLayout:
     @property
     def most_padding_bytes(self) -> int:
         """Upper bound of the bytes that alignment adds to a block."""
-        tensors = len(tensor_bytes_per_token(self.model, element_bytes=1))
-        return tensors * (TENSOR_ALIGNMENT_BYTES - 1) + BLOCK_ALIGNMENT_BYTES - 1
+        return len(self.row_bytes) * (TENSOR_ALIGNMENT_BYTES - 1) + BLOCK_ALIGNMENT_BYTES - 1
 
     def taken_at_once(self, *, attention_saved: bool) -> int:
         """Return the largest number of layers that backward runs together, sharing an input."""

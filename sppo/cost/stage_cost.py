@@ -22,7 +22,13 @@ from sppo.activations.activation_layout import (
     BlockLayout,
 )
 from sppo.activations.placement import ActivationPlacement, Counts, saved_bytes
-from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN, class_bytes_per_token
+from sppo.activations.tensor_classes import (
+    ATTENTION,
+    LINEAR,
+    X_IN,
+    class_bytes_per_token,
+    tensor_bytes_per_token,
+)
 from sppo.config.model import ModelConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.deferred_weights import deferral_seconds, weight_operand_bytes
@@ -219,7 +225,8 @@ def _recompute_seconds(candidate: Candidate, *, units: LayerSeconds, recomputed:
 def _layer_copies(candidate: Candidate, layers: range) -> LayerCopies:
     """Return the flow of a stage's blocks: through slots to a disk, or directly to host memory."""
     workload = candidate.workload
-    layout = BlockLayout(workload.model, workload.element_bytes, layers=layers)
+    row_bytes = tensor_bytes_per_token(workload.model, element_bytes=workload.element_bytes)
+    layout = BlockLayout(row_bytes, layers=layers)
     leaving = layout.staging_slots if candidate.tier == "disk" else MAX_BLOCKS_IN_FLIGHT_OUT
     return LayerCopies(len(layers), leaving, PREFETCH_LAYERS)
 

@@ -23,6 +23,7 @@ from sppo.activations.activation_layout import (
     OffloadSchedule,
 )
 from sppo.activations.placement import SubsequencePlacement, check_whole_classes
+from sppo.activations.tensor_classes import tensor_bytes_per_token
 from sppo.config.model import ModelConfig
 from sppo.engine.attention.kv_store import KVStore
 from sppo.engine.attention.subsequence_attention import KVCacheAttention
@@ -102,7 +103,9 @@ class Stage:
         self._loss_terms = loss_terms
         self.dtype = weights.dtype
         self._blocks = BlockLayout(
-            self.model, weights.dtype.itemsize, layers=self._layers, input_every=input_every
+            tensor_bytes_per_token(self.model, element_bytes=weights.dtype.itemsize),
+            layers=self._layers,
+            input_every=input_every,
         )
         self._layout = ActivationLayout(self._blocks, {})
         self.kv = kv or KVStore(

@@ -11,6 +11,7 @@ from sppo.activations.activation_layout import (
     BlockLayout,
 )
 from sppo.activations.placement import SubsequencePlacement
+from sppo.activations.tensor_classes import tensor_bytes_per_token
 from sppo.config.model import ModelConfig
 from sppo.config.presets import PRESETS
 
@@ -30,7 +31,8 @@ def layout(sequences):
         for sequence in range(sequences)
         for index, rows in enumerate(ROWS)
     }
-    return ActivationLayout(BlockLayout(model, 4, layers=LAYERS), shards)
+    row_bytes = tensor_bytes_per_token(model, element_bytes=4)
+    return ActivationLayout(BlockLayout(row_bytes, layers=LAYERS), shards)
 
 
 def test_blocks_of_a_sequence_lie_one_behind_the_other():

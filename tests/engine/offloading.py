@@ -8,7 +8,11 @@ import numpy as np
 
 from sppo.activations.activation_layout import BlockLayout
 from sppo.activations.placement import ROW_ALIGNMENT, SubsequencePlacement, prefix_rows
-from sppo.activations.tensor_classes import ATTENTION, class_bytes_per_token
+from sppo.activations.tensor_classes import (
+    ATTENTION,
+    class_bytes_per_token,
+    tensor_bytes_per_token,
+)
 from sppo.offload.offload_store import OffloadStore
 from sppo.offload.queues.thread_queues import ThreadQueues
 from tests.engine.models import Trained
@@ -20,7 +24,9 @@ RATIOS = [i / 16 for i in range(17)]
 def with_offsets(model, rows, *, element_bytes, input_every=1):
     """Plans of subsequences by their (retained, offloaded, recomputed), blocks in a row."""
     shape = BlockLayout(
-        model, element_bytes, layers=range(model.num_layers), input_every=input_every
+        tensor_bytes_per_token(model, element_bytes=element_bytes),
+        layers=range(model.num_layers),
+        input_every=input_every,
     )
     plans, offset = [], 0
     for retained, offloaded, recomputed in rows:

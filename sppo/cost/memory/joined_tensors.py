@@ -6,7 +6,12 @@ import numpy as np
 
 from sppo.activations.activation_layout import BlockLayout
 from sppo.activations.placement import ActivationPlacement, Counts
-from sppo.activations.tensor_classes import ATTENTION, CLASSES, LINEAR
+from sppo.activations.tensor_classes import (
+    ATTENTION,
+    CLASSES,
+    LINEAR,
+    tensor_bytes_per_token,
+)
 from sppo.cost.candidate import Candidate
 
 
@@ -14,8 +19,7 @@ def block_layout(candidate: Candidate, *, stage: int) -> BlockLayout:
     """Return the layout of the packed blocks of one stage."""
     workload = candidate.workload
     return BlockLayout(
-        workload.model,
-        workload.element_bytes,
+        tensor_bytes_per_token(workload.model, element_bytes=workload.element_bytes),
         layers=candidate.stages[stage],
         input_every=candidate.input_every,
         shard_count=workload.sequence_parallel_degree,

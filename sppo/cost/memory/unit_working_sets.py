@@ -153,9 +153,9 @@ def _with_joined(
     backward: Table, candidate: Candidate, placement: ActivationPlacement, *, stage: int
 ) -> Table:
     """Return the bytes of backwards with joined tensors, whose retained parts are freed, [N]."""
-    layout = block_layout(candidate, stage=stage)
+    layout, workload = block_layout(candidate, stage=stage), candidate.workload
     joined = joined_bytes(placement, layout, stage=stage)
-    sizes = class_bytes_per_token(layout.model, element_bytes=layout.element_bytes)
+    sizes = class_bytes_per_token(workload.model, element_bytes=workload.element_bytes)
     is_cut = (placement.retained[stage] > 0) & (placement.offloaded[stage] > 0)
     parts = (placement.retained[stage] * is_cut) @ sizes / layout.shard_count
     found: Table = np.maximum(joined, backward + np.maximum(0, joined - parts))

@@ -59,7 +59,8 @@ def plan(run=None, *, available=PLENTY, disk=PLENTY):
 
 
 def shape_of(model, **options):
-    return BlockLayout(model, 2, layers=range(model.num_layers), **options)
+    row_bytes = tensor_bytes_per_token(model, element_bytes=2)
+    return BlockLayout(row_bytes, layers=range(model.num_layers), **options)
 
 
 def test_tensors_are_packed_one_behind_the_other():
