@@ -48,7 +48,7 @@ PATH = {
 """Functions that begin a part of the path, with all that they call."""
 ASIDE = {
     *("SlotMemory.make_room", "LifoArenaStore.reserve"),  # reservations
-    *("KVReturns.before", "KVReturns.restore_all"),  # K and V
+    "Executor._restore_kv",  # K and V
     *("Stage._rotary", "Stage._attention", "visit"),  # arithmetic and weights
     *("HeldBytes.add_tensors", "HeldBytes.remove_tensors"),  # counters of memory
 }

@@ -1,13 +1,15 @@
-"""Layout of the activations that one rank saves on one stage: rows, bytes, extents of blocks.
+"""Layout of the activations that one rank saves: rows, bytes, extents of blocks, order of use.
 
 The offloaded rows of the tensors of one layer of one unit are packed into one block, which is
 copied at once. Extents in the next tier are assigned to all blocks before the step, so that nothing
-is allocated while the step runs.
+is allocated while the step runs. The order in which backward uses the blocks is known before the
+step as well, so that blocks return in this order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -17,7 +19,7 @@ import numpy as np
 
 from sppo.activations.placement import Counts, Rows, SubsequencePlacement
 from sppo.activations.tensor_classes import ATTENTION, RESIDUAL, class_of
-from sppo.schedule.actions import UnitKey
+from sppo.schedule.actions import Action, ActionKind, UnitKey
 
 TENSOR_ALIGNMENT_BYTES = 64
 """Alignment of the tensors in a block, with which kernels are fastest."""
@@ -196,12 +198,26 @@ class ActivationLayout:
         unsharded_token_placements: Placements of the tensors that have all of a unit's tokens and a
             shard of the heads or of the MLP width (Megatron); None if every tensor has only the
             rank's own tokens.
+        sequences_in_flight: Number of sequences that have saved tensors at once; these are always
+            consecutive sequences.
+        kv_row_bytes: Bytes of K, and of V, of one token and layer, if K and V are offloaded too; 0
+            if they stay on the device.
     """
 
     blocks: BlockLayout
     shards: Mapping[UnitKey, tuple[SubsequencePlacement, ...]]
     rank: int = 0
     unsharded_token_placements: Mapping[UnitKey, SubsequencePlacement] | None = None
+    sequences_in_flight: int = 1
+    kv_row_bytes: int = 0
+
+    def saved_keys(self, unit: UnitKey) -> list[ActivationKey]:
+        """Return the keys of a unit's saved tensors, one per layer, in the order of backward."""
+        return [ActivationKey(*unit, layer) for layer in reversed(self.blocks.layers)]
+
+    def kv_keys(self, unit: UnitKey) -> list[ActivationKey]:
+        """Return the keys of a unit's offloaded K and V, one per layer, in the order of return."""
+        return [ActivationKey(*unit, layer, is_kv=True) for layer in self.blocks.layers]
 
     def saves_input(self, unit: UnitKey, layer: int) -> bool:
         """Return whether a layer saves its input."""
@@ -238,21 +254,10 @@ class ActivationLayout:
             ).values()
         )
 
-    def offload_schedule(
-        self,
-        backward_order: Sequence[UnitKey],
-        *,
-        sequences_in_flight: int,
-        kv_row_bytes: int = 0,
-    ) -> OffloadSchedule:
-        """Assign extents to all blocks of the stage; the blocks of a sequence are contiguous.
+    def extents(self) -> dict[ActivationKey, Extent]:
+        """Return the extents of all blocks of the stage; those of a sequence are contiguous.
 
-        Args:
-            backward_order: Units in the order of their backwards.
-            sequences_in_flight: Number of sequences that have blocks in the tier at once; these are
-                always consecutive sequences.
-            kv_row_bytes: Bytes of K, and of V, of one token and layer, if K and V are offloaded
-                too; 0 if they stay on the device.
+        A sequence has the extents of the sequence that is :attr:`sequences_in_flight` before it.
         """
         layers, ends = self.blocks.layers, {sequence: 0 for sequence, _ in self.shards}
         starts: dict[ActivationKey, Extent] = {}
@@ -261,23 +266,18 @@ class ActivationLayout:
             *offsets, ends[unit[0]] = accumulate(sizes, initial=ends[unit[0]])
             for layer, offset, size in zip(layers, offsets, sizes, strict=True):
                 starts[ActivationKey(*unit, layer)] = Extent(offset, size)
-            if not kv_row_bytes:
+            if not self.kv_row_bytes:
                 continue
-            part_bytes = sum(shard.tokens for shard in self.shards[unit]) * kv_row_bytes
+            part_bytes = sum(shard.tokens for shard in self.shards[unit]) * self.kv_row_bytes
             size = packed_bytes([part_bytes, part_bytes])
-            for layer in layers:
-                starts[ActivationKey(*unit, layer, is_kv=True)] = Extent(ends[unit[0]], size)
+            for key in self.kv_keys(unit):
+                starts[key] = Extent(ends[unit[0]], size)
                 ends[unit[0]] += size
         stride = max(ends.values(), default=0)
-        return OffloadSchedule(
-            {
-                key: Extent(offset + key.sequence % sequences_in_flight * stride, size)
-                for key, (offset, size) in starts.items()
-            },
-            [ActivationKey(*unit, layer) for unit in backward_order for layer in reversed(layers)],
-            staging_slots=self.blocks.staging_slots,
-            ring_slots=self.blocks.ring_slots,
-        )
+        return {
+            key: Extent(offset + key.sequence % self.sequences_in_flight * stride, size)
+            for key, (offset, size) in starts.items()
+        }
 
     def _placement(self, unit: UnitKey) -> SubsequencePlacement:
         """Return the placement of the tensors outside the residual stream."""
@@ -295,26 +295,63 @@ class ActivationLayout:
         )
 
 
-def joint_schedule(
-    stages: Sequence[OffloadSchedule], *, order: Sequence[ActivationKey]
+def offload_schedule(
+    stages: Collection[ActivationLayout], *, order: Sequence[ActivationKey]
 ) -> OffloadSchedule:
-    """Return the blocks of all stages of a rank, with the stages' tier regions concatenated.
+    """Return the offload schedule of a rank, with the extents of its stages concatenated.
 
     Args:
-        stages: Blocks of each stage.
+        stages: Layout of each stage.
         order: All keys in the order in which backward uses their blocks.
     """
     extents: dict[ActivationKey, Extent] = {}
     begin = 0
     for stage in stages:
-        extents |= {key: Extent(begin + at, size) for key, (at, size) in stage.extents.items()}
-        begin += stage.tier_bytes
+        own = {key: Extent(begin + at, size) for key, (at, size) in stage.extents().items()}
+        begin = max(map(sum, own.values()), default=begin)
+        extents |= own
     return OffloadSchedule(
         extents,
         order,
-        staging_slots=max(stage.staging_slots for stage in stages),
-        ring_slots=max(stage.ring_slots for stage in stages),
+        staging_slots=max(stage.blocks.staging_slots for stage in stages),
+        ring_slots=max(stage.blocks.ring_slots for stage in stages),
     )
+
+
+def order_of_use(
+    program: Iterable[Action], stages: Mapping[int, ActivationLayout]
+) -> list[ActivationKey]:
+    """Return the keys of all blocks of a rank, in the order in which backward uses them.
+
+    A backward uses one block per layer. The blocks of a unit's K and V may return from their H2D
+    on, and are used during the next backward: one before the block of each layer except the first,
+    the rest after the backward. A backward that itself reads the K and V of waiting blocks uses
+    all of them first.
+
+    Args:
+        program: Program of the rank; MSP shards are skipped, because their stores are separate.
+        stages: Layout of each stage of the rank, by stage index.
+    """
+    order: list[ActivationKey] = []
+    waiting: deque[ActivationKey] = deque()
+    for action in program:
+        stage = stages.get(action.stage)
+        if stage is None or action.num_shards > 1:
+            continue
+        if action.kind is ActionKind.H2D and action.wire == "kv":
+            waiting.extend(stage.kv_keys(action.unit))
+        elif action.kind is ActionKind.B:
+            layers = stage.blocks.layers
+            if any(key.sequence == action.sequence and key.layer in layers for key in waiting):
+                order += waiting
+                waiting.clear()
+            for number, key in enumerate(stage.saved_keys(action.unit)):
+                if number and waiting:
+                    order.append(waiting.popleft())
+                order.append(key)
+            order += waiting
+            waiting.clear()
+    return order
 
 
 def packed_offsets(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sppo.activations.activation_layout import OffloadSchedule, joint_schedule
+from sppo.activations.activation_layout import OffloadSchedule, offload_schedule, order_of_use
 from sppo.activations.placement import PlacementOf, SubsequencePlacement
 from sppo.activations.policy import policy_placement
 from sppo.config.model import ModelConfig
 from sppo.engine.attention.kv_store import KVStore
 from sppo.engine.executor import Executor, StepOutput
-from sppo.engine.kv_returns import take_order
 from sppo.engine.msp.executor import MspExecutor
 from sppo.engine.msp.stage import MspMemory, MspStage
 from sppo.engine.pipeline import ALONE, Pipeline
@@ -479,17 +478,9 @@ class Engine:
 
     def _offload_schedule(self, schedule: Schedule) -> OffloadSchedule:
         """Return the offload schedule of all stages, with blocks in the order of their use."""
-        parts = []
-        for index, stage in self._stages.items():
-            own = self._whole_units(schedule, index)
-            parts.append(
-                stage.offload_schedule(
-                    [action.unit for action in own if action.kind is ActionKind.B],
-                    sequences_in_flight=sequences_in_flight(own),
-                )
-            )
-        order = take_order(schedule.programs[self._pipeline.rank], self._stages)
-        return joint_schedule(parts, order=order)
+        layouts = {index: stage.layout for index, stage in self._stages.items()}
+        order = order_of_use(schedule.programs[self._pipeline.rank], layouts)
+        return offload_schedule(layouts.values(), order=order)
 
     def _whole_units(self, schedule: Schedule, stage: int) -> list[Action]:
         """Return the actions of one of this rank's stages that run whole units."""

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from sppo.activations.activation_layout import ActivationKey
-from sppo.engine.kv_returns import KVReturns
 from sppo.engine.msp.executor import MspExecutor
 from sppo.engine.providers.state_streams import StateStreams
 from sppo.engine.stage import Stage
@@ -71,7 +70,6 @@ class Executor:
         self._buffers = StageBuffers(schedule, rank=rank, p2p=p2p)
         self._msp = msp
         self._stages, self._state = stages, state or StateStreams()
-        self._kv_returns = KVReturns(self._restore_kv)
         self._training = schedule.is_training
         self._stopwatch = stopwatch or HostStopwatch()
         self._handlers: dict[ActionKind, Callable[[Action], None]] = {
@@ -172,9 +170,9 @@ class Executor:
             unit,
             self._buffers.take(action),
             defer_weights=deferred,
-            between_layers=self._kv_returns.before(action),
+            restore_kv=partial(self._restore_kv, stage),
         )
-        self._kv_returns.restore_all()
+        self._restore_kv(stage)
         if dx is not None:
             self._buffers.put("grad", action, dx, first=first)
 
@@ -206,7 +204,7 @@ class Executor:
             self._state.run(action)
             return
         stage = self._stage_of(action)
-        keys = stage.kv_keys if action.wire == "kv" else stage.saved_keys
+        keys = stage.layout.kv_keys if action.wire == "kv" else stage.layout.saved_keys
         _offloaded(stage, action).finish_offload(keys(action.unit))
 
     def _start_reload(self, action: Action) -> None:
@@ -215,14 +213,14 @@ class Executor:
             self._state.run(action)
             return
         stage = self._stage_of(action)
-        keys = stage.kv_keys if action.wire == "kv" else stage.saved_keys
+        keys = stage.layout.kv_keys if action.wire == "kv" else stage.layout.saved_keys
         _offloaded(stage, action).start_reload(keys(action.unit))
-        if action.wire == "kv":
-            self._kv_returns.permit(action.stage, keys(action.unit))
 
-    def _restore_kv(self, stage: int, key: ActivationKey) -> None:
-        span = self._units[key.sequence, key.subsequence].span
-        self._stages[stage].restore_kv(key, span)
+    def _restore_kv(self, stage: Stage) -> None:
+        """Restore the K and V, of any stage of the rank, whose blocks are the next to be used."""
+        store = stage.offloaded
+        while store is not None and (key := store.next_kv) is not None:
+            stage.restore_kv(key, self._units[key.sequence, key.subsequence].span)
 
     def _stage_of(self, action: Action) -> Stage:
         if action.num_shards == 1:
@@ -249,7 +247,6 @@ class Executor:
 
     def _abort(self) -> None:
         self._buffers.abort()
-        self._kv_returns.abort()
         if self._msp is not None:
             self._msp.abort()
         for stage in self._stages.values():

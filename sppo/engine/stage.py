@@ -9,19 +9,14 @@ Legend: C tokens of the subsequence, E hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
 
 from torch import Tensor
 from torch.nn import functional
 
-from sppo.activations.activation_layout import (
-    ActivationKey,
-    ActivationLayout,
-    BlockLayout,
-    OffloadSchedule,
-)
+from sppo.activations.activation_layout import ActivationKey, ActivationLayout, BlockLayout
 from sppo.activations.placement import SubsequencePlacement, check_whole_classes
 from sppo.activations.tensor_classes import tensor_bytes_per_token
 from sppo.config.model import ModelConfig
@@ -107,7 +102,8 @@ class Stage:
             layers=self._layers,
             input_every=input_every,
         )
-        self._layout = ActivationLayout(self._blocks, {})
+        self.layout = ActivationLayout(self._blocks, {})
+        """Layout of the saved tensors of the step given to :meth:`prepare`."""
         self.kv = kv or KVStore(
             self.model,
             dtype=weights.dtype,
@@ -156,38 +152,15 @@ class Stage:
             MemoryError: The memory cannot be allocated.
         """
         self._kv_placement = kv_placement
-        self._layout = self._step_layout(units, placements)
+        self.layout = self._step_layout(units, placements, sequences_in_flight=sequences_in_flight)
         by_sequence: dict[int, int] = {}
         for unit in units.values():
             retained_bytes = self._retained_bytes(unit)
             by_sequence[unit.sequence] = by_sequence.get(unit.sequence, 0) + retained_bytes
         self._saved.retained.reserve(max(by_sequence.values(), default=0) * sequences_in_flight)
 
-    def offload_schedule(
-        self, backward_order: Sequence[UnitKey], *, sequences_in_flight: int = 1
-    ) -> OffloadSchedule:
-        """Return the offload schedule of this stage for the step given to :meth:`prepare`.
-
-        Args:
-            backward_order: Units in the order of their backwards.
-            sequences_in_flight: See :meth:`prepare`.
-        """
-        return self._layout.offload_schedule(
-            backward_order,
-            sequences_in_flight=sequences_in_flight,
-            kv_row_bytes=self.kv.row_bytes if self._kv_placement == "offloaded" else 0,
-        )
-
-    def saved_keys(self, unit: UnitKey) -> list[ActivationKey]:
-        """Return the keys of a unit's saved tensors, one per layer, in the order of backward."""
-        return [ActivationKey(*unit, layer) for layer in reversed(self._layers)]
-
-    def kv_keys(self, unit: UnitKey) -> list[ActivationKey]:
-        """Return the keys of a unit's offloaded K and V, one per layer, in the order of return."""
-        return [ActivationKey(*unit, layer, is_kv=True) for layer in self._layers]
-
     def restore_kv(self, key: ActivationKey, span: TokenSpan) -> None:
-        """Copy offloaded K and V of one layer of a unit back into the KV store.
+        """Copy offloaded K and V of one layer of a unit back into the rank's KV store.
 
         Args:
             key: Key of the layer and unit; the units of a sequence come in ascending order.
@@ -199,7 +172,11 @@ class Stage:
         self.offloaded.release(key)
 
     def _step_layout(
-        self, units: Mapping[UnitKey, Unit], placements: Mapping[UnitKey, SubsequencePlacement]
+        self,
+        units: Mapping[UnitKey, Unit],
+        placements: Mapping[UnitKey, SubsequencePlacement],
+        *,
+        sequences_in_flight: int,
     ) -> ActivationLayout:
         """Return the layout of a step, with each unit's placement cut to this rank's tokens."""
         if self._tensor is not None:
@@ -210,6 +187,8 @@ class Stage:
             {key: placements[key].sharded(unit.shard_tokens) for key, unit in units.items()},
             rank=0 if exchange is None else exchange.rank,
             unsharded_token_placements=None if self._tensor is None else placements,
+            sequences_in_flight=sequences_in_flight,
+            kv_row_bytes=self.kv.row_bytes if self._kv_placement == "offloaded" else 0,
         )
 
     def visits(self, kind: ActionKind, unit: Unit) -> Iterator[WeightPart]:
@@ -230,7 +209,7 @@ class Stage:
 
     def _backward_visits(self, unit: Unit) -> Iterator[int]:
         """Yield layers in backward order, each after the layers that recompute its input."""
-        with_input = {i for i in self._layers if self._layout.saves_input(unit.key, i)}
+        with_input = {i for i in self._layers if self.layout.saves_input(unit.key, i)}
         for index in reversed(self._layers):
             below = max(layer for layer in with_input if layer <= index)
             yield from range(below, index)
@@ -255,9 +234,7 @@ class Stage:
         del x_CE  # otherwise it stays alive during all layers
         rotary = self._rotary(unit)
         for index in self._layers:
-            offloaded, retained = (
-                self._layout.tensor_rows(unit.key, index) if training else ({}, {})
-            )
+            offloaded, retained = self.layout.tensor_rows(unit.key, index) if training else ({}, {})
             with visit(self._weights, index) as weights:
                 x, saved = self._layer(unit).forward(
                     x,
@@ -287,7 +264,7 @@ class Stage:
         dy_CE: Tensor | None,
         *,
         defer_weights: bool = False,
-        between_layers: Callable[[], None] | None = None,
+        restore_kv: Callable[[], None] | None = None,
     ) -> Tensor | None:
         """Run one unit backward.
 
@@ -296,8 +273,8 @@ class Stage:
             dy_CE: Gradient of the output; None on the last stage.
             defer_weights: Leave the products of weight gradients to :meth:`weight_gradients`.
                 Their operands live until then, so saved tensors that a store lends are copied.
-            between_layers: Called before each layer's saved tensors are taken, except for the
-                first layer.
+            restore_kv: Called before each layer's saved tensors are taken, to restore the K and V
+                whose blocks come before theirs in the order of use.
 
         Returns:
             Gradient of the input ``[C, E]``; None on the first stage.
@@ -307,10 +284,12 @@ class Stage:
         dx = dy_CE
         del dy_CE  # otherwise it stays alive during all layers
         rotary = self._rotary(unit)
-        take: Callable[[ActivationKey], Saved]
-        take = self._saved.take_owned if defer_weights else self._saved.take
-        if between_layers is not None:
-            take = _with_calls_between(take, between_layers)
+
+        def take(key: ActivationKey) -> Saved:
+            if restore_kv is not None:
+                restore_kv()
+            return self._saved.take_owned(key) if defer_weights else self._saved.take(key)
+
         taken: dict[int, Saved] = {}
         for index in reversed(self._layers):
             saved = taken.pop(index, None) or take(ActivationKey(*unit.key, index))
@@ -453,7 +432,7 @@ class Stage:
     def _retained_bytes(self, unit: Unit) -> int:
         """Return the bytes that forward of ``unit`` leaves in the store on the device."""
         head = slot_bytes((unit.tokens_C.shape[0], self.model.hidden_size), self.dtype.itemsize)
-        return self._layout.retained_bytes(unit.key) + (head if self.is_last else 0)
+        return self.layout.retained_bytes(unit.key) + (head if self.is_last else 0)
 
     def _head_key(self, unit: Unit) -> ActivationKey:
         return ActivationKey(*unit.key, self.model.num_layers)
@@ -491,8 +470,8 @@ class Stage:
 
     def _unsaved_attention_tokens(self, unit: Unit) -> tuple[int, ...]:
         """Return for each rank how many of its last tokens have no saved attention output."""
-        saved = unit.key in self._layout.shards
-        return self._layout.unsaved_attention_tokens(unit.key) if saved else unit.shard_tokens
+        saved = unit.key in self.layout.shards
+        return self.layout.unsaved_attention_tokens(unit.key) if saved else unit.shard_tokens
 
     @property
     def weights(self) -> WeightProvider:
@@ -552,19 +531,3 @@ class Stage:
             dx = norm_backward(self.model, "final_norm", dhidden, x_CE, weights, sink)
         self._saved.retained.save(self._head_key(unit), {"dx": dx})
         return losses
-
-
-def _with_calls_between(
-    take: Callable[[ActivationKey], Saved], call: Callable[[], None]
-) -> Callable[[ActivationKey], Saved]:
-    """Return ``take`` wrapped to run ``call`` before each use except the first."""
-    taken = False
-
-    def take_next(key: ActivationKey) -> Saved:
-        nonlocal taken
-        if taken:
-            call()
-        taken = True
-        return take(key)
-
-    return take_next

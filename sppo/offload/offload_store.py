@@ -149,6 +149,15 @@ class OffloadStore:
         self._reloading.update(keys)
         self._bring_back()
 
+    @property
+    def next_kv(self) -> ActivationKey | None:
+        """Key to take next, if it is of K and V that may return; else None."""
+        order = self._offloads.order
+        if self._next_take == len(order):
+            return None
+        key = order[self._next_take]
+        return key if key.is_kv and key in self._reloading else None
+
     def take(self, key: ActivationKey) -> dict[str, Tensor]:
         """Return the tensors of ``key``, which must be the next in the planned order.
 

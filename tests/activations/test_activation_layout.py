@@ -1,4 +1,4 @@
-"""Positions of the blocks of offloaded activations in the tier."""
+"""Positions of the blocks of offloaded activations in the tier, and the order of their use."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from sppo.activations.activation_layout import (
     ActivationKey,
     ActivationLayout,
     BlockLayout,
+    offload_schedule,
+    order_of_use,
 )
 from sppo.activations.placement import SubsequencePlacement
 from sppo.activations.tensor_classes import tensor_bytes_per_token
 from sppo.config.model import ModelConfig
 from sppo.config.presets import PRESETS
+from sppo.schedule.program_text import parse_action
 
 LAYERS = range(3, 6)
 ROWS = ((0, 0, 0), (64, 40, 0), (10, 64, 64))
 """Offloaded of each subsequence of 64 tokens: nothing, a part, more."""
 
 
-def layout(sequences):
+def layout(sequences, *, layers=LAYERS, **options):
     model = ModelConfig(**{**PRESETS["tiny-test"], "vocab_size": 32, "num_layers": 8})
     shards = {
         (sequence, index): (
@@ -32,11 +35,13 @@ def layout(sequences):
         for index, rows in enumerate(ROWS)
     }
     row_bytes = tensor_bytes_per_token(model, element_bytes=4)
-    return ActivationLayout(BlockLayout(row_bytes, layers=LAYERS), shards)
+    return ActivationLayout(BlockLayout(row_bytes, layers=layers), shards, **options)
 
 
 def test_blocks_of_a_sequence_lie_one_behind_the_other():
-    found = layout(1).offload_schedule([(0, 2), (0, 1), (0, 0)], sequences_in_flight=1)
+    stage = layout(1)
+    order = [key for index in (2, 1, 0) for key in stage.saved_keys((0, index))]
+    found = offload_schedule([stage], order=order)
     extents = [
         found.extents[ActivationKey(0, index, layer)] for index in range(3) for layer in LAYERS
     ]
@@ -53,8 +58,7 @@ def test_blocks_of_a_sequence_lie_one_behind_the_other():
 
 
 def test_sequences_in_flight_have_room_of_their_own_and_later_ones_use_it_again():
-    order = [(sequence, index) for sequence in range(3) for index in (2, 1, 0)]
-    extents = layout(3).offload_schedule(order, sequences_in_flight=2).extents
+    extents = layout(3, sequences_in_flight=2).extents()
     ends = {
         sequence: max(sum(extent) for key, extent in extents.items() if key.sequence == sequence)
         for sequence in range(2)
@@ -64,3 +68,28 @@ def test_sequences_in_flight_have_room_of_their_own_and_later_ones_use_it_again(
             assert extent.offset_bytes >= ends[0]
         if key.sequence == 2:
             assert extent == extents[key._replace(sequence=0)]
+
+
+def use_order(program):
+    """Spelling of the blocks of two stages, of layers 3 to 5 and of layer 6, in order of use."""
+    stages = {0: layout(2), 1: layout(2, layers=range(6, 7))}
+    keys = order_of_use(map(parse_action, program.split()), stages)
+    return " ".join(f"{'kv' * k.is_kv}{k.sequence}.{k.subsequence}.{k.layer}" for k in keys)
+
+
+def test_backward_uses_the_blocks_of_its_layers_from_the_last_to_the_first():
+    assert use_order("0F0.0 0D2H0.0 0H2D0.0 1B0.0 0B0.0") == "0.0.6 0.0.5 0.0.4 0.0.3"
+    assert use_order("2B0.0 0B0.0[0/2]") == "", "blocks of other stores"
+
+
+def test_k_and_v_return_one_between_two_layers_and_the_rest_after_the_backward():
+    assert use_order("0H2D_KV0.0 0B1.0 0B0.0") == (
+        "1.0.5 kv0.0.3 1.0.4 kv0.0.4 1.0.3 kv0.0.5 0.0.5 0.0.4 0.0.3"
+    )
+    assert use_order("0H2D_KV0.1 1B0.1 0B0.1") == (
+        "0.1.6 kv0.1.3 kv0.1.4 kv0.1.5 0.1.5 0.1.4 0.1.3"
+    )
+
+
+def test_k_and_v_return_before_the_backward_that_reads_them():
+    assert use_order("0H2D_KV0.0 0B0.0") == "kv0.0.3 kv0.0.4 kv0.0.5 0.0.5 0.0.4 0.0.3"

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sppo.activations.activation_layout import offload_schedule
 from sppo.engine.engine import by_unit
 from sppo.engine.providers.gradients import ResidentGradients
 from sppo.engine.providers.weights import ResidentWeights
@@ -301,11 +302,12 @@ def test_sequences_in_flight_have_their_own_places(queues, tmp_path):
             placements=by_unit([placement_of((4, 5, 8, 6))] * 5),
             sequences_in_flight=3,
         )
-        store.prepare(stage.offload_schedule(backwards, sequences_in_flight=3))
+        order = [key for unit in backwards for key in stage.layout.saved_keys(unit)]
+        store.prepare(offload_schedule([stage.layout], order=order))
         for key in forwards[:6]:
             stage.forward(units[key], None, loss_scale=scale)
         for i, key in enumerate(backwards):
-            store.start_reload(stage.saved_keys(key))
+            store.start_reload(stage.layout.saved_keys(key))
             stage.backward(units[key], None)
             for later in forwards[6 + i : 7 + i]:
                 stage.forward(units[later], None, loss_scale=scale)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from sppo.activations.activation_layout import OffloadSchedule
+from sppo.activations.activation_layout import OffloadSchedule, offload_schedule
 from sppo.activations.placement import SubsequencePlacement
 from sppo.engine.msp.shard import MspShard, cut_shard, local_tokens
 from sppo.engine.msp.stage import MspStage
@@ -66,7 +66,8 @@ class MspExecutor:
             if stage.offloaded is None:
                 continue
             if index not in self._offloads:
-                self._offloads[index] = stage.offload_schedule([action.unit for action in own])
+                order = [key for action in own for key in stage.layout.saved_keys(action.unit)]
+                self._offloads[index] = offload_schedule([stage.layout], order=order)
             stage.offloaded.prepare(self._offloads[index])
 
     def barrier(self, action: Action) -> None:

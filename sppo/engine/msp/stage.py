@@ -121,12 +121,12 @@ class MspStage(Stage):
         dy_CE: Tensor | None,
         *,
         defer_weights: bool = False,
-        between_layers: Callable[[], None] | None = None,
+        restore_kv: Callable[[], None] | None = None,
     ) -> Tensor | None:
         """Run one shard backward, at the same time as the other shards of its unit.
 
-        See :meth:`sppo.engine.stage.Stage.backward`. `defer_weights` and `between_layers` are
-        ignored: weight gradients are never deferred, and K and V never leave the device.
+        See :meth:`sppo.engine.stage.Stage.backward`. `defer_weights` and `restore_kv` are ignored:
+        weight gradients are never deferred, and K and V never leave the device.
         """
         self._msp_weights.connect(_shard(unit).exchange)
         self._msp_weights.begin(reversed(self._layers))
