@@ -188,8 +188,8 @@ class _Sppo:
     def __init__(self, tokens: Any, side: SppoSide, *, disk: Path | None) -> None:
         import torch
 
-        from sppo.activations.placement import SubsequencePlacement
         from sppo.activations.policy import policy_placement
+        from sppo.activations.subsequence_placement import SubsequencePlacement
         from sppo.config import ModelConfig
         from sppo.config.run import OptimizerConfig
         from sppo.engine.engine import Engine

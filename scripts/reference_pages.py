@@ -242,7 +242,7 @@ def _shown_default(option: Any) -> str:
 
 def files_page() -> str:
     """Return the page of the fields of the files that a run writes."""
-    from sppo.activations.placement import SubsequencePlacement
+    from sppo.activations.subsequence_placement import SubsequencePlacement
     from sppo.cost.memory.stage_memory import MemoryBuckets, StageMemory
     from sppo.cost.state_tiers import StateTiers
     from sppo.planning.plan import ExecutionPlan, Prediction, StagePlan

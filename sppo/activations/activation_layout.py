@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sppo.activations.placement import Counts, Rows, SubsequencePlacement
+from sppo.activations.placement import Counts
+from sppo.activations.subsequence_placement import Rows, SubsequencePlacement
 from sppo.activations.tensor_classes import ATTENTION, RESIDUAL, class_of
 from sppo.schedule.actions import Action, ActionKind, UnitKey
 

@@ -22,14 +22,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from sppo.activations.hybrid import choices
-from sppo.activations.placement import (
-    ActivationPlacement,
-    PlacementOf,
-    SubsequencePlacement,
-    prefix_rows,
-    saved_bytes,
-)
+from sppo.activations.placement import ActivationPlacement, prefix_rows, saved_bytes
 from sppo.activations.policy_inputs import PolicyInputs
+from sppo.activations.subsequence_placement import PlacementOf, SubsequencePlacement
 from sppo.activations.tensor_classes import (
     ATTENTION,
     CLASSES,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from sppo.activations.activation_layout import OffloadSchedule, offload_schedule, order_of_use
-from sppo.activations.placement import PlacementOf, SubsequencePlacement
 from sppo.activations.policy import policy_placement
+from sppo.activations.subsequence_placement import PlacementOf, SubsequencePlacement
 from sppo.config.model import ModelConfig
 from sppo.engine.attention.kv_store import KVStore
 from sppo.engine.executor import Executor, StepOutput

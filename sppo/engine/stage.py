@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sppo.activations.activation_layout import ActivationKey, ActivationLayout, BlockLayout
-from sppo.activations.placement import SubsequencePlacement, check_whole_classes
+from sppo.activations.subsequence_placement import SubsequencePlacement, check_whole_classes
 from sppo.activations.tensor_classes import tensor_bytes_per_token
 from sppo.config.model import ModelConfig
 from sppo.engine.attention.kv_store import KVStore

@@ -7,7 +7,7 @@ from itertools import chain
 
 import numpy as np
 
-from sppo.activations.placement import PlacementOf, SubsequencePlacement
+from sppo.activations.subsequence_placement import PlacementOf, SubsequencePlacement
 from sppo.engine.pipeline import Pipeline
 from sppo.schedule.actions import Schedule
 from sppo.schedule.orders.names import order_of

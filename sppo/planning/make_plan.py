@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from sppo.activations.placement import SubsequencePlacement
+from sppo.activations.subsequence_placement import SubsequencePlacement
 from sppo.config.run import RunConfig
 from sppo.cost.flops import step_flops
 from sppo.cost.memory.copy_room import stage_blocks

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from sppo.activations.placement import SubsequencePlacement
+from sppo.activations.subsequence_placement import SubsequencePlacement
 from sppo.config.json_file import JsonError, read_json
 from sppo.config.model import ModelConfig
 from sppo.config.run import RunConfig

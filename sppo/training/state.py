@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sppo.activations.placement import planned_placement
+from sppo.activations.subsequence_placement import planned_placement
 from sppo.config import RunConfig
 from sppo.engine.engine import Engine
 from sppo.engine.pipeline import Pipeline

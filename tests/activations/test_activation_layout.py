@@ -12,7 +12,7 @@ from sppo.activations.activation_layout import (
     offload_schedule,
     order_of_use,
 )
-from sppo.activations.placement import SubsequencePlacement
+from sppo.activations.subsequence_placement import SubsequencePlacement
 from sppo.activations.tensor_classes import tensor_bytes_per_token
 from sppo.config.model import ModelConfig
 from sppo.config.presets import PRESETS

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from sppo.activations.activation_layout import BlockLayout
-from sppo.activations.placement import ROW_ALIGNMENT, SubsequencePlacement, prefix_rows
+from sppo.activations.placement import ROW_ALIGNMENT, prefix_rows
+from sppo.activations.subsequence_placement import SubsequencePlacement
 from sppo.activations.tensor_classes import (
     ATTENTION,
     class_bytes_per_token,

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sppo.activations.placement import PlacementOf
 from sppo.activations.policy import policy_placement
+from sppo.activations.subsequence_placement import PlacementOf
 from sppo.checkpoint.checkpoint import MODEL_PREFIX
 from sppo.checkpoint.state_block import StateBlock
 from sppo.config.model import ModelConfig

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sppo.activations.placement import ActivationPlacement, SubsequencePlacement
+from sppo.activations.placement import ActivationPlacement
+from sppo.activations.subsequence_placement import SubsequencePlacement
 from sppo.cost.candidate import Candidate
 from sppo.cost.live_sets.shard_live_sets import BORROWED_LAYERS, ShardSizes
 from sppo.cost.memory.joined_tensors import block_layout, joined_bytes

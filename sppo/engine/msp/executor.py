@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from sppo.activations.activation_layout import OffloadSchedule, offload_schedule
-from sppo.activations.placement import SubsequencePlacement
+from sppo.activations.subsequence_placement import SubsequencePlacement
 from sppo.engine.msp.shard import MspShard, cut_shard, local_tokens
 from sppo.engine.msp.stage import MspStage
 from sppo.engine.unit import Unit

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from sppo.activations.placement import SubsequencePlacement
+from sppo.activations.subsequence_placement import SubsequencePlacement
 from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.cost.candidate import Candidate
 from sppo.cost.correction import CostCorrection

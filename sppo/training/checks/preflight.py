@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sppo.activations.placement import check_whole_classes
+from sppo.activations.subsequence_placement import check_whole_classes
 from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, METADATA_FILE, list_checkpoints
 from sppo.config import RunConfig
 from sppo.config.json_file import read_json

@@ -18,7 +18,8 @@ from sppo.activations.activation_layout import (
     packed_bytes,
     packed_offsets,
 )
-from sppo.activations.placement import ActivationPlacement, planned_placement
+from sppo.activations.placement import ActivationPlacement
+from sppo.activations.subsequence_placement import planned_placement
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN, tensor_bytes_per_token
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
