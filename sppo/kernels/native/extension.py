@@ -14,7 +14,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from sppo.kernels.native.native_file import FileFunctions
+from sppo.kernels.native.native_file import NativeFile, declare_functions
 
 LIBRARY_NAME = "sppo_native.so"
 REASON_NAME = "not_built.txt"
@@ -49,9 +49,9 @@ class ReservedMemory:
 
 
 class NativeLibrary:
-    """Functions of csrc/host_arena.h; each raises ``OSError`` with the errno that C returns.
+    """Functions of csrc/host_arena.h and csrc/file_tier.h.
 
-    The functions of csrc/file_tier.h are in the attribute ``files``.
+    Each raises ``OSError`` with the errno that C returns.
     """
 
     def __init__(self, path: Path) -> None:
@@ -74,7 +74,7 @@ class NativeLibrary:
             self._reserve = self._library.sppo_arena_reserve
             self._touch = self._library.sppo_arena_touch
             self._release = self._library.sppo_arena_release
-            self.files = FileFunctions(self._library)
+            declare_functions(self._library)
         except AttributeError as error:
             raise OSError(errno.ENOEXEC, f"not SPPO's library: {error}") from None
         arena = ctypes.POINTER(ArenaStruct)
@@ -103,6 +103,12 @@ class NativeLibrary:
     def release(self, memory: ReservedMemory) -> None:
         """Unmap ``memory``, which must be called once and ends every use of the memory."""
         _check(self._release(ctypes.byref(memory.struct)))
+
+    def open_file(
+        self, directory: Path, size_bytes: int, *, threads: int, direct: bool
+    ) -> NativeFile:
+        """Create a file in ``directory``, see :class:`NativeFile`."""
+        return NativeFile(self._library, directory, size_bytes, threads=threads, direct=direct)
 
 
 def native_library() -> NativeLibrary | None:

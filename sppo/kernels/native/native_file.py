@@ -63,32 +63,6 @@ class FileStatistics:
     """Seconds in which at least one thread was writing."""
 
 
-class FileFunctions:
-    """File functions of a library, with the types of their arguments."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        """Look up the file functions in ``library``.
-
-        Raises:
-            AttributeError: A library without all of the functions.
-        """
-        file, request = ctypes.POINTER(FileStruct), ctypes.c_void_p
-        size, flag = ctypes.c_uint64, ctypes.c_int
-        self.open = library.sppo_file_open
-        self.open.argtypes = (ctypes.c_char_p, size, flag, flag, size, file)
-        self.submit = library.sppo_file_submit
-        self.submit.argtypes = (file, flag, size, request, size, ctypes.POINTER(request))
-        self.wait = library.sppo_file_wait
-        self.wait.argtypes = (request, ctypes.c_double)
-        self.forget = library.sppo_file_forget
-        self.forget.argtypes = (request,)
-        self.forget.restype = None
-        self.measure = library.sppo_file_measure
-        self.measure.argtypes = (file, ctypes.POINTER(TotalsStruct))
-        self.close = library.sppo_file_close
-        self.close.argtypes = (file, flag)
-
-
 class NativeFile:
     """File without a name, whose space is freed when it is closed.
 
@@ -101,7 +75,7 @@ class NativeFile:
 
     def __init__(
         self,
-        functions: FileFunctions,
+        library: ctypes.CDLL,
         directory: Path,
         size_bytes: int,
         *,
@@ -110,13 +84,21 @@ class NativeFile:
     ) -> None:
         """Create a file of ``size_bytes``, rounded up to sectors, and start its threads.
 
+        Args:
+            library: Library given to :func:`declare_functions`.
+            directory: Directory on the disk of the file.
+            size_bytes: Size of the file.
+            threads: Number of transfers that the disk serves at once.
+            direct: Bypass the page cache if the file system supports that.
+
         Raises:
             OSError: The system refused; nothing is left behind.
         """
         file = FileStruct()
         place = os.fsencode(directory)
-        _check(functions.open(place, size_bytes, threads, direct, BLOCK_BYTES, ctypes.byref(file)))
-        self._functions, self._file = functions, file
+        opened = ctypes.byref(file)
+        _check(library.sppo_file_open(place, size_bytes, threads, direct, BLOCK_BYTES, opened))
+        self._library, self._file = library, file
         self.direct = bool(file.direct)
         self.preallocated = bool(file.preallocated)
         self.memory_alignment_bytes = int(file.memory_alignment)
@@ -137,7 +119,7 @@ class NativeFile:
             error, or None if the transfer has not ended.
         """
         request = ctypes.c_void_p()
-        code = self._functions.submit(
+        code = self._library.sppo_file_submit(
             ctypes.byref(self._file),
             write,
             offset_bytes,
@@ -146,15 +128,16 @@ class NativeFile:
             ctypes.byref(request),
         )
         _check(code)
-        outcome = partial(_outcome, self._functions, request)
+        outcome = partial(_outcome, self._library, request)
         # Finalized when no thread can be inside `outcome` any more.
-        weakref.finalize(outcome, self._functions.forget, request).atexit = False
+        weakref.finalize(outcome, self._library.sppo_file_forget, request).atexit = False
         return outcome
 
     def statistics(self) -> FileStatistics:
         """Return the bytes and busy seconds so far; must not be called after :meth:`close`."""
         totals = TotalsStruct()
-        _check(self._functions.measure(ctypes.byref(self._file), ctypes.byref(totals)))
+        file = ctypes.byref(self._file)
+        _check(self._library.sppo_file_measure(file, ctypes.byref(totals)))
         return FileStatistics(
             read_bytes=int(totals.read_bytes),
             written_bytes=int(totals.written_bytes),
@@ -164,12 +147,29 @@ class NativeFile:
 
     def close(self) -> None:
         """Cancel transfers that have not started, end the threads and free the space; call once."""
-        _check(self._functions.close(ctypes.byref(self._file), True))
+        _check(self._library.sppo_file_close(ctypes.byref(self._file), True))
 
 
-def _outcome(functions: FileFunctions, request: ctypes.c_void_p, timeout_s: float) -> int | None:
+def declare_functions(library: ctypes.CDLL) -> None:
+    """Tell ctypes the types of the file functions of ``library``.
+
+    Raises:
+        AttributeError: A library without all of the functions.
+    """
+    file, request = ctypes.POINTER(FileStruct), ctypes.c_void_p
+    size, flag = ctypes.c_uint64, ctypes.c_int
+    library.sppo_file_open.argtypes = (ctypes.c_char_p, size, flag, flag, size, file)
+    library.sppo_file_submit.argtypes = (file, flag, size, request, size, ctypes.POINTER(request))
+    library.sppo_file_wait.argtypes = (request, ctypes.c_double)
+    library.sppo_file_forget.argtypes = (request,)
+    library.sppo_file_forget.restype = None
+    library.sppo_file_measure.argtypes = (file, ctypes.POINTER(TotalsStruct))
+    library.sppo_file_close.argtypes = (file, flag)
+
+
+def _outcome(library: ctypes.CDLL, request: ctypes.c_void_p, timeout_s: float) -> int | None:
     """Return 0 or the errno of a finished request; None if ``timeout_s`` elapses first."""
-    code = int(functions.wait(request, timeout_s))
+    code = int(library.sppo_file_wait(request, timeout_s))
     return None if code == _UNFINISHED else code
 
 

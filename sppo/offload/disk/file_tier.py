@@ -276,7 +276,7 @@ def _open(
         library = native_library()
         if library is None:
             return PythonFile(directory, size_bytes, threads=threads)
-        return NativeFile(library.files, directory, size_bytes, threads=threads, direct=direct)
+        return library.open_file(directory, size_bytes, threads=threads, direct=direct)
     except OSError as error:
         if error.errno not in FULL_ERRNOS:
             raise _fault(error.errno, f"no {what}") from error

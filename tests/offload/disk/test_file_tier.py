@@ -284,7 +284,7 @@ def test_a_disk_that_fills_up_meanwhile_is_refused(implementation, tmp_path, mon
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr(file_tier_module, "NativeFile", full)
+    monkeypatch.setattr("sppo.kernels.native.extension.NativeFile", full)
     monkeypatch.setattr("sppo.offload.disk.python_file._reserve_space", full)
     before = nameless_files()
     with pytest.raises(OSError, match=r"does not fit: .* are free there") as caught:
