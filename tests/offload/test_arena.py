@@ -17,7 +17,8 @@ import torch
 from sppo.kernels.native.extension import NativeLibrary
 from sppo.kernels.native.machine_memory import MemoryRoom
 from sppo.offload import arena as arena_module
-from sppo.offload.arena import ALIGNMENT_BYTES, HostArena, native_mapping, python_mapping
+from sppo.offload.arena import ALIGNMENT_BYTES, HostArena
+from sppo.offload.host_mapping import native_mapping, python_mapping
 from tests.native_builds import ROOT, library
 
 MIB = 1 << 20
