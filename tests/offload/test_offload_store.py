@@ -311,6 +311,22 @@ def test_the_ring_takes_as_many_layers_as_may_be_in_use_at_once():
             store.release(key)
 
 
+def test_k_and_v_are_next_only_at_their_place_and_once_they_may_return():
+    store = OffloadStore(EmulatedQueues(Lazy()))
+    saved, kv = ActivationKey(0, 0, 0), ActivationKey(0, 0, 0, is_kv=True)
+    store.prepare(schedule([saved, kv]))
+    for key in (kv, saved):
+        store.save(key, tensors_of(key))
+    store.start_reload([saved])
+    assert store.next_kv is None, "saved tensors come first"
+    store.take(saved)
+    assert store.next_kv is None, "no H2D yet"
+    store.start_reload([kv])
+    assert store.next_kv == kv
+    store.take(kv)
+    assert store.next_kv is None, "nothing is left"
+
+
 def test_bytes_are_counted_by_class():
     store = OffloadStore(EmulatedQueues(Lazy()), disk=DIRECTORIES["disk"])
     run_step(store, interleaved=False)
