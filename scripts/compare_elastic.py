@@ -396,7 +396,7 @@ class _RankEngine:
 
     def step(self) -> None:
         """Run forward and backward of all sequences."""
-        from sppo.engine.engine import PlannedStep
+        from sppo.engine.step_programs import PlannedStep
 
         assert self._running is not None, "a step has begun"
         step, data = self._running

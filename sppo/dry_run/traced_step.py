@@ -18,7 +18,7 @@ from sppo.dry_run.communication import FakeHostCollectives
 from sppo.dry_run.fake_gpu import FakeGpu, fake_gpu
 from sppo.dry_run.orderings import OrderingCheck
 from sppo.dry_run.streams import Moment, Wait
-from sppo.engine.engine import PlannedStep
+from sppo.engine.step_programs import PlannedStep
 from sppo.engine.unit import SequenceData
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.mesh import Mesh, alone

@@ -23,7 +23,7 @@ from sppo.engine.providers.streamed_gradients import StreamedGradients
 from sppo.engine.providers.streamed_weights import StreamedWeights
 from sppo.engine.providers.weights import ResidentWeights, WeightPart, WeightProvider
 from sppo.engine.stage import Stage
-from sppo.engine.step_programs import StepPrograms
+from sppo.engine.step_programs import PlannedStep, StepPrograms
 from sppo.engine.trace import ExecutedAction, Stopwatch, Trace
 from sppo.engine.unit import SequenceData, SequenceShard, Unit, units_of
 from sppo.kernels.attention.interface import Backend
@@ -65,23 +65,6 @@ class EnginePeaks:
     """Temporary weights: gathered from shards, or streamed from another tier."""
     whole_gradients_bytes: int = 0
     """Temporary gradients: whole until they are reduced, or streamed to another tier."""
-
-
-StepPlacements = Sequence[Sequence[Sequence[SubsequencePlacement]]]
-"""Placements of a step, by stage, sequence and subsequence."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedStep:
-    """Program and placements of one step that is planned individually, such as a step of samples.
-
-    Attributes:
-        program: Schedule of the step.
-        placements: Placements of the step's activations.
-    """
-
-    program: Schedule
-    placements: StepPlacements
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,9 +328,9 @@ class Engine:
 
         Connects the ranks of each MSP group, so every rank must call it.
         """
-        schedule = self._programs.program(tuple(map(tuple, lengths)), forward_only=False)
-        self._msp_executor(schedule)
-        return schedule
+        step = self._programs.step(tuple(map(tuple, lengths)), forward_only=False)
+        self._msp_executor(step)
+        return step.program
 
     def take_peaks(self) -> EnginePeaks:
         """Return the peaks since the last call, and reset them."""
@@ -395,14 +378,12 @@ class Engine:
         for index, (data, cuts) in enumerate(zip(sequences, boundaries, strict=True)):
             units |= units_of(index, data, cuts, self._shard)
         lengths = tuple(lengths_of(tuple(cuts)) for cuts in boundaries)
-        if planned is None:
-            schedule = self._programs.program(lengths, forward_only=loss_scale is None)
-        else:
-            schedule = planned.program
-            assert schedule.lengths == lengths, "the step was planned for other sequences"
+        step = planned or self._programs.step(lengths, forward_only=loss_scale is None)
+        schedule = step.program
+        assert schedule.lengths == lengths, "the step was planned for other sequences"
         program = schedule.programs[self._pipeline.rank]
         if loss_scale is not None:
-            self._prepare(schedule, units, None if planned is None else planned.placements)
+            self._prepare(step, units)
         self._weights.begin(self._visits(program, units))
         executor = Executor(
             schedule,
@@ -410,7 +391,7 @@ class Engine:
             stages=self._stages,
             p2p=self._pipeline.p2p,
             state=self._state,
-            msp=self._msp_executor(schedule),
+            msp=self._msp_executor(step),
             stopwatch=self._stopwatch,
         )
         output = executor.run(
@@ -427,9 +408,9 @@ class Engine:
             if action.kind in COMPUTE_KINDS and action.num_shards == 1:
                 yield from self._stages[action.stage].visits(action.kind, units[action.unit])
 
-    def _msp_executor(self, schedule: Schedule) -> MspExecutor | None:
-        """Return the runner of the MSP shards of ``schedule``; None if no unit is cut."""
-        links = self._pipeline.msp_links
+    def _msp_executor(self, step: PlannedStep) -> MspExecutor | None:
+        """Return the runner of the MSP shards of ``step``; None if no unit is cut."""
+        schedule, links = step.program, self._pipeline.msp_links
         if links is None or not any(a.num_shards > 1 for p in schedule.programs for a in p):
             return None
         digest = schedule.digest()
@@ -441,8 +422,7 @@ class Engine:
                     schedule,
                     stages=self._msp_stages,
                     placements={
-                        stage: by_unit(self._programs.placements_of(stage, schedule.lengths))
-                        for stage in self._msp_stages
+                        stage: by_unit(step.placements[stage]) for stage in self._msp_stages
                     },
                     exchange_of=links.exchange,
                     rank=self._pipeline.rank,
@@ -451,22 +431,14 @@ class Engine:
             }
         return self._msp_executors[digest]
 
-    def _prepare(
-        self,
-        schedule: Schedule,
-        units: Mapping[tuple[int, int], Unit],
-        planned: StepPlacements | None,
-    ) -> None:
+    def _prepare(self, step: PlannedStep, units: Mapping[tuple[int, int], Unit]) -> None:
         """Reserve memory on each stage for the units that run whole, and prepare the offloads."""
+        schedule = step.program
         for index, stage in self._stages.items():
             own = self._whole_units(schedule, index)
             stage.prepare(
                 {a.unit: units[a.unit] for a in own if a.kind is ActionKind.B},
-                placements=by_unit(
-                    self._programs.placements_of(index, schedule.lengths)
-                    if planned is None
-                    else planned[index]
-                ),
+                placements=by_unit(step.placements[index]),
                 sequences_in_flight=sequences_in_flight(own),
                 kv_placement=kv_placement(own),
             )

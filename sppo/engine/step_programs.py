@@ -1,8 +1,9 @@
-"""Programs of an engine's steps: the planned program, or generated ones for unplanned steps."""
+"""Program and placements of a step, as planned, or generated for steps without a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -14,11 +15,27 @@ from sppo.schedule.orders.names import order_of
 from sppo.schedule.orders.steps import Lengths
 from sppo.schedule.program import equal_costs, step_program
 
-_PROGRAMS_KEPT = 8
+_STEPS_KEPT = 8
+
+StepPlacements = Sequence[Sequence[Sequence[SubsequencePlacement]]]
+"""Placements of a step, by stage, sequence and subsequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """Program and placements of one step.
+
+    Attributes:
+        program: Schedule of the step.
+        placements: Placements of the activations of all stages; empty for a forward-only program.
+    """
+
+    program: Schedule
+    placements: StepPlacements
 
 
 class StepPrograms:
-    """Cache of step programs, because generating and checking a program takes time.
+    """Cache of the steps of an engine, because generating and checking a program takes time.
 
     Args:
         pipeline: This rank's part of the pipeline, with the planned program if there is one.
@@ -43,16 +60,20 @@ class StepPrograms:
         self._pipeline, self._placements = pipeline, placements
         self._kv_offloaded, self._kv_recomputed = kv_offloaded, kv_recomputed
         self._streams_weights, self._streams_gradients = streams_weights, streams_gradients
-        self._made: dict[tuple[Lengths, bool], Schedule] = {}
+        self._made: dict[tuple[Lengths, bool], PlannedStep] = {}
 
-    def program(self, lengths: Lengths, *, forward_only: bool) -> Schedule:
-        """Return the program of a step of sequences cut into ``lengths``."""
+    def step(self, lengths: Lengths, *, forward_only: bool) -> PlannedStep:
+        """Return program and placements of a step of sequences cut into ``lengths``."""
         key = (lengths, forward_only)
         if key not in self._made:
             # Training steps are alike; only evaluations bring other lengths, a few at a time.
-            if len(self._made) >= _PROGRAMS_KEPT:
+            if len(self._made) >= _STEPS_KEPT:
                 self._made.clear()
-            self._made[key] = self._make(lengths, forward_only=forward_only)
+            stages = () if forward_only else range(self._pipeline.placement.num_stages)
+            self._made[key] = PlannedStep(
+                self._make(lengths, forward_only=forward_only),
+                [self.placements_of(stage, lengths) for stage in stages],
+            )
         return self._made[key]
 
     def placements_of(

@@ -13,7 +13,7 @@ from sppo.activations.placement import ActivationPlacement
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.cost.packed_sequence import PackedSequence
-from sppo.engine.engine import PlannedStep
+from sppo.engine.step_programs import PlannedStep
 from sppo.engine.unit import SequenceData
 from sppo.hardware.presets import PRESETS
 from sppo.kernels.labels import IGNORED_LABEL

@@ -16,7 +16,7 @@ from sppo.cost.state_tiers import StateTiers
 from sppo.data.order import SequenceOrder
 from sppo.data.samples.document_samples import DocumentSamples
 from sppo.data.samples.sample_table import SampleTable, sample_table
-from sppo.engine.engine import PlannedStep
+from sppo.engine.step_programs import PlannedStep
 from sppo.engine.unit import SequenceData
 from sppo.kernels.labels import IGNORED_LABEL
 from sppo.planning.elastic.packing import PADDING

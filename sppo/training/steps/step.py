@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sppo.engine.engine import PlannedStep, StepResult
+from sppo.engine.engine import StepResult
+from sppo.engine.step_programs import PlannedStep
 from sppo.engine.unit import SequenceData
 from sppo.offload.copy_report import CopyReport
 from sppo.parallel.host_collectives import HostCollectives

@@ -18,7 +18,7 @@ from sppo.cost.memory.stage_memory import MemoryBuckets
 from sppo.cost.packed_sequence import parts_of_sequence
 from sppo.data.samples.document_samples import DocumentSamples
 from sppo.data.sequences import TrainingData
-from sppo.engine.engine import PlannedStep
+from sppo.engine.step_programs import PlannedStep
 from sppo.engine.unit import SequenceData
 from sppo.kernels.labels import IGNORED_LABEL
 from sppo.parallel.mesh import Mesh
