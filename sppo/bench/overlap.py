@@ -255,9 +255,9 @@ class _ForwardWork:
             after()
         if self._kind == "cuda":
             _cuda.synchronize(self.device)
-        products = sum(_between(begin, middle) for begin, middle, _ in marks)
-        attention = sum(_between(middle, end) for _, middle, end in marks)
-        return products / units, attention / units
+        products_s = sum(_seconds_between(begin, middle) for begin, middle, _ in marks)
+        attention_s = sum(_seconds_between(middle, end) for _, middle, end in marks)
+        return products_s / units, attention_s / units
 
     def _mark(self) -> Any:
         """Return the current time on a CPU, or an event recorded in the current stream."""
@@ -268,7 +268,7 @@ class _ForwardWork:
         return event
 
 
-def _between(begin: Any, end: Any) -> float:
+def _seconds_between(begin: Any, end: Any) -> float:
     return float(end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3)
 
 

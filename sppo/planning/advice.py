@@ -161,18 +161,18 @@ def _no_conditions(run: RunConfig, machine_of: MachineOf) -> Iterator[Advice]:
             yield replace(advice, change=f"{advice.change}, and {left_out}")
 
 
-def without_keys(run: RunConfig, **written: list[str]) -> RunConfig:
+def without_keys(run: RunConfig, **left_out: list[str]) -> RunConfig:
     """Return `run` as if some keys had not been written.
 
     Args:
         run: Validated run configuration.
-        written: Keys to leave out, by section.
+        left_out: Keys to leave out, by section.
     """
     sections = {}
-    for name, keys in written.items():
-        section = getattr(run, name)
+    for section_name, keys in left_out.items():
+        section = getattr(run, section_name)
         given = section.model_fields_set - set(keys)
-        sections[name] = type(section)(**{key: getattr(section, key) for key in given})
+        sections[section_name] = type(section)(**{key: getattr(section, key) for key in given})
     return run.model_copy(update=sections)
 
 
