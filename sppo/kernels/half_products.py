@@ -21,12 +21,12 @@ _TILE = 256
 
 def needs_casts(x: Tensor) -> bool:
     """Return whether products with ``x`` must be computed by casts to fp32, tile by tile."""
-    return x.device.type == "cpu" and not _is_fast(x.dtype)
+    return x.device.type == "cpu" and not cpu_multiplies(x.dtype)
 
 
 @cache
-def _is_fast(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN multiplies matrices of ``dtype`` on this CPU."""
+def cpu_multiplies(dtype: torch.dtype) -> bool:
+    """Return whether this CPU has fast products of matrices of ``dtype``."""
     if dtype is torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     if dtype is torch.float16:

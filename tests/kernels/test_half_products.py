@@ -19,7 +19,7 @@ SIZES = st.sampled_from([1, 2, 7, 8, 9, 20])
 
 @pytest.fixture(autouse=True)
 def a_cpu_without_half_products(monkeypatch):
-    monkeypatch.setattr(half_products, "_is_fast", lambda dtype: dtype not in HALF)
+    monkeypatch.setattr(half_products, "cpu_multiplies", lambda dtype: dtype not in HALF)
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_a_product_takes_a_few_tiles_beside_its_result():
 
 def test_this_cpu_says_what_it_multiplies(monkeypatch):
     monkeypatch.undo()
-    half_products._is_fast.cache_clear()
+    half_products.cpu_multiplies.cache_clear()
     expected = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     assert half_products.needs_casts(torch.zeros(1, dtype=torch.bfloat16)) is not expected
     assert not half_products.needs_casts(torch.zeros(1))

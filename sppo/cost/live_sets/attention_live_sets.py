@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from sppo.cost.layer import ACCUMULATION_BYTES
 from sppo.cost.live_sets.attention_scratch import backward_scratch_bytes
 from sppo.cost.live_sets.cpu_scratch import (
     cast_bytes,
@@ -62,6 +63,8 @@ def attention_backward(s: TensorSizes) -> Iterator[tuple[str, int]]:
         yield "a span", s.query_bytes + s.lse_bytes  # dq, and the row sums of o and do
     elif s.backend in _WHOLE_SPANS:
         yield from _spans_backward(s)
+    elif s.threads and s.is_half and s.casts:
+        yield from _cast_blocks_backward(s)
     elif s.threads:
         yield from _blocks_backward(s)
     else:
@@ -99,7 +102,7 @@ def _gpu_blocks_backward(s: TensorSizes) -> Iterator[tuple[str, int]]:
         taken = s.query_bytes + _folded_scratch(s, rows) + 2 * keys * s.key_row_bytes
         yield "the prefix", base + taken
     if rows > CAUSAL_TOKENS:
-        keys = -(-(rows // 2) // HALF_TOKENS) * HALF_TOKENS
+        keys = _first_half(rows)
         later = rows - keys
         # dq and copies of q, o and do of the later half of the rows.
         taken = 4 * s.query_bytes * later // rows + _folded_scratch(s, later, keys)
@@ -113,16 +116,14 @@ def _blocks_backward(s: TensorSizes) -> Iterator[tuple[str, int]]:
     Live are q, o and do by head, the sum of dq, and the gradients of a block.
     """
     base = 3 * s.query_bytes + s.fp32_query_bytes
-    in_kernel = base + s.threads * _FLASH_COMPUTE_BYTES * (s.is_half and not s.casts)
+    in_kernel = base + s.threads * _FLASH_COMPUTE_BYTES * s.is_half
     square = min(s.tokens, CAUSAL_TOKENS)
     of_square = s.query_bytes * square // s.tokens
     # dq, dk and dv of every query head, and the product of o and do.
     yield "a causal square", in_kernel + 4 * of_square + flash_bytes(s, square, buffers=2)
-    rows = s.tokens % HALF_TOKENS if s.is_half and s.threads else 0
+    rows = s.tokens % HALF_TOKENS if s.is_half else 0
     if rows:
-        # In addition to the four tensors of a causal square: q, o, do, k and v in fp32.
-        operands = (7 * s.fp32_query_bytes + 2 * s.cast_key_bytes) * rows // s.tokens
-        yield "a small causal square", base + operands + flash_bytes(s, rows, buffers=2)
+        yield "a small causal square", base + _cast_square_bytes(s, rows)
     yield "adding a causal square", base + 3 * of_square + group_sum_bytes(s, of_square)
     if s.prefix:
         keys = min(s.prefix, PREFIX_KEYS)
@@ -144,6 +145,73 @@ def _blocks_backward(s: TensorSizes) -> Iterator[tuple[str, int]]:
                 "parts of the prefix put together",
                 base + of_parts + s.fp32_query_bytes + key_gradients,
             )
+
+
+def _cast_blocks_backward(s: TensorSizes) -> Iterator[tuple[str, int]]:
+    """Yield the live bytes of a backward in blocks whose operands a CPU casts from bf16 to fp32.
+
+    Live are q, o and do by head, the sum of dq, and the operands and gradients of a block in fp32.
+    The gradients are added without further casts, when the operands are freed.
+    """
+    base = 3 * s.query_bytes + s.fp32_query_bytes
+    rows = s.tokens * s.degree
+    yield "a causal square", base + _cast_square_bytes(s, _largest_square(rows))
+    if rows > CAUSAL_TOKENS:
+        keys = _first_half(rows)
+        later = rows - keys
+        # If several query heads share a key head, the rows of q are put together in a copy.
+        copied = s.query_bytes * later // rows * _shares_key_heads(s)
+        yield "half of a square", base + copied + _cast_rectangle_bytes(s, later, keys)
+    if s.prefix:
+        yield "the prefix", base + _cast_rectangle_bytes(s, rows, min(s.prefix, PREFIX_KEYS))
+
+
+def _largest_square(rows: int) -> int:
+    """Return the rows of the largest causal square after squares that are too large are halved."""
+    while rows > CAUSAL_TOKENS:
+        rows = _first_half(rows)
+    return rows
+
+
+def _first_half(rows: int) -> int:
+    """Return the rows of the first half of a causal square, the larger one."""
+    return -(-(rows // 2) // HALF_TOKENS) * HALF_TOKENS
+
+
+def _cast_square_bytes(s: TensorSizes, rows: int) -> int:
+    """Return the bytes that the fp32 backward of a causal square of bf16 tensors allocates.
+
+    These are q, o and do; dq, dk and dv of every query head; k and v; and, if several query heads
+    share a key head, the product of o and do.
+    """
+    of_rows = s.fp32_query_bytes * rows // (s.tokens * s.degree)
+    of_keys = 2 * s.pooled(rows * _fp32_key_row_bytes(s))
+    scratch = flash_bytes(s, rows, buffers=2, is_cast=True)
+    return (6 + _shares_key_heads(s)) * of_rows + of_keys + scratch
+
+
+def _cast_rectangle_bytes(s: TensorSizes, rows: int, keys: int) -> int:
+    """Return the bytes that the fp32 backward of a rectangle of bf16 tensors allocates.
+
+    These are q, o and do; k and v; dk and dv; and, for each part of the keys, dq and the product of
+    o and do. Parts are put together after the products are freed.
+    """
+    of_rows = s.fp32_query_bytes * rows // (s.tokens * s.degree)
+    of_keys = 2 * s.pooled(keys * _fp32_key_row_bytes(s))
+    parts = max(1, min(key_parts(s), keys // LEAST_PART_KEYS))
+    joined = of_keys if parts > 1 else 0
+    in_kernel = parts * of_rows + flash_bytes(s, rows, buffers=2, is_cast=True)
+    return (3 + parts) * of_rows + 2 * of_keys + max(in_kernel, joined)
+
+
+def _shares_key_heads(s: TensorSizes) -> bool:
+    """Return whether several query heads share a key head."""
+    return s.model.num_heads > s.model.kv_heads
+
+
+def _fp32_key_row_bytes(s: TensorSizes) -> int:
+    """Return the bytes of k, or v, of one token in the key heads of one device, in fp32."""
+    return s.key_row_bytes // s.element_bytes * ACCUMULATION_BYTES
 
 
 def _scratch(s: TensorSizes, rows: int, keys: int) -> int:

@@ -104,9 +104,16 @@ def key_parts(s: TensorSizes) -> int:
     return s.threads // gcd(s.model.kv_heads, s.threads) if s.threads else 1
 
 
-def flash_bytes(s: TensorSizes, rows: int, *, buffers: int) -> int:
-    """Return the scratch of torch's CPU flash kernels: ``buffers`` tiles of scores per thread."""
-    widths = ACCUMULATION_BYTES + (s.element_bytes if s.is_half else 0)
+def flash_bytes(s: TensorSizes, rows: int, *, buffers: int, is_cast: bool = False) -> int:
+    """Return the scratch of torch's CPU flash kernels: ``buffers`` tiles of scores per thread.
+
+    Args:
+        s: Sizes of the subsequence.
+        rows: Queries of the call.
+        buffers: Tiles of each thread.
+        is_cast: Whether the operands of the call are cast to fp32.
+    """
+    widths = ACCUMULATION_BYTES + (s.element_bytes if s.is_half and not is_cast else 0)
     return s.threads * buffers * _flash_rows(rows) * _FLASH_KEYS * widths
 
 

@@ -91,11 +91,6 @@ class TensorSizes:
         return heads * self.model.head_dim * self.element_bytes
 
     @property
-    def cast_key_bytes(self) -> int:
-        """Bytes of k, or v, in fp32."""
-        return self.pooled(self.tokens * self._key_width * ACCUMULATION_BYTES)
-
-    @property
     def lse_bytes(self) -> int:
         """Bytes of lse, or of another tensor with one fp32 number per row and head."""
         return self.pooled(self.tokens * self.model.num_heads * ACCUMULATION_BYTES)

@@ -135,6 +135,23 @@ def test_it_is_what_the_allocator_hands_out(shape, dtype, policy):
 
 
 @pytest.mark.parametrize(
+    ("shape", "lengths"), [("gpt", (512, 1024)), ("gpt", (2304,)), ("one key head", (2304,))]
+)
+def test_a_cpu_without_products_in_half_precision(monkeypatch, shape, lengths):
+    for module in (half_products, cpu_flash):
+        monkeypatch.setattr(module, "cpu_multiplies", lambda dtype: dtype is torch.float32)
+    case = {"dtype": "bf16", "policy": "retain", "lengths": lengths, "input_every": 1}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        seen = measured(model_of(shape), **case)
+    finally:
+        torch.set_num_threads(threads)
+    moment = predicted(model_of(shape), **case)
+    assert seen == pytest.approx(moment.live_bytes, rel=0.03, abs=THREADS_BYTES), moment
+
+
+@pytest.mark.parametrize(
     ("lengths", "policy", "input_every"),
     [((3072, 512), "retain", 1), ((1024,) * 2, "keep_attention", 2), ((2500, 600), "recompute", 1)],
 )

@@ -8,6 +8,7 @@ import torch
 from sppo.config.model import ModelConfig
 from sppo.engine.engine import Engine
 from sppo.engine.unit import SequenceData
+from sppo.kernels.attention import cpu_flash
 from sppo.kernels.attention.cpu_flash import HALF_BACKWARD_TOKENS, CpuFlash
 from sppo.kernels.attention.kernel import BlockAttention
 from sppo.kernels.attention.torch_blocks import TorchBlocks
@@ -28,9 +29,11 @@ def gradients(kernel, q, k, v, do, *, window, starts):
     return dq, dk, dv
 
 
+@pytest.mark.parametrize("multiplies", [True, False])
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("group", [1, 4])
-def test_gradients_of_odd_shapes_in_bf16(window, group):
+def test_gradients_of_odd_shapes_in_bf16(monkeypatch, window, group, multiplies):
+    monkeypatch.setattr(cpu_flash, "cpu_multiplies", lambda _dtype: multiplies)
     torch.manual_seed(0)
     queries, keys = 2 * HALF_BACKWARD_TOKENS + 37, 5 * HALF_BACKWARD_TOKENS + 11
     q, do = (torch.randn(queries, 2 * group, 64, dtype=torch.bfloat16) for _ in range(2))
