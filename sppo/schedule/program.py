@@ -19,6 +19,7 @@ import gc
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +30,8 @@ from sppo.schedule.checks.validate import validate, validate_rules
 from sppo.schedule.costs import CopyEngines, Costs, abstract_costs, with_offload
 from sppo.schedule.generate import generate
 from sppo.schedule.orders.rank_orders import ForwardsBeforeBackward
-from sppo.schedule.transfers.communication import place_messages
+from sppo.schedule.simulation.whole_units import runs_whole_units, whole_unit_ends
+from sppo.schedule.transfers.communication import EndsOf, place_messages
 from sppo.schedule.transfers.copies import place_copies
 from sppo.schedule.transfers.kv_placement import place_kv
 from sppo.schedule.transfers.state_streaming import place_state
@@ -97,7 +99,18 @@ def step_program(
         )
     if not messages:
         return _with_copies(schedule, costs=costs, prefetch=prefetch)
-    return lower(schedule, costs=costs, prefetch=prefetch)
+    ends_of = None
+    in_plain_order = warmup_per_hop == prefetch == 1 and not forward_only
+    if in_plain_order and runs_whole_units(name, costs=costs):
+        ends_of = partial(
+            whole_unit_ends,
+            name,
+            num_ranks=num_ranks,
+            num_virtual=num_virtual,
+            lengths=lengths,
+            forwards_before_backward=forwards_before_backward,
+        )
+    return lower(schedule, costs=costs, prefetch=prefetch, ends_of=ends_of)
 
 
 @contextmanager
@@ -115,7 +128,9 @@ def _gc_disabled() -> Iterator[None]:
             gc.enable()
 
 
-def lower(schedule: Schedule, *, costs: Costs, prefetch: int = 1) -> Schedule:
+def lower(
+    schedule: Schedule, *, costs: Costs, prefetch: int = 1, ends_of: EndsOf | None = None
+) -> Schedule:
     """Return `schedule` with its copies and messages, checked.
 
     Args:
@@ -125,6 +140,8 @@ def lower(schedule: Schedule, *, costs: Costs, prefetch: int = 1) -> Schedule:
             `streamed_gradient_bytes`; K and V with `kv_recompute_s` are recomputed. The times
             decide the order of messages.
         prefetch: How many backwards ahead a unit may come back from the next tier.
+        ends_of: Function that simulates the compute of the schedule, see
+            :func:`sppo.schedule.transfers.communication.place_messages`.
 
     Raises:
         ScheduleError: The schedule breaks a rule.
@@ -133,15 +150,18 @@ def lower(schedule: Schedule, *, costs: Costs, prefetch: int = 1) -> Schedule:
     with _gc_disabled():
         # Messages are placed by simulated time, which does not exist for compute in a cycle.
         validate_rules(schedule)
-        return with_messages(_with_copies(schedule, costs=costs, prefetch=prefetch), costs=costs)
+        copied = _with_copies(schedule, costs=costs, prefetch=prefetch)
+        return with_messages(copied, costs=costs, ends_of=ends_of)
 
 
-def with_messages(schedule: Schedule, *, costs: Costs) -> Schedule:
+def with_messages(schedule: Schedule, *, costs: Costs, ends_of: EndsOf | None = None) -> Schedule:
     """Return `schedule`, which already has its copies, with its messages, checked.
 
     Args:
         schedule: Schedule without messages.
         costs: Costs of the actions; their times decide the order of messages.
+        ends_of: Function that simulates the compute of the schedule, see
+            :func:`sppo.schedule.transfers.communication.place_messages`.
 
     Raises:
         ScheduleError: The schedule breaks a rule.
@@ -151,7 +171,7 @@ def with_messages(schedule: Schedule, *, costs: Costs) -> Schedule:
         validate(schedule)
         return schedule
     with _gc_disabled():
-        schedule = place_messages(schedule, costs=costs)
+        schedule = place_messages(schedule, costs=costs, ends_of=ends_of)
         check_deadlock_free(schedule, programs=validate_rules(schedule))
     return schedule
 

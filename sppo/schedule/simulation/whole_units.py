@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from sppo.schedule.costs import Costs, Link, Table
 from sppo.schedule.encoding import B, F, W
@@ -47,13 +48,66 @@ def simulate_whole_units(
         ValueError: A request that the schedule cannot serve.
         DeadlockError: Ranks that would wait for each other.
     """
-    assert costs.layer_copies, "copies of whole units are simulated by schedule.simulate"
-    assert not costs.kv_offload_bytes.any(), "and so are copies of K and V"
-    assert not costs.kv_recompute_s.any(), "and their recomputation"
-    assert not costs.streamed_weight_bytes.any(), "and copies of weights"
-    assert not costs.streamed_gradient_bytes.any(), "and of gradients"
-    counts = [len(sequence) for sequence in lengths]
-    offsets = np.concatenate([[0], np.cumsum(counts[:-1])]).astype(np.int64)
+    ranks = _played_ranks(
+        name,
+        num_ranks=num_ranks,
+        lengths=lengths,
+        costs=costs,
+        num_virtual=num_virtual,
+        forwards_before_backward=forwards_before_backward,
+    )
+    step_s = max(rank.last_s for rank in ranks)
+    idle = [[rank.bubble_s + step_s - rank.free_s, rank.message_s, rank.copy_s] for rank in ranks]
+    offsets = _offsets(lengths)
+    held = [_held_bytes(rank, costs=costs, offsets=offsets) for rank in ranks]
+    return SimulatedStep(step_s, np.array(idle), np.array(held))
+
+
+def whole_unit_ends(
+    name: str,
+    *,
+    num_ranks: int,
+    lengths: Sequence[Sequence[int]],
+    costs: Costs,
+    num_virtual: int = 1,
+    forwards_before_backward: ForwardsBeforeBackward = (),
+) -> list[list[float]]:
+    """Return when the compute actions of each rank end, in seconds, in the order of its program.
+
+    Takes the arguments of :func:`simulate_whole_units`, and raises its errors.
+    """
+    ranks = _played_ranks(
+        name,
+        num_ranks=num_ranks,
+        lengths=lengths,
+        costs=costs,
+        num_virtual=num_virtual,
+        forwards_before_backward=forwards_before_backward,
+    )
+    return [rank.ends_s for rank in ranks]
+
+
+def runs_whole_units(name: str, *, costs: Costs) -> bool:
+    """Return whether a step of a schedule can be simulated by this module.
+
+    It cannot if units are cut (MSP), if copies do not flow layer by layer, or if K and V are
+    recomputed, or copied, or weights or gradients are copied.
+    """
+    return name != "sppo_msp" and bool(costs.layer_copies) and not costs.copies_stages
+
+
+def _played_ranks(
+    name: str,
+    *,
+    num_ranks: int,
+    lengths: Sequence[Sequence[int]],
+    costs: Costs,
+    num_virtual: int,
+    forwards_before_backward: ForwardsBeforeBackward,
+) -> list[_Rank]:
+    """Return the ranks of a step after its simulation; see :func:`simulate_whole_units`."""
+    assert runs_whole_units(name, costs=costs), "this step is simulated by schedule.simulate"
+    offsets = _offsets(lengths).tolist()
     inbox = [_Inbox(costs.num_units) for _ in range(num_ranks * num_virtual)]
     ranks: list[_Rank] = []
     before = None
@@ -65,15 +119,17 @@ def simulate_whole_units(
         forwards_before_backward=forwards_before_backward,
     )
     for place, order in enumerate(orders):
-        compute = ranks[-1].order if order is before else _compute(order, offsets.tolist())
+        compute = ranks[-1].order if order is before else _compute(order, offsets)
         stages = range(place, num_ranks * num_virtual, num_ranks)
         ranks.append(_Rank(stages, compute, costs=costs, inbox=inbox))
         before = order
     _play(ranks)
-    step_s = max(rank.last_s for rank in ranks)
-    idle = [[rank.bubble_s + step_s - rank.free_s, rank.message_s, rank.copy_s] for rank in ranks]
-    held = [_held_bytes(rank, costs=costs, offsets=offsets) for rank in ranks]
-    return SimulatedStep(step_s, np.array(idle), np.array(held))
+    return ranks
+
+
+def _offsets(lengths: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
+    """Return the index of each sequence's first unit, units numbered over all sequences."""
+    return np.cumsum([0, *map(len, lengths)], dtype=np.int64)[:-1]
 
 
 class _Compute(NamedTuple):
@@ -138,6 +194,7 @@ class _Rank:
             for stage in stages
         ]
         self.free_s = self._last_return_s = 0.0
+        self.ends_s: list[float] = []
         self.bubble_s = self.message_s = self.copy_s = 0.0
         rank, num_ranks = stages.start, stages.step
         self._wires = {
@@ -175,6 +232,7 @@ class _Rank:
                 while stage.activations[unit] < 0:
                     yield code, place, unit
                 self._forward(stage, unit, stage.activations[unit])
+                self.ends_s.append(self.free_s)
                 continue
             if code == B:
                 while stage.gradients[unit] < 0:
@@ -184,6 +242,7 @@ class _Rank:
                 first_backward, room_s = False, begun_s
             else:
                 self.free_s += stage.weight_s[unit]
+            self.ends_s.append(self.free_s)
             stage.left -= 1
             if not stage.left:
                 self._reducing_s = stage.reduce_s
@@ -297,7 +356,7 @@ def _play(ranks: Sequence[_Rank]) -> None:
             )
 
 
-def _held_bytes(rank: _Rank, *, costs: Costs, offsets: np.typing.NDArray[np.int64]) -> float:
+def _held_bytes(rank: _Rank, *, costs: Costs, offsets: npt.NDArray[np.int64]) -> float:
     """Return the peak bytes that the units of a rank hold, from the order of its compute alone."""
     own = list(rank.stages)
     codes, virtual, units = (np.array(column) for column in rank.order)

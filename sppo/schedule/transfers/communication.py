@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -30,6 +30,13 @@ _WIRES: Mapping[ActionKind, tuple[Wire, int, int]] = {
 """Messages with the results of compute: the wire, the opcode of the SEND, and the step from the
 producing to the consuming stage."""
 _MESSAGES = (encoding.SEND_ACT, encoding.SEND_GRAD, encoding.RECV_ACT, encoding.RECV_GRAD)
+
+
+class EndsOf(Protocol):
+    """Simulation of a schedule with some costs."""
+
+    def __call__(self, *, costs: Costs) -> Sequence[Sequence[float]]:
+        """Return when each compute action of each rank ends, in the order of its program."""
 
 
 class Message(NamedTuple):
@@ -91,7 +98,9 @@ def message_map(schedule: Schedule, *, programs: Sequence[EncodedProgram]) -> Me
     return MessageMap(schedule, rank_of, groups, msp_routes(schedule, groups=groups))
 
 
-def place_messages(schedule: Schedule, *, costs: Costs | None = None) -> Schedule:
+def place_messages(
+    schedule: Schedule, *, costs: Costs | None = None, ends_of: EndsOf | None = None
+) -> Schedule:
     """Return `schedule` with a SEND and a RECV for every tensor that crosses ranks.
 
     Each RECV is placed at the moment of its SEND, in one global order of simulated time.
@@ -100,6 +109,8 @@ def place_messages(schedule: Schedule, *, costs: Costs | None = None) -> Schedul
         schedule: A valid schedule without messages.
         costs: Costs with which the order is simulated, the same on every rank; unit costs if not
             given.
+        ends_of: Function that simulates the schedule faster than its program, with the same
+            result; None simulates the program.
 
     Raises:
         ValueError: A schedule that has messages already, or whose order has a cycle (a
@@ -113,7 +124,7 @@ def place_messages(schedule: Schedule, *, costs: Costs | None = None) -> Schedul
     messages = message_map(schedule, programs=encoded)
     placed: list[list[Action]] = [[] for _ in encoded]
     taken = [0] * schedule.num_ranks
-    for rank, index in _in_time_order(schedule, programs=encoded, costs=costs):
+    for rank, index in _in_time_order(schedule, programs=encoded, costs=costs, ends_of=ends_of):
         if index < taken[rank]:
             continue  # shard already placed with the first shard of its MSP group
         action = schedule.programs[rank][index]
@@ -139,7 +150,11 @@ def _next_compute(program: Sequence[Action], begin: int) -> int:
 
 
 def _in_time_order(
-    schedule: Schedule, *, programs: Sequence[EncodedProgram], costs: Costs | None
+    schedule: Schedule,
+    *,
+    programs: Sequence[EncodedProgram],
+    costs: Costs | None,
+    ends_of: EndsOf | None,
 ) -> Iterator[tuple[int, int]]:
     """Yield (rank, position) of every compute action by simulated completion, ties by rank.
 
@@ -159,13 +174,13 @@ def _in_time_order(
         backward_s=np.maximum(costs.backward_s, least),
         weight_s=np.maximum(costs.weight_s, least),
     )
-    clock = run_clock(schedule, programs=programs, costs=costs)
-    times, ranks, indices = [], [], []
-    for rank, program in enumerate(programs):
-        which = np.flatnonzero(program.codes < encoding.NUM_COMPUTE)
-        times.append(np.array(clock.finishes_s[rank])[which])
-        ranks.append(np.full(which.shape, rank))
-        indices.append(which)
+    indices = [np.flatnonzero(program.codes < encoding.NUM_COMPUTE) for program in programs]
+    if ends_of is None:
+        clock = run_clock(schedule, programs=programs, costs=costs)
+        times = [np.array(own)[at] for own, at in zip(clock.finishes_s, indices, strict=True)]
+    else:
+        times = [np.array(own) for own in ends_of(costs=costs)]
+    ranks = [np.full(at.shape, rank) for rank, at in enumerate(indices)]
     all_ranks, all_indices = np.concatenate(ranks), np.concatenate(indices)
     order = np.lexsort((all_indices, all_ranks, np.concatenate(times)))
     yield from zip(all_ranks[order].tolist(), all_indices[order].tolist(), strict=True)

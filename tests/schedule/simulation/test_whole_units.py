@@ -8,13 +8,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sppo.schedule.costs import CopyEngines, Costs, LayerCopies, Link, Links
+from sppo.schedule.encoding import NUM_COMPUTE, encode
 from sppo.schedule.orders.names import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
 from sppo.schedule.program import step_program
 from sppo.schedule.simulation import whole_units
-from sppo.schedule.simulation.event_loop import DeadlockError
+from sppo.schedule.simulation.event_loop import DeadlockError, run_clock
 from sppo.schedule.simulation.simulate import simulate
 from sppo.schedule.simulation.simulated_step import simulated_step
-from sppo.schedule.simulation.whole_units import simulate_whole_units
+from sppo.schedule.simulation.whole_units import simulate_whole_units, whole_unit_ends
+from sppo.schedule.transfers.communication import place_messages
 from tests.tiers import examples
 
 SCHEDULES = (
@@ -100,6 +102,15 @@ def test_a_step_is_that_of_its_program(schedule, ranks, virtual, counts, copies,
     assert found.held_bytes == pytest.approx(expected.held_bytes, rel=1e-12)
     assert found.bubble_fraction == pytest.approx(expected.bubble_fraction, abs=1e-12)
     assert found.exposed_copy_s == pytest.approx(expected.exposed_copy_s, abs=1e-9)
+    unsent = step_program(schedule, **shape, costs=costs, messages=False)
+    programs = encode(unsent)
+    clock = run_clock(unsent, programs=programs, costs=costs)
+    ends = [
+        np.array(finishes)[program.codes < NUM_COMPUTE].tolist()
+        for finishes, program in zip(clock.finishes_s, programs, strict=True)
+    ]
+    assert whole_unit_ends(schedule, **shape, costs=costs) == ends
+    assert place_messages(unsent, costs=costs) == program
 
 
 def test_ranks_that_wait_for_each_other_are_named(monkeypatch):
