@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, tee
 from typing import Literal
 
 import numpy as np
 
 from sppo.activations.hybrid import choices
-from sppo.activations.placement import ActivationPlacement
+from sppo.activations.placement import ActivationPlacement, Counts
 from sppo.activations.policy import POLICIES, decide, decide_ratio, seconds_added
 from sppo.activations.policy_inputs import PolicyInputs
 from sppo.cost.candidate import Candidate
@@ -383,21 +383,33 @@ def _evaluate_whole_units(
         first_that_fits: Whether any placement that fits will do, rather than the fastest.
     """
     units, states = UnitsInFlight(candidate), memory_without_activations(candidate)
-    lengths = np.array(candidate.lengths, dtype=np.float64)
-    tokens = np.tile(lengths, (candidate.num_stages, 1))
-    # A unit that is not held at that moment is held at another.
-    in_flight = np.maximum(units.counts(tokens), 1)
+    in_flight = _most_tokens_in_flight(candidate, units)
     for _ in range(_ATTEMPTS):
         inputs = policy_inputs(
             candidate, seconds=seconds, in_flight=in_flight, units=units, states=states
         )
         choice = _PlacementChoice(candidate, seconds, inputs, units, states)
         found = choice.first_that_fits() if first_that_fits else choice.fastest()
+        if found.shortfall is None or candidate.sequences == 1:
+            break
         worst = units.counts(_retained_bytes(found))
-        if found.shortfall is None or (worst <= in_flight).all():
+        if (worst <= in_flight).all():
             break
         in_flight = np.maximum(in_flight, worst)
     return found
+
+
+def _most_tokens_in_flight(candidate: Candidate, units: UnitsInFlight) -> Counts:
+    """Return how often each unit is held when a rank holds most tokens, at least 1, [stages, N].
+
+    A unit that is not held at that moment is held at another; of a single sequence, each is held
+    at most once.
+    """
+    shape = candidate.num_stages, len(candidate.lengths)
+    if candidate.sequences == 1:
+        return np.ones(shape, dtype=np.int64)
+    tokens = np.broadcast_to(np.array(candidate.lengths, dtype=np.float64), shape)
+    return np.maximum(units.counts(tokens), 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -422,7 +434,7 @@ class _PlacementChoice:
         """Return the fastest placement that fits; if none fits, the one that lacks least memory."""
         if (free := self._retaining()) is not None:
             return free
-        possible = self._possible()
+        possible = [*self._possible()]
         if (free := self._hiding(possible)) is not None:
             return free
         possible += self._of_other_policies()
@@ -434,8 +446,8 @@ class _PlacementChoice:
         """Return any placement that fits; if none fits, the one that lacks least memory."""
         if (free := self._retaining() or self._recomputing()) is not None:
             return free
-        possible = self._possible()
-        found = self._first(possible)
+        tried, possible = tee(self._possible())
+        found = self._first(tried)
         if found.shortfall is None:
             return found
         return self._hiding(possible) or self._first([found.prices, *self._of_other_policies()])
@@ -486,8 +498,8 @@ class _PlacementChoice:
                 return found[-1]
         return min(found, key=lambda one: one.short_bytes)
 
-    def _possible(self) -> list[StepPrices]:
-        return [*map(self._priced, _placements(self.candidate, self.inputs))]
+    def _possible(self) -> Iterator[StepPrices]:
+        return map(self._priced, _placements(self.candidate, self.inputs))
 
     def _of_other_policies(self) -> list[StepPrices]:
         """Return the placements of the other policies if the policy is free to choose them.
@@ -514,10 +526,7 @@ class _PlacementChoice:
 
 
 def _retained_bytes(evaluated: EvaluatedCandidate) -> Table:
-    placement = evaluated.placement
-    return placed_bytes(
-        placement.retained, recomputed=placement.recomputed, candidate=evaluated.candidate
-    )
+    return placed_bytes(evaluated.placement, "retained", candidate=evaluated.candidate)
 
 
 def _placements(candidate: Candidate, inputs: PolicyInputs) -> Iterable[ActivationPlacement]:
