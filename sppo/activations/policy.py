@@ -22,7 +22,12 @@ from collections.abc import Mapping
 import numpy as np
 
 from sppo.activations.hybrid import choices
-from sppo.activations.placement import ActivationPlacement, prefix_rows, saved_bytes
+from sppo.activations.placement import (
+    ActivationPlacement,
+    alike_stages,
+    prefix_rows,
+    saved_bytes,
+)
 from sppo.activations.policy_inputs import PolicyInputs
 from sppo.activations.subsequence_placement import PlacementOf, SubsequencePlacement
 from sppo.activations.tensor_classes import (
@@ -190,13 +195,18 @@ def _hideable(inputs: PolicyInputs) -> Table:
 def _offloaded_bytes(inputs: PolicyInputs, wanted: Table) -> ActivationPlacement:
     """Offload ``wanted`` bytes of each subsequence, most valuable class first; retain the rest."""
     everything = _whole(inputs, offloaded=(), retained=(X_IN, ATTENTION, LINEAR))
-    offloaded = prefix_rows(
-        wanted,
+    alike = alike_stages(wanted, inputs.row_bytes)
+    firsts = [*dict.fromkeys(alike)]
+    rows = prefix_rows(
+        wanted[firsts],
         tokens=inputs.tokens,
-        row_bytes=inputs.row_bytes,
+        row_bytes=inputs.row_bytes[firsts],
         allow_partial=inputs.allow_partial,
     )
-    return ActivationPlacement(everything.retained - offloaded, offloaded, everything.recomputed)
+    offloaded = rows[[firsts.index(stage) for stage in alike]]
+    return ActivationPlacement(
+        everything.retained - offloaded, offloaded, everything.recomputed, known_alike=alike
+    )
 
 
 def seconds_added(placement: ActivationPlacement, inputs: PolicyInputs) -> float:

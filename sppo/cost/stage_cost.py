@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import permutations
 from math import inf, prod
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from sppo.activations.activation_layout import (
 from sppo.activations.placement import ActivationPlacement, Counts, saved_bytes
 from sppo.activations.tensor_classes import (
     ATTENTION,
+    CLASSES,
     LINEAR,
     X_IN,
     class_bytes_per_token,
@@ -161,21 +162,21 @@ def stage_costs(
     """
     workload = candidate.workload
     units, lengths = seconds.units, np.array(candidate.lengths * candidate.sequences)
-    rows = _unit_rows(candidate, placement)
+    placed = placement or _everything_retained(candidate)
     layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)[:, None]
     link_weights = _streamed_parameters(candidate)
     slope_linear, slope_quadratic = partition_costs(workload.model)
     kv_bytes, kv_gradient_bytes = kv_bytes_per_token(workload)
     streamed_weights, streamed_gradients = streamed_bytes(candidate)
     retained, offloaded = (
-        placed_bytes(table, recomputed=rows.recomputed, candidate=candidate)
-        for table in (rows.retained, rows.offloaded)
+        _of_units(placed_bytes(placed, name, candidate=candidate), candidate.sequences)
+        for name in ("retained", "offloaded")
     )
     kv_offloaded = _of_units(kv_offload_bytes(candidate), candidate.sequences)
     copied = offloaded + kv_offloaded
     disturbed_s = copied * workload.hardware.node.copy_compute_s_per_byte
     carried_s = message_seconds(candidate)
-    recomputed_s = _recompute_seconds(candidate, units=units, recomputed=rows.recomputed)
+    recomputed_s = _recompute_seconds(candidate, placed, units=units)
     return Costs(
         forward_s=units.forward + disturbed_s + carried_s,
         backward_s=units.backward + disturbed_s + carried_s + recomputed_s,
@@ -205,20 +206,23 @@ def stage_costs(
     )
 
 
-def _recompute_seconds(candidate: Candidate, *, units: LayerSeconds, recomputed: Counts) -> Table:
+def _recompute_seconds(
+    candidate: Candidate, placement: ActivationPlacement, *, units: LayerSeconds
+) -> Table:
     """Return the seconds of recomputation in backward, [stages, units].
 
     Args:
         candidate: Candidate that the units belong to.
+        placement: Placement of the candidate's activations.
         units: Seconds of the candidate's units.
-        recomputed: Recomputed rows of each tensor class, [stages, units, 3].
     """
-    lengths = np.array(candidate.lengths * candidate.sequences)
-    share = recomputed / lengths[None, :, None]
-    seconds: Table = (
-        units.linear_recompute * (share[:, :, LINEAR] + _input_recompute_fraction(candidate))
-        + units.attention_recompute * share[:, :, ATTENTION]
+    firsts, kinds = _distinct_stages(candidate, placement)
+    share = placement.recomputed[firsts] / np.array(candidate.lengths)[None, :, None]
+    linear = share[:, :, LINEAR] + _input_recompute_fraction(candidate)[firsts]
+    of_linear, of_attention = (
+        _of_units(table[kinds], candidate.sequences) for table in (linear, share[:, :, ATTENTION])
     )
+    seconds: Table = units.linear_recompute * of_linear + units.attention_recompute * of_attention
     return seconds
 
 
@@ -266,23 +270,46 @@ def shared_input_bytes_of(candidate: Candidate) -> Table:
     return sharing * float(classes[X_IN]) / workload.sequence_parallel_degree
 
 
-def placed_bytes(rows: Counts, *, recomputed: Counts, candidate: Candidate) -> Table:
-    """Return the bytes of some rows of each unit on one device, in all layers of a stage.
+def placed_bytes(
+    placement: ActivationPlacement,
+    name: Literal["retained", "offloaded"],
+    *,
+    candidate: Candidate,
+) -> Table:
+    """Return the bytes of retained or offloaded rows of each subsequence in all layers of a stage.
 
     Args:
-        rows: Rows of each tensor class, [stages, units, 3].
-        recomputed: Rows of the same units that backward recomputes, [stages, units, 3].
-        candidate: Candidate that the units belong to.
+        placement: Placement of the candidate's activations.
+        name: Which rows.
+        candidate: Candidate that the subsequences belong to.
 
     Returns:
-        Bytes, [stages, units].
+        Bytes on one device, [stages, subsequences].
     """
+    firsts, kinds = _distinct_stages(candidate, placement)
+    rows: Counts = getattr(placement, name)
     return saved_bytes(
-        rows,
-        recomputed=recomputed,
-        row_bytes=row_bytes_of(candidate),
-        shared_input_bytes=shared_input_bytes_of(candidate),
-    )
+        rows[firsts],
+        recomputed=placement.recomputed[firsts],
+        row_bytes=row_bytes_of(candidate)[firsts],
+        shared_input_bytes=shared_input_bytes_of(candidate)[firsts],
+    )[kinds]
+
+
+def _distinct_stages(
+    candidate: Candidate, placement: ActivationPlacement
+) -> tuple[list[int], list[int]]:
+    """Return the first stage of each kind, and the kind of each stage.
+
+    Stages of a kind have the same number of layers and the same rows in the placement.
+    """
+    found: dict[tuple[int, int], int] = {}
+    first_of = [
+        found.setdefault((len(layers), alike), stage)
+        for stage, (layers, alike) in enumerate(zip(candidate.stages, placement.alike, strict=True))
+    ]
+    kinds = {first: kind for kind, first in enumerate(found.values())}
+    return [*kinds], [kinds[first] for first in first_of]
 
 
 def copy_bytes_per_s(candidate: Candidate) -> tuple[float, float]:
@@ -491,18 +518,14 @@ def pipeline_links(candidate: Candidate) -> Links:
     return Links(outside, between, _MOST_RANGES.get(hardware.device.kind, inf))
 
 
-def _unit_rows(candidate: Candidate, placement: ActivationPlacement | None) -> ActivationPlacement:
-    """Return the rows of each unit, [stages, units, 3], from a placement by subsequence.
-
-    None as placement retains everything.
-    """
-    if placement is None:
-        lengths = np.array(candidate.lengths)[None, :, None]
-        retained = np.tile(lengths, (len(candidate.stages), 1, 3))
-        nothing = np.zeros_like(retained)
-        placement = ActivationPlacement(retained, nothing, nothing)
-    tables = (placement.retained, placement.offloaded, placement.recomputed)
-    return ActivationPlacement(*(_of_units(table, candidate.sequences) for table in tables))
+def _everything_retained(candidate: Candidate) -> ActivationPlacement:
+    """Return the placement that retains all rows, on every stage."""
+    stages, count = len(candidate.stages), len(candidate.lengths)
+    tokens = np.array(candidate.lengths)[None, :, None]
+    retained, nothing = (
+        np.broadcast_to(rows, (stages, count, len(CLASSES))) for rows in (tokens, tokens * 0)
+    )
+    return ActivationPlacement(retained, nothing, nothing, known_alike=[0] * stages)
 
 
 def _of_units(table: _Values, sequences: int) -> _Values:

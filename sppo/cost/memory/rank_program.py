@@ -322,10 +322,7 @@ class RankProgram:
     @cached_property
     def _retained(self) -> Table:
         """Bytes of retained tensors of each unit, [stages, N]."""
-        placed = self._placement
-        return placed_bytes(
-            placed.retained, recomputed=placed.recomputed, candidate=self._candidate
-        )
+        return placed_bytes(self._placement, "retained", candidate=self._candidate)
 
     @property
     def _row_bytes(self) -> float:

@@ -20,7 +20,7 @@ from sppo.cost.kv import kv_bytes_per_token
 from sppo.cost.layer import ACCUMULATION_BYTES, Workload
 from sppo.cost.live_sets.working_set import forward_working_set, loss_working_set, most_working_set
 from sppo.cost.memory.process_growth import process_growth_bytes
-from sppo.cost.memory.unit_messages import sent_bytes
+from sppo.cost.memory.unit_messages import most_sent_bytes, sent_bytes
 from sppo.cost.memory.unit_working_sets import computing_bytes, loss_bytes
 from sppo.cost.memory.units_in_flight import KVTokens, UnitsInFlight
 from sppo.cost.parameters import num_parameters
@@ -162,7 +162,7 @@ def state_memory(candidate: Candidate, *, units: UnitsInFlight) -> tuple[StageMe
         of_ranks(candidate, of_stages(candidate)).tolist()
         for of_stages in (device_parameters, updated_parameters, _saved_parameters)
     )
-    sent = np.rint(most_of_ranks(candidate, sent_bytes(candidate).most)).astype(np.int64)
+    sent = np.rint(most_of_ranks(candidate, most_sent_bytes(candidate))).astype(np.int64)
     kv = (table.tolist() for table in _kv_bytes(candidate, units=units))
     held, layers = _held_elements(candidate), candidate.layers_of_ranks
     last = candidate.rank_of_stage(candidate.num_stages - 1)
@@ -326,15 +326,12 @@ def with_activations(
 
     Slots and the tier are not included: see :func:`sppo.cost.memory.copy_room.with_placement`.
     """
-    retained = placed_bytes(
-        placement.retained, recomputed=placement.recomputed, candidate=candidate
-    )
+    retained = placed_bytes(placement, "retained", candidate=candidate)
     deferred = weight_operand_bytes(candidate)
     computing, sent = computing_bytes(candidate, placement), sent_bytes(candidate)
     held = units.peak(retained, deferred=deferred)
-    most_computing, most_sent = (
-        most_of_ranks(candidate, running.most) for running in (computing, sent)
-    )
+    most_computing = most_of_ranks(candidate, computing.most)
+    most_sent = most_of_ranks(candidate, most_sent_bytes(candidate))
     counts_kv = bool(candidate.packed) and not candidate.keeps_a_stack
     at_once = held
     if candidate.keeps_a_stack:
@@ -418,10 +415,21 @@ def _kv_bytes(candidate: Candidate, *, units: UnitsInFlight) -> tuple[Table, Tab
 
 
 def _loss_gradient_bytes(candidate: Candidate, units: UnitsInFlight) -> int:
+    tokens = _most_tokens_on_last_stage(candidate, units)
+    tokens //= candidate.workload.sequence_parallel_degree
+    return tokens * candidate.workload.model.hidden_size * candidate.workload.element_bytes
+
+
+def _most_tokens_on_last_stage(candidate: Candidate, units: UnitsInFlight) -> int:
+    """Return the most tokens whose units the last stage holds at once.
+
+    A single sequence is held whole, as all its forwards precede its backwards there.
+    """
+    if candidate.sequences == 1 and not candidate.packed:
+        return sum(candidate.lengths)
     on_last_stage = np.zeros((candidate.num_stages, len(candidate.lengths)))
     on_last_stage[-1] = candidate.lengths
-    tokens = int(units.peak(on_last_stage)[-1]) // candidate.workload.sequence_parallel_degree
-    return tokens * candidate.workload.model.hidden_size * candidate.workload.element_bytes
+    return int(units.peak(on_last_stage)[-1])
 
 
 def _most_working_bytes(candidate: Candidate) -> int:

@@ -16,15 +16,34 @@ def sent_bytes(candidate: Candidate) -> Running:
     Messages go to and from neighbouring stages, exchanges stay in the sequence-parallel group, and
     units wait on a rank between two of its stages.
     """
+    forward = backward = _bytes_by_neighbours(candidate)[candidate.neighbours]
+    of_forward, of_backward = waiting_bytes(candidate)
+    if of_forward:
+        forward = forward.copy()
+    for table, waiting in ((forward, of_forward), (backward, of_backward)):
+        for stage, row in waiting.items():
+            table[stage] += row
+    return Running(forward, backward)
+
+
+def most_sent_bytes(candidate: Candidate) -> Table:
+    """Return the bytes of :func:`sent_bytes` of the unit that has the most on each stage."""
+    rows, neighbours = _bytes_by_neighbours(candidate), candidate.neighbours
+    most: Table = rows.max(axis=1)[neighbours]
+    for waiting in waiting_bytes(candidate):
+        for stage, row in waiting.items():
+            most[stage] = max(most[stage], (rows[neighbours[stage]] + row).max())
+    return most
+
+
+def _bytes_by_neighbours(candidate: Candidate) -> Table:
+    """Return the bytes of messages and exchanges of each unit, by neighbours of a stage, [3, N]."""
     workload = candidate.workload
     lengths = np.array(candidate.lengths, dtype=np.float64)
     row_bytes = 2 * workload.model.hidden_size * workload.element_bytes  # one message each way
-    sent = candidate.neighbours[:, None] * (
-        lengths // workload.sequence_parallel_degree * row_bytes
-    )
-    sent = sent + exchanged_bytes(candidate, lengths)
-    running = Running(sent, sent)
-    return running if candidate.virtual_stages == 1 else running + waiting_bytes(candidate)
+    sent = lengths // workload.sequence_parallel_degree * row_bytes
+    found: Table = np.arange(3)[:, None] * sent + exchanged_bytes(candidate, lengths)
+    return found
 
 
 def exchanged_bytes(candidate: Candidate, lengths: Table) -> Table:

@@ -143,6 +143,8 @@ class UnitsInFlight:
     @cached_property
     def sequences(self) -> Counts:
         """Most sequences of which each stage holds units at once, [stages]."""
+        if self.candidate.sequences == 1 and not self.candidate.packed:
+            return np.ones(self.candidate.num_stages, dtype=np.int64)
         if self._is_looped:
             return np.full(self.candidate.num_stages, self.group_sequences)
         if not self._is_overlapping:

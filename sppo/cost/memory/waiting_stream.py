@@ -8,45 +8,48 @@ rank of the first stage. Gradients wait in the same way on the rank of the last 
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
+
 import numpy as np
 
 from sppo.cost.candidate import Candidate
-from sppo.cost.memory.units_in_flight import Running, UnitsInFlight
+from sppo.cost.memory.units_in_flight import UnitsInFlight
+from sppo.schedule.costs import Table
 from sppo.schedule.orders.names import LOOPED
 from sppo.schedule.orders.steps import sequence_groups
 
 
-def waiting_bytes(candidate: Candidate) -> Running:
-    """Return an upper bound of the bytes that wait while each unit runs; 0 with one stage per rank.
+def waiting_bytes(candidate: Candidate) -> tuple[Mapping[int, Table], Mapping[int, Table]]:
+    """Return upper bounds of the bytes that wait while a unit runs its F, and its B, by stage.
 
-    The bound assumes that all units have arrived, which in a run depends on time. In the looped
+    The bounds, [N] each, are missing for stages beside which nothing waits, as with one stage per
+    rank. They assume that all units have arrived, which in a run depends on time. In the looped
     order no activation waits during backwards, and no gradient during forwards; in other orders
     both may. Waiting gradients of the looped order are not counted: each takes the place of its
     unit's gradient of the loss, which has a bucket. On a single pipeline rank, waiting activations
     are not counted either: their units have no gradient of the loss yet, and its bucket has room.
     """
-    shape = candidate.num_stages, len(candidate.lengths)
-    waiting = Running(np.zeros(shape), np.zeros(shape))
     if candidate.virtual_stages == 1:
-        return waiting
-    first, last = (
-        list(candidate.stages_of_rank(rank)) for rank in (0, candidate.pipeline_parallel_degree - 1)
-    )
-    tokens = _waiting_tokens(candidate)
-    if candidate.order == LOOPED:
-        if candidate.pipeline_parallel_degree > 1:
-            waiting.forward[first] = tokens
-    else:
-        for own in (first, last):
-            for table in (waiting.forward, waiting.backward):
-                table[own] += tokens.max()
+        return {}, {}
     workload = candidate.workload
     whole_row_bytes = workload.model.hidden_size * workload.element_bytes
     row_bytes = whole_row_bytes / workload.sequence_parallel_degree
-    return Running(waiting.forward * row_bytes, waiting.backward * row_bytes)
+    first, last = (
+        candidate.stages_of_rank(rank) for rank in (0, candidate.pipeline_parallel_degree - 1)
+    )
+    if candidate.order == LOOPED:
+        if candidate.pipeline_parallel_degree == 1:
+            return {}, {}
+        tokens = _waiting_tokens(candidate) * row_bytes
+        return dict(zip(first, tokens, strict=True)), {}
+    most = np.full(len(candidate.lengths), _waiting_tokens(candidate).max())
+    ends = Counter([*first, *last])
+    waiting = {stage: most * count * row_bytes for stage, count in ends.items()}
+    return waiting, waiting
 
 
-def _waiting_tokens(candidate: Candidate) -> np.typing.NDArray[np.float64]:
+def _waiting_tokens(candidate: Candidate) -> Table:
     """Return the tokens that wait while a unit runs on each stage of a rank, [virtual stages, N].
 
     Nothing waits before the first stage or after the last. If sequences are cut alike, the sequence

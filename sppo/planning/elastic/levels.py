@@ -344,10 +344,7 @@ def _level_choice(
     placements = tuple(_placed_alike(level, inputs) for level in levels)
     sent = sent_bytes(candidate)
     running = [computing_bytes(candidate, own) + sent for own in placements]
-    held = [
-        placed_bytes(own.retained, recomputed=own.recomputed, candidate=candidate)
-        for own in placements
-    ]
+    held = [placed_bytes(own, "retained", candidate=candidate) for own in placements]
     tier = np.stack([(own.offloaded @ inputs.row_bytes[:, :, None])[:, :, 0] for own in placements])
     tier *= inputs.sequences[:, None]
     share = np.divide(tier, inputs.tier_bytes[:, None], out=np.zeros_like(tier), where=tier > 0)

@@ -65,7 +65,7 @@ def heaviest_sample(packed: PackedSamples, evaluated: EvaluatedCandidate, *, ran
     """
     candidate, placement = evaluated.candidate, evaluated.placement
     own = rank_windows(candidate)[rank]
-    held = placed_bytes(placement.retained, recomputed=placement.recomputed, candidate=candidate)
+    held = placed_bytes(placement, "retained", candidate=candidate)
     of_units = held[own.stages, own.units]
     fullest = int(np.argmax(own.holds @ of_units + own.fixed_bytes))
     of_samples: defaultdict[int, float] = defaultdict(float)

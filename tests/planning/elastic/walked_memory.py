@@ -112,7 +112,7 @@ def walked_device_bytes(evaluated, schedule=None):
         schedule: program of the candidate; None generates it.
     """
     candidate, placement = evaluated.candidate, evaluated.placement
-    held = placed_bytes(placement.retained, recomputed=placement.recomputed, candidate=candidate)
+    held = placed_bytes(placement, "retained", candidate=candidate)
     computing, sent = computing_bytes(candidate, placement), sent_bytes(candidate)
     both = Running(computing.forward + sent.forward, computing.backward + sent.backward)
     peaks = walked_peaks(candidate, held, both, schedule)
