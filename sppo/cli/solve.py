@@ -140,9 +140,11 @@ def _improvements(solution: Solution) -> tuple[Improvement, ...]:
 def _write_plan(solution: Solution, output: Path) -> None:
     from sppo.planning.make_plan import make_plan
     from sppo.planning.plan import plan_json
+    from sppo.schedule.program import gc_disabled
 
     assert solution.best is not None, "only called with a plan to write"
-    write_json(output, plan_json(make_plan(solution.run, solution.best)))
+    with gc_disabled():
+        write_json(output, plan_json(make_plan(solution.run, solution.best)))
 
 
 def _print_solution(

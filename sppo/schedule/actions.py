@@ -108,11 +108,12 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         """Return program text: `0F2.1`, `0F2.1[1/3]`, `0SEND_ACT2.1`, `0REDUCE`, `0H2D_WEIGHTS`."""
-        wire = f"_{self.wire.upper()}" if self.wire else ""
-        if self.sequence is None:
-            return f"{self.stage}{self.kind}{wire}"
-        shard = f"[{self.shard}/{self.num_shards}]" if self.num_shards > 1 else ""
-        return f"{self.stage}{self.kind}{wire}{self.sequence}.{self.subsequence}{shard}"
+        kind, stage, sequence, subsequence, wire, shard, num_shards = self
+        of_wire = f"_{wire.upper()}" if wire else ""
+        if sequence is None:
+            return f"{stage}{kind}{of_wire}"
+        of_shard = f"[{shard}/{num_shards}]" if num_shards > 1 else ""
+        return f"{stage}{kind}{of_wire}{sequence}.{subsequence}{of_shard}"
 
 
 @dataclass(frozen=True, slots=True)

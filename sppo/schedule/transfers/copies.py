@@ -62,31 +62,33 @@ def _with_copies(
     offsets: Sequence[int],
     prefetch: int,
 ) -> tuple[Action, ...]:
-    forward_at: dict[tuple[int, tuple[int, int]], int] = {}
+    """Return a rank's program with a D2H after each offloaded F, and an H2D ahead of its B."""
+    forward_at: dict[tuple[int, int | None, int | None], int] = {}
     backwards: list[int] = []
-    computes: list[int] = []
+    last_compute = 0
     before: dict[int, list[Action]] = {}
     for index, action in enumerate(program):
-        if action.kind in (ActionKind.D2H, ActionKind.H2D):
-            raise ValueError(f"{action} is there already: place copies only once")
-        if action.kind is ActionKind.F:
-            forward_at[action.stage, action.unit] = index
-        elif action.kind is ActionKind.B and _leaves(action, offloaded, offsets):
-            own = forward_at[action.stage, action.unit]
-            # No backward precedes the first one; its copy starts at the compute before it.
-            place = backwards[-prefetch:][0] if backwards else computes[-1]
-            back = action._replace(kind=ActionKind.H2D)
-            before.setdefault(max(place, own + 1), []).append(back)
-        if action.kind is ActionKind.B:
+        kind, stage, sequence, subsequence, *_ = action
+        if kind is ActionKind.F:
+            forward_at[stage, sequence, subsequence] = index
+        elif kind is ActionKind.B:
+            if _leaves(action, offloaded, offsets):
+                own = forward_at[stage, sequence, subsequence]
+                # No backward precedes the first one; its copy starts at the compute before it.
+                place = backwards[-prefetch:][0] if backwards else last_compute
+                back = Action(ActionKind.H2D, *action[1:])
+                before.setdefault(max(place, own + 1), []).append(back)
             backwards.append(index)
-        if action.kind in (ActionKind.F, ActionKind.B, ActionKind.W):
-            computes.append(index)
+        elif kind in (ActionKind.D2H, ActionKind.H2D):
+            raise ValueError(f"{action} is there already: place copies only once")
+        if kind in (ActionKind.F, ActionKind.B, ActionKind.W):
+            last_compute = index
     placed: list[Action] = []
     for index, action in enumerate(program):
         placed.extend(before.get(index, ()))
         placed.append(action)
         if action.kind is ActionKind.F and _leaves(action, offloaded, offsets):
-            placed.append(action._replace(kind=ActionKind.D2H))
+            placed.append(Action(ActionKind.D2H, *action[1:]))
     return tuple(placed)
 
 
