@@ -18,6 +18,7 @@ from sppo.schedule.costs import Costs, Link, Table
 from sppo.schedule.encoding import B, F, W
 from sppo.schedule.orders.rank_orders import ForwardsBeforeBackward, RankOrder, rank_orders
 from sppo.schedule.simulation.event_loop import DeadlockError
+from sppo.schedule.simulation.lockstep import Compute, LockstepRanks, runs_in_lockstep
 from sppo.schedule.simulation.simulated_step import SimulatedStep
 
 _CODES = {"F": F, "B": B, "W": W}
@@ -48,7 +49,7 @@ def simulate_whole_units(
         ValueError: A request that the schedule cannot serve.
         DeadlockError: Ranks that would wait for each other.
     """
-    ranks = _played_ranks(
+    times = _played(
         name,
         num_ranks=num_ranks,
         lengths=lengths,
@@ -56,10 +57,16 @@ def simulate_whole_units(
         num_virtual=num_virtual,
         forwards_before_backward=forwards_before_backward,
     )
-    step_s = max(rank.last_s for rank in ranks)
-    idle = [[rank.bubble_s + step_s - rank.free_s, rank.message_s, rank.copy_s] for rank in ranks]
+    step_s = max(times.last_s)
+    idle = [
+        [bubble_s + step_s - free_s, message_s, copy_s]
+        for free_s, bubble_s, message_s, copy_s in zip(*times.clocks, strict=True)
+    ]
     offsets = _offsets(lengths)
-    held = [_held_bytes(rank, costs=costs, offsets=offsets) for rank in ranks]
+    held = [
+        _held_bytes(order, range(rank, costs.num_stages, num_ranks), costs=costs, offsets=offsets)
+        for rank, order in enumerate(times.orders)
+    ]
     return SimulatedStep(step_s, np.array(idle), np.array(held))
 
 
@@ -76,15 +83,14 @@ def whole_unit_ends(
 
     Takes the arguments of :func:`simulate_whole_units`, and raises its errors.
     """
-    ranks = _played_ranks(
+    return _played(
         name,
         num_ranks=num_ranks,
         lengths=lengths,
         costs=costs,
         num_virtual=num_virtual,
         forwards_before_backward=forwards_before_backward,
-    )
-    return [rank.ends_s for rank in ranks]
+    ).ends_s
 
 
 def runs_whole_units(name: str, *, costs: Costs) -> bool:
@@ -96,7 +102,24 @@ def runs_whole_units(name: str, *, costs: Costs) -> bool:
     return name != "sppo_msp" and bool(costs.layer_copies) and not costs.copies_stages
 
 
-def _played_ranks(
+class _Times(NamedTuple):
+    """Times of all ranks after a step.
+
+    Attributes:
+        orders: Compute of each rank.
+        ends_s: Ends of the compute of each rank.
+        last_s: End of the last action of each rank.
+        clocks: End of the last compute of each rank, and its waits for results of other ranks, for
+            messages and for copies.
+    """
+
+    orders: list[Compute]
+    ends_s: list[list[float]]
+    last_s: list[float]
+    clocks: list[list[float]]
+
+
+def _played(
     name: str,
     *,
     num_ranks: int,
@@ -104,40 +127,56 @@ def _played_ranks(
     costs: Costs,
     num_virtual: int,
     forwards_before_backward: ForwardsBeforeBackward,
-) -> list[_Rank]:
-    """Return the ranks of a step after its simulation; see :func:`simulate_whole_units`."""
+) -> _Times:
+    """Return the times of a step, see :func:`simulate_whole_units`."""
     assert runs_whole_units(name, costs=costs), "this step is simulated by schedule.simulate"
     offsets = _offsets(lengths).tolist()
-    inbox = [_Inbox(costs.num_units) for _ in range(num_ranks * num_virtual)]
-    ranks: list[_Rank] = []
+    orders: list[Compute] = []
     before = None
-    orders = rank_orders(
+    for order in rank_orders(
         name,
         num_ranks=num_ranks,
         lengths=lengths,
         num_virtual=num_virtual,
         forwards_before_backward=forwards_before_backward,
-    )
-    for place, order in enumerate(orders):
-        compute = ranks[-1].order if order is before else _compute(order, offsets)
-        stages = range(place, num_ranks * num_virtual, num_ranks)
-        ranks.append(_Rank(stages, compute, costs=costs, inbox=inbox))
+    ):
+        orders.append(orders[-1] if order == before else _compute(order, offsets))
         before = order
+    if len(set(map(id, orders))) == 1 and runs_in_lockstep(orders[0], num_ranks=num_ranks):
+        return _played_at_once(orders, costs=costs)
+    return _played_by_rank(orders, costs=costs)
+
+
+def _played_at_once(orders: list[Compute], *, costs: Costs) -> _Times:
+    """Return the times of a step whose ranks all have the same order."""
+    ranks = LockstepRanks(orders[0], num_ranks=len(orders), costs=costs)
+    clocks = [ranks.free_s, ranks.bubble_s, ranks.message_s, ranks.copy_s]
+    return _Times(
+        orders, ranks.ends_s.tolist(), ranks.last_s.tolist(), [clock.tolist() for clock in clocks]
+    )
+
+
+def _played_by_rank(orders: list[Compute], *, costs: Costs) -> _Times:
+    """Return the times of a step, played rank by rank."""
+    num_ranks = len(orders)
+    inbox = [_Inbox(costs.num_units) for _ in range(costs.num_stages)]
+    ranks = [
+        _Rank(range(rank, costs.num_stages, num_ranks), order, costs=costs, inbox=inbox)
+        for rank, order in enumerate(orders)
+    ]
     _play(ranks)
-    return ranks
+    clocks = [[rank.free_s, rank.bubble_s, rank.message_s, rank.copy_s] for rank in ranks]
+    return _Times(
+        orders,
+        [rank.ends_s for rank in ranks],
+        [rank.last_s for rank in ranks],
+        [*map(list, zip(*clocks, strict=True))],
+    )
 
 
 def _offsets(lengths: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
     """Return the index of each sequence's first unit, units numbered over all sequences."""
     return np.cumsum([0, *map(len, lengths)], dtype=np.int64)[:-1]
-
-
-class _Compute(NamedTuple):
-    """Compute of one rank in order: opcodes, virtual stages, units numbered over sequences."""
-
-    codes: list[int]
-    virtual: list[int]
-    units: list[int]
 
 
 class _Inbox:
@@ -186,7 +225,7 @@ class _Rank:
     """Clock of one rank; `run` yields while it waits for a result of a neighbour."""
 
     def __init__(
-        self, stages: range, order: _Compute, *, costs: Costs, inbox: Sequence[_Inbox]
+        self, stages: range, order: Compute, *, costs: Costs, inbox: Sequence[_Inbox]
     ) -> None:
         self.stages, self.order = stages, order
         self.virtual_stages = [
@@ -322,8 +361,8 @@ class _Wire:
         return self.last_s
 
 
-def _compute(order: RankOrder, offsets: list[int]) -> _Compute:
-    return _Compute(
+def _compute(order: RankOrder, offsets: list[int]) -> Compute:
+    return Compute(
         [_CODES[kind] for kind, _ in order],
         [virtual for _, (virtual, _) in order],
         [offsets[sequence] + subsequence for _, (_, (sequence, subsequence)) in order],
@@ -356,10 +395,12 @@ def _play(ranks: Sequence[_Rank]) -> None:
             )
 
 
-def _held_bytes(rank: _Rank, *, costs: Costs, offsets: npt.NDArray[np.int64]) -> float:
+def _held_bytes(
+    order: Compute, stages: range, *, costs: Costs, offsets: npt.NDArray[np.int64]
+) -> float:
     """Return the peak bytes that the units of a rank hold, from the order of its compute alone."""
-    own = list(rank.stages)
-    codes, virtual, units = (np.array(column) for column in rank.order)
+    own = list(stages)
+    codes, virtual, units = (np.array(column) for column in order)
     counts = np.diff(np.append(offsets, costs.num_units))
     is_first, is_last = np.zeros((2, costs.num_units), dtype=bool)
     is_first[offsets] = is_last[offsets + counts - 1] = True
