@@ -448,5 +448,7 @@ def _problem(inputs: PolicyInputs, stage: int) -> StageProblem:
 
 def _stacked(solved: Mapping[int, StageCounts], keys: Sequence[int]) -> ActivationPlacement:
     """Return the placement of all stages, [stages], from that of the first stage of each kind."""
-    of_stages = (np.stack([solved[key][table] for key in keys]) for table in range(3))
+    places = {key: place for place, key in enumerate(solved)}
+    index = [places[key] for key in keys]
+    of_stages = (np.stack(tables)[index] for tables in zip(*solved.values(), strict=True))
     return ActivationPlacement(*of_stages, known_alike=keys)

@@ -133,10 +133,17 @@ def prefix_rows(
         # With a tolerance, so that a whole class counts as whole in spite of rounding.
         whole = left >= whole_bytes * (1 - 1e-12)
         if allow_partial:
-            np.floor(left / (size * ROW_ALIGNMENT), out=rows, casting="unsafe", where=~whole)
-            rows *= ROW_ALIGNMENT
-        np.copyto(rows, tokens, where=whole)
-        left = np.where(whole, np.maximum(left - whole_bytes, 0.0), 0.0)
+            cut = np.minimum(left, whole_bytes)
+            cut /= size * ROW_ALIGNMENT
+            np.floor(cut, out=cut)
+            cut *= ROW_ALIGNMENT
+            np.copyto(cut, tokens, where=whole)
+            rows[...] = cut
+        else:
+            np.copyto(rows, tokens, where=whole)
+        left -= whole_bytes
+        np.maximum(left, 0.0, out=left)
+        left *= whole
         if not left.any():
             break
     return np.moveaxis(by_class, 0, -1)

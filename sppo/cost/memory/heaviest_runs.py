@@ -75,7 +75,7 @@ def _extreme_runs(
         prefixes: Tokens before each subsequence, up to the number that is read at once.
         kinds: Kind of each subsequence, see :func:`sppo.cost.memory.unit_runs.unit_kinds`.
     """
-    for kind in np.unique(kinds).tolist():
+    for kind in sorted(set(kinds.tolist())):
         which = np.flatnonzero(kinds == kind)
         behind, tokens = int(prefixes[which].max()), lengths[which]
         for extreme in {int(tokens.min()), int(tokens.max())}:
@@ -95,7 +95,7 @@ def _heaviest_runs(
         prefixes: Tokens before each subsequence, up to the number that is read at once.
         kinds: Kind of each subsequence, see :func:`sppo.cost.memory.unit_runs.unit_kinds`.
     """
-    for kind in np.unique(kinds).tolist():
+    for kind in sorted(set(kinds.tolist())):
         which = np.flatnonzero(kinds == kind)[::-1]
         behind, longest = prefixes[which], np.maximum.accumulate(lengths[which])
         # The running maximum at the last unit of a prefix includes all units of this prefix and of

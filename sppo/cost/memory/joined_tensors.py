@@ -46,7 +46,7 @@ def joined_bytes(placement: ActivationPlacement, shape: BlockLayout, *, stage: i
     kinds = np.hstack([is_cut, recomputes]) @ (1 << np.arange(2 * len(CLASSES)))
     lengths = placement.tokens
     found = np.zeros(len(lengths), dtype=np.int64)
-    for kind in np.unique(kinds[is_cut.any(axis=1)]):
+    for kind in sorted(set(kinds[is_cut.any(axis=1)].tolist())):
         index = int(np.argmax(np.where(kinds == kind, lengths, 0)))
         tokens = int(lengths[index])
         joined, completed = is_cut[index] & ~recomputes[index], is_cut[index] & recomputes[index]

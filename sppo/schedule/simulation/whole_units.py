@@ -9,6 +9,7 @@ result. :mod:`sppo.schedule.simulation.event_loop` lists the dependencies.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -62,12 +63,12 @@ def simulate_whole_units(
         [bubble_s + step_s - free_s, message_s, copy_s]
         for free_s, bubble_s, message_s, copy_s in zip(*times.clocks, strict=True)
     ]
-    offsets = _offsets(lengths)
+    offsets, stages = _offsets(lengths), np.arange(costs.num_stages).reshape(-1, num_ranks).T
     held = [
-        _held_bytes(order, range(rank, costs.num_stages, num_ranks), costs=costs, offsets=offsets)
-        for rank, order in enumerate(times.orders)
+        _held_bytes(times.orders[alike.start], stages[alike], costs=costs, offsets=offsets)
+        for alike in _ranks_of_one_order(times.orders)
     ]
-    return SimulatedStep(step_s, np.array(idle), np.array(held))
+    return SimulatedStep(step_s, np.array(idle), np.concatenate(held))
 
 
 def whole_unit_ends(
@@ -395,38 +396,60 @@ def _play(ranks: Sequence[_Rank]) -> None:
             )
 
 
+def _ranks_of_one_order(orders: Sequence[Compute]) -> Iterator[slice]:
+    """Yield the runs of neighbouring ranks that have the same order."""
+    for _, ranks in groupby(range(len(orders)), key=lambda rank: id(orders[rank])):
+        own = [*ranks]
+        yield slice(own[0], own[-1] + 1)
+
+
 def _held_bytes(
-    order: Compute, stages: range, *, costs: Costs, offsets: npt.NDArray[np.int64]
-) -> float:
-    """Return the peak bytes that the units of a rank hold, from the order of its compute alone."""
-    own = list(stages)
+    order: Compute,
+    stages: npt.NDArray[np.int64],
+    *,
+    costs: Costs,
+    offsets: npt.NDArray[np.int64],
+) -> Table:
+    """Return the peak bytes that units hold, from the order of compute alone, [ranks].
+
+    Args:
+        order: Order of the compute of all ranks.
+        stages: Stages of each rank, [ranks, virtual stages].
+        costs: Costs of all stages and units.
+        offsets: Index of the first unit of each sequence.
+    """
     codes, virtual, units = (np.array(column) for column in order)
     counts = np.diff(np.append(offsets, costs.num_units))
     is_first, is_last = np.zeros((2, costs.num_units), dtype=bool)
     is_first[offsets] = is_last[offsets + counts - 1] = True
 
     def of_sequences(sizes: Table) -> Table:
-        whole: Table = np.repeat(np.add.reduceat(sizes, offsets, axis=1), counts, axis=1)
+        whole: Table = np.repeat(np.add.reduceat(sizes, offsets, axis=-1), counts, axis=-1)
         return whole
 
+    def at_actions(sizes: Table) -> Table:
+        """Return the sizes of the units of all actions, [ranks, actions]."""
+        found: Table = sizes[:, virtual, units]
+        return found
+
     kv, gradients = (
-        of_sequences(table[own]) for table in (costs.kv_bytes, costs.kv_gradient_bytes)
+        of_sequences(table[stages]) for table in (costs.kv_bytes, costs.kv_gradient_bytes)
     )
-    kept = costs.activation_bytes[own] - costs.offload_bytes[own]
-    operands = costs.operand_bytes[own] * bool((codes == W).any())
-    at = virtual, units
+    kept = costs.activation_bytes[stages] - costs.offload_bytes[stages]
+    operands = at_actions(costs.operand_bytes[stages] * bool((codes == W).any()))
     taken = np.select(
         [codes == F, codes == B],
-        [(kept + is_first * kv)[at], (is_last * gradients)[at]],
+        [at_actions(kept + is_first * kv), at_actions(is_last * gradients)],
         0.0,
     )
     released = np.select(
         [codes == B, codes == W],
-        [(kept + is_first * (kv + gradients))[at], operands[at]],
+        [at_actions(kept + is_first * (kv + gradients)), operands],
         0.0,
     )
     # Operands of a weight half are allocated when its backward frees the saved activations.
-    change = taken - released + np.where(codes == B, operands[at], 0.0)
-    after = np.cumsum(change)
+    change = taken - released + np.where(codes == B, operands, 0.0)
+    after = np.cumsum(change, axis=1)
     held = np.maximum(after, after - change + taken)
-    return max(0.0, float(held.max(initial=0.0)))
+    most: Table = held.max(axis=1, initial=0.0)
+    return most
