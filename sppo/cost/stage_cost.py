@@ -547,9 +547,26 @@ def _sequence_seconds(candidate: Candidate) -> LayerSeconds:
             for window, count in kind:
                 row += by_window[window].times(count)
             rows[kind] = row
-    tables = {name: np.stack([getattr(rows[kind], name) for kind in kinds]) for name in PASS_NAMES}
+    places = {kind: place for place, kind in enumerate(rows)}
+    of_stages = [places[kind] for kind in kinds]
+    tables = {
+        name: np.stack([getattr(row, name) for row in rows.values()])[of_stages]
+        for name in PASS_NAMES
+    }
     tables["forward"][-1] += head
     return LayerSeconds(**tables)
+
+
+def mean_work_seconds(candidate: Candidate) -> float:
+    """Return the seconds of a mean rank in all layers of a step, without head and collectives."""
+    workload = candidate.workload
+    by_window, _ = _layers_and_head_seconds(workload, candidate.lengths, candidate.packed)
+    layers = Counter(map(workload.model.window_of, range(workload.model.num_layers)))
+    work_s = sum(
+        count * float((one.forward + one.backward + one.weight).sum())
+        for one, count in ((by_window[window], count) for window, count in layers.items())
+    )
+    return work_s * candidate.sequences / candidate.pipeline_parallel_degree
 
 
 @lru_cache(maxsize=128)

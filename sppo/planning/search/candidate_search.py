@@ -18,7 +18,7 @@ import numpy as np
 
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
-from sppo.cost.stage_cost import StageSeconds, stage_seconds
+from sppo.cost.stage_cost import StageSeconds, mean_work_seconds, stage_seconds
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.search.candidates import candidate_of_subsequences, counts_of_degrees
 from sppo.planning.search.choices import (
@@ -41,6 +41,8 @@ from sppo.planning.search.step_prices import least_seconds
 WORTH_IT = 0.99
 """Fraction of the step time at or below which another schedule is preferred. Predictions are not
 exact enough for smaller gains to count, and simpler programs are better to run."""
+_ROUNDING = 1e-9
+"""Relative margin for the rounding of sums of seconds."""
 _FEW = 4
 """Number of values of N that are tried with several stages on a rank."""
 Rank = tuple[float, int, int, int, int]
@@ -107,15 +109,17 @@ class CandidateSearch:
                 skipped.
         """
         heap: list[tuple[Rank, int, _DegreesSearch, EvaluatedCandidate | None]] = [
-            ((_rounded(search.bound_s), 0, 0, 0, 0), place, search, None)
+            ((_rounded(search.quick_bound_s), 0, 0, 0, 0), place, search, None)
             for place, search in enumerate(self._searches.values())
             if search.may_take(most_s) and search.may_fit
         ]
         heapq.heapify(heap)
         while heap:
-            _, place, search, found = heapq.heappop(heap)
+            key, place, search, found = heapq.heappop(heap)
             if found is not None:
                 yield found
+            elif key[0] < (bound_s := _rounded(search.bound_s)):
+                heapq.heappush(heap, ((bound_s, 0, 0, 0, 0), place, search, None))
             elif search.best.shortfall is None:
                 heapq.heappush(heap, (rank_of(search.best), place, search, search.best))
 
@@ -198,7 +202,12 @@ class _DegreesSearch:
 
     def may_take(self, most_s: float) -> bool:
         """Return whether any candidate may take at most `most_s` seconds."""
-        return most_s == math.inf or self.bound_s <= most_s
+        return most_s == math.inf or (self.quick_bound_s <= most_s and self.bound_s <= most_s)
+
+    @cached_property
+    def quick_bound_s(self) -> float:
+        """Lower bound of `bound_s` that takes less time to compute."""
+        return self._search(self._simplest).quick_bound_s
 
     @cached_property
     def bound_s(self) -> float:
@@ -433,6 +442,12 @@ class _SubsequenceSearch:
             return self._counts
         last = self._counts[-1]
         return self._counts if self._candidates.seems_to_fit(last) else self._counts[-1:]
+
+    @property
+    def quick_bound_s(self) -> float:
+        """Lower bound of `bound_s` and of `looped_bound_s` that takes less time to compute."""
+        candidates = map(self._candidates.candidate, self._counts)
+        return min(map(mean_work_seconds, candidates)) * (1 - _ROUNDING)
 
     @property
     def bound_s(self) -> float:
