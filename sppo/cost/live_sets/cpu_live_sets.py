@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN
 from sppo.cost.layer import ACCUMULATION_BYTES
-from sppo.cost.live_sets.attention_live_sets import attention_backward, attention_forward
+from sppo.cost.live_sets.cpu_attention_live_sets import attention_backward, attention_forward
 from sppo.cost.live_sets.cpu_scratch import (
     mlp_gradient_bytes,
     product_bytes,

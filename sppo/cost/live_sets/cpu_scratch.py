@@ -6,8 +6,6 @@ are in :mod:`sppo.cost.live_sets.attention_scratch`.
 
 from __future__ import annotations
 
-from math import gcd
-
 from sppo.cost.layer import ACCUMULATION_BYTES
 from sppo.cost.live_sets.tensor_sizes import TensorSizes
 from sppo.cost.parameters import layer_shapes
@@ -45,13 +43,6 @@ def cast_bytes(s: TensorSizes, compute_bytes: int) -> int:
     """
     fp32_bytes = compute_bytes // s.element_bytes * ACCUMULATION_BYTES
     return min(ACCUMULATION_TILE_BYTES, fp32_bytes) if s.threads and s.is_half else 0
-
-
-def group_sum_bytes(s: TensorSizes, compute_bytes: int) -> int:
-    """Return the scratch of summing key gradients of query heads to those of key heads."""
-    group = s.model.num_heads // s.model.kv_heads
-    cast = cast_bytes(s, compute_bytes)
-    return cast + cast // group if group > 1 else cast
 
 
 def product_bytes(s: TensorSizes) -> int:
@@ -99,22 +90,20 @@ def weight_gradient_bytes(s: TensorSizes, outputs: int, inputs: int) -> int:
     return rows * inputs * s.element_bytes + _WEIGHT_PRODUCT_BYTES
 
 
-def key_parts(s: TensorSizes) -> int:
-    """Return the number of parts of a prefix that gives every thread of the kernel equal work."""
-    return s.threads // gcd(s.model.kv_heads, s.threads) if s.threads else 1
-
-
-def flash_bytes(s: TensorSizes, rows: int, *, buffers: int, is_cast: bool = False) -> int:
+def flash_bytes(
+    s: TensorSizes, rows: int, keys: int, *, buffers: int, is_cast: bool = False
+) -> int:
     """Return the scratch of torch's CPU flash kernels: ``buffers`` tiles of scores per thread.
 
     Args:
         s: Sizes of the subsequence.
         rows: Queries of the call.
+        keys: Keys of the call.
         buffers: Tiles of each thread.
         is_cast: Whether the operands of the call are cast to fp32.
     """
     widths = ACCUMULATION_BYTES + (s.element_bytes if s.is_half and not is_cast else 0)
-    return s.threads * buffers * _flash_rows(rows) * _FLASH_KEYS * widths
+    return s.threads * buffers * _flash_rows(rows) * min(keys, _FLASH_KEYS) * widths
 
 
 def flash_output_bytes(s: TensorSizes, rows: int) -> int:

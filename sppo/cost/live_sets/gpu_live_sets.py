@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN
-from sppo.cost.live_sets.attention_live_sets import attention_backward, attention_forward
+from sppo.cost.live_sets.gpu_attention_live_sets import attention_backward, attention_forward
 from sppo.cost.live_sets.tensor_sizes import TensorSizes
 from sppo.cost.logits_tile import tile_tokens
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 
 from sppo.activations.placement import Counts
-from sppo.cost.live_sets.attention_live_sets import SPAN_KEYS
+from sppo.cost.live_sets.gpu_attention_live_sets import SPAN_KEYS
 from sppo.cost.memory.unit_runs import UnitRun
 
 Units = Counts | slice

@@ -11,8 +11,10 @@ from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.config.model import ModelConfig
 from sppo.cost.layer import Workload
 from sppo.cost.live_sets import (
-    attention_live_sets,
+    attention_block_sizes,
+    cpu_attention_live_sets,
     cpu_scratch,
+    gpu_attention_live_sets,
     shard_live_sets,
     tensor_sizes,
 )
@@ -190,12 +192,13 @@ def test_constants_are_those_of_the_kernels():
     assert cpu_scratch.CAST_TILE_BYTES == 4 * half_products._TILE**2
     assert tensor_sizes.LEAST_POOLED_BYTES == LEAST_POOLED_BYTES
     assert shard_live_sets.MOST_GRADIENTS_SENT == msp_weights._MOST_UNDER_WAY
-    assert attention_live_sets.CAUSAL_TOKENS == attention_blocks.MAX_CAUSAL_TOKENS
-    assert attention_live_sets.PREFIX_KEYS == attention_blocks.MAX_FULL_KEYS
-    assert attention_live_sets.HALF_TOKENS == cpu_flash.HALF_BACKWARD_TOKENS
-    assert attention_live_sets.HALF_TOKENS == attention_blocks.HALF_UNIT_TOKENS
-    assert attention_live_sets.SPAN_KEYS == rectangle_attention.MAX_BACKWARD_KEYS
-    assert attention_live_sets.LEAST_PART_KEYS == cpu_flash._MIN_PART_TOKENS
+    assert attention_block_sizes.CAUSAL_TOKENS == attention_blocks.MAX_CAUSAL_TOKENS
+    assert attention_block_sizes.BAND_ROWS == attention_blocks.BAND_TILE_TOKENS
+    assert attention_block_sizes.PREFIX_KEYS == attention_blocks.MAX_FULL_KEYS
+    assert attention_block_sizes.HALF_TOKENS == cpu_flash.HALF_BACKWARD_TOKENS
+    assert attention_block_sizes.HALF_TOKENS == attention_blocks.HALF_UNIT_TOKENS
+    assert gpu_attention_live_sets.SPAN_KEYS == rectangle_attention.MAX_BACKWARD_KEYS
+    assert cpu_attention_live_sets.LEAST_PART_KEYS == cpu_flash._MIN_PART_TOKENS
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -29,6 +29,7 @@ from sppo.cost.memory.joined_tensors import block_layout, joined_bytes
 from sppo.engine.engine import Engine
 from sppo.engine.unit import SequenceData
 from sppo.hardware.presets import PRESETS
+from sppo.hardware.this_machine import has_half_products
 from sppo.kernels.native.cpu_allocator import install_cpu_allocator
 from sppo.model.gradients import zero_gradients
 from sppo.model.initialize import initial_weights
@@ -187,8 +188,10 @@ def test_cut_tensors_take_the_memory_that_is_predicted(fate, tensor_class, every
     memory = allocator.memory()
     seen = memory.used_peak_bytes - memory.used_bytes
     placement = ActivationPlacement(*(np.array([[part] * 2]) for part in rows))
+    # With products in half precision as on this machine.
+    device = replace(LAPTOP.device, half_products=has_half_products())
     moments = working_sets(
-        Workload(model, LAPTOP),
+        Workload(model, replace(LAPTOP, device=device)),
         tokens=512,
         prefix=512,
         recomputed=frozenset((tensor_class,) if fate == 2 else ()),

@@ -1,0 +1,79 @@
+"""Predicted memory of attention in blocks on a CPU, against allocations of the CPU allocator."""
+
+import pytest
+import torch
+
+from sppo.config.model import ModelConfig
+from sppo.cost.live_sets.cpu_attention_live_sets import attention_backward, attention_forward
+from sppo.cost.live_sets.tensor_sizes import TensorSizes
+from sppo.kernels import half_products
+from sppo.kernels.attention import cpu_flash
+from sppo.kernels.attention.kernel import BlockAttention
+from sppo.kernels.native.cpu_allocator import install_cpu_allocator
+
+HEAD = 64
+HEADS = 8
+CASES = {
+    # key heads, tokens, prefix, threads, window
+    "one key head, in parts": (1, 512, 4096, 2, None),
+    "parts that leave a key over": (1, 512, 4095, 2, None),
+    "parts for three threads": (2, 512, 8192, 3, None),
+    "heads of their own": (8, 512, 4095, 3, None),
+    "a causal square": (2, 1024, 1024, 2, None),
+    "squares that are halved": (8, 2304, 0, 2, None),
+    "halves of shared heads": (1, 2304, 0, 1, None),
+    "a window": (2, 512, 1024, 2, 1024),
+    "a window of one key head": (1, 512, 2048, 2, 2048),
+    "a small window": (8, 512, 1024, 2, 512),
+}
+DTYPES = {"cast": torch.bfloat16, "fp32": torch.float32}
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_what_the_allocator_hands_out(monkeypatch, threads, case, kind):
+    allocator = install_cpu_allocator()
+    if allocator is None:
+        pytest.skip("torch's CPU tensors live in the C heap here")
+    for module in (half_products, cpu_flash):
+        monkeypatch.setattr(module, "cpu_multiplies", lambda dtype: dtype is torch.float32)
+    key_heads, tokens, prefix, num_threads, window = CASES[case]
+    threads(num_threads)
+    dtype = DTYPES[kind]
+    q, do = (torch.randn(tokens, HEADS, HEAD).to(dtype) for _ in range(2))
+    k, v = (torch.randn(prefix + tokens, key_heads, HEAD).to(dtype) for _ in range(2))
+    dk, dv = (torch.zeros(k.shape) for _ in range(2))
+    attention = BlockAttention(cpu_flash.CpuFlash())
+    options = {"scale": 0.125, "window": window, "document_starts": (0,)}
+
+    def peak(function):
+        before = allocator.memory().used_bytes
+        allocator.reset_peak()
+        kept = function()
+        return allocator.memory().used_peak_bytes - before, kept
+
+    seen_forward, (o, lse) = peak(lambda: attention.forward(q, k, v, **options))
+    seen_backward, _ = peak(
+        lambda: attention.backward(do, q, k, v, o, lse, dk_TKD=dk, dv_TKD=dv, **options)
+    )
+
+    model = ModelConfig(
+        vocab_size=64, hidden_size=HEADS * HEAD, num_layers=1, num_heads=HEADS,
+        num_kv_heads=key_heads, mlp_size=64, sliding_window=window,
+    )  # fmt: skip
+    sizes = TensorSizes(
+        model, tokens, prefix, dtype.itemsize, "cpu", num_threads, casts=kind == "cast"
+    )
+    for live_sets, seen in (
+        (attention_forward(sizes), seen_forward),
+        (attention_backward(sizes), seen_backward),
+    ):
+        name, planned = max(live_sets, key=lambda live: live[1])
+        assert seen == pytest.approx(planned, rel=0.04, abs=64 << 10), name
