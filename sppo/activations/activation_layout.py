@@ -258,7 +258,7 @@ class ActivationLayout:
     def extents(self) -> dict[ActivationKey, Extent]:
         """Return the extents of all blocks of the stage; those of a sequence are contiguous.
 
-        A sequence has the extents of the sequence that is :attr:`sequences_in_flight` before it.
+        A sequence takes the region of the sequence that is :attr:`sequences_in_flight` before it.
         """
         layers, ends = self.blocks.layers, {sequence: 0 for sequence, _ in self.shards}
         starts: dict[ActivationKey, Extent] = {}

@@ -402,8 +402,8 @@ def _evaluate_whole_units(
 def _most_tokens_in_flight(candidate: Candidate, units: UnitsInFlight) -> Counts:
     """Return how often each unit is held when a rank holds most tokens, at least 1, [stages, N].
 
-    A unit that is not held at that moment is held at another; of a single sequence, each is held
-    at most once.
+    A unit that is not held at that moment is held at another. Each unit of a single sequence, or
+    of packed sequences, whose units are numbered through, is held at most once.
     """
     shape = candidate.num_stages, len(candidate.lengths)
     if candidate.sequences == 1:

@@ -20,8 +20,6 @@ import numpy as np
 from sppo.schedule.costs import Costs, Table
 from sppo.schedule.encoding import B, F, W
 
-_LEAST_RANKS = 3
-"""Number of ranks from which both directions between neighbours have a link of their own."""
 _LEAST_AT_ONCE = 12
 """Mean number of actions on a diagonal from which it takes less time than one action after the
 other."""
@@ -45,11 +43,29 @@ class _Pass(NamedTuple):
 
 
 def runs_in_lockstep(order: Compute, *, num_ranks: int) -> bool:
-    """Return whether ranks that all run `order` are simulated faster by diagonals."""
-    if num_ranks < _LEAST_RANKS or W in order.codes:
+    """Return whether ranks that all run `order` can be simulated by diagonals, and faster so.
+
+    Deferred weight gradients (W) cannot, and neither can an order in which ranks would wait for
+    each other forever.
+    """
+    if W in order.codes or not _follows_stages(order):
         return False
     diagonals = len(order.codes) + (num_ranks - 1) * len([*_passes(order)])
     return len(order.codes) * num_ranks >= _LEAST_AT_ONCE * diagonals
+
+
+def _follows_stages(order: Compute) -> bool:
+    """Return whether every action comes after the action that makes its input."""
+    last, done = max(order.virtual, default=0), set()
+    for code, virtual, unit in zip(*order, strict=True):
+        if code == F:
+            source = (F, virtual - 1, unit) if virtual else None
+        else:
+            source = (B, virtual + 1, unit) if virtual < last else (F, last, unit)
+        if source is not None and source not in done:
+            return False
+        done.add((code, virtual, unit))
+    return True
 
 
 def _passes(order: Compute) -> Iterator[_Pass]:
@@ -80,6 +96,7 @@ class LockstepRanks:
     """
 
     def __init__(self, order: Compute, *, num_ranks: int, costs: Costs) -> None:
+        assert num_ranks > 2, "between two ranks, both directions share their links"
         self.num_ranks, num_virtual = num_ranks, costs.num_stages // num_ranks
         self.free_s, self.bubble_s, self.message_s, self.copy_s = np.zeros((4, num_ranks))
         self.leaving_s, self.returning_s, self.last_return_s = np.zeros((3, num_ranks))

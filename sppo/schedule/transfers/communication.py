@@ -180,6 +180,7 @@ def _in_time_order(
         times = [np.array(own)[at] for own, at in zip(clock.finishes_s, indices, strict=True)]
     else:
         times = [np.array(own) for own in ends_of(costs=costs)]
+        assert [*map(len, times)] == [*map(len, indices)], "ends of another program"
     ranks = [np.full(at.shape, rank) for rank, at in enumerate(indices)]
     all_ranks, all_indices = np.concatenate(ranks), np.concatenate(indices)
     order = np.lexsort((all_indices, all_ranks, np.concatenate(times)))

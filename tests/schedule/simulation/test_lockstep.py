@@ -45,11 +45,21 @@ def test_times_are_those_of_one_rank_after_the_other(
     ("codes", "ranks", "expected"),
     [
         ([F] * 40 + [B] * 40, 32, True),
-        ([F] * 40 + [B] * 40, 2, False),
+        ([F] * 40 + [B] * 40, 8, False),
         ([F, B] * 40, 32, False),
         ([F] * 40 + [B] * 40 + [W] * 40, 32, False),
     ],
 )
 def test_long_pipelines_of_long_passes_run_in_lockstep(codes, ranks, expected):
-    order = Compute(codes, [0] * len(codes), [*range(len(codes))])
+    units = [sum(code == codes[at] for code in codes[:at]) for at in range(len(codes))]
+    order = Compute(codes, [0] * len(codes), units)
     assert runs_in_lockstep(order, num_ranks=ranks) is expected
+
+
+def test_an_order_against_the_stages_does_not_run_in_lockstep():
+    units = [*range(40)]
+    forwards, backwards = [0] * 40 + [1] * 40, [1] * 40 + [0] * 40
+    codes = [F] * 80 + [B] * 80
+    assert runs_in_lockstep(Compute(codes, forwards + backwards, units * 4), num_ranks=32)
+    assert not runs_in_lockstep(Compute(codes, backwards + backwards, units * 4), num_ranks=32)
+    assert not runs_in_lockstep(Compute(codes, forwards + forwards, units * 4), num_ranks=32)
