@@ -86,6 +86,7 @@ def some_costs(*, stages: int, units: int, copies: float, seed: int) -> Costs:
 @example(schedule="looped_bfs", ranks=2, virtual=3, counts=[4, 3], copies=0.6, seed=4)
 @example(schedule="looped_bfs", ranks=1, virtual=3, counts=[4, 3], copies=1.0, seed=5)
 @example(schedule="interleaved_seq1f1b", ranks=3, virtual=2, counts=[4, 3], copies=0.6, seed=6)
+@example(schedule="sppo", ranks=16, virtual=1, counts=[60], copies=0.6, seed=7)  # in lockstep
 def test_a_step_is_that_of_its_program(schedule, ranks, virtual, counts, copies, seed):
     whole = schedule in WHOLE_SEQUENCES
     virtual = virtual if schedule in WITH_VIRTUAL_STAGES else 1
