@@ -59,6 +59,15 @@ THREADS_BYTES = 1 << 20
 """Scratch of threads that need not have theirs at the same time."""
 
 
+@pytest.fixture
+def two_threads():
+    """Two threads of torch, as the preset has: scratch of kernels depends on their number."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
 def model_of(shape: str) -> ModelConfig:
     return ModelConfig(num_layers=LAYERS, **SHAPES[shape])
 
@@ -123,15 +132,9 @@ def live(moment):
     + [(shape, "bf16", policy) for shape in [*SHAPES][1:] for policy in ("retain", "recompute")]
     + [("qwen3", "fp32", "retain"), ("one key head", "fp32", "keep_attention")],
 )
-def test_it_is_what_the_allocator_hands_out(shape, dtype, policy):
-    # Scratch of kernels depends on the threads, and the preset has two.
+def test_it_is_what_the_allocator_hands_out(two_threads, shape, dtype, policy):
     case = {"dtype": dtype, "policy": policy, "lengths": (800, 1024), "input_every": 1}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        seen = measured(model_of(shape), **case)
-    finally:
-        torch.set_num_threads(threads)
+    seen = measured(model_of(shape), **case)
     moment = predicted(model_of(shape), **case)
     assert seen == pytest.approx(moment.live_bytes, rel=0.03, abs=THREADS_BYTES), moment
 
@@ -139,16 +142,11 @@ def test_it_is_what_the_allocator_hands_out(shape, dtype, policy):
 @pytest.mark.parametrize(
     ("shape", "lengths"), [("gpt", (512, 1024)), ("gpt", (2304,)), ("one key head", (2304,))]
 )
-def test_a_cpu_without_products_in_half_precision(monkeypatch, shape, lengths):
+def test_a_cpu_without_products_in_half_precision(monkeypatch, two_threads, shape, lengths):
     for module in (half_products, cpu_flash):
         monkeypatch.setattr(module, "cpu_multiplies", lambda dtype: dtype is torch.float32)
     case = {"dtype": "bf16", "policy": "retain", "lengths": lengths, "input_every": 1}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        seen = measured(model_of(shape), **case)
-    finally:
-        torch.set_num_threads(threads)
+    seen = measured(model_of(shape), **case)
     moment = predicted(model_of(shape), **case)
     assert seen == pytest.approx(moment.live_bytes, rel=0.03, abs=THREADS_BYTES), moment
 
