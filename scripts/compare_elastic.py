@@ -49,7 +49,15 @@ from sppo.hardware.this_machine import divide_cpu, this_machine, usable_memory_b
 from sppo.output_file import write_text
 from sppo.planning.corpus.packings import Piece
 from sppo.planning.corpus.sides import SideStep, deviation
+from sppo.planning.elastic.step_plan import StepPlan
 from sppo.schedule.actions import COMPUTE_KINDS
+from sppo.schedule.simulation.measured_units import (
+    ComputeSeconds,
+    compute_seconds,
+    median_seconds,
+    step_seconds,
+)
+from sppo.schedule.simulation.simulate import simulate
 from sppo.schedule.timeline import Timeline
 from sppo.units import MIB
 
@@ -243,12 +251,30 @@ def _print(report: Mapping[str, Any]) -> None:
                 f"{'' if over is None else f'{over:.3f}x':>16} {side['idle_share']:>6.1%} "
                 f"{side['time_deviation']:>18.1%}, {side['length_deviation']:.1%}"
             )
+    _print_parts(report)
     for name, side in report["measured"].items():
         print(
             f"peak of {name}: {max(side['peak_bytes']) / MIB:.0f} MiB, predicted "
             f"{max(side['predicted_peak_bytes']) / MIB:.0f}"
         )
     print(f"losses agree to {report['loss_difference']:.1e}; load before {report['load_before']}")
+
+
+def _print_parts(report: Mapping[str, Any]) -> None:
+    """Print what separates the measured step from the simulated one, as sums over the steps."""
+    simulated = report["simulated"][report["ranks"]]
+    print(
+        f"{'seconds of all steps':<24}{'simulated':>10} {'median units':>13} "
+        f"{'own units':>10} {'measured':>9} {'compute, of predicted':>22}"
+    )
+    for name, side in report["measured"].items():
+        own = sum(map(statistics.median, side["all_with_units_s"]))
+        slower = sum(side["compute_s"]) / sum(side["predicted_compute_s"])
+        print(
+            f"  {name:<22}{sum(simulated[name]['step_s']):>10.2f} "
+            f"{sum(side['with_median_units_s']):>13.2f} {own:>10.2f} {sum(side['step_s']):>9.2f} "
+            f"{slower:>21.3f}x"
+        )
 
 
 def _serve(rank: int, given: tuple[argparse.Namespace, Request]) -> dict[str, Any] | None:
@@ -438,6 +464,8 @@ class _Measured:
         resident_bytes: Peak bytes of the process above its bytes between steps, over all steps.
         saved_bytes: Peak bytes of saved activations, K/V and their gradients over all steps.
         timelines: Timeline of each step in the last turn; on rank 0 only.
+        compute: Measured seconds of every unit, of each step in each turn; on rank 0 only.
+        with_units_s: Seconds of each step in each turn, simulated with these; on rank 0 only.
     """
 
     steps: Sequence[SideStep]
@@ -447,6 +475,8 @@ class _Measured:
     resident_bytes: int = 0
     saved_bytes: int = 0
     timelines: dict[int, Timeline] = field(default_factory=dict)
+    compute: dict[int, list[ComputeSeconds]] = field(default_factory=dict)
+    with_units_s: dict[int, list[float]] = field(default_factory=dict)
 
     def note(self, step: int, took_s: float, engine: _RankEngine) -> None:
         """Record the step that was just run; every rank must call this method."""
@@ -462,6 +492,14 @@ class _Measured:
         if timeline is not None:
             self.idle_shares.append(timeline.bubble_fraction)
             self.timelines[step] = timeline
+            compute = compute_seconds(timeline)
+            self.compute.setdefault(step, []).append(compute)
+            self.with_units_s.setdefault(step, []).append(self._simulated_s(step, compute))
+
+    def _simulated_s(self, step: int, compute: ComputeSeconds) -> float:
+        """Return the simulated seconds of a step with given seconds of its units."""
+        costs = self.steps[step].plan.evaluated.costs
+        return step_seconds(self.timelines[step], costs=costs, compute=compute)
 
     def note_resident_bytes(self, peak_bytes: int) -> None:
         """Record the peak of a step that was run to measure memory."""
@@ -469,11 +507,9 @@ class _Measured:
 
     def draw(self, path: Path) -> None:
         """Draw the simulated and the executed timeline of the last step."""
-        from sppo.schedule.simulation.simulate import simulate
         from sppo.timeline.png import write_png
 
-        plan = self.steps[-1].plan
-        simulated = simulate(plan.program, costs=plan.evaluated.costs)
+        simulated = _simulated(self.steps[-1].plan)
         write_png(path, timelines=[simulated, self.timelines[len(self.steps) - 1]])
 
     def figures(self, engine: _RankEngine, *, lengths: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -500,7 +536,24 @@ class _Measured:
             found["time_deviation"] = statistics.median(
                 deviation(_unit_seconds(timeline)) for timeline in self.timelines.values()
             )
+            found["all_with_units_s"] = list(self.with_units_s.values())
+            found["with_median_units_s"] = [
+                self._simulated_s(step, median_seconds(turns))
+                for step, turns in self.compute.items()
+            ]
+            found["compute_s"] = [
+                statistics.median(sum(turn.values()) for turn in turns)
+                for turns in self.compute.values()
+            ]
+            found["predicted_compute_s"] = [
+                sum(compute_seconds(_simulated(plan)).values()) for plan in plans
+            ]
         return found
+
+
+def _simulated(plan: StepPlan) -> Timeline:
+    """Return the simulated timeline of a step."""
+    return simulate(plan.program, costs=plan.evaluated.costs)
 
 
 _COUNTED = (

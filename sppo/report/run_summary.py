@@ -61,6 +61,8 @@ SUMMARY_FIELDS: Mapping[str, str] = {
     "timeline": "The last step of a pipeline's ranks, as planned and as executed.",
     "timeline.pipeline_ranks": "Pipeline ranks.",
     "timeline.makespan_s": "From the first action to the end of the last one.",
+    "timeline.with_measured_units_s": "The step simulated with measured units. It differs "
+    "from the predicted time by the time of units, from the measured time by the time between.",
     "timeline.bubble_fraction": "Share of all ranks' time between actions; predicted, also waits "
     "for copies.",
     "timeline.idle_fraction": "Idle share of all ranks, waits for copies included.",
@@ -224,6 +226,10 @@ def _comparisons(summary: Mapping[str, Any]) -> Iterable[tuple[str, str, str, st
     for name, pair in times.items():
         if pair["measured"] is not None or pair["predicted"] is not None:
             yield _row(f"{name} time", pair, show=format_duration)
+    if timeline is not None:
+        yield _row(
+            "the same with measured units", _with_measured_units(timeline), show=format_duration
+        )
     if timeline is not None and timeline["pipeline_ranks"] > 1:
         yield _row("idle share of a pipeline rank", timeline["bubble_fraction"], show=_percent)
     if copies is not None:
@@ -232,6 +238,14 @@ def _comparisons(summary: Mapping[str, Any]) -> Iterable[tuple[str, str, str, st
         yield _row("disk file", copies["disk_bytes"], show=format_bytes)
     for name, pair in summary["memory_bytes"].items():
         yield _row(f"{name} memory", pair, show=format_bytes)
+
+
+def _with_measured_units(timeline: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the time of the last step's actions as simulated with measured units, and measured."""
+    return {
+        "predicted": timeline["with_measured_units_s"],
+        "measured": timeline["makespan_s"]["measured"],
+    }
 
 
 def _row(name: str, pair: Mapping[str, Any], *, show: Any) -> tuple[str, str, str, str]:

@@ -94,7 +94,10 @@ def _summary(
     if executed is not None and planned is not None:
         summary["program_digest"] = executed.schedule.digest()
         summary["timeline"] = timeline_summary(
-            planned, executed, exposed_copy_s=outcome.exposed_copy_s
+            planned,
+            executed,
+            with_measured_units_s=outcome.with_measured_units_s,
+            exposed_copy_s=outcome.exposed_copy_s,
         )
     return summary
 

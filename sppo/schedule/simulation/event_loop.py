@@ -83,13 +83,26 @@ class Clock:
         return max(max(times, default=0.0) for times in self.finishes_s)
 
 
-def run_clock(schedule: Schedule, *, programs: Sequence[EncodedProgram], costs: Costs) -> Clock:
+def run_clock(
+    schedule: Schedule,
+    *,
+    programs: Sequence[EncodedProgram],
+    costs: Costs,
+    compute: Mapping[tuple[int, int], float] | None = None,
+) -> Clock:
     """Simulate `schedule` once.
+
+    Args:
+        schedule: Schedule to simulate.
+        programs: Encoded programs of the ranks.
+        costs: Costs of the actions.
+        compute: Seconds of compute actions by opcode and slot, which replace those of `costs`.
 
     Raises:
         DeadlockError: Actions wait for each other in a cycle; the message names the actions.
     """
     loop = _EventLoop(schedule, programs=programs, costs=costs)
+    loop.set_compute_seconds(compute or {})
     loop.run()
     return Clock(loop.starts, loop.finishes, loop.gaps)
 

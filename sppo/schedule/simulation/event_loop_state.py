@@ -112,10 +112,18 @@ class SimulationState:
 
     def _load_msp_groups(self, programs: Sequence[EncodedProgram], costs: Costs) -> None:
         self.groups: Mapping[int, MspGroup] = {}
-        self.msp_seconds: Mapping[tuple[int, int], float] = {}
+        self.msp_seconds: dict[tuple[int, int], float] = {}
         if any(program.is_cut for program in programs):
             self.groups = find_msp_groups(self.schedule, programs=programs)
             self.msp_seconds = msp_seconds(self.schedule, groups=self.groups, costs=costs)
+
+    def set_compute_seconds(self, seconds: Mapping[tuple[int, int], float]) -> None:
+        """Replace the seconds of compute actions, by opcode and slot; of MSP groups, as a whole."""
+        for key, second in seconds.items():
+            if key in self.msp_seconds:
+                self.msp_seconds[key] = second
+            else:
+                self.seconds[key[0]][key[1]] = second
 
     def publish(self, key: int, time: float) -> None:
         """Set the time of a result, and resume the rank that waits for the result."""

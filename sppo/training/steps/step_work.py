@@ -29,8 +29,7 @@ from sppo.planning.elastic.step_plan import StepPlan, step_planner
 from sppo.planning.elastic.step_prediction import StepPrediction
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.simulated_run import simulated_plan
-from sppo.schedule.simulation.simulate import simulate
-from sppo.schedule.timeline import Timeline
+from sppo.schedule.program import Case
 from sppo.training.ranks import Ranks
 from sppo.training.steps.corrections import Corrections, saved_history
 from sppo.training.steps.planning_ahead import StepPlans
@@ -106,8 +105,8 @@ class StepSource(Protocol):
         """Return why a step has no valid label; called only for such a step."""
         ...
 
-    def planned_timeline(self, last: StepWork) -> Timeline:
-        """Return the simulated timeline of a step."""
+    def case(self, last: StepWork) -> Case:
+        """Return the program of a step and its costs."""
         ...
 
     def learn(self, work: StepWork, done: DoneStep) -> Mapping[str, Any]:
@@ -163,10 +162,9 @@ class SequenceSteps:
         """Return why a step has no valid label; called only for such a step."""
         return self._data.why_no_labels(step)
 
-    def planned_timeline(self, last: StepWork) -> Timeline:
-        """Return the simulated timeline of a step, the same for all steps."""
-        case = simulated_plan(self._plan).case
-        return simulate(case.schedule, costs=case.costs)
+    def case(self, last: StepWork) -> Case:
+        """Return the program of a step and its costs, the same for all steps."""
+        return simulated_plan(self._plan).case
 
     def learn(self, work: StepWork, done: DoneStep) -> Mapping[str, Any]:
         """Return {}: the predictions of the plan are not corrected."""
@@ -275,10 +273,10 @@ class SampleSteps:
         """Return why a step has no valid label; called only for such a step."""
         return self._data.why_no_labels(consumed)
 
-    def planned_timeline(self, last: StepWork) -> Timeline:
-        """Return the simulated timeline of a step."""
+    def case(self, last: StepWork) -> Case:
+        """Return the program of a step and its costs."""
         assert last.planned is not None, "every step of samples is planned"
-        return simulate(last.planned.program, costs=last.planned.evaluated.costs)
+        return Case(last.planned.program, last.planned.evaluated.costs)
 
     def learn(self, work: StepWork, done: DoneStep) -> Mapping[str, Any]:
         """Correct the predictions of steps after the next; return metrics of this step."""
