@@ -7,11 +7,11 @@ adds bytes of copies and seconds of recomputation.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import permutations
-from math import inf, prod
+from math import inf
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -30,7 +30,6 @@ from sppo.activations.tensor_classes import (
     class_bytes_per_token,
     tensor_bytes_per_token,
 )
-from sppo.config.model import ModelConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.deferred_weights import deferral_seconds, weight_operand_bytes
 from sppo.cost.flops import partition_costs, recomputed_linear_flops
@@ -44,7 +43,6 @@ from sppo.cost.layer import (
     update_seconds,
 )
 from sppo.cost.packed_sequence import PackedSequence, parts_of_packed, parts_of_sequence
-from sppo.cost.parameters import layer_parameters, outer_shapes
 from sppo.cost.pass_parts import PASS_NAMES, LayerSeconds, PassParts
 from sppo.cost.sharding.collectives import REDUCE_BUCKET_BYTES, REDUCE_BUCKETS, shard_seconds
 from sppo.cost.sharding.weight_part_seconds import (
@@ -52,10 +50,15 @@ from sppo.cost.sharding.weight_part_seconds import (
     unit_collective_seconds,
     with_collectives,
 )
-from sppo.cost.sharding.weight_parts import layer_by_copies, outer_by_copies
+from sppo.cost.stage_parameters import (
+    device_parameters,
+    parameters_by_copies,
+    streamed_parameters,
+    updated_parameters,
+)
+from sppo.cost.values_of_ranks import of_ranks
 from sppo.hardware.description import Tier
 from sppo.hardware.rates import Floats
-from sppo.schedule.actions import RESIDENT_STAGES
 from sppo.schedule.costs import CopyEngines, Costs, LayerCopies, Link, Links, Table
 from sppo.schedule.orders.names import DEFERRING_WEIGHTS
 
@@ -164,7 +167,7 @@ def stage_costs(
     units, lengths = seconds.units, np.array(candidate.lengths * candidate.sequences)
     placed = placement or _everything_retained(candidate)
     layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)[:, None]
-    link_weights = _streamed_parameters(candidate)
+    link_weights = streamed_parameters(candidate)
     slope_linear, slope_quadratic = partition_costs(workload.model)
     kv_bytes, kv_gradient_bytes = kv_bytes_per_token(workload)
     streamed_weights, streamed_gradients = streamed_bytes(candidate)
@@ -354,132 +357,6 @@ def _engines(candidate: Candidate, tier: Tier) -> CopyEngines:
     return CopyEngines(out, back) if out > 0 and back > 0 else CopyEngines()
 
 
-def stage_parameters(model: ModelConfig, stages: Sequence[range], *, is_pipeline: bool) -> Table:
-    """Return the parameters of each stage: layers, embedding on the first, head on the last.
-
-    Args:
-        model: Shape of the model.
-        stages: Layers of each stage.
-        is_pipeline: Whether the last stage is on another rank than the first.
-    """
-    layer = layer_parameters(model)
-    counts = np.array([float(layer * len(layers)) for layers in stages])
-    for name, shape in outer_shapes(model).items():
-        counts[0 if name.startswith(("embed.", "positions.")) else -1] += prod(shape)
-    if model.tie_embeddings and is_pipeline:
-        # The last stage has a copy of the tied embedding.
-        counts[-1] += model.vocab_size * model.hidden_size
-    return counts
-
-
-def _streamed_parameters(candidate: Candidate) -> Table:
-    """Return the parameters of each stage that a device sends to a borrower (MSP), [stages].
-
-    Only layers count: embedding and head stay with the owner. Each device of a sequence-parallel
-    group sends its part, and the borrower's group gathers the parts over its fast links.
-    """
-    workload = candidate.workload
-    layer = layer_parameters(workload.model)
-    counts = np.array([float(layer * len(layers)) for layers in candidate.stages])
-    return counts / workload.sequence_parallel_degree
-
-
-def of_ranks(candidate: Candidate, of_stages: Table) -> Table:
-    """Return the sum of values over the stages of each pipeline rank, [ranks, ...].
-
-    Args:
-        candidate: Candidate that the stages belong to.
-        of_stages: Value of each stage, [stages, ...].
-    """
-    sums: Table = _by_rank(candidate, of_stages).sum(axis=0)
-    return sums
-
-
-def most_of_ranks(candidate: Candidate, of_stages: Table) -> Table:
-    """Return the maximum of values over the stages of each pipeline rank, [ranks, ...].
-
-    Args:
-        candidate: Candidate that the stages belong to.
-        of_stages: Value of each stage, [stages, ...].
-    """
-    most: Table = _by_rank(candidate, of_stages).max(axis=0)
-    return most
-
-
-def most_held_of_ranks(candidate: Candidate, of_stages: Table, *, consecutive: bool) -> Table:
-    """Return the largest sum of values over stages that are on a rank's device at once, [ranks].
-
-    `RESIDENT_STAGES` stages are on the device at once: see
-    :mod:`sppo.schedule.transfers.state_streaming`.
-
-    Args:
-        candidate: Candidate that the stages belong to.
-        of_stages: Value of each stage, [stages].
-        consecutive: Whether the stages on the device are consecutive ones of the rank; otherwise
-            they may be any.
-    """
-    by_rank = _by_rank(candidate, of_stages)
-    count = min(RESIDENT_STAGES, len(by_rank))
-    if not consecutive:
-        largest: Table = np.sort(by_rank, axis=0)[-count:].sum(axis=0)
-        return largest
-    windows = [by_rank[first : len(by_rank) - count + first + 1] for first in range(count)]
-    most: Table = np.sum(windows, axis=0).max(axis=0)
-    return most
-
-
-def _by_rank(candidate: Candidate, of_stages: Table) -> Table:
-    """Return a view of [stages, ...] as [virtual stages, ranks, ...]."""
-    return of_stages.reshape(-1, candidate.pipeline_parallel_degree, *of_stages.shape[1:])
-
-
-def device_parameters(candidate: Candidate) -> Table:
-    """Return the parameters a device computes with, [stages]; only Megatron shards them."""
-    counts: Table = sum(_parameters_by_copies(candidate).values(), np.zeros(len(candidate.stages)))
-    return counts
-
-
-def updated_parameters(candidate: Candidate) -> Table:
-    """Return the parameters that a device updates, sharded over equal weights, [stages]."""
-    counts: Table = np.zeros(len(candidate.stages))
-    for copies, held in _parameters_by_copies(candidate).items():
-        counts = counts + held / (copies * candidate.data_parallel_degree)
-    return counts
-
-
-def _parameters_by_copies(candidate: Candidate) -> Mapping[int, Table]:
-    """Return the parameters a device computes with, by the number of devices that hold the same.
-
-    The number counts devices of the sequence-parallel group; each value is [stages].
-    """
-    return _parameters_of_stages(
-        candidate.workload,
-        candidate.stages,
-        is_pipeline=candidate.pipeline_parallel_degree > 1,
-    )
-
-
-@lru_cache(maxsize=128)
-def _parameters_of_stages(
-    workload: Workload, stages: tuple[range, ...], *, is_pipeline: bool
-) -> Mapping[int, Table]:
-    """Return the cached result of :func:`_parameters_by_copies`; must not be modified."""
-    everything = stage_parameters(workload.model, stages, is_pipeline=is_pipeline)
-    layers = np.array([float(len(stage)) for stage in stages])
-    found = {copies: layers * held for copies, held in layer_by_copies(workload).items()}
-    layer = layer_parameters(workload.model)
-    outer = everything - layers * layer
-    for stage in np.flatnonzero(outer).tolist():
-        for copies, held in outer_by_copies(workload, float(outer[stage])).items():
-            found.setdefault(copies, np.zeros(len(layers)))[stage] += held
-    return found
-
-
-def same_weights_degree(workload: Workload) -> int:
-    """Return the devices of a sequence-parallel group that hold equal weights, to shard state."""
-    return workload.sequence_parallel_degree if workload.sequence_parallel == "ulysses" else 1
-
-
 def message_bytes(candidate: Candidate) -> Floats:
     """Return the bytes of one activation or gradient message between stages, [units]."""
     workload, lengths = candidate.workload, np.array(candidate.lengths * candidate.sequences)
@@ -628,7 +505,7 @@ def _reduce_seconds(candidate: Candidate) -> Table:
     seconds: Table = np.zeros(len(candidate.stages))
     if candidate.zero >= 2:
         seconds = last_reduction_seconds(candidate)
-    for copies, held in _parameters_by_copies(candidate).items():
+    for copies, held in parameters_by_copies(candidate).items():
         sent = passes * np.maximum(0.0, held * ACCUMULATION_BYTES - beside)
         seconds = seconds + shard_seconds(candidate, sent, copies=copies)
         updated = of_ranks(candidate, held * gathered)

@@ -12,7 +12,8 @@ from sppo.config.run import RunConfig
 from sppo.cost.flops import step_flops
 from sppo.cost.memory.copy_room import stage_blocks
 from sppo.cost.memory.joined_tensors import block_layout
-from sppo.cost.stage_cost import of_ranks, row_bytes_of
+from sppo.cost.stage_cost import row_bytes_of
+from sppo.cost.values_of_ranks import of_ranks
 from sppo.planning.plan import (
     PLAN_VERSION,
     ExecutionPlan,

@@ -25,7 +25,7 @@ from sppo.cost.kv import kv_tier_bytes, largest_kv_block
 from sppo.cost.memory.joined_tensors import block_layout, joined_bytes, queries_bytes
 from sppo.cost.memory.stage_memory import StageMemory, with_activations
 from sppo.cost.memory.units_in_flight import UnitsInFlight
-from sppo.cost.stage_cost import most_of_ranks, of_ranks
+from sppo.cost.values_of_ranks import most_of_ranks, of_ranks
 from sppo.schedule.costs import Table
 
 

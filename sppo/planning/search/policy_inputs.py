@@ -17,13 +17,8 @@ from sppo.cost.memory.joined_tensors import block_layout
 from sppo.cost.memory.stage_memory import StageMemory
 from sppo.cost.memory.tier_memory import tier_bytes
 from sppo.cost.memory.units_in_flight import UnitsInFlight
-from sppo.cost.stage_cost import (
-    StageSeconds,
-    copy_bytes_per_s,
-    of_ranks,
-    row_bytes_of,
-    shared_input_bytes_of,
-)
+from sppo.cost.stage_cost import StageSeconds, copy_bytes_per_s, row_bytes_of, shared_input_bytes_of
+from sppo.cost.values_of_ranks import of_ranks
 from sppo.schedule.costs import Table
 
 
