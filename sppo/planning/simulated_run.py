@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.memory.stage_memory import StageMemory
+from sppo.cost.memory.tier_memory import most_tier_bytes, node_host_bytes
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.candidate_program import candidate_program
 from sppo.planning.plan import ExecutionPlan
@@ -39,6 +40,8 @@ class SimulatedRun:
         hardware: Description of the machine that the run was priced for.
         num_devices: Number of devices of all replicas.
         steady_bytes: Bytes that one device of each pipeline rank holds throughout the step.
+        host_peak_bytes: Peak bytes of host memory of the device that uses most of it.
+        node_host_bytes: Peak bytes of host memory of all devices of one node together.
     """
 
     case: Case
@@ -46,6 +49,8 @@ class SimulatedRun:
     hardware: HardwareSpec
     num_devices: int
     steady_bytes: tuple[int, ...]
+    host_peak_bytes: int
+    node_host_bytes: int
 
 
 def simulated_run(
@@ -91,4 +96,6 @@ def _simulated(
         candidate.workload.hardware,
         candidate.num_devices,
         tuple(steady_bytes(held.device) for held in memory),
+        most_tier_bytes(memory, "host", candidate=candidate),
+        node_host_bytes(memory, candidate=candidate),
     )

@@ -121,6 +121,19 @@ def test_degrees_left_out_are_those_that_solve_recommends(run):
     assert report(run, *ALONE)["chosen_by_solve"] == []
 
 
+def test_host_memory_of_a_device_and_of_a_node_is_one_number_in_every_command(run):
+    words = (run, "activations.policy=offload_all", "train.sequences_per_step=4")
+    found = report(*words)
+    simulated = json.loads(succeed("simulate", *words, "--json"))
+    solved = json.loads(succeed("solve", *words, "--json"))["best"]
+    assert 0 < found["host_peak_bytes"] < found["node_host_peak_bytes"]
+    assert solved["predicted"]["host_peak_bytes"] == found["host_peak_bytes"]
+    assert simulated["host_peak_bytes"] == found["host_peak_bytes"]
+    for command in (simulated, solved):
+        assert command["node_host_peak_bytes"] == found["node_host_peak_bytes"]
+    assert " of a device, " in succeed("simulate", *words)
+
+
 def test_grouped_queries_need_less_for_keys_and_values(run):
     model = report(run)["model"]
     assert model["multi_head_kv_bytes"] == 4 * model["kv_bytes"]

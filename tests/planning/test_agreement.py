@@ -236,7 +236,10 @@ def commands_agree(request: RunConfig, solution: Solution) -> None:
     assert evaluated.device_peak_bytes == best.device_peak_bytes
     assert evaluated.host_peak_bytes == best.host_peak_bytes
     assert evaluated.node_host_bytes == best.node_host_bytes
-    case = simulated_run(found.whole, hardware=hardware).case
+    played = simulated_run(found.whole, hardware=hardware)
+    assert played.host_peak_bytes == best.host_peak_bytes
+    assert played.node_host_bytes == best.node_host_bytes
+    case = played.case
     assert simulate(case.schedule, costs=case.costs).makespan_s == pytest.approx(best.step_s)
     assert evaluated.step_s == pytest.approx(best.step_s)
 

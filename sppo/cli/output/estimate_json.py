@@ -36,6 +36,8 @@ def estimate_report(found: Estimate, *, baselines: Sequence[Baseline] = ()) -> d
         "kv": evaluated.kv,
         "state": asdict(evaluated.candidate.state),
         "device_peak_bytes": evaluated.device_peak_bytes,
+        "host_peak_bytes": evaluated.host_peak_bytes,
+        "node_host_peak_bytes": evaluated.node_host_bytes,
         "model": _counts_report(found.counts),
         "stages": stage_reports(evaluated),
         "hardware": hardware_report(found.hardware),

@@ -54,6 +54,9 @@ def print_tables(
         if devices.chosen:
             console.print(f"chosen by solve: {', '.join(devices.chosen)}", highlight=False)
     console.print(_rank_table(first, devices=devices))
+    if devices is not None and devices.host_bytes is not None and any(devices.host_bytes):
+        own, node = map(format_bytes, devices.host_bytes)
+        console.print(f"host memory: {own} of a device, {node} of a node", highlight=False)
     hidden = schedule.num_ranks - _SHOWN_RANKS
     if hidden > 0:
         console.print(

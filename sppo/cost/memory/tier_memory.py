@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
+from sppo.cost.candidate import Candidate
 from sppo.cost.memory.stage_memory import StageMemory
 from sppo.cost.state_tiers import StateTiers
 from sppo.hardware.description import Tier
@@ -44,3 +45,31 @@ def tier_bytes(
 ) -> int:
     """Return the bytes in one tier, the sum of :func:`tier_buckets`."""
     return sum(tier_buckets(held, place, activations=activations, state=state).values())
+
+
+def most_tier_bytes(
+    memory: Iterable[StageMemory], place: Literal["host", "disk"], *, candidate: Candidate
+) -> int:
+    """Return the bytes in one tier of the device that uses most of it.
+
+    Args:
+        memory: Memory of one device of each pipeline rank.
+        place: Tier of the bytes.
+        candidate: Candidate that the memory belongs to.
+    """
+    activations, state = candidate.tier, candidate.state
+    return max(tier_bytes(held, place, activations=activations, state=state) for held in memory)
+
+
+def node_host_bytes(memory: Iterable[StageMemory], *, candidate: Candidate) -> int:
+    """Return the bytes of host memory of all devices of one node together; 0 on a CPU.
+
+    Args:
+        memory: Memory of one device of each pipeline rank.
+        candidate: Candidate that the memory belongs to.
+    """
+    hardware = candidate.workload.hardware
+    if hardware.device.kind == "cpu":
+        return 0
+    devices = min(hardware.node.num_devices, candidate.num_devices)
+    return most_tier_bytes(memory, "host", candidate=candidate) * devices

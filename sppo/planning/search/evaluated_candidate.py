@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, tee
-from typing import Literal
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from sppo.cost.memory.copy_room import with_placement
 from sppo.cost.memory.msp import with_msp
 from sppo.cost.memory.rank_program import holds_messages, with_messages_held
 from sppo.cost.memory.stage_memory import StageMemory
-from sppo.cost.memory.tier_memory import tier_bytes
+from sppo.cost.memory.tier_memory import most_tier_bytes, node_host_bytes
 from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.cost.stage_cost import (
     StageSeconds,
@@ -123,27 +122,17 @@ class EvaluatedCandidate:
     @property
     def host_peak_bytes(self) -> int:
         """Peak bytes of host memory of the device that uses most of it."""
-        return self._tier_peak_bytes("host")
+        return most_tier_bytes(self.memory, "host", candidate=self.candidate)
 
     @property
     def disk_peak_bytes(self) -> int:
         """Peak bytes of disk space of the device that uses most of it."""
-        return self._tier_peak_bytes("disk")
-
-    def _tier_peak_bytes(self, place: Literal["host", "disk"]) -> int:
-        activations, state = self.candidate.tier, self.candidate.state
-        return max(
-            tier_bytes(rank, place, activations=activations, state=state) for rank in self.memory
-        )
+        return most_tier_bytes(self.memory, "disk", candidate=self.candidate)
 
     @property
     def node_host_bytes(self) -> int:
         """Peak bytes of host memory of all devices of one node together; 0 on a CPU."""
-        hardware = self.candidate.workload.hardware
-        if hardware.device.kind == "cpu":
-            return 0
-        devices = min(hardware.node.num_devices, self.degrees.num_devices)
-        return self.host_peak_bytes * devices
+        return node_host_bytes(self.memory, candidate=self.candidate)
 
     @property
     def kv(self) -> KVPlacement:
