@@ -8,7 +8,7 @@ A row is one token of one subsequence; the tensor classes are defined in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -82,6 +82,21 @@ def alike_stages(*tables: npt.NDArray[Any]) -> list[int]:
         for stage in dict.fromkeys(of_neighbours)
     }
     return [found[stage] for stage in of_neighbours]
+
+
+def first_of_each(keys: Iterable[Hashable]) -> tuple[list[int], list[int]]:
+    """Return the positions at which distinct keys first occur, and the kind of every key.
+
+    Kinds number the distinct keys in the order of their first positions.
+    """
+    numbers: dict[Hashable, int] = {}
+    firsts, kinds = [], []
+    for position, key in enumerate(keys):
+        kind = numbers.setdefault(key, len(numbers))
+        if kind == len(firsts):
+            firsts.append(position)
+        kinds.append(kind)
+    return firsts, kinds
 
 
 def saved_bytes(

@@ -25,6 +25,7 @@ from sppo.activations.hybrid import choices
 from sppo.activations.placement import (
     ActivationPlacement,
     alike_stages,
+    first_of_each,
     prefix_rows,
     saved_bytes,
 )
@@ -196,14 +197,14 @@ def _offloaded_bytes(inputs: PolicyInputs, wanted: Table) -> ActivationPlacement
     """Offload ``wanted`` bytes of each subsequence, most valuable class first; retain the rest."""
     everything = _whole(inputs, offloaded=(), retained=(X_IN, ATTENTION, LINEAR))
     alike = alike_stages(wanted, inputs.row_bytes)
-    firsts = [*dict.fromkeys(alike)]
+    firsts, kinds = first_of_each(alike)
     rows = prefix_rows(
         wanted[firsts],
         tokens=inputs.tokens,
         row_bytes=inputs.row_bytes[firsts],
         allow_partial=inputs.allow_partial,
     )
-    offloaded = rows[[firsts.index(stage) for stage in alike]]
+    offloaded = rows[kinds]
     return ActivationPlacement(
         everything.retained - offloaded, offloaded, everything.recomputed, known_alike=alike
     )

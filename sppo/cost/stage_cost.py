@@ -21,7 +21,7 @@ from sppo.activations.activation_layout import (
     PREFETCH_LAYERS,
     BlockLayout,
 )
-from sppo.activations.placement import ActivationPlacement, Counts, saved_bytes
+from sppo.activations.placement import ActivationPlacement, Counts, first_of_each, saved_bytes
 from sppo.activations.tensor_classes import (
     ATTENTION,
     CLASSES,
@@ -306,13 +306,7 @@ def _distinct_stages(
 
     Stages of a kind have the same number of layers and the same rows in the placement.
     """
-    found: dict[tuple[int, int], int] = {}
-    first_of = [
-        found.setdefault((len(layers), alike), stage)
-        for stage, (layers, alike) in enumerate(zip(candidate.stages, placement.alike, strict=True))
-    ]
-    kinds = {first: kind for kind, first in enumerate(found.values())}
-    return [*kinds], [kinds[first] for first in first_of]
+    return first_of_each(zip(map(len, candidate.stages), placement.alike, strict=True))
 
 
 def copy_bytes_per_s(candidate: Candidate) -> tuple[float, float]:
@@ -414,22 +408,15 @@ def _sequence_seconds(candidate: Candidate) -> LayerSeconds:
     """Return the seconds of one sequence, or of all packed sequences, [stages, subsequences]."""
     workload, stages, lengths = candidate.workload, candidate.stages, candidate.lengths
     by_window, head = _layers_and_head_seconds(workload, lengths, candidate.packed)
-    rows: dict[tuple[tuple[int | None, int], ...], LayerSeconds] = {}
-    kinds = []
-    for layers in stages:
-        kind = tuple(Counter(map(workload.model.window_of, layers)).items())
-        kinds.append(kind)
-        if kind not in rows:
-            row = LayerSeconds(*(np.zeros(len(lengths)) for _ in PASS_NAMES))
-            for window, count in kind:
-                row += by_window[window].times(count)
-            rows[kind] = row
-    places = {kind: place for place, kind in enumerate(rows)}
-    of_stages = [places[kind] for kind in kinds]
-    tables = {
-        name: np.stack([getattr(row, name) for row in rows.values()])[of_stages]
-        for name in PASS_NAMES
-    }
+    layers_by_window = [Counter(map(workload.model.window_of, layers)) for layers in stages]
+    firsts, kinds = first_of_each(tuple(counts.items()) for counts in layers_by_window)
+    rows = []
+    for first in firsts:
+        row = LayerSeconds(*(np.zeros(len(lengths)) for _ in PASS_NAMES))
+        for window, count in layers_by_window[first].items():
+            row += by_window[window].times(count)
+        rows.append(row)
+    tables = {name: np.stack([getattr(row, name) for row in rows])[kinds] for name in PASS_NAMES}
     tables["forward"][-1] += head
     return LayerSeconds(**tables)
 

@@ -22,7 +22,7 @@ from itertools import accumulate, chain
 import numpy as np
 import numpy.typing as npt
 
-from sppo.activations.placement import Counts, alike_stages
+from sppo.activations.placement import Counts, alike_stages, first_of_each
 from sppo.cost.candidate import Candidate
 from sppo.schedule.costs import Table
 from sppo.schedule.orders.names import LOOPED
@@ -303,11 +303,7 @@ class UnitsInFlight:
             tables: Tables in which stages may differ, [stages, ...] each.
         """
         of_stages, num_ranks = alike_stages(*tables), self._shape[0]
-        firsts: dict[tuple[int, ...], int] = {}
-        alike = [firsts.setdefault(tuple(of_stages[r::num_ranks]), r) for r in range(num_ranks)]
-        ranks = list(firsts.values())
-        kinds = {rank: kind for kind, rank in enumerate(ranks)}
-        return ranks, [kinds[first] for first in alike]
+        return first_of_each(tuple(of_stages[rank::num_ranks]) for rank in range(num_ranks))
 
     @property
     def _shape(self) -> tuple[int, int]:
