@@ -51,9 +51,10 @@ from sppo.planning.corpus.packings import Piece
 from sppo.planning.corpus.sides import SideStep, deviation
 from sppo.planning.elastic.step_plan import StepPlan
 from sppo.schedule.actions import COMPUTE_KINDS
-from sppo.schedule.simulation.measured_units import (
-    ComputeSeconds,
-    compute_seconds,
+from sppo.schedule.encoding import NUM_COMPUTE
+from sppo.schedule.simulation.measured_compute import (
+    ActionSeconds,
+    action_seconds,
     median_seconds,
     step_seconds,
 )
@@ -262,18 +263,13 @@ def _print(report: Mapping[str, Any]) -> None:
 
 def _print_parts(report: Mapping[str, Any]) -> None:
     """Print what separates the measured step from the simulated one, as sums over the steps."""
-    simulated = report["simulated"][report["ranks"]]
-    print(
-        f"{'seconds of all steps':<24}{'simulated':>10} {'median units':>13} "
-        f"{'own units':>10} {'measured':>9} {'compute, of predicted':>22}"
-    )
+    print("seconds of all steps, simulated with compute times that are ...")
+    print(f"{'':<24}{'predicted':>10} {'medians':>9} {'of the turn':>12} {'measured':>9}")
     for name, side in report["measured"].items():
-        own = sum(map(statistics.median, side["all_with_units_s"]))
-        slower = sum(side["compute_s"]) / sum(side["predicted_compute_s"])
+        own = sum(map(statistics.median, side["all_own_compute_s"]))
         print(
-            f"  {name:<22}{sum(simulated[name]['step_s']):>10.2f} "
-            f"{sum(side['with_median_units_s']):>13.2f} {own:>10.2f} {sum(side['step_s']):>9.2f} "
-            f"{slower:>21.3f}x"
+            f"  {name:<22}{sum(side['predicted_compute_s']):>10.2f} "
+            f"{sum(side['median_compute_s']):>9.2f} {own:>12.2f} {sum(side['step_s']):>9.2f}"
         )
 
 
@@ -464,8 +460,8 @@ class _Measured:
         resident_bytes: Peak bytes of the process above its bytes between steps, over all steps.
         saved_bytes: Peak bytes of saved activations, K/V and their gradients over all steps.
         timelines: Timeline of each step in the last turn; on rank 0 only.
-        compute: Measured seconds of every unit, of each step in each turn; on rank 0 only.
-        with_units_s: Seconds of each step in each turn, simulated with these; on rank 0 only.
+        action_s: Measured seconds of the actions of each step in each turn; on rank 0 only.
+        own_compute_s: Seconds of each step in each turn, simulated with these; on rank 0 only.
     """
 
     steps: Sequence[SideStep]
@@ -475,8 +471,8 @@ class _Measured:
     resident_bytes: int = 0
     saved_bytes: int = 0
     timelines: dict[int, Timeline] = field(default_factory=dict)
-    compute: dict[int, list[ComputeSeconds]] = field(default_factory=dict)
-    with_units_s: dict[int, list[float]] = field(default_factory=dict)
+    action_s: dict[int, list[ActionSeconds]] = field(default_factory=dict)
+    own_compute_s: dict[int, list[float]] = field(default_factory=dict)
 
     def note(self, step: int, took_s: float, engine: _RankEngine) -> None:
         """Record the step that was just run; every rank must call this method."""
@@ -492,18 +488,43 @@ class _Measured:
         if timeline is not None:
             self.idle_shares.append(timeline.bubble_fraction)
             self.timelines[step] = timeline
-            compute = compute_seconds(timeline)
-            self.compute.setdefault(step, []).append(compute)
-            self.with_units_s.setdefault(step, []).append(self._simulated_s(step, compute))
+            seconds = action_seconds(timeline)
+            self.action_s.setdefault(step, []).append(seconds)
+            self.own_compute_s.setdefault(step, []).append(self._simulated_s(step, seconds))
 
-    def _simulated_s(self, step: int, compute: ComputeSeconds) -> float:
-        """Return the simulated seconds of a step with given seconds of its units."""
+    def _simulated_s(self, step: int, seconds: ActionSeconds) -> float:
+        """Return the simulated seconds of a step with given seconds of its actions."""
         costs = self.steps[step].plan.evaluated.costs
-        return step_seconds(self.timelines[step], costs=costs, compute=compute)
+        return step_seconds(self.timelines[step], costs=costs, seconds=seconds)
 
     def note_resident_bytes(self, peak_bytes: int) -> None:
         """Record the peak of a step that was run to measure memory."""
         self.resident_bytes = max(self.resident_bytes, peak_bytes)
+
+    def _parts(self) -> dict[str, Any]:
+        """Return what separates measured from simulated steps; on rank 0 only.
+
+        `all_own_compute_s` is the time of each step in each turn, simulated with the compute times
+        of that turn, and `median_compute_s` that of each step, with the median of each action over
+        the turns. `predicted_compute_s` is that with predicted compute times; unlike the simulated
+        `step_s` it has no update. `units` are the seconds of each forward and backward of a step,
+        all stages together.
+        """
+        predicted = [_without_update(action_seconds(_simulated(step.plan))) for step in self.steps]
+        return {
+            "all_own_compute_s": list(self.own_compute_s.values()),
+            "median_compute_s": [
+                self._simulated_s(step, median_seconds(turns))
+                for step, turns in self.action_s.items()
+            ],
+            "predicted_compute_s": [
+                self._simulated_s(step, seconds) for step, seconds in enumerate(predicted)
+            ],
+            "units": [
+                _units(step.plan, predicted[index], measured=self.action_s[index])
+                for index, step in enumerate(self.steps)
+            ],
+        }
 
     def draw(self, path: Path) -> None:
         """Draw the simulated and the executed timeline of the last step."""
@@ -536,19 +557,37 @@ class _Measured:
             found["time_deviation"] = statistics.median(
                 deviation(_unit_seconds(timeline)) for timeline in self.timelines.values()
             )
-            found["all_with_units_s"] = list(self.with_units_s.values())
-            found["with_median_units_s"] = [
-                self._simulated_s(step, median_seconds(turns))
-                for step, turns in self.compute.items()
-            ]
-            found["compute_s"] = [
-                statistics.median(sum(turn.values()) for turn in turns)
-                for turns in self.compute.values()
-            ]
-            found["predicted_compute_s"] = [
-                sum(compute_seconds(_simulated(plan)).values()) for plan in plans
-            ]
+            found |= self._parts()
         return found
+
+
+def _without_update(seconds: ActionSeconds) -> ActionSeconds:
+    """Return seconds with reductions that take no time: plans add the update to them."""
+    return {(code, slot): s * (code < NUM_COMPUTE) for (code, slot), s in seconds.items()}
+
+
+def _units(
+    plan: StepPlan, predicted: ActionSeconds, *, measured: Sequence[ActionSeconds]
+) -> list[dict[str, Any]]:
+    """Return predicted and measured seconds of each forward and backward, summed over stages."""
+    sequences = plan.program.lengths
+    tokens = [count for sequence in sequences for count in sequence]
+    found = []
+    for code, kind in enumerate(COMPUTE_KINDS):
+        for unit, count in enumerate(tokens):
+            keys = [key for key in predicted if key[0] == code and key[1] % len(tokens) == unit]
+            if keys:
+                turns = [sum(turn[key] for key in keys) for turn in measured]
+                found.append(
+                    {
+                        "kind": kind.value,
+                        "unit": unit,
+                        "tokens": count,
+                        "predicted_s": sum(predicted[key] for key in keys),
+                        "measured_s": turns,
+                    }
+                )
+    return found
 
 
 def _simulated(plan: StepPlan) -> Timeline:

@@ -1,6 +1,7 @@
 """Tables of docs/results.md have the figures of the measured result files."""
 
 import json
+from statistics import median
 
 import pytest
 
@@ -72,17 +73,6 @@ def test_predictions(case):
     cells += [f"{memory[key] / MIB:.0f} MiB" for key in ("predicted", "measured")]
     assert row.endswith(f"| {' | '.join(cells)} |")
     assert abs(memory["measured"] / memory["predicted"] - 1) < 0.04
-
-
-@pytest.mark.parametrize("side", ["stream", "fixed", "elastic", "elastic_auto"])
-def test_documents_of_their_own_length(side):
-    report = _file("compare_elastic")
-    measured = report["measured"][side]
-    cells = [f"{measured['tokens_per_s']:.0f}, {measured['over_fixed']:.2f}x"]
-    cells.append(f"{measured['idle_share']:.1%}")
-    cells.append(f"{max(measured['peak_bytes']) / MIB:.0f} MiB")
-    cells += [f"{report['simulated'][ranks][side]['over_fixed']:.2f}x" for ranks in "248"]
-    assert f"| {' | '.join(cells)} |" in TEXT
 
 
 @pytest.mark.parametrize("side", ["recompute_all", "recompute_uniform", "checkpointing", "levels"])
@@ -164,3 +154,109 @@ def test_documents_on_infinipipes_machine(key, layouts):
     assert _infinipipe_row(key, layouts) in TEXT
     for case in layouts.values():
         assert case["sides"]["elastic"]["bubble_fraction"] < 0.2
+
+
+PACKINGS = {
+    "stream": "rows of the stream",
+    "fixed": "fixed chunks",
+    "elastic": "planned chunks",
+    "elastic_auto": "planned chunks, schedule and stages",
+}
+"""Names of the sides of ``compare_elastic.py`` in the text."""
+
+
+@pytest.mark.parametrize("side", PACKINGS)
+def test_packings_of_documents(side):
+    report = _file("compare_elastic_32")
+    measured = report["measured"][side]
+    cells = [
+        PACKINGS[side],
+        f"{measured['tokens_per_s']:.0f}, {measured['over_fixed']:.2f}x",
+        f"{_file('compare_elastic_32_first')['measured'][side]['over_fixed']:.2f}x",
+        f"{measured['idle_share']:.1%}",
+        f"{max(measured['peak_bytes']) / MIB:.0f} MiB",
+        *(f"{report['simulated'][ranks][side]['over_fixed']:.2f}x" for ranks in "248"),
+    ]
+    assert f"| {' | '.join(cells)} |" in TEXT
+
+
+@pytest.mark.parametrize("side", PACKINGS)
+def test_where_the_time_of_documents_goes(side):
+    measured = _file("compare_elastic_32")["measured"][side]
+    seconds = (
+        sum(measured["predicted_compute_s"]),
+        sum(measured["median_compute_s"]),
+        sum(map(median, measured["all_own_compute_s"])),
+        sum(measured["step_s"]),
+    )
+    assert f"| {PACKINGS[side]} | {' | '.join(f'{s:.2f}' for s in seconds)} |" in TEXT
+
+
+def _turns(report, side):
+    """Seconds of all steps in each turn."""
+    return map(sum, zip(*report["measured"][side]["all_step_s"], strict=True))
+
+
+def _gains(reports, *, over):
+    """How many times as fast as another side the planned steps are, in every turn."""
+    return [
+        other / own
+        for report in reports
+        for own, other in zip(_turns(report, "elastic_auto"), _turns(report, over), strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("samples", "names"),
+    [
+        (32, ["compare_elastic_32", "compare_elastic_32_first"]),
+        (64, ["compare_elastic_64"]),
+        (128, ["compare_elastic"]),
+    ],
+)
+def test_more_documents_in_a_step(samples, names):
+    reports = [_file(name) for name in names]
+    measured, simulated = (reports[0][kind] for kind in ("measured", "simulated"))
+    of_fixed, of_stream = (_gains(reports, over=side) for side in ("fixed", "stream"))
+    peaks = [max(measured[side]["peak_bytes"]) / MIB for side in ("elastic_auto", "fixed")]
+    gains = [simulated[ranks]["elastic_auto"]["over_fixed"] for ranks in "248"]
+    cells = [
+        f"{samples}",
+        f"{measured['fixed']['idle_share']:.1%}",
+        f"{gains[0]:.2f}x",
+        f"{median(of_fixed):.2f}x",
+        f"{min(of_fixed):.2f}x–{max(of_fixed):.2f}x",
+        f"{median(of_stream):.2f}x",
+        f"{peaks[0]:.0f} of {peaks[1]:.0f} MiB",
+        f"{gains[1]:.2f}x, {gains[2]:.2f}x",
+    ]
+    assert f"| {' | '.join(cells)} |" in TEXT
+
+
+PHASES = ("forward", "backward", "data and update")
+
+
+@pytest.mark.parametrize("index", range(10))
+def test_ten_random_runs(index):
+    second, first = (
+        _file(name)["cases"][index]
+        for name in ("check_prediction_random", "check_prediction_random_first")
+    )
+    assert first["case"] == second["case"]
+    (predicted, measured), before = (
+        [
+            sum(case["phases_s"][phase][kind] for phase in PHASES)
+            for kind in ("predicted", "measured")
+        ]
+        for case in (second, first)
+    )
+    working = second["memory_bytes"]["working set"]
+    cells = [
+        second["case"],
+        f"{predicted:.2f} s",
+        f"{measured:.2f} s",
+        f"{predicted / measured - 1:+.1%}",
+        f"{before[0] / before[1] - 1:+.1%}",
+        *(f"{working[kind] / MIB:.2f} MiB" for kind in ("predicted", "measured")),
+    ]
+    assert f"| {' | '.join(cells)} |" in TEXT

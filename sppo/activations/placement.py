@@ -90,7 +90,8 @@ def first_of_each(keys: Iterable[Hashable]) -> tuple[list[int], list[int]]:
     Kinds number the distinct keys in the order of their first positions.
     """
     numbers: dict[Hashable, int] = {}
-    firsts, kinds = [], []
+    firsts: list[int] = []
+    kinds: list[int] = []
     for position, key in enumerate(keys):
         kind = numbers.setdefault(key, len(numbers))
         if kind == len(firsts):

@@ -197,8 +197,9 @@ def _print(
             # The same name has the same meaning as in solve and estimate: states are counted.
             report["saved_peak_bytes"] = report["device_peak_bytes"]
             report["device_peak_bytes"] = totals
-        if devices.host_bytes is not None:
-            report["host_peak_bytes"], report["node_host_peak_bytes"] = devices.host_bytes
+        if devices.host_peak_bytes is not None:
+            report["host_peak_bytes"] = devices.host_peak_bytes
+            report["node_host_peak_bytes"] = devices.node_host_bytes
     if forward_makespan_s is not None:
         report["forward_makespan_s"] = forward_makespan_s
     if len(timelines) > 1:

@@ -52,8 +52,8 @@ from sppo.cost.sharding.weight_part_seconds import (
 )
 from sppo.cost.stage_parameters import (
     device_parameters,
+    lent_parameters,
     parameters_by_copies,
-    streamed_parameters,
     updated_parameters,
 )
 from sppo.cost.values_of_ranks import of_ranks
@@ -167,7 +167,7 @@ def stage_costs(
     units, lengths = seconds.units, np.array(candidate.lengths * candidate.sequences)
     placed = placement or _everything_retained(candidate)
     layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)[:, None]
-    link_weights = streamed_parameters(candidate)
+    link_weights = lent_parameters(candidate)
     slope_linear, slope_quadratic = partition_costs(workload.model)
     kv_bytes, kv_gradient_bytes = kv_bytes_per_token(workload)
     streamed_weights, streamed_gradients = streamed_bytes(candidate)

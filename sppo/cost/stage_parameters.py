@@ -34,7 +34,7 @@ def stage_parameters(model: ModelConfig, stages: Sequence[range], *, is_pipeline
     return counts
 
 
-def streamed_parameters(candidate: Candidate) -> Table:
+def lent_parameters(candidate: Candidate) -> Table:
     """Return the parameters of each stage that a device sends to a borrower (MSP), [stages].
 
     Only layers count: embedding and head stay with the owner. Each device of a sequence-parallel

@@ -60,9 +60,10 @@ SUMMARY_FIELDS: Mapping[str, str] = {
     "`plan.json` where steps are alike.",
     "timeline": "The last step of a pipeline's ranks, as planned and as executed.",
     "timeline.pipeline_ranks": "Pipeline ranks.",
-    "timeline.makespan_s": "From the first action to the end of the last one.",
-    "timeline.with_measured_units_s": "The step simulated with measured units. It differs "
-    "from the predicted time by the time of units, from the measured time by the time between.",
+    "timeline.makespan_s": "From the first action to the end of the last one; the "
+    "prediction includes the update.",
+    "timeline.with_measured_compute_s": "The step simulated with the measured times of its compute "
+    "actions; the measured step differs from it by the time between these actions.",
     "timeline.bubble_fraction": "Share of all ranks' time between actions; predicted, also waits "
     "for copies.",
     "timeline.idle_fraction": "Idle share of all ranks, waits for copies included.",
@@ -228,7 +229,9 @@ def _comparisons(summary: Mapping[str, Any]) -> Iterable[tuple[str, str, str, st
             yield _row(f"{name} time", pair, show=format_duration)
     if timeline is not None:
         yield _row(
-            "the same with measured units", _with_measured_units(timeline), show=format_duration
+            "last step simulated with measured compute",
+            _with_measured_compute(timeline),
+            show=format_duration,
         )
     if timeline is not None and timeline["pipeline_ranks"] > 1:
         yield _row("idle share of a pipeline rank", timeline["bubble_fraction"], show=_percent)
@@ -240,10 +243,10 @@ def _comparisons(summary: Mapping[str, Any]) -> Iterable[tuple[str, str, str, st
         yield _row(f"{name} memory", pair, show=format_bytes)
 
 
-def _with_measured_units(timeline: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the time of the last step's actions as simulated with measured units, and measured."""
+def _with_measured_compute(timeline: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the time of the last step's actions, simulated with measured compute, and measured."""
     return {
-        "predicted": timeline["with_measured_units_s"],
+        "predicted": timeline["with_measured_compute_s"],
         "measured": timeline["makespan_s"]["measured"],
     }
 

@@ -104,7 +104,7 @@ def timeline_summary(
     planned: Timeline,
     measured: Timeline,
     *,
-    with_measured_units_s: float | None,
+    with_measured_compute_s: float | None,
     exposed_copy_s: Sequence[float],
 ) -> Mapping[str, Any]:
     """Return the figures of the last step for ``run_summary.json``.
@@ -112,7 +112,7 @@ def timeline_summary(
     Args:
         planned: Simulated timeline of the step.
         measured: Measured timeline; a wait for a copy is part of the action that waited.
-        with_measured_units_s: Simulated seconds of the step with its measured units.
+        with_measured_compute_s: Simulated seconds of the step with its measured compute.
         exposed_copy_s: Seconds that each pipeline rank waited for copies. The measured
             `idle_fraction` includes these waits, as the simulated one does; the measured
             `bubble_fraction` counts only the gaps between actions.
@@ -130,7 +130,7 @@ def timeline_summary(
         },
         "pipeline_ranks": len(measured.ranks),
         "makespan_s": {"predicted": planned.makespan_s, "measured": measured.makespan_s},
-        "with_measured_units_s": with_measured_units_s,
+        "with_measured_compute_s": with_measured_compute_s,
         "bubble_fraction": {
             "predicted": planned.bubble_fraction,
             "measured": measured.bubble_fraction,

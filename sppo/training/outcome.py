@@ -51,7 +51,7 @@ class TrainingOutcome:
     """Measured timeline of the last step of the first pipeline; None except on rank 0."""
     planned_timeline: Timeline | None = None
     """Simulated timeline of the last step; None except on rank 0."""
-    with_measured_units_s: float | None = None
-    """Simulated seconds of the last step with its measured units; None except on rank 0."""
+    with_measured_compute_s: float | None = None
+    """Simulated seconds of the last step with its measured compute; None except on rank 0."""
     exposed_copy_s: tuple[float, ...] = ()
     """Seconds that each rank of this rank's pipeline waited for copies in the last step."""

@@ -96,7 +96,7 @@ def _summary(
         summary["timeline"] = timeline_summary(
             planned,
             executed,
-            with_measured_units_s=outcome.with_measured_units_s,
+            with_measured_compute_s=outcome.with_measured_compute_s,
             exposed_copy_s=outcome.exposed_copy_s,
         )
     return summary

@@ -16,7 +16,7 @@ from rich.console import Console
 from sppo.config import RunConfig
 from sppo.output_file import write_json
 from sppo.planning.plan import plan_json
-from sppo.schedule.simulation.measured_units import compute_seconds, step_seconds
+from sppo.schedule.simulation.measured_compute import seconds_with_measured_compute
 from sppo.schedule.simulation.simulate import simulate
 from sppo.training.checks.input_facts import input_facts
 from sppo.training.checks.preflight import CheckedRun
@@ -220,12 +220,12 @@ def _add_last_step(
 ) -> None:
     """Add to `outcome` the timelines of the last step, and its waits for copies. Collective."""
     outcome.timeline = executed_timeline(outcome.last_step, ranks)
-    if outcome.timeline is not None and last is not None:
-        case = source.case(last)
-        outcome.planned_timeline = simulate(case.schedule, costs=case.costs)
-        outcome.with_measured_units_s = step_seconds(
-            outcome.timeline, costs=case.costs, compute=compute_seconds(outcome.timeline)
-        )
     own_s = outcome.copies[-1].exposed_s if outcome.copies else 0.0
     exposed_s = ranks.peers.all_gather(own_s)
     outcome.exposed_copy_s = tuple(exposed_s[rank] for rank in ranks.mesh.pipeline_ranks)
+    if outcome.timeline is not None and last is not None:
+        case = source.case(last)
+        outcome.planned_timeline = simulate(case.schedule, costs=case.costs)
+        outcome.with_measured_compute_s = seconds_with_measured_compute(
+            outcome.timeline, costs=case.costs
+        )

@@ -11,7 +11,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from sppo.activations.hybrid import choices
-from sppo.activations.placement import ROW_ALIGNMENT, prefix_rows, saved_bytes
+from sppo.activations.placement import (
+    ROW_ALIGNMENT,
+    alike_stages,
+    first_of_each,
+    prefix_rows,
+    saved_bytes,
+)
 from sppo.activations.policy import OFFLOADING_POLICIES, POLICIES, decide, decide_ratio
 from sppo.activations.policy_inputs import CopySlots, PolicyInputs
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN
@@ -412,3 +418,10 @@ def test_a_class_whole_up_to_rounding_leaves_nothing_of_the_next():
     wanted = tokens * sizes[0] * (1 - 5e-13)
     rows = prefix_rows(wanted, tokens=tokens, row_bytes=sizes)
     assert rows.tolist() == [[4096, 0, 0]]
+
+
+def test_stages_of_a_kind_are_those_with_equal_rows():
+    rows = np.array([[1, 2], [1, 2], [3, 2], [1, 2], [3, 2]])
+    firsts, kinds = first_of_each(alike_stages(rows))
+    assert (firsts, kinds) == ([0, 2], [0, 0, 1, 0, 1])
+    assert (rows[firsts][kinds] == rows).all()

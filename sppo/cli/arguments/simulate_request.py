@@ -76,15 +76,18 @@ class SimulatedDevices:
         num_devices: Devices of all replicas and sequence-parallel groups.
         steady_bytes: Memory of one device of each rank that no action changes: states, working set,
             room for copies and messages. Empty if only forwards are simulated.
-        host_bytes: Peak host memory of the device that uses most of it, and of all devices of one
-            node; None if only forwards are simulated.
+        host_peak_bytes: Peak host memory of the device that uses most of it; None if only forwards
+            are simulated.
+        node_host_bytes: Peak host memory of all devices of one node together; 0 on a CPU, None if
+            only forwards are simulated.
         chosen: Keys that the run leaves out and the solver chose.
     """
 
     hardware: str
     num_devices: int
     steady_bytes: tuple[int, ...]
-    host_bytes: tuple[int, int] | None
+    host_peak_bytes: int | None
+    node_host_bytes: int | None
     chosen: tuple[str, ...] = ()
 
 
@@ -294,7 +297,8 @@ def _simulation(
             f"{hardware.name} ({hardware.provenance})",
             runs[0].num_devices,
             () if flags.forward_only else runs[0].steady_bytes,
-            None if flags.forward_only else (runs[0].host_peak_bytes, runs[0].node_host_bytes),
+            None if flags.forward_only else runs[0].host_peak_bytes,
+            None if flags.forward_only else runs[0].node_host_bytes,
             chosen,
         ),
     )

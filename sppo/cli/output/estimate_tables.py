@@ -43,6 +43,11 @@ def print_estimate(found: Estimate, *, console: Console) -> None:
     else:
         say(f"does not fit: {evaluated.shortfall.reason}")
         say("sppo solve says what would")
+    if evaluated.node_host_bytes:
+        say(
+            f"host memory: {format_bytes(evaluated.host_peak_bytes)} of a device, "
+            f"{format_bytes(evaluated.node_host_bytes)} of a node"
+        )
     console.print()
     print_memory(evaluated, console=console)
 

@@ -54,9 +54,12 @@ def print_tables(
         if devices.chosen:
             console.print(f"chosen by solve: {', '.join(devices.chosen)}", highlight=False)
     console.print(_rank_table(first, devices=devices))
-    if devices is not None and devices.host_bytes is not None and any(devices.host_bytes):
-        own, node = map(format_bytes, devices.host_bytes)
-        console.print(f"host memory: {own} of a device, {node} of a node", highlight=False)
+    if devices is not None and devices.host_peak_bytes and devices.node_host_bytes:
+        console.print(
+            f"host memory: {format_bytes(devices.host_peak_bytes)} of a device, "
+            f"{format_bytes(devices.node_host_bytes)} of a node",
+            highlight=False,
+        )
     hidden = schedule.num_ranks - _SHOWN_RANKS
     if hidden > 0:
         console.print(

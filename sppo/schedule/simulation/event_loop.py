@@ -88,7 +88,7 @@ def run_clock(
     *,
     programs: Sequence[EncodedProgram],
     costs: Costs,
-    compute: Mapping[tuple[int, int], float] | None = None,
+    seconds: Mapping[tuple[int, int], float] | None = None,
 ) -> Clock:
     """Simulate `schedule` once.
 
@@ -96,13 +96,13 @@ def run_clock(
         schedule: Schedule to simulate.
         programs: Encoded programs of the ranks.
         costs: Costs of the actions.
-        compute: Seconds of compute actions by opcode and slot, which replace those of `costs`.
+        seconds: Seconds of actions by opcode and slot, which replace those of `costs`.
 
     Raises:
         DeadlockError: Actions wait for each other in a cycle; the message names the actions.
     """
     loop = _EventLoop(schedule, programs=programs, costs=costs)
-    loop.set_compute_seconds(compute or {})
+    loop.set_seconds(seconds or {})
     loop.run()
     return Clock(loop.starts, loop.finishes, loop.gaps)
 

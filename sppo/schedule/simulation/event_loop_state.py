@@ -117,8 +117,8 @@ class SimulationState:
             self.groups = find_msp_groups(self.schedule, programs=programs)
             self.msp_seconds = msp_seconds(self.schedule, groups=self.groups, costs=costs)
 
-    def set_compute_seconds(self, seconds: Mapping[tuple[int, int], float]) -> None:
-        """Replace the seconds of compute actions, by opcode and slot; of MSP groups, as a whole."""
+    def set_seconds(self, seconds: Mapping[tuple[int, int], float]) -> None:
+        """Replace the seconds of actions, by opcode and slot; an MSP group counts as one action."""
         for key, second in seconds.items():
             if key in self.msp_seconds:
                 self.msp_seconds[key] = second

@@ -69,6 +69,8 @@ def test_training_is_that_of_one_stage(work, way):
     # Of two stages one has a layer more, and K and V of the other are gone when it has gradients.
     assert kv["measured"] == kv["predicted"] * (0.8 if way == "two stages" else 1)
     assert kv["measured"] < planned["memory_bytes"]["K/V and gradients"]["measured"]
+    timeline = found["timeline"]
+    assert 0 < timeline["with_measured_compute_s"] <= timeline["makespan_s"]["measured"] * 1.000001
     assert list((work / "spill").iterdir()) == []
 
 

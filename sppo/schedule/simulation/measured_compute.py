@@ -1,0 +1,80 @@
+"""Simulation of a measured step with the compute times that were measured.
+
+A step takes another time than planned because its compute takes another time, or because ranks wait
+another time between compute actions: for messages, or for copies that are actions of their own. The
+simulation of the same program with measured compute times separates the two. It differs from the
+measured step by the time between compute actions alone. What a rank waits for inside an action,
+such as copies of saved tensors, counts as compute, because a run measures it so.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from sppo.schedule.costs import CopyEngines, Costs
+from sppo.schedule.encoding import NUM_COMPUTE, REDUCE, EncodedProgram, encode
+from sppo.schedule.simulation.event_loop import run_clock
+from sppo.schedule.timeline import Timeline
+
+ActionSeconds = Mapping[tuple[int, int], float]
+"""Seconds of compute actions and reductions, by opcode and slot (see `sppo.schedule.encoding`)."""
+
+
+def action_seconds(timeline: Timeline) -> dict[tuple[int, int], float]:
+    """Return the seconds of every compute action and reduction; of shards, the longest."""
+    return _action_seconds(timeline, encode(timeline.schedule))
+
+
+def median_seconds(steps: Sequence[ActionSeconds]) -> dict[tuple[int, int], float]:
+    """Return the median of every action over several steps with the same program."""
+    return {key: statistics.median(step[key] for step in steps) for key in steps[0]}
+
+
+def step_seconds(timeline: Timeline, *, costs: Costs, seconds: ActionSeconds) -> float:
+    """Return the simulated seconds of a timeline's program with given seconds of its actions.
+
+    Args:
+        timeline: Timeline of the program, planned or measured.
+        costs: Costs of messages. Copies cost nothing.
+        seconds: Seconds of every compute action and reduction.
+    """
+    programs = encode(timeline.schedule)
+    return _step_seconds(timeline, programs, costs=costs, seconds=seconds)
+
+
+def seconds_with_measured_compute(measured: Timeline, *, costs: Costs) -> float:
+    """Return the simulated seconds of a measured step with its own compute times.
+
+    Args:
+        measured: Timeline of the step.
+        costs: Planned costs of the step, of which those of messages are used.
+    """
+    programs = encode(measured.schedule)
+    seconds = _action_seconds(measured, programs)
+    return _step_seconds(measured, programs, costs=costs, seconds=seconds)
+
+
+def _action_seconds(
+    timeline: Timeline, programs: Sequence[EncodedProgram]
+) -> dict[tuple[int, int], float]:
+    seconds: dict[tuple[int, int], float] = {}
+    for track, program in zip(timeline.ranks, programs, strict=True):
+        timed = (program.codes < NUM_COMPUTE) | (program.codes == REDUCE)
+        took = (track.finish_s - track.start_s)[timed].tolist()
+        codes, slots = program.codes[timed].tolist(), program.slots[timed].tolist()
+        for code, slot, second in zip(codes, slots, took, strict=True):
+            seconds[code, slot] = max(second, seconds.get((code, slot), 0.0))
+    return seconds
+
+
+def _step_seconds(
+    timeline: Timeline,
+    programs: Sequence[EncodedProgram],
+    *,
+    costs: Costs,
+    seconds: ActionSeconds,
+) -> float:
+    free = replace(costs, copies=CopyEngines(), state_copies=None, layer_copies=())
+    return run_clock(timeline.schedule, programs=programs, costs=free, seconds=seconds).end_s
