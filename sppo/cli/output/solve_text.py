@@ -146,16 +146,18 @@ def _without_figures(reason: str) -> str:
 
 
 def _example(members: Sequence[Rejection]) -> str:
-    def short_bytes(rejection: Rejection) -> int:
-        return 0 if rejection.shortfall is None else rejection.shortfall.short_bytes
+    def short_bytes(rejection: Rejection) -> tuple[bool, int]:
+        short = rejection.shortfall
+        return (False, 0) if short is None else (short.at_least, short.short_bytes)
 
     nearest = min(members, key=short_bytes)
     shortfall, where = nearest.shortfall, degrees_text(nearest.degrees)
     if shortfall is None:
         return f"{where}: {nearest.reason}"
+    bound = "at least " if shortfall.at_least else ""
     return (
         f"nearest {where}, N={nearest.num_subsequences}: rank {shortfall.rank} is short by "
-        f"{format_bytes(shortfall.short_bytes)} ({bucket_text(shortfall.bucket)} "
+        f"{bound}{format_bytes(shortfall.short_bytes)} ({bucket_text(shortfall.bucket)} "
         f"{format_bytes(shortfall.bucket_bytes)} of {format_bytes(shortfall.needed_bytes)} needed, "
         f"{format_bytes(shortfall.available_bytes)} there)"
     )

@@ -33,7 +33,7 @@ from sppo.planning.search.evaluated_candidate import (
     any_that_fits,
     evaluate_candidate,
 )
-from sppo.planning.search.memory_bounds import least_short_bytes, leaves_room
+from sppo.planning.search.memory_bounds import least_short_bytes, least_shortfall, leaves_room
 from sppo.planning.search.shortfall import Shortfall
 from sppo.planning.search.simulated_candidate import is_quick, simulated_if_inexact
 from sppo.planning.search.step_prices import least_seconds
@@ -55,7 +55,8 @@ class Rejection:
     Attributes:
         degrees: Rejected degrees.
         num_subsequences: N that came nearest to fitting; None if memory was not the reason.
-        policy: Activation policy that came nearest to fitting; None if memory was not the reason.
+        policy: Activation policy that came nearest to fitting; None if memory was not the reason,
+            or no policy can fit.
         virtual_stages: Stages on each rank that came nearest to fitting.
         reason: Reason as text.
         shortfall: Shortfall of the nearest candidate; None if memory was not the reason.
@@ -139,11 +140,22 @@ class CandidateSearch:
         found = self._searches[degrees].every_candidate(virtual_stages)
         return tuple(evaluated for evaluated in found if evaluated.shortfall is None)
 
-    def rejections(self) -> tuple[Rejection, ...]:
-        """Return the divisions of the devices that do not fit or cannot work."""
+    def rejections(self, *, exact: bool) -> tuple[Rejection, ...]:
+        """Return the divisions of the devices that do not fit or cannot work.
+
+        Args:
+            exact: Whether to evaluate divisions that cannot fit under any placement of activations,
+                or to give a lower bound of what they lack, which takes less time.
+        """
         refused = [Rejection(refusal.degrees, refusal.reason) for refusal in self._refused]
-        nearest = [search.best for search in self._searches.values() if not search.fits]
-        return (*refused, *map(rejection_of, nearest))
+        short = [search for search in self._searches.values() if not search.fits]
+        return (
+            *refused,
+            *(
+                rejection_of(search.best) if exact or search.may_fit else search.least_rejection()
+                for search in short
+            ),
+        )
 
 
 def best_of_degrees(
@@ -247,6 +259,19 @@ class _DegreesSearch:
         if found.shortfall is not None:
             return found
         return self._search(found.candidate.virtual_stages).refined(found, below=below)
+
+    def least_rejection(self) -> Rejection:
+        """Return the rejection of degrees that cannot fit, with a lower bound of what they lack."""
+        searches = [self._search(virtual) for virtual in (self._simplest, *self._further)]
+        nearest = min(searches, key=lambda search: search.least_short_bytes)
+        shortfall = least_shortfall(nearest.likeliest)
+        return Rejection(
+            self._degrees,
+            shortfall.reason,
+            num_subsequences=len(nearest.likeliest.lengths),
+            shortfall=shortfall,
+            virtual_stages=nearest.virtual_stages,
+        )
 
     @property
     def fits(self) -> bool:
@@ -433,7 +458,12 @@ class _SubsequenceSearch:
     @cached_property
     def least_short_bytes(self) -> int:
         """Lower bound of the bytes that every candidate lacks; 0 or less if one may fit."""
-        return min(least_short_bytes(self._candidates.candidate(n)) for n in self._likeliest)
+        return least_short_bytes(self.likeliest)
+
+    @cached_property
+    def likeliest(self) -> Candidate:
+        """Candidate with the lowest bound of the bytes that it lacks."""
+        return min(map(self._candidates.candidate, self._likeliest), key=least_short_bytes)
 
     @cached_property
     def _worth_trying(self) -> Sequence[int]:

@@ -36,6 +36,7 @@ from sppo.planning.search.candidate_checks import (
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.memory_bounds import (
     least_short_beside_inputs,
+    least_short_bytes,
     may_fit,
     memory_without_activations,
     short_beside,
@@ -277,7 +278,8 @@ def any_that_fits(candidate: Candidate, *, seconds: StageSeconds) -> EvaluatedCa
     """
     if candidate.kv is None:
         found: list[EvaluatedCandidate] = []
-        for choice in chain(_kv_worth_trying(candidate), _kv_mixes_worth_trying(candidate)):
+        whole = sorted(_kv_worth_trying(candidate), key=least_short_bytes)
+        for choice in chain(whole, _kv_mixes_worth_trying(candidate)):
             if _lacks_more(choice, than=found):
                 continue
             found.append(any_that_fits(choice, seconds=seconds))

@@ -13,6 +13,7 @@ from sppo.cost.memory.stage_memory import StageMemory, state_memory
 from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.cost.stage_cost import row_bytes_of
 from sppo.planning.search.candidate_checks import kv_choices
+from sppo.planning.search.shortfall import Shortfall, find_shortfall
 
 
 def leaves_room(candidate: Candidate) -> bool:
@@ -39,6 +40,25 @@ def least_short_bytes(candidate: Candidate) -> int:
         # A program that cuts units runs one sequence after another.
         candidate = replace(candidate, sequences=1)
     return short_beside(candidate, states=memory_without_activations(candidate))
+
+
+def least_shortfall(candidate: Candidate) -> Shortfall:
+    """Return a lower bound of what a candidate lacks that cannot fit under any placement.
+
+    The candidate is one of which :func:`least_short_bytes` is above 0.
+    """
+    if candidate.kv is None:
+        choices = [replace(candidate, kv=kv) for kv in kv_choices(candidate)]
+        return least_shortfall(min(choices, key=least_short_bytes))
+    if candidate.schedule == "sppo_msp":
+        candidate = replace(candidate, sequences=1)
+    held = tuple(
+        replace(state, device=replace(state.device, working_bytes=0, heap_bytes=0))
+        for state in memory_without_activations(candidate)
+    )
+    found = find_shortfall(candidate, held)
+    assert found is not None, "only asked of what cannot fit"
+    return replace(found, at_least=True)
 
 
 @lru_cache(maxsize=512)

@@ -22,6 +22,7 @@ class Shortfall:
         bucket_bytes: Bytes of the largest bucket.
         needed_bytes: Bytes of all buckets together.
         available_bytes: Bytes available for one device.
+        at_least: Whether `needed_bytes` is a lower bound over all placements of activations.
     """
 
     place: Literal["device", "host", "disk"]
@@ -30,6 +31,7 @@ class Shortfall:
     bucket_bytes: int
     needed_bytes: int
     available_bytes: int
+    at_least: bool = False
 
     @property
     def short_bytes(self) -> int:
@@ -39,11 +41,12 @@ class Shortfall:
     @property
     def reason(self) -> str:
         """Explanation of the shortfall, in one line."""
+        bound = "at least " if self.at_least else ""
         return (
-            f"rank {self.rank} needs {format_bytes(self.needed_bytes)} of {self.place} memory "
-            f"and {format_bytes(self.available_bytes)} are there: short by "
-            f"{format_bytes(self.short_bytes)}; most of it is {self.bucket.replace('_', ' ')} "
-            f"({format_bytes(self.bucket_bytes)})"
+            f"rank {self.rank} needs {bound}{format_bytes(self.needed_bytes)} of {self.place} "
+            f"memory and {format_bytes(self.available_bytes)} are there: short by "
+            f"{bound}{format_bytes(self.short_bytes)}; most of it is "
+            f"{self.bucket.replace('_', ' ')} ({format_bytes(self.bucket_bytes)})"
         )
 
 

@@ -57,7 +57,7 @@ def solve(run: RunConfig, *, hardware: HardwareSpec) -> Solution:
     """
     decided, search, leaders = _leaders(run, hardware=hardware)
     best, lacking = _scheduled(decided, leaders)
-    rejected = (*search.rejections(), *map(rejection_of, lacking))
+    rejected = (*search.rejections(exact=best is None), *map(rejection_of, lacking))
     if best is None:
         return Solution(run, hardware, None, (), (), rejected)
     leader, *others = leaders[len(lacking) :]
@@ -86,7 +86,7 @@ def recommend(run: RunConfig, *, hardware: HardwareSpec) -> EvaluatedCandidate |
     best, lacking = _scheduled(decided, leaders)
     if best is not None:
         return best
-    return nearest_rejection((*search.rejections(), *map(rejection_of, lacking)))
+    return nearest_rejection((*search.rejections(exact=True), *map(rejection_of, lacking)))
 
 
 def _scheduled(

@@ -250,6 +250,33 @@ def test_every_way_to_share_out_the_devices_is_answered_for():
     assert all(rejection.num_subsequences for rejection in short)
 
 
+@pytest.mark.parametrize(
+    ("model", "sections"),
+    [
+        ("gpt-7b", {}),
+        ("gpt-7b", {"activations": {"kv": "retain"}}),
+        ("gpt-7b", {"parallel": {"multiplexed": "on"}}),
+        ("llama-3.1-8b", {"train": {"sequences_per_step": 4}}),
+    ],
+)
+def test_what_cannot_fit_lacks_at_least_the_bound(model, sections):
+    run = request(model, **sections)
+    search = CandidateSearch(run, hardware=hardware_for_request())
+    exact, quick = (search.rejections(exact=exact) for exact in (True, False))
+    assert [one.degrees for one in quick] == [one.degrees for one in exact]
+    bounds = [
+        (bound, rejection)
+        for bound, rejection in zip(quick, exact, strict=True)
+        if bound.shortfall is not None and bound.shortfall.at_least
+    ]
+    assert bounds
+    for bound, rejection in bounds:
+        assert 0 < bound.shortfall.short_bytes <= rejection.shortfall.short_bytes
+        assert "short by at least " in bound.reason
+    others = [pair for pair in zip(quick, exact, strict=True) if pair not in bounds]
+    assert all(one == other for one, other in others)
+
+
 # What a run writes is a condition.
 
 
