@@ -163,33 +163,51 @@ def stage_costs(
         placement: Placement by the activation policy, [stages, subsequences] of each sequence; None
             retains everything. Recomputation runs inside B and counts in B.
     """
-    workload = candidate.workload
-    units, lengths = seconds.units, np.array(candidate.lengths * candidate.sequences)
+    units = seconds.units
     placed = placement or _everything_retained(candidate)
+    beside = _costs_beside_activations(candidate)
+    retained, offloaded = (
+        _of_units(placed_bytes(placed, name, candidate=candidate), candidate.sequences)
+        for name in ("retained", "offloaded")
+    )
+    copied = offloaded + beside.kv_offload_bytes
+    disturbed_s = copied * candidate.workload.hardware.node.copy_compute_s_per_byte
+    recomputed_s = _recompute_seconds(candidate, placed, units=units)
+    return replace(
+        beside,
+        forward_s=units.forward + disturbed_s + beside.forward_s,
+        backward_s=units.backward + disturbed_s + beside.backward_s + recomputed_s,
+        weight_s=units.weight,
+        reduce_s=seconds.reduce_s + seconds.update_s,
+        activation_bytes=retained + offloaded,
+        offload_bytes=offloaded,
+    )
+
+
+@lru_cache(maxsize=16)
+def _costs_beside_activations(candidate: Candidate) -> Costs:
+    """Return the costs that no placement of activations changes; cached, must not be modified.
+
+    Seconds of forward and backward are those of messages alone, the other seconds of compute and
+    the bytes of activations are 0.
+    """
+    workload, carried_s = candidate.workload, message_seconds(candidate)
+    nothing, lengths = np.zeros_like(carried_s), np.array(candidate.lengths * candidate.sequences)
     layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)[:, None]
     link_weights = lent_parameters(candidate)
     slope_linear, slope_quadratic = partition_costs(workload.model)
     kv_bytes, kv_gradient_bytes = kv_bytes_per_token(workload)
     streamed_weights, streamed_gradients = streamed_bytes(candidate)
-    retained, offloaded = (
-        _of_units(placed_bytes(placed, name, candidate=candidate), candidate.sequences)
-        for name in ("retained", "offloaded")
-    )
-    kv_offloaded = _of_units(kv_offload_bytes(candidate), candidate.sequences)
-    copied = offloaded + kv_offloaded
-    disturbed_s = copied * workload.hardware.node.copy_compute_s_per_byte
-    carried_s = message_seconds(candidate)
-    recomputed_s = _recompute_seconds(candidate, placed, units=units)
     return Costs(
-        forward_s=units.forward + disturbed_s + carried_s,
-        backward_s=units.backward + disturbed_s + carried_s + recomputed_s,
-        weight_s=units.weight,
-        reduce_s=seconds.reduce_s + seconds.update_s,
+        forward_s=carried_s,
+        backward_s=carried_s,
+        weight_s=nothing,
+        reduce_s=np.zeros(len(layers)),
         last_reduction_wait_s=_last_reduction_wait_seconds(candidate),
         message_bytes=message_bytes(candidate),
-        activation_bytes=retained + offloaded,
-        offload_bytes=offloaded,
-        kv_offload_bytes=kv_offloaded,
+        activation_bytes=nothing,
+        offload_bytes=nothing,
+        kv_offload_bytes=_of_units(kv_offload_bytes(candidate), candidate.sequences),
         kv_recompute_s=_of_units(kv_recompute_seconds(candidate), candidate.sequences),
         operand_bytes=_of_units(weight_operand_bytes(candidate), candidate.sequences),
         kv_bytes=layers * lengths * kv_bytes,
