@@ -161,6 +161,8 @@ def print_summary(summary: Mapping[str, Any], *, console: Console | None = None)
     rows = list(_comparisons(summary))
     if rows:
         console.print(_compared(rows, predicted_for=summary.get("predicted_for")))
+    if (timeline := summary.get("timeline")) is not None:
+        console.print(_between_compute(timeline), highlight=False, soft_wrap=True)
 
 
 def _reached(summary: Mapping[str, Any]) -> Table:
@@ -227,12 +229,6 @@ def _comparisons(summary: Mapping[str, Any]) -> Iterable[tuple[str, str, str, st
     for name, pair in times.items():
         if pair["measured"] is not None or pair["predicted"] is not None:
             yield _row(f"{name} time", pair, show=format_duration)
-    if timeline is not None:
-        yield _row(
-            "last step simulated with measured compute",
-            _with_measured_compute(timeline),
-            show=format_duration,
-        )
     if timeline is not None and timeline["pipeline_ranks"] > 1:
         yield _row("idle share of a pipeline rank", timeline["bubble_fraction"], show=_percent)
     if copies is not None:
@@ -243,12 +239,17 @@ def _comparisons(summary: Mapping[str, Any]) -> Iterable[tuple[str, str, str, st
         yield _row(f"{name} memory", pair, show=format_bytes)
 
 
-def _with_measured_compute(timeline: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the time of the last step's actions, simulated with measured compute, and measured."""
-    return {
-        "predicted": timeline["with_measured_compute_s"],
-        "measured": timeline["makespan_s"]["measured"],
-    }
+def _between_compute(timeline: Mapping[str, Any]) -> str:
+    """Return a sentence about the time of the last step between its compute actions."""
+    simulated_s, measured_s = (
+        timeline["with_measured_compute_s"],
+        timeline["makespan_s"]["measured"],
+    )
+    return (
+        f"The last step took {format_duration(measured_s)}. Simulated with the measured times of "
+        f"its compute it takes {format_duration(simulated_s)}: the other "
+        f"{format_duration(max(0.0, measured_s - simulated_s))} passed between compute actions."
+    )
 
 
 def _row(name: str, pair: Mapping[str, Any], *, show: Any) -> tuple[str, str, str, str]:

@@ -131,7 +131,8 @@ def test_host_memory_of_a_device_and_of_a_node_is_one_number_in_every_command(ru
     assert simulated["host_peak_bytes"] == found["host_peak_bytes"]
     for command in (simulated, solved):
         assert command["node_host_peak_bytes"] == found["node_host_peak_bytes"]
-    assert " of a device, " in succeed("simulate", *words)
+    for command in ("estimate", "simulate"):
+        assert "host memory: " in succeed(command, *words)
 
 
 def test_grouped_queries_need_less_for_keys_and_values(run):

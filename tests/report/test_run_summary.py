@@ -119,3 +119,16 @@ def test_non_finite_losses_and_unknown_pairs_stay_out(tmp_path: Path) -> None:
     text = _printed(summary)
     assert "3 (1 skipped)" in text
     assert "[bold]odd[/bold]" in text
+
+
+def test_time_between_compute_actions_is_told_apart_from_slow_compute() -> None:
+    summary = run_summary(_steps(3), name="two ranks", wall_s=9.0, memory_bytes={}, phases_s={})
+    summary["timeline"] = {
+        "pipeline_ranks": 2,
+        "makespan_s": {"predicted": 2.0, "measured": 3.0},
+        "bubble_fraction": {"predicted": 0.1, "measured": 0.2},
+        "with_measured_compute_s": 2.5,
+    }
+    text = " ".join(_printed(summary).split())
+    assert "The last step took 3.00 s." in text
+    assert "its compute it takes 2.50 s: the other 500.0 ms passed between compute actions." in text

@@ -8,6 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from sppo.cli.output.host_memory import host_memory_text
 from sppo.cli.output.memory_groups import bucket_text
 from sppo.cli.output.memory_table import print_memory
 from sppo.cli.output.solve_tables import run_line
@@ -44,10 +45,7 @@ def print_estimate(found: Estimate, *, console: Console) -> None:
         say(f"does not fit: {evaluated.shortfall.reason}")
         say("sppo solve says what would")
     if evaluated.node_host_bytes:
-        say(
-            f"host memory: {format_bytes(evaluated.host_peak_bytes)} of a device, "
-            f"{format_bytes(evaluated.node_host_bytes)} of a node"
-        )
+        say(host_memory_text(evaluated.host_peak_bytes, node_bytes=evaluated.node_host_bytes))
     console.print()
     print_memory(evaluated, console=console)
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sppo.cli.arguments.simulate_request import SimulatedDevices
+from sppo.cli.output.host_memory import host_memory_text
 from sppo.schedule.timeline import Timeline
 from sppo.units import counted, format_bytes, format_duration
 
@@ -55,11 +56,8 @@ def print_tables(
             console.print(f"chosen by solve: {', '.join(devices.chosen)}", highlight=False)
     console.print(_rank_table(first, devices=devices))
     if devices is not None and devices.host_peak_bytes and devices.node_host_bytes:
-        console.print(
-            f"host memory: {format_bytes(devices.host_peak_bytes)} of a device, "
-            f"{format_bytes(devices.node_host_bytes)} of a node",
-            highlight=False,
-        )
+        text = host_memory_text(devices.host_peak_bytes, node_bytes=devices.node_host_bytes)
+        console.print(text, highlight=False)
     hidden = schedule.num_ranks - _SHOWN_RANKS
     if hidden > 0:
         console.print(

@@ -155,10 +155,12 @@ def _example(members: Sequence[Rejection]) -> str:
     if shortfall is None:
         return f"{where}: {nearest.reason}"
     bound = "at least " if shortfall.at_least else ""
+    bounded = any(one.shortfall is not None and one.shortfall.at_least for one in members)
     return (
-        f"nearest {where}, N={nearest.num_subsequences}: rank {shortfall.rank} is short by "
-        f"{bound}{format_bytes(shortfall.short_bytes)} ({bucket_text(shortfall.bucket)} "
-        f"{format_bytes(shortfall.bucket_bytes)} of {format_bytes(shortfall.needed_bytes)} needed, "
+        f"{'e.g.' if bounded else 'nearest'} {where}, N={nearest.num_subsequences}: rank "
+        f"{shortfall.rank} is short by {bound}{format_bytes(shortfall.short_bytes)} "
+        f"({bucket_text(shortfall.bucket)} {format_bytes(shortfall.bucket_bytes)} of {bound}"
+        f"{format_bytes(shortfall.needed_bytes)} needed, "
         f"{format_bytes(shortfall.available_bytes)} there)"
     )
 

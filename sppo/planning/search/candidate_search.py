@@ -54,12 +54,13 @@ class Rejection:
 
     Attributes:
         degrees: Rejected degrees.
-        num_subsequences: N that came nearest to fitting; None if memory was not the reason.
+        num_subsequences: N that came nearest to fitting, or has the lowest bound; None if memory
+            was not the reason.
         policy: Activation policy that came nearest to fitting; None if memory was not the reason,
             or no policy can fit.
-        virtual_stages: Stages on each rank that came nearest to fitting.
+        virtual_stages: Stages on each rank that came nearest to fitting, or have the lowest bound.
         reason: Reason as text.
-        shortfall: Shortfall of the nearest candidate; None if memory was not the reason.
+        shortfall: Shortfall of this candidate; None if memory was not the reason.
     """
 
     degrees: Degrees

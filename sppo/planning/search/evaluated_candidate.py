@@ -270,7 +270,8 @@ def evaluate_placement(candidate: Candidate, placement: ActivationPlacement) -> 
 def any_that_fits(candidate: Candidate, *, seconds: StageSeconds) -> EvaluatedCandidate:
     """Return any placement that fits, units run whole: found sooner than the fastest.
 
-    If none fits, return the one that lacks the least memory, as :func:`evaluate_candidate` does.
+    Placements of K and V that are likeliest to fit are tried first. If none fits, return the one
+    that lacks the least memory.
 
     Args:
         candidate: Candidate to place activations for.

@@ -13,7 +13,7 @@ from sppo.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Shortfall:
-    """Memory that the pipeline rank with the largest deficit lacks.
+    """Memory that the pipeline rank with the largest deficit lacks, or a lower bound of it.
 
     Attributes:
         place: Kind of memory: "device", "host" or "disk".
@@ -22,7 +22,8 @@ class Shortfall:
         bucket_bytes: Bytes of the largest bucket.
         needed_bytes: Bytes of all buckets together.
         available_bytes: Bytes available for one device.
-        at_least: Whether `needed_bytes` is a lower bound over all placements of activations.
+        at_least: Whether all figures are those of a lower bound: of the memory that every placement
+            of activations needs, without saved activations.
     """
 
     place: Literal["device", "host", "disk"]
@@ -41,10 +42,12 @@ class Shortfall:
     @property
     def reason(self) -> str:
         """Explanation of the shortfall, in one line."""
-        bound = "at least " if self.at_least else ""
+        bound, beside = "", ""
+        if self.at_least:
+            bound, beside = "at least ", ", without saved activations,"
         return (
             f"rank {self.rank} needs {bound}{format_bytes(self.needed_bytes)} of {self.place} "
-            f"memory and {format_bytes(self.available_bytes)} are there: short by "
+            f"memory{beside} and {format_bytes(self.available_bytes)} are there: short by "
             f"{bound}{format_bytes(self.short_bytes)}; most of it is "
             f"{self.bucket.replace('_', ' ')} ({format_bytes(self.bucket_bytes)})"
         )
