@@ -184,7 +184,7 @@ def stage_costs(
     )
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=4)
 def _costs_beside_activations(candidate: Candidate) -> Costs:
     """Return the costs that no placement of activations changes; cached, must not be modified.
 

@@ -436,13 +436,16 @@ class _PlacementChoice:
 
     def first_that_fits(self) -> EvaluatedCandidate:
         """Return any placement that fits; if none fits, the one that lacks least memory."""
-        if (free := self._retaining() or self._recomputing()) is not None:
-            return free
         tried, possible = tee(self._possible())
         found = self._first(tried)
         if found.shortfall is None:
             return found
-        return self._hiding(possible) or self._first([found.prices, *self._of_other_policies()])
+        return (
+            self._retaining()
+            or self._recomputing()
+            or self._hiding(possible)
+            or self._first([found.prices, *self._of_other_policies()])
+        )
 
     def _retaining(self) -> EvaluatedCandidate | None:
         """Return the placement that retains everything if it fits and the policy allows it.
