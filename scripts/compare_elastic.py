@@ -42,6 +42,7 @@ from elastic_sides import (  # beside this file
 from kernel_seconds import with_kernel_seconds  # beside this file
 from option_types import one_of, output_file, positive, several
 from pipeline_ranks import TIMEOUT, provenance, run_ranks, timed_s  # beside this file
+from planned_units import planned_seconds, simulated_timeline, unit_seconds
 
 from sppo.cost.packed_sequence import PackedSequence
 from sppo.data.samples.length_distributions import DISTRIBUTIONS, draw
@@ -49,16 +50,13 @@ from sppo.hardware.this_machine import divide_cpu, this_machine, usable_memory_b
 from sppo.output_file import write_text
 from sppo.planning.corpus.packings import Piece
 from sppo.planning.corpus.sides import SideStep, deviation
-from sppo.planning.elastic.step_plan import StepPlan
 from sppo.schedule.actions import COMPUTE_KINDS
-from sppo.schedule.encoding import NUM_COMPUTE
 from sppo.schedule.simulation.measured_compute import (
     ActionSeconds,
     action_seconds,
     median_seconds,
     step_seconds,
 )
-from sppo.schedule.simulation.simulate import simulate
 from sppo.schedule.timeline import Timeline
 from sppo.units import MIB
 
@@ -461,7 +459,6 @@ class _Measured:
         saved_bytes: Peak bytes of saved activations, K/V and their gradients over all steps.
         timelines: Timeline of each step in the last turn; on rank 0 only.
         action_s: Measured seconds of the actions of each step in each turn; on rank 0 only.
-        own_compute_s: Seconds of each step in each turn, simulated with these; on rank 0 only.
     """
 
     steps: Sequence[SideStep]
@@ -472,7 +469,6 @@ class _Measured:
     saved_bytes: int = 0
     timelines: dict[int, Timeline] = field(default_factory=dict)
     action_s: dict[int, list[ActionSeconds]] = field(default_factory=dict)
-    own_compute_s: dict[int, list[float]] = field(default_factory=dict)
 
     def note(self, step: int, took_s: float, engine: _RankEngine) -> None:
         """Record the step that was just run; every rank must call this method."""
@@ -488,9 +484,7 @@ class _Measured:
         if timeline is not None:
             self.idle_shares.append(timeline.bubble_fraction)
             self.timelines[step] = timeline
-            seconds = action_seconds(timeline)
-            self.action_s.setdefault(step, []).append(seconds)
-            self.own_compute_s.setdefault(step, []).append(self._simulated_s(step, seconds))
+            self.action_s.setdefault(step, []).append(action_seconds(timeline))
 
     def _simulated_s(self, step: int, seconds: ActionSeconds) -> float:
         """Return the simulated seconds of a step with given seconds of its actions."""
@@ -510,9 +504,12 @@ class _Measured:
         `step_s` it has no update. `units` are the seconds of each forward and backward of a step,
         all stages together.
         """
-        predicted = [_without_update(action_seconds(_simulated(step.plan))) for step in self.steps]
+        predicted = [planned_seconds(step.plan) for step in self.steps]
         return {
-            "all_own_compute_s": list(self.own_compute_s.values()),
+            "all_own_compute_s": [
+                [self._simulated_s(step, seconds) for seconds in turns]
+                for step, turns in self.action_s.items()
+            ],
             "median_compute_s": [
                 self._simulated_s(step, median_seconds(turns))
                 for step, turns in self.action_s.items()
@@ -521,7 +518,7 @@ class _Measured:
                 self._simulated_s(step, seconds) for step, seconds in enumerate(predicted)
             ],
             "units": [
-                _units(step.plan, predicted[index], measured=self.action_s[index])
+                unit_seconds(step.plan, predicted[index], measured=self.action_s[index])
                 for index, step in enumerate(self.steps)
             ],
         }
@@ -530,7 +527,7 @@ class _Measured:
         """Draw the simulated and the executed timeline of the last step."""
         from sppo.timeline.png import write_png
 
-        simulated = _simulated(self.steps[-1].plan)
+        simulated = simulated_timeline(self.steps[-1].plan)
         write_png(path, timelines=[simulated, self.timelines[len(self.steps) - 1]])
 
     def figures(self, engine: _RankEngine, *, lengths: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -559,40 +556,6 @@ class _Measured:
             )
             found |= self._parts()
         return found
-
-
-def _without_update(seconds: ActionSeconds) -> ActionSeconds:
-    """Return seconds with reductions that take no time: plans add the update to them."""
-    return {(code, slot): s * (code < NUM_COMPUTE) for (code, slot), s in seconds.items()}
-
-
-def _units(
-    plan: StepPlan, predicted: ActionSeconds, *, measured: Sequence[ActionSeconds]
-) -> list[dict[str, Any]]:
-    """Return predicted and measured seconds of each forward and backward, summed over stages."""
-    sequences = plan.program.lengths
-    tokens = [count for sequence in sequences for count in sequence]
-    found = []
-    for code, kind in enumerate(COMPUTE_KINDS):
-        for unit, count in enumerate(tokens):
-            keys = [key for key in predicted if key[0] == code and key[1] % len(tokens) == unit]
-            if keys:
-                turns = [sum(turn[key] for key in keys) for turn in measured]
-                found.append(
-                    {
-                        "kind": kind.value,
-                        "unit": unit,
-                        "tokens": count,
-                        "predicted_s": sum(predicted[key] for key in keys),
-                        "measured_s": turns,
-                    }
-                )
-    return found
-
-
-def _simulated(plan: StepPlan) -> Timeline:
-    """Return the simulated timeline of a step."""
-    return simulate(plan.program, costs=plan.evaluated.costs)
 
 
 _COUNTED = (

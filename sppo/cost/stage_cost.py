@@ -45,16 +45,16 @@ from sppo.cost.layer import (
 from sppo.cost.packed_sequence import PackedSequence, parts_of_packed, parts_of_sequence
 from sppo.cost.pass_parts import PASS_NAMES, LayerSeconds, PassParts
 from sppo.cost.sharding.collectives import REDUCE_BUCKET_BYTES, REDUCE_BUCKETS, shard_seconds
-from sppo.cost.sharding.weight_part_seconds import (
-    last_reduction_seconds,
-    unit_collective_seconds,
-    with_collectives,
-)
-from sppo.cost.stage_parameters import (
+from sppo.cost.sharding.stage_parameters import (
     device_parameters,
     lent_parameters,
     parameters_by_copies,
     updated_parameters,
+)
+from sppo.cost.sharding.weight_part_seconds import (
+    last_reduction_seconds,
+    unit_collective_seconds,
+    with_collectives,
 )
 from sppo.cost.values_of_ranks import of_ranks
 from sppo.hardware.description import Tier

@@ -16,7 +16,7 @@ from rich.console import Console
 from sppo.config import RunConfig
 from sppo.output_file import write_json
 from sppo.planning.plan import plan_json
-from sppo.schedule.simulation.measured_compute import seconds_with_measured_compute
+from sppo.schedule.simulation.measured_compute import step_seconds
 from sppo.schedule.simulation.simulate import simulate
 from sppo.training.checks.input_facts import input_facts
 from sppo.training.checks.preflight import CheckedRun
@@ -226,6 +226,4 @@ def _add_last_step(
     if outcome.timeline is not None and last is not None:
         case = source.case(last)
         outcome.planned_timeline = simulate(case.schedule, costs=case.costs)
-        outcome.with_measured_compute_s = seconds_with_measured_compute(
-            outcome.timeline, costs=case.costs
-        )
+        outcome.with_measured_compute_s = step_seconds(outcome.timeline, costs=case.costs)

@@ -22,8 +22,8 @@ from sppo.cost.layer import Workload, layer_seconds
 from sppo.cost.packed_sequence import parts_of_sequence
 from sppo.cost.parameters import layer_shapes, num_parameters
 from sppo.cost.sharding.collectives import REDUCE_BUCKET_BYTES, REDUCE_BUCKETS
+from sppo.cost.sharding.stage_parameters import device_parameters, stage_parameters
 from sppo.cost.stage_cost import stage_seconds
-from sppo.cost.stage_parameters import device_parameters, stage_parameters
 from sppo.cost.state_tiers import StateTiers
 from sppo.cost.values_of_ranks import of_ranks
 from sppo.hardware.file import hardware_for

@@ -25,9 +25,13 @@ from sppo.cost.memory.unit_working_sets import computing_bytes, loss_bytes
 from sppo.cost.memory.units_in_flight import KVTokens, UnitsInFlight
 from sppo.cost.parameters import num_parameters
 from sppo.cost.sharding.collectives import REDUCE_BUCKET_BYTES, REDUCE_BUCKETS
+from sppo.cost.sharding.stage_parameters import (
+    device_parameters,
+    same_weights_degree,
+    updated_parameters,
+)
 from sppo.cost.sharding.weight_parts import ShardedParts, outer_by_copies, rank_parts
 from sppo.cost.stage_cost import placed_bytes
-from sppo.cost.stage_parameters import device_parameters, same_weights_degree, updated_parameters
 from sppo.cost.values_of_ranks import most_held_of_ranks, most_of_ranks, of_ranks
 from sppo.schedule.costs import Table
 from sppo.schedule.orders.names import LOOPED

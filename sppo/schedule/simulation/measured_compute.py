@@ -32,28 +32,21 @@ def median_seconds(steps: Sequence[ActionSeconds]) -> dict[tuple[int, int], floa
     return {key: statistics.median(step[key] for step in steps) for key in steps[0]}
 
 
-def step_seconds(timeline: Timeline, *, costs: Costs, seconds: ActionSeconds) -> float:
+def step_seconds(
+    timeline: Timeline, *, costs: Costs, seconds: ActionSeconds | None = None
+) -> float:
     """Return the simulated seconds of a timeline's program with given seconds of its actions.
 
     Args:
         timeline: Timeline of the program, planned or measured.
-        costs: Costs of messages. Copies cost nothing.
-        seconds: Seconds of every compute action and reduction.
+        costs: Planned costs of the step, of which those of messages are used. Copies cost nothing.
+        seconds: Seconds of every compute action and reduction; None for those of the timeline.
     """
     programs = encode(timeline.schedule)
-    return _step_seconds(timeline, programs, costs=costs, seconds=seconds)
-
-
-def seconds_with_measured_compute(measured: Timeline, *, costs: Costs) -> float:
-    """Return the simulated seconds of a measured step with its own compute times.
-
-    Args:
-        measured: Timeline of the step.
-        costs: Planned costs of the step, of which those of messages are used.
-    """
-    programs = encode(measured.schedule)
-    seconds = _action_seconds(measured, programs)
-    return _step_seconds(measured, programs, costs=costs, seconds=seconds)
+    if seconds is None:
+        seconds = _action_seconds(timeline, programs)
+    free = replace(costs, copies=CopyEngines(), state_copies=None, layer_copies=())
+    return run_clock(timeline.schedule, programs=programs, costs=free, seconds=seconds).end_s
 
 
 def _action_seconds(
@@ -67,14 +60,3 @@ def _action_seconds(
         for code, slot, second in zip(codes, slots, took, strict=True):
             seconds[code, slot] = max(second, seconds.get((code, slot), 0.0))
     return seconds
-
-
-def _step_seconds(
-    timeline: Timeline,
-    programs: Sequence[EncodedProgram],
-    *,
-    costs: Costs,
-    seconds: ActionSeconds,
-) -> float:
-    free = replace(costs, copies=CopyEngines(), state_copies=None, layer_copies=())
-    return run_clock(timeline.schedule, programs=programs, costs=free, seconds=seconds).end_s

@@ -13,7 +13,6 @@ from sppo.schedule.program import lower
 from sppo.schedule.simulation.measured_compute import (
     action_seconds,
     median_seconds,
-    seconds_with_measured_compute,
     step_seconds,
 )
 from sppo.schedule.simulation.simulate import simulate
@@ -65,7 +64,7 @@ def test_a_step_that_differs_in_its_compute_alone_is_explained_by_it(name: str) 
     schedule = lower(_schedule(name), costs=planned)
     assert any(a.kind is ActionKind.REDUCE for program in schedule.programs for a in program)
     measured = simulate(schedule, costs=_costs(schedule, seed=1))
-    explained_s = seconds_with_measured_compute(measured, costs=planned)
+    explained_s = step_seconds(measured, costs=planned)
     assert explained_s == pytest.approx(measured.makespan_s)
     assert simulate(schedule, costs=planned).makespan_s != pytest.approx(measured.makespan_s)
 
@@ -81,7 +80,7 @@ def test_what_compute_does_not_explain_is_time_between_its_actions() -> None:
     # The last action of every rank begins late, as if its rank had been held up.
     late = [[*own[:-1], (own[-1][0] + LATE_S, own[-1][1] + LATE_S)] for own in times]
     measured = measured_timeline(schedule, times_s=late)
-    explained_s = seconds_with_measured_compute(measured, costs=costs)
+    explained_s = step_seconds(measured, costs=costs)
     assert measured.makespan_s - explained_s == pytest.approx(LATE_S)
 
 
@@ -93,7 +92,7 @@ def test_waits_for_copies_inside_compute_are_counted_once() -> None:
     # A run measures a wait for a copy as a part of the action that waited.
     waiting = replace(fast, backward_s=slow.backward_s + 0.5)
     measured = simulate(schedule, costs=waiting)
-    explained_s = seconds_with_measured_compute(measured, costs=slow)
+    explained_s = step_seconds(measured, costs=slow)
     assert explained_s == pytest.approx(measured.makespan_s)
     seconds = action_seconds(measured)
     assert step_seconds(measured, costs=slow, seconds=seconds) == explained_s
