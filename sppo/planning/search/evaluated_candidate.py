@@ -37,6 +37,7 @@ from sppo.planning.search.choices import Degrees
 from sppo.planning.search.memory_bounds import (
     least_short_beside_inputs,
     least_short_bytes,
+    least_short_of_placement,
     may_fit,
     memory_without_activations,
     short_beside,
@@ -426,13 +427,11 @@ class _PlacementChoice:
         """Return the fastest placement that fits; if none fits, the one that lacks least memory."""
         if (free := self._retaining()) is not None:
             return free
-        possible = [*self._possible()]
-        if (free := self._hiding(possible)) is not None:
+        tried, possible = tee(self._possible())
+        if (free := self._hiding(tried)) is not None:
             return free
-        possible += self._of_other_policies()
-        if len(possible) > 1 and self._may_fit:
-            possible.sort(key=lambda prices: prices.time.step_s)
-        return self._first(possible)
+        every = chain(possible, self._of_other_policies())
+        return self._first(self._fastest_first(every) if self._is_free_to_choose else every)
 
     def first_that_fits(self) -> EvaluatedCandidate:
         """Return any placement that fits; if none fits, the one that lacks least memory."""
@@ -444,7 +443,7 @@ class _PlacementChoice:
             self._retaining()
             or self._recomputing()
             or self._hiding(possible)
-            or self._first([found.prices, *self._of_other_policies()])
+            or self._first(self._of_other_policies(), besides=found)
         )
 
     def _retaining(self) -> EvaluatedCandidate | None:
@@ -481,32 +480,64 @@ class _PlacementChoice:
         return short_beside(self.candidate, states=self.states) <= 0
 
     def _if_it_fits(self, policy: str) -> EvaluatedCandidate | None:
-        found = self._evaluated(self._priced(decide(policy, self.inputs)))
+        prices = self._priced(decide(policy, self.inputs))
+        if self._least_short_bytes(prices) > 0:
+            return None
+        found = self._evaluated(prices)
         return found if found.shortfall is None else None
 
-    def _first(self, possible: Iterable[StepPrices]) -> EvaluatedCandidate:
-        """Return the first placement that fits; if none fits, the one that lacks least memory."""
-        found = []
+    def _first(
+        self, possible: Iterable[StepPrices], *, besides: EvaluatedCandidate | None = None
+    ) -> EvaluatedCandidate:
+        """Return the first placement that fits; if none fits, the one that lacks least memory.
+
+        Args:
+            possible: Placements to try; at least one if `besides` is None.
+            besides: Placement that does not fit, to return if the others lack more.
+        """
+        nearest = besides
         for prices in possible:
-            found.append(self._evaluated(prices))
-            if found[-1].shortfall is None:
-                return found[-1]
-        return min(found, key=lambda one: one.short_bytes)
+            if nearest is not None and self._least_short_bytes(prices) >= nearest.short_bytes:
+                continue
+            found = self._evaluated(prices)
+            if found.shortfall is None:
+                return found
+            nearest = min(nearest or found, found, key=lambda one: one.short_bytes)
+        assert nearest is not None, "there is at least one placement to try"
+        return nearest
+
+    def _fastest_first(self, possible: Iterable[StepPrices]) -> Iterator[StepPrices]:
+        """Yield placements by their step time, those that are as fast as possible without a sort.
+
+        No placement is faster than that which retains everything.
+        """
+        least_s = self._priced(decide("retain", self.inputs)).time.step_s
+        slower = []
+        for prices in possible:
+            if prices.time.step_s <= least_s:
+                yield prices
+            else:
+                slower.append(prices)
+        yield from sorted(slower, key=lambda prices: prices.time.step_s)
+
+    def _least_short_bytes(self, prices: StepPrices) -> float:
+        return least_short_of_placement(self.candidate, prices.placement)
 
     def _possible(self) -> Iterator[StepPrices]:
         return map(self._priced, _placements(self.candidate, self.inputs))
 
-    def _of_other_policies(self) -> list[StepPrices]:
-        """Return the placements of the other policies if the policy is free to choose them.
+    def _of_other_policies(self) -> Iterator[StepPrices]:
+        """Yield the placements of the other policies if the policy is free to choose them.
 
         With their own working sets they may fit even if the room of the hybrid policy, which allows
         for any working set, is too small.
         """
         if not self._is_free_to_choose:
-            return []
+            return
         may_offload = self.inputs.copy_bytes_per_s > 0 and not self.candidate.kv_recomputed
         offloading = ("sppo", "offload_all") if may_offload else ()
-        return [self._priced(decide(one, self.inputs)) for one in (*POLICIES[1:], *offloading)]
+        for policy in (*POLICIES[1:], *offloading):
+            yield self._priced(decide(policy, self.inputs))
 
     def _priced(self, placement: ActivationPlacement) -> StepPrices:
         return StepPrices(self.candidate, self.seconds, placement)

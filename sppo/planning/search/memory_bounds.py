@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 
+from sppo.activations.placement import ActivationPlacement
 from sppo.activations.tensor_classes import X_IN
 from sppo.cost.candidate import Candidate
+from sppo.cost.deferred_weights import weight_operand_bytes
 from sppo.cost.memory.stage_memory import StageMemory, state_memory
 from sppo.cost.memory.units_in_flight import UnitsInFlight
-from sppo.cost.stage_cost import row_bytes_of
+from sppo.cost.stage_cost import placed_bytes, row_bytes_of
 from sppo.planning.search.candidate_checks import kv_choices
 from sppo.planning.search.shortfall import Shortfall, find_shortfall
+from sppo.schedule.costs import Table
 
 
 def leaves_room(candidate: Candidate) -> bool:
@@ -82,8 +86,7 @@ def short_beside(candidate: Candidate, *, states: tuple[StageMemory, ...]) -> in
 def least_short_beside_inputs(candidate: Candidate) -> int:
     """Return a lower bound of the bytes that the fullest device lacks beside the retained inputs.
 
-    Stages that recompute K and V retain the inputs of all layers, whatever the placement. Working
-    set, heap and communication are left out, as these depend on the moment.
+    Stages that recompute K and V retain the inputs of all layers, whatever the placement.
     """
     if candidate.schedule == "sppo_msp":
         # A program that cuts units runs one sequence after another.
@@ -92,19 +95,40 @@ def least_short_beside_inputs(candidate: Candidate) -> int:
         candidate.kv_of_stage(stage) == "recomputed" for stage in range(candidate.num_stages)
     ]
     row_bytes = row_bytes_of(candidate)[:, X_IN] * recomputes
-    inputs = UnitsInFlight(candidate).peak(row_bytes[:, None] * np.array(candidate.lengths))
+    return _short_beside_retained(candidate, row_bytes[:, None] * np.array(candidate.lengths))
+
+
+def least_short_of_placement(candidate: Candidate, placement: ActivationPlacement) -> float:
+    """Return a lower bound of the bytes that the fullest device lacks under a placement.
+
+    Minus infinity for packed sequences, not all of whose units are held at once.
+    """
+    if candidate.packed:
+        return -math.inf
+    retained = placed_bytes(placement, "retained", candidate=candidate)
+    return _short_beside_retained(candidate, retained)
+
+
+def _short_beside_retained(candidate: Candidate, retained: Table) -> int:
+    """Return a lower bound of the bytes that the fullest device lacks beside retained tensors.
+
+    Operands of deferred weight gradients are included. Working set, heap and communication are left
+    out, as these depend on the moment.
+
+    Args:
+        candidate: Candidate whose units run whole.
+        retained: Bytes of each unit that are retained, [stages, N].
+    """
+    held = UnitsInFlight(candidate).peak(retained, deferred=weight_operand_bytes(candidate))
+    devices = (state.device for state in memory_without_activations(candidate))
     return (
         max(
             device.total_bytes
             - device.working_bytes
             - device.heap_bytes
             - device.communication_bytes
-            + int(held)
-            for device, held in zip(
-                (state.device for state in memory_without_activations(candidate)),
-                inputs,
-                strict=True,
-            )
+            + int(of_rank)
+            for device, of_rank in zip(devices, held, strict=True)
         )
         - candidate.budget_bytes
     )
