@@ -14,7 +14,7 @@ the number of layers that are recomputed whole, and the sum of these numbers is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -103,26 +103,9 @@ def place_levels(
         The evaluated candidate; None if not even the last level fits.
     """
     choice = _level_choice(candidate, levels=levels, counts_shares=counts_shares)
-    least = np.full((candidate.num_stages, len(candidate.lengths)), len(levels) - 1)
-    everything = choice.evaluated(least)
-    if everything.shortfall is not None and paces and can_be_paced(candidate):
-        choice = choice.paced(least, room=choice.peak_bytes(least) - _excess_bytes(everything))
-        everything = choice.evaluated(least)
-    if everything.shortfall is not None:
-        return None
-    room = choice.peak_bytes(least) - _excess_bytes(everything)
-    for _ in range(_ATTEMPTS):
-        of_diagonals = solve(choice.program(room), below=below)
-        if of_diagonals is None:
-            break
-        chosen = choice.of_units(of_diagonals, room=room)
-        found = choice.evaluated(chosen)
-        if found.shortfall is None:
-            return found
-        if found.shortfall.place != "device":
-            break
-        room = np.minimum(room, choice.peak_bytes(chosen) - _excess_bytes(found))
-    return everything
+    if paces and not choice.fits and can_be_paced(candidate):
+        choice = choice.paced(len(levels) - 1)
+    return choice.least_added(below=below)
 
 
 def everything_recomputed(candidate: Candidate) -> EvaluatedCandidate | None:
@@ -135,7 +118,8 @@ def fastest_levels(candidate: Candidate) -> EvaluatedCandidate | None:
     """Return the candidate with the levels that simulate fastest; None if none fits.
 
     Offloading needs memory for slots of copies, so levels without offloading are tried, too, unless
-    levels with offloading recompute nothing.
+    levels with offloading recompute nothing. Paced ranks that begin fewer forwards idle more, and
+    have room to recompute less: the pacings of all levels are tried.
 
     Args:
         candidate: Candidate with packed sequences; its activation policy is ignored.
@@ -146,15 +130,28 @@ def fastest_levels(candidate: Candidate) -> EvaluatedCandidate | None:
     has_tier = copy_bytes_per_s(candidate)[0] > 0 and candidate.kv != "recomputed"
     found: list[EvaluatedCandidate] = []
     for levels in (OFFLOADING_LEVELS, LEVELS) if has_tier else (LEVELS,):
-        fastest_s = min((one.step_s for one in found), default=np.inf)
-        below = fastest_s - retaining.step_s
-        placed = place_levels(candidate, levels=levels, paces=True, below=below)
-        if placed is None:
-            continue
-        found.append(simulate_candidate(placed))
-        if not placed.placement.recomputed.any():
+        for choice in _choices(candidate, levels=levels):
+            fastest_s = min((one.step_s for one in found), default=np.inf)
+            below = fastest_s - choice.retaining_s if found else np.inf
+            placed = choice.least_added(below=below) if below > 0 else None
+            if placed is not None:
+                found.append(simulate_candidate(placed))
+        if any(not one.placement.recomputed.any() for one in found):
             break
     return min(found, key=lambda one: one.step_s, default=None)
+
+
+def _choices(candidate: Candidate, *, levels: Sequence[Level]) -> Iterator[_LevelChoice]:
+    """Yield the choice among levels; if not even the last level fits, under each pacing.
+
+    Pacings that begin most forwards come first.
+    """
+    choice = _level_choice(candidate, levels=levels, counts_shares=False)
+    if choice.fits or not can_be_paced(candidate):
+        yield choice
+        return
+    paced = map(choice.paced, reversed(range(len(levels))))
+    yield from {own.candidate.forwards_before_backward: own for own in paced}.values()
 
 
 def _excess_bytes(evaluated: EvaluatedCandidate) -> Table:
@@ -193,6 +190,51 @@ class _LevelChoice:
         """Windows of each pipeline rank."""
         return rank_windows(self.candidate)
 
+    @cached_property
+    def least_memory(self) -> EvaluatedCandidate:
+        """Candidate with the last level of all units."""
+        return self.evaluated(self._last_level)
+
+    @cached_property
+    def retaining_s(self) -> float:
+        """Simulated seconds of the step if all units had the first level and memory sufficed."""
+        return simulate_candidate(self.evaluated(np.zeros_like(self._last_level))).step_s
+
+    @property
+    def fits(self) -> bool:
+        """True if the candidate fits with the last level of all units."""
+        return self.least_memory.shortfall is None
+
+    @cached_property
+    def room(self) -> Table:
+        """Bytes on each rank for units and their K and V, [ranks]."""
+        return self.peak_bytes(self._last_level) - _excess_bytes(self.least_memory)
+
+    @property
+    def _last_level(self) -> Levels:
+        return np.full(self.held_bytes.shape[1:], len(self.placements) - 1)
+
+    def least_added(self, *, below: float) -> EvaluatedCandidate | None:
+        """Return the candidate with levels that cost least; None if not even the last level fits.
+
+        If no choice is found that fits and costs less than `below`, all units have the last level.
+        """
+        if not self.fits:
+            return None
+        room = self.room
+        for _ in range(_ATTEMPTS):
+            of_diagonals = solve(self.program(room), below=below)
+            if of_diagonals is None:
+                break
+            chosen = self.of_units(of_diagonals, room=room)
+            found = self.evaluated(chosen)
+            if found.shortfall is None:
+                return found
+            if found.shortfall.place != "device":
+                break
+            room = np.minimum(room, self.peak_bytes(chosen) - _excess_bytes(found))
+        return self.least_memory
+
     def program(self, room: Table) -> LevelProgram:
         """Return the integer program for the given room in bytes on each rank, [ranks]."""
         diagonals = max(int(own.diagonals.max()) for own in self.windows) + 1
@@ -227,19 +269,12 @@ class _LevelChoice:
         )
         return evaluate_placement(self.candidate, ActivationPlacement(*tables))
 
-    def paced(self, levels: Levels, *, room: Table) -> _LevelChoice:
-        """Return the choice with ranks paced so that units with given levels fit.
-
-        Args:
-            levels: Level of each unit, [stages, subsequences].
-            room: Room of each rank in bytes, [ranks].
-        """
-        held, forward, backward = (
-            np.take_along_axis(table, levels[None], axis=0)[0]
-            for table in (self.held_bytes, self.forward_bytes, self.backward_bytes)
+    def paced(self, level: int) -> _LevelChoice:
+        """Return the choice with ranks paced so that units fit if all have the same level."""
+        running = Running(self.forward_bytes[level], self.backward_bytes[level])
+        paced = pace_forwards(
+            self.candidate, held=self.held_bytes[level], running=running, room=self.room
         )
-        running = Running(forward, backward)
-        paced = pace_forwards(self.candidate, held=held, running=running, room=room)
         return replace(self, candidate=replace(self.candidate, forwards_before_backward=paced))
 
     def peak_bytes(self, levels: Levels) -> Table:

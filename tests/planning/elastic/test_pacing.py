@@ -76,7 +76,7 @@ def small_steps(draw):
 )
 @given(small_steps())
 def test_a_paced_step_is_as_fast_as_any_grouping_into_pipelines(candidate):
-    """Where not everything recomputed fits at once; InfiniPipe groups sequences there."""
+    """Where not everything recomputed fits at once, within 4 %; InfiniPipe groups sequences."""
     assume(place_levels(candidate, levels=LEVELS[-1:]) is None)
     grouped_s = np.inf
     for runs in partitions(len(candidate.packed)):
@@ -88,7 +88,7 @@ def test_a_paced_step_is_as_fast_as_any_grouping_into_pipelines(candidate):
     if found is None:
         assert np.isinf(grouped_s)
         return
-    assert found.step_s <= 1.02 * grouped_s
+    assert found.step_s <= 1.04 * grouped_s
 
 
 @st.composite
