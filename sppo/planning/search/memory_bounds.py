@@ -15,7 +15,9 @@ from sppo.cost.deferred_weights import weight_operand_bytes
 from sppo.cost.memory.stage_memory import StageMemory, state_memory
 from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.cost.stage_cost import placed_bytes, row_bytes_of
+from sppo.cost.values_of_ranks import of_ranks
 from sppo.planning.search.candidate_checks import kv_choices
+from sppo.planning.search.policy_inputs import tier_room_bytes
 from sppo.planning.search.shortfall import Shortfall, find_shortfall
 from sppo.schedule.costs import Table
 
@@ -99,14 +101,18 @@ def least_short_beside_inputs(candidate: Candidate) -> int:
 
 
 def least_short_of_placement(candidate: Candidate, placement: ActivationPlacement) -> float:
-    """Return a lower bound of the bytes that the fullest device lacks under a placement.
+    """Return a lower bound of the bytes that a device, or its share of the tier, lacks.
 
     Minus infinity for packed sequences, not all of whose units are held at once.
     """
     if candidate.packed:
         return -math.inf
-    retained = placed_bytes(placement, "retained", candidate=candidate)
-    return _short_beside_retained(candidate, retained)
+    retained, offloaded = (
+        placed_bytes(placement, name, candidate=candidate) for name in ("retained", "offloaded")
+    )
+    in_tier = of_ranks(candidate, offloaded.sum(axis=1) * UnitsInFlight(candidate).sequences)
+    lacks_tier = in_tier - tier_room_bytes(candidate, memory_without_activations(candidate))
+    return max(_short_beside_retained(candidate, retained), float(lacks_tier.max()))
 
 
 def _short_beside_retained(candidate: Candidate, retained: Table) -> int:
