@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class CopyReport:
     """Seconds in which compute waited for copies."""
     host_bytes: int = 0
     """Host memory reserved: for all offloaded tensors, or with a disk for the staging slots."""
-    ring_bytes: int = 0
-    """Device memory reserved for blocks that return."""
+    device_bytes: int = 0
+    """Device memory reserved for blocks that return, and on a CPU for those that leave."""
     disk_bytes: int = 0
     """Size of the file on the disk."""
 
@@ -43,6 +43,12 @@ class CopyReport:
         """Bytes copied back per busy second of the slowest queue; 0 if none were copied."""
         return sum(self.back_bytes.values()) / self.back_s if self.back_s > 0 else 0.0
 
+    @property
+    def without_host(self) -> CopyReport:
+        """The report of a CPU, where host memory is device memory."""
+        device_bytes = self.device_bytes + self.host_bytes
+        return replace(self, device_bytes=device_bytes, host_bytes=0)
+
 
 def combined(reports: Sequence[CopyReport]) -> CopyReport:
     """Combine the reports of a rank's stores: sums of bytes and waits, maxima of busy times."""
@@ -60,6 +66,6 @@ def combined(reports: Sequence[CopyReport]) -> CopyReport:
         back_s=max((report.back_s for report in reports), default=0.0),
         exposed_s=sum(report.exposed_s for report in reports),
         host_bytes=sum(report.host_bytes for report in reports),
-        ring_bytes=sum(report.ring_bytes for report in reports),
+        device_bytes=sum(report.device_bytes for report in reports),
         disk_bytes=sum(report.disk_bytes for report in reports),
     )

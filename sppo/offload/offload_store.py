@@ -217,7 +217,7 @@ class OffloadStore:
             out_bytes=out_bytes,
             back_bytes=back_bytes,
             host_bytes=self._slots.host_bytes,
-            ring_bytes=self._slots.ring_bytes,
+            device_bytes=self._slots.ring_bytes,
             disk_bytes=self._slots.file_bytes,
         )
 

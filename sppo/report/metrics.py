@@ -58,7 +58,7 @@ class StepMetrics:
     process's resident set."""
     host_peak_bytes: int | None = None
     """Host memory reserved for offloaded tensors, or for slots in front of a disk, with training
-    state behind the device; sum over the ranks."""
+    state behind the device; sum over the ranks, 0 on a CPU."""
     offloaded_bytes: int = 0
     """Bytes copied from the device to another tier in the step; sum over the ranks."""
     exposed_copy_s: float = 0.0

@@ -32,7 +32,7 @@ SUMMARY_FIELDS: Mapping[str, str] = {
     "loss_first": "Mean loss of the first steps.",
     "loss_last": "Mean loss of the last steps.",
     "device_peak_bytes": "Most device memory of a rank in any step.",
-    "host_peak_bytes": "Most host memory reserved for copies in any step, of all ranks.",
+    "host_peak_bytes": "Most host memory of GPUs reserved for copies in any step, of all ranks.",
     "offloaded_bytes_per_step": "Median over the steps of what was sent to another tier.",
     "exposed_copy_s": "Median over the steps of the time that compute waited for copies.",
     "step_s": "Median step time, predicted and measured.",
@@ -54,7 +54,7 @@ SUMMARY_FIELDS: Mapping[str, str] = {
     "copies.out_bytes_per_s": "Rate of copies out, predicted and median over the steps.",
     "copies.back_bytes_per_s": "Rate of copies back, predicted and median over the steps.",
     "copies.exposed_s": "Time that compute waited for copies, predicted and median over the steps.",
-    "copies.host_bytes": "Host memory for copies, predicted and reserved.",
+    "copies.host_bytes": "Host memory for copies, predicted and reserved; 0 on a CPU.",
     "copies.disk_bytes": "File of a disk tier, predicted and its size.",
     "program_digest": "Of the actions that the ranks executed in the last step; that of "
     "`plan.json` where steps are alike.",

@@ -340,7 +340,7 @@ def test_bytes_are_counted_by_class():
     assert report.out_bytes == wanted
     assert report.back_bytes == wanted
     assert report.host_bytes == 3 * 4096
-    assert report.ring_bytes == 3 * 4096
+    assert report.device_bytes == 3 * 4096
     assert report.disk_bytes == SEQUENCES * SUBSEQUENCES * 2 * 4096
     assert store.take_report().out_bytes == {}
 

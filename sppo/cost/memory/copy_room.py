@@ -71,9 +71,10 @@ def reserved_slots(candidate: Candidate, layout: BlockLayout) -> int:
 def staging_slots(candidate: Candidate, layout: BlockLayout) -> int:
     """Return the number of blocks of host memory through which copies to and from a disk pass.
 
-    On a CPU these slots are device memory.
+    On a CPU these slots are device memory: see :func:`reserved_slots`.
     """
-    return layout.staging_slots if candidate.tier == "disk" else 0
+    has_host = not passes_through_slots(candidate)
+    return layout.staging_slots if candidate.tier == "disk" and has_host else 0
 
 
 def _sources_waiting(candidate: Candidate) -> int:

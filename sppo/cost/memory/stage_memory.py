@@ -115,8 +115,8 @@ class StageMemory:
     """Bytes of the copy of the training state in a GPU's host memory, not page-locked, while a
     checkpoint is written in the background; on a CPU the copy counts in `growth_bytes`."""
     staging_bytes: int = 0
-    """Bytes of slots in host memory through which offloaded tensors pass to and from a disk; on a
-    CPU the slots on the device."""
+    """Bytes of slots in a GPU's host memory through which tensors pass to and from a disk; on a CPU
+    they are among the copies on the device."""
 
     @property
     def tier_state_bytes(self) -> int:

@@ -81,15 +81,9 @@ class MeasuredBuckets:
                 free = pool.resident_peak_bytes - pool.used_peak_bytes
                 self.free_bytes = max(self.free_bytes, free)
 
-    def count_copies(self, copies: CopyReport, *, host_is_device: bool) -> None:
-        """Raise the peak of the slots on the device to that of one step.
-
-        Args:
-            copies: Report of the step's copies.
-            host_is_device: Whether host memory is the device memory, as on a CPU.
-        """
-        passed = copies.ring_bytes + (copies.host_bytes if host_is_device else 0)
-        self.copies_bytes = max(self.copies_bytes, passed)
+    def count_copies(self, copies: CopyReport) -> None:
+        """Raise the peak of the slots on the device to that of one step."""
+        self.copies_bytes = max(self.copies_bytes, copies.device_bytes)
 
 
 def predicted_and_measured(

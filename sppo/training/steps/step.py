@@ -148,5 +148,6 @@ def run_step(
     seconds = time.perf_counter() - start
     buckets.count_step(state.engine.take_peaks(), pool=device.pool())
     copies = state.tensors.add_tier_bytes(state.engine.take_copies())
-    buckets.count_copies(copies, host_is_device=device.kind == "cpu")
+    copies = copies.without_host if device.kind == "cpu" else copies
+    buckets.count_copies(copies)
     return DoneStep(result, sums, lr, copies, seconds, seconds - actions_s)

@@ -329,7 +329,7 @@ def test_memory_is_what_torch_reserves_beyond_the_baseline(work):
     assert outcome.peak_bytes == 80 * MIB
     assert {record["device_peak_bytes"] for record in records} == {80 * MIB}
     assert outcome.buckets.working_bytes == 20 * MIB
-    ring = outcome.copies[-1].ring_bytes
+    ring = outcome.copies[-1].device_bytes
     assert outcome.buckets.copies_bytes == ring > 0
     summary = json.loads((work / "out" / "run_summary.json").read_text())
     copies, node = summary["copies"], PRESETS["h200"].node
