@@ -19,6 +19,12 @@ from sppo.config.yaml_file import parse_yaml, read_yaml
 from sppo.quoting import quoted
 
 _REQUIRED = ("model", "data", "sequence")
+_ONLY_IN_PLANS = {"run_digest", "stages"}
+"""Keys of a plan that no run file has."""
+_IS_A_PLAN = (
+    "a plan of sppo solve, not a run file: give the run file it was made of, for sppo train with "
+    "--plan FILE; sppo simulate FILE shows the plan"
+)
 _WRITTEN = "an override is written section.key=value"
 _SHAPE = ("vocab_size", "hidden_size", "num_layers", "num_heads", "mlp_size")
 """Keys that are required of a model without preset and from_hf."""
@@ -61,7 +67,7 @@ def load_run(
         sections = run_sections(source) if isinstance(source, RunConfig) else source
         raw, name = _plain(sections), "the run"
     elif isinstance(source, (str, Path)):
-        raw, name = read_yaml(Path(source)), str(source)
+        raw, name = _run_file(Path(source)), str(source)
     else:
         raise TypeError(
             f"a run of {quoted(source)}: give the path of a run file, a mapping of its sections, "
@@ -73,6 +79,18 @@ def load_run(
     else:
         merged = apply_overrides(raw, overrides, problems)
     return check_run(merged, source=name, problems=problems)
+
+
+def _run_file(path: Path) -> dict[str, Any]:
+    """Return the sections of a run file, as written.
+
+    Raises:
+        ConfigError: The file cannot be read, or is a plan.
+    """
+    raw = read_yaml(path)
+    if raw.keys() >= _ONLY_IN_PLANS:
+        raise ConfigError(str(path), [Problem("", "", _IS_A_PLAN)])
+    return raw
 
 
 def run_sections(run: RunConfig) -> dict[str, Any]:

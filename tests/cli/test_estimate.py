@@ -217,3 +217,10 @@ def test_a_wrong_request_ends_with_2(run, words, message):
 
 def test_a_missing_run_file():
     assert "none.yaml" in refuse("estimate", "none.yaml")
+
+
+@pytest.mark.parametrize("command", ["estimate", "train", "solve"])
+def test_a_plan_is_no_run_file(run, command):
+    succeed("solve", run, "-o", "plan.json")
+    error = refuse(command, "plan.json")
+    assert "plan.json has 1 problem\n  a plan of sppo solve, not a run file" in error
