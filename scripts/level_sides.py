@@ -13,14 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from sppo.cost.candidate import Candidate
-from sppo.planning.elastic.levels import (
-    LEVELS,
-    checkpointing_levels,
-    fastest_levels,
-    place_levels,
-)
+from sppo.planning.elastic.levels import LEVELS, checkpointing_levels, fastest_levels, place_levels
 from sppo.planning.elastic.step_plan import StepPlan, StepPlanner
-from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, evaluate_candidate
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
+from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.simulated_candidate import simulate_candidate
 
 RECOMPUTING_BASELINE = "recompute_all"

@@ -13,7 +13,7 @@ from sppo.planning.make_plan import make_plan
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.plan_program import plan_program
 from sppo.planning.run_plan import run_candidate
-from sppo.planning.search.evaluated_candidate import evaluate_placement
+from sppo.planning.search.evaluation import evaluate_placement
 from sppo.training.steps.measured import MeasuredBuckets
 
 

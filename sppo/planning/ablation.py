@@ -15,11 +15,8 @@ from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.candidate_program import candidate_program
-from sppo.planning.search.evaluated_candidate import (
-    EvaluatedCandidate,
-    evaluate_candidate,
-    with_program,
-)
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, with_program
+from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.simulated_candidate import simulate_candidate
 from sppo.planning.search.solver import solve
 from sppo.schedule.costs import Links

@@ -40,7 +40,8 @@ from sppo.planning.search.choices import (
     virtual_stages_to_try,
     with_disk,
 )
-from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, evaluate_candidate
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
+from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.shortfall import Shortfall
 from sppo.planning.search.state_choices import runs_by_tiers
 from sppo.units import format_bytes

@@ -15,7 +15,7 @@ from sppo.planning.plan import ExecutionPlan
 from sppo.planning.plan_program import plan_candidate, plan_costs
 from sppo.planning.run_plan import evaluate_in_nearest_tiers, run_candidate
 from sppo.planning.search.best_schedule import scheduled
-from sppo.planning.search.evaluated_candidate import evaluate_candidate
+from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.simulated_candidate import steady_bytes
 from sppo.schedule.costs import Costs
 from sppo.schedule.orders.names import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES

@@ -26,7 +26,7 @@ from sppo.cost.layer import Workload
 from sppo.cost.stage_cost import row_bytes_of, stage_seconds
 from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.choices import Degrees
-from sppo.planning.search.evaluated_candidate import evaluate_candidate
+from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.simulated_candidate import simulate_candidate
 from sppo.units import GIB
 from tests.planning.cases import A100, machine, run_config

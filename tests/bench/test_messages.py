@@ -17,7 +17,7 @@ from sppo.cost.layer import Workload
 from sppo.cost.stage_cost import message_bytes, message_seconds, stage_costs, stage_seconds
 from sppo.hardware.presets import PRESETS
 from sppo.planning.explain import step_parts
-from sppo.planning.search.evaluated_candidate import evaluate_candidate
+from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.simulated_candidate import simulate_candidate
 from sppo.planning.search.step_prices import least_seconds
 from tests.bench.failing_process import fail

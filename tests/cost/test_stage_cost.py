@@ -28,7 +28,7 @@ from sppo.cost.state_tiers import StateTiers
 from sppo.cost.values_of_ranks import of_ranks
 from sppo.hardware.file import hardware_for
 from sppo.hardware.presets import PRESETS
-from sppo.planning.search.evaluated_candidate import evaluate_candidate
+from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.simulated_run import RunShape, simulated_run
 from sppo.schedule.simulation.simulate import simulate
 from tests.planning.cases import A100, PERFECT, machine, price, run_config

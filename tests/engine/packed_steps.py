@@ -22,11 +22,8 @@ from sppo.planning.elastic.pacing import can_be_paced
 from sppo.planning.elastic.packing import PADDING, PackedSamples
 from sppo.planning.elastic.packing_search import PackingSearch
 from sppo.planning.elastic.step_plan import StepPlan, StepPlanner
-from sppo.planning.search.evaluated_candidate import (
-    EvaluatedCandidate,
-    evaluate_candidate,
-    evaluate_placement,
-)
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
+from sppo.planning.search.evaluation import evaluate_candidate, evaluate_placement
 from sppo.planning.search.simulated_candidate import simulate_candidate
 from tests.engine.models import random_sequence
 from tests.schedule.pacing import forwards_between

@@ -3,7 +3,7 @@
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.hardware.presets import PRESETS
-from sppo.planning.search.evaluated_candidate import evaluate_candidate
+from sppo.planning.search.evaluation import evaluate_candidate
 
 
 def predicted(model, *, dtype="bf16", policy="retain", lengths=(30, 30, 40), sequences=1):

@@ -13,7 +13,7 @@ from sppo.hardware.file import hardware_for
 from sppo.planning.baselines import baselines
 from sppo.planning.estimate import estimate
 from sppo.planning.make_plan import make_plan
-from sppo.planning.search import evaluated_candidate, simulated_candidate
+from sppo.planning.search import evaluation, simulated_candidate
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.simulated_candidate import simulate_candidate, simulated_device_bytes
 from sppo.planning.search.solver import Solution, solve
@@ -123,7 +123,7 @@ def work(monkeypatch) -> Counter[str]:
     """What searches have done since this was cleared: placements evaluated, units simulated."""
     done: Counter[str] = Counter()
     whole, play = (
-        evaluated_candidate._evaluate_whole_units,
+        evaluation._evaluate_whole_units,
         simulated_candidate.simulate_whole_units,
     )
 
@@ -135,7 +135,7 @@ def work(monkeypatch) -> Counter[str]:
         done["played"] += costs.forward_s.size
         return play(*given, costs=costs, **named)
 
-    monkeypatch.setattr(evaluated_candidate, "_evaluate_whole_units", evaluate_whole_units)
+    monkeypatch.setattr(evaluation, "_evaluate_whole_units", evaluate_whole_units)
     monkeypatch.setattr(simulated_candidate, "simulate_whole_units", simulate_whole_units)
     return done
 

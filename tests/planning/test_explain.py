@@ -17,7 +17,7 @@ from sppo.hardware.presets import PRESETS
 from sppo.planning.explain import PARTS, rates_used, step_parts
 from sppo.planning.search.candidates import workload_of
 from sppo.planning.search.choices import Degrees
-from sppo.planning.search.evaluated_candidate import evaluate_candidate
+from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.simulated_candidate import simulate_candidate
 from tests.planning.cases import PERFECT, run_config
 

@@ -19,7 +19,7 @@ from sppo.planning.plan import plan_json, read_plan
 from sppo.planning.plan_program import check_program, plan_candidate
 from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.choices import Degrees, virtual_stages_to_try
-from sppo.planning.search.evaluated_candidate import evaluate_candidate
+from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.simulated_candidate import simulate_candidate, simulated_device_bytes
 from sppo.planning.search.solver import solve
 from sppo.schedule.transfers.kv_placement import kv_of_turns

@@ -14,7 +14,7 @@ from sppo.planning.plan import PLAN_VERSION, check_plan_fits, plan_json, planned
 from sppo.planning.plan_program import check_program, plan_candidate, plan_placement
 from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.choices import Degrees
-from sppo.planning.search.evaluated_candidate import evaluate_candidate
+from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.simulated_run import simulated_plan
 from sppo.schedule.simulation.simulate import simulate
 from sppo.units import GIB

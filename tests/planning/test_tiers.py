@@ -19,7 +19,7 @@ from sppo.planning.plan_program import check_program, plan_candidate
 from sppo.planning.run_plan import plan_run
 from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.choices import Degrees
-from sppo.planning.search.evaluated_candidate import evaluate_candidate
+from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.solver import solve
 from sppo.planning.simulated_run import simulated_plan
 from sppo.schedule.simulation.simulate import simulate

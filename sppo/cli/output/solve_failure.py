@@ -15,7 +15,7 @@ from sppo.hardware.run_hardware import hardware_line
 from sppo.planning.advice import Advice, too_long_for
 from sppo.planning.search.candidate_search import Rejection
 from sppo.planning.search.candidates import candidate_of_subsequences
-from sppo.planning.search.evaluated_candidate import evaluate_candidate
+from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.solver import Solution, nearest_rejection
 from sppo.units import format_bytes
 

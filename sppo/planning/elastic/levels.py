@@ -33,11 +33,8 @@ from sppo.cost.stage_cost import StageSeconds, copy_bytes_per_s, placed_bytes, s
 from sppo.planning.elastic.level_program import ROUNDING, LevelProgram, Levels, solve
 from sppo.planning.elastic.pacing import can_be_paced, pace_forwards
 from sppo.planning.elastic.windows import Indices, RankWindows, rank_windows
-from sppo.planning.search.evaluated_candidate import (
-    EvaluatedCandidate,
-    evaluate_candidate,
-    evaluate_placement,
-)
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
+from sppo.planning.search.evaluation import evaluate_candidate, evaluate_placement
 from sppo.planning.search.memory_bounds import memory_without_activations
 from sppo.planning.search.policy_inputs import policy_inputs
 from sppo.planning.search.simulated_candidate import simulate_candidate

@@ -35,7 +35,8 @@ from sppo.planning.plan import ExecutionPlan
 from sppo.planning.plan_program import plan_candidate
 from sppo.planning.search.candidate_search import WORTH_IT
 from sppo.planning.search.choices import SUBSEQUENCE_TOKENS
-from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, evaluate_candidate
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
+from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.simulated_candidate import simulate_candidate, simulated_device_bytes
 from sppo.schedule.actions import Schedule
 from sppo.schedule.orders.names import LOOPED, WHOLE_SEQUENCES

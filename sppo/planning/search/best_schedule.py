@@ -13,11 +13,8 @@ from sppo.planning.search.choices import (
     places_kv,
     subsequence_problem,
 )
-from sppo.planning.search.evaluated_candidate import (
-    EvaluatedCandidate,
-    evaluate_candidate,
-    with_executed_program,
-)
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, with_executed_program
+from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.simulated_candidate import simulate_candidate
 
 _ATTEMPTS = 3

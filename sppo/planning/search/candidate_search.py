@@ -10,17 +10,14 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-
 from sppo.config.run import RunConfig
-from sppo.cost.candidate import Candidate
-from sppo.cost.stage_cost import StageSeconds, mean_work_seconds, stage_seconds
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.search.candidates import candidate_of_subsequences, counts_of_degrees
+from sppo.planning.search.candidate_cache import CandidateCache
+from sppo.planning.search.candidates import counts_of_degrees
 from sppo.planning.search.choices import (
     Degrees,
     Refusal,
@@ -28,24 +25,17 @@ from sppo.planning.search.choices import (
     likeliest_to_fit,
     virtual_stages_to_try,
 )
-from sppo.planning.search.evaluated_candidate import (
-    EvaluatedCandidate,
-    any_that_fits,
-    evaluate_candidate,
-)
-from sppo.planning.search.memory_bounds import least_short_bytes, least_shortfall, leaves_room
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
+from sppo.planning.search.memory_bounds import least_shortfall
+from sppo.planning.search.ranking import Rank, rank_of, rounded
 from sppo.planning.search.shortfall import Shortfall
-from sppo.planning.search.simulated_candidate import is_quick, simulated_if_inexact
-from sppo.planning.search.step_prices import least_seconds
+from sppo.planning.search.subsequence_search import SubsequenceSearch
 
 WORTH_IT = 0.99
 """Fraction of the step time at or below which another schedule is preferred. Predictions are not
 exact enough for smaller gains to count, and simpler programs are better to run."""
-_ROUNDING = 1e-9
-"""Relative margin for the rounding of sums of seconds."""
 _FEW = 4
 """Number of values of N that are tried with several stages on a rank."""
-Rank = tuple[float, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +101,7 @@ class CandidateSearch:
                 skipped.
         """
         heap: list[tuple[Rank, int, _DegreesSearch, EvaluatedCandidate | None]] = [
-            ((_rounded(search.quick_bound_s), 0, 0, 0, 0), place, search, None)
+            ((rounded(search.quick_bound_s), 0, 0, 0, 0), place, search, None)
             for place, search in enumerate(self._searches.values())
             if search.may_take(most_s) and search.may_fit
         ]
@@ -120,7 +110,7 @@ class CandidateSearch:
             key, place, search, found = heapq.heappop(heap)
             if found is not None:
                 yield found
-            elif key[0] < (bound_s := _rounded(search.bound_s)):
+            elif key[0] < (bound_s := rounded(search.bound_s)):
                 heapq.heappush(heap, ((bound_s, 0, 0, 0, 0), place, search, None))
             elif search.best.shortfall is None:
                 heapq.heappush(heap, (rank_of(search.best), place, search, search.best))
@@ -176,18 +166,6 @@ def best_of_degrees(
     return search.refined(search.best)
 
 
-def rank_of(evaluated: EvaluatedCandidate) -> Rank:
-    """Return the sort key of a candidate: step time, then devices, ranks, stages, subsequences."""
-    degrees = evaluated.degrees
-    return (
-        _rounded(evaluated.step_s),
-        degrees.num_devices,
-        degrees.pipeline_parallel,
-        evaluated.candidate.virtual_stages,
-        len(evaluated.candidate.lengths),
-    )
-
-
 class _DegreesSearch:
     """Search within one division of the devices, over virtual stages and subsequences.
 
@@ -205,8 +183,8 @@ class _DegreesSearch:
         self._simplest, *self._further = virtual_stages_to_try(
             run, num_ranks=degrees.pipeline_parallel
         )
-        self._searches: dict[tuple[int, tuple[int, ...]], _SubsequenceSearch] = {}
-        self._caches: dict[int, _CandidateCache] = {}
+        self._searches: dict[tuple[int, tuple[int, ...]], SubsequenceSearch] = {}
+        self._caches: dict[int, CandidateCache] = {}
 
     @property
     def may_fit(self) -> bool:
@@ -297,7 +275,7 @@ class _DegreesSearch:
         return self._search(virtual_stages, counts=self._counts[first:]).best
 
     def _faster(
-        self, search: _SubsequenceSearch, *, than: EvaluatedCandidate
+        self, search: SubsequenceSearch, *, than: EvaluatedCandidate
     ) -> EvaluatedCandidate | None:
         """Return the best candidate of a search if faster than `than` by enough; else None."""
         least_s = self._search(self._simplest).looped_bound_s(search.virtual_stages)
@@ -322,10 +300,10 @@ class _DegreesSearch:
         """Return the candidates with `virtual_stages`, by N, without cut units (MSP)."""
         return self._search(virtual_stages).every_candidate()
 
-    def _search(self, virtual_stages: int, *, counts: Sequence[int] = ()) -> _SubsequenceSearch:
+    def _search(self, virtual_stages: int, *, counts: Sequence[int] = ()) -> SubsequenceSearch:
         """Return the search with `virtual_stages`, over `counts` or, if empty, over every N."""
         if virtual_stages not in self._caches:
-            self._caches[virtual_stages] = _CandidateCache(
+            self._caches[virtual_stages] = CandidateCache(
                 self._run,
                 hardware=self._hardware,
                 degrees=self._degrees,
@@ -333,258 +311,8 @@ class _DegreesSearch:
             )
         key = virtual_stages, tuple(counts or self._counts)
         if key not in self._searches:
-            self._searches[key] = _SubsequenceSearch(self._caches[virtual_stages], counts=key[1])
+            self._searches[key] = SubsequenceSearch(self._caches[virtual_stages], counts=key[1])
         return self._searches[key]
-
-
-class _CandidateCache:
-    """Cache of the candidates of one division of devices and layers, and of their evaluations.
-
-    Candidates are looked up by N; each is made and evaluated once.
-    """
-
-    def __init__(
-        self, run: RunConfig, *, hardware: HardwareSpec, degrees: Degrees, virtual_stages: int
-    ) -> None:
-        self._run, self._degrees = run, degrees
-        self.hardware, self.virtual_stages = hardware, virtual_stages
-        self._candidates: dict[int, Candidate] = {}
-        self._seconds: dict[int, StageSeconds] = {}
-        self._evaluated: dict[tuple[int, str], EvaluatedCandidate] = {}
-        self._fits: dict[int, bool] = {}
-
-    def candidate(self, num_subsequences: int) -> Candidate:
-        """Return the candidate with `num_subsequences` subsequences."""
-        if num_subsequences not in self._candidates:
-            self._candidates[num_subsequences] = candidate_of_subsequences(
-                self._run,
-                hardware=self.hardware,
-                degrees=self._degrees,
-                num_subsequences=num_subsequences,
-                virtual_stages=self.virtual_stages,
-            )
-        return self._candidates[num_subsequences]
-
-    def seconds(self, num_subsequences: int) -> StageSeconds:
-        """Return the seconds of the candidate's units with everything retained."""
-        if num_subsequences not in self._seconds:
-            self._seconds[num_subsequences] = stage_seconds(self.candidate(num_subsequences))
-        return self._seconds[num_subsequences]
-
-    def evaluated(self, num_subsequences: int) -> EvaluatedCandidate:
-        """Return the evaluated candidate with `num_subsequences` subsequences."""
-        return self._evaluate(self.candidate(num_subsequences))
-
-    def simulated_if_inexact(self, num_subsequences: int) -> EvaluatedCandidate:
-        """Return the evaluated candidate, simulated if its closed form may be inexact.
-
-        The candidate must fit.
-        """
-        evaluated = simulated_if_inexact(self.evaluated(num_subsequences))
-        self._evaluated[num_subsequences, evaluated.candidate.schedule] = evaluated
-        return evaluated
-
-    def without_msp(self, num_subsequences: int) -> EvaluatedCandidate:
-        """Return the evaluated candidate without cut units: under MSP, as if no unit were cut.
-
-        Choosing the units to cut (MSP) takes a search. The closed form of the time and the memory
-        without saved activations are the same with and without cut units.
-        """
-        return self._evaluate(self._candidate_without_msp(num_subsequences))
-
-    def fits(self, num_subsequences: int) -> bool:
-        """Return whether the candidate fits without cut units (MSP)."""
-        candidate = self._candidate_without_msp(num_subsequences)
-        key = num_subsequences, candidate.schedule
-        if key in self._evaluated:
-            return self._evaluated[key].shortfall is None
-        if num_subsequences not in self._fits:
-            found = any_that_fits(candidate, seconds=self.seconds(num_subsequences))
-            self._fits[num_subsequences] = found.shortfall is None
-            if found.shortfall is not None:
-                self._evaluated[key] = found
-        return self._fits[num_subsequences]
-
-    def seems_to_fit(self, num_subsequences: int) -> bool:
-        """Return whether it fits with whole units; True, too, if that takes long to tell."""
-        if self.rules_out_fewer(num_subsequences, if_known=True):
-            return False
-        return leaves_room(self.candidate(num_subsequences)) or self.fits(num_subsequences)
-
-    def rules_out_fewer(self, num_subsequences: int, *, if_known: bool = False) -> bool:
-        """Return whether fewer subsequences cannot fit either, as device memory is short for these.
-
-        Host memory of a fixed offload ratio grows with N, since the last subsequence is not
-        offloaded, and what a rank holds under MSP depends on its program: False for these.
-
-        Args:
-            num_subsequences: Number of subsequences.
-            if_known: Whether to return False instead of evaluating a candidate.
-        """
-        candidate = self.candidate(num_subsequences)
-        key = num_subsequences, candidate.schedule
-        if candidate.schedule == "sppo_msp" or (if_known and key not in self._evaluated):
-            return False
-        shortfall = self._evaluate(candidate).shortfall
-        return shortfall is not None and shortfall.place == "device"
-
-    def _candidate_without_msp(self, num_subsequences: int) -> Candidate:
-        candidate = self.candidate(num_subsequences)
-        cuts = candidate.schedule != candidate.order
-        return replace(candidate, schedule=candidate.order) if cuts else candidate
-
-    def _evaluate(self, candidate: Candidate) -> EvaluatedCandidate:
-        num_subsequences = len(candidate.lengths)
-        key = num_subsequences, candidate.schedule
-        if key not in self._evaluated:
-            self._evaluated[key] = evaluate_candidate(
-                candidate, seconds=self.seconds(num_subsequences)
-            )
-        return self._evaluated[key]
-
-
-class _SubsequenceSearch:
-    """Search within one division of devices and layers, over numbers of subsequences."""
-
-    def __init__(self, candidates: _CandidateCache, *, counts: Sequence[int]) -> None:
-        self._candidates, self._counts = candidates, counts
-        self._likeliest = likeliest_to_fit(counts, hardware=candidates.hardware)
-        self.virtual_stages = candidates.virtual_stages
-
-    @cached_property
-    def may_fit(self) -> bool:
-        """True if any candidate may fit, for any placement of saved activations."""
-        return self.least_short_bytes <= 0
-
-    @cached_property
-    def least_short_bytes(self) -> int:
-        """Lower bound of the bytes that every candidate lacks; 0 or less if one may fit."""
-        return least_short_bytes(self.likeliest)
-
-    @cached_property
-    def likeliest(self) -> Candidate:
-        """Candidate with the lowest bound of the bytes that it lacks."""
-        return min(map(self._candidates.candidate, self._likeliest), key=least_short_bytes)
-
-    @cached_property
-    def _worth_trying(self) -> Sequence[int]:
-        """Values of N to try: all if the likeliest to fit may fit, otherwise the last."""
-        if len(self._likeliest) == len(self._counts):
-            return self._counts
-        last = self._counts[-1]
-        return self._counts if self._candidates.seems_to_fit(last) else self._counts[-1:]
-
-    @property
-    def quick_bound_s(self) -> float:
-        """Lower bound of `bound_s` and of `looped_bound_s` that takes less time to compute."""
-        candidates = map(self._candidates.candidate, self._counts)
-        return min(map(mean_work_seconds, candidates)) * (1 - _ROUNDING)
-
-    @property
-    def bound_s(self) -> float:
-        """Lower bound of the step time of all candidates, whether they fit or not."""
-        return self._bounds[0][0]
-
-    def looped_bound_s(self, virtual_stages: int) -> float:
-        """Return an approximate lower bound of the step time with several stages on each rank."""
-        return min(work_s + ramp_s / virtual_stages for work_s, ramp_s in self._work)
-
-    @cached_property
-    def best(self) -> EvaluatedCandidate:
-        """Fastest candidate that fits; if none fits, the one that lacks least memory."""
-        if not self.may_fit:
-            return self._candidates.without_msp(self._counts[-1])
-        if len(self._worth_trying) == 1:
-            return self._candidates.evaluated(self._worth_trying[0])
-        best = nearest = None
-        for bound_s, num_subsequences in self._bounds:
-            if best is not None and bound_s > best.time.step_s:
-                break
-            if best is not None and self._is_slower_cut(num_subsequences, than=best):
-                continue
-            evaluated = self._candidates.evaluated(num_subsequences)
-            if evaluated.shortfall is None:
-                best = min(best or evaluated, evaluated, key=rank_of)
-                continue
-            if best is None and nearest is None and len(self._likeliest) == 1:
-                last = self._likeliest[0]
-                if self._candidates.rules_out_fewer(last):
-                    return self._candidates.evaluated(last)
-            nearest = min(nearest or evaluated, evaluated, key=lambda one: one.short_bytes)
-        chosen = best or nearest
-        assert chosen is not None, "there is at least one number of subsequences to try"
-        return chosen
-
-    def refined(self, best: EvaluatedCandidate, *, below: float) -> EvaluatedCandidate:
-        """Return the fastest candidate over all N, simulated if its closed form may be inexact.
-
-        Returns `best` unchanged for programs that cut units (MSP), which take long to make, and for
-        large steps, which take long to simulate. No N is tried that takes at least `below` seconds.
-        """
-        if not is_quick(best):
-            return best
-        found = simulated_if_inexact(best)
-        for bound_s, num_subsequences in self._bounds:
-            most_s = min(found.step_s, below)
-            if bound_s > most_s:
-                break
-            evaluated = self._candidates.evaluated(num_subsequences)
-            if evaluated.shortfall is None and evaluated.prices.least_s <= most_s:
-                other = self._candidates.simulated_if_inexact(num_subsequences)
-                found = min(found, other, key=rank_of) if other.has_exact_time else found
-        return found
-
-    @property
-    def fits(self) -> bool:
-        """True if any candidate fits."""
-        if not self.may_fit:
-            return False
-        if "best" in self.__dict__:
-            return self.best.shortfall is None
-        return any(map(self._candidates.fits, self._likeliest)) or self.best.shortfall is None
-
-    def _is_slower_cut(self, num_subsequences: int, *, than: EvaluatedCandidate) -> bool:
-        """Return whether a candidate under MSP is slower than `than`, without making its program.
-
-        Making a program that cuts units takes long. The closed form of its time is at least that of
-        whole units, which have more memory.
-        """
-        if self._candidates.candidate(num_subsequences).schedule != "sppo_msp":
-            return False
-        without_msp = self._candidates.without_msp(num_subsequences)
-        return without_msp.shortfall is None and without_msp.time.step_s > than.time.step_s
-
-    def every_candidate(self) -> list[EvaluatedCandidate]:
-        """Return the evaluated candidates for every N, by N, without cut units (MSP)."""
-        return [self._candidates.without_msp(num_subsequences) for num_subsequences in self._counts]
-
-    @cached_property
-    def _bounds(self) -> list[tuple[float, int]]:
-        """Lower bound of the step time over all policies, and N, ascending by the bound."""
-        bounds = []
-        for num_subsequences, seconds in self._seconds.items():
-            candidate = self._candidates.candidate(num_subsequences)
-            bound_s = least_seconds(candidate, seconds=seconds)
-            bounds.append((bound_s, num_subsequences))
-        return sorted(bounds)
-
-    @property
-    def _work(self) -> Iterator[tuple[float, float]]:
-        """Seconds of compute of a mean rank, and of filling and draining the pipeline, for each N.
-
-        With one stage on each rank; compute includes the gradient reduction and the update.
-        """
-        for seconds in self._seconds.values():
-            units = seconds.units
-            passes = units.forward + units.backward + units.weight
-            work_s = float(passes.sum()) / len(passes)
-            updated_s = float(np.min(seconds.reduce_s + seconds.update_s))
-            yield work_s + updated_s, float(passes[:-1, 0].sum())
-
-    @cached_property
-    def _seconds(self) -> Mapping[int, StageSeconds]:
-        """Seconds of the units with everything retained, by N."""
-        return {n: self._candidates.seconds(n) for n in self._counts}
 
 
 def _short_first(evaluated: EvaluatedCandidate) -> tuple[int, float]:
@@ -592,10 +320,6 @@ def _short_first(evaluated: EvaluatedCandidate) -> tuple[int, float]:
     if evaluated.shortfall is None:
         return 0, evaluated.time.step_s
     return evaluated.short_bytes, 0.0
-
-
-def _rounded(seconds: float) -> float:
-    return float(f"{seconds:.9g}")
 
 
 def rejection_of(nearest: EvaluatedCandidate) -> Rejection:

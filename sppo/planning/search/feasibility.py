@@ -17,7 +17,8 @@ from sppo.planning.search.choices import (
     subsequence_counts_to_try,
     virtual_stages_to_try,
 )
-from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, evaluate_candidate
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
+from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.memory_bounds import may_fit
 from sppo.planning.search.state_choices import runs_by_tiers
 

@@ -13,14 +13,10 @@ from dataclasses import dataclass
 from sppo.config.run import RunConfig
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.search.best_schedule import scheduled
-from sppo.planning.search.candidate_search import (
-    CandidateSearch,
-    Rejection,
-    rank_of,
-    rejection_of,
-)
+from sppo.planning.search.candidate_search import CandidateSearch, Rejection, rejection_of
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.feasibility import fits_at_all
+from sppo.planning.search.ranking import rank_of
 from sppo.planning.search.simulated_candidate import simulate_candidate
 from sppo.planning.search.state_choices import runs_by_tiers
 

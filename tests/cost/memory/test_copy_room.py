@@ -36,7 +36,7 @@ from sppo.model.initialize import initial_weights
 from sppo.offload.offload_store import OffloadStore
 from sppo.offload.queues.thread_queues import ThreadQueues
 from sppo.planning.run_plan import plan_run
-from sppo.planning.search.evaluated_candidate import evaluate_candidate
+from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.units import GIB, MIB
 from tests.engine.offloading import with_offsets
 from tests.planning.cases import machine, run_config, solved

@@ -21,7 +21,7 @@ from sppo.cost.memory.tier_memory import SAVED_IN_BACKGROUND
 from sppo.cost.parameters import num_parameters
 from sppo.cost.state_tiers import StateTiers
 from sppo.hardware.presets import PRESETS
-from sppo.planning.search.evaluated_candidate import evaluate_candidate
+from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.units import KIB
 
 MODEL = ModelConfig(

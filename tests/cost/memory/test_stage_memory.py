@@ -18,7 +18,7 @@ from sppo.model.gradients import zero_gradients
 from sppo.optim.adamw import AdamW
 from sppo.parallel.gradient_reduce_scatter import GradientReduceScatter
 from sppo.parallel.parameter_all_gather import ParameterAllGather
-from sppo.planning.search.evaluated_candidate import evaluate_candidate
+from sppo.planning.search.evaluation import evaluate_candidate
 from tests.engine.models import VARIANTS, random_weights, tiny_model
 from tests.planning.one_device import predicted
 

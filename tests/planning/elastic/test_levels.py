@@ -21,7 +21,7 @@ from sppo.planning.elastic.levels import (
     fastest_levels,
     place_levels,
 )
-from sppo.planning.search.evaluated_candidate import evaluate_candidate
+from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.simulated_candidate import simulate_candidate, simulated_device_bytes
 from sppo.schedule.checks.validate import validate
 from tests.planning.elastic.test_step_plan import SCHEDULES, packed_candidates

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sppo.planning.elastic import levels as levels_module
 from sppo.planning.elastic import step_plan
 from sppo.planning.elastic.levels import LEVELS, checkpointing_levels, fastest_levels, place_levels
-from sppo.planning.search.evaluated_candidate import evaluate_candidate
+from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.simulated_candidate import simulate_candidate, simulated_device_bytes
 from tests.planning.elastic.samples import lengths_of_samples
 from tests.planning.elastic.test_levels import pressed, with_bytes, with_room

@@ -20,7 +20,7 @@ from sppo.planning.elastic.packing import PADDING
 from sppo.planning.elastic.packing_search import PackingSearch
 from sppo.planning.elastic.step_plan import StepPlanner, step_planner
 from sppo.planning.run_plan import plan_run
-from sppo.planning.search.evaluated_candidate import evaluate_candidate
+from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.simulated_candidate import simulate_candidate
 from sppo.schedule.checks.validate import validate
 

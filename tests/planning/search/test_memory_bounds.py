@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sppo.cost.candidate import Candidate
-from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, evaluate_candidate
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
+from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.memory_bounds import least_short_bytes, least_short_of_placement
 from tests.planning.some_candidates import SCHEDULES, candidates
 from tests.tiers import examples

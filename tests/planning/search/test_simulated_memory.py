@@ -12,7 +12,7 @@ from sppo.cost.memory.units_in_flight import OVERLAPPING, Running, UnitsInFlight
 from sppo.planning.candidate_program import candidate_program
 from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.choices import Degrees
-from sppo.planning.search.evaluated_candidate import evaluate_candidate
+from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.simulated_candidate import simulate_candidate, simulated_device_bytes
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.generate import generate

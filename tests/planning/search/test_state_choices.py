@@ -17,7 +17,7 @@ from sppo.planning.plan import plan_json, read_plan
 from sppo.planning.plan_program import check_program, plan_candidate
 from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.choices import Degrees
-from sppo.planning.search.evaluated_candidate import evaluate_candidate
+from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.solver import solve
 from sppo.planning.search.state_choices import state_choices
 from tests.planning.cases import machine, run_config

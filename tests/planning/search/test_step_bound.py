@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from sppo.cost.candidate import Candidate
-from sppo.planning.search.evaluated_candidate import evaluate_candidate
+from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.simulated_candidate import simulate_candidate
 from sppo.planning.search.step_prices import least_seconds
 from tests.planning.some_candidates import SCHEDULES, candidates

@@ -12,7 +12,7 @@ from rich.console import Console
 from sppo.config import load_run
 from sppo.data.tokens import LOSS_MASK_FILE, META_FILE
 from sppo.planning.elastic.step_plan import StepPlanner, step_planner
-from sppo.planning.search.evaluated_candidate import evaluate_candidate
+from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.training import trainer
 from sppo.training.checks.input_checks import run_file_problems
 from sppo.training.checks.preflight import check_before_training
