@@ -157,7 +157,9 @@ def choices(inputs: PolicyInputs) -> Iterator[ActivationPlacement]:
                 yield _stacked(rows, keys)
             if not found:
                 least = least or _least_memory(distinct, free)
-                if not all(_fits(*least[key][:2], problem) for key, problem in distinct.items()):
+                if not all(
+                    _fits_one(*least[key][:2], problem) for key, problem in distinct.items()
+                ):
                     break
         if found:
             return
@@ -202,7 +204,7 @@ def overlapped_placement(problem: StageProblem) -> StageCounts | None:
     if not _has_room(problem):
         return None
     rows, nothing = _all_rows(problem), np.zeros((len(problem.tokens), 3), dtype=np.int64)
-    if _fits(rows, nothing, problem):
+    if _fits_one(rows, nothing, problem):
         return rows, nothing, nothing.copy()
 
     def wanted(rate: float) -> Table:
@@ -212,7 +214,7 @@ def overlapped_placement(problem: StageProblem) -> StageCounts | None:
 
     def serves(rate: float) -> bool:
         offloaded = _offloaded(wanted(rate), problem)
-        return _fits(rows - offloaded, offloaded, problem)
+        return _fits_one(rows - offloaded, offloaded, problem)
 
     # Slightly above the largest rate, so that every subsequence offloads all its hidden_bytes.
     most = float((problem.hidden_bytes / problem.next_forward_s).max()) * (1 + 1e-9)
@@ -238,31 +240,51 @@ def placements_of_bytes(problem: StageProblem, wanted: Table) -> list[StageCount
     offloaded = _offloaded(wanted, problem)
     retained = _all_rows(problem) - offloaded
     serving = _serving(retained, offloaded, problem)
+    fits = serving.any(axis=1) & np.array([problem.fits_tier(asked) for asked in wanted])
+    left = retained.copy()
+    cut = np.flatnonzero(fits & ~serving[:, 0])
+    left[cut] = _recomputing(
+        retained[cut], offloaded[cut], problem, fewest=serving[cut].argmax(axis=1)
+    )
     return [
-        _recomputing(kept, sent, problem, serves=serves) if problem.fits_tier(asked) else None
-        for asked, kept, sent, serves in zip(wanted, retained, offloaded, serving, strict=True)
+        (left[place], offloaded[place], retained[place] - left[place]) if fits[place] else None
+        for place in range(len(wanted))
     ]
 
 
 def _recomputing(
-    retained: Counts, offloaded: Counts, problem: StageProblem, *, serves: npt.NDArray[np.bool_]
-) -> StageCounts | None:
-    """Recompute the fewest classes with which a placement fits; None if it never fits.
+    retained: Counts, offloaded: Counts, problem: StageProblem, *, fewest: Counts
+) -> Counts:
+    """Return the retained rows of n placements that recompute the fewest classes, [n, N, 3].
+
+    Of the last class, only as many rows as necessary are recomputed if it may be cut.
 
     Args:
-        retained: Retained rows of the placement, [N, 3].
-        offloaded: Offloaded rows of the placement, [N, 3].
+        retained: Retained rows before, [n, N, 3].
+        offloaded: Offloaded rows, [n, N, 3].
         problem: Inputs of one stage.
-        serves: Whether the placement fits with so many classes recomputed, [2 N + 1].
+        fewest: Number of classes with which each placement fits, at least 1, [n].
     """
-    if serves[0]:
-        return retained, offloaded, np.zeros_like(retained)
-    fewest = int(serves.argmax())
-    if not serves[fewest]:
-        return None
     before, after = _freed(retained, fewest - 1), _freed(retained, fewest)
-    left = _last_in_part(before, after, offloaded, problem)
-    return left, offloaded, retained - left
+    if not problem.allow_partial or not len(retained):
+        return after
+    count, places = len(problem.tokens), np.arange(len(retained))
+    index = (fewest - 1) % count
+    tensor_class = np.where(fewest > count, ATTENTION, LINEAR)
+    sent = offloaded[places, index]
+    is_cut = (sent > 0) & (sent < problem.tokens[index][:, None])
+    is_cut[places, tensor_class] = False
+    row_bytes = problem.row_bytes[tensor_class] * problem.in_flight[index]
+    short = _needed(before, offloaded, problem) - problem.device_bytes + _ROUNDING_BYTES
+    # Where attention is recomputed, every layer saves its input.
+    inputs = before[places, index, X_IN] * problem.in_flight[index] * problem.shared_input_bytes
+    short += inputs * (tensor_class == ATTENTION)
+    rows = np.ceil(short / row_bytes / ROW_ALIGNMENT).astype(np.int64) * ROW_ALIGNMENT
+    in_part = before.copy()
+    in_part[places, index, tensor_class] -= np.minimum(rows, before[places, index, tensor_class])
+    # Joining the parts of a cut class takes memory.
+    parts = ~is_cut.any(axis=1) & _fits(in_part, offloaded, problem)
+    return np.where(parts[:, None, None], in_part, after)
 
 
 def _serving(retained: Counts, offloaded: Counts, problem: StageProblem) -> npt.NDArray[np.bool_]:
@@ -337,7 +359,7 @@ def _least_of(
     is_retained = np.array([each in classes for each in range(len(CLASSES))])
     rest = problem.tokens[:, None] - offloaded
     retained, recomputed = rest * is_retained, rest * ~is_retained
-    needed = _needed_by_each(ActivationPlacement(retained, offloaded, recomputed), problem)
+    needed = _needed(retained, offloaded, problem)
     sent = _saved(offloaded, recomputed, problem).sum(axis=1) * problem.sequences
     needed = np.where(sent <= problem.tier_bytes, needed, np.inf)
     best = int(np.argmin(needed))
@@ -370,20 +392,30 @@ def _has_room(problem: StageProblem) -> bool:
     return problem.device_bytes >= _ROUNDING_BYTES
 
 
-def _fits(retained: Counts, offloaded: Counts, problem: StageProblem) -> bool:
-    return _needed(retained, offloaded, problem) <= problem.device_bytes - _ROUNDING_BYTES
+def _fits_one(retained: Counts, offloaded: Counts, problem: StageProblem) -> bool:
+    """Return whether a placement fits the device, with rows [N, 3]."""
+    return bool(_fits(retained[None], offloaded[None], problem)[0])
 
 
-def _needed(retained: Counts, offloaded: Counts, problem: StageProblem) -> float:
-    """Return the device bytes at the worst moment: retained rows, and slots for copies."""
+def _fits(retained: Counts, offloaded: Counts, problem: StageProblem) -> npt.NDArray[np.bool_]:
+    """Return whether each of n placements fits the device, [n]; see :func:`_needed`."""
+    fits: npt.NDArray[np.bool_] = (
+        _needed(retained, offloaded, problem) <= problem.device_bytes - _ROUNDING_BYTES
+    )
+    return fits
+
+
+def _needed(retained: Counts, offloaded: Counts, problem: StageProblem) -> Table:
+    """Return the device bytes of n placements at the worst moment: retained rows, and slots, [n].
+
+    Args:
+        retained: Retained rows, [n, N, 3].
+        offloaded: Offloaded rows, [n, N, 3]; the others are recomputed.
+        problem: Inputs of one stage.
+    """
     recomputed = problem.tokens[:, None] - retained - offloaded
-    placement = ActivationPlacement(retained[None], offloaded[None], recomputed[None])
-    return float(_needed_by_each(placement, problem)[0])
-
-
-def _needed_by_each(placement: ActivationPlacement, problem: StageProblem) -> Table:
-    """Return the device bytes that each of n placements of one stage needs, [n]."""
-    held = _saved(placement.retained, placement.recomputed, problem) @ problem.in_flight
+    held = _saved(retained, recomputed, problem) @ problem.in_flight
+    placement = ActivationPlacement(retained, offloaded, recomputed)
     needed: Table = held + problem.slots.reserved(placement)
     return needed
 
@@ -398,36 +430,19 @@ def _saved(rows: Counts, recomputed: Counts, problem: StageProblem) -> Table:
     )
 
 
-def _freed(retained: Counts, count: int) -> Counts:
-    """Return `retained` without the first `count` classes to recompute.
+def _freed(retained: Counts, counts: Counts) -> Counts:
+    """Return the retained rows of n placements without their first classes to recompute, [n, N, 3].
 
     The order is the linear class of all subsequences, then their attention class.
+
+    Args:
+        retained: Retained rows, [n, N, 3].
+        counts: Number of classes to recompute, [n].
     """
-    left = retained.copy()
-    left[:count, LINEAR] = 0
-    left[: max(0, count - len(retained)), ATTENTION] = 0
+    left, index = retained.copy(), np.arange(retained.shape[1])
+    left[:, :, LINEAR] *= index >= counts[:, None]
+    left[:, :, ATTENTION] *= index >= counts[:, None] - len(index)
     return left
-
-
-def _last_in_part(
-    before: Counts, after: Counts, offloaded: Counts, problem: StageProblem
-) -> Counts:
-    """Recompute only as many rows of the last class as necessary, if it may be cut."""
-    index, tensor_class = (int(n) for n in np.argwhere(before != after)[0])
-    others = [offloaded[index, other] for other in range(3) if other != tensor_class]
-    is_cut = any(0 < rows < problem.tokens[index] for rows in others)
-    if not problem.allow_partial or is_cut:
-        return after
-    row_bytes = float(problem.row_bytes[tensor_class]) * int(problem.in_flight[index])
-    short = _needed(before, offloaded, problem) - problem.device_bytes + _ROUNDING_BYTES
-    if tensor_class == ATTENTION:  # every layer saves its input then
-        inputs = int(before[index, X_IN]) * int(problem.in_flight[index])
-        short += inputs * float(problem.shared_input_bytes)
-    rows = int(np.ceil(short / row_bytes / ROW_ALIGNMENT)) * ROW_ALIGNMENT
-    left = before.copy()
-    left[index, tensor_class] -= min(rows, int(before[index, tensor_class]))
-    # Joining the parts of a cut class takes memory.
-    return left if _fits(left, offloaded, problem) else after
 
 
 def _problem(inputs: PolicyInputs, stage: int) -> StageProblem:

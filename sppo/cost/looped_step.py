@@ -25,15 +25,15 @@ def looped_parts(
     last_reduction_wait_s: Floats | None,
     num_sequences: int,
     num_ranks: int,
-) -> tuple[float, float, float]:
-    """Return the seconds of all forwards, of all backwards, and of the update after the last.
+) -> tuple[Floats, Floats, Floats]:
+    """Return the seconds of all forwards, of all backwards, and of the update after the last, [n].
 
     Backwards of a rank wait while the rank reduces the gradients of a stage, and until gradients
     that leave the device are complete.
 
     Args:
-        forward: Seconds of the forward of each unit on each stage, [stages, units].
-        backward: Seconds of both halves of the backward, [stages, units].
+        forward: Seconds of the forward of each unit on each stage in n steps, [n, stages, units].
+        backward: Seconds of both halves of the backward, [n, stages, units].
         message_bytes: Bytes of a message between ranks, [units].
         links: Links between ranks.
         reduce_s: Seconds of reducing gradients; of the first stage of each rank also of the update,
@@ -44,11 +44,11 @@ def looped_parts(
         num_sequences: Sequences of the step, all cut alike.
         num_ranks: Pipeline ranks; stage s is on rank s mod `num_ranks`.
     """
-    count = forward.shape[1] // num_sequences
+    count = forward.shape[2] // num_sequences
     lengths = ((1,) * count,) * num_sequences
     *groups, last = (len(g) for g in sequence_groups(lengths, num_ranks=num_ranks))
-    forward_s = backward_s = 0.0
-    ends = np.zeros(len(forward))
+    forward_s, backward_s = np.zeros((2, len(forward)))
+    ends = np.zeros(forward.shape[:2])
     settled_s = np.zeros_like(reduce_s) if last_reduction_wait_s is None else last_reduction_wait_s
     # A stage is reduced after its last backward, which belongs to the last group.
     for size, times, behind_s in (
@@ -59,14 +59,14 @@ def looped_parts(
         # Sequences come in their order in both passes, subsequences backward in reverse.
         reverse = units.reshape(size, count)[:, ::-1].ravel()
         down = _Flow(message_bytes[units], links, num_ranks=num_ranks, step=1)
-        down_ends = down.ends(forward[:, units])
+        down_ends = down.ends(forward[:, :, units])
         up = _Flow(message_bytes[reverse], links, num_ranks=num_ranks, step=-1)
-        ends = up.ends(backward[::-1, reverse], behind_s=behind_s[::-1])[::-1]
-        forward_s += times * float(down_ends[-1])
-        backward_s += times * float(ends[0])
+        ends = up.ends(backward[:, ::-1, reverse], behind_s=behind_s[::-1])[:, ::-1]
+        forward_s += times * down_ends[:, -1]
+        backward_s += times * ends[:, 0]
     backward_s += len(groups) * float(settled_s[0])
-    updated_s = float((ends + reduce_s)[:num_ranks].max())
-    return forward_s, backward_s, updated_s - float(ends[0])
+    updated_s = (ends + reduce_s)[:, :num_ranks].max(axis=1)
+    return forward_s, backward_s, updated_s - ends[:, 0]
 
 
 class _Flow:
@@ -84,30 +84,31 @@ class _Flow:
         self._num_ranks, self._step = num_ranks, step
 
     def ends(self, seconds: Table, *, behind_s: Floats | None = None) -> Floats:
-        """Return when each stage has ended its last unit, [stages], in the order of passing.
+        """Return when each stage has ended its last unit, [n, stages], in the order of passing.
 
         Args:
-            seconds: Seconds of each unit on each stage, [stages, units].
+            seconds: Seconds of each unit on each stage in n steps, [n, stages, units].
             behind_s: Seconds that a rank takes after its last unit of each stage, [stages]; None
                 for 0.
         """
-        behind = np.zeros(len(seconds)) if behind_s is None else behind_s
+        steps, num_stages, units = seconds.shape
+        behind = np.zeros(num_stages) if behind_s is None else behind_s
         ranks = self._num_ranks
-        free, sent = np.zeros(ranks), np.zeros(ranks)
-        ends = np.zeros(len(seconds))
-        done = np.zeros(seconds.shape[1])
+        free, sent = np.zeros((2, ranks, steps, 1))
+        ends = np.zeros((steps, num_stages))
+        done = np.zeros((steps, units))
         links = [self._link((rank - 1) % ranks, rank) for rank in range(ranks)]
         wires = {link: Queue(self._bytes / [[link.bytes_per_s]]) for link in links}
         stages = Queue(seconds)
-        for place in range(len(seconds)):
+        for place in range(num_stages):
             here, before = place % ranks, (place - 1) % ranks
             if place and ranks > 1:
                 link = links[here]
                 left = wires[link].ends(np.maximum(done, sent[before]), 0)
-                sent[before], done = left[-1], left + link.latency_s
+                sent[before], done = left[:, -1:], left + link.latency_s
             done = stages.ends(np.maximum(done, free[here]), place)
-            ends[place] = done[-1]
-            free[here] = done[-1] + behind[place]
+            ends[:, place] = done[:, -1]
+            free[here] = done[:, -1:] + behind[place]
         return ends
 
     def _link(self, before: int, here: int) -> Link:
@@ -121,15 +122,15 @@ class Queue:
     """Machines that each serve the same units in order.
 
     Args:
-        seconds: Seconds of each unit on each machine, [machines, units].
+        seconds: Seconds of each unit on each machine, [..., machines, units].
     """
 
     def __init__(self, seconds: Table) -> None:
-        self._work = np.cumsum(seconds, axis=1)
+        self._work = np.cumsum(seconds, axis=-1)
         self._before = self._work - seconds
 
     def ends(self, ready: Floats, machine: int) -> Floats:
-        """Return the end of each unit, ready at given times, [units], on a machine, [units]."""
-        begun = np.maximum.accumulate(ready - self._before[machine])
-        ends: Floats = self._work[machine] + begun
+        """Return the end of each unit, ready at given times, on a machine, [..., units]."""
+        begun = np.maximum.accumulate(ready - self._before[..., machine, :], axis=-1)
+        ends: Floats = self._work[..., machine, :] + begun
         return ends

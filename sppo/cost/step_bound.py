@@ -108,15 +108,15 @@ def least_compute_s(tables: StepTables) -> float:
     is_looped = tables.schedule == LOOPED
     if is_looped or len(critical_s) == tables.num_ranks:
         parts = parts_of_step(
-            tables.forward_s,
-            critical_s,
+            tables.forward_s[None],
+            critical_s[None],
             message_bytes=tables.message_bytes,
             links=tables.links,
             reduce_s=tables.reduce_s,
             num_sequences=tables.num_sequences,
             looped_ranks=tables.num_ranks if is_looped else None,
         )
-        bounds.append(sum(parts))
+        bounds.append(sum(float(part[0]) for part in parts))
     to_rank, follows = tables.ramp_seconds()
     if not bounds or tables.kv_recompute_s.any():
         bounds.append(float((to_rank + whole_s + follows).max()))

@@ -24,10 +24,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from sppo.cost.looped_step import Queue, looped_parts
 from sppo.hardware.rates import Floats
 from sppo.schedule.costs import Costs, Link, Links, Table
+
+Indices = npt.NDArray[np.intp]
+
+_AT_ONCE = 1 << 16
+"""Entries of a table [steps, stages, units] that is priced at once: it fits a processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,90 +93,122 @@ def step_time(costs: Costs, *, num_sequences: int, looped_ranks: int | None = No
         num_sequences: Sequences of the step, all cut alike.
         looped_ranks: Pipeline ranks of the looped order; None for one stage per rank.
     """
-    forward = costs.forward_s
-    backward = costs.backward_s + costs.weight_s + costs.kv_recompute_s
+    return step_times([costs], num_sequences=num_sequences, looped_ranks=looped_ranks)[0]
 
-    def parts(forward: Table, backward: Table) -> tuple[float, float, float]:
-        return parts_of_step(
-            forward,
-            backward,
-            message_bytes=costs.message_bytes,
-            links=costs.links,
-            reduce_s=costs.reduce_s,
-            last_reduction_wait_s=costs.last_reduction_wait_s,
-            num_sequences=num_sequences,
-            looped_ranks=looped_ranks,
-        )
 
-    computed = parts(forward, backward)
-    exposed = 0.0
-    if costs.offload_bytes.any() or costs.kv_offload_bytes.any():
-        slowed = _beside_copies(
-            forward,
-            backward,
-            costs=costs,
-            num_sequences=num_sequences,
-            num_ranks=looped_ranks or costs.num_stages,
+def step_times(
+    costs: Sequence[Costs], *, num_sequences: int, looped_ranks: int | None = None
+) -> list[StepTime]:
+    """Return :func:`step_time` of steps that differ in the placement of activations alone."""
+    first = costs[0]
+    at_once = max(1, _AT_ONCE // first.forward_s.size)
+    if len(costs) > at_once:
+        parts = [costs[begin : begin + at_once] for begin in range(0, len(costs), at_once)]
+        return [
+            time
+            for part in parts
+            for time in step_times(part, num_sequences=num_sequences, looped_ranks=looped_ranks)
+        ]
+    forward = np.stack([one.forward_s for one in costs])
+    backward = np.stack([one.backward_s for one in costs])
+    backward = backward + first.weight_s + first.kv_recompute_s
+    waiting, slowed = _beside_copies(
+        forward,
+        backward,
+        costs=costs,
+        num_sequences=num_sequences,
+        num_ranks=looped_ranks or first.num_stages,
+    )
+    forward_s, backward_s, update_s = parts_of_step(
+        np.concatenate([forward, slowed[0]]),
+        np.concatenate([backward, slowed[1]]),
+        message_bytes=first.message_bytes,
+        links=first.links,
+        reduce_s=first.reduce_s,
+        last_reduction_wait_s=first.last_reduction_wait_s,
+        num_sequences=num_sequences,
+        looped_ranks=looped_ranks,
+    )
+    whole_s, exposed_s = forward_s + backward_s + update_s, np.zeros(len(costs))
+    exposed_s[waiting] = np.maximum(0.0, whole_s[len(costs) :] - whole_s[waiting])
+    return [
+        StepTime(
+            float(forward_s[step]),
+            float(backward_s[step]),
+            float(update_s[step]),
+            exposed_copy_s=float(exposed_s[step]),
+            busy_s=float(forward[step].sum() + backward[step].sum()),
         )
-        if any(
-            (after != before).any()
-            for after, before in zip(slowed, (forward, backward), strict=True)
-        ):
-            exposed = max(0.0, sum(parts(*slowed)) - sum(computed))
-    return StepTime(*computed, exposed_copy_s=exposed, busy_s=float(forward.sum() + backward.sum()))
+        for step in range(len(costs))
+    ]
 
 
 def flow_ends(seconds: Table, *, links: StageLinks) -> Floats:
-    """Return when each stage of a permutation flow shop has ended its last unit, [stages].
+    """Return when each stage of a permutation flow shop has ended its last unit, [n, stages].
 
     Args:
-        seconds: Seconds of each unit on each stage, [stages, units].
+        seconds: Seconds of each unit on each stage in n steps, [n, stages, units].
         links: Links from each stage to the next.
     """
-    ends = np.zeros(len(seconds))
-    done = np.zeros(seconds.shape[1])
+    steps, num_stages, units = seconds.shape
+    ends = np.zeros((steps, num_stages))
+    done = np.zeros((steps, units))
     stages, wires = Queue(seconds), Queue(links.wire_s)
-    for stage in range(len(seconds)):
+    for stage in range(num_stages):
         if stage:
             done = wires.ends(done, stage - 1) + links.latency_s[stage - 1]
         done = stages.ends(done, stage)
-        ends[stage] = done[-1]
+        ends[:, stage] = done[:, -1]
     return ends
 
 
 def _beside_copies(
-    forward: Table, backward: Table, *, costs: Costs, num_sequences: int, num_ranks: int
-) -> tuple[Table, Table]:
-    """Return the seconds of each forward and backward, or of the overlapping copy if longer.
+    forward: Table,
+    backward: Table,
+    *,
+    costs: Sequence[Costs],
+    num_sequences: int,
+    num_ranks: int,
+) -> tuple[Indices, tuple[Table, Table]]:
+    """Return which steps wait for copies, and the seconds of their units or of longer copies.
 
     The D2H copy of a unit overlaps the next forward, its H2D copy the backward before its own. No
     forward follows the last unit of a sequence on a rank: both of its copies count in full, before
     its backward. A sequence passes all stages of a rank, one after another.
+
+    Returns:
+        Indices of the steps, [m], and the seconds of their forwards and of their backwards, or of
+        the overlapping copy if longer, [m, stages, units] each.
     """
+    first = costs[0]
+    # K and V come back during the backward of the following stage, which takes about as long.
+    copied = [one.offload_bytes + first.kv_offload_bytes for one in costs]
+    copying = [step for step, table in enumerate(copied) if table.any()]
+    if not copying:
+        return np.zeros(0, dtype=np.intp), (forward[:0], backward[:0])
+    count, num_virtual = first.num_units // num_sequences, first.num_stages // num_ranks
 
     def by_sequence(table: Table) -> Table:
-        """Return a view of the table as [ranks, sequences, stages of a rank, N]."""
-        view: Table = table.reshape(-1, num_ranks, num_sequences, count).transpose(1, 2, 0, 3)
-        return view
-
-    count = costs.num_units // num_sequences
-    num_virtual = costs.num_stages // num_ranks
-    # K and V come back during the backward of the following stage, which takes about as long.
-    copied = costs.offload_bytes + costs.kv_offload_bytes
-    offloaded = by_sequence(copied).reshape(num_ranks, num_sequences, -1)
-    out, back = offloaded / costs.copies.d2h_bytes_per_s, offloaded / costs.copies.h2d_bytes_per_s
-    forward, backward = (
-        by_sequence(table).reshape(offloaded.shape).copy() for table in (forward, backward)
-    )
-    forward[:, :, 1:] = np.maximum(forward[:, :, 1:], out[:, :, :-1])
-    backward[:, :, 1:] = np.maximum(backward[:, :, 1:], back[:, :, :-1])
-    backward[:, :, -1] += out[:, :, -1] + back[:, :, -1]
+        """Return a copy of the table as [m, ranks, sequences, units of all stages of a rank]."""
+        stages = table.reshape(-1, num_virtual, num_ranks, num_sequences, count)
+        ranks = stages.transpose(0, 2, 3, 1, 4)
+        return ranks.reshape(-1, num_ranks, num_sequences, num_virtual * count).copy()
 
     def by_stage(table: Table) -> Table:
-        table = table.reshape(num_ranks, num_sequences, num_virtual, count)
-        return table.transpose(2, 0, 1, 3).reshape(costs.offload_bytes.shape)
+        ranks = table.reshape(-1, num_ranks, num_sequences, num_virtual, count)
+        return ranks.transpose(0, 3, 1, 2, 4).reshape(-1, *forward.shape[1:])
 
-    return by_stage(forward), by_stage(backward)
+    offloaded = by_sequence(np.stack([copied[step] for step in copying]))
+    out, back = offloaded / first.copies.d2h_bytes_per_s, offloaded / first.copies.h2d_bytes_per_s
+    own_forward, own_backward = by_sequence(forward[copying]), by_sequence(backward[copying])
+    slow_forward, slow_backward = own_forward.copy(), own_backward.copy()
+    slow_forward[..., 1:] = np.maximum(slow_forward[..., 1:], out[..., :-1])
+    slow_backward[..., 1:] = np.maximum(slow_backward[..., 1:], back[..., :-1])
+    slow_backward[..., -1] += out[..., -1] + back[..., -1]
+    differs = (slow_forward != own_forward) | (slow_backward != own_backward)
+    waits = differs.any(axis=(1, 2, 3))
+    waiting: Indices = np.array(copying, dtype=np.intp)[waits]
+    return waiting, (by_stage(slow_forward[waits]), by_stage(slow_backward[waits]))
 
 
 def parts_of_step(
@@ -183,8 +221,19 @@ def parts_of_step(
     num_sequences: int,
     looped_ranks: int | None,
     last_reduction_wait_s: Floats | None = None,
-) -> tuple[float, float, float]:
-    """Return the seconds of the forward, backward and update parts of a step, without copies."""
+) -> tuple[Floats, Floats, Floats]:
+    """Return the seconds of the forward, backward and update parts of steps without copies, [n].
+
+    Args:
+        forward: Seconds of the forward of each unit on each stage in n steps, [n, stages, units].
+        backward: Seconds of both halves of the backward, [n, stages, units].
+        message_bytes: Bytes of a message between stages, [units].
+        links: Links between ranks.
+        reduce_s: Seconds of reductions and update, [stages].
+        num_sequences: Sequences of a step, all cut alike.
+        looped_ranks: Pipeline ranks of the looped order; None for one stage per rank.
+        last_reduction_wait_s: See :func:`sppo.cost.looped_step.looped_parts`.
+    """
     if looped_ranks is not None:
         return looped_parts(
             forward,
@@ -196,31 +245,30 @@ def parts_of_step(
             num_sequences=num_sequences,
             num_ranks=looped_ranks,
         )
-    down, up = stage_wires(links, message_bytes=message_bytes, num_stages=len(forward))
+    down, up = stage_wires(links, message_bytes=message_bytes, num_stages=forward.shape[1])
     if num_sequences > 1:
         return _overlapped(forward, backward, down=down, up=up, reduce_s=reduce_s)
-    forward_s = float(flow_ends(forward, links=down)[-1])
-    ends = flow_ends(backward[::-1, ::-1], links=up.reversed)[::-1]
-    return forward_s, float(ends[0]), float((ends + reduce_s).max() - ends[0])
+    forward_s = flow_ends(forward, links=down)[:, -1]
+    ends = flow_ends(backward[:, ::-1, ::-1], links=up.reversed)[:, ::-1]
+    return forward_s, ends[:, 0], (ends + reduce_s).max(axis=1) - ends[:, 0]
 
 
 def _overlapped(
     forward: Table, backward: Table, *, down: StageLinks, up: StageLinks, reduce_s: Table
-) -> tuple[float, float, float]:
-    """Return the parts of the longest way through one stage, for sequences that overlap.
+) -> tuple[Floats, Floats, Floats]:
+    """Return the parts of the longest way through one stage, for sequences that overlap, [n].
 
     The way goes with the first forward down to the stage and with the last backward up from it.
     """
-    to_it = np.concatenate([[0.0], np.cumsum(forward[:-1, 0] + down.hops_s(0))])
-    from_it = np.concatenate([[0.0], np.cumsum(backward[:-1, 0] + up.hops_s(0))])
-    forward_work, backward_work = forward.sum(axis=1), backward.sum(axis=1)
-    update = np.maximum.accumulate(reduce_s - from_it)
-    longest = int(np.argmax(to_it + forward_work + backward_work + from_it + update))
-    return (
-        float(to_it[longest] + forward_work[longest]),
-        float(backward_work[longest] + from_it[longest]),
-        float(update[longest]),
-    )
+    to_it, from_it = np.zeros((2, *forward.shape[:2]))
+    to_it[:, 1:] = np.cumsum(forward[:, :-1, 0] + down.hops_s(0), axis=1)
+    from_it[:, 1:] = np.cumsum(backward[:, :-1, 0] + up.hops_s(0), axis=1)
+    forward_work, backward_work = forward.sum(axis=2), backward.sum(axis=2)
+    update = np.maximum.accumulate(reduce_s - from_it, axis=1)
+    longest = np.argmax(to_it + forward_work + backward_work + from_it + update, axis=1)
+    parts = to_it + forward_work, backward_work + from_it, update
+    steps = np.arange(len(forward))
+    return parts[0][steps, longest], parts[1][steps, longest], parts[2][steps, longest]
 
 
 def stage_wires(

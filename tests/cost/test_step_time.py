@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sppo.cost.step_time import step_time
+from sppo.cost import step_time as module
+from sppo.cost.step_time import step_time, step_times
 from sppo.schedule.costs import CopyEngines, Link, Links, abstract_costs
 from tests.planning.cases import play
 from tests.tiers import examples
@@ -140,6 +142,38 @@ def test_the_looped_order_takes_what_the_simulator_says(shape, sequences, seed, 
     )
     found = step_time(costs, num_sequences=sequences, looped_ranks=ranks)
     assert found.step_s == pytest.approx(timeline.makespan_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("at_once", [1, 60, 1 << 16])
+@settings(deadline=None, max_examples=examples(15, all=60))
+@given(
+    st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 6)),
+    st.integers(1, 3),
+    st.booleans(),
+    st.lists(st.sampled_from([0.0, 0.3, 1.0]), min_size=1, max_size=6),
+    seeds,
+)
+def test_placements_priced_together_take_as_long_as_alone(
+    at_once, shape, sequences, is_looped, ratios, seed
+):
+    """Some of them without copies, some with copies that nothing waits for."""
+    ranks, virtual, pieces = shape
+    stages = ranks * virtual if is_looped else ranks
+    common = random_costs((stages, pieces), seed=seed, sequences=sequences)
+    random = np.random.default_rng(seed)
+    costs = [
+        replace(
+            common,
+            forward_s=common.forward_s + random.random(),
+            backward_s=common.backward_s * (1 + random.random(common.backward_s.shape)),
+            offload_bytes=common.activation_bytes * ratio,
+            copies=CopyEngines(2.0, 1.0),
+        )
+        for ratio in ratios
+    ]
+    how = {"num_sequences": sequences, "looped_ranks": ranks if is_looped else None}
+    with mock.patch.object(module, "_AT_ONCE", at_once):
+        assert step_times(costs, **how) == [step_time(one, **how) for one in costs]
 
 
 @settings(deadline=None, max_examples=examples(20, all=40))

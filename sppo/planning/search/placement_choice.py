@@ -18,7 +18,7 @@ from sppo.cost.stage_cost import StageSeconds
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.memory_bounds import least_short_of_placement, short_beside
 from sppo.planning.search.shortfall import find_shortfall
-from sppo.planning.search.step_prices import StepPrices
+from sppo.planning.search.step_prices import StepPrices, times_of_placements
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,18 +123,23 @@ class PlacementChoice:
         return nearest
 
     def _fastest_first(self, possible: Iterable[StepPrices]) -> Iterator[StepPrices]:
-        """Yield placements by their step time, those that are as fast as possible without a sort.
+        """Yield placements by their step time; of equally fast ones, the first comes first.
 
-        No placement is faster than that which retains everything.
+        No placement is faster than that which retains everything. Placements that are as fast are
+        taken at once; only after the first slower one are the others priced, all together.
         """
         least_s = self._priced(decide("retain", self.inputs)).time.step_s
-        slower = []
-        for prices in possible:
-            if prices.time.step_s <= least_s:
-                yield prices
-            else:
-                slower.append(prices)
-        yield from sorted(slower, key=lambda prices: prices.time.step_s)
+        left = iter(possible)
+        for prices in left:
+            if prices.time.step_s > least_s:
+                break
+            yield prices
+        else:
+            return
+        others = [prices, *left]
+        step_s = [time.step_s for time in times_of_placements(others)]
+        for place in sorted(range(len(others)), key=step_s.__getitem__):
+            yield others[place]
 
     def _least_short_bytes(self, prices: StepPrices) -> float:
         return least_short_of_placement(self.candidate, prices.placement)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,7 +18,7 @@ from sppo.cost.stage_cost import (
     stage_costs,
 )
 from sppo.cost.step_bound import StepTables, least_compute_s, least_copies_s, step_tables
-from sppo.cost.step_time import StepTime, step_time
+from sppo.cost.step_time import StepTime, step_times
 from sppo.schedule.costs import Costs
 from sppo.schedule.orders.names import DEFERRING_WEIGHTS, LOOPED
 
@@ -44,11 +45,7 @@ class StepPrices:
     @cached_property
     def time(self) -> StepTime:
         """Time of the step, in closed form."""
-        return step_time(
-            self.costs,
-            num_sequences=self.candidate.sequences,
-            looped_ranks=looped_ranks(self.candidate),
-        )
+        return times_of_placements([self])[0]
 
     @cached_property
     def least_s(self) -> float:
@@ -74,6 +71,16 @@ class StepPrices:
         )
         copies = costs.copies_stages or bool(costs.offload_bytes.any())
         return one_order and one_at_a_time and not copies
+
+
+def times_of_placements(prices: Sequence[StepPrices]) -> list[StepTime]:
+    """Return the times of one candidate's step under several placements, in closed form."""
+    candidate = prices[0].candidate
+    return step_times(
+        [one.costs for one in prices],
+        num_sequences=candidate.sequences,
+        looped_ranks=looped_ranks(candidate),
+    )
 
 
 def looped_ranks(candidate: Candidate) -> int | None:
