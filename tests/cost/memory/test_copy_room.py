@@ -107,8 +107,9 @@ def test_places_lie_one_behind_the_other_and_fill_the_file(policy):
     assert found.predicted.disk_peak_bytes == end
     largest = max(shape.blocks(stage.subsequences[0].offloaded, attention_saved=True))
     layers = found.model.num_layers
+    # On a CPU the slots of blocks that leave are on the device, beside those that come back.
     assert stage.memory.device.copies_bytes == (layers + 3) * largest
-    assert found.predicted.host_peak_bytes == layers * largest
+    assert found.predicted.host_peak_bytes == 0
 
 
 @pytest.mark.parametrize("every", [1, 3, 99])
