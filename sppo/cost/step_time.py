@@ -100,15 +100,21 @@ def step_times(
     costs: Sequence[Costs], *, num_sequences: int, looped_ranks: int | None = None
 ) -> list[StepTime]:
     """Return :func:`step_time` of steps that differ in the placement of activations alone."""
+    at_once = max(1, _AT_ONCE // costs[0].forward_s.size)
+    return [
+        time
+        for begin in range(0, len(costs), at_once)
+        for time in _priced_together(
+            costs[begin : begin + at_once], num_sequences=num_sequences, looped_ranks=looped_ranks
+        )
+    ]
+
+
+def _priced_together(
+    costs: Sequence[Costs], *, num_sequences: int, looped_ranks: int | None
+) -> list[StepTime]:
+    """Return the times of steps whose tables are stacked."""
     first = costs[0]
-    at_once = max(1, _AT_ONCE // first.forward_s.size)
-    if len(costs) > at_once:
-        parts = [costs[begin : begin + at_once] for begin in range(0, len(costs), at_once)]
-        return [
-            time
-            for part in parts
-            for time in step_times(part, num_sequences=num_sequences, looped_ranks=looped_ranks)
-        ]
     forward = np.stack([one.forward_s for one in costs])
     backward = np.stack([one.backward_s for one in costs])
     backward = backward + first.weight_s + first.kv_recompute_s
