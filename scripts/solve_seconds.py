@@ -97,7 +97,7 @@ def main() -> None:
     measured: dict[str, list[Measurement]] = {request.title: [] for request in requests}
     with tempfile.TemporaryDirectory() as directory:
         run_file = Path(directory) / "run.yaml"
-        run_file.write_text(RUN_FILE)
+        write_text(run_file, RUN_FILE)
         for turn in range(arguments.turns):
             for request in requests:
                 found = measurement(request, run_file)
