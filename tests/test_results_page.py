@@ -260,3 +260,15 @@ def test_ten_random_runs(index):
         *(f"{working[kind] / MIB:.2f} MiB" for kind in ("predicted", "measured")),
     ]
     assert f"| {' | '.join(cells)} |" in TEXT
+
+
+@pytest.mark.parametrize("row", _file("solve_seconds")["requests"], ids=lambda row: row["request"])
+def test_time_of_the_solver(row):
+    seconds = [turn["processor_s"] for turn in row["turns"]]
+    cells = [
+        row["request"],
+        f"{median(seconds):.1f} s",
+        f"{min(seconds):.1f} to {max(seconds):.1f} s",
+        f"{row['at_full_speed_s']:.1f} s",
+    ]
+    assert f"| {' | '.join(cells)} |" in TEXT
