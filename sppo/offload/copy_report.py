@@ -22,9 +22,10 @@ class CopyReport:
     exposed_s: float = 0.0
     """Seconds in which compute waited for copies."""
     host_bytes: int = 0
-    """Host memory reserved: for all offloaded tensors, or with a disk for the staging slots."""
+    """Host memory reserved: for all offloaded tensors, or with a disk for the staging slots, and
+    for training state behind the device."""
     device_bytes: int = 0
-    """Device memory reserved for blocks that return, and on a CPU for those that leave."""
+    """Device memory reserved for blocks that return; see also :attr:`without_host`."""
     disk_bytes: int = 0
     """Size of the file on the disk."""
 
@@ -45,7 +46,7 @@ class CopyReport:
 
     @property
     def without_host(self) -> CopyReport:
-        """The report of a CPU, where host memory is device memory."""
+        """The report of a CPU, where slots of blocks that leave are device memory, too."""
         device_bytes = self.device_bytes + self.host_bytes
         return replace(self, device_bytes=device_bytes, host_bytes=0)
 

@@ -71,7 +71,7 @@ def reserved_slots(candidate: Candidate, layout: BlockLayout) -> int:
 def staging_slots(candidate: Candidate, layout: BlockLayout) -> int:
     """Return the number of blocks of host memory through which copies to and from a disk pass.
 
-    On a CPU these slots are device memory: see :func:`reserved_slots`.
+    0 on a CPU, whose slots are device memory (:func:`reserved_slots`).
     """
     has_host = not passes_through_slots(candidate)
     return layout.staging_slots if candidate.tier == "disk" and has_host else 0

@@ -82,11 +82,10 @@ def place_levels(
     levels: Sequence[Level],
     counts_shares: bool = False,
     paces: bool = False,
-    below: float = np.inf,
 ) -> EvaluatedCandidate | None:
     """Return the candidate with levels chosen by integer program.
 
-    If no choice is found that fits and costs less than `below`, all units have the last level.
+    If no choice is found that fits, all units have the last level.
 
     Args:
         candidate: Candidate with packed sequences; its activation policy is ignored.
@@ -94,7 +93,6 @@ def place_levels(
         counts_shares: Whether to minimise recomputed shares instead of added seconds, as InfiniPipe
             does.
         paces: Whether ranks may begin forwards later if not even the last level fits otherwise.
-        below: Upper bound of the minimised cost; choices that cost as much are not wanted.
 
     Returns:
         The evaluated candidate; None if not even the last level fits.
@@ -102,7 +100,7 @@ def place_levels(
     choice = _level_choice(candidate, levels=levels, counts_shares=counts_shares)
     if paces and not choice.fits and can_be_paced(candidate):
         choice = choice.paced(len(levels) - 1)
-    return choice.least_added(below=below)
+    return choice.least_added()
 
 
 def everything_recomputed(candidate: Candidate) -> EvaluatedCandidate | None:
@@ -115,8 +113,8 @@ def fastest_levels(candidate: Candidate) -> EvaluatedCandidate | None:
     """Return the candidate with the levels that simulate fastest; None if none fits.
 
     Offloading needs memory for slots of copies, so levels without offloading are tried, too, unless
-    levels with offloading recompute nothing. Paced ranks that begin fewer forwards idle more, and
-    have room to recompute less: the pacings of all levels are tried.
+    unpaced levels with offloading recompute nothing. Paced ranks that begin fewer forwards idle
+    more, and have room to recompute less: the pacings of all levels are tried.
 
     Args:
         candidate: Candidate with packed sequences; its activation policy is ignored.
@@ -129,19 +127,24 @@ def fastest_levels(candidate: Candidate) -> EvaluatedCandidate | None:
     for levels in (OFFLOADING_LEVELS, LEVELS) if has_tier else (LEVELS,):
         for choice in _choices(candidate, levels=levels):
             fastest_s = min((one.step_s for one in found), default=np.inf)
-            below = fastest_s - choice.retaining_s if found else np.inf
-            placed = choice.least_added(below=below) if below > 0 else None
+            placed = choice.least_added(below=fastest_s - retaining.step_s)
             if placed is not None:
                 found.append(simulate_candidate(placed))
-        if any(not one.placement.recomputed.any() for one in found):
+        if any(map(_runs_freely, found)):
             break
     return min(found, key=lambda one: one.step_s, default=None)
+
+
+def _runs_freely(placed: EvaluatedCandidate) -> bool:
+    """Return whether a candidate recomputes nothing, and its ranks are not paced."""
+    paced = placed.candidate.forwards_before_backward
+    return not (placed.placement.recomputed.any() or paced)
 
 
 def _choices(candidate: Candidate, *, levels: Sequence[Level]) -> Iterator[_LevelChoice]:
     """Yield the choice among levels; if not even the last level fits, under each pacing.
 
-    Pacings that begin most forwards come first.
+    The pacing of the last level comes first.
     """
     choice = _level_choice(candidate, levels=levels, counts_shares=False)
     if choice.fits or not can_be_paced(candidate):
@@ -192,11 +195,6 @@ class _LevelChoice:
         """Candidate with the last level of all units."""
         return self.evaluated(self._last_level)
 
-    @cached_property
-    def retaining_s(self) -> float:
-        """Simulated seconds of the step if all units had the first level and memory sufficed."""
-        return simulate_candidate(self.evaluated(np.zeros_like(self._last_level))).step_s
-
     @property
     def fits(self) -> bool:
         """True if the candidate fits with the last level of all units."""
@@ -211,10 +209,13 @@ class _LevelChoice:
     def _last_level(self) -> Levels:
         return np.full(self.held_bytes.shape[1:], len(self.placements) - 1)
 
-    def least_added(self, *, below: float) -> EvaluatedCandidate | None:
+    def least_added(self, *, below: float = np.inf) -> EvaluatedCandidate | None:
         """Return the candidate with levels that cost least; None if not even the last level fits.
 
         If no choice is found that fits and costs less than `below`, all units have the last level.
+
+        Args:
+            below: Upper bound of the minimised cost; choices that cost as much are not wanted.
         """
         if not self.fits:
             return None

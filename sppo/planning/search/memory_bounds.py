@@ -103,7 +103,8 @@ def least_short_beside_inputs(candidate: Candidate) -> int:
 def least_short_of_placement(candidate: Candidate, placement: ActivationPlacement) -> float:
     """Return a lower bound of the bytes that a device, or its share of the tier, lacks.
 
-    Minus infinity for packed sequences, not all of whose units are held at once.
+    For units that run whole, without those that MSP cuts. Minus infinity for packed sequences, not
+    all of whose units are held at once.
     """
     if candidate.packed:
         return -math.inf

@@ -109,7 +109,7 @@ class PlacementChoice:
 
         Args:
             possible: Placements to try; at least one if `besides` is None.
-            besides: Placement that does not fit, to return if the others lack more.
+            besides: Placement that does not fit, to return if no other fits or lacks less.
         """
         nearest = besides
         for prices in possible:
@@ -125,8 +125,9 @@ class PlacementChoice:
     def _fastest_first(self, possible: Iterable[StepPrices]) -> Iterator[StepPrices]:
         """Yield placements by their step time; of equally fast ones, the first comes first.
 
-        No placement is faster than that which retains everything. Placements that are as fast are
-        taken at once; only after the first slower one are the others priced, all together.
+        Up to rounding, no placement is faster than that which retains everything. Placements that
+        are as fast come as they are made; only after the first slower one are the others priced,
+        all together.
         """
         least_s = self._priced(decide("retain", self.inputs)).time.step_s
         left = iter(possible)
