@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 from option_types import output_file, positive  # beside this file
 
+from sppo.hardware.this_machine import cpu_model
 from sppo.output_file import write_text
 
 
@@ -147,7 +148,7 @@ def report_of(measured: Mapping[str, Sequence[Measurement]]) -> dict[str, Any]:
     fastest_s = min(one.least_loop_s for turns in measured.values() for one in turns)
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "machine": f"{processor()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        "machine": f"{cpu_model()}, {os.cpu_count()} cores, Python {platform.python_version()}",
         "command": shlex.join(["python", *sys.argv]),
         "requests": [
             {
@@ -162,13 +163,6 @@ def report_of(measured: Mapping[str, Sequence[Measurement]]) -> dict[str, Any]:
             for title, turns in measured.items()
         ],
     }
-
-
-def processor() -> str:
-    """Return the model name of the processor."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.machine())
 
 
 def print_report(report: Mapping[str, Any]) -> None:

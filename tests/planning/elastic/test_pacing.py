@@ -93,11 +93,8 @@ def small_steps(draw):
     deadline=None, max_examples=examples(6, all=150), suppress_health_check=[HealthCheck.too_slow]
 )
 @given(small_steps())
-def test_a_paced_step_is_about_as_fast_as_any_grouping_into_pipelines(candidate):
-    """Where not everything recomputed fits at once; InfiniPipe groups sequences there.
-
-    Of some hundred steps, a grouping of one was 7 % faster: its pipelines had other levels each.
-    """
+def test_a_paced_step_is_as_fast_as_any_grouping_into_pipelines(candidate):
+    """Where not everything recomputed fits at once; InfiniPipe groups sequences there."""
     assume(place_levels(candidate, levels=LEVELS[-1:]) is None)
     grouped_s = np.inf
     for runs in partitions(len(candidate.packed)):
@@ -109,7 +106,7 @@ def test_a_paced_step_is_about_as_fast_as_any_grouping_into_pipelines(candidate)
     if found is None:
         assert np.isinf(grouped_s)
         return
-    assert found.step_s <= 1.1 * grouped_s
+    assert found.step_s <= 1.02 * grouped_s
 
 
 def test_a_paced_step_that_recomputes_nothing_is_compared_with_unpaced_ones():
