@@ -42,6 +42,7 @@ class BlockSavePlanner(DefaultSavePlanner):
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._copy: Tensor | None = None
 
     def create_local_plan(self) -> SavePlan:
         """Plan to write this rank's blocks.
@@ -60,8 +61,20 @@ class BlockSavePlanner(DefaultSavePlanner):
         return super().create_global_plan(all_plans)
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """Return the tensor of one planned write."""
-        return _tensor_of(self.state_dict, index)
+        """Return the tensor of one planned write, on the CPU, in a storage of exactly its bytes.
+
+        DCP copies tensors that are on a GPU or are views of a larger storage, and keeps every copy
+        until the file is complete. Here a contiguous view is not copied, and a copy is freed when
+        the next tensor is asked for: DCP's serial loader has written the copy by then.
+        """
+        if self._copy is not None:
+            self._copy.untyped_storage().resize_(0)
+            self._copy = None
+        tensor = _tensor_of(self.state_dict, index).detach()
+        if tensor.is_cpu and tensor.is_contiguous():
+            return _with_own_storage(tensor)
+        self._copy = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        return self._copy
 
 
 class BlockLoadPlanner(DefaultLoadPlanner):
@@ -121,6 +134,12 @@ def _tensor_of(state: Mapping[str, StateBlock], index: MetadataIndex) -> Tensor:
     block = state[index.fqn]
     assert index.offset == block.offsets, f"{index} is not what this rank holds: {block.offsets}"
     return block.tensor
+
+
+def _with_own_storage(tensor: Tensor) -> Tensor:
+    """Return an alias of a contiguous CPU tensor whose storage ends where the tensor ends."""
+    bytes_ = tensor.reshape(-1).view(torch.uint8).numpy()
+    return torch.from_numpy(bytes_).view(tensor.dtype).view(tensor.shape)
 
 
 def _tensor_entry(entry: object) -> TensorStorageMetadata:

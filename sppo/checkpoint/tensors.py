@@ -37,8 +37,6 @@ BlockKey = tuple[str, tuple[int, ...]]
 """(name, offsets) of a block, equal for all replicas of the block."""
 
 _NAMES_SHOWN = 5
-_AHEAD_BYTES = 10_000_000
-"""Bytes of GPU tensors to copy to the CPU ahead, while other tensors are written."""
 
 
 def block_bytes(state: Mapping[str, StateBlock]) -> dict[BlockKey, int]:
@@ -66,8 +64,7 @@ def save_tensors(
         PeerLostError: Another rank has ended.
     """
     silence_single_process_warning()
-    on_cpu = all(block.tensor.device.type == "cpu" for block in state.values())
-    writer = _Writer(directory, alone=ranks.group is None, on_cpu=on_cpu)
+    writer = _Writer(directory, alone=ranks.group is None)
     try:
         with peer_errors("writing a checkpoint together with the other ranks"):
             save(
@@ -135,16 +132,12 @@ def silence_single_process_warning() -> None:
 class _Writer(FileSystemWriter):
     """DCP writer that raises the system's own error, which DCP sends to the other ranks."""
 
-    def __init__(self, directory: Path, *, alone: bool, on_cpu: bool) -> None:
+    def __init__(self, directory: Path, *, alone: bool) -> None:
         # One thread: DCP loses errors of further threads, and with them the tensors they held.
-        # Copying ahead waits for the GPU, if there is one, even if no tensor is on it: a
-        # background save would wait for training, and on the first GPU of the machine.
-        super().__init__(
-            directory,
-            thread_count=1,
-            sync_files=True,
-            per_thread_copy_ahead=0 if on_cpu else _AHEAD_BYTES,
-        )
+        # No copies ahead: they would be page-locked and kept until the file is complete. They also
+        # wait for the GPU, if there is one, even if no tensor is on it: a background save would
+        # wait for training, and on the first GPU of the machine.
+        super().__init__(directory, thread_count=1, sync_files=True, per_thread_copy_ahead=0)
         self.fs = self.files = _Files(alone=alone)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

@@ -19,6 +19,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sppo.checkpoint import checkpoint as checkpoint_module
 from sppo.checkpoint import files as checkpoint_files
@@ -501,6 +502,41 @@ def test_an_unwritable_directory_is_a_checkpoint_error(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file is in the way")
     with pytest.raises(CheckpointError, match="cannot save step 1"):
         _manager(tmp_path).save(_state(1), step=1, metadata={})
+
+
+class _Copies(TorchDispatchMode):
+    """Bytes of the copies of tensors that are held at the same time, at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[Tensor] = []
+        self.most_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
+            self._made.append(result)
+            held = sum(tensor.untyped_storage().nbytes() for tensor in self._made)
+            self.most_bytes = max(self.most_bytes, held)
+        return result
+
+
+def test_a_save_copies_one_strided_block_at_a_time_and_no_view(tmp_path: Path) -> None:
+    """State behind the device is views of one mapping: copies of all of it would not fit."""
+    mapping = torch.arange(12 * 64 * 16, dtype=torch.float32)
+    rows = mapping.view(12, 64, 16)
+    columns = torch.arange(3 * 64 * 16, dtype=torch.bfloat16).view(3, 64, 16)[..., :8]
+    state = {f"rows.{i}": view for i, view in enumerate(rows)}
+    state |= {f"columns.{i}": view for i, view in enumerate(columns)}
+    with _Copies() as copies:
+        _manager(tmp_path).save(state, step=1, metadata={})
+    assert copies.most_bytes == columns[0].numel() * 2
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    manager = _manager(tmp_path)
+    found = manager.latest_valid()
+    assert found is not None
+    manager.load_into(found, loaded)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
 
 
 # In the background ------------------------------------------------------------------------------
