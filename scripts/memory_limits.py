@@ -41,6 +41,7 @@ CASES = {
     "bf16": ("train.dtype=bf16",),
     "documents": ("train.dtype=bf16", "data.isolate_documents=true", "data.tokens=documents"),
     "disk": ("activations.disk=spill",),
+    "state on disk": ("activations.disk=spill", "state.optimizer=disk", "model.hidden_size=512"),
     "background saves": ("checkpoint.async_save=true",),
     "retain": ("activations.policy=retain",),
     "two ranks": ("parallel.pipeline_parallel_degree=2",),
