@@ -74,8 +74,10 @@ def _problems(run_file: Path, overrides: Sequence[str]) -> Sequence[Problem]:
         run = load_run(run_file, overrides)
     except ConfigError as error:
         return error.problems
+    from sppo.config.run_warnings import log_run_warnings
     from sppo.training.checks.input_checks import run_file_problems
 
+    log_run_warnings(run)
     return run_file_problems(run)
 
 

@@ -109,8 +109,11 @@ def solve(
 
 def _load(run_file: Path, overrides: list[str]) -> RunConfig:
     from sppo.config import load_run
+    from sppo.config.run_warnings import log_run_warnings
 
-    return load_run(run_file, overrides)
+    run = load_run(run_file, overrides)
+    log_run_warnings(run)
+    return run
 
 
 def _solution(run: RunConfig) -> Solution:

@@ -55,7 +55,6 @@ def announce(run: RunConfig, checked: CheckedRun, console: Console, *, device: D
         f"{counted(data.data.num_documents, 'document')}: {_epoch(checked)}"
         + _ids_made_elsewhere(run, checked),
         *_loss(run),
-        *_positions(run),
         *_cut(run, checked),
         *([f"parallel  {parallelism}; schedule {checked.plan.schedule}"] if parallelism else ()),
         f"policy    {checked.plan.policy}: predicted peak {format_bytes(memory.total_bytes)} "
@@ -155,19 +154,6 @@ def _ids_made_elsewhere(run: RunConfig, checked: CheckedRun) -> str:
     """Return a note that ready-made ids cannot be checked against the vocabulary of the weights."""
     unknown = checked.data.data.meta.tokenizer.name == "ids" and run.model.from_hf is not None
     return f"; ready-made ids, taken for those of {run.model.from_hf}" if unknown else ""
-
-
-def _positions(run: RunConfig) -> tuple[str, ...]:
-    """Return a warning if published weights are trained on positions beyond their context."""
-    length, reach = run.sequence.length, run.model.context_reach
-    if run.model.from_hf is None or reach is None or length <= reach:
-        return ()
-    factor = -(-length // reach)
-    scaling = f"{{type: yarn, factor: {factor}, original_max_positions: {reach}}}"
-    return (
-        f"warning   sequence.length {length} is beyond the {reach} positions of these weights, "
-        f"which have never seen such; stretch them with e.g. model.rope_scaling={scaling}",
-    )
 
 
 def _loss(run: RunConfig) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sppo.config.run import RunConfig
+from sppo.config.run_warnings import log_run_warnings
 from sppo.interface.arguments import PATH, check_argument
 from sppo.training.checks.evaluation_inputs import check_evaluation
 
@@ -56,6 +57,7 @@ def evaluate(
         raise ValueError(f"sequences={sequences}: evaluate at least one, or leave it out")
     path = None if checkpoint is None else Path(checkpoint)
     check_evaluation(run, checkpoint=path, initial=initial)
+    log_run_warnings(run)
     from sppo.training.devices.choose_device import choose_device
     from sppo.training.evaluation import evaluate as evaluate_run
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sppo.config.run import RunConfig
+from sppo.config.run_warnings import log_run_warnings
 from sppo.hardware.run_hardware import hardware_line, run_hardware
 from sppo.interface.arguments import PATH, check_argument
 from sppo.output_file import write_json
@@ -76,6 +77,7 @@ def solve(run: RunConfig, *, lengths: str | None = None) -> ExecutionPlan:
 
     check_argument("sppo.solve", "run", run, RunConfig)
     check_argument("sppo.solve", "lengths", lengths, str, None)
+    log_run_warnings(run)
     if run.data.samples == "documents":
         return _solve_corpus(run, lengths)
     if lengths is not None:
@@ -99,6 +101,7 @@ def estimate(run: RunConfig) -> Estimate:
     from sppo.planning.estimate import estimate as estimate_run
 
     check_argument("sppo.estimate", "run", run, RunConfig)
+    log_run_warnings(run)
     return estimate_run(run_of_longest_samples(run), hardware=run_hardware(run))
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sppo.config import RunConfig
+from sppo.config.run_warnings import log_run_warnings
 from sppo.interface.announcement import announce, announce_ranks
 from sppo.kernels.native.machine_memory import check_room_for_libraries
 from sppo.parallel.job.environment import (
@@ -78,6 +79,8 @@ def made_ready(
         run = followed_plan(run, plan)
     num_ranks = MeshShape.of(run.parallel).num_ranks
     starts_ranks = environment is None and num_ranks > 1
+    if environment is None or (environment.rank == 0 and environment.launcher != "sppo"):
+        log_run_warnings(run)  # once for all ranks
     if environment is None:  # else rank 0 checks for all ranks, once they are connected
         check_inputs(run)
     check_room_for_libraries(processes=1 + num_ranks if starts_ranks else 1)

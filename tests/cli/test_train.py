@@ -129,18 +129,21 @@ def test_what_the_loss_is_made_of_is_said(work):
     assert f"loss      cross entropy with {terms}; sppo eval reports the cross entropy" in text
 
 
-def test_a_context_longer_than_the_weights_have_seen_is_said_and_exported(work):
+def test_a_context_longer_than_the_weights_have_seen_is_said_and_exported(work, caplog):
     succeed("train", "run.yaml", "model.max_positions=32", "train.steps=1")
     succeed("convert", "to-hf", "out", "exported")
     exported = json.loads((work / "exported" / "config.json").read_text())
     assert exported["max_position_embeddings"] == LENGTH  # what it was trained on
     words = ("train", "run.yaml", "train.steps=1", "sequence.length=256")
-    text = succeed(*words, "model={from_hf: exported}", "train.output=far")
-    assert f"warning   sequence.length 256 is beyond the {LENGTH} positions of these" in text
+    caplog.clear()
+    succeed(*words, "model={from_hf: exported}", "train.output=far", "-q")
+    assert f"warning: sequence.length 256 is beyond the {LENGTH} positions of this" in caplog.text
     scaling = f"{{type: yarn, factor: 4, original_max_positions: {LENGTH}}}"
-    assert f"model.rope_scaling={scaling}" in text
+    assert f"model.rope_scaling={scaling}" in caplog.text
+    caplog.clear()
     model = f"model={{from_hf: exported, rope_scaling: {scaling}}}"
-    assert "warning" not in succeed(*words, model, "train.output=stretched")
+    succeed(*words, model, "train.output=stretched")
+    assert "warning" not in caplog.text
     succeed("convert", "to-hf", "stretched", "longer")
     exported = json.loads((work / "longer" / "config.json").read_text())
     assert exported["max_position_embeddings"] == 256

@@ -27,9 +27,11 @@ def load_planned_run(run_file: Path, overrides: Sequence[str]) -> RunConfig:
         ValueError: The run file cannot be used.
     """
     from sppo.config import load_run
+    from sppo.config.run_warnings import log_run_warnings
     from sppo.planning.elastic.longest_samples import run_of_longest_samples
 
     run = load_run(run_file, overrides)
+    log_run_warnings(run)
     if run.data.samples == "documents":
         typer.echo(_NOTE, err=True)
     return run_of_longest_samples(run)
