@@ -42,6 +42,11 @@ class RopeScaling(Section):
             )
         if self.type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
             raise ValueError("low_freq_factor must be below high_freq_factor")
+        if self.type == "yarn" and self.beta_fast < self.beta_slow:
+            raise ValueError(
+                f"beta_fast {self.beta_fast:g} is below beta_slow {self.beta_slow:g}, so that fast "
+                "pairs would be stretched and slow ones kept; exchange the two (usual are 32 and 1)"
+            )
         return self
 
 

@@ -86,7 +86,7 @@ def _yarn(
 
     low = max(math.floor(pair_of(scaling.beta_fast)), 0)
     high = min(math.ceil(pair_of(scaling.beta_slow)), size - 1)
-    span = max(high - low, 0.001)
+    span = high - low or 0.001  # negative if both are beyond the head, as in transformers
     pairs = torch.arange(frequencies.shape[0], dtype=frequencies.dtype)
     ramp = ((pairs - low) / span).clamp(0, 1)
     stretched = frequencies / scaling.factor * ramp + frequencies * (1 - ramp)

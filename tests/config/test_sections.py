@@ -123,6 +123,10 @@ def test_scaling_factors():
     given = {"type": "llama3", "original_max_positions": 64}
     text = messages(RopeScaling, **given, low_freq_factor=4, high_freq_factor=4)[""]
     assert "low_freq_factor must be below high_freq_factor" in text
+    yarn = {"type": "yarn", "original_max_positions": 64}
+    text = messages(RopeScaling, **yarn, beta_fast=1, beta_slow=32)[""]
+    assert "beta_fast 1 is below beta_slow 32" in text
+    RopeScaling(**yarn, beta_fast=2, beta_slow=2)
     for key in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
         assert key in messages(RopeScaling, **given, **{key: 0})
 
