@@ -108,7 +108,7 @@ def hf_family(model: ModelConfig) -> Family:
         ValueError: No family, or not ``model.family``, computes exactly this model.
     """
     candidates = _FAMILIES if model.family is None else (model.family,)
-    misfits = {family: _misfits(model, family) for family in candidates}
+    misfits = {family: family_misfits(model, family) for family in candidates}
     for family, reasons in misfits.items():
         if not reasons:
             return family
@@ -119,7 +119,8 @@ def hf_family(model: ModelConfig) -> Family:
     raise ValueError("\n".join([head, *lines]))
 
 
-def _misfits(model: ModelConfig, family: Family) -> list[str]:
+def family_misfits(model: ModelConfig, family: Family) -> list[str]:
+    """Return the reasons why `family` does not compute exactly `model`; empty if it does."""
     features = _features(model)
     return [
         f"{name} is {_word(features[name])}, needs {' or '.join(map(_word, allowed))}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from sppo.config.huggingface_export import family_misfits
 from sppo.config.model import ModelConfig
 from sppo.config.problems import MISSING, Problem, nearest
 from sppo.config.run import (
@@ -346,6 +347,14 @@ def _window_fits(model: ModelConfig) -> Iterator[Problem]:
         )
 
 
+def _family_computes_it(model: ModelConfig) -> Iterator[Problem]:
+    """The family that ``model.family`` names computes exactly this model, so it can be exported."""
+    reasons = family_misfits(model, model.family) if model.family is not None else ()
+    if reasons:
+        rule = f"does not compute this model: {'; '.join(reasons)}; use another family, or null"
+        yield Problem("model.family", str(model.family), rule)
+
+
 def _positions_reach(model: ModelConfig, sequence: SequenceConfig) -> Iterator[Problem]:
     """A sequence is at most as long as the table of learned positions."""
     rows = model.max_positions
@@ -359,6 +368,7 @@ def _positions_reach(model: ModelConfig, sequence: SequenceConfig) -> Iterator[P
 
 _RULES = (
     ("model", _window_fits),
+    ("model", _family_computes_it),
     ("sequence", _cuts_tile),
     ("parallel", _schedule_exists),
     ("parallel", _multiplexing_agrees),

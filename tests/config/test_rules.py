@@ -54,6 +54,14 @@ def test_more_pieces_than_tokens():
     assert "64 tokens" in rule
 
 
+def test_a_family_that_cannot_hold_the_model():
+    path, value, rule = only(model={"family": "gpt2"})
+    assert (path, value) == ("model.family", "gpt2")
+    assert "mlp is swiglu, needs gelu or gelu_tanh" in rule
+    assert "use another family, or null" in rule
+    assert problems(model={"family": "mistral"}) == []
+
+
 @pytest.mark.parametrize("partition", ["auto", "flops", "length", "cost_model"])
 def test_every_partition_can_be_trained(partition):
     assert problems(sequence={"partition": partition}) == []
