@@ -6,7 +6,7 @@ starts, changes or downloads anything.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Literal
 
 from pydantic import (
@@ -27,6 +27,17 @@ def _no_tilde(path: str) -> str:
     if path.startswith("~"):
         raise ValueError("~ stands for nothing in a run file: write the whole path")
     return path
+
+
+def list_of(what: str, *, length: int | None = None) -> Callable[[object], object]:
+    """Return a validator that refuses what is no list, or has another length, as not `what`."""
+
+    def check(value: object) -> object:
+        if not isinstance(value, (list, tuple)) or length not in (None, len(value)):
+            raise ValueError(f"must be a list of {what}")
+        return value
+
+    return check
 
 
 ComputeDtype = Literal["bf16", "fp32"]

@@ -22,6 +22,12 @@ Homes = Mapping[str, Sequence[str]]
 
 NO_HOMES: Homes = {}
 
+_ELSEWHERE = {
+    "context_parallel": "parallel.sequence_parallel_degree, with sequence_parallel=ulysses",
+    "tensor_parallel": "parallel.sequence_parallel_degree, with sequence_parallel=megatron",
+}
+"""What other programs' keys with these first words are called here."""
+
 _SHOWN_PROBLEMS = 20
 _RULE_CHARACTERS = 1000
 
@@ -87,7 +93,10 @@ def unknown_key(
         homes: Full paths of keys in other sections.
     """
     known = sorted(known)
-    if key in homes:
+    here = next((here for first, here in _ELSEWHERE.items() if key.startswith(first)), None)
+    if here is not None:
+        hint = f" Here it is {here}."
+    elif key in homes:
         hint = f" Did you mean {' or '.join(homes[key])}?"
     else:
         hint = nearest(key, known) or f" Known keys: {', '.join(known)}"

@@ -6,7 +6,7 @@ import hashlib
 import json
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from sppo.config.base import (
     LONGEST_TIMEOUT_S,
@@ -22,10 +22,16 @@ from sppo.config.base import (
     Size,
     Steps,
     Tokens,
+    list_of,
 )
 from sppo.config.model import ModelConfig
 
-Cuts = Annotated[tuple[Size, ...], Field(max_length=MOST_SUBSEQUENCES + 1)]
+Cuts = Annotated[
+    tuple[Size, ...],
+    Field(max_length=MOST_SUBSEQUENCES + 1),
+    BeforeValidator(list_of("cuts, such as [0, 5000, 16384]")),
+]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 Auto = Literal["auto"]
 
 
@@ -172,9 +178,9 @@ class OptimizerConfig(Section):
 
     lr: float = Field(default=3e-4, ge=0)
     """Learning rate at the peak of the schedule."""
-    betas: tuple[
-        Annotated[float, Field(ge=0, lt=1)],
-        Annotated[float, Field(ge=0, lt=1)],
+    betas: Annotated[
+        tuple[Decay, Decay],
+        BeforeValidator(list_of("2 numbers, such as [0.9, 0.95]", length=2)),
     ] = (0.9, 0.95)
     """Decay rates of AdamW's first and second moment."""
     eps: float = Field(default=1e-8, gt=0)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,8 @@ def _check_files(directory: Path) -> None:
     if not directory.is_dir():
         raise ValueError(
             f"{directory}: no such directory; token data is written by"
-            f" `sppo data prepare --tokenizer bytes --out {directory} FILE...`"
+            f" `sppo data prepare --tokenizer bytes --out {directory} FILE...`."
+            f"{_directory_beside(directory)}"
         )
     missing = sorted(name for name in TOKEN_DATA_FILES if not (directory / name).is_file())
     if missing:
@@ -162,6 +164,17 @@ def _check_files(directory: Path) -> None:
             f" it with `sppo data prepare --tokenizer bytes --out OUT {directory}`, and name OUT"
             " here"
         )
+
+
+def _directory_beside(directory: Path) -> str:
+    """Return ``" Did you mean 'data/mine'?"`` if a directory beside it has a name like it."""
+    parent = directory.parent
+    try:
+        names = [path.name for path in parent.iterdir() if path.is_dir()]
+    except OSError:
+        return ""
+    close = get_close_matches(directory.name, names, n=1)
+    return f" Did you mean '{parent / close[0]}'?" if close else ""
 
 
 def verify_tokens(data: TokenData) -> None:

@@ -63,6 +63,7 @@ def refuse_unchanged(work: Path, *words: object, code: int = 2) -> str:
         (["train.steps=none"], "train.steps"),
         (["model.preset=tinny"], "Did you mean 'tiny'?"),
         (["data.tokens=tokns"], "tokns: no such directory"),
+        (["data.tokens=tokns"], "Did you mean 'tokens'?"),
         (["data.tokens=run.yaml"], "--tokenizer bytes --out OUT run.yaml`, and name OUT here"),
         (["data.tokens=."], "tokens.bin missing"),
         (["data.tokens=."], "If . holds text, make token data of it with `sppo data prepare"),

@@ -92,6 +92,27 @@ def test_every_problem_has_path_value_rule_and_the_nearest_spelling():
     }
 
 
+@pytest.mark.parametrize(
+    ("key", "here"), [("context_parallel_degree", "ulysses"), ("tensor_parallel_size", "megatron")]
+)
+def test_keys_of_other_programs_are_known_by_their_names_here(key, here):
+    rule = problems({**RUN, "parallel": {key: 8}})[f"parallel.{key}"]
+    assert rule == (
+        f"unknown key. Here it is parallel.sequence_parallel_degree, with sequence_parallel={here}."
+    )
+
+
+@pytest.mark.parametrize("betas", [0.9, [0.9], [0.9, 0.95, 0.99]])
+def test_a_list_is_asked_for_in_words(betas):
+    found = problems(
+        {**RUN, "optimizer": {"betas": betas}, "sequence": {"length": 64, "boundaries": 5}}
+    )
+    assert found == {
+        "optimizer.betas": "must be a list of 2 numbers, such as [0.9, 0.95]",
+        "sequence.boundaries": "must be a list of cuts, such as [0, 5000, 16384]",
+    }
+
+
 def test_the_text_lists_path_value_and_rule():
     with pytest.raises(ConfigError) as caught:
         check_run({**RUN, "train": {"dtype": "f32"}}, source="my.yaml")
