@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -31,9 +31,14 @@ def show(run_file: RunFile, overrides: Overrides = None, json_output: Json = Fal
     import yaml
 
     from sppo.config import load_run
+    from sppo.config.huggingface_rope import ROPE_KEYS
 
     with exit_codes():
-        values = load_run(run_file, overrides or ()).model_dump(mode="json")
+        run = load_run(run_file, overrides or ())
+    scaling = run.model.rope_scaling
+    of_other_types = {key for keys in ROPE_KEYS.values() for key in keys}
+    of_other_types -= set(ROPE_KEYS[scaling.type] if scaling is not None else ())
+    values = run.model_dump(mode="json", exclude={"model": {"rope_scaling": of_other_types}})
     if json_output:
         typer.echo(json.dumps(values, indent=2))
     else:
@@ -82,11 +87,7 @@ def _problems(run_file: Path, overrides: Sequence[str]) -> Sequence[Problem]:
 
 
 @app.command()
-def schema(
-    run_file: Annotated[
-        Path | None, typer.Argument(metavar="RUN.yaml", help="Not read: the schema is of all.")
-    ] = None,
-) -> None:
+def schema() -> None:
     """Print the JSON schema of run files, for editors and for reference."""
     import json
 

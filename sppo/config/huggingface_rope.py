@@ -15,7 +15,7 @@ from sppo.config.model import ModelConfig, RopeScaling
 
 _SUPPORTED = "default, linear, llama3, yarn"
 _DEFAULT_THETA = 10_000.0
-_FIELDS: dict[str, tuple[str, ...]] = {
+ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "linear": (),
     "llama3": ("low_freq_factor", "high_freq_factor"),
     "yarn": ("beta_fast", "beta_slow", "attention_factor"),
@@ -60,15 +60,15 @@ def _read_scaling(kind: object, rope: Json, config: Json) -> dict[str, Any]:
             f"sequence, so that cached keys go stale; supported: {_SUPPORTED}. "
             "Train with yarn or linear instead"
         )
-    if not isinstance(kind, str) or kind not in _FIELDS:
+    if not isinstance(kind, str) or kind not in ROPE_KEYS:
         raise refusal("rope_type", kind, _SUPPORTED)
     require(rope, ["factor"])
     scaling: dict[str, Any] = {"type": kind, "factor": number(rope, "factor")}
     if kind != "linear":
         scaling["original_max_positions"] = _original_length(rope, config)
     if kind == "llama3":
-        require(rope, _FIELDS[kind])
-    scaling |= {key: number(rope, key) for key in _FIELDS[kind] if rope.get(key) is not None}
+        require(rope, ROPE_KEYS[kind])
+    scaling |= {key: number(rope, key) for key in ROPE_KEYS[kind] if rope.get(key) is not None}
     if kind == "yarn":
         _read_yarn_variants(scaling, rope)
     return scaling
@@ -110,7 +110,7 @@ def _write_scaling(scaling: RopeScaling) -> dict[str, Any]:
     mapping: dict[str, Any] = {"rope_type": scaling.type, "factor": scaling.factor}
     if scaling.type != "linear":
         mapping["original_max_position_embeddings"] = scaling.original_max_positions
-    for key in _FIELDS[scaling.type]:
+    for key in ROPE_KEYS[scaling.type]:
         if getattr(scaling, key) is not None:
             mapping[key] = getattr(scaling, key)
     return mapping
