@@ -16,7 +16,7 @@ def map_array(path: Path) -> NDArray[Any]:
     """Memory-map the array in `path`, of any shape and any type but Python objects.
 
     Raises:
-        ValueError: The file is not a ``.npy`` file, or is damaged or truncated.
+        ValueError: The file is not a ``.npy`` file, or is damaged, truncated or too long.
         OSError: The file cannot be read.
     """
     try:
@@ -28,6 +28,11 @@ def map_array(path: Path) -> NDArray[Any]:
     except Exception as error:
         reason = one_line(error) or type(error).__name__
         raise ValueError(f"{one_line(path)}: not a .npy array ({reason})") from None
+    behind = path.stat().st_size - array.offset - array.nbytes  # type: ignore[attr-defined]
+    if behind:
+        raise ValueError(
+            f"{one_line(path)}: damaged: {behind} bytes follow the array; copy it again"
+        )
     return array
 
 

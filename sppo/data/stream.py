@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sppo.data.array_file import require_whole
-from sppo.data.tokens import TOKENS_FILE, TokenData
+from sppo.data.tokens import LOSS_MASK_FILE, TOKENS_FILE, TokenData
 
 _NAMED = 4
 
@@ -43,12 +43,20 @@ def counting_tokens(data: TokenData, low: int, high: int) -> NDArray[np.bool_]:
     True if predicting the token counts in the loss; True for all tokens without a loss mask.
 
     Raises:
-        ValueError: The file has become shorter.
+        ValueError: A byte is neither 0 nor 1, or the file has become shorter.
     """
     if data.loss_mask is None:
         return np.ones(high - low, dtype=np.bool_)
     require_whole(data.loss_mask)
-    counts: NDArray[np.bool_] = data.loss_mask[low:high] != 0
+    mask = data.loss_mask[low:high]
+    if mask.max(initial=0) > 1:
+        where = low + int(np.argmax(mask))
+        raise ValueError(
+            f"{data.directory / LOSS_MASK_FILE}: byte {data.loss_mask[where]} at token {where}, "
+            "neither 0 nor 1: the file has changed since it was written; copy it again or prepare "
+            "it again with --force"
+        )
+    counts: NDArray[np.bool_] = mask != 0
     return counts
 
 

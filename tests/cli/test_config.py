@@ -123,8 +123,7 @@ def test_check_looks_at_what_the_file_names_as_train_does(work, word):
     assert (problem["path"], problem["value"]) == (path, value)
     assert says in problem["rule"]
     assert says in refuse("config", "check", "run.yaml", word)
-    if path != "data.eval_tokens":  # train does not read them
-        assert says in refuse("train", "run.yaml", word)
+    assert says in refuse("train", "run.yaml", word)
     assert tree(work) == before
 
 
@@ -141,7 +140,7 @@ def test_check_lists_what_the_file_names_all_at_once(work, monkeypatch):
     for says in ("h101", "nowhere", "held", "every stage", "multiple", "pip install 'sppo[track]'"):
         assert says in error
     told = refuse("train", "run.yaml", *words[1:])  # without hardware it is the device that asks
-    for says in ("nowhere", "every stage", "multiple", "pip install 'sppo[track]'"):
+    for says in ("nowhere", "held", "every stage", "multiple", "pip install 'sppo[track]'"):
         assert says in told
 
 

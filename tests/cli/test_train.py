@@ -185,7 +185,7 @@ def test_another_configuration(trained):
 @pytest.mark.parametrize(
     "words",
     [
-        ["train.steps=4", "data.eval_tokens=elsewhere"],
+        ["train.steps=4", "data.eval_tokens=tokens"],
         ["checkpoint.every=1", "checkpoint.keep=9"],
         ["activations.policy=recompute"],
         ["sequence.num_subsequences=2"],

@@ -15,6 +15,7 @@ from sppo.data.preparation import token_writer, tokenizers
 from sppo.data.preparation.prepare import prepare_tokens
 from sppo.data.preparation.tokenizers import scan_ids
 from sppo.data.sequences import IGNORED_LABEL, training_sequence
+from sppo.data.stream import counting_tokens
 from sppo.data.tokens import (
     DOCUMENTS_FILE,
     TOKEN_DATA_FILES,
@@ -161,6 +162,14 @@ def test_document_starts_ascend_inside_the_tokens(
         open_tokens(directory)
 
 
+def test_document_starts_end_with_their_file(tmp_path: Path) -> None:
+    directory = _prepare(tmp_path, [1], [2], [3])
+    with (directory / "documents.npy").open("ab") as file:
+        file.write(bytes(16))
+    with pytest.raises(ValueError, match=r"documents.npy: damaged: 16 bytes follow the array"):
+        open_tokens(directory)
+
+
 def test_other_starts_that_ascend_are_found_by_their_checksum(tmp_path: Path) -> None:
     directory = _prepare(tmp_path, [1, 2], [3])
     np.save(directory / "documents.npy", np.array([0, 1, 3]))
@@ -267,6 +276,15 @@ def test_a_changed_loss_mask_is_found_by_verification(tmp_path: Path) -> None:
     (directory / "loss_mask.bin").write_bytes(bytes([1, 1, 1]))
     with pytest.raises(ValueError, match=r"loss_mask.bin: sha256 .* has changed since"):
         verify_tokens(open_tokens(directory))
+
+
+def test_a_loss_mask_has_no_other_bytes_than_0_and_1(tmp_path: Path) -> None:
+    directory = _prepare_masked(tmp_path, ([1, 2, 3], [True, True, False]))
+    (directory / "loss_mask.bin").write_bytes(bytes([1, 7, 0]))
+    data = open_tokens(directory)
+    assert counting_tokens(data, 2, 3).tolist() == [False]
+    with pytest.raises(ValueError, match=r"loss_mask.bin: byte 7 at token 1, neither 0 nor 1"):
+        counting_tokens(data, 0, 3)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sppo.data.preparation.prepare import PERCENTILES
+from sppo.data.stream import counting_tokens
 from sppo.data.tokens import TokenData
 from sppo.units import KIB
 
@@ -159,7 +160,7 @@ def _count_labels(data: TokenData) -> tuple[int, int]:
         if data.loss_mask is None:
             labels = np.diff(offsets) - 1
         else:
-            counts = data.loss_mask[offsets[0] : offsets[-1]] != 0
+            counts = counting_tokens(data, int(offsets[0]), int(offsets[-1]))
             starts = offsets[:-1] - offsets[0]
             labels = np.add.reduceat(counts, starts, dtype=np.int64) - counts[starts]
         counting += int(labels.sum())

@@ -56,7 +56,7 @@ def check_inputs(run: RunConfig) -> None:
 
 def run_file_problems(run: RunConfig) -> list[Problem]:
     """Return the problems for which `sppo train` or `sppo eval` would fail with enough memory."""
-    problems = [*_input_problems(run), *_problems(run, _HELD_OUT)]
+    problems = list(_input_problems(run))
     if not problems:  # planning requires valid inputs
         problems = [*_problems(run, _WEIGHTS), *_problems(run, _PLAN)]
     return [replace(problem, rule=_on_one_line(problem.rule)) for problem in problems]
@@ -182,11 +182,11 @@ def _check_plan(run: RunConfig) -> None:
 _INPUTS = (
     _Check("hardware", _named_hardware, lambda run: hardware_for(run.hardware)),
     _Check("data.tokens", lambda run: run.data.tokens, lambda run: open_data(run, run.data.tokens)),
+    _Check("data.eval_tokens", lambda run: run.data.eval_tokens, _check_held_out),
     _Check("model.from_hf", lambda run: run.model.from_hf, check_stored_weights),
     _Check("activations.disk", lambda run: run.activations.disk, _check_disk),
     _Check("train.tensorboard", lambda run: run.train.tensorboard, _check_tensorboard),
     _Check("train.output", lambda run: run.train.output, check_output),
 )
-_HELD_OUT = _Check("data.eval_tokens", lambda run: run.data.eval_tokens, _check_held_out)
 _WEIGHTS = _Check("model.from_hf", lambda run: run.model.from_hf, check_weights)
 _PLAN = _Check("activations", lambda run: run.activations.policy, _check_plan)

@@ -257,7 +257,7 @@ def test_a_run_that_is_done_is_left_as_it_is(plain):
 
 def test_more_steps_go_on(plain):
     copy_of(plain, "longer")
-    changes = ("train.steps=12", "data.eval_tokens=x", "parallel.timeout_s=5")
+    changes = ("train.steps=12", "data.eval_tokens=tokens", "parallel.timeout_s=5")
     words = ("train", "run.yaml", "train.output=longer", *changes)
     assert plain.sppo(*words, cwd=plain.directory).returncode == 0
     assert [record["step"] for record in plain.read("longer")] == list(range(1, 13))
