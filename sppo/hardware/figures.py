@@ -1,14 +1,15 @@
 """Accepted ranges of the figures of a hardware description, by their unit.
 
 The ranges admit hypothetical machines, on which something costs nothing, and refuse figures that
-make predictions overflow or divide by zero.
+make predictions overflow or divide by zero. Rates in files are of real machines, and are bounded by
+what these reach.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 
 _RANGES: tuple[tuple[str, float, float], ...] = (
     ("flops_per_s", 1e-3, 1e30),
@@ -22,6 +23,28 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("", 0, 1 << 30),
 )
 """(suffix of field names, least value, largest value); the first matching suffix applies."""
+
+_PLAUSIBLE = {"flops_per_s": 1e18, "bytes_per_s": 1e15}
+"""Largest rate in a file by suffix of the field name: a hundred times those of the fastest GPU."""
+
+
+def check_plausible(spec: object, *, where: str = "") -> None:
+    """Raise ValueError if a rate of a dataclass, or of one in its fields, is of no real machine.
+
+    Args:
+        spec: Dataclass instance to check.
+        where: Name of the instance in messages, with a dot behind it.
+    """
+    for field in fields(spec):  # type: ignore[arg-type]
+        value, name = getattr(spec, field.name), f"{where}{field.name}"
+        if is_dataclass(value):
+            check_plausible(value, where=f"{name}.")
+        for index, part in enumerate(value if isinstance(value, tuple) else ()):
+            if is_dataclass(part):
+                check_plausible(part, where=f"{name}[{index}].")
+        most = next((most for end, most in _PLAUSIBLE.items() if name.endswith(end)), None)
+        if most is not None and isinstance(value, int | float) and value > most:
+            raise ValueError(f"{name} is {value:.6g}: no machine reaches that; at most {most:g}")
 
 
 def check_figures(spec: object, *, where: str, above_zero: Sequence[str] = ()) -> None:

@@ -86,6 +86,20 @@ def test_a_measured_machine_is_read_back(tmp_path):
             lambda values: {**values, "device": {**values["device"], "gemm_efficiency": 2}},
             "gemm_efficiency is 2: must be from 1e-06 to 1",
         ),
+        (
+            lambda values: {
+                **values,
+                "network": {**values["network"], "intra_node_bytes_per_s": True},
+            },
+            "network.intra_node_bytes_per_s: Input should be a valid number",
+        ),
+        (
+            lambda values: {
+                **values,
+                "node": {**values["node"], "disk_write_bytes_per_s": 1.7e29},
+            },
+            r"node.disk_write_bytes_per_s is 1.7e\+29: no machine reaches that; at most 1e\+15",
+        ),
     ],
 )
 def test_a_file_that_describes_no_machine_is_refused(tmp_path, change, message):
