@@ -15,8 +15,7 @@ from sppo.cli.exit_codes import exit_codes
 if TYPE_CHECKING:
     from sppo.config.model import ModelConfig
     from sppo.model.hf import SavedWeights
-
-_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+    from sppo.model.hf_extras import Extras
 
 app = CommandGroup(help="Convert weights from and to Hugging Face.")
 
@@ -61,7 +60,8 @@ def from_hf(
         sppo convert from-hf downloads/Qwen3-0.6B models/qwen3-0.6b
     """
     from sppo.config.huggingface import ignored_settings, model_fields, read_config
-    from sppo.model.hf_files import check_headers, tokenizer_files
+    from sppo.model.hf_extras import read_extras
+    from sppo.model.hf_files import check_headers
     from sppo.output_file import check_unused_directory
     from sppo.units import parse_size
 
@@ -75,18 +75,18 @@ def from_hf(
 
         weights = open_hf_weights(source, model)
         kind = _name_of(weights.dtype) if dtype is StoredType.KEEP else dtype.value
-        extra_files = tokenizer_files(source)
+        extras = read_extras(source)
         saved = save_hf_weights(
             destination,
             weights,
             model,
             dtype=kind,
             max_shard_bytes=max_shard_bytes,
-            token_ids=_token_ids(config),
-            extra_files=extra_files,
+            token_ids=extras.token_ids,
+            extra_files=extras.files,
         )
     report = _report(source, destination, model=model, dtype=kind, saved=saved)
-    report["copied"] = [path.name for path in extra_files]
+    report["copied"] = [path.name for path in extras.files]
     report["ignored"] = list(ignored_settings(config))
     _show(report, json_output=json_output)
 
@@ -102,7 +102,12 @@ def to_hf(
     max_shard_size: ShardSize = "5GiB",
     tokenizer: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Copy the tokenizer and the special token ids from DIR."),
+        typer.Option(
+            metavar="DIR",
+            help="Take the tokenizer and what belongs to it from DIR."
+            " [default: the run's model.from_hf]",
+            show_default=False,
+        ),
     ] = None,
     family: Annotated[
         str | None,
@@ -117,8 +122,11 @@ def to_hf(
 ) -> None:
     """Write the trained weights of a run as a model that transformers and similar programs load.
 
-    The stored type is train.dtype of the run unless --dtype names another.
+    The stored type is train.dtype of the run unless --dtype names another. What programs need to
+    generate text comes from the model that the run started from, model.from_hf: tokenizer, chat
+    template, generation_config.json and the ids of special tokens. What is missing there is said.
 
+        sppo convert to-hf runs/long models/long
         sppo convert to-hf runs/quickstart models/quickstart --tokenizer downloads/Qwen3-0.6B
     """
     from sppo.checkpoint.newest import check_any
@@ -128,13 +136,14 @@ def to_hf(
     with exit_codes():
         check_unused_directory(destination)
         max_shard_bytes = parse_size(max_shard_size)
-        extra_files, token_ids = _tokenizer(tokenizer)
+        chosen = None if tokenizer is None else _chosen_extras(tokenizer)
         check_any(source)
         from sppo.checkpoint.checkpoint import read_model
         from sppo.model.hf import save_hf_weights
 
         metadata, weights = read_model(source)
         fields, trained_as = _trained(metadata, source=source)
+        extras, reason = chosen or _run_extras(fields.get("from_hf"))
         if family is not None:
             fields["family"] = None if family == "auto" else family
         model = _model(fields, source=source)
@@ -145,13 +154,20 @@ def to_hf(
             model,
             dtype=kind,
             max_shard_bytes=max_shard_bytes,
-            token_ids=token_ids,
-            extra_files=extra_files,
+            token_ids=extras.token_ids,
+            extra_files=extras.files,
         )
     report = _report(source, destination, model=model, dtype=kind, saved=saved)
-    report["copied"] = [path.name for path in extra_files]
+    report["copied"] = [path.name for path in extras.files]
+    report["missing"] = dict.fromkeys(extras.missing, reason)
     report["step"] = metadata.get("step")
     _show(report, json_output=json_output)
+    if extras.endless:
+        typer.echo(
+            f"warning: {extras.endless} has no eos_token_id, so programs that load this model "
+            "never stop generating; --tokenizer DIR takes it from another model",
+            err=True,
+        )
 
 
 def _model(fields: dict[str, Any], *, source: Path) -> ModelConfig:
@@ -189,22 +205,33 @@ def _trained(metadata: dict[str, Any], *, source: Path) -> tuple[dict[str, Any],
         raise ValueError(f"{source} does not say which run wrote it; is it a checkpoint?") from None
 
 
-def _tokenizer(directory: Path | None) -> tuple[list[Path], dict[str, Any]]:
-    """Return the tokenizer files to copy, and the special token ids if there is a config.json."""
-    from sppo.config.huggingface import read_config
-    from sppo.model.hf_files import tokenizer_files
+def _chosen_extras(directory: Path) -> tuple[Extras, str]:
+    """Return the extras in a given directory, and where those that are missing are missing.
 
-    if directory is None:
-        return [], {}
-    files = tokenizer_files(directory)
-    if not files:
+    Raises:
+        ValueError: The directory cannot be read, or holds no tokenizer.
+    """
+    from sppo.model.hf_extras import read_extras
+
+    found = read_extras(directory)
+    if "tokenizer" in found.missing:
         raise ValueError(f"--tokenizer {directory} holds no tokenizer files")
-    has_config = (directory / "config.json").is_file()
-    return files, _token_ids(read_config(directory)) if has_config else {}
+    return found, f"none in {directory}"
 
 
-def _token_ids(config: dict[str, Any]) -> dict[str, Any]:
-    return {key: config[key] for key in _TOKEN_IDS if key in config}
+def _run_extras(from_hf: str | None) -> tuple[Extras, str]:
+    """Return the extras of the model that a run started from, and why some are missing.
+
+    A directory that is gone or damaged by now stops no export.
+    """
+    from sppo.model.hf_extras import Extras, read_extras
+
+    if from_hf is None:
+        return Extras(), "the run started from random weights"
+    try:
+        return read_extras(Path(from_hf)), f"none in model.from_hf, {from_hf}"
+    except (OSError, ValueError) as error:
+        return Extras(), f"model.from_hf: {error}"
 
 
 def _name_of(dtype: object) -> str:
@@ -246,5 +273,7 @@ def _show(report: dict[str, Any], *, json_output: bool) -> None:
     )
     if report["copied"]:
         typer.echo(f"copied: {', '.join(report['copied'])}")
+    for name, reason in report.get("missing", {}).items():
+        typer.echo(f"missing: {name} ({reason})")
     if report.get("ignored"):
         typer.echo(f"not applied in training: {', '.join(report['ignored'])}")

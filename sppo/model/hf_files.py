@@ -26,17 +26,6 @@ STORED_TYPES = ("F64", "F32", "F16", "BF16")
 _SHOWN_FAULTS = 8
 _REASON_CHARACTERS = 300
 _NAME_CHARACTERS = 255
-_TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tekken.json",
-    "chat_template.*",
-    "generation_config.json",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +121,6 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
                 )
             found[name] = tensor
     return found
-
-
-def tokenizer_files(directory: Path) -> list[Path]:
-    """Return the tokenizer's files in ``directory``, and generation_config.json."""
-    found = {path for pattern in _TOKENIZER_FILES for path in directory.glob(pattern)}
-    return sorted(path for path in found if path.is_file())
 
 
 def weight_files(directory: Path) -> dict[Path, set[str]]:

@@ -195,23 +195,83 @@ def test_to_hf_takes_one_checkpoint_and_a_type(tmp_path):
     assert all(torch.equal(stored[name], w) for name, w in expected.items())
 
 
-def test_to_hf_does_not_need_the_model_it_started_from(tmp_path):
-    output = save_checkpoint(tmp_path / "run")
-    (metadata,) = output.rglob("metadata.json")
-    stored = json.loads(metadata.read_text())
-    stored["config"]["model"]["from_hf"] = str(tmp_path / "gone")
-    fake = (stored, initial_weights(MODEL, seed=3))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "read_model", lambda path: fake)
-        assert convert("to-hf", output, tmp_path / "m").exit_code == 0
+ALL = ["tokenizer", "chat template", "generation_config.json"]
+IDS = ["bos_token_id", "eos_token_id", "pad_token_id"]
 
 
-def test_to_hf_copies_the_tokenizer(published, tmp_path):
+@pytest.mark.parametrize(
+    ("files", "copied", "missing", "endless"),
+    [
+        (
+            {
+                "config.json": {"eos_token_id": [1, 2]},
+                "tokenizer.json": {},
+                "tokenizer_config.json": {"chat_template": "{{ messages }}"},
+                "generation_config.json": {"eos_token_id": 2, "pad_token_id": 0},
+            },
+            ["generation_config.json", "tokenizer.json", "tokenizer_config.json"],
+            ["bos_token_id"],
+            None,
+        ),
+        (
+            {"config.json": {"eos_token_id": [1, 2]}, "chat_template.jinja": {}, "README.md": {}},
+            ["chat_template.jinja"],
+            ["tokenizer", "generation_config.json", "bos_token_id", "pad_token_id"],
+            None,
+        ),
+        # transformers reads generation_config.json alone where there is one.
+        (
+            {"config.json": {"eos_token_id": 2}, "merges.txt": {}, "generation_config.json": {}},
+            ["generation_config.json", "merges.txt"],
+            ["chat template", "bos_token_id", "pad_token_id"],
+            "generation_config.json",
+        ),
+        ({"config.json": {}}, [], ALL + IDS, "config.json"),
+        ({"config.json": []}, [], ALL + IDS, "config.json"),
+        (None, [], ALL + IDS, "config.json"),
+    ],
+)
+def test_to_hf_takes_what_belongs_to_the_model_it_started_from(
+    files, copied, missing, endless, tmp_path, monkeypatch
+):
+    origin = tmp_path / "origin"
+    for name, content in (files or {}).items():
+        origin.mkdir(exist_ok=True)
+        (origin / name).write_text(json.dumps(content))
+    config = run_config().model_dump(mode="json")
+    config["model"]["from_hf"] = str(origin)
+    monkeypatch.setattr("sppo.checkpoint.newest.check_any", lambda path: None)
+    stored = ({"config": config}, initial_weights(MODEL, seed=3))
+    monkeypatch.setattr(checkpoint, "read_model", lambda path: stored)
+    done = convert("to-hf", tmp_path, tmp_path / "m", "--json")
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert report["copied"] == copied
+    assert list(report["missing"]) == missing
+    assert all(str(origin) in reason for reason in report["missing"].values())
+    assert (endless is None) == ("never stop generating" not in done.stderr)
+    assert done.stderr.startswith("" if endless is None else f"warning: {endless} has no eos_")
+    assert set(copied) < {path.name for path in (tmp_path / "m").iterdir()}
+    written = json.loads((tmp_path / "m" / "config.json").read_text())
+    assert [key for key in IDS if written[key] is None] == [key for key in IDS if key in missing]
+
+
+def test_to_hf_of_random_weights_says_what_is_missing(tmp_path):
+    done = convert("to-hf", save_checkpoint(tmp_path / "run"), tmp_path / "m")
+    reason = " (the run started from random weights)"
+    assert [line for line in done.stdout.splitlines() if line.startswith("missing")] == [
+        f"missing: {name}{reason}" for name in ALL + IDS
+    ]
+    assert "never stop generating" in done.stderr
+
+
+def test_to_hf_takes_the_tokenizer_of_another_directory(published, tmp_path):
     output = save_checkpoint(tmp_path / "run")
     done = convert("to-hf", output, tmp_path / "m", "--tokenizer", published, "--json")
     assert json.loads(done.stdout)["copied"] == ["tokenizer.json"]
     assert (tmp_path / "m" / "tokenizer.json").is_file()
     assert json.loads((tmp_path / "m" / "config.json").read_text())["eos_token_id"] == [1, 2]
+    assert done.stderr == ""
 
 
 def test_to_hf_family(tmp_path):

@@ -8,7 +8,6 @@ from safetensors.torch import load_file, save_file
 
 from sppo.config import PRESETS, ModelConfig
 from sppo.model.hf import load_hf_weights, open_hf_weights, save_hf_weights
-from sppo.model.hf_files import tokenizer_files
 from sppo.model.initialize import initial_weights
 
 LLAMA = ModelConfig.model_validate({**PRESETS["tiny-test"], "tie_embeddings": True})
@@ -168,11 +167,3 @@ def test_tensors_outlive_the_files(tmp_path):
     with path.open("r+b") as file:
         file.write(b"\xff" * path.stat().st_size)
     assert torch.equal(weights["embed.weight"], before)
-
-
-def test_tokenizer_files(tmp_path):
-    names = ["tokenizer.json", "tokenizer.model", "merges.txt", "generation_config.json"]
-    for name in [*names, "config.json", "model.safetensors", "README.md"]:
-        (tmp_path / name).touch()
-    (tmp_path / "tokenizer").mkdir()
-    assert [path.name for path in tokenizer_files(tmp_path)] == sorted(names)
