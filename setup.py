@@ -1,8 +1,9 @@
-"""The optional native part of the installation; pyproject.toml describes the package."""
+"""The native part of the installation; pyproject.toml describes the package."""
 
 from __future__ import annotations
 
 import runpy
+import shutil
 from pathlib import Path
 
 from setuptools import Distribution, setup
@@ -14,16 +15,19 @@ NATIVE_PLACE = "sppo/kernels/_native"
 
 
 class BuildWithNative(build_py):
-    """Copies the Python files, then builds the native library beside them where that works."""
+    """Copies the Python files, then compiles the native libraries where that works already."""
 
     def run(self) -> None:
-        """An editable installation runs from the sources, so there the library joins those."""
+        """An editable installation runs from the sources; any other brings the C sources along."""
         super().run()
-        top = ROOT if self.editable_mode else Path(self.build_lib)
-        runpy.run_path(str(ROOT / "csrc/build_native.py"))["build_native"](top / NATIVE_PLACE)
+        place = (ROOT if self.editable_mode else Path(self.build_lib)) / NATIVE_PLACE
+        if not self.editable_mode:
+            skip = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / "csrc", place / "csrc", ignore=skip, dirs_exist_ok=True)
+        runpy.run_path(str(ROOT / "sppo/native_build.py"))["build_native"](place)
 
     def get_source_files(self) -> list[str]:
-        """What a source distribution needs to build the library."""
+        """What a source distribution needs to build the libraries."""
         return [*super().get_source_files(), *NATIVE_FILES]
 
 

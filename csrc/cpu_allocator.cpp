@@ -43,8 +43,6 @@ struct PoolAllocator final : c10::Allocator {
 
 } // namespace
 
-const char *sppo_cpu_allocator_torch(void) { return SPPO_TORCH_VERSION; }
-
 int sppo_cpu_allocator_install(uint64_t reserve_bytes, uint64_t least_bytes) {
     if (pool.load() != nullptr) return 0;
     try {

@@ -1,8 +1,8 @@
 /* Memory pool as the allocator of torch's CPU tensors, see memory_pool.h.
  *
  * A library of its own and the only part of csrc compiled against torch, whose allocator interface
- * exists in C++ only. If the library cannot be built, or torch has been replaced since, tensors
- * stay in the C heap.
+ * exists in C++ only. If it cannot be built, tensors stay in the C heap. The name of its file stands
+ * for one version of torch (sppo/native_build.py).
  */
 #ifndef SPPO_CPU_ALLOCATOR_H
 #define SPPO_CPU_ALLOCATOR_H
@@ -22,9 +22,6 @@ typedef struct {
     uint64_t blocks;
 } sppo_cpu_memory;
 
-/* Return the version of torch that the library was compiled against, such as "2.13.0+cpu"; the
- * build defines SPPO_TORCH_VERSION. */
-SPPO_EXPORT const char *sppo_cpu_allocator_torch(void);
 /* From now on allocate CPU tensors of at least `least_bytes` in the pool, and smaller ones in the C
  * heap. Existing tensors are not moved. Repeated calls do nothing. Returns 0, or ENOMEM. */
 SPPO_EXPORT int sppo_cpu_allocator_install(uint64_t reserve_bytes, uint64_t least_bytes);

@@ -14,8 +14,7 @@ make_environment() { # EXTRAS, e.g. [dev] or nothing
     [ -z "${SPPO_SKIP_INSTALL:-}" ] || return 0
     local extras=${1:-} python=${SPPO_PYTHON:-python3} stamp="$venv/.sppo-installed" wanted
     # One line for each set of extras that is installed; [dev] holds everything the others have.
-    wanted=$(cat "$repository"/setup.py "$repository"/pyproject.toml "$repository"/CMakeLists.txt "$repository"/csrc/*.[ch] "$repository"/csrc/*.cpp \
-        "$repository"/csrc/*.py | cksum)
+    wanted=$(cat "$repository"/setup.py "$repository"/pyproject.toml | cksum)
     if grep -qxF -e "$wanted $extras" -e "$wanted [dev]" "$stamp" 2>/dev/null; then
         return 0
     fi

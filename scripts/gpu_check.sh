@@ -78,7 +78,7 @@ try() { # NAME MOST_SECONDS COMMAND...
 runs=$scratch/runs
 mkdir "$runs"
 try build 40 "$python" -c 'import pathlib, runpy
-build = runpy.run_path("csrc/build_native.py")["build_native"]
+build = runpy.run_path("sppo/native_build.py")["build_native"]
 build(pathlib.Path("sppo/kernels/_native"))'
 # Offloading brings back every bit, whatever is late; then the same with every access of memory checked for its order.
 try offload 60 "$python" -m pytest -q -m gpu -p no:cacheprovider tests/offload

@@ -32,6 +32,7 @@ from sppo.data.tokens import (
     TokenMeta,
     write_meta,
 )
+from sppo.native_build import LIBRARIES, built
 from tests import tiers
 from tests.ranks import RankPool
 from tests.unpainted import unpainted
@@ -44,6 +45,10 @@ if not torch.cuda.is_available():
 # examples every time, so that a failure is caused by a change; --all draws new ones.
 settings.register_profile("all", deadline=None)
 settings.register_profile("default", deadline=None, derandomize=True)
+
+# Compiled before the tests: one that needs them first would see the message on stderr.
+for _library in LIBRARIES:
+    built(_library)
 
 VOCAB_SIZE = 32
 LENGTH = 64

@@ -1,30 +1,15 @@
-"""Native library built for tests, independent of the installation."""
+"""Compilers for tests of the native libraries."""
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import shutil
-import tempfile
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from sppo.kernels.native.extension import NativeLibrary
+from sppo.kernels.native.extension import NativeLibrary, native_library
 
 ROOT = Path(__file__).parents[1]
-
-
-def build_module() -> ModuleType:
-    """csrc/build_native.py, which stands outside the package."""
-    path = ROOT / "csrc/build_native.py"
-    spec = importlib.util.spec_from_file_location("build_native", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def c_compiler() -> str:
@@ -46,13 +31,6 @@ def cxx_compiler() -> str:
 def library() -> NativeLibrary:
     """The library of the present sources; without a compiler the test is skipped."""
     c_compiler()
-    return _library()
-
-
-@functools.cache
-def _library() -> NativeLibrary:
-    build = build_module()
-    with tempfile.TemporaryDirectory() as directory:
-        # Loaded libraries outlive their files.
-        built = build._with_compiler(build._native(), Path(directory))
-        return NativeLibrary(built)
+    found = native_library()
+    assert found is not None
+    return found

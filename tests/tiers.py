@@ -788,13 +788,6 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
             why="tensors from elsewhere, which no run has once it trains",
         ),
     },
-    "kernels/native/test_extension.py": {
-        "test_cmake_builds_it": replaced(
-            "kernels/native/test_extension.py::test_a_compiler_alone_builds_it",
-            "kernels/native/test_extension.py::test_cmake_offers_the_sanitizers",
-            why="the same sources and the same CMakeLists.txt, one after the other",
-        ),
-    },
     "offload/disk/test_file_tier.py": {
         "test_bytes_come_back": pairs("ways to open x offsets x sizes; every two of them meet"),
     },

@@ -22,6 +22,7 @@ from sppo.hardware.description import HardwareSpec
 from sppo.hardware.file import read_hardware
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.rates import AttentionPoint, ElementwisePoint, GemmPoint
+from sppo.native_build import memory_pool
 
 Point = TypeVar("Point", GemmPoint, AttentionPoint, ElementwisePoint)
 
@@ -31,11 +32,6 @@ _HALF_FLAGS = frozenset(("avx512vl", "avx512bw", "avx512dq"))
 """x86 instruction sets with which oneDNN multiplies bf16 matrices, as torch checks."""
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
-_ALLOCATOR = Path(__file__).parents[1] / "kernels/_native/sppo_cpu_allocator.so"
-_ALLOCATOR_SWITCH = "SPPO_CPU_ALLOCATOR"
-"""Library of the CPU memory pool, and the environment variable that switches it off.
-
-Repeated from :mod:`sppo.kernels.native.cpu_allocator`, whose import would load torch."""
 C_HEAP_SHARE = 1.0
 """Memory that a C heap holds beyond the temporaries of a layer, as a fraction of the temporaries;
 calibrated on small Llama shapes, two cores."""
@@ -194,9 +190,9 @@ def _slower(point: Point, times: float) -> Point:
     return replace(point, **{name: rate / times for name, rate in rates.items()})
 
 
-def has_memory_pool(*, library: Path = _ALLOCATOR) -> bool:
-    """Return whether CPU tensors are allocated in the pool of ``kernels.native.cpu_allocator``."""
-    return library.exists() and os.environ.get(_ALLOCATOR_SWITCH, "").lower() != "heap"
+def has_memory_pool() -> bool:
+    """Return whether training allocates CPU tensors in SPPO's memory pool; may compile it."""
+    return isinstance(memory_pool(), Path)
 
 
 def find_gpus() -> Gpus | None:

@@ -48,7 +48,9 @@ class Finding:
 
 
 def examine(hardware: Path | None = None) -> tuple[Finding, ...]:
-    """Return the findings on this machine; nothing is measured, changed or downloaded.
+    """Return the findings on this machine; nothing is measured or downloaded.
+
+    Native libraries of SPPO that are missing are built.
 
     Args:
         hardware: File of ``sppo bench`` whose figures are reported as well.
@@ -238,11 +240,13 @@ def _torch() -> Any:
 
 
 def _native_parts() -> Iterator[Finding]:
-    """Yield findings about the libraries that were compiled at the installation of SPPO."""
+    """Yield findings about the native libraries; one that is missing is compiled now."""
+    from sppo import native_build
     from sppo.kernels.native.extension import describe, native_library
 
     subject = "native parts"
-    again = "install a C and a C++ compiler (gcc, g++), then install sppo again"
+    native_build.forget_failures()
+    again = "once the reason is mended, sppo doctor builds it"
     state: State = "ok" if native_library() is not None else "missing"
     advice = "" if state == "ok" else f"host memory and files are slower: {again}"
     yield Finding(subject, "host library", state, describe(), advice)

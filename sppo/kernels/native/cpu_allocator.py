@@ -2,8 +2,8 @@
 
 The C heap takes about twice the size of a layer's temporaries, and differs from run to run. If
 torch allocates from the pool of csrc/memory_pool.cpp, memory on a CPU can be planned and measured
-as on a GPU: allocated and reserved bytes. Installation builds the pool if a C++ compiler and torch
-are present; the fallback is the C heap, with less accurate predictions of the working set.
+as on a GPU: allocated and reserved bytes. Without the library (:mod:`sppo.native_build`) the C heap
+serves, with less accurate predictions of the working set.
 """
 
 from __future__ import annotations
@@ -12,21 +12,15 @@ import ctypes
 import functools
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
-import torch
+import torch  # noqa: F401 (loads the library that the pool is linked against)
 
-from sppo.kernels.native.extension import why_missing
 from sppo.kernels.native.machine_memory import memory_room
+from sppo.native_build import memory_pool
 
-LIBRARY_NAME = "sppo_cpu_allocator.so"
-REASON_NAME = "cpu_allocator_not_built.txt"
 LEAST_POOLED_BYTES = 128 << 10
 """Smallest tensor that the pool allocates; the C heap handles smaller ones well."""
-SWITCH = "SPPO_CPU_ALLOCATOR"
-"""Environment variable; the value ``heap`` leaves torch's allocator unchanged."""
 
-_PLACE = Path(__file__).parents[1] / "_native"
 _LEAST_ADDRESSES = 1 << 30
 """Fewest bytes of address space to reserve for the pool."""
 _ADDRESSES_PER_BYTE = 4
@@ -97,7 +91,7 @@ def install_cpu_allocator() -> CpuAllocator | None:
     Returns:
         The allocator, or None if the C heap stays: :func:`describe_cpu_allocator` says why.
     """
-    installed = _install(_PLACE)
+    installed = _install()
     return installed if isinstance(installed, CpuAllocator) else None
 
 
@@ -106,9 +100,9 @@ def describe_cpu_allocator() -> str:
 
     Installs the pool if it is not installed yet.
     """
-    installed = _install(_PLACE)
+    installed = _install()
     if isinstance(installed, CpuAllocator):
-        return f"a pool of sppo's own ({LIBRARY_NAME})"
+        return "a pool of sppo's own"
     return f"the C heap, for there is no pool ({installed})"
 
 
@@ -125,24 +119,15 @@ def _keep_heap_small() -> None:
 
 
 @functools.cache
-def _install(place: Path) -> CpuAllocator | str:
-    """Install the pool of the library in directory ``place``; return it, or why there is none."""
-    if os.environ.get(SWITCH, "").lower() == "heap":
-        return f"{SWITCH}=heap"
-    path = place / LIBRARY_NAME
-    if not path.exists():
-        return why_missing(path, reason_name=REASON_NAME, needs="g++ and torch are")
+def _install() -> CpuAllocator | str:
+    """Install the pool, compiled now if it is not yet; return it, or why there is none."""
+    path = memory_pool()
+    if isinstance(path, str):
+        return path
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         return f"{path} does not load: {error}"
-    library.sppo_cpu_allocator_torch.restype = ctypes.c_char_p
-    built_for = library.sppo_cpu_allocator_torch().decode()
-    if built_for != torch.__version__:
-        return (
-            f"{path} was built for torch {built_for}, this is {torch.__version__}; reinstall "
-            "to rebuild it"
-        )
     addresses = max(_LEAST_ADDRESSES, _ADDRESSES_PER_BYTE * memory_room().least_bytes)
     code = library.sppo_cpu_allocator_install(
         ctypes.c_uint64(addresses), ctypes.c_uint64(LEAST_POOLED_BYTES)

@@ -1,6 +1,6 @@
 """Native library, loaded and called through ctypes, or the reason why it is missing.
 
-Installation builds the library (csrc/build_native.py) if a compiler is present, and each of its
+The library is compiled by :mod:`sppo.native_build` if a compiler is present, and each of its
 functions has a Python fallback. Only pointers and sizes are passed, so the library does not depend
 on versions of Python or torch; ctypes releases the interpreter's lock during every call.
 """
@@ -15,13 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sppo.kernels.native.native_file import NativeFile, declare_functions
+from sppo.native_build import HOST_LIBRARY, built
 
-LIBRARY_NAME = "sppo_native.so"
-REASON_NAME = "not_built.txt"
 INTERFACE_VERSION = 2
 """SPPO_INTERFACE_VERSION of the csrc/host_arena.h that this package was written for."""
 
-_PLACE = Path(__file__).parents[1] / "_native"
 _ANY_NODE = -1
 
 
@@ -113,36 +111,28 @@ class NativeLibrary:
 
 def native_library() -> NativeLibrary | None:
     """Return the native library, loaded at the first call, or None: :func:`describe` says why."""
-    loaded = load(_PLACE)
+    loaded = load()
     return loaded if isinstance(loaded, NativeLibrary) else None
 
 
 def describe() -> str:
     """Return one line for users: ``native: …``, or ``python fallback: …`` with the reason."""
-    loaded = load(_PLACE)
+    loaded = load()
     if isinstance(loaded, NativeLibrary):
-        return f"native: {loaded.path.name}, interface {INTERFACE_VERSION}"
+        return f"native: interface {INTERFACE_VERSION}"
     return f"python fallback: {loaded}"
 
 
 @functools.cache
-def load(place: Path) -> NativeLibrary | str:
-    """Return the library in directory ``place``, or why there is none; cached per process."""
-    path = place / LIBRARY_NAME
-    if not path.exists():
-        return why_missing(path, reason_name=REASON_NAME, needs="a C compiler is")
+def load() -> NativeLibrary | str:
+    """Return the library, compiled now if it is not yet, or why there is none; cached."""
+    path = built(HOST_LIBRARY)
+    if isinstance(path, str):
+        return path
     try:
         return NativeLibrary(path)
     except (OSError, ValueError) as error:
         return f"{path} does not load: {error}"
-
-
-def why_missing(path: Path, *, reason_name: str, needs: str) -> str:
-    """Return why library ``path`` is missing: installation's reason file, or how to build it."""
-    try:
-        return f"not built: {(path.parent / reason_name).read_text().strip()}"
-    except OSError:
-        return f"{path} is not there; pip install builds it where {needs} present"
 
 
 def _check(code: int) -> None:

@@ -1,34 +1,32 @@
 """Memory pool of torch's CPU tensors, tested in subprocesses because it cannot be uninstalled."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from sppo import native_build
 from sppo.hardware import this_machine
 from sppo.kernels.native import cpu_allocator
-from tests.native_builds import ROOT, build_module, cxx_compiler
+from tests.native_builds import ROOT, cxx_compiler
 
 CHECKS = ("address,undefined", "thread")
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory) -> Path:
-    """The directory of a library of the present sources."""
+def library() -> Path:
+    """The pool of the present sources; without a compiler the test is skipped."""
     cxx_compiler()
-    place = tmp_path_factory.mktemp("native")
-    build = build_module()
-    assert build._build(build._allocator(), place)
-    return place
+    built = native_build.built(native_build.MEMORY_POOL)
+    assert isinstance(built, Path), built
+    return built
 
 
 def run(library: Path, code: str, **environment: str) -> str:
     prologue = (
-        "from pathlib import Path\nimport torch\nfrom sppo.kernels.native import cpu_allocator\n"
-        f"cpu_allocator._PLACE = Path({str(library)!r})\n"
+        "import torch\nfrom sppo.kernels.native import cpu_allocator\n"
         "MIB = 1 << 20\n"
         "allocator = cpu_allocator.install_cpu_allocator()\n"
     )
@@ -173,36 +171,16 @@ print(allocator is None, digest.hexdigest())
     assert pooled.split()[1] == heap.split()[1]
 
 
-def test_reasons_why_there_is_none(library, tmp_path, monkeypatch):
-    assert "is not there" in str(cpu_allocator._install(tmp_path))
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / cpu_allocator.REASON_NAME).write_text("no g++\n")
-    assert cpu_allocator._install(tmp_path / "a") == "not built: no g++"
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / cpu_allocator.LIBRARY_NAME).write_text("no library")
-    assert "does not load" in str(cpu_allocator._install(tmp_path / "b"))
-    monkeypatch.setattr(cpu_allocator.torch, "__version__", "9.9")
-    shutil.copytree(library, tmp_path / "c")
-    assert "was built for torch" in str(cpu_allocator._install(tmp_path / "c"))
+def test_reasons_why_there_is_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(cpu_allocator, "memory_pool", lambda: "not built: no g++")
+    assert cpu_allocator._install.__wrapped__() == "not built: no g++"
+    (tmp_path / "library.so").write_text("no library")
+    monkeypatch.setattr(cpu_allocator, "memory_pool", lambda: tmp_path / "library.so")
+    assert "does not load" in cpu_allocator._install.__wrapped__()
 
 
-def test_installation_without_torch_says_so(tmp_path, monkeypatch):
-    build = build_module()
-    monkeypatch.setattr(build.sysconfig, "get_path", lambda name: str(tmp_path))
-    monkeypatch.setattr(build.sys, "path", [])
-    build.build_native(tmp_path / "native")
-    reason = (tmp_path / "native" / cpu_allocator.REASON_NAME).read_text()
-    assert reason == "no torch in this environment; install it first, then SPPO again\n"
-
-
-def test_the_planner_looks_where_it_is(monkeypatch, tmp_path):
-    assert this_machine._ALLOCATOR == cpu_allocator._PLACE / cpu_allocator.LIBRARY_NAME
-    assert this_machine._ALLOCATOR_SWITCH == cpu_allocator.SWITCH
-    monkeypatch.delenv(cpu_allocator.SWITCH, raising=False)
-    library = tmp_path / "library.so"
-    assert not this_machine.has_memory_pool(library=library)
-    library.touch()
-    assert this_machine.has_memory_pool(library=library)
-    monkeypatch.setenv(cpu_allocator.SWITCH, "heap")
-    assert not this_machine.has_memory_pool(library=library)
+def test_the_planner_counts_on_the_pool_that_training_takes(monkeypatch, library):
+    monkeypatch.delenv(native_build.POOL_SWITCH, raising=False)
+    assert this_machine.describe_cpu(1 << 34).device.heap_share == 0
+    monkeypatch.setenv(native_build.POOL_SWITCH, "heap")
     assert this_machine.describe_cpu(1 << 34).device.heap_share == this_machine.C_HEAP_SHARE
