@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _SIGNS = {"ok": "ok", "note": "note", "missing": "-", "broken": "BROKEN"}
 BROKEN = 1
-"""Exit code if a required part is installed and does not work."""
+"""Exit code if something is installed and does not work."""
 _LEAST_COLUMNS = 40
 """Smallest width of a table. A narrower terminal wraps lines itself."""
 
@@ -30,8 +30,8 @@ def doctor(
 ) -> None:
     """Report what training and planning find on this machine, and how to add what is missing.
 
-    Nothing is measured, changed or downloaded. Exit code 1: a part that every run needs is broken,
-    or FILE cannot be used.
+    Nothing is measured or downloaded; native parts of SPPO that are missing are built. Exit code 1:
+    something that is installed does not work, or FILE cannot be used.
 
         sppo doctor
         sppo doctor --hardware hardware.json --json

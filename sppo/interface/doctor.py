@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import os
 import platform
@@ -50,7 +51,8 @@ class Finding:
 def examine(hardware: Path | None = None) -> tuple[Finding, ...]:
     """Return the findings on this machine; nothing is measured or downloaded.
 
-    Native libraries of SPPO that are missing are built.
+    Native libraries of SPPO that are missing are built. A check that fails, in whatever way, is a
+    finding and hides no other.
 
     Args:
         hardware: File of ``sppo bench`` whose figures are reported as well.
@@ -64,7 +66,25 @@ def examine(hardware: Path | None = None) -> tuple[Finding, ...]:
         _attention,
         lambda: _measured(hardware),
     )
-    return tuple(finding for look in looks for finding in look())
+    return tuple(finding for look in looks for finding in _guarded(look))
+
+
+_ANYTHING = (Exception, SystemExit)
+"""Errors that the import of a broken package may raise."""
+
+
+def _guarded(look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """Yield the findings of a look; an error that ends it is the last of them."""
+    try:
+        yield from look()
+    except _ANYTHING as error:
+        package = (getattr(error, "name", None) or "").split(".")[0]
+        advice = f"install {package or 'what it names'} again"
+        yield Finding("packages", package or "a package", "broken", _said(error), advice)
+
+
+def _said(error: BaseException) -> str:
+    return f"cannot be used: {type(error).__name__}: {error}"
 
 
 def _machine() -> Iterator[Finding]:
@@ -207,28 +227,44 @@ def _packages() -> Iterator[Finding]:
     except MemoryError as error:
         yield Finding(subject, "torch", "broken", "there is no room to load it", str(error))
         return
-    except (ImportError, OSError) as error:
-        told = f"cannot be imported: {error}"
-        yield Finding(subject, "torch", "broken", told, "install it again: pip install torch")
+    except _ANYTHING as error:
+        advice = "install it again: pip install --force-reinstall torch"
+        yield Finding(subject, "torch", "broken", _said(error), advice)
         return
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
     yield Finding(subject, "torch", "ok", f"{torch.__version__} ({built})")
     for name, distribution, use in _OPTIONAL:
-        try:
-            version = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
+        yield _optional(name, distribution, use)
+
+
+def _optional(name: str, distribution: str, use: str) -> Finding:
+    """Return the finding about an optional package, which is imported."""
+    module = name.replace("-", "_")
+    try:
+        importlib.import_module(module)
+        return Finding("packages", name, "ok", importlib.metadata.version(distribution))
+    except _ANYTHING as error:
+        if isinstance(error, ModuleNotFoundError) and error.name in (module, distribution):
             advice = f"{use}: pip install {distribution}"
-            yield Finding(subject, name, "missing", "not installed", advice)
-        else:
-            yield Finding(subject, name, "ok", version)
+            return Finding("packages", name, "missing", "not installed", advice)
+        advice = f"install it again: pip install --force-reinstall {distribution}"
+        return Finding("packages", name, "broken", _said(error), advice)
+
+
+def _torch_works() -> bool:
+    try:
+        _torch()
+    except _ANYTHING:
+        return False
+    return True
 
 
 def _torch() -> Any:
     """Import torch after a check of free memory: without memory the import kills the process.
 
     Raises:
-        ImportError: The installation of torch is missing or damaged.
         MemoryError: There is too little memory.
+        BaseException: Anything, if the installation of torch is missing or damaged.
     """
     from sppo.kernels.native.machine_memory import check_room_for_libraries
 
@@ -250,25 +286,22 @@ def _native_parts() -> Iterator[Finding]:
     state: State = "ok" if native_library() is not None else "missing"
     advice = "" if state == "ok" else f"host memory and files are slower: {again}"
     yield Finding(subject, "host library", state, describe(), advice)
-    try:
-        _torch()
-        from sppo.kernels.native.cpu_allocator import describe_cpu_allocator, install_cpu_allocator
-
-        pool = install_cpu_allocator() is not None
-        found = describe_cpu_allocator()
-    except (ImportError, MemoryError, OSError):
+    if not _torch_works():
         yield Finding(subject, "memory pool", "missing", "it works with torch alone", "mend torch")
         return
+    from sppo.kernels.native.cpu_allocator import describe_cpu_allocator, install_cpu_allocator
+
+    pool = install_cpu_allocator() is not None
+    found = describe_cpu_allocator()
     advice = "" if pool else f"memory of CPU runs is less exact: {again}"
     yield Finding(subject, "memory pool", "ok" if pool else "missing", found, advice)
 
 
 def _gpu() -> Iterator[Finding]:
     """Yield findings about GPUs, and about what a run on a GPU lacks."""
-    try:
-        torch = _torch()
-    except (ImportError, MemoryError, OSError):
+    if not _torch_works():
         return
+    torch = _torch()
     subject = "GPU"
     if torch.version.cuda is None:
         advice = "to train on a GPU, install a torch with CUDA on a machine with one"
@@ -301,19 +334,19 @@ def _visible_gpus() -> Iterator[Finding]:
 
 def _attention() -> Iterator[Finding]:
     """Yield findings about attention back ends, in order of preference on the device of a run."""
-    try:
-        torch = _torch()
-        from sppo.kernels.attention.choice import (
-            CAPABILITIES,
-            AttentionCase,
-            chosen_name,
-            is_installed,
-            preference,
-            why_not,
-        )
-        from sppo.kernels.half_products import needs_casts
-    except (ImportError, MemoryError, OSError):
+    if not _torch_works():
         return
+    torch = _torch()
+    from sppo.kernels.attention.choice import (
+        CAPABILITIES,
+        AttentionCase,
+        chosen_name,
+        is_installed,
+        preference,
+        why_not,
+    )
+    from sppo.kernels.half_products import needs_casts
+
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     case = AttentionCase(device, torch.bfloat16, _HEAD_SIZE, _GROUP, window=False)
     subject = f"attention ({device.type}, bf16)"

@@ -42,6 +42,27 @@ def test_what_is_not_installed_is_told_with_its_package(monkeypatch):
     assert finding.advice == "tells the GPU: pip install no-such-package"
 
 
+@pytest.mark.parametrize("error", ["RuntimeError('half of it')", "SystemExit('half of it')"])
+def test_a_broken_package_is_named(monkeypatch, tmp_path, error):
+    (tmp_path / "half_of_it.py").write_text(f"raise {error}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(doctor, "_OPTIONAL", (("half-of-it", "half-of-it", "nothing"),))
+    finding = found(doctor.examine(), "half-of-it")
+    assert (finding.state, "half of it" in finding.found) == ("broken", True)
+    assert finding.advice == "install it again: pip install --force-reinstall half-of-it"
+
+
+def test_a_check_that_fails_hides_no_other(monkeypatch):
+    def why_not(name, case):
+        raise ModuleNotFoundError("No module named 'triton.runtime'", name="triton.runtime")
+
+    monkeypatch.setattr("sppo.kernels.attention.choice.chosen_name", lambda name, case: "")
+    monkeypatch.setattr("sppo.kernels.attention.choice.why_not", why_not)
+    findings = doctor.examine()
+    assert "'triton.runtime'" in [f for f in findings if f.name == "triton"][-1].found
+    assert found(findings, "rates").state == "missing"
+
+
 def test_json_has_every_finding():
     report = json.loads(succeed("doctor", "--json"))
     assert [entry["name"] for entry in report["findings"]] == [f.name for f in doctor.examine()]
@@ -156,7 +177,12 @@ def test_a_gpu_that_cannot_be_seen_is_told(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("broken", "said"), [("raise ImportError('half of it')", "half of it"), (None, "ulimit -v")]
+    ("broken", "said"),
+    [
+        ("raise ImportError('half of it')", "half of it"),
+        ("raise AttributeError('half of it')", "half of it"),
+        (None, "ulimit -v"),
+    ],
 )
 def test_tells_everything_else_where_torch_cannot_be_loaded(tmp_path, broken, said):
     """In a process of its own: nothing that doctor looks at may import torch by the way."""
