@@ -64,8 +64,10 @@ int sppo_arena_reserve(uint64_t size_bytes, int huge_pages, int numa_node, sppo_
     if (arena == NULL || size_bytes == 0) return EINVAL;
     if (size_bytes > (uint64_t)PTRDIFF_MAX - page) return ENOMEM;
     const size_t size = ((size_t)size_bytes + page - 1) / page * page;
-    void *address =
-        mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    /* Not reserved: the caller checks what is free before it touches pages, and may map addresses
+     * for memory that it never needs. */
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void *address = mmap(NULL, size, PROT_READ | PROT_WRITE, flags, -1, 0);
     if (address == MAP_FAILED) return errno;
     const int advised = huge_pages && advise_huge_pages(address, size);
     if (numa_node != SPPO_ANY_NODE) {

@@ -31,7 +31,7 @@ typedef struct {
 
 SPPO_EXPORT int sppo_interface_version(void);
 
-/* Map size_bytes of anonymous memory, rounded up to pages. No page is resident yet.
+/* Map size_bytes of anonymous memory, rounded up to pages. No page is resident or reserved yet.
  *
  * huge_pages: if not 0, advise huge pages; arena->huge_pages says whether the system has them.
  * numa_node: node that all memory must come from, or SPPO_ANY_NODE.
@@ -41,8 +41,8 @@ SPPO_EXPORT int sppo_interface_version(void);
 SPPO_EXPORT int sppo_arena_reserve(uint64_t size_bytes, int huge_pages, int numa_node,
                                    sppo_arena *arena);
 
-/* Make every page resident, with num_threads threads, by writing a zero into each page; call before
- * first use.
+/* Make every page of an arena, or of a range of its pages, resident by writing a zero into each,
+ * with num_threads threads; call before first use.
  *
  * If the system refuses threads, fewer are used. EINVAL: no thread, or no arena. */
 SPPO_EXPORT int sppo_arena_touch(const sppo_arena *arena, int num_threads);

@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 
 from sppo.engine import trace
+from sppo.engine.engine import Engine, StepResult
 from sppo.hardware.numa import NumaNode
 from sppo.offload import transfers
 from sppo.offload.queues import cuda_queues
@@ -96,3 +97,18 @@ def fake_gpu(*, free_bytes: int = TOTAL_BYTES) -> Iterator[tuple[FakeGpu, Any]]:
         )
         stack.enter_context(measured)
         yield FakeGpu(torch.device("cpu")), found
+
+
+@contextmanager
+def steps_lock_nothing(runtime: Any) -> Iterator[None]:
+    """Host memory is page-locked before the first step, while no other rank waits."""
+    accumulate = Engine.accumulate
+
+    def checked(engine: Engine, *arguments: Any, **named: Any) -> StepResult:
+        before = list(runtime.locked_sizes)
+        done = accumulate(engine, *arguments, **named)
+        assert runtime.locked_sizes == before
+        return done
+
+    with patch.object(Engine, "accumulate", checked):
+        yield

@@ -332,6 +332,30 @@ class Engine:
         self._msp_executor(step)
         return step.program
 
+    def reserve_host(self, boundaries: Sequence[Sequence[int]]) -> None:
+        """Take the host memory behind a GPU for a training step, so that no step page-locks it.
+
+        Connects the ranks of each MSP group, so every rank must call it.
+
+        Args:
+            boundaries: Boundaries of the subsequences of each sequence, from 0 to its length.
+
+        Raises:
+            MemoryError: The host lacks memory.
+        """
+        if self._offloaded is None:
+            return
+        units: dict[tuple[int, int], Unit] = {}
+        for index, cuts in enumerate(boundaries):
+            no_tokens_S = torch.empty(cuts[-1], dtype=torch.long)
+            units |= units_of(index, SequenceData(no_tokens_S, no_tokens_S), cuts, self._shard)
+        lengths = tuple(lengths_of(tuple(cuts)) for cuts in boundaries)
+        step = self._programs.step(lengths, forward_only=False)
+        self._prepare(step, units, reserve=OffloadStore.reserve_host)
+        msp = self._msp_executor(step)
+        if msp is not None:
+            msp.prepare(units, reserve=OffloadStore.reserve_host)
+
     def take_peaks(self) -> EnginePeaks:
         """Return the peaks since the last call, and reset them."""
         peaks = EnginePeaks(
@@ -431,7 +455,13 @@ class Engine:
             }
         return self._msp_executors[digest]
 
-    def _prepare(self, step: PlannedStep, units: Mapping[tuple[int, int], Unit]) -> None:
+    def _prepare(
+        self,
+        step: PlannedStep,
+        units: Mapping[tuple[int, int], Unit],
+        *,
+        reserve: Callable[[OffloadStore, OffloadSchedule], None] = OffloadStore.prepare,
+    ) -> None:
         """Reserve memory on each stage for the units that run whole, and prepare the offloads."""
         schedule = step.program
         for index, stage in self._stages.items():
@@ -446,7 +476,7 @@ class Engine:
             return
         if self._offloads is None or self._offloads[0] is not schedule:
             self._offloads = schedule, self._offload_schedule(schedule)
-        self._offloaded.prepare(self._offloads[1])  # same object for equal steps: store reuses it
+        reserve(self._offloaded, self._offloads[1])  # same object for equal steps: store reuses it
 
     def _offload_schedule(self, schedule: Schedule) -> OffloadSchedule:
         """Return the offload schedule of all stages, with blocks in the order of their use."""

@@ -1,7 +1,7 @@
-"""Host memory of the planned size, mapped once and resident from the start.
+"""Host memory of the planned size, mapped once and resident before it is used.
 
-There is no allocator: the plan has the offsets, and the arena returns views of ranges. All pages
-are resident before the first step, so that no step can run out of memory. Every view keeps the
+There is no allocator: the plan has the offsets, and the arena returns views of ranges. Pages are
+made resident before a step uses them, so that no step can run out of memory. Every view keeps the
 mapping alive, which is returned to the system with the last view.
 """
 
@@ -10,14 +10,14 @@ from __future__ import annotations
 import errno
 import logging
 import math
+import mmap
 import os
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from sppo.kernels.native.extension import describe, native_library
@@ -36,6 +36,9 @@ _log = logging.getLogger(__name__)
 class HostArena:
     """``size_bytes`` of host memory, zero at first, resident until the arena is closed.
 
+    An arena that may grow maps addresses for its largest size, and :meth:`make_resident` takes the
+    memory when it is needed.
+
     After :meth:`close` the arena returns no more views, but existing views stay valid: the memory
     is returned to the system with the last view, which a traceback may hold. :attr:`released` tells
     whether the memory has been returned.
@@ -45,14 +48,16 @@ class HostArena:
         self,
         size_bytes: int,
         *,
+        resident_bytes: int | None = None,
         huge_pages: bool = True,
         numa_node: int | None = None,
         threads: int | None = None,
     ) -> None:
-        """Check the size against the machine; map, bind and touch every page.
+        """Check the size against the machine; map and bind memory, and touch its pages.
 
         Args:
             size_bytes: Planned size; mapped in whole pages.
+            resident_bytes: First bytes to make resident at once; None for all.
             huge_pages: Advise the system to use huge pages, if it has them.
             numa_node: NUMA node that all memory must come from; None for any.
             threads: Number of threads of the first touch; by default one per usable core, at most
@@ -70,24 +75,32 @@ class HostArena:
         if threads < 1:
             raise ValueError(f"threads={threads}; at least one thread touches the memory")
         self.size_bytes = size_bytes
-        room = _check_room(size_bytes, numa_node=numa_node)
+        self._numa_node, self._threads = numa_node, threads
+        first_bytes = size_bytes if resident_bytes is None else resident_bytes
+        room = memory_room(numa_node=numa_node)
+        _check_room(first_bytes, room)
         mapping = _map(size_bytes, huge_pages=huge_pages, numa_node=numa_node, room=room)
-        begin_s = time.perf_counter()
-        mapping.touch(threads)
-        touch_s = time.perf_counter() - begin_s
         self.mapped_bytes = mapping.data.nbytes
-        """``size_bytes`` rounded up to whole pages, which the arena adds to the resident set."""
+        """``size_bytes`` rounded up to whole pages, which a resident arena adds to the process."""
         self.huge_pages = mapping.huge_pages
         """True if the system accepted the advice to use huge pages."""
-        self._bytes: NDArray[np.uint8] | None = mapping.data
-        self._alive = weakref.ref(self._bytes)
-        _log.debug(
-            "host arena: %s made resident in %.2f s by %d threads, %s huge pages",
-            format_bytes(self.mapped_bytes),
-            touch_s,
-            threads,
-            "with" if self.huge_pages else "without",
-        )
+        self._mapping: HostMapping | None = mapping
+        self._alive = weakref.ref(mapping.data)
+        self._resident_bytes = 0
+        self._touch(mapping, first_bytes)
+
+    def make_resident(self, end_bytes: int) -> None:
+        """Make the bytes before ``end_bytes`` resident, as far as they are not yet.
+
+        Raises:
+            ValueError: The arena is closed.
+            MemoryError: The machine, its control group or the node has less memory.
+        """
+        if end_bytes <= self._resident_bytes:
+            return
+        room = replace(memory_room(numa_node=self._numa_node), address_bytes=None)  # has addresses
+        _check_room(end_bytes - self._resident_bytes, room)
+        self._touch(self._mapped(), end_bytes)
 
     def tensor(self, offset_bytes: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a view of the bytes from ``offset_bytes`` on as a contiguous tensor.
@@ -104,8 +117,7 @@ class HostArena:
             ValueError: The arena is closed, the offset is not aligned, a size is negative, or the
                 view ends after the planned size.
         """
-        if self._bytes is None:
-            raise ValueError("the arena is closed; it gives no more views")
+        mapping = self._mapped()
         if any(size < 0 for size in shape):
             raise ValueError(f"shape {tuple(shape)} has a negative size")
         if offset_bytes % ALIGNMENT_BYTES != 0:
@@ -115,13 +127,18 @@ class HostArena:
             raise ValueError(
                 f"bytes {offset_bytes} to {end_bytes} are not within the arena's {self.size_bytes}"
             )
-        view = torch.from_numpy(self._bytes[offset_bytes:end_bytes])
+        view = torch.from_numpy(mapping.data[offset_bytes:end_bytes])
         return view.view(dtype).view(tuple(shape))
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte, on a page boundary."""
+        return int(self._mapped().data.ctypes.data)
 
     @property
     def closed(self) -> bool:
         """True if :meth:`close` was called."""
-        return self._bytes is None
+        return self._mapping is None
 
     @property
     def released(self) -> bool:
@@ -130,7 +147,26 @@ class HostArena:
 
     def close(self) -> None:
         """Return no more views, and free the memory with the last view; may be repeated."""
-        self._bytes = None
+        self._mapping = None
+
+    def _mapped(self) -> HostMapping:
+        if self._mapping is None:
+            raise ValueError("the arena is closed; it gives no more views")
+        return self._mapping
+
+    def _touch(self, mapping: HostMapping, end_bytes: int) -> None:
+        """Touch the pages before ``end_bytes`` that are not resident yet."""
+        begin_s, begin_bytes = time.perf_counter(), self._resident_bytes
+        self._resident_bytes = -(-end_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if self._resident_bytes > begin_bytes:
+            mapping.touch(begin_bytes, self._resident_bytes, self._threads)
+        _log.debug(
+            "host arena: %s made resident in %.2f s by %d threads, %s huge pages",
+            format_bytes(self._resident_bytes - begin_bytes),
+            time.perf_counter() - begin_s,
+            self._threads,
+            "with" if self.huge_pages else "without",
+        )
 
     def __enter__(self) -> HostArena:
         return self
@@ -145,15 +181,13 @@ def _usable_cores() -> int:
     return min(_MOST_THREADS, cores)
 
 
-def _check_room(size_bytes: int, *, numa_node: int | None) -> MemoryRoom:
+def _check_room(size_bytes: int, room: MemoryRoom) -> None:
     """Raise MemoryError for too large a size; touching pages would have the process killed."""
-    room = memory_room(numa_node=numa_node)
     if size_bytes > room.least_bytes:
         raise MemoryError(
             f"a host arena of {format_bytes(size_bytes)} does not fit: {room}; "
             "offload less, or end what else uses memory"
         )
-    return room
 
 
 def _map(

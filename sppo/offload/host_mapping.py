@@ -29,8 +29,9 @@ class HostMapping:
     data: NDArray[np.uint8]
     huge_pages: bool
     """True if the system accepted the advice to use huge pages."""
-    touch: Callable[[int], None]
-    """Function that makes every page resident with a number of threads; call once, before use."""
+    touch: Callable[[int, int, int], None]
+    """Function of (begin, end, threads) that makes the pages of a range of bytes resident with a
+    number of threads; call before use. ``begin`` is on a page boundary."""
 
 
 def native_mapping(
@@ -48,7 +49,7 @@ def native_mapping(
     return HostMapping(
         np.frombuffer(memoryview(owner), dtype=np.uint8),
         memory.huge_pages,
-        lambda threads: library.touch(memory, threads=threads),
+        lambda begin, end, threads: library.touch(memory, begin, end, threads=threads),
     )
 
 
@@ -58,14 +59,19 @@ def python_mapping(size_bytes: int, *, huge_pages: bool) -> HostMapping:
     Raises:
         OSError: The system refused; nothing is left mapped.
     """
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    # As in csrc/host_arena.c: the caller checks what is free before it touches pages.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     try:
         owner = mmap.mmap(-1, -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, flags=flags)
     except OverflowError as error:
         raise OSError(errno.ENOMEM, str(error)) from None
     taken = huge_pages and _advise_huge_pages(owner)
     data = np.frombuffer(owner, dtype=np.uint8)
-    return HostMapping(data, taken, lambda threads: _touch(data[:: mmap.PAGESIZE], threads))
+    return HostMapping(
+        data,
+        taken,
+        lambda begin, end, threads: _touch(data[begin : end : mmap.PAGESIZE], threads),
+    )
 
 
 def _touch(pages: NDArray[np.uint8], threads: int) -> None:

@@ -96,6 +96,15 @@ class OffloadStore:
         self._back_bytes: Counter[str] = Counter()
         self._begin()
 
+    def reserve_host(self, schedule: OffloadSchedule) -> None:
+        """Take the host memory of a step, which page-locking makes slow, before the first step.
+
+        Raises:
+            MemoryError: The host lacks memory.
+        """
+        if schedule.largest_bytes > 0:
+            self._slots.reserve_host(schedule)
+
     def prepare(self, schedule: OffloadSchedule) -> None:
         """Reserve memory and disk space for a step; call between steps.
 

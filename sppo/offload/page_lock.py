@@ -1,5 +1,8 @@
 """Page-locking of already mapped host memory by the CUDA runtime.
 
+The driver refuses to lock 512 GiB or more in one call, so large memory is locked in chunks. A copy
+must not span two chunks, so chunks end only at addresses at which copies are cut, too.
+
 ``torch.cuda.cudart()`` has no ``cudaGetLastError``, and the runtime keeps an error until it is
 queried: the next kernel launch would report the error of a failed page-lock as its own.
 """
@@ -8,39 +11,74 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sppo.units import GIB, MIB, format_bytes
+
+PIECE_BYTES = 32 * MIB
+"""Largest single copy. Copies are cut at multiples of it in host memory: others can use the copy
+engine between, and no copy spans two chunks of page-locked memory."""
+CHUNK_BYTES = 64 * GIB
+"""Most memory that is page-locked by one call; a multiple of :data:`PIECE_BYTES`."""
+
+
+def spans(memory: Tensor, *, most_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield (begin, end) of consecutive spans of contiguous memory, as byte offsets.
+
+    Every span but the last ends at an address that is a multiple of :data:`PIECE_BYTES`.
+
+    Args:
+        memory: Contiguous host tensor.
+        most_bytes: Largest span; a multiple of :data:`PIECE_BYTES`.
+    """
+    address, begin = memory.data_ptr(), 0
+    while begin < memory.nbytes:
+        cut = (address + begin + most_bytes) // PIECE_BYTES * PIECE_BYTES - address
+        end = min(memory.nbytes, cut)
+        yield begin, end
+        begin = end
+
 
 def lock_pages(runtime: Any, memory: Tensor) -> None:
-    """Page-lock all of ``memory``.
+    """Page-lock all of ``memory``, or nothing.
 
     Args:
         runtime: Result of ``torch.cuda.cudart()``.
         memory: Contiguous host tensor, which must stay mapped until it is unlocked.
 
     Raises:
-        MemoryError: The machine lacks memory, or its limit on locked memory (``ulimit -l``) is too
-            low.
+        MemoryError: The driver refuses.
     """
-    failure = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
-    if int(failure) == 0:
-        return
-    why = runtime.cudaGetErrorString(failure)
-    forget_last_error()
-    raise MemoryError(
-        f"CUDA refuses to page-lock {memory.nbytes} bytes of host memory ({why}); raise ulimit -l, "
-        "or offload less (activations.offload_ratio)"
-    )
+    locked: list[int] = []
+    for begin, end in spans(memory, most_bytes=CHUNK_BYTES):
+        address = memory.data_ptr() + begin
+        failure = runtime.cudaHostRegister(address, end - begin, 0)
+        if int(failure) != 0:
+            why = runtime.cudaGetErrorString(failure)
+            forget_last_error()
+            _unlock(runtime, locked)
+            raise MemoryError(
+                f"the NVIDIA driver refuses to page-lock {format_bytes(end - begin)} of host "
+                f"memory, {format_bytes(memory.nbytes)} in all ({why}); offload less "
+                "(activations.offload_ratio), or end what else uses memory"
+            )
+        locked.append(address)
 
 
 def unlock_pages(runtime: Any, memory: Tensor) -> None:
     """Unlock memory that :func:`lock_pages` locked and that no copy uses any more."""
-    failure = runtime.cudaHostUnregister(memory.data_ptr())
-    if int(failure) != 0:
-        forget_last_error()
+    begins = (begin for begin, _ in spans(memory, most_bytes=CHUNK_BYTES))
+    _unlock(runtime, [memory.data_ptr() + begin for begin in begins])
+
+
+def _unlock(runtime: Any, addresses: list[int]) -> None:
+    for address in addresses:
+        if int(runtime.cudaHostUnregister(address)) != 0:
+            forget_last_error()
 
 
 def forget_last_error() -> None:

@@ -108,18 +108,27 @@ class SlotMemory:
         """
         self._queues.abort()  # no copy may use memory that is replaced
         slot_bytes = max(self._slot_bytes, schedule.largest_bytes)
-        host_bytes = schedule.staging_slots * slot_bytes if self.on_disk else schedule.tier_bytes
         if self._disk is not None and schedule.tier_bytes > self.file_bytes:
             self.file_bytes = 0
             self._queues.open_file(self._disk, schedule.tier_bytes)
             self.file_bytes = schedule.tier_bytes
         self._staging, self.ring, self._of_extent = [], [], {}
-        self._take("host", host_bytes, take=self._queues.host_memory)
+        self.reserve_host(schedule)
         self._take("ring", schedule.ring_slots * slot_bytes, take=self._queues.device_memory)
         self._slot_bytes = slot_bytes
         if self.on_disk:
             self._staging = self._cut("host", schedule.staging_slots)
         self.ring = self._cut("ring", schedule.ring_slots)
+
+    def reserve_host(self, schedule: OffloadSchedule) -> None:
+        """Take the host memory of ``schedule``, unless there is enough already.
+
+        Raises:
+            MemoryError: The host lacks memory.
+        """
+        slot_bytes = max(self._slot_bytes, schedule.largest_bytes)
+        host_bytes = schedule.staging_slots * slot_bytes if self.on_disk else schedule.tier_bytes
+        self._take("host", host_bytes, take=self._queues.host_memory)
 
     def to_fill(self, extent: Extent) -> Slot:
         """Return a host slot for a block: with a disk, the least recently used staging slot."""

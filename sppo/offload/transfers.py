@@ -127,7 +127,8 @@ class CudaTransfers:
         stream.wait_stream(_cuda.current_stream(self._device))
         with torch.no_grad(), _cuda.stream(stream):
             for target, source in copies:
-                copy_in_pieces(target, source)
+                host = target if stream is self._to_tier else source
+                copy_in_pieces(target, source, host=host)
             event = _cuda.Event()
             event.record(stream)
         return _StreamDone(event, self._device)

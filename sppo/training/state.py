@@ -174,6 +174,9 @@ def build_state(
             device=device,
             failed_step_timeout_s=failed_step_timeout_s,
         )
+        on_failure.enter_context(closing(engine))
+        if device.kind == "cuda":  # page-locking takes long, and other ranks would wait in a step
+            engine.reserve_host([plan.boundaries] * plan.sequences)
         on_failure.pop_all()
     return TrainingState(tensors, engine, sharded)
 

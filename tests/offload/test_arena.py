@@ -79,7 +79,9 @@ def test_nothing_is_resident_before_the_first_touch(implementation):
     )
     address = mapping.data.ctypes.data
     assert resident_pages(address, 3 * MIB) == 0
-    mapping.touch(2)
+    mapping.touch(MIB, 2 * MIB, 2)
+    assert resident_pages(address, MIB) == resident_pages(address + 2 * MIB, MIB) == 0
+    mapping.touch(0, 3 * MIB, 2)
     assert resident_pages(address, 3 * MIB) * PAGE == 3 * MIB
 
 

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from sppo.offload import transfers
+from sppo.offload import page_lock, transfers
 from sppo.offload.queues import copy_streams, cuda_queues
 from sppo.offload.transfers import CudaTransfers, ThreadTransfers
 from tests.offload.queues.test_cuda_queues import DeviceThatStandsStill, runtime_without_a_gpu
@@ -52,7 +52,8 @@ def test_host_memory_is_unlocked_once(runtime):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_long_copies_are_cut_and_copy_every_byte(runtime, monkeypatch, shape, dtype):
     """So that activations, which are copied in other streams, need not wait for a whole stage."""
-    monkeypatch.setattr(copy_streams, "PIECE_BYTES", 64)
+    for module in (copy_streams, page_lock):
+        monkeypatch.setattr(module, "PIECE_BYTES", 64)
     sizes = []
     copy = torch.Tensor.copy_
 

@@ -9,6 +9,7 @@ from sppo.activations.subsequence_placement import SubsequencePlacement
 from sppo.engine.msp.shard import MspShard, cut_shard, local_tokens
 from sppo.engine.msp.stage import MspStage
 from sppo.engine.unit import Unit
+from sppo.offload.offload_store import OffloadStore
 from sppo.parallel.msp_exchange import MspExchange
 from sppo.schedule.actions import Action, ActionKind, Schedule, UnitKey
 from sppo.schedule.encoding import encode
@@ -55,8 +56,22 @@ class MspExecutor:
     def begin(self, units: Mapping[UnitKey, Unit], *, training: bool) -> None:
         """Start a step of ``units``; in training, also reserve memory and prepare the offloads."""
         self._units = units
-        if not training:
-            return
+        if training:
+            self.prepare(units)
+
+    def prepare(
+        self,
+        units: Mapping[UnitKey, Unit],
+        *,
+        reserve: Callable[[OffloadStore, OffloadSchedule], None] = OffloadStore.prepare,
+    ) -> None:
+        """Reserve memory for a training step of ``units``.
+
+        Args:
+            units: Units of the step.
+            reserve: Function that reserves memory of a store for its offloaded tensors.
+        """
+        self._units = units
         for index, stage in self._stages.items():
             own = [action for action in self._backwards if action.stage == index]
             stage.prepare(
@@ -68,7 +83,7 @@ class MspExecutor:
             if index not in self._offloads:
                 order = [key for action in own for key in stage.layout.saved_keys(action.unit)]
                 self._offloads[index] = offload_schedule([stage.layout], order=order)
-            stage.offloaded.prepare(self._offloads[index])
+            reserve(stage.offloaded, self._offloads[index])
 
     def barrier(self, action: Action) -> None:
         """Make compute wait for the other ranks of the action's MSP group."""

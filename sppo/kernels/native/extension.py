@@ -94,9 +94,13 @@ class NativeLibrary:
             struct=arena,
         )
 
-    def touch(self, memory: ReservedMemory, *, threads: int) -> None:
-        """Make every page resident by writing a zero to each page, with ``threads`` threads."""
-        _check(self._touch(ctypes.byref(memory.struct), threads))
+    def touch(self, memory: ReservedMemory, begin: int, end: int, *, threads: int) -> None:
+        """Make the pages of bytes [begin, end) resident by writing a zero to each page.
+
+        ``begin`` is on a page boundary; ``threads`` threads share the work.
+        """
+        part = ArenaStruct(memory.address + begin, end - begin)
+        _check(self._touch(ctypes.byref(part), threads))
 
     def release(self, memory: ReservedMemory) -> None:
         """Unmap ``memory``, which must be called once and ends every use of the memory."""

@@ -77,6 +77,8 @@ class CopyQueues(Protocol):
     def host_memory(self, size_bytes: int) -> Tensor:
         """Allocate host memory for blocks that are copied out: uint8, page-aligned.
 
+        It may lie where that of an earlier call lies, which must not be used any more.
+
         Raises:
             MemoryError: The host lacks memory.
         """

@@ -20,25 +20,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sppo.units import MIB
+from sppo.offload.page_lock import PIECE_BYTES, spans
 
-PIECE_BYTES = 32 * MIB
-"""Largest single copy; larger copies are cut, so that others can use the copy engine between."""
 _ASK_EVERY_S = 0.001
 
 
-def copy_in_pieces(target: Tensor, source: Tensor) -> None:
+def copy_in_pieces(target: Tensor, source: Tensor, *, host: Tensor) -> None:
     """Copy between host and device in the current stream, in pieces of :data:`PIECE_BYTES`.
 
     Args:
         target: Contiguous tensor with as many bytes as ``source``.
         source: Contiguous tensor.
+        host: The one of both in host memory, by whose addresses the copy is cut.
     """
     into, data = (tensor.view(-1).view(torch.uint8) for tensor in (target, source))
     assert into.numel() == data.numel(), f"{data.numel()} bytes into {into.numel()}"
-    for start in range(0, data.numel(), PIECE_BYTES):
-        piece = slice(start, start + PIECE_BYTES)
-        into[piece].copy_(data[piece], non_blocking=True)
+    for begin, end in spans(host, most_bytes=PIECE_BYTES):
+        into[begin:end].copy_(data[begin:end], non_blocking=True)
 
 
 class CopyStreams:

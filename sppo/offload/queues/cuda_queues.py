@@ -27,10 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sppo.offload.arena import HostArena
 from sppo.offload.copy_report import CopyReport
 from sppo.offload.disk.file_tier import FileTier
-from sppo.offload.page_lock import lock_pages, unlock_pages
+from sppo.offload.locked_arena import LockedArena
 from sppo.offload.queues.copy_queues import Dependency, Event, Region
 from sppo.offload.queues.copy_streams import CopyStreams, copy_in_pieces
 from sppo.offload.queues.thread_queues import POISON
@@ -74,6 +73,7 @@ class CudaQueues:
         device: CUDA device.
         streams: Copy streams of the rank, shared by all its queues; None makes two streams for
             these queues alone.
+        most_host_bytes: Host memory up to which :meth:`host_memory` grows in place.
         poison: Overwrite every slot after it is read, so that reading it again gives NaN.
         delay_cycles: Clock cycles that every copy waits before it starts, to test orderings.
     """
@@ -83,6 +83,7 @@ class CudaQueues:
         device: torch.device,
         *,
         streams: CopyStreams | None = None,
+        most_host_bytes: int = 0,
         poison: bool = False,
         delay_cycles: int = 0,
     ) -> None:
@@ -94,26 +95,16 @@ class CudaQueues:
         self._timings: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {}
         self._host_wait_s = 0.0
         self._poisonous: Tensor | None = None
-        self._locked: Tensor | None = None
-        self.register_s = 0.0
-        """Seconds taken to page-lock the host memory."""
+        self._host = LockedArena(_cuda.cudart(), most_bytes=most_host_bytes)
         self._closed = False
 
     def host_memory(self, size_bytes: int) -> Tensor:
-        """Map host memory and page-lock it in one piece; frees earlier host memory.
+        """Return page-locked host memory, in place of that of earlier calls.
 
         Raises:
-            MemoryError: The machine lacks memory, or its limit on locked memory (``ulimit -l``) is
-                too low.
+            MemoryError: The machine lacks memory, or the driver refuses to page-lock it.
         """
-        self._unlock()
-        with HostArena(size_bytes) as arena:
-            memory = arena.tensor(0, (size_bytes,), torch.uint8)
-        begin_s = time.perf_counter()
-        lock_pages(_cuda.cudart(), memory)
-        self.register_s = time.perf_counter() - begin_s
-        self._locked = memory  # a reference, so that no page is unmapped while locked
-        return memory
+        return self._host.memory(size_bytes)
 
     def device_memory(self, size_bytes: int) -> Tensor:
         """Allocate device memory."""
@@ -146,7 +137,8 @@ class CudaQueues:
 
         def copy() -> None:
             for offset, source in placed:
-                copy_in_pieces(host.data[offset : offset + source.nbytes], source)
+                target = host.data[offset : offset + source.nbytes]
+                copy_in_pieces(target, source, host=target)
 
         copied = self._enqueue("out", copy, after)
         self._sources.append((copied, placed))
@@ -190,9 +182,10 @@ class CudaQueues:
         """Copy from ``host`` to ``ring`` in the stream back."""
 
         def copy() -> None:
-            copy_in_pieces(ring.data[:size_bytes], host.data[:size_bytes])
+            source = host.data[:size_bytes]
+            copy_in_pieces(ring.data[:size_bytes], source, host=source)
             if self._poisonous is not None:
-                copy_in_pieces(host.data[:size_bytes], self._poisonous[:size_bytes])
+                copy_in_pieces(source, self._poisonous[:size_bytes], host=source)
 
         return self._enqueue("back", copy, after)
 
@@ -258,14 +251,8 @@ class CudaQueues:
             self._sources.clear()
             if self._file is not None:
                 self._file.close()
-            self._unlock()
+            self._host.release()
         self._closed = True  # last, so that an interrupted close can be repeated
-
-    def _unlock(self) -> None:
-        """Unlock and free the host memory, which no copy may use any more."""
-        if self._locked is not None:
-            unlock_pages(_cuda.cudart(), self._locked)
-            self._locked = None
 
     def _mark_compute(self) -> StreamEvent:
         event = _cuda.Event()

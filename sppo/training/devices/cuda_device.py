@@ -212,8 +212,12 @@ class CudaDevice:
             return []
         assert disk is not None or plan.tier != "disk", "checked before training"
         streams = CopyStreams(_cuda, self.torch_device, failed_step_timeout_s=failed_step_timeout_s)
+        most_host_bytes = self.host_tier_bytes(local_ranks=1)
         queues = (
-            CudaQueues(self.torch_device, streams=streams, poison=debug) for _ in range(count)
+            CudaQueues(
+                self.torch_device, streams=streams, most_host_bytes=most_host_bytes, poison=debug
+            )
+            for _ in range(count)
         )
         disk = disk if plan.tier == "disk" else None
         return [OffloadStore(own, disk=disk, checksums=debug) for own in queues]

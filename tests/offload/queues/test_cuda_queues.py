@@ -9,17 +9,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sppo.activations.activation_layout import ActivationKey, Extent, OffloadSchedule
 from sppo.offload import page_lock
 from sppo.offload.offload_store import OffloadStore
+from sppo.offload.page_lock import PIECE_BYTES
 from sppo.offload.queues import cuda_queues
 from sppo.offload.queues.copy_queues import Ordering, Region
 from sppo.offload.queues.copy_streams import CopyStreams, wait_with_timeout
 from sppo.offload.queues.cuda_queues import CudaQueues
+from sppo.units import GIB
 from tests.offload import test_offload_store as test_moving_store
 from tests.offload.test_offload_store import failing_disk, run_step
 
-OUT_OF_MEMORY = 2
-"""``cudaErrorMemoryAllocation``."""
+OUT_OF_MEMORY, LOCKED_ALREADY = 2, 712
+"""``cudaErrorMemoryAllocation`` and ``cudaErrorHostMemoryAlreadyRegistered``."""
+TOO_MANY_BYTES = 1 << 39
+"""Bytes that the driver cannot lock in one call (NVIDIA/open-gpu-kernel-modules#1234)."""
 DELAYS = {"none": 0, "every copy 2 ms late": 4_000_000}
 
 
@@ -67,21 +72,30 @@ class StreamOfNow:
 
 def runtime_without_a_gpu(*, register_fails=False):
     """What the queues ask of torch.cuda, on this process's memory: the bookkeeping is the same."""
-    locked, sizes = set(), []
+    locked, sizes, ends = set(), [], {}
 
     def register(address, size_bytes, flags):
+        if register_fails or size_bytes >= TOO_MANY_BYTES:
+            return OUT_OF_MEMORY
+        if any(begin < address + size_bytes and address < ends[begin] for begin in locked):
+            return LOCKED_ALREADY
         locked.add(address)
         sizes.append(size_bytes)
-        return OUT_OF_MEMORY if register_fails else 0
+        ends[address] = address + size_bytes
+        return 0
 
     def unregister(address):
         locked.remove(address)
         return 0
 
+    def spans_two(address, size_bytes):
+        """Whether a copy of this memory would span two locked ranges."""
+        return any(address < ends[begin] < address + size_bytes for begin in locked)
+
     runtime = SimpleNamespace(
         cudaHostRegister=register,
         cudaHostUnregister=unregister,
-        cudaGetErrorString={OUT_OF_MEMORY: "out of memory"}.get,
+        cudaGetErrorString={OUT_OF_MEMORY: "out of memory", LOCKED_ALREADY: "locked already"}.get,
     )
     return SimpleNamespace(
         Event=EventOfNow,
@@ -93,7 +107,13 @@ def runtime_without_a_gpu(*, register_fails=False):
         cudart=lambda: runtime,
         locked=locked,
         locked_sizes=sizes,
+        spans_two=spans_two,
     )
+
+
+def offloads(key, *, size_bytes):
+    """A step that offloads one block."""
+    return OffloadSchedule({key: Extent(0, size_bytes)}, [key], staging_slots=2, ring_slots=2)
 
 
 @pytest.fixture
@@ -133,6 +153,19 @@ def test_a_device_that_no_longer_answers_is_left(no_gpu, monkeypatch, kind, tmp_
     assert time.monotonic() - begin_s < 5
     assert streams.given_up
     assert len(no_gpu.locked) == 2, "the device may still copy to it"
+
+
+def test_steps_of_growing_size_lock_each_byte_once(no_gpu):
+    """And nothing at all in a step whose host memory was taken before."""
+    store = OffloadStore(CudaQueues(torch.device("cpu"), most_host_bytes=GIB))
+    steps = [offloads(ActivationKey(0, 0, 0), size_bytes=n * 4096) for n in (1, 2, 9000, 9001)]
+    for step in steps:
+        store.reserve_host(step)
+        taken = list(no_gpu.locked_sizes)
+        store.prepare(step)
+        assert no_gpu.locked_sizes == taken
+        assert sum(taken) < step.tier_bytes + PIECE_BYTES
+    store.close()
 
 
 def test_a_thread_that_waits_for_the_device_is_left(no_gpu, monkeypatch, tmp_path):
@@ -299,7 +332,9 @@ def test_a_failed_step_leaves_no_times_behind(no_gpu, verb, tmp_path):
 
 def test_memory_that_cannot_be_locked_is_said(monkeypatch):
     monkeypatch.setattr(cuda_queues, "_cuda", runtime_without_a_gpu(register_fails=True))
-    refused = r"refuses to page-lock 4096 bytes of host memory \(out of memory\); raise ulimit -l"
+    refused = (
+        r"NVIDIA driver refuses to page-lock 4.0 KiB of .*in all \(out of memory\); offload less"
+    )
     with pytest.raises(MemoryError, match=refused):
         CudaQueues(torch.device("cpu")).host_memory(4096)
 
@@ -338,6 +373,20 @@ def test_host_memory_is_page_locked():
     queues = CudaQueues(torch.device("cuda"))
     memory = queues.host_memory(1 << 20)
     assert memory.is_pinned()
-    assert queues.register_s > 0
     queues.close()
     assert not memory.is_pinned()
+
+
+@on_gpu
+def test_copies_cross_the_border_of_two_locked_chunks(monkeypatch):
+    monkeypatch.setattr(page_lock, "CHUNK_BYTES", page_lock.PIECE_BYTES)
+    queues = CudaQueues(torch.device("cuda"))
+    size = 3 * page_lock.PIECE_BYTES
+    host = Region("host", 0, queues.host_memory(size))
+    sent = torch.randint(256, (size,), dtype=torch.uint8, device="cuda")
+    ring = Region("ring", 0, torch.zeros_like(sent))
+    copied = queues.copy_out(host, [(0, sent)], after=[])
+    back = queues.copy_back(ring, host, size, after=[(Ordering.FILLED_BEFORE_READ, copied)])
+    queues.use(ring, back)
+    assert torch.equal(ring.data, sent)
+    queues.close()

@@ -48,7 +48,7 @@ from sppo.training.steps.warm_up import warm_up
 from sppo.units import GIB, MIB
 from tests import fake_cuda
 from tests.conftest import refuse, succeed, write_run
-from tests.fake_cuda import NAME, fake_gpu
+from tests.fake_cuda import NAME, fake_gpu, steps_lock_nothing
 
 MODEL = {"preset": "tiny-test", "vocab_size": 32, "num_layers": 3}
 GPUS = 2
@@ -313,6 +313,14 @@ def test_the_host_waits_for_the_device_only_between_steps(work, monkeypatch):
     first, *others = waits
     assert others == [0, 0]
     assert first <= 1, "making room gives up what was there before"
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_no_step_page_locks_memory(work, tier):
+    activations = {"policy": "offload_all", "tier": tier, "disk": "spill"}
+    with fake_gpu() as (device, runtime), steps_lock_nothing(runtime):
+        train(run_of(work, activations=activations), device)
+        assert runtime.locked_sizes
 
 
 def test_warming_up_leaves_nothing_behind(work):

@@ -28,7 +28,7 @@ from sppo.training.evaluation import evaluate
 from sppo.training.ranks import Ranks, mesh_shape
 from sppo.training.results import report
 from sppo.training.state import FAILED_STEP_TIMEOUT_S
-from tests.fake_cuda import fake_gpu
+from tests.fake_cuda import fake_gpu, steps_lock_nothing
 from tests.training.whole_runs.test_parallel_runs import MODEL, alone, assert_like_alone, overrides
 
 OFFLOADING = {"activations.policy": "offload_all"}
@@ -50,7 +50,7 @@ def train_on_a_fake_gpu(rank, directory, arguments):
     trainer.warm_up = lambda run, **_: None
     run = load_run(Path("run.yaml"), arguments)
     shape = mesh_shape(run)
-    with fake_gpu() as (device, runtime):
+    with fake_gpu() as (device, runtime), steps_lock_nothing(runtime):
         mesh = Mesh(shape, rank=rank, timeout_s=30.0, device=device.group_device)
         ranks = Ranks(mesh, HostCollectives(mesh), RankProgress.create(None), shape.num_ranks)
         local = shape.num_ranks
@@ -67,15 +67,22 @@ def train_on_a_fake_gpu(rank, directory, arguments):
     return plan.tier, outcome.done_steps, sum(c.total_out_bytes for c in outcome.copies) > 0
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 1), (2, 1, 1), (1, 2, 2)], ids=str)
-def test_many_ranks_do_on_gpus_what_one_does_on_the_cpu(ranks, work, run_file, shape):
+MULTIPLEXED = {"sequence.num_subsequences": 2, "parallel.multiplexed": "on"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "more"),
+    [((1, 2, 1), {}), ((1, 2, 1), MULTIPLEXED), ((2, 1, 1), {}), ((1, 2, 2), {})],
+    ids=str,
+)
+def test_many_ranks_do_on_gpus_what_one_does_on_the_cpu(ranks, work, run_file, shape, more):
     run_file(
         model=MODEL,
         optimizer={"schedule": "constant"},
         train={"steps": 3, "dtype": "fp32", "sequences_per_step": 2, "output": "alone"},
     )
     alone(work, overrides((1, 1, 1), 3))
-    arguments = overrides(shape, 3, **{"train.output": "grid"}, **OFFLOADING)
+    arguments = overrides(shape, 3, **{"train.output": "grid"}, **OFFLOADING, **more)
     count = shape[0] * shape[1] * shape[2]
     done = ranks.run(train_on_a_fake_gpu, work, arguments, ranks=count)
     assert done == [("host", 3, True)] * count

@@ -1,0 +1,99 @@
+"""Page-locked memory: in chunks that the driver takes, each byte once, and no copy across two."""
+
+from __future__ import annotations
+
+import mmap
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from sppo.offload import locked_arena, page_lock
+from sppo.offload.locked_arena import LockedArena
+from sppo.offload.page_lock import CHUNK_BYTES, PIECE_BYTES, lock_pages, spans, unlock_pages
+from sppo.offload.queues import copy_streams
+from sppo.offload.queues.copy_streams import copy_in_pieces
+from sppo.units import GIB
+from tests.offload.queues.test_cuda_queues import runtime_without_a_gpu
+
+_NO_RESERVE = 0x4000
+"""MAP_NORESERVE of Linux, which the mmap of later versions of Python has."""
+_PIECE = 256
+"""In place of 32 MiB, so that a chunk has 1 KiB."""
+
+
+@pytest.fixture
+def large():
+    """600 GiB of addresses; nothing touches them."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    return torch.from_numpy(np.frombuffer(mmap.mmap(-1, 600 * GIB, flags=flags), dtype=np.uint8))
+
+
+def test_what_one_call_cannot_lock_is_locked_in_chunks(large):
+    runtime = runtime_without_a_gpu()
+    memory = large[12345:]  # an address that is no multiple of anything
+    lock_pages(runtime.cudart(), memory)
+    assert sum(runtime.locked_sizes) == memory.nbytes
+    assert max(runtime.locked_sizes) <= CHUNK_BYTES
+    chosen = random.Random(0)
+    for border in sorted(runtime.locked):
+        begin = border - memory.data_ptr() - chosen.randrange(PIECE_BYTES)
+        copied = memory[max(0, begin) :][: 3 * PIECE_BYTES]
+        for first, end in spans(copied, most_bytes=PIECE_BYTES):
+            assert not runtime.spans_two(copied.data_ptr() + first, end - first)
+    unlock_pages(runtime.cudart(), memory)
+    assert not runtime.locked
+
+
+def test_a_chunk_that_the_driver_refuses_unlocks_the_others(large, monkeypatch):
+    runtime = runtime_without_a_gpu()
+    cudart = runtime.cudart()
+    register = cudart.cudaHostRegister
+    cudart.cudaHostRegister = lambda *chunk: 2 if len(runtime.locked) == 3 else register(*chunk)
+    refused = r"NVIDIA driver refuses to page-lock 64.0 GiB of host memory, 600.0 GiB in all"
+    with pytest.raises(MemoryError, match=refused):
+        lock_pages(cudart, large)
+    assert len(runtime.locked_sizes) == 3
+    assert not runtime.locked
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_memory_grows_in_place_and_no_copy_spans_two_locked_ranges(seed, monkeypatch):
+    for module in (page_lock, locked_arena, copy_streams):
+        monkeypatch.setattr(module, "PIECE_BYTES", _PIECE)
+    monkeypatch.setattr(page_lock, "CHUNK_BYTES", 4 * _PIECE)
+    runtime, chosen = runtime_without_a_gpu(), random.Random(seed)
+    copy = torch.Tensor.copy_
+
+    def checked(target, source, **how):
+        for tensor in (target, source):
+            assert not runtime.spans_two(tensor.data_ptr(), tensor.nbytes)
+        return copy(target, source, **how)
+
+    arena = LockedArena(runtime.cudart(), most_bytes=1 << 16)
+    address = arena.memory(1).data_ptr()
+    for size in sorted(chosen.randrange(1, 1 << 16) for _ in range(8)):
+        memory = arena.memory(size)
+        assert memory.data_ptr() == address
+        assert memory.nbytes == size
+        assert size <= sum(runtime.locked_sizes) < size + _PIECE
+        for _ in range(8):
+            begin, end = sorted(chosen.choices(range(size + 1), k=2))
+            sent = torch.randint(256, (end - begin,), dtype=torch.uint8)
+            back, part = torch.zeros_like(sent), memory[begin:end]
+            with monkeypatch.context() as patched:
+                patched.setattr(torch.Tensor, "copy_", checked)
+                copy_in_pieces(part, sent, host=part)
+                copy_in_pieces(back, part, host=part)
+            assert torch.equal(back, sent)
+    arena.release()
+    assert not runtime.locked
+
+
+def test_more_than_expected_is_mapped_anew():
+    runtime = runtime_without_a_gpu()
+    arena = LockedArena(runtime.cudart(), most_bytes=4096)
+    arena.memory(4096)
+    larger = arena.memory(3 * 4096)
+    assert runtime.locked == {larger.data_ptr()}
