@@ -111,6 +111,7 @@ class OffloadStore:
         Raises:
             MemoryError: The host or the device lacks memory.
             OSError: The disk lacks space.
+            RuntimeError: The device has not finished the copies of an earlier step.
         """
         assert self.num_entries == 0, "extents of blocks that are away stay as they are"
         self._step += 1

@@ -105,8 +105,13 @@ class SlotMemory:
         Raises:
             MemoryError: The host or the device lacks memory.
             OSError: The disk lacks space.
+            RuntimeError: The device has not finished earlier copies, which may use the memory.
         """
-        self._queues.abort()  # no copy may use memory that is replaced
+        if not self._queues.abort():
+            raise RuntimeError(
+                "the device does not answer, and may still copy to and from the memory of "
+                "offloaded tensors: the step cannot start"
+            )
         slot_bytes = max(self._slot_bytes, schedule.largest_bytes)
         if self._disk is not None and schedule.tier_bytes > self.file_bytes:
             self.file_bytes = 0

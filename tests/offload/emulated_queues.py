@@ -172,6 +172,7 @@ class EmulatedQueues:
             self._compute.learn(actor.clock)  # what was discarded has ended
         for actor in self._actors.values():
             actor.learn(self._compute.clock)
+        return True
 
     def take_times(self):
         return CopyReport()

@@ -152,8 +152,12 @@ class CopyQueues(Protocol):
         """
         ...
 
-    def abort(self) -> None:
-        """Skip copies that have not started, wait for the others, drop errors and tensors."""
+    def abort(self) -> bool:
+        """Skip copies that have not started, wait for the others, drop errors and tensors.
+
+        Returns:
+            Whether all copies have ended; if not, they may still use their memory.
+        """
         ...
 
     def take_times(self) -> CopyReport:

@@ -204,7 +204,7 @@ class CudaQueues:
         for worker in self._workers.values():
             worker.check()
 
-    def abort(self) -> None:
+    def abort(self) -> bool:
         """Skip copies that have not started, wait for the others, drop tensors and times.
 
         If the device does not finish the copies in time, their tensors are kept.
@@ -215,10 +215,12 @@ class CudaQueues:
             if not worker.wait_all(limit_s=self._streams.host_thread_timeout_s):
                 self._streams.give_up()
             worker.take_busy_s()
-        if self._streams.wait_for_device():
+        done = self._streams.wait_for_device()
+        if done:
             self._sources.clear()
         # Events of skipped copies were never recorded.
         self._timings, self._host_wait_s = {}, 0.0
+        return done
 
     def take_times(self) -> CopyReport:
         """Return the times since the last call; waits for the device, so call it between steps."""

@@ -127,7 +127,7 @@ class ThreadQueues:
         for worker in self._workers:
             worker.check()
 
-    def abort(self) -> None:
+    def abort(self) -> bool:
         """Skip copies that have not started, wait for the others, drop errors and times."""
         for worker in self._workers:
             worker.cancel()
@@ -135,6 +135,7 @@ class ThreadQueues:
             worker.wait_all()
             worker.take_busy_s()
         self._exposed_s = 0.0
+        return True
 
     def take_times(self) -> CopyReport:
         """Return the times since the last call."""

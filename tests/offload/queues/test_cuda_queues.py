@@ -168,6 +168,19 @@ def test_steps_of_growing_size_lock_each_byte_once(no_gpu):
     store.close()
 
 
+def test_memory_that_a_device_may_still_use_is_not_replaced(no_gpu, monkeypatch):
+    streams = CopyStreams(no_gpu, torch.device("cpu"), failed_step_timeout_s=0.1)
+    store = OffloadStore(CudaQueues(torch.device("cpu"), streams=streams))
+    small, large = (offloads(ActivationKey(0, 0, 0), size_bytes=n * 4096) for n in (1, 2))
+    store.prepare(small)
+    locked = set(no_gpu.locked)
+    DeviceThatStandsStill(monkeypatch, no_gpu)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the device does not answer"):
+            store.prepare(large)
+    assert no_gpu.locked == locked
+
+
 def test_a_thread_that_waits_for_the_device_is_left(no_gpu, monkeypatch, tmp_path):
     """The write to the disk waits for a copy out that waits for another rank."""
     device, gate = torch.device("cpu"), threading.Event()
