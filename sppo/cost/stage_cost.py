@@ -338,7 +338,7 @@ def tier_bytes_per_s(candidate: Candidate, tier: Tier) -> tuple[float, float]:
     Copies between a GPU and a disk pass through the host, so the lower of both rates counts.
     """
     hardware = candidate.workload.hardware
-    node, host = hardware.node, (hardware.node.d2h_bytes_per_s, hardware.node.h2d_bytes_per_s)
+    node, host = hardware.node, hardware.node.host_copy_bytes_per_s
     if tier == "host":
         return host
     if tier == "device":

@@ -6,6 +6,7 @@ sequences. `sppo bench` writes a file with rates measured on a machine; plans pr
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, get_args
 
@@ -251,6 +252,8 @@ class NodeSpec:
         h2d_bytes_per_s: Rate of copies from the host per device, both directions busy.
         d2h_alone_bytes_per_s: Rate of copies to the host per device, the other direction idle.
         h2d_alone_bytes_per_s: Rate of copies from the host per device, the other direction idle.
+        host_memory_bytes_per_s: Rate of copies to host memory, and at the same time of copies from
+            it, of all devices of a node together; 0 if no bound is known.
         disk_bytes: Capacity of the node's disks; 0 without a disk tier.
         disk_write_bytes_per_s: Rate of writes past the page cache, all devices of a node together.
         disk_read_bytes_per_s: Rate of reads past the page cache, all devices of a node together.
@@ -267,6 +270,7 @@ class NodeSpec:
     h2d_bytes_per_s: float
     d2h_alone_bytes_per_s: float
     h2d_alone_bytes_per_s: float
+    host_memory_bytes_per_s: float = 0.0
     disk_bytes: int = 0
     disk_write_bytes_per_s: float = 0.0
     disk_read_bytes_per_s: float = 0.0
@@ -279,6 +283,12 @@ class NodeSpec:
         if self.disk_bytes:
             above += ("disk_write_bytes_per_s", "disk_read_bytes_per_s")
         check_figures(self, where="node", above_zero=above)
+
+    @property
+    def host_copy_bytes_per_s(self) -> tuple[float, float]:
+        """Rates of copies (to host memory, back) per device while all devices of a node copy."""
+        share = self.host_memory_bytes_per_s / self.num_devices or math.inf
+        return min(self.d2h_bytes_per_s, share), min(self.h2d_bytes_per_s, share)
 
     @property
     def nearest_tier(self) -> Tier:

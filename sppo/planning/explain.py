@@ -125,7 +125,8 @@ def rates_used(evaluated: EvaluatedCandidate) -> tuple[RateUsed, ...]:
     if devices > of_node:
         rows.append(("links between nodes", hardware.network.inter_node_bytes_per_s, "B/s", None))
     if hardware.node.host_memory_bytes:
-        rows.append(("copies to and from host memory", hardware.node.d2h_bytes_per_s, "B/s", None))
+        copies, _ = hardware.node.host_copy_bytes_per_s
+        rows.append(("copies to and from host memory", copies, "B/s", None))
     if candidate.tier == "disk":
         rows.append(("copies to a disk", copy_bytes_per_s(candidate)[0], "B/s", None))
     return tuple(

@@ -177,6 +177,17 @@ def test_the_slower_of_the_disk_and_the_way_to_the_host_counts():
     assert state_copy_engines(candidate(state="device")) is None
 
 
+def test_the_devices_of_a_node_share_its_host_memory():
+    steps = {}
+    for node_rate in (0.0, 8e9):
+        hardware = machine(one_gpu(), num_devices=8, host_memory_bytes_per_s=node_rate)
+        chosen = candidate(tier="host", hardware=hardware)
+        rates = hardware.node.d2h_bytes_per_s, hardware.node.h2d_bytes_per_s
+        assert copy_bytes_per_s(chosen) == ((1e9, 1e9) if node_rate else rates)
+        steps[node_rate] = evaluate_candidate(chosen).step_s
+    assert steps[8e9] > steps[0.0]
+
+
 def test_what_moves_to_the_disk_leaves_the_host_and_nothing_else():
     disk, host = (
         evaluate_candidate(replace(candidate(tier=tier), kv="offloaded"))
