@@ -11,7 +11,7 @@ from sppo.kernels import (
     fused,
     rotary,
 )
-from sppo.kernels.attention import block_attention
+from sppo.kernels.attention import block_attention, merged_output
 from sppo.kernels.attention import blocks as attention_blocks
 from sppo.kernels.attention.torch_blocks import TorchBlocks
 from sppo.kernels.rotary import RotaryTable
@@ -29,7 +29,7 @@ def as_on_a_gpu(monkeypatch):
         return True
 
     monkeypatch.setattr(fused, "fused", always)
-    for module in (elementwise, rotary, block_attention, cross_entropy):
+    for module in (elementwise, rotary, merged_output, cross_entropy):
         monkeypatch.setattr(module, "fused", always)
     return launched
 
@@ -99,7 +99,7 @@ def test_partial_attentions_merge_in_their_kernel(as_on_a_gpu, monkeypatch):
     options = {"blocks": attention_blocks.attention_blocks.__wrapped__(50, 120), "window": None}
     ours = block_attention.forward(TorchBlocks(), q, k, v, scale=0.3, **options)
     assert len(as_on_a_gpu) == len(options["blocks"]) - 1
-    monkeypatch.setattr(block_attention, "fused", lambda x: False)
+    monkeypatch.setattr(merged_output, "fused", lambda x: False)
     theirs = block_attention.forward(TorchBlocks(), q, k, v, scale=0.3, **options)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

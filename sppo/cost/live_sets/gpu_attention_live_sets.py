@@ -15,6 +15,8 @@ from sppo.cost.live_sets.tensor_sizes import TensorSizes
 SPAN_KEYS = 16384
 """Most keys of one backward call of flash-attn, as in
 :mod:`sppo.kernels.attention.rectangle_attention`."""
+CALL_ELEMENTS = 1 << 30
+"""Most elements of the keys of one forward call of flash-attn, as there."""
 _WHOLE_SPANS = frozenset(("flash_attn_2", "flash_attn_3", "flash_attn_4", "torch_flash", "triton"))
 """Back ends that compute a span of queries and its keys in one call instead of blocks."""
 
@@ -22,12 +24,26 @@ _WHOLE_SPANS = frozenset(("flash_attn_2", "flash_attn_3", "flash_attn_4", "torch
 def attention_forward(s: TensorSizes) -> Iterator[tuple[str, int]]:
     """Yield the live bytes of an attention forward, without q, k and v."""
     if s.backend in _WHOLE_SPANS:
-        yield "a span", s.query_bytes + s.lse_bytes  # o and lse
+        part = s.query_bytes + s.lse_bytes  # o and lse
+        if not _merges_spans(s):
+            yield "a span", part
+            return
+        merged = s.fp32_query_bytes + s.lse_bytes
+        yield "a part of the keys", merged + part
+        yield "output", merged + s.query_bytes
         return
     # Queries by head, the running output, and the output of a block.
     merged, block = s.fp32_query_bytes + s.lse_bytes, s.query_bytes + s.lse_bytes
     yield "a block", s.query_bytes + merged + block
     yield "output", merged + s.query_bytes
+
+
+def _merges_spans(s: TensorSizes) -> bool:
+    """Return whether a forward of flash-attn reads the keys in parts and merges their outputs."""
+    if s.backend == "triton" or s.model.sliding_window is not None:
+        return False
+    most_keys = CALL_ELEMENTS * s.element_bytes // s.key_row_bytes
+    return s.seen_keys > most_keys and s.prefix > 0
 
 
 def attention_backward(s: TensorSizes) -> Iterator[tuple[str, int]]:

@@ -1,10 +1,9 @@
 """Attention over a prefix, computed in blocks that are merged by log-sum-exp.
 
 Any kernel that computes a full rectangle, a causal square and a masked rectangle, and returns the
-log-sum-exp of each row, can compute a whole subsequence. Partial outputs are merged in fp32:
-``lse = log(exp(lse_1) + exp(lse_2))``, ``o = o_1 exp(lse_1 - lse) + o_2 exp(lse_2 - lse)``. In
-backward each block uses the *global* lse and o, so the gradients of the blocks are exact and are
-summed.
+log-sum-exp of each row, can compute a whole subsequence. Partial outputs are merged in fp32
+(:mod:`sppo.kernels.attention.merged_output`). In backward each block uses the *global* lse and o,
+so the gradients of the blocks are exact and are summed.
 
 Grouped queries never repeat K/V in memory: a full rectangle folds the query group into its rows,
 and a causal square reads K/V through a stride of zero.
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sppo.kernels.attention.blocks import Block, BlockKind, cut_to_token_multiples
-from sppo.kernels.fused import fused
+from sppo.kernels.attention.merged_output import MergedOutput, tokens_first
 from sppo.kernels.row_tiles import accumulation_tiles
 
 
@@ -82,12 +81,11 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Return (o_CND in q's dtype, lse_NC in fp32 or better) of a span, block by block."""
     q_NCD = q_CND.transpose(0, 1).contiguous()
-    merged = _Merged(q_NCD, kv_heads=k_TKD.shape[1])
+    merged = MergedOutput(q_NCD, kv_heads=k_TKD.shape[1])
     for block in blocks:
         _forward_block(kernel, block, q_NCD, k_TKD, v_TKD, merged, window=window, scale=scale)
     del q_NCD
-    o_NCD, lse_NC = merged.result()
-    return _tokens_first(o_NCD, q_CND.dtype), lse_NC
+    return merged.result(q_CND.dtype)
 
 
 def backward(
@@ -123,7 +121,7 @@ def backward(
             scale=scale,
         )
     del q_NCD, o_NCD, do_NCD
-    return _tokens_first(dq_NCD, q_CND.dtype)
+    return tokens_first(dq_NCD, q_CND.dtype)
 
 
 def _forward_block(
@@ -132,7 +130,7 @@ def _forward_block(
     q_NCD: Tensor,
     k_TKD: Tensor,
     v_TKD: Tensor,
-    merged: _Merged,
+    merged: MergedOutput,
     *,
     window: int | None,
     scale: float,
@@ -147,7 +145,8 @@ def _forward_block(
         mask=_band_mask(block, q_NCD, k_TKD, window),
         scale=scale,
     )
-    merged.add(block, _by_group(block, o, shape), _by_group(block, lse, shape))
+    rows = slice(block.q0, block.q1)
+    merged.add(rows, _by_group(block, o, shape), _by_group(block, lse, shape))
 
 
 def _backward_block(
@@ -194,59 +193,6 @@ def _backward_block(
     _add_keys(dv_TKD[block.k0 : block.k1], dv)
 
 
-class _Merged:
-    """Running ``o`` and ``lse`` of a span, over the blocks merged so far."""
-
-    def __init__(self, q_NCD: Tensor, *, kv_heads: int) -> None:
-        acc_dtype = torch.promote_types(q_NCD.dtype, torch.float32)
-        heads, tokens, head_size = q_NCD.shape
-        groups = (kv_heads, heads // kv_heads, tokens)
-        self._o_KGCD = q_NCD.new_empty((*groups, head_size), dtype=acc_dtype)
-        self._lse_KGC = q_NCD.new_empty(groups, dtype=acc_dtype)
-        self._seen = [False] * q_NCD.shape[1]
-
-    def add(self, block: Block, o_KGrD: Tensor, lse_KGr: Tensor) -> None:
-        """Merge the output of one block; rows without an output so far are copied."""
-        rows = slice(block.q0, block.q1)
-        seen = set(self._seen[rows])
-        assert len(seen) == 1, f"rows of {block} were merged unevenly"
-        so_far, lse = self._o_KGCD[:, :, rows], self._lse_KGC[:, :, rows]
-        if not seen.pop():
-            so_far.copy_(o_KGrD)
-            lse.copy_(lse_KGr)
-            self._seen[rows] = [True] * block.num_queries
-            return
-        if fused(so_far):
-            _merge_at_once(so_far, lse, o_KGrD, lse_KGr)
-            return
-        both = torch.logaddexp(lse, lse_KGr)
-        kept, added = ((part - both).exp_().unsqueeze(-1) for part in (lse, lse_KGr))
-        for tile in accumulation_tiles(so_far):  # mixed dtypes make a cast copy: one tile at a time
-            so_far[tile].mul_(kept[tile])
-            so_far[tile].addcmul_(o_KGrD[tile].to(so_far.dtype), added[tile])
-        lse.copy_(both)
-
-    def result(self) -> tuple[Tensor, Tensor]:
-        """Return (o_NCD, lse_NC) of all rows."""
-        assert all(self._seen), "every query sees at least itself"
-        return self._o_KGCD.flatten(0, 1), self._lse_KGC.flatten(0, 1)
-
-
-def _merge_at_once(
-    o_KGrD: Tensor, lse_KGr: Tensor, part_KGrD: Tensor, part_lse_KGr: Tensor
-) -> None:
-    from sppo.kernels.triton.merge import merge_
-
-    kv_heads, group, rows, head_size = o_KGrD.shape
-    heads = kv_heads * group
-    merge_(
-        o_KGrD.view(heads, rows, head_size),
-        lse_KGr.view(heads, rows),
-        part_KGrD.reshape(heads, rows, head_size),
-        part_lse_KGr.reshape(heads, rows),
-    )
-
-
 def _rows(block: Block, x_NCD: Tensor, shape: HeadShape) -> Tensor:
     """Return a block's rows: ``[1, K, G*r, D]`` if FULL, ``[K, G, r, D]`` for the other kinds."""
     rows = x_NCD[:, block.q0 : block.q1]
@@ -264,14 +210,6 @@ def _operands(
         return q, k.unsqueeze(0), v.unsqueeze(0)
     groups = (shape.kv_heads, shape.group, block.num_keys, shape.head_size)
     return q, k.unsqueeze(1).expand(groups), v.unsqueeze(1).expand(groups)
-
-
-def _tokens_first(x_NCD: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``x_NCD`` as ``[C, N, D]`` in ``dtype``, transposed and cast in one pass."""
-    heads, tokens, size = x_NCD.shape
-    x_CND = torch.empty((tokens, heads, size), dtype=dtype, device=x_NCD.device)
-    x_CND.transpose(0, 1).copy_(x_NCD)
-    return x_CND
 
 
 def _by_group(block: Block, x: Tensor, shape: HeadShape) -> Tensor:

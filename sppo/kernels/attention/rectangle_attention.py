@@ -2,9 +2,11 @@
 
 A rectangle kernel supports a causal mask that is aligned at the bottom right, a sliding window and
 grouped queries, so forward is one call per document, or one call for all documents if the kernel
-takes their offsets. Backward returns dk and dv for all keys (several times their size with grouped
-queries): a long prefix is therefore processed in parts, each with the *global* o and lse, so that
-the gradients of a part are exact, and each part is added to the totals immediately.
+takes their offsets. Some kernels count elements of the keys in 32 bits: a prefix of more than
+:data:`MAX_FORWARD_ELEMENTS` is read in parts, whose outputs are merged. Backward returns dk and dv
+for all keys (several times their size with grouped queries): a long prefix is therefore processed
+in parts, each with the *global* o and lse, so that the gradients of a part are exact, and each part
+is added to the totals immediately.
 
 Legend: C queries, T keys, N query heads, K key/value heads, D head size; c queries and t keys of a
 rectangle.
@@ -21,9 +23,12 @@ from torch import Tensor
 
 from sppo.kernels.attention.blocks import documents_in_span
 from sppo.kernels.attention.document_offsets import DocumentOffsets, document_offsets
+from sppo.kernels.attention.merged_output import MergedOutput
 
 MAX_BACKWARD_KEYS = 16384
 """Most keys of one backward call without a window."""
+MAX_FORWARD_ELEMENTS = 1 << 30
+"""Most elements of the keys of one forward call without a window."""
 
 
 class RectangleKernel(Protocol):
@@ -43,11 +48,12 @@ class RectangleKernel(Protocol):
         k_tKD: Tensor,
         v_tKD: Tensor,
         *,
+        causal: bool,
         window: int | None,
         scale: float,
         documents: DocumentOffsets | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return (o_cND, lse_Nc in fp32) of causal attention."""
+        """Return (o_cND, lse_Nc in fp32)."""
         ...
 
     def backward(
@@ -127,6 +133,8 @@ class RectangleAttention:
     kernel: RectangleKernel
     max_backward_keys: int | None = None
     """Most keys of one backward call; None for :data:`MAX_BACKWARD_KEYS`."""
+    max_forward_keys: int | None = None
+    """Most keys of one forward call; None for those of :data:`MAX_FORWARD_ELEMENTS`."""
 
     def forward(
         self,
@@ -139,16 +147,27 @@ class RectangleAttention:
         document_starts: tuple[int, ...],
     ) -> tuple[Tensor, Tensor]:
         """Return (o_CND, lse_NC), with one call per document or one call for all documents."""
-        parts = [
-            self.kernel.forward(
+        max_keys = self.max_forward_keys or MAX_FORWARD_ELEMENTS // k_TKD[0].numel()
+        parts = self._rectangles(q_CND, k_TKD, window, document_starts, max_keys=max_keys)
+
+        def output(r: Rectangle) -> tuple[Tensor, Tensor]:
+            return self.kernel.forward(
                 q_CND[r.q0 : r.q1], k_TKD[r.k0 : r.k1], v_TKD[r.k0 : r.k1],
-                window=window, scale=scale, **_documents(r, q_CND.device),
-            )
-            for r in self._rectangles(q_CND, k_TKD, window, document_starts, max_keys=None)
-        ]  # fmt: skip
+                causal=r.causal, window=window, scale=scale, **_documents(r, q_CND.device),
+            )  # fmt: skip
+
         if len(parts) == 1:
-            return parts[0]
-        return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts], dim=1)
+            return output(parts[0])
+        if all(r.causal for r in parts):
+            outputs = [output(r) for r in parts]
+            return torch.cat([o for o, _ in outputs]), torch.cat([lse for _, lse in outputs], dim=1)
+        merged = MergedOutput(q_CND.transpose(0, 1), kv_heads=q_CND.shape[1])
+        for r in reversed(parts):  # causal rectangles cover all rows, so they come first
+            o_cND, lse_Nc = output(r)
+            rows = slice(r.q0, r.q1)
+            merged.add(rows, o_cND.transpose(0, 1).unsqueeze(1), lse_Nc.unsqueeze(1))
+            del o_cND, lse_Nc  # freed before the next part is computed
+        return merged.result(q_CND.dtype)
 
     def backward(
         self,

@@ -196,6 +196,7 @@ def test_constants_are_those_of_the_kernels():
     assert attention_block_sizes.HALF_TOKENS == cpu_flash.HALF_BACKWARD_TOKENS
     assert attention_block_sizes.HALF_TOKENS == attention_blocks.HALF_UNIT_TOKENS
     assert gpu_attention_live_sets.SPAN_KEYS == rectangle_attention.MAX_BACKWARD_KEYS
+    assert gpu_attention_live_sets.CALL_ELEMENTS == rectangle_attention.MAX_FORWARD_ELEMENTS
     assert cpu_attention_live_sets.LEAST_PART_KEYS == cpu_flash._MIN_PART_TOKENS
 
 

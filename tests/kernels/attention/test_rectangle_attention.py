@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sppo.kernels.attention import cudnn_blocks, flash_packages
+from sppo.kernels.attention import cudnn_blocks, flash_packages, rectangle_attention
 from sppo.kernels.attention.document_offsets import document_offsets
 from sppo.kernels.attention.kernel import BlockAttention, Reference
 from sppo.kernels.attention.rectangle_attention import RectangleAttention, joined, rectangles
@@ -299,6 +299,32 @@ def test_packages_compose_to_the_definition(package, max_keys, case, monkeypatch
         module.__dict__.update(functions)
         monkeypatch.setitem(sys.modules, name, module)
     assert_is_the_definition(RectangleAttention(adapter(), max_backward_keys=max_keys), case)
+
+
+@pytest.mark.parametrize("case", ["plain", "documents"])
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_forward_call_counts_too_many_elements(package, case, monkeypatch):
+    """Keys beyond the bound are read in parts and merged; up to the bound in one call."""
+    adapter, stand_in = PACKAGES[package]
+    for name, functions in stand_in().items():
+        module = ModuleType(name)
+        module.__dict__.update(functions)
+        monkeypatch.setitem(sys.modules, name, module)
+    calls = []
+
+    class Watched(adapter):
+        def forward(self, q, k, v, **options):
+            calls.append(k.numel())
+            return super().forward(q, k, v, **options)
+
+    kernel = RectangleAttention(Watched())
+    assert_is_the_definition(kernel, case)
+    whole, bound = len(calls), 64 * 2 * 8
+    monkeypatch.setattr(rectangle_attention, "MAX_FORWARD_ELEMENTS", bound)
+    calls.clear()
+    assert_is_the_definition(kernel, case)
+    assert max(calls) <= bound
+    assert len(calls) == whole + 1
 
 
 class Operators:
