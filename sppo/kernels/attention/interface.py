@@ -11,7 +11,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from sppo.kernels.attention.blocks import attention_blocks
+from sppo.kernels.attention.blocks import attention_blocks, documents_in_span
 from sppo.kernels.attention.choice import AttentionCase, BackendName, choose
 from sppo.kernels.attention.kernel import AttentionKernel
 
@@ -124,16 +124,21 @@ def _kernel(
         head_size,
         group=heads // k_TKD.shape[1],
         window=window is not None,
-        single_tokens=len(document_starts) > 1 or _has_single_tokens(queries, k_TKD.shape[0]),
+        single_tokens=_may_have_single_tokens(queries, k_TKD.shape[0], document_starts),
     )
     return choose(backend, case)
 
 
 @lru_cache(maxsize=256)
-def _has_single_tokens(queries: int, keys: int) -> bool:
-    """Return whether a span of one document has a block of one query or one key."""
-    blocks = attention_blocks(queries, keys)
-    return any(1 in (block.num_queries, block.num_keys) for block in blocks)
+def _may_have_single_tokens(queries: int, keys: int, document_starts: tuple[int, ...]) -> bool:
+    """Return whether a span may have a block of one query or one key.
+
+    A span of several documents may: it has blocks of any size. Documents that ended before the span
+    do not count.
+    """
+    (first_key, _), *others = documents_in_span(keys - queries, keys, document_starts)
+    blocks = () if others else attention_blocks(queries, keys - first_key)
+    return not blocks or any(1 in (block.num_queries, block.num_keys) for block in blocks)
 
 
 def _check(q_CND: Tensor, k_TKD: Tensor, v_TKD: Tensor, window: int | None) -> None:

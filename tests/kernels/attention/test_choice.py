@@ -112,7 +112,10 @@ def test_compute_capability_counts(gpu, monkeypatch):
         (64, 8257, (0,), True),  # a prefix is read in parts of 8192 keys
         (64, 64, (0,), False),
         (1, 64, (0,), True),
-        (64, 8256, (0, 100), True),
+        (64, 8256, (0, 100), False),  # the first document ended before the span
+        (64, 8357, (0, 100), True),
+        (64, 8257, (0, 1), False),
+        (64, 8256, (0, 100, 8240), True),
     ],
 )
 def test_blocks_of_one_token_are_told(monkeypatch, queries, keys, documents, single):
@@ -126,6 +129,23 @@ def test_blocks_of_one_token_are_told(monkeypatch, queries, keys, documents, sin
     q, kv = torch.zeros(queries, 1, 8), torch.zeros(keys, 1, 8)
     attention_forward(q, kv, kv, document_starts=documents)
     assert asked == [single]
+
+
+@pytest.mark.parametrize(
+    ("documents", "chosen"),
+    [((0, 1000, 4000), "cudnn"), ((0, 1000, 5000), "cudnn"), ((0, 1000, 6000), "torch_flash")],
+)
+def test_cudnn_computes_spans_inside_one_document(gpu, monkeypatch, documents, chosen):
+    """Documents that ended before the span do not matter."""
+    monkeypatch.setattr(attention_choice, "is_installed", lambda module: False)
+    q = torch.empty(3000, 4, 64, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(8000, 1, 64, dtype=torch.bfloat16, device="meta")
+    taken = []
+    monkeypatch.setattr(torch.Tensor, "device", property(lambda _: GPU), raising=False)
+    monkeypatch.setattr(interface, "choose", lambda *asked: taken.append(chosen_name(*asked)))
+    with pytest.raises(AttributeError):  # no kernel was loaded
+        attention_forward(q, k, k, document_starts=documents)
+    assert taken == [chosen]
 
 
 def test_what_is_not_installed_is_not_taken(gpu, monkeypatch):
