@@ -180,6 +180,15 @@ class ForgetsAKey(TorchBlocks):
         return dq, dk, dv
 
 
+class ForgetsTheThirdTile(TorchBlocks):
+    """A loop over tiles of 128 keys that ends too early."""
+
+    def forward(self, q, k, v, **options):
+        if k.shape[2] > 256 and not options["causal"] and options["mask"] is None:
+            k, v = k[:, :, :256], v[:, :, :256]
+        return super().forward(q, k, v, **options)
+
+
 class Raises(TorchBlocks):
     """A package that changed its interface."""
 
@@ -199,6 +208,9 @@ def test_the_small_case_finds_what_is_wrong(monkeypatch, dtype, window):
     assert found(Reference()) is None
     assert found(BlockAttention(TorchBlocks())) is None
     assert "is wrong on a small case: relative error" in found(BlockAttention(ForgetsAKey()))
+    if not window:
+        third = found(BlockAttention(ForgetsTheThirdTile()))
+        assert "is wrong on a small case: relative error" in third
     assert found(BlockAttention(Raises())) == (
         "fails on a small case with TypeError: forward() got an unexpected keyword"
     )
