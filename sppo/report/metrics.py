@@ -49,10 +49,11 @@ class StepMetrics:
     tokens_per_s: float
     """Tokens of the step divided by its wall time."""
     mfu: float | None = None
-    """Model FLOPs per second, as a fraction of the peak of all devices; None if unknown."""
+    """Model FLOPs per second, as a fraction of the peak of all devices; None on a CPU,
+    whose peak is shared with other programs."""
     hfu: float | None = None
     """Executed FLOPs per second, recomputation included, as a fraction of the peak of all
-    devices; None if unknown."""
+    devices; None on a CPU."""
     device_peak_bytes: int | None = None
     """Peak device memory in the step, on the rank with the highest; on a CPU the peak of the
     process's resident set."""

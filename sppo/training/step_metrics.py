@@ -23,7 +23,7 @@ class StepMeasures:
         source: Source of the steps' work; corrects its predictions by measured times.
         ranks: All ranks of the run.
         device: Device of this rank.
-        peak_flops_per_s: Sum of the peak FLOPs per second of all devices.
+        peak_flops_per_s: Peak FLOPs per second of one device; None if unknown.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class StepMeasures:
         *,
         ranks: Ranks,
         device: Device,
-        peak_flops_per_s: float,
+        peak_flops_per_s: float | None,
     ) -> None:
         self._outcome, self._source = outcome, source
         self._mesh, self._peers, self._device = ranks.mesh, ranks.peers, device
@@ -85,8 +85,8 @@ class StepMeasures:
             labels=done.sums.num_valid,
             step_s=seconds,
             tokens_per_s=tokens / seconds,
-            mfu=model_flops / seconds / self._peak_flops_per_s,
-            hfu=executed_flops / seconds / self._peak_flops_per_s,
+            mfu=self._utilization(model_flops / seconds),
+            hfu=self._utilization(executed_flops / seconds),
             predicted_step_s=predicted_s,
             device_peak_bytes=int(peak),
             host_peak_bytes=int(host_bytes),
@@ -99,6 +99,12 @@ class StepMeasures:
             **self._packing(work, done, planning_wait_s=planning_wait_s),
             **self._source.learn(work, done),
         )
+
+    def _utilization(self, flops_per_s: float) -> float | None:
+        """Return the rate of all ranks over the peak of all devices; None if that is unknown."""
+        if self._peak_flops_per_s is None:
+            return None
+        return flops_per_s / self._peak_flops_per_s / self._mesh.shape.num_ranks
 
     def _record(
         self, work: StepWork, copies: CopyReport, phases: StepPhases, peak_bytes: int

@@ -88,7 +88,8 @@ class _Baseline:
         warm_up_bytes: Part of `held_bytes` that the warm-up allocated permanently; 0 on a GPU.
         file_bytes: Resident pages of files before the warm-up; 0 on a GPU.
         capacity_bytes: Device memory that the process may use in total.
-        peak_flops_per_s: Measured FLOPs per second of matrix products on this device.
+        peak_flops_per_s: Measured FLOPs per second of matrix products on this device; None on a
+            CPU.
     """
 
     device: Device
@@ -96,7 +97,7 @@ class _Baseline:
     warm_up_bytes: int
     file_bytes: int
     capacity_bytes: int
-    peak_flops_per_s: float
+    peak_flops_per_s: float | None
 
 
 def _baseline(run: RunConfig, checked: CheckedRun, device: Device) -> _Baseline:
@@ -206,7 +207,7 @@ class _Training:
                 source,
                 ranks=ranks,
                 device=base.device,
-                peak_flops_per_s=base.peak_flops_per_s * ranks.mesh.shape.num_ranks,
+                peak_flops_per_s=base.peak_flops_per_s,
             ),
             schedule=state.engine.schedule([plan.lengths] * plan.sequences),
             consumed=int(metadata.get("sequences_consumed", 0)),

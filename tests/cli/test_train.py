@@ -20,7 +20,6 @@ from sppo.kernels.native.machine_memory import MemoryRoom
 from sppo.report.metrics import JsonlSink
 from sppo.training import results as report
 from sppo.training import trainer
-from sppo.training.devices import cpu_device
 from tests.conftest import LENGTH, call, refuse, succeed, tree, write_run, write_tokens
 
 KEYS = {
@@ -39,12 +38,6 @@ KEYS = {
     "exposed_copy_s",
 }
 BUCKETS = ("weights", "gradients", "optimizer", "K/V and gradients", "activations")
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    """How fast this machine multiplies matrices takes longer to find than these runs."""
-    monkeypatch.setattr(cpu_device, "measure_matmul_flops_per_s", lambda dtype: 1e10)
 
 
 def refuse_unchanged(work: Path, *words: object, code: int = 2) -> str:

@@ -152,9 +152,7 @@ def serve() -> None:
     import sppo.training.results
     import sppo.training.trainer
 
-    # How fast matrices are multiplied is no matter here, and takes as long to find as ten steps.
-    sppo.training.devices.cpu_device.measure_matmul_flops_per_s = lambda dtype: 1e10
-    del matplotlib, rich
+    del matplotlib, rich, sppo
     answers = os.fdopen(os.dup(1), "w")
     gc.freeze()  # collections leave out what was imported
     for line in sys.stdin:

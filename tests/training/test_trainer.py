@@ -15,16 +15,19 @@ from sppo.kernels.cross_entropy import LossTerms
 from sppo.optim.learning_rate import learning_rate
 from sppo.training import trainer
 from sppo.training.checks.preflight import check_before_training
-from sppo.training.devices import cpu_device
+from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.state import build_state
 from sppo.training.state_tensors import starting_weights
 from tests.conftest import LENGTH, VOCAB_SIZE, write_tokens
 from tests.engine.reference import reference_loss
 
+pytestmark = pytest.mark.usefixtures("work")
 
-@pytest.fixture(autouse=True)
-def _quick(work, monkeypatch):
-    monkeypatch.setattr(cpu_device, "measure_matmul_flops_per_s", lambda dtype: 1e10)
+
+@pytest.fixture
+def known_peak(monkeypatch):
+    """Peak FLOPs per second of this device, as a GPU has them."""
+    monkeypatch.setattr(CpuDevice, "peak_flops_per_s", lambda self, dtype: 1e10)
 
 
 def train(run):
@@ -109,6 +112,7 @@ def test_the_same_run_twice_is_the_same_run(run_file):
     assert [r["loss"] for r in first] != [r["loss"] for r in other]
 
 
+@pytest.mark.usefixtures("known_peak")
 def test_rates_and_tokens_of_a_step(run_file):
     _, records, _ = train(load_run(run_file(train={"sequences_per_step": 2})))
     for record in records:
@@ -120,6 +124,13 @@ def test_rates_and_tokens_of_a_step(run_file):
     assert records[-1]["lr"] < records[0]["lr"]
 
 
+def test_a_cpu_has_no_utilization(run_file):
+    """Its peak is shared with other programs, and a fraction of a part of it says nothing."""
+    _, records, _ = train(load_run(run_file()))
+    assert records[0]["mfu"] is records[0]["hfu"] is None
+
+
+@pytest.mark.usefixtures("known_peak")
 def test_recomputing_does_more_work_for_the_same_model(run_file):
     def ratio(policy):
         run = load_run(run_file(activations={"policy": policy}, train={"output": policy}))

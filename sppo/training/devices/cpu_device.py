@@ -25,7 +25,6 @@ from sppo.kernels.native.process_memory import (
     reset_peak,
     resident_bytes,
 )
-from sppo.kernels.peak import measure_matmul_flops_per_s
 from sppo.offload.offload_store import OffloadStore
 from sppo.offload.queues.thread_queues import ThreadQueues
 from sppo.offload.state_memory import StateMemory
@@ -75,9 +74,9 @@ class CpuDevice:
         """Return all memory that this process may use, ``baseline_bytes`` included."""
         return memory_room().least_bytes + baseline_bytes
 
-    def peak_flops_per_s(self, dtype: torch.dtype) -> float:
-        """Measure matrix products now, and return their FLOPs per second."""
-        return measure_matmul_flops_per_s(dtype)
+    def peak_flops_per_s(self, dtype: torch.dtype) -> float | None:
+        """Return None: other programs share a CPU, and what is left to this one varies."""
+        return None
 
     def held_bytes(self) -> int:
         """Return the resident set in bytes."""

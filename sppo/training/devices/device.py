@@ -94,8 +94,8 @@ class Device(Protocol):
         """
         ...
 
-    def peak_flops_per_s(self, dtype: torch.dtype) -> float:
-        """Measure matrix products now, and return their FLOPs per second."""
+    def peak_flops_per_s(self, dtype: torch.dtype) -> float | None:
+        """Measure matrix products now, and return their FLOPs per second; None on a CPU."""
         ...
 
     def held_bytes(self) -> int:

@@ -104,7 +104,7 @@ def predicted_and_measured(
                 + predicted.communication_bytes
                 + predicted.heap_bytes
                 + predicted.growth_bytes,
-                all_bytes - measured.counted_bytes,
+                max(0, all_bytes - measured.counted_bytes),
             )
         }
     else:
@@ -119,7 +119,8 @@ def predicted_and_measured(
             ),
             "process growth": (
                 predicted.growth_bytes + predicted.heap_bytes - allowance,
-                all_bytes - measured.counted_bytes - measured.free_bytes,
+                # Negative where the system took back pages that count as held in a bucket.
+                max(0, all_bytes - measured.counted_bytes - measured.free_bytes),
             ),
             **free,
         }

@@ -31,7 +31,7 @@ from sppo.training.checks import preflight
 from sppo.training.checks.given_plan import check_kind, followed_plan
 from sppo.training.checks.preflight import check_before_training
 from sppo.training.devices import choose_device as choose_device_module
-from sppo.training.devices import cpu_device, cuda_device
+from sppo.training.devices import cuda_device
 from sppo.training.devices.choose_device import choose_device, device_kind
 from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.devices.cuda_device import (
@@ -56,7 +56,6 @@ GPUS = 2
 
 @pytest.fixture(autouse=True)
 def _quick(work, monkeypatch):
-    monkeypatch.setattr(cpu_device, "measure_matmul_flops_per_s", lambda dtype: 1e10)
     monkeypatch.setattr(trainer, "warm_up", lambda run, **_: None)
     (work / "spill").mkdir()
 

@@ -50,6 +50,11 @@ def test_an_allocator_that_does_not_count_free_memory_counts_it_as_growth():
     assert found["process growth"] == (POOL_FREE_BYTES + 30, 110 - 60)
 
 
+def test_a_process_never_shrinks():
+    found = predicted_and_measured(PLANNED, measured(PoolUse(100, 160, 170)), all_bytes=40)
+    assert found["process growth"] == (30, 0)
+
+
 def test_the_predictions_add_up():
     for buckets in (measured(PoolUse(0, 1, 2)), measured(PoolUse(0, 1)), MeasuredBuckets()):
         found = predicted_and_measured(PLANNED, buckets, all_bytes=110)

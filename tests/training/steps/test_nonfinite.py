@@ -20,7 +20,6 @@ from sppo.optim.adamw import AdamW
 from sppo.report.display import TrainingDisplay
 from sppo.training import trainer
 from sppo.training.checks.preflight import check_before_training
-from sppo.training.devices import cpu_device
 from sppo.training.step_loop import StepLoop
 from sppo.training.steps.nonfinite import NonFiniteError, NonFiniteGuard, nonfinite_state
 from tests.conftest import LENGTH, RUN, call, refuse, tree, write_tokens
@@ -98,7 +97,6 @@ def test_the_state_that_is_saved_is_looked_at():
 @pytest.fixture
 def bad_steps(work, monkeypatch):
     """Put step numbers in here (from 1 in this process): their gradients are not finite."""
-    monkeypatch.setattr(cpu_device, "measure_matmul_flops_per_s", lambda dtype: 1e10)
     bad: set[int] = set()
     norm, done = sharded_state.global_norm, 0
 
@@ -128,7 +126,6 @@ class States:
 
 @pytest.fixture
 def states(work, monkeypatch):
-    monkeypatch.setattr(cpu_device, "measure_matmul_flops_per_s", lambda dtype: 1e10)
     seen, step = States(), StepLoop._step
 
     def remember(loop, number, *rest):
@@ -261,7 +258,6 @@ def test_a_run_whose_last_state_is_not_finite_does_not_end_well(work, bad_steps,
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_weights_that_are_not_finite_are_refused_before_the_start(work, value, monkeypatch):
-    monkeypatch.setattr(cpu_device, "measure_matmul_flops_per_s", lambda dtype: 1e10)
     run = load_run("run.yaml")
     weights = initial_weights(run.model, seed=0)
     weights["embed.weight"][3, 2] = value
@@ -277,7 +273,6 @@ def test_weights_that_are_not_finite_are_refused_before_the_start(work, value, m
 
 
 def test_a_huge_learning_rate(work, monkeypatch):
-    monkeypatch.setattr(cpu_device, "measure_matmul_flops_per_s", lambda dtype: 1e10)
     words = ("optimizer.lr=1e38", "optimizer.schedule=constant", "train.steps=20")
     result = call("train", "run.yaml", *words)
     assert result.exit_code == 1

@@ -32,9 +32,6 @@ WAYS = {
 
 @pytest.fixture(autouse=True)
 def _quick(work, monkeypatch):
-    monkeypatch.setattr(
-        "sppo.training.devices.cpu_device.measure_matmul_flops_per_s", lambda dtype: 1e10
-    )
     (work / "spill").mkdir()
 
 

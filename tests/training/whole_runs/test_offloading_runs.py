@@ -36,9 +36,6 @@ MODEL = {"preset": "tiny-test", "vocab_size": 32, "num_layers": 3}
 
 @pytest.fixture(autouse=True)
 def _quick(work, monkeypatch):
-    monkeypatch.setattr(
-        "sppo.training.devices.cpu_device.measure_matmul_flops_per_s", lambda dtype: 1e10
-    )
     (work / "spill").mkdir()
 
 

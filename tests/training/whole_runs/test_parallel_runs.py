@@ -21,7 +21,6 @@ from sppo.planning.plan import plan_json, read_plan
 from sppo.training import trainer
 from sppo.training.checks.given_plan import followed_plan
 from sppo.training.checks.preflight import check_before_training
-from sppo.training.devices import cpu_device
 from sppo.training.ranks import Ranks, mesh_shape
 from tests.conftest import LENGTH, write_run, write_tokens
 
@@ -49,7 +48,6 @@ def train_as(rank, directory, arguments):
     with (
         contextlib.chdir(directory),
         mock.patch.object(trainer, "warm_up", return_value=None),
-        mock.patch.object(cpu_device, "measure_matmul_flops_per_s", return_value=1e10),
     ):
         run = load_run(Path("run.yaml"), arguments)
         shape = mesh_shape(run)

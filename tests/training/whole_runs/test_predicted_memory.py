@@ -14,7 +14,6 @@ from sppo.parallel.job.flight_record import RankProgress
 from sppo.parallel.mesh import Mesh
 from sppo.training import trainer
 from sppo.training.checks.preflight import check_before_training
-from sppo.training.devices import cpu_device
 from sppo.training.ranks import Ranks, mesh_shape
 from tests.conftest import write_run, write_tokens
 
@@ -29,7 +28,6 @@ def working_bytes(rank, directory):
     with (
         contextlib.chdir(directory),
         mock.patch.object(trainer, "warm_up", return_value=None),
-        mock.patch.object(cpu_device, "measure_matmul_flops_per_s", return_value=1e10),
     ):
         run = load_run(Path("run.yaml"), ())
         shape = mesh_shape(run)
