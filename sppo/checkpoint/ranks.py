@@ -19,7 +19,7 @@ from sppo.parallel.job.peer_errors import peer_errors
 TIMEOUT_S = 7200.0
 """Seconds that a rank waits for other ranks' disk work, which takes longer than a step."""
 
-_WAITING = "waiting for what the other ranks do with a checkpoint"
+_WAITING = "waiting for what the other ranks do with a checkpoint, for ten times parallel.timeout_s"
 
 T = TypeVar("T")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -76,6 +77,10 @@ def exit_codes() -> Iterator[None]:
         raise
     except (RuntimeError, ImportError) as error:
         if type(error).__name__ == "PeerLostError":  # its module loads torch
+            from sppo.parallel.job.environment import is_started_rank
+
+            if is_started_rank(os.environ):  # the launcher names the cause, and then this rank
+                raise typer.Exit(FAULT) from None
             fail(_with_notes(error), code=FAULT)
         limit = next((phrase for phrase in _LIMITS if phrase in str(error)), None)
         if limit is not None:

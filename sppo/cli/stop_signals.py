@@ -67,7 +67,7 @@ def stop_signals() -> Iterator[None]:
             raise
         # Any exception counts: a library may have replaced Stopped by an exception of its own.
         advice = error.advice if isinstance(error, Stopped) else ""
-        print(_line(watch.number, advice), file=sys.stderr, flush=True)
+        _say_stopped(watch.number, advice)
         sys.exit(stopped_exit_code(watch.number))
     finally:
         watch.end()
@@ -154,7 +154,7 @@ class _Watch:
                     continue
                 self.number = None
             os.kill(os.getpid(), number)
-        os.write(2, f"{_line(number, '')}\n".encode())
+        _say_stopped(number)
         os._exit(stopped_exit_code(number))
 
 
@@ -183,5 +183,9 @@ def _is_importing(frame: FrameType | None) -> bool:
     return False
 
 
-def _line(number: int, advice: str) -> str:
-    return f"error: stopped by {signal.Signals(number).name}{advice}"
+def _say_stopped(number: int, advice: str = "") -> None:
+    """Print which signal ended the process, unless the launcher says why it stopped this rank."""
+    from sppo.parallel.job.environment import is_stopped_rank
+
+    if not is_stopped_rank(os.environ):
+        os.write(2, f"error: stopped by {signal.Signals(number).name}{advice}\n".encode())

@@ -110,8 +110,9 @@ class ParallelConfig(Section):
     zero: Literal[0, 1, 2, 3] = 1
     """State sharded over ranks with the same weights: 0 none, 1 optimizer states, 2 gradients as
     well, 3 weights as well."""
-    timeout_s: float = Field(default=600, gt=0, le=LONGEST_TIMEOUT_S)
-    """Seconds that a rank waits for another rank before it fails."""
+    timeout_s: float = Field(default=600, ge=1, le=LONGEST_TIMEOUT_S)
+    """Seconds that a rank waits for another rank before it fails; ten times as long while
+    checkpoints are read and written."""
 
 
 class ActivationsConfig(Section):

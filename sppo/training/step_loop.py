@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from sppo.config import RunConfig
 from sppo.engine.engine import StepResult
 from sppo.optim.learning_rate import learning_rate
-from sppo.parallel.job.peer_errors import PeerLostError
+from sppo.parallel.job.peer_errors import LATE, PeerLostError
 from sppo.parallel.job.timeouts import device_timeouts
 from sppo.report.metrics import StepMetrics
 from sppo.schedule.actions import Action, Schedule
@@ -226,7 +226,7 @@ class StepLoop:
         ):
             raise PeerLostError(
                 f"step {step + 1}: waiting for this rank's device, which waits for another rank: "
-                f"timed out after {stall_timeout_s:g} s"
+                f"timed out after {stall_timeout_s:g} s{LATE}"
             )
 
     def _planned(self, step: int) -> StepWork:

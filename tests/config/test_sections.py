@@ -301,6 +301,7 @@ def test_every_key_is_described_or_speaks_for_itself(schema):
         ("sequence", {"num_subsequences": 10**18}, "sequence.num_subsequences"),
         ("parallel", {"timeout_s": 1e15}, "parallel.timeout_s"),
         ("parallel", {"timeout_s": 1e10}, "parallel.timeout_s"),
+        ("parallel", {"timeout_s": 1e-9}, "parallel.timeout_s"),
         ("parallel", {"data_parallel_degree": 1 << 40}, "parallel.data_parallel_degree"),
         ("optimizer", {"warmup_steps": 10**399}, "optimizer.warmup_steps"),
         ("optimizer", {"lr": 1e300}, "optimizer.lr"),

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from sppo.parallel.job.flight_record import is_marked_stopped
 from sppo.quoting import quoted
 
 Launcher = Literal["sppo", "torchrun", "slurm"]
@@ -154,6 +155,17 @@ def child_environment(
     return child
 
 
+def is_started_rank(environ: Mapping[str, str]) -> bool:
+    """Return whether this process is a rank that ``sppo`` started, and reports the end of."""
+    return _MARKER in environ
+
+
+def is_stopped_rank(environ: Mapping[str, str]) -> bool:
+    """Return whether ``sppo`` started this rank, and now stops it because another rank failed."""
+    record = environ.get(_PROGRESS_FILE)
+    return is_started_rank(environ) and record is not None and is_marked_stopped(Path(record))
+
+
 def nccl_dump_prefix(environ: Mapping[str, str]) -> str:
     """Return the file prefix for the dumps of NCCL's flight recorder, one file per rank.
 
@@ -174,7 +186,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> RankEnvironment:
             "start its own ranks"
         )
     progress_file = environ.get(_PROGRESS_FILE)
-    ours = _MARKER in environ
+    ours = is_started_rank(environ)
     return _checked(
         RankEnvironment(
             rank=_number(environ, "RANK"),

@@ -127,8 +127,10 @@ def was_said_by_rank_0(ends: Sequence[RankEnd]) -> bool:
     """Return whether rank 0, whose output the user sees, has printed why all ranks ended.
 
     True if all ranks ended with the same error message and exit code, or if all ranks ended because
-    of a signal that asked them to.
+    of a signal that asked them to. A rank that lost another one, or was stopped, says nothing.
     """
+    if ends[0].distance:
+        return False
     codes = {end.returncode for end in ends}
     if codes <= {0, *STOP_CODES}:
         return ends[0].returncode != 0
@@ -221,6 +223,8 @@ def _other(end: RankEnd) -> str:
     """Return the line of the report for a rank that is not to blame."""
     if end.returncode == 0:
         return f"  rank {end.rank} ended well"
+    if end.stopped and end.returncode in STOP_CODES:
+        return f"  rank {end.rank} was ended after that{_where(end)}"
     if end.note is None or end.was_aborted:
         return f"  rank {end.rank} {_how(end)}{_where(end)}"
     said = f": {end.message}" if end.message else ""

@@ -26,6 +26,8 @@ _ACTION_BYTES = 48
 _MESSAGE_BYTES = 400
 _TURN = struct.Struct("Q")
 """Number of changes so far; modulo the number of copies, the index of the latest copy."""
+_STOPPED_AT = _TURN.size
+"""Place of the byte that the launcher sets when it stops the rank."""
 _RECORD = struct.Struct(f"=dqqqB{_ACTION_BYTES}s{_MESSAGE_BYTES}s")
 """One copy: time, step, position, number of actions, state, action, message."""
 _NUM_COPIES = 16
@@ -161,6 +163,20 @@ class RankProgress:
         with self.failing():
             yield
         self.state("done")
+
+
+def mark_stopped(descriptor: int) -> None:
+    """Mark the flight record of a rank that its launcher stops because another rank failed."""
+    os.pwrite(descriptor, b"\1", _STOPPED_AT)
+
+
+def is_marked_stopped(path: Path) -> bool:
+    """Return whether the launcher has marked the flight record with :func:`mark_stopped`."""
+    try:
+        with path.open("rb") as file:
+            return os.pread(file.fileno(), 1, _STOPPED_AT) == b"\1"
+    except OSError:
+        return False
 
 
 def read_progress(path: Path) -> ProgressNote | None:

@@ -41,7 +41,7 @@ from sppo.parallel.job.failure_report import (
     first_failure,
     was_said_by_rank_0,
 )
-from sppo.parallel.job.flight_record import read_progress
+from sppo.parallel.job.flight_record import mark_stopped, read_progress
 from sppo.parallel.job.handled_signals import notify_handled
 from sppo.parallel.job.signals import STOP_SIGNALS, signal_name
 
@@ -252,6 +252,7 @@ class _Job:
             for child in self._running():
                 if not child.stopped:
                     child.stopped = True
+                    mark_stopped(child.record.fileno())
                     child.process.terminate()
         return True
 

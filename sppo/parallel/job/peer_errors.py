@@ -39,6 +39,9 @@ _CLOSED_AFTER_TIMEOUT = "application timeout caused pair closure"
 """Error of gloo for a connection on which an earlier wait of this process timed out."""
 _ADVICE = re.compile(r"\. This is typically caused by.*$")
 
+LATE = ": another rank hangs, or needs longer than parallel.timeout_s, which can be raised"
+"""What a timeout means, after its seconds."""
+
 
 class PeerLostError(RuntimeError):
     """Another rank ended or did not answer in time; this rank did not fail by itself."""
@@ -62,7 +65,8 @@ def peer_errors(what: str) -> Iterator[None]:
         reason = loss_in(error)
         if reason is None:
             raise
-        raise PeerLostError(f"{what}: {reason}") from error
+        advice = LATE if reason.startswith("timed out after") else ""
+        raise PeerLostError(f"{what}: {reason}{advice}") from error
 
 
 def loss_in(error: RuntimeError) -> str | None:

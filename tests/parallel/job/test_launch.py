@@ -175,6 +175,43 @@ with stop_signals():
     assert capfd.readouterr().err == f"error: stopped by {number.name}\n"
 
 
+SURVIVORS = {
+    "in Python": ("time.sleep(600)", "was ended after that before the first step"),
+    "with a lost peer": (
+        "raise PeerLostError('waiting for x: Connection closed')",
+        "lost another rank before the first step: waiting for x: Connection closed",
+    ),
+}
+
+
+@pytest.mark.parametrize("survivor", SURVIVORS)
+def test_the_cause_is_said_first_and_the_survivor_says_nothing(run, capfd, survivor):
+    work, end = SURVIVORS[survivor]
+    code = f"""
+import typer
+from sppo.cli.exit_codes import exit_codes
+from sppo.cli.stop_signals import stop_signals
+from sppo.parallel.job.peer_errors import PeerLostError
+def fail():
+    if rank == 0:
+        Path("ready").touch()
+        {work}
+    while not Path("ready").exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+with stop_signals():
+    try:
+        with exit_codes(), progress.ending():
+            fail()
+    except typer.Exit as ended:
+        sys.exit(ended.exit_code)
+"""
+    assert run(code, num_ranks=2, grace_s=1.5) == 1
+    cause, other = capfd.readouterr().err.splitlines()
+    assert cause.startswith("error: rank 1 of 2 was killed by SIGKILL")
+    assert other.startswith(f"  rank 0 {end}")
+
+
 def test_what_all_ranks_refuse_is_said_once(run, capfd):
     code = """
 progress.state("failed", message="no such data")

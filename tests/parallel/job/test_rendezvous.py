@@ -156,7 +156,8 @@ except PeerLostError as error:
     )
     assert lines[1:] == [
         "  rank 0 lost another rank at step 3, action 7 of 40 (0F2): waiting for 0SEND_ACT2 from "
-        "rank 1: timed out after 2 s"
+        "rank 1: timed out after 2 s: another rank hangs, or needs longer than parallel.timeout_s, "
+        "which can be raised"
     ]
 
 
