@@ -107,6 +107,8 @@ def _show(result: Evaluation, console: Console) -> None:
     from rich import box
     from rich.table import Table
 
+    from sppo.report.lines import print_line
+
     table = Table(
         title="Loss by position in the context", box=box.SIMPLE_HEAD, title_justify="left"
     )
@@ -118,11 +120,9 @@ def _show(result: Evaluation, console: Console) -> None:
     unit = "sample" if result.are_samples else "sequence"
     sequences = counted(result.num_sequences, unit)
     what = "held-out tokens" if result.held_out else "training tokens (no data.eval_tokens given)"
-    console.print(
+    print_line(
         f"loss {result.loss:.4f}, perplexity {result.perplexity:.3f} over {result.num_tokens} "
         f"{what} in {sequences} of {result.tokens_from}, weights of step {result.step} from "
         f"{result.weights_from}",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
+        console,
     )

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from sppo.training.checks.preflight import CheckedRun
     from sppo.training.devices.device import Device
 
+_TITLE_WIDTH = 10
+
 
 def announce_ranks(run: RunConfig, console: Console) -> None:
     """Print the number of ranks to start, before the import of torch, which takes seconds.
@@ -70,7 +72,9 @@ def announce(run: RunConfig, checked: CheckedRun, console: Console, *, device: D
 
 
 def _print_line(line: str, console: Console) -> None:
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    from sppo.report.lines import print_line
+
+    print_line(line, console, indent=_TITLE_WIDTH)
 
 
 def _parallelism(run: RunConfig) -> str:

@@ -17,6 +17,8 @@ from importlib.util import find_spec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
+from sppo.report.lines import print_line
+
 _REDRAWN_EVERY_S = 0.1
 """Smallest time in seconds between two redraws of the bars in a notebook."""
 
@@ -25,7 +27,6 @@ _REDRAWN_EVERY_S = 0.1
 def logging_to(console: Console | None) -> Iterator[None]:
     """Print the log messages of ``sppo`` within the context, as lines above any bars.
 
-    Messages go to stderr, or to ``console`` if that draws on the same terminal or in a notebook.
     Does nothing if the program has set up handlers of its own.
 
     Args:
@@ -46,9 +47,10 @@ def logging_to(console: Console | None) -> Iterator[None]:
 
 
 class LogHandler(logging.Handler):
-    """Handler that prints to ``console`` if it shares a terminal with stderr, else to stderr.
+    """Handler that prints to ``console``, among the other lines of the run.
 
-    In a notebook it prints to ``console``.
+    Warnings and errors go to stderr, unless that shares a terminal with ``console``, or in a
+    notebook.
     """
 
     def __init__(self, console: Console) -> None:
@@ -59,17 +61,13 @@ class LogHandler(logging.Handler):
         """Print one log message."""
         try:
             text = self.format(record)
-            if self._console.is_jupyter or _stderr_shares_terminal(self._console):
+            is_story = record.levelno < logging.WARNING or self._console.is_jupyter
+            if is_story or _stderr_shares_terminal(self._console):
                 print_line(text, self._console)
             else:
                 print(text, file=sys.stderr, flush=True)
         except Exception:  # as in logging.StreamHandler, a message never ends a run
             self.handleError(record)
-
-
-def print_line(text: str, console: Console) -> None:
-    """Print ``text`` unchanged; the terminal wraps long lines, so they are copied as one line."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _stderr_shares_terminal(console: Console) -> bool:
@@ -119,6 +117,11 @@ class TrainingDisplay:
     def __exit__(self, *_: object) -> None:
         if self._progress is not None:
             self._progress.stop()
+
+    @property
+    def width(self) -> int | None:
+        """Columns that a line may have; None if it is not printed to a terminal."""
+        return self._console.width if self._console.is_terminal else None
 
     def step_begins(self, *, num_actions: int) -> None:
         """Reset the bar of the step for a step of ``num_actions`` actions."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sppo.output_file import write_json
+from sppo.report.lines import print_line
 from sppo.report.metrics import StepMetrics, finite_or_none
 from sppo.units import counted, format_bytes, format_count, format_duration
 
@@ -26,7 +27,8 @@ SUMMARY_FIELDS: Mapping[str, str] = {
     "tokens": "Tokens trained in all steps.",
     "wall_s": "Wall time of this process, start and checkpoints included.",
     "tokens_per_s": "Median over the steps.",
-    "mfu": "Median over the steps of model FLOPs per second, as a fraction of the device's peak.",
+    "mfu": "Median over the steps of model FLOPs per second, as a fraction of the device's peak; "
+    "null on a CPU.",
     "hfu": "The same of executed FLOPs.",
     "loss_steps": "Steps that the first and the last loss are means of.",
     "loss_first": "Mean loss of the first steps.",
@@ -162,7 +164,7 @@ def print_summary(summary: Mapping[str, Any], *, console: Console | None = None)
     if rows:
         console.print(_compared(rows, predicted_for=summary.get("predicted_for")))
     if (timeline := summary.get("timeline")) is not None:
-        console.print(_between_compute(timeline), highlight=False, soft_wrap=True)
+        print_line(_between_compute(timeline), console)
 
 
 def _reached(summary: Mapping[str, Any]) -> Table:

@@ -14,6 +14,7 @@ from rich.console import Console
 from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY
 from sppo.config import RunConfig
 from sppo.report.copies_summary import copies_summary
+from sppo.report.lines import print_line
 from sppo.report.loss_plot import loss_plot
 from sppo.report.metrics import METRICS_FILE, StepMetrics, read_metrics
 from sppo.report.run_summary import Pair, print_summary, run_summary, write_summary
@@ -60,9 +61,10 @@ def report(
     if outcome.interrupted_by is not None:
         _say(
             f"stopped by {outcome.interrupted_by} after step {outcome.done_steps} of "
-            f"{run.train.steps}, {run.train.steps - outcome.done_steps} left; to go on: {command}",
+            f"{run.train.steps}, {run.train.steps - outcome.done_steps} left; to go on:",
             console,
         )
+        print_line(command, console, wraps=False)
 
 
 def _report_nothing_to_do(run: RunConfig, outcome: TrainingOutcome, *, console: Console) -> None:
@@ -161,7 +163,7 @@ def _was_done(outcome: TrainingOutcome) -> bool:
 
 
 def _say(text: str, console: Console) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    print_line(text, console)
 
 
 def _memory(outcome: TrainingOutcome) -> Mapping[str, Pair]:

@@ -84,6 +84,7 @@ class StepRecords:
             total_steps=total,
             memory_capacity_bytes=self._capacity_bytes,
             eta_s=per_step_s * left if left else None,
+            width=self.display.width,
         )
 
     @contextmanager

@@ -259,14 +259,16 @@ def test_step_line_with_everything_known() -> None:
         metrics, total_steps=500, memory_capacity_bytes=round(22.9 * 2**30), eta_s=12_360
     )
     assert line == (
-        "step 12/500 | loss 2.431 | 41.2k tok/s | mfu 47.1% | mem 1.31 of 22.9 GiB | "
-        "step 25.4 s (plan 24.6 s) | eta 3h26m"
+        "step 12/500 | loss 2.431 | grad norm 0.70 | lr 3.0e-4 | 41.2k tok/s | mfu 47.1% | "
+        "mem 1.31 of 22.9 GiB | step 25.4 s | plan 24.6 s | eta 3h26m"
     )
 
 
 def test_step_line_leaves_out_what_is_unknown() -> None:
     line = step_line(_metrics(3), total_steps=9, memory_capacity_bytes=None, eta_s=None)
-    assert line == "step 3/9 | loss 2.431 | 41.2k tok/s | step 25.4 s"
+    assert line == (
+        "step 3/9 | loss 2.431 | grad norm 0.70 | lr 3.0e-4 | 41.2k tok/s | step 25.4 s"
+    )
 
 
 def test_step_line_of_a_step_that_moved_activations_says_so() -> None:
@@ -280,6 +282,31 @@ def test_step_line_of_a_skipped_step_says_so() -> None:
     line = step_line(metrics, total_steps=9, memory_capacity_bytes=None, eta_s=42.0)
     assert "loss nan (not finite: update skipped)" in line
     assert "mem 150 GiB | step 250.0 ms | eta 42.0 s" in line
+
+
+@pytest.mark.parametrize("width", [80, 100])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mfu": 0.471, "offloaded_bytes": 3 * 2**29, "exposed_copy_s": 0.25},
+        {
+            **{"samples": 512, "split_subsequences": 7, "batched_subsequences": 91},
+            **{"padding_tokens": 96, "bubble_fraction": 0.081, "planned_bubble_fraction": 0.075},
+        },
+        {"loss": math.nan, "skipped": True, "grad_norm": math.inf, "step_s": 9000.0},
+        {"labels": 0, "grad_norm": 123456.0},
+    ],
+)
+def test_step_lines_fit_a_terminal(changes: dict[str, Any], width: int) -> None:
+    metrics = _metrics(
+        12345, device_peak_bytes=round(1.31 * 2**30), predicted_step_s=24.6, **changes
+    )
+    line = step_line(
+        metrics, total_steps=50_000, memory_capacity_bytes=23 * 2**30, eta_s=12_360, width=width
+    )
+    assert width - 30 < len(line) <= width
+    for field in ("step 12345 | loss ", " | norm ", " | lr 3.0e-4 | "):
+        assert field in line
 
 
 # The plot ------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def test_a_whole_run(work, run):
 
 def test_a_run_that_was_stopped(work, run):
     text = told(run, outcome_of(work, done=2, interrupted_by="SIGTERM"))
-    assert "stopped by SIGTERM after step 2 of 4, 2 left; to go on: the same command" in text
+    assert "stopped by SIGTERM after step 2 of 4, 2 left; to go on:\nthe same command" in text
     summary = json.loads((work / "out/run_summary.json").read_text())
     assert summary["interrupted_by"] == "SIGTERM"
 

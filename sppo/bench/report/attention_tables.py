@@ -9,6 +9,7 @@ from sppo.bench.attention_backends import BackendComparison, BackendRate
 from sppo.bench.attention_grid import AttentionShape
 from sppo.bench.report.figures import NOT_MEASURED, flops_unit, format_rates, measurement_table
 from sppo.kernels.attention.choice import BackendName
+from sppo.report.lines import print_line
 from sppo.units import format_tokens
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def print_attention(found: BackendComparison, *, console: Console) -> None:
     """Print a row per shape and a column per back end, then the loss of ``auto`` and the gaps."""
     console.print(_table(found))
     for line in (automatic_line(found), *left_out_lines(found)):
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+        print_line(line, console)
 
 
 def automatic_line(found: BackendComparison) -> str:

@@ -8,6 +8,7 @@ from sppo.bench.break_even import BreakEven
 from sppo.bench.copies import CopyMeasurements
 from sppo.bench.overlap import OverlapMeasurements
 from sppo.bench.report.figures import NOT_MEASURED, measurement_table
+from sppo.report.lines import print_line
 from sppo.units import format_bytes, format_duration, format_tokens
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def print_copies(found: CopyMeasurements, *, console: Console) -> None:
     """Print the rates of copies to one tier, and the rates that plans will use."""
     console.print(_copies_table(found))
     for line in copies_lines(found):
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+        print_line(line, console)
 
 
 def print_overlap(found: OverlapMeasurements, *, console: Console) -> None:
@@ -30,7 +31,7 @@ def print_overlap(found: OverlapMeasurements, *, console: Console) -> None:
     console.print(_overlap_table(found))
     console.print(_break_even_table(found.break_evens))
     for line in overlap_lines(found):
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+        print_line(line, console)
 
 
 def copies_lines(found: CopyMeasurements) -> list[str]:

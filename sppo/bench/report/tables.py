@@ -12,6 +12,7 @@ from sppo.bench.report.copy_tables import print_copies, print_overlap
 from sppo.bench.report.figures import flops_unit, format_rates, measurement_table
 from sppo.bench.suite import Measurements
 from sppo.hardware.rates import ElementwisePoint, GemmPoint
+from sppo.report.lines import print_line
 from sppo.units import format_count, format_duration, format_tokens
 
 if TYPE_CHECKING:
@@ -32,15 +33,15 @@ def print_measurements(measurements: Measurements, *, console: Console) -> None:
     if measurements.elementwise:
         console.print(_elementwise_table(measurements.elementwise))
     if measurements.messages is not None:
-        console.print(messages_line(measurements.messages), highlight=False, soft_wrap=True)
+        print_line(messages_line(measurements.messages), console)
     for copies in measurements.copies:
         print_copies(copies, console=console)
     if measurements.overlap is not None:
         print_overlap(measurements.overlap, console=console)
-    console.print(summary_line(measurements), highlight=False, soft_wrap=True)
+    print_line(summary_line(measurements), console)
     warning = unsteady_line(measurements.spreads)
     if warning is not None:
-        console.print(warning, highlight=False, soft_wrap=True)
+        print_line(warning, console)
 
 
 def messages_line(found: MessageMeasurements) -> str:

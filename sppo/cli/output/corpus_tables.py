@@ -19,6 +19,7 @@ from sppo.hardware.run_hardware import hardware_line
 from sppo.planning.advice import Advice
 from sppo.planning.corpus.search import CorpusSolution, PlannedDegrees, fullest_rank
 from sppo.planning.elastic.step_plan import StepPlan
+from sppo.report.lines import print_line
 from sppo.units import counted, format_bytes, format_count, format_tokens
 
 _SHOWN_REFUSED = 4
@@ -207,4 +208,4 @@ def _span(counts: Iterable[int]) -> str:
 
 
 def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    print_line(text, console)

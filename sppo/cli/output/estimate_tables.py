@@ -17,6 +17,7 @@ from sppo.hardware.run_hardware import hardware_line
 from sppo.planning.baselines import HOST, Baseline
 from sppo.planning.estimate import SECTION_5_1_BYTES, TABLE_2_BYTES, Estimate
 from sppo.planning.search.choices import Degrees
+from sppo.report.lines import print_line
 from sppo.units import GIB, format_bytes, format_tokens
 
 
@@ -24,7 +25,7 @@ def print_estimate(found: Estimate, *, console: Console) -> None:
     """Print the model, the bytes of one sequence, and the memory of every stage of the run."""
 
     def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        print_line(text, console)
 
     evaluated = found.evaluated
     candidate = evaluated.candidate
@@ -95,11 +96,10 @@ def _kv_name(found: Estimate) -> str:
 def print_baselines(rows: Sequence[Baseline], *, length: int, console: Console) -> None:
     """Print the longest sequence of each baseline on these devices, and step times at a length."""
     claims = any(row.paper for row in rows)
-    console.print(
+    print_line(
         "longest sequence that fits on these devices (analytic)"
         + (", and in the SPPO paper" if claims else ""),
-        highlight=False,
-        soft_wrap=True,
+        console,
     )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("trained with", no_wrap=True)
@@ -122,9 +122,7 @@ def print_baselines(rows: Sequence[Baseline], *, length: int, console: Console) 
 
 def _print_steps(rows: Sequence[Baseline], *, length: int, console: Console) -> None:
     """Print the step time of each baseline at one length, if it fits."""
-    console.print(
-        f"a step on sequences of {format_tokens(length)} tokens", highlight=False, soft_wrap=True
-    )
+    print_line(f"a step on sequences of {format_tokens(length)} tokens", console)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("trained with", no_wrap=True)
     table.add_column("step", justify="right", no_wrap=True)

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from sppo.planning.explain import PARTS, RateUsed, rates_used, step_parts
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
+from sppo.report.lines import print_line
 from sppo.units import format_duration
 
 _LEAST_SHOWN = 5e-5
@@ -80,4 +81,4 @@ def _seconds(seconds: float) -> str:
 
 
 def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    print_line(text, console)

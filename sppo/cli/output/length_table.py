@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sppo.data.samples.length_stats import LengthStats, LimitStats
+from sppo.report.lines import print_line
 from sppo.units import counted, format_count, format_tokens
 
 
@@ -14,7 +15,7 @@ def print_lengths(stats: LengthStats, *, console: Console) -> None:
     """Print percentiles and buckets of document lengths, and the effect of a length limit."""
 
     def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        print_line(text, console)
 
     say(
         f"{stats.directory}: {counted(stats.num_documents, 'document')}, "

@@ -21,6 +21,7 @@ from sppo.cli.output.solve_text import TIER_NAMES
 from sppo.cost.candidate import Candidate
 from sppo.cost.memory.tier_memory import tier_buckets
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
+from sppo.report.lines import print_line
 from sppo.units import format_bytes
 
 _MOST_GROUPS = 4
@@ -45,10 +46,9 @@ def print_memory(evaluated: EvaluatedCandidate, *, console: Console) -> None:
     groups, candidate = rank_groups(evaluated.memory), evaluated.candidate
     shown = shown_groups(groups, most=_MOST_GROUPS)
     budget = candidate.workload.hardware.device.usable_bytes
-    console.print(
+    print_line(
         f"memory of one device of each rank; the line is its budget, {format_bytes(budget)}",
-        highlight=False,
-        soft_wrap=True,
+        console,
     )
     width = max(len(group.name) for group in shown)
     scale = max(budget, *(group.memory.device.total_bytes for group in shown))

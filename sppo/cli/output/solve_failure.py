@@ -17,6 +17,7 @@ from sppo.planning.search.candidate_search import Rejection
 from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.solver import Solution, nearest_rejection
+from sppo.report.lines import print_line
 from sppo.units import format_bytes
 
 _SHOWN_BUCKETS = 5
@@ -27,7 +28,7 @@ def print_failure(solution: Solution, *, changes: Sequence[Advice], console: Con
     """Print why nothing fits, and the changes that would make it fit."""
 
     def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        print_line(text, console)
 
     nearest = nearest_rejection(solution.rejected)
     problem = "no way to divide the devices works" if nearest is None else "nothing fits"

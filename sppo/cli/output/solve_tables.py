@@ -30,6 +30,7 @@ from sppo.planning.make_plan import predict
 from sppo.planning.plan import Prediction
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.solver import Solution
+from sppo.report.lines import print_line
 from sppo.units import counted, format_bytes, format_count, format_duration, format_tokens
 
 if TYPE_CHECKING:
@@ -259,4 +260,4 @@ def print_ablation(rows: Sequence[AblationRow], *, console: Console) -> None:
 
 
 def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    print_line(text, console)

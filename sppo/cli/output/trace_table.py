@@ -8,6 +8,7 @@ from rich.table import Table
 
 from sppo.dry_run.streams import Moment
 from sppo.dry_run.traced_step import TracedStep
+from sppo.report.lines import print_line
 from sppo.units import MIB, format_bytes, format_duration
 
 _ACTIONS = {"F": "forward", "B": "backward", "W": "weight half", "update": "around them"}
@@ -19,7 +20,7 @@ def print_trace(traced: TracedStep, *, console: Console) -> None:
     """Print traced memory by bucket beside the plan's, and calls, launches and host waits."""
 
     def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        print_line(text, console)
 
     console.print()
     layers = f"{traced.num_layers} layers"
