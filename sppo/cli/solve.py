@@ -38,7 +38,10 @@ def solve(
     ] = False,
     explain: Annotated[
         bool,
-        typer.Option("--explain", help="Also say where the seconds of the best step go, and why."),
+        typer.Option(
+            "--explain",
+            help="Also say where the seconds of the best step go, and why, and show all N.",
+        ),
     ] = False,
     lengths: Annotated[
         str | None,
@@ -176,7 +179,7 @@ def _print_solution(
     from sppo.cli.output.solve_tables import print_ablation, print_solution
 
     console = Console()
-    print_solution(solution, paying=paying, output=output, console=console)
+    print_solution(solution, paying=paying, output=output, console=console, whole=explain)
     if rows:
         print_ablation(rows, console=console)
     if explain:

@@ -56,7 +56,7 @@ def print_corpus_solution(
         _say(console, f"{left} of {solution.hardware.num_devices} devices are left over")
     per_node = solution.hardware.node.num_devices
     for command in launch_commands(best.degrees, devices_per_node=per_node, output=output):
-        _say(console, f"launch: {command}")
+        print_line(f"launch: {command}", console, wraps=False)
     if output is None:
         _say(console, "plan.json is not written yet: add -o plan.json")
     console.print()

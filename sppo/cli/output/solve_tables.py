@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from sppo.planning.ablation import AblationRow
 
 _BAR_WIDTH = 24
+_SHOWN_NUMBERS = 8
 
 
 def run_line(run: RunConfig) -> str:
@@ -56,7 +57,12 @@ def step_text(seconds: float) -> str:
 
 
 def print_solution(
-    solution: Solution, *, paying: Sequence[Improvement], output: Path | None, console: Console
+    solution: Solution,
+    *,
+    paying: Sequence[Improvement],
+    output: Path | None,
+    console: Console,
+    whole: bool = False,
 ) -> None:
     """Print the best candidate, its runners-up, launch commands and memory.
 
@@ -65,6 +71,7 @@ def print_solution(
         paying: Changes of the request that would increase throughput.
         output: File that the best plan was written to; None if there is none.
         console: Console to print to.
+        whole: Whether to print the step time of every N that was tried.
     """
     assert solution.best is not None, "print_failure is for the other case"
     best, hardware = solution.best, solution.hardware
@@ -86,11 +93,11 @@ def print_solution(
         )
     per_node = hardware.node.num_devices
     for command in launch_commands(best.degrees, devices_per_node=per_node, output=output):
-        _say(console, f"launch: {command}")
+        print_line(f"launch: {command}", console, wraps=False)
     if output is None:
         _say(console, "plan.json is not written yet: add -o plan.json")
     _print_improvements(paying, console=console)
-    _print_numbers_of_subsequences(solution, console=console)
+    _print_numbers_of_subsequences(solution, whole=whole, console=console)
     console.print()
     print_memory(best, console=console)
     _print_rejected(solution, console=console)
@@ -186,7 +193,7 @@ def _print_improvements(paying: Sequence[Improvement], *, console: Console) -> N
     console.print(table)
 
 
-def _print_numbers_of_subsequences(solution: Solution, *, console: Console) -> None:
+def _print_numbers_of_subsequences(solution: Solution, *, whole: bool, console: Console) -> None:
     """Print the step time over N for the best degrees; bars show the time above the best N."""
     candidates = solution.by_num_subsequences
     if len(candidates) < 2:
@@ -194,17 +201,22 @@ def _print_numbers_of_subsequences(solution: Solution, *, console: Console) -> N
     assert solution.best is not None, "checked by the caller"
     chosen = len(solution.best.candidate.lengths)
     least, most = (pick(evaluated.time.step_s for evaluated in candidates) for pick in (min, max))
+    numbers = [len(evaluated.candidate.lengths) for evaluated in candidates]
+    first = _first_shown(numbers, chosen=chosen)
+    shown = candidates if whole else candidates[first : first + _SHOWN_NUMBERS]
+    hidden = len(candidates) - len(shown)
     console.print()
     _say(
         console,
         f"step over N with {degrees_text(solution.best.degrees)}, schedule "
-        f"{candidates[0].candidate.schedule} (closed form); bars: time above the best N",
+        f"{candidates[0].candidate.schedule} (closed form); bars: time above the best N"
+        + (f"; --explain shows {hidden} more" if hidden else ""),
     )
     table = Table(box=None, pad_edge=False, show_header=False)
     for _ in range(3):
         table.add_column(justify="right")
     table.add_column()
-    for evaluated in candidates:
+    for evaluated in shown:
         num_subsequences, step_s = len(evaluated.candidate.lengths), evaluated.time.step_s
         lost = step_s / least - 1
         width = round(_BAR_WIDTH * (step_s - least) / (most - least)) if most > least else 0
@@ -216,6 +228,15 @@ def _print_numbers_of_subsequences(solution: Solution, *, console: Console) -> N
             f"{'█' * width}{mark}",
         )
     console.print(table)
+
+
+def _first_shown(numbers: Sequence[int], *, chosen: int) -> int:
+    """Return the index of the first of the numbers N to show, so that the chosen N is among them.
+
+    Another search than that over N may have chosen a number that is not in the list.
+    """
+    place = sum(number < chosen for number in numbers)
+    return max(0, min(place - _SHOWN_NUMBERS // 2, len(numbers) - _SHOWN_NUMBERS))
 
 
 def _print_rejected(solution: Solution, *, console: Console) -> None:
