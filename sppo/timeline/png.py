@@ -32,6 +32,8 @@ _PIXELS = 2400
 _MOST_MEMORY_LINES = 8
 _LEGEND_CHARACTERS = 200
 _NARROW_INCHES = 0.06
+_SHARD_MARK = "s1"
+"""Second line of the label of a shard of stage 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +322,10 @@ def binary_step(peak_bytes: float) -> int:
 
 
 def _legend_entries(panels: Sequence[_Panel]) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the names and colours of everything drawn in the plot, and of nothing else."""
+    """Return the names and colours of everything drawn in the plot, and of nothing else.
+
+    Without a colour: the mark of a shard, :data:`_SHARD_MARK`.
+    """
     seen = _Seen.of(panels)
     forward, backward = ActionKind.F, ActionKind.B
     entries: list[tuple[str, tuple[str, ...]]] = [
@@ -341,7 +346,7 @@ def _legend_entries(panels: Sequence[_Panel]) -> list[tuple[str, tuple[str, ...]
         if phase in seen.phases
     ]
     if seen.phases:
-        entries.append(("s1: an MSP shard of stage 1, on another rank", ("#FFFFFF",)))
+        entries.append(("shard of stage 1 (MSP), on another rank", ()))
     entries += [
         (name, (style.IDLE_COLOURS[cause],))
         for cause, name in style.IDLE_NAMES.items()
@@ -355,10 +360,12 @@ def _draw_legend(
 ) -> None:
     """Draw the legend above the first panel; two shades stand for forward and backward."""
     from matplotlib.legend_handler import HandlerTuple
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
+    mark = Line2D([], [], marker=f"${_SHARD_MARK}$", linestyle="", color="black", markersize=10)
     handles: list[Any] = [  # the stubs do not know that a handle may be several patches
-        tuple(Patch(facecolor=colour) for colour in colours) for _, colours in entries
+        tuple(Patch(facecolor=colour) for colour in colours) or mark for _, colours in entries
     ]
     figure.legend(
         handles, [name for name, _ in entries], loc="upper left", ncol=-(-len(entries) // rows),

@@ -174,8 +174,15 @@ def title(timeline: Timeline, *, is_abstract: bool) -> str:
         f"{counted(schedule.num_sequences, 'sequence')} of {parts} "
         f"subsequence{'' if parts == '1' else 's'} · {timeline.provenance} step "
         f"{took} · idle {timeline.bubble_fraction:.1%} · "
-        f"at most {peak:.4g} units in flight"
+        f"{in_flight(peak)}"
     )
+
+
+def in_flight(peak: float) -> str:
+    """Return the number of units at once as text; shards of MSP are fractions of a unit."""
+    if peak == int(peak):
+        return f"at most {peak:.0f} units in flight"
+    return f"at most {peak:.1f} units in flight, shards counted in part"
 
 
 def duration(value: float, *, is_abstract: bool) -> str:

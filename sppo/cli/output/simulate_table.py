@@ -92,7 +92,7 @@ def _rank_table(timeline: Timeline, *, devices: SimulatedDevices | None) -> Tabl
             _time(track.idle_s("bubble"), is_abstract),
             _time(track.idle_s("communication"), is_abstract),
             _time(track.idle_s("copy"), is_abstract),
-            f"{track.peak_in_flight:.4g}",
+            f"{round(track.peak_in_flight, 1):.4g}",
             f"{peak:.4g}" if is_abstract else format_bytes(peak),
             *map(format_bytes, totals[rank : rank + 1]),
         )
