@@ -60,9 +60,10 @@ def bench(
     width: Widths = None,
     json_output: Json = False,
 ) -> None:
-    """Measure kernels and copies on the GPU, or on CPU and disk without one; takes two minutes.
+    """Measure kernels and copies on the GPU, or on CPU and disk without one.
 
-    A run file uses the written description with `hardware: {file: hardware.json}`.
+    Takes minutes, and longer beside other programs, which also make the figures unsteady. A run
+    file uses the written description with `hardware: {file: hardware.json}`.
 
         sppo bench all -o hardware.json --png hardware.png
 
@@ -249,12 +250,13 @@ def _print(
         return
     from rich.console import Console
 
-    from sppo.bench.report.tables import print_measurements
+    from sppo.bench.report.tables import print_measurements, unsteady_line
 
     console = Console()
     print_measurements(found, console=console)
+    doubt = "" if unsteady_line(found.spreads) is None else ", with the unsteady figures above"
     for path in (output, png):
         if path is not None:
-            typer.echo(f"written {path}")
+            typer.echo(f"written {path}{doubt}")
     if output is not None:
         typer.echo(f"in a run file: hardware: {{file: {output}}}")

@@ -105,9 +105,14 @@ def _baselines(found: Estimate, *, quiet: bool) -> tuple[Baseline, ...]:
     from sppo.cli.output.working import working
     from sppo.planning.baselines import baselines
 
-    text = "searching the longest sequence of each way to train, for about a minute"
-    with working(text, says_so=not quiet):
-        return baselines(found.run, hardware=found.hardware, evaluated=found.evaluated)
+    text = "searching the longest sequence of each way to train"
+    with working(text, says_so=not quiet) as show:
+        return baselines(
+            found.run,
+            hardware=found.hardware,
+            evaluated=found.evaluated,
+            on_method=lambda place, name: show(f"{text}: {place}, {name}"),
+        )
 
 
 def _print(

@@ -6,6 +6,7 @@ Baselines are priced on the same machine by the same cost model as SPPO's own pl
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from sppo.config.run import RunConfig
@@ -50,7 +51,11 @@ class Baseline:
 
 
 def baselines(
-    run: RunConfig, *, hardware: HardwareSpec, evaluated: EvaluatedCandidate | None = None
+    run: RunConfig,
+    *,
+    hardware: HardwareSpec,
+    evaluated: EvaluatedCandidate | None = None,
+    on_method: Callable[[str, str], None] = lambda place, name: None,
 ) -> tuple[Baseline, ...]:
     """Return every baseline method on all devices of `hardware`, then SPPO.
 
@@ -59,12 +64,16 @@ def baselines(
             sequence length and the dtype.
         hardware: Description of the machine.
         evaluated: SPPO's candidate at the run's length, for its step time.
+        on_method: Called with the place, such as "2 of 8", and the name of each method before its
+            search.
     """
-    claims = _paper_claims(run, hardware)
-    rows = [
-        replace(baseline(run, hardware=hardware, method=method), paper=claims.get(method.name, ""))
-        for method in METHODS
-    ]
+    claims, count = _paper_claims(run, hardware), len(METHODS) + 1
+    rows = []
+    for number, method in enumerate(METHODS, start=1):
+        on_method(f"{number} of {count}", method.name)
+        found = baseline(run, hardware=hardware, method=method)
+        rows.append(replace(found, paper=claims.get(method.name, "")))
+    on_method(f"{count} of {count}", SPPO)
     ours = Baseline(SPPO, longest_sequence(run, hardware), paper=claims.get(SPPO, ""))
     if evaluated is not None and evaluated.shortfall is None:
         candidate = evaluated.candidate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ SMALL_PT = 8
 _LABEL_HEIGHT = 0.035
 """Height of a label as a fraction of the panel's height."""
 _HEADROOM = 1.1
+_TITLE_CHARACTERS = 50
+"""Longest line of a title, which is about as wide as a panel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,5 +87,6 @@ def clean(axes: Any) -> None:
     axes.tick_params(colors=QUIET, labelsize=SMALL_PT, length=0)
     axes.set_axisbelow(True)
     of_text = {"fontsize": SMALL_PT + 1, "color": INK}
-    axes.set_title(axes.get_title(loc="left"), loc="left", fontdict=of_text)
+    title = textwrap.fill(axes.get_title(loc="left"), _TITLE_CHARACTERS)
+    axes.set_title(title, loc="left", fontdict=of_text)
     axes.set_xlabel(axes.get_xlabel(), fontdict=of_text)

@@ -27,6 +27,7 @@ from sppo.units import format_count
 
 _TITLE_PT = 15
 _PANEL_INCHES = (5.2, 5.4)
+_MOST_COLUMNS = 3
 
 
 def write_plot(path: Path, *, name: str, measurements: Measurements) -> None:
@@ -55,17 +56,19 @@ def write_plot(path: Path, *, name: str, measurements: Measurements) -> None:
     panels += [partial(draw_copies, found=found) for found in measurements.copies]
     if measurements.overlap is not None:
         panels.append(partial(draw_overlap, found=measurements.overlap))
+    columns = min(len(panels), _MOST_COLUMNS)
+    rows = -(-len(panels) // columns)
     width, height = _PANEL_INCHES
-    figure = Figure(figsize=(width * len(panels) + 1, height), dpi=140, facecolor="white")
+    figure = Figure(figsize=(width * columns + 1, height * rows), dpi=140, facecolor="white")
     FigureCanvasAgg(figure)
     for index, draw in enumerate(panels):
-        axes = figure.add_subplot(1, len(panels), index + 1)
+        axes = figure.add_subplot(rows, columns, index + 1)
         draw(axes)
         clean(axes)
     figure.suptitle(
         f"{name}, measured", x=0.01, ha="left", color=INK, fontsize=_TITLE_PT, parse_math=False
     )
-    figure.tight_layout(rect=(0, 0, 1, 0.97), w_pad=2.5)
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.03 / rows), w_pad=2.5, h_pad=2.5)
     write_figure(path, figure)
 
 
