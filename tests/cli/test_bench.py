@@ -10,6 +10,7 @@ import pytest
 from sppo.bench import disk, suite
 from sppo.bench.attention_grid import attention_grid
 from sppo.bench.gemm import GemmGrid
+from sppo.bench.report import plot, tables
 from sppo.hardware import this_machine
 from sppo.hardware.file import hardware_json, read_hardware
 from sppo.hardware.presets import PRESETS
@@ -107,6 +108,25 @@ def test_the_plot(measured):
     assert Path("rates.png").read_bytes().startswith(b"\x89PNG")
     succeed("bench", "gemm", "--png", "gemm.png")
     assert Path("gemm.png").stat().st_size < Path("rates.png").stat().st_size
+
+
+def test_titles_of_the_plot_end_before_the_next_panel(monkeypatch, tmp_path):
+    figures = []
+    monkeypatch.setattr(plot, "write_figure", lambda path, figure: figures.append(figure))
+    found = replace(EVERYTHING, copies=(DISK,), overlap=replace(OVERLAP, model="a shape " * 5))
+    plot.write_plot(tmp_path / "rates.png", name="here", measurements=found)
+    (figure,) = figures
+    assert figure.axes[0].get_gridspec().get_geometry() == (2, 3)
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        title, panel = axes._left_title.get_window_extent(), axes.get_window_extent()
+        assert title.x1 <= min(panel.x1 + 0.1 * panel.width, figure.bbox.x1)
+
+
+def test_unsteady_figures_are_doubted_where_they_are_written(measured, monkeypatch):
+    monkeypatch.setattr(tables, "_STEADY", 0.05)
+    text = succeed("bench", "all", "-o", "hardware.json")
+    assert "written hardware.json, with the unsteady figures above" in text
 
 
 @pytest.mark.parametrize(
