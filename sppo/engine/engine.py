@@ -38,7 +38,7 @@ from sppo.planning.partition import lengths_of
 from sppo.schedule.actions import COMPUTE_KINDS, Action, ActionKind, Schedule, UnitKey
 from sppo.schedule.encoding import encode
 from sppo.schedule.in_flight import sequences_in_flight
-from sppo.schedule.msp_groups import find_msp_groups
+from sppo.schedule.msp_groups import find_msp_groups, msp_ranges
 from sppo.schedule.transfers.kv_placement import kv_placement
 
 
@@ -439,8 +439,7 @@ class Engine:
             return None
         digest = schedule.digest()
         if digest not in self._msp_executors:
-            groups = find_msp_groups(schedule, programs=encode(schedule)).values()
-            links.connect([(group.ranks[0], group.ranks[-1]) for group in groups])
+            links.connect(msp_ranges(find_msp_groups(schedule, programs=encode(schedule))))
             self._msp_executors = {
                 digest: MspExecutor(
                     schedule,

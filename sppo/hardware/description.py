@@ -62,7 +62,7 @@ class DeviceSpec:
     Attributes:
         kind: "cuda" or "cpu"; on a CPU, device memory is the machine's memory.
         memory_bytes: Total memory of the device, in bytes.
-        reserved_bytes: Part of `memory_bytes` that no plan may use: context, communicators,
+        reserved_bytes: Part of `memory_bytes` that no plan may use: context, libraries,
             fragments.
         bf16_flops_per_s: Peak of the matrix units in bf16.
         fp32_flops_per_s: Peak in fp32 (tf32 where the device has it).
@@ -309,6 +309,8 @@ class NetworkSpec:
         inter_node_latency_s: Latency of a message between nodes.
         message_compute_s_per_byte: Compute seconds that a byte of a message takes on each end,
             where the device itself copies messages, as a CPU does.
+        communicator_bytes: Device memory of a communicator (NCCL) whose ranks exchange messages
+            with their neighbours, with as many thread blocks as it chooses; 0 without NCCL.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -318,6 +320,7 @@ class NetworkSpec:
     inter_node_bytes_per_s: float
     inter_node_latency_s: float
     message_compute_s_per_byte: float = 0.0
+    communicator_bytes: int = 0
 
     def __post_init__(self) -> None:
         links = ("intra_node_bytes_per_s", "inter_node_bytes_per_s")

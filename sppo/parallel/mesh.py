@@ -11,13 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from sppo.cost.communicators import OVERLAP_MAX_CTAS
 from sppo.parallel.mesh_shape import MeshShape
 
-OVERLAP_MAX_CTAS = 8
-"""Most NCCL thread blocks of a message that overlaps compute. Its stream has high priority, since
-its blocks would otherwise wait for the last blocks of an attention kernel. The number is limited,
-since a message that waits for its peer occupies the multiprocessors of its blocks (an H100 has 132
-of them)."""
 ReplicaGroup = Literal["stage", "keys", "block"]
 """Ranks that hold the same values of a parameter, by the name of their group in :class:`Groups`."""
 
@@ -147,7 +143,7 @@ class Mesh:
             "block": self.shape.block_ranks(self.at),
             "keys": self.shape.block_ranks(self.at, copies=self.shape.key_copies or 1),
         }
-        return self._group(ranks[kind], f"gathers of {kind}", overlaps_compute=True)
+        return self._group(ranks[kind], f"gathers of {kind}", is_limited=True)
 
     def _make_groups(self, *, wraps: bool, cuts_units: bool, ties_ends: bool) -> Groups:
         """Make the same number of groups on every rank, in the same order.
@@ -166,20 +162,23 @@ class Mesh:
             stage=self._group(self.stage_ranks, "stage"),
             block=self._block_group("block", copies=1) if copies else None,
             keys=self._block_group("keys", copies=copies) if copies > 1 else None,
-            ends=self._group(sorted({*ends}), "ends") if ties_ends else None,
-            pipeline=self._group(pipeline, "pipeline") if cuts_units else None,
+            ends=self._group(sorted({*ends}), "ends", is_limited=True) if ties_ends else None,
+            pipeline=self._group(pipeline, "pipeline", is_limited=True) if cuts_units else None,
             edges=self._make_edges(wraps=wraps),
         )
 
     def _block_group(self, purpose: str, *, copies: int) -> ProcessGroup | None:
-        return self._group(self.shape.block_ranks(self.at, copies=copies), purpose)
+        ranks = self.shape.block_ranks(self.at, copies=copies)
+        return self._group(ranks, purpose, is_limited=copies > 1)
 
     def make_range_groups(
         self, ranges: Sequence[tuple[int, int]]
     ) -> dict[tuple[int, int], tuple[ProcessGroup, ProcessGroup]]:
         """Make two communicators for each range of pipeline positions that includes this rank.
 
-        Every rank must call it with the same ranges, in the same order.
+        Every rank must call it with the same ranges, in the same order. Nothing overlaps the
+        messages that are waited for at once, so these may take every multiprocessor; messages sent
+        ahead overlap compute for whole layers.
 
         Args:
             ranges: Distinct ranges, as (first, last) position.
@@ -192,8 +191,8 @@ class Mesh:
         for first, last in ranges:
             inside = first <= here <= last
             ranks = self.pipeline_ranks[first : last + 1] if inside else (self.rank,)
-            waited = self._group(ranks, f"MSP shards on {first} to {last}", overlaps_compute=True)
-            ahead = self._group(ranks, f"weights for {first} to {last}")
+            waited = self._group(ranks, f"MSP shards on {first} to {last}")
+            ahead = self._group(ranks, f"weights for {first} to {last}", is_limited=True)
             if waited is not None and ahead is not None:
                 found[first, last] = waited, ahead
         return found
@@ -215,9 +214,7 @@ class Mesh:
                 sender, receiver = mine[0] if mine else (here, here)
                 edge = (receiver, sender) if backwards else (sender, receiver)
                 members = sorted({self.pipeline_ranks[position] for position in edge})
-                group = self._group(
-                    members, f"pipeline {edge[0]} to {edge[1]}", overlaps_compute=True
-                )
+                group = self._group(members, f"pipeline {edge[0]} to {edge[1]}", is_limited=True)
                 if group is not None:
                     found[edge] = group
         return found
@@ -228,11 +225,12 @@ class Mesh:
         purpose: str,
         *,
         backend: str | None = None,
-        overlaps_compute: bool = False,
+        is_limited: bool = False,
     ) -> ProcessGroup | None:
         """Return a new communicator; None if this rank is alone.
 
-        If its messages overlap compute, they get at most :data:`OVERLAP_MAX_CTAS` thread blocks.
+        If its messages overlap compute or are small, they get few thread blocks, see
+        :func:`_limited_options`.
 
         An NCCL group is bound to the device and therefore initialized at once, in the order in
         which all members make their groups, and before anything is timed. The default group must
@@ -245,7 +243,7 @@ class Mesh:
             list(ranks),
             timeout=self._timeout,
             backend="nccl" if on_device else "gloo" if is_alone else backend,
-            pg_options=_overlap_options(self._timeout) if on_device and overlaps_compute else None,
+            pg_options=_limited_options(self._timeout) if on_device and is_limited else None,
             use_local_synchronization=True,
             group_desc=purpose,
             device_id=self._device if on_device else None,
@@ -253,8 +251,13 @@ class Mesh:
         return None if is_alone else group
 
 
-def _overlap_options(timeout: timedelta) -> Any:
-    """Return NCCL options for messages that overlap compute."""
+def _limited_options(timeout: timedelta) -> Any:
+    """Return NCCL options for messages that overlap compute, or are small.
+
+    They get at most :data:`OVERLAP_MAX_CTAS` thread blocks, and with these a part of the buffers of
+    other communicators. Their stream has high priority, since their blocks would otherwise wait for
+    the last blocks of an attention kernel.
+    """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = OVERLAP_MAX_CTAS
     options._timeout = timeout  # torch warns unless it equals the group's timeout

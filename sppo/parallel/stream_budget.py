@@ -7,9 +7,9 @@ messages in different orders; copies would wait for messages, too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sppo.cost.communicators import CommunicatorUse, count_communicators
 from sppo.parallel.mesh_shape import Coordinates, MeshShape
 
 POOL_STREAMS = 32
@@ -23,7 +23,7 @@ class StreamCount:
 
     normal: int
     high: int
-    """Streams of high priority: those of communicators whose messages overlap compute."""
+    """Streams of high priority: those of communicators with a limited number of thread blocks."""
 
     @property
     def fits(self) -> bool:
@@ -32,37 +32,25 @@ class StreamCount:
 
 
 @dataclass(frozen=True, slots=True)
-class StreamUse:
+class StreamUse(CommunicatorUse):
     """Features of a run that need streams in addition to those of the grid of ranks."""
 
-    ranges: Sequence[tuple[int, int]] = ()
-    """Ranges (first, last) of pipeline ranks that form MSP groups; empty without MSP."""
-    wraps: bool = False
-    ties_ends: bool = False
-    gathers_weights: bool = False
-    """True if weights are gathered for use (ZeRO-3)."""
     offloads: bool = False
     offloads_state: bool = False
 
 
 def count_streams(shape: MeshShape, at: Coordinates, use: StreamUse) -> StreamCount:
     """Return the number of streams of the rank at ``at``: one per communicator and copy stream."""
-    here, size = at.pipeline, shape.pipeline_parallel
-    edges = (here > 0) + (here < size - 1)
-    if use.wraps and size > 2:
-        edges += here in (0, size - 1)
-    ranges = sum(first <= here <= last and first < last for first, last in use.ranges)
-    same = [shape.stage_ranks(at)]
-    if shape.key_copies:
-        same.append(shape.block_ranks(at))
-        if shape.key_copies > 1:
-            same.append(shape.block_ranks(at, copies=shape.key_copies))
-    holders = sum(len(ranks) > 1 for ranks in same)
-    normal = holders + (shape.sequence_parallel > 1) + ranges
-    normal += bool(use.ranges) and size > 1
-    normal += use.ties_ends and size > 1 and here in (0, size - 1)
-    normal += _COPIES * (use.offloads + use.offloads_state)
-    return StreamCount(normal, high=2 * edges + ranges + holders * use.gathers_weights)
+    count = count_communicators(
+        use,
+        replicas=shape.data_parallel,
+        pipeline_ranks=shape.pipeline_parallel,
+        width=shape.sequence_parallel,
+        key_copies=shape.key_copies,
+        position=at.pipeline,
+    )
+    copies = _COPIES * (use.offloads + use.offloads_state)
+    return StreamCount(count.full + copies, high=count.limited)
 
 
 def check_streams(shape: MeshShape, use: StreamUse) -> None:

@@ -76,6 +76,11 @@ def find_msp_groups(
     return groups
 
 
+def msp_ranges(groups: Mapping[int, MspGroup]) -> list[tuple[int, int]]:
+    """Return the distinct ranges (first, last) of ranks of MSP groups, in order."""
+    return sorted({(group.ranks[0], group.ranks[-1]) for group in groups.values()})
+
+
 def shard_shares(
     program: EncodedProgram, *, groups: Mapping[int, MspGroup]
 ) -> npt.NDArray[np.float64]:

@@ -171,6 +171,7 @@ def test_first_messages_may_each_wait_for_the_other_end(groups, monkeypatch, siz
 
 
 def test_messages_beside_compute_do_not_wait_for_it_and_take_few_multiprocessors(groups):
+    """Gathers of MSP shards, which compute waits for, may take every multiprocessor instead."""
     _, asked = groups(
         MeshShape(2, 3, 2),
         device=GPU,
@@ -186,7 +187,9 @@ def test_messages_beside_compute_do_not_wait_for_it_and_take_few_multiprocessors
     urgent = {purpose for purpose, options in chosen.items() if options is not None}
     assert urgent == {
         "gathers of stage",
-        "MSP shards on 0 to 2",
+        "weights for 0 to 2",
+        "ends",
+        "pipeline",
         *(f"pipeline {a} to {b}" for a, b in [(0, 1), (1, 0), (1, 2), (2, 1)]),
     }
     for purpose in urgent:
@@ -198,7 +201,10 @@ USES = {
     "pipeline": (MeshShape(1, 4, 1), StreamUse()),
     "interleaved": (MeshShape(1, 3, 1), StreamUse(wraps=True)),
     "tied": (MeshShape(2, 3, 2), StreamUse(ties_ends=True)),
-    "MSP": (MeshShape(1, 4, 2), StreamUse(ranges=[(0, 1), (0, 3), (1, 2)], ties_ends=True)),
+    "MSP": (
+        MeshShape(1, 4, 2),
+        StreamUse(ranges=[(0, 1), (0, 3), (1, 2)], cuts_units=True, ties_ends=True),
+    ),
     "ZeRO-3": (MeshShape(2, 2, 2), StreamUse(gathers_weights=True)),
     "Megatron": (MeshShape(2, 2, 4, key_copies=2), StreamUse(gathers_weights=True)),
     "Megatron, one replica": (MeshShape(1, 2, 2, key_copies=1), StreamUse(gathers_weights=True)),
@@ -208,13 +214,13 @@ USES = {
 
 @pytest.mark.parametrize("case", USES)
 def test_a_communicator_has_a_stream(groups, case):
-    """The budget counts what the mesh makes."""
+    """The budget counts what the mesh makes, and so does the memory that plans leave for it."""
     shape, use = USES[case]
     groups(
         shape,
         device=GPU,
         wraps=use.wraps,
-        cuts_units=bool(use.ranges),
+        cuts_units=use.cuts_units,
         ties_ends=use.ties_ends,
         ranges=use.ranges,
         gathers=use.gathers_weights,
@@ -243,10 +249,17 @@ def test_planned_ranges_have_streams():
     workload = Workload(model, PRESETS["h100"])
     most = pipeline_links(Candidate(workload, (1,), pipeline_parallel_degree=2)).most_ranges
     ranges = [(0, 31 - place) for place in range(int(most))]
-    more = {"wraps": True, "ties_ends": True, "offloads": True, "offloads_state": True}
+    more = {
+        "wraps": True,
+        "cuts_units": True,
+        "ties_ends": True,
+        "offloads": True,
+        "offloads_state": True,
+    }
     check_streams(MeshShape(2, 32, 2), StreamUse(ranges=ranges, **more))
+    too_many = [*ranges, *((0, last) for last in range(1, 5))]
     with pytest.raises(ValueError, match="CUDA streams"):
-        check_streams(MeshShape(2, 32, 2), StreamUse(ranges=[*ranges, (0, 1)], **more))
+        check_streams(MeshShape(2, 32, 2), StreamUse(ranges=too_many, **more))
 
 
 class _Here:

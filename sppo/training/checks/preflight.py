@@ -29,7 +29,7 @@ from sppo.planning.plan_program import plan_program
 from sppo.planning.run_plan import plan_run
 from sppo.planning.search.choices import Degrees, multiplexed_problem, subsequence_problem
 from sppo.schedule.encoding import encode
-from sppo.schedule.msp_groups import find_msp_groups
+from sppo.schedule.msp_groups import find_msp_groups, msp_ranges
 from sppo.training.checks.input_checks import check_inputs, check_weights
 from sppo.training.checks.labels import check_labels
 from sppo.training.checks.libraries import load_libraries
@@ -230,13 +230,13 @@ def check_trainable(run: RunConfig, plan: ExecutionPlan, *, kind: DeviceKind) ->
 
 def _stream_use(run: RunConfig, plan: ExecutionPlan) -> StreamUse:
     """Return the features of a run that need CUDA streams."""
-    ranges: set[tuple[int, int]] = set()
+    ranges: list[tuple[int, int]] = []
     if plan.uses_msp:
         schedule = plan_program(plan)
-        groups = find_msp_groups(schedule, programs=encode(schedule)).values()
-        ranges = {(group.ranks[0], group.ranks[-1]) for group in groups}
+        ranges = msp_ranges(find_msp_groups(schedule, programs=encode(schedule)))
     return StreamUse(
-        ranges=sorted(ranges),
+        ranges=ranges,
+        cuts_units=plan.uses_msp,
         wraps=plan.virtual_stages > 1,
         ties_ends=run.model.tie_embeddings,
         gathers_weights=plan.zero == 3,
