@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from sppo.hardware.description import DeviceSpec, HardwareSpec, NetworkSpec, NodeSpec
 from sppo.hardware.preset_attention import AMPERE, BLACKWELL, HOPPER
 from sppo.hardware.published_attention import PublishedAttention
-from sppo.units import GIB
+from sppo.units import GIB, MIB
 
 _GB = 1e9
 _TFLOPS = 1e12
@@ -59,6 +59,7 @@ def _accelerator(
         intra_node_latency_s=10e-6,
         inter_node_bytes_per_s=network_gb_per_s * _GB,
         inter_node_latency_s=25e-6,
+        communicator_bytes=656 * MIB,
     )
     return HardwareSpec(name, "analytic", device, node, network)
 

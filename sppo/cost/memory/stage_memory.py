@@ -15,6 +15,7 @@ import numpy as np
 
 from sppo.activations.placement import ActivationPlacement
 from sppo.cost.candidate import Candidate
+from sppo.cost.communicators import communicators_bytes
 from sppo.cost.deferred_weights import weight_operand_bytes
 from sppo.cost.kv import kv_bytes_per_token
 from sppo.cost.layer import ACCUMULATION_BYTES, Workload
@@ -76,6 +77,9 @@ class MemoryBuckets:
     sequence-parallel group, and buffers of collectives."""
     growth_bytes: int = 0
     """Memory of the process beyond tensors, see :mod:`sppo.cost.memory.process_growth`."""
+    communicators_bytes: int = 0
+    """Buffers that NCCL allocates for the communicators of a GPU, outside of torch's allocator
+    (:mod:`sppo.cost.communicators`)."""
     never_at_once_bytes: int = 0
     """Correction, at most 0, for peaks of K and V, their gradients and saved tensors that come at
     different moments of a step of samples: their largest sum minus the sum of their peaks."""
@@ -136,6 +140,7 @@ class _RankFigures(NamedTuple):
         kv_bytes: Peak of K and V.
         kv_gradients_bytes: Peak of the gradients of K and V.
         sent_bytes: Largest messages and exchanges of a unit.
+        communicators_bytes: Buffers of communicators, without those of MSP groups.
         num_layers: Layers of all stages of the rank.
         is_first: Whether the rank has the first stage.
         is_last: Whether the rank has the last stage.
@@ -149,6 +154,7 @@ class _RankFigures(NamedTuple):
     kv_bytes: float
     kv_gradients_bytes: float
     sent_bytes: int
+    communicators_bytes: int
     num_layers: int
     is_first: bool
     is_last: bool
@@ -165,7 +171,11 @@ def state_memory(candidate: Candidate, *, units: UnitsInFlight) -> tuple[StageMe
     held, layers = _held_elements(candidate), candidate.layers_of_ranks
     last = candidate.rank_of_stage(candidate.num_stages - 1)
     is_first, is_last = ([rank == end for rank in range(len(layers))] for end in (0, last))
-    columns = (parameters, updated, saved, *held, *kv, sent.tolist(), layers, is_first, is_last)
+    communicators = [communicators_bytes(candidate, position=rank) for rank in range(len(layers))]
+    columns = (
+        *(parameters, updated, saved, *held, *kv, sent.tolist(), communicators),
+        *(layers, is_first, is_last),
+    )
     layer = _most_working_bytes(candidate)
     working_bytes = {
         False: layer,
@@ -244,6 +254,7 @@ def _rank_memory(
         heap_bytes=round(working_bytes * candidate.workload.hardware.device.heap_share),
         communication_bytes=own.sent_bytes + collective,
         growth_bytes=process_growth_bytes(candidate, background_save_bytes=copied),
+        communicators_bytes=own.communicators_bytes,
     )
     return StageMemory(
         buckets,

@@ -136,5 +136,6 @@ def predicted_and_measured(
         ),
         **({"copies": copies} if any(copies) else {}),
         **rest,
-        "all": (predicted.total_bytes, all_bytes),
+        # Torch does not count the memory that NCCL allocates.
+        "all": (predicted.total_bytes - predicted.communicators_bytes, all_bytes),
     }

@@ -130,6 +130,7 @@ _STEADY = (
     "loss_gradient_bytes",
     "heap_bytes",
     "growth_bytes",
+    "communicators_bytes",
 )
 """Buckets that are there all the time."""
 

@@ -61,7 +61,7 @@ def test_fitting_is_what_the_solver_calls_fitting(length, fitting, policy):
     )
     little = machine(
         hardware_for(run.hardware),
-        memory_bytes=5 * GIB,
+        memory_bytes=5 * GIB + 512 * MIB,
         reserved_bytes=0,
         host_memory_bytes=16 * GIB,
     )
