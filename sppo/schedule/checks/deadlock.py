@@ -1,16 +1,19 @@
 """Proof that a lowered program cannot deadlock: its dependency graph has no cycle.
 
 The model is stricter than any transport. A host walks its program; SEND and RECV are appended to
-the only queue of the rank and the host walks on; the host stops only at a compute action whose
-message has not arrived. A message moves when it is at the head of both its sender's queue and its
-receiver's queue. So
+the only queue of the rank and the host walks on; the host stops at a compute action until that
+queue is empty. A message moves when it is at the head of both its sender's queue and its receiver's
+queue. So
 
-* a compute action waits for the previous compute on its rank, and for its messages; the shards of a
-  unit, which run together, wait for the dependencies of all shards;
+* a compute action waits for the previous compute on its rank, for its messages, and for the last
+  message before it in the queue of its rank; the shards of a unit, which run together, wait for the
+  dependencies of all shards;
 * a message waits for the compute before its SEND and before its RECV, and for the previous message
   in either queue.
 
-All actions happen if, and only if, this graph has no cycle.
+All actions happen if, and only if, this graph has no cycle. Compute waits for messages of other
+actions, too, because the first launch of a kernel on a GPU may load its code, which waits until all
+that was issued before has ended, messages included; so does an allocation that finds no memory.
 """
 
 from __future__ import annotations
@@ -139,8 +142,10 @@ class _WaitingGraph:
         acts = np.flatnonzero((compute >= 0) | (messages >= 0))
         acts = acts[before[acts] >= 0]
         queue = messages[messages >= 0]
-        later = [np.maximum(compute, messages)[acts], queue[1:], consumers[is_sent]]
-        earlier = [compute[before[acts]], queue[:-1], messages[is_sent]]
+        last = np.maximum.accumulate(np.where(messages >= 0, np.arange(compute.size), -1))
+        after = np.flatnonzero((compute >= 0) & (last > before))
+        later = [np.maximum(compute, messages)[acts], queue[1:], consumers[is_sent], compute[after]]
+        earlier = [compute[before[acts]], queue[:-1], messages[is_sent], messages[last[after]]]
         return np.concatenate(later), np.concatenate(earlier)
 
     def _messages(self, rank: int) -> tuple[_Nodes, _Nodes, npt.NDArray[np.bool_]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -42,6 +43,17 @@ rank 1: 1RECV_ACT0.0 1F0.0 1B0.0 1SEND_GRAD0.0 1RECV_ACT1.0 1F1.0 1B1.0 1SEND_GR
     validate(schedule)
     with pytest.raises(DeadlockError, match="one queue per rank: rank 0 at action 6, 0B0.0; rank"):
         check_deadlock_free(schedule)
+
+
+def test_compute_may_wait_for_everything_that_was_issued_before():
+    """As on a GPU that loads a kernel's code: a shard must not stand behind its own message."""
+    schedule = place_messages(make("sppo_msp", p=2, n=2, m=1))
+    first, (shard, message, *rest) = schedule.programs
+    assert (str(shard), str(message)) == ("0F0.0[1/2]", "1RECV_ACT0.0[0/2]")
+    swapped = replace(schedule, programs=(first, (message, shard, *rest)))
+    validate(swapped)
+    with pytest.raises(DeadlockError, match=r"rank 0 at action 1, 0F0\.0\[0/2\]; rank 1"):
+        check_deadlock_free(swapped)
 
 
 def test_messages_change_neither_the_compute_nor_its_times():
