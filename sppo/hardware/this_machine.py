@@ -196,7 +196,10 @@ def has_memory_pool() -> bool:
 
 
 def find_gpus() -> Gpus | None:
-    """Return the NVIDIA GPUs that the driver lists; None without GPU, driver or Python binding."""
+    """Return the NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES says.
+
+    None without GPU, driver or Python binding.
+    """
     try:
         import pynvml
     except ImportError:
@@ -214,13 +217,51 @@ def find_gpus() -> Gpus | None:
 
 
 def _first_gpu(nvml: Any) -> Gpus | None:
-    count = int(nvml.nvmlDeviceGetCount())
-    if count == 0:
+    handles = _visible_gpus(nvml)
+    if not handles:
         return None
-    handle = nvml.nvmlDeviceGetHandleByIndex(0)
-    name = nvml.nvmlDeviceGetName(handle)
-    memory = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
-    return Gpus(name.decode() if isinstance(name, bytes) else str(name), count, memory)
+    name = nvml.nvmlDeviceGetName(handles[0])
+    memory = int(nvml.nvmlDeviceGetMemoryInfo(handles[0]).total)
+    return Gpus(_text(name), len(handles), memory)
+
+
+def _visible_gpus(nvml: Any) -> list[Any]:
+    """Return the handles of the GPUs that CUDA shows: all, or those of CUDA_VISIBLE_DEVICES.
+
+    The variable lists indices, beginnings of UUIDs, or instances of a GPU (MIG), and ends at the
+    first one that does not exist. NVML itself ignores it.
+    """
+    gpus = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(int(nvml.nvmlDeviceGetCount()))]
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return gpus
+    found = []
+    for name in map(str.strip, listed.split(",")):
+        if name.isdecimal():
+            named = gpus[int(name) :][:1]
+        elif name.startswith("MIG-"):
+            named = _instance(nvml, name)
+        else:
+            uuids = [_text(nvml.nvmlDeviceGetUUID(gpu)) for gpu in gpus]
+            named = [
+                gpu for gpu, uuid in zip(gpus, uuids, strict=True) if name and uuid.startswith(name)
+            ]
+        if len(named) != 1:
+            break
+        found += named
+    return found
+
+
+def _instance(nvml: Any, uuid: str) -> list[Any]:
+    """Return the handle of an instance of a GPU (MIG); nothing if there is none."""
+    try:
+        return [nvml.nvmlDeviceGetHandleByUUID(uuid)]
+    except nvml.NVMLError:
+        return []
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
 
 
 def _nearest_preset(gpus: Gpus) -> tuple[HardwareSpec, bool]:

@@ -35,23 +35,32 @@ def driver(*names: str | bytes, memory_gib: float = 80, fails: str | None = None
         pass
 
     def answer(name, value):
-        def call(*_):
+        def call(*asked):
             module.calls.append(name)
             if name == fails:
                 raise NVMLError(name)
-            return value
+            try:
+                return value(*asked) if callable(value) else value
+            except ValueError:
+                raise NVMLError(name) from None
 
         return call
 
     module.calls = []
     module.NVMLError = NVMLError
-    memory = SimpleNamespace(total=int(memory_gib * GIB))
+    uuids = ["GPU-3f2a91", "GPU-77b0c4", "MIG-5d10e8"]  # the last one an instance of the others
+
+    def memory(handle):
+        return SimpleNamespace(total=int(memory_gib * GIB) >> (3 if handle == 2 else 0))
+
     for name, value in {
         "nvmlInit": None,
         "nvmlShutdown": None,
         "nvmlDeviceGetCount": len(names),
-        "nvmlDeviceGetHandleByIndex": "handle",
-        "nvmlDeviceGetName": names[0] if names else None,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetHandleByUUID": uuids.index,
+        "nvmlDeviceGetUUID": lambda handle: uuids[handle],
+        "nvmlDeviceGetName": lambda handle: (*names, "a part")[handle],
         "nvmlDeviceGetMemoryInfo": memory,
     }.items():
         setattr(module, name, answer(name, value))
@@ -120,6 +129,33 @@ def test_without_a_gpu_that_answers_the_cpu_is_the_device(monkeypatch, module):
     monkeypatch.setitem(sys.modules, "pynvml", module)
     assert find_gpus() is None
     assert detect_machine().device.kind == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, (2, "first", 80)),
+        ("1", (1, "second", 80)),
+        ("1,0", (2, "second", 80)),
+        ("0,2,1", (1, "first", 80)),
+        ("1,-1,0", (1, "second", 80)),
+        ("GPU-77b0", (1, "second", 80)),
+        ("GPU-77b0,GPU-3f2a", (2, "second", 80)),
+        ("GPU-,0", None),
+        ("MIG-5d10e8", (1, "a part", 10)),
+        ("MIG-0", None),
+        ("", None),
+        ("NoDevFiles", None),
+    ],
+)
+def test_only_gpus_that_cuda_shows_count(monkeypatch, visible, expected):
+    monkeypatch.setitem(sys.modules, "pynvml", driver("first", "second"))
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    gpus = find_gpus()
+    assert (None if gpus is None else (gpus.count, gpus.name, gpus.memory_bytes // GIB)) == expected
 
 
 def test_the_driver_is_always_closed(monkeypatch):
