@@ -141,8 +141,8 @@ class ActivationsConfig(Section):
     GPU, or the directory ``disk`` if host memory is too small; on a CPU the directory ``disk``."""
     host_memory: Auto | Size = "auto"
     """Upper bound of the host memory of one machine, e.g. 64GiB, for offloaded activations,
-    training state, and copies of the state that are saved in the background. auto: the free memory.
-    """
+    training state, and copies of the state that are saved in the background. auto: 0.85 of the free
+    memory, or of ``hardware.host_memory``."""
     disk: Directory | None = None
     """Directory on a fast local disk for offloaded activations. The files in it have no name."""
     disk_memory: Auto | Size = "auto"
@@ -288,7 +288,7 @@ class HardwareConfig(Section):
     """Number of GPUs of each machine; if left out, the number of the preset or file."""
     host_memory: Size | None = None
     """Host memory of each machine, such as 2TiB, for plans; if left out, the size in the preset or
-    file. Training uses the free memory."""
+    file. Plans fill up to 0.85 of it, and training up to 0.85 of the host memory that is free."""
     attention: Literal["auto", "cudnn", "flash_attn_2", "flash_attn_3", "flash_attn_4"] = "auto"
     """Attention back end whose published rates (bf16) plans on a preset use; auto: the preset's
     default, see docs/planning.md. A run chooses its own back end when it starts."""

@@ -238,6 +238,9 @@ class DeviceSpec:
 
 Tier = Literal["device", "host", "disk"]
 """Kind of memory: of the device, of the host, or a file on a disk."""
+HOST_FRACTION = 0.85
+"""Fraction of the host memory behind GPUs that plans and training fill. The rest is for the
+processes themselves, and for the page cache of files on their way to a disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +249,9 @@ class NodeSpec:
 
     Attributes:
         num_devices: Number of devices per node.
-        host_memory_bytes: Host memory of the node; 0 on a CPU, whose device memory is the host's.
+        host_memory_bytes: Host memory of the node; in the description that a plan is made for
+            (:func:`sppo.hardware.file.hardware_for`), the part of it that the plan may fill. 0 on a
+            CPU, whose device memory is the host's.
         numa_nodes: Number of NUMA nodes; copies are fastest from the one nearest to the device.
         d2h_bytes_per_s: Rate of copies to the host per device, both directions busy.
         h2d_bytes_per_s: Rate of copies from the host per device, both directions busy.
@@ -362,7 +367,7 @@ class HardwareSpec:
 
     @property
     def host_bytes_per_device(self) -> int:
-        """Host memory of a node divided by its devices, in bytes."""
+        """Host memory of a node divided by its devices, in bytes; see `host_memory_bytes`."""
         return self.node.host_memory_bytes // self.node.num_devices
 
     @property

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from sppo.config.json_file import JsonError, read_json
 from sppo.config.problems import nearest
 from sppo.config.run import DEFAULT_MARGIN, HardwareConfig
-from sppo.hardware.description import HardwareSpec
+from sppo.hardware.description import HOST_FRACTION, HardwareSpec
 from sppo.hardware.figures import check_plausible
 from sppo.hardware.presets import PRESETS
 from sppo.quoting import one_line, quoted
@@ -27,7 +27,7 @@ _SHOWN_PROBLEMS = 5
 def hardware_for(
     config: Literal["auto"] | HardwareConfig, *, this_machine: HardwareSpec | None = None
 ) -> HardwareSpec:
-    """Return the hardware description that a run file names.
+    """Return the hardware description that a run file names, with the memory that plans may fill.
 
     Args:
         config: Value of the run file's ``hardware``.
@@ -39,7 +39,7 @@ def hardware_for(
         OSError: The file cannot be read.
     """
     if config == "auto":
-        return _with_margin(this_machine or PRESETS["laptop-cpu"], DEFAULT_MARGIN)
+        return _plannable(this_machine or PRESETS["laptop-cpu"], DEFAULT_MARGIN)
     if config.file is not None:
         spec = read_hardware(Path(config.file))
     elif config.preset is None:
@@ -64,7 +64,7 @@ def hardware_for(
     if config.attention != "auto":
         spec = _with_attention(spec, config.attention)
     num_nodes = config.nodes if "nodes" in given else spec.num_nodes
-    return _with_margin(replace(spec, node=node, num_nodes=num_nodes), config.margin)
+    return _plannable(replace(spec, node=node, num_nodes=num_nodes), config.margin)
 
 
 def _with_attention(spec: HardwareSpec, backend: str) -> HardwareSpec:
@@ -84,12 +84,20 @@ def _with_attention(spec: HardwareSpec, backend: str) -> HardwareSpec:
     return replace(spec, device=replace(device, attention_backend=backend))
 
 
-def _with_margin(spec: HardwareSpec, margin: float) -> HardwareSpec:
-    """Return `spec` with the fraction `margin` of its devices' memory added to the reserve."""
-    device = spec.device
+def _plannable(spec: HardwareSpec, margin: float) -> HardwareSpec:
+    """Return `spec` with the memory that plans may fill.
+
+    The fraction `margin` of each device's memory is added to its reserve, and of host memory
+    `HOST_FRACTION` is left.
+    """
+    device, node = spec.device, spec.node
     reserved = device.reserved_bytes + round(margin * device.memory_bytes)
     reserved = min(reserved, device.memory_bytes)
-    return replace(spec, device=replace(device, reserved_bytes=reserved))
+    return replace(
+        spec,
+        device=replace(device, reserved_bytes=reserved),
+        node=replace(node, host_memory_bytes=int(node.host_memory_bytes * HOST_FRACTION)),
+    )
 
 
 def read_hardware(path: Path) -> HardwareSpec:

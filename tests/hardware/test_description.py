@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from sppo.config.run import HardwareConfig
+from sppo.hardware.description import HOST_FRACTION
 from sppo.hardware.file import (
     hardware_digest,
     hardware_for,
@@ -57,9 +58,23 @@ def test_plans_leave_a_margin_of_a_devices_memory_free(written, margin):
     assert ours == device.usable_bytes - round(0.03 * device.memory_bytes)
 
 
+def test_plans_fill_as_much_of_the_host_as_training_takes(tmp_path):
+    h200, path = PRESETS["h200"], tmp_path / "hardware.json"
+    path.write_text(json.dumps(hardware_json(h200)), encoding="utf-8")
+    every_way = (
+        "auto",
+        HardwareConfig(),
+        HardwareConfig(preset="h200"),
+        HardwareConfig(file=str(path)),
+    )
+    for config in every_way:
+        node = hardware_for(config, this_machine=h200).node
+        assert node.host_memory_bytes == int(h200.node.host_memory_bytes * HOST_FRACTION)
+
+
 def test_a_run_says_how_much_host_memory_its_nodes_have():
     spec = hardware_for(HardwareConfig(preset="h100", host_memory="1TiB", devices_per_node=4))
-    assert spec.host_bytes_per_device == 256 * GIB
+    assert spec.host_bytes_per_device == int(1024 * GIB * HOST_FRACTION) // 4
     with pytest.raises(ValueError, match="laptop-cpu is its device's, there is none behind it"):
         hardware_for(HardwareConfig(preset="laptop-cpu", host_memory="1TiB"))
 
@@ -71,7 +86,8 @@ def test_a_measured_machine_is_read_back(tmp_path):
     path.write_text(json.dumps(hardware_json(spec)), encoding="utf-8")
     assert read_hardware(path) == spec
     assert hardware_digest(read_hardware(path)) == hardware_digest(spec)
-    assert hardware_for(HardwareConfig(file=str(path), margin=0)) == spec
+    planned = hardware_for(HardwareConfig(file=str(path), margin=0))
+    assert replace(planned, node=spec.node) == spec
     assert hardware_for(HardwareConfig(file=str(path), nodes=3)).num_nodes == 3
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sppo.engine.trace import CudaStopwatch, Stopwatch
 from sppo.engine.unit import SequenceData
-from sppo.hardware.description import HardwareSpec
+from sppo.hardware.description import HOST_FRACTION, HardwareSpec
 from sppo.hardware.numa import node_of_pci_device, stay_near
 from sppo.hardware.this_machine import Gpus, describe_gpus, usable_memory_bytes
 from sppo.kernels.native.machine_memory import memory_room
@@ -35,9 +35,6 @@ from sppo.units import format_bytes
 _cuda: Any = torch.cuda  # parts of it have no types
 _log = logging.getLogger(__name__)
 
-HOST_FRACTION = 0.85
-"""Fraction of the free host memory that offloaded tensors may fill; the rest is for the processes
-themselves, and for the page cache of files on their way to the disk."""
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Environment variables with the settings of torch's caching allocator; the first one wins."""
 SETTINGS = {

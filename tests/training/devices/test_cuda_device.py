@@ -17,6 +17,7 @@ from sppo.cost.memory.stage_memory import checkpoint_bytes
 from sppo.engine.engine import Engine
 from sppo.engine.stage import Stage
 from sppo.engine.trace import CudaStopwatch, Trace
+from sppo.hardware.description import HOST_FRACTION
 from sppo.hardware.file import hardware_json
 from sppo.hardware.numa import NumaNode
 from sppo.hardware.presets import PRESETS
@@ -36,7 +37,6 @@ from sppo.training.devices.choose_device import choose_device, device_kind
 from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.devices.cuda_device import (
     ALLOCATOR_VARIABLES,
-    HOST_FRACTION,
     SETTINGS,
     CudaDevice,
     prepare_cuda,
