@@ -236,13 +236,23 @@ def _too_large(
         return (
             f"a sequence of {run.sequence.length} tokens needs {needed} (most of it {bucket}) "
             f"even with everything recomputed, and {format_bytes(usable)} may be used of "
-            f"{format_bytes(available)}; shorten sequence.length or take a smaller model"
+            f"{format_bytes(available)}; {_leave_device(run, evaluated)}shorten sequence.length or "
+            "take a smaller model"
         )
     return (
         f"activations.policy={policy} needs {needed} (most of it {bucket}) for a sequence of "
         f"{run.sequence.length} tokens, and {format_bytes(available)} are available; write "
         "activations.policy=auto, shorten sequence.length or take a smaller model"
     )
+
+
+def _leave_device(run: RunConfig, evaluated: EvaluatedCandidate) -> str:
+    """Return advice on what would let optimizer states leave the device; empty if they may."""
+    hardware = evaluated.candidate.workload.hardware
+    on_cpu, node = hardware.device.kind == "cpu", hardware.node
+    if not (node.disk_bytes if on_cpu else node.host_memory_bytes):
+        return f"write activations.{'disk=DIR' if on_cpu else 'host_memory=auto'}, "
+    return "write state.optimizer=auto, " if run.state.optimizer == "device" else ""
 
 
 def _tier_too_small(run: RunConfig, evaluated: EvaluatedCandidate, shortfall: Shortfall) -> str:

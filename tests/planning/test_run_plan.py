@@ -129,6 +129,20 @@ def test_nothing_that_fits_is_said_with_numbers():
         plan(available_bytes=least - 5)
 
 
+def test_state_leaves_a_cpu_by_itself_and_a_refusal_names_the_key():
+    run = run_config()
+    free = int(peak_bytes("recompute") / USABLE_FRACTION) - 12 * MIB
+    small = {"hardware": LAPTOP, "available_bytes": free}
+    with pytest.raises(MemoryError, match=r"; write activations\.disk=DIR, shorten"):
+        plan_run(run, **small)
+    disk = run.activations.model_copy(update={"disk": "spill"})
+    run = run.model_copy(update={"activations": disk})
+    assert plan_run(run, disk_bytes=PLENTY, **small).state_tiers.optimizer == "disk"
+    stays = run.model_copy(update={"state": run.state.model_copy(update={"optimizer": "device"})})
+    with pytest.raises(MemoryError, match=r"; write state\.optimizer=auto, shorten"):
+        plan_run(stays, disk_bytes=PLENTY, **small)
+
+
 @pytest.mark.parametrize("length", [4096, 16384, 65536])
 @pytest.mark.parametrize("disk_bytes", [0, 1 << 24, PLENTY])
 def test_what_is_said_to_be_needed_is_enough_and_nothing_less_is(length, disk_bytes):

@@ -44,7 +44,7 @@ def runs_by_tiers(run: RunConfig, *, hardware: HardwareSpec) -> tuple[RunConfig,
 def state_choices(run: RunConfig, *, hardware: HardwareSpec) -> tuple[StateTiers, ...]:
     """Return the choices of tiers for the training state, the nearest to the device first.
 
-    On a CPU, host memory is device memory, and state goes to a disk only if the run asks for it.
+    State leaves a GPU to host memory, and a CPU, whose host memory is device memory, to the disk.
     Weights and gradients leave without being asked to only if a rank may have several stages.
 
     Args:
@@ -54,7 +54,8 @@ def state_choices(run: RunConfig, *, hardware: HardwareSpec) -> tuple[StateTiers
     on_cpu = hardware.device.kind == "cpu"
     asked = {part: _asked(run, part, on_cpu=on_cpu) for part in _PARTS}
     behind: Tier = "disk" if on_cpu else "host"
-    may_leave = not on_cpu and hardware.node.host_memory_bytes > 0
+    node = hardware.node
+    may_leave = (node.disk_bytes if on_cpu else node.host_memory_bytes) > 0
     choices: list[StateTiers] = []
     for leaving in _LEAVING if may_leave else _LEAVING[:1]:
         if "gradients" in leaving and not _may_have_stages(run):

@@ -54,14 +54,18 @@ def test_the_nearest_place_comes_first(state, others, expected):
     assert state_choices(run_config(state=state, **others), hardware=H100) == expected
 
 
-def test_on_a_cpu_only_what_is_asked_for_leaves():
-    def choices(**state):
-        run = run_config(state=state, activations=DISK)
-        return state_choices(run, hardware=PRESETS["laptop-cpu"])
+def test_state_of_a_cpu_leaves_to_the_disk_that_a_run_names():
+    laptop = PRESETS["laptop-cpu"]
 
-    assert choices() == choices(optimizer="host") == (ON_DEVICE,)
-    assert choices(weights="disk") == (StateTiers("disk", "device", "disk"),)
-    assert choices(gradients="disk") == (StateTiers("device", "disk", "disk"),)
+    def choices(hardware=laptop, **state):
+        return state_choices(run_config(state=state, activations=DISK), hardware=hardware)
+
+    every = StateTiers("disk", "disk", "disk")
+    two, one = replace(every, weights="device"), StateTiers(optimizer="disk")
+    assert choices() == (ON_DEVICE, one, two, every)
+    assert choices(optimizer="host") == choices(optimizer="device") == (ON_DEVICE,)
+    assert choices(weights="disk") == (replace(every, gradients="device"), every)
+    assert choices(machine(laptop, disk_bytes=0)) == (ON_DEVICE,)
 
 
 def test_a_machine_without_host_memory_is_named():
