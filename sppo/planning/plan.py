@@ -104,7 +104,7 @@ class ExecutionPlan:
     Attributes:
         version: Version of the plan format.
         made_by: Version of SPPO that made the plan.
-        run: Keys of the run file that the plan rests on, by section.
+        run: Keys of the run file that the plan was made for, by section.
         run_digest: SHA-256 of `run`.
         hardware: Description of the machine that the plan is for.
         hardware_digest: SHA-256 of `hardware`.
@@ -242,6 +242,7 @@ _ADAPTER = TypeAdapter(ExecutionPlan)
 _DIGEST = "digest"
 _PLANNED_KEYS: Mapping[str, tuple[str, ...] | None] = {
     "model": None,
+    "data": ("samples", "isolate_documents"),
     "sequence": None,
     "parallel": (
         "data_parallel_degree",
@@ -265,13 +266,23 @@ _PLANNED_KEYS: Mapping[str, tuple[str, ...] | None] = {
     ),
     "state": None,
     "optimizer": ("offload",),
-    "train": ("sequences_per_step", "dtype"),
+    "train": ("sequences_per_step", "samples_per_step", "tokens_per_step", "dtype"),
 }
-"""Keys of a run file that a plan rests on, by section; None means all keys of the section."""
+"""Keys of a run file that a plan holds, by section; None means all keys of the section."""
+_NOT_OF_THE_SHAPE = (
+    "preset",
+    "from_hf",
+    "family",
+    "norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "init_std",
+)
+"""Keys of the model that change neither time nor memory: its name, and values of its arithmetic."""
 
 
 def planned_part(run: RunConfig) -> dict[str, Any]:
-    """Return the keys of `run` that a plan rests on, by section, as plain JSON values."""
+    """Return the keys of `run` that a plan holds, by section, as plain JSON values."""
     whole = run.model_dump(mode="json")
     part = {}
     for section, keys in _PLANNED_KEYS.items():
@@ -345,15 +356,26 @@ def _parsed(path: Path) -> Any:
 def check_plan_fits(plan: ExecutionPlan, run: RunConfig) -> None:
     """Raise ValueError if `plan` was made for another run.
 
+    Models are compared by shape, so a plan for a preset also fits weights of the same shape.
+
     Raises:
         ValueError: The plan does not match; the message names every differing key with both values.
     """
-    differences = list(_differences(_with_later_keys(plan.run, run), planned_part(run)))
+    planned, now = _with_later_keys(plan.run, run), planned_part(run)
+    differences = list(_differences(_with_shape_alone(planned), _with_shape_alone(now)))
     if differences:
         raise ValueError(
             f"the plan was made for another run: {'; '.join(differences)}. Make it again with "
             "sppo solve, or undo the change"
         )
+
+
+def _with_shape_alone(keys: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return `keys` without those of the model that no plan rests on."""
+    model = {key: value for key, value in keys["model"].items() if key not in _NOT_OF_THE_SHAPE}
+    if model.get("position") != "learned":  # no table of positions
+        model.pop("max_positions", None)
+    return {**keys, "model": model}
 
 
 def _with_later_keys(planned: Mapping[str, Any], run: RunConfig) -> Mapping[str, Any]:
@@ -366,6 +388,12 @@ def _with_later_keys(planned: Mapping[str, Any], run: RunConfig) -> Mapping[str,
     kv = "auto" if run.activations.kv == "auto" else "retain"
     return {
         **planned,
+        "data": {
+            "samples": "stream",
+            "isolate_documents": run.data.isolate_documents,
+            **planned.get("data", {}),
+        },
+        "train": {"samples_per_step": None, "tokens_per_step": None, **planned["train"]},
         "sequence": {"longer": "cut", **planned["sequence"]},
         "parallel": {"virtual_stages": virtual, **planned["parallel"]},
         "activations": {"kv": kv, **planned["activations"]},

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from sppo.config import load_run, run_sections
 from sppo.hardware.file import hardware_for
+from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.make_plan import make_plan
 from sppo.planning.plan import PLAN_VERSION, check_plan_fits, plan_json, planned_part, read_plan
 from sppo.planning.plan_program import check_program, plan_candidate, plan_placement
+from sppo.planning.run_plan import plan_run
 from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.evaluation import evaluate_candidate
@@ -212,13 +215,35 @@ def test_every_difference_from_the_run_is_named_with_both_values():
     ):
         assert difference in str(caught.value)
     assert "steps" not in str(caught.value)
-    deeper = offloading_run()
-    scaling = deeper.model.rope_scaling.model_copy(update={"factor": 2.0})
-    deeper = deeper.model_copy(
-        update={"model": deeper.model.model_copy(update={"rope_scaling": scaling})}
-    )
-    with pytest.raises(ValueError, match=r"model.rope_scaling.factor was 32.0, is 2.0"):
-        check_plan_fits(PLAN, deeper)
+    wider = RUN.model_copy(update={"model": RUN.model.model_copy(update={"mlp_size": 4096})})
+    with pytest.raises(ValueError, match=r"model.mlp_size was 8192, is 4096"):
+        check_plan_fits(PLAN, wider)
+
+
+@pytest.mark.parametrize("made_for", ["stream", "documents"])
+def test_a_plan_of_documents_is_not_for_a_stream(made_for):
+    stream = run_config("tiny", length=1024, parallel={"multiplexed": "off"})
+    sections = {
+        "data": {"tokens": "data", "samples": "documents"},
+        "train": {"samples_per_step": 4},
+    }
+    documents = run_of_longest_samples(load_run(run_sections(stream) | sections))
+    runs = {"stream": stream, "documents": documents}
+    run = runs.pop(made_for)
+    plan = plan_run(run, hardware=machine(), available_bytes=8 * GIB, host_bytes=GIB)
+    check_plan_fits(plan, run)
+    with pytest.raises(ValueError, match="data.samples was") as caught:
+        check_plan_fits(plan, *runs.values())
+    assert "train.samples_per_step was" in str(caught.value)
+
+
+def test_a_plan_rests_on_the_shape_of_a_model_wherever_it_comes_from():
+    """Neither its name, nor its weights, nor its rotation changes a plan."""
+    scaling = RUN.model.rope_scaling.model_copy(update={"factor": 2.0})
+    of_checkpoint = {"preset": None, "from_hf": "models/llama", "rope_scaling": scaling}
+    of_checkpoint |= {"max_positions": 1 << 18, "init_std": 0.1, "norm_eps": 1e-6}
+    same = RUN.model.model_copy(update=of_checkpoint)
+    check_plan_fits(PLAN, RUN.model_copy(update={"model": same}))
 
 
 def test_what_a_plan_does_not_rest_on_may_change():
