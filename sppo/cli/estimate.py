@@ -43,10 +43,11 @@ def estimate(
     ] = None,
     json_output: Json = False,
 ) -> None:
-    """Predict memory by bucket, as training would plan the run on this machine; nothing is run.
+    """Predict memory by bucket, as sppo train would plan the run; nothing is run.
 
-    Degrees that the run file leaves out are the ones that sppo solve recommends; policy auto is a
-    policy that fits. Needs neither the data, nor the weights, nor the machine that is planned for.
+    Degrees that the run file leaves out are those that sppo solve chooses for the machine in the
+    section hardware, by default this machine; policy auto is a policy that fits. Needs neither the
+    data, nor the weights, nor the machine that is planned for.
 
         sppo estimate configs/run/gpt_7b_512k_32gpu.yaml sequence.length=4Mi
         sppo estimate configs/run/gpt_7b_512k_32gpu.yaml --baselines
@@ -54,13 +55,14 @@ def estimate(
     """
     with exit_codes():
         from sppo.cli.arguments.planned_run import load_planned_run
+        from sppo.data.samples.step_lengths import drawn_steps_if_there
         from sppo.hardware.run_hardware import run_hardware
         from sppo.planning.estimate import estimate as estimate_run
 
         if layers is not None and not trace:
             raise ValueError("--layers says what --trace traces: write both")
         run = load_planned_run(run_file, overrides or ())
-        found = estimate_run(run, hardware=run_hardware(run))
+        found = estimate_run(run, hardware=run_hardware(run), draw=drawn_steps_if_there)
         rows = _baselines(found, quiet=json_output) if compare else ()
         traced = _trace(found, layers=layers) if trace else None
     _print(found, baselines=rows, traced=traced, as_json=json_output)

@@ -40,9 +40,10 @@ def train(
     """Train a run; the same command continues a killed or stopped run.
 
     Trains on the machine's GPUs, one per rank, if torch sees any and the hardware section names no
-    CPU. With degrees of parallelism above 1 the command starts one process per rank on this
-    machine, unless torchrun or srun has already started it as one of the ranks. Writes
-    metrics.jsonl, loss.png, run_summary.json and checkpoints into train.output.
+    CPU. Degrees of parallelism that the run file leaves out are those that sppo solve chooses for
+    these GPUs, or for the ranks that torchrun or srun has started; on a CPU they are 1. Without a
+    launcher the command starts one process per rank on this machine. Writes metrics.jsonl,
+    loss.png, run_summary.json and checkpoints into train.output.
 
         sppo train configs/run/tiny_cpu.yaml train.steps=20
         sppo train configs/run/tiny_cpu.yaml parallel.pipeline_parallel_degree=2

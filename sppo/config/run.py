@@ -81,7 +81,10 @@ class SequenceConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Degrees of parallelism and the pipeline schedule."""
+    """Degrees of parallelism and the pipeline schedule.
+
+    A degree that is left out is chosen for the devices of the machine, or the ranks of the job.
+    """
 
     data_parallel_degree: Degree = 1
     """Number of replicas. Each trains on other sequences of the same step; gradients are summed."""

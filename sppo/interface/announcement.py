@@ -31,6 +31,21 @@ def announce_ranks(run: RunConfig, console: Console) -> None:
     )
 
 
+def announce_degrees(run: RunConfig, console: Console, *, num_devices: int) -> None:
+    """Print the degrees of parallelism of a run whose file leaves some of them out.
+
+    Args:
+        run: Run configuration with the chosen degrees.
+        console: Console to print to.
+        num_devices: Number of devices for which they were chosen.
+    """
+    _print_line(
+        f"degrees   {_parallelism(run) or 'all 1'}: chosen for {num_devices} devices as sppo solve "
+        "does; a degree that the run file has, even 1, is kept",
+        console,
+    )
+
+
 def announce(run: RunConfig, checked: CheckedRun, console: Console, *, device: Device) -> None:
     """Print the model, the data, the cuts, the parallelism and the predicted memory of a run.
 

@@ -13,7 +13,6 @@ from sppo.config.run_warnings import log_run_warnings
 from sppo.hardware.run_hardware import hardware_line, run_hardware
 from sppo.interface.arguments import PATH, check_argument
 from sppo.output_file import write_json
-from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.plan import ExecutionPlan, plan_json, read_plan
 from sppo.planning.search.solver import nearest_rejection
 from sppo.schedule.timeline import Timeline
@@ -98,11 +97,12 @@ def estimate(run: RunConfig) -> Estimate:
         TypeError: ``run`` has another type, e.g. a path.
         ValueError: The run asks for something that the machine or the model cannot do.
     """
+    from sppo.data.samples.step_lengths import drawn_steps_if_there
     from sppo.planning.estimate import estimate as estimate_run
 
     check_argument("sppo.estimate", "run", run, RunConfig)
     log_run_warnings(run)
-    return estimate_run(run_of_longest_samples(run), hardware=run_hardware(run))
+    return estimate_run(run, hardware=run_hardware(run), draw=drawn_steps_if_there)
 
 
 def simulate(what: RunConfig | ExecutionPlan) -> Timeline:
@@ -130,6 +130,7 @@ def simulate(what: RunConfig | ExecutionPlan) -> Timeline:
     >>> len(timeline.ranks), 0 < timeline.bubble_fraction < 0.5
     (2, True)
     """
+    from sppo.data.samples.step_lengths import drawn_steps_if_there
     from sppo.planning.chosen_run import with_chosen_degrees
     from sppo.planning.simulated_run import simulated_plan, simulated_run
     from sppo.schedule.simulation.simulate import simulate as play
@@ -138,8 +139,8 @@ def simulate(what: RunConfig | ExecutionPlan) -> Timeline:
     if isinstance(what, ExecutionPlan):
         case = simulated_plan(what).case
     else:
-        run, hardware = run_of_longest_samples(what), run_hardware(what)
-        whole = with_chosen_degrees(run, hardware=hardware)
+        hardware = run_hardware(what)
+        whole = with_chosen_degrees(what, hardware=hardware, draw=drawn_steps_if_there)
         case = simulated_run(whole.run, hardware=hardware).case
     return play(case.schedule, costs=case.costs)
 

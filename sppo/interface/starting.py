@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sppo.config import RunConfig
 from sppo.config.run_warnings import log_run_warnings
-from sppo.interface.announcement import announce, announce_ranks
+from sppo.hardware.this_machine import find_gpus
+from sppo.interface.announcement import announce, announce_degrees, announce_ranks
 from sppo.kernels.native.machine_memory import check_room_for_libraries
 from sppo.parallel.job.environment import (
     RankEnvironment,
@@ -19,6 +21,7 @@ from sppo.parallel.job.environment import (
     with_module_path,
 )
 from sppo.parallel.mesh_shape import MeshShape
+from sppo.planning.chosen_run import open_degrees
 from sppo.planning.plan import ExecutionPlan
 
 if TYPE_CHECKING:
@@ -39,6 +42,7 @@ class ReadyRun:
             starts the ranks.
         num_ranks: Number of ranks of the run.
         device: Device that this process, or the ranks it starts, compute on.
+        chosen: Degrees that were chosen because the run leaves them out, by name.
     """
 
     run: RunConfig
@@ -46,6 +50,7 @@ class ReadyRun:
     environment: RankEnvironment | None
     num_ranks: int
     device: Device
+    chosen: Mapping[str, int]
 
     @property
     def starts_ranks(self) -> bool:
@@ -56,10 +61,11 @@ class ReadyRun:
 def made_ready(
     run: RunConfig, plan: ExecutionPlan | None, *, source: str, console: Console
 ) -> ReadyRun:
-    """Check the inputs of a run, choose its device, and decide whether to start ranks.
+    """Check the inputs of a run, choose its device and degrees, and decide whether to start ranks.
 
     Checks that need no torch come first, so that a mistyped path is reported before the import of
-    torch.
+    torch. Degrees that the run leaves out are those of the plan, or else those that ``sppo solve``
+    chooses for the ranks of the job, or for the devices of this machine.
 
     Args:
         run: Validated run configuration.
@@ -77,22 +83,52 @@ def made_ready(
     environment = rank_environment(os.environ)
     if plan is not None:
         run = followed_plan(run, plan)
-    num_ranks = MeshShape.of(run.parallel).num_ranks
-    starts_ranks = environment is None and num_ranks > 1
     if environment is None or (environment.rank == 0 and environment.launcher != "sppo"):
         log_run_warnings(run)  # once for all ranks
     if environment is None:  # else rank 0 checks for all ranks, once they are connected
         check_inputs(run)
-    check_room_for_libraries(processes=1 + num_ranks if starts_ranks else 1)
-    if starts_ranks:
-        announce_ranks(run, console)
+    if plan is None and open_degrees(run) and find_gpus() is not None:
+        check_room_for_libraries()
+    else:
+        _prepare_ranks(run, environment, console=console)
     with torch_kept_quiet(os.environ):
-        from sppo.training.devices.choose_device import choose_device, device_kind
+        from sppo.training.checks.open_degrees import chosen_degrees
+        from sppo.training.devices.choose_device import (
+            choose_device,
+            count_devices,
+            device_kind,
+        )
+    chosen: dict[str, int] = {}
     if plan is not None:
         check_kind(plan, kind=device_kind(run), source=source)
-    local_ranks = num_ranks if starts_ranks else 1
+    else:
+        chosen = chosen_degrees(run, environment)
+    if chosen:
+        run = run.model_copy(update={"parallel": run.parallel.model_copy(update=chosen)})
+        if environment is None or environment.rank == 0:
+            num_devices = count_devices(run) if environment is None else environment.world_size
+            announce_degrees(run, console, num_devices=num_devices)
+        _prepare_ranks(run, environment, console=console)
+    num_ranks = MeshShape.of(run.parallel).num_ranks
+    local_ranks = num_ranks if environment is None else 1
     device = choose_device(run, environment=environment, local_ranks=local_ranks)
-    return ReadyRun(run, plan, environment, num_ranks, device)
+    return ReadyRun(run, plan, environment, num_ranks, device, chosen)
+
+
+def _prepare_ranks(
+    run: RunConfig, environment: RankEnvironment | None, *, console: Console
+) -> None:
+    """Check that there is room for torch in all ranks to start, and announce these ranks.
+
+    Raises:
+        MemoryError: There is too little memory even for the libraries.
+    """
+    num_ranks = MeshShape.of(run.parallel).num_ranks
+    if environment is None and num_ranks > 1:
+        check_room_for_libraries(processes=1 + num_ranks)
+        announce_ranks(run, console)
+    else:
+        check_room_for_libraries()
 
 
 def start_ranks(ready: ReadyRun, words: list[str], *, console: Console) -> int:
@@ -117,6 +153,7 @@ def start_ranks(ready: ReadyRun, words: list[str], *, console: Console) -> int:
     from sppo.training.checks.preflight import check_before_training
 
     run, num_ranks, device = ready.run, ready.num_ranks, ready.device
+    words = [*words, *(f"parallel.{name}={degree}" for name, degree in ready.chosen.items())]
     with logging_to(None if console.quiet else console):
         allow_connections(num_ranks)
         checked = check_before_training(

@@ -1,16 +1,25 @@
-"""Run configuration completed with the degrees that the solver chooses."""
+"""Run configuration completed with the degrees that the solver chooses.
+
+The commands that plan and train a run all take the degrees that it leaves out from here.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from sppo.config.run import RunConfig
 from sppo.hardware.description import HardwareSpec
+from sppo.planning.corpus.search import DrawnSteps, solve_corpus
+from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.search.candidate_search import Rejection
 from sppo.planning.search.choices import Degrees
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.solver import recommend
 
 DEGREES = ("data_parallel_degree", "pipeline_parallel_degree", "sequence_parallel_degree")
+Draw = Callable[[RunConfig], DrawnSteps | None]
+"""Draws steps of a run of documents; returns None if there is no data to draw from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +36,41 @@ class ChosenRun:
     chosen: tuple[str, ...] = ()
 
 
-def with_chosen_degrees(run: RunConfig, *, hardware: HardwareSpec) -> ChosenRun:
+def open_degrees(run: RunConfig) -> tuple[str, ...]:
+    """Return the names of the degrees that `run` leaves to the solver: those not written."""
+    return tuple(name for name in DEGREES if name not in run.parallel.model_fields_set)
+
+
+def with_chosen_degrees(
+    run: RunConfig,
+    *,
+    hardware: HardwareSpec,
+    draw: Draw | None = None,
+) -> ChosenRun:
     """Return `run` with the degrees that it leaves out as `solve` recommends them.
 
-    If nothing fits, these are the degrees that lack least memory.
+    If nothing fits, these are the degrees that lack least memory. A run of documents becomes one of
+    its longest samples; without drawn steps, its degrees are the best for these.
+
+    Args:
+        run: Validated run configuration.
+        hardware: Machine to divide.
+        draw: Draws the steps for which to choose the degrees of a run of documents.
 
     Raises:
         ValueError: The run asks for something that the machine or the model cannot do.
     """
-    absent = [name for name in DEGREES if name not in run.parallel.model_fields_set]
-    if not absent or hardware.num_devices == 1:
-        return ChosenRun(run)
-    found = recommend(run, hardware=hardware)
+    longest = run_of_longest_samples(run)
+    if not open_degrees(run) or hardware.num_devices == 1:
+        return ChosenRun(longest)
+    steps = draw(run) if draw is not None and run.data.samples == "documents" else None
+    if steps is not None:
+        best = solve_corpus(run, hardware=hardware, steps=steps).best
+        if best is not None:
+            return _of_candidate(run, best.longest)
+    found = recommend(longest, hardware=hardware)
     if found is None:
-        return ChosenRun(run)
+        return ChosenRun(longest)
     if isinstance(found, Rejection):
         assert found.num_subsequences is not None, "memory is short at some N"
         return _written(
@@ -49,6 +79,10 @@ def with_chosen_degrees(run: RunConfig, *, hardware: HardwareSpec) -> ChosenRun:
             num_subsequences=found.num_subsequences,
             virtual_stages=found.virtual_stages,
         )
+    return _of_candidate(run, found)
+
+
+def _of_candidate(run: RunConfig, found: EvaluatedCandidate) -> ChosenRun:
     candidate = found.candidate
     return _written(
         run,
@@ -75,11 +109,7 @@ def _written(
             strict=True,
         )
     )
-    parallel: dict[str, object] = {
-        name: number
-        for name, number in numbers.items()
-        if name not in run.parallel.model_fields_set
-    }
+    parallel: dict[str, object] = {name: numbers[name] for name in open_degrees(run)}
     if virtual_stages > 1 and run.parallel.virtual_stages == "auto":
         parallel["virtual_stages"] = virtual_stages
     if schedule is not None and run.parallel.schedule == "auto":
@@ -88,12 +118,10 @@ def _written(
     if run.sequence.num_subsequences == "auto" and run.sequence.boundaries is None:
         sequence["num_subsequences"] = num_subsequences
     keys = [f"parallel.{name}" for name in parallel] + [f"sequence.{name}" for name in sequence]
-    return ChosenRun(
-        run.model_copy(
-            update={
-                "parallel": run.parallel.model_copy(update=parallel),
-                "sequence": run.sequence.model_copy(update=sequence),
-            }
-        ),
-        tuple(keys),
+    written = run.model_copy(
+        update={
+            "parallel": run.parallel.model_copy(update=parallel),
+            "sequence": run.sequence.model_copy(update=sequence),
+        }
     )
+    return ChosenRun(run_of_longest_samples(written), tuple(keys))

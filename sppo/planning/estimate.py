@@ -19,7 +19,8 @@ from sppo.config.run import RunConfig
 from sppo.cost.layer import ACCUMULATION_BYTES, ELEMENT_BYTES
 from sppo.cost.parameters import num_parameters
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.chosen_run import with_chosen_degrees
+from sppo.planning.chosen_run import Draw, with_chosen_degrees
+from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.run_plan import evaluate_in_nearest_tiers
 from sppo.planning.search.best_schedule import scheduled
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
@@ -67,7 +68,7 @@ class Estimate:
     """Predicted memory of a run file.
 
     Attributes:
-        run: Run configuration as written.
+        run: Run configuration as written; of documents, with its longest samples as sequences.
         hardware: Description of the machine.
         counts: Counts of the model and one sequence.
         evaluated: Evaluated candidate, with memory by stage and the shortfall if it does not fit.
@@ -83,18 +84,28 @@ class Estimate:
     chosen: tuple[str, ...] = ()
 
 
-def estimate(run: RunConfig, *, hardware: HardwareSpec) -> Estimate:
-    """Return the memory of `run` as training would plan it on this machine.
+def estimate(
+    run: RunConfig,
+    *,
+    hardware: HardwareSpec,
+    draw: Draw | None = None,
+) -> Estimate:
+    """Return the memory of `run` as training would plan it on a machine.
 
-    If the run leaves out degrees, the solver chooses these, the cuts and the schedule.
+    Args:
+        run: Validated run configuration.
+        hardware: Machine to plan for.
+        draw: See :func:`sppo.planning.chosen_run.with_chosen_degrees`, which chooses the degrees,
+            the cuts and the schedule of a run that leaves out degrees.
 
     Raises:
         ValueError: The machine does not support the policy, there are more stages than layers, or
             the replicas cannot share the sequences evenly.
     """
-    whole = with_chosen_degrees(run, hardware=hardware)
+    whole = with_chosen_degrees(run, hardware=hardware, draw=draw)
     evaluated = scheduled(whole.run, evaluate_in_nearest_tiers(whole.run, hardware=hardware))
-    return Estimate(run, hardware, model_counts(run), evaluated, whole.run, whole.chosen)
+    longest = run_of_longest_samples(run)
+    return Estimate(longest, hardware, model_counts(run), evaluated, whole.run, whole.chosen)
 
 
 def model_counts(run: RunConfig) -> ModelCounts:

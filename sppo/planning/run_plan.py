@@ -1,6 +1,7 @@
 """Plan of a run file without a search over degrees: what ``sppo train`` uses without a plan file.
 
-Degrees of parallelism are those of the run file. Decided here are the keys that the run file leaves
+Degrees of parallelism are those of the run, of which :mod:`sppo.planning.chosen_run` has chosen the
+ones that the run file leaves out. Decided here are the keys that the run file leaves
 to ``auto``, such as the number of subsequences and the placement of saved activations in the
 available memory.
 """

@@ -20,18 +20,16 @@ _NOTE = (
 def load_planned_run(run_file: Path, overrides: Sequence[str]) -> RunConfig:
     """Load a run file for planning.
 
-    With ``data.samples=documents`` the returned run has a step of the longest samples, and a note
-    on stderr says so.
+    With ``data.samples=documents`` a note on stderr says for which samples the run is planned.
 
     Raises:
         ValueError: The run file cannot be used.
     """
     from sppo.config import load_run
     from sppo.config.run_warnings import log_run_warnings
-    from sppo.planning.elastic.longest_samples import run_of_longest_samples
 
     run = load_run(run_file, overrides)
     log_run_warnings(run)
     if run.data.samples == "documents":
         typer.echo(_NOTE, err=True)
-    return run_of_longest_samples(run)
+    return run

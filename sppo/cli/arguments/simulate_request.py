@@ -230,8 +230,10 @@ def _program(flags: Flags) -> Simulation:
 
 def _run(targets: Targets, *, flags: Flags, names: Sequence[str]) -> Simulation:
     from sppo.cli.arguments.planned_run import load_planned_run
+    from sppo.data.samples.step_lengths import drawn_steps_if_there
     from sppo.hardware.run_hardware import run_hardware
     from sppo.planning.chosen_run import ChosenRun, with_chosen_degrees
+    from sppo.planning.elastic.longest_samples import run_of_longest_samples
     from sppo.planning.simulated_run import RunShape, simulated_run
 
     _refuse_abstract_costs(targets, flags)
@@ -243,7 +245,11 @@ def _run(targets: Targets, *, flags: Flags, names: Sequence[str]) -> Simulation:
     shapes = [RunShape(name, flags.subsequences) for name in (flags.schedule, *names)]
     hardware = run_hardware(run)
     # With --ranks the run is simulated as it stands: the solver chooses no degrees.
-    whole = ChosenRun(run) if flags.ranks else with_chosen_degrees(run, hardware=hardware)
+    whole = (
+        ChosenRun(run_of_longest_samples(run))
+        if flags.ranks
+        else with_chosen_degrees(run, hardware=hardware, draw=drawn_steps_if_there)
+    )
     return _simulation(
         [simulated_run(whole.run, hardware=hardware, shape=shape) for shape in shapes],
         flags,

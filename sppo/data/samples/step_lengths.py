@@ -55,6 +55,11 @@ def drawn_steps(run: RunConfig, *, distribution: str | None = None) -> DrawnStep
     return DrawnSteps(source, description, tuple(lengths))
 
 
+def drawn_steps_if_there(run: RunConfig) -> DrawnSteps | None:
+    """Draw steps from the token data of a run of documents; return None if there is no data."""
+    return drawn_steps(run) if Path(run.data.tokens).is_dir() else None
+
+
 def _documents(run: RunConfig, distribution: str | None) -> tuple[NDArray[np.int64], str, str]:
     """Return (document starts, then the number of tokens; name of the source; description)."""
     if distribution is not None:

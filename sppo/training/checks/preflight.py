@@ -114,7 +114,8 @@ def check_before_training(
     if device.kind == "cpu":
         check_step_size(run, free)
     if plan is None:
-        hardware = _as_used(run, device, local_ranks=local_ranks)
+        num_ranks = MeshShape.of(run.parallel).num_ranks
+        hardware = machine_of_ranks(run, device, num_ranks=num_ranks, local_ranks=local_ranks)
         if device.kind == "cuda":  # a plan uses at most the usable memory
             free = replace(free, device_bytes=min(free.device_bytes, hardware.device.usable_bytes))
         plan = _planned(run, training, hardware=hardware, free=free)
@@ -191,10 +192,22 @@ def _newest_metadata(run: RunConfig) -> Mapping[str, Any]:
     return {"step": 0, "sequences_consumed": 0}
 
 
-def _as_used(run: RunConfig, device: Device, *, local_ranks: int) -> HardwareSpec:
-    """Return the hardware that the run names, or this machine, as the ranks of the run see it."""
+def machine_of_ranks(
+    run: RunConfig, device: Device, *, num_ranks: int, local_ranks: int
+) -> HardwareSpec:
+    """Return the hardware that the run names, or this machine, as the ranks of a job see it.
+
+    Args:
+        run: Validated run configuration.
+        device: Device of this process.
+        num_ranks: Number of ranks of the job.
+        local_ranks: Number of ranks on this machine.
+
+    Raises:
+        ValueError: The hardware section cannot be used.
+    """
     named = hardware_for(run.hardware, this_machine=device.machine())
-    num_nodes = max(1, MeshShape.of(run.parallel).num_ranks // local_ranks)
+    num_nodes = max(1, num_ranks // local_ranks)
     hardware = replace(named, num_nodes=num_nodes)
     if device.kind == "cpu":
         return as_seen_by_ranks(_with_heap(hardware), num_nodes * local_ranks, is_here=True)

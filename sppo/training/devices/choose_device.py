@@ -19,6 +19,11 @@ def device_kind(run: RunConfig) -> DeviceKind:
     return "cuda" if torch.cuda.is_available() and _named_kind(run) != "cpu" else "cpu"
 
 
+def count_devices(run: RunConfig) -> int:
+    """Return the number of devices of this machine on which ``run`` is trained; 1 for a CPU."""
+    return 1 if device_kind(run) == "cpu" else torch.cuda.device_count()
+
+
 def choose_device(
     run: RunConfig, *, environment: RankEnvironment | None = None, local_ranks: int = 1
 ) -> Device:

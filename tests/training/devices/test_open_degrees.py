@@ -1,0 +1,106 @@
+"""Degrees that a run file leaves out: chosen for the devices of the machine, or the ranks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from rich.console import Console
+
+import sppo
+from sppo.config import load_run
+from sppo.hardware import this_machine
+from sppo.hardware.this_machine import Gpus
+from sppo.interface import starting
+from sppo.interface.starting import made_ready, start_ranks
+from sppo.planning.chosen_run import ChosenRun
+from sppo.training.checks import open_degrees
+from sppo.training.checks.open_degrees import chosen_degrees
+from sppo.training.devices.cuda_device import CudaDevice
+from sppo.units import GIB
+from tests.conftest import write_run
+from tests.training.devices.test_cuda_device import place
+
+GPUS = Gpus("NVIDIA H100 80GB HBM3", 4, 80 * GIB)
+NAMES = ("data_parallel_degree", "pipeline_parallel_degree", "sequence_parallel_degree")
+SMALL = {"model": {"preset": "tiny"}, "sequence": {"length": "16Ki"}}
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """A machine of four GPUs; none may be used."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: GPUS.count)
+    for module in (this_machine, starting):
+        monkeypatch.setattr(module, "find_gpus", lambda: GPUS)
+    monkeypatch.setattr(CudaDevice, "machine", lambda self: this_machine.detect_machine())
+
+
+def degrees_of(plan_or_parallel):
+    return {name: getattr(plan_or_parallel, name) for name in NAMES}
+
+
+def open_run(**overrides):
+    sections = {"data": {"tokens": "tokens"}, **SMALL}
+    return load_run(sections, {f"parallel.{name}": value for name, value in overrides.items()})
+
+
+@pytest.mark.parametrize("written", [{}, {NAMES[2]: 1}])
+def test_they_are_those_of_solve_for_this_machine(gpus, written):
+    run = open_run(**written)
+    chosen = chosen_degrees(run, None)
+    assert not chosen.keys() & written.keys()
+    plan = sppo.solve(run)
+    assert {**chosen, **written} == degrees_of(plan)
+    assert degrees_of(plan) == degrees_of(sppo.estimate(run).whole.parallel)
+
+
+def test_one_rank_trains_if_asked_or_on_a_cpu(gpus, monkeypatch):
+    assert chosen_degrees(open_run(**dict.fromkeys(NAMES, 1)), None) == {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert chosen_degrees(open_run(), None) == {}
+
+
+def test_a_launcher_gives_the_number_of_ranks(gpus):
+    assert chosen_degrees(open_run(**{NAMES[1]: 2}), place(local_ranks=2)) == {}
+    cluster = sppo.solve(load_run(open_run(), {"hardware.devices_per_node": 2}))
+    assert chosen_degrees(open_run(), place(local_ranks=2)) == degrees_of(cluster)
+
+
+def test_ranks_start_with_the_degrees_that_were_announced(work, gpus, monkeypatch):
+    run = load_run(write_run(work / "run.yaml", model={"num_layers": 2}))
+    console = Console(record=True, width=200)
+    monkeypatch.setattr(open_degrees, "with_chosen_degrees", _pipeline_of_two)
+    ready = made_ready(run, None, source="", console=console)
+    assert ready.starts_ranks
+    assert ready.run.parallel.pipeline_parallel_degree == 2
+    assert "degrees   pipeline 2: chosen for 4 devices" in console.export_text()
+    started = []
+    monkeypatch.setattr(
+        "sppo.parallel.job.launch.run_ranks", lambda words, **_: started.append(words)
+    )
+    monkeypatch.setattr(
+        "sppo.training.checks.preflight.check_before_training", lambda *_, **__: None
+    )
+    monkeypatch.setattr(starting, "announce", lambda *_, **__: None)
+    start_ranks(ready, ["train", "run.yaml"], console=console)
+    (words,) = started
+    assert load_run(work / "run.yaml", words[6:]).parallel == ready.run.parallel
+
+
+def _pipeline_of_two(run, **_):
+    parallel = run.parallel.model_copy(update={NAMES[1]: 2})
+    return ChosenRun(run.model_copy(update={"parallel": parallel}))
+
+
+@pytest.mark.slow
+def test_a_run_continues_on_other_devices(work, monkeypatch):
+    run = load_run(write_run(work / "run.yaml", model={"num_layers": 2}, train={"steps": 2}))
+    assert sppo.train(run, progress=False).steps == 2
+    monkeypatch.setattr(open_degrees, "count_devices", lambda run: 2)
+    monkeypatch.setattr(starting, "find_gpus", lambda: GPUS)
+    longer = load_run(run, {"train.steps": 3})
+    assert sppo.train(longer, progress=False).steps == 3
+    parallel = json.loads((work / "out/run.json").read_text())["parallel"]
+    assert max(parallel[name] for name in NAMES) == 2
