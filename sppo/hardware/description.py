@@ -33,6 +33,10 @@ from sppo.hardware.rates import (
 from sppo.quoting import quoted
 
 Provenance = Literal["measured", "calibrated", "analytic"]
+ATTENTION_BACKENDS = (
+    "cudnn", "flash_attn_2", "flash_attn_3", "flash_attn_4", "torch_flash", "triton", "torch_blocks"
+)  # fmt: skip
+"""Attention back ends of a GPU, as in :mod:`sppo.kernels.attention.choice`."""
 
 _MOST_LIKE = {
     f"{norm}_add{way}": f"{norm}{way}"
@@ -86,8 +90,9 @@ class DeviceSpec:
             are used.
         elementwise_points: Measured element-wise kernels; if empty, `memory_bytes_per_s` is used.
         published_attention: Published attention rates in bf16, by back end and head size.
-        attention_backend: Back end in `published_attention` whose rates predict attention; if
-            empty, the efficiencies do.
+        attention_backend: Attention back end that predictions are for: that of the measured rates,
+            or one in `published_attention`; if its rates are not known, the efficiencies predict
+            attention. Empty if no back end is assumed.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -116,11 +121,10 @@ class DeviceSpec:
     def __post_init__(self) -> None:
         check_figures(self, where="device", above_zero=_ABOVE_ZERO)
         self._check_points()
-        if self.attention_backend and not self.published_rows():
+        if self.attention_backend not in ("", *ATTENTION_BACKENDS):
             raise ValueError(
-                f"hardware device.attention_backend is {quoted(self.attention_backend)}: "
-                "published_attention has rows of "
-                f"{', '.join(self.published_backends) or 'no back end'}"
+                f"hardware device.attention_backend is {quoted(self.attention_backend)}: it is one "
+                f"of {', '.join(ATTENTION_BACKENDS)}, or empty"
             )
 
     def _check_points(self) -> None:
@@ -196,9 +200,9 @@ class DeviceSpec:
             return attention_rates(grids, head_size=head_size, queries=queries, keys=keys)
         blocks = attention_blocks(keys if backward else queries, heads=heads)
         fill = wave_fill(blocks, num_multiprocessors=self.num_multiprocessors)
-        if dtype == "bf16" and self.attention_backend:
+        if dtype == "bf16" and (rows := self.published_rows()):
             rates = published_rates(
-                self.published_rows(),
+                rows,
                 head_size=head_size,
                 queries=queries,
                 keys=keys,

@@ -86,6 +86,11 @@ def announce(run: RunConfig, checked: CheckedRun, console: Console, *, device: D
         _print_line(line, console)
 
 
+def announce_attention(checked: CheckedRun, console: Console) -> None:
+    """Print the attention back ends that compute a run, which its ranks have tried."""
+    _print_line(f"attention {checked.attention.text()}", console)
+
+
 def _print_line(line: str, console: Console) -> None:
     from sppo.report.lines import print_line
 

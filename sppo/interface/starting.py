@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING
 from sppo.config import RunConfig
 from sppo.config.run_warnings import log_run_warnings
 from sppo.hardware.this_machine import find_gpus
-from sppo.interface.announcement import announce, announce_degrees, announce_ranks
+from sppo.interface.announcement import (
+    announce,
+    announce_attention,
+    announce_degrees,
+    announce_ranks,
+)
 from sppo.kernels.native.machine_memory import check_room_for_libraries
 from sppo.parallel.job.environment import (
     RankEnvironment,
@@ -211,6 +216,7 @@ def train_as_rank(ready: ReadyRun, *, console: Console, command: str) -> Trainin
         ranks.peers.barrier()  # every rank reads the free memory before any rank allocates
         if environment is None or environment.launcher != "sppo":
             announce(run, checked, console, device=device)
+        announce_attention(checked, console)
         outcome = train_run(run, checked, console=console, ranks=ranks, device=device)
         if is_main:
             # After the last step a signal is too late to change the outcome of the run.

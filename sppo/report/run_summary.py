@@ -49,6 +49,9 @@ SUMMARY_FIELDS: Mapping[str, str] = {
     "the device, beyond what it held before the run.",
     "predicted_for": "Machine that the prediction was made for, and whether its figures are "
     "measured or analytic.",
+    "attention": "Attention back ends, see docs/kernels.md.",
+    "attention.planned": "The one that the plan was priced with.",
+    "attention.used": "Those that computed the run.",
     "interrupted_by": "Signal that ended the run early; null if none did.",
     "copies": "Copies of a step; null where the plan offloads nothing.",
     "copies.out_bytes": "Bytes sent by tensor class in the last step, on this rank.",

@@ -91,6 +91,7 @@ def _summary(
         phases_s=_phases(outcome),
     )
     summary["predicted_for"] = f"{plan.hardware.name} ({plan.hardware.provenance})"
+    summary["attention"] = checked.attention.as_json()
     summary["copies"] = copies_summary(plan, outcome.copies)
     summary["interrupted_by"] = outcome.interrupted_by
     if executed is not None and planned is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sppo.config import RunConfig
+from sppo.hardware.description import HardwareSpec
 from sppo.hardware.file import hardware_for
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.run_plan import plan_run
@@ -89,9 +90,9 @@ def small_run(preset: str = "h100", **sections: Any) -> RunConfig:
     return run_config(model, length=256, **{**every, "parallel": parallel})
 
 
-def plan_for_gpu(run: RunConfig) -> ExecutionPlan:
-    """The plan that training would make on the GPU that a run names."""
-    hardware = hardware_for(run.hardware)
+def plan_for_gpu(run: RunConfig, *, hardware: HardwareSpec | None = None) -> ExecutionPlan:
+    """The plan that training would make on the GPU that a run names, or on another."""
+    hardware = hardware or hardware_for(run.hardware)
     return plan_run(
         run,
         hardware=hardware,

@@ -88,6 +88,7 @@ def describe(base: HardwareSpec, measurements: Measurements) -> HardwareSpec:
         device = _with_peaks(device, measurements.gemm)
     if measurements.attention:
         device = _with_attention(device, measurements.attention)
+        device = replace(device, attention_backend=_measured_backend(device, measurements))
     if measurements.documents is not None:
         device = replace(
             device,
@@ -176,6 +177,15 @@ def _with_attention(device: DeviceSpec, points: Sequence[AttentionPoint]) -> Dev
         attention_efficiency=min(1.0, forward / peak),
         attention_backward_efficiency=min(1.0, backward / peak),
     )
+
+
+def _measured_backend(device: DeviceSpec, measurements: Measurements) -> str:
+    """Return the back end of a GPU's measured rates, in bf16 if that was measured."""
+    if device.kind == "cpu" or measurements.backends is None:
+        return device.attention_backend
+    automatic = measurements.backends.automatic
+    in_bf16 = [name for shape, name in automatic.items() if shape.dtype == "bf16"]
+    return (in_bf16 or [*automatic.values()])[0]
 
 
 def _with_bandwidth(device: DeviceSpec, points: Sequence[ElementwisePoint]) -> DeviceSpec:

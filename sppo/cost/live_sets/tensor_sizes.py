@@ -139,7 +139,7 @@ def tensor_sizes(
         device.kind,
         device.num_multiprocessors if device.kind == "cpu" else 0,
         workload.sequence_parallel_degree,
-        planned_backend(workload) if device.kind == "cuda" else "cpu_flash",
+        planned_backend(workload),
         retained,
         frozenset() if defers else retained,
         device.kind == "cpu" and not device.half_products,

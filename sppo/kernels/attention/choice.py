@@ -4,7 +4,7 @@
 flash-attn 2 (:data:`_BEFORE_ON_HOPPER`). On a GPU the back end must also compute a small problem of
 the same kind correctly, forward and backward: packages change their interfaces and some builds lack
 features, and such a failure should occur before the first step, not in it. The choice is logged
-once per case, with the rejected back ends and the reasons.
+once per case, with the rejected back ends and the reasons, as a debug message if there are none.
 """
 
 from __future__ import annotations
@@ -148,18 +148,22 @@ def chosen_name(backend: BackendName | Literal["auto"], case: AttentionCase) -> 
 def _automatic(case: AttentionCase) -> BackendName:
     passed_over: list[str] = []
     for name in preference(case.device):
-        reason = why_not(name, case) or ("is not for auto" if not _may(name) else None)
-        if reason is None and case.device.type == "cuda":
-            reason = error_on_a_small_case(name, case)
+        reason = why_not_here(name, case) if _may(name) else "is not for auto"
         if reason is None:
             others = "".join(f"; {text}" for text in passed_over)
-            _log.info(
-                "attention back end on %s: %s (torch %s)%s", case, name, torch.__version__, others
-            )
+            _log.log(
+                logging.INFO if passed_over else logging.DEBUG,
+                "attention back end on %s: %s (torch %s)%s", case, name, torch.__version__, others,
+            )  # fmt: skip
             return name
         if case.device.type in CAPABILITIES[name].devices and _may(name):
             passed_over.append(f"{name} {reason}")
     raise ValueError(f"no attention back end for {case}: {'; '.join(passed_over)}")
+
+
+def likely_name(case: AttentionCase) -> BackendName:
+    """Return the name that ``auto`` chooses if every kernel works; nothing runs on the device."""
+    return next(n for n in preference(case.device) if _may(n) and why_not(n, case) is None)
 
 
 def preference(device: torch.device) -> tuple[BackendName, ...]:
@@ -198,6 +202,17 @@ def why_not(name: BackendName, case: AttentionCase) -> str | None:
         if major not in able.compute_majors:
             return f"is not for compute capability {major}.{minor}"
     return _why_not_triton(case.device) if name == "triton" else None
+
+
+def why_not_here(name: BackendName, case: AttentionCase) -> str | None:
+    """Return why a back end cannot compute a case on this machine; None if it can.
+
+    On a GPU it computes a small case. The reason is the end of a sentence.
+    """
+    reason = why_not(name, case)
+    if reason is None and case.device.type == "cuda":
+        reason = error_on_a_small_case(name, case)
+    return reason
 
 
 def _why_not_triton(device: torch.device) -> str | None:

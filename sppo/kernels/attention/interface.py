@@ -124,13 +124,13 @@ def _kernel(
         head_size,
         group=heads // k_TKD.shape[1],
         window=window is not None,
-        single_tokens=_may_have_single_tokens(queries, k_TKD.shape[0], document_starts),
+        single_tokens=may_have_single_tokens(queries, k_TKD.shape[0], document_starts),
     )
     return choose(backend, case)
 
 
 @lru_cache(maxsize=256)
-def _may_have_single_tokens(queries: int, keys: int, document_starts: tuple[int, ...]) -> bool:
+def may_have_single_tokens(queries: int, keys: int, document_starts: tuple[int, ...]) -> bool:
     """Return whether a span may have a block of one query or one key.
 
     A span of several documents may: it has blocks of any size. Documents that ended before the span

@@ -186,7 +186,7 @@ def machine_asked_for(run: RunConfig, *, hardware: HardwareSpec) -> HardwareSpec
         )
     return replace(
         hardware,
-        device=_device_of_documents(hardware.device) if _has_documents(run) else hardware.device,
+        device=_device_of_documents(hardware.device) if has_documents(run) else hardware.device,
         node=with_disk(replace(node, host_memory_bytes=host), disk),
     )
 
@@ -220,7 +220,7 @@ def with_disk(node: NodeSpec, disk_bytes: int) -> NodeSpec:
     )
 
 
-def _has_documents(run: RunConfig) -> bool:
+def has_documents(run: RunConfig) -> bool:
     """Return whether attention is restricted to tokens of the same document."""
     return run.data.samples == "documents" or run.data.isolate_documents
 

@@ -30,6 +30,11 @@ from sppo.planning.run_plan import plan_run
 from sppo.planning.search.choices import Degrees, multiplexed_problem, subsequence_problem
 from sppo.schedule.encoding import encode
 from sppo.schedule.msp_groups import find_msp_groups, msp_ranges
+from sppo.training.checks.attention_in_use import (
+    AttentionInUse,
+    check_attention,
+    with_attention_here,
+)
 from sppo.training.checks.input_checks import check_inputs, check_weights
 from sppo.training.checks.labels import check_labels
 from sppo.training.checks.libraries import load_libraries
@@ -68,6 +73,8 @@ class CheckedRun:
     data: TrainingData | DocumentSamples
     plan: ExecutionPlan
     """Plan of every step; in a run of samples, of a step of the longest samples."""
+    attention: AttentionInUse
+    """Attention back ends of the plan and of this machine."""
     next_step: NextStep | None = None
     """First step of samples; None if all steps are done, or in a run of sequences, whose steps are
     alike."""
@@ -116,13 +123,15 @@ def check_before_training(
     if plan is None:
         num_ranks = MeshShape.of(run.parallel).num_ranks
         hardware = machine_of_ranks(run, device, num_ranks=num_ranks, local_ranks=local_ranks)
+        hardware = with_attention_here(hardware, run, device, tries=not starts_ranks)
         if device.kind == "cuda":  # a plan uses at most the usable memory
             free = replace(free, device_bytes=min(free.device_bytes, hardware.device.usable_bytes))
         plan = _planned(run, training, hardware=hardware, free=free)
     check_trainable(run, plan, kind=device.kind)
+    attention = check_attention(run, plan, device, tries=not starts_ranks)
     check_memory(run, plan, free)
     check_disk(run, plan, free)
-    return CheckedRun(training, plan, _next_step(run, training, plan))
+    return CheckedRun(training, plan, attention, _next_step(run, training, plan))
 
 
 def _planned(

@@ -41,7 +41,7 @@ def gpu(monkeypatch):
 
 
 def test_a_cpu_gets_the_flash_kernel(caplog):
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         for _ in range(3):
             assert chosen_name("auto", case("cpu")) == "cpu_flash"
     assert [record.message.split(" (torch")[0] for record in caplog.records] == [

@@ -1,0 +1,181 @@
+"""Attention back ends that compute a run on this machine, and the check that its plan meant them.
+
+Kernels are chosen by :mod:`sppo.kernels.attention.choice` whatever the plan says. A plan with the
+times and memory of a better kernel would be wrong without a sign of it: the run is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from sppo.config import RunConfig
+from sppo.cost.attention_backend import planned_backend
+from sppo.cost.layer import Workload
+from sppo.hardware.description import HardwareSpec
+from sppo.kernels.attention.choice import (
+    CAPABILITIES,
+    AttentionCase,
+    BackendName,
+    chosen_name,
+    likely_name,
+    preference,
+    why_not,
+    why_not_here,
+)
+from sppo.kernels.attention.interface import may_have_single_tokens
+from sppo.planning.plan import ExecutionPlan
+from sppo.planning.plan_program import plan_candidate
+from sppo.planning.search.choices import has_documents
+from sppo.training.devices.device import Device
+from sppo.training.state_tensors import DTYPES
+
+_SAME_KERNEL = {"torch_flash": "flash_attn_2"}
+"""Back end of the same kernel in a package of its own, by back end inside torch."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionInUse:
+    """Attention back end that a plan expects, and those that compute the run.
+
+    Attributes:
+        planned: Name of the back end whose rates and memory the plan has.
+        used: Names of the back ends that compute the run, those that plans are priced for first.
+    """
+
+    planned: str
+    used: tuple[BackendName, ...]
+
+    def text(self) -> str:
+        """Return the back ends as text, for a line on the screen."""
+        as_planned = _same(self.used[0]) == _same(self.planned)
+        return " and ".join(self.used) + ("" if as_planned else f" (planned: {self.planned})")
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the names as plain JSON values."""
+        return {"planned": self.planned, "used": [*self.used]}
+
+
+def with_attention_here(
+    hardware: HardwareSpec, run: RunConfig, device: Device, *, tries: bool
+) -> HardwareSpec:
+    """Return the hardware with the back end that computes a run here, for a plan made at its start.
+
+    The back end of measured rates stays, as does one that the run file names, or one that this
+    machine replaces by a better one without known rates.
+
+    Args:
+        hardware: Machine that the run names.
+        run: Validated run configuration.
+        device: Device of this process.
+        tries: Whether GPU kernels are tried on a small case.
+    """
+    named = run.hardware != "auto" and run.hardware.attention != "auto"
+    spec = hardware.device
+    if device.kind == "cpu" or spec.attention_points or named:
+        return hardware
+    here = _last(_names(run, device, tries=tries), device)
+    known = _same(here) if _same(here) in spec.published_backends else here
+    planned = planned_backend(Workload(run.model, hardware, dtype=run.train.dtype))
+    if known not in spec.published_backends and _rank(here, device) <= _rank(planned, device):
+        return hardware
+    return replace(hardware, device=replace(spec, attention_backend=known))
+
+
+def check_attention(
+    run: RunConfig, plan: ExecutionPlan, device: Device, *, tries: bool
+) -> AttentionInUse:
+    """Return the back ends that compute a run; refuse a plan that expects a better one.
+
+    Args:
+        run: Validated run configuration.
+        plan: Plan of the run.
+        device: Device of this process.
+        tries: Whether GPU kernels are tried on a small case.
+
+    Raises:
+        ValueError: This machine cannot run the back end that the plan is priced with; names both,
+            the reason and the fix.
+    """
+    planned = planned_backend(plan_candidate(plan).workload)
+    names = _names(run, device, tries=tries)
+    here = _last(names, device)
+    if _rank(here, device) > _rank(planned, device):
+        raise ValueError(_fall_back(run, plan, device, planned=planned, here=here, tries=tries))
+    others = (_name(case, tries=tries) for case in _cases(run, device, plan=plan))
+    return AttentionInUse(planned, tuple(dict.fromkeys((*names, *others))))
+
+
+def _fall_back(
+    run: RunConfig, plan: ExecutionPlan, device: Device, *, planned: str, here: str, tries: bool
+) -> str:
+    """Return why a plan is refused whose back end this machine would replace by a later one."""
+    case = next(case for case in _cases(run, device) if _name(case, tries=tries) == here)
+    problem = why_not_here if tries else why_not
+    reasons = [
+        f"{name} {problem(name, case)}" for name in CAPABILITIES if _same(name) == _same(planned)
+    ]
+    spec, instead = plan.hardware.device, _same(here)
+    if spec.attention_points:
+        fix = "measure this machine again (sppo bench all -o FILE) and solve again with that file"
+    elif instead in spec.published_backends:
+        fix = f"write hardware.attention={instead} in the run file and solve again"
+    else:
+        fix = "train without --plan and hardware.attention: the plan is then made for what runs"
+    return (
+        f"the plan is priced with the attention back end {planned}, and this machine would run "
+        f"{here}: {'; '.join(reasons)}. Install what is missing, or {fix}"
+    )
+
+
+def _names(run: RunConfig, device: Device, *, tries: bool) -> tuple[BackendName, ...]:
+    """Return the back ends of the spans that plans are priced for."""
+    return tuple(dict.fromkeys(_name(case, tries=tries) for case in _cases(run, device)))
+
+
+def _name(case: AttentionCase, *, tries: bool) -> BackendName:
+    return chosen_name("auto", case) if tries else likely_name(case)
+
+
+def _cases(
+    run: RunConfig, device: Device, *, plan: ExecutionPlan | None = None
+) -> Iterator[AttentionCase]:
+    """Yield the cases of a run's attention: layers with and without a window, documents.
+
+    With a plan, also spans that some kernels do not take; else those that plans are priced for.
+    """
+    model, degree = run.model, run.parallel.sequence_parallel_degree
+    windows = [model.sliding_window is not None]
+    if windows[0] and model.sliding_window_first_layer:
+        windows.insert(0, False)
+    single = [has_documents(run)]
+    if plan is not None:
+        cuts = pairwise(plan.boundaries)
+        some = any(may_have_single_tokens(end - start, end, (0,)) for start, end in cuts)
+        single = [False] if not (some or has_documents(run)) else [False, True]
+    for window in windows:
+        for tokens in single:
+            yield AttentionCase(
+                device.torch_device,
+                DTYPES[run.train.dtype],
+                model.head_dim,
+                group=max(1, model.num_heads // degree) // max(1, model.kv_heads // degree),
+                window=window,
+                single_tokens=tokens,
+            )
+
+
+def _same(name: str) -> str:
+    return _SAME_KERNEL.get(name, name)
+
+
+def _rank(name: str, device: Device) -> int:
+    """Return the place of a back end's kernel in the order in which ``auto`` tries them here."""
+    order = [*dict.fromkeys(_same(other) for other in preference(device.torch_device))]
+    return order.index(_same(name))
+
+
+def _last(names: tuple[BackendName, ...], device: Device) -> BackendName:
+    return max(names, key=lambda name: _rank(name, device))
