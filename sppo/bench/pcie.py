@@ -3,15 +3,20 @@
 Host memory is pageable, page-locked by torch, or an arena as in training: huge pages, bound to a
 NUMA node if there are several, registered with CUDA in one block. If cupy is installed, the arena
 is also copied with cupy's raw runtime: a difference would be the overhead of torch.
+
+The GPUs of a machine share its memory, and some share a link to it. They are measured at the same
+time, by one process each, which stays near its GPU as in training.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +24,14 @@ from torch import Tensor
 
 from sppo.bench.copies import CopyMeasurements, CopyPoint, Directions, Times, measure_point
 from sppo.bench.timing import Watcher
+from sppo.hardware.numa import node_of_pci_device, pci_address, stay_near
 from sppo.hardware.this_machine import count_numa_nodes
 from sppo.kernels.native.extension import native_library
 from sppo.offload.arena import HostArena
 from sppo.offload.page_lock import lock_pages, unlock_pages
+from sppo.parallel.job.launch import held_back
+from sppo.parallel.job.signals import STOP_SIGNALS
+from sppo.parallel.job.worker_process import WorkerProcess, without_script
 from sppo.units import GIB, MIB
 
 _cuda: Any = torch.cuda  # parts of torch.cuda have no types
@@ -37,6 +46,8 @@ _TORCH_MEMORY = {"pageable": False, "page-locked": True}
 _ARENA = "arena"
 _TO_DEVICE, _TO_HOST = 1, 2
 """Values of cudaMemcpyKind."""
+_MEET_S, _MEASURE_S = 120.0, 1800.0
+"""Longest times that a process waits for those of other GPUs, and that measuring may take."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,23 +67,91 @@ class _Host:
     raw: bool = False
 
 
-def measure_pcie(device: torch.device, *, quick: bool, watcher: Watcher) -> CopyMeasurements:
-    """Measure copies between the host and a CUDA device.
+def measure_pcie(
+    devices: Sequence[torch.device], *, quick: bool, watcher: Watcher
+) -> CopyMeasurements:
+    """Measure copies between the host and all of its GPUs at once; return those of the slowest.
 
     Args:
-        device: Current CUDA device.
+        devices: CUDA devices of this machine; a single one must be the current one.
         quick: Measure one size in one round.
-        watcher: Receiver of the progress, notified of every round.
+        watcher: Receiver of the progress: of every round, or of every GPU if there are several.
 
     Raises:
         MemoryError: A host that lacks the memory, or may not lock it.
         OSError: An arena that cannot be allocated or page-locked on any NUMA node.
+        RuntimeError: The process of a GPU ended, or did not answer in time.
+    """
+    if len(devices) == 1:
+        return _measure(devices[0], nodes=_numa_nodes(), quick=quick, watcher=watcher)
+    watcher.begin("pcie", total=len(devices))
+    found: list[CopyMeasurements] = []
+    with ExitStack() as processes:
+        with held_back(STOP_SIGNALS), without_script():
+            manager = processes.enter_context(multiprocessing.get_context("spawn").Manager())
+        barrier = manager.Barrier(len(devices))
+        workers = [processes.enter_context(closing(WorkerProcess())) for _ in devices]
+        measuring = [
+            worker.submit(_measure_beside_others, device, barrier, quick=quick)
+            for worker, device in zip(workers, devices, strict=True)
+        ]
+        for worker, future in zip(workers, measuring, strict=True):
+            try:
+                found.append(worker.result(future, timeout_s=_MEASURE_S))
+            except threading.BrokenBarrierError:
+                continue  # another one failed, and its error is the reason
+            watcher.advance()
+    if len(found) < len(devices):
+        raise RuntimeError(f"measuring copies: a GPU was not ready within {_MEET_S:g} s")
+    slowest = min(found, key=lambda one: _slower_way(one.planned))
+    return replace(slowest, where=f"{slowest.where}, the slowest of {len(devices)} GPUs at once")
+
+
+def _measure_beside_others(device: torch.device, barrier: Any, *, quick: bool) -> CopyMeasurements:
+    """Measure one GPU in a process of its own, in every round together with the other GPUs."""
+    _cuda.set_device(device)
+    node = node_of_pci_device(pci_address(_cuda.get_device_properties(device)))
+    if node is not None:
+        stay_near(node)
+    meet = partial(barrier.wait, _MEET_S)
+    try:
+        return _measure(device, nodes=[None], quick=quick, watcher=_Nobody(), meet=meet)
+    except BaseException:
+        barrier.abort()
+        raise
+
+
+class _Nobody:
+    """Watcher that ignores all progress."""
+
+    def begin(self, subject: str, *, total: int) -> None:
+        """Ignore the number of timings."""
+
+    def advance(self) -> None:
+        """Ignore a timing."""
+
+
+def _measure(
+    device: torch.device,
+    *,
+    nodes: Sequence[int | None],
+    quick: bool,
+    watcher: Watcher,
+    meet: Callable[[], object] = lambda: None,
+) -> CopyMeasurements:
+    """Measure copies between the host and the current CUDA device.
+
+    Args:
+        device: Current CUDA device.
+        nodes: NUMA nodes to bind arenas to; None does not bind.
+        quick: Measure one size in one round.
+        watcher: Receiver of the progress, notified of every round.
+        meet: Called before all copies; returns when the other GPUs are ready, too.
     """
     requests = _QUICK_REQUESTS if quick else _REQUESTS
     rounds = _QUICK_ROUNDS if quick else _ROUNDS
     most_bytes = _QUICK_MOST_BYTES if quick else _MOST_BYTES
     half = max(requests)
-    nodes = _numa_nodes()
     arenas = len(nodes) * (2 if _cupy() is not None else 1)
     watcher.begin("pcie", total=(len(_TORCH_MEMORY) + arenas) * len(requests) * rounds)
     on_device = torch.empty(2 * half, dtype=torch.uint8, device=device)
@@ -81,7 +160,7 @@ def measure_pcie(device: torch.device, *, quick: bool, watcher: Watcher) -> Copy
     def measure_host(host: _Host) -> None:
         for size in requests:
             count = max(_FEWEST, min(_MOST, most_bytes // size))
-            copies = _Streams(host, on_device, request_bytes=size, count=count)
+            copies = _Streams(host, on_device, request_bytes=size, count=count, meet=meet)
             copies.run(True, True)  # warm
             points.append(
                 measure_point(
@@ -128,8 +207,12 @@ def best_of_planned(points: list[CopyPoint]) -> CopyPoint:
     longest = max(point.request_bytes for point in arena)
     return max(
         (point for point in arena if point.request_bytes == longest),
-        key=lambda point: min(point.out_bytes_per_s, point.back_bytes_per_s),
+        key=_slower_way,
     )
+
+
+def _slower_way(point: CopyPoint) -> float:
+    return min(point.out_bytes_per_s, point.back_bytes_per_s)
 
 
 class _Streams:
@@ -138,8 +221,17 @@ class _Streams:
     Each direction has a thread because copies of pageable memory block the calling thread.
     """
 
-    def __init__(self, host: _Host, device: Tensor, *, request_bytes: int, count: int) -> None:
+    def __init__(
+        self,
+        host: _Host,
+        device: Tensor,
+        *,
+        request_bytes: int,
+        count: int,
+        meet: Callable[[], object] = lambda: None,
+    ) -> None:
         self._host, self._count, self._device = host, count, device.device
+        self._meet = meet
         half = device.numel() // 2
         ends = [(0, request_bytes), (half, half + request_bytes)]
         self._host_parts = [host.memory[begin:end] for begin, end in ends]
@@ -149,6 +241,7 @@ class _Streams:
     def run(self, out: bool, back: bool) -> tuple[Times, Times]:
         """Return the completion times of (copies out, copies back); one or both directions run."""
         _cuda.synchronize(self._device)
+        self._meet()
         begin = [_cuda.Event(enable_timing=True) for _ in range(2)]
         done: list[list[Any]] = [[], []]
         errors: list[Exception] = []

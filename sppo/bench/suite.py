@@ -158,7 +158,8 @@ def _measure_copies(
 ) -> Iterator[CopyMeasurements]:
     """Yield the measured copies to each available tier: host memory for a GPU, and a disk."""
     if device == "cuda":
-        yield measure_pcie(torch.device(device), quick=quick, watcher=watcher)
+        devices = [torch.device(device, index) for index in range(torch.cuda.device_count())]
+        yield measure_pcie(devices, quick=quick, watcher=watcher)
     if copying.directory is not None:
         yield measure_disk(copying.directory, quick=quick, watcher=watcher)
 

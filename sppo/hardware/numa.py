@@ -15,6 +15,7 @@ import platform
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sppo.hardware.this_machine import count_numa_nodes
 
@@ -61,6 +62,16 @@ def node_of_pci_device(
     except (OSError, ValueError):
         return None
     return NumaNode(index, cores) if index >= 0 and cores else None
+
+
+def pci_address(properties: Any) -> str:
+    """Return the address by which Linux names a GPU, e.g. ``0000:1b:00.0``.
+
+    Args:
+        properties: Result of ``torch.cuda.get_device_properties``.
+    """
+    domain, bus = properties.pci_domain_id, properties.pci_bus_id
+    return f"{domain:04x}:{bus:02x}:{properties.pci_device_id:02x}.0"
 
 
 def cores_in(text: str) -> frozenset[int]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sppo.bench import overlap, pcie
+from sppo.bench.copies import CopyMeasurements, CopyPoint
 from sppo.bench.operands import Operands
 from sppo.bench.overlap import MeasuredLayer, default_layer, measure_overlap
 from sppo.bench.report.copy_tables import copies_lines
@@ -20,6 +22,7 @@ from tests.bench.test_timing import Watcher
 from tests.offload.queues.test_cuda_queues import on_gpu, runtime_without_a_gpu
 
 CPU = torch.device("cpu")
+TWO = [torch.device("cuda", index) for index in range(2)]
 
 
 @pytest.fixture
@@ -51,7 +54,7 @@ def test_everything_but_the_device(no_gpu, monkeypatch):
     monkeypatch.setattr(pcie, "_cupy", lambda: cupy)
     monkeypatch.setattr(pcie, "_numa_nodes", lambda: [None, None])
     watcher = Watcher()
-    found = pcie.measure_pcie(CPU, quick=True, watcher=watcher)
+    found = pcie.measure_pcie([CPU], quick=True, watcher=watcher)
     assert measured_by(watcher)
     names = ["pageable", "arena", "arena, cupy", "arena, cupy"]
     assert sorted(point.how for point in found.points) == sorted([*names, "arena"])
@@ -73,12 +76,12 @@ def test_a_node_without_memory_is_left_out(no_gpu, monkeypatch):
     monkeypatch.setattr(pcie, "HostArena", first_only)
     monkeypatch.setattr(pcie, "_cupy", lambda: None)
     monkeypatch.setattr(pcie, "_numa_nodes", lambda: [0, 1])
-    found = pcie.measure_pcie(CPU, quick=True, watcher=Watcher())
+    found = pcie.measure_pcie([CPU], quick=True, watcher=Watcher())
     assert found.where.endswith("; not on NUMA node 1: node 1 has none")
     assert found.planned.numa_node == 0
     monkeypatch.setattr(pcie, "_numa_nodes", lambda: [1])
     with pytest.raises(MemoryError, match="node 1 has none"):
-        pcie.measure_pcie(CPU, quick=True, watcher=Watcher())
+        pcie.measure_pcie([CPU], quick=True, watcher=Watcher())
 
 
 def test_memory_that_cannot_be_locked_is_said(no_gpu, monkeypatch):
@@ -86,7 +89,67 @@ def test_memory_that_cannot_be_locked_is_said(no_gpu, monkeypatch):
     monkeypatch.setattr(no_gpu, "cudart", refusing.cudart)
     monkeypatch.setattr(pcie, "_numa_nodes", lambda: [None])
     with pytest.raises(MemoryError, match="the NVIDIA driver refuses to page-lock"):
-        pcie.measure_pcie(CPU, quick=True, watcher=Watcher())
+        pcie.measure_pcie([CPU], quick=True, watcher=Watcher())
+
+
+class WorkerThread:
+    """In place of a :class:`WorkerProcess`, which would not have what a test replaces."""
+
+    def __init__(self):
+        self._executor = ThreadPoolExecutor(1)
+
+    def submit(self, function, *arguments, **named):
+        return self._executor.submit(function, *arguments, **named)
+
+    def result(self, future, *, timeout_s):
+        return future.result(timeout_s)
+
+    def close(self):
+        self._executor.shutdown()
+
+
+@pytest.fixture
+def two_gpus(no_gpu, monkeypatch):
+    """Two devices, of which the second copies at half the rate; each is near a node of its own."""
+    near, meetings = [], []
+    no_gpu.get_device_properties = lambda device: SimpleNamespace(
+        pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=device.index
+    )
+    monkeypatch.setattr(pcie, "node_of_pci_device", lambda address: address)
+    monkeypatch.setattr(pcie, "stay_near", near.append)
+    monkeypatch.setattr(pcie, "WorkerProcess", WorkerThread)
+
+    def measured(device, *, nodes, quick, watcher, meet):
+        meetings.append(meet())
+        rate = 1e9 / (1 + device.index)
+        point = CopyPoint("arena", MIB, 1, rate, rate, rate, rate)
+        return CopyMeasurements("host", f"GPU {device.index}", (point,), planned=point)
+
+    monkeypatch.setattr(pcie, "_measure", measured)
+    return SimpleNamespace(near=near, meetings=meetings)
+
+
+def test_gpus_are_measured_at_once_and_plans_use_the_slowest(two_gpus):
+    watcher = Watcher()
+    found = pcie.measure_pcie(TWO, quick=True, watcher=watcher)
+    assert measured_by(watcher)
+    assert sorted(two_gpus.meetings) == [0, 1], "each waits for the other"
+    assert sorted(two_gpus.near) == ["0000:1b:00.0", "0000:1b:01.0"]
+    assert found.planned.out_bytes_per_s == 5e8
+    assert found.where == "GPU 1, the slowest of 2 GPUs at once"
+
+
+def test_a_gpu_that_fails_ends_the_others(two_gpus, monkeypatch):
+    measured = pcie._measure
+
+    def fails(device, **how):
+        if device.index == 1:
+            raise MemoryError("nothing to lock")
+        return measured(device, **how)
+
+    monkeypatch.setattr(pcie, "_measure", fails)
+    with pytest.raises(MemoryError, match="nothing to lock"):
+        pcie.measure_pcie(TWO, quick=True, watcher=Watcher())
 
 
 def test_a_failed_copy_is_not_lost(no_gpu):
@@ -132,7 +195,7 @@ def test_a_gpu_gets_a_larger_model():
 @on_gpu
 def test_a_real_link():
     watcher = Watcher()
-    found = pcie.measure_pcie(torch.device("cuda"), quick=True, watcher=watcher)
+    found = pcie.measure_pcie([torch.device("cuda")], quick=True, watcher=watcher)
     assert measured_by(watcher)
     planned = found.planned
     assert min(planned.out_bytes_per_s, planned.back_bytes_per_s) > 1e9
@@ -146,3 +209,11 @@ def test_a_real_layer_and_a_real_link():
         Operands("cuda"), default_layer("cuda"), directory=None, quick=True, watcher=Watcher()
     )
     assert all(point.copy_s > 0 < point.compute_s for point in found.points)
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
+def test_real_links_at_once():
+    found = pcie.measure_pcie(TWO, quick=True, watcher=Watcher())
+    assert found.where.endswith("the slowest of 2 GPUs at once")
+    assert min(found.planned.out_bytes_per_s, found.planned.back_bytes_per_s) > 1e9

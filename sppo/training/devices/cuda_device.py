@@ -19,7 +19,7 @@ from torch import Tensor
 from sppo.engine.trace import CudaStopwatch, Stopwatch
 from sppo.engine.unit import SequenceData
 from sppo.hardware.description import HOST_FRACTION, HardwareSpec
-from sppo.hardware.numa import node_of_pci_device, stay_near
+from sppo.hardware.numa import node_of_pci_device, pci_address, stay_near
 from sppo.hardware.this_machine import Gpus, describe_gpus, usable_memory_bytes
 from sppo.kernels.native.machine_memory import memory_room
 from sppo.kernels.peak import measure_matmul_flops_per_s
@@ -224,9 +224,7 @@ class CudaDevice:
         return _page_locked(tensor).to(self.torch_device, non_blocking=True)
 
     def _pci_address(self) -> str:
-        """Return the address by which Linux names the GPU, e.g. ``0000:1b:00.0``."""
-        found = _cuda.get_device_properties(self.torch_device)
-        return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+        return pci_address(_cuda.get_device_properties(self.torch_device))
 
     def _total_bytes(self) -> int:
         return int(_cuda.get_device_properties(self.torch_device).total_memory)
