@@ -129,7 +129,7 @@ class CudaTransfers:
             for target, source in copies:
                 host = target if stream is self._to_tier else source
                 copy_in_pieces(target, source, host=host)
-            event = _cuda.Event()
+            event = _cuda.Event(blocking=True)  # a host that spins takes a core of the optimizer
             event.record(stream)
         return _StreamDone(event, self._device)
 

@@ -11,7 +11,11 @@ import torch
 from sppo.offload import page_lock, transfers
 from sppo.offload.queues import copy_streams, cuda_queues
 from sppo.offload.transfers import CudaTransfers, ThreadTransfers
-from tests.offload.queues.test_cuda_queues import DeviceThatStandsStill, runtime_without_a_gpu
+from tests.offload.queues.test_cuda_queues import (
+    DeviceThatStandsStill,
+    EventOfNow,
+    runtime_without_a_gpu,
+)
 
 
 @pytest.fixture
@@ -36,6 +40,13 @@ def test_a_device_that_no_longer_answers_is_left(runtime, monkeypatch):
 
 def test_a_device_that_answers_is_waited_for(runtime):
     assert CudaTransfers(torch.device("cpu"), failed_step_timeout_s=5.0).wait_for_device()
+
+
+def test_a_host_that_waits_for_copies_sleeps(runtime, monkeypatch):
+    waited = []
+    monkeypatch.setattr(EventOfNow, "synchronize", lambda event: waited.append(event.blocking))
+    CudaTransfers(torch.device("cpu")).to_tier([]).wait()
+    assert waited == [True]
 
 
 def test_host_memory_is_unlocked_once(runtime):
