@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -65,7 +65,7 @@ def connect(
         _check_same_facts(store, facts, rank=rank, world_size=world_size, timeout_s=timeout_s)
     if backend == "gloo" and environment.is_one_machine:
         use_loopback()
-    with peer_errors("connecting to the other ranks"):
+    with _interface_named(environment), peer_errors("connecting to the other ranks"):
         dist.init_process_group(
             backend,
             store=store,
@@ -73,6 +73,25 @@ def connect(
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
         )
+
+
+@contextmanager
+def _interface_named(environment: RankEnvironment) -> Iterator[None]:
+    """Add to errors between machines the variable with the network interface of gloo.
+
+    Without it gloo takes the interface of the machine's name, which may be its own loopback.
+    """
+    try:
+        yield
+    except PeerLostError as error:
+        if environment.is_one_machine:
+            raise
+        given = os.environ.get(_GLOO_INTERFACE)
+        advice = f"is {quoted(given)}" if given else "is not set"
+        raise PeerLostError(
+            f"{error}; {_GLOO_INTERFACE} {advice}: set it to the network interface by which the "
+            "machines reach each other, e.g. eth0"
+        ) from error
 
 
 def disconnect() -> None:

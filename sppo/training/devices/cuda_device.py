@@ -48,6 +48,8 @@ SETTINGS = {
     "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
     # Dump the pending operations of NCCL on a timeout; sppo.parallel.job.environment has the path.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    # Messages between stages are not batched, on communicators that carry no other messages.
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
 }
 """Environment variables that CUDA and torch read when they are first used."""
 

@@ -281,3 +281,18 @@ def test_the_users_interface_stays(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
     rendezvous.use_loopback()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
+@pytest.mark.parametrize("local_world_size", [1, 2])
+def test_between_machines_the_interface_is_named(monkeypatch, local_world_size):
+    def lost(*_, **__):
+        raise RuntimeError("Gloo connectFullMesh failed with timed out connecting")
+
+    monkeypatch.setattr(rendezvous, "_connect_to_store", lambda *_, **__: None)
+    monkeypatch.setattr(rendezvous.dist, "init_process_group", lost)
+    monkeypatch.setattr(rendezvous, "use_loopback", lambda: None)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    with pytest.raises(PeerLostError) as caught:
+        connect(place_at(1, local_world_size=local_world_size), backend="gloo", timeout_s=1)
+    is_named = "GLOO_SOCKET_IFNAME is not set: set it to the network" in str(caught.value)
+    assert is_named == (local_world_size == 1)
