@@ -96,7 +96,7 @@ class StepMetrics:
     """Step time predicted by the cost model without correction by earlier steps."""
     correction_steps: int | None = None
     """Number of earlier steps on which the correction is based, at most seven; 0 for no
-    correction."""
+    correction, as where it has not helped."""
     forward_correction: float | None = None
     """Factor of the predicted time of forwards: a median over the earlier steps."""
     backward_correction: float | None = None

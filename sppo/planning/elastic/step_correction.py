@@ -127,12 +127,14 @@ class StepFigures:
         waiting: Ratio of measured to predicted time from the first action of the program to the
             last, divided by the same ratio of compute.
         rest_s: Seconds outside of the program, without waiting for a plan.
+        actions: Ratio of measured to predicted time from the first action to the last.
     """
 
     forward: PassFigures
     backward: PassFigures
     waiting: float
     rest_s: float
+    actions: float
 
     @classmethod
     def of(
@@ -150,7 +152,11 @@ class StepFigures:
         compute = (forward.measured_s + backward.measured_s) / predicted_s if predicted_s else 1.0
         waiting = actions / compute if compute > 0 else 1.0
         return cls(
-            PassFigures.of(forward), PassFigures.of(backward), bounded(waiting), max(0.0, rest_s)
+            PassFigures.of(forward),
+            PassFigures.of(backward),
+            bounded(waiting),
+            max(0.0, rest_s),
+            actions,
         )
 
 
@@ -204,7 +210,7 @@ class CorrectionHistory:
     def as_json(self) -> list[list[float]]:
         """Return plain values, from which :meth:`from_json` restores the history bit by bit."""
         return [
-            [*astuple(one.forward), *astuple(one.backward), one.waiting, one.rest_s]
+            [*astuple(one.forward), *astuple(one.backward), one.waiting, one.rest_s, one.actions]
             for one in self.figures
         ]
 
@@ -220,7 +226,7 @@ class CorrectionHistory:
             raise ValueError(f"a history of corrections is a list of at most {_STEPS + 1} steps")
         figures = []
         for row in values:
-            if not _is_step(row, 2 * each + 2):
+            if not _is_step(row, 2 * each + 3):
                 raise ValueError(f"a step of a history of corrections is {row!r}")
             forward, backward = PassFigures(*row[:each]), PassFigures(*row[each : 2 * each])
             figures.append(StepFigures(forward, backward, *row[2 * each :]))
@@ -237,7 +243,7 @@ def _is_step(row: Any, count: int) -> bool:
 
 
 def _correction(figures: Sequence[StepFigures]) -> StepCorrection:
-    if not figures:
+    if not figures or not _helps(figures):
         return NO_CORRECTION
     forward, forward_launch_s = _of_pass([one.forward for one in figures])
     backward, backward_launch_s = _of_pass([one.backward for one in figures])
@@ -247,6 +253,22 @@ def _correction(figures: Sequence[StepFigures]) -> StepCorrection:
         waiting=bounded(statistics.median(one.waiting for one in figures)),
         rest_s=statistics.median(one.rest_s for one in figures),
     )
+
+
+def _helps(figures: Sequence[StepFigures]) -> bool:
+    """Return whether these steps were nearer to the steps before them than to the prediction.
+
+    On a machine that other programs disturb, a step says little about the next one. Errors are
+    medians, relative to the measured time, of predictions known when a step's plan was begun.
+    """
+    ratios = [one.actions for one in figures]
+    known = [
+        (statistics.median(ratios[: place - 1]), ratios[place]) for place in range(2, len(ratios))
+    ]
+    if not known:
+        return True
+    corrected = statistics.median(abs(before / ratio - 1) for before, ratio in known)
+    return corrected <= statistics.median(abs(1 / ratio - 1) for _, ratio in known)
 
 
 def _of_pass(figures: Sequence[PassFigures]) -> tuple[float, float]:

@@ -113,6 +113,20 @@ def test_disturbed_steps_change_nothing():
     assert found == replace(history(usual).current, steps=7)
 
 
+@pytest.mark.parametrize(
+    ("ratios", "steps"),
+    [
+        pytest.param((4.0, 1.1, 0.9, 1.0), 0, id="one slow step at the start"),
+        pytest.param((1.0, 3.0, 1.0, 0.9, 3.5, 1.1), 0, id="slow steps among the predicted"),
+        pytest.param((3.0, 0.5, 2.0, 0.4, 1.5, 0.7), 0, id="no step like another"),
+        pytest.param((5.0, 4.0, 6.0, 5.0), 4, id="all slow"),
+    ],
+)
+def test_steps_are_corrected_where_that_has_helped(ratios, steps):
+    found = history(*(figures(ratio * PREDICTED, actions=ratio) for ratio in ratios))
+    assert found.current.steps == steps
+
+
 def test_old_steps_are_forgotten():
     old, new = figures(5 * PREDICTED), figures(2 * PREDICTED)
     found = history(*[old] * 20, *[new] * 7)
@@ -138,7 +152,7 @@ def test_what_is_saved_comes_back_to_the_last_bit():
 
 @pytest.mark.parametrize(
     "values",
-    [None, {}, "text", [[1.0]], [[1.0] * 8, 3], [["1"] * 8], [[float("nan")] * 8], [[1.0] * 8] * 9],
+    [None, {}, "text", [[1.0]], [[1.0] * 9, 3], [["1"] * 9], [[float("nan")] * 9], [[1.0] * 9] * 9],
     ids=str,
 )
 def test_what_is_no_history_is_refused(values):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from sppo.engine.trace import ExecutedAction
+from sppo.planning.elastic import step_correction
 from sppo.planning.elastic.step_correction import (
     CorrectionHistory,
     PassFigures,
@@ -61,7 +62,7 @@ def job(work):
 def told(step):
     """Figures of a step that are the same whenever it runs, and far off."""
     launches = PassFigures(3.0 + step, 1.0, 0.05 * (step % 3))
-    return StepFigures(launches, launches, 1.5, 0.01)
+    return StepFigures(launches, launches, 1.5, 0.01, 4.5 + step)
 
 
 def as_rank(rank, directory, arguments, first_step):
@@ -80,7 +81,8 @@ def on_two_ranks(ranks, job, output, *, steps=STEPS, first_step=0, **more):
     assert ranks.run(as_rank, job, arguments, first_step, ranks=2) == [steps] * 2
 
 
-def test_every_step_says_what_its_prediction_rests_on(job):
+def test_every_step_says_what_its_prediction_rests_on(job, monkeypatch):
+    monkeypatch.setattr(step_correction, "_helps", lambda figures: True)
     alone(job, overrides((1, 1, 1), STEPS))
     steps = records(job / "alone")
     assert [step["correction_steps"] for step in steps] == [0, 0, 1, 2, 3]
