@@ -9,12 +9,16 @@ The Python interface offers the functions of the command line::
     result = sppo.train(run)
 
 Importing this package imports nothing else: each name below is loaded when it is first used, and
-only training, evaluation and the engine load torch.
+only training, evaluation and the engine load torch. It sets ``OMP_WAIT_POLICY=passive`` for torch
+unless the variable is set, so import it before torch.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
+import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from sppo.version import __version__
@@ -88,6 +92,28 @@ __all__ = [
     "trained_run",
     "zero_gradients",
 ]
+
+
+def _let_waiting_threads_sleep() -> None:
+    """Set OpenMP's wait policy, which is read when torch is imported; warn if that is over.
+
+    Threads that wait for work would spin: with anything else on the cores, small steps take many
+    times longer.
+    """
+    if "OMP_WAIT_POLICY" in os.environ:
+        return
+    if "torch" not in sys.modules:
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+        return
+    warnings.warn(
+        "torch was imported before sppo, so its threads spin while they wait, and steps on a CPU "
+        "take many times longer beside other programs: import sppo first, or set "
+        "OMP_WAIT_POLICY=passive in the environment",
+        stacklevel=3,
+    )
+
+
+_let_waiting_threads_sleep()
 
 
 def __getattr__(name: str) -> Any:

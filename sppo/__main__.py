@@ -1,6 +1,5 @@
 """Entry point of the ``sppo`` command and of ``python -m sppo``, which also starts the ranks."""
 
-import os
 import signal
 
 
@@ -10,9 +9,6 @@ def main() -> None:
     Both signals are blocked until the handlers that print the message are installed.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
-    # Threads that wait for work should not spin: with anything else on the cores, small steps take
-    # many times longer. OpenMP reads this when torch is imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from sppo.cli.stop_signals import stop_signals
     from sppo.parallel.job.timed_call import without_calls_left_behind
 

@@ -9,9 +9,10 @@ what is done with them is yours. Learns the source of the standard json module, 
 import inspect
 import json
 
-import torch
+import sppo  # before torch, so that threads which wait for work sleep
 
-import sppo
+# isort: split
+import torch
 
 LENGTH, NUM_SUBSEQUENCES, STEPS = 4096, 4, 8
 

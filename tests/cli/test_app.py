@@ -96,20 +96,6 @@ def test_help_answers_at_once():
     assert min(seconds() for _ in range(3)) < 2
 
 
-@pytest.mark.parametrize("given", [{}, {"OMP_WAIT_POLICY": "active"}])
-def test_waiting_threads_do_not_spin_unless_the_user_wants_it(given):
-    code = (
-        "import os, sys; sys.argv[1:] = ['--version']; from sppo.__main__ import main\n"
-        "try: main()\n"
-        "except SystemExit: print(os.environ['OMP_WAIT_POLICY'])"
-    )
-    environ = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**environ, **given}, capture_output=True, text=True
-    )
-    assert done.stdout.split()[-1] == given.get("OMP_WAIT_POLICY", "passive"), done.stderr
-
-
 def test_version():
     lines = succeed("--version").splitlines()
     assert lines[0] == f"sppo {__version__}"

@@ -51,6 +51,28 @@ def test_importing_loads_nothing_else():
     ]
 
 
+TELL = "import os; print(os.environ.get('OMP_WAIT_POLICY'), len(caught))"
+
+
+@pytest.mark.parametrize(
+    ("given", "first", "says"),
+    [
+        (None, "sppo", "passive 0"),
+        (None, "torch", "None 1"),
+        ("active", "sppo", "active 0"),
+        ("active", "torch", "active 0"),
+    ],
+)
+def test_waiting_threads_sleep_or_a_warning_says_why_not(given, first, says, monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    if given is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+    catch = "import warnings; caught = []; warnings.showwarning = lambda *a: caught.append(a)"
+    # A module of this name in its place: nothing here needs torch itself.
+    torch = "import sys; sys.modules['torch'] = None" if first == "torch" else ""
+    assert run(f"{catch}\n{torch}\nimport sppo\n{TELL}") == f"{says}\n"
+
+
 def test_planning_needs_no_torch():
     run(
         PLANNING.format(
