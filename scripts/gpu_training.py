@@ -99,7 +99,7 @@ class Place:
             "sequence": {"length": case.length, "num_subsequences": case.num_subsequences},
             "activations": moves,
             "optimizer": {"lr": 1e-3},
-            "checkpoint": {"at_end": False},
+            "checkpoint": {"every": 0, "at_end": False},
             "train": {"steps": case.steps, "dtype": case.dtype, "output": f"runs/{name}"},
             "hardware": {"preset": "laptop-cpu"} if device == "cpu" else "auto",
         }

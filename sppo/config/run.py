@@ -262,8 +262,9 @@ class PlanningConfig(Section):
 class CheckpointConfig(Section):
     """Times at which the training state is saved. SIGTERM always saves."""
 
-    every: int = Field(default=0, ge=0, le=MOST_STEPS)
-    """Number of steps between checkpoints; 0 saves only at the end."""
+    every: Auto | Annotated[int, Field(ge=0, le=MOST_STEPS)] = "auto"
+    """Number of steps between checkpoints; 0 saves only at the end. auto: about ten minutes of
+    training between checkpoints, or more if saving would take over 5 % of the time."""
     at_end: bool = True
     """Whether to save after the last step; benchmarks use false."""
     keep: Steps = 3

@@ -7,6 +7,7 @@ a resumed run continues bit for bit.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from sppo.config import RunConfig
@@ -28,6 +29,10 @@ from sppo.training.steps.nonfinite import NonFiniteError, NonFiniteGuard
 from sppo.training.steps.step import StepHooks, StepInput, StepSums, run_step
 from sppo.training.steps.step_work import StepSource, StepWork
 
+AUTOMATIC_S = 600.0
+"""Least seconds of training from one checkpoint to the next with ``checkpoint.every=auto``."""
+SAVING_SHARE = 0.05
+"""Largest share of the time that automatic checkpoints take; they are rarer if saving is slow."""
 _START_ANEW = (
     "earlier checkpoints are untouched: start anew in another train.output with a lower "
     "optimizer.lr, longer optimizer.warmup_steps, or train.dtype=fp32"
@@ -86,6 +91,7 @@ class StepLoop:
             num_actions=len(schedule.programs[ranks.mesh.at.pipeline]),
         )
         self._stopped_by: str | None = None
+        self._saved_step, self._saved_at, self._saving_s = outcome.first_step, time.monotonic(), 0.0
         self.last_work: StepWork | None = None
         """Work of the last step done by this call; None before the first."""
 
@@ -101,7 +107,8 @@ class StepLoop:
         with self._records.opened(), StopRequest() as stop:
             try:
                 for step in range(outcome.first_step, total):
-                    self._agree_to_go_on(stop)
+                    if self._agree_to_go_on(stop):
+                        self._save()
                     metrics = self._step(step, stop)
                     outcome.done_steps = step + 1
                     self._records.record(metrics)
@@ -125,8 +132,8 @@ class StepLoop:
             raise NonFiniteError(f"{unsaved}; {_START_ANEW}")
         self._agree_that_all_is_recorded()
 
-    def _agree_to_go_on(self, stop: StopRequest) -> None:
-        """Raise Interrupted on all ranks if one received a signal or cannot record its steps.
+    def _agree_to_go_on(self, stop: StopRequest) -> bool:
+        """Return whether a checkpoint is due by the clock of rank 0, on all ranks.
 
         Raises:
             Interrupted: A rank received a signal, or failed to record a step.
@@ -134,10 +141,20 @@ class StepLoop:
         reason = stop.signal_name
         if self._records.failure is not None:
             reason = f"{self._records.failure.filename}: {self._records.failure.strerror}"
-        named = [name for name in self._peers.all_gather(reason) if name is not None]
+        told = self._peers.all_gather((reason, self._is_due_by_time()))
+        named = [name for name, _ in told if name is not None]
         if named:
             self._stopped_by = named[0]
             raise Interrupted(named[0])
+        return told[0][1]
+
+    def _is_due_by_time(self) -> bool:
+        """Return whether an automatic checkpoint is due by the clock of this rank."""
+        if self._run.checkpoint.every != "auto" or self._guard.failing:
+            return False
+        waited_s = time.monotonic() - self._saved_at
+        is_new = self._outcome.done_steps > self._saved_step
+        return is_new and waited_s >= max(AUTOMATIC_S, self._saving_s / SAVING_SHARE)
 
     def _agree_that_all_is_recorded(self) -> None:
         """Raise on every rank the first error that kept any rank from recording a step."""
@@ -279,7 +296,7 @@ class StepLoop:
         every = self._run.checkpoint.every
         # While steps are skipped the state does not change, and the cause may already be in the
         # weights: saving them would displace checkpoints from before.
-        if every and done % every == 0 and not self._guard.failing:
+        if every != "auto" and every and done % every == 0 and not self._guard.failing:
             self._save()
 
     def _saves_now(self) -> bool:
@@ -296,11 +313,14 @@ class StepLoop:
 
     def _save(self) -> str | None:
         """Save a checkpoint; print and return why it was not saved, or return None."""
+        began = time.monotonic()
         unsaved = self._checkpoints.save(
             self._outcome.done_steps,
             sequences_consumed=self._consumed,
             more=self._source.saved(),
         )
+        self._saved_step, self._saved_at = self._outcome.done_steps, time.monotonic()
+        self._saving_s = self._saved_at - began
         if unsaved is not None:
             self._records.say(unsaved)
         return unsaved

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import math
 import os
 import shutil
 import signal
@@ -19,7 +20,8 @@ from sppo.checkpoint import checkpoint
 from sppo.kernels.native.machine_memory import MemoryRoom
 from sppo.report.metrics import JsonlSink
 from sppo.training import results as report
-from sppo.training import trainer
+from sppo.training import step_loop, trainer
+from sppo.training.devices import cpu_device
 from tests.conftest import LENGTH, call, refuse, succeed, tree, write_run, write_tokens
 
 KEYS = {
@@ -496,6 +498,21 @@ def test_the_end_saves_unless_told_not_to(work):
     succeed("train", "run.yaml", "train.output=none", "checkpoint.at_end=false")
     assert not (work / "none/checkpoints/step_000004").exists()
     assert len((work / "none/metrics.jsonl").read_text().splitlines()) == 4
+
+
+def test_by_default_checkpoints_follow_the_clock(work, monkeypatch):
+    monkeypatch.setattr(step_loop, "AUTOMATIC_S", 0.0)
+    monkeypatch.setattr(step_loop, "SAVING_SHARE", math.inf)
+    words = ("checkpoint.at_end=false", "checkpoint.keep=9")
+    succeed("train", "run.yaml", *words)
+    names = sorted(path.name for path in (work / "out/checkpoints").iterdir())
+    assert names == ["step_000001", "step_000002", "step_000003"]
+    again = succeed("train", "run.yaml", *words)
+    assert "step 4/4" in again
+    assert "step 3/4" not in again
+    monkeypatch.setattr(step_loop, "SAVING_SHARE", 1e-9)  # the first save was too slow for more
+    succeed("train", "run.yaml", "train.output=slow", *words)
+    assert [path.name for path in (work / "slow/checkpoints").iterdir()] == ["step_000001"]
 
 
 def test_a_last_step_that_cannot_be_told_is_saved_in_any_case(work, monkeypatch):

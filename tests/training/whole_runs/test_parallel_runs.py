@@ -18,7 +18,7 @@ from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.job.flight_record import RankProgress
 from sppo.parallel.mesh import Mesh
 from sppo.planning.plan import plan_json, read_plan
-from sppo.training import trainer
+from sppo.training import step_loop, trainer
 from sppo.training.checks.given_plan import followed_plan
 from sppo.training.checks.preflight import check_before_training
 from sppo.training.ranks import Ranks, mesh_shape
@@ -132,6 +132,22 @@ def test_steps_and_replicas_without_labels(ranks, job, run_file, shape):
     assert [math.isnan(loss) for loss, _ in losses(job / "alone")] == [False, True, False]
     run_on(ranks, job, shape, 3, "grid")
     assert_like_alone(job, "grid")
+
+
+def save_by_own_clock(rank, directory, arguments):
+    """A rank of a run; by the clock of rank 0 alone a checkpoint is due before every step."""
+    with (
+        mock.patch.object(step_loop, "AUTOMATIC_S", 0.0 if rank == 0 else math.inf),
+        mock.patch.object(step_loop, "SAVING_SHARE", math.inf),
+    ):
+        return train_as(rank, directory, arguments)
+
+
+def test_all_ranks_save_by_the_clock_of_rank_0(ranks, job):
+    arguments = overrides((1, 2, 1), 3, **{"train.output": "clock", "checkpoint.at_end": False})
+    assert ranks.run(save_by_own_clock, job, arguments, ranks=2) == [3, 3]
+    names = sorted(path.name for path in (job / "clock/checkpoints").iterdir())
+    assert names == ["step_000001", "step_000002"]
 
 
 @pytest.mark.parametrize("schedule", ["seq_zb_h1", "gpipe", "seq1f1b"])
