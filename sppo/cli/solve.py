@@ -75,10 +75,13 @@ def solve(
         sppo solve configs/run/gpt_7b_documents_32gpu.yaml --lengths github
     """
     with exit_codes():
+        from sppo.cli.output.solve_text import train_command
+
         check_output_files(
             {"-o": output, "--png": png}, plots=["--png"], plans=["-o"], inputs=[run_file]
         )
         run = _load(run_file, overrides or [])
+        train = train_command(run_file, overrides or [], output=output)
         if run.data.samples == "documents":
             if ablation:
                 raise ValueError(
@@ -88,7 +91,13 @@ def solve(
             from sppo.cli.solve_corpus import solve_and_print
 
             solve_and_print(
-                run, lengths=lengths, output=output, png=png, explain=explain, as_json=json_output
+                run,
+                lengths=lengths,
+                output=output,
+                train=train,
+                png=png,
+                explain=explain,
+                as_json=json_output,
             )
             return
         for option, value in (("--lengths", lengths), ("--png", png)):
@@ -106,7 +115,13 @@ def solve(
         _print_failure(solution, as_json=json_output)
         raise typer.Exit(NO_PLAN)
     _print_solution(
-        solution, rows=rows, paying=paying, explain=explain, output=output, as_json=json_output
+        solution,
+        rows=rows,
+        paying=paying,
+        explain=explain,
+        output=output,
+        train=train,
+        as_json=json_output,
     )
 
 
@@ -160,13 +175,14 @@ def _print_solution(
     paying: tuple[Improvement, ...],
     explain: bool,
     output: Path | None,
+    train: str,
     as_json: bool,
 ) -> None:
     """Print one JSON object, or tables."""
     if as_json:
         from sppo.cli.output.solve_json import solution_report
 
-        report = solution_report(solution, paying=paying, ablation=rows, output=output)
+        report = solution_report(solution, paying=paying, ablation=rows, train=train, output=output)
         if explain:
             from sppo.cli.output.explain_table import explanation_report
 
@@ -179,13 +195,15 @@ def _print_solution(
     from sppo.cli.output.solve_tables import print_ablation, print_solution
 
     console = Console()
-    print_solution(solution, paying=paying, output=output, console=console, whole=explain)
+    print_solution(
+        solution, paying=paying, output=output, train=train, console=console, whole=explain
+    )
     if rows:
         print_ablation(rows, console=console)
     if explain:
         print_explanation(_best(solution), console=console)
     if output is not None:
-        typer.echo(f"written {output}: sppo simulate {output}, sppo train RUN.yaml --plan {output}")
+        typer.echo(f"written {output}: sppo simulate {output}, {train}")
 
 
 def _best(solution: Solution) -> EvaluatedCandidate:

@@ -21,6 +21,7 @@ def solve_and_print(
     *,
     lengths: str | None,
     output: Path | None,
+    train: str,
     png: Path | None,
     explain: bool,
     as_json: bool,
@@ -31,6 +32,7 @@ def solve_and_print(
         run: Validated run configuration.
         lengths: Name of a distribution of lengths; None draws from `data.tokens`.
         output: File to write the plan to.
+        train: Command that trains by the plan.
         png: File to draw a step into.
         explain: Also print where the seconds of a step go.
         as_json: Print one JSON object instead of tables.
@@ -53,7 +55,7 @@ def solve_and_print(
         from sppo.cli.output.step_plot import step_plot
 
         step_plot(solution.best.plans[0], png, source=solution.steps.source)
-    _print_solution(solution, output=output, explain=explain, as_json=as_json)
+    _print_solution(solution, output=output, train=train, explain=explain, as_json=as_json)
     if not as_json:
         from sppo.cli.output.written import say_written
 
@@ -73,7 +75,7 @@ def _solution(run: RunConfig, lengths: str | None) -> CorpusSolution:
 
 
 def _print_solution(
-    solution: CorpusSolution, *, output: Path | None, explain: bool, as_json: bool
+    solution: CorpusSolution, *, output: Path | None, train: str, explain: bool, as_json: bool
 ) -> None:
     assert solution.best is not None, "_print_failure is for the other case"
     evaluated = solution.best.plans[0].evaluated
@@ -82,7 +84,7 @@ def _print_solution(
 
         from sppo.cli.output.corpus_json import corpus_report
 
-        report = corpus_report(solution, output=output)
+        report = corpus_report(solution, train=train, output=output)
         if explain:
             from sppo.cli.output.explain_table import explanation_report
 
@@ -95,11 +97,11 @@ def _print_solution(
     from sppo.cli.output.explain_table import print_explanation
 
     console = Console()
-    print_corpus_solution(solution, output=output, console=console)
+    print_corpus_solution(solution, output=output, train=train, console=console)
     if explain:
         print_explanation(evaluated, console=console)
     if output is not None:
-        typer.echo(f"written {output}: sppo train RUN.yaml --plan {output}")
+        typer.echo(f"written {output}: {train}")
 
 
 def _print_failure(solution: CorpusSolution, *, as_json: bool) -> None:

@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import re
+import shlex
 import subprocess
 import sys
 from functools import cache
@@ -294,10 +295,20 @@ def test_a_plan_is_written_read_and_simulated(run):
     assert max(numbers["saved_peak_bytes"]) < max(numbers["device_peak_bytes"])
 
 
-def test_the_launch_command_names_the_plan_that_was_written(run):
-    assert "launch: sppo train RUN.yaml --plan mine.json" in succeed(
-        "solve", run, "-o", "mine.json"
-    )
+@pytest.mark.parametrize(
+    "words",
+    [(), ("data.samples=documents", "train.samples_per_step=2")],
+    ids=["stream", "documents"],
+)
+def test_the_launch_command_can_be_followed(work, words):
+    words = ("run.yaml", *words, "sequence.length=32", "-o", "my plan.json")
+    (launch,) = json.loads(succeed("solve", *words, "--json"))["launch"]
+    text = succeed("solve", *words)
+    assert f"launch: {launch}\n" in text
+    assert text.splitlines()[-1].endswith(launch)
+    program, *typed = shlex.split(launch)
+    assert program == "sppo"
+    assert "step 1/1" in succeed(*typed, "train.steps=1")
 
 
 def test_json_names_the_plan_it_wrote(run):
@@ -498,7 +509,9 @@ def test_what_was_simulated_is_reported_by_rank_and_fits(run):
     ],
 )
 def test_the_launch_commands_are_those_of_the_degrees(degrees, launched):
-    commands = launch_commands(Degrees(*degrees), devices_per_node=8, output=None)
+    commands = launch_commands(
+        Degrees(*degrees), devices_per_node=8, train="sppo train RUN.yaml --plan plan.json"
+    )
     for command, start in zip(commands, launched, strict=True):
         assert command.startswith(start)
     assert all(command.endswith("sppo train RUN.yaml --plan plan.json") for command in commands)
@@ -508,6 +521,6 @@ def test_solve_says_how_to_launch_and_what_a_node_needs(run):
     shown = succeed("solve", run)
     assert "launch: " in shown
     found = report(run)
-    assert found["launch"][0].endswith("sppo train RUN.yaml --plan plan.json")
+    assert found["launch"][0].endswith(f"sppo train {run} --plan plan.json")
     best = found["best"]
     assert best["node_host_peak_bytes"] >= best["predicted"]["host_peak_bytes"]

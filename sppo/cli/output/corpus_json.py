@@ -23,7 +23,9 @@ from sppo.planning.elastic.step_plan import StepPlan
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 
 
-def corpus_report(solution: CorpusSolution, *, output: Path | None = None) -> dict[str, Any]:
+def corpus_report(
+    solution: CorpusSolution, *, train: str, output: Path | None = None
+) -> dict[str, Any]:
     """Return a solution as JSON values; the best division is also the first candidate."""
     assert solution.best is not None, "corpus_failure_report is for the other case"
     best, hardware = solution.best, solution.hardware
@@ -45,7 +47,7 @@ def corpus_report(solution: CorpusSolution, *, output: Path | None = None) -> di
             launch_commands(
                 best.degrees,
                 devices_per_node=hardware.node.num_devices,
-                output=output,
+                train=train,
             )
         ),
         "hardware": hardware_report(hardware),

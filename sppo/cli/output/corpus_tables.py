@@ -32,13 +32,14 @@ _SIDE_TEXTS = {
 
 
 def print_corpus_solution(
-    solution: CorpusSolution, *, output: Path | None, console: Console
+    solution: CorpusSolution, *, output: Path | None, train: str, console: Console
 ) -> None:
     """Print the best division of the devices, its runners-up, packings and memory.
 
     Args:
         solution: Solution with a best division.
         output: File that the plan of the longest samples was written to; None if there is none.
+        train: Command that trains by the plan.
         console: Console to print to.
     """
     assert solution.best is not None, "print_corpus_failure is for the other case"
@@ -55,7 +56,7 @@ def print_corpus_solution(
     if left:
         _say(console, f"{left} of {solution.hardware.num_devices} devices are left over")
     per_node = solution.hardware.node.num_devices
-    for command in launch_commands(best.degrees, devices_per_node=per_node, output=output):
+    for command in launch_commands(best.degrees, devices_per_node=per_node, train=train):
         print_line(f"launch: {command}", console, wraps=False)
     if output is None:
         _say(console, "plan.json is not written yet: add -o plan.json")

@@ -35,6 +35,7 @@ def solution_report(
     *,
     paying: Sequence[Improvement] = (),
     ablation: Sequence[AblationRow] = (),
+    train: str,
     output: Path | None = None,
 ) -> dict[str, Any]:
     """Return a solution as JSON values; the best candidate is also the first of the candidates."""
@@ -64,7 +65,7 @@ def solution_report(
             launch_commands(
                 best.degrees,
                 devices_per_node=solution.hardware.node.num_devices,
-                output=output,
+                train=train,
             )
         ),
         "hardware": hardware_report(solution.hardware),

@@ -61,6 +61,7 @@ def print_solution(
     *,
     paying: Sequence[Improvement],
     output: Path | None,
+    train: str,
     console: Console,
     whole: bool = False,
 ) -> None:
@@ -70,6 +71,7 @@ def print_solution(
         solution: Solution with a best candidate.
         paying: Changes of the request that would increase throughput.
         output: File that the best plan was written to; None if there is none.
+        train: Command that trains by the plan.
         console: Console to print to.
         whole: Whether to print the step time of every N that was tried.
     """
@@ -92,7 +94,7 @@ def print_solution(
             "(train.sequences_per_step) would use them",
         )
     per_node = hardware.node.num_devices
-    for command in launch_commands(best.degrees, devices_per_node=per_node, output=output):
+    for command in launch_commands(best.degrees, devices_per_node=per_node, train=train):
         print_line(f"launch: {command}", console, wraps=False)
     if output is None:
         _say(console, "plan.json is not written yet: add -o plan.json")

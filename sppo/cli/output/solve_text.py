@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,17 +166,26 @@ def _example(members: Sequence[Rejection]) -> str:
     )
 
 
-def launch_commands(
-    degrees: Degrees, *, devices_per_node: int, output: Path | None
-) -> tuple[str, ...]:
+def train_command(run_file: Path, overrides: Sequence[str], *, output: Path | None) -> str:
+    """Return the command that trains a run by its plan.
+
+    Args:
+        run_file: File of the run.
+        overrides: Overrides of its keys that the plan was made with.
+        output: File of the plan; None if it has not been written.
+    """
+    plan = str(output or "plan.json")
+    return shlex.join(["sppo", "train", str(run_file), *overrides, "--plan", plan])
+
+
+def launch_commands(degrees: Degrees, *, devices_per_node: int, train: str) -> tuple[str, ...]:
     """Return the commands that train by a plan: sppo on one node, torchrun and srun on several.
 
     Args:
         degrees: Degrees of the plan.
         devices_per_node: Devices of each node of the machine.
-        output: File of the plan; None if it has not been written.
+        train: Command that trains by the plan, see :func:`train_command`.
     """
-    train = f"sppo train RUN.yaml --plan {output or 'plan.json'}"
     devices, group = degrees.num_devices, degrees.sequence_parallel
     if devices <= devices_per_node:
         return (train,)
