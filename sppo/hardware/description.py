@@ -7,6 +7,7 @@ sequences. `sppo bench` writes a file with rates measured on a machine; plans pr
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, get_args
 
@@ -47,6 +48,8 @@ _MOST_LIKE = {
 
 Files written by earlier versions of `sppo bench` have no points for the fused add and norm."""
 
+_PRESET = re.compile(r" \((preset|unknown, nearest by memory:) [^()]*\)$")
+"""End of the name of a detected machine: the preset nearest to it, whose rates it has at first."""
 _MOST_POINTS = 4096
 _ABOVE_ZERO = (
     "memory_bytes",
@@ -363,6 +366,18 @@ class HardwareSpec:
             raise ValueError(
                 f"hardware num_nodes is {quoted(self.num_nodes)}: must be from 1 to {MOST_RANKS}"
             )
+
+    @property
+    def shown_name(self) -> str:
+        """Name, without the preset nearest to a machine once its rates have been measured."""
+        return self.name if self.provenance == "analytic" else _PRESET.sub("", self.name)
+
+    @property
+    def name_and_origin(self) -> str:
+        """Name and origin of the rates: the preset nearest to a machine, or the provenance."""
+        if _PRESET.search(self.shown_name):
+            return self.name
+        return f"{self.shown_name} ({self.provenance})"
 
     @property
     def num_devices(self) -> int:

@@ -48,4 +48,4 @@ def hardware_line(hardware: HardwareSpec) -> str:
     size = f"{nodes} x {devices} devices" if nodes > 1 else f"{devices} devices"
     if hardware.num_devices == 1:
         size = "1 device"
-    return f"{hardware.name}, {size} (rates {hardware.provenance})"
+    return f"{hardware.shown_name}, {size} (rates {hardware.provenance})"

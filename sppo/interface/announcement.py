@@ -65,6 +65,7 @@ def announce(run: RunConfig, checked: CheckedRun, console: Console, *, device: D
     parallelism = _parallelism(run)
     name = run.model.preset or run.model.from_hf or "model"
     data = checked.data
+    of_longest = "of the longest samples alone " if run.data.samples == "documents" else ""
     lines = (
         f"model     {name}: {format_count(num_parameters(run.model))} parameters, "
         f"{run.train.dtype} on {device.describe()}, torch {torch.__version__}",
@@ -74,7 +75,8 @@ def announce(run: RunConfig, checked: CheckedRun, console: Console, *, device: D
         *_loss(run),
         *_cut(run, checked),
         *([f"parallel  {parallelism}; schedule {checked.plan.schedule}"] if parallelism else ()),
-        f"policy    {checked.plan.policy}: predicted peak {format_bytes(memory.total_bytes)} "
+        f"policy    {checked.plan.policy}: predicted peak {of_longest}"
+        f"{format_bytes(memory.total_bytes)} "
         f"({format_bytes(memory.activations_bytes)} activations, "
         f"{format_bytes(memory.kv_bytes + memory.kv_gradients_bytes)} K/V)",
         *_state(run, checked),
@@ -131,7 +133,7 @@ def _epoch(checked: CheckedRun) -> str:
 def _cut(run: RunConfig, checked: CheckedRun) -> tuple[str, ...]:
     """Return lines about the cuts of sequences, or the packing of samples."""
     from sppo.data.samples.document_samples import DocumentSamples
-    from sppo.units import format_count, format_duration
+    from sppo.units import format_bytes, format_count, format_duration
 
     data, lengths = checked.data, checked.plan.lengths
     if isinstance(data, DocumentSamples):
@@ -150,7 +152,8 @@ def _cut(run: RunConfig, checked: CheckedRun) -> tuple[str, ...]:
             f"step      number {number}{of_replica}: {format_count(step.num_samples)} samples, "
             f"{format_count(step.tokens)} tokens in {step.num_split} split, "
             f"{step.num_batched} batched and {step.num_hybrid} hybrid subsequences; predicted "
-            f"{format_duration(planned.prediction.step_s)}, {step.bubble_fraction:.1%} idle",
+            f"{format_duration(planned.prediction.step_s)}, {step.bubble_fraction:.1%} idle, peak "
+            f"{format_bytes(step.device_peak_bytes)}",
         )
     if len(lengths) == 1:
         return (f"cut       nowhere: one subsequence of {lengths[0]} tokens",)

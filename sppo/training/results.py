@@ -90,7 +90,7 @@ def _summary(
         memory_bytes=_memory(outcome),
         phases_s=_phases(outcome),
     )
-    summary["predicted_for"] = f"{plan.hardware.name} ({plan.hardware.provenance})"
+    summary["predicted_for"] = plan.hardware.name_and_origin
     summary["attention"] = checked.attention.as_json()
     summary["copies"] = copies_summary(plan, outcome.copies)
     summary["interrupted_by"] = outcome.interrupted_by

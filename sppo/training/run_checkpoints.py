@@ -76,7 +76,8 @@ class RunCheckpoints:
         self._manager.load_into(checkpoint, state.sharded.blocks(live))
         state.optimizer.load_state(live)
         state.sharded.gather(state.weights)
-        _log.info("going on after step %d from %s", checkpoint.step, checkpoint.path)
+        if checkpoint.step < self._run.train.steps:
+            _log.info("going on after step %d from %s", checkpoint.step, checkpoint.path)
         return checkpoint.step, checkpoint.metadata
 
     def _check_finite(self) -> None:

@@ -21,7 +21,6 @@ from sppo.kernels.native.machine_memory import MemoryRoom
 from sppo.report.metrics import JsonlSink
 from sppo.training import results as report
 from sppo.training import step_loop, trainer
-from sppo.training.devices import cpu_device
 from tests.conftest import LENGTH, call, refuse, succeed, tree, write_run, write_tokens
 
 KEYS = {

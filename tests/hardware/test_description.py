@@ -15,6 +15,7 @@ from sppo.hardware.file import (
 )
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.rates import AttentionPoint
+from sppo.hardware.run_hardware import hardware_line
 from sppo.units import GIB
 
 PROMISED = ("a100-40g", "a100-80g", "a800-40g", "a800", "h100", "h200", "b200", "laptop-cpu")
@@ -25,6 +26,22 @@ def test_every_promised_preset_says_that_it_is_analytic():
     assert {spec.provenance for spec in PRESETS.values()} == {"analytic"}
     assert PRESETS["a100-80g"].device.memory_bytes == 80 * GIB
     assert 75 * GIB < PRESETS["a100-80g"].device.usable_bytes < 80 * GIB
+
+
+@pytest.mark.parametrize(
+    ("name", "provenance", "shown"),
+    [
+        ("h100", "analytic", "h100 (analytic)"),
+        ("a CPU, 2 cores (preset laptop-cpu)", "analytic", "a CPU, 2 cores (preset laptop-cpu)"),
+        ("a CPU, 2 cores (preset laptop-cpu)", "measured", "a CPU, 2 cores (measured)"),
+        ("1 x T4 (unknown, nearest by memory: a100-40g)", "calibrated", "1 x T4 (calibrated)"),
+        ("rack (east)", "measured", "rack (east) (measured)"),
+    ],
+)
+def test_rates_are_said_to_be_of_a_preset_or_measured(name, provenance, shown):
+    spec = replace(PRESETS["h100"], name=name, provenance=provenance)
+    assert spec.name_and_origin == shown
+    assert ("preset" in hardware_line(spec)) == ("preset" in shown)
 
 
 def test_a_run_names_a_preset_and_its_size():

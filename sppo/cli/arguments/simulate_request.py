@@ -300,7 +300,7 @@ def _simulation(
         runs[0].forward,
         is_abstract=False,
         devices=SimulatedDevices(
-            f"{hardware.name} ({hardware.provenance})",
+            hardware.name_and_origin,
             runs[0].num_devices,
             () if flags.forward_only else runs[0].steady_bytes,
             None if flags.forward_only else runs[0].host_peak_bytes,

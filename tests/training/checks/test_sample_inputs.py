@@ -11,12 +11,15 @@ from rich.console import Console
 
 from sppo.config import load_run
 from sppo.data.tokens import LOSS_MASK_FILE, META_FILE
+from sppo.interface.announcement import announce
 from sppo.planning.elastic.step_plan import StepPlanner, step_planner
 from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.training import trainer
 from sppo.training.checks.input_checks import run_file_problems
 from sppo.training.checks.preflight import check_before_training
+from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.step_loop import StepTooLargeError
+from sppo.units import format_bytes
 from tests.conftest import LENGTH, write_tokens
 
 STARTS = (9, 30, 31, 100, 150, 400)
@@ -75,6 +78,17 @@ def test_the_plan_is_that_of_the_longest_sample_there_is(samples):
     step = checked.next_step
     assert (step.number, step.planned.plan.num_samples) == (1, 4)
     assert step.planned.plan.tokens == sum(checked.data.lengths(checked.data.step_samples(0)))
+
+
+def test_announced_memory_says_of_which_step_it_is(samples):
+    run, console = samples(), Console(record=True, width=500)
+    checked = check_before_training(run)
+    announce(run, checked, console, device=CpuDevice())
+    lines = {line[:10].strip(): line for line in console.export_text().splitlines()}
+    longest = format_bytes(checked.plan.predicted.device_peak_bytes)
+    assert f"predicted peak of the longest samples alone {longest} (" in lines["policy"]
+    step = format_bytes(checked.next_step.planned.plan.device_peak_bytes)
+    assert lines["step"].endswith(f"idle, peak {step}")
 
 
 def test_a_resumed_run_is_told_the_step_that_it_goes_on_with(samples, work):

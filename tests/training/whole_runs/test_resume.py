@@ -252,6 +252,7 @@ def test_a_run_that_is_done_is_left_as_it_is(plain):
     again = plain.train("undisturbed")
     assert again.returncode == 0
     assert "all 10 steps were done before, nothing to do" in again.stdout
+    assert "going on" not in again.stdout + again.stderr
     assert tree(plain.directory / "undisturbed") == before
 
 
