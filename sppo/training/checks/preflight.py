@@ -41,6 +41,7 @@ from sppo.training.checks.libraries import load_libraries
 from sppo.training.checks.room_checks import (
     FreeMemory,
     check_disk,
+    check_first_checkpoint,
     check_memory,
     check_step_size,
     find_free_memory,
@@ -131,6 +132,7 @@ def check_before_training(
     attention = check_attention(run, plan, device, tries=not starts_ranks)
     check_memory(run, plan, free)
     check_disk(run, plan, free)
+    check_first_checkpoint(run)
     return CheckedRun(training, plan, attention, _next_step(run, training, plan))
 
 

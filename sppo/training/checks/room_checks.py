@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
 
+from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, list_checkpoints
 from sppo.config import RunConfig
 from sppo.cost.kv import offloaded_kv_bytes
+from sppo.cost.layer import ACCUMULATION_BYTES
 from sppo.cost.memory.process_growth import PLANNING_PROCESS_BYTES, REPORT_BYTES, step_bytes
 from sppo.cost.memory.stage_memory import checkpoint_bytes
 from sppo.cost.memory.tier_memory import OFFLOADED, SAVED_IN_BACKGROUND
+from sppo.cost.parameters import num_parameters
 from sppo.kernels.native.process_memory import private_bytes
-from sppo.offload.disk.disk_room import DiskRoom, is_memory, usable_directory
+from sppo.offload.disk.disk_room import DiskRoom, disk_room, is_memory, usable_directory
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.plan_program import plan_candidate
 from sppo.planning.run_plan import offload_less
@@ -184,4 +187,23 @@ def check_disk(run: RunConfig, plan: ExecutionPlan, free: FreeMemory) -> None:
         raise MemoryError(
             f"the plan puts {format_bytes(needed)} on activations.disk={run.activations.disk}: "
             f"{disk}; {less}, or name a directory on a larger disk"
+        )
+
+
+def check_first_checkpoint(run: RunConfig) -> None:
+    """Raise MemoryError if the disk of the output directory lacks space for a first checkpoint.
+
+    A run that has checkpoints is not checked: its next save removes what a killed save left behind.
+    """
+    config, directory = run.checkpoint, Path(run.train.output) / CHECKPOINTS_DIRECTORY
+    saves = config.at_end or config.every not in ("auto", 0)
+    if not saves or list_checkpoints(directory):
+        return
+    existing = next(path for path in directory.absolute().parents if path.is_dir())
+    needed = 3 * ACCUMULATION_BYTES * num_parameters(run.model)  # weights and both moments
+    free = disk_room(existing).free_bytes
+    if needed > free:
+        raise MemoryError(
+            f"a checkpoint takes {format_bytes(needed)}, and {format_bytes(free)} are free for "
+            f"{directory}: free some space, or set train.output to another disk"
         )
