@@ -27,6 +27,7 @@ from option_types import output_file
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.file import read_hardware
 from sppo.output_file import write_text
+from sppo.planning.chosen_run import DEGREES
 
 PHASES = ("forward", "backward", "data and update")
 LLAMA = {
@@ -191,6 +192,7 @@ def write_run(case: Case, path: Path, *, steps: int, hardware: Path) -> None:
             "num_subsequences": case.num_subsequences,
             "partition": case.partition,
         },
+        "parallel": {**dict.fromkeys(DEGREES, 1), "pipeline_parallel_degree": case.pipeline_ranks},
         "activations": {"policy": case.policy},
         "hardware": {"file": str(hardware)},
         "train": {
@@ -201,10 +203,7 @@ def write_run(case: Case, path: Path, *, steps: int, hardware: Path) -> None:
         },
     }
     if case.pipeline_ranks > 1:
-        run["parallel"] = {
-            "pipeline_parallel_degree": case.pipeline_ranks,
-            "multiplexed": case.multiplexed,
-        }
+        run["parallel"]["multiplexed"] = case.multiplexed
     if case.disk:
         disk = path.parent / "disk"
         disk.mkdir(exist_ok=True)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from sppo.output_file import write_text
+from sppo.planning.chosen_run import DEGREES
 
 TEXT = ("asyncio", "email", "http", "json", "logging", "unittest")
 LLAMA = {
@@ -97,6 +98,7 @@ class Place:
             "model": case.model,
             "data": {"tokens": "tokens", "shuffle": False},
             "sequence": {"length": case.length, "num_subsequences": case.num_subsequences},
+            "parallel": dict.fromkeys(DEGREES, 1),  # whatever else the machine has
             "activations": moves,
             "optimizer": {"lr": 1e-3},
             "checkpoint": {"every": 0, "at_end": False},

@@ -31,6 +31,22 @@ def announce_ranks(run: RunConfig, console: Console) -> None:
     )
 
 
+def announce_search(run: RunConfig, console: Console, *, num_devices: int) -> None:
+    """Print that degrees are being chosen, if this may take minutes.
+
+    Args:
+        run: Run configuration that leaves out degrees.
+        console: Console to print to.
+        num_devices: Number of devices for which they are chosen.
+    """
+    if run.data.samples == "documents":
+        _print_line(
+            f"degrees   planning drawn steps for {num_devices} devices, as sppo solve does: this "
+            "may take minutes",
+            console,
+        )
+
+
 def announce_degrees(run: RunConfig, console: Console, *, num_devices: int) -> None:
     """Print the degrees of parallelism of a run whose file leaves some of them out.
 
@@ -40,8 +56,8 @@ def announce_degrees(run: RunConfig, console: Console, *, num_devices: int) -> N
         num_devices: Number of devices for which they were chosen.
     """
     _print_line(
-        f"degrees   {_parallelism(run) or 'all 1'}: chosen for {num_devices} devices as sppo solve "
-        "does; a degree that the run file has, even 1, is kept",
+        f"degrees   {_parallelism(run) or 'all 1'}, chosen for {num_devices} devices; those you "
+        "write are kept",
         console,
     )
 

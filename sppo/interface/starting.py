@@ -17,6 +17,7 @@ from sppo.interface.announcement import (
     announce_attention,
     announce_degrees,
     announce_ranks,
+    announce_search,
 )
 from sppo.kernels.native.machine_memory import check_room_for_libraries
 from sppo.parallel.job.environment import (
@@ -92,27 +93,26 @@ def made_ready(
         log_run_warnings(run)  # once for all ranks
     if environment is None:  # else rank 0 checks for all ranks, once they are connected
         check_inputs(run)
-    if plan is None and open_degrees(run) and find_gpus() is not None:
+    may_choose = plan is None and bool(open_degrees(run)) and find_gpus() is not None
+    if may_choose:  # how many ranks there will be is known once torch has counted the devices
         check_room_for_libraries()
     else:
         _prepare_ranks(run, environment, console=console)
     with torch_kept_quiet(os.environ):
-        from sppo.training.checks.open_degrees import chosen_degrees
-        from sppo.training.devices.choose_device import (
-            choose_device,
-            count_devices,
-            device_kind,
-        )
+        from sppo.training.checks.open_degrees import chosen_degrees, ranks_to_divide
+        from sppo.training.devices.choose_device import choose_device, device_kind
     chosen: dict[str, int] = {}
     if plan is not None:
         check_kind(plan, kind=device_kind(run), source=source)
-    else:
-        chosen = chosen_degrees(run, environment)
-    if chosen:
+    elif ranks := ranks_to_divide(run, environment):
+        speaks = environment is None or environment.rank == 0
+        if speaks:
+            announce_search(run, console, num_devices=ranks)
+        chosen = chosen_degrees(run, environment, ranks=ranks)
         run = run.model_copy(update={"parallel": run.parallel.model_copy(update=chosen)})
-        if environment is None or environment.rank == 0:
-            num_devices = count_devices(run) if environment is None else environment.world_size
-            announce_degrees(run, console, num_devices=num_devices)
+        if speaks:
+            announce_degrees(run, console, num_devices=ranks)
+    if may_choose or chosen:
         _prepare_ranks(run, environment, console=console)
     num_ranks = MeshShape.of(run.parallel).num_ranks
     local_ranks = num_ranks if environment is None else 1

@@ -12,28 +12,39 @@ from sppo.training.checks.preflight import machine_of_ranks
 from sppo.training.devices.choose_device import choose_device, count_devices
 
 
-def chosen_degrees(run: RunConfig, environment: RankEnvironment | None) -> dict[str, int]:
-    """Return the degrees that `run` leaves out, by name, as ``sppo solve`` chooses them.
+def ranks_to_divide(run: RunConfig, environment: RankEnvironment | None) -> int:
+    """Return the number of ranks for which degrees are to be chosen; 0 if none is left to choose.
 
-    They are chosen for the ranks that a launcher has started, or else for one rank on each device
-    of this machine; a CPU is one device. Returns {} if nothing is left to choose. The choice is
-    deterministic and does not depend on free memory: all ranks, and a resumed run, choose alike.
+    These are the ranks that a launcher has started, or else one on each device of this machine; a
+    CPU is one device.
 
     Args:
         run: Validated run configuration.
         environment: Place of this process among started ranks; None if there are none.
+    """
+    ranks = count_devices(run) if environment is None else environment.world_size
+    written = prod(getattr(run.parallel, name) for name in DEGREES)  # those left out are 1
+    return ranks if open_degrees(run) and written < ranks else 0
+
+
+def chosen_degrees(
+    run: RunConfig, environment: RankEnvironment | None, *, ranks: int
+) -> dict[str, int]:
+    """Return the degrees that `run` leaves out, by name, as ``sppo solve`` chooses them.
+
+    The choice is deterministic and independent of free memory, so all ranks choose alike, and so
+    does a resumed run.
+
+    Args:
+        run: Validated run configuration.
+        environment: Place of this process among started ranks; None if there are none.
+        ranks: Number of ranks, of :func:`ranks_to_divide`.
 
     Raises:
         ValueError: The run asks for something that the machine or the model cannot do.
     """
-    ranks = local_ranks = count_devices(run)
-    if environment is not None:
-        ranks, local_ranks = environment.world_size, environment.local_world_size
-    names = open_degrees(run)
-    written = prod(getattr(run.parallel, name) for name in DEGREES)  # those left out are 1
-    if not names or written >= ranks:
-        return {}
+    local_ranks = ranks if environment is None else environment.local_world_size
     device = choose_device(run, environment=environment)
     hardware = machine_of_ranks(run, device, num_ranks=ranks, local_ranks=local_ranks)
     whole = with_chosen_degrees(run, hardware=hardware, draw=drawn_steps_if_there).run
-    return {name: getattr(whole.parallel, name) for name in names}
+    return {name: getattr(whole.parallel, name) for name in open_degrees(run)}

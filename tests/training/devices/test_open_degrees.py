@@ -16,7 +16,7 @@ from sppo.interface import starting
 from sppo.interface.starting import made_ready, start_ranks
 from sppo.planning.chosen_run import ChosenRun
 from sppo.training.checks import open_degrees
-from sppo.training.checks.open_degrees import chosen_degrees
+from sppo.training.checks.open_degrees import chosen_degrees, ranks_to_divide
 from sppo.training.devices.cuda_device import CudaDevice
 from sppo.units import GIB
 from tests.conftest import write_run
@@ -41,6 +41,12 @@ def degrees_of(plan_or_parallel):
     return {name: getattr(plan_or_parallel, name) for name in NAMES}
 
 
+def chosen(run, environment=None):
+    """Degrees chosen for a run; {} if there is nothing to choose."""
+    ranks = ranks_to_divide(run, environment)
+    return chosen_degrees(run, environment, ranks=ranks) if ranks else {}
+
+
 def open_run(**overrides):
     sections = {"data": {"tokens": "tokens"}, **SMALL}
     return load_run(sections, {f"parallel.{name}": value for name, value in overrides.items()})
@@ -49,23 +55,22 @@ def open_run(**overrides):
 @pytest.mark.parametrize("written", [{}, {NAMES[2]: 1}])
 def test_they_are_those_of_solve_for_this_machine(gpus, written):
     run = open_run(**written)
-    chosen = chosen_degrees(run, None)
-    assert not chosen.keys() & written.keys()
-    plan = sppo.solve(run)
-    assert {**chosen, **written} == degrees_of(plan)
+    found, plan = chosen(run), sppo.solve(run)
+    assert not found.keys() & written.keys()
+    assert {**found, **written} == degrees_of(plan)
     assert degrees_of(plan) == degrees_of(sppo.estimate(run).whole.parallel)
 
 
 def test_one_rank_trains_if_asked_or_on_a_cpu(gpus, monkeypatch):
-    assert chosen_degrees(open_run(**dict.fromkeys(NAMES, 1)), None) == {}
+    assert chosen(open_run(**dict.fromkeys(NAMES, 1))) == {}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert chosen_degrees(open_run(), None) == {}
+    assert chosen(open_run()) == {}
 
 
 def test_a_launcher_gives_the_number_of_ranks(gpus):
-    assert chosen_degrees(open_run(**{NAMES[1]: 2}), place(local_ranks=2)) == {}
+    assert chosen(open_run(**{NAMES[1]: 2}), place(local_ranks=2)) == {}
     cluster = sppo.solve(load_run(open_run(), {"hardware.devices_per_node": 2}))
-    assert chosen_degrees(open_run(), place(local_ranks=2)) == degrees_of(cluster)
+    assert chosen(open_run(), place(local_ranks=2)) == degrees_of(cluster)
 
 
 def test_ranks_start_with_the_degrees_that_were_announced(work, gpus, monkeypatch):
@@ -75,7 +80,7 @@ def test_ranks_start_with_the_degrees_that_were_announced(work, gpus, monkeypatc
     ready = made_ready(run, None, source="", console=console)
     assert ready.starts_ranks
     assert ready.run.parallel.pipeline_parallel_degree == 2
-    assert "degrees   pipeline 2: chosen for 4 devices" in console.export_text()
+    assert "degrees   pipeline 2, chosen for 4 devices" in console.export_text()
     started = []
     monkeypatch.setattr(
         "sppo.parallel.job.launch.run_ranks", lambda words, **_: started.append(words)
