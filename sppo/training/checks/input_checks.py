@@ -16,6 +16,7 @@ from sppo.config.problems import Problem
 from sppo.data.run_tokens import open_data, open_evaluated
 from sppo.hardware.file import hardware_for
 from sppo.hardware.presets import PRESETS
+from sppo.hardware.this_machine import find_gpus
 from sppo.model.hf_files import check_headers
 from sppo.offload.disk.disk_room import usable_directory
 from sppo.planning.chosen_run import open_degrees
@@ -88,7 +89,9 @@ def _problems(run: RunConfig, check: _Check) -> Iterator[Problem]:
 def degree_problems(run: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield (key of ``parallel``, rule) for each degree that does not divide the model or step."""
     parallel, model = run.parallel, run.model
-    if uses_msp(run) and "pipeline_parallel_degree" not in open_degrees(run):
+    # With GPUs, a degree that is left out is chosen when training starts.
+    decided = "pipeline_parallel_degree" not in open_degrees(run) or find_gpus() is None
+    if uses_msp(run) and decided:
         problem = multiplexed_problem(run, degrees=Degrees.of_run(run))
         if problem is not None:
             yield "multiplexed" if parallel.multiplexed == "on" else "schedule", problem

@@ -15,7 +15,7 @@ from sppo.hardware.this_machine import Gpus
 from sppo.interface import starting
 from sppo.interface.starting import made_ready, start_ranks
 from sppo.planning.chosen_run import ChosenRun
-from sppo.training.checks import open_degrees
+from sppo.training.checks import input_checks, open_degrees
 from sppo.training.checks.open_degrees import chosen_degrees, ranks_to_divide
 from sppo.training.devices.cuda_device import CudaDevice
 from sppo.units import GIB
@@ -32,7 +32,7 @@ def gpus(monkeypatch):
     """A machine of four GPUs; none may be used."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: GPUS.count)
-    for module in (this_machine, starting):
+    for module in (this_machine, starting, input_checks):
         monkeypatch.setattr(module, "find_gpus", lambda: GPUS)
     monkeypatch.setattr(CudaDevice, "machine", lambda self: this_machine.detect_machine())
 
@@ -59,6 +59,16 @@ def test_they_are_those_of_solve_for_this_machine(gpus, written):
     assert not found.keys() & written.keys()
     assert {**found, **written} == degrees_of(plan)
     assert degrees_of(plan) == degrees_of(sppo.estimate(run).whole.parallel)
+
+
+def test_what_only_one_rank_rules_out_may_be_asked_for(work, gpus):
+    on = {"parallel": {"multiplexed": "on"}, "model": {"num_layers": 2}}
+    run = load_run(write_run(work / "run.yaml", **on))
+    assert input_checks.run_file_problems(run) == []
+    one = load_run(run, {"parallel.pipeline_parallel_degree": 1})
+    assert [problem.path for problem in input_checks.run_file_problems(one)] == [
+        "parallel.multiplexed"
+    ]
 
 
 def test_one_rank_trains_if_asked_or_on_a_cpu(gpus, monkeypatch):
