@@ -8,7 +8,7 @@ import pytest
 import sppo
 from sppo.config import run_sections
 from sppo.training.checks.preflight import check_before_training
-from tests.conftest import succeed
+from tests.conftest import succeed, write_tokens
 
 RUN = {
     "model": {"preset": "tiny"},
@@ -95,6 +95,26 @@ def test_samples_are_planned_as_a_step_of_the_longest(tmp_path):
     assert sppo.solve(run, lengths="magi") == sppo.load_plan(tmp_path / "plan.json")
     with pytest.raises(ValueError, match="data.tokens data: not there"):
         sppo.solve(run)
+
+
+def test_samples_get_the_same_degrees_from_every_command(tmp_path):
+    """Those of drawn steps: many short samples suit replicas, a longest sample alone does not."""
+    write_tokens(tmp_path / "data", num_tokens=2000, documents=range(50, 2000, 50))
+    sections = {
+        "model": {"preset": "tiny-test"},
+        "data": {"tokens": str(tmp_path / "data"), "samples": "documents"},
+        "sequence": {"length": 64},
+        "train": {"samples_per_step": 16},
+        "hardware": {"preset": "laptop-cpu", "nodes": 2},
+    }
+    run = sppo.load_run(sections)
+    plan = sppo.solve(run)
+    assert plan.data_parallel_degree == 2
+    assert sppo.estimate(run).whole.parallel.data_parallel_degree == 2
+    assert len(sppo.simulate(run).ranks) == 1
+    del sections["data"]["tokens"]
+    without = sppo.load_run(sections, {"data.tokens": "none"})
+    assert sppo.estimate(without).whole.parallel.data_parallel_degree == 1
 
 
 def test_lengths_are_of_samples(tmp_path):
