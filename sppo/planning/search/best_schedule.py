@@ -15,6 +15,7 @@ from sppo.planning.search.choices import (
 )
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, with_executed_program
 from sppo.planning.search.evaluation import evaluate_candidate
+from sppo.planning.search.host_memory import with_less_host_memory
 from sppo.planning.search.simulated_candidate import simulate_candidate
 
 _ATTEMPTS = 3
@@ -26,17 +27,17 @@ SCHEDULED_UNITS = 1200
 def scheduled(run: RunConfig, evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
     """Simulate a candidate that fits, with the fastest schedule if the run leaves it open.
 
-    Only the program shows how many messages are held at once. If that is too much memory, the
-    candidate is evaluated again with as much less memory for its activations; if it does not fit
-    then either, it is returned with what it lacks. A candidate that does not fit is returned
-    unchanged.
+    Its activations then take less host memory if that costs up to 1 % of the step. Only the program
+    shows how many messages are held at once. If that is too much memory, the candidate is evaluated
+    again with as much less memory for its activations; if it does not fit then either, it is
+    returned with what it lacks. A candidate that does not fit is returned unchanged.
     """
     found, before = evaluated, evaluated.candidate.spare_bytes
     spare = before
     for _ in range(_ATTEMPTS):
         if evaluated.shortfall is not None:
             break
-        best = with_best_schedule(run, simulate_candidate(evaluated))
+        best = with_less_host_memory(with_best_schedule(run, simulate_candidate(evaluated)))
         candidate = replace(best.candidate, spare_bytes=before)
         found = with_executed_program(replace(best, candidate=candidate))
         if found.shortfall is None:

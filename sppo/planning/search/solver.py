@@ -13,7 +13,12 @@ from dataclasses import dataclass
 from sppo.config.run import RunConfig
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.search.best_schedule import scheduled
-from sppo.planning.search.candidate_search import CandidateSearch, Rejection, rejection_of
+from sppo.planning.search.candidate_search import (
+    WORTH_IT,
+    CandidateSearch,
+    Rejection,
+    rejection_of,
+)
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.feasibility import fits_at_all
 from sppo.planning.search.ranking import rank_of
@@ -52,11 +57,12 @@ def solve(run: RunConfig, *, hardware: HardwareSpec) -> Solution:
         ValueError: The run asks for something that the machine or the model cannot do.
     """
     decided, search, leaders = _leaders(run, hardware=hardware)
-    best, lacking = _scheduled(decided, leaders)
-    rejected = (*search.rejections(exact=best is None), *map(rejection_of, lacking))
-    if best is None:
+    fitting, lacking = _scheduled(decided, leaders)
+    rejected = (*search.rejections(exact=not fitting), *map(rejection_of, lacking))
+    if not fitting:
         return Solution(run, hardware, None, (), (), rejected)
-    leader, *others = leaders[len(lacking) :]
+    best, *others = *fitting, *leaders[len(fitting) + len(lacking) :]
+    (leader,) = (one for one in leaders if one.degrees == best.degrees)
     return Solution(
         run,
         hardware,
@@ -79,28 +85,47 @@ def recommend(run: RunConfig, *, hardware: HardwareSpec) -> EvaluatedCandidate |
         ValueError: The run asks for something that the machine or the model cannot do.
     """
     decided, search, leaders = _leaders(run, hardware=hardware)
-    best, lacking = _scheduled(decided, leaders)
-    if best is not None:
-        return best
+    fitting, lacking = _scheduled(decided, leaders)
+    if fitting:
+        return fitting[0]
     return nearest_rejection((*search.rejections(exact=True), *map(rejection_of, lacking)))
 
 
 def _scheduled(
     run: RunConfig, leaders: Sequence[EvaluatedCandidate]
-) -> tuple[EvaluatedCandidate | None, list[EvaluatedCandidate]]:
-    """Return the first of several candidates that fits under the program that is executed.
+) -> tuple[list[EvaluatedCandidate], list[EvaluatedCandidate]]:
+    """Return the best of several candidates under the programs that are executed.
+
+    The best is the first that fits or, of those that take up to 1 % longer, the one that takes the
+    fewest bytes of host memory.
+
+    Args:
+        run: Run with all tiers decided.
+        leaders: Simulated candidates, fastest first.
 
     Returns:
-        The candidate with its fastest schedule, or None if none fits; and the candidates before it,
-        with what they lack.
+        Candidates that fit, the best first, with their fastest schedules: all that may be the best;
+        and the candidates that do not fit, with what they lack.
     """
+    fitting: list[EvaluatedCandidate] = []
     lacking: list[EvaluatedCandidate] = []
+    most_s = float("inf")
     for leader in leaders:
+        if fitting and (leader.step_s > most_s or not fitting[0].node_host_bytes):
+            break
         found = scheduled(run, leader)
-        if found.shortfall is None:
-            return found, lacking
-        lacking.append(found)
-    return None, lacking
+        if found.shortfall is not None:
+            lacking.append(found)
+            continue
+        if not fitting:
+            most_s = min(leader.step_s, found.step_s) / WORTH_IT
+        fitting.append(found)
+    return sorted(fitting, key=lambda one: _host_bytes(one, most_s=most_s)), lacking
+
+
+def _host_bytes(evaluated: EvaluatedCandidate, *, most_s: float) -> float:
+    """Return the host memory of a node; infinite for steps longer than `most_s`."""
+    return evaluated.node_host_bytes if evaluated.step_s <= most_s else float("inf")
 
 
 def _leaders(

@@ -200,9 +200,10 @@ def test_the_best_number_of_subsequences_is_taken_where_one_stage_does_not_fit()
     alone = machine(H100, num_devices=1, host_memory_bytes=2 << 40)
     solution = solve(run, hardware=alone)
     assert solution.best.candidate.virtual_stages > 1
-    others = [one.time.step_s for one in solution.by_num_subsequences]
+    others = solution.by_num_subsequences
     assert len(others) > 4
-    assert solution.best.time.step_s == min(others)
+    fastest = min(others, key=lambda one: one.time.step_s)
+    assert solution.best.candidate.lengths == fastest.candidate.lengths
 
 
 def test_a_host_that_takes_the_optimizer_and_no_more_gets_it():
