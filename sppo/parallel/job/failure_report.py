@@ -223,7 +223,7 @@ def _other(end: RankEnd) -> str:
     """Return the line of the report for a rank that is not to blame."""
     if end.returncode == 0:
         return f"  rank {end.rank} ended well"
-    if end.stopped and end.returncode in STOP_CODES:
+    if end.stopped and (end.note is None or end.returncode in STOP_CODES):
         return f"  rank {end.rank} was ended after that{_where(end)}"
     if end.note is None or end.was_aborted:
         return f"  rank {end.rank} {_how(end)}{_where(end)}"

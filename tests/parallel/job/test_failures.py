@@ -382,7 +382,7 @@ def test_the_report_of_a_killed_rank():
         "from rank 1: closed",
         "  rank 2 was running at step 3, action 7 of 40 (0F2), for 10 s",
         "  rank 3 ended well",
-        "  rank 4 was killed by SIGTERM before it could say anything",
+        "  rank 4 was ended after that before it could say anything",
     ]
 
 
