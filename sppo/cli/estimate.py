@@ -82,20 +82,14 @@ def _trace(found: Estimate, *, layers: int | None) -> TracedStep:
                 f"installed: pip install {package}, or leave --trace out"
             )
     from sppo.dry_run.traced_run import RunTracer
+    from sppo.report.lines import print_line
 
     tracer = RunTracer(found, layers)
     console = Console(stderr=True)
-    console.print(
-        f"tracing {tracer.num_actions} actions of a rank", highlight=False, soft_wrap=True
-    )
+    print_line(f"tracing {tracer.num_actions} actions of a rank", console)
     if found.evaluated.shortfall is not None:
         reason = found.evaluated.shortfall.reason
-        console.print(
-            f"the plan does not fit and is traced all the same: {reason}",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        print_line(f"the plan does not fit and is traced all the same: {reason}", console)
     if not console.is_terminal:
         return tracer.trace()
     with Progress(console=console, transient=True) as bar:

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from sppo.cli.arguments.simulate_request import SimulatedDevices
 from sppo.cli.output.host_memory import host_memory_text
+from sppo.report.lines import print_line
 from sppo.schedule.timeline import Timeline
 from sppo.units import counted, format_bytes, format_duration
 
@@ -36,33 +37,31 @@ def print_tables(
     ranks = counted(schedule.num_ranks, "rank")
     if devices is not None and devices.num_devices > schedule.num_ranks:
         ranks = f"{counted(schedule.num_ranks, 'pipeline rank')} on {devices.num_devices} devices"
-    console.print(
+    print_line(
         f"{schedule.name}: {ranks}, {counted(schedule.num_stages, 'stage')}, "
         f"{counted(schedule.num_sequences, 'sequence')}, {counted(schedule.num_units, 'unit')} "
         f"({first.provenance})",
-        highlight=False,
+        console,
     )
     ahead = ""
     if forward_makespan_s is not None:
         ahead = f" · forward alone {_time(forward_makespan_s, is_abstract)}"
-    console.print(
+    print_line(
         f"step {_time(first.makespan_s, is_abstract)}{ahead} · idle "
         f"{first.bubble_fraction:.1%} of all rank-time ({first.bubble_ratio:.1%} of busy time)",
-        highlight=False,
+        console,
     )
     if devices is not None:
-        console.print(f"costs of {devices.hardware}", highlight=False)
+        print_line(f"costs of {devices.hardware}", console)
         if devices.chosen:
-            console.print(f"chosen by solve: {', '.join(devices.chosen)}", highlight=False)
+            print_line(f"chosen by solve: {', '.join(devices.chosen)}", console)
     console.print(_rank_table(first, devices=devices))
     if devices is not None and devices.host_peak_bytes and devices.node_host_bytes:
         text = host_memory_text(devices.host_peak_bytes, node_bytes=devices.node_host_bytes)
-        console.print(text, highlight=False)
+        print_line(text, console)
     hidden = schedule.num_ranks - _SHOWN_RANKS
     if hidden > 0:
-        console.print(
-            f"and {counted(hidden, 'more rank')}; --json lists all of them", highlight=False
-        )
+        print_line(f"and {counted(hidden, 'more rank')}; --json lists all of them", console)
     if len(timelines) > 1:
         console.print(_comparison(timelines, is_abstract=is_abstract))
 

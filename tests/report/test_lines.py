@@ -1,0 +1,36 @@
+"""Lines break between words on a terminal, and nowhere else."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from sppo.report.lines import print_line
+
+TEXT = "  the other 1.1 ms passed between compute actions, /a/path/that/is/longer/than/a/line"
+BROKEN = """\
+  the other 1.1 ms passed
+   between compute actions,
+   /a/path/that/is/longer/than/a/line
+"""
+
+
+@pytest.mark.parametrize(
+    ("terminal", "columns", "wraps", "printed"),
+    [
+        (True, None, True, BROKEN),
+        (False, "28", True, BROKEN),
+        (False, None, True, f"{TEXT}\n"),
+        (True, None, False, f"{TEXT}\n"),
+    ],
+)
+def test_words_are_never_broken(monkeypatch, terminal, columns, wraps, printed):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=terminal, width=28, color_system=None)
+    print_line(TEXT, console, indent=1, wraps=wraps)
+    assert file.getvalue() == printed
