@@ -64,10 +64,10 @@ int sppo_arena_reserve(uint64_t size_bytes, int huge_pages, int numa_node, sppo_
     if (arena == NULL || size_bytes == 0) return EINVAL;
     if (size_bytes > (uint64_t)PTRDIFF_MAX - page) return ENOMEM;
     const size_t size = ((size_t)size_bytes + page - 1) / page * page;
-    /* Not reserved: the caller checks what is free before it touches pages, and may map addresses
-     * for memory that it never needs. */
+    /* The caller may map addresses for memory that it never needs, so the system counts none before
+     * it is touched, not even with vm.overcommit_memory=2. */
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-    void *address = mmap(NULL, size, PROT_READ | PROT_WRITE, flags, -1, 0);
+    void *address = mmap(NULL, size, PROT_NONE, flags, -1, 0);
     if (address == MAP_FAILED) return errno;
     const int advised = huge_pages && advise_huge_pages(address, size);
     if (numa_node != SPPO_ANY_NODE) {
@@ -101,6 +101,7 @@ int sppo_arena_touch(const sppo_arena *arena, int num_threads) {
     share shares[MOST_THREADS];
     int started[MOST_THREADS];
     const uintptr_t begin = (uintptr_t)arena->address, end = begin + arena->size_bytes;
+    if (mprotect(arena->address, arena->size_bytes, PROT_READ | PROT_WRITE) != 0) return errno;
     const uintptr_t blocks = (end - begin + SHARE_BYTES - 1) / SHARE_BYTES;
     uintptr_t count = num_threads < MOST_THREADS ? (uintptr_t)num_threads : MOST_THREADS;
     if (count > blocks) count = blocks;

@@ -31,7 +31,8 @@ typedef struct {
 
 SPPO_EXPORT int sppo_interface_version(void);
 
-/* Map size_bytes of anonymous memory, rounded up to pages. No page is resident or reserved yet.
+/* Map size_bytes of anonymous memory, rounded up to pages. No page may be accessed before it is
+ * touched.
  *
  * huge_pages: if not 0, advise huge pages; arena->huge_pages says whether the system has them.
  * numa_node: node that all memory must come from, or SPPO_ANY_NODE.
@@ -44,7 +45,8 @@ SPPO_EXPORT int sppo_arena_reserve(uint64_t size_bytes, int huge_pages, int numa
 /* Make every page of an arena, or of a range of its pages, resident by writing a zero into each,
  * with num_threads threads; call before first use.
  *
- * If the system refuses threads, fewer are used. EINVAL: no thread, or no arena. */
+ * If the system refuses threads, fewer are used. EINVAL: no thread, or no arena. ENOMEM: the system
+ * refuses the memory (vm.overcommit_memory=2). */
 SPPO_EXPORT int sppo_arena_touch(const sppo_arena *arena, int num_threads);
 
 /* Unmap the memory. EINVAL: not an arena. The caller must not release an arena twice. */

@@ -157,12 +157,20 @@ class HostArena:
     def _touch(self, mapping: HostMapping, end_bytes: int) -> None:
         """Touch the pages before ``end_bytes`` that are not resident yet."""
         begin_s, begin_bytes = time.perf_counter(), self._resident_bytes
-        self._resident_bytes = -(-end_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        if self._resident_bytes > begin_bytes:
-            mapping.touch(begin_bytes, self._resident_bytes, self._threads)
+        end_bytes = -(-end_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if end_bytes <= begin_bytes:
+            return
+        try:
+            mapping.touch(begin_bytes, end_bytes, self._threads)
+        except OSError as error:
+            raise MemoryError(
+                f"the system refuses {format_bytes(end_bytes - begin_bytes)} for a host arena "
+                f"({error.strerror}); see vm.overcommit_memory"
+            ) from error
+        self._resident_bytes = end_bytes
         _log.debug(
             "host arena: %s made resident in %.2f s by %d threads, %s huge pages",
-            format_bytes(self._resident_bytes - begin_bytes),
+            format_bytes(end_bytes - begin_bytes),
             time.perf_counter() - begin_s,
             self._threads,
             "with" if self.huge_pages else "without",

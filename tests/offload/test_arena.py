@@ -85,6 +85,20 @@ def test_nothing_is_resident_before_the_first_touch(implementation):
     assert resident_pages(address, 3 * MIB) * PAGE == 3 * MIB
 
 
+def test_an_arena_grows_where_it_is(implementation, monkeypatch):
+    arena = HostArena(1 << 30, resident_bytes=0)
+    if implementation is not None:  # vm.overcommit_memory=2 counts what is "rw-p"
+        maps = Path("/proc/self/maps").read_text()
+        assert re.search(rf"^{arena.address:x}-\S+ ---p", maps, re.MULTILINE)
+    for size in (1, MIB, MIB, 3 * MIB + 1):
+        arena.make_resident(size)
+        assert resident_pages(arena.address, 4 * MIB) >= size // PAGE
+        arena.tensor(0, (size,), torch.uint8).fill_(255)
+    monkeypatch.setattr(arena_module, "memory_room", lambda *, numa_node: MemoryRoom(MIB))
+    with pytest.raises(MemoryError, match=r"a host arena of 4\.0 MiB does not fit: 1\.0 MiB avail"):
+        arena.make_resident(7 * MIB + PAGE)
+
+
 def test_the_resident_set_grows_by_the_arena_and_falls_again(implementation):
     size, noise = 96 * MIB + 3, 2 * MIB
     HostArena(MIB).close()  # what is loaded with the first one is not the arena's
