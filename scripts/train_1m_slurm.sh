@@ -39,6 +39,8 @@ start() { # RANKS COMMAND...: one task for every rank, each on a GPU of its own
     # Both, for srun takes the number of tasks from the job, which has one a node, unless it is told.
     tasks=("--nodes=$(((ranks + devices - 1) / devices))" "--ntasks=$ranks" "--ntasks-per-node=$devices")
     [[ ! $cores =~ ^[0-9]+$ ]] || tasks+=("--cpus-per-task=$((cores > devices ? cores / devices : 1))")
+    # One socket after the other, as GPUs are numbered: by default tasks take the sockets in turn.
+    tasks+=("--distribution=block:block")
     srun "${tasks[@]}" --kill-on-bad-exit=1 "$@"
 }
 

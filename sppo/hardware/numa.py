@@ -4,7 +4,7 @@ Copies between a GPU and the memory of another NUMA node cross the link between 
 all GPUs of a machine share. A process that computes on one GPU therefore keeps its threads on the
 cores next to the GPU and prefers memory of their node: memory that it maps afterwards, page-locked
 memory above all, lies on that node while it has room. A memory policy that the user has set is not
-changed, and threads stay within the cores that the user allows.
+changed, and threads stay within the cores that the user allows, even if none is next to the GPU.
 """
 
 from __future__ import annotations
@@ -87,19 +87,21 @@ def cores_in(text: str) -> frozenset[int]:
     return frozenset(cores)
 
 
-def stay_near(node: NumaNode) -> NumaNode | None:
+def stay_near(node: NumaNode) -> NumaNode:
     """Bind all threads of this process to the cores of `node`, and prefer memory of `node`.
 
+    If the process may use no core of `node`, its threads stay where they are. Copies to and from
+    memory next to the GPU are then still faster than to and from memory next to the threads.
+
     Returns:
-        The node with the cores that the process keeps, or None if it may use no core of `node`.
+        The node with the cores that the process keeps; none if it may use no core of `node`.
     """
-    allowed = os.sched_getaffinity(0) & node.cores
-    if not allowed:
-        return None
-    for task in _TASKS.iterdir():
-        with suppress(OSError):  # The thread may have ended.
-            os.sched_setaffinity(int(task.name), allowed)
     _prefer_memory_of(node.index)
+    allowed = os.sched_getaffinity(0) & node.cores
+    if allowed:
+        for task in _TASKS.iterdir():
+            with suppress(OSError):  # The thread may have ended.
+                os.sched_setaffinity(int(task.name), allowed)
     return NumaNode(node.index, frozenset(allowed))
 
 

@@ -153,7 +153,7 @@ def joined(
     """
     shape, device = mesh_shape(run), device or CpuDevice()
     shape.check(1 if environment is None else environment.world_size)
-    device.begin()
+    device.begin(environment)
     if environment is None or shape.num_ranks == 1:
         yield one_rank()
         return

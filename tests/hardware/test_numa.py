@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from sppo.hardware import numa
 from sppo.hardware.numa import NumaNode, cores_in, node_of_pci_device, stay_near
 
 ADDRESS = "0000:1b:00.0"
@@ -87,7 +88,10 @@ def test_threads_of_a_process_stay_and_prefer_memory_there():
     assert policies in (["1", "1"], ["-1", "-1"]), "preferred, or not allowed to ask"
 
 
-def test_a_process_that_may_not_use_the_cores_stays_where_it_is():
-    before = os.sched_getaffinity(0)
-    assert stay_near(NumaNode(1, frozenset({max(before) + 1}))) is None
+def test_a_process_that_may_not_use_the_cores_still_prefers_the_memory(monkeypatch):
+    """As of half of the tasks of srun, which spreads tasks over the sockets in turn."""
+    before, preferred = os.sched_getaffinity(0), []
+    monkeypatch.setattr(numa, "_prefer_memory_of", preferred.append)
+    assert stay_near(NumaNode(1, frozenset({max(before) + 1}))) == NumaNode(1, frozenset())
+    assert preferred == [1]
     assert os.sched_getaffinity(0) == before

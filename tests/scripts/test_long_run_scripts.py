@@ -141,7 +141,8 @@ def test_a_slurm_job_starts_a_task_for_every_rank(tmp_path, two_cpus):
     done = launch("slurm", *words, directory=tmp_path, **variables, **job)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "srun.asked").read_text() == (
-        "--nodes=1 --ntasks=2 --ntasks-per-node=2 --cpus-per-task=4 --kill-on-bad-exit=1"
+        "--nodes=1 --ntasks=2 --ntasks-per-node=2 --cpus-per-task=4 "
+        "--distribution=block:block --kill-on-bad-exit=1"
     )
     assert trained_by_two(tmp_path, "llama_8b_1m_cluster")
 

@@ -29,6 +29,7 @@ from sppo.offload.offload_store import OffloadStore
 from sppo.offload.queues.thread_queues import ThreadQueues
 from sppo.offload.state_memory import StateMemory
 from sppo.offload.transfers import ThreadTransfers, Transfers
+from sppo.parallel.job.environment import RankEnvironment
 from sppo.planning.plan import ExecutionPlan
 from sppo.training.devices.device import DeviceKind, PoolUse
 from sppo.units import counted
@@ -42,7 +43,7 @@ class CpuDevice:
     torch_device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
     group_device: torch.device | None = None
 
-    def begin(self) -> None:
+    def begin(self, environment: RankEnvironment | None = None) -> None:
         """Install the memory pool of CPU tensors, which can return freed memory to the system."""
         install_cpu_allocator()
 

@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,14 @@ from torch import Tensor
 from sppo.engine.trace import CudaStopwatch, Stopwatch
 from sppo.engine.unit import SequenceData
 from sppo.hardware.description import HOST_FRACTION, HardwareSpec
-from sppo.hardware.numa import node_of_pci_device, pci_address, stay_near
-from sppo.hardware.this_machine import Gpus, describe_gpus, usable_memory_bytes
+from sppo.hardware.numa import NumaNode, node_of_pci_device, pci_address, stay_near
+from sppo.hardware.this_machine import (
+    Gpus,
+    count_cores,
+    count_numa_nodes,
+    describe_gpus,
+    usable_memory_bytes,
+)
 from sppo.kernels.native.machine_memory import memory_room
 from sppo.kernels.peak import measure_matmul_flops_per_s
 from sppo.offload.offload_store import OffloadStore
@@ -28,8 +35,10 @@ from sppo.offload.queues.copy_streams import CopyStreams, wait_with_timeout
 from sppo.offload.queues.cuda_queues import CudaQueues
 from sppo.offload.state_memory import StateMemory
 from sppo.offload.transfers import CudaTransfers, Transfers
+from sppo.parallel.job.environment import RankEnvironment
 from sppo.planning.plan import ExecutionPlan
 from sppo.training.devices.device import DeviceKind, PoolUse
+from sppo.training.devices.rank_threads import threads_of_gpu_rank
 from sppo.units import format_bytes
 
 _cuda: Any = torch.cuda  # parts of it have no types
@@ -85,14 +94,39 @@ class CudaDevice:
         """The GPU; NCCL sends its tensors between ranks."""
         return self.torch_device
 
-    def begin(self) -> None:
+    def begin(self, environment: RankEnvironment | None = None) -> None:
         """Make the GPU torch's current device, and bind the process to the nearest NUMA node."""
         _cuda.set_device(self.torch_device)
-        node = node_of_pci_device(self._pci_address())
-        kept = None if node is None else stay_near(node)
-        if kept is not None:
-            torch.set_num_threads(min(torch.get_num_threads(), len(kept.cores)))
-            _log.info("on %d cores of NUMA node %d, next to the GPU", len(kept.cores), kept.index)
+        allowed = cores = count_cores()
+        node = _node_of(self.torch_device)
+        if node is not None:
+            kept = stay_near(node).cores
+            if kept:
+                cores = len(kept)
+                _log.info("on %d cores of NUMA node %d, next to the GPU", cores, node.index)
+            else:
+                _warn_of_far_cores(node.index)
+        threads = min(torch.get_num_threads(), cores)
+        if environment is not None:
+            threads = threads_of_gpu_rank(
+                environment,
+                cores=cores,
+                ranks_near=self._ranks_near(node, environment.local_world_size),
+                allowed_cores=allowed,
+            )
+        torch.set_num_threads(threads)
+
+    def _ranks_near(self, node: NumaNode | None, local_ranks: int) -> int:
+        """Return how many ranks of this machine have their GPU at the same NUMA node.
+
+        srun may show each task only its own GPU; GPUs are then taken to be evenly spread.
+        """
+        if node is None:
+            return local_ranks
+        if _cuda.device_count() < local_ranks:
+            return -(-local_ranks // count_numa_nodes())
+        others = (torch.device("cuda", index) for index in range(local_ranks))
+        return sum(_node_of(other) == node for other in others)
 
     def describe(self) -> str:
         """Return the GPU's name and index."""
@@ -225,12 +259,25 @@ class CudaDevice:
         """Copy `tensor` to the GPU asynchronously; torch frees the page-locked copy after that."""
         return _page_locked(tensor).to(self.torch_device, non_blocking=True)
 
-    def _pci_address(self) -> str:
-        return pci_address(_cuda.get_device_properties(self.torch_device))
-
     def _total_bytes(self) -> int:
         return int(_cuda.get_device_properties(self.torch_device).total_memory)
 
 
 def _page_locked(tensor: Tensor) -> Tensor:
     return tensor.pin_memory()
+
+
+@cache
+def _warn_of_far_cores(index: int) -> None:
+    """Warn once that the process may use no core of the NUMA node next to its GPU."""
+    _log.warning(
+        "no core of NUMA node %d, which is next to the GPU, may be used: updates on the CPU read "
+        "memory through the link between processors; under srun write --distribution=block:block, "
+        "or --cpu-bind=none",
+        index,
+    )
+
+
+def _node_of(device: torch.device) -> NumaNode | None:
+    """Return the NUMA node of a GPU; None if the machine does not tell it."""
+    return node_of_pci_device(pci_address(_cuda.get_device_properties(device)))

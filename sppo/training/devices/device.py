@@ -19,6 +19,7 @@ from sppo.hardware.description import HardwareSpec
 from sppo.offload.offload_store import OffloadStore
 from sppo.offload.state_memory import StateMemory
 from sppo.offload.transfers import Transfers
+from sppo.parallel.job.environment import RankEnvironment
 from sppo.planning.plan import ExecutionPlan
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -54,8 +55,12 @@ class Device(Protocol):
         """Device whose tensors NCCL sends between ranks; None if gloo sends tensors."""
         ...
 
-    def begin(self) -> None:
-        """Prepare the device before any tensor is allocated; a second call does nothing more."""
+    def begin(self, environment: RankEnvironment | None = None) -> None:
+        """Prepare the device before any tensor is allocated; a second call does nothing more.
+
+        Args:
+            environment: Place of this process in its job, at the first call; None if it is alone.
+        """
         ...
 
     def describe(self) -> str:
