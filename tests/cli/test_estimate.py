@@ -87,7 +87,7 @@ def test_every_stage_by_bucket():
     text = one_line(succeed("estimate", EXAMPLE, *AS_IN_THE_PAPER))
     assert "as it stands: SP 8 · PP 4 · DP 1" in text
     assert "rank 0 ranks 1-2 rank 3" in text
-    assert " fits memory of one device" in text
+    assert " fits host memory: " in text
 
 
 def test_the_policy_that_is_written_is_taken(run):

@@ -218,10 +218,10 @@ def test_the_example_is_the_configuration_of_the_paper():
 
 def test_rejections_are_grouped_for_people_and_listed_for_programs():
     text = example_text("parallel.virtual_stages=1")
-    assert "10 other ways do not work (--json lists them):" in text
-    assert "10 × short of device memory, most of it dK and dV e.g. SP 1 · PP 8 · DP 1" in text
+    assert "11 other ways do not work (--json lists them):" in text
+    assert "11 × short of device memory, most of it dK and dV e.g. SP 8 · PP 2 · DP 1" in text
     rejected = example("parallel.virtual_stages=1")["rejected"]
-    assert len(rejected) == 10
+    assert len(rejected) == 11
     for rejection in rejected:
         shortfall = rejection["shortfall"]
         assert shortfall["bucket"] == "kv_gradients"
