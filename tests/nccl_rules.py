@@ -12,6 +12,7 @@ communicator is a stream of its own.
 * Data is read when the send runs, and must not change before.
 * On request, all communicators of a rank share one stream. That is the worst order that
   ``NCCL_LAUNCH_ORDER_IMPLICIT`` can cause: a program that ends in this order ends in any other.
+  :func:`await_issued` then blocks the host as the first launch of a kernel does, which loads code.
 * A rank that has died does not answer, and no other rank is told. A rank that waits too long gets
   a timeout error, as NCCL's watchdog would end it.
 """
@@ -63,12 +64,16 @@ class RulesWork:
             self.error = self._too_late()
         self._ended.set()
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Hold compute up until it has ended."""
+    def ended(self) -> None:
+        """Return once it has ended, or raise its error."""
         if not self._ended.wait(max(0.0, self._until_s - time.monotonic())):
             raise self._too_late()
         if self.error is not None:
             raise self.error
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Hold compute up until it has ended."""
+        self.ended()
         for target, found in self._results:
             target.copy_(found)
         self._results.clear()
@@ -107,6 +112,8 @@ class Stream:
                 return
 
 
+_issued: list[RulesWork] = []
+"""What this process has asked of communicators with a shared stream, as far as it may still run."""
 _shared: list[Stream] = []
 """The stream of this process that all its communicators share, where they share one."""
 
@@ -280,7 +287,18 @@ class RulesGroup(dist.ProcessGroup):
             target.fill_(float("nan") if target.is_floating_point() else -1)
         work = RulesWork(what, limit_s=self.limit_s, results=results)
         self._stream.put(work, act)
+        if self._shares:
+            _issued.append(work)
         return work
+
+
+def await_issued() -> None:
+    """Wait until everything that communicators with a shared stream were asked for has ended.
+
+    Data arrives only where somebody waits for it.
+    """
+    while _issued:
+        _issued.pop(0).ended()
 
 
 def _create(store: Any, rank: int, size: int, timeout: timedelta) -> RulesGroup:
@@ -312,3 +330,4 @@ def nccl_rules(*, one_stream: bool = False) -> Any:
             yield
     finally:
         _shared.clear()
+        _issued.clear()

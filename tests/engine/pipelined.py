@@ -28,10 +28,11 @@ from sppo.parallel.msp_exchange import MspLinks
 from sppo.parallel.parameter_all_gather import ParameterAllGather
 from sppo.parallel.pipeline_p2p import PipelineLinks
 from sppo.parallel.ulysses import UlyssesAllToAll
+from sppo.schedule.actions import COMPUTE_KINDS, Action
 from tests import tiers
 from tests.engine.models import random_sequence, random_weights, tiny_model
 from tests.engine.packed_steps import PackedStep
-from tests.nccl_rules import nccl_rules
+from tests.nccl_rules import await_issued, nccl_rules
 from tests.random_training.emulated_ranks import run_emulated
 from tests.ranks import RankPool
 
@@ -220,6 +221,12 @@ def run_case(rank: int, case: Case):
         return list(_steps(rank, case))
 
 
+def _launch_as_late_as_may_be(index: int, action: Action) -> None:
+    """Let compute wait for all that was issued before it, where communicators share a stream."""
+    if action.kind in COMPUTE_KINDS:
+        await_issued()
+
+
 def _steps(rank: int, case: Case):
     torch.set_default_dtype(torch.float32)
     model = case.model()
@@ -297,7 +304,13 @@ def _steps(rank: int, case: Case):
         evaluated = engine.evaluate(sequences[0], cuts[0]).sum()
         valid = sum(data.num_valid for data in case.all_sequences(step))
         planned = case.packed[step][at.data].planned if case.packed else None
-        done = engine.accumulate(sequences, cuts, num_valid=valid, planned=planned)
+        done = engine.accumulate(
+            sequences,
+            cuts,
+            num_valid=valid,
+            planned=planned,
+            before_action=_launch_as_late_as_may_be,
+        )
         for group in groups.values():
             group.wait()
         if model.tie_embeddings and case.shape[1] > 1 and "embed.weight" in shapes:
