@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from sppo.cost.communicators import OVERLAP_MAX_CTAS
+from sppo.parallel.job.peer_errors import peer_errors
 from sppo.parallel.mesh_shape import MeshShape
 
 ReplicaGroup = Literal["stage", "keys", "block"]
@@ -101,6 +102,26 @@ class Mesh:
         if self.is_distributed:
             self.groups = self._make_groups(wraps=wraps, cuts_units=cuts_units, ties_ends=ties_ends)
         return self
+
+    @property
+    def uses_nccl(self) -> bool:
+        """True if groups for tensors carry them over NCCL, between devices."""
+        return self._device is not None
+
+    def send_first_messages(self) -> None:
+        """Send a small message in each group of collectives; every rank must call it.
+
+        NCCL allocates the buffers of a group at its first message. Edges are connected by
+        :class:`sppo.parallel.pipeline_p2p.PipelineLinks`.
+        """
+        groups, exchanging = self.groups, self.groups.sequence
+        token = torch.zeros(self.shape.sequence_parallel, device=self._device)
+        with peer_errors("sending first messages"):
+            if exchanging is not None and self.shape.key_copies is None:
+                dist.all_to_all_single(torch.empty_like(token), token, group=exchanging)
+            for group in (exchanging, groups.stage, groups.block, groups.keys, groups.ends):
+                if group is not None:
+                    dist.all_reduce(token, group=group)
 
     @property
     def is_distributed(self) -> bool:

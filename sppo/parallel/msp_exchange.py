@@ -8,6 +8,7 @@ delay messages that are waited for at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -205,10 +206,18 @@ class MspLinks:
         )
 
     def connect(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Make missing communicators for ``ranges`` (first, last); every rank must call it."""
+        """Make missing communicators for ``ranges`` (first, last); every rank must call it.
+
+        NCCL allocates their buffers here, at a first message.
+        """
         new = sorted({*ranges} - self._known)
         self._known.update(new)
-        self._groups |= self._mesh.make_range_groups(new)
+        made = self._mesh.make_range_groups(new)
+        self._groups |= made
+        if self._mesh.uses_nccl:
+            with peer_errors("sending first messages to the other shards"):
+                for group in chain.from_iterable(made.values()):
+                    dist.all_reduce(self._token, group=group)
 
     def exchange(self, positions: tuple[int, ...], owner: int) -> MspExchange:
         """Return the communication of the MSP group at ``positions``, owned by ``[owner]``."""

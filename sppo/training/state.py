@@ -28,6 +28,9 @@ from sppo.parallel.pipeline_p2p import PipelineLinks
 from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.plan_program import plan_program
+from sppo.schedule.encoding import encode
+from sppo.schedule.msp_groups import find_msp_groups, msp_ranges
+from sppo.training.devices.communicator_memory import communicators_measured
 from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.devices.device import Device
 from sppo.training.state_tensors import StateTensors, make_state
@@ -130,26 +133,10 @@ def build_state(
         device: Device of this rank; None for the CPU.
     """
     mesh, device = mesh or alone(), device or CpuDevice()
-    # Steps of samples are planned later, and may take much longer than a step of the longest ones.
-    differ = run.data.samples == "documents"
-    predicted_step_s = math.inf if differ else plan.predicted.step_s
-    timeouts = device_timeouts(run.parallel.timeout_s, predicted_step_s=predicted_step_s)
-    mesh.connect(
-        timeout_s=timeouts.issued_s if device.group_device is not None else None,
-        wraps=plan.virtual_stages > 1,
-        cuts_units=plan.uses_msp,
-        ties_ends=run.model.tie_embeddings,
-    )
     place = device.torch_device
-    pipeline = Pipeline(
-        schedule=plan.schedule,
-        num_ranks=mesh.shape.pipeline_parallel,
-        rank=mesh.at.pipeline,
-        num_virtual=plan.virtual_stages,
-        p2p=PipelineLinks(mesh, device=place) if mesh.groups.edges else None,
-        planned=plan_program(plan),
-        msp_links=MspLinks(mesh, device=place) if plan.uses_msp else None,
-    )
+    planned = plan.rank_memory[mesh.at.pipeline].device
+    with communicators_measured(mesh, device=device, planned=planned):
+        pipeline = _connect(run, plan, mesh=mesh, device=device)
     sharded = ShardedState(
         run.model, mesh=mesh, pipeline=pipeline, device=place, zero=run.parallel.zero
     )
@@ -179,6 +166,35 @@ def build_state(
             engine.reserve_host([plan.boundaries] * plan.sequences)
         on_failure.pop_all()
     return TrainingState(tensors, engine, sharded)
+
+
+def _connect(run: RunConfig, plan: ExecutionPlan, *, mesh: Mesh, device: Device) -> Pipeline:
+    """Connect the groups of `mesh`, and return the rank's place in its pipeline."""
+    # Steps of samples are planned later, and may take much longer than a step of the longest ones.
+    differ = run.data.samples == "documents"
+    predicted_step_s = math.inf if differ else plan.predicted.step_s
+    timeouts = device_timeouts(run.parallel.timeout_s, predicted_step_s=predicted_step_s)
+    mesh.connect(
+        timeout_s=timeouts.issued_s if mesh.uses_nccl else None,
+        wraps=plan.virtual_stages > 1,
+        cuts_units=plan.uses_msp,
+        ties_ends=run.model.tie_embeddings,
+    )
+    if mesh.uses_nccl:
+        mesh.send_first_messages()
+    place, program = device.torch_device, plan_program(plan)
+    msp_links = MspLinks(mesh, device=place) if plan.uses_msp else None
+    if msp_links is not None:
+        msp_links.connect(msp_ranges(find_msp_groups(program, programs=encode(program))))
+    return Pipeline(
+        schedule=plan.schedule,
+        num_ranks=mesh.shape.pipeline_parallel,
+        rank=mesh.at.pipeline,
+        num_virtual=plan.virtual_stages,
+        p2p=PipelineLinks(mesh, device=place) if mesh.groups.edges else None,
+        planned=program,
+        msp_links=msp_links,
+    )
 
 
 def _build_engine(
