@@ -1,5 +1,7 @@
 """Check training on one GPU: losses against a CPU, memory against predictions, and offload.
 
+The first step is also timed with CUDA's kernels loaded lazily, at their first launch, and eagerly.
+
 Trains small models on the CPU and on the GPU, with retained and with offloaded activations, and a
 model of a billion parameters with both, all through ``sppo train``; the latter also with
 transformers and activation checkpointing, if it is installed. Run by ``scripts/gpu_check.sh``. The
@@ -12,6 +14,7 @@ import argparse
 import importlib.util
 import json
 import math
+import os
 import shlex
 import statistics
 import subprocess
@@ -62,15 +65,15 @@ class Place:
     directory: Path
     rehearse: bool
 
-    def sppo(self, *words: str, timeout_s: float) -> str:
-        """Return the output of a command of ``sppo``.
+    def sppo(self, *words: str, timeout_s: float, **variables: str) -> str:
+        """Return the output of a command of ``sppo``, with more environment variables.
 
         Raises:
             RuntimeError: The command failed; the message has the end of its output.
         """
-        return self.python("-m", "sppo", *words, timeout_s=timeout_s)
+        return self.python("-m", "sppo", *words, timeout_s=timeout_s, **variables)
 
-    def python(self, *words: str, timeout_s: float) -> str:
+    def python(self, *words: str, timeout_s: float, **variables: str) -> str:
         """Return the output of a call of the Python interpreter.
 
         Raises:
@@ -79,6 +82,7 @@ class Place:
         done = subprocess.run(
             [sys.executable, *words],
             cwd=self.directory,
+            env={**os.environ, **variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -88,9 +92,11 @@ class Place:
             raise RuntimeError(f"python {shlex.join(words)}\n{done.stdout[-_SHOWN:]}")
         return done.stdout
 
-    def train(self, case: Case, *, policy: str, device: str, timeout_s: float) -> dict[str, Any]:
-        """Train a run; return its metrics and summary."""
-        name = f"{case.name}-{policy}-{device}"
+    def train(
+        self, case: Case, *, policy: str, device: str, timeout_s: float, **variables: str
+    ) -> dict[str, Any]:
+        """Train a run, with more environment variables; return its metrics and summary."""
+        name = "-".join((case.name, policy, device, *variables.values()))
         moves: dict[str, Any] = {"policy": policy}
         if self.rehearse:
             moves["disk"] = str(self.directory)
@@ -108,7 +114,7 @@ class Place:
         file = self.directory / f"{name}.json"  # JSON is YAML
         write_text(file, json.dumps(sections))
         start = time.perf_counter()
-        self.sppo("train", file.name, timeout_s=timeout_s)
+        self.sppo("train", file.name, timeout_s=timeout_s, **variables)
         output = self.directory / "runs" / name
         lines = (output / "metrics.jsonl").read_text().splitlines()
         return {
@@ -227,6 +233,31 @@ def transformers_beside(case: Case, place: Place, *, timeout_s: float) -> dict[s
     return {"case": case.name, **found, "step_s": seconds}
 
 
+def first_steps(case: Case, place: Place, *, timeout_s: float) -> list[dict[str, Any]]:
+    """Return the times of the first step and of the whole process, by the way to load kernels.
+
+    Raises:
+        RuntimeError: The training failed.
+        subprocess.TimeoutExpired: The time was too short.
+    """
+    device = "cpu" if place.rehearse else "gpu"
+    found = []
+    for loading in ("LAZY", "EAGER"):
+        variables = {"CUDA_MODULE_LOADING": loading}
+        run = place.train(case, policy="retain", device=device, timeout_s=timeout_s, **variables)
+        found.append(
+            {
+                "case": case.name,
+                "loading": loading,
+                "first_step_s": run["steps"][0]["step_s"],
+                "later_step_s": _step_s(run),
+                "process_s": run["process_s"],
+                "device_peak_bytes": run["summary"]["device_peak_bytes"],
+            }
+        )
+    return found
+
+
 def _step_s(run: dict[str, Any]) -> float:
     return float(statistics.median(step["step_s"] for step in run["steps"][1:]))
 
@@ -241,6 +272,7 @@ def check(place: Place, *, quick: bool, seconds: float, out: Path) -> bool:
         "memory": [],
         "times": [],
         "transformers": [],
+        "first_step": [],
         "failed": [],
     }
 
@@ -261,6 +293,10 @@ def check(place: Place, *, quick: bool, seconds: float, out: Path) -> bool:
     compared, timed = cases(rehearse=place.rehearse, quick=quick)
     prepare_tokens(place)
     failures = (RuntimeError, subprocess.TimeoutExpired)
+    try:
+        result["first_step"] = first_steps((*compared, *timed)[0], place, timeout_s=left())
+    except failures as error:
+        result["failed"].append({"case": "first step", "why": str(error)})
     for case in (*compared, *timed):
         try:
             runs = run_case(case)

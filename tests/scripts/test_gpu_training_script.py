@@ -36,6 +36,8 @@ def test_the_rehearsal_fills_the_report(tmp_path):
     (times,) = found["times"]
     assert times["step_time_ratio"] > 0
     assert times["copies"]["exposed_s"]["measured"] >= 0
+    assert [row["loading"] for row in found["first_step"]] == ["LAZY", "EAGER"]
+    assert all(row["first_step_s"] > 0 for row in found["first_step"])
     (beside,) = found["transformers"]
     assert beside["step_s"] > 0
     assert len(beside["loss"]) == 2
@@ -58,7 +60,7 @@ def test_what_fails_is_in_the_report_with_its_words(gpu_training, monkeypatch, t
     words = ["report.json", "--directory", ".", "--rehearse", "--seconds", "100"]
     monkeypatch.setattr(sys, "argv", ["gpu_training.py", *words])
     assert gpu_training.main() == 1
-    (failed,) = json.loads((tmp_path / "report.json").read_text())["failed"]
+    *_, failed = json.loads((tmp_path / "report.json").read_text())["failed"]
     assert failed["case"] == "rehearsal"
     assert "runs is a file, not a directory" in failed["why"]
 

@@ -129,9 +129,22 @@ def test_the_gpu_check_says_that_there_is_no_gpu_and_leaves_nothing(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
+def test_communicators_are_measured_by_two_ranks(tmp_path):
+    """On the CPU, which shows that the script itself works."""
+    command = [sys.executable, ROOT / "scripts/gpu_messages.py", "found.json", "--rehearse"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=200)
+    rows = json.loads((tmp_path / "found.json").read_text())["communicators"]
+    assert [row["max_ctas"] for row in rows] == [None, 4, 8, 32]
+    assert all(len(row["beside_open_receive_s"]) == 5 for row in rows)
+
+
 AS_IF_ON_A_GPU = """
 case "$*" in
 *get_device_name*) echo Some GPU torch 2 CUDA 13 ;;
+*device_count*) echo 2 ;;
+*gpu_messages.py*) echo '{"communicators": 3}' >"$2" ;;
 "- "*) exec "$REAL_PYTHON" "$@" ;;
 *gpu_training.py*) echo '{"times": 1}' >"$2" ;;
 *"-m pytest"*) echo "7 passed" ;;
@@ -161,7 +174,10 @@ def test_the_gpu_check_puts_everything_into_one_report(tmp_path):
         "offload",
         "sanitizer",
         "attention",
+        "keys",
         "pcie",
+        "messages",
+        "two_gpus",
         "training",
         "tests",
         "bench",
@@ -170,6 +186,7 @@ def test_the_gpu_check_puts_everything_into_one_report(tmp_path):
     assert report["attention"] == {"attention_backends": []}
     assert (report["tests"], report["training"]) == ("7 passed", {"times": 1})
     assert (report["pcie"], report["overlap"]) == ({"copies": 2}, None)
+    assert report["messages"] == {"communicators": 3}
 
 
 def test_the_gpu_check_installs_carried_wheels_first(tmp_path):
