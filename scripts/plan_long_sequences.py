@@ -236,7 +236,8 @@ def print_rows(rows: Sequence[Mapping[str, Any]], *, console: Console) -> None:
     """Print the table of targets."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("target")
-    for title in ("step", "MFU", "device", "SP/PP/DP", "v", "N", "ratio", "reached"):
+    titles = ("step", "MFU", "device", "host, node", "SP/PP/DP", "v", "N", "ratio", "reached")
+    for title in titles:
         table.add_column(title, justify="right", no_wrap=True)
     for one in rows:
         ratio = one.get("ratio")
@@ -247,12 +248,13 @@ def print_rows(rows: Sequence[Mapping[str, Any]], *, console: Console) -> None:
 
 def _cells(found: Mapping[str, Any]) -> list[str]:
     if not found["feasible"]:
-        return ["nothing fits", "", "", "", "", ""]
+        return ["nothing fits", *[""] * 6]
     names = ("sequence_parallel_degree", "pipeline_parallel_degree", "data_parallel_degree")
     return [
         f"{found['step_s']:.1f} s",
         f"{found['mfu']:.1%}",
         format_bytes(found["device_peak_bytes"]),
+        format_bytes(found["node_host_peak_bytes"]),
         "/".join(str(found[name]) for name in names),
         str(found["virtual_stages"]),
         str(found["num_subsequences"]),
