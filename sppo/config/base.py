@@ -52,8 +52,8 @@ MOST_SUBSEQUENCES = 1 << 14
 """Most subsequences of one sequence. Each is planned and simulated separately on every stage."""
 MOST_SEQUENCES = 1 << 14
 """Most sequences of one step. Each is planned separately."""
-MOST_SAMPLES = 1 << 20
-"""Most samples of one step. Short samples share a sequence."""
+MOST_SAMPLES = 1 << 14
+"""Most samples of one step. All are packed together, in a time that grows with their square."""
 MOST_LAYERS = 4096
 """Most layers of a model: thirty times those of the deepest models in use. Each layer is planned
 separately."""

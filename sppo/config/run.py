@@ -213,11 +213,13 @@ class TrainConfig(Section):
     """B: number of sequences whose gradients are summed in one optimizer step (gradient
     accumulation: every sequence runs by itself)."""
     samples_per_step: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] | None = None
-    """Number of samples of one optimizer step, over all replicas. With ``data.samples=documents``,
-    either this key or ``tokens_per_step`` is required."""
+    """Number of samples of one optimizer step, over all replicas; at most 16384, since all samples
+    of a step are packed together. With ``data.samples=documents``, either this key or
+    ``tokens_per_step`` is required."""
     tokens_per_step: Tokens | None = None
     """Upper bound of the tokens of one optimizer step, over all replicas, with
-    ``data.samples=documents``: samples join the step until the next sample would exceed it."""
+    ``data.samples=documents``: samples join the step until the next sample would exceed it. A step
+    of more than 16384 samples is refused."""
     dtype: ComputeDtype = "bf16"
     """Compute dtype of weights and activations; the optimizer keeps fp32 weights."""
     label_smoothing: float = Field(default=0, ge=0, lt=1)

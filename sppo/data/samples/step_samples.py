@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from sppo.config.base import MOST_SAMPLES
 from sppo.data.order import SequenceOrder
 from sppo.data.samples.sample_table import SampleTable
 
@@ -62,10 +63,20 @@ class StepSamples:
         return tuple(self.order.sequence_indices(position, count).tolist())
 
     def _samples_within_limit(self, position: int) -> int:
-        """Return the number of samples from ``position`` on within ``tokens_per_step``, or 1."""
+        """Return the number of samples from ``position`` on within ``tokens_per_step``, or 1.
+
+        Raises:
+            ValueError: There are more than :data:`MOST_SAMPLES`.
+        """
         looked_at = self._expected_samples
         while (count := self._count_within_limit(self._token_ends(position, looked_at))) is None:
             looked_at *= 2
+        if count > MOST_SAMPLES:
+            raise ValueError(
+                f"train.tokens_per_step {self.tokens_per_step}: a step of it has {count} samples, "
+                f"and at most {MOST_SAMPLES} are packed together; lower it to about "
+                f"{self.tokens_per_step * MOST_SAMPLES // count}"
+            )
         return count
 
     @property
