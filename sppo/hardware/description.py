@@ -366,6 +366,12 @@ class HardwareSpec:
             raise ValueError(
                 f"hardware num_nodes is {quoted(self.num_nodes)}: must be from 1 to {MOST_RANKS}"
             )
+        if self.num_devices > MOST_RANKS:
+            raise ValueError(
+                f"hardware: {self.num_nodes} nodes x {self.node.num_devices} devices are "
+                f"{self.num_devices} devices, and at most {MOST_RANKS} can be planned for: lower "
+                "hardware.nodes or hardware.devices_per_node"
+            )
 
     @property
     def shown_name(self) -> str:

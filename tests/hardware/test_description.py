@@ -144,6 +144,11 @@ def test_a_file_that_describes_no_machine_is_refused(tmp_path, change, message):
         read_hardware(path)
 
 
+def test_a_cluster_of_more_devices_than_ranks_is_refused():
+    with pytest.raises(ValueError, match=r"131073 nodes x 8 devices are 1048584 devices, and at"):
+        replace(PRESETS["h100"], num_nodes=(1 << 17) + 1)
+
+
 @pytest.mark.parametrize(
     ("part", "change", "message"),
     [

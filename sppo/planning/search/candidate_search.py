@@ -17,7 +17,7 @@ from functools import cached_property
 from sppo.config.run import RunConfig
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.search.candidate_cache import CandidateCache
-from sppo.planning.search.candidates import counts_of_degrees
+from sppo.planning.search.candidates import counts_of_degrees, counts_within_limit
 from sppo.planning.search.choices import (
     Degrees,
     Refusal,
@@ -177,12 +177,15 @@ class _DegreesSearch:
         self, run: RunConfig, *, hardware: HardwareSpec, degrees: Degrees, counts: Sequence[int]
     ) -> None:
         self._run, self._hardware, self._degrees = run, hardware, degrees
-        self._counts = counts
-        is_last = len(likeliest_to_fit(counts, hardware=hardware)) == 1
-        self._few_likeliest = counts[-_FEW:] if is_last else counts
-        self._simplest, *self._further = virtual_stages_to_try(
-            run, num_ranks=degrees.pipeline_parallel
-        )
+        self._tries_few = len(likeliest_to_fit(counts, hardware=hardware)) == 1
+        self._simplest, *further = virtual_stages_to_try(run, num_ranks=degrees.pipeline_parallel)
+        self._counts = {
+            virtual: counts_within_limit(
+                run, counts=counts, degrees=degrees, virtual_stages=virtual
+            )
+            for virtual in (self._simplest, *further)
+        }
+        self._further = [virtual for virtual in further if self._counts[virtual]]
         self._searches: dict[tuple[int, tuple[int, ...]], SubsequenceSearch] = {}
         self._caches: dict[int, CandidateCache] = {}
 
@@ -258,8 +261,14 @@ class _DegreesSearch:
         if "best" in self.__dict__:
             return self.best.shortfall is None
         return self._search(self._simplest).fits or (
-            bool(self._further) and self._search(self._further[-1], counts=self._few_likeliest).fits
+            bool(self._further)
+            and self._search(self._further[-1], counts=self._few_likeliest(self._further[-1])).fits
         )
+
+    def _few_likeliest(self, virtual_stages: int) -> Sequence[int]:
+        """Return the few values of N that are likeliest to fit, or all if any may be."""
+        counts = self._counts[virtual_stages]
+        return counts[-_FEW:] if self._tries_few else counts
 
     def _best_that_fits(self, virtual_stages: int) -> EvaluatedCandidate:
         """Return the best candidate with `virtual_stages`; few subsequences may not fit.
@@ -267,12 +276,13 @@ class _DegreesSearch:
         First the few values of N that are likeliest to fit are tried. If any fits, all values of N
         from the smallest that fits are tried.
         """
-        found = self._search(virtual_stages, counts=self._few_likeliest).best
-        if found.shortfall is not None or self._few_likeliest == self._counts:
+        counts, few = self._counts[virtual_stages], self._few_likeliest(virtual_stages)
+        found = self._search(virtual_stages, counts=few).best
+        if found.shortfall is not None or few == counts:
             return found
         cache = self._caches[virtual_stages]
-        first = bisect_left(self._counts, True, key=cache.fits)
-        return self._search(virtual_stages, counts=self._counts[first:]).best
+        first = bisect_left(counts, True, key=cache.fits)
+        return self._search(virtual_stages, counts=counts[first:]).best
 
     def _faster(
         self, search: SubsequenceSearch, *, than: EvaluatedCandidate
@@ -292,7 +302,8 @@ class _DegreesSearch:
         """
         most = len(found.candidate.lengths) * found.candidate.virtual_stages
         least = most // virtual_stages
-        counts = [n for n in self._counts if least <= n <= most] or [self._counts[-1]]
+        allowed = self._counts[virtual_stages]
+        counts = [n for n in allowed if least <= n <= most] or [allowed[-1]]
         last = len(counts) - 1
         return sorted({counts[last * step // (_FEW - 1)] for step in range(_FEW)})
 
@@ -309,7 +320,7 @@ class _DegreesSearch:
                 degrees=self._degrees,
                 virtual_stages=virtual_stages,
             )
-        key = virtual_stages, tuple(counts or self._counts)
+        key = virtual_stages, tuple(counts or self._counts[virtual_stages])
         if key not in self._searches:
             self._searches[key] = SubsequenceSearch(self._caches[virtual_stages], counts=key[1])
         return self._searches[key]

@@ -16,7 +16,9 @@ from sppo.planning.search.choices import (
     machine_asked_for,
     subsequence_counts_to_try,
     subsequence_problem,
+    units_problem,
     uses_msp,
+    virtual_stages_to_try,
 )
 from sppo.planning.search.state_choices import state_choices
 from sppo.schedule.orders.names import LOOPED
@@ -33,7 +35,7 @@ _KV_PLACEMENTS: dict[str, KVPlacement | None] = {
 def counts_of_degrees(
     run: RunConfig, *, hardware: HardwareSpec, degrees: Degrees, counts: Sequence[int] = ()
 ) -> tuple[tuple[int, ...], str]:
-    """Return the numbers of subsequences that leave every subsequence enough tokens for all ranks.
+    """Return the numbers of subsequences with enough tokens for all ranks and not too many units.
 
     Args:
         run: Validated run configuration.
@@ -48,20 +50,41 @@ def counts_of_degrees(
         ValueError: There are more subsequences than tokens.
     """
     workload = workload_of(run, hardware=hardware, degrees=degrees)
+    virtual_stages = virtual_stages_to_try(run, num_ranks=degrees.pipeline_parallel)[0]
     found, problem = [], ""
     for count in counts or subsequence_counts_to_try(run, hardware=hardware):
-        lengths = cut_sequence(
-            run,
-            num_subsequences=count,
-            workload=workload,
-            num_stages=degrees.pipeline_parallel,
+        refused = units_problem(
+            run, num_subsequences=count, degrees=degrees, virtual_stages=virtual_stages
         )
-        refused = subsequence_problem(run, lengths=lengths, degrees=degrees, uses_msp=uses_msp(run))
+        if refused is None:
+            lengths = cut_sequence(
+                run,
+                num_subsequences=count,
+                workload=workload,
+                num_stages=degrees.pipeline_parallel,
+            )
+            refused = subsequence_problem(
+                run, lengths=lengths, degrees=degrees, uses_msp=uses_msp(run)
+            )
         if refused is None:
             found.append(count)
         else:
             problem = refused
     return tuple(found), problem
+
+
+def counts_within_limit(
+    run: RunConfig, *, counts: Sequence[int], degrees: Degrees, virtual_stages: int
+) -> tuple[int, ...]:
+    """Return the values among `counts` with which a step has not too many units, ascending."""
+    return tuple(
+        count
+        for count in counts
+        if units_problem(
+            run, num_subsequences=count, degrees=degrees, virtual_stages=virtual_stages
+        )
+        is None
+    )
 
 
 def candidate_of_subsequences(

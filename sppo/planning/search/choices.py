@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from functools import lru_cache
+from math import ceil, isqrt
 
+from sppo.config.base import MOST_SUBSEQUENCES
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.flops import partition_costs
@@ -23,6 +25,9 @@ from sppo.units import counted
 SUBSEQUENCE_TOKENS = {"cuda": (2048, 16384), "cpu": (1024, 4096)}
 """Least and most mean tokens of a subsequence worth trying, by device kind. The range for GPUs is
 the SPPO paper's sweet spot: below 2K kernels are too small, above 16K nothing is gained."""
+MOST_UNITS = 1 << 18
+"""Most units (stages x subsequences x sequences) of a step of one replica: each is planned and
+simulated by itself, in about 0.05 ms."""
 _MANTISSAS = (4, 5, 6, 7)
 _MOST_VIRTUAL_STAGES = 4
 """How many numbers of stages on a rank, other than one, are tried at most."""
@@ -299,10 +304,28 @@ def subsequence_counts_to_try(run: RunConfig, *, hardware: HardwareSpec) -> tupl
     if run.parallel.schedule in WHOLE_SEQUENCES:
         return (1,)
     shortest, longest = SUBSEQUENCE_TOKENS[hardware.device.kind]
-    fewest, most = ceil(sequence.length / longest), max(1, sequence.length // shortest)
+    fewest = min(MOST_SUBSEQUENCES, ceil(sequence.length / longest))
+    most = min(MOST_SUBSEQUENCES, max(1, sequence.length // shortest))
     steps = {m << k for k in range(20) for m in _MANTISSAS} | {1, 2, 3}
     chosen = {n for n in steps if fewest <= n <= most}
     return tuple(sorted(chosen | {min(fewest, most)}))
+
+
+def units_problem(
+    run: RunConfig, *, num_subsequences: int, degrees: Degrees, virtual_stages: int
+) -> str | None:
+    """Return a message if a step of one replica has more than `MOST_UNITS` units; else None."""
+    sequences = max(1, run.train.sequences_per_step // degrees.data_parallel)
+    stages = degrees.pipeline_parallel * virtual_stages
+    units = sequences * num_subsequences * stages
+    if units <= MOST_UNITS:
+        return None
+    return (
+        f"a step of {counted(sequences, 'sequence')} x {counted(num_subsequences, 'subsequence')} "
+        f"x {counted(stages, 'stage')} has {units} units, more than the {MOST_UNITS} that are "
+        "planned: lower train.sequences_per_step, sequence.num_subsequences or "
+        "parallel.virtual_stages, or raise parallel.data_parallel_degree"
+    )
 
 
 def likeliest_to_fit(counts: Sequence[int], *, hardware: HardwareSpec) -> Sequence[int]:
@@ -391,7 +414,7 @@ def _data_degree(run: RunConfig, *, room: int, fixed: dict[str, int], samples: i
     if samples is not None:
         return 1 if run.parallel.zero >= _SHARDED_GRADIENTS else max(1, min(room, samples))
     sequences = run.train.sequences_per_step
-    return max(n for n in range(1, max(1, min(room, sequences)) + 1) if sequences % n == 0)
+    return max(n for n in _divisors(sequences) if n <= max(1, room))
 
 
 def _refusal(run: RunConfig, *, degrees: Degrees, total: int, samples: int | None) -> str | None:
@@ -432,5 +455,8 @@ def _refusal(run: RunConfig, *, degrees: Degrees, total: int, samples: int | Non
     return None
 
 
+@lru_cache(maxsize=1024)
 def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    """Return the divisors of `number`, ascending."""
+    low = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return sorted({*low, *(number // n for n in low)})

@@ -9,7 +9,11 @@ from sppo.config.run import RunConfig
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.longest_sequence import longest_tokens, with_length
 from sppo.planning.search.candidate_search import CandidateSearch
-from sppo.planning.search.candidates import candidate_of_subsequences, counts_of_degrees
+from sppo.planning.search.candidates import (
+    candidate_of_subsequences,
+    counts_of_degrees,
+    counts_within_limit,
+)
 from sppo.planning.search.choices import (
     Degrees,
     degrees_to_try,
@@ -67,7 +71,12 @@ def _fits(run: RunConfig, hardware: HardwareSpec) -> bool:
             for degrees in possible
             for counts in (counts_of_degrees(run, hardware=hardware, degrees=degrees)[0],)
             for virtual_stages in _fewest_and_most(run, degrees)
-            for num_subsequences in reversed(likeliest_to_fit(counts, hardware=hardware))
+            for allowed in (
+                counts_within_limit(
+                    run, counts=counts, degrees=degrees, virtual_stages=virtual_stages
+                ),
+            )
+            for num_subsequences in reversed(likeliest_to_fit(allowed, hardware=hardware))
         )
         return any(
             may_fit(candidate) and evaluate_candidate(candidate).shortfall is None

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from sppo.config.base import MOST_SUBSEQUENCES
 from sppo.hardware.file import hardware_for
-from sppo.planning.search.choices import degrees_to_try
+from sppo.planning.search import choices
+from sppo.planning.search.choices import degrees_to_try, subsequence_counts_to_try
 from sppo.training.checks.input_checks import degree_problems
-from tests.planning.cases import run_config
+from tests.planning.cases import run_config, solved
 
 PHI = {
     "vocab_size": 100352,
@@ -47,3 +49,29 @@ def test_replicas_of_documents_share_no_gradients(zero):
     )
     possible, _ = tried(run, samples=64)
     assert (max(degrees.data_parallel for degrees in possible) == 1) == (zero > 1)
+
+
+@pytest.mark.parametrize("length", ["64Mi", "1Gi"])
+def test_no_more_subsequences_are_tried_than_a_run_may_ask_for(length):
+    run = run_config("tiny", length=length)
+    counts = subsequence_counts_to_try(run, hardware=hardware_for(run.hardware))
+    assert counts[-1] == MOST_SUBSEQUENCES
+
+
+@pytest.mark.parametrize("keys", [{"virtual_stages": 8}, {"pipeline_parallel_degree": 1}])
+def test_steps_have_no_more_units_than_can_be_planned(monkeypatch, keys):
+    monkeypatch.setattr(choices, "MOST_UNITS", 64)
+    model = {**PHI, "num_layers": 8, "hidden_size": 512, "num_heads": 8, "num_kv_heads": 8}
+    machine = {"preset": "a100-80g", "devices_per_node": 1}
+    run = run_config(model, length="64Ki", parallel=keys, hardware=machine)
+    best = solved(run).best
+    assert best.costs.forward_s.size <= 64
+
+
+def test_a_step_of_too_many_units_is_refused():
+    train = {"sequences_per_step": 16384}
+    machine = {"preset": "a100-80g", "devices_per_node": 1}
+    solution = solved(run_config("tiny", length="1Mi", train=train, hardware=machine))
+    (rejection,) = solution.rejected
+    assert "16,384 sequences x 512 subsequences x 1 stage has 8388608 units" in rejection.reason
+    assert "lower train.sequences_per_step" in rejection.reason
