@@ -12,6 +12,7 @@ from sppo.activations.activation_layout import OffloadSchedule, offload_schedule
 from sppo.activations.policy import policy_placement
 from sppo.activations.subsequence_placement import PlacementOf, SubsequencePlacement
 from sppo.config.model import ModelConfig
+from sppo.engine.arguments import check_engine, check_step
 from sppo.engine.attention.kv_store import KVStore
 from sppo.engine.executor import Executor, StepOutput
 from sppo.engine.msp.executor import MspExecutor
@@ -126,6 +127,10 @@ class Engine:
         stopwatch: Clock of the actions; None uses the host's clock.
         debug: Overwrite reusable memory with NaN when it is released: K/V and their gradients of
             a sequence, saved tensors in the stack of a LIFO arena.
+
+    Raises:
+        TypeError: A value of another type.
+        ValueError: Weights or gradients do not fit the model, or share memory.
     """
 
     def __init__(
@@ -150,6 +155,8 @@ class Engine:
         stopwatch: Stopwatch | None = None,
         debug: bool = False,
     ) -> None:
+        check_engine(model, weights, gradients, pipeline=pipeline, sharded=exchange)
+        self._checked_model = model if isinstance(weights, Mapping) else None
         self._pipeline = pipeline
         self._stopwatch = stopwatch
         self._shard = (
@@ -292,8 +299,13 @@ class Engine:
             Loss and executed actions of the step.
 
         Raises:
-            ValueError: Boundaries that do not tile a sequence.
+            TypeError: A value of another type.
+            ValueError: Boundaries that do not tile a sequence, ids beyond the vocabulary, tokens
+                without a label each, or another value out of range; nothing is computed then.
         """
+        if self._gradients is None:
+            raise ValueError("this engine only evaluates; give sppo.Engine gradients to train")
+        self._check(sequences, boundaries, num_valid=num_valid)
         if num_valid is None:
             num_valid = sum(data.num_valid for data in sequences)
         schedule, output = self._run(
@@ -318,7 +330,12 @@ class Engine:
         """Return the loss of each token of one sequence on this rank; 0 for ignored labels.
 
         ``[S]`` if one rank has all tokens and all stages; empty on ranks without the last stage.
+
+        Raises:
+            TypeError: A value of another type.
+            ValueError: See :meth:`accumulate`.
         """
+        self._check([data], [boundaries], num_valid=None)
         _, output = self._run([data], [boundaries], loss_scale=None)
         losses = output.token_losses
         return torch.cat([losses[key] for key in sorted(losses)]) if losses else torch.empty(0)
@@ -387,6 +404,23 @@ class Engine:
     def _offload_stores(self) -> list[OffloadStore]:
         own = [] if self._offloaded is None else [self._offloaded]
         return [*own, *self._offloaded_shards.values()]
+
+    def _check(
+        self,
+        sequences: Sequence[SequenceData],
+        boundaries: Sequence[Sequence[int]],
+        *,
+        num_valid: int | None,
+    ) -> None:
+        """Check a step of a Python program; training reads checked data, and does not wait here."""
+        if self._checked_model is not None:
+            check_step(
+                self._checked_model,
+                sequences,
+                boundaries,
+                num_valid=num_valid,
+                device=self._weights.device,
+            )
 
     def _run(
         self,

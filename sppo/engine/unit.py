@@ -19,10 +19,13 @@ class SequenceData:
     """Tokens and labels of one sequence of S tokens."""
 
     tokens_S: Tensor
+    """Ids below the size of the vocabulary, int64."""
     labels_S: Tensor
-    """Label of each token, shifted over the whole sequence; ``IGNORED_LABEL`` without a target."""
+    """Label of each token, shifted over the whole sequence; ``IGNORED_LABEL``, -100, without a
+    target. No other negative number is allowed."""
     document_starts: tuple[int, ...] = (0,)
-    """Start positions of documents isolated from each other in attention; (0,) if none are."""
+    """Ascending start positions of documents isolated from each other in attention; (0,) if none
+    are."""
 
     @property
     def num_valid(self) -> int:

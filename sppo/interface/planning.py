@@ -12,7 +12,7 @@ from sppo.config.run import RunConfig
 from sppo.config.run_warnings import log_run_warnings
 from sppo.hardware.run_hardware import hardware_line, run_hardware
 from sppo.interface.arguments import PATH, check_argument
-from sppo.output_file import write_json
+from sppo.output_file import check_output_files, write_json
 from sppo.planning.plan import ExecutionPlan, plan_json, read_plan
 from sppo.planning.search.solver import nearest_rejection
 from sppo.schedule.timeline import Timeline
@@ -150,10 +150,12 @@ def save_plan(plan: ExecutionPlan, path: Path | str) -> None:
 
     Raises:
         TypeError: ``plan`` or ``path`` has another type.
-        OSError: The file cannot be written.
+        ValueError: No file can be written there, e.g. in a directory that does not exist.
+        OSError: A full disk.
     """
     check_argument("sppo.save_plan", "plan", plan, ExecutionPlan)
     check_argument("sppo.save_plan", "path", path, PATH)
+    check_output_files({"sppo.save_plan: path": Path(path)})
     write_json(Path(path), plan_json(plan))
 
 

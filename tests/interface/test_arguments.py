@@ -43,6 +43,10 @@ def test_other_arguments_are_refused(run, call, says):
     assert says in str(caught.value)
 
 
-def test_a_plan_is_saved_under_a_path_alone(run):
+def test_a_plan_is_saved_under_a_path_alone(run, tmp_path):
+    plan = sppo.solve(run)
     with pytest.raises(TypeError, match=r"path=3\): give it a path"):
-        sppo.save_plan(sppo.solve(run), 3)
+        sppo.save_plan(plan, 3)
+    for path, says in ((tmp_path, "is a directory"), (tmp_path / "no/plan", "no directory")):
+        with pytest.raises(ValueError, match=f"sppo.save_plan: path {path}.*{says}"):
+            sppo.save_plan(plan, path)
