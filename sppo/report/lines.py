@@ -23,7 +23,7 @@ def print_line(text: str, console: Console, *, indent: int = 0, wraps: bool = Tr
         text = "\n".join(
             textwrap.fill(
                 line,
-                console.width,
+                max(1, console.width),  # COLUMNS may be 0
                 subsequent_indent=" " * (len(line) - len(line.lstrip()) + indent),
                 break_long_words=False,
                 break_on_hyphens=False,

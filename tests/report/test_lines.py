@@ -34,3 +34,8 @@ def test_words_are_never_broken(monkeypatch, terminal, columns, wraps, printed):
     console = Console(file=file, force_terminal=terminal, width=28, color_system=None)
     print_line(TEXT, console, indent=1, wraps=wraps)
     assert file.getvalue() == printed
+
+
+def test_no_columns_end_no_run(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "0")
+    print_line("two words", Console(file=io.StringIO()))
