@@ -193,7 +193,12 @@ def test_baselines_on_request():
 
 
 def test_baselines_of_a_machine_the_paper_does_not_know(run):
-    text = succeed("estimate", run, "--baselines")
+    result = call("estimate", run, "--baselines")
+    assert result.exit_code == 0
+    count = len(baselines.METHODS) + 1
+    assert f"each way to train: 1 of {count}, " in result.stderr
+    assert f"each way to train: {count} of {count}, SPPO ..." in result.stderr
+    text = result.stdout
     assert "longest sequence that fits on these devices (analytic)\n" in text
     assert "paper  " not in text.partition("longest sequence")[2]
 

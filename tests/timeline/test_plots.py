@@ -12,7 +12,7 @@ from sppo.schedule.abstract import AbstractCase, AbstractOffload, abstract_case
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.generate import generate
 from sppo.schedule.simulation.simulate import simulate
-from sppo.timeline import style
+from sppo.timeline import png, style
 from sppo.timeline.chrome_trace import write_trace
 from sppo.timeline.html import write_html
 from sppo.timeline.png import binary_step, write_png
@@ -89,6 +89,21 @@ def test_both_phases_of_msp_have_their_colours(tmp_path):
     assert {rgb(colour) for colour in style.PHASE_COLOURS.values()} <= seen
     write_png(path, timelines=[play(plain)])
     assert not {rgb(colour) for colour in style.PHASE_COLOURS.values()} & pixels(path)
+
+
+def test_shards_of_msp_have_a_mark_and_are_counted_as_parts(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(png, "write_figure", lambda path, figure, dpi: figures.append(figure))
+    timeline = play(make("sppo_msp", p=4, n=8, m=1))
+    png.write_png(tmp_path / "a.png", timelines=[timeline])
+    (legend,) = figures[0].legends
+    of_shards = [text.get_text().startswith("shard of stage 1") for text in legend.get_texts()]
+    markers = [getattr(mark, "get_marker", lambda: None)() for mark in legend.legend_handles]
+    assert [marker == "$s1$" for marker in markers] == of_shards
+    assert any(of_shards)
+    assert style.title(timeline, is_abstract=True).endswith(
+        "at most 8.4 units in flight, shards counted in part"
+    )
 
 
 def test_a_step_of_too_many_bars_is_painted(tmp_path):
