@@ -58,6 +58,11 @@ class AttentionInUse:
         return {"planned": self.planned, "used": [*self.used]}
 
 
+def load_attention(run: RunConfig, device: Device) -> None:
+    """Try the back ends of a run, which loads their libraries into the memory of a GPU."""
+    _names(run, device, tries=True)
+
+
 def with_attention_here(
     hardware: HardwareSpec, run: RunConfig, device: Device, *, tries: bool
 ) -> HardwareSpec:

@@ -33,6 +33,7 @@ from sppo.schedule.msp_groups import find_msp_groups, msp_ranges
 from sppo.training.checks.attention_in_use import (
     AttentionInUse,
     check_attention,
+    load_attention,
     with_attention_here,
 )
 from sppo.training.checks.input_checks import check_inputs, check_weights
@@ -112,6 +113,8 @@ def check_before_training(
     check_labels(training, steps=run.train.steps)
     if device.kind == "cpu":
         load_libraries(tensorboard=run.train.tensorboard)
+    if not starts_ranks:
+        load_attention(run, device)  # before the memory that is left is read
     free = find_free_memory(
         run,
         device,

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sppo.config import load_run
 from sppo.hardware.description import ATTENTION_BACKENDS
 from sppo.hardware.file import hardware_for
 from sppo.kernels.attention import choice
+from sppo.training.checks import preflight
 from sppo.training.checks.attention_in_use import check_attention, with_attention_here
 from tests.dry_run.cases import plan_for_gpu
 from tests.planning.cases import run_config
@@ -137,6 +139,20 @@ def test_a_plan_made_at_the_start_is_for_what_runs(
     hardware = with_attention_here(hardware_for(run.hardware), run, GPU, tries=True)
     assert hardware.device.attention_backend == priced
     check_attention(run, plan_for_gpu(run, hardware=hardware), GPU, tries=True)
+
+
+def test_kernels_are_loaded_before_free_memory_is_read(work, run_file, monkeypatch):
+    order = []
+    for name in ("load_attention", "find_free_memory"):
+        original = getattr(preflight, name)
+
+        def called(*arguments, name=name, original=original, **options):
+            order.append(name)
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(preflight, name, called)
+    preflight.check_before_training(load_run(run_file()))
+    assert order == ["load_attention", "find_free_memory"]
 
 
 def test_a_named_back_end_is_never_replaced(gpu):
