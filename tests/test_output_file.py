@@ -257,6 +257,7 @@ def test_devices_and_new_names_pass(path):
 
 _BY_ITSELF = {
     "sppo/output_file.py": "the mechanism",
+    "sppo/native_build.py": "the lock of a build, and why it failed",
     "sppo/report/metrics.py": "metrics.jsonl grows by whole lines",
     "sppo/data/preparation/token_writer.py": "in a directory that is renamed when it is complete",
     "sppo/training/run_directory.py": "the lock, which says who holds it",

@@ -72,10 +72,11 @@ class StepSamples:
         while (count := self._count_within_limit(self._token_ends(position, looked_at))) is None:
             looked_at *= 2
         if count > MOST_SAMPLES:
+            limit = self.tokens_per_step or 0
             raise ValueError(
-                f"train.tokens_per_step {self.tokens_per_step}: a step of it has {count} samples, "
-                f"and at most {MOST_SAMPLES} are packed together; lower it to about "
-                f"{self.tokens_per_step * MOST_SAMPLES // count}"
+                f"train.tokens_per_step {limit}: a step of it has {count} samples, and at most "
+                f"{MOST_SAMPLES} are packed together; lower it to about "
+                f"{limit * MOST_SAMPLES // count}"
             )
         return count
 
