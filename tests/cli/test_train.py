@@ -18,7 +18,6 @@ import pytest
 
 from sppo.checkpoint import checkpoint
 from sppo.kernels.native.machine_memory import MemoryRoom
-from sppo.offload.disk.disk_room import DiskRoom
 from sppo.report.metrics import JsonlSink
 from sppo.training import results as report
 from sppo.training import step_loop, trainer
@@ -267,7 +266,8 @@ def test_weights_of_another_shape(work):
 
 
 def test_too_little_space_for_the_first_checkpoint_is_told_before_the_first_step(work, monkeypatch):
-    monkeypatch.setattr(room_checks, "disk_room", lambda path: DiskRoom(free_bytes=1000))
+    full = shutil.disk_usage(work)._replace(free=1000)
+    monkeypatch.setattr(room_checks.shutil, "disk_usage", lambda path: full)
     error = refuse_unchanged(work, code=4)
     assert "are free for out/checkpoints: free some space, or set train.output" in error
     succeed("train", "run.yaml", "checkpoint.at_end=false")  # nothing is saved

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import shutil
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
@@ -16,7 +17,7 @@ from sppo.cost.memory.stage_memory import checkpoint_bytes
 from sppo.cost.memory.tier_memory import OFFLOADED, SAVED_IN_BACKGROUND
 from sppo.cost.parameters import num_parameters
 from sppo.kernels.native.process_memory import private_bytes
-from sppo.offload.disk.disk_room import DiskRoom, disk_room, is_memory, usable_directory
+from sppo.offload.disk.disk_room import DiskRoom, is_memory, usable_directory
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.plan_program import plan_candidate
 from sppo.planning.run_plan import offload_less
@@ -199,11 +200,10 @@ def check_first_checkpoint(run: RunConfig) -> None:
     saves = config.at_end or config.every not in ("auto", 0)
     if not saves or list_checkpoints(directory):
         return
-    existing = next(path for path in directory.absolute().parents if path.is_dir())
+    disk = shutil.disk_usage(next(path for path in directory.absolute().parents if path.is_dir()))
     needed = 3 * ACCUMULATION_BYTES * num_parameters(run.model)  # weights and both moments
-    free = disk_room(existing).free_bytes
-    if needed > free:
+    if disk.total and needed > disk.free:  # /proc and the like have no space at all, nor files
         raise MemoryError(
-            f"a checkpoint takes {format_bytes(needed)}, and {format_bytes(free)} are free for "
-            f"{directory}: free some space, or set train.output to another disk"
+            f"a checkpoint takes {format_bytes(needed)}, and {format_bytes(disk.free)} are free "
+            f"for {directory}: free some space, or set train.output to another disk"
         )
