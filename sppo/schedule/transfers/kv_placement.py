@@ -14,6 +14,7 @@ they need not be on the device:
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -81,7 +82,7 @@ def place_kv(
                 "units are cut (multiplexed sequence partitioning)"
             )
     programs = tuple(
-        _placed(program, offloaded=offloaded, recomputed=recomputed)
+        _placed(program, offloaded={*offloaded}, recomputed={*recomputed})
         for program in schedule.programs
     )
     return replace(schedule, programs=programs)
@@ -139,7 +140,8 @@ def _before_backwards(
         if key[0] in recomputed:
             found.setdefault(end, []).extend(a._replace(kind=ActionKind.KV) for a in units)
         elif key[0] in offloaded:
-            possible = [index for index in backwards if last_forward[key] < index < end]
+            begin = bisect_right(backwards, last_forward[key])
+            possible = backwards[begin : bisect_left(backwards, end)]
             chosen = possible[-len(units) :] or [end]
             for number, action in enumerate(units):
                 place = chosen[number * len(chosen) // len(units)]

@@ -15,7 +15,8 @@ def with_reductions(actions: Sequence[Action], *, stages: Sequence[int]) -> list
     for all reductions in flight.
     """
     backward = (ActionKind.B, ActionKind.W)
-    last = {a.stage: n for n, a in enumerate(actions) if a.kind in backward and a.stage in stages}
+    own = set(stages)
+    last = {a.stage: n for n, a in enumerate(actions) if a.kind in backward and a.stage in own}
     if last:
         last[max(last, key=last.__getitem__)] = len(actions) - 1
     ended = {index: stage for stage, index in last.items()}
