@@ -68,6 +68,7 @@ class StepSamples:
         Raises:
             ValueError: There are more than :data:`MOST_SAMPLES`.
         """
+        assert self.tokens_per_step is not None, "asked for only with tokens_per_step"
         looked_at = self._expected_samples
         while (count := self._count_within_limit(self._token_ends(position, looked_at))) is None:
             looked_at *= 2
