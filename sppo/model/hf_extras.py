@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sppo.config.json_file import parse_json
+from sppo.config.json_file import read_json
 from sppo.quoting import quoted
 
 _END = "eos_token_id"
@@ -87,7 +87,7 @@ def _mapping(path: Path) -> dict[str, Any]:
     """Return the settings in a JSON file; none if there is no such file."""
     if not path.is_file():
         return {}
-    value = parse_json(path.read_bytes(), source=str(path), strict=False)
+    value = read_json(path)
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds {quoted(value)}, not a mapping of settings")
     return value

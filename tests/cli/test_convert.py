@@ -254,6 +254,8 @@ def test_to_hf_takes_what_belongs_to_the_model_it_started_from(
     assert set(copied) < {path.name for path in (tmp_path / "m").iterdir()}
     written = json.loads((tmp_path / "m" / "config.json").read_text())
     assert [key for key in IDS if written[key] is None] == [key for key in IDS if key in missing]
+    eos = (files or {}).get("config.json") or {}
+    assert json.dumps(written["eos_token_id"]) == json.dumps(eos.get("eos_token_id"))
 
 
 def test_to_hf_of_random_weights_says_what_is_missing(tmp_path):
