@@ -14,6 +14,9 @@ from typing import Any
 # Waiting threads that spin slow everything down when other programs run on the machine. OpenMP
 # reads this variable when torch is imported, so it is set before imports that import torch.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Commands break lines at it; readline, which pytest imports, exports it behind Python's back.
+os.environ.pop("COLUMNS", None)
+os.unsetenv("COLUMNS")
 
 import numpy as np
 import pytest
