@@ -171,7 +171,7 @@ def test_what_a_call_reports(run_file):
 def test_bars_on_a_terminal(run_file):
     run = load_run(run_file())
     screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=120)
+    console = Console(file=screen, force_terminal=True, width=160)
     trainer.train(run, check_before_training(run), console=console)
     text = screen.getvalue()
     assert "step 4/4 | loss" in text
