@@ -71,7 +71,7 @@ class BlockSavePlanner(DefaultSavePlanner):
             self._copy.untyped_storage().resize_(0)
             self._copy = None
         tensor = _tensor_of(self.state_dict, index).detach()
-        if tensor.is_cpu and tensor.is_contiguous():
+        if tensor.is_cpu and tensor.is_contiguous() and tensor.numel():
             return _with_own_storage(tensor)
         self._copy = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
         return self._copy
