@@ -71,9 +71,12 @@ def test_it_is_what_the_allocator_hands_out(monkeypatch, threads, case, kind):
     sizes = TensorSizes(
         model, tokens, prefix, dtype.itemsize, "cpu", num_threads, casts=kind == "cast"
     )
-    for live_sets, seen in (
-        (attention_forward(sizes), seen_forward),
-        (attention_backward(sizes), seen_backward),
-    ):
+    compared = [(attention_backward(sizes), seen_backward)]
+    # With tiles (AMX) torch packs K and V for a forward in bf16, whatever this test pretends. A
+    # backward takes as much for dK and dV and more for the rest, so plans need not know.
+    if kind == "fp32" or not torch.cpu._is_amx_tile_supported():
+        compared.append((attention_forward(sizes), seen_forward))
+    assert seen_backward > seen_forward
+    for live_sets, seen in compared:
         name, planned = max(live_sets, key=lambda live: live[1])
         assert seen == pytest.approx(planned, rel=0.04, abs=64 << 10), name
