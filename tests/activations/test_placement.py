@@ -344,6 +344,7 @@ def test_hybrid_recomputes_nothing_where_what_hides_fits_by_a_hair():
             host_memory_bytes=2048 * GIB,
             d2h_bytes_per_s=14985396361.0,
             h2d_bytes_per_s=7492698180.5,
+            communicator_bytes=0,
             nodes=4,
         ),
         degrees=Degrees(1, 2, 4),
@@ -396,7 +397,7 @@ def test_a_tier_too_small_to_help_costs_nothing():
 
 def test_recomputing_takes_the_linear_class_first():
     run = run_config("llama-3.2-1b", length="128Ki")
-    hardware = machine(memory_bytes=17 * GIB, host_memory_bytes=0)
+    hardware = machine(memory_bytes=17 * GIB, host_memory_bytes=0, communicator_bytes=0)
     found = evaluate_candidate(
         candidate_of_subsequences(
             run, hardware=hardware, degrees=Degrees(1, 1, 8), num_subsequences=16

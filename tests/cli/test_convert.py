@@ -277,8 +277,8 @@ def test_to_hf_takes_the_tokenizer_of_another_directory(published, tmp_path):
 
 
 def test_to_hf_family(tmp_path):
-    output = save_checkpoint(tmp_path / "run", qk_norm=True)
-    done = convert("to-hf", output, tmp_path / "m")
+    output = save_checkpoint(tmp_path / "run", family=None, qk_norm=True)
+    done = convert("to-hf", output, tmp_path / "m", "--family", "mistral")
     assert done.exit_code == 2
     assert "mistral does not compute this model" in done.stderr
     assert "qk_norm is true, needs false" in done.stderr
