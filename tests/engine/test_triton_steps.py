@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sppo.kernels import cross_entropy, elementwise, fused, rotary
-from sppo.kernels.attention import block_attention
+from sppo.kernels.attention import merged_output
 from tests.engine.models import (
     Trained,
     assert_same_step,
@@ -28,7 +28,7 @@ SOME_VARIANTS = (
 def triton_everywhere(monkeypatch):
     """Also for norms, activations, rotary turns and the loss, which it serves on a GPU only."""
     need_triton("cpu")
-    for module in (fused, elementwise, rotary, block_attention, cross_entropy):
+    for module in (fused, elementwise, rotary, merged_output, cross_entropy):
         monkeypatch.setattr(module, "fused", lambda x: True)
 
 
