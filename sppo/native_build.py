@@ -162,13 +162,14 @@ def _build_once(library: Library) -> Path:
     with _alone(place / "lock"):
         if target.is_file():
             return target
-        if failure.is_file():
-            raise NotBuiltError(failure.read_text().strip())
+        if failure.is_file() and (reason := failure.read_text().strip()):
+            raise NotBuiltError(reason)
         print(f"sppo: building the {library.title}, once", file=sys.stderr, flush=True)
         try:
             _compile(library, target)
         except NotBuiltError as error:
-            failure.write_text(f"{error} (sppo doctor tries again)\n")
+            with suppress(OSError):  # the disk may be full, which may be why it failed
+                failure.write_text(f"{error} (sppo doctor tries again)\n")
             raise
     return target
 
@@ -213,9 +214,16 @@ def _compiler(library: Library) -> list[str]:
     """Return the compiler that CC or CXX names, flags included, else the first there is.
 
     Raises:
-        NotBuiltError: There is none.
+        NotBuiltError: There is none, or the variable is no command.
     """
-    named = shlex.split(os.environ.get(library.compiler_variable, ""))
+    given = os.environ.get(library.compiler_variable, "")
+    try:
+        named = shlex.split(given)
+    except ValueError as error:
+        variable = library.compiler_variable
+        raise NotBuiltError(
+            f"{variable}={given} is no command ({error}); mend or unset it"
+        ) from None
     for command in (named, *([name] for name in library.compilers)):
         if command and (found := shutil.which(command[0])):
             return [found, *command[1:]]

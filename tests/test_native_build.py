@@ -115,6 +115,27 @@ def test_a_compiler_that_fails_is_quoted_and_called_once(places, tmp_path, monke
     assert calls(broken) == 2
 
 
+def test_a_variable_that_is_no_command_is_said(places, monkeypatch):
+    monkeypatch.setenv("CC", "gcc '")
+    assert built(HOST_LIBRARY) == (
+        "not built: CC=gcc ' is no command (No closing quotation); mend or unset it"
+    )
+
+
+def test_a_failure_without_space_to_note_it_is_tried_again(places, tmp_path, monkeypatch):
+    broken = fake_compiler(tmp_path / "cc", "echo 'error: no space' >&2; exit 1")
+    monkeypatch.setenv("CC", str(broken))
+
+    def full(path, text):
+        path.touch()
+        raise OSError("no space")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    for _ in range(2):
+        assert built(HOST_LIBRARY) == f"not built: {broken} failed: error: no space"
+    assert calls(broken) == 2
+
+
 @pytest.mark.parametrize("compiler", [True, False])
 def test_an_installation_brings_the_libraries_or_their_sources(tmp_path, compiler):
     """The step of setup.py that pip runs, on a copy, for a package outside a clone."""
