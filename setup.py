@@ -22,8 +22,7 @@ class BuildWithNative(build_py):
         super().run()
         place = (ROOT if self.editable_mode else Path(self.build_lib)) / NATIVE_PLACE
         if not self.editable_mode:
-            skip = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / "csrc", place / "csrc", ignore=skip, dirs_exist_ok=True)
+            shutil.copytree(ROOT / "csrc", place / "csrc", dirs_exist_ok=True)
         runpy.run_path(str(ROOT / "sppo/native_build.py"))["build_native"](place)
 
     def get_source_files(self) -> list[str]:

@@ -1,8 +1,8 @@
 """Rates of copies between host memory and a CUDA device, by size, kind of host memory and library.
 
 Host memory is pageable, page-locked by torch, or an arena as in training: huge pages, bound to a
-NUMA node if there are several, registered with CUDA in one block. If cupy is installed, the arena
-is also copied with cupy's raw runtime: a difference would be the overhead of torch.
+NUMA node if there are several, registered with CUDA. If cupy is installed, the arena is also copied
+with cupy's raw runtime: a difference would be the overhead of torch.
 
 The GPUs of a machine share its memory, and some share a link to it. They are measured at the same
 time, by one process each, which stays near its GPU as in training.
