@@ -53,7 +53,8 @@ def check_engine(
         ("weights", weights, _WEIGHTS_ADVICE),
         ("gradients", {} if gradients is None else gradients, _GRADIENTS_ADVICE),
     ):
-        if not isinstance(value, Mapping) and not hasattr(value, "take"):
+        is_provider = hasattr(value, "take") and hasattr(value, "release")  # arrays have take, too
+        if not isinstance(value, Mapping) and not is_provider:
             raise TypeError(f"sppo.Engine({name}={quoted(value)}): tensors by name; {advice}")
     if not _is_plain(weights) or isinstance(sharded, MegatronSequenceParallel):
         return
@@ -71,11 +72,13 @@ def check_engine(
         advice=_GRADIENTS_ADVICE,
         like=first.new_empty(0, dtype=sums),
     )
+    owners = {weights[name].data_ptr(): f"weights[{name!r}]" for name in shapes}
     for name in shapes:
-        if 0 != gradients[name].data_ptr() == weights[name].data_ptr():
+        address, own = gradients[name].data_ptr(), f"gradients[{name!r}]"
+        if address and (other := owners.setdefault(address, own)) != own:
             raise ValueError(
-                f"sppo.Engine: gradients[{name!r}] is the memory of weights[{name!r}], to which "
-                f"gradients would be added; {_GRADIENTS_ADVICE}"
+                f"sppo.Engine: {own} is the memory of {other}, to which gradients would be added; "
+                f"{_GRADIENTS_ADVICE}"
             )
 
 

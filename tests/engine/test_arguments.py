@@ -42,6 +42,12 @@ def with_one(tensors, value):
     return {**tensors, name: value(tensors[name])}
 
 
+def all_in_one(weights):
+    """Gradients of all parameters at the begin of the same memory."""
+    memory = torch.zeros(max(weight.numel() for weight in weights.values()))
+    return {name: memory[: weight.numel()].view_as(weight) for name, weight in weights.items()}
+
+
 @pytest.mark.parametrize(
     ("changed", "error", "says"),
     [
@@ -54,7 +60,9 @@ def with_one(tensors, value):
         ({"weights": lambda w: {n: t.int() for n, t in w.items()}}, ValueError, "floating-point"),
         ({"gradients": []}, TypeError, r"gradients=\[\]\): tensors by name; sppo.zero_gradients"),
         ({"gradients": {}}, ValueError, "gradients lack embed.weight and .*; sppo.zero_gradients"),
+        ({"weights": torch.zeros(3)}, TypeError, r"weights=tensor\(.*: tensors by name"),
         ({"gradients": lambda w: w}, ValueError, "gradients.* is the memory of weights"),
+        ({"gradients": all_in_one}, ValueError, "gradients.* is the memory of gradients"),
         (
             {"gradients": lambda w: with_one(sppo.zero_gradients(w), torch.Tensor.bfloat16)},
             ValueError,
