@@ -15,6 +15,8 @@ from sppo.cost.communicators import OVERLAP_MAX_CTAS
 from sppo.parallel.job.peer_errors import peer_errors
 from sppo.parallel.mesh_shape import MeshShape
 
+_FIRST_ELEMENTS = (1, 8 << 20)
+"""Sizes of the first sums of a group, in fp32: of trees, and of what long messages take."""
 ReplicaGroup = Literal["stage", "keys", "block"]
 """Ranks that hold the same values of a parameter, by the name of their group in :class:`Groups`."""
 
@@ -109,10 +111,9 @@ class Mesh:
         return self._device is not None
 
     def send_first_messages(self) -> None:
-        """Send a small message in each group of collectives; every rank must call it.
+        """Send the :func:`first_messages` of each group of collectives; every rank must call it.
 
-        NCCL allocates the buffers of a group at its first message. Edges are connected by
-        :class:`sppo.parallel.pipeline_p2p.PipelineLinks`.
+        Edges are connected by :class:`sppo.parallel.pipeline_p2p.PipelineLinks`.
         """
         groups, exchanging = self.groups, self.groups.sequence
         token = torch.zeros(self.shape.sequence_parallel, device=self._device)
@@ -121,7 +122,7 @@ class Mesh:
                 dist.all_to_all_single(torch.empty_like(token), token, group=exchanging)
             for group in (exchanging, groups.stage, groups.block, groups.keys, groups.ends):
                 if group is not None:
-                    dist.all_reduce(token, group=group)
+                    first_messages(group, device=token.device)
 
     @property
     def is_distributed(self) -> bool:
@@ -270,6 +271,18 @@ class Mesh:
             device_id=self._device if on_device else None,
         )
         return None if is_alone else group
+
+
+def first_messages(group: ProcessGroup, *, device: torch.device) -> None:
+    """Send messages in a group, for which NCCL allocates the buffers of later ones.
+
+    NCCL connects a group once for each algorithm, when a message first takes it: short sums take
+    trees, broadcasts take rings, and long sums may take the switches between GPUs (NVLS).
+    """
+    short, long = (torch.zeros(size, device=device) for size in _FIRST_ELEMENTS)
+    dist.all_reduce(short, group=group)
+    dist.broadcast(short, group=group, group_src=0)
+    dist.all_reduce(long, group=group)
 
 
 def _limited_options(timeout: timedelta) -> Any:

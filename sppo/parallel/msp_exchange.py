@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from sppo.parallel.data_parallel import add_up, rows_of
 from sppo.parallel.job.peer_errors import peer_errors
-from sppo.parallel.mesh import Mesh
+from sppo.parallel.mesh import Mesh, first_messages
 
 
 class MspExchange:
@@ -208,7 +208,7 @@ class MspLinks:
     def connect(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Make missing communicators for ``ranges`` (first, last); every rank must call it.
 
-        NCCL allocates their buffers here, at a first message.
+        NCCL allocates their buffers here, at first messages.
         """
         new = sorted({*ranges} - self._known)
         self._known.update(new)
@@ -217,7 +217,7 @@ class MspLinks:
         if self._mesh.uses_nccl:
             with peer_errors("sending first messages to the other shards"):
                 for group in chain.from_iterable(made.values()):
-                    dist.all_reduce(self._token, group=group)
+                    first_messages(group, device=self._token.device)
 
     def exchange(self, positions: tuple[int, ...], owner: int) -> MspExchange:
         """Return the communication of the MSP group at ``positions``, owned by ``[owner]``."""

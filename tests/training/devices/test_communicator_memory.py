@@ -23,8 +23,18 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def connected(monkeypatch):
-    """The groups of a rank that have had a first message, by (members, purpose)."""
+    """The groups of a rank that are connected for each way of messages, by (members, purpose)."""
     found: set[tuple[tuple[int, ...], str]] = set()
+    ways: dict[tuple[tuple[int, ...], str], set[str]] = {}
+
+    def add(way, group):
+        """NCCL connects a group for trees, rings and NVLS when a message first takes them."""
+        ways.setdefault(group, set()).add(way)
+        if len(ways[group]) == 3:
+            found.add(group)
+
+    def add_sum(token, *, group):
+        add("trees" if token.numel() == 1 else "NVLS", group)
 
     def new_group(ranks, *, group_desc, **_):
         return tuple(ranks), group_desc
@@ -33,8 +43,9 @@ def connected(monkeypatch):
     dist = mesh_module.dist
     monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
     monkeypatch.setattr(dist, "new_group", new_group)
-    monkeypatch.setattr(dist, "all_reduce", lambda token, *, group: found.add(group))
-    monkeypatch.setattr(dist, "all_to_all_single", lambda out, token, *, group: found.add(group))
+    monkeypatch.setattr(dist, "all_reduce", add_sum)
+    monkeypatch.setattr(dist, "broadcast", lambda token, *, group, group_src: add("rings", group))
+    monkeypatch.setattr(dist, "all_to_all_single", lambda out, token, *, group: None)
     return found
 
 
