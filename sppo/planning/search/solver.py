@@ -96,8 +96,8 @@ def _scheduled(
 ) -> tuple[list[EvaluatedCandidate], list[EvaluatedCandidate]]:
     """Return the best of several candidates under the programs that are executed.
 
-    The best is the first that fits or, of those that take up to 1 % longer, the one that takes the
-    fewest bytes of host memory.
+    The best is, of those that take up to 1 % longer than the fastest, the one that takes the fewest
+    bytes of host memory. Candidates whose own schedule takes more than 1 % longer are not tried.
 
     Args:
         run: Run with all tiers decided.
@@ -117,8 +117,7 @@ def _scheduled(
         if found.shortfall is not None:
             lacking.append(found)
             continue
-        if not fitting:
-            most_s = min(leader.step_s, found.step_s) / WORTH_IT
+        most_s = min(most_s, min(leader.step_s, found.step_s) / WORTH_IT)
         fitting.append(found)
     return sorted(fitting, key=lambda one: _host_bytes(one, most_s=most_s)), lacking
 

@@ -62,3 +62,13 @@ def test_of_steps_within_a_percent_the_least_host_memory_is_best(monkeypatch, le
     fitting, lacking = solver._scheduled(None, steps)
     assert fitting[0] is steps[best]
     assert not lacking
+
+
+def test_host_memory_is_not_saved_by_a_slower_step(monkeypatch):
+    """The second leader gains a tenth by another schedule, and takes more host memory."""
+    first = SimpleNamespace(step_s=100.0, node_host_bytes=4, shortfall=None)
+    second = SimpleNamespace(step_s=100.5, node_host_bytes=8, shortfall=None)
+    faster = SimpleNamespace(step_s=90.0, node_host_bytes=8, shortfall=None)
+    monkeypatch.setattr(solver, "scheduled", lambda run, one: faster if one is second else one)
+    fitting, _ = solver._scheduled(None, [first, second])
+    assert fitting == [faster, first]
