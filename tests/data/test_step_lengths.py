@@ -11,7 +11,7 @@ from sppo.config import check_run
 from sppo.data.samples.document_samples import DocumentSamples
 from sppo.data.samples.length_distributions import DISTRIBUTIONS
 from sppo.data.samples.sample_table import sample_table
-from sppo.data.samples.step_lengths import DRAWN_STEPS, drawn_steps
+from sppo.data.samples.step_lengths import DRAWN_STEPS, drawn_steps, drawn_steps_if_there
 from sppo.data.tokens import open_tokens
 from tests.conftest import write_tokens
 
@@ -92,3 +92,10 @@ def test_mistakes_are_told(tmp_path, tokens):
 def test_torch_is_not_loaded():
     code = "import sys, sppo.data.samples.step_lengths; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_directory_that_holds_no_token_data_has_no_steps(tmp_path):
+    """Such as the default data: estimates need no data, so no command refuses it for them."""
+    (tmp_path / "text.txt").write_text("text", encoding="utf-8")
+    assert drawn_steps_if_there(run_of(tmp_path)) is None
+    assert drawn_steps_if_there(run_of(tmp_path / "missing")) is None

@@ -12,7 +12,7 @@ from sppo.config.run import RunConfig
 from sppo.data.samples.length_distributions import DISTRIBUTIONS, draw
 from sppo.data.samples.sample_table import no_samples_problem, sample_table
 from sppo.data.samples.step_samples import StepSamples
-from sppo.data.tokens import open_tokens
+from sppo.data.tokens import TOKENS_FILE, open_tokens
 from sppo.planning.corpus.search import DrawnSteps
 from sppo.quoting import quoted
 
@@ -57,7 +57,7 @@ def drawn_steps(run: RunConfig, *, distribution: str | None = None) -> DrawnStep
 
 def drawn_steps_if_there(run: RunConfig) -> DrawnSteps | None:
     """Draw steps from the token data of a run of documents; return None if there is no data."""
-    return drawn_steps(run) if Path(run.data.tokens).is_dir() else None
+    return drawn_steps(run) if (Path(run.data.tokens) / TOKENS_FILE).is_file() else None
 
 
 def _documents(run: RunConfig, distribution: str | None) -> tuple[NDArray[np.int64], str, str]:
