@@ -218,8 +218,8 @@ class TrainConfig(Section):
     ``tokens_per_step`` is required."""
     tokens_per_step: Tokens | None = None
     """Upper bound of the tokens of one optimizer step, over all replicas, with
-    ``data.samples=documents``: samples join the step until the next sample would exceed it. A step
-    of more than 16384 samples is refused."""
+    ``data.samples=documents``: samples join the step until the next sample would exceed it, or
+    until there are 16384, since all samples of a step are packed together."""
     dtype: ComputeDtype = "bf16"
     """Compute dtype of weights and activations; the optimizer keeps fp32 weights."""
     label_smoothing: float = Field(default=0, ge=0, lt=1)

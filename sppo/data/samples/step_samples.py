@@ -63,23 +63,13 @@ class StepSamples:
         return tuple(self.order.sequence_indices(position, count).tolist())
 
     def _samples_within_limit(self, position: int) -> int:
-        """Return the number of samples from ``position`` on within ``tokens_per_step``, or 1.
-
-        Raises:
-            ValueError: There are more than :data:`MOST_SAMPLES`.
-        """
-        assert self.tokens_per_step is not None, "asked for only with tokens_per_step"
+        """Return the number of samples from ``position`` on within the limits of a step, or 1."""
         looked_at = self._expected_samples
         while (count := self._count_within_limit(self._token_ends(position, looked_at))) is None:
+            if looked_at >= MOST_SAMPLES:
+                return MOST_SAMPLES
             looked_at *= 2
-        if count > MOST_SAMPLES:
-            limit = self.tokens_per_step or 0
-            raise ValueError(
-                f"train.tokens_per_step {limit}: a step of it has {count} samples, and at most "
-                f"{MOST_SAMPLES} are packed together; lower it to about "
-                f"{limit * MOST_SAMPLES // count}"
-            )
-        return count
+        return min(count, MOST_SAMPLES)
 
     @property
     def _expected_samples(self) -> int:
