@@ -22,6 +22,7 @@ from sppo.units import format_bytes
 _ADAPTER = TypeAdapter(HardwareSpec)
 _FIX = "sppo bench all -o FILE writes a good one"
 _SHOWN_PROBLEMS = 5
+_RULE_CHARACTERS = 1000
 
 
 def hardware_for(
@@ -135,7 +136,8 @@ def _problems(error: ValidationError) -> str:
     """Return a message with the first problems of `error`, each with the path of its value."""
     problems = error.errors(include_input=False, include_url=False, include_context=False)
     shown = [
-        f"{one_line('.'.join(map(str, problem['loc']))) or 'file'}: {one_line(problem['msg'])}"
+        f"{one_line('.'.join(map(str, problem['loc']))) or 'file'}: "
+        + one_line(problem["msg"].removeprefix("Value error, "), most=_RULE_CHARACTERS)
         for problem in problems[:_SHOWN_PROBLEMS]
     ]
     more = len(problems) - len(shown)

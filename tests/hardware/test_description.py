@@ -129,6 +129,13 @@ def test_a_measured_machine_is_read_back(tmp_path):
         (
             lambda values: {
                 **values,
+                "device": {**values["device"], "attention_backend": "flash"},
+            },
+            "device: hardware device.attention_backend is 'flash': it is one of cudnn, flash_attn",
+        ),
+        (
+            lambda values: {
+                **values,
                 "node": {**values["node"], "disk_write_bytes_per_s": 1.7e29},
             },
             r"node.disk_write_bytes_per_s is 1.7e\+29: no machine reaches that; at most 1e\+15",
