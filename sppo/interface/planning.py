@@ -139,6 +139,7 @@ def simulate(what: RunConfig | ExecutionPlan) -> Timeline:
     if isinstance(what, ExecutionPlan):
         case = simulated_plan(what).case
     else:
+        log_run_warnings(what)
         hardware = run_hardware(what)
         whole = with_chosen_degrees(what, hardware=hardware, draw=drawn_steps_if_there)
         case = simulated_run(whole.run, hardware=hardware).case

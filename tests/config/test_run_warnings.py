@@ -2,6 +2,7 @@
 
 import pytest
 
+import sppo
 from sppo.config import load_run
 from sppo.config.run_warnings import run_warnings
 from tests.conftest import succeed
@@ -28,8 +29,23 @@ def test_positions_that_are_stretched_too_little_or_enough():
 
 @pytest.mark.parametrize(
     "command",
-    ["config check run.yaml", "solve run.yaml", "estimate run.yaml", "eval run.yaml --initial"],
+    [
+        "config check run.yaml",
+        "solve run.yaml",
+        "estimate run.yaml",
+        "simulate run.yaml",
+        "eval run.yaml --initial",
+    ],
 )
 def test_every_command_says_them(work, caplog, command):
     succeed(*command.split(), "model.max_positions=32")
     assert "warning: sequence.length 64 is beyond the 32 positions" in caplog.text
+
+
+def test_every_function_that_plans_says_them(caplog):
+    model, data = {"preset": "tiny-test", "max_positions": 32}, {"tokens": "tokens"}
+    run = sppo.load_run({"model": model, "data": data, "sequence": {"length": 64}})
+    for plan in (sppo.solve, sppo.estimate, sppo.simulate):
+        caplog.clear()
+        plan(run)
+        assert "sequence.length 64 is beyond the 32 positions" in caplog.text
