@@ -85,6 +85,8 @@ def print_solution(
     if any(ratios):
         _say(console, offload_ratios_line(ratios))
     _say(console, f"MFU: {MFU_DEFINITION}")
+    if any(other.step_s < best.step_s for other in solution.runners_up):
+        _say(console, "of divisions within 1 % of the fastest, the best takes least host memory")
     left = hardware.num_devices - best.degrees.num_devices
     if left:
         _say(
