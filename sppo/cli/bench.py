@@ -206,7 +206,7 @@ def _write(
     if png is not None:
         from sppo.bench.report.plot import write_plot
 
-        write_plot(png, name=spec.name, measurements=found)
+        write_plot(png, name=spec.shown_name, measurements=found)
 
 
 def _report(spec: HardwareSpec, found: Measurements, *, output: Path | None) -> dict[str, Any]:

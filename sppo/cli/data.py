@@ -100,7 +100,14 @@ def prepare(
             force=force,
             on_progress=on_progress,
         )
-    typer.echo(_json(prepared) if json_output else _report(prepared))
+    if json_output:
+        typer.echo(_json(prepared))
+        return
+    from rich.console import Console
+
+    from sppo.report.lines import print_line
+
+    print_line(_report(prepared), Console(), indent=13)
 
 
 @app.command()

@@ -396,7 +396,7 @@ def _measured(hardware: Path | None) -> Iterator[Finding]:
         found = f"{hardware}: {error.strerror}" if isinstance(error, OSError) else str(error)
         yield Finding(subject, "rates", "broken", found, f"name another file, or measure: {bench}")
         return
-    yield Finding(subject, "rates", "ok", f"{spec.name}: {spec.provenance}, in {hardware}")
+    yield Finding(subject, "rates", "ok", f"{spec.shown_name}: {spec.provenance}, in {hardware}")
     device, node = spec.device, spec.node
     dtypes = sorted({point.dtype for point in device.gemm_points})
     rates = [f"{device.flops_per_s(dtype) / 1e12:.3g} TFLOP/s in {dtype}" for dtype in dtypes]
