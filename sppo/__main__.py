@@ -1,5 +1,6 @@
 """Entry point of the ``sppo`` command and of ``python -m sppo``, which also starts the ranks."""
 
+import logging
 import signal
 
 
@@ -15,7 +16,10 @@ def main() -> None:
     with without_calls_left_behind(), stop_signals():
         from sppo.cli.app import app
         from sppo.cli.exit_codes import standard_output
+        from sppo.report.lines import StderrFormatter
 
+        if logging.lastResort is not None:  # prints warnings where nothing else handles them
+            logging.lastResort.setFormatter(StderrFormatter())
         with standard_output():
             app()
 

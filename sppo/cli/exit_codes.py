@@ -142,8 +142,9 @@ def _naming(name: str) -> Iterator[None]:
 def fail(message: str, *, code: int) -> NoReturn:
     """Print `message` on stderr and end the command with exit code `code`."""
     from sppo.quoting import readable
+    from sppo.report.lines import for_stderr
 
-    typer.echo(f"error: {readable(message)}", err=True)
+    typer.echo(for_stderr(f"error: {readable(message)}"), err=True)
     raise typer.Exit(code) from None
 
 

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from sppo.report.lines import print_line
+from sppo.report.lines import for_stderr, print_line
 
 _REDRAWN_EVERY_S = 0.1
 """Smallest time in seconds between two redraws of the bars in a notebook."""
@@ -65,7 +65,7 @@ class LogHandler(logging.Handler):
             if is_story or _stderr_shares_terminal(self._console):
                 print_line(text, self._console)
             else:
-                print(text, file=sys.stderr, flush=True)
+                print(for_stderr(text), file=sys.stderr, flush=True)
         except Exception:  # as in logging.StreamHandler, a message never ends a run
             self.handleError(record)
 

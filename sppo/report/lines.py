@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 import textwrap
 from typing import TYPE_CHECKING
 
@@ -20,14 +22,36 @@ def print_line(text: str, console: Console, *, indent: int = 0, wraps: bool = Tr
         wraps: False for a command, which could not be copied in two lines.
     """
     if wraps and (console.is_terminal or "COLUMNS" in os.environ):
-        text = "\n".join(
-            textwrap.fill(
-                line,
-                max(1, console.width),  # COLUMNS may be 0
-                subsequent_indent=" " * (len(line) - len(line.lstrip()) + indent),
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-            for line in text.splitlines()
-        )
+        text = _broken(text, console.width, indent=indent)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def for_stderr(text: str) -> str:
+    """Return text as it is to be written to stderr, broken between words if that is a terminal."""
+    try:
+        width = os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError):
+        return text
+    return _broken(text, width, indent=2)
+
+
+class StderrFormatter(logging.Formatter):
+    """Formatter of log messages that are written to stderr."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the message, broken between words on a terminal."""
+        return for_stderr(super().format(record))
+
+
+def _broken(text: str, width: int, *, indent: int) -> str:
+    """Return text whose lines are at most `width` long, unless a word is longer."""
+    return "\n".join(
+        textwrap.fill(
+            line,
+            max(1, width),  # COLUMNS may be 0
+            subsequent_indent=" " * (len(line) - len(line.lstrip()) + indent),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for line in text.splitlines()
+    )
