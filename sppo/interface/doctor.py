@@ -8,7 +8,7 @@ import os
 import platform
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -57,30 +57,32 @@ def examine(hardware: Path | None = None) -> tuple[Finding, ...]:
     Args:
         hardware: File of ``sppo bench`` whose figures are reported as well.
     """
-    looks: tuple[Callable[[], Iterator[Finding]], ...] = (
-        _machine,
-        _limits,
-        _packages,
-        _native_parts,
-        _gpu,
-        _attention,
-        lambda: _measured(hardware),
-    )
-    return tuple(finding for look in looks for finding in _guarded(look))
+    looks: Mapping[str, Callable[[], Iterator[Finding]]] = {
+        "the machine": _machine,
+        "limits": _limits,
+        "packages": _packages,
+        "native parts": _native_parts,
+        "GPUs": _gpu,
+        "attention": _attention,
+        "measured rates": lambda: _measured(hardware),
+    }
+    return tuple(finding for what, look in looks.items() for finding in _guarded(what, look))
 
 
 _ANYTHING = (Exception, SystemExit)
 """Errors that the import of a broken package may raise."""
 
 
-def _guarded(look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """Yield the findings of a look; an error that ends it is the last of them."""
+def _guarded(what: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """Yield the findings of a look at `what`; an error that ends it is the last of them."""
     try:
         yield from look()
     except _ANYTHING as error:
         package = (getattr(error, "name", None) or "").split(".")[0]
-        advice = f"install {package or 'what it names'} again"
-        yield Finding("packages", package or "a package", "broken", _said(error), advice)
+        advice = "install the package that fails again"
+        if package:
+            advice = f"install it again: pip install --force-reinstall {package}"
+        yield Finding("packages", package or f"look at {what}", "broken", _said(error), advice)
 
 
 def _said(error: BaseException) -> str:
