@@ -33,6 +33,7 @@ EXAMPLES: Mapping[str, str] = {
     "model.rope_scaling.beta_fast": "32",
     "model.rope_scaling.beta_slow": "1",
     "model.rope_scaling.attention_factor": "1.2",
+    "model.rope_scaling.truncate": "false",
     "model.qk_norm": "true",
     "model.qkv_bias": "true",
     "model.output_bias": "true",

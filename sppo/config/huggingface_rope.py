@@ -18,7 +18,7 @@ _DEFAULT_THETA = 10_000.0
 ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "linear": (),
     "llama3": ("low_freq_factor", "high_freq_factor"),
-    "yarn": ("beta_fast", "beta_slow", "attention_factor"),
+    "yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate"),
 }
 """Keys of each rope type besides ``factor``; the names are the same in SPPO and in
 ``config.json``."""
@@ -68,7 +68,11 @@ def _read_scaling(kind: object, rope: Json, config: Json) -> dict[str, Any]:
         scaling["original_max_positions"] = _original_length(rope, config)
     if kind == "llama3":
         require(rope, ROPE_KEYS[kind])
-    scaling |= {key: number(rope, key) for key in ROPE_KEYS[kind] if rope.get(key) is not None}
+    scaling |= {
+        key: flag(rope, key) if key == "truncate" else number(rope, key)
+        for key in ROPE_KEYS[kind]
+        if rope.get(key) is not None
+    }
     if kind == "yarn":
         _read_yarn_variants(scaling, rope)
     return scaling
@@ -88,8 +92,6 @@ def _original_length(rope: Json, config: Json) -> int:
 
 def _read_yarn_variants(scaling: dict[str, Any], rope: Json) -> None:
     """Replace ``mscale / mscale_all_dim`` by the attention factor that they define."""
-    if rope.get("truncate") is not None and not flag(rope, "truncate"):
-        raise refusal("truncate", False, "true, correction ranges on whole dimensions")
     if "attention_factor" in scaling or not (rope.get("mscale") and rope.get("mscale_all_dim")):
         return
     log_factor = 0.1 * math.log(max(scaling["factor"], 1.0))
@@ -111,6 +113,7 @@ def _write_scaling(scaling: RopeScaling) -> dict[str, Any]:
     if scaling.type != "linear":
         mapping["original_max_position_embeddings"] = scaling.original_max_positions
     for key in ROPE_KEYS[scaling.type]:
-        if getattr(scaling, key) is not None:
-            mapping[key] = getattr(scaling, key)
+        value = getattr(scaling, key)
+        if value is not None and value is not True:  # truncate is true where it is left out
+            mapping[key] = value
     return mapping

@@ -33,6 +33,9 @@ class RopeScaling(Section):
     fully."""
     attention_factor: float | None = Field(default=None, gt=0)
     """``yarn``: scale of cos and sin; null computes 0.1 ln(factor) + 1."""
+    truncate: bool = True
+    """``yarn``: whether the ramp between fast and slow frequencies begins and ends at a whole pair
+    of dimensions."""
 
     @model_validator(mode="after")
     def _needs_original_length(self) -> Self:

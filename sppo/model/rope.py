@@ -84,8 +84,10 @@ def _yarn(
         """Return the index of the pair that turns ``rotations`` times in the original context."""
         return size * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = max(math.floor(pair_of(scaling.beta_fast)), 0)
-    high = min(math.ceil(pair_of(scaling.beta_slow)), size - 1)
+    low, high = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
     span = high - low or 0.001  # negative if both are beyond the head, as in transformers
     pairs = torch.arange(frequencies.shape[0], dtype=frequencies.dtype)
     ramp = ((pairs - low) / span).clamp(0, 1)

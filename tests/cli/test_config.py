@@ -36,6 +36,7 @@ def test_show_leaves_out_the_keys_of_other_kinds_of_stretching(run_yaml):
         "beta_fast": 32.0,
         "beta_slow": 1.0,
         "attention_factor": None,
+        "truncate": True,
     }
 
 

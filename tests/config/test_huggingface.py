@@ -214,7 +214,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
         ("llama", {"rope_scaling": {"type": "linear"}}, ["lacks factor"]),
         ("llama", {"rope_scaling": "yes"}, ["rope_scaling 'yes'"]),
         ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 2}}, ["low_freq_factor"]),
-        ("llama", {"rope_scaling": {**YARN, "truncate": False}}, ["truncate False"]),
+        ("llama", {"rope_scaling": {**YARN, "truncate": "no"}}, ["truncate 'no'"]),
         ("llama", {"rope_parameters": {"full_attention": YARN}}, ["one rotary setting"]),
         ("llama", {"layer_types": ["sliding_attention"] * 3}, ["no sliding_window"]),
         ("mistral", {"sliding_window": 0}, ["sliding_window 0"]),

@@ -30,6 +30,7 @@ CASES = {
     "yarn, ramp": (64, 10_000.0, {**YARN, "beta_fast": 16.0, "beta_slow": 2.0}),
     "yarn, attention factor": (64, 10_000.0, {**YARN, "attention_factor": 0.7}),
     "yarn, mscale": (64, 10_000.0, {**YARN, "mscale": 0.8, "mscale_all_dim": 1.4}),
+    "yarn, no whole pairs": (64, 10_000.0, {**YARN, "truncate": False}),
     "yarn, both beyond the head": (16, 10.0, YARN),
     "yarn, factor 1": (64, 10_000.0, {**YARN, "factor": 1.0}),
 }
