@@ -24,10 +24,10 @@ from typing import Any
 
 from option_types import output_file
 
+from sppo.config.run import DEGREES
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.file import read_hardware
 from sppo.output_file import write_text
-from sppo.planning.chosen_run import DEGREES
 
 PHASES = ("forward", "backward", "data and update")
 LLAMA = {

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sppo.config.run import DEGREES
 from sppo.output_file import write_text
-from sppo.planning.chosen_run import DEGREES
 
 TEXT = ("asyncio", "email", "http", "json", "logging", "unittest")
 LLAMA = {

@@ -80,6 +80,10 @@ class SequenceConfig(Section):
     """Explicit cuts, e.g. [0, 5000, 9000, 16384], instead of num_subsequences and partition."""
 
 
+DEGREES = ("data_parallel_degree", "pipeline_parallel_degree", "sequence_parallel_degree")
+"""Keys of the degrees of parallelism."""
+
+
 class ParallelConfig(Section):
     """Degrees of parallelism and the pipeline schedule.
 
@@ -116,6 +120,11 @@ class ParallelConfig(Section):
     timeout_s: float = Field(default=600, ge=1, le=LONGEST_TIMEOUT_S)
     """Seconds that a rank waits for another rank before it fails; ten times as long while
     checkpoints are read and written."""
+
+    @property
+    def open_degrees(self) -> tuple[str, ...]:
+        """Names of the degrees that are not written, which the solver chooses."""
+        return tuple(name for name in DEGREES if name not in self.model_fields_set)
 
 
 class ActivationsConfig(Section):

@@ -27,7 +27,6 @@ from sppo.parallel.job.environment import (
     with_module_path,
 )
 from sppo.parallel.mesh_shape import MeshShape
-from sppo.planning.chosen_run import open_degrees
 from sppo.planning.plan import ExecutionPlan
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ def made_ready(
         log_run_warnings(run)  # once for all ranks
     if environment is None:  # else rank 0 checks for all ranks, once they are connected
         check_inputs(run)
-    may_choose = plan is None and bool(open_degrees(run)) and find_gpus() is not None
+    may_choose = plan is None and bool(run.parallel.open_degrees) and find_gpus() is not None
     if may_choose:  # how many ranks there will be is known once torch has counted the devices
         check_room_for_libraries()
     else:

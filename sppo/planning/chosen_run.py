@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sppo.config.run import RunConfig
+from sppo.config.run import DEGREES, RunConfig
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.corpus.search import DrawnSteps, solve_corpus
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
@@ -17,7 +17,6 @@ from sppo.planning.search.choices import Degrees
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.solver import recommend
 
-DEGREES = ("data_parallel_degree", "pipeline_parallel_degree", "sequence_parallel_degree")
 Draw = Callable[[RunConfig], DrawnSteps | None]
 """Draws steps of a run of documents; returns None if there is no data to draw from."""
 
@@ -34,11 +33,6 @@ class ChosenRun:
 
     run: RunConfig
     chosen: tuple[str, ...] = ()
-
-
-def open_degrees(run: RunConfig) -> tuple[str, ...]:
-    """Return the names of the degrees that `run` leaves to the solver: those not written."""
-    return tuple(name for name in DEGREES if name not in run.parallel.model_fields_set)
 
 
 def with_chosen_degrees(
@@ -61,7 +55,7 @@ def with_chosen_degrees(
         ValueError: The run asks for something that the machine or the model cannot do.
     """
     longest = run_of_longest_samples(run)
-    if not open_degrees(run) or hardware.num_devices == 1:
+    if not run.parallel.open_degrees or hardware.num_devices == 1:
         return ChosenRun(longest)
     steps = draw(run) if draw is not None and run.data.samples == "documents" else None
     if steps is not None:
@@ -109,7 +103,7 @@ def _written(
             strict=True,
         )
     )
-    parallel: dict[str, object] = {name: numbers[name] for name in open_degrees(run)}
+    parallel: dict[str, object] = {name: numbers[name] for name in run.parallel.open_degrees}
     if virtual_stages > 1 and run.parallel.virtual_stages == "auto":
         parallel["virtual_stages"] = virtual_stages
     if schedule is not None and run.parallel.schedule == "auto":

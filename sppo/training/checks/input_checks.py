@@ -19,7 +19,6 @@ from sppo.hardware.presets import PRESETS
 from sppo.hardware.this_machine import find_gpus
 from sppo.model.hf_files import check_headers
 from sppo.offload.disk.disk_room import usable_directory
-from sppo.planning.chosen_run import open_degrees
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.run_plan import plan_run
 from sppo.planning.search.choices import Degrees, multiplexed_problem, shard_heads, uses_msp
@@ -90,7 +89,7 @@ def degree_problems(run: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield (key of ``parallel``, rule) for each degree that does not divide the model or step."""
     parallel, model = run.parallel, run.model
     # With GPUs, a degree that is left out is chosen when training starts.
-    decided = "pipeline_parallel_degree" not in open_degrees(run) or find_gpus() is None
+    decided = "pipeline_parallel_degree" not in run.parallel.open_degrees or find_gpus() is None
     if uses_msp(run) and decided:
         problem = multiplexed_problem(run, degrees=Degrees.of_run(run))
         if problem is not None:
@@ -169,7 +168,7 @@ def _check_plan(run: RunConfig) -> None:
     """Make a plan for a machine with unlimited memory; its errors apply to every machine."""
     from sppo.training.devices.choose_device import count_devices, device_kind
 
-    if open_degrees(run) and count_devices(run) > 1:
+    if run.parallel.open_degrees and count_devices(run) > 1:
         return  # the solver chooses degrees that are possible, when training starts
     machine = PRESETS["h100" if device_kind(run) == "cuda" else "laptop-cpu"]
     hardware = hardware_for(run.hardware, this_machine=machine)

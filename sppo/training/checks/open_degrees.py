@@ -5,9 +5,10 @@ from __future__ import annotations
 from math import prod
 
 from sppo.config import RunConfig
+from sppo.config.run import DEGREES
 from sppo.data.samples.step_lengths import drawn_steps_if_there
 from sppo.parallel.job.environment import RankEnvironment
-from sppo.planning.chosen_run import DEGREES, open_degrees, with_chosen_degrees
+from sppo.planning.chosen_run import with_chosen_degrees
 from sppo.training.checks.preflight import machine_of_ranks
 from sppo.training.devices.choose_device import choose_device, count_devices
 
@@ -24,7 +25,7 @@ def ranks_to_divide(run: RunConfig, environment: RankEnvironment | None) -> int:
     """
     ranks = count_devices(run) if environment is None else environment.world_size
     written = prod(getattr(run.parallel, name) for name in DEGREES)  # those left out are 1
-    return ranks if open_degrees(run) and written < ranks else 0
+    return ranks if run.parallel.open_degrees and written < ranks else 0
 
 
 def chosen_degrees(
@@ -47,4 +48,4 @@ def chosen_degrees(
     device = choose_device(run, environment=environment)
     hardware = machine_of_ranks(run, device, num_ranks=ranks, local_ranks=local_ranks)
     whole = with_chosen_degrees(run, hardware=hardware, draw=drawn_steps_if_there).run
-    return {name: getattr(whole.parallel, name) for name in open_degrees(run)}
+    return {name: getattr(whole.parallel, name) for name in run.parallel.open_degrees}
