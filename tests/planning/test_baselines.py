@@ -180,22 +180,23 @@ def row_of(name, hardware, model="llama-3.1-8b"):
 
 PUBLISHED = {
     # ALST (arXiv:2506.13996) and the comments in its run files; hosts of 1.9 TB.
-    "ALST, 1 H100": (ALST, "h100", 1, 1, 500_000, 1.4),
-    "ALST, 1 H200": (ALST, "h200", 1, 1, 1_200_000, 1.1),
-    "ALST, 8 H100": (ALST, "h100", 8, 1, 3_700_000, 1.1),
-    "ALST, 32 H100": (ALST, "h100", 8, 4, 15_000_000, 1.1),
+    "ALST, 1 H100": (ALST, "h100", 1, 1, 500_000, 0.9, 1.4),
+    "ALST, 1 H200": (ALST, "h200", 1, 1, 1_200_000, 0.9, 1.1),
+    "ALST, 8 H100": (ALST, "h100", 8, 1, 3_700_000, 0.9, 1.1),
+    # With NCCL's communicators, beside a reserve that was set before they were counted: 0.898.
+    "ALST, 32 H100": (ALST, "h100", 8, 4, 15_000_000, 0.89, 1.1),
     # FPDT (arXiv:2408.16978): what they trained, not where it ends; chunks of any size would do.
-    "FPDT, 4 A100": (FPDT, "a100-80g", 4, 1, 2_000_000, 5.0),
+    "FPDT, 4 A100": (FPDT, "a100-80g", 4, 1, 2_000_000, 0.9, 5.0),
 }
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_others_go_as_far_as_they_say(name):
-    """Of Llama-8B, to an eighth; one H100 ended at 555 000 tokens, not for want of memory."""
-    method, preset, devices, nodes, tokens, at_most = PUBLISHED[name]
+    """Of Llama-8B, to a tenth; one H100 ended at 555 000 tokens, not for want of memory."""
+    method, preset, devices, nodes, tokens, at_least, at_most = PUBLISHED[name]
     hardware = machine_of(preset, devices, nodes=nodes)
     row = row_of(method, hardware)
-    assert 0.875 * tokens <= row.longest_tokens <= at_most * tokens
+    assert at_least * tokens <= row.longest_tokens <= at_most * tokens
 
 
 def test_what_is_in_host_memory_is_not_on_the_device():

@@ -72,11 +72,13 @@ def test_it_is_what_the_allocator_hands_out(monkeypatch, threads, case, kind):
         model, tokens, prefix, dtype.itemsize, "cpu", num_threads, casts=kind == "cast"
     )
     compared = [(attention_backward(sizes), seen_backward)]
-    # With tiles (AMX) torch packs K and V for a forward in bf16, whatever this test pretends. A
-    # backward takes as much for dK and dV and more for the rest, so plans need not know.
     if kind == "fp32" or not torch.cpu._is_amx_tile_supported():
         compared.append((attention_forward(sizes), seen_forward))
-    assert seen_backward > seen_forward
+    else:
+        # With tiles (AMX) torch packs K and V for a forward in bf16, whatever this test pretends. A
+        # backward takes as much for dK and dV and more for the rest, so plans need not know.
+        planned = max(live for _, live in attention_forward(sizes))
+        assert planned * 0.96 <= seen_forward < seen_backward
     for live_sets, seen in compared:
         name, planned = max(live_sets, key=lambda live: live[1])
         assert seen == pytest.approx(planned, rel=0.04, abs=64 << 10), name
