@@ -29,7 +29,8 @@ _ELSEWHERE = {
 """What other programs' keys with these first words are called here."""
 
 _SHOWN_PROBLEMS = 20
-_RULE_CHARACTERS = 1000
+RULE_CHARACTERS = 1000
+"""Characters of a rule that a message shows at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Problem:
         """Return ``path  value  rule`` on one line; an empty path or value takes no space."""
         where = f"{one_line(self.path):<32} " if self.path else ""
         written = f"{one_line(self.value):<16} " if self.value else ""
-        return f"  {where}{written}{one_line(self.rule, most=_RULE_CHARACTERS)}".rstrip()
+        return f"  {where}{written}{one_line(self.rule, most=RULE_CHARACTERS)}".rstrip()
 
 
 class ConfigError(ValueError):

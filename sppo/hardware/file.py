@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from sppo.config.json_file import JsonError, read_json
-from sppo.config.problems import nearest
+from sppo.config.problems import RULE_CHARACTERS, nearest
 from sppo.config.run import DEFAULT_MARGIN, HardwareConfig
 from sppo.hardware.description import HOST_FRACTION, HardwareSpec
 from sppo.hardware.figures import check_plausible
@@ -22,7 +22,6 @@ from sppo.units import format_bytes
 _ADAPTER = TypeAdapter(HardwareSpec)
 _FIX = "sppo bench all -o FILE writes a good one"
 _SHOWN_PROBLEMS = 5
-_RULE_CHARACTERS = 1000
 
 
 def hardware_for(
@@ -137,7 +136,7 @@ def _problems(error: ValidationError) -> str:
     problems = error.errors(include_input=False, include_url=False, include_context=False)
     shown = [
         f"{one_line('.'.join(map(str, problem['loc']))) or 'file'}: "
-        + one_line(problem["msg"].removeprefix("Value error, "), most=_RULE_CHARACTERS)
+        + one_line(problem["msg"].removeprefix("Value error, "), most=RULE_CHARACTERS)
         for problem in problems[:_SHOWN_PROBLEMS]
     ]
     more = len(problems) - len(shown)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from sppo.config.model import ModelConfig
 from sppo.cost.layer import Mechanism
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.search.choices import Degrees
+from sppo.planning.search.choices import Degrees, divisors
 from sppo.units import KIB
 
 
@@ -55,20 +55,16 @@ def _whole_sequences(_model: ModelConfig, hardware: HardwareSpec) -> Iterator[De
 
 def _inside_nodes(model: ModelConfig, hardware: HardwareSpec) -> Iterator[Degrees]:
     """Yield degrees with groups inside a node and as many equal stages as the devices allow."""
-    for group in _divisors(hardware.node.num_devices):
+    for group in divisors(hardware.node.num_devices):
         room = hardware.num_devices // group
         if model.num_heads % group == 0:
-            stages = max(n for n in _divisors(model.num_layers) if n <= room)
+            stages = max(n for n in divisors(model.num_layers) if n <= room)
             yield Degrees(room // stages, stages, group)
 
 
 def _across_heads(model: ModelConfig, hardware: HardwareSpec) -> Iterator[Degrees]:
-    group = max(n for n in _divisors(model.num_heads) if n <= hardware.num_devices)
+    group = max(n for n in divisors(model.num_heads) if n <= hardware.num_devices)
     yield Degrees(hardware.num_devices // group, 1, group)
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 KEEPS_EVERYTHING = "one device, no recompute"

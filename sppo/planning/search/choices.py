@@ -348,9 +348,9 @@ def virtual_stages_to_try(run: RunConfig, *, num_ranks: int) -> tuple[int, ...]:
         return (asked,)
     if asked_schedule(run) not in ("auto", LOOPED):
         return (1,)
-    divisors = _divisors(run.model.num_layers // num_ranks)[1:]
-    last, steps = len(divisors) - 1, _MOST_VIRTUAL_STAGES - 1
-    chosen = {divisors[last * step // steps] for step in range(steps + 1) if divisors}
+    several = divisors(run.model.num_layers // num_ranks)[1:]
+    last, steps = len(several) - 1, _MOST_VIRTUAL_STAGES - 1
+    chosen = {several[last * step // steps] for step in range(steps + 1) if several}
     # With one stage on a rank, K and V are always in use and cannot leave the device.
     fewest = [] if chosen and places_kv(run) else [1]
     return (*fewest, *sorted(chosen))
@@ -394,7 +394,7 @@ def cut_sequence(
 def _sequence_degrees(hardware: HardwareSpec, *, fixed: dict[str, int]) -> list[int]:
     if "sequence_parallel_degree" in fixed:
         return [fixed["sequence_parallel_degree"]]
-    return _divisors(hardware.node.num_devices)
+    return [*divisors(hardware.node.num_devices)]
 
 
 def _pipeline_degrees(run: RunConfig, *, room: int, fixed: dict[str, int]) -> list[int]:
@@ -403,8 +403,8 @@ def _pipeline_degrees(run: RunConfig, *, room: int, fixed: dict[str, int]) -> li
     if "pipeline_parallel_degree" in fixed:
         return [fixed["pipeline_parallel_degree"]]
     # Try degrees that give stages equal layers, and degrees that leave no device unused.
-    equal = {n for n in _divisors(run.model.num_layers) if n <= room}
-    return sorted(equal | set(_divisors(room)))
+    equal = {n for n in divisors(run.model.num_layers) if n <= room}
+    return sorted(equal | set(divisors(room)))
 
 
 def _data_degree(run: RunConfig, *, room: int, fixed: dict[str, int], samples: int | None) -> int:
@@ -414,7 +414,7 @@ def _data_degree(run: RunConfig, *, room: int, fixed: dict[str, int], samples: i
     if samples is not None:
         return 1 if run.parallel.zero >= _SHARDED_GRADIENTS else max(1, min(room, samples))
     sequences = run.train.sequences_per_step
-    return max(n for n in _divisors(sequences) if n <= max(1, room))
+    return max(n for n in divisors(sequences) if n <= max(1, room))
 
 
 def _refusal(run: RunConfig, *, degrees: Degrees, total: int, samples: int | None) -> str | None:
@@ -456,7 +456,7 @@ def _refusal(run: RunConfig, *, degrees: Degrees, total: int, samples: int | Non
 
 
 @lru_cache(maxsize=1024)
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> tuple[int, ...]:
     """Return the divisors of `number`, ascending."""
     low = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
-    return sorted({*low, *(number // n for n in low)})
+    return tuple(sorted({*low, *(number // n for n in low)}))
