@@ -2,15 +2,12 @@
 # What can only be tried on a GPU, in under nine minutes, what matters most first. Results go to OUT (default:
 # docs/results/gpu), each with date, device and command; what came of all of it to report.json there. In this order:
 #
-#   offload    every bit comes back, also across the border of two page-locked chunks (64 GiB each where there is room)
-#   sanitizer  the order of every access of memory
-#   attention  the rate of every back end; keys: prefixes of 2^31 elements with every fast back end against Triton's
-#   pcie       copies, on all GPUs at once
+#   tests      the tests marked gpu, six at a time; sanitizer: queues with the order of every access of memory checked
 #   messages   two GPUs: memory of communicators, products beside an open receive by number of thread blocks (CTAs)
 #   two_gpus   two GPUs: the tests marked multigpu
-#   overlap    compute beside copies
-#   training   losses beside a CPU's, the first step with CUDA_MODULE_LOADING=LAZY and EAGER, a billion parameters
-#   tests      the tests marked gpu; bench: all benchmarks
+#   bench      rates of the machine: hardware.json
+#   attention  the rate of every back end
+#   training   a billion parameters, 32Ki and 128Ki tokens: times and memory beside what those rates predict
 #
 #   SPPO_PYTHON  the interpreter with torch for CUDA (default: python3)
 #   SPPO_WHEELS  a directory of wheels, for a machine that reaches no package index: they are installed first, without
@@ -61,7 +58,7 @@ mkdir -p "$out"
 quick=${SPPO_GPU_CHECK_QUICK:+--quick}
 
 # Everything is tried, whatever fails first: time on a GPU is rare.
-all_s=530
+all_s=500
 failed=()
 steps=()
 try() { # NAME MOST_SECONDS COMMAND...
@@ -89,28 +86,22 @@ mkdir "$runs"
 try build 40 "$python" -c 'import pathlib, runpy
 build = runpy.run_path("sppo/native_build.py")["build_native"]
 build(pathlib.Path("sppo/kernels/_native"))'
-# Offloading brings back every bit, whatever is late; then the same with every access of memory checked for its order.
-try offload 90 "$python" -m pytest -q -m gpu -p no:cacheprovider tests/offload
+try tests 200 "$python" -m pytest -q -m gpu -n 6 -p no:cacheprovider
 TORCH_CUDA_SANITIZER=1 try sanitizer 60 "$python" -m pytest -q -m gpu -p no:cacheprovider \
     tests/offload/queues/test_cuda_queues.py -k "bring_back and none"
-try attention 60 "$python" -c 'from sppo.__main__ import main; main()' bench attention --queries 8Ki \
-    --keys 128Ki --heads 32/8 --head-size 128 --dtype bf16 --png "$out/attention.png" --json
-try keys 45 "$python" -m pytest -q -m gpu -p no:cacheprovider tests/kernels/attention/test_many_keys.py
-try pcie 40 "$python" -c 'from sppo.__main__ import main; main()' bench pcie $quick --json
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 if [ "${gpus:-1}" -ge 2 ]; then
     try messages 60 "$python" scripts/gpu_messages.py "$out/messages.json"
     try two_gpus 120 "$python" -m pytest -q -m multigpu -p no:cacheprovider
 fi
-try overlap 40 "$python" -c 'from sppo.__main__ import main; main()' bench overlap $quick --json
-try training 240 "$python" scripts/gpu_training.py "$out/training.json" --directory "$runs" --seconds 230 $quick
-try tests 150 "$python" -m pytest -q -m gpu -p no:cacheprovider --ignore=tests/offload \
-    --ignore=tests/kernels/attention/test_many_keys.py
-try bench 150 "$python" -c 'from sppo.__main__ import main; main()' bench all $quick \
-    -o "$out/hardware.json"
-for name in attention pcie overlap; do
-    if grep -qs '^{' "$out/$name.log"; then sed -n '/^{/,$p' "$out/$name.log" >"$out/$name.json"; fi
-done
+try bench 150 "$python" -m sppo bench all $quick -o "$out/hardware.json"
+measured=()
+if [ -e "$out/hardware.json" ]; then measured=(--hardware "$out/hardware.json"); fi
+try attention 40 "$python" -m sppo bench attention --queries 8Ki --keys 128Ki --heads 32/8 --head-size 128 \
+    --dtype bf16 --json
+try training 300 "$python" scripts/gpu_training.py "$out/training.json" --directory "$runs" \
+    --seconds $((all_s - SECONDS - 5)) "${measured[@]}" $quick
+if grep -qs '^{' "$out/attention.log"; then sed -n '/^{/,$p' "$out/attention.log" >"$out/attention.json"; fi
 "$python" - "$out" "${steps[@]}" <<'PY'
 import json
 import sys
@@ -119,7 +110,7 @@ from pathlib import Path
 out, steps = Path(sys.argv[1]), [step.split(":") for step in sys.argv[2:]]
 report = dict(line.split(": ", 1) for line in (out / "where.txt").read_text().splitlines())
 report["steps"] = {name: {"end": end, "seconds": int(seconds)} for name, end, seconds in steps}
-for name in ("training", "hardware", "attention", "pcie", "overlap", "messages"):
+for name in ("training", "hardware", "attention", "messages"):
     path = out / f"{name}.json"
     try:
         report[name] = json.loads(path.read_text())

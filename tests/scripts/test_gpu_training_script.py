@@ -29,15 +29,12 @@ def test_the_rehearsal_fills_the_report(tmp_path):
     assert found["failed"] == []
     assert done.returncode == 0, done.stderr
     (compared,) = found["losses"]
-    assert compared["largest_difference"] == {"cpu and gpu": 0.0, "retained and offloaded": 0.0}
-    assert compared["same_bits_offloaded"]
-    assert [row["run"] for row in found["memory"]] == ["gpu retain", "gpu offload_all"]
+    assert compared["largest_difference"] == 0.0
+    assert [row["run"] for row in found["memory"]] == ["retain", "offload_all"]
     assert found["memory"][0]["memory_bytes"]["weights"]["measured"] > 0
     (times,) = found["times"]
-    assert times["step_time_ratio"] > 0
-    assert times["copies"]["exposed_s"]["measured"] >= 0
-    assert [row["loading"] for row in found["first_step"]] == ["LAZY", "EAGER"]
-    assert all(row["first_step_s"] > 0 for row in found["first_step"])
+    assert min(times["over_least_step_s"].values()) == 1.0
+    assert times["copies"]["offload_all"]["exposed_s"]["measured"] >= 0
     (beside,) = found["transformers"]
     assert beside["step_s"] > 0
     assert len(beside["loss"]) == 2

@@ -359,7 +359,7 @@ def test_memory_that_cannot_be_locked_is_said(monkeypatch):
 @pytest.mark.usefixtures("tensors_on_the_gpu")
 @on_gpu
 def test_streams_bring_back_what_was_sent(delay_cycles, kind, lag, interleaved, tmp_path):
-    queues = CudaQueues(torch.device("cuda"), poison=True, delay_cycles=delay_cycles)
+    queues = CudaQueues(torch.device("cuda", 0), poison=True, delay_cycles=delay_cycles)
     bring_back(queues, kind=kind, lag=lag, interleaved=interleaved, directory=tmp_path)
 
 
@@ -372,7 +372,7 @@ def test_a_step_given_up_leaves_the_streams_idle():
     def give_up(key, tensors):
         raise GiveUpError
 
-    queues = CudaQueues(torch.device("cuda"), poison=True, delay_cycles=4_000_000)
+    queues = CudaQueues(torch.device("cuda", 0), poison=True, delay_cycles=4_000_000)
     store = OffloadStore(queues)
     with pytest.raises(GiveUpError):
         run_step(store, interleaved=True, alter=give_up)
@@ -383,7 +383,7 @@ def test_a_step_given_up_leaves_the_streams_idle():
 
 @on_gpu
 def test_host_memory_is_page_locked():
-    queues = CudaQueues(torch.device("cuda"))
+    queues = CudaQueues(torch.device("cuda", 0))
     memory = queues.host_memory(1 << 20)
     assert memory.is_pinned()
     queues.close()
@@ -393,13 +393,15 @@ def test_host_memory_is_page_locked():
 @on_gpu
 def test_copies_cross_the_border_of_two_locked_chunks(monkeypatch):
     monkeypatch.setattr(page_lock, "CHUNK_BYTES", page_lock.PIECE_BYTES)
-    queues = CudaQueues(torch.device("cuda"))
+    queues = CudaQueues(torch.device("cuda", 0))
     size = 3 * page_lock.PIECE_BYTES
     host = Region("host", 0, queues.host_memory(size))
     sent = torch.randint(256, (size,), dtype=torch.uint8, device="cuda")
     ring = Region("ring", 0, torch.zeros_like(sent))
-    copied = queues.copy_out(host, [(0, sent)], after=[])
-    back = queues.copy_back(ring, host, size, after=[(Ordering.FILLED_BEFORE_READ, copied)])
+    made = (Ordering.PRODUCED_BEFORE_OUT, queues.produced([sent, ring.data]))
+    copied = queues.copy_out(host, [(0, sent)], after=[made])
+    arrived = (Ordering.FILLED_BEFORE_READ, copied)
+    back = queues.copy_back(ring, host, size, after=[made, arrived])
     queues.use(ring, back)
     assert torch.equal(ring.data, sent)
     queues.close()

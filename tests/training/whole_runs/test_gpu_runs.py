@@ -175,6 +175,31 @@ def test_losses_on_a_gpu_are_those_of_the_cpu(small, work, sections):
 
 
 @gpu_test
+def test_where_activations_go_changes_no_bit(work, run_file, monkeypatch):
+    """In fp32, in which attention is products of matrices and can add in a fixed order."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    (work / "spill").mkdir()
+    everywhere = (
+        {"policy": "retain"},
+        {"policy": "recompute"},
+        {"policy": "offload_all"},
+        {"policy": "offload_all", "tier": "disk", "disk": "spill"},
+    )
+
+    def losses(activations):
+        output = f"gpu-{activations['policy']}-{activations.get('tier')}"
+        run = load_run(run_file(activations=activations, train={"output": output, "dtype": "fp32"}))
+        return train(run, choose_device(run))[1]
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        retained, *others = map(losses, everywhere)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert others == [retained] * 3
+
+
+@gpu_test
 def test_evaluation_on_a_gpu_is_that_of_the_cpu(small):
     of, _ = small
     run = of("never")
