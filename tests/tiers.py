@@ -11,10 +11,12 @@ tier, chosen by their parameters; of one by :func:`only` or :func:`without` thos
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
+
+import pytest
 
 default_tier = True
 """Whether pytest was asked for the default tier, which ``tests/conftest.py`` finds out."""
@@ -23,6 +25,34 @@ default_tier = True
 def examples(few: int, *, all: int) -> int:
     """Examples of a hypothesis test: ``few`` in the default tier, ``all`` with ``--all``."""
     return few if default_tier else all
+
+
+def exhaustive(*values: Any) -> list[Any]:
+    """Mark values of one parameter, whose cases are left to the exhaustive tier."""
+    return [pytest.param(value, marks=pytest.mark.exhaustive) for value in values]
+
+
+def default_of(values: Iterable[Any], *kept: Any) -> list[Any]:
+    """Return the values of one parameter, all but ``kept`` left to the exhaustive tier."""
+    return [value if value in kept else exhaustive(value)[0] for value in values]
+
+
+def each_once(*axes: Iterable[Any]) -> list[Any]:
+    """Return all combinations of the values of several parameters.
+
+    The default tier meets every value in one of as few cases as there are values of the longest
+    axis; all other cases are left to the exhaustive tier.
+    """
+    lists = [list(axis) for axis in axes]
+    lengths = [len(values) for values in lists]
+    default = {tuple(i % length for length in lengths) for i in range(max(lengths))}
+    return [
+        pytest.param(
+            *(values[i] for values, i in zip(lists, indices, strict=True)),
+            marks=() if indices in default else pytest.mark.exhaustive,
+        )
+        for indices in itertools.product(*map(range, lengths))
+    ]
 
 
 OTHER_MARKS = ("gpu", "multigpu", "slow")
@@ -630,11 +660,6 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
             "each class, fate and interval once"
         ),
     },
-    "schedule/multiplexing/test_multiplex.py": {
-        "test_idle_shares_of_the_page_on_schedules": only(
-            "4-8-*", why="long programs are searched for seconds; the others are of the same kind"
-        ),
-    },
     "planning/search/test_feasibility.py": {
         "test_the_quick_time_is_near_the_solvers": without(
             "run2-*", why="the largest of five requests"
@@ -730,77 +755,6 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
             why="both ends of the table",
         ),
     },
-    # kernels/
-    "kernels/test_cross_entropy.py": {
-        "test_a_large_vocabulary_takes_little_memory": replaced(
-            "kernels/test_cross_entropy.py::test_memory_is_a_tile_of_logits_and_some_rows_of_it",
-            "kernels/test_cross_entropy.py::test_a_tile_is_as_large_as_its_bytes_allow",
-            why="the bytes of small vocabularies, and how large a tile is",
-        ),
-    },
-    "kernels/triton/test_cross_entropy.py": {
-        "test_losses_and_gradient": each("each type, shape and term of the loss once"),
-        "test_huge_logits_do_not_overflow": each("each type and term of the loss once"),
-        "test_one_word": each("each type and term of the loss once"),
-    },
-    "kernels/triton/test_elementwise.py": {
-        "test_a_gradient_around_a_norm": each("each norm, shape and type once"),
-        "test_rotary": each("each shape and type once"),
-    },
-    "kernels/attention/test_contract.py": {
-        "test_grouped_queries": without(
-            "triton-*-5", "triton-*-8", why="Triton is interpreted; compiled back ends meet all"
-        ),
-        "test_every_dtype": without(
-            "triton-*-float16",
-            "triton-*-float32",
-            "triton-*-float64",
-            why="bf16 of interpreted kernels stays; other tests of them are in fp32",
-        ),
-        "test_head_sizes": without("triton-*-256", "triton-*-128", why="smaller ones stay"),
-        "test_two_runs_give_the_same_bits": without(
-            "triton-*", why="its interpreter runs programs one after the other"
-        ),
-        "test_random_shapes": without("triton-*-3", "triton-*-4", why="six other shapes stay"),
-    },
-    "kernels/native/test_cpu_allocator.py": {
-        "test_pool_is_clean_under_sanitizers": replaced(
-            "kernels/native/test_cpu_allocator.py::test_tensors_live_in_the_pool_and_leave_it",
-            "offload/disk/test_file_tier_faults.py::test_the_sources_pass_the_sanitizers",
-            why="what the pool does; one compilation with sanitizers stays, that of file tiers",
-        ),
-        "test_the_profiler_sees_what_the_pool_hands_out": replaced(
-            "kernels/native/test_cpu_allocator.py::test_tensors_live_in_the_pool_and_leave_it",
-            why="what the pool hands out; what it tells the profiler shows in the other tier alone",
-        ),
-        "test_training_is_the_same_bit_for_bit": replaced(
-            "kernels/native/test_cpu_allocator.py::test_tensors_live_in_the_pool_and_leave_it",
-            "test_hf_training.py::test_five_steps_are_those_of_transformers",
-            why="runs of the command train in the pool, some of them beside transformers",
-        ),
-        "test_temporaries_of_kernels_and_of_other_threads_count": replaced(
-            "kernels/native/test_cpu_allocator.py::test_tensors_live_in_the_pool_and_leave_it",
-            "cost/live_sets/test_working_set.py::test_it_is_what_the_allocator_hands_out",
-            why="temporaries of a step are counted there, in this process",
-        ),
-        "test_tensors_from_before_and_through_numpy_and_resize": replaced(
-            "kernels/native/test_cpu_allocator.py::test_tensors_live_in_the_pool_and_leave_it",
-            why="tensors from elsewhere, which no run has once it trains",
-        ),
-    },
-    "offload/disk/test_file_tier.py": {
-        "test_bytes_come_back": pairs("ways to open x offsets x sizes; every two of them meet"),
-    },
-    "offload/queues/test_thread_queues.py": {
-        "test_a_program_may_end_with_work_in_its_queues": without(
-            "*-7", why="os._exit waits for nothing, whatever the threads do"
-        ),
-    },
-    "offload/disk/test_file_tier_faults.py": {
-        "test_the_sources_pass_the_sanitizers": only(
-            "address,undefined", why="one compilation; races of threads show in the other tier"
-        ),
-    },
     "parallel/job/test_rendezvous.py": {
         "test_a_limit_of_open_files_is_raised_or_refused": only(
             "50-64-*", why="refused; what is raised shows nothing but the limit"
@@ -876,14 +830,6 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
             "parallel/job/test_launch.py::test_a_signal_reaches_every_rank_once",
             why="the same signal, sent to one process; that ranks are in a group of their own shows"
             " in the other tier alone",
-        ),
-    },
-    "kernels/triton/test_compiles.py": {
-        "test_kernels_compile_and_fit": replaced(
-            "kernels/triton/test_elementwise.py::test_rms_norm",
-            "kernels/triton/test_cross_entropy.py::test_losses_and_gradient",
-            "kernels/attention/test_contract.py::test_every_case",
-            why="what they compute shows here; that they compile for GPUs in the other tier",
         ),
     },
     "scripts/test_full_disk_script.py": {

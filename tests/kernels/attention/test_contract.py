@@ -8,6 +8,7 @@ fp32 the sums' own roundoff counts: 2e-6 for the 130 terms here, and 1e-13 in fl
 Operands and totals lie between NaNs, and fresh memory is full of them.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import pytest
@@ -55,6 +56,16 @@ class Shape:
 @pytest.fixture(params=ATTENTION_PLACES)
 def place(request):
     return request.param
+
+
+def each_place(name, values, *, interpreted):
+    """Parametrize a test by place and ``name``; the default tier interprets few values."""
+    cases = []
+    for place, value in itertools.product(ATTENTION_PLACES, values):
+        left = place.values[0] == ("triton", "cpu") and value not in interpreted
+        marks = [*place.marks, *([pytest.mark.exhaustive] if left else [])]
+        cases.append(pytest.param(*place.values, value, id=f"{place.id}-{value}", marks=marks))
+    return pytest.mark.parametrize(("place", name), cases)
 
 
 @pytest.fixture(autouse=True)
@@ -188,7 +199,7 @@ def test_every_case(place, case):
     assert_right(place, shape, dtype=some_dtype(place), **options)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@each_place("dtype", DTYPES, interpreted=[torch.bfloat16])
 def test_every_dtype(place, dtype):
     shape = Shape(45, 101, 4, 2, 64)
     assert_right(place, shape, dtype=dtype)
@@ -196,17 +207,17 @@ def test_every_dtype(place, dtype):
         assert_right(place, shape, dtype=dtype, window=30, document_starts=(0, 60))
 
 
-@pytest.mark.parametrize("head_size", [24, 64, 96, 128, 256])
+@each_place("head_size", [24, 64, 96, 128, 256], interpreted=[24, 64, 96])
 def test_head_sizes(place, head_size):
     assert_right(place, Shape(37, 83, 2, 1, head_size), dtype=some_dtype(place))
 
 
-@pytest.mark.parametrize("group", [1, 3, 5, 8])
+@each_place("group", [1, 3, 5, 8], interpreted=[1, 3])
 def test_grouped_queries(place, group):
     assert_right(place, Shape(19, 71, 2 * group, 2, 64), dtype=some_dtype(place))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@each_place("seed", range(8), interpreted=[0, 1, 2, 5, 6, 7])
 def test_random_shapes(place, seed):
     random = torch.Generator().manual_seed(seed)
 
@@ -258,6 +269,8 @@ def test_two_runs_give_the_same_bits(place):
     backend, device = place
     if backend not in EXACT_BACKENDS:
         pytest.skip(f"{backend} sums dq in any order")
+    if place == ("triton", "cpu"):
+        pytest.skip("its interpreter runs programs one after the other")
     dtype = torch.bfloat16
     need_backend(backend, device, dtype=dtype, head_size=64)
     do, q, k, v = operands(Shape(70, 130, 4, 2, 64), dtype=dtype, device=device)

@@ -50,6 +50,7 @@ def assert_fit(kernels, *, capability):
     assert [kernel for kernel in kernels if kernel["shared_bytes"] > limit] == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_kernels_compile_and_fit(tmp_path):
     kernels = compiled(tmp_path, 90, "few")

@@ -20,16 +20,15 @@ from tests.kernels.operands import (
     random,
 )
 from tests.kernels.places import DEVICES, need_triton
+from tests.tiers import each_once
 
 SCALE = 0.37
 TERMS = [(0.0, 0.0), (0.1, 0.0), (0.0, 0.02), (0.3, 0.5)]
 """Label smoothing, z-loss."""
 SHAPES = [(1, 2), (5, 3), (37, 101), (4, 1024), (3, 4097), (2, 9001)]
 
-pytestmark = [
-    pytest.mark.parametrize("device", DEVICES),
-    pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name),
-]
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
 @pytest.fixture(autouse=True)
@@ -73,8 +72,7 @@ def both(logits, labels, smoothing, z_loss):
     return alone, losses, guarded.inside.clone()
 
 
-@pytest.mark.parametrize("terms", TERMS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "terms", "dtype"), each_once(SHAPES, TERMS, DTYPES), ids=str)
 def test_losses_and_gradient(shape, terms, dtype, device):
     (logits,) = random(shape, dtype=dtype, device=device)
     labels = random_labels(*shape, device=device)
@@ -90,7 +88,7 @@ def test_losses_and_gradient(shape, terms, dtype, device):
     assert not gradient[ignored].any()
 
 
-@pytest.mark.parametrize("terms", TERMS, ids=str)
+@pytest.mark.parametrize(("terms", "dtype"), each_once(TERMS, DTYPES), ids=str)
 def test_one_word(terms, dtype, device):
     """Certain: nothing is left but the z-loss. The gradient is what is left of terms of about 1."""
     (logits,) = random((9, 1), dtype=dtype, device=device)
@@ -102,6 +100,7 @@ def test_one_word(terms, dtype, device):
     assert error <= TOLERANCE[dtype] * float(expected.norm()) + accumulation_tolerance(dtype)
 
 
+@every_dtype
 def test_all_ignored(dtype, device):
     """Whatever the rows hold, NaN and infinity included."""
     from sppo.kernels.triton.cross_entropy import losses_to_gradient_
@@ -118,7 +117,7 @@ def test_all_ignored(dtype, device):
     assert guarded.intact()
 
 
-@pytest.mark.parametrize("terms", [(0.0, 0.0), (0.2, 0.0)], ids=str)
+@pytest.mark.parametrize(("terms", "dtype"), each_once([(0.0, 0.0), (0.2, 0.0)], DTYPES), ids=str)
 def test_huge_logits_do_not_overflow(terms, dtype, device):
     """Rising along the row, so that the largest so far is left behind in every block."""
     (logits,) = random((6, 9001), dtype=torch.float64, device=device)
@@ -131,6 +130,7 @@ def test_huge_logits_do_not_overflow(terms, dtype, device):
     assert_close(gradient, expected[1], tolerance=TOLERANCE[dtype])
 
 
+@every_dtype
 def test_words_that_cannot_be(dtype, device):
     """Logits of minus infinity, a whole block of them first."""
     (logits,) = random((3, 5000), dtype=dtype, device=device)
@@ -144,6 +144,7 @@ def test_words_that_cannot_be(dtype, device):
     assert not gradient[:, :4500].any()
 
 
+@every_dtype
 def test_what_is_not_finite_shows(dtype, device):
     (logits,) = random((2, 2000), dtype=dtype, device=device)
     logits[0, 1500] = float("nan")
@@ -154,6 +155,7 @@ def test_what_is_not_finite_shows(dtype, device):
     assert bool(gradient[1].isfinite().all())
 
 
+@every_dtype
 def test_logits_that_are_not_row_major(dtype, device):
     from sppo.kernels.triton.cross_entropy import losses_to_gradient_, token_losses
 

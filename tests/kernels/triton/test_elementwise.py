@@ -20,14 +20,13 @@ from tests.kernels.operands import (
     random,
 )
 from tests.kernels.places import DEVICES, need_triton
+from tests.tiers import each_once
 
 SHAPES = [(1, 7), (37, 100), (5, 3, 64), (300, 33), (3, 4100)]
 EPS = 1e-5
 
-pytestmark = [
-    pytest.mark.parametrize("device", DEVICES),
-    pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name),
-]
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +39,7 @@ def _fresh_memory_is_poisoned(monkeypatch):
     poison_fresh_memory(monkeypatch)
 
 
+@every_dtype
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rms_norm(shape, dtype, device):
     from sppo.kernels.triton import norms
@@ -59,6 +59,7 @@ def test_rms_norm(shape, dtype, device):
     assert_close(dweight, expected[1], tolerance=accumulation_tolerance(dtype))
 
 
+@every_dtype
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_layer_norm(shape, dtype, device):
     from sppo.kernels.triton import norms
@@ -87,6 +88,7 @@ def norm_functions(name):
     return *functions, 1 if name == "rms_norm" else 2
 
 
+@every_dtype
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
 def test_an_addition_before_a_norm(name, shape, dtype, device):
@@ -103,8 +105,9 @@ def test_an_addition_before_a_norm(name, shape, dtype, device):
     assert torch.equal(x, before)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype"), each_once(["rms_norm", "layer_norm"], SHAPES, DTYPES), ids=str
+)
 def test_a_gradient_around_a_norm(name, shape, dtype, device):
     """Rounded once; parameters' gradients do not depend on it."""
     _norm, _add_norm, backward, num_parameters = norm_functions(name)
@@ -121,6 +124,7 @@ def test_a_gradient_around_a_norm(name, shape, dtype, device):
     assert torch.equal(dresidual, before)
 
 
+@every_dtype
 @pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
 def test_additions_beside_norms_keep_to_their_rows(name, dtype, device):
     _norm, add_norm_, backward, num_parameters = norm_functions(name)
@@ -143,6 +147,7 @@ def test_additions_beside_norms_keep_to_their_rows(name, dtype, device):
         add_norm_(guarded[0].inside, x, *parameters, eps=EPS)
 
 
+@every_dtype
 def test_norms_of_rows_that_are_not_neighbours(dtype, device):
     from sppo.kernels.triton import norms
 
@@ -157,7 +162,11 @@ def test_norms_of_rows_that_are_not_neighbours(dtype, device):
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 2), (7, 3, 10), (13, 5, 96), (3, 33, 64)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    each_once([(1, 1, 2), (7, 3, 10), (13, 5, 96), (3, 33, 64)], DTYPES),
+    ids=str,
+)
 def test_rotary(shape, dtype, device):
     from sppo.kernels.triton import rotary
 
@@ -174,6 +183,7 @@ def test_rotary(shape, dtype, device):
         assert_close(turned, expected, tolerance=TOLERANCE[dtype])
 
 
+@every_dtype
 @pytest.mark.parametrize("kind", ["swiglu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5), (13, 333)], ids=str)
 def test_activations(shape, kind, dtype, device):
@@ -193,6 +203,7 @@ def test_activations(shape, kind, dtype, device):
         assert_close(gate, inner.dgate_CF, tolerance=tolerance)
 
 
+@every_dtype
 @pytest.mark.parametrize("kind", ["swiglu", "gelu", "gelu_tanh"])
 def test_activations_far_out(kind, dtype, device):
     from sppo.kernels.triton import activations
@@ -208,6 +219,7 @@ def test_activations_far_out(kind, dtype, device):
     assert all(bool(torch.isfinite(x).all()) for x in (dhidden, up, gate) if x is not None)
 
 
+@every_dtype
 def test_merge(dtype, device):
     from sppo.kernels.triton.merge import merge_
 

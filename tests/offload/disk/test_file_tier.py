@@ -22,6 +22,7 @@ from sppo.offload.disk.disk_room import DiskRoom, disk_room, is_memory
 from sppo.offload.disk.file_tier import FileTier
 from sppo.units import GIB, KIB, MIB
 from tests.native_builds import ROOT, library
+from tests.tiers import each_once
 
 SIZE = 20 * MIB + 5  # requests of all of it have three blocks
 
@@ -76,22 +77,22 @@ def test_both_sides_know_the_same_sector():
     assert f"#define SPPO_FILE_SECTOR_BYTES {SECTOR_BYTES}\n" in header
 
 
-@pytest.mark.parametrize("misaligned_by", [0, 16, 1])
-@pytest.mark.parametrize(
-    ("offset", "size"),
-    [
-        (0, SIZE),
-        (0, 1),
-        (SIZE - 1, 1),
-        (SIZE, 0),
-        (SECTOR_BYTES, 3 * SECTOR_BYTES),
-        (SECTOR_BYTES - 1, 2),
-        (100, 8 * MIB),
-        (8 * MIB - 512, 9 * MIB + 777),
-    ],
-)
-def test_bytes_come_back(opened, offset, size, misaligned_by):
-    tier = opened()
+RANGES = [
+    (0, SIZE),
+    (0, 1),
+    (SIZE - 1, 1),
+    (SIZE, 0),
+    (SECTOR_BYTES, 3 * SECTOR_BYTES),
+    (SECTOR_BYTES - 1, 2),
+    (100, 8 * MIB),
+    (8 * MIB - 512, 9 * MIB + 777),
+]
+"""Offset and size of requests."""
+
+
+@pytest.mark.parametrize(("requested", "misaligned_by"), each_once(RANGES, [0, 16, 1]), ids=str)
+def test_bytes_come_back(opened, requested, misaligned_by):
+    tier, (offset, size) = opened(), requested
     sent = random_bytes(size, misaligned_by=misaligned_by)
     tier.write(offset, sent).wait()
     back = random_bytes(size, misaligned_by=misaligned_by, seed=1)

@@ -23,6 +23,7 @@ from sppo.offload.disk import python_file as python_file
 from sppo.offload.disk.file_tier import FileTier, Transfer
 from sppo.units import MIB
 from tests.native_builds import ROOT, c_compiler, library
+from tests.tiers import exhaustive
 
 SIZE = 4 * BLOCK_BYTES
 
@@ -321,7 +322,7 @@ def test_a_tier_may_just_be_dropped(on_disk, monkeypatch, tmp_path):
     assert threading.active_count() <= 20
 
 
-@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
+@pytest.mark.parametrize("sanitizers", ["address,undefined", *exhaustive("thread")])
 def test_the_sources_pass_the_sanitizers(tmp_path, sanitizers):
     """Strict warnings are errors; addresses, leaks, undefined behaviour and races are watched."""
     program, files = tmp_path / "check", tmp_path / "files"
