@@ -25,8 +25,6 @@ SHORTER = {
     "bash scripts/compare_pipelining.sh": " --length 512 --pieces 2 --sequences 2",
     "bash scripts/compare_msp.sh": " --length 512 --steps 1",
     f"{PASSIVE}/offload_cpu.py": " --length 512 --pieces 2 --steps 1",
-    f"{PASSIVE}/compare_cross_entropy.py": " --tokens 64 --vocabulary 512 --hidden 64 --turns 1",
-    f"{PASSIVE}/compare_attention.py": " --length 512 --tokens 256 --turns 1",
     "sppo bench": " --quick",
     "sppo train run.yaml": f" {SHORT}",
     "sppo eval run.yaml": f" {SHORT}",

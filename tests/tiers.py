@@ -859,8 +859,6 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
                 "training/whole_runs/test_parallel_runs.py::test_losses_and_weights_are_those_of_one_rank",
                 "parallel/job/test_rendezvous.py::test_a_killed_rank_ends_the_job_and_is_named",
                 "scripts/test_msp_script.py::test_both_sides_take_turns_and_agree",
-                "scripts/test_compare_kernels_scripts.py::test_cross_entropy_beside_two_steps",
-                "scripts/test_compare_kernels_scripts.py::test_attention_beside_one_unsplit_call",
             ),
         ),
         "test_python_of_a_page": replaced(
@@ -910,16 +908,6 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
         "test_both_sides_take_turns_and_agree": replaced(
             "scripts/test_msp_script.py::test_both_sides_take_turns_and_agree",
             why="they share scripts/turns.py; what this one compares is in the other tier alone",
-        ),
-    },
-    "scripts/test_compare_kernels_scripts.py": {
-        "test_one_side_joins_the_report_of_another_time": replaced(
-            "scripts/test_compare_kernels_scripts.py::test_cross_entropy_beside_two_steps",
-            why="the same worker; that a report is added to shows in the other tier alone",
-        ),
-        "test_fused_projections_beside_separate_ones": replaced(
-            "scripts/test_compare_kernels_scripts.py::test_fused_projections_are_the_separate_ones",
-            why="what is timed; that a report is written shows in the other tier alone",
         ),
     },
     "scripts/test_gpu_training_script.py": {
