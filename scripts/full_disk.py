@@ -57,12 +57,11 @@ class Case:
 
 CASES = {
     "simulate-png": Case(f"simulate {_SHAPE} --png a.png", ("a.png",)),
-    "simulate-timeline": Case(f"simulate {_SHAPE} --timeline a.html", ("a.html",)),
     "simulate-trace": Case(f"simulate {_SHAPE} --trace a.json", ("a.json",)),
     "simulate-program": Case(f"simulate {_SHAPE} --write-program a.txt", ("a.txt",)),
     "simulate-all": Case(
-        f"simulate {_SHAPE} --png a.png --timeline a.html --trace a.json --write-program a.txt",
-        ("a.png", "a.html", "a.json", "a.txt"),
+        f"simulate {_SHAPE} --png a.png --trace a.json --write-program a.txt",
+        ("a.png", "a.json", "a.txt"),
     ),
     "solve": Case("solve ../solve.json -o plan.json", ("plan.json",)),
     "bench": Case(f"{_QUICK} --png a.png", ("a.png",)),
@@ -222,7 +221,6 @@ def _are_lines(path: Path) -> bool:
 
 _WHOLE: dict[str, Callable[[Path], bool]] = {
     ".png": lambda path: path.read_bytes().endswith(b"IEND\xaeB`\x82"),
-    ".html": lambda path: path.read_text().rstrip().endswith("</html>"),
     ".json": _is_json,
     ".jsonl": _are_lines,
 }

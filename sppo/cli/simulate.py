@@ -46,7 +46,6 @@ def simulate(
     h2d: options.H2D = None,
     keep_last: options.KeepLast = None,
     prefetch: options.Prefetch = None,
-    timeline: options.Html = None,
     png: options.Png = None,
     trace: options.Trace = None,
     write_program: options.WriteProgram = None,
@@ -59,7 +58,7 @@ def simulate(
 
         sppo simulate --schedule sppo --ranks 4 --sequences 1 --subsequences 8 --compare gpipe
         sppo simulate --schedule sppo_msp --ranks 4 --sequences 1 --subsequences 8 --png msp.png
-        sppo simulate --program by_hand.txt --timeline by_hand.html
+        sppo simulate --program by_hand.txt --trace by_hand.json
     """
     flags = Flags(
         schedule=schedule,
@@ -86,7 +85,7 @@ def simulate(
         keep_last=keep_last,
         prefetch=prefetch,
     )
-    wanted = _Outputs(timeline, png, trace, write_program, json_output)
+    wanted = _Outputs(png, trace, write_program, json_output)
     with exit_codes():
         _simulate(flags, targets=targets or (), compare=compare or (), wanted=wanted)
 
@@ -95,7 +94,6 @@ def simulate(
 class _Outputs:
     """Files to write, and whether to print JSON."""
 
-    html: Path | None
     png: Path | None
     trace: Path | None
     program: Path | None
@@ -124,7 +122,7 @@ def _simulate(
     if not wanted.as_json:
         from sppo.cli.output.written import say_written
 
-        say_written(wanted.png, wanted.html, wanted.trace, wanted.program)
+        say_written(wanted.png, wanted.trace, wanted.program)
 
 
 def _check_outputs(wanted: _Outputs, *, inputs: Sequence[Path | None]) -> None:
@@ -132,7 +130,6 @@ def _check_outputs(wanted: _Outputs, *, inputs: Sequence[Path | None]) -> None:
     check_output_files(
         {
             "--png": wanted.png,
-            "--timeline": wanted.html,
             "--trace": wanted.trace,
             "--write-program": wanted.program,
         },
@@ -158,10 +155,6 @@ def _draw(timelines: Sequence[Timeline], *, wanted: _Outputs, is_abstract: bool)
         from sppo.timeline.png import write_png
 
         write_png(wanted.png, timelines=timelines, is_abstract=is_abstract)
-    if wanted.html is not None:
-        from sppo.timeline.html import write_html
-
-        write_html(wanted.html, timelines=timelines, is_abstract=is_abstract)
     if wanted.trace is not None:
         from sppo.timeline.chrome_trace import write_trace
 

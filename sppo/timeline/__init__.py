@@ -1,1 +1,1 @@
-"""Views of timelines: PNG plot, HTML page, Chrome trace, and a table of numbers."""
+"""Views of timelines: PNG plot, Chrome trace, and a table of numbers."""

@@ -20,15 +20,14 @@ from sppo.engine.engine import StepResult
 from sppo.schedule.actions import Action
 from sppo.schedule.timeline import Timeline, measured_timeline
 from sppo.timeline.chrome_trace import write_trace
-from sppo.timeline.html import write_html
 from sppo.timeline.png import write_png
 from sppo.training.ranks import Ranks
-from sppo.training.run_directory import TIMELINE_PAGE, TIMELINE_PLOT, TIMELINE_TRACE
+from sppo.training.run_directory import TIMELINE_PLOT, TIMELINE_TRACE
 
 _log = logging.getLogger(__name__)
 
 _MOST_DRAWN = 4000
-"""Largest number of actions for which a PNG plot is drawn; the HTML page can be zoomed."""
+"""Largest number of actions for which a PNG plot is drawn; the Chrome trace can be zoomed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +91,6 @@ def timeline_writers(planned: Timeline, measured: Timeline) -> dict[str, Callabl
     """Return the functions that draw planned and measured timeline, by the name of their file."""
     both = (planned, measured)
     writers: dict[str, Callable[[Path], None]] = {
-        TIMELINE_PAGE: partial(write_html, timelines=both),
         TIMELINE_TRACE: partial(write_trace, timelines=both),
     }
     if sum(timeline.schedule.num_actions for timeline in both) <= _MOST_DRAWN:

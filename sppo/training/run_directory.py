@@ -26,7 +26,7 @@ CONFIG_FILE = "run.json"
 PLAN_FILE = "plan.json"
 SUMMARY_FILE = "run_summary.json"
 LOSS_PLOT = "loss.png"
-TIMELINE_PLOT, TIMELINE_PAGE, TIMELINE_TRACE = "timeline.png", "timeline.html", "timeline.json"
+TIMELINE_PLOT, TIMELINE_TRACE = "timeline.png", "timeline.json"
 TENSORBOARD_DIRECTORY = "tensorboard"
 _LOCK_FILE = ".lock"
 _HOLDER_WRITES_S = 0.1
@@ -36,7 +36,6 @@ RESULT_FILES = (
     SUMMARY_FILE,
     LOSS_PLOT,
     TIMELINE_PLOT,
-    TIMELINE_PAGE,
     TIMELINE_TRACE,
 )
 """Files that a run writes beside its checkpoints, in the order in which the report names them."""

@@ -403,7 +403,7 @@ def test_a_plot_that_fails_in_another_way(work, monkeypatch):
 
 @pytest.mark.parametrize(
     "name",
-    ["run.json", "metrics.jsonl", "run_summary.json", "loss.png", "timeline.html"],
+    ["run.json", "metrics.jsonl", "run_summary.json", "loss.png", "timeline.json"],
 )
 def test_a_directory_in_place_of_a_file(trained, name):
     (trained / "out" / name).unlink(missing_ok=True)
@@ -456,7 +456,6 @@ def test_files_of_a_run(trained):
         "plan.json",
         "run.json",
         "run_summary.json",
-        "timeline.html",
         "timeline.json",
         "timeline.png",
     ]
@@ -482,8 +481,7 @@ def test_the_screen(work):
     assert "20 sequences of 64 an epoch" in text
     assert "4 subsequences of 16 tokens (sequence.partition=auto)" in text
     assert (
-        "out: metrics.jsonl, run_summary.json, loss.png, timeline.png, timeline.html, "
-        "timeline.json, checkpoints"
+        "out: metrics.jsonl, run_summary.json, loss.png, timeline.png, timeline.json, checkpoints"
     ) in text
 
 

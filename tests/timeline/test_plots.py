@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,6 @@ from sppo.schedule.generate import generate
 from sppo.schedule.simulation.simulate import simulate
 from sppo.timeline import png, style
 from sppo.timeline.chrome_trace import write_trace
-from sppo.timeline.html import write_html
 from sppo.timeline.png import binary_step, write_png
 from sppo.units import GIB, MIB
 from tests.schedule.cases import make, play
@@ -71,13 +69,11 @@ def test_copies_of_keys_have_their_colours_however_short_they_are(tmp_path, copy
     assert not {rgb(colour) for colour in style.OTHER_COPY_COLOURS.values()} & pixels(path)
 
 
-def test_copies_of_keys_have_their_name_everywhere(tmp_path):
+def test_copies_of_keys_have_their_name_in_a_trace(tmp_path):
     timeline = with_kv_copies(0.5)
-    write_html(tmp_path / "a.html", timelines=[timeline])
     write_trace(tmp_path / "a.json", timelines=[timeline])
-    page, trace = ((tmp_path / f"a.{kind}").read_text() for kind in ("html", "json"))
+    trace = (tmp_path / "a.json").read_text()
     for name in ("K and V out", "K and V back", "copy out", "copy back"):
-        assert f'"name":"{name}"' in page
         assert f'"kind":"{name}"' in trace
 
 
@@ -160,52 +156,6 @@ def test_a_title_says_what_is_shown():
     )
     ragged = replace(make("sppo", p=1, n=2, m=1), lengths=((1, 1),))
     assert "1 rank, 1 sequence of 2 subsequences" in style.title(play(ragged), is_abstract=True)
-
-
-def page_data(path):
-    text = path.read_text(encoding="utf-8")
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
-    return text, json.loads(found[1])
-
-
-def test_a_page_is_self_contained_and_holds_every_bar(tmp_path):
-    path = tmp_path / "a.html"
-    first, second = offloaded(), play(make("sppo_msp", p=4, n=8, m=1))
-    write_html(path, timelines=[first, second], is_abstract=True)
-    text, data = page_data(path)
-    assert data["abstract"] is True
-    assert "<title>" in text
-    title = text.partition("<title>")[2].partition("</title>")[0]
-    assert title == " · ".join(f"{t.schedule.name}, simulated" for t in (first, second))
-    assert not re.search(r"https?://|<link|src=", text)
-    assert "{{" not in text
-    for timeline, panel in zip((first, second), data["panels"], strict=True):
-        for rank, row in enumerate(panel["rows"]):
-            drawn = {(bar[5], bar[0], bar[1]) for bar in row["bars"]}
-            spans = [s for s in timeline.spans(rank) if s.finish_s > s.start_s]
-            assert drawn == {(str(s.action), s.start_s, s.finish_s) for s in spans}
-            assert len(row["idle"]) == len(timeline.ranks[rank].idle)
-    names = {entry["name"] for entry in data["panels"][1]["styles"]}
-    assert any("MSP left" in name for name in names)
-    assert any("MSP right" in name for name in names)
-
-
-def test_a_page_survives_any_name(tmp_path):
-    path = tmp_path / "a.html"
-    hostile = replace(make("sppo", p=1, n=1, m=1), name="</script><script>alert(1)</script>")
-    write_html(path, timelines=[play(hostile)])
-    text, data = page_data(path)
-    assert text.count("<script") == 2
-    assert data["panels"][0]["title"].startswith("</script>")
-
-
-def test_a_page_of_a_huge_step_shows_some_ranks(tmp_path, monkeypatch):
-    monkeypatch.setattr("sppo.timeline.html._MOST_BARS", 50)
-    path = tmp_path / "a.html"
-    write_html(path, timelines=[play(make("sppo", p=8, n=8, m=1))])
-    _, data = page_data(path)
-    assert [row["rank"] for row in data["panels"][0]["rows"]] == [0, 3, 6]
-    assert "1 of 3 ranks shown" in data["panels"][0]["title"]
 
 
 def test_a_trace_is_json_with_spans_idle_time_and_memory(tmp_path):

@@ -219,12 +219,6 @@ Prefetch = Annotated[
         rich_help_panel=_OFFLOAD,
     ),
 ]
-Html = Annotated[
-    Path | None,
-    typer.Option(
-        "--timeline", metavar="FILE", help="A page to zoom into.", rich_help_panel=_OUTPUT
-    ),
-]
 Png = Annotated[
     Path | None, typer.Option("--png", metavar="FILE", help="A plot.", rich_help_panel=_OUTPUT)
 ]
@@ -233,7 +227,7 @@ Trace = Annotated[
     typer.Option(
         "--trace",
         metavar="FILE",
-        help="Chrome trace, for Perfetto (ui.perfetto.dev).",
+        help="A Chrome trace to zoom into, for Perfetto (ui.perfetto.dev) or chrome://tracing.",
         rich_help_panel=_OUTPUT,
     ),
 ]
