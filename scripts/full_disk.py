@@ -64,7 +64,7 @@ CASES = {
         ("a.png", "a.json", "a.txt"),
     ),
     "solve": Case("solve ../solve.json -o plan.json", ("plan.json",)),
-    "bench": Case(f"{_QUICK} --png a.png", ("a.png",)),
+    "bench": Case(f"{_QUICK} -o a.json", ("a.json",)),
     "eval": Case("eval ../trained.json --sequences 1 --png a.png", ("a.png",)),
     "to-hf": Case("convert to-hf ../trained hf"),
     "from-hf": Case("convert from-hf ../hf hf"),

@@ -13,7 +13,6 @@ from sppo.cli.arguments.bench_options import (
     DiskOfCopies,
     Dtypes,
     Output,
-    Png,
     Quick,
     RunOfLayer,
     Subject,
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
 def bench(
     subject: SubjectArgument,
     output: Output = None,
-    png: Png = None,
     dtype: Dtypes = ALL_DTYPES,
     quick: Quick = False,
     disk: DiskOfCopies = None,
@@ -65,7 +63,7 @@ def bench(
     Takes minutes, and longer beside other programs, which also make the figures unsteady. A run
     file uses the written description with `hardware: {file: hardware.json}`.
 
-        sppo bench all -o hardware.json --png hardware.png
+        sppo bench all -o hardware.json
 
         sppo bench attention --queries 1Ki --keys 4Ki,16Ki --heads 8/2,8
     """
@@ -76,11 +74,7 @@ def bench(
         dtypes = _dtypes(dtype)
         shapes = ShapeOptions(queries, keys, heads, head_size, backend, tokens, width)
         _check_copy_options(subject, disk=disk, run_file=run)
-        check_output_files(
-            {"-o": output, "--png": png},
-            plots=["--png"],
-            inputs=[] if run is None else [run],
-        )
+        check_output_files({"-o": output}, inputs=[] if run is None else [run])
         spec, found = _measure(
             subject,
             shapes,
@@ -91,8 +85,9 @@ def bench(
             output=output,
             console=console,
         )
-        _write(spec, found, output=output, png=png)
-    _print(spec, found, output=output, png=png, as_json=json_output)
+        if output is not None:
+            _write(spec, output)
+    _print(spec, found, output=output, as_json=json_output)
 
 
 def _measure(
@@ -196,17 +191,10 @@ def _dtypes(text: str) -> tuple[str, ...]:
     return names
 
 
-def _write(
-    spec: HardwareSpec, found: Measurements, *, output: Path | None, png: Path | None
-) -> None:
-    if output is not None:
-        from sppo.hardware.file import hardware_json
+def _write(spec: HardwareSpec, output: Path) -> None:
+    from sppo.hardware.file import hardware_json
 
-        write_json(output, hardware_json(spec))
-    if png is not None:
-        from sppo.bench.report.plot import write_plot
-
-        write_plot(png, name=spec.shown_name, measurements=found)
+    write_json(output, hardware_json(spec))
 
 
 def _report(spec: HardwareSpec, found: Measurements, *, output: Path | None) -> dict[str, Any]:
@@ -234,14 +222,7 @@ def _report(spec: HardwareSpec, found: Measurements, *, output: Path | None) -> 
     return report
 
 
-def _print(
-    spec: HardwareSpec,
-    found: Measurements,
-    *,
-    output: Path | None,
-    png: Path | None,
-    as_json: bool,
-) -> None:
+def _print(spec: HardwareSpec, found: Measurements, *, output: Path | None, as_json: bool) -> None:
     """Print one JSON object, or tables."""
     if as_json:
         import json
@@ -254,9 +235,7 @@ def _print(
 
     console = Console()
     print_measurements(found, console=console)
-    doubt = "" if unsteady_line(found.spreads) is None else ", with the unsteady figures above"
-    for path in (output, png):
-        if path is not None:
-            typer.echo(f"written {path}{doubt}")
     if output is not None:
+        doubt = "" if unsteady_line(found.spreads) is None else ", with the unsteady figures above"
+        typer.echo(f"written {output}{doubt}")
         typer.echo(f"in a run file: hardware: {{file: {output}}}")

@@ -1,4 +1,4 @@
-"""``sppo bench``: the file, the JSON, the plot, and requests refused before any measurement."""
+"""``sppo bench``: the file, the JSON, and requests refused before any measurement."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from sppo.bench import disk, suite
 from sppo.bench.attention_grid import attention_grid
 from sppo.bench.gemm import GemmGrid
-from sppo.bench.report import plot, tables
+from sppo.bench.report import tables
 from sppo.hardware import this_machine
 from sppo.hardware.file import hardware_json, read_hardware
 from sppo.hardware.presets import PRESETS
@@ -101,28 +101,6 @@ def test_a_second_subject_joins_the_first(measured):
     assert read_hardware_here() == before
 
 
-def test_the_plot(measured):
-    from pathlib import Path
-
-    succeed("bench", "all", "--png", "rates.png")
-    assert Path("rates.png").read_bytes().startswith(b"\x89PNG")
-    succeed("bench", "gemm", "--png", "gemm.png")
-    assert Path("gemm.png").stat().st_size < Path("rates.png").stat().st_size
-
-
-def test_titles_of_the_plot_end_before_the_next_panel(monkeypatch, tmp_path):
-    figures = []
-    monkeypatch.setattr(plot, "write_figure", lambda path, figure: figures.append(figure))
-    found = replace(EVERYTHING, copies=(DISK,), overlap=replace(OVERLAP, model="a shape " * 5))
-    plot.write_plot(tmp_path / "rates.png", name="here", measurements=found)
-    (figure,) = figures
-    assert figure.axes[0].get_gridspec().get_geometry() == (2, 3)
-    figure.draw_without_rendering()
-    for axes in figure.axes:
-        title, panel = axes._left_title.get_window_extent(), axes.get_window_extent()
-        assert title.x1 <= min(panel.x1 + 0.1 * panel.width, figure.bbox.x1)
-
-
 def test_unsteady_figures_are_doubted_where_they_are_written(measured, monkeypatch):
     monkeypatch.setattr(tables, "_STEADY", 0.05)
     text = succeed("bench", "all", "-o", "hardware.json")
@@ -136,7 +114,6 @@ def test_unsteady_figures_are_doubted_where_they_are_written(measured, monkeypat
         (["--dtype", ","], "--dtype ',': nothing is not one of bf16, fp32"),
         (["-o", "absent/hardware.json"], "-o absent/hardware.json: there is no directory absent"),
         (["-o", "."], "-o .: is a directory; name a file in it"),
-        (["--png", "absent/a.png"], "--png absent/a.png: there is no directory absent"),
         (["-o", "notes.txt"], "hardware file notes.txt: "),
         (["-o", "other.json"], "other.json describes 'h100' and this machine is "),
     ],
@@ -274,7 +251,7 @@ def test_copies_go_where_they_are_told(monkeypatch, tmp_path):
     (tmp_path / "slow").mkdir()
     succeed("bench", "pcie", "--quick")
     succeed("bench", "overlap", "--quick", "--run", "run.yaml")
-    text = succeed("bench", "all", "--run", "run.yaml", "--disk", "slow", "--png", "copies.png")
+    text = succeed("bench", "all", "--run", "run.yaml", "--disk", "slow")
     assert [str(setup.directory) for setup in setups] == [".", "fast", "slow"]
     assert [setup.layer.dtype for setup in setups] == ["bf16", "fp32", "fp32"]
     assert setups[1].layer.model.vocab_size == 32
@@ -286,7 +263,6 @@ def test_copies_go_where_they_are_told(monkeypatch, tmp_path):
         "~300",
     ):
         assert words in text
-    assert (tmp_path / "copies.png").read_bytes().startswith(b"\x89PNG")
     succeed("bench", "gemm")
     assert setups[-1] is None
 

@@ -1,1 +1,1 @@
-"""Reports of measured rates: tables, plots and a hardware description."""
+"""Reports of measured rates: tables and a hardware description."""

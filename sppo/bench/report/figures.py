@@ -1,4 +1,4 @@
-"""Formats of measured figures in tables and plots."""
+"""Formats of measured figures in tables."""
 
 from __future__ import annotations
 

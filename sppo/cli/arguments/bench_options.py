@@ -65,7 +65,6 @@ Output = Annotated[
         help="Write the hardware description here; one of this machine is brought up to date.",
     ),
 ]
-Png = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the measured rates here.")]
 Dtypes = Annotated[str, typer.Option(metavar="LIST", help="Precisions, separated by commas.")]
 Quick = Annotated[
     bool, typer.Option("--quick", help="Few shapes and rounds: a trial, not to plan with.")
