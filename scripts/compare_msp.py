@@ -184,7 +184,7 @@ class _Sides:
         costs = self._costs_of_equal_units()
         simulated = {n: simulate(t.schedule, costs=costs).makespan_s for n, t in measured.items()}
         if self._arguments.plot is not None:
-            from sppo.timeline.png import write_png
+            from sppo.plots.timeline import write_png
 
             write_png(self._arguments.plot, timelines=[measured[name] for name in SIDES])
         medians = {name: statistics.median(times) for name, times in seconds.items()}

@@ -111,7 +111,7 @@ class SideMeasurements:
 
     def draw(self, path: Path) -> None:
         """Draw the simulated and the executed timeline of the last step."""
-        from sppo.timeline.png import write_png
+        from sppo.plots.timeline import write_png
 
         simulated = simulated_timeline(self.steps[-1].plan)
         write_png(path, timelines=[simulated, self.timelines[len(self.steps) - 1]])

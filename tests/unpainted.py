@@ -25,7 +25,7 @@ def _write(path: Path, figure: Any, *, dpi: float | None = None) -> None:
 def unpainted() -> Iterator[None]:
     """Loss plots and timelines that are written in here are files, with nothing in them."""
     with (
-        mock.patch("sppo.report.loss_plot.write_figure", _write),
-        mock.patch("sppo.timeline.png.write_figure", _write),
+        mock.patch("sppo.plots.loss.write_figure", _write),
+        mock.patch("sppo.plots.timeline.write_figure", _write),
     ):
         yield

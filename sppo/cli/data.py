@@ -147,7 +147,7 @@ def stats(
         distribution = document_lengths(tokens.document_offsets)
         found = length_stats(tokens, distribution, length=limit)
         if output is not None:
-            from sppo.cli.output.length_plot import length_plot
+            from sppo.plots.lengths import length_plot
 
             length_plot(found, distribution, output)
     _print_stats(found, as_json=json_output)

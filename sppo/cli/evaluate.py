@@ -12,7 +12,7 @@ from sppo.cli.arguments.common import Json, Overrides, RunFile
 from sppo.cli.arguments.numbers import count
 from sppo.cli.exit_codes import exit_codes
 from sppo.output_file import check_output_files
-from sppo.units import counted
+from sppo.units import counted, format_count
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -81,9 +81,7 @@ def evaluate(
             on_sequence=show_progress,
         )
         if png is not None:
-            from sppo.cli.output.position_plot import position_plot
-
-            position_plot(result, png)
+            _draw(result, png)
         text = json.dumps(_without_nan(asdict(result)), indent=2, allow_nan=False)
     if json_output:
         typer.echo(text)
@@ -101,6 +99,22 @@ def _without_nan(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_without_nan(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _draw(result: Evaluation, path: Path) -> None:
+    """Draw the loss by position into `path`."""
+    from sppo.plots.positions import position_plot
+
+    kind = "held-out" if result.held_out else "training"
+    facts = (
+        f"loss {result.loss:.3f}",
+        f"perplexity {result.perplexity:.2f}",
+        f"{format_count(result.num_tokens)} {kind} tokens of {result.tokens_from}",
+        f"weights of step {result.step}",
+    )
+    edges = [*(row.start for row in result.by_position), result.by_position[-1].end]
+    losses = [row.loss for row in result.by_position]
+    position_plot(path, edges=edges, losses=losses, facts=facts)
 
 
 def _show(result: Evaluation, console: Console) -> None:

@@ -152,7 +152,7 @@ def _play(request: Simulation) -> tuple[list[Timeline], float | None]:
 def _draw(timelines: Sequence[Timeline], *, wanted: _Outputs, is_abstract: bool) -> None:
     """Write the requested plots."""
     if wanted.png is not None:
-        from sppo.timeline.png import write_png
+        from sppo.plots.timeline import write_png
 
         write_png(wanted.png, timelines=timelines, is_abstract=is_abstract)
     if wanted.trace is not None:

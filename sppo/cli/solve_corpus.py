@@ -52,7 +52,7 @@ def solve_and_print(
 
         write_json(output, plan_json(plan_of_longest(solution)))
     if png is not None:
-        from sppo.cli.output.step_plot import step_plot
+        from sppo.plots.step import step_plot
 
         step_plot(solution.best.plans[0], png, source=solution.steps.source)
     _print_solution(solution, output=output, train=train, explain=explain, as_json=as_json)

@@ -1,1 +1,1 @@
-"""Views of timelines: PNG plot, Chrome trace, and a table of numbers."""
+"""Views of timelines: Chrome trace, a table of numbers, and the style of plots."""

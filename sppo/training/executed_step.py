@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from sppo.engine.engine import StepResult
+from sppo.plots.timeline import write_png
 from sppo.schedule.actions import Action
 from sppo.schedule.timeline import Timeline, measured_timeline
 from sppo.timeline.chrome_trace import write_trace
-from sppo.timeline.png import write_png
 from sppo.training.ranks import Ranks
 from sppo.training.run_directory import TIMELINE_PLOT, TIMELINE_TRACE
 

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY
 from sppo.config import RunConfig
+from sppo.plots.loss import loss_plot
 from sppo.report.copies_summary import copies_summary
 from sppo.report.lines import print_line
-from sppo.report.loss_plot import loss_plot
 from sppo.report.metrics import METRICS_FILE, StepMetrics, read_metrics
 from sppo.report.run_summary import Pair, print_summary, run_summary, write_summary
 from sppo.training.checks.preflight import CheckedRun

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sppo.report.loss_plot import loss_plot, running_mean
+from sppo.plots.loss import loss_plot, running_mean
 from sppo.report.metrics import JsonlSink, StepMetrics, read_metrics
 from sppo.report.step_line import step_line
 from sppo.report.tensorboard_sink import TensorBoardSink

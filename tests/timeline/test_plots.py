@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 
+from sppo.plots import timeline as png
+from sppo.plots.timeline import binary_step, write_png
 from sppo.schedule.abstract import AbstractCase, AbstractOffload, abstract_case
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.generate import generate
 from sppo.schedule.simulation.simulate import simulate
-from sppo.timeline import png, style
+from sppo.timeline import style
 from sppo.timeline.chrome_trace import write_trace
-from sppo.timeline.png import binary_step, write_png
 from sppo.units import GIB, MIB
 from tests.schedule.cases import make, play
 from tests.schedule.transfers.test_kv_placement import program

@@ -1,4 +1,4 @@
-"""Export of timelines as a PNG plot: one panel per schedule, one row per rank, memory below.
+"""Plot of timelines: one panel per schedule, one row per rank, memory below.
 
 Steps of up to 20,000 bars are drawn bar by bar with labels; larger steps are painted pixel by
 pixel, because their bars are too small to tell apart.
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sppo.output_file import write_figure
+from sppo.plots.frame import hide_spines
 from sppo.schedule.actions import COMPUTE_KINDS, Action, ActionKind
 from sppo.schedule.timeline import IdleCause, Span, Timeline
 from sppo.timeline import style
@@ -134,8 +135,7 @@ def _axes(figure: Figure, bottom: float, height: float, total: float) -> Axes:
         (_LEFT_INCHES / _WIDTH_INCHES, bottom / total, width / _WIDTH_INCHES, height / total)
     )
     axes.tick_params(labelbottom=False, labelsize=8, length=2)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    hide_spines(axes, "top", "right")
     return axes
 
 
@@ -151,7 +151,7 @@ def _draw_rows(axes: Axes, *, panel: _Panel, end_s: float) -> None:
         labels=[f"rank {rank}" for rank in range(0, ranks, step)],
     )
     axes.tick_params(axis="y", length=0)
-    axes.spines["left"].set_visible(False)
+    hide_spines(axes, "left")
     axes.set_title(
         style.title(timeline, is_abstract=panel.is_abstract), fontsize=10, loc="left", pad=4
     )

@@ -9,11 +9,18 @@ import numpy as np
 
 from sppo.data.samples.length_stats import DocumentLengths, LengthStats, LimitStats
 from sppo.output_file import write_figure
+from sppo.plots.frame import (
+    BLUE,
+    INK,
+    ORANGE,
+    clean_axes,
+    new_figure,
+    show_legend,
+    show_lengths,
+    show_shares,
+    write_title,
+)
 from sppo.units import format_count, format_tokens
-
-_DOCUMENTS, _TOKENS = "#1f5fa8", "#c2571a"
-_INK, _QUIET, _GRID = "#222222", "#6b6b6b", "#e6e6e6"
-_SMALL_PT, _TITLE_PT = 9, 15
 
 # Fractions of the figure: left edge, bottom edge, width, height.
 _AREA = (0.07, 0.13, 0.86, 0.66)
@@ -29,18 +36,21 @@ def length_plot(stats: LengthStats, distribution: DocumentLengths, path: Path) -
     Raises:
         OSError: The file cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 5.625), dpi=160, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure()
     axes = figure.add_axes(_AREA)
     _draw_curves(axes, distribution)
     if stats.limit is not None:
         _draw_limit(axes, stats.limit)
-    _draw_legend(axes)
-    _clean(axes, longest=max(2, stats.longest))
-    _write_title(figure, stats)
+    clean_axes(
+        axes,
+        "share of documents that are longer, and share of tokens in those",
+        xlabel="length, tokens",
+        grid="both",
+    )
+    show_lengths(axes, longest=max(2, stats.longest))
+    show_shares(axes, top=1.02)
+    show_legend(axes, loc="lower left")  # both curves are near 100 % there
+    write_title(figure, "Lengths of documents", _facts(stats), left=_AREA[0])
     write_figure(path, figure)
 
 
@@ -51,7 +61,7 @@ def _draw_curves(axes: Any, distribution: DocumentLengths) -> None:
         at = np.unique(np.geomspace(1, at[-1], _MOST_POINTS).astype(np.int64))
     at = np.concatenate([[1], at[at > 1]])
     shares = np.array([distribution.shares_longer(int(length)) for length in at])
-    for column, (name, colour) in enumerate((("documents", _DOCUMENTS), ("tokens", _TOKENS))):
+    for column, (name, colour) in enumerate((("documents", BLUE), ("tokens", ORANGE))):
         axes.plot(
             at,
             shares[:, column],
@@ -69,49 +79,11 @@ def _draw_limit(axes: Any, limit: LimitStats) -> None:
         f"longer than {format_tokens(limit.length)}: {limit.longer_documents_share:.2%} of "
         f"documents, {limit.longer_tokens_share:.2%} of tokens"
     )
-    axes.axvline(limit.length, color=_INK, lw=1.2, ls=(0, (4, 3)), label=text)
+    axes.axvline(limit.length, color=INK, lw=1.2, ls=(0, (4, 3)), label=text)
 
 
-def _draw_legend(axes: Any) -> None:
-    """Draw the legend at the lower left, where both curves are near 100 % and leave room."""
-    axes.legend(
-        loc="lower left",
-        fontsize=_SMALL_PT,
-        labelcolor=_INK,
-        facecolor="white",
-        edgecolor="none",
-        framealpha=0.85,
-    )
-
-
-def _clean(axes: Any, *, longest: int) -> None:
-    for side in ("top", "left", "right"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color("#bbbbbb")
-    axes.set_xscale("log", base=2)
-    axes.set_xlim(1, longest * 1.1)
-    powers = range(longest.bit_length() + 1)
-    every = 1 + len(powers) // 14
-    ticks = [1 << power for power in powers if power % every == 0 and 1 << power <= longest * 1.1]
-    axes.set_xticks(ticks, [format_tokens(tick) for tick in ticks])
-    axes.set_xticks([], minor=True)
-    axes.set_ylim(0, 1.02)
-    axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "25%", "50%", "75%", "100%"])
-    axes.tick_params(colors=_QUIET, labelsize=_SMALL_PT, length=0)
-    axes.grid(axis="both", color=_GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.set_title(
-        "share of documents that are longer, and share of tokens in those",
-        loc="left",
-        color=_INK,
-        fontsize=_SMALL_PT + 1,
-        pad=10,
-    )
-    axes.set_xlabel("length, tokens", color=_INK, fontsize=_SMALL_PT + 1)
-
-
-def _write_title(figure: Any, stats: LengthStats) -> None:
-    facts = [
+def _facts(stats: LengthStats) -> list[str]:
+    return [
         f"{format_count(stats.num_documents)} documents",
         f"{format_count(stats.num_tokens)} tokens",
         f"mean {format_count(stats.mean_length)}",
@@ -119,8 +91,3 @@ def _write_title(figure: Any, stats: LengthStats) -> None:
         f"longest {format_count(stats.longest)}",
         stats.directory,
     ]
-    left = _AREA[0]
-    title = "Lengths of documents"
-    figure.text(left, 0.938, title, color=_INK, fontsize=_TITLE_PT, fontweight="bold")
-    below = figure.text(left, 0.897, "  ·  ".join(facts), color=_QUIET, fontsize=_SMALL_PT + 1)
-    below.set_parse_math(False)  # a directory name may contain $

@@ -11,12 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sppo.output_file import write_figure
+from sppo.plots.frame import BLUE, PALE_BLUE, clean_axes, new_figure, show_legend, write_title
 from sppo.report.metrics import StepMetrics, read_metrics
 from sppo.units import format_count
 
-_LOSS, _PALE, _RATE, _BAD = "#1f5fa8", "#a9c7e8", "#c47f2a", "#c0392b"
-_INK, _QUIET, _LINE = "#222222", "#6b6b6b", "#e6e6e6"
-_SMALL_PT, _TITLE_PT = 9, 15
+_RATE, _BAD = "#c47f2a", "#c0392b"
 
 # Fractions of the figure: left edge, bottom edge, width, height.
 _LOSS_AREA = (0.07, 0.285, 0.84, 0.53)
@@ -39,18 +38,14 @@ def loss_plot(metrics_path: Path, png_path: Path, *, terms: str = "") -> None:
         ValueError: ``metrics_path`` is missing or holds no step.
         OSError: ``png_path`` cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     steps = read_metrics(metrics_path)
     if not steps:
         raise ValueError(f"{metrics_path} holds no step yet; train at least one")
-    figure = Figure(figsize=(10, 5.625), dpi=160, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure()
     loss_axes = figure.add_axes(_LOSS_AREA)
     _draw_loss(loss_axes, steps, terms=terms)
     _draw_rate(figure.add_axes(_RATE_AREA, sharex=loss_axes), steps)
-    _write_title(figure, steps, name=metrics_path.absolute().parent.name)
+    _title(figure, steps, name=metrics_path.absolute().parent.name)
     write_figure(png_path, figure)
 
 
@@ -77,29 +72,20 @@ def _draw_loss(axes: Any, steps: Sequence[StepMetrics], *, terms: str) -> None:
     numbers, losses = [m.step for m in steps], [m.loss for m in steps]
     window = max(5, len(steps) // 25)
     mark = "o" if len(steps) <= 40 else ""
-    axes.plot(numbers, losses, color=_PALE, linewidth=1.1, marker=mark, markersize=3, label="loss")
+    axes.plot(
+        numbers, losses, color=PALE_BLUE, linewidth=1.1, marker=mark, markersize=3, label="loss"
+    )
     if len(steps) > window:
         mean = running_mean(losses, window=window)
-        axes.plot(numbers, mean, color=_LOSS, linewidth=2.2, label=f"mean of {window} steps")
+        axes.plot(numbers, mean, color=BLUE, linewidth=2.2, label=f"mean of {window} steps")
     _mark_skipped(axes, [m.step for m in steps if m.skipped])
     _annotate_last(axes, steps)
-    _clean(axes)
+    what = f"cross entropy with {terms}" if terms else "loss"
+    clean_axes(axes, f"{what}, nats per token")
     axes.tick_params(labelbottom=False)
     axes.set_xlim(*_limits(numbers))
     axes.margins(y=0.08)
-    axes.grid(axis="y", color=_LINE, linewidth=0.8)
-    what = f"cross entropy with {terms}" if terms else "loss"
-    axes.set_title(
-        f"{what}, nats per token", loc="left", color=_INK, fontsize=_SMALL_PT + 1, pad=10
-    )
-    axes.legend(
-        loc="upper right",
-        fontsize=_SMALL_PT,
-        labelcolor=_QUIET,
-        facecolor="white",
-        edgecolor="none",
-        framealpha=0.85,
-    )
+    show_legend(axes, loc="upper right")
 
 
 def _limits(numbers: Sequence[int]) -> tuple[float, float]:
@@ -127,14 +113,14 @@ def _annotate_last(axes: Any, steps: Sequence[StepMetrics]) -> None:
         axes.set_yticks([])
         axes.text(0.5, 0.5, "no finite loss", transform=axes.transAxes, ha="center", color=_BAD)
         return
-    axes.plot([last.step], [last.loss], "o", color=_LOSS, markersize=6, zorder=5, clip_on=False)
+    axes.plot([last.step], [last.loss], "o", color=BLUE, markersize=6, zorder=5, clip_on=False)
     axes.annotate(
         f"{last.loss:.3f}",
         (last.step, last.loss),
         xytext=(9, 0),
         textcoords="offset points",
         va="center",
-        color=_LOSS,
+        color=BLUE,
         fontsize=13,
         fontweight="bold",
         annotation_clip=False,
@@ -152,26 +138,14 @@ def _draw_rate(axes: Any, steps: Sequence[StepMetrics]) -> None:
     axes.set_yticks([0, peak] if peak else [0])
     axes.set_yticklabels(["0", f"{peak:.2g}"] if peak else ["0"])
     axes.xaxis.set_major_locator(MaxNLocator(nbins=10, steps=[1, 2, 5, 10], integer=True))
-    axes.set_title("learning rate", loc="left", color=_RATE, fontsize=_SMALL_PT, pad=5)
-    axes.set_xlabel("step", color=_INK, fontsize=_SMALL_PT + 1)
-    _clean(axes)
+    clean_axes(axes, "learning rate", xlabel="step", grid=None, colour=_RATE)
 
 
-def _write_title(figure: Any, steps: Sequence[StepMetrics], *, name: str) -> None:
-    left = _LOSS_AREA[0]
+def _title(figure: Any, steps: Sequence[StepMetrics], *, name: str) -> None:
     finite = [m.loss for m in steps if math.isfinite(m.loss)]
     tokens = sum(m.tokens for m in steps)
     facts = [f"{len(steps)} step{'s' * (len(steps) > 1)}", f"{format_count(tokens)} tokens"]
     if len(finite) >= 10:
         first, last = np.mean(finite[:5]), np.mean(finite[-5:])
         facts.append(f"loss {first:.2f} → {last:.2f} (means of the first and last five steps)")
-    title = figure.text(left, 0.938, name, color=_INK, fontsize=_TITLE_PT, fontweight="bold")
-    title.set_parse_math(False)  # a directory may be called $HOME
-    figure.text(left, 0.897, "  ·  ".join(facts), color=_QUIET, fontsize=_SMALL_PT + 1)
-
-
-def _clean(axes: Any) -> None:
-    for side in ("top", "left", "right"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color("#bbbbbb")
-    axes.tick_params(colors=_QUIET, labelsize=_SMALL_PT, length=0)
+    write_title(figure, name, facts, left=_LOSS_AREA[0])

@@ -15,18 +15,29 @@ from sppo.cost.stage_cost import row_bytes_of
 from sppo.output_file import write_figure
 from sppo.planning.elastic.packing import PADDING
 from sppo.planning.elastic.step_plan import StepPlan
-from sppo.units import counted, format_count, format_duration, format_tokens
+from sppo.plots.frame import (
+    BLUE,
+    INK,
+    ORANGE,
+    QUIET,
+    SMALL_PT,
+    clean_axes,
+    new_figure,
+    show_legend,
+    show_lengths,
+    show_shares,
+    write_title,
+)
+from sppo.units import counted, format_count, format_duration
 
-_SAMPLES, _TOKENS = "#1f5fa8", "#c2571a"
-_KINDS = {"split": "#1f5fa8", "hybrid": "#7a4fa3", "batched": "#d98a1f"}
+_KINDS = {"split": BLUE, "hybrid": "#7a4fa3", "batched": "#d98a1f"}
 _LEVELS = {
     "retained": "#2f7d4f",
     "offloaded": "#4d9fd6",
     "linear recomputed": "#f0b429",
     "attention recomputed": "#c23b3b",
 }
-_INK, _QUIET, _GRID, _BAND = "#222222", "#6b6b6b", "#e6e6e6", "#f1f3f5"
-_SMALL_PT, _TITLE_PT = 9, 15
+_BAND = "#f1f3f5"
 _CELL = 24
 """Image rows of one cell (stage and chunk) in the plot of levels, divided among its levels."""
 _NAMED_SEQUENCES = 24
@@ -53,15 +64,12 @@ def step_plot(plan: StepPlan, path: Path, *, source: str) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 9), dpi=160, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure(height_inches=9)
     _draw_lengths(figure.add_axes(_LENGTHS_AREA), plan)
     _draw_chunks(figure.add_axes(_CHUNKS_AREA), plan)
     _draw_levels(figure.add_axes(_LEVELS_AREA), plan)
-    _write_title(figure, plan, source=source)
+    facts = _facts(plan, source=source)
+    write_title(figure, "A step of one replica", *facts, left=_LENGTHS_AREA[0])
     write_figure(path, figure)
 
 
@@ -96,8 +104,8 @@ def _draw_lengths(axes: Any, plan: StepPlan) -> None:
     samples = np.arange(1, len(lengths) + 1) / len(lengths)
     tokens = np.cumsum(lengths) / lengths.sum()
     for shares, colour, text in (
-        (samples, _SAMPLES, "samples at least so long"),
-        (tokens, _TOKENS, "tokens in samples at least so long"),
+        (samples, BLUE, "samples at least so long"),
+        (tokens, ORANGE, "tokens in samples at least so long"),
     ):
         ends = [int(lengths[0]), *lengths, 1]
         axes.step(ends, [0.0, *shares, 1.0], where="post", color=colour, lw=2, label=text)
@@ -107,21 +115,12 @@ def _draw_lengths(axes: Any, plan: StepPlan) -> None:
         if own:
             text = f"{len(own)} {kind} chunks" if len(own) > 1 else f"1 {kind} chunk"
             axes.vlines(own, 1.04, 1.13, color=colour, lw=1.6, alpha=0.8, label=text)
-    _clean(axes, "how long the samples are, and above it how long the chunks are")
-    longest = max(2, int(lengths[0]), *chunks)
-    axes.set_xscale("log", base=2)
-    axes.set_xlim(1, longest * 1.15)
-    powers = range(longest.bit_length() + 1)
-    ticks = [1 << power for power in powers if power % (1 + len(powers) // 14) == 0]
-    ticks = [tick for tick in ticks if tick <= longest * 1.15]
-    axes.set_xticks(ticks, [format_tokens(tick) for tick in ticks])
-    axes.set_xticks([], minor=True)
-    axes.set_ylim(0, 1.15)
-    axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "25%", "50%", "75%", "100%"])
-    axes.set_xlabel("tokens", color=_INK, fontsize=_SMALL_PT)
-    legend = axes.legend(loc="lower left", fontsize=_SMALL_PT, frameon=True, edgecolor="none")
-    for line in legend.get_lines():
-        line.set_linewidth(3)
+    clean_axes(
+        axes, "how long the samples are, and above it how long the chunks are", xlabel="tokens"
+    )
+    show_lengths(axes, longest=max(2, int(lengths[0]), *chunks))
+    show_shares(axes, top=1.15)
+    show_legend(axes, loc="lower left")
 
 
 def _draw_chunks(axes: Any, plan: StepPlan) -> None:
@@ -130,7 +129,7 @@ def _draw_chunks(axes: Any, plan: StepPlan) -> None:
     _draw_bands(axes, plan)
     colours = [_KINDS[kind] for kind in plan.kinds]
     axes.bar(np.arange(len(chunks)), chunks, width=0.84, color=colours, lw=0)
-    _clean(
+    clean_axes(
         axes, "tokens of each chunk; a band is a sequence: a long sample and what fills its tail"
     )
     axes.set_xlim(-0.5, len(chunks) - 0.5)
@@ -166,19 +165,22 @@ def _draw_levels(axes: Any, plan: StepPlan) -> None:
         axes.axhline(stage - 0.5, color="white", lw=1.2 if stages <= _STAGE_TICKS else 0.5)
     for first in _first_chunks(plan)[1:]:
         axes.axvline(first - 0.5, color="white", lw=1.6 if units <= 200 else 0.6)
-    _clean(axes, "what becomes of saved tensors, in bytes")
-    axes.grid(visible=False)
+    clean_axes(
+        axes,
+        "what becomes of saved tensors, in bytes",
+        xlabel="chunk, in the order of the forwards",
+        grid=None,
+    )
     every = -(-stages // _STAGE_TICKS)
     axes.set_yticks(range(0, stages, every))
-    axes.set_ylabel("stage", color=_INK, fontsize=_SMALL_PT)
-    axes.set_xlabel("chunk, in the order of the forwards", color=_INK, fontsize=_SMALL_PT)
+    axes.set_ylabel("stage", color=INK, fontsize=SMALL_PT)
     handles = [Patch(color=colour, label=name) for name, colour in _LEVELS.items()]
     axes.legend(
         handles=handles,
         loc="lower right",
         bbox_to_anchor=(1.005, 1.0),
         ncols=len(handles),
-        fontsize=_SMALL_PT,
+        fontsize=SMALL_PT,
         frameon=False,
         handlelength=1.2,
         columnspacing=1.2,
@@ -206,8 +208,8 @@ def _name_sequences(axes: Any, plan: StepPlan) -> None:
             transform=axes.get_xaxis_transform(),
             ha="center",
             va="top",
-            color=_QUIET,
-            fontsize=_SMALL_PT - 1,
+            color=QUIET,
+            fontsize=SMALL_PT - 1,
         )
     axes.text(
         0.5,
@@ -216,8 +218,8 @@ def _name_sequences(axes: Any, plan: StepPlan) -> None:
         transform=axes.transAxes,
         ha="center",
         va="top",
-        color=_INK,
-        fontsize=_SMALL_PT,
+        color=INK,
+        fontsize=SMALL_PT,
     )
 
 
@@ -234,19 +236,10 @@ def _sample_lengths(plan: StepPlan) -> npt.NDArray[np.int64]:
     return np.array([tokens for sample, tokens in pairs if sample != PADDING], dtype=np.int64)
 
 
-def _clean(axes: Any, title: str) -> None:
-    for side in ("top", "left", "right"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color("#bbbbbb")
-    axes.tick_params(colors=_QUIET, labelsize=_SMALL_PT, length=0)
-    axes.grid(axis="y", color=_GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.set_title(title, loc="left", color=_INK, fontsize=_SMALL_PT + 1, pad=8)
-
-
-def _write_title(figure: Any, plan: StepPlan, *, source: str) -> None:
+def _facts(plan: StepPlan, *, source: str) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the two lines below the title."""
     candidate = plan.evaluated.candidate
-    lines: Sequence[Sequence[str]] = (
+    return (
         (
             f"{plan.num_samples} samples of {source}",
             f"{format_count(plan.tokens)} tokens",
@@ -260,11 +253,3 @@ def _write_title(figure: Any, plan: StepPlan, *, source: str) -> None:
             f"{format_duration(plan.step_s)}, bubble {plan.bubble_fraction:.1%} (simulated)",
         ),
     )
-    left = _LENGTHS_AREA[0]
-    figure.text(
-        left, 0.962, "A step of one replica", color=_INK, fontsize=_TITLE_PT, fontweight="bold"
-    )
-    for place, facts in enumerate(lines):
-        text = "  ·  ".join(facts)
-        below = figure.text(left, 0.938 - 0.022 * place, text, color=_QUIET, fontsize=_SMALL_PT + 1)
-        below.set_parse_math(False)  # a directory name may contain $

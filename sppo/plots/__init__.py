@@ -1,0 +1,1 @@
+"""Plots as PNG files: loss, lengths of documents, loss by position, a step, timelines."""

@@ -1,0 +1,108 @@
+"""Frame of every plot: its figure, its title, and axes with as little ink as possible."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from sppo.units import format_tokens
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK, QUIET = "#222222", "#6b6b6b"
+BLUE, PALE_BLUE, ORANGE = "#1f5fa8", "#a9c7e8", "#c2571a"
+SMALL_PT = 9
+_GRID, _AXIS = "#e6e6e6", "#bbbbbb"
+_TITLE_PT = 15
+_WIDTH_INCHES, _DPI = 10, 160
+_TITLE_INCHES, _FACTS_INCHES, _LINE_INCHES = 0.345, 0.57, 0.2
+"""Distance of the title and of the first line of facts from the top, and between two lines."""
+_MOST_LENGTHS = 14
+"""Largest number of marks on an axis of lengths."""
+
+
+def new_figure(*, height_inches: float = 5.625) -> Figure:
+    """Return an empty figure, 1600 pixels wide and by default 900 pixels high."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(_WIDTH_INCHES, height_inches), dpi=_DPI, facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def write_title(figure: Figure, title: str, *facts: Sequence[str], left: float) -> None:
+    """Write the title and lines of facts below it, at `left` as a fraction of the width."""
+    height = figure.get_figheight()
+    at = 1 - _TITLE_INCHES / height
+    texts = [figure.text(left, at, title, color=INK, fontsize=_TITLE_PT, fontweight="bold")]
+    for number, line in enumerate(facts):
+        at = 1 - (_FACTS_INCHES + number * _LINE_INCHES) / height
+        texts.append(figure.text(left, at, "  ·  ".join(line), color=QUIET, fontsize=SMALL_PT + 1))
+    for text in texts:
+        text.set_parse_math(False)  # the name of a directory may contain $
+
+
+def clean_axes(
+    axes: Axes,
+    title: str,
+    *,
+    xlabel: str = "",
+    grid: Literal["y", "both"] | None = "y",
+    colour: str = INK,
+) -> None:
+    """Give axes a title, a label below, a pale grid, and no box.
+
+    Args:
+        axes: Axes to change.
+        title: What the axes show, and in which unit; written above them.
+        xlabel: Meaning of the horizontal axis.
+        grid: Direction of the grid's lines; None for no grid.
+        colour: Colour of the title.
+    """
+    hide_spines(axes, "top", "left", "right")
+    axes.spines["bottom"].set_color(_AXIS)
+    axes.tick_params(colors=QUIET, labelsize=SMALL_PT, length=0)
+    if grid is not None:
+        axes.grid(axis=grid, color=_GRID, linewidth=0.8)
+        axes.set_axisbelow(True)
+    axes.set_title(title, loc="left", color=colour, fontsize=SMALL_PT + 1, pad=8)
+    axes.set_xlabel(xlabel, color=INK, fontsize=SMALL_PT + 1)
+
+
+def hide_spines(axes: Axes, *sides: str) -> None:
+    """Remove sides of the box around axes."""
+    for side in sides:
+        axes.spines[side].set_visible(False)
+
+
+def show_lengths(axes: Axes, *, longest: int) -> None:
+    """Make the horizontal axis one of lengths in tokens from 1 to `longest`, in powers of two."""
+    end = longest * 1.15
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(1, end)
+    powers = range(longest.bit_length() + 1)
+    every = 1 + len(powers) // _MOST_LENGTHS
+    ticks = [1 << power for power in powers if power % every == 0 and 1 << power <= end]
+    axes.set_xticks(ticks, [format_tokens(tick) for tick in ticks])
+    axes.set_xticks([], minor=True)
+
+
+def show_shares(axes: Axes, *, top: float) -> None:
+    """Make the vertical axis one of shares from 0 to 100 %, drawn up to the share `top`."""
+    axes.set_ylim(0, top)
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "25%", "50%", "75%", "100%"])
+
+
+def show_legend(axes: Axes, *, loc: Literal["lower left", "upper right"]) -> None:
+    """Draw the legend at `loc`, on a white ground through which curves can be seen."""
+    axes.legend(
+        loc=loc,
+        fontsize=SMALL_PT,
+        labelcolor=INK,
+        facecolor="white",
+        edgecolor="none",
+        framealpha=0.85,
+    )
