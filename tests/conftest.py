@@ -21,11 +21,11 @@ os.unsetenv("COLUMNS")
 import numpy as np
 import pytest
 import torch
-import yaml
 from click.testing import Result
 from hypothesis import settings
 from typer.testing import CliRunner
 
+from sppo.config.yaml_file import format_yaml
 from sppo.data.tokens import (
     DOCUMENTS_FILE,
     FORMAT_VERSION,
@@ -112,7 +112,7 @@ def write_run(path: Path, **sections: Any) -> Path:
     merged = {name: dict(section) for name, section in RUN.items()}
     for name, section in sections.items():
         merged[name] = {**merged.get(name, {}), **section}
-    path.write_text(yaml.safe_dump(merged))
+    path.write_text(format_yaml(merged))
     return path
 
 

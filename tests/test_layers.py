@@ -17,7 +17,7 @@ PLANNING_CORE = (
     *("sppo.activations", "sppo.hardware", "sppo.cost", "sppo.planning"),
 )
 MOST_MODULES = 20
-HEAVY = ("torch", "numpy", "pydantic", "yaml", "scipy", "matplotlib", "rich.table")
+HEAVY = ("torch", "numpy", "pydantic", "ruamel.yaml", "scipy", "matplotlib", "rich.table")
 CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
     "contracts"
 ]

@@ -28,10 +28,9 @@ def show(run_file: RunFile, overrides: Overrides = None, json_output: Json = Fal
     """Print the complete configuration: presets expanded, defaults filled in."""
     import json
 
-    import yaml
-
     from sppo.config import load_run
     from sppo.config.huggingface_rope import ROPE_KEYS
+    from sppo.config.yaml_file import format_yaml
 
     with exit_codes():
         run = load_run(run_file, overrides or ())
@@ -42,7 +41,7 @@ def show(run_file: RunFile, overrides: Overrides = None, json_output: Json = Fal
     if json_output:
         typer.echo(json.dumps(values, indent=2))
     else:
-        typer.echo(yaml.safe_dump(values, sort_keys=False), nl=False)
+        typer.echo(format_yaml(values), nl=False)
 
 
 @app.command()

@@ -9,15 +9,7 @@ from sppo.units import format_bytes
 
 
 class NotTextError(ValueError):
-    """File that is not readable as UTF-8 text.
-
-    Attributes:
-        rule: Rule that the file breaks, without the name of the file.
-    """
-
-    def __init__(self, path: Path, rule: str) -> None:
-        self.rule = rule
-        super().__init__(f"{one_line(path)}: {rule}")
+    """File that is not readable as UTF-8 text; the message names the file and the rule."""
 
 
 def read_text_file(path: Path, *, most_bytes: int) -> str:
@@ -31,15 +23,16 @@ def read_text_file(path: Path, *, most_bytes: int) -> str:
         NotTextError: The file is not UTF-8 or too large, or no file can have this path.
         OSError: The file cannot be read.
     """
+    name = one_line(path)
     if "\0" in str(path):
-        raise NotTextError(path, "a path holds no zero byte")
+        raise NotTextError(f"{name}: a path holds no zero byte")
     with path.open("rb") as file:
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
-        raise NotTextError(path, f"larger than {format_bytes(most_bytes)}")
+        raise NotTextError(f"{name}: larger than {format_bytes(most_bytes)}")
     try:
         # Universal newlines, as in text mode.
         return data.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         where = f"byte {error.start} is 0x{data[error.start]:02x}"
-        raise NotTextError(path, f"{where}, which is not UTF-8 text") from None
+        raise NotTextError(f"{name}: {where}, which is not UTF-8 text") from None

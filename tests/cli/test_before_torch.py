@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 import sppo
+from sppo.config.yaml_file import format_yaml, read_yaml
 from tests.conftest import write_run, write_tokens
 
 # One process for all cases: in it torch cannot be imported.
@@ -92,9 +92,9 @@ def told(tmp_path_factory):
 
 
 def _without_model(run_file: Path) -> str:
-    sections = yaml.safe_load(run_file.read_text())
+    sections = read_yaml(run_file)
     del sections["model"]
-    return yaml.safe_dump(sections)
+    return format_yaml(sections)
 
 
 @pytest.mark.parametrize(("case", "says"), CASES.items())

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 
+from sppo.config.yaml_file import format_yaml
 from sppo.planning import baselines
 from tests.conftest import call, refuse, succeed
 
@@ -34,7 +34,7 @@ def run(tmp_path, monkeypatch):
         "parallel": {"multiplexed": "off", "virtual_stages": 1},
         "hardware": {"preset": "h100", "nodes": 1},
     }
-    Path("run.yaml").write_text(yaml.safe_dump(values))
+    Path("run.yaml").write_text(format_yaml(values))
     return "run.yaml"
 
 

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 
+from sppo.config.yaml_file import format_yaml
 from tests.conftest import refuse, succeed
 
 RUN = {
@@ -22,7 +22,7 @@ RUN = {
 @pytest.fixture(scope="module")
 def plan_text(tmp_path_factory):
     directory = tmp_path_factory.mktemp("solved")
-    (directory / "run.yaml").write_text(yaml.safe_dump(RUN))
+    (directory / "run.yaml").write_text(format_yaml(RUN))
     succeed("solve", directory / "run.yaml", "parallel.schedule=sppo", "-o", directory / "p.json")
     return (directory / "p.json").read_text()
 

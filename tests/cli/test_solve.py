@@ -13,9 +13,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import yaml
 
 from sppo.cli.output.solve_text import launch_commands
+from sppo.config.yaml_file import format_yaml
 from sppo.planning.advice import Advice
 from sppo.planning.plan import read_plan
 from sppo.planning.search.choices import Degrees
@@ -56,7 +56,7 @@ PREDICTED = {
 def run(tmp_path, monkeypatch):
     """A run file in the working directory, whose data does not exist."""
     monkeypatch.chdir(tmp_path)
-    Path("run.yaml").write_text(yaml.safe_dump(RUN))
+    Path("run.yaml").write_text(format_yaml(RUN))
     return "run.yaml"
 
 
@@ -261,7 +261,7 @@ def test_devices_left_over_are_said(run):
 
 
 def test_an_auto_machine_is_this_one(run):
-    Path("here.yaml").write_text(yaml.safe_dump({**RUN, "hardware": "auto"}))
+    Path("here.yaml").write_text(format_yaml({**RUN, "hardware": "auto"}))
     words = ("model.preset=tiny", "sequence.length=16Ki")
     assert report("here.yaml", *words)["hardware"]["name"]
     found = report("here.yaml", *words, "hardware.preset=laptop-cpu")
@@ -431,7 +431,7 @@ def test_a_wrong_request_ends_with_2(run, words, message):
     bare = replace(laptop, node=replace(laptop.node, disk_bytes=0))
     Path("bare.json").write_text(json.dumps(asdict(bare)))
     if any("hardware.file" in word for word in words):
-        Path(run).write_text(yaml.safe_dump({**RUN, "hardware": {}}))
+        Path(run).write_text(format_yaml({**RUN, "hardware": {}}))
     assert message in one_line(refuse("solve", run, *words))
 
 

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 
+from sppo.config.yaml_file import format_yaml
 from sppo.data.samples.length_distributions import DISTRIBUTIONS
 from sppo.planning.plan import read_plan
 from tests.conftest import call, refuse, succeed, write_run, write_tokens
@@ -33,7 +33,7 @@ SMALL = ("hardware.devices_per_node=2", "activations.tier=device", "parallel.vir
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("run.yaml").write_text(yaml.safe_dump(RUN))
+    Path("run.yaml").write_text(format_yaml(RUN))
     return "run.yaml"
 
 

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from sppo.checkpoint.manifest import find_damage, sum_files, write_manifest
 from sppo.checkpoint.newest import find_checkpoint
 from sppo.cli.app import app
 from sppo.config.loading import check_run, load_run
-from sppo.config.yaml_file import read_yaml
+from sppo.config.yaml_file import format_yaml, read_yaml
 from sppo.data.preparation.documents import read_text
 from sppo.data.preparation.model_tokenizer import vocabulary_identity
 from sppo.data.preparation.prepare import prepare_tokens
@@ -79,7 +78,7 @@ def run_files(rng: random.Random, directory: Path) -> None:
 def yaml_text(rng: random.Random, directory: Path) -> None:
     """A run file with damaged bytes."""
     path = directory / "run.yaml"
-    path.write_bytes(changed_bytes(rng, yaml.safe_dump(RUN, sort_keys=False).encode()))
+    path.write_bytes(changed_bytes(rng, format_yaml(RUN).encode()))
     read_yaml(path)
 
 
