@@ -28,31 +28,29 @@ def refused(text):
     return message.removeprefix(f"{path}: ")
 
 
-@pytest.mark.parametrize("levels", [101, 900, 2000, 100_000])
 @pytest.mark.parametrize("words", ["[]", ('{"a": ', "}")])
-def test_deep_nesting(levels, words):
-    text = words[0] * levels + "1" + words[1] * levels
-    column = 100 * len(words[0]) + 1
-    assert refused(text) == f"nested more than 100 levels deep (column {column})"
-
-
-def test_a_hundred_levels_are_read():
-    assert parse_json("[" * 100 + "]" * 100, source="x") is not None
+def test_deep_nesting(words):
+    text = words[0] * 100_000 + "1" + words[1] * 100_000
+    assert refused(text) == "nested too deeply"
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"a": 1,\n "b": NaN}', "NaN is not JSON: write a number, or null (line 2, column 7)"),
-        ('["NaN", -Infinity]', "-Infinity is not JSON: write a number, or null (column 9)"),
-        ("[1, 1e400]", "1e400 is beyond every number that can be computed with (column 5)"),
-        ('{"a": 1' + "0" * 400 + "}", "a number of 401 digits; at most 300 can be read (column 7)"),
-        ("1" * 5000, "a number of 5000 digits; at most 300 can be read (column 1)"),
+        ('{"a": 1,\n "b": NaN}', "NaN is not JSON: write a number, or null"),
+        ('["NaN", -Infinity]', "-Infinity is not JSON: write a number, or null"),
+        ("[1, 1e400]", "1e400 is beyond every number that can be computed with"),
+        ('{"a": 1' + "0" * 400 + "}", "a number of 401 digits; at most 300 can be read"),
+        ("1" * 5000, "a number of 5000 digits; at most 300 can be read"),
         ('{"a": {"b\\n": 1, "b\\n": 2}}', r"key 'b\n' stands twice in one object; keep one"),
-        ("{", "not JSON: Expecting property name enclosed in double quotes (column 2)"),
-        ("", "not JSON: Expecting value (column 1)"),
+        ("{", "not JSON: Expecting property name enclosed in double quotes (line 1, column 2)"),
+        ("[1,\n 2", "not JSON: Expecting ',' delimiter (line 2, column 3)"),
+        ("", "not JSON: Expecting value (line 1, column 1)"),
         (b'{"a": "\xff"}', "byte 7 is 0xff, which is not UTF-8 text"),
-        (b"\xef\xbb\xbf{}", "not JSON: Unexpected UTF-8 BOM (decode using utf-8-sig) (column 1)"),
+        (
+            b"\xef\xbb\xbf{}",
+            "not JSON: Unexpected UTF-8 BOM (decode using utf-8-sig) (line 1, column 1)",
+        ),
     ],
 )
 def test_what_is_refused(text, message):
@@ -72,7 +70,7 @@ def test_values_are_those_of_json():
 def test_without_strictness_other_values_are_taken():
     line = b'{"text": "a", "score": NaN, "id": ' + b"7" * 5000 + b', "id": 1e999}'
     assert parse_json(line, source="x", strict=False)["text"] == "a"
-    with pytest.raises(JsonError, match=r"x:3: nested more than 100 levels deep \(column 102\)"):
+    with pytest.raises(JsonError, match="x:3: nested too deeply"):
         parse_json(" " + "[" * 3000 + "]" * 3000, source="x:3", strict=False)
 
 

@@ -155,7 +155,7 @@ def _set(*keys, value):
     [
         (lambda values: "{", "not JSON"),
         (lambda values: "", "not JSON"),
-        (lambda values: "[" * 100_000, "nested more than 100 levels deep"),
+        (lambda values: "[" * 100_000, "nested too deeply"),
         (lambda values: [values], f"version None, this is sppo .* version {PLAN_VERSION}: make"),
         (lambda values: "null", "has version None"),
         (_set("version", value=0), "has version 0, this is"),

@@ -143,7 +143,7 @@ def test_an_older_version_did_what_the_defaults_say(work, run, run_file):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[" * 5000, "run.json: nested more than 100 levels deep"),
+        ("[" * 5000, "run.json: nested too deeply"),
         ("{", "run.json: not JSON"),
         ("[]", "is no run's configuration"),
         ('{"optimizer": NaN}', "run.json: NaN is not JSON"),
