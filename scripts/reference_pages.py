@@ -153,19 +153,17 @@ def _yields(function: Callable[..., Any]) -> bool:
 
 def commands_page() -> str:
     """Return the page of all commands with their arguments and options."""
-    import typer
-
-    from sppo.cli.app import app
+    from sppo.cli.app import SUBCOMMANDS, subcommand
 
     lines = [
         "# Commands",
         "Every command has `--help` (`-h`). Those with `--json` print one JSON object on standard "
         "output and nothing else. How a command ended is told by its [exit code](exit_codes.md).",
     ]
-    root: Any = typer.main.get_command(app)
-    for path, command in _leaves(root, "sppo"):
-        lines.append(f"## `{path}`")
-        lines += _command(path, command)
+    for name in SUBCOMMANDS:
+        for path, command in _leaves(subcommand(name), f"sppo {name}"):
+            lines.append(f"## `{path}`")
+            lines += _command(path, command)
     return "\n\n".join(lines)
 
 

@@ -1,25 +1,76 @@
 """Root of the ``sppo`` command and its subcommands.
 
-Each subcommand imports its dependencies when it runs: ``sppo --help`` answers at once, and planning
-does not wait for the import of torch.
+The module of a subcommand is imported when the subcommand is called: ``sppo --help`` answers at
+once, and planning does not wait for the import of torch.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Any
+
 import typer
 
-from sppo.cli import config, convert, data
-from sppo.cli.bench import bench
-from sppo.cli.command_group import CommandGroup
-from sppo.cli.doctor import doctor
-from sppo.cli.estimate import estimate
-from sppo.cli.evaluate import evaluate
-from sppo.cli.simulate import simulate
-from sppo.cli.solve import solve
-from sppo.cli.train import train
+from sppo.cli.command_group import CommandGroup, Group
+
+SUBCOMMANDS = {
+    "train": ("train", "Train a run; the same command continues a killed or stopped run."),
+    "eval": (
+        "evaluate",
+        "Report the loss of a run's newest weights on data.eval_tokens, by position in the"
+        " context.",
+    ),
+    "solve": (
+        "solve",
+        "Recommend degrees of parallelism, cuts, schedule and policy; predict time and memory.",
+    ),
+    "estimate": (
+        "estimate",
+        "Predict memory by bucket, as sppo train would plan the run; nothing is run.",
+    ),
+    "simulate": (
+        "simulate",
+        "Simulate, check and draw a pipeline schedule before it runs.",
+    ),
+    "bench": (
+        "bench",
+        "Measure kernels and copies on the GPU, or on CPU and disk without one.",
+    ),
+    "doctor": (
+        "doctor",
+        "Report what training and planning find on this machine, and how to add what is missing.",
+    ),
+    "data": ("data", "Write and describe the token data that runs read."),
+    "convert": ("convert", "Convert weights from and to Hugging Face."),
+    "config": ("config", "Look at a run file without running it."),
+}
+"""Module in :mod:`sppo.cli` and help of each subcommand, by its name. A module has an ``app`` of
+several commands, or one function of the same name."""
+
+
+class _LazyGroup(Group):
+    """Group that knows the names and help of its subcommands, and imports one when it is called."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the name of the subcommand, the subcommand, and its arguments."""
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, subcommand(name) if name in SUBCOMMANDS else command, rest
+
+
+def subcommand(name: str) -> Any:
+    """Import a subcommand of ``sppo`` and return it."""
+    module_name, _ = SUBCOMMANDS[name]
+    module = import_module(f"sppo.cli.{module_name}")
+    inner = getattr(module, "app", None)
+    if inner is None:
+        inner = CommandGroup()
+        inner.command(name)(getattr(module, module_name))
+    return typer.main.get_command(inner)
+
 
 app = CommandGroup(
-    rich_markup_mode="markdown",
+    cls=_LazyGroup,
+    add_completion=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Train transformers on sequences that do not fit, cut into subsequences.",
     pretty_exceptions_enable=False,
@@ -47,13 +98,9 @@ def sppo(
     """Train transformers on sequences that do not fit, cut into subsequences."""
 
 
-app.command("train")(train)
-app.command("eval")(evaluate)
-app.command("solve")(solve)
-app.command("estimate")(estimate)
-app.command("simulate")(simulate)
-app.command("bench")(bench)
-app.command("doctor")(doctor)
-app.add_typer(data.app, name="data")
-app.add_typer(convert.app, name="convert")
-app.add_typer(config.app, name="config")
+def _named_only() -> None:
+    """Stand for a subcommand that is not imported."""
+
+
+for _name, (_, _help) in SUBCOMMANDS.items():
+    app.command(_name, help=_help)(_named_only)

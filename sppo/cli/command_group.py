@@ -17,11 +17,20 @@ class CommandGroup(typer.Typer):
     """Command with subcommands.
 
     Args:
-        settings: Arguments of :class:`typer.Typer`.
+        cls: Class of the group in the command line.
+        settings: Further arguments of :class:`typer.Typer`.
     """
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(cls=_Group, no_args_is_help=True, **settings)
+    def __init__(
+        self, *, cls: type[TyperGroup] | None = None, add_completion: bool = False, **settings: Any
+    ) -> None:
+        super().__init__(
+            cls=cls or Group,
+            no_args_is_help=True,
+            rich_markup_mode="markdown",
+            add_completion=add_completion,
+            **settings,
+        )
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Any], Any]:
         """Return a decorator that registers a function as a subcommand."""
@@ -51,8 +60,11 @@ class _Command(TyperCommand):
         return [*map(usage_name, arguments), str(self.options_metavar)]
 
 
-class _Group(TyperGroup):
+class Group(TyperGroup):
+    """Command group whose help is without types of flags."""
+
     def get_params(self, ctx: Any) -> list[Any]:
+        """Return the options."""
         return _without_types(super().get_params(ctx))
 
 

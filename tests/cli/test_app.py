@@ -1,32 +1,30 @@
 import os
+import re
 import subprocess
 import sys
 import time
 
 import pytest
 import torch
-import typer
 
-from sppo.cli.app import app
+from sppo.cli.app import SUBCOMMANDS, subcommand
 from sppo.version import __version__
 from tests.conftest import call, succeed
 
-COMMANDS = ("train", "eval", "data", "convert", "config", "doctor")
+ALL = [
+    (),
+    *((name,) for name in SUBCOMMANDS),
+    *((name, inner) for name in SUBCOMMANDS for inner in getattr(subcommand(name), "commands", {})),
+]
+"""Every command and group as words."""
 
 
-def paths(command, *before):
-    """Every command and group below ``command`` as words."""
-    yield before
-    for name, inner in getattr(command, "commands", {}).items():
-        yield from paths(inner, *before, name)
-
-
-ALL = list(paths(typer.main.get_command(app)))
-
-
-def test_help_names_the_commands():
+def test_help_names_the_commands(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     text = succeed("--help")
-    assert all(f" {name} " in text for name in COMMANDS)
+    for name in SUBCOMMANDS:
+        first, *_ = subcommand(name).help.split("\n\n")
+        assert re.search(rf" {name} +{re.escape(' '.join(first.split()))} ", text)
 
 
 @pytest.mark.parametrize("words", ALL, ids=lambda words: " ".join(words) or "sppo")

@@ -465,15 +465,6 @@ def test_solving_never_loads_torch(run, words):
     assert done.stderr.splitlines()[-1] == "False"
 
 
-def test_asking_for_help_loads_nothing_heavy():
-    code = (
-        "import sys, sppo.cli.solve, sppo.cli.estimate; "
-        "print([m for m in ('numpy', 'matplotlib', 'torch', 'pydantic') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
 def test_the_screens_are_screens(run):
     assert len(refuse("solve", run, *TOO_LONG, code=3).splitlines()) <= SCREEN_LINES
     wide = [line for line in succeed("solve", run).splitlines() if len(line) > 80]
