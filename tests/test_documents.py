@@ -21,9 +21,9 @@ SHORT = "sequence.length=1Ki"  # of all commands that share a run
 STRETCHED = "sequence.length=2Ki"  # the same of a model that was trained on 1Ki tokens
 SHORTER = {
     "bash scripts/quickstart.sh": " quickstart sequence.length=1Ki train.steps=2",
-    "bash scripts/compare_cpu.sh": " --lengths 512 --steps 1",
-    "bash scripts/compare_pipelining.sh": " --length 512 --pieces 2 --sequences 2",
-    "bash scripts/compare_msp.sh": " --length 512 --steps 1",
+    "python -m experiments.cpu": " --lengths 512 --steps 1",
+    "python -m experiments.pipelining": " --length 512 --subsequences 2 --sequences 2",
+    "python -m experiments.msp": " --length 512 --steps 1",
     f"{PASSIVE}/offload_cpu.py": " --length 512 --pieces 2 --steps 1",
     "sppo bench": " --quick",
     "sppo train run.yaml": f" {SHORT}",
@@ -75,7 +75,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {}
     for page in dict.fromkeys(name for name, _ in _cases()):
         made[page] = tmp_path_factory.mktemp(Path(page).stem)
-        for name in ("scripts", "sppo", "configs", "setup.py"):
+        for name in ("experiments", "scripts", "sppo", "configs", "setup.py"):
             (made[page] / name).symlink_to(ROOT / name)
     return made
 

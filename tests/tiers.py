@@ -858,7 +858,7 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
                 "cli/test_convert.py::test_to_hf_takes_the_newest_checkpoint",
                 "training/whole_runs/test_parallel_runs.py::test_losses_and_weights_are_those_of_one_rank",
                 "parallel/job/test_rendezvous.py::test_a_killed_rank_ends_the_job_and_is_named",
-                "scripts/test_msp_script.py::test_both_sides_take_turns_and_agree",
+                "experiments/test_comparisons.py::test_the_sides_run_and_are_reported",
             ),
         ),
         "test_python_of_a_page": replaced(
@@ -870,44 +870,27 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
             why="the same functions, one by one, and a loop of one's own",
         ),
     },
-    "scripts/test_pipelining_script.py": {
-        "test_both_sides_compute_the_same": replaced(
-            "scripts/test_msp_script.py::test_both_sides_take_turns_and_agree",
-            why="they share scripts/turns.py; what this one compares is in the other tier alone",
-        ),
-    },
     "scripts/test_state_tiers_script.py": {
         "test_the_two_trainings_take_turns_and_agree": replaced(
             "training/whole_runs/test_state_tiers.py::test_training_is_that_on_the_device",
             why="five processes that train; the same comparison of smaller runs in one process",
         ),
     },
-    "scripts/test_virtual_stages_script.py": {
-        "test_one_stage_is_among_them": replaced(
-            "scripts/test_msp_script.py::test_both_sides_take_turns_and_agree",
-            why="a process that imports torch, for one line",
-        ),
-        "test_all_orders_take_turns_and_agree": replaced(
-            "scripts/test_msp_script.py::test_both_sides_take_turns_and_agree",
-            "engine/test_pipeline.py::test_gradients_of_a_pipeline",
-            why="the same comparison of other orders, whose gradients are compared there",
-        ),
-    },
     "scripts/test_elastic_script.py": {
         "test_all_sides_take_turns_and_agree": replaced(
-            "scripts/test_msp_script.py::test_both_sides_take_turns_and_agree",
+            "experiments/test_comparisons.py::test_the_sides_run_and_are_reported",
             "scripts/test_elastic_script.py::test_sides_are_planned_for_the_same_tokens",
             why="ranks that start alike; what they are given is planned there",
         ),
         "test_one_rank_is_refused": replaced(
-            "scripts/test_msp_script.py::test_both_sides_take_turns_and_agree",
+            "experiments/test_comparisons.py::test_the_sides_run_and_are_reported",
             why="a process that imports much, for one line",
         ),
     },
     "scripts/test_offload_script.py": {
         "test_both_sides_take_turns_and_agree": replaced(
-            "scripts/test_msp_script.py::test_both_sides_take_turns_and_agree",
-            why="they share scripts/turns.py; what this one compares is in the other tier alone",
+            "experiments/test_comparisons.py::test_the_sides_run_and_are_reported",
+            why="they share the harness; what this one compares is in the other tier alone",
         ),
     },
     "scripts/test_gpu_training_script.py": {

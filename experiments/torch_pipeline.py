@@ -1,4 +1,4 @@
-"""Torch's side of ``compare_pipelining.py``: a Llama-shaped stage for torch's pipelining.
+"""A Llama-shaped stage for torch's pipelining; used by :mod:`experiments.pipelining`.
 
 Plain modules under autograd in bf16; backward recomputes nothing. Attention is torch's flash kernel
 for CPUs. K/V heads are repeated before the kernel, because its backward takes much longer with
@@ -24,8 +24,6 @@ from sppo.kernels.native.cpu_allocator import install_cpu_allocator
 from sppo.model.initialize import initial_weights
 from sppo.model.rope import rotary_table
 
-WARM_UP_TOKENS = 512
-
 
 class TorchPipeline:
     """One rank of torch's GPipe (one sequence per step) or 1F1B (two or more).
@@ -50,11 +48,6 @@ class TorchPipeline:
         self._stage.load_state_dict({name: weights[name] for name in self._stage.state_dict()})
         self._schedules: dict[tuple[int, int], Any] = {}
         self._loss = 0.0
-
-    def warm_up(self) -> None:
-        """Run a short step."""
-        self._accumulate(self._tokens_MT[:, : WARM_UP_TOKENS + 1])
-        self._stage.zero_grad(set_to_none=True)
 
     def trim(self) -> None:
         """Return unused memory of the pool to the system."""

@@ -1,0 +1,129 @@
+"""Every comparison at a minimal size: its sides run in turns, agree, and are reported."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def _sides_take_turns(found):
+    assert found["loss_difference"] < 1e-4
+    assert found["planned_on_over_off"] < 1
+    assert found["step_s"].keys() == found["idle_share"].keys() == {"off", "on"}
+
+
+def _orders_agree(found):
+    assert found["loss_difference"] < 1e-4
+    planned = [order["planned_idle_share"] for order in found["orders"]]
+    assert planned == sorted(planned, reverse=True)
+    assert all(0 <= order["idle_share"] < 1 for order in found["orders"])
+
+
+def _losses_are_those_of_the_other_policy(found):
+    losses = {row["side"]: row["loss"] for row in found["measurements"]}
+    assert losses["sppo keep_attention"] == losses["sppo looped disk"]
+    assert losses["transformers"] == pytest.approx(losses["sppo looped disk"], rel=0.01)
+
+
+def _both_compute_the_same(found):
+    (case,) = found["cases"]
+    ours, theirs = case["sides"]["sppo"], case["sides"]["torch"]
+    assert theirs["schedule"] == "1F1B"
+    assert case["largest_difference"] < 0.02
+    assert min(ours["peak_bytes"] + theirs["peak_bytes"]) > 0
+    assert 0 < ours["idle_share"] < 1
+
+
+class Comparison(NamedTuple):
+    """Options of a minimal size, the check of the report, and files that it draws."""
+
+    words: str
+    check: Callable[[dict[str, Any]], None]
+    drawn: tuple[str, ...] = ()
+
+
+COMPARISONS = {
+    "msp": Comparison("--length 512 --steps 1 --plot a.png", _sides_take_turns, ("a.png",)),
+    "virtual_stages": Comparison("--length 512 --steps 1 --virtual-stages 1,2", _orders_agree),
+    "cpu": Comparison(
+        "--lengths 512 --steps 0 --threads 1 --disk . "
+        "--sides sppo\\ keep_attention,sppo\\ looped\\ disk,transformers",
+        _losses_are_those_of_the_other_policy,
+    ),
+    "pipelining": Comparison("--length 128 --subsequences 2 --sequences 2", _both_compute_the_same),
+}
+DEFAULT_TIER = ("msp",)
+
+
+def _tier(name):
+    """Ranks that start alike; what the others compare is tested by itself elsewhere."""
+    return pytest.param(name, marks=() if name in DEFAULT_TIER else pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize("name", [_tier(name) for name in COMPARISONS])
+def test_the_sides_run_and_are_reported(name, tmp_path):
+    words, check, drawn = COMPARISONS[name]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            f"experiments.{name}",
+            *shlex.split(words),
+            "--output",
+            "found.json",
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["command"].startswith(f"python -m experiments.{name} ")
+    check(found)
+    for file in drawn:
+        assert (tmp_path / file).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "message"),
+    [
+        ("msp", "--steps 0", "--steps: 0 is too small; write a number from 1 on"),
+        ("virtual_stages", "--virtual-stages 2,4", "has no 1 to compare with"),
+        ("cpu", "--sides other", "--sides: 'other' is not one of sppo retain, "),
+        ("cpu", "--sides sppo\\ disk", "'sppo disk' offloads: name a directory with --disk DIR"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(name, words, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name, *shlex.split(words)])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"experiments.{name}").main()
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def _fails(rank, arguments):
+    del arguments
+    if rank == 1:
+        raise ValueError("rank 1 does not start")
+    return list
+
+
+def test_a_rank_that_fails_ends_the_comparison():
+    """Although the other rank, which waits for it, would wait for hours."""
+    from experiments.harness import Side
+
+    with pytest.raises(SystemExit, match="error: a side: a rank failed"):
+        Side("a side", _fails, None, ranks=2)
