@@ -96,7 +96,7 @@ def _serve(rank: int, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _draw(path: Path, timelines: dict[str, Any]) -> None:
-    from sppo.timeline.png import write_png
+    from sppo.plots.timeline import write_png
 
     write_png(path, timelines=list(timelines.values()))
 

@@ -177,7 +177,8 @@ def _leaves(command: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _command(path: str, command: Any) -> Iterator[str]:
-    from sppo.cli.command_group import usage_name
+    from sppo.cli.command_group import KeyCommand, usage_name
+    from sppo.cli.output.key_table import key_rows
 
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     options = [p for p in command.params if p.param_type_name == "option"]
@@ -187,7 +188,11 @@ def _command(path: str, command: Any) -> Iterator[str]:
     yield f"```text\n{usage}\n```"
     yield _help(inspect.cleandoc(command.help or ""))
     if arguments:
-        rows = [f"| `{usage_name(a)}` | {_flat(a.help or '')} |" for a in arguments]
+        names = [usage_name(a).replace("|", "\\|") for a in arguments]
+        rows = [
+            f"| `{name}` | {_flat(a.help or '')} |"
+            for name, a in zip(names, arguments, strict=True)
+        ]
         yield "\n".join(["| argument | |", "|---|---|", *rows])
     if options:
         hints = get_type_hints(command.callback)
@@ -196,6 +201,10 @@ def _command(path: str, command: Any) -> Iterator[str]:
             for o in options
         ]
         yield "\n".join(["| option | |", "|---|---|", *rows])
+    if isinstance(command, KeyCommand):
+        yield _wide_table(
+            ("key", "default", ""), [(f"`{key}`", *row) for key, *row in key_rows(command.keys())]
+        )
 
 
 def _help(text: str) -> str:
@@ -380,7 +389,7 @@ def schedules_page() -> str:
     return "\n\n".join(
         [
             "# Schedules",
-            "`parallel.schedule` and `sppo simulate --schedule` take these names; `auto` is the "
+            "`parallel.schedule` and `sppo simulate schedule=NAME` take these names; `auto` is the "
             "fastest one simulated. [Schedules, with drawn examples](../explanation/schedules.md) "
             "says how to read them, [add a schedule](../howto/schedule.md) how to write one.",
             _wide_table(("name", "order", "units", "stages on a rank"), cells),
@@ -406,13 +415,12 @@ def _simulated_table(names: Iterable[str]) -> str:
         for sequences, subsequences in ((1, 8), (4, 2)):
             request = AbstractCase(
                 schedule="looped_bfs",
-                num_ranks=4,
-                num_virtual=2,
-                num_sequences=sequences,
-                num_subsequences=subsequences,
-                forward_s=1,
-                backward_s=1,
-                weight_s=1,
+                ranks=4,
+                virtual=2,
+                sequences=sequences,
+                subsequences=subsequences,
+                backward=1,
+                weight=1,
             )
             case = compared_case(request, name=name)
             timeline = simulate(case.schedule, costs=case.costs)

@@ -7,10 +7,13 @@ argument whose name already says what it is, and puts braces around required arg
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+if TYPE_CHECKING:
+    from sppo.config.base import Section
 
 
 class CommandGroup(typer.Typer):
@@ -34,7 +37,7 @@ class CommandGroup(typer.Typer):
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Any], Any]:
         """Return a decorator that registers a function as a subcommand."""
-        return super().command(name, cls=_Command, **settings)
+        return super().command(name, **{"cls": _Command, **settings})
 
 
 def usage_name(argument: Any) -> str:
@@ -60,6 +63,29 @@ class _Command(TyperCommand):
         return [*map(usage_name, arguments), str(self.options_metavar)]
 
 
+class KeyCommand(_Command):
+    """Command with ``KEY=VALUE`` arguments; the keys are listed below its help."""
+
+    def keys(self) -> type[Section]:
+        """Return the section of the keys, which is imported when it is asked for."""
+        raise NotImplementedError
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the command line; an error about an option that is a key says how it is written."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            _explain_key(error, self.keys())
+            raise
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help, then the keys."""
+        from sppo.cli.output.key_table import print_keys
+
+        super().format_help(ctx, formatter)
+        print_keys(self.keys())
+
+
 class Group(TyperGroup):
     """Command group whose help is without types of flags."""
 
@@ -77,6 +103,14 @@ def _explain_keys(error: Any) -> None:
     if paths:
         written = " or ".join(f"{path}=VALUE" for path in paths)
         error.message += f"; a value of the run file is replaced by {written}"
+        error.possibilities = None
+
+
+def _explain_key(error: Any, section: type[Section]) -> None:
+    """Extend the error about an unknown option that is a key of `section`."""
+    key = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
+    if key in section.model_fields:
+        error.message += f"; a key is written {key}=VALUE"
         error.possibilities = None
 
 

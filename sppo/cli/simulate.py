@@ -5,89 +5,102 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sppo.cli.arguments import simulate_options as options
 from sppo.cli.arguments.common import Json
-from sppo.cli.arguments.simulate_request import Flags, Simulation, read_request, sort_targets
+from sppo.cli.arguments.simulate_request import Simulation, read_request, sort_words
+from sppo.cli.command_group import CommandGroup, KeyCommand
 from sppo.cli.exit_codes import exit_codes
 from sppo.output_file import check_output_files, write_text
 
 if TYPE_CHECKING:
     from sppo.cli.arguments.simulate_request import SimulatedDevices
+    from sppo.config.base import Section
     from sppo.schedule.timeline import Timeline
 
+_OUTPUT = "Output"
 
+app = CommandGroup()
+
+
+class SimulateCommand(KeyCommand):
+    """Command whose keys are those of an abstract case."""
+
+    def keys(self) -> type[Section]:
+        """Return the section of the keys."""
+        from sppo.schedule.abstract import AbstractCase
+
+        return AbstractCase
+
+
+@app.command("simulate", cls=SimulateCommand)
 def simulate(
-    targets: options.Targets = None,
-    schedule: options.ScheduleName = None,
-    program: options.Program = None,
-    ranks: options.Ranks = None,
-    virtual: options.Virtual = None,
-    sequences: options.Sequences = None,
-    subsequences: options.Subsequences = None,
-    hop: options.Hop = None,
-    forward_only: options.ForwardOnly = False,
-    compare: options.Compare = None,
-    forward: options.Forward = None,
-    backward: options.Backward = None,
-    weight: options.Weight = None,
-    unit_costs: options.UnitCosts = None,
-    unit_sizes: options.UnitSizes = None,
-    latency: options.Latency = None,
-    bandwidth: options.Bandwidth = None,
-    message_size: options.MessageSize = None,
-    weight_size: options.WeightSize = None,
-    kv_size: options.KvSize = None,
-    offload_ratio: options.OffloadRatio = None,
-    d2h: options.D2H = None,
-    h2d: options.H2D = None,
-    keep_last: options.KeepLast = None,
-    prefetch: options.Prefetch = None,
-    png: options.Png = None,
-    trace: options.Trace = None,
-    write_program: options.WriteProgram = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN.yaml|PLAN.json] [SECTION.KEY=VALUE|KEY=VALUE]... [NAME]...",
+            help="A run file and values that replace its own, a plan, or keys of an abstract case; "
+            "names of more schedules to compare with.",
+            show_default=False,
+        ),
+    ] = None,
+    program: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A program written by hand, one line per rank: 'rank 0: 0F0.0 0B0.0'. The keys "
+            "of costs apply; offload_ratio is full if left out.",
+        ),
+    ] = None,
+    forward_only: Annotated[
+        bool, typer.Option("--forward-only", help="Simulate an evaluation.")
+    ] = False,
+    compare: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME...", help="The same work under other schedules, drawn below the first."
+        ),
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A plot.", rich_help_panel=_OUTPUT)
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A Chrome trace to zoom into, for Perfetto (ui.perfetto.dev) or chrome://tracing.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None,
+    write_program: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="The program as text, to edit by hand.", rich_help_panel=_OUTPUT
+        ),
+    ] = None,
     json_output: Json = False,
 ) -> None:
     """Simulate, check and draw a pipeline schedule before it runs.
 
-    With abstract costs, one F of one subsequence on one stage takes 1 unit of time and leaves 1
-    unit of memory. The bubble fraction is all idle time over ranks x makespan.
+    A run file and a plan have costs of their machine. In an abstract case one F of one subsequence
+    on one stage takes 1 unit of time and leaves 1 unit of memory, if the keys below do not say
+    otherwise. The bubble fraction is all idle time over ranks x makespan.
 
-        sppo simulate --schedule sppo --ranks 4 --sequences 1 --subsequences 8 --compare gpipe
-        sppo simulate --schedule sppo_msp --ranks 4 --sequences 1 --subsequences 8 --png msp.png
-        sppo simulate --program by_hand.txt --trace by_hand.json
+        sppo simulate schedule=sppo ranks=4 sequences=1 subsequences=8 --compare gpipe
+        sppo simulate schedule=sppo_msp ranks=4 sequences=1 subsequences=8 --png msp.png
+        sppo simulate run.yaml sequence.length=64Ki --trace trace.json
+        sppo simulate --program by_hand.txt latency=0.1
     """
-    flags = Flags(
-        schedule=schedule,
-        program=program,
-        ranks=ranks,
-        virtual=virtual,
-        sequences=sequences,
-        subsequences=subsequences,
-        hop=hop,
-        forward_only=forward_only,
-        forward=forward,
-        backward=backward,
-        weight=weight,
-        unit_costs=unit_costs,
-        unit_sizes=unit_sizes,
-        latency=latency,
-        bandwidth=bandwidth,
-        message_size=message_size,
-        weight_size=weight_size,
-        kv_size=kv_size,
-        offload_ratio=offload_ratio,
-        d2h=d2h,
-        h2d=h2d,
-        keep_last=keep_last,
-        prefetch=prefetch,
-    )
     wanted = _Outputs(png, trace, write_program, json_output)
     with exit_codes():
-        _simulate(flags, targets=targets or (), compare=compare or (), wanted=wanted)
+        sorted_words = sort_words(words or ())
+        _check_outputs(wanted, inputs=(sorted_words.file, program))
+        request = read_request(
+            sorted_words, program=program, compare=compare or (), forward_only=forward_only
+        )
+        _simulate(request, wanted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +113,8 @@ class _Outputs:
     as_json: bool
 
 
-def _simulate(
-    flags: Flags, *, targets: Sequence[str], compare: Sequence[str], wanted: _Outputs
-) -> None:
+def _simulate(request: Simulation, wanted: _Outputs) -> None:
     """Simulate, write the files, then print. A request that fails prints nothing."""
-    sorted_targets = sort_targets(targets)
-    _check_outputs(wanted, inputs=(sorted_targets.run_file, flags.program))
-    request = read_request(sorted_targets, flags=flags, compare=compare)
     timelines, forward_makespan_s = _play(request)
     _draw(timelines, wanted=wanted, is_abstract=request.devices is None)
     if wanted.program is not None:
@@ -128,23 +136,17 @@ def _simulate(
 def _check_outputs(wanted: _Outputs, *, inputs: Sequence[Path | None]) -> None:
     """Raise an error if an output file cannot be written, before anything is simulated."""
     check_output_files(
-        {
-            "--png": wanted.png,
-            "--trace": wanted.trace,
-            "--write-program": wanted.program,
-        },
+        {"--png": wanted.png, "--trace": wanted.trace, "--write-program": wanted.program},
         plots=["--png"],
         inputs=[path for path in inputs if path is not None],
     )
 
 
-def _play(request: Simulation) -> tuple[list[Timeline], float | None]:
+def _play(request: Simulation) -> tuple[list[Timeline], float]:
     """Simulate all cases; return their timelines and the makespan of the forward alone."""
     from sppo.schedule.simulation.simulate import simulate as play
 
     timelines = [play(case.schedule, costs=case.costs) for case in request.cases]
-    if request.forward is None:
-        return timelines, None
     alone = play(request.forward.schedule, costs=request.forward.costs)
     return timelines, alone.makespan_s
 
@@ -164,7 +166,7 @@ def _draw(timelines: Sequence[Timeline], *, wanted: _Outputs, is_abstract: bool)
 def _print(
     timelines: Sequence[Timeline],
     *,
-    forward_makespan_s: float | None,
+    forward_makespan_s: float,
     as_json: bool,
     devices: SimulatedDevices | None,
 ) -> None:
@@ -193,8 +195,7 @@ def _print(
         if devices.host_peak_bytes is not None:
             report["host_peak_bytes"] = devices.host_peak_bytes
             report["node_host_peak_bytes"] = devices.node_host_bytes
-    if forward_makespan_s is not None:
-        report["forward_makespan_s"] = forward_makespan_s
+    report["forward_makespan_s"] = forward_makespan_s
     if len(timelines) > 1:
         report["compare"] = [timeline_report(timeline) for timeline in timelines[1:]]
     typer.echo(json.dumps(report))

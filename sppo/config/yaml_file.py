@@ -78,8 +78,8 @@ def parse_yaml(text: str, *, source: str) -> Any:
 def format_yaml(value: Any) -> str:
     """Return plain values as YAML, one key in a line, in the order of `value`."""
     yaml = YAML(typ="safe", pure=True)
-    yaml.default_flow_style = False  # type: ignore[assignment]  # declared as None
-    yaml.sort_base_mapping_type_on_output = False
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]  # declared as None
     text = StringIO()
     yaml.dump(value, text)
     return text.getvalue()

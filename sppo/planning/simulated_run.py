@@ -22,14 +22,6 @@ from sppo.schedule.orders.names import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
 from sppo.schedule.program import Case
 
 
-@dataclass(frozen=True, slots=True)
-class RunShape:
-    """Replacements of keys of a run for a what-if simulation; None keeps the run's own value."""
-
-    schedule: str | None = None
-    num_subsequences: int | None = None
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class SimulatedRun:
     """Input of the simulator for one step of a run.
@@ -54,24 +46,25 @@ class SimulatedRun:
 
 
 def simulated_run(
-    run: RunConfig, *, hardware: HardwareSpec, shape: RunShape | None = None
+    run: RunConfig, *, hardware: HardwareSpec, schedule: str | None = None
 ) -> SimulatedRun:
     """Return the program and costs of one step of one data-parallel replica of `run`.
+
+    Args:
+        run: Run configuration with all degrees written.
+        hardware: Machine to price the step for.
+        schedule: Name of a schedule to simulate instead of the run's own.
 
     Raises:
         ValueError: Degrees or schedule do not suit the run; the message says what to change.
     """
-    shape = shape or RunShape()
-    if shape.num_subsequences is not None:
-        cut = {"num_subsequences": shape.num_subsequences, "boundaries": None}
-        run = run.model_copy(update={"sequence": run.sequence.model_copy(update=cut)})
-    if shape.schedule is None:
+    if schedule is None:
         evaluated = scheduled(run, evaluate_in_nearest_tiers(run, hardware=hardware))
     else:
         candidate = run_candidate(run, hardware=hardware)
-        virtual = candidate.virtual_stages if shape.schedule in WITH_VIRTUAL_STAGES else 1
-        candidate = replace(candidate, schedule=shape.schedule, virtual_stages=virtual)
-        if shape.schedule in WHOLE_SEQUENCES:
+        virtual = candidate.virtual_stages if schedule in WITH_VIRTUAL_STAGES else 1
+        candidate = replace(candidate, schedule=schedule, virtual_stages=virtual)
+        if schedule in WHOLE_SEQUENCES:
             candidate = replace(candidate, lengths=(sum(candidate.lengths),))
         evaluated = evaluate_candidate(candidate)
     candidate = evaluated.candidate

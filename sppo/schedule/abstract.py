@@ -1,7 +1,7 @@
 """Schedules without a model: costs in arbitrary units, as in papers and in tests.
 
-One forward of one subsequence on one stage takes `forward_s`, by default 1; "second" then means
-the time of that forward, and "byte" the activations that one subsequence leaves on one stage. With
+One forward of one subsequence on one stage takes `forward`, by default 1; "second" then means the
+time of that forward, and "byte" the activations that one subsequence leaves on one stage. With
 interleaving, the costs are those of one of the rank's stages.
 """
 
@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
+from typing import Annotated, Literal
 
 import numpy as np
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from sppo.schedule.actions import Schedule
+from sppo.config.base import Section
+from sppo.config.key_values import comma_list
+from sppo.config.problems import nearest
 from sppo.schedule.costs import (
     CopyEngines,
     Costs,
@@ -25,96 +28,119 @@ from sppo.schedule.costs import (
     per_unit,
     with_offload,
 )
-from sppo.schedule.orders.names import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
+from sppo.schedule.orders.names import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES, schedule_names
 from sppo.schedule.program import Case, step_program
 
 # About four times a step of 1024 ranks and 512 subsequences; each takes about a kilobyte.
 _MOST_FORWARDS = 2_000_000
-OffloadRatios = Literal["none", "full", "adaptive"] | tuple[float, ...]
+_MOST_COUNT = 1_000_000
+_LARGEST_COST = 1e30
+"""Largest accepted cost. Above it, smaller costs that are added vanish in rounding."""
+_OFFLOADED = ("none", "full", "adaptive")
 
 
-@dataclass(frozen=True, slots=True)
-class AbstractOffload:
-    """Offloaded fractions of the units, and the speed of the copies.
-
-    Attributes:
-        ratios: "none"; "full", all of every subsequence; "adaptive", as much of each subsequence
-            as its own forward hides (the paper's alpha_i * A_i = bandwidth * T_c); or one ratio for
-            all, or one per subsequence.
-        d2h_s: Seconds to copy a unit of size 1 to the host.
-        h2d_s: Seconds to copy a unit of size 1 back.
-        keep_last: Number of last subsequences of each sequence that stay, because their backward
-            follows at once; None keeps one under "adaptive" and none otherwise.
-        prefetch: How many backwards ahead a unit comes back.
-    """
-
-    ratios: OffloadRatios = "none"
-    d2h_s: float = 1.0
-    h2d_s: float = 1.0
-    keep_last: int | None = None
-    prefetch: int = 1
+def _known_schedule(name: str) -> str:
+    names = schedule_names()
+    if name not in names:
+        raise ValueError(f"not one of {', '.join(names)}.{nearest(name, names)}")
+    return name
 
 
-@dataclass(frozen=True, slots=True)
-class AbstractCase:
-    """Schedule and costs as given by command-line flags.
+def _ratios(value: object) -> object:
+    """Return a word as it is, and numbers as a tuple."""
+    if value in _OFFLOADED:
+        return value
+    try:
+        ratios = tuple(map(float, comma_list(value)))
+    except (TypeError, ValueError, OverflowError):
+        ratios = ()
+    if not ratios or not all(0 <= ratio <= 1 for ratio in ratios):
+        raise ValueError(
+            f"neither {', '.join(_OFFLOADED)} nor numbers within 0 and 1 with commas between them"
+        )
+    return ratios
 
-    Attributes:
-        schedule: Schedule name that `generate` accepts.
-        num_ranks: Pipeline ranks.
-        num_sequences: Sequences of the step.
-        num_subsequences: Subsequences of each sequence.
-        num_virtual: Stages per rank.
-        warmup_per_hop: Warm-up forwards per rank towards the front (see `generate`).
-        forward_s: Seconds of one forward.
-        backward_s: Seconds of one backward without its weight half.
-        weight_s: Seconds of the weight half.
-        unit_costs: Factor on all three times for each subsequence in turn.
-        unit_sizes: Bytes that a unit leaves on the device, for each subsequence in turn.
-        latency_s: Latency of a message.
-        bytes_per_s: Bandwidth of a link.
-        message_bytes: Bytes of a message.
-        weight_bytes: Bytes of a stage's weights, which MSP sends; gradients count twice that.
-        kv_bytes: Bytes of a unit's K/V; dK/dV count twice that.
-        offload: Offloaded fractions and the speed of copies.
-    """
 
-    schedule: str
-    num_ranks: int
-    num_sequences: int
-    num_subsequences: int
-    num_virtual: int = 1
-    warmup_per_hop: int = 1
-    forward_s: float = 1.0
-    backward_s: float = 2.0
-    weight_s: float = 0.0
-    unit_costs: tuple[float, ...] = (1.0,)
-    unit_sizes: tuple[float, ...] = (1.0,)
-    latency_s: float = 0.0
-    bytes_per_s: float = math.inf
-    message_bytes: float = 0.0
-    weight_bytes: float = 0.0
-    kv_bytes: float = 0.0
-    offload: AbstractOffload = AbstractOffload()
+Count = Annotated[int, Field(ge=1, le=_MOST_COUNT)]
+Cost = Annotated[float, Field(ge=0, le=_LARGEST_COST)]
+CostPerSubsequence = Annotated[tuple[Cost, ...], BeforeValidator(comma_list), Field(min_length=1)]
+Ratios = Annotated[
+    Literal["none", "full", "adaptive"] | tuple[float, ...], BeforeValidator(_ratios)
+]
+ScheduleName = Annotated[str, AfterValidator(_known_schedule)]
 
-    def __post_init__(self) -> None:
-        for name in ("num_ranks", "num_sequences", "num_subsequences", "num_virtual"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: must be at least 1")
-        for name in ("forward_s", "backward_s", "weight_s", "latency_s", "message_bytes"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)}: must be finite, at least 0")
-        stages = self.num_ranks * self.num_virtual
-        if stages * self.num_sequences * self.num_subsequences > _MOST_FORWARDS:
+
+class AbstractCosts(Section):
+    """Times and sizes of the actions of a program, in units that the user chooses."""
+
+    forward: Cost = 1.0
+    """Time of one F on one stage."""
+    backward: Cost = 2.0
+    """Time of one B, without W."""
+    weight: Cost = 0.0
+    """Time of one W; part of B in schedules without W."""
+    unit_costs: CostPerSubsequence = (1.0,)
+    """Factor on all three times, one for all subsequences or one for each: 1,2,1."""
+    unit_sizes: CostPerSubsequence = (1.0,)
+    """Units of memory that a subsequence leaves on the device, one for all or one for each."""
+    latency: Cost = 0.0
+    """Time until an empty message has arrived."""
+    bandwidth: Literal["unlimited"] | Annotated[float, Field(gt=0, le=_LARGEST_COST)] = "unlimited"
+    """Units of memory per time over a link."""
+    message_size: Cost = 0.0
+    """Units of memory of a message."""
+    weight_size: Cost = 0.0
+    """Units of memory of a stage's weights, which MSP sends; gradients count twice that."""
+    kv_size: Cost = 0.0
+    """Units of memory of a unit's K/V; dK/dV count twice that."""
+    offload_ratio: Ratios = "none"
+    """Fraction of each subsequence that leaves the device: none, full, adaptive, or numbers, one
+    for all or one for each. adaptive: as much of each subsequence as its own forward hides (the
+    paper's alpha_i * A_i = bandwidth * T_c)."""
+    d2h: Cost = 1.0
+    """Time to copy one unit of memory to the host."""
+    h2d: Cost = 1.0
+    """Time to copy one unit of memory back."""
+    keep_last: Annotated[int, Field(ge=0, le=_MOST_COUNT)] | None = None
+    """Last subsequences of each sequence that stay, because their backward follows at once; 1 with
+    adaptive and 0 otherwise if left out."""
+    prefetch: Count = 1
+    """Backwards ahead at which a unit comes back."""
+
+
+class AbstractCase(AbstractCosts):
+    """Schedule and shape of a step, and its costs."""
+
+    schedule: Annotated[ScheduleName, Field(description=f"One of {', '.join(schedule_names())}.")]
+    ranks: Count
+    """Pipeline ranks."""
+    sequences: Count
+    """Sequences of the step."""
+    subsequences: Count
+    """Subsequences of each sequence."""
+    virtual: Count = 1
+    """Stages per rank."""
+    hop: Annotated[int, Field(ge=1, le=2)] = 1
+    """Warm-up forwards per rank towards the front; 2 hides message latency."""
+
+    @model_validator(mode="after")
+    def _fits_a_simulation(self) -> AbstractCase:
+        if self.num_stages * self.sequences * self.subsequences > _MOST_FORWARDS:
             raise ValueError(
-                f"{stages} stages x {self.num_sequences} sequences x {self.num_subsequences} "
+                f"{self.num_stages} stages x {self.sequences} sequences x {self.subsequences} "
                 f"subsequences: at most {_MOST_FORWARDS:,} forwards fit a simulation; take fewer"
             )
+        return self
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of all ranks."""
+        return self.ranks * self.virtual
 
     @property
     def lengths(self) -> tuple[tuple[int, ...], ...]:
         """Nominal tokens of every subsequence: enough for MSP to cut a unit over all ranks."""
-        return ((self.num_ranks,) * self.num_subsequences,) * self.num_sequences
+        return ((self.ranks,) * self.subsequences,) * self.sequences
 
 
 def abstract_case(request: AbstractCase) -> Case:
@@ -124,21 +150,12 @@ def abstract_case(request: AbstractCase) -> Case:
         ValueError: A request that cannot be served; the message names the value, the rule and what
             to change.
     """
-    costs = case_costs(
-        request,
-        num_stages=request.num_ranks * request.num_virtual,
-        lengths=request.lengths,
-    )
-    return Case(_program(request, costs=costs, forward_only=False), costs)
+    return _case(request, forward_only=False)
 
 
 def forward_case(request: AbstractCase) -> Case:
     """Return the forward of `request` alone, as an evaluation runs it: nothing is offloaded."""
-    kept = replace(request, offload=AbstractOffload())
-    costs = case_costs(
-        kept, num_stages=request.num_ranks * request.num_virtual, lengths=request.lengths
-    )
-    return Case(_program(kept, costs=costs, forward_only=True), costs)
+    return _case(request.model_copy(update={"offload_ratio": "none"}), forward_only=True)
 
 
 def compared_case(request: AbstractCase, *, name: str) -> Case:
@@ -147,93 +164,88 @@ def compared_case(request: AbstractCase, *, name: str) -> Case:
     A schedule of whole sequences gets each sequence merged into one subsequence, not offloaded; a
     schedule without interleaving gets all stages of a rank merged into one.
     """
-    other = replace(request, schedule=name)
-    if name in WHOLE_SEQUENCES and request.num_subsequences > 1:
-        count = request.num_subsequences
+    other = request.model_copy(update={"schedule": name})
+    if name in WHOLE_SEQUENCES and request.subsequences > 1:
+        count = request.subsequences
         costs = per_unit("unit costs", request.unit_costs, num_units=count)
         sizes = per_unit("unit sizes", request.unit_sizes, num_units=count)
-        other = replace(
-            other,
-            num_subsequences=1,
-            unit_costs=(float(costs.sum()),),
-            unit_sizes=(float(sizes.sum()),),
-            message_bytes=request.message_bytes * count,
-            kv_bytes=request.kv_bytes * count,
-            offload=AbstractOffload(),
-        )
-    if request.num_virtual > 1 and name not in WITH_VIRTUAL_STAGES:
-        merged = request.num_virtual
-        other = replace(
-            other,
-            num_virtual=1,
-            forward_s=request.forward_s * merged,
-            backward_s=request.backward_s * merged,
-            weight_s=request.weight_s * merged,
-            unit_sizes=tuple(size * merged for size in other.unit_sizes),
-            weight_bytes=request.weight_bytes * merged,
-            kv_bytes=other.kv_bytes * merged,
-        )
+        whole = {
+            "subsequences": 1,
+            "unit_costs": (float(costs.sum()),),
+            "unit_sizes": (float(sizes.sum()),),
+            "message_size": request.message_size * count,
+            "kv_size": request.kv_size * count,
+            "offload_ratio": "none",
+        }
+        other = other.model_copy(update=whole)
+    if request.virtual > 1 and name not in WITH_VIRTUAL_STAGES:
+        stages = request.virtual
+        merged = {
+            "virtual": 1,
+            "forward": request.forward * stages,
+            "backward": request.backward * stages,
+            "weight": request.weight * stages,
+            "unit_sizes": tuple(size * stages for size in other.unit_sizes),
+            "weight_size": request.weight_size * stages,
+            "kv_size": other.kv_size * stages,
+        }
+        other = other.model_copy(update=merged)
     return abstract_case(other)
 
 
-def case_costs(
-    request: AbstractCase, *, num_stages: int, lengths: Sequence[Sequence[int]]
-) -> Costs:
-    """Return the costs of `request` for `num_stages` stages and sequences of the given lengths."""
+def case_costs(given: AbstractCosts, *, num_stages: int, lengths: Sequence[Sequence[int]]) -> Costs:
+    """Return the given costs for `num_stages` stages and sequences of the given lengths."""
     counts = [len(parts) for parts in lengths]
     units = sum(counts)
+    bytes_per_s = math.inf if given.bandwidth == "unlimited" else given.bandwidth
     costs = abstract_costs(
         num_stages,
         num_units=units,
-        forward_s=request.forward_s,
-        backward_s=request.backward_s,
-        weight_s=request.weight_s,
-        unit_factors=request.unit_costs,
-        activation_bytes=request.unit_sizes,
-        links=Links(Link(request.latency_s, request.bytes_per_s)),
+        forward_s=given.forward,
+        backward_s=given.backward,
+        weight_s=given.weight,
+        unit_factors=given.unit_costs,
+        activation_bytes=given.unit_sizes,
+        links=Links(Link(given.latency, bytes_per_s)),
     )
     shape = (num_stages, units)
     costs = replace(
         costs,
-        message_bytes=np.full(units, request.message_bytes),
-        kv_bytes=np.full(shape, request.kv_bytes),
-        kv_gradient_bytes=np.full(shape, 2 * request.kv_bytes),
-        weight_bytes=np.full(num_stages, request.weight_bytes),
-        weight_gradient_bytes=np.full(num_stages, 2 * request.weight_bytes),
+        message_bytes=np.full(units, given.message_size),
+        kv_bytes=np.full(shape, given.kv_size),
+        kv_gradient_bytes=np.full(shape, 2 * given.kv_size),
+        weight_bytes=np.full(num_stages, given.weight_size),
+        weight_gradient_bytes=np.full(num_stages, 2 * given.weight_size),
     )
-    if request.offload.ratios == "none":
+    if given.offload_ratio == "none":
         return costs
-    ratios = offload_ratios(request.offload, costs=costs, counts=counts)
-    return with_offload(costs, ratios=ratios, copies=_engines(request.offload))
+    ratios = offload_ratios(given, costs=costs, counts=counts)
+    return with_offload(costs, ratios=ratios, copies=_engines(given))
 
 
-def offload_ratios(offload: AbstractOffload, *, costs: Costs, counts: Sequence[int]) -> Table:
+def offload_ratios(given: AbstractCosts, *, costs: Costs, counts: Sequence[int]) -> Table:
     """Return the fraction of each unit that leaves the device, [num_stages, num_units].
 
     Raises:
-        ValueError: A ratio outside 0 to 1, or more subsequences to keep than a sequence has.
+        ValueError: Another number of ratios than units, or more subsequences to keep than a
+            sequence has.
     """
     shape = (costs.num_stages, costs.num_units)
-    keep = offload.keep_last
+    keep = given.keep_last
     if keep is None:
-        keep = 1 if offload.ratios == "adaptive" else 0
-    if not 0 <= keep <= min(counts):
+        keep = 1 if given.offload_ratio == "adaptive" else 0
+    if keep > min(counts):
         raise ValueError(
-            f"keep-last is {keep}: must be from 0 to the {min(counts)} subsequences of a sequence"
+            f"keep_last is {keep}: must be from 0 to the {min(counts)} subsequences of a sequence"
         )
-    if offload.ratios == "adaptive":
+    if given.offload_ratio == "adaptive":
         # The paper's section 5.2: the bytes whose copy overlaps one subsequence's compute.
-        hidden = costs.forward_s * _engines(offload).d2h_bytes_per_s
+        hidden = costs.forward_s * _engines(given).d2h_bytes_per_s
         size = np.maximum(costs.activation_bytes, np.finfo(float).tiny)
         ratios = np.minimum(1.0, hidden / size)
-    elif isinstance(offload.ratios, tuple):
-        given = per_unit("offload ratios", offload.ratios, num_units=costs.num_units)
-        if given.min() < 0 or given.max() > 1:
-            raise ValueError(
-                f"offload ratios {', '.join(f'{r:g}' for r in offload.ratios)}: "
-                "must be within 0 and 1"
-            )
-        ratios = np.broadcast_to(given, shape).copy()
+    elif isinstance(given.offload_ratio, tuple):
+        each = per_unit("offload ratios", given.offload_ratio, num_units=costs.num_units)
+        ratios = np.broadcast_to(each, shape).copy()
     else:
         ratios = np.ones(shape)
     kept = np.concatenate([np.arange(count) >= count - keep for count in counts])
@@ -241,26 +253,23 @@ def offload_ratios(offload: AbstractOffload, *, costs: Costs, counts: Sequence[i
     return ratios
 
 
-def _engines(offload: AbstractOffload) -> CopyEngines:
-    if offload.d2h_s < 0 or offload.h2d_s < 0 or offload.prefetch < 1:
-        raise ValueError(
-            f"d2h {offload.d2h_s:g}, h2d {offload.h2d_s:g}, prefetch {offload.prefetch}: copy "
-            "times must be at least 0 and units come back at least 1 backward ahead"
-        )
+def _engines(given: AbstractCosts) -> CopyEngines:
     return CopyEngines(
-        d2h_bytes_per_s=1 / offload.d2h_s if offload.d2h_s else math.inf,
-        h2d_bytes_per_s=1 / offload.h2d_s if offload.h2d_s else math.inf,
+        d2h_bytes_per_s=1 / given.d2h if given.d2h else math.inf,
+        h2d_bytes_per_s=1 / given.h2d if given.h2d else math.inf,
     )
 
 
-def _program(request: AbstractCase, *, costs: Costs, forward_only: bool) -> Schedule:
-    return step_program(
+def _case(request: AbstractCase, *, forward_only: bool) -> Case:
+    costs = case_costs(request, num_stages=request.num_stages, lengths=request.lengths)
+    schedule = step_program(
         request.schedule,
-        num_ranks=request.num_ranks,
-        num_virtual=request.num_virtual,
+        num_ranks=request.ranks,
+        num_virtual=request.virtual,
         lengths=request.lengths,
-        warmup_per_hop=request.warmup_per_hop,
+        warmup_per_hop=request.hop,
         forward_only=forward_only,
         costs=costs,
-        prefetch=request.offload.prefetch,
+        prefetch=request.prefetch,
     )
+    return Case(schedule, costs)

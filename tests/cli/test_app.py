@@ -44,7 +44,7 @@ def test_help_has_a_short_name(words):
 
 def test_help_shows_defaults_and_fills_its_lines(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    assert "Stages per rank [default: 1]." in succeed("simulate", "--help")
+    assert "[default: 5GiB]" in succeed("convert", "to-hf", "--help")
     paragraphs = succeed("train", "--help").split("Usage: ")[1].split("\n\n")
     lines = [line.strip() for line in "\n\n".join(paragraphs).splitlines()]
     start = next(n for n, line in enumerate(lines) if line.startswith("Trains on the machine"))

@@ -1,37 +1,23 @@
-"""``sppo simulate`` from its flags to its output and its exit codes."""
+"""``sppo simulate`` from its words to its output and its exit codes."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
-from sppo.cli.simulate import simulate
+from tests.conftest import call, refuse, succeed
 
-app = typer.Typer(pretty_exceptions_enable=False)
-app.command()(simulate)
-
-SHAPE = ["--ranks", "4", "--sequences", "1", "--subsequences", "8"]
-
-
-def run(*words, code=0):
-    result = CliRunner().invoke(app, [str(word) for word in words])
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == code, result.output
-    return result
+SHAPE = ("ranks=4", "sequences=1", "subsequences=8")
+CASE = ("schedule=sppo", *SHAPE)
 
 
 def report(*words):
-    return json.loads(run(*words, "--json").stdout)
+    return json.loads(succeed("simulate", *words, "--json"))
 
 
 def test_json_has_the_promised_keys_and_numbers():
-    numbers = report("--schedule", "sppo", *SHAPE)
+    numbers = report(*CASE)
     assert numbers["makespan_s"] == 33
     assert numbers["forward_makespan_s"] == 11
     assert numbers["bubble_fraction"] == pytest.approx(9 / 33)
@@ -42,166 +28,158 @@ def test_json_has_the_promised_keys_and_numbers():
     assert numbers["provenance"] == "simulated"
 
 
-def test_msp_from_flags():
-    free = report("--schedule", "sppo_msp", *SHAPE)
+def test_msp_pays_for_messages():
+    free = report("schedule=sppo_msp", *SHAPE)
     assert free["makespan_s"] == pytest.approx(25)
     assert free["forward_makespan_s"] == pytest.approx(25 / 3)
-    priced = ["--latency", "0.001", "--weight-size", "1", "--bandwidth"]
-    paid = [
-        report("--schedule", "sppo_msp", *SHAPE, *priced, b)["makespan_s"] for b in (50, 2, 0.1)
-    ]
+    priced = ("schedule=sppo_msp", *SHAPE, "latency=0.001", "weight_size=1")
+    paid = [report(*priced, f"bandwidth={rate}")["makespan_s"] for rate in (50, 2, 0.1)]
     # With a price the outermost units alone are tried too, and they do better than all of them.
     assert 24 < paid[0] < paid[1] < 33.1
-    assert paid[2] == report("--schedule", "sppo", *SHAPE, "--latency", "0.001")["makespan_s"]
+    assert paid[2] == report(*CASE, "latency=0.001")["makespan_s"]
 
 
-def test_the_offload_miniature_from_flags():
-    shape = ["--schedule", "sppo", "--ranks", 1, "--sequences", 1, "--subsequences", 4]
-    copies = ["--offload-ratio", "full", "--d2h", 2, "--h2d", 2]
-    found = [
-        (numbers["makespan_s"], numbers["device_peak_bytes"])
-        for numbers in (
-            report(*shape),
-            report(*shape, "--offload-ratio", "full", "--keep-last", 1),
-            report(*shape, *copies, "--keep-last", 1),
-            report(*shape, *copies, "--keep-last", 2),
-        )
-    ]
-    assert found == [(12, [4]), (12, [2]), (15, [3]), (12, [3])]
-
-
-def test_figure_8_from_flags():
-    shape = ["--schedule", "sppo", "--ranks", 2, "--sequences", 1, "--subsequences", 4]
-    sizes = ["--unit-sizes", "3,2,1,1"]
-    full = report(*shape, *sizes, "--offload-ratio", "full")
-    adaptive = report(*shape, *sizes, "--offload-ratio", "adaptive")
+def test_keys_of_offload():
+    shape = ("schedule=sppo", "ranks=2", "sequences=1", "subsequences=4", "unit_sizes=3,2,1,1")
+    full = report(*shape, "offload_ratio=full")
+    adaptive = report(*shape, "offload_ratio=adaptive")
     assert (full["makespan_s"], max(full["device_peak_bytes"])) == (21, 7)
     assert (adaptive["makespan_s"], max(adaptive["device_peak_bytes"])) == (15, 5)
     assert sum(adaptive["exposed_copy_s"]) == 0
-    given = report(*shape, *sizes, "--offload-ratio", "1,0.5,0.25,0", "--keep-last", 0)
-    assert max(given["device_peak_bytes"]) <= 7
+    one = ("schedule=sppo", "ranks=1", "sequences=1", "subsequences=4", "offload_ratio=1,1,1,0")
+    slow = report(*one, "d2h=2", "h2d=2", "keep_last=0")
+    assert (slow["makespan_s"], slow["device_peak_bytes"]) == (15, [3])
 
 
-def test_latency_hop_and_weight_flags():
-    shape = ["--schedule", "1f1b", "--ranks", 2, "--sequences", 4, "--subsequences", 1]
-    assert report(*shape, "--latency", 1)["makespan_s"] == 19
-    assert report(*shape, "--latency", 1, "--hop", 2)["makespan_s"] == 17
-    zb = ["--schedule", "zb_h1", "--ranks", 4, "--sequences", 8, "--subsequences", 1]
-    assert report(*zb, "--backward", 1, "--weight", 1)["makespan_s"] == 27
-    uneven = ["--schedule", "sppo", "--ranks", 3, "--sequences", 1, "--subsequences", 3]
-    assert report(*uneven, "--unit-costs", "1,2,1")["makespan_s"] == 24
+def test_keys_of_costs():
+    shape = ("schedule=1f1b", "ranks=2", "sequences=4", "subsequences=1")
+    assert report(*shape, "latency=1")["makespan_s"] == 19
+    assert report(*shape, "latency=1", "hop=2")["makespan_s"] == 17
+    zero_bubble = ("schedule=zb_h1", "ranks=4", "sequences=8", "subsequences=1")
+    assert report(*zero_bubble, "backward=1", "weight=1")["makespan_s"] == 27
+    uneven = ("schedule=sppo", "ranks=3", "sequences=1", "subsequences=3")
+    assert report(*uneven, "unit_costs=1,2,1")["makespan_s"] == 24
+    assert report(*CASE, "forward=2", "backward=4")["makespan_s"] == 66
 
 
 def test_evaluation_alone():
-    numbers = report("--schedule", "sppo", *SHAPE, "--forward-only")
+    numbers = report(*CASE, "--forward-only")
     assert numbers["makespan_s"] == numbers["forward_makespan_s"] == 11
 
 
 @pytest.mark.parametrize("words", [["gpipe,sppo_msp"], ["gpipe", "sppo_msp"]])
 def test_schedules_are_compared(words):
-    numbers = report("--schedule", "sppo", *SHAPE, "--compare", *words)
+    numbers = report(*CASE, "--compare", *words)
     assert [(n["schedule"], round(n["makespan_s"], 6)) for n in numbers["compare"]] == [
         ("gpipe", 33),
         ("sppo_msp", 25),
     ]
-    text = run("--schedule", "sppo", *SHAPE, "--compare", *words).stdout
-    assert "0.76x" in text
+    assert "0.76x" in succeed("simulate", *CASE, "--compare", *words)
 
 
 def test_the_table_is_for_people():
-    text = run("--schedule", "sppo", *SHAPE).stdout
+    text = succeed("simulate", *CASE)
     assert "sppo: 4 ranks, 4 stages, 1 sequence, 8 units (simulated)" in text
     assert "step 33 · forward alone 11 · idle 27.3%" in text
-    many = run("--schedule", "sppo", "--ranks", 20, "--sequences", 1, "--subsequences", 2).stdout
+    many = succeed("simulate", *CASE, "ranks=20", "subsequences=2")
     assert "and 4 more ranks; --json lists all of them" in many
 
 
 def test_plots_are_written(tmp_path):
     png, trace = tmp_path / "t.png", tmp_path / "t.json"
-    done = run("--schedule", "sppo", *SHAPE, "--png", png, "--trace", trace)
-    assert done.stdout.endswith(f"written {png}\nwritten {trace}\n")
+    text = succeed("simulate", *CASE, "--png", png, "--trace", trace)
+    assert text.endswith(f"written {png}\nwritten {trace}\n")
     assert png.read_bytes().startswith(b"\x89PNG")
     assert json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
 
 
 def test_a_program_can_be_written_edited_and_simulated(tmp_path):
     file = tmp_path / "program.txt"
-    shape = ["--ranks", 2, "--sequences", 1, "--subsequences", 4]
-    run("--schedule", "sppo", *shape, "--write-program", file)
+    shape = ("schedule=sppo", "ranks=2", "sequences=1", "subsequences=4")
+    succeed("simulate", *shape, "--write-program", file)
     numbers = report("--program", file)
     assert numbers["makespan_s"] == 15
     assert numbers["forward_makespan_s"] == 5
-    assert report("--program", file, "--latency", 1, "--backward", 1)["makespan_s"] == 12
+    assert report("--program", file, "latency=1", "backward=1")["makespan_s"] == 12
     text = file.read_text(encoding="utf-8")
     file.write_text(text.replace("1F0.1", "1F0.2", 1), encoding="utf-8")
-    error = run("--program", file, code=2).stderr
+    error = refuse("simulate", "--program", file)
     assert "program.txt, line 5: rank 1" in error
     assert "1F0.2 is there more than once (rule: coverage)" in error
 
 
 def test_a_program_with_copies_is_offloaded(tmp_path):
     file = tmp_path / "program.txt"
-    shape = ["--ranks", 1, "--sequences", 1, "--subsequences", 4]
-    offload = ["--offload-ratio", "full", "--keep-last", 1]
-    run("--schedule", "sppo", *shape, *offload, "--write-program", file)
+    shape = ("schedule=sppo", "ranks=1", "sequences=1", "subsequences=4")
+    succeed("simulate", *shape, "offload_ratio=full", "keep_last=1", "--write-program", file)
     assert report("--program", file)["device_peak_bytes"] == [2]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "nothing to simulate: give RUN.yaml or plan.json, or --schedule"),
-        (["--schedule", "sppo"], "--schedule sppo needs --ranks, --sequences, --subsequences"),
-        (["--schedule", "zbv", *SHAPE], "--schedule 'zbv': not one of gpipe, 1f1b"),
-        (["--schedule", "1f1b", *SHAPE], "use seq1f1b, or 1 subsequence"),
-        (
-            ["--schedule", "sppo", *SHAPE, "--ranks", "0"],
-            "--ranks 0: must be a whole number",
-        ),
-        (
-            ["--schedule", "sppo", *SHAPE, "--forward", "-1"],
-            "--forward -1: must be a finite",
-        ),
-        (["--schedule", "sppo", *SHAPE, "--h2d", "nan"], "--h2d nan: must be a finite number"),
-        (["--schedule", "sppo", *SHAPE, "--d2h", "inf"], "--d2h inf: must be a finite number"),
-        (["--schedule", "sppo", *SHAPE, "--keep-last", "-1"], "--keep-last -1: must be a whole"),
-        (["--schedule", "sppo", *SHAPE, "--virtual", "0"], "--virtual 0: must be a whole number"),
-        (["--schedule", "sppo", *SHAPE, "--prefetch", "x"], "--prefetch x: must be a whole number"),
-        (["--schedule", "sppo", *SHAPE, "--ranks", "9" * 5000], "999: must be a whole number"),
-        (
-            ["--schedule", "sppo", *SHAPE, "--bandwidth", "0"],
-            "--bandwidth 0: must be a finite number",
-        ),
-        (["--schedule", "sppo", *SHAPE, "--unit-costs", "1,x"], "write numbers with commas"),
-        (["--schedule", "sppo", *SHAPE, "--unit-costs", "1,-2"], "every number must be finite"),
-        (["--schedule", "sppo", *SHAPE, "--unit-costs", "1,2,3"], "3 unit costs for 8 units"),
-        (["--schedule", "sppo", *SHAPE, "--offload-ratio", "1.5"], "within 0 and 1"),
-        (
-            ["--schedule", "sppo", *SHAPE, "--hop", "4"],
-            "--hop 4: must be a whole number from 1",
-        ),
-        (["--schedule", "sppo", *SHAPE, "--virtual", "2"], "use one of interleaved_1f1b"),
-        (["--schedule", "sppo", *SHAPE, "seq1f"], "'seq1f' is neither a run file"),
-        (["--schedule", "sppo", *SHAPE, "--compare", "x"], "--compare 'x': not one of"),
-        (["--schedule", "sppo", *SHAPE, "a.b=1"], "'a.b=1' changes a run file, but none"),
+        ([], "nothing to simulate: give RUN.yaml or plan.json, or schedule=NAME"),
+        (["schedule=1f1b", *SHAPE], "use seq1f1b, or 1 subsequence"),
+        ([*CASE, "unit_costs=1,2,3"], "3 unit costs for 8 units"),
+        ([*CASE, "virtual=2"], "use one of interleaved_1f1b"),
+        ([*CASE, "ranks=1000000", "subsequences=9"], "at most 2,000,000 forwards fit"),
+        ([*CASE, "seq1f"], "'seq1f' is neither a run file"),
+        ([*CASE, "--compare", "x"], "--compare 'x': not one of"),
+        ([*CASE, "a.b=1"], "'a.b=1' changes a run file, but none is given"),
         (["a.yaml", "b.yaml"], "two files, a.yaml and b.yaml"),
         (["plan.json"], "plan.json: No such file"),
         (["missing.yaml"], "missing.yaml"),
-        (["run.yaml", "--latency", "1"], "--latency sets an abstract cost"),
+        (["run.yaml", "latency=1"], "'latency=1' belongs to an abstract case, but run.yaml has"),
+        (["schedule=sppo", "run.yaml"], "the key of a run file is parallel.schedule or"),
         (["--program", "missing.txt"], "missing.txt: No such file"),
-        (["--program", "p.txt", "--ranks", "2"], "--ranks is the file's to say"),
+        (["--program", "p.txt", "ranks=2"], "ranks 2 unknown key"),
         (["--program", "p.txt", "--compare", "gpipe"], "simulates the file alone"),
     ],
 )
 def test_a_wrong_request_ends_with_2_and_says_what_to_write(words, message):
-    result = run(*words, code=2)
-    assert message in " ".join(result.stderr.split())
-    assert result.stdout == ""
+    assert message in " ".join(refuse("simulate", *words).split())
+
+
+def test_all_problems_of_an_abstract_case_are_listed_as_those_of_a_run_file():
+    wrong = {
+        "schedule=zbv": "'zbv' not one of gpipe, 1f1b",
+        "ranks=0": "0 must be greater than or equal to 1",
+        "forward=-1": "-1 must be greater than or equal to 0",
+        "h2d=nan": "'nan' must be a finite number",
+        "keep_last=-1": "-1 must be greater than or equal to 0",
+        "prefetch=x": "'x' must be a valid integer",
+        "hop=4": "4 must be less than or equal to 2",
+        "bandwidth=0": "0 neither unlimited nor valid: must be greater than 0",
+        "unit_costs=1,x": "'x' must be a valid number",
+        "offload_ratio=1.5": "1.5 neither none, full, adaptive nor numbers within 0 and 1",
+        "bandwith=1": "1 unknown key. Did you mean 'bandwidth'?",
+    }
+    lines = [" ".join(line.split()) for line in refuse("simulate", *wrong).splitlines()]
+    assert "the request has 13 problems" in lines[0]
+    assert any(line == "sequences (missing) required" for line in lines)
+    for word, message in wrong.items():
+        key = word.partition("=")[0]
+        assert any(line.startswith(key) and message in line for line in lines), word
+
+
+def test_a_number_of_too_many_digits_is_one_short_line():
+    assert len(refuse("simulate", *CASE, "ranks=" + "9" * 5000)) < 400
+
+
+def test_a_key_that_is_written_as_an_option_is_explained():
+    text = " ".join(call("simulate", "--unit-costs", "1").stderr.replace("│", " ").split())
+    assert "No such option: --unit-costs; a key is written unit_costs=VALUE" in text
+
+
+def test_help_lists_the_keys():
+    text = " ".join(succeed("simulate", "--help").split())
+    assert "schedule required One of gpipe, 1f1b" in text
+    assert "backward 2 Time of one B, without W." in text
 
 
 def test_a_plot_that_cannot_be_written_ends_with_2(tmp_path):
-    result = run("--schedule", "sppo", *SHAPE, "--png", tmp_path / "no" / "t.png", code=2)
-    assert "there is no directory" in result.stderr
+    message = refuse("simulate", *CASE, "--png", tmp_path / "no" / "t.png")
+    assert "there is no directory" in message
 
 
 AXES = ("data", "pipeline", "sequence")
@@ -221,7 +199,9 @@ def test_a_run_file_with_the_costs_of_a_machine(tmp_path):
     assert alone["chosen_by_solve"] == []
     assert 0 < alone["bubble_fraction"] < 0.01  # the optimizer's step, in which no unit computes
     assert alone["hardware"] == "a100-80g (analytic)"
-    four = report(file, "--ranks", 4, "--schedule", "sppo", "--compare", "sppo_msp", "1f1b")
+    degrees = [f"parallel.{name}_parallel_degree=1" for name in ("data", "sequence")]
+    degrees.append("parallel.pipeline_parallel_degree=4")
+    four = report(file, *degrees, "parallel.schedule=sppo", "--compare", "sppo_msp", "1f1b")
     assert four["num_units"] == 8
     assert alone["makespan_s"] / 4 < four["makespan_s"] < alone["makespan_s"]
     msp, whole = four["compare"]
@@ -233,28 +213,13 @@ def test_a_run_file_with_the_costs_of_a_machine(tmp_path):
     assert left_out["makespan_s"] < alone["makespan_s"] / 4
     longer = report(file, "sequence.length=128Ki")
     assert longer["makespan_s"] > 2 * left_out["makespan_s"]
-    text = run(file).stdout
+    text = succeed("simulate", file)
     assert "costs of a100-80g (analytic)" in text
     assert "chosen by solve: parallel.data_parallel_degree" in text
 
 
-def test_asking_for_help_loads_neither_numpy_nor_matplotlib():
-    code = (
-        "import sys, sppo.cli.simulate; "
-        "print([m for m in ('numpy', 'matplotlib', 'torch', 'pydantic') if m in sys.modules])"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
-
-
-def test_ranks_divide_the_cpu_as_the_written_degree_does(tmp_path):
-    file = tmp_path / "run.yaml"
-    file.write_text(
-        "model: {preset: tiny}\n"
-        "data: {tokens: data}\n"
-        "sequence: {length: 16Ki, num_subsequences: 8}\n"
-        "hardware: {preset: laptop-cpu}\n",
-        encoding="utf-8",
-    )
-    written = report(file, "parallel.pipeline_parallel_degree=2")
-    assert report(file, "--ranks", 2)["makespan_s"] == written["makespan_s"]
+def test_an_override_may_name_a_file(tmp_path):
+    (tmp_path / "run.yaml").write_text(RUN, encoding="utf-8")
+    message = refuse("simulate", tmp_path / "run.yaml", "hardware={file: absent.json}")
+    assert "absent.json" in message
+    assert "two files" not in message

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from sppo.activations.policy import saved_bytes_per_token
+from sppo.config import load_run
 from sppo.cost.candidate import Candidate, layers_of_stages
 from sppo.cost.flops import (
     BACKWARD_RATIO,
@@ -29,7 +30,7 @@ from sppo.cost.values_of_ranks import of_ranks
 from sppo.hardware.file import hardware_for
 from sppo.hardware.presets import PRESETS
 from sppo.planning.search.evaluation import evaluate_candidate
-from sppo.planning.simulated_run import RunShape, simulated_run
+from sppo.planning.simulated_run import simulated_run
 from sppo.schedule.simulation.simulate import simulate
 from tests.planning.cases import A100, PERFECT, machine, price, run_config
 
@@ -275,9 +276,9 @@ def test_costs_are_positive_and_finite_for_every_machine():
             assert np.isfinite(getattr(costs, name)).all()
 
 
-def simulated_case(run, **shape):
+def simulated_case(run, **schedule):
     """The run on the machine it names."""
-    return simulated_run(run, hardware=hardware_for(run.hardware), **shape)
+    return simulated_run(run, hardware=hardware_for(run.hardware), **schedule)
 
 
 def test_offload_of_a_run_lowers_its_peak_and_hides_when_adaptive():
@@ -311,9 +312,9 @@ def test_a_run_is_cut_and_replicated_as_it_says():
         parallel={"pipeline_parallel_degree": 2},
         train={"sequences_per_step": 2},
     )
-    case = simulated_case(run, shape=RunShape(schedule="1f1b")).case
+    case = simulated_case(run, schedule="1f1b").case
     assert case.schedule.lengths == ((65536,), (65536,))
-    four = simulated_case(run, shape=RunShape(num_subsequences=4)).case.schedule
+    four = simulated_case(load_run(run, "sequence.num_subsequences=4")).case.schedule
     assert [len(parts) for parts in four.lengths] == [4, 4]
     assert four.lengths[0][0] > four.lengths[0][-1]
     both = {"multiplexed": "on", "data_parallel_degree": 2, "pipeline_parallel_degree": 2}

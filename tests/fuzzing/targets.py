@@ -290,10 +290,9 @@ def checkpoints(rng: random.Random, directory: Path) -> None:
 
 
 SIMULATE = (
-    "--schedule", "--ranks", "--virtual", "--sequences", "--subsequences", "--hop", "--forward",
-    "--backward", "--weight", "--unit-costs", "--unit-sizes", "--latency", "--bandwidth",
-    "--message-size", "--weight-size", "--kv-size", "--offload-ratio", "--d2h", "--h2d",
-    "--keep-last", "--prefetch", "--compare",
+    "schedule", "ranks", "virtual", "sequences", "subsequences", "hop", "forward", "backward",
+    "weight", "unit_costs", "unit_sizes", "latency", "bandwidth", "message_size", "weight_size",
+    "kv_size", "offload_ratio", "d2h", "h2d", "keep_last", "prefetch",
 )  # fmt: skip
 VALUES = ("0", "1", "2", "3", "-1", "1.5", "nan", "inf", "1e308", "1e-308", "sppo", "seq1f1b",
           "1,2", "full", "adaptive", "0.5", "x", "", "9" * 5000, "\x1b[31m", "99999999",
@@ -301,14 +300,15 @@ VALUES = ("0", "1", "2", "3", "-1", "1.5", "nan", "inf", "1e308", "1e-308", "spp
 
 
 def options(rng: random.Random, directory: Path) -> None:
-    """Options of ``sppo simulate`` and ``sppo config check`` with any values, in this process."""
+    """Keys of ``sppo simulate`` and words of ``sppo config check``, any values, in this process."""
     from typer.testing import CliRunner
 
-    given = {"--schedule": rng.choice(("sppo", "seq1f1b", "interleaved_seq1f1b", "gpipe")),
-             "--ranks": "2", "--sequences": "1", "--subsequences": "4"}  # fmt: skip
+    given = {"schedule": rng.choice(("sppo", "seq1f1b", "interleaved_seq1f1b", "gpipe")),
+             "ranks": "2", "sequences": "1", "subsequences": "4"}  # fmt: skip
     for _ in range(rng.randint(1, 4)):
         given[rng.choice(SIMULATE)] = rng.choice(VALUES)
-    words = ["simulate", *(word for pair in given.items() for word in pair)]
+    words = ["simulate", *(f"{key}={value}" for key, value in given.items())]
+    words += ["--compare", rng.choice(VALUES)] * (rng.random() < 0.1)
     if rng.random() < 0.1:
         words = ["config", "check", str(directory / "no.yaml"), str(nasty(rng))]
     words += ["--json"] * (rng.random() < 0.5)

@@ -10,7 +10,7 @@ from sppo.hardware.file import hardware_for
 from sppo.hardware.presets import PRESETS
 from sppo.planning.estimate import estimate, model_counts
 from sppo.planning.run_plan import plan_run
-from sppo.planning.simulated_run import RunShape, simulated_run
+from sppo.planning.simulated_run import simulated_run
 from tests.planning.cases import run_config
 
 GIB = 1 << 30
@@ -104,5 +104,5 @@ def test_an_estimate_has_the_schedule_that_training_plans(change):
     found = estimate(run, hardware=hardware).evaluated.candidate
     assert (plan.schedule, len(plan.boundaries) - 1) == (found.schedule, len(found.lengths))
     assert (plan.schedule == "sppo_msp") == (change == {"multiplexed": "on"})
-    simulated = simulated_run(run, hardware=hardware, shape=RunShape()).case.schedule
+    simulated = simulated_run(run, hardware=hardware).case.schedule
     assert simulated.name == plan.schedule

@@ -9,7 +9,7 @@ import pytest
 
 from sppo.plots import timeline as png
 from sppo.plots.timeline import binary_step, write_png
-from sppo.schedule.abstract import AbstractCase, AbstractOffload, abstract_case
+from sppo.schedule.abstract import AbstractCase, abstract_case
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.generate import generate
 from sppo.schedule.simulation.simulate import simulate
@@ -23,11 +23,16 @@ from tests.schedule.transfers.test_kv_placement import program
 def offloaded():
     case = abstract_case(
         AbstractCase(
-            "seq1f1b", 2, 2, 3,
-            latency_s=0.5,
-            offload=AbstractOffload(ratios="full", d2h_s=1.5, h2d_s=2.0),
+            schedule="seq1f1b",
+            ranks=2,
+            sequences=2,
+            subsequences=3,
+            latency=0.5,
+            offload_ratio="full",
+            d2h=1.5,
+            h2d=2.0,
         )
-    )  # fmt: skip
+    )
     return simulate(case.schedule, costs=case.costs)
 
 

@@ -2,52 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from sppo.quoting import quoted
 
 if TYPE_CHECKING:
     from sppo.planning.simulated_run import SimulatedRun
-    from sppo.schedule.abstract import AbstractCase, AbstractOffload, OffloadRatios
     from sppo.schedule.program import Case
 
-Number = TypeVar("Number", int, float)
-
 _MOST_PROGRAM_BYTES = 64 << 20
-RUN_FILES = (".yaml", ".yml", ".json")
-
-
-@dataclass(frozen=True, slots=True)
-class Flags:
-    """Options as given; None where left out, so that options that do not apply can be refused."""
-
-    schedule: str | None = None
-    program: Path | None = None
-    ranks: int | None = None
-    virtual: int | None = None
-    sequences: int | None = None
-    subsequences: int | None = None
-    hop: int | None = None
-    forward_only: bool = False
-    forward: float | None = None
-    backward: float | None = None
-    weight: float | None = None
-    unit_costs: str | None = None
-    unit_sizes: str | None = None
-    latency: float | None = None
-    bandwidth: float | None = None
-    message_size: float | None = None
-    weight_size: float | None = None
-    kv_size: float | None = None
-    offload_ratio: str | None = None
-    d2h: float | None = None
-    h2d: float | None = None
-    keep_last: int | None = None
-    prefetch: int | None = None
+_RUN_FILES = (".yaml", ".yml")
+_PLAN = ".json"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,14 +24,12 @@ class Simulation:
 
     Attributes:
         cases: The requested schedule, then the schedules to compare with.
-        forward: Forward part alone of the first case; None if its makespan is not reported.
-        is_abstract: Whether times and sizes are in units that the user chose.
-        devices: Devices that real costs are for; None with abstract costs.
+        forward: Forward part alone of the first case.
+        devices: Devices that real costs are for; None with abstract costs, in the user's units.
     """
 
     cases: tuple[Case, ...]
-    forward: Case | None
-    is_abstract: bool
+    forward: Case
     devices: SimulatedDevices | None = None
 
 
@@ -92,81 +58,81 @@ class SimulatedDevices:
 
 
 @dataclass(frozen=True, slots=True)
-class Targets:
-    """Positional arguments of ``sppo simulate``, sorted by kind."""
+class Words:
+    """Positional arguments of ``sppo simulate``, sorted by kind.
 
-    run_file: Path | None
-    overrides: tuple[str, ...]
+    Attributes:
+        file: Run file or plan; None for an abstract case or a program.
+        values: ``KEY=VALUE`` words.
+        names: Names of schedules to compare with.
+    """
+
+    file: Path | None
+    values: tuple[str, ...]
     names: tuple[str, ...]
 
 
-_ABSTRACT_ONLY = (
-    "virtual", "sequences", "hop", "forward", "backward", "weight", "unit_costs", "unit_sizes",
-    "latency", "bandwidth", "message_size", "weight_size", "kv_size", "offload_ratio", "d2h",
-    "h2d", "keep_last", "prefetch",
-)  # fmt: skip
-_SHAPE = ("schedule", "ranks", "virtual", "sequences", "subsequences", "hop")
-
-
-def sort_targets(targets: Sequence[str]) -> Targets:
-    """Sort positional arguments into a run file or plan, overrides, and schedule names.
-
-    Schedule names are those to compare with, as after --compare.
+def sort_words(words: Sequence[str]) -> Words:
+    """Sort positional arguments into a run file or plan, values, and names of schedules.
 
     Raises:
         ValueError: Two files, or a word of no known kind.
     """
     from sppo.schedule.orders.names import schedule_names
 
-    files, overrides, names = [], [], []
-    for word in targets:
+    files, values, names = [], [], []
+    for word in words:
         if word in schedule_names():
             names.append(word)
-        elif word.endswith(RUN_FILES):
+        elif word.partition("=")[0].replace(".", "_").isidentifier() and "=" in word:
+            values.append(word)
+        elif word.endswith((*_RUN_FILES, _PLAN)):
             files.append(Path(word))
-        elif "=" in word:
-            overrides.append(word)
         else:
             raise ValueError(
                 f"{quoted(word)} is neither a run file (.yaml) nor a plan (.json), neither "
-                f"section.key=value nor a schedule to compare with: {', '.join(schedule_names())}"
+                f"KEY=VALUE nor a schedule to compare with: {', '.join(schedule_names())}"
             )
     if len(files) > 1:
         raise ValueError(f"two files, {files[0]} and {files[1]}: simulate one at a time")
-    return Targets(files[0] if files else None, tuple(overrides), tuple(names))
+    return Words(files[0] if files else None, tuple(values), tuple(names))
 
 
-def read_request(targets: Targets, *, flags: Flags, compare: Sequence[str]) -> Simulation:
+def read_request(
+    words: Words, *, program: Path | None, compare: Sequence[str], forward_only: bool
+) -> Simulation:
     """Return the requested simulation.
 
+    Args:
+        words: Positional arguments.
+        program: File of a program written by hand.
+        compare: Names of schedules to compare with, some of them with commas between.
+        forward_only: Whether the first case is an evaluation.
+
     Raises:
-        ValueError: Flags contradict each other or are missing; the message says what to write.
+        ValueError: Arguments contradict each other or are missing; the message says what to write.
     """
     names = [name for given in compare for name in given.split(",") if name]
-    _check_schedules("--compare", names)
-    _check_schedules("--schedule", [flags.schedule] if flags.schedule is not None else [])
-    names += targets.names
-    if flags.program is not None:
-        if targets.run_file or names:
+    _check_schedules(names)
+    names += words.names
+    if program is not None:
+        if words.file or names:
             raise ValueError(
                 "--program simulates the file alone: leave out the run file and --compare"
             )
-        return _program(flags)
-    if targets.run_file and targets.run_file.suffix == ".json":
-        return _plan(targets, flags=flags, names=names)
-    if targets.run_file:
-        return _run(targets, flags=flags, names=names)
-    if flags.schedule is None:
-        raise ValueError(
-            "nothing to simulate: give RUN.yaml or plan.json, or --schedule NAME --ranks P "
-            "--sequences M --subsequences N, or --program FILE"
-        )
-    if targets.overrides:
-        raise ValueError(f"{quoted(targets.overrides[0])} changes a run file, but none is given")
-    return _abstract(flags, names=names)
+        found = _program(program, words.values)
+    elif words.file is None:
+        found = _abstract(words.values, names=names)
+    else:
+        _refuse_abstract_keys(words.file, words.values)
+        if words.file.suffix == _PLAN:
+            found = _plan(words.file, words.values, names=names)
+        else:
+            found = _run(words.file, words.values, names=names)
+    return _forward_alone(found) if forward_only else found
 
 
-def _check_schedules(option: str, names: Sequence[str]) -> None:
+def _check_schedules(names: Sequence[str]) -> None:
     """Raise ValueError if a name is not the name of a schedule."""
     from sppo.config.problems import nearest
     from sppo.schedule.orders.names import schedule_names
@@ -174,201 +140,110 @@ def _check_schedules(option: str, names: Sequence[str]) -> None:
     for name in names:
         if name not in schedule_names():
             raise ValueError(
-                f"{option} {quoted(name)}: not one of {', '.join(schedule_names())}."
+                f"--compare {quoted(name)}: not one of {', '.join(schedule_names())}."
                 f"{nearest(name, schedule_names())}"
             )
 
 
-def _abstract(flags: Flags, *, names: Sequence[str]) -> Simulation:
-    from sppo.schedule.abstract import abstract_case, compared_case, forward_case
-
-    missing = [
-        name for name in ("ranks", "sequences", "subsequences") if getattr(flags, name) is None
-    ]
-    if missing:
-        wanted = ", ".join(f"--{name}" for name in missing)
-        raise ValueError(f"--schedule {flags.schedule} needs {wanted} as well")
-    request = _request(flags)
-    forward = forward_case(request)
-    first = forward if flags.forward_only else abstract_case(request)
-    others = tuple(compared_case(request, name=name) for name in names)
-    return Simulation((first, *others), forward, is_abstract=True)
-
-
-def _program(flags: Flags) -> Simulation:
+def _forward_alone(found: Simulation) -> Simulation:
+    """Return the simulation with an evaluation as first case, whose memory no step fills."""
     from dataclasses import replace
 
+    devices = found.devices
+    if devices is not None:
+        devices = replace(devices, steady_bytes=(), host_peak_bytes=None, node_host_bytes=None)
+    return Simulation((found.forward, *found.cases[1:]), found.forward, devices)
+
+
+def _abstract(values: Sequence[str], *, names: Sequence[str]) -> Simulation:
+    if not values:
+        raise ValueError(
+            "nothing to simulate: give RUN.yaml or plan.json, or schedule=NAME ranks=P "
+            "sequences=M subsequences=N, or --program FILE"
+        )
+    for word in values:
+        if "." in word.partition("=")[0]:
+            raise ValueError(f"{quoted(word)} changes a run file, but none is given")
+    from sppo.config.key_values import read_keys
+    from sppo.schedule.abstract import AbstractCase, abstract_case, compared_case, forward_case
+
+    request = read_keys(AbstractCase, values)
+    others = (compared_case(request, name=name) for name in names)
+    return Simulation((abstract_case(request), *others), forward_case(request))
+
+
+def _program(file: Path, values: Sequence[str]) -> Simulation:
+    from sppo.config.key_values import read_keys
     from sppo.config.text_file import read_text_file
-    from sppo.schedule.abstract import case_costs
+    from sppo.schedule.abstract import AbstractCosts, case_costs
     from sppo.schedule.program import Case, forward_part
     from sppo.schedule.program_text import check_program, parse_program
 
-    assert flags.program is not None, "only called for a program file"
-    unused = [name for name in _SHAPE if getattr(flags, name) is not None]
-    if unused or flags.forward_only:
-        name = unused[0] if unused else "forward_only"
-        raise ValueError(
-            f"--{name.replace('_', '-')} is the file's to say: leave it out with --program"
-        )
-    source = str(flags.program)
-    text = read_text_file(flags.program, most_bytes=_MOST_PROGRAM_BYTES)
-    file = parse_program(text, source=source)
-    check_program(file, source=source)
-    schedule = file.schedule
-    shape = replace(
-        flags,
-        schedule="sppo",
-        ranks=schedule.num_ranks,
-        sequences=schedule.num_sequences,
-        subsequences=1,
-        offload_ratio=flags.offload_ratio or "full",
-    )
-    costs = case_costs(_request(shape), num_stages=schedule.num_stages, lengths=schedule.lengths)
-    case = Case(schedule, costs)
-    return Simulation((case,), Case(forward_part(schedule), costs), is_abstract=True)
+    given = read_keys(AbstractCosts, values, defaults={"offload_ratio": "full"})
+    source = str(file)
+    text = read_text_file(file, most_bytes=_MOST_PROGRAM_BYTES)
+    program = parse_program(text, source=source)
+    check_program(program, source=source)
+    schedule = program.schedule
+    costs = case_costs(given, num_stages=schedule.num_stages, lengths=schedule.lengths)
+    return Simulation((Case(schedule, costs),), Case(forward_part(schedule), costs))
 
 
-def _run(targets: Targets, *, flags: Flags, names: Sequence[str]) -> Simulation:
+def _run(file: Path, overrides: Sequence[str], *, names: Sequence[str]) -> Simulation:
     from sppo.cli.arguments.planned_run import load_planned_run
     from sppo.data.samples.step_lengths import drawn_steps_if_there
     from sppo.hardware.run_hardware import run_hardware
-    from sppo.planning.chosen_run import ChosenRun, with_chosen_degrees
-    from sppo.planning.elastic.longest_samples import run_of_longest_samples
-    from sppo.planning.simulated_run import RunShape, simulated_run
+    from sppo.planning.chosen_run import with_chosen_degrees
+    from sppo.planning.simulated_run import simulated_run
 
-    _refuse_abstract_costs(targets, flags)
-    assert targets.run_file is not None, "only called for a run file"
-    run = load_planned_run(targets.run_file, targets.overrides)
-    if flags.ranks is not None:
-        degree = {"pipeline_parallel_degree": flags.ranks}
-        run = run.model_copy(update={"parallel": run.parallel.model_copy(update=degree)})
-    shapes = [RunShape(name, flags.subsequences) for name in (flags.schedule, *names)]
+    run = load_planned_run(file, overrides)
     hardware = run_hardware(run)
-    # With --ranks the run is simulated as it stands: the solver chooses no degrees.
-    whole = (
-        ChosenRun(run_of_longest_samples(run))
-        if flags.ranks
-        else with_chosen_degrees(run, hardware=hardware, draw=drawn_steps_if_there)
-    )
-    return _simulation(
-        [simulated_run(whole.run, hardware=hardware, shape=shape) for shape in shapes],
-        flags,
-        chosen=whole.chosen,
-    )
+    whole = with_chosen_degrees(run, hardware=hardware, draw=drawn_steps_if_there)
+    runs = [simulated_run(whole.run, hardware=hardware, schedule=name) for name in (None, *names)]
+    return _simulation(runs, chosen=whole.chosen)
 
 
-def _plan(targets: Targets, *, flags: Flags, names: Sequence[str]) -> Simulation:
-    """Return the simulation of a plan under its own schedule or the requested one.
-
-    Everything else in the plan is fixed.
-    """
+def _plan(file: Path, overrides: Sequence[str], *, names: Sequence[str]) -> Simulation:
+    """Return the simulation of a plan, also under other schedules; all else in it is fixed."""
     from dataclasses import replace
 
     from sppo.planning.plan import read_plan
     from sppo.planning.simulated_run import simulated_plan
 
-    _refuse_abstract_costs(targets, flags)
-    assert targets.run_file is not None, "only called for a plan"
-    fixed = [f"--{name}" for name in ("ranks", "subsequences") if getattr(flags, name) is not None]
-    fixed += targets.overrides
-    if fixed:
+    if overrides:
         raise ValueError(
-            f"{fixed[0]}: a plan has fixed it; make another plan with sppo solve, or simulate the "
-            "RUN.yaml"
+            f"{quoted(overrides[0])}: a plan has fixed it; make another plan with sppo solve, or "
+            "simulate the RUN.yaml"
         )
-    plan = read_plan(targets.run_file)
-    schedules = [flags.schedule or plan.schedule, *names]
-    return _simulation([simulated_plan(replace(plan, schedule=name)) for name in schedules], flags)
+    plan = read_plan(file)
+    plans = [plan, *(replace(plan, schedule=name) for name in names)]
+    return _simulation([simulated_plan(plan) for plan in plans])
 
 
-def _refuse_abstract_costs(targets: Targets, flags: Flags) -> None:
-    wrong = [name for name in _ABSTRACT_ONLY if getattr(flags, name) is not None]
-    if wrong:
-        raise ValueError(
-            f"--{wrong[0].replace('_', '-')} sets an abstract cost, but {targets.run_file} has "
-            "real ones: leave it out, or simulate --schedule NAME without a run file"
-        )
-
-
-def _simulation(
-    runs: Sequence[SimulatedRun], flags: Flags, *, chosen: tuple[str, ...] = ()
-) -> Simulation:
-    first = runs[0].forward if flags.forward_only else runs[0].case
-    hardware = runs[0].hardware
-    return Simulation(
-        (first, *(other.case for other in runs[1:])),
-        runs[0].forward,
-        is_abstract=False,
-        devices=SimulatedDevices(
-            hardware.name_and_origin,
-            runs[0].num_devices,
-            () if flags.forward_only else runs[0].steady_bytes,
-            None if flags.forward_only else runs[0].host_peak_bytes,
-            None if flags.forward_only else runs[0].node_host_bytes,
-            chosen,
-        ),
-    )
-
-
-def _request(flags: Flags) -> AbstractCase:
+def _refuse_abstract_keys(file: Path, values: Sequence[str]) -> None:
+    """Raise ValueError if a word gives a key of an abstract case, which no run file has."""
+    from sppo.config.loading import KEY_PATHS
     from sppo.schedule.abstract import AbstractCase
 
-    assert flags.schedule is not None, "a schedule has been checked for"
-    return AbstractCase(
-        schedule=flags.schedule,
-        num_ranks=flags.ranks or 0,
-        num_sequences=flags.sequences or 0,
-        num_subsequences=flags.subsequences or 0,
-        num_virtual=_or(flags.virtual, 1),
-        warmup_per_hop=_or(flags.hop, 1),
-        forward_s=_or(flags.forward, 1.0),
-        backward_s=_or(flags.backward, 2.0),
-        weight_s=_or(flags.weight, 0.0),
-        unit_costs=_numbers(flags.unit_costs, option="--unit-costs") or (1.0,),
-        unit_sizes=_numbers(flags.unit_sizes, option="--unit-sizes") or (1.0,),
-        latency_s=_or(flags.latency, 0.0),
-        bytes_per_s=_or(flags.bandwidth, math.inf),
-        message_bytes=_or(flags.message_size, 0.0),
-        weight_bytes=_or(flags.weight_size, 0.0),
-        kv_bytes=_or(flags.kv_size, 0.0),
-        offload=_offload(flags),
+    for word in values:
+        key = word.partition("=")[0]
+        if key in AbstractCase.model_fields:
+            paths = KEY_PATHS.get(key, ())
+            here = f"; the key of a run file is {' or '.join(paths)}" if paths else ""
+            raise ValueError(
+                f"{quoted(word)} belongs to an abstract case, but {file} has costs of a machine: "
+                f"leave out one of them{here}"
+            )
+
+
+def _simulation(runs: Sequence[SimulatedRun], *, chosen: tuple[str, ...] = ()) -> Simulation:
+    first = runs[0]
+    devices = SimulatedDevices(
+        first.hardware.name_and_origin,
+        first.num_devices,
+        first.steady_bytes,
+        first.host_peak_bytes,
+        first.node_host_bytes,
+        chosen,
     )
-
-
-def _offload(flags: Flags) -> AbstractOffload:
-    from sppo.schedule.abstract import AbstractOffload
-
-    ratios: OffloadRatios
-    if flags.offload_ratio is None or flags.offload_ratio == "none":
-        ratios = "none"
-    elif flags.offload_ratio == "full":
-        ratios = "full"
-    elif flags.offload_ratio == "adaptive":
-        ratios = "adaptive"
-    else:
-        ratios = _numbers(flags.offload_ratio, option="--offload-ratio")
-    return AbstractOffload(
-        ratios=ratios,
-        d2h_s=_or(flags.d2h, 1.0),
-        h2d_s=_or(flags.h2d, 1.0),
-        keep_last=flags.keep_last,
-        prefetch=_or(flags.prefetch, 1),
-    )
-
-
-def _or(value: Number | None, default: Number) -> Number:
-    return default if value is None else value
-
-
-def _numbers(text: str | None, *, option: str) -> tuple[float, ...]:
-    if text is None:
-        return ()
-    try:
-        values = tuple(float(word) for word in text.split(","))
-    except ValueError:
-        raise ValueError(
-            f"{option} {quoted(text)}: write numbers with commas between them, as in 1,2,1"
-        ) from None
-    if not all(math.isfinite(value) and value >= 0 for value in values):
-        raise ValueError(f"{option} {quoted(text)}: every number must be finite and at least 0")
-    return values
+    return Simulation(tuple(run.case for run in runs), first.forward, devices)

@@ -20,14 +20,14 @@ _SHOWN_RANKS = 16
 def print_tables(
     timelines: Sequence[Timeline],
     *,
-    forward_makespan_s: float | None,
+    forward_makespan_s: float,
     devices: SimulatedDevices | None,
 ) -> None:
     """Print the step time, the idle time and its causes, and the memory of each rank.
 
     Args:
         timelines: Timeline of the requested schedule, then those of the schedules to compare with.
-        forward_makespan_s: Makespan of the forward alone; None if it is not known.
+        forward_makespan_s: Makespan of the forward alone.
         devices: Devices that the costs are for; None with abstract costs.
     """
     is_abstract = devices is None
@@ -43,11 +43,9 @@ def print_tables(
         f"({first.provenance})",
         console,
     )
-    ahead = ""
-    if forward_makespan_s is not None:
-        ahead = f" · forward alone {_time(forward_makespan_s, is_abstract)}"
     print_line(
-        f"step {_time(first.makespan_s, is_abstract)}{ahead} · idle "
+        f"step {_time(first.makespan_s, is_abstract)} · forward alone "
+        f"{_time(forward_makespan_s, is_abstract)} · idle "
         f"{first.bubble_fraction:.1%} of all rank-time ({first.bubble_ratio:.1%} of busy time)",
         console,
     )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
-from sppo.schedule.abstract import AbstractCase, AbstractOffload, abstract_case
+from sppo.schedule.abstract import AbstractCase, abstract_case
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.checks.validate import validate
 from sppo.schedule.simulation.simulate import simulate
@@ -18,12 +16,7 @@ from tests.schedule.cases import make, peaks
 def offload(ranks=1, sizes=(1.0,), **how):
     case = abstract_case(
         AbstractCase(
-            "sppo",
-            num_ranks=ranks,
-            num_sequences=1,
-            num_subsequences=4,
-            unit_sizes=sizes,
-            offload=AbstractOffload(**how),
+            schedule="sppo", ranks=ranks, sequences=1, subsequences=4, unit_sizes=sizes, **how
         )
     )
     return simulate(case.schedule, costs=case.costs)
@@ -32,10 +25,10 @@ def offload(ranks=1, sizes=(1.0,), **how):
 @pytest.mark.parametrize(
     ("how", "makespan", "peak"),
     [
-        ({"ratios": "none"}, 12, 4),
-        ({"ratios": "full", "keep_last": 1}, 12, 2),
-        ({"ratios": "full", "keep_last": 1, "d2h_s": 2, "h2d_s": 2}, 15, 3),
-        ({"ratios": "full", "keep_last": 2, "d2h_s": 2, "h2d_s": 2}, 12, 3),
+        ({"offload_ratio": "none"}, 12, 4),
+        ({"offload_ratio": "full", "keep_last": 1}, 12, 2),
+        ({"offload_ratio": "full", "keep_last": 1, "d2h": 2, "h2d": 2}, 15, 3),
+        ({"offload_ratio": "full", "keep_last": 2, "d2h": 2, "h2d": 2}, 12, 3),
     ],
 )
 def test_the_miniature_on_one_rank(how, makespan, peak):
@@ -48,18 +41,21 @@ def test_the_miniature_on_one_rank(how, makespan, peak):
 # Figure 8 prints neither unit sizes nor link speed. Ours: a FLOPs-balanced sequence whose
 # subsequences leave 3, 2, 1 and 1 units on each of 2 stages, and a link that moves one unit per
 # forward; F takes 1, B takes 2.
-FIGURE_8 = {"ranks": 2, "sizes": (3.0, 2.0, 1.0, 1.0), "d2h_s": 1.0, "h2d_s": 1.0}
+FIGURE_8 = {"ranks": 2, "sizes": (3.0, 2.0, 1.0, 1.0), "d2h": 1.0, "h2d": 1.0}
 
 
 def test_figure_8_full_offload_over_a_slow_link_helps_nobody():
-    timeline = offload(ratios="full", **FIGURE_8)
+    timeline = offload(offload_ratio="full", **FIGURE_8)
     assert max(peaks(timeline)) == 7
     assert timeline.makespan_s == 21
     assert sum(track.idle_s("copy") for track in timeline.ranks) == 6
 
 
 def test_figure_8_adaptive_offload_peaks_at_5_and_hides():
-    plain, adaptive = offload(ratios="none", **FIGURE_8), offload(ratios="adaptive", **FIGURE_8)
+    plain, adaptive = (
+        offload(offload_ratio="none", **FIGURE_8),
+        offload(offload_ratio="adaptive", **FIGURE_8),
+    )
     assert peaks(plain) == [7, 7]
     assert peaks(adaptive) == pytest.approx([5, 5])
     assert adaptive.makespan_s == plain.makespan_s == 15
@@ -69,11 +65,14 @@ def test_figure_8_adaptive_offload_peaks_at_5_and_hides():
 def test_the_adaptive_ratio_is_what_one_forward_hides():
     case = abstract_case(
         AbstractCase(
-            "sppo", 2, 1, 4,
+            schedule="sppo",
+            ranks=2,
+            sequences=1,
+            subsequences=4,
             unit_sizes=(3.0, 2.0, 1.0, 1.0),
-            offload=AbstractOffload(ratios="adaptive"),
+            offload_ratio="adaptive",
         )
-    )  # fmt: skip
+    )
     ratios = case.costs.offload_bytes / case.costs.activation_bytes
     assert ratios[0].tolist() == pytest.approx([1 / 3, 1 / 2, 1, 0])
 
@@ -90,9 +89,11 @@ def test_copies_fit_every_schedule(name, prefetch):
 
 
 def test_shards_of_a_cut_unit_are_copied_by_the_ranks_that_hold_them():
-    request = AbstractCase("sppo_msp", 3, 1, 6)
+    request = AbstractCase(schedule="sppo_msp", ranks=3, sequences=1, subsequences=6)
     kept = abstract_case(request)
-    sent = abstract_case(replace(request, offload=AbstractOffload("full", d2h_s=0.4, h2d_s=0.4)))
+    sent = abstract_case(
+        request.model_copy(update={"offload_ratio": "full", "d2h": 0.4, "h2d": 0.4})
+    )
     before = simulate(kept.schedule, costs=kept.costs)
     after = simulate(sent.schedule, costs=sent.costs)
     shards = [s for r in range(3) for s in after.spans(r) if s.lane == "d2h"]
@@ -104,7 +105,7 @@ def test_shards_of_a_cut_unit_are_copied_by_the_ranks_that_hold_them():
 
 
 def test_earlier_prefetch_takes_more_memory_and_hides_longer_copies():
-    how = {"ratios": "full", "keep_last": 1, "sizes": (1.0, 3.0, 0.1, 1.0), "d2h_s": 0.3}
+    how = {"offload_ratio": "full", "keep_last": 1, "sizes": (1.0, 3.0, 0.1, 1.0), "d2h": 0.3}
     late, early = offload(prefetch=1, **how), offload(prefetch=2, **how)
     assert (late.makespan_s, early.makespan_s) == pytest.approx((13, 12))
     assert peaks(early)[0] >= peaks(late)[0]
