@@ -34,7 +34,7 @@ RUN: dict[str, dict[str, object]] = {
     "checkpoint": {"every": 2, "keep": 1},
 }
 _SHAPE = "schedule=sppo ranks=2 sequences=1 subsequences=4"
-_QUICK = "bench gemm --quick --dtype fp32 --tokens 64 --width 64"
+_QUICK = "bench gemm --quick dtype=fp32 tokens=64 width=64"
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,8 +97,7 @@ fi
 try bench 150 "$python" -m sppo bench all $quick -o "$out/hardware.json"
 measured=()
 if [ -e "$out/hardware.json" ]; then measured=(--hardware "$out/hardware.json"); fi
-try attention 40 "$python" -m sppo bench attention --queries 8Ki --keys 128Ki --heads 32/8 --head-size 128 \
-    --dtype bf16 --json
+try attention 40 "$python" -m sppo bench attention queries=8Ki keys=128Ki heads=32/8 head_size=128 dtype=bf16 --json
 try training 300 "$python" scripts/gpu_training.py "$out/training.json" --directory "$runs" \
     --seconds $((all_s - SECONDS - 5)) "${measured[@]}" $quick
 if grep -qs '^{' "$out/attention.log"; then sed -n '/^{/,$p' "$out/attention.log" >"$out/attention.json"; fi

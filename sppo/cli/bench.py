@@ -2,60 +2,121 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sppo.cli.arguments.bench_options import (
-    ALL_DTYPES,
-    DTYPES,
-    DiskOfCopies,
-    Dtypes,
-    Output,
-    Quick,
-    RunOfLayer,
-    Subject,
-    SubjectArgument,
-)
-from sppo.cli.arguments.bench_shapes import (
-    Backends,
-    HeadCounts,
-    HeadSizes,
-    Keys,
-    Queries,
-    ShapeOptions,
-    Tokens,
-    Widths,
-    asked_grids,
-    list_text,
-)
 from sppo.cli.arguments.common import Json
+from sppo.cli.command_group import CommandGroup, KeyCommand
 from sppo.cli.exit_codes import exit_codes
 from sppo.output_file import check_output_files, write_json
-from sppo.quoting import quoted
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from sppo.bench.suite import CopySetup, Measurements
+    from sppo.cli.arguments.bench_request import BenchKeys
+    from sppo.config.base import Section
     from sppo.hardware.description import HardwareSpec
 
+app = CommandGroup()
 
+
+class BenchCommand(KeyCommand):
+    """Command whose keys are precisions and shapes."""
+
+    def keys(self) -> type[Section]:
+        """Return the section of the keys."""
+        from sppo.cli.arguments.bench_request import BenchKeys
+
+        return BenchKeys
+
+
+class Subject(StrEnum):
+    """Subject of a measurement: one kind of kernel, message or copy, or all of them."""
+
+    GEMM = "gemm"
+    ATTENTION = "attention"
+    ELEMENTWISE = "elementwise"
+    MESSAGES = "messages"
+    PCIE = "pcie"
+    OVERLAP = "overlap"
+    ALL = "all"
+
+    def parts(self, device: str) -> tuple[str, ...]:
+        """Return the single subjects that this subject stands for on `device`.
+
+        Args:
+            device: "cpu" or "cuda".
+
+        Raises:
+            ValueError: The subject is ``messages`` and the device is a GPU.
+        """
+        if self is Subject.MESSAGES and device != "cpu":
+            raise ValueError(
+                "sppo bench messages measures ranks on the CPU, and ranks here compute on GPUs: "
+                "hide those with CUDA_VISIBLE_DEVICES= to measure the CPU"
+            )
+        if self is not Subject.ALL:
+            return (self.value,)
+        left_out = (Subject.ALL, Subject.MESSAGES) if device != "cpu" else (Subject.ALL,)
+        return tuple(subject.value for subject in Subject if subject not in left_out)
+
+    @property
+    def copies(self) -> bool:
+        """True if this subject includes measurements of copies."""
+        return self in (Subject.PCIE, Subject.OVERLAP, Subject.ALL)
+
+
+@app.command("bench", cls=BenchCommand)
 def bench(
-    subject: SubjectArgument,
-    output: Output = None,
-    dtype: Dtypes = ALL_DTYPES,
-    quick: Quick = False,
-    disk: DiskOfCopies = None,
-    run: RunOfLayer = None,
-    queries: Queries = None,
-    keys: Keys = None,
-    heads: HeadCounts = None,
-    head_size: HeadSizes = None,
-    backend: Backends = None,
-    tokens: Tokens = None,
-    width: Widths = None,
+    subject: Annotated[
+        Subject,
+        typer.Argument(
+            metavar="SUBJECT",
+            help="gemm, attention, elementwise, messages (between ranks on the CPU), pcie (copies "
+            "to host memory, or to disk), overlap (copies behind compute), or all of them.",
+        ),
+    ],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="Precisions and shapes to measure, values separated by commas.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="FILE",
+            help="Write the hardware description here; one of this machine is brought up to date.",
+        ),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Few shapes and rounds: a trial, not to plan with.")
+    ] = False,
+    disk: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Measure the disk that holds DIR: without a GPU always, then by default the run's "
+            "activations.disk, else the current directory. Takes 1 GiB while it runs.",
+            show_default=False,
+        ),
+    ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN.yaml",
+            help="Let copies run behind a layer of this run's model, in its precision.",
+            show_default=False,
+        ),
+    ] = None,
     json_output: Json = False,
 ) -> None:
     """Measure kernels and copies on the GPU, or on CPU and disk without one.
@@ -65,20 +126,21 @@ def bench(
 
         sppo bench all -o hardware.json
 
-        sppo bench attention --queries 1Ki --keys 4Ki,16Ki --heads 8/2,8
+        sppo bench attention queries=1Ki keys=4Ki,16Ki heads=8/2,8 dtype=bf16
     """
     from rich.console import Console
 
+    from sppo.cli.arguments.bench_request import BenchKeys
+    from sppo.config.key_values import read_keys
+
     console = Console(stderr=json_output)
     with exit_codes():
-        dtypes = _dtypes(dtype)
-        shapes = ShapeOptions(queries, keys, heads, head_size, backend, tokens, width)
+        asked = read_keys(BenchKeys, words or ())
         _check_copy_options(subject, disk=disk, run_file=run)
         check_output_files({"-o": output}, inputs=[] if run is None else [run])
         spec, found = _measure(
             subject,
-            shapes,
-            dtypes=dtypes,
+            asked,
             quick=quick,
             disk=disk,
             run_file=run,
@@ -92,9 +154,8 @@ def bench(
 
 def _measure(
     subject: Subject,
-    shapes: ShapeOptions,
+    asked: BenchKeys,
     *,
-    dtypes: tuple[str, ...],
     quick: bool,
     disk: Path | None,
     run_file: Path | None,
@@ -114,21 +175,20 @@ def _measure(
         starting_description,
     )
     from sppo.bench.suite import device_to_measure, measure
+    from sppo.cli.arguments.bench_request import asked_grids
 
     device = device_to_measure()
     parts = subject.parts(device)
-    shapes.check_subjects(subject.value, parts)
-    grids = asked_grids(
-        shapes, device=device, dtypes=dtypes, quick=quick, for_plans=output is not None
-    )
+    asked.check_subjects(subject.value, parts)
+    grids = asked_grids(asked, device=device, quick=quick, for_plans=output is not None)
     copying = _copying(subject, device=device, disk=disk, run_file=run_file, quick=quick)
     base = starting_description(described_machine(device), path=output)
-    check_memory(grids, subjects=parts, device=device, dtypes=dtypes)
+    check_memory(grids, subjects=parts, device=device, dtypes=asked.dtype)
     with BenchDisplay(console) as display:
         found = measure(
             parts,
             device=device,
-            dtypes=dtypes,
+            dtypes=asked.dtype,
             quick=quick,
             watcher=display,
             grids=grids,
@@ -173,22 +233,6 @@ def _copying(
         return CopySetup(disk, default_layer(device))
     name = loaded.model.preset or loaded.model.from_hf or str(run_file)
     return CopySetup(disk, MeasuredLayer(name, loaded.model, loaded.train.dtype))
-
-
-def _dtypes(text: str) -> tuple[str, ...]:
-    """Return the precisions in a list such as ``bf16,fp32``, each once.
-
-    Raises:
-        ValueError: A precision that is not measured.
-    """
-    names = list_text(text)
-    unknown = [name for name in names if name not in DTYPES]
-    if unknown or not names:
-        raise ValueError(
-            f"--dtype {quoted(text)}: {unknown[0] if unknown else 'nothing'} is not one of "
-            f"{', '.join(DTYPES)}; separate them by commas"
-        )
-    return names
 
 
 def _write(spec: HardwareSpec, output: Path) -> None:

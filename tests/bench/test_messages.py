@@ -87,7 +87,7 @@ def test_the_command_tells_what_it_found(tmp_path, monkeypatch):
 
 
 def test_messages_of_gpus_are_refused_and_no_part_of_all(monkeypatch):
-    from sppo.cli.arguments.bench_options import Subject
+    from sppo.cli.bench import Subject
 
     monkeypatch.setattr(suite, "device_to_measure", lambda: "cuda")
     assert "ranks on the CPU" in refuse("bench", "messages")

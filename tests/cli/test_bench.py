@@ -52,7 +52,7 @@ def in_empty_directory(tmp_path, monkeypatch):
 
 
 def test_a_real_measurement_is_read_back_by_plans():
-    text = succeed("bench", "gemm", "--quick", "--dtype", "fp32", "-o", "hardware.json")
+    text = succeed("bench", "gemm", "--quick", "dtype=fp32", "-o", "hardware.json")
     assert "written hardware.json" in text
     assert "hardware: {file: hardware.json}" in text
     spec = read_hardware_here()
@@ -78,7 +78,7 @@ def test_all_is_every_subject_in_every_precision(measured):
 
 
 def test_precisions_and_haste_are_passed_on(measured):
-    succeed("bench", "gemm", "--dtype", "fp32, bf16,fp32", "--quick")
+    succeed("bench", "gemm", "dtype=fp32, bf16,fp32", "--quick")
     assert measured == [(("gemm",), ("fp32", "bf16"), True)]
 
 
@@ -110,8 +110,9 @@ def test_unsteady_figures_are_doubted_where_they_are_written(measured, monkeypat
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--dtype", "fp64"], "--dtype 'fp64': fp64 is not one of bf16, fp32"),
-        (["--dtype", ","], "--dtype ',': nothing is not one of bf16, fp32"),
+        (["dtype=fp64"], "'fp64' must be 'bf16' or 'fp32'"),
+        (["dtype="], "must be 'bf16' or 'fp32'"),
+        (["head_sise=64"], "unknown key. Did you mean 'head_size'?"),
         (["-o", "absent/hardware.json"], "-o absent/hardware.json: there is no directory absent"),
         (["-o", "."], "-o .: is a directory; name a file in it"),
         (["-o", "notes.txt"], "hardware file notes.txt: "),
@@ -122,63 +123,62 @@ def test_bad_requests_are_refused_before_anything_is_measured(measured, tmp_path
     (tmp_path / "notes.txt").write_text("important")
     (tmp_path / "other.json").write_text(json.dumps(hardware_json(PRESETS["h100"])))
     before = tree(tmp_path)
-    assert message in refuse("bench", "gemm", *words)
+    assert message in " ".join(refuse("bench", "gemm", *words).split())
     assert measured == []
     assert tree(tmp_path) == before
 
 
 def test_shapes_are_passed_on(measured, shapes):
-    succeed("bench", "gemm", "--tokens", "4Ki,512", "--width", "384")
+    succeed("bench", "gemm", "tokens=4Ki,512", "width=384")
     assert shapes[-1].gemm == GemmGrid((512, 4096), (384,), fixed=True)
     assert shapes[-1].attention == attention_grid("cpu", quick=False)
-    words = ["--queries", "2Ki, 256", "--keys", "8Ki", "--heads", "8/2,4", "--head-size", "96,32"]
-    succeed("bench", "all", "--quick", *words, "--backend", "torch_blocks,cpu_flash")
+    words = ["queries=2Ki, 256", "keys=8Ki", "heads=8/2,4", "head_size=96,32"]
+    succeed("bench", "all", "--quick", *words, "backend=torch_blocks,cpu_flash")
     asked = shapes[-1].attention
     assert (asked.queries, asked.keys, asked.head_sizes) == ((256, 2048), (8192,), (32, 96))
     assert asked.heads == ((8, 2), (4, 4))
     assert asked.backends == ("torch_blocks", "cpu_flash")
     assert asked.fixed
     assert not shapes[-1].gemm.fixed
-    succeed("bench", "attention", "--heads", "8/2", "-o", "hardware.json")
+    succeed("bench", "attention", "heads=8/2", "-o", "hardware.json")
     assert shapes[-1].attention.queries == attention_grid("cpu", quick=False).queries
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--queries", "0"], "--queries '0': 0 is too small; write a number from 1 on"),
-        (["--queries", "1x"], "--queries '1x': '1x' is not a size; write one such as 32Ki"),
-        (["--queries", ","], "--queries ',': names nothing; separate values by commas"),
-        (["--keys", "512"], "--keys 512: fewer than 1Ki queries, which are the last of them; ask"),
-        (["--heads", "32/6"], "32 query heads cannot share 6 key-value heads evenly; write N/K"),
-        (["--heads", "8/4/2"], "8/4/2 has more than one /; write 32/8 or 32"),
-        (["--head-size", "1.5"], "--head-size '1.5': '1.5' is not a whole number"),
-        (["--backend", "tritn"], "tritn is not one of cpu_flash, "),
-        (["--backend", "tritn"], "Did you mean 'triton'?"),
-        (["--backend", "reference"], "reference is not one of cpu_flash"),
-        (["--backend", "flash_attn_2"], "--backend flash_attn_2: runs on cuda, tensors are on cpu"),
-        (["--backend", "triton"], "--backend triton: runs on cpu under its interpreter only"),
-        (["--tokens", "1Ki"], "--tokens '1Ki': only sppo bench gemm and all use it"),
+        (["queries=0"], "queries.0 0 must be greater than or equal to 1"),
+        (["queries=1x"], "'1x' is not a size; write one such as 32Ki"),
+        (["keys=512"], "keys=512: fewer than 1Ki queries, which are the last of them; ask"),
+        (["heads=32/6"], "32 query heads cannot share 6 key-value heads evenly; write N/K"),
+        (["heads=8/4/2"], "write query/key-value heads, such as 32/8, or 32"),
+        (["head_size=1.5"], "1.5 is not a whole number"),
+        (["backend=tritn"], "not one of cpu_flash, "),
+        (["backend=tritn"], "Did you mean 'triton'?"),
+        (["backend=reference"], "'reference' not one of cpu_flash"),
+        (["backend=flash_attn_2"], "backend=flash_attn_2: runs on cuda, tensors are on cpu"),
+        (["backend=triton"], "backend=triton: runs on cpu under its interpreter only"),
+        (["tokens=1Ki"], "tokens: only sppo bench gemm and all use it"),
         (
-            ["--queries", "1Ki,2Ki", "--keys", "4Ki", "-o", "a.json"],
-            "must be the same for all of --queries 1Ki,2Ki; leave out --keys",
+            ["queries=1Ki,2Ki", "keys=4Ki", "-o", "a.json"],
+            "must be the same for all of queries=1Ki,2Ki; leave out keys",
         ),
         (
-            ["--backend", "torch_blocks", "-o", "a.json"],
+            ["backend=torch_blocks", "-o", "a.json"],
             "-o: a plan reads the rates of cpu_flash, which training takes for bf16",
         ),
     ],
 )
 def test_bad_shapes_are_refused_before_anything_is_measured(measured, tmp_path, words, message):
-    assert message in refuse("bench", "attention", *words)
+    assert message in " ".join(refuse("bench", "attention", *words).split())
     assert measured == []
     assert tree(tmp_path) == {}
 
 
 @pytest.mark.parametrize("subject", ["gemm", "elementwise", "pcie"])
 def test_options_of_another_subject_are_refused(measured, subject):
-    message = refuse("bench", subject, "--head-size", "64")
-    assert "--head-size '64': only sppo bench attention and all use it; leave it out of" in message
+    message = refuse("bench", subject, "head_size=64")
+    assert "head_size: only sppo bench attention and all use it; leave it out of" in message
     assert measured == []
 
 
@@ -194,11 +194,11 @@ def test_options_of_copies_are_refused_where_none_are_measured(measured, option)
     [
         (
             "attention",
-            ["--queries", "1Gi", "--keys", "64Gi"],
+            ["queries=1Gi", "keys=64Gi"],
             "1024Mi queries at the end of 65536Mi",
         ),
-        ("gemm", ["--width", "16Mi"], "4Ki tokens through a layer of width 16777216 take at least"),
-        ("all", ["--tokens", "16Gi"], "fp32, 16384Mi tokens through a layer of width 2048"),
+        ("gemm", ["width=16Mi"], "4Ki tokens through a layer of width 16777216 take at least"),
+        ("all", ["tokens=16Gi"], "fp32, 16384Mi tokens through a layer of width 2048"),
     ],
 )
 def test_shapes_beyond_the_memory_are_refused_before_anything_is_measured(
@@ -211,8 +211,8 @@ def test_shapes_beyond_the_memory_are_refused_before_anything_is_measured(
 
 
 def test_back_ends_are_compared_on_shapes_asked_for():
-    words = ["--queries", "16", "--keys", "16,48", "--heads", "4/2,2", "--head-size", "16"]
-    result = call("bench", "attention", "--quick", "--json", "--dtype", "fp32", *words)
+    words = ["queries=16", "keys=16,48", "heads=4/2,2", "head_size=16"]
+    result = call("bench", "attention", "--quick", "--json", "dtype=fp32", *words)
     assert result.exit_code == 0
     report = json.loads(result.stdout)
     rates = report["attention_backends"]

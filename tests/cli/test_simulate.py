@@ -220,6 +220,7 @@ def test_a_run_file_with_the_costs_of_a_machine(tmp_path):
 
 def test_an_override_may_name_a_file(tmp_path):
     (tmp_path / "run.yaml").write_text(RUN, encoding="utf-8")
-    message = refuse("simulate", tmp_path / "run.yaml", "hardware={file: absent.json}")
+    words = ("hardware.preset=null", "hardware.file=absent.json")
+    message = refuse("simulate", tmp_path / "run.yaml", *words)
     assert "absent.json" in message
     assert "two files" not in message
