@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sppo.cli.arguments.common import Json
-from sppo.cli.arguments.numbers import count
 from sppo.cli.command_group import CommandGroup
 from sppo.cli.exit_codes import exit_codes
 
@@ -59,7 +58,9 @@ def prepare(
     vocab_size: Annotated[
         int | None,
         typer.Option(
-            parser=count("--vocab-size", most=1 << 32),
+            metavar="N",
+            min=1,
+            max=1 << 32,
             help="For ids: every id is below this. Without it the largest id + 1.",
         ),
     ] = None,

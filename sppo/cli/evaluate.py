@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sppo.cli.arguments.common import Json, Overrides, RunFile
-from sppo.cli.arguments.numbers import count
 from sppo.cli.exit_codes import exit_codes
 from sppo.output_file import check_output_files
 from sppo.units import counted, format_count
@@ -40,7 +39,9 @@ def evaluate(
     sequences: Annotated[
         int | None,
         typer.Option(
-            parser=count("--sequences", most=1 << 48),
+            metavar="N",
+            min=1,
+            max=1 << 48,
             help="Evaluate the first sequences, or samples, only.",
         ),
     ] = None,

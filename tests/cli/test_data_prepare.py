@@ -345,10 +345,6 @@ def test_refused_lines(work: Path, line: str, message: str) -> None:
         (("--tokenizer", "bytes", "--vocab-size", 9), "--vocab-size 9: only for --tokenizer ids"),
         (("--tokenizer", "bytes", "--end-of-document", 257), "between 0 and 256"),
         (("--tokenizer", "bytes", "--end-of-document", "eos"), "write auto, none or the number"),
-        (
-            ("--tokenizer", "ids", "--vocab-size", 0),
-            "--vocab-size 0: must be a whole number from 1",
-        ),
         (("--tokenizer", "ids", "--vocab-size", 3), "set --vocab-size to at least 6"),
         (("--tokenizer", "ids", "--end-of-document", -1), "--end-of-document -1"),
     ],
