@@ -17,8 +17,8 @@ from sppo.parallel.job.signals import stopped_exit_code
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sppo.interface.starting import ReadyRun
     from sppo.parallel.job.environment import RankEnvironment
+    from sppo.training.start import ReadyRun
 
 PlanFile = Annotated[
     Path | None,
@@ -56,14 +56,14 @@ def train(
 
     with exit_codes(), _stops_say(_GOES_ON):
         run = load_run(run_file, overrides or ())
-        from sppo.interface.starting import made_ready, start_ranks
         from sppo.planning.plan import read_plan
+        from sppo.training.start import made_ready, start_ranks
 
         console = Console(quiet=quiet)
         chosen = None if plan is None else read_plan(plan)
         ready = made_ready(run, chosen, source=str(plan), console=console)
         if ready.starts_ranks:
-            raise typer.Exit(start_ranks(ready, sys.argv[1:], console=console))
+            raise typer.Exit(start_ranks(ready, sys.argv[1:]))
         _train_as_rank(ready, console)
 
 
@@ -71,7 +71,7 @@ def _train_as_rank(ready: ReadyRun, console: Console) -> None:
     """Train as one rank of the run, or as its only rank, and end with the exit code of the run."""
     import signal
 
-    from sppo.interface.starting import train_as_rank
+    from sppo.training.start import train_as_rank
     from sppo.training.steps.nonfinite import NonFiniteError
 
     try:

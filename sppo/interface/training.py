@@ -12,11 +12,11 @@ from typing import Any
 from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, list_checkpoints
 from sppo.config import RunConfig, run_sections
 from sppo.interface.arguments import check_argument
-from sppo.interface.starting import made_ready, start_ranks, train_as_rank
 from sppo.output_file import write_json
 from sppo.parallel.job.signals import STOP_CODES
 from sppo.planning.plan import ExecutionPlan, plan_json, read_plan
 from sppo.report.metrics import METRICS_FILE, StepMetrics, read_metrics
+from sppo.training.start import made_ready, start_ranks, train_as_rank
 
 
 class RunFailedError(RuntimeError):
@@ -122,7 +122,7 @@ def train(
     with tempfile.TemporaryDirectory(prefix="sppo-") as directory:
         words = ["train", *_as_files(run, plan, Path(directory))]
         words += [] if progress else ["--quiet"]
-        code = start_ranks(ready, words, console=console)
+        code = start_ranks(ready, words)
     stopped = STOP_CODES.get(code)
     if code != 0 and stopped is None:
         raise RunFailedError(code)

@@ -21,7 +21,6 @@ from sppo.parallel.job.rendezvous import connect, difference_report, disconnect,
 from sppo.parallel.job.timed_call import end_without_shutdown
 from sppo.parallel.mesh import Mesh, alone
 from sppo.parallel.mesh_shape import MeshShape
-from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.devices.device import Device
 from sppo.training.run_directory import locked_output
 from sppo.version import __version__
@@ -43,6 +42,12 @@ class Ranks:
     local_ranks: int = 1
     """Number of ranks on this machine, which share its memory and its disks."""
 
+    @classmethod
+    def alone(cls) -> Ranks:
+        """Return the ranks of a process that trains alone."""
+        mesh = alone()
+        return cls(mesh, HostCollectives(mesh), RankProgress.create(None))
+
     @property
     def is_main(self) -> bool:
         """True if this is rank 0, which prints, writes and decides for all ranks."""
@@ -60,6 +65,24 @@ class Ranks:
         if problem is not None:
             raise problem
         return value  # type: ignore[return-value]  # T may itself be None
+
+    def done_by_all(self, act: Callable[[], T]) -> T:
+        """Call `act` on every rank and return its result; raise a failure of any rank on all.
+
+        Errors of the first rank that failed are raised, with its number unless it is rank 0.
+        """
+        done, problem = None, None
+        try:
+            done = act()
+        except Exception as error:
+            problem = error
+        for rank, failure in enumerate(self.peers.all_gather(problem)):
+            if failure is None:
+                continue
+            if rank and type(failure) in (ValueError, MemoryError):
+                raise type(failure)(f"rank {rank}: {failure}")
+            raise failure
+        return done  # type: ignore[return-value]  # T may itself be None
 
     def check_same_on_all_ranks(self, what: str, digest: str) -> None:
         """Raise ValueError unless all ranks computed the same `digest` from the same input.
@@ -100,24 +123,21 @@ class Ranks:
                     "of CPU?"
                 )
 
-    def check_same_facts(self, facts: Mapping[str, str]) -> None:
+    def check_same_facts(self, read: Callable[[], Mapping[str, str]]) -> None:
         """Raise ValueError unless all ranks read the same inputs.
 
         Args:
-            facts: Facts about the inputs by name, e.g. a checksum of the token data.
+            read: Returns facts about the inputs by name, e.g. a checksum of the token data; called
+                only if there are other ranks.
 
         Raises:
             ValueError: On every rank; names the ranks and facts that differ, with both values.
         """
-        report = difference_report(self.peers.all_gather(dict(facts)))
+        if not self.mesh.is_distributed:
+            return
+        report = difference_report(self.peers.all_gather(dict(read())))
         if report:
             raise ValueError(report)
-
-
-def one_rank() -> Ranks:
-    """Return the `Ranks` of a process that trains alone."""
-    mesh = alone()
-    return Ranks(mesh, HostCollectives(mesh), RankProgress.create(None))
 
 
 def mesh_shape(run: RunConfig) -> MeshShape:
@@ -134,7 +154,7 @@ def mesh_shape(run: RunConfig) -> MeshShape:
 
 @contextmanager
 def joined(
-    run: RunConfig, environment: RankEnvironment | None, *, device: Device | None = None
+    run: RunConfig, environment: RankEnvironment | None, *, device: Device
 ) -> Iterator[Ranks]:
     """Connect this process with the other ranks of ``run`` for the duration of the context.
 
@@ -143,7 +163,7 @@ def joined(
     Args:
         run: Validated run configuration.
         environment: Place of this process in the job; None for a single process.
-        device: Device of this rank; None for the CPU.
+        device: Device of this rank.
 
     Raises:
         ValueError: The number of ranks is not the product of the degrees of parallelism, or ranks
@@ -151,14 +171,14 @@ def joined(
         MemoryError: The limit of open files of this process is too low.
         PeerLostError: Another rank did not connect.
     """
-    shape, device = mesh_shape(run), device or CpuDevice()
-    shape.check(1 if environment is None else environment.world_size)
-    device.begin(environment)
-    if environment is None or shape.num_ranks == 1:
-        yield one_rank()
-        return
-    progress = RankProgress.create(environment.progress_file)
+    progress = RankProgress.create(None if environment is None else environment.progress_file)
     with progress.ending():
+        shape = mesh_shape(run)
+        shape.check(1 if environment is None else environment.world_size)
+        device.begin(environment)
+        if environment is None or shape.num_ranks == 1:
+            yield Ranks.alone()
+            return
         allow_connections(shape.num_ranks)
         mesh = _connected(run, environment, shape=shape, device=device)
         try:

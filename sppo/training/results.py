@@ -20,6 +20,7 @@ from sppo.report.metrics import METRICS_FILE, StepMetrics, read_metrics
 from sppo.report.run_summary import Pair, print_summary, run_summary, write_summary
 from sppo.training.checks.preflight import CheckedRun
 from sppo.training.executed_step import timeline_summary, timeline_writers
+from sppo.training.job import Job
 from sppo.training.outcome import TrainingOutcome
 from sppo.training.run_directory import LOSS_PLOT, RESULT_FILES, SUMMARY_FILE
 from sppo.training.steps.measured import predicted_and_measured
@@ -28,26 +29,19 @@ _WRITTEN = (*RESULT_FILES, CHECKPOINTS_DIRECTORY)
 """Names of entries of the output directory, in the order in which the report lists them."""
 
 
-def report(
-    run: RunConfig,
-    checked: CheckedRun,
-    outcome: TrainingOutcome,
-    *,
-    console: Console,
-    command: str = "the same command",
-) -> None:
+def report(job: Job, checked: CheckedRun, outcome: TrainingOutcome, *, command: str) -> None:
     """Write the summary and the plots of a run, and print the report.
 
     A run whose steps were all done by an earlier call keeps its summary. The state is saved
     already, so a file that cannot be written only causes a warning.
 
     Args:
-        run: Validated run configuration.
+        job: Job that trained the run.
         checked: Result of the checks of the same run.
         outcome: Outcome of training.
-        console: Console to print to.
         command: Command that resumes the run, named in the report of an interrupted run.
     """
+    run, console = job.run, job.console
     if _was_done(outcome):
         _report_nothing_to_do(run, outcome, console=console)
         return

@@ -18,13 +18,12 @@ from sppo.output_file import write_json
 from sppo.planning.plan import plan_json
 from sppo.schedule.simulation.measured_compute import step_seconds
 from sppo.schedule.simulation.simulate import simulate
-from sppo.training.checks.input_facts import input_facts
 from sppo.training.checks.preflight import CheckedRun
-from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.devices.device import Device
 from sppo.training.executed_step import executed_timeline
+from sppo.training.job import Job
 from sppo.training.outcome import TrainingOutcome
-from sppo.training.ranks import Ranks, one_rank, shared_output
+from sppo.training.ranks import Ranks, shared_output
 from sppo.training.run_checkpoints import RunCheckpoints
 from sppo.training.run_directory import PLAN_FILE, note_configuration
 from sppo.training.state import TrainingState, build_state
@@ -38,22 +37,12 @@ from sppo.training.steps.warm_up import warm_up
 _log = logging.getLogger(__name__)
 
 
-def train(
-    run: RunConfig,
-    checked: CheckedRun,
-    *,
-    console: Console,
-    ranks: Ranks | None = None,
-    device: Device | None = None,
-) -> TrainingOutcome:
+def train(job: Job, checked: CheckedRun) -> TrainingOutcome:
     """Train until ``train.steps`` steps are done, from the newest checkpoint if there is one.
 
     Args:
-        run: Validated run configuration.
+        job: Job that trains the run.
         checked: Result of the checks of the same run.
-        console: Console for the progress display.
-        ranks: Ranks that train the run together; None for this process alone.
-        device: Device of this process; None for the CPU.
 
     Raises:
         ValueError: The output directory is in use, or its checkpoints cannot be read.
@@ -64,16 +53,13 @@ def train(
         OSError: A step could not be recorded; the state is saved.
         PeerLostError: Another rank ended or does not answer.
     """
-    ranks, device = ranks or one_rank(), device or CpuDevice()
     started = time.perf_counter()
-    if ranks.mesh.is_distributed:
-        ranks.check_same_facts(input_facts(run, checked.data.data))
-    base = _baseline(run, checked, device)
-    with shared_output(run, ranks) as output:
-        outcome = _Training(run, checked, base, output, console, ranks).run_steps()
+    base = _baseline(job.run, checked, job.device)
+    with shared_output(job.run, job.ranks) as output:
+        outcome = _Training(job.run, checked, base, output, job.console, job.ranks).run_steps()
         # The report that follows draws plots in the memory that training used.
         gc.collect()  # the engine's parts refer to each other
-        device.trim()
+        job.device.trim()
     outcome.wall_s = time.perf_counter() - started
     return outcome
 

@@ -7,8 +7,9 @@ import pytest
 
 import sppo
 from sppo.config import run_sections
-from sppo.training.checks.preflight import check_before_training
+from sppo.training.checks.preflight import preflight
 from tests.conftest import succeed, write_tokens
+from tests.training.jobs import job_beside
 
 RUN = {
     "model": {"preset": "tiny"},
@@ -53,7 +54,7 @@ def test_simulate_is_the_command(tmp_path):
 @pytest.mark.parametrize("degree", ["pipeline_parallel_degree", "data_parallel_degree"])
 def test_a_run_of_two_ranks_on_this_machine_is_simulated_as_training_plans_it(work, degree):
     run = sppo.load_run(work / "run.yaml", {f"parallel.{degree}": 2, **EVEN})
-    planned = check_before_training(run, local_ranks=2, starts_ranks=True).plan
+    planned = preflight(job_beside(run, local_ranks=2)).plan
     assert sppo.simulate(run).schedule.digest() == planned.program_digest
     assert sppo.simulate(run).makespan_s == sppo.simulate(planned).makespan_s
 

@@ -9,7 +9,7 @@ from sppo.parallel.job.flight_record import RankProgress
 from sppo.parallel.mesh import Mesh
 from sppo.parallel.mesh_shape import MeshShape
 from sppo.training.checks.input_facts import fingerprint, input_facts
-from sppo.training.ranks import Ranks, _configuration, one_rank
+from sppo.training.ranks import Ranks, _configuration
 from tests.conftest import write_tokens
 from tests.training.whole_runs.test_parallel_runs import overrides, train_as
 
@@ -70,7 +70,7 @@ def test_figures_are_the_same_on_every_rank(ranks):
 
 
 def test_a_rank_that_is_alone_asks_itself():
-    ranks = one_rank()
+    ranks = Ranks.alone()
     ranks.check_same_on_all_ranks("schedule", "any")
     assert ranks.decided_by_main(lambda: 3) == 3
     assert ranks.peers.total([2.0]) == [2.0]

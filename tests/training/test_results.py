@@ -10,7 +10,8 @@ from rich.console import Console
 
 from sppo.config import load_run
 from sppo.report.metrics import JsonlSink, StepMetrics
-from sppo.training.checks.preflight import check_before_training
+from sppo.training.checks.preflight import preflight
+from sppo.training.job import Job
 from sppo.training.outcome import TrainingOutcome
 from sppo.training.results import report
 from sppo.training.run_directory import note_configuration
@@ -52,12 +53,14 @@ def outcome_of(work, *, first=0, done=4, interrupted_by=None):
 
 
 def told(run, outcome):
-    screen, checked = io.StringIO(), check_before_training(run)
+    screen = io.StringIO()
+    job = Job.alone(run, console=Console(file=screen, width=120))
+    checked = preflight(job)
     predicted = checked.plan.predicted
     phases = PlannedPhases(predicted.forward_s, predicted.backward_s, predicted.update_s)
     outcome.planned_phases = [phases] * len(outcome.phases)
     outcome.most_planned = checked.plan.stages[0].memory.device
-    report(run, checked, outcome, console=Console(file=screen, width=120))
+    report(job, checked, outcome, command="the same command")
     return screen.getvalue()
 
 
@@ -67,7 +70,7 @@ def test_a_whole_run(work, run):
     assert "stopped" not in text
     summary = json.loads((work / "out/run_summary.json").read_text())
     assert (summary["name"], summary["steps"], summary["interrupted_by"]) == ("out", 4, None)
-    plan = check_before_training(run).plan
+    plan = preflight(Job.alone(run)).plan
     predicted = plan.stages[0].memory.device
     memory = summary["memory_bytes"]
     kv_bytes = predicted.kv_bytes + predicted.kv_gradients_bytes

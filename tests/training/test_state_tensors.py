@@ -9,8 +9,9 @@ import torch
 
 from sppo.config import load_run
 from sppo.training import state_tensors
-from sppo.training.checks.preflight import check_before_training
+from sppo.training.checks.preflight import preflight
 from sppo.training.devices.cpu_device import CpuDevice
+from sppo.training.job import Job
 from sppo.training.state import build_state
 from sppo.training.state_tensors import starting_weights
 from tests.conftest import write_run
@@ -42,7 +43,7 @@ def test_a_start_holds_one_parameter_beside_the_rows_of_the_optimizer(work, monk
     )
     with fake_gpu() as (gpu, _):
         device = gpu if tier == "host" else CpuDevice()
-        plan = check_before_training(run, device=device).plan
+        plan = preflight(Job.alone(run, device=device)).plan
         state = build_state(run, plan=plan, device=device)
         state.close()
     assert len(left) > 5

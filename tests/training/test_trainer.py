@@ -13,13 +13,14 @@ from sppo.checkpoint.checkpoint import read_model
 from sppo.config import load_run
 from sppo.kernels.cross_entropy import LossTerms
 from sppo.optim.learning_rate import learning_rate
-from sppo.training import trainer
-from sppo.training.checks.preflight import check_before_training
+from sppo.training.checks.preflight import preflight
 from sppo.training.devices.cpu_device import CpuDevice
+from sppo.training.job import Job
 from sppo.training.state import build_state
 from sppo.training.state_tensors import starting_weights
 from tests.conftest import LENGTH, VOCAB_SIZE, write_tokens
 from tests.engine.reference import reference_loss
+from tests.training.jobs import train_alone
 
 pytestmark = pytest.mark.usefixtures("work")
 
@@ -32,7 +33,7 @@ def known_peak(monkeypatch):
 
 def train(run):
     screen = io.StringIO()
-    outcome = trainer.train(run, check_before_training(run), console=Console(file=screen))
+    outcome = train_alone(run, console=Console(file=screen))
     lines = (outcome.output / "metrics.jsonl").read_text().splitlines()
     return outcome, [json.loads(line) for line in lines], screen.getvalue()
 
@@ -40,7 +41,7 @@ def train(run):
 def ordinary(run):
     """(losses, gradient norms, weights) of the same run by autograd and torch.optim."""
     weights = {n: w.clone().requires_grad_() for n, w in starting_weights(run)}
-    data = check_before_training(run).data
+    data = preflight(Job.alone(run)).data
     config = run.optimizer
     groups = [
         {"params": [w for w in weights.values() if (w.dim() > 1) is matrices], "weight_decay": rate}
@@ -145,7 +146,7 @@ def test_recomputing_does_more_work_for_the_same_model(run_file):
 def test_measured_buckets_are_the_predicted_ones(run_file, dtype, policy):
     keys = {"activations": {"policy": policy}, "train": {"dtype": dtype, "steps": 1}}
     run = load_run(run_file(**keys))
-    predicted = check_before_training(run).plan.stages[0].memory.device
+    predicted = preflight(Job.alone(run)).plan.stages[0].memory.device
     measured = train(run)[0].buckets
     for bucket in ("weights", "gradients", "optimizer", "kv", "activations"):
         expected = getattr(predicted, f"{bucket}_bytes")
@@ -172,7 +173,7 @@ def test_bars_on_a_terminal(run_file):
     run = load_run(run_file())
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=160)
-    trainer.train(run, check_before_training(run), console=console)
+    train_alone(run, console=console)
     text = screen.getvalue()
     assert "step 4/4 | loss" in text
     assert "run" in text
@@ -181,14 +182,14 @@ def test_bars_on_a_terminal(run_file):
 
 def test_narrow_weights_follow_wide_masters(run_file):
     run = load_run(run_file(train={"dtype": "bf16"}))
-    state = build_state(run, plan=check_before_training(run).plan)
+    state = build_state(run, plan=preflight(Job.alone(run)).plan)
     saved = state.optimizer.state()
     for name, weight in state.weights.items():
         master = saved[f"model.{name}"]
         assert (weight.dtype, master.dtype) == (torch.bfloat16, torch.float32)
         assert torch.equal(weight, master.bfloat16())
     run = load_run(run_file())
-    wide = build_state(run, plan=check_before_training(run).plan)
+    wide = build_state(run, plan=preflight(Job.alone(run)).plan)
     saved = wide.optimizer.state()
     assert all(saved[f"model.{name}"] is weight for name, weight in wide.weights.items())
 

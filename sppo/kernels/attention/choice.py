@@ -162,11 +162,6 @@ def _automatic(case: AttentionCase) -> BackendName:
     raise ValueError(f"no attention back end for {case}: {'; '.join(passed_over)}")
 
 
-def likely_name(case: AttentionCase) -> BackendName:
-    """Return the name that ``auto`` chooses if every kernel works; nothing runs on the device."""
-    return next(n for n in preference(case.device) if _may(n) and why_not(n, case) is None)
-
-
 def preference(device: torch.device) -> tuple[BackendName, ...]:
     """Return the names of all back ends in the order in which ``auto`` tries them on ``device``."""
     names = list(CAPABILITIES)

@@ -20,9 +20,7 @@ from sppo.kernels.attention.choice import (
     AttentionCase,
     BackendName,
     chosen_name,
-    likely_name,
     preference,
-    why_not,
     why_not_here,
 )
 from sppo.kernels.attention.interface import may_have_single_tokens
@@ -60,12 +58,10 @@ class AttentionInUse:
 
 def load_attention(run: RunConfig, device: Device) -> None:
     """Try the back ends of a run, which loads their libraries into the memory of a GPU."""
-    _names(run, device, tries=True)
+    _names(run, device)
 
 
-def with_attention_here(
-    hardware: HardwareSpec, run: RunConfig, device: Device, *, tries: bool
-) -> HardwareSpec:
+def with_attention_here(hardware: HardwareSpec, run: RunConfig, device: Device) -> HardwareSpec:
     """Return the hardware with the back end that computes a run here, for a plan made at its start.
 
     The back end of measured rates stays, as does one that the run file names, or one that this
@@ -75,13 +71,12 @@ def with_attention_here(
         hardware: Machine that the run names.
         run: Validated run configuration.
         device: Device of this process.
-        tries: Whether GPU kernels are tried on a small case.
     """
     named = run.hardware != "auto" and run.hardware.attention != "auto"
     spec = hardware.device
     if device.kind == "cpu" or spec.attention_points or named:
         return hardware
-    here = _last(_names(run, device, tries=tries), device)
+    here = _last(_names(run, device), device)
     known = _same(here) if _same(here) in spec.published_backends else here
     planned = planned_backend(Workload(run.model, hardware, dtype=run.train.dtype))
     if known not in spec.published_backends and _rank(here, device) <= _rank(planned, device):
@@ -89,38 +84,36 @@ def with_attention_here(
     return replace(hardware, device=replace(spec, attention_backend=known))
 
 
-def check_attention(
-    run: RunConfig, plan: ExecutionPlan, device: Device, *, tries: bool
-) -> AttentionInUse:
+def check_attention(run: RunConfig, plan: ExecutionPlan, device: Device) -> AttentionInUse:
     """Return the back ends that compute a run; refuse a plan that expects a better one.
 
     Args:
         run: Validated run configuration.
         plan: Plan of the run.
         device: Device of this process.
-        tries: Whether GPU kernels are tried on a small case.
 
     Raises:
         ValueError: This machine cannot run the back end that the plan is priced with; names both,
             the reason and the fix.
     """
     planned = planned_backend(plan_candidate(plan).workload)
-    names = _names(run, device, tries=tries)
+    names = _names(run, device)
     here = _last(names, device)
     if _rank(here, device) > _rank(planned, device):
-        raise ValueError(_fall_back(run, plan, device, planned=planned, here=here, tries=tries))
-    others = (_name(case, tries=tries) for case in _cases(run, device, plan=plan))
+        raise ValueError(_fall_back(run, plan, device, planned=planned, here=here))
+    others = (_name(case) for case in _cases(run, device, plan=plan))
     return AttentionInUse(planned, tuple(dict.fromkeys((*names, *others))))
 
 
 def _fall_back(
-    run: RunConfig, plan: ExecutionPlan, device: Device, *, planned: str, here: str, tries: bool
+    run: RunConfig, plan: ExecutionPlan, device: Device, *, planned: str, here: str
 ) -> str:
     """Return why a plan is refused whose back end this machine would replace by a later one."""
-    case = next(case for case in _cases(run, device) if _name(case, tries=tries) == here)
-    problem = why_not_here if tries else why_not
+    case = next(case for case in _cases(run, device) if _name(case) == here)
     reasons = [
-        f"{name} {problem(name, case)}" for name in CAPABILITIES if _same(name) == _same(planned)
+        f"{name} {why_not_here(name, case)}"
+        for name in CAPABILITIES
+        if _same(name) == _same(planned)
     ]
     spec, instead = plan.hardware.device, _same(here)
     if spec.attention_points:
@@ -135,13 +128,13 @@ def _fall_back(
     )
 
 
-def _names(run: RunConfig, device: Device, *, tries: bool) -> tuple[BackendName, ...]:
+def _names(run: RunConfig, device: Device) -> tuple[BackendName, ...]:
     """Return the back ends of the spans that plans are priced for."""
-    return tuple(dict.fromkeys(_name(case, tries=tries) for case in _cases(run, device)))
+    return tuple(dict.fromkeys(_name(case) for case in _cases(run, device)))
 
 
-def _name(case: AttentionCase, *, tries: bool) -> BackendName:
-    return chosen_name("auto", case) if tries else likely_name(case)
+def _name(case: AttentionCase) -> BackendName:
+    return chosen_name("auto", case)
 
 
 def _cases(

@@ -1,4 +1,8 @@
-"""All checks before a run starts, and the plan of its steps."""
+"""All checks before the first step of a run, and the plan of its steps.
+
+Rank 0 checks the run and makes its plan for all ranks. Every rank opens the data and checks the
+memory, the disk and the attention of its own machine.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +41,7 @@ from sppo.training.checks.attention_in_use import (
     with_attention_here,
 )
 from sppo.training.checks.input_checks import check_inputs, check_weights
-from sppo.training.checks.labels import check_labels
-from sppo.training.checks.libraries import load_libraries
+from sppo.training.checks.input_facts import input_facts
 from sppo.training.checks.room_checks import (
     FreeMemory,
     check_disk,
@@ -46,13 +49,14 @@ from sppo.training.checks.room_checks import (
     check_memory,
     check_step_size,
     find_free_memory,
+    load_libraries,
 )
-from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.devices.device import Device, DeviceKind
+from sppo.training.job import Job
 from sppo.training.ranks import mesh_shape
 from sppo.training.state import may_offload
 from sppo.training.steps.corrections import saved_history
-from sppo.training.training_data import training_data
+from sppo.training.training_data import check_labels, training_data
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,61 +86,84 @@ class CheckedRun:
     alike."""
 
 
-def check_before_training(
-    run: RunConfig,
-    *,
-    plan: ExecutionPlan | None = None,
-    local_ranks: int = 1,
-    device: Device | None = None,
-    starts_ranks: bool = False,
+def preflight(
+    job: Job, plan: ExecutionPlan | None = None, *, checks_inputs: bool = False
 ) -> CheckedRun:
-    """Open the data, check weights, output and memory, and make the plan unless one is given.
+    """Check that a run can be trained here, and make its plan unless one is given. Collective.
+
+    An error of any rank is raised on all ranks, before anything is changed.
 
     Args:
-        run: Validated run configuration.
+        job: Job that trains the run.
         plan: Plan to follow; None to make one.
-        local_ranks: Number of processes of the run on this machine.
-        device: Device of this process; None for the CPU.
-        starts_ranks: This process does not train, but starts the ranks that do.
+        checks_inputs: Rank 0 also makes the checks of
+            :func:`sppo.training.checks.input_checks.check_inputs`, which otherwise the process
+            made that the user started.
 
     Raises:
-        ValueError: An input or the plan breaks a rule; names the rule and the fix. Nothing was
-            changed.
-        MemoryError: The run does not fit in this machine's memory.
+        ValueError: An input or the plan breaks a rule; names the rule and the fix.
+        MemoryError: The run does not fit in the memory of a rank.
     """
-    device = device or CpuDevice()
-    check_inputs(run)
-    check_weights(run)
-    training = training_data(run)
+    run, ranks, device = job.run, job.ranks, job.device
+    if checks_inputs:
+        ranks.decided_by_main(lambda: check_inputs(run))
+    ranks.decided_by_main(lambda: check_weights(run))
+    training = ranks.done_by_all(lambda: training_data(run))
+    ranks.check_same_facts(lambda: input_facts(run, training.data))
+    ranks.decided_by_main(lambda: check_labels(training, steps=run.train.steps))
     if isinstance(training, DocumentSamples):
         run = run_of_longest_samples(run, longest=int(training.table.lengths.max()))
-    check_labels(training, steps=run.train.steps)
     if device.kind == "cpu":
         load_libraries(tensorboard=run.train.tensorboard)
-    if not starts_ranks:
-        load_attention(run, device)  # before the memory that is left is read
+    load_attention(run, device)
+    ranks.peers.barrier()  # free memory is meaningful once every rank has loaded its libraries
     free = find_free_memory(
         run,
         device,
-        local_ranks=local_ranks,
-        starts_ranks=starts_ranks,
+        local_ranks=ranks.local_ranks,
         plans_ahead=isinstance(training, DocumentSamples) and run.planning.ahead,
     )
+    plan = ranks.decided_by_main(lambda: _trainable_plan(job, run, plan, training, free=free))
+    # Every rank has read the free memory by now, and none has allocated any.
+    attention = ranks.done_by_all(lambda: _check_fits(run, plan, device, free=free))
+    ranks.decided_by_main(lambda: check_first_checkpoint(run))
+    next_step = ranks.decided_by_main(lambda: _next_step(run, training, plan))
+    return CheckedRun(training, plan, attention, next_step)
+
+
+def _trainable_plan(
+    job: Job,
+    run: RunConfig,
+    plan: ExecutionPlan | None,
+    training: TrainingData | DocumentSamples,
+    *,
+    free: FreeMemory,
+) -> ExecutionPlan:
+    """Return the plan of a run, made for the free memory unless one is given.
+
+    Args:
+        job: Job that trains the run.
+        run: Run configuration; in a run of samples, with the length of the longest sample.
+        plan: Plan to follow; None to make one.
+        training: Training data of the run.
+        free: Free memory of this machine.
+
+    Raises:
+        ValueError: Training does not support the plan, or no plan is possible.
+        MemoryError: A step does not fit.
+    """
+    device = job.device
     if device.kind == "cpu":
         check_step_size(run, free)
     if plan is None:
-        num_ranks = MeshShape.of(run.parallel).num_ranks
+        num_ranks, local_ranks = MeshShape.of(run.parallel).num_ranks, job.ranks.local_ranks
         hardware = machine_of_ranks(run, device, num_ranks=num_ranks, local_ranks=local_ranks)
-        hardware = with_attention_here(hardware, run, device, tries=not starts_ranks)
+        hardware = with_attention_here(hardware, run, device)
         if device.kind == "cuda":  # a plan uses at most the usable memory
             free = replace(free, device_bytes=min(free.device_bytes, hardware.device.usable_bytes))
         plan = _planned(run, training, hardware=hardware, free=free)
     check_trainable(run, plan, kind=device.kind)
-    attention = check_attention(run, plan, device, tries=not starts_ranks)
-    check_memory(run, plan, free)
-    check_disk(run, plan, free)
-    check_first_checkpoint(run)
-    return CheckedRun(training, plan, attention, _next_step(run, training, plan))
+    return plan
 
 
 def _planned(
@@ -156,6 +183,16 @@ def _planned(
     if not isinstance(training, DocumentSamples):
         return plan_run(run, **limits)
     return plan_samples(run, steps=tuple(_first_steps(training)), **limits)
+
+
+def _check_fits(
+    run: RunConfig, plan: ExecutionPlan, device: Device, *, free: FreeMemory
+) -> AttentionInUse:
+    """Check that a plan fits into the memory and the disk of this rank; return its attention."""
+    attention = check_attention(run, plan, device)
+    check_memory(run, plan, free)
+    check_disk(run, plan, free)
+    return attention
 
 
 def _first_steps(training: DocumentSamples) -> Iterator[tuple[int, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import shutil
 from dataclasses import dataclass
+from functools import cache
 from itertools import repeat
 from pathlib import Path
 
@@ -16,7 +17,6 @@ from sppo.cost.memory.process_growth import PLANNING_PROCESS_BYTES, REPORT_BYTES
 from sppo.cost.memory.stage_memory import checkpoint_bytes
 from sppo.cost.memory.tier_memory import OFFLOADED, SAVED_IN_BACKGROUND
 from sppo.cost.parameters import num_parameters
-from sppo.kernels.native.process_memory import private_bytes
 from sppo.offload.disk.disk_room import DiskRoom, is_memory, usable_directory
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.plan_program import plan_candidate
@@ -45,8 +45,24 @@ class FreeMemory:
     local_ranks: int
 
 
+@cache
+def load_libraries(*, tensorboard: bool = False) -> None:
+    """Import the plotting libraries, which a run uses at its end, before free memory is measured.
+
+    They take tens of MiB. In a small container a plan that did not account for them would have the
+    run killed after its last step.
+
+    Args:
+        tensorboard: Also import the writer of TensorBoard's event files.
+    """
+    from matplotlib.backends import backend_agg  # noqa: F401
+
+    if tensorboard:
+        from torch.utils.tensorboard import SummaryWriter  # noqa: F401
+
+
 def find_free_memory(
-    run: RunConfig, device: Device, *, local_ranks: int, starts_ranks: bool, plans_ahead: bool
+    run: RunConfig, device: Device, *, local_ranks: int, plans_ahead: bool
 ) -> FreeMemory:
     """Return the memory and disk space that is free for the ranks on this machine.
 
@@ -54,17 +70,13 @@ def find_free_memory(
         run: Validated run configuration.
         device: Device of this process.
         local_ranks: Number of processes of the run on this machine.
-        starts_ranks: This process does not train, but starts the ranks that do.
         plans_ahead: Each rank has another process that plans its next step.
     """
-    is_cpu = device.kind == "cpu"
     available = device.free_bytes(local_ranks=local_ranks)
-    if starts_ranks and is_cpu:  # each rank loads the same libraries as this process
-        available = max(0, available - private_bytes())
     host_bytes = device.host_tier_bytes(local_ranks=local_ranks)
     if plans_ahead:
         host_bytes = max(0, host_bytes - PLANNING_PROCESS_BYTES)
-        if is_cpu:
+        if device.kind == "cpu":
             available = max(0, available - PLANNING_PROCESS_BYTES)
     path = run.activations.disk
     disk = DiskRoom(free_bytes=0) if path is None else usable_directory(Path(path))

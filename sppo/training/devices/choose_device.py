@@ -24,15 +24,33 @@ def count_devices(run: RunConfig) -> int:
     return 1 if device_kind(run) == "cpu" else torch.cuda.device_count()
 
 
-def choose_device(
-    run: RunConfig, *, environment: RankEnvironment | None = None, local_ranks: int = 1
-) -> Device:
+def choose_device(run: RunConfig, *, environment: RankEnvironment | None = None) -> Device:
     """Return the device of one process of ``run``.
 
     Args:
         run: Validated run configuration.
-        environment: Place of this process in the job; None if it trains alone or starts the ranks.
-        local_ranks: Number of ranks that this process starts on this machine.
+        environment: Place of this process in the job; None if it trains alone.
+
+    Raises:
+        ValueError: The run names a GPU and there is none, or this machine has fewer GPUs than
+            ranks.
+    """
+    local_rank, local_ranks = 0, 1
+    if environment is not None:
+        # srun may make only the task's own GPU visible to it.
+        sees_one = environment.launcher == "slurm" and count_devices(run) == 1
+        if not sees_one:
+            local_rank, local_ranks = environment.local_rank, environment.local_world_size
+    kind = check_devices(run, local_ranks=local_ranks)
+    return CpuDevice() if kind == "cpu" else CudaDevice(torch.device("cuda", local_rank))
+
+
+def check_devices(run: RunConfig, *, local_ranks: int) -> DeviceKind:
+    """Return the kind of device of ``run``, if this machine has one for every rank on it.
+
+    Args:
+        run: Validated run configuration.
+        local_ranks: Number of ranks of the run on this machine.
 
     Raises:
         ValueError: The run names a GPU and there is none, or this machine has fewer GPUs than
@@ -41,21 +59,15 @@ def choose_device(
     if device_kind(run) == "cpu":
         if _named_kind(run) == "cuda":
             raise ValueError(_no_gpu(run))
-        return CpuDevice()
-    count, local_rank = torch.cuda.device_count(), 0
-    if environment is not None:
-        local_rank, local_ranks = environment.local_rank, environment.local_world_size
-        # srun may make only the task's own GPU visible to it.
-        if environment.launcher == "slurm" and count == 1:
-            local_rank, local_ranks = 0, 1
+        return "cpu"
+    count = torch.cuda.device_count()
     if local_ranks > count:
         raise ValueError(
             f"{local_ranks} ranks on this machine, {count} GPU{'' if count == 1 else 's'}: every "
             "rank needs one of its own; lower the degrees of parallelism, start ranks on more "
             "machines (torchrun, srun), or write hardware.preset=laptop-cpu to train on the CPU"
         )
-    starts_others = environment is None and local_ranks > 1
-    return CudaDevice(torch.device("cuda", local_rank), is_own=not starts_others)
+    return "cuda"
 
 
 def _named_kind(run: RunConfig) -> DeviceKind | None:

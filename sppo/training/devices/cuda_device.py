@@ -81,12 +81,10 @@ class CudaDevice:
 
     Attributes:
         torch_device: Torch device of the GPU.
-        is_own: Whether this process computes on the GPU, rather than start the ranks that do.
         kind: Always "cuda".
     """
 
     torch_device: torch.device
-    is_own: bool = True
     kind: DeviceKind = "cuda"
 
     @property
@@ -146,13 +144,7 @@ class CudaDevice:
         return describe_gpus(gpus, host_bytes=usable_memory_bytes())
 
     def free_bytes(self, *, local_ranks: int) -> int:
-        """Return the free memory of the GPU, torch's unused reserve included, in bytes.
-
-        A process that starts ranks gets the GPU's whole memory: querying the free memory would
-        create a CUDA context, which holds memory on the GPU as long as the process lives.
-        """
-        if not self.is_own:
-            return self._total_bytes()
+        """Return the free memory of the GPU, torch's unused reserve included, in bytes."""
         free, _ = _cuda.mem_get_info(self.torch_device)
         unused = _cuda.memory_reserved(self.torch_device) - _cuda.memory_allocated(
             self.torch_device

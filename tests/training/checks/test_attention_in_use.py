@@ -13,6 +13,7 @@ from sppo.hardware.file import hardware_for
 from sppo.kernels.attention import choice
 from sppo.training.checks import preflight
 from sppo.training.checks.attention_in_use import check_attention, with_attention_here
+from sppo.training.job import Job
 from tests.dry_run.cases import plan_for_gpu
 from tests.planning.cases import run_config
 
@@ -45,7 +46,7 @@ def run_on(preset, *, model=None, data=None, sequence=None, **hardware):
 
 
 def checked(run):
-    return check_attention(run, plan_for_gpu(run), GPU, tries=True)
+    return check_attention(run, plan_for_gpu(run), GPU)
 
 
 @pytest.mark.parametrize(
@@ -111,15 +112,6 @@ def test_a_fall_back_is_refused(gpu, preset, hardware, broken, message):
     assert message in str(refusal.value)
 
 
-def test_a_capability_counts_before_anything_runs(gpu, monkeypatch):
-    """The process that starts the ranks does not touch the GPU."""
-    gpu.capability = (8, 0)
-    monkeypatch.setattr(choice, "error_on_a_small_case", None)
-    run = run_on("h200", attention="flash_attn_3")
-    with pytest.raises(ValueError, match=r"flash_attn_3 (needs|is not for)"):
-        check_attention(run, plan_for_gpu(run), GPU, tries=False)
-
-
 @pytest.mark.parametrize(
     ("preset", "capability", "installed", "broken", "priced"),
     [
@@ -136,9 +128,9 @@ def test_a_plan_made_at_the_start_is_for_what_runs(
 ):
     gpu.capability, gpu.installed, gpu.broken = capability, {*installed}, dict.fromkeys(broken, "x")
     run = run_on(preset)
-    hardware = with_attention_here(hardware_for(run.hardware), run, GPU, tries=True)
+    hardware = with_attention_here(hardware_for(run.hardware), run, GPU)
     assert hardware.device.attention_backend == priced
-    check_attention(run, plan_for_gpu(run, hardware=hardware), GPU, tries=True)
+    check_attention(run, plan_for_gpu(run, hardware=hardware), GPU)
 
 
 def test_kernels_are_loaded_before_free_memory_is_read(work, run_file, monkeypatch):
@@ -151,14 +143,14 @@ def test_kernels_are_loaded_before_free_memory_is_read(work, run_file, monkeypat
             return original(*arguments, **options)
 
         monkeypatch.setattr(preflight, name, called)
-    preflight.check_before_training(load_run(run_file()))
+    preflight.preflight(Job.alone(load_run(run_file())))
     assert order == ["load_attention", "find_free_memory"]
 
 
 def test_a_named_back_end_is_never_replaced(gpu):
     run = run_on("h200", attention="flash_attn_3")
     hardware = hardware_for(run.hardware)
-    assert with_attention_here(hardware, run, GPU, tries=True) == hardware
+    assert with_attention_here(hardware, run, GPU) == hardware
 
 
 def test_machines_name_the_back_ends_that_there_are():

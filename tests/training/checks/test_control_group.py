@@ -94,7 +94,7 @@ def run_file(tmp_path, monkeypatch):
 LOADED = """
 import sppo.training.trainer
 from sppo.kernels.native.machine_memory import control_group_room
-from sppo.training.checks.libraries import load_libraries
+from sppo.training.checks.room_checks import load_libraries
 load_libraries()
 print(control_group_room())
 """

@@ -6,7 +6,8 @@ import pytest
 
 from sppo.config import load_run
 from sppo.hardware.run_hardware import run_hardware
-from sppo.training.checks.preflight import check_before_training
+from sppo.training.checks.preflight import preflight
+from tests.training.jobs import job_beside
 
 
 @pytest.mark.parametrize(("nodes", "local_ranks"), [(1, 4), (2, 2), (4, 1)])
@@ -18,7 +19,7 @@ def test_the_cpu_is_divided_as_planned(work, run_file, nodes, local_ranks):
             hardware={"preset": "laptop-cpu", "nodes": nodes},
         )
     )
-    trained = check_before_training(run, local_ranks=local_ranks).plan.hardware
+    trained = preflight(job_beside(run, local_ranks=local_ranks)).plan.hardware
     planned = run_hardware(run)
     assert trained.num_nodes == planned.num_nodes == nodes
     assert trained.node.num_devices == planned.node.num_devices == local_ranks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 
 import pytest
@@ -11,16 +10,16 @@ from rich.console import Console
 
 from sppo.config import load_run
 from sppo.data.tokens import LOSS_MASK_FILE, META_FILE
-from sppo.interface.announcement import announce
 from sppo.planning.elastic.step_plan import StepPlanner, step_planner
 from sppo.planning.search.evaluation import evaluate_candidate
-from sppo.training import trainer
+from sppo.training.announcement import announce
 from sppo.training.checks.input_checks import run_file_problems
-from sppo.training.checks.preflight import check_before_training
-from sppo.training.devices.cpu_device import CpuDevice
+from sppo.training.checks.preflight import preflight
+from sppo.training.job import Job
 from sppo.training.step_loop import StepTooLargeError
 from sppo.units import format_bytes
 from tests.conftest import LENGTH, write_tokens
+from tests.training.jobs import train_alone
 
 STARTS = (9, 30, 31, 100, 150, 400)
 
@@ -39,10 +38,6 @@ def samples(work, run_file):
     return make
 
 
-def train(run):
-    return trainer.train(run, check_before_training(run), console=Console(file=io.StringIO()))
-
-
 @pytest.mark.parametrize(
     ("parallel", "rule"),
     [
@@ -53,7 +48,7 @@ def train(run):
 def test_refuses_what_samples_cannot_have(samples, parallel, rule):
     run = samples(parallel=parallel, model={"num_layers": 2})
     with pytest.raises(ValueError, match=rule):
-        check_before_training(run)
+        preflight(Job.alone(run), checks_inputs=True)
     assert any(rule in problem.rule for problem in run_file_problems(run))
 
 
@@ -66,12 +61,12 @@ def test_a_mask_that_leaves_all_labels_out_is_refused(work, samples):
     with pytest.raises(
         ValueError, match=r"no label counts in sample .* with a loss mask that is true"
     ):
-        check_before_training(samples())
+        preflight(Job.alone(samples()))
 
 
 def test_the_plan_is_that_of_the_longest_sample_there_is(samples):
     run = samples(sequence={"length": 4096, "num_subsequences": 4})
-    checked = check_before_training(run)
+    checked = preflight(Job.alone(run))
     longest = 400 - 150 - 1
     assert checked.data.table.lengths.max() == longest
     assert checked.plan.boundaries[-1] == longest
@@ -81,9 +76,10 @@ def test_the_plan_is_that_of_the_longest_sample_there_is(samples):
 
 
 def test_announced_memory_says_of_which_step_it_is(samples):
-    run, console = samples(), Console(record=True, width=500)
-    checked = check_before_training(run)
-    announce(run, checked, console, device=CpuDevice())
+    console = Console(record=True, width=500)
+    job = Job.alone(samples(), console=console)
+    checked = preflight(job)
+    announce(job, checked)
     lines = {line[:10].strip(): line for line in console.export_text().splitlines()}
     longest = format_bytes(checked.plan.predicted.device_peak_bytes)
     assert f"predicted peak of the longest samples alone {longest} (" in lines["policy"]
@@ -94,26 +90,26 @@ def test_announced_memory_says_of_which_step_it_is(samples):
 def test_a_resumed_run_is_told_the_step_that_it_goes_on_with(samples, work):
     """Not the first one: that may fit where the next does not, and the other way round."""
     tokens = {"samples_per_step": None, "tokens_per_step": 300}
-    train(samples(train=tokens))
+    train_alone(samples(train=tokens))
     consumed = json.loads((work / "out/checkpoints/step_000002/metadata.json").read_text())[
         "sequences_consumed"
     ]
-    checked = check_before_training(samples(train={**tokens, "steps": 3}))
+    checked = preflight(Job.alone(samples(train={**tokens, "steps": 3})))
     step, data = checked.next_step, checked.data
     expected = data.lengths(data.step_samples(consumed))
     assert expected != data.lengths(data.step_samples(0))
     assert step.number == 3
     assert sum(expected) == step.planned.plan.tokens
-    assert check_before_training(samples(train=tokens)).next_step is None
+    assert preflight(Job.alone(samples(train=tokens))).next_step is None
 
 
 def test_a_run_goes_on_with_what_it_began_with(samples):
-    train(samples())
+    train_alone(samples())
     run = samples(train={"samples_per_step": None, "sequences_per_step": 1, "steps": 3},
                   data={"samples": "stream"})  # fmt: skip
     with pytest.raises(ValueError, match="belongs to a run with another configuration"):
-        train(run)
-    outcome = train(samples(train={"steps": 3}))
+        train_alone(run)
+    outcome = train_alone(samples(train={"steps": 3}))
     assert (outcome.first_step, outcome.done_steps) == (2, 3)
 
 
@@ -122,9 +118,9 @@ def test_a_resumed_run_reads_on_where_it_ended(samples):
     tokens = {"samples_per_step": None, "tokens_per_step": 300}
     length = {"length": 256, "num_subsequences": 3}
     same = {"sequence": length, "optimizer": {"schedule": "constant"}}
-    whole = train(samples(train={**tokens, "steps": 4, "output": "whole"}, **same))
+    whole = train_alone(samples(train={**tokens, "steps": 4, "output": "whole"}, **same))
     for steps in (1, 3, 4):
-        parts = train(samples(train={**tokens, "steps": steps, "output": "parts"}, **same))
+        parts = train_alone(samples(train={**tokens, "steps": steps, "output": "parts"}, **same))
     lines = [
         (outcome.output / "metrics.jsonl").read_text().splitlines() for outcome in (whole, parts)
     ]
@@ -149,16 +145,16 @@ def test_a_step_that_does_not_fit_ends_a_run_that_is_saved(samples, monkeypatch)
 
     monkeypatch.setattr(StepPlanner, "plan", too_large)
     with pytest.raises(StepTooLargeError, match="step 2: too large"):
-        train(samples())
+        train_alone(samples())
     monkeypatch.setattr(StepPlanner, "plan", plan)
-    outcome = train(samples())
+    outcome = train_alone(samples())
     assert (outcome.first_step, outcome.done_steps) == (1, 2)
 
 
 def test_a_step_of_the_longest_sample_is_the_plan_of_the_run(samples):
     """In memory and all: what holds of the plan before the start holds of such a step."""
     run = samples(sequence={"length": 4096, "num_subsequences": 4}, checkpoint={"async_save": True})
-    checked = check_before_training(run)
+    checked = preflight(Job.alone(run))
     planner = step_planner(checked.plan, background_saves=True)
     (alone,) = planner.packing_search.as_planned([planner.longest])
     evaluated = evaluate_candidate(planner.base.with_packed(alone.packed.sequences))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from types import SimpleNamespace
@@ -10,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-from rich.console import Console
 
 from sppo.config import load_run
 from sppo.cost.memory.stage_memory import checkpoint_bytes
@@ -28,12 +26,12 @@ from sppo.planning.plan import read_plan
 from sppo.planning.plan_program import plan_candidate
 from sppo.schedule.actions import Action, ActionKind
 from sppo.training import trainer
-from sppo.training.checks import preflight
+from sppo.training.checks import preflight as preflight_module
 from sppo.training.checks.given_plan import check_kind, followed_plan
-from sppo.training.checks.preflight import check_before_training
+from sppo.training.checks.preflight import preflight
 from sppo.training.devices import choose_device as choose_device_module
 from sppo.training.devices import cuda_device
-from sppo.training.devices.choose_device import choose_device, device_kind
+from sppo.training.devices.choose_device import check_devices, choose_device, device_kind
 from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.devices.cuda_device import (
     ALLOCATOR_VARIABLES,
@@ -42,13 +40,14 @@ from sppo.training.devices.cuda_device import (
     prepare_cuda,
 )
 from sppo.training.evaluation import evaluate
-from sppo.training.results import report
+from sppo.training.job import Job
 from sppo.training.run_checkpoints import RunCheckpoints
 from sppo.training.steps.warm_up import warm_up
 from sppo.units import GIB, MIB
 from tests import fake_cuda
 from tests.conftest import refuse, succeed, write_run
 from tests.fake_cuda import NAME, fake_gpu, steps_lock_nothing
+from tests.training.jobs import job_beside, train_alone
 
 MODEL = {"preset": "tiny-test", "vocab_size": 32, "num_layers": 3}
 GPUS = 2
@@ -81,10 +80,7 @@ def place(*, local_rank=0, local_ranks=1, launcher="torchrun"):
 
 def train(run, device):
     """(outcome, records) of a run, with its report written."""
-    checked = check_before_training(run, device=device)
-    console = Console(file=io.StringIO())
-    outcome = trainer.train(run, checked, console=console, device=device)
-    report(run, checked, outcome, console=console)
+    outcome = train_alone(run, device=device, reports=True)
     lines = (outcome.output / "metrics.jsonl").read_text().splitlines()
     return outcome, [json.loads(line) for line in lines]
 
@@ -113,7 +109,8 @@ def test_a_description_of_a_cpu_keeps_a_run_on_it(work, gpus):
     file = run_of(work, hardware={"file": "hardware.json"})
     for run in (preset, file):
         assert device_kind(run) == "cpu"
-        assert choose_device(run, local_ranks=8) == CpuDevice()
+        assert choose_device(run) == CpuDevice()
+    assert check_devices(run, local_ranks=8) == "cpu"
 
 
 def test_a_gpu_that_is_not_there_is_said(work, monkeypatch):
@@ -138,14 +135,6 @@ def test_srun_may_show_each_task_its_own_gpu_alone(work, gpus, monkeypatch):
     assert found.torch_device == torch.device("cuda:0")
     with pytest.raises(ValueError, match="4 ranks on this machine, 1 GPU:"):
         choose_device(run, environment=place(local_rank=3, local_ranks=4))
-
-
-def test_who_starts_ranks_takes_no_memory_of_a_device(work, gpus):
-    device = choose_device(run_of(work), local_ranks=2)
-    assert not device.is_own
-    with fake_gpu(free_bytes=GIB) as (_, runtime):
-        runtime.mem_get_info = None
-        assert device.free_bytes(local_ranks=2) == fake_cuda.TOTAL_BYTES
 
 
 @pytest.fixture
@@ -304,7 +293,7 @@ def test_activations_go_to_a_disk_beside_state_in_host_memory(work, which):
     with fake_gpu() as (device, runtime):
         _, expected = train(run_of(work, output="near", **on_device), device)
         run = run_of(work, activations=offloading, **sections)
-        plan = check_before_training(run, device=device).plan
+        plan = preflight(Job.alone(run, device=device)).plan
         assert (plan.tier, plan.state_tiers.tier) == ("disk", "host")
         outcome, found = train(run, device)
         assert len(runtime.locked_sizes) > 1
@@ -352,9 +341,10 @@ def test_the_host_waits_for_the_device_only_between_steps(work, monkeypatch):
             return done
 
         run = run_of(work, activations={"policy": "offload_all"})
-        checked = check_before_training(run, device=device)
+        job = Job.alone(run, device=device)
+        checked = preflight(job)
         monkeypatch.setattr(Engine, "accumulate", accumulate)
-        trainer.train(run, checked, console=Console(file=io.StringIO()), device=device)
+        trainer.train(job, checked)
         assert runtime.counts.set_to == [device.torch_device]
         assert runtime.counts.waits > 0
     first, *others = waits
@@ -432,14 +422,14 @@ def test_the_command_says_what_it_trains_on_and_where_tensors_go(work, monkeypat
 def test_no_plan_fills_what_the_driver_and_others_need(work):
     run = run_of(work)
     with fake_gpu() as (device, _):
-        plan = check_before_training(run, device=device).plan
+        plan = preflight(Job.alone(run, device=device)).plan
     assert plan.hardware.device.kind == "cuda"
     assert plan.hardware.device.memory_bytes <= fake_cuda.TOTAL_BYTES - 4 * GIB
     assert plan.hardware.node.num_devices == 1
     with fake_gpu(free_bytes=20_000) as (device, runtime):
         runtime.memory_reserved = runtime.memory_allocated = lambda device: 0
         with pytest.raises(MemoryError, match="even with everything recomputed"):
-            check_before_training(run, device=device)
+            preflight(Job.alone(run, device=device))
 
 
 def test_host_memory_is_shared_by_the_ranks_of_a_machine(work, monkeypatch):
@@ -452,24 +442,24 @@ def test_host_memory_is_shared_by_the_ranks_of_a_machine(work, monkeypatch):
         with pytest.raises(
             MemoryError, match="offload_all offloads .* to host memory, of which"
         ) as e:
-            check_before_training(run, device=device)
+            preflight(Job.alone(run, device=device))
     ratio = float(str(e.value).split("offload_ratio=")[1].split(" ")[0])
     run = run_of(work, activations={"offload_ratio": ratio})
     with fake_gpu() as (device, _):
-        plan = check_before_training(run, device=device).plan
+        plan = preflight(Job.alone(run, device=device)).plan
     assert 0 < plan.predicted.host_peak_bytes <= 85_000
 
 
 def test_a_plan_made_before_may_take_more_of_the_host_than_is_free_now(work, monkeypatch):
     run = run_of(work, activations={"policy": "offload_all"})
     with fake_gpu() as (device, _):
-        plan = check_before_training(run, device=device).plan
+        plan = preflight(Job.alone(run, device=device)).plan
         monkeypatch.setattr(
             "sppo.training.devices.cuda_device.memory_room",
             lambda: MemoryRoom(machine_bytes=100_000),
         )
         with pytest.raises(MemoryError, match="a rank takes .* of host memory .* would fit"):
-            check_before_training(run, plan=plan, device=device)
+            preflight(Job.alone(run, device=device), plan)
 
 
 @pytest.mark.parametrize("planned", [False, True])
@@ -477,27 +467,27 @@ def test_a_save_in_the_background_needs_host_memory_beside_a_plan(work, monkeypa
     run = run_of(work, activations={"policy": "offload_all"}, checkpoint={"async_save": True})
     before = run if planned else run_of(work, activations={"policy": "offload_all"})
     with fake_gpu() as (device, _):
-        plan = check_before_training(before, device=device).plan
+        plan = preflight(Job.alone(before, device=device)).plan
         taken = plan.stages[0].memory.tier_activations_bytes
         (saved,) = checkpoint_bytes(plan_candidate(plan))
         assert plan.predicted.host_peak_bytes == taken + saved * planned
         room = MemoryRoom(machine_bytes=int((taken + saved / 2) / HOST_FRACTION))
         monkeypatch.setattr("sppo.training.devices.cuda_device.memory_room", lambda: room)
         with pytest.raises(MemoryError, match="background.*: write checkpoint.async_save=false"):
-            check_before_training(run, plan=plan, device=device)
+            preflight(Job.alone(run, device=device), plan)
 
 
 def test_host_memory_that_is_limited_by_the_run(work):
     run = run_of(work, activations={"policy": "offload_all", "host_memory": 4096})
     with fake_gpu() as (device, _), pytest.raises(MemoryError, match="raise activations.host_mem"):
-        check_before_training(run, device=device)
+        preflight(Job.alone(run, device=device))
 
 
 def test_every_communicator_of_a_plan_is_counted(work):
     parallel = {"pipeline_parallel_degree": 3, "multiplexed": "on", "schedule": "sppo_msp"}
     run = run_of(work, parallel=parallel, activations={"policy": "offload_all"})
-    with fake_gpu() as (device, _), mock.patch.object(preflight, "check_streams") as checked:
-        check_before_training(run, device=device, local_ranks=3)
+    with fake_gpu() as (device, _), mock.patch.object(preflight_module, "check_streams") as checked:
+        preflight(job_beside(run, local_ranks=3, device=device))
     shape, use = checked.call_args.args
     assert shape.pipeline_parallel == 3
     assert (use.ranges, use.offloads) == ([(0, 1), (0, 2), (1, 2)], True)
@@ -507,7 +497,7 @@ def test_the_machines_of_a_run_are_as_many_as_its_ranks_fill(work):
     parallel = {"data_parallel_degree": 4, "pipeline_parallel_degree": 3}
     run = run_of(work, parallel=parallel, train={"sequences_per_step": 4})
     with fake_gpu() as (device, _):
-        hardware = check_before_training(run, device=device, local_ranks=6).plan.hardware
+        hardware = preflight(job_beside(run, local_ranks=6, device=device)).plan.hardware
     assert (hardware.num_nodes, hardware.node.num_devices) == (2, 6)
 
 
@@ -515,9 +505,9 @@ def test_a_plan_that_moves_to_a_disk_needs_a_directory(work):
     offloading = {"policy": "offload_all", "tier": "disk"}
     named = run_of(work, activations={**offloading, "disk": "spill"})
     with fake_gpu() as (device, _):
-        plan = check_before_training(named, device=device).plan
+        plan = preflight(Job.alone(named, device=device)).plan
         with pytest.raises(ValueError, match=r"needs a disk: write activations\.disk=DIR"):
-            check_before_training(run_of(work, activations=offloading), plan=plan, device=device)
+            preflight(Job.alone(run_of(work, activations=offloading), device=device), plan)
 
 
 def test_a_cpu_has_no_host_tier(work):

@@ -12,12 +12,12 @@ import sppo
 from sppo.config import load_run
 from sppo.hardware import this_machine
 from sppo.hardware.this_machine import Gpus
-from sppo.interface import starting
-from sppo.interface.starting import made_ready, start_ranks
 from sppo.planning.chosen_run import ChosenRun
+from sppo.training import start
 from sppo.training.checks import input_checks, open_degrees
 from sppo.training.checks.open_degrees import chosen_degrees, ranks_to_divide
 from sppo.training.devices.cuda_device import CudaDevice
+from sppo.training.start import made_ready, start_ranks
 from sppo.units import GIB
 from tests.conftest import write_run
 from tests.training.devices.test_cuda_device import place
@@ -32,7 +32,7 @@ def gpus(monkeypatch):
     """A machine of four GPUs; none may be used."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: GPUS.count)
-    for module in (this_machine, starting, input_checks):
+    for module in (this_machine, start, input_checks):
         monkeypatch.setattr(module, "find_gpus", lambda: GPUS)
     monkeypatch.setattr(CudaDevice, "machine", lambda self: this_machine.detect_machine())
 
@@ -95,11 +95,7 @@ def test_ranks_start_with_the_degrees_that_were_announced(work, gpus, monkeypatc
     monkeypatch.setattr(
         "sppo.parallel.job.launch.run_ranks", lambda words, **_: started.append(words)
     )
-    monkeypatch.setattr(
-        "sppo.training.checks.preflight.check_before_training", lambda *_, **__: None
-    )
-    monkeypatch.setattr(starting, "announce", lambda *_, **__: None)
-    start_ranks(ready, ["train", "run.yaml"], console=console)
+    start_ranks(ready, ["train", "run.yaml"])
     (words,) = started
     assert load_run(work / "run.yaml", words[6:]).parallel == ready.run.parallel
 
@@ -114,7 +110,7 @@ def test_a_run_continues_on_other_devices(work, monkeypatch):
     run = load_run(write_run(work / "run.yaml", model={"num_layers": 2}, train={"steps": 2}))
     assert sppo.train(run, progress=False).steps == 2
     monkeypatch.setattr(open_degrees, "count_devices", lambda run: 2)
-    monkeypatch.setattr(starting, "find_gpus", lambda: GPUS)
+    monkeypatch.setattr(start, "find_gpus", lambda: GPUS)
     longer = load_run(run, {"train.steps": 3})
     assert sppo.train(longer, progress=False).steps == 3
     parallel = json.loads((work / "out/run.json").read_text())["parallel"]

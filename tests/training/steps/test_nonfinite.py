@@ -19,10 +19,10 @@ from sppo.optim import sharded_state as sharded_state
 from sppo.optim.adamw import AdamW
 from sppo.report.display import TrainingDisplay
 from sppo.training import trainer
-from sppo.training.checks.preflight import check_before_training
 from sppo.training.step_loop import StepLoop
 from sppo.training.steps.nonfinite import NonFiniteError, NonFiniteGuard, nonfinite_state
 from tests.conftest import LENGTH, RUN, call, refuse, tree, write_tokens
+from tests.training.jobs import train_alone
 
 GRADIENTS = {"a": torch.ones(3), "b": torch.ones(2, 2)}
 
@@ -145,7 +145,7 @@ def test_a_skipped_step_changes_nothing(work, run_file, bad_steps, states):
     bad_steps.update({2, 3})
     run = load_run(run_file(train={"steps": 5, "dtype": "bf16"}))
     screen = io.StringIO()
-    trainer.train(run, check_before_training(run), console=Console(file=screen, width=500))
+    train_alone(run, console=Console(file=screen, width=500))
     assert states.changed() == [True, False, False, True, True]
     said = [line for line in screen.getvalue().splitlines() if "skipped" in line]
     assert said[0].startswith("step 2: loss 3.")
@@ -292,7 +292,7 @@ def short_documents(work, run_file, starts):
 def test_a_step_without_labels_is_skipped(work, run_file, states):
     run = short_documents(work, run_file, range(LENGTH + 1, 2 * LENGTH + 1))
     screen = io.StringIO()
-    trainer.train(run, check_before_training(run), console=Console(file=screen, width=500))
+    train_alone(run, console=Console(file=screen, width=500))
     assert states.changed() == [True, False, True, True]
     said = [line for line in screen.getvalue().splitlines() if "skipped" in line]
     assert said[0].startswith("step 2: no label counts in sequence 1 of short: all documents")

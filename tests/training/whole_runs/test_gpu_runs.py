@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
@@ -12,23 +11,19 @@ from unittest import mock
 
 import pytest
 import torch
-from rich.console import Console
 
 from sppo.config import load_run
 from sppo.offload.transfers import CudaTransfers
-from sppo.parallel.host_collectives import HostCollectives
-from sppo.parallel.job.flight_record import RankProgress
-from sppo.parallel.mesh import Mesh
 from sppo.training import trainer
-from sppo.training.checks.preflight import check_before_training
+from sppo.training.checks.preflight import preflight
 from sppo.training.devices import cuda_device
 from sppo.training.devices.choose_device import choose_device
 from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.evaluation import evaluate
-from sppo.training.ranks import Ranks, mesh_shape
 from sppo.training.results import report
 from sppo.training.state import FAILED_STEP_TIMEOUT_S
 from tests.fake_cuda import fake_gpu, steps_lock_nothing
+from tests.training.jobs import job_of_rank, train_alone
 from tests.training.whole_runs.test_parallel_runs import MODEL, alone, assert_like_alone, overrides
 
 OFFLOADING = {"activations.policy": "offload_all"}
@@ -49,22 +44,15 @@ def train_on_a_fake_gpu(rank, directory, arguments):
     os.chdir(directory)
     trainer.warm_up = lambda run, **_: None
     run = load_run(Path("run.yaml"), arguments)
-    shape = mesh_shape(run)
     with fake_gpu() as (device, runtime), steps_lock_nothing(runtime):
-        mesh = Mesh(shape, rank=rank, timeout_s=30.0, device=device.group_device)
-        ranks = Ranks(mesh, HostCollectives(mesh), RankProgress.create(None), shape.num_ranks)
-        local = shape.num_ranks
-        plan = ranks.decided_by_main(
-            lambda: check_before_training(run, local_ranks=local, device=device).plan
-        )
-        checked = check_before_training(run, plan=plan, local_ranks=local, device=device)
-        console = Console(quiet=True)
-        outcome = trainer.train(run, checked, console=console, ranks=ranks, device=device)
-        if ranks.is_main:
-            report(run, checked, outcome, console=console)
+        job = job_of_rank(run, rank, device=device)
+        checked = preflight(job)
+        outcome = trainer.train(job, checked)
+        if job.ranks.is_main:
+            report(job, checked, outcome, command="the same command")
     assert runtime.locked_sizes
     assert runtime.locked == set()
-    return plan.tier, outcome.done_steps, sum(c.total_out_bytes for c in outcome.copies) > 0
+    return checked.plan.tier, outcome.done_steps, sum(c.total_out_bytes for c in outcome.copies) > 0
 
 
 MULTIPLEXED = {"sequence.num_subsequences": 2, "parallel.multiplexed": "on"}
@@ -124,10 +112,7 @@ def test_ranks_unlock_the_state_that_they_keep_in_host_memory(ranks, work, run_f
 
 
 def train(run, device):
-    checked = check_before_training(run, device=device)
-    console = Console(file=io.StringIO())
-    outcome = trainer.train(run, checked, console=console, device=device)
-    report(run, checked, outcome, console=console)
+    outcome = train_alone(run, device=device, reports=True)
     lines = (outcome.output / "metrics.jsonl").read_text().splitlines()
     return outcome, [json.loads(line)["loss"] for line in lines]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from unittest import mock
 
 import pytest
@@ -21,9 +20,10 @@ from sppo.parallel.job.flight_record import RankProgress, read_progress
 from sppo.parallel.job.peer_errors import LATE, PeerLostError
 from sppo.parallel.mesh import alone
 from sppo.training import ranks, state, trainer
-from sppo.training.checks.preflight import check_before_training
+from sppo.training.checks.preflight import preflight
 from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.devices.cuda_device import CudaDevice
+from sppo.training.job import Job
 from sppo.training.ranks import Ranks, joined
 from tests.conftest import write_run
 from tests.training.whole_runs.test_gpu_runs import train_on_a_fake_gpu
@@ -45,9 +45,9 @@ def run(work, monkeypatch):
 
 def train(run, record):
     mesh = alone()
-    everyone = Ranks(mesh, HostCollectives(mesh), RankProgress.create(record))
-    checked = check_before_training(run)
-    trainer.train(run, checked, console=Console(file=io.StringIO()), ranks=everyone)
+    noted = Ranks(mesh, HostCollectives(mesh), RankProgress.create(record))
+    job = Job(run, noted, CpuDevice(), Console(quiet=True))
+    trainer.train(job, preflight(job))
 
 
 def noted_when(monkeypatch, owner, name, record):
@@ -116,7 +116,7 @@ def test_a_rank_that_is_half_connected_ends_without_pythons_shutdown(run, monkey
     monkeypatch.setattr(timed_call, "_without_shutdown", timed_call.Event())
     monkeypatch.setattr(ranks, "connect", lambda *_, **__: None)
     monkeypatch.setattr(ranks, part, lambda *_, **__: fail())
-    with pytest.raises(OddError), joined(of_two_ranks(run), PLACE):
+    with pytest.raises(OddError), joined(of_two_ranks(run), PLACE, device=CpuDevice()):
         pass
     assert timed_call._ends_at_once()
 

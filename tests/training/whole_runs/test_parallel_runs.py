@@ -10,19 +10,17 @@ from unittest import mock
 
 import pytest
 import torch
-from rich.console import Console
 
 from sppo.checkpoint.checkpoint import read_model
 from sppo.config import load_run
-from sppo.parallel.host_collectives import HostCollectives
-from sppo.parallel.job.flight_record import RankProgress
-from sppo.parallel.mesh import Mesh
 from sppo.planning.plan import plan_json, read_plan
 from sppo.training import step_loop, trainer
 from sppo.training.checks.given_plan import followed_plan
-from sppo.training.checks.preflight import check_before_training
-from sppo.training.ranks import Ranks, mesh_shape
+from sppo.training.checks.preflight import preflight
+from sppo.training.job import Job
+from sppo.training.ranks import mesh_shape
 from tests.conftest import LENGTH, write_run, write_tokens
+from tests.training.jobs import job_of_rank
 
 SHAPES = [(1, 2, 1), (1, 1, 2), (2, 1, 1), (1, 2, 2), (2, 2, 1), (2, 2, 2)]
 # Constant, whatever train.steps is. With the usual eps AdamW turns the rounding of a gradient near
@@ -50,14 +48,9 @@ def train_as(rank, directory, arguments):
         mock.patch.object(trainer, "warm_up", return_value=None),
     ):
         run = load_run(Path("run.yaml"), arguments)
-        shape = mesh_shape(run)
-        mesh = Mesh(shape, rank=rank, timeout_s=30.0)
-        ranks = Ranks(mesh, HostCollectives(mesh), RankProgress.create(None), shape.num_ranks)
-        plan = ranks.decided_by_main(
-            lambda: check_before_training(run, local_ranks=shape.num_ranks).plan
-        )
-        checked = check_before_training(run, plan=plan, local_ranks=shape.num_ranks)
-        outcome = trainer.train(run, checked, console=Console(quiet=True), ranks=ranks)
+        job = job_of_rank(run, rank)
+        checked = preflight(job)
+        outcome = trainer.train(job, checked)
         return outcome.done_steps
 
 
@@ -245,9 +238,9 @@ def test_biases_and_norms_of_shared_weights(ranks, work, run_file, zero):
 def test_weights_that_cannot_be_shared_out_are_refused(work, run_file, fields, degree, says):
     run_file(model={**MODEL, **fields})
     run = load_run(Path("run.yaml"), overrides((1, 1, degree), 1, **MEGATRON))
-    for check in (check_before_training, mesh_shape):
+    for check in (lambda: preflight(Job.alone(run)), lambda: mesh_shape(run)):
         with pytest.raises(ValueError, match=says):
-            check(run)
+            check()
     assert not Path("out").exists()
 
 
@@ -255,7 +248,7 @@ def megatron_plan(*, pipeline=1):
     """A run with sharded weights, and its plan."""
     layers = {"model.num_layers": pipeline}
     run = load_run(Path("run.yaml"), overrides((1, pipeline, 2), 1, **MEGATRON, **layers))
-    return run, check_before_training(run).plan
+    return run, preflight(Job.alone(run)).plan
 
 
 def test_a_plan_that_recomputes_part_of_a_class_is_refused(work):
@@ -269,13 +262,13 @@ def test_a_plan_that_recomputes_part_of_a_class_is_refused(work):
     )
     plan = replace(plan, stages=(replace(stage, subsequences=(cut, *others)),))
     with pytest.raises(ValueError, match=f"recomputes {tokens - 8} of {tokens} rows of linear"):
-        check_before_training(run, plan=plan)
+        preflight(Job.alone(run), plan)
 
 
 def test_weights_shared_out_and_lent_are_refused(work):
     run, plan = megatron_plan(pipeline=2)
     with pytest.raises(ValueError, match="no rank has them: write ulysses"):
-        check_before_training(run, plan=replace(plan, schedule="sppo_msp"))
+        preflight(Job.alone(run), replace(plan, schedule="sppo_msp"))
 
 
 def test_a_plan_with_weights_shared_out_is_taken(work, tmp_path):

@@ -5,17 +5,13 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from rich.console import Console
 
 from sppo.config import load_run
 from sppo.kernels.native.cpu_allocator import install_cpu_allocator
-from sppo.parallel.host_collectives import HostCollectives
-from sppo.parallel.job.flight_record import RankProgress
-from sppo.parallel.mesh import Mesh
 from sppo.training import trainer
-from sppo.training.checks.preflight import check_before_training
-from sppo.training.ranks import Ranks, mesh_shape
+from sppo.training.checks.preflight import preflight
 from tests.conftest import write_run, write_tokens
+from tests.training.jobs import job_of_rank
 
 MODEL = {
     "hidden_size": 256, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_size": 64,
@@ -30,14 +26,10 @@ def working_bytes(rank, directory):
         mock.patch.object(trainer, "warm_up", return_value=None),
     ):
         run = load_run(Path("run.yaml"), ())
-        shape = mesh_shape(run)
-        mesh = Mesh(shape, rank=rank, timeout_s=30.0)
-        ranks = Ranks(mesh, HostCollectives(mesh), RankProgress.create(None), shape.num_ranks)
-        plan = ranks.decided_by_main(
-            lambda: check_before_training(run, local_ranks=shape.num_ranks).plan
-        )
-        checked = check_before_training(run, plan=plan, local_ranks=shape.num_ranks)
-        outcome = trainer.train(run, checked, console=Console(quiet=True), ranks=ranks)
+        job = job_of_rank(run, rank)
+        checked = preflight(job)
+        outcome = trainer.train(job, checked)
+    plan = checked.plan
     device = plan.rank_memory[rank].device
     saved = device.activations_bytes + device.loss_gradient_bytes
     return (

@@ -6,15 +6,11 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from rich.console import Console
 
 from sppo.config import load_run
-from sppo.parallel.host_collectives import HostCollectives
-from sppo.parallel.job.flight_record import RankProgress
-from sppo.parallel.mesh import Mesh
 from sppo.training import trainer
-from sppo.training.checks.preflight import check_before_training
-from sppo.training.ranks import Ranks, mesh_shape
+from sppo.training.checks.preflight import preflight
+from tests.training.jobs import job_of_rank
 from tests.training.whole_runs import test_parallel_runs
 from tests.training.whole_runs.test_parallel_runs import (
     MEGATRON,
@@ -93,12 +89,10 @@ def predicted_and_measured(rank, directory, arguments):
         mock.patch.object(trainer, "warm_up", return_value=None),
     ):
         run = load_run(Path("run.yaml"), arguments)
-        mesh = Mesh(mesh_shape(run), rank=rank, timeout_s=30.0)
-        ranks = Ranks(mesh, HostCollectives(mesh), RankProgress.create(None), 2)
-        plan = ranks.decided_by_main(lambda: check_before_training(run, local_ranks=2).plan)
-        checked = check_before_training(run, plan=plan, local_ranks=2)
-        measured = trainer.train(run, checked, console=Console(quiet=True), ranks=ranks).buckets
-        device = plan.stages[0].memory.device
+        job = job_of_rank(run, rank)
+        checked = preflight(job)
+        measured = trainer.train(job, checked).buckets
+        device = checked.plan.stages[0].memory.device
         return [
             (getattr(device, name), getattr(measured, name))
             for name in ("weights_bytes", "gradients_bytes")

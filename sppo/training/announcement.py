@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from sppo.config import RunConfig
     from sppo.training.checks.preflight import CheckedRun
-    from sppo.training.devices.device import Device
+    from sppo.training.job import Job
 
 _TITLE_WIDTH = 10
 
@@ -62,14 +62,12 @@ def announce_degrees(run: RunConfig, console: Console, *, num_devices: int) -> N
     )
 
 
-def announce(run: RunConfig, checked: CheckedRun, console: Console, *, device: Device) -> None:
+def announce(job: Job, checked: CheckedRun) -> None:
     """Print the model, the data, the cuts, the parallelism and the predicted memory of a run.
 
     Args:
-        run: Validated run configuration.
-        checked: Results of the checks before training, of the same run.
-        console: Console to print to.
-        device: Device that the run computes on.
+        job: Job that trains the run.
+        checked: Results of the checks before training.
     """
     import torch
 
@@ -77,14 +75,14 @@ def announce(run: RunConfig, checked: CheckedRun, console: Console, *, device: D
     from sppo.kernels.native.extension import describe
     from sppo.units import counted, format_bytes, format_count
 
-    memory = checked.plan.stages[0].memory.device
+    run, memory = job.run, checked.plan.stages[0].memory.device
     parallelism = _parallelism(run)
     name = run.model.preset or run.model.from_hf or "model"
     data = checked.data
     of_longest = "of the longest samples alone " if run.data.samples == "documents" else ""
     lines = (
         f"model     {name}: {format_count(num_parameters(run.model))} parameters, "
-        f"{run.train.dtype} on {device.describe()}, torch {torch.__version__}",
+        f"{run.train.dtype} on {job.device.describe()}, torch {torch.__version__}",
         f"data      {format_count(data.data.num_tokens)} tokens in "
         f"{counted(data.data.num_documents, 'document')}: {_epoch(checked)}"
         + _ids_made_elsewhere(run, checked),
@@ -99,14 +97,10 @@ def announce(run: RunConfig, checked: CheckedRun, console: Console, *, device: D
         *_offloads(run, checked),
         f"library   {describe()}",
         f"output    {run.train.output}",
+        f"attention {checked.attention.text()}",
     )
     for line in lines:
-        _print_line(line, console)
-
-
-def announce_attention(checked: CheckedRun, console: Console) -> None:
-    """Print the attention back ends that compute a run, which its ranks have tried."""
-    _print_line(f"attention {checked.attention.text()}", console)
+        _print_line(line, job.console)
 
 
 def _print_line(line: str, console: Console) -> None:

@@ -1,4 +1,9 @@
-"""Start of a run: check of its inputs, then start of its ranks, or training as one rank."""
+"""Start of a run: checks that need no torch, then the start of its ranks, or training as one rank.
+
+Every check of a run is made once. The process that the user starts checks the run file and its
+inputs, and chooses degrees that are left open. Rank 0 then makes the checks that depend on memory,
+and the plan (:mod:`sppo.training.checks.preflight`).
+"""
 
 from __future__ import annotations
 
@@ -6,19 +11,12 @@ import os
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sppo.config import RunConfig
 from sppo.config.run_warnings import log_run_warnings
-from sppo.hardware.this_machine import find_gpus
-from sppo.interface.announcement import (
-    announce,
-    announce_attention,
-    announce_degrees,
-    announce_ranks,
-    announce_search,
-)
+from sppo.hardware.this_machine import count_cores, find_gpus
 from sppo.kernels.native.machine_memory import check_room_for_libraries
 from sppo.parallel.job.environment import (
     RankEnvironment,
@@ -26,13 +24,14 @@ from sppo.parallel.job.environment import (
     torch_kept_quiet,
     with_module_path,
 )
+from sppo.parallel.job.open_files import allow_connections
 from sppo.parallel.mesh_shape import MeshShape
 from sppo.planning.plan import ExecutionPlan
+from sppo.training.announcement import announce, announce_degrees, announce_ranks, announce_search
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sppo.training.devices.device import Device
     from sppo.training.outcome import TrainingOutcome
 
 
@@ -45,17 +44,18 @@ class ReadyRun:
         plan: Plan to follow; None if the plan is made at the start.
         environment: Place of this process among the ranks; None if the process trains alone or
             starts the ranks.
-        num_ranks: Number of ranks of the run.
-        device: Device that this process, or the ranks it starts, compute on.
         chosen: Degrees that were chosen because the run leaves them out, by name.
     """
 
     run: RunConfig
     plan: ExecutionPlan | None
     environment: RankEnvironment | None
-    num_ranks: int
-    device: Device
-    chosen: Mapping[str, int]
+    chosen: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks of the run."""
+        return MeshShape.of(self.run.parallel).num_ranks
 
     @property
     def starts_ranks(self) -> bool:
@@ -66,11 +66,12 @@ class ReadyRun:
 def made_ready(
     run: RunConfig, plan: ExecutionPlan | None, *, source: str, console: Console
 ) -> ReadyRun:
-    """Check the inputs of a run, choose its device and degrees, and decide whether to start ranks.
+    """Check the inputs of a run, choose its degrees, and decide whether to start ranks.
 
     Checks that need no torch come first, so that a mistyped path is reported before the import of
     torch. Degrees that the run leaves out are those of the plan, or else those that ``sppo solve``
-    chooses for the ranks of the job, or for the devices of this machine.
+    chooses for the ranks of the job, or for the devices of this machine. A rank that ``sppo`` has
+    started checks nothing again.
 
     Args:
         run: Validated run configuration.
@@ -88,7 +89,9 @@ def made_ready(
     environment = rank_environment(os.environ)
     if plan is not None:
         run = followed_plan(run, plan)
-    if environment is None or (environment.rank == 0 and environment.launcher != "sppo"):
+    if environment is not None and environment.launcher == "sppo":
+        return ReadyRun(run, plan, environment)
+    if environment is None or environment.rank == 0:
         log_run_warnings(run)  # once for all ranks
     if environment is None:  # else rank 0 checks for all ranks, once they are connected
         check_inputs(run)
@@ -99,7 +102,7 @@ def made_ready(
         _prepare_ranks(run, environment, console=console)
     with torch_kept_quiet(os.environ):
         from sppo.training.checks.open_degrees import chosen_degrees, ranks_to_divide
-        from sppo.training.devices.choose_device import choose_device, device_kind
+        from sppo.training.devices.choose_device import device_kind
     chosen: dict[str, int] = {}
     if plan is not None:
         check_kind(plan, kind=device_kind(run), source=source)
@@ -113,10 +116,7 @@ def made_ready(
             announce_degrees(run, console, num_devices=ranks)
     if may_choose or chosen:
         _prepare_ranks(run, environment, console=console)
-    num_ranks = MeshShape.of(run.parallel).num_ranks
-    local_ranks = num_ranks if environment is None else 1
-    device = choose_device(run, environment=environment, local_ranks=local_ranks)
-    return ReadyRun(run, plan, environment, num_ranks, device, chosen)
+    return ReadyRun(run, plan, environment, chosen)
 
 
 def _prepare_ranks(
@@ -135,41 +135,35 @@ def _prepare_ranks(
         check_room_for_libraries()
 
 
-def start_ranks(ready: ReadyRun, words: list[str], *, console: Console) -> int:
-    """Check what depends on memory, then run the ``sppo`` command once for every rank.
+def start_ranks(ready: ReadyRun, words: list[str]) -> int:
+    """Run the ``sppo`` command once for every rank; rank 0 checks the run, and prints.
 
     Args:
         ready: Run to start.
         words: Arguments of the command.
-        console: Console on which the run is announced.
 
     Returns:
         Exit code of :func:`sppo.parallel.job.launch.run_ranks`.
 
     Raises:
-        ValueError: The run cannot be trained; nothing was changed.
-        MemoryError: The run does not fit into memory.
+        ValueError: This machine has fewer GPUs than ranks.
+        MemoryError: The limit of open files is too low.
     """
-    from sppo.hardware.this_machine import count_cores
     from sppo.parallel.job.launch import run_ranks
-    from sppo.parallel.job.open_files import allow_connections
-    from sppo.report.display import logging_to
-    from sppo.training.checks.preflight import check_before_training
+    from sppo.training.devices.choose_device import check_devices
 
-    run, num_ranks, device = ready.run, ready.num_ranks, ready.device
-    words = [*words, *(f"parallel.{name}={degree}" for name, degree in ready.chosen.items())]
-    with logging_to(None if console.quiet else console):
-        allow_connections(num_ranks)
-        checked = check_before_training(
-            run, plan=ready.plan, local_ranks=num_ranks, device=device, starts_ranks=True
-        )
-        announce(run, checked, console, device=device)
-        return run_ranks(
-            [sys.executable, "-P", "-m", "sppo", *words],
-            num_ranks=num_ranks,
-            environ=with_module_path(os.environ),
-            threads_per_rank=max(1, count_cores() // num_ranks),
-        )
+    num_ranks = ready.num_ranks
+    check_devices(ready.run, local_ranks=num_ranks)
+    allow_connections(num_ranks)
+    return run_ranks(
+        [
+            *(sys.executable, "-P", "-m", "sppo", *words),
+            *(f"parallel.{name}={degree}" for name, degree in ready.chosen.items()),
+        ],
+        num_ranks=num_ranks,
+        environ=with_module_path(os.environ),
+        threads_per_rank=max(1, count_cores() // num_ranks),
+    )
 
 
 def train_as_rank(ready: ReadyRun, *, console: Console, command: str) -> TrainingOutcome:
@@ -190,35 +184,31 @@ def train_as_rank(ready: ReadyRun, *, console: Console, command: str) -> Trainin
     from rich.console import Console
 
     from sppo.report.display import logging_to
-    from sppo.training.checks.libraries import load_libraries
-    from sppo.training.checks.preflight import check_before_training
+
+    with torch_kept_quiet(os.environ):
+        from sppo.training.checks.preflight import preflight
+    from sppo.training.devices.choose_device import choose_device
     from sppo.training.interruption import StopRequest
+    from sppo.training.job import Job
     from sppo.training.ranks import joined
     from sppo.training.results import report
     from sppo.training.trainer import train as train_run
 
-    run, plan, device, environment = ready.run, ready.plan, ready.device, ready.environment
+    run, environment = ready.run, ready.environment
     is_main = environment is None or environment.rank == 0
     console = console if is_main else Console(quiet=True)
+    device = choose_device(run, environment=environment)
     with (
         logging_to(None if console.quiet else console),
         joined(run, environment, device=device) as ranks,
     ):
-        local = ranks.local_ranks
-        if device.kind == "cpu":
-            load_libraries()
-        ranks.peers.barrier()  # free memory is meaningful once every rank has loaded its libraries
-        decided = ranks.decided_by_main(
-            lambda: check_before_training(run, plan=plan, local_ranks=local, device=device).plan
-        )
-        checked = check_before_training(run, plan=decided, local_ranks=local, device=device)
-        ranks.peers.barrier()  # every rank reads the free memory before any rank allocates
-        if environment is None or environment.launcher != "sppo":
-            announce(run, checked, console, device=device)
-        announce_attention(checked, console)
-        outcome = train_run(run, checked, console=console, ranks=ranks, device=device)
+        job = Job(run, ranks, device, console)
+        of_others = environment is not None and environment.launcher != "sppo"
+        checked = preflight(job, ready.plan, checks_inputs=of_others)
+        announce(job, checked)
+        outcome = train_run(job, checked)
         if is_main:
             # After the last step a signal is too late to change the outcome of the run.
             with StopRequest() if outcome.interrupted_by is None else nullcontext():
-                report(run, checked, outcome, console=console, command=command)
+                report(job, checked, outcome, command=command)
     return outcome
