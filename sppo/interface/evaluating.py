@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from sppo.config.run import RunConfig
 from sppo.config.run_warnings import log_run_warnings
 from sppo.interface.arguments import PATH, check_argument
-from sppo.training.checks.evaluation_inputs import check_evaluation
+from sppo.training.checks.input_checks import check_evaluation
 
 if TYPE_CHECKING:
     from sppo.training.evaluation import Evaluation

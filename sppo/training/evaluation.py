@@ -27,8 +27,7 @@ from sppo.kernels.labels import IGNORED_LABEL
 from sppo.planning.partition import lengths_of
 from sppo.planning.run_plan import evaluation_boundaries
 from sppo.quoting import quoted
-from sppo.training.checks.evaluation_inputs import initial_weights
-from sppo.training.checks.input_checks import check_weights
+from sppo.training.checks.input_checks import check_weights, initial_weights
 from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.devices.device import Device
 from sppo.training.evaluated_sequences import EvaluatedSequences, evaluated_sequences
@@ -91,7 +90,7 @@ def evaluate(
 
     Args:
         run: Run configuration that passed
-            :func:`sppo.training.checks.evaluation_inputs.check_evaluation`.
+            :func:`sppo.training.checks.input_checks.check_evaluation`.
         checkpoint: Path of a checkpoint; None for the newest checkpoint of the run.
         initial: Evaluate the initial weights of the run (``model.from_hf``, or random weights)
             instead of a checkpoint.

@@ -1,16 +1,18 @@
 """Checks of the inputs that a run file names: data, weights, output, hardware, degrees.
 
-``sppo train`` raises the problems found here; ``sppo config check`` lists them. No check depends on
-the size of memory, and none changes anything. :func:`check_inputs` needs no torch, whose import
-takes longer than all of these checks.
+``sppo train`` raises the problems found here, ``sppo config check`` lists them, and ``sppo eval``
+makes the checks of an evaluation. No check depends on the size of memory, and none changes
+anything. :func:`check_inputs` and :func:`check_evaluation` need no torch, whose import takes longer
+than all of these checks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
+from sppo.checkpoint.newest import NoCheckpointError, check_any
 from sppo.config import RunConfig
 from sppo.config.problems import Problem
 from sppo.data.run_tokens import open_data, open_evaluated
@@ -32,18 +34,6 @@ _BAD_PATHS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, Permissi
 """Errors caused by a wrong path in a run file; other errors of the system are not caught."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Check:
-    """Check of one input that a run file names."""
-
-    key: str
-    """Key of the run file."""
-    value: Callable[[RunConfig], object]
-    """Returns the value of the key in a run, for the report."""
-    check: Callable[[RunConfig], object]
-    """Raises ValueError or OSError if the input cannot be used."""
-
-
 def check_inputs(run: RunConfig) -> None:
     """Raise ValueError if any input that the run names cannot be used.
 
@@ -59,7 +49,10 @@ def run_file_problems(run: RunConfig) -> list[Problem]:
     """Return the problems for which `sppo train` or `sppo eval` would fail with enough memory."""
     problems = list(_input_problems(run))
     if not problems:  # planning requires valid inputs
-        problems = [*_problems(run, _WEIGHTS), *_problems(run, _PLAN)]
+        problems = [
+            *_problems(run, check_weights, key="model.from_hf", value=run.model.from_hf),
+            *_problems(run, _check_plan, key="activations", value=run.activations.policy),
+        ]
     return [replace(problem, rule=_on_one_line(problem.rule)) for problem in problems]
 
 
@@ -69,20 +62,33 @@ def _on_one_line(rule: str) -> str:
 
 
 def _input_problems(run: RunConfig) -> Iterator[Problem]:
-    parallel = run.parallel
+    parallel, config = run.parallel, run.hardware
     for key, rule in degree_problems(run):
         yield Problem(f"parallel.{key}", quoted(getattr(parallel, key)), rule)
-    for check in _INPUTS:
-        yield from _problems(run, check)
+    hardware = config if config == "auto" else config.file or config.preset
+    checks: tuple[tuple[str, object, Callable[[RunConfig], object]], ...] = (
+        ("hardware", hardware, lambda run: hardware_for(run.hardware)),
+        ("data.tokens", run.data.tokens, lambda run: open_data(run, run.data.tokens)),
+        ("data.eval_tokens", run.data.eval_tokens, _check_held_out),
+        ("model.from_hf", run.model.from_hf, check_stored_weights),
+        ("activations.disk", run.activations.disk, _check_disk),
+        ("train.tensorboard", run.train.tensorboard, _check_tensorboard),
+        ("train.output", run.train.output, check_output),
+    )
+    for key, value, check in checks:
+        yield from _problems(run, check, key=key, value=value)
 
 
-def _problems(run: RunConfig, check: _Check) -> Iterator[Problem]:
+def _problems(
+    run: RunConfig, check: Callable[[RunConfig], object], *, key: str, value: object
+) -> Iterator[Problem]:
+    """Yield the error of a check, if there is one, as a problem of a key with its value."""
     try:
-        check.check(run)
+        check(run)
     except (ValueError, *_BAD_PATHS) as error:
         where = getattr(error, "filename", None)
         text = f"{where}: {error.strerror}" if isinstance(error, OSError) and where else str(error)
-        yield Problem(check.key, quoted(check.value(run)), text)
+        yield Problem(key, quoted(value), text)
 
 
 def degree_problems(run: RunConfig) -> Iterator[tuple[str, str]]:
@@ -112,11 +118,6 @@ def degree_problems(run: RunConfig) -> Iterator[tuple[str, str]]:
         shard_heads(run, degree=parallel.sequence_parallel_degree)
     except ValueError as error:
         yield "sequence_parallel_degree", str(error)
-
-
-def _named_hardware(run: RunConfig) -> object:
-    config = run.hardware
-    return config if config == "auto" else config.file or config.preset
 
 
 def check_stored_weights(run: RunConfig) -> None:
@@ -184,14 +185,45 @@ def _check_plan(run: RunConfig) -> None:
         return
 
 
-_INPUTS = (
-    _Check("hardware", _named_hardware, lambda run: hardware_for(run.hardware)),
-    _Check("data.tokens", lambda run: run.data.tokens, lambda run: open_data(run, run.data.tokens)),
-    _Check("data.eval_tokens", lambda run: run.data.eval_tokens, _check_held_out),
-    _Check("model.from_hf", lambda run: run.model.from_hf, check_stored_weights),
-    _Check("activations.disk", lambda run: run.activations.disk, _check_disk),
-    _Check("train.tensorboard", lambda run: run.train.tensorboard, _check_tensorboard),
-    _Check("train.output", lambda run: run.train.output, check_output),
-)
-_WEIGHTS = _Check("model.from_hf", lambda run: run.model.from_hf, check_weights)
-_PLAN = _Check("activations", lambda run: run.activations.policy, _check_plan)
+def check_evaluation(run: RunConfig, *, checkpoint: Path | None, initial: bool) -> None:
+    """Raise ValueError if inputs of an evaluation cannot be used, as far as torch is not needed.
+
+    Args:
+        run: Validated run configuration.
+        checkpoint: Path of a checkpoint; None for the newest checkpoint of the run.
+        initial: The initial weights of the run are evaluated instead of a checkpoint.
+
+    Raises:
+        ValueError: There is no checkpoint, or data, weights or hardware cannot be used.
+    """
+    if not initial:
+        _check_checkpoint(run, checkpoint)
+    elif checkpoint is not None:
+        raise ValueError(
+            f"--initial and --checkpoint {checkpoint}: leave one of the two out (in Python "
+            "initial and checkpoint)"
+        )
+    else:
+        check_stored_weights(run)
+    open_evaluated(run)
+    hardware_for(run.hardware)
+
+
+def initial_weights(run: RunConfig) -> str:
+    """Return the name of the initial weights of a run, for messages."""
+    return run.model.from_hf or f"random weights of seed {run.train.seed}"
+
+
+def _check_checkpoint(run: RunConfig, given: Path | None) -> None:
+    """Raise ValueError if the run, or the path `given`, has no checkpoint."""
+    if given is not None:
+        check_any(given)
+        return
+    try:
+        check_any(run.train.output)
+    except NoCheckpointError as error:
+        raise ValueError(
+            f"train.output: {error}{'' if str(error).endswith('?') else '.'} To evaluate "
+            f"{initial_weights(run)}, which the run starts from, write --initial (in Python "
+            "initial=True)"
+        ) from None
