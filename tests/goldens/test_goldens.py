@@ -1,0 +1,92 @@
+"""Answers of the code are the golden ones; ``python -m tests.goldens.make`` makes those anew.
+
+A refactor leaves them as they are. A change that moves one says why in its commit.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.goldens.make import ANSWERS, read
+from tests.goldens.runs import requests
+from tests.random_training.conftest import _one_thread  # noqa: F401
+
+STEP_TOLERANCE = 0.01
+"""Of a predicted step, as a share of it: the search may find another plan that is as fast."""
+SIMULATION_TOLERANCE = 1e-9
+LOSS_TOLERANCES = {"fp64": 1e-12, "fp32": 1e-6, "bf16": 1e-2}
+"""Of losses and norms, as a share of them: the order of sums differs from CPU to CPU."""
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog):
+    """Without the advice not to move tensors to a disk in memory."""
+    caplog.set_level(logging.ERROR, logger="sppo")
+
+
+def differences(golden: Any, found: Any, *, tolerance: float, at: str = "") -> Iterator[str]:
+    """Yield what differs: the field, its golden value and the one found.
+
+    Args:
+        golden: Values of JSON.
+        found: The same of the code under test.
+        tolerance: Of floats, as a share of the golden value; everything else must be equal.
+        at: Name of the field.
+    """
+    if isinstance(golden, dict) and isinstance(found, dict):
+        for name in {**golden, **found}:
+            old, new = golden.get(name), found.get(name)
+            yield from differences(old, new, tolerance=tolerance, at=f"{at}.{name}".strip("."))
+    elif isinstance(golden, list) and isinstance(found, list) and len(golden) == len(found):
+        for index, (old, new) in enumerate(zip(golden, found, strict=True)):
+            yield from differences(old, new, tolerance=tolerance, at=f"{at}[{index}]")
+    elif isinstance(golden, float) and isinstance(found, float):
+        if not math.isclose(golden, found, rel_tol=tolerance, abs_tol=1e-12):
+            yield f"{at}: was {golden!r}, is {found!r}"
+    elif golden != found:
+        yield f"{at}: was {golden!r}, is {found!r}"
+
+
+def check(kind: str, cases: Iterable[str], *, tolerance: float) -> None:
+    """Fail with everything that differs in the answers to some cases of a kind."""
+    golden = read(kind)
+    moved = [
+        f"{kind}, {case}: {difference}"
+        for case in cases
+        for difference in differences(golden[case], ANSWERS[kind](case), tolerance=tolerance)
+    ]
+    remake = f"If that is meant: python -m tests.goldens.make {kind}, and say why in the commit."
+    assert not moved, "\n".join([*moved, remake])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(words, marks=pytest.mark.exhaustive if is_slow else ())
+        for words, is_slow in requests().items()
+    ],
+)
+def test_solutions(words):
+    check("solutions", [words], tolerance=STEP_TOLERANCE)
+
+
+def test_predicted_memory():
+    check("memory", read("memory"), tolerance=0.0)
+
+
+def test_programs_and_their_simulated_times():
+    check("programs", read("programs"), tolerance=SIMULATION_TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [*(("short_losses", dtype) for dtype in LOSS_TOLERANCES), ("trained_losses", "fp32")],
+)
+def test_losses(kind, dtype):
+    cases = [case for case, answer in read(kind).items() if answer["dtype"] == dtype]
+    check(kind, cases, tolerance=LOSS_TOLERANCES[dtype])
