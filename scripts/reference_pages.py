@@ -1,30 +1,29 @@
-"""Write the reference pages of the documentation from the code: docs/reference/*.md.
+"""Reference pages of the documentation, made from the code.
 
-python scripts/reference_pages.py            writes the pages
-python scripts/reference_pages.py --check    exits with 1 and names the pages that are stale
+python scripts/reference_pages.py            writes docs/reference/run_file.md
+python scripts/reference_pages.py --check    exits with 1 if that page is stale
 
-Every description is taken from the definition of its subject: fields of the run file's schema,
+The page of the run file is in git; the site is built with the others (scripts/docs_site.py). Every
+description is taken from the definition of its subject: fields of the run file's schema,
 docstrings, the help of options. The pages do not depend on the machine.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import inspect
 import re
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from enum import Enum
+from functools import cache
 from pathlib import Path
-from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from sppo.output_file import write_text
 
-DIRECTORY = Path(__file__).resolve().parents[1] / "docs/reference"
+RUN_FILE = Path(__file__).resolve().parents[1] / "docs/reference/run_file.md"
 _GENERATED = "<!-- Written by scripts/reference_pages.py from the code: change it there. -->\n\n"
+_ROLE = re.compile(r":(?:class|func|meth|data|mod):`~?([^`]+)`")
 
 
 def run_file_page() -> str:
@@ -135,202 +134,109 @@ def _rules_across_keys() -> str:
     """Return the docstrings of the rules about several keys as a list, in source order."""
     from sppo.config import rules
 
-    found = [
-        inspect.getdoc(function)
-        for name, function in inspect.getmembers(rules, inspect.isfunction)
-        if function.__module__ == rules.__name__ and name.startswith("_") and _yields(function)
+    functions = [
+        value
+        for value in vars(rules).values()
+        if inspect.isfunction(value) and value.__module__ == rules.__name__
     ]
-    lines = [inspect.cleandoc(text) for text in found if text]
-    ordered = sorted(lines, key=lambda text: inspect.getsource(rules).index(text.split("\n")[0]))
-    return "\n".join(f"- {_flat(text)}" for text in ordered)
-
-
-def _yields(function: Callable[..., Any]) -> bool:
-    """Return whether a function is a rule: it yields problems and does not only collect rules."""
-    source = inspect.getsource(function)
-    return "yield Problem(" in source
+    texts = [inspect.getdoc(function) or "" for function in functions]
+    # A function that collects the problems of rules "yields" them; a rule's docstring is the rule.
+    return "\n".join(f"- {_flat(text)}" for text in texts if not text.startswith("Yield"))
 
 
 def commands_page() -> str:
-    """Return the page of all commands with their arguments and options."""
-    from sppo.cli.app import SUBCOMMANDS, subcommand
+    """Return the page of all commands with their arguments and options, as typer writes it."""
+    import typer
+    from typer.cli import get_docs_for_click
 
-    lines = [
-        "# Commands",
-        "Every command has `--help` (`-h`). Those with `--json` print one JSON object on standard "
-        "output and nothing else. How a command ended is told by its [exit code](exit_codes.md).",
-    ]
-    for name in SUBCOMMANDS:
-        for path, command in _leaves(subcommand(name), f"sppo {name}"):
-            lines.append(f"## `{path}`")
-            lines += _command(path, command)
-    return "\n\n".join(lines)
-
-
-def _leaves(command: Any, path: str) -> Iterator[tuple[str, Any]]:
-    children = getattr(command, "commands", None)
-    if children is None:
-        yield path, command
-        return
-    for name, child in children.items():
-        yield from _leaves(child, f"{path} {name}")
-
-
-def _command(path: str, command: Any) -> Iterator[str]:
-    from sppo.cli.command_group import KeyCommand, usage_name
+    from sppo.cli.app import SUBCOMMANDS, app, subcommand
+    from sppo.cli.command_group import KeyCommand
     from sppo.cli.output.key_table import key_rows
 
-    arguments = [p for p in command.params if p.param_type_name == "argument"]
-    options = [p for p in command.params if p.param_type_name == "option"]
-    usage = " ".join(
-        [path, *(usage_name(a) for a in arguments), *(["[OPTIONS]"] if options else [])]
-    )
-    yield f"```text\n{usage}\n```"
-    yield _help(inspect.cleandoc(command.help or ""))
-    if arguments:
-        names = [usage_name(a).replace("|", "\\|") for a in arguments]
-        rows = [
-            f"| `{name}` | {_flat(a.help or '')} |"
-            for name, a in zip(names, arguments, strict=True)
-        ]
-        yield "\n".join(["| argument | |", "|---|---|", *rows])
-    if options:
-        hints = get_type_hints(command.callback)
-        rows = [
-            f"| {_option(o, hints[o.name])} | {_flat(o.help or '')}{_shown_default(o)} |"
-            for o in options
-        ]
-        yield "\n".join(["| option | |", "|---|---|", *rows])
-    if isinstance(command, KeyCommand):
-        yield _wide_table(
-            ("key", "default", ""), [(f"`{key}`", *row) for key, *row in key_rows(command.keys())]
-        )
-
-
-def _help(text: str) -> str:
-    """Return a docstring as paragraphs, with its commands as text blocks."""
-    blocks = []
-    for block in re.split(r"\n\s*\n", text.replace("\b", "")):
-        lines = [line.strip() for line in block.strip().splitlines()]
-        if lines and all(line.startswith("sppo ") for line in lines):
-            blocks.append("```text\n" + "\n".join(lines) + "\n```")
-        elif lines:
-            blocks.append(_prose(" ".join(lines)))
-    return "\n\n".join(blocks)
-
-
-def _option(option: Any, hint: Any) -> str:
-    """Return the names of an option, the long one first, and its value."""
-    words = ", ".join(f"`{word}`" for word in sorted(option.opts, key=len, reverse=True))
-    if option.is_flag:
-        return words
-    return f"{words} `{option.metavar or _value(hint)}`".replace("|", "\\|")
-
-
-def _value(hint: Any) -> str:
-    """Return the value of an option of a type: the type in capitals, or the choices."""
-    kinds = [kind for kind in get_args(hint) if kind is not NoneType] or [hint]
-    kind: Any = kinds[0] if isinstance(kinds[0], type) else get_args(kinds[0])[0]
-    if issubclass(kind, Enum):
-        return "|".join(str(choice.value) for choice in kind)
-    names = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}
-    return next(name for base, name in names.items() if issubclass(kind, base))
-
-
-def _shown_default(option: Any) -> str:
-    default = option.default
-    if option.required:
-        return " Needed."
-    if option.is_flag or default is None or callable(default) or not option.show_default:
-        return ""
-    value = getattr(default, "value", default)
-    return f" [default: {value}]"
+    context = typer.Context(typer.main.get_command(app), info_name="sppo")
+    parts = [
+        "# Commands",
+        "Every command has `--help` (`-h`). Those with `--json` print one JSON object on standard "
+        "output and nothing else. The [exit code](exit_codes.md) says how a command ended.",
+    ]
+    for name in SUBCOMMANDS:
+        command = subcommand(name)
+        text = get_docs_for_click(obj=command, ctx=context, indent=1, name=name, call_prefix="sppo")
+        parts.append(text.strip())
+        if isinstance(command, KeyCommand):
+            rows = [(f"`{key}`", *row) for key, *row in key_rows(command.keys())]
+            parts.append(_table(("key", "default", ""), rows))
+    return "\n\n".join(parts)
 
 
 def files_page() -> str:
     """Return the page of the fields of the files that a run writes."""
-    from sppo.activations.subsequence_placement import SubsequencePlacement
-    from sppo.cost.memory.stage_memory import MemoryBuckets, StageMemory
-    from sppo.cost.state_tiers import StateTiers
-    from sppo.planning.plan import ExecutionPlan, Prediction, StagePlan
-    from sppo.report.metrics import StepMetrics
     from sppo.report.run_summary import SUMMARY_FIELDS
 
+    plan = "planning.plan.ExecutionPlan"
     lines = [
         "# Files that a run writes",
         "All lie in `train.output`. What each is for, with `loss.png`, the timelines and the "
         "checkpoints, is said in [read the output](../howto/read_output.md). Units stand at the "
         "end of names: `_s` seconds, `_bytes`, `_tokens`, `_per_s`.",
         "## metrics.jsonl",
-        f"One JSON object a step. {_summary(StepMetrics)} null stands for what is unknown.",
-        _fields_table(StepMetrics),
+        "One JSON object a step; null stands for what is unknown.",
+        *_described("report.metrics.StepMetrics"),
         "## run_summary.json",
         "Written at the end of a run. `predicted` and `measured` stand beside each other.",
-        _table(SUMMARY_FIELDS.items()),
+        _table(("field", "meaning"), _field_rows(SUMMARY_FIELDS)),
         "## plan.json",
-        f"The plan that is run, and what `sppo solve -o` writes. {_summary(ExecutionPlan)}",
-        _fields_table(ExecutionPlan),
+        "The plan that is run, and what `sppo solve -o` writes.",
+        *_described(plan),
     ]
-    for title, cls in (
-        ("stages[]", StagePlan),
-        ("stages[].subsequences[]", SubsequencePlacement),
-        ("stages[].memory", StageMemory),
-        ("stages[].memory.device", MemoryBuckets),
-        ("predicted", Prediction),
-        ("state", StateTiers),
+    for title, path in (
+        ("stages[]", "planning.plan.StagePlan"),
+        ("stages[].subsequences[]", "activations.subsequence_placement.SubsequencePlacement"),
+        ("stages[].memory", "cost.memory.stage_memory.StageMemory"),
+        ("stages[].memory.device", "cost.memory.stage_memory.MemoryBuckets"),
+        ("predicted", "planning.plan.Prediction"),
+        ("state", "cost.state_tiers.StateTiers"),
     ):
-        lines += [f"### `{title}`", _summary(cls), _fields_table(cls)]
+        lines += [f"### `{title}`", *_described(path)]
     return "\n\n".join(lines)
 
 
-def _summary(cls: type) -> str:
-    """Return the first paragraph of a docstring."""
-    return _prose((inspect.getdoc(cls) or "").split("\n\n")[0])
+def _described(path: str) -> tuple[str, str]:
+    """Return the first paragraph of the docstring of a class of sppo, and a table of its fields.
 
-
-def _fields_table(cls: type) -> str:
-    from dataclasses import fields
-
-    described = {**_google_attributes(cls), **_attribute_docstrings(cls)}
-    missing = [field.name for field in fields(cls) if field.name not in described]
+    Raises:
+        ValueError: A field has no docstring.
+    """
+    found = _package()[path]
+    fields = {
+        name: field
+        for name, field in found.attributes.items()
+        if "instance-attribute" in field.labels and not name.startswith("_")
+    }
+    missing = [name for name, field in fields.items() if field.docstring is None]
     if missing:
-        raise ValueError(f"{cls.__name__}: {', '.join(missing)}: no description; write a docstring")
-    aliases = _aliases(cls)
-    null = {name: re.sub(r"\bNone\b", "null", text) for name, text in described.items()}
-    return _table((aliases.get(f.name, f.name), null[f.name]) for f in fields(cls))
+        raise ValueError(f"{path}: {', '.join(missing)}: no description; write a docstring")
+    texts = {_name_in_files(field): field.docstring.value for field in fields.values()}
+    null = {name: re.sub(r"\bNone\b", "null", text) for name, text in texts.items()}
+    return _first_paragraph(found.docstring.value), _table(("field", "meaning"), _field_rows(null))
 
 
-def _aliases(cls: type) -> dict[str, str]:
-    """Return the names of fields in files, if they differ from the names in the code."""
-    found = {}
-    for name, hint in get_type_hints(cls, include_extras=True).items():
-        for extra in getattr(hint, "__metadata__", ()):
-            if getattr(extra, "alias", None):
-                found[name] = str(extra.alias)
-    return found
+@cache
+def _package() -> Any:
+    """Return the source of sppo, as griffe reads it."""
+    import griffe
+
+    return griffe.load("sppo", search_paths=[RUN_FILE.parents[2]])
 
 
-def _attribute_docstrings(cls: type) -> dict[str, str]:
-    """Return the docstrings below the fields of a class, by field."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    assert isinstance(body, ast.ClassDef), f"{cls} is a class"
-    found = {}
-    for field, below in zip(body.body, body.body[1:], strict=False):
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(field.target, ast.Name)
-            and isinstance(below, ast.Expr)
-            and isinstance(below.value, ast.Constant)
-        ):
-            found[field.target.id] = inspect.cleandoc(str(below.value.value))
-    return found
+def _name_in_files(field: Any) -> str:
+    """Return the name of a field in files: its alias if it has one."""
+    alias = re.search(r"alias='(\w+)'", str(field.annotation))
+    return alias[1] if alias else field.name
 
 
-def _google_attributes(cls: type) -> dict[str, str]:
-    """Return the entries of a docstring's section ``Attributes:``, by name."""
-    _, _, text = (inspect.getdoc(cls) or "").partition("Attributes:\n")
-    entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", text, re.MULTILINE)
-    return {name: _flat(description) for name, description in entries}
+def _first_paragraph(text: str) -> str:
+    return _prose(text.split("\n\n")[0])
 
 
 def policies_page() -> str:
@@ -345,27 +251,18 @@ def policies_page() -> str:
             "`auto`, the default, is `hybrid`; where everything fits that is `retain`. How to "
             "think of them: [subsequences and the two-level "
             "policy](../explanation/subsequences.md).",
-            _wide_table(("policy", "retains", "offloads", "recomputes in backward"), cells),
-            _docstring_page(policy),
+            _table(("policy", "retains", "offloads", "recomputes in backward"), cells),
+            _details(policy),
             "## Classes of tensors",
-            _docstring_page(tensor_classes),
+            _details(tensor_classes),
         ]
     )
 
 
-def _docstring_page(module: Any) -> str:
-    """Return a module's docstring without its first paragraph, as Markdown."""
+def _details(module: Any) -> str:
+    """Return a module's docstring without its first paragraph."""
     _, _, text = inspect.cleandoc(module.__doc__ or "").partition("\n\n")
-    blocks = []
-    for block in text.split("\n\n"):
-        if block.startswith("    "):
-            blocks.append("```text\n" + textwrap.dedent(block) + "\n```")
-        elif block.startswith("- "):
-            items = re.split(r"\n(?=- )", block)
-            blocks.append("\n".join(f"- {_prose(item[2:])}" for item in items))
-        else:
-            blocks.append(_prose(block))
-    return "\n\n".join(blocks)
+    return _ROLE.sub(r"`\1`", text)
 
 
 def schedules_page() -> str:
@@ -392,7 +289,7 @@ def schedules_page() -> str:
             "`parallel.schedule` and `sppo simulate schedule=NAME` take these names; `auto` is the "
             "fastest one simulated. [Schedules, with drawn examples](../explanation/schedules.md) "
             "says how to read them, [add a schedule](../howto/schedule.md) how to write one.",
-            _wide_table(("name", "order", "units", "stages on a rank"), cells),
+            _table(("name", "order", "units", "stages on a rank"), cells),
             "## What they are worth",
             "*Simulated*: four ranks; a forward of a unit on a stage takes 1 and each half of its "
             "backward 1, where a rank has two stages, and twice that where it has one; messages "
@@ -429,7 +326,7 @@ def _simulated_table(names: Iterable[str]) -> str:
             cells += [f"{step:.4g}", f"{idle:.1%}", f"{peak / 2:.3g}"]
         rows.append((f"`{name}`", *cells))
     header = ("name", "1 x 8: step", "idle", "memory", "4 x 2: step", "idle", "memory")
-    return _wide_table(header, rows)
+    return _table(header, rows)
 
 
 def presets_page() -> str:
@@ -448,7 +345,7 @@ def presets_page() -> str:
             "`hardware.preset`, with `nodes` and `devices_per_node`. All figures are *analytic*, "
             "those of vendors and others; rates that plans use, and their sources, stand in "
             "[planning](../planning.md#rates-of-presets).",
-            _wide_table(
+            _table(
                 ("preset", "kind", "memory", "of it usable", "bf16 peak", "a node", "behind it"),
                 [_machine_row(spec) for spec in MACHINES.values()],
             ),
@@ -479,7 +376,7 @@ def _models_table() -> str:
             )
         )
     header = "preset", "parameters", "layers", "hidden", "heads / K/V x size", "MLP", "words"
-    return _wide_table((*header, "positions"), rows)
+    return _table((*header, "positions"), rows)
 
 
 def _machine_row(spec: Any) -> tuple[str, ...]:
@@ -509,9 +406,7 @@ def exit_codes_page() -> str:
     return "\n\n".join(
         [
             "# Exit codes",
-            _wide_table(
-                ("code", "meaning"), [(f"`{code}`", text) for code, text in MEANINGS.items()]
-            ),
+            _table(("code", "meaning"), [(f"`{code}`", text) for code, text in MEANINGS.items()]),
             "Of a job of several ranks it is that of the rank that broke it. Errors go to standard "
             "error, as one message that names the value, the rule and the fix. The first SIGINT or "
             "SIGTERM saves before a training ends; a second one ends it unsaved, once the "
@@ -521,40 +416,24 @@ def exit_codes_page() -> str:
     )
 
 
-def python_page() -> str:
-    """Return the page of the Python interface."""
-    sys.path.insert(0, str(Path(__file__).parent))
-    from python_reference import python_page as made  # beside this file
-
-    return made()
-
-
 PAGES: Mapping[str, Callable[[], str]] = {
-    "run_file.md": run_file_page,
     "commands.md": commands_page,
     "files.md": files_page,
     "policies.md": policies_page,
     "schedules.md": schedules_page,
     "presets.md": presets_page,
     "exit_codes.md": exit_codes_page,
-    "python.md": python_page,
 }
-"""Function that makes each page, by file name."""
+"""Function that makes each page of the site that is not in git, by file name."""
 
 
-def page(name: str) -> str:
-    """Return the whole text of a page."""
-    return _GENERATED + PAGES[name]().rstrip() + "\n"
+def is_stale() -> bool:
+    """Return whether the page of the run file differs from what the code would generate."""
+    return not RUN_FILE.is_file() or RUN_FILE.read_text(encoding="utf-8") != _whole_run_file_page()
 
 
-def stale(directory: Path = DIRECTORY) -> list[str]:
-    """Return the names of pages that differ from what the code would generate."""
-    return [
-        name
-        for name in PAGES
-        if not (directory / name).is_file()
-        or (directory / name).read_text(encoding="utf-8") != page(name)
-    ]
+def _whole_run_file_page() -> str:
+    return f"{_GENERATED}{run_file_page().rstrip()}\n"
 
 
 def _flat(text: str) -> str:
@@ -565,32 +444,29 @@ def _flat(text: str) -> str:
 
 def _prose(text: str) -> str:
     """Return the text of a docstring as one line of Markdown."""
-    text = re.sub(r":(?:class|func|meth|data|mod):`~?([^`]+)`", r"`\1`", text)
-    return re.sub(r"\s+", " ", text.replace("``", "`")).strip()
+    return re.sub(r"\s+", " ", _ROLE.sub(r"`\1`", text).replace("``", "`")).strip()
 
 
-def _table(rows: Iterable[tuple[str, str]]) -> str:
-    return _wide_table(("field", "meaning"), [(f"`{name}`", _flat(text)) for name, text in rows])
+def _field_rows(fields: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    return ((f"`{name}`", _flat(text)) for name, text in fields.items())
 
 
-def _wide_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     names = list(header)
     lines = [names, ["---"] * len(names), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def main() -> int:
-    """Write the pages, or check them; return the exit code."""
+    """Write the page of the run file, or check it; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--check", action="store_true", help="write nothing, name stale pages")
-    if parser.parse_args().check:
-        names = stale()
-        for name in names:
-            print(f"docs/reference/{name} is stale: python scripts/reference_pages.py")
-        return 1 if names else 0
-    DIRECTORY.mkdir(parents=True, exist_ok=True)
-    for name in PAGES:
-        write_text(DIRECTORY / name, page(name))
+    parser.add_argument("--check", action="store_true", help="write nothing, say if it is stale")
+    if not parser.parse_args().check:
+        write_text(RUN_FILE, _whole_run_file_page())
+        return 0
+    if is_stale():
+        print("docs/reference/run_file.md is stale: python scripts/reference_pages.py")
+        return 1
     return 0
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts import reference_pages
 from tests.documents import ROOT, blocks, pages, prose
 
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -20,16 +21,13 @@ _HEADING = re.compile(r"^#{1,6} (.+?)\s*$", re.MULTILINE)
 _ELSEWHERE = re.compile(r"[a-z]+:")
 
 
-def _script(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"scripts/{name}.py")
+@pytest.fixture(scope="module")
+def hook():
+    """The hook of mkdocs."""
+    spec = importlib.util.spec_from_file_location("docs_site", ROOT / "scripts/docs_site.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.fixture(scope="module")
-def reference():
-    return _script("reference_pages")
 
 
 def _plain(heading):
@@ -95,7 +93,7 @@ def test_good_links_are_not_found():
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The built site."""
-    for module in ("mkdocs", "material"):
+    for module in ("mkdocs", "material", "mkdocstrings"):
         pytest.importorskip(module, reason="pip install -e '.[docs]'")
     site = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", site]
@@ -110,19 +108,12 @@ def site(tmp_path_factory):
     return site
 
 
-def test_the_site_has_every_page(site):
-    expected = {page.relative_to(ROOT / "docs").with_suffix(".html") for page in pages()[1:]}
-    assert expected <= {path.relative_to(site) for path in site.rglob("*.html")}
-
-
-def test_every_page_is_in_the_navigation(site):
+def test_the_site_has_every_page_and_its_navigation_leads_there(site):
+    written = [page.relative_to(ROOT / "docs") for page in pages()[1:]]
+    generated = [Path("reference", name) for name in reference_pages.PAGES]
+    names = [page.with_suffix(".html").as_posix() for page in [*written, *generated]]
     home = (site / "index.html").read_text()
-    missing = [
-        name
-        for page in pages()[1:]
-        if (name := page.relative_to(ROOT / "docs").with_suffix(".html").as_posix()) not in home
-    ]
-    assert not missing
+    assert not [name for name in names if not (site / name).is_file() or name not in home]
 
 
 def test_the_site_loads_nothing_from_elsewhere(site):
@@ -138,65 +129,55 @@ def test_the_site_loads_nothing_from_elsewhere(site):
     assert not [page for page in pages() if "mermaid" in {b.language for b in blocks(page)}]
 
 
-def test_links_out_of_the_site_name_the_file():
-    outer = _script("site_links").without_outer_links
+def test_links_out_of_the_site_name_the_file_or_open_its_page(hook):
     text = "[`x.py`](../../sppo/x.py) [the run](../../a/b.json#c) [d](../d.md) `[e](../../../f)`"
     expected = "`sppo/x.py` the run (`a/b.json`) [d](../d.md)"
-    assert outer(text, source="howto/a.md").startswith(expected)
+    assert hook.with_links_of_the_site(text, source="howto/a.md").startswith(expected)
     fenced = "```text\n[x](../../x)\n```"
-    assert outer(fenced, source="howto/a.md") == fenced
+    assert hook.with_links_of_the_site(fenced, source="howto/a.md") == fenced
+    plan = hook.with_links_of_the_site("[plan](../sppo/planning/plan.py)", source="a.md")
+    assert plan == "[plan](reference/files.md#planjson)"
 
 
-def test_reference_pages_are_what_the_code_says(reference):
-    assert not reference.stale(), "python scripts/reference_pages.py"
+def test_sources_of_generated_pages_exist(hook):
+    assert all((ROOT / path).exists() for path in hook._PAGES)
+    assert {page.partition("#")[0] for page in hook._PAGES.values()} == set(reference_pages.PAGES)
 
 
-def test_a_stale_page_is_named(reference, tmp_path, monkeypatch, capsys):
-    for name in reference.PAGES:
-        (tmp_path / name).write_text((reference.DIRECTORY / name).read_text())
-    (tmp_path / "files.md").write_text("old")
-    (tmp_path / "presets.md").unlink()
-    monkeypatch.setattr(reference, "DIRECTORY", tmp_path)
+def test_the_page_of_the_run_file_is_what_the_code_says():
+    assert not reference_pages.is_stale(), "python scripts/reference_pages.py"
+
+
+def test_a_stale_page_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(reference_pages, "RUN_FILE", tmp_path / "run_file.md")
     monkeypatch.setattr(sys, "argv", ["reference_pages.py", "--check"])
-    monkeypatch.setattr(reference.stale, "__defaults__", (tmp_path,))
-    assert reference.main() == 1
-    said = capsys.readouterr().out
-    assert "files.md" in said
-    assert "presets.md" in said
-    assert "policies.md" not in said
+    assert reference_pages.main() == 1
+    assert "run_file.md is stale" in capsys.readouterr().out
 
 
-def test_pages_do_not_depend_on_the_machine(reference, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")
-    monkeypatch.setattr(os, "cpu_count", lambda: 77)
-    assert not reference.stale()
-
-
-def test_every_command_and_key_is_in_the_reference(reference):
+def test_every_command_key_and_name_is_in_the_reference():
     from typer.testing import CliRunner
 
+    import sppo
     from sppo.cli.app import app
 
-    commands = (reference.DIRECTORY / "commands.md").read_text()
+    commands = reference_pages.commands_page()
     listed = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output
     for name in re.findall(r"^│ (\w+) ", listed, re.MULTILINE):
         assert f"## `sppo {name}" in commands
-    keys = (reference.DIRECTORY / "run_file.md").read_text()
     for key in ("parallel.zero", "model.rope_scaling.beta_fast", "hardware.margin"):
-        assert f"#### `{key}`" in keys
+        assert f"#### `{key}`" in reference_pages.run_file_page()
+    names = re.findall(r"^::: sppo\.(\w+)", (ROOT / "docs/reference/python.md").read_text(), re.M)
+    assert sorted([*names, "__version__"]) == sorted(sppo.__all__)
 
 
-def test_a_field_without_a_description_is_refused(reference):
-    from dataclasses import dataclass
-
-    @dataclass
-    class Bare:
-        """Something."""
-
-        name: str
-
+def test_a_field_without_a_description_is_refused(monkeypatch):
+    griffe = pytest.importorskip("griffe", reason="pip install -e '.[docs]'")
+    code = 'class Bare:\n    """Something."""\n\n    name: str\n'
+    bare = griffe.visit("module", filepath=Path("module.py"), code=code)
+    monkeypatch.setattr(reference_pages, "_package", lambda: bare)
     with pytest.raises(ValueError, match=r"Bare: name: no description"):
-        reference._fields_table(Bare)
+        reference_pages._described("Bare")
 
 
 def test_every_package_is_in_the_architecture():

@@ -24,21 +24,19 @@ class SubsequencePlacement:
 
     A tensor's first rows are offloaded, the next are retained, the last are recomputed.
 
-    Attributes:
-        retained: Rows of each class that stay on the device.
-        offloaded: Rows of each class that are copied to the next tier and back.
-        recomputed: Rows of each class that backward recomputes.
-        slot_offset_bytes: Planned offset in the tier of the offloaded rows of all the layers.
-
     Plan files keep the names that their first version gave the rows: kept, moved, rebuilt.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     retained: Annotated[Rows, Field(alias="kept")]
+    """Rows of each class that stay on the device."""
     offloaded: Annotated[Rows, Field(alias="moved")]
+    """Rows of each class that are copied to the next tier and back."""
     recomputed: Annotated[Rows, Field(alias="rebuilt")]
+    """Rows of each class that backward recomputes."""
     slot_offset_bytes: int = 0
+    """Planned offset in the tier of the offloaded rows of all the layers."""
 
     @property
     def tokens(self) -> int:

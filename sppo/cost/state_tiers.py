@@ -14,16 +14,14 @@ class StateTiers:
     Weights and gradients that do not live on the device are on it for the stage in use and for one
     stage that is copied (:mod:`sppo.schedule.transfers.state_streaming`). The optimizer steps in
     the tier of its state, bucket by bucket.
-
-    Attributes:
-        weights: Tier of weights in the compute dtype.
-        gradients: Tier of fp32 sums of gradients over the step.
-        optimizer: Tier of fp32 masters and both moments.
     """
 
     weights: Tier = "device"
+    """Tier of weights in the compute dtype."""
     gradients: Tier = "device"
+    """Tier of fp32 sums of gradients over the step."""
     optimizer: Tier = "device"
+    """Tier of fp32 masters and both moments."""
 
     @property
     def streams_weights(self) -> bool:

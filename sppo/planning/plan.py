@@ -36,121 +36,111 @@ versions are refused."""
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """Plan of one pipeline stage.
-
-    Attributes:
-        first_layer: Index of the first layer of the stage.
-        num_layers: Number of layers of the stage.
-        subsequences: Placement of the saved tensors of each subsequence. Their
-            `slot_offset_bytes` are relative to the stage's part of its rank's tier.
-        memory: Predicted memory of one device of the rank that has the stage. It covers all
-            virtual stages of the rank, which therefore all have the same value.
-        kv: Placement of the stage's K and V between its forward and its backward.
-    """
+    """Plan of one pipeline stage."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     first_layer: int
+    """Index of the first layer of the stage."""
     num_layers: int
+    """Number of layers of the stage."""
     subsequences: tuple[SubsequencePlacement, ...]
+    """Placement of the saved tensors of each subsequence. Their `slot_offset_bytes` are relative to
+    the stage's part of its rank's tier."""
     memory: StageMemory
+    """Predicted memory of one device of the rank that has the stage. It covers all virtual stages
+    of the rank, which therefore all have the same value."""
     kv: KVPlacement = "retained"
+    """Placement of the stage's K and V between its forward and its backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Predicted time, memory and rates of one step.
-
-    Attributes:
-        provenance: Provenance of the machine's figures: measured, calibrated or analytic.
-        simulated: Whether the step was simulated, rather than computed in closed form.
-        step_s: Seconds of the whole step.
-        forward_s: Seconds of all forwards of the busiest rank.
-        backward_s: Seconds of all backwards of the busiest rank, including recomputation.
-        update_s: Seconds of the gradient reduction and the optimizer step.
-        exposed_copy_s: Seconds in which compute waits for copies.
-        tokens_per_s_per_gpu: Tokens per second and device.
-        mfu: Model FLOPs per second over the peak of the devices.
-        bubble_fraction: Idle share of the time of all pipeline ranks.
-        device_peak_bytes: Peak memory of the fullest device.
-        host_peak_bytes: Peak host memory of the device that uses most of it.
-        disk_peak_bytes: Peak disk space of the device that uses most of it.
-        offload_ratios: Fraction of its saved bytes that each subsequence offloads, on the first
-            stage.
-    """
+    """Predicted time, memory and rates of one step."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     provenance: Provenance
+    """Provenance of the machine's figures: measured, calibrated or analytic."""
     simulated: bool
+    """Whether the step was simulated, rather than computed in closed form."""
     step_s: float
+    """Seconds of the whole step."""
     forward_s: float
+    """Seconds of all forwards of the busiest rank."""
     backward_s: float
+    """Seconds of all backwards of the busiest rank, including recomputation."""
     update_s: float
+    """Seconds of the gradient reduction and the optimizer step."""
     exposed_copy_s: float
+    """Seconds in which compute waits for copies."""
     tokens_per_s_per_gpu: float
+    """Tokens per second and device."""
     mfu: float
+    """Model FLOPs per second over the peak of the devices."""
     bubble_fraction: float
+    """Idle share of the time of all pipeline ranks."""
     device_peak_bytes: int
+    """Peak memory of the fullest device."""
     host_peak_bytes: int
+    """Peak host memory of the device that uses most of it."""
     disk_peak_bytes: int
+    """Peak disk space of the device that uses most of it."""
     offload_ratios: tuple[float, ...]
+    """Fraction of its saved bytes that each subsequence offloads, on the first stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutionPlan:
-    """All decisions made before a run, and the predictions for the run.
-
-    Attributes:
-        version: Version of the plan format.
-        made_by: Version of SPPO that made the plan.
-        run: Keys of the run file that the plan was made for, by section.
-        run_digest: SHA-256 of `run`.
-        hardware: Description of the machine that the plan is for.
-        hardware_digest: SHA-256 of `hardware`.
-        data_parallel_degree: Number of replicas.
-        pipeline_parallel_degree: Number of ranks of a pipeline.
-        sequence_parallel_degree: Number of devices over which each subsequence is sharded.
-        sequence_parallel: "ulysses" or "megatron".
-        zero: ZeRO level: which state is sharded over the ranks that would otherwise hold copies.
-        sequences: Sequences per step of one replica.
-        boundaries: Cuts of a sequence, from 0 to its length.
-        schedule: Name of the schedule.
-        policy: Activation policy in effect: "retain" where nothing is offloaded or recomputed.
-        stages: Plan of each stage, in the order of the layers. Stage `s` is on pipeline rank
-            `s % pipeline_parallel_degree`.
-        predicted: Predicted time and memory of a step.
-        program_digest: Digest of the program of a step, `schedule.program.step_program`; None in
-            plans from before the key existed.
-        virtual_stages: Stages on each pipeline rank; 1 in plans from before the key existed.
-        state: Tiers of the training state; None in plans from before the key existed.
-        activation_tier: Tier of offloaded activations, K and V; None in plans from before the key
-            existed, which use the nearest tier.
-    """
+    """All decisions made before a run, and the predictions for the run."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     version: int
+    """Version of the plan format."""
     made_by: str
+    """Version of SPPO that made the plan."""
     run: dict[str, Any]
+    """Keys of the run file that the plan was made for, by section."""
     run_digest: str
+    """SHA-256 of `run`."""
     hardware: HardwareSpec
+    """Description of the machine that the plan is for."""
     hardware_digest: str
+    """SHA-256 of `hardware`."""
     data_parallel_degree: int
+    """Number of replicas."""
     pipeline_parallel_degree: int
+    """Number of ranks of a pipeline."""
     sequence_parallel_degree: int
+    """Number of devices over which each subsequence is sharded."""
     sequence_parallel: str
+    """"ulysses" or "megatron"."""
     zero: int
+    """ZeRO level: which state is sharded over the ranks that would otherwise hold copies."""
     sequences: int
+    """Sequences per step of one replica."""
     boundaries: tuple[int, ...]
+    """Cuts of a sequence, from 0 to its length."""
     schedule: str
+    """Name of the schedule."""
     policy: str
+    """Activation policy in effect: "retain" where nothing is offloaded or recomputed."""
     stages: tuple[StagePlan, ...]
+    """Plan of each stage, in the order of the layers. Stage `s` is on pipeline rank `s %
+    pipeline_parallel_degree`."""
     predicted: Prediction
+    """Predicted time and memory of a step."""
     program_digest: str | None = None
+    """Digest of the program of a step, `schedule.program.step_program`; None in plans from before
+    the key existed."""
     virtual_stages: int = 1
+    """Stages on each pipeline rank; 1 in plans from before the key existed."""
     state: StateTiers | None = None
+    """Tiers of the training state; None in plans from before the key existed."""
     activation_tier: Tier | None = None
+    """Tier of offloaded activations, K and V; None in plans from before the key existed, which use
+    the nearest tier."""
 
     @property
     def state_tiers(self) -> StateTiers:
