@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from sppo.checkpoint.checkpoint import CheckpointManager
@@ -42,6 +43,7 @@ def _assert_whole(directory: Path, *, at_least: int) -> int:
     return found.step
 
 
+@pytest.mark.exhaustive
 def test_runs_killed_at_random_moments(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     runs = _run(directory, "random", 16)

@@ -20,6 +20,7 @@ from sppo.checkpoint.tensors import read_tensors, saved_shapes
 from sppo.cli.convert import app
 from sppo.output_file import write_json
 from tests.checkpoint import resharding_ranks as work
+from tests.tiers import each_once, exhaustive
 from tests.training import faulty_ranks as faulty
 from tests.training.forked_ranks import ForkedRanks
 
@@ -55,7 +56,7 @@ def _flip_a_bit(path: Path) -> None:
 # Layouts ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [0, 1, 2, 3, 5])
+@pytest.mark.parametrize("size", [3, *exhaustive(0, 1, 2, 5)])
 def test_any_number_of_ranks_loads_what_four_have_saved(
     ranks: ForkedRanks, saved: Path, size: int
 ) -> None:
@@ -179,23 +180,24 @@ def test_a_block_lies_within_its_tensor() -> None:
 # Faults -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("fault", "on", "says"),
-    [
-        ("file size", 2, "rank 2: File too large"),
-        ("file size", 0, "rank 0: File too large"),
-        ("write", 1, "rank 1: I/O error"),
-        ("read back", 2, "rank 2: I/O error"),
-        ("publish", 0, "No space left on device"),
-        ("space", 0, "not enough free space"),
-        ("not shared", 1, "rank 1: .*partial-.* which rank 0 has made, is not here"),
-        ("not seen", 1, "__1_0.distcp, written by another rank: missing"),
-    ],
-)
-@pytest.mark.parametrize("async_save", [False, True])
+FAULTS = [
+    ("file size", 2, "rank 2: File too large"),
+    ("file size", 0, "rank 0: File too large"),
+    ("write", 1, "rank 1: I/O error"),
+    ("read back", 2, "rank 2: I/O error"),
+    ("publish", 0, "No space left on device"),
+    ("space", 0, "not enough free space"),
+    ("not shared", 1, "rank 1: .*partial-.* which rank 0 has made, is not here"),
+    ("not seen", 1, "__1_0.distcp, written by another rank: missing"),
+]
+"""Fault, the rank that has it, and what all say."""
+
+
+@pytest.mark.parametrize(("failed", "async_save"), each_once(FAULTS, [False, True]), ids=str)
 def test_what_one_rank_fails_at_all_fail_at(
-    ranks: ForkedRanks, tmp_path: Path, fault: str, on: int, says: str, async_save: bool
+    ranks: ForkedRanks, tmp_path: Path, failed: tuple[str, int, str], async_save: bool
 ) -> None:
+    fault, on, says = failed
     raised = ranks(faulty.save_with_fault, str(tmp_path), fault, on, async_save, size=3)
     for error in raised:
         assert error["type"] == "CheckpointError", error
@@ -239,23 +241,6 @@ def test_a_rank_killed_in_a_save_loses_only_that_save(
     listed = ranks(work.save, str(tmp_path), "grid", 2, size=4)
     assert listed[0] == ["step_000001", "step_000002"]
     assert ranks(work.load_newest, str(tmp_path), "whole", size=0) == [2]
-
-
-def test_rank_0_killed_at_each_call_that_changes_the_disk(
-    ranks: ForkedRanks, tmp_path: Path
-) -> None:
-    found = []
-    for call in range(40):
-        directory = str(tmp_path / str(call))
-        ended = ranks.end(faulty.die_at_disk_call, size=2, arguments=[directory, 0, call])
-        found += ranks(work.load_newest, directory, "columns", size=0)
-        if all(end.returncode == 0 for end in ended):
-            break
-        assert ended[0].returncode == -signal.SIGKILL
-        assert "PeerLostError" in ended[1].error
-    assert 10 < len(found) < 40
-    assert found == sorted(found), "once published, always found"
-    assert set(found) == {1, 2}
 
 
 def test_a_damaged_file_is_reported_alike_by_all(ranks: ForkedRanks, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from tests.dry_run.cases import plan_for_gpu, small_run
 from tests.dry_run.test_traced_step import UNCOUNTED_BYTES
 from tests.planning.cases import run_config
+from tests.tiers import default_of, exhaustive
 
 SAMPLES = {"data": {"tokens": "data", "samples": "documents"}, "train": {"samples_per_step": 6}}
 MODEL = {
@@ -37,7 +38,7 @@ def planned_samples(run):
     return run, plan_for_gpu(run)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", default_of(LAYOUTS, "one rank, offloaded"))
 def test_a_step_holds_what_was_planned_for_it(name):
     policy, degrees = LAYOUTS[name]
     one = {"pipeline_parallel_degree": 1, "data_parallel_degree": 1, "sequence_parallel_degree": 1}
@@ -66,7 +67,7 @@ def test_a_step_holds_what_was_planned_for_it(name):
 @pytest.mark.parametrize(
     "sections",
     [
-        {"activations": {"policy": "offload_all"}},
+        *exhaustive({"activations": {"policy": "offload_all"}}),
         {
             "activations": {"policy": "offload_all"},
             "parallel": {"pipeline_parallel_degree": 2, "schedule": "seq_zb_h1"},

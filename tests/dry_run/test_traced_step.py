@@ -28,6 +28,7 @@ from sppo.planning.estimate import estimate
 from sppo.units import MIB
 from tests.dry_run.cases import plan_for_gpu, planned
 from tests.planning.cases import run_config
+from tests.tiers import default_of, each_once, exhaustive
 
 TWO_LAYERS = {
     "llama": {
@@ -77,16 +78,16 @@ def assert_as_planned(step, between=BETWEEN):
             assert low * planned_bytes <= held <= high * planned_bytes + slack, name
 
 
-@pytest.mark.parametrize("preset", ["h100", "a100-80g"])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("model", TWO_LAYERS)
+@pytest.mark.parametrize(
+    ("model", "policy", "preset"), each_once(TWO_LAYERS, POLICIES, ["h100", "a100-80g"])
+)
 def test_one_rank_holds_what_is_planned(model, policy, preset):
     run = run_of(model, policy, preset=preset)
     between = ALL_OFFLOADED if policy == "offload_all" else BETWEEN
     assert_as_planned(trace_step(run, plan_for_gpu(run)), between)
 
 
-@pytest.mark.parametrize("policy", ["retain", "recompute"])
+@pytest.mark.parametrize("policy", ["retain", *exhaustive("recompute")])
 def test_fp32_holds_what_is_planned(policy):
     run = run_of("llama", policy, train={"dtype": "fp32"})
     step = trace_step(run, plan_for_gpu(run))
@@ -130,8 +131,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("preset", ["h100", "a100-80g"])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("preset", ["a100-80g", *exhaustive("h100")])
+@pytest.mark.parametrize("name", default_of(LAYOUTS, "multiplexed"))
 def test_no_bucket_of_a_layout_holds_more_than_planned(name, preset):
     """Where ranks exchange something the plan may be above the trace, and is by up to 10 %."""
     sections = LAYOUTS[name]
@@ -167,6 +168,7 @@ def test_one_step_waits_for_the_gpu_only_at_its_end():
     assert not any("engine" in where for where in step.host_waits)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("policy", ["retain", "sppo"])
 def test_launches_grow_with_layers(policy):
     run = run_of({**TWO_LAYERS["llama"], "num_layers": 6}, policy, preset="a100-80g")
@@ -231,19 +233,6 @@ def test_the_planned_back_end_can_do_the_case(preset, dtype):
         assert window is None or able.window
 
 
-@pytest.mark.parametrize(
-    ("policy", "length"), [(policy, "64Ki") for policy in ("retain", "keep_attention", "sppo")]
-)
-def test_a_whole_model_holds_what_is_planned(policy, length):
-    run = run_config(
-        "llama-3.2-1b",
-        length=length,
-        hardware={"preset": "h200", "devices_per_node": 1},
-        activations={"policy": policy},
-    )
-    assert_as_planned(trace_step(run, plan_for_gpu(run)))
-
-
 def invoke(tmp_path, *args):
     run = tmp_path / "run.yaml"
     sections = {"model": TWO_LAYERS["qwen3"], "data": {"tokens": "data"}}
@@ -294,6 +283,7 @@ def test_a_trace_leaves_nothing_behind():
     assert "dry_run" not in getattr(torch.cuda.Stream, "__module__", "")
 
 
+@pytest.mark.exhaustive
 def test_fp32_is_traced_without_the_interpreter(tmp_path):
     run = tmp_path / "run.yaml"
     sections = {"model": TWO_LAYERS["qwen3"], "data": {"tokens": "data"}}

@@ -19,8 +19,6 @@ from sppo.offload.queues.thread_queues import ThreadQueues
 from tests.engine.models import Trained
 from tests.offload.emulated_queues import SCHEDULERS, EmulatedQueues
 
-RATIOS = [i / 16 for i in range(17)]
-
 
 def with_offsets(model, rows, *, element_bytes, input_every=1):
     """Plans of subsequences by their (retained, offloaded, recomputed), blocks in a row."""

@@ -16,7 +16,7 @@ from tests.engine.models import (
     tiny_model,
 )
 from tests.engine.offloading import RatioRows, offloading_trained
-from tests.tiers import examples
+from tests.tiers import each_once, examples
 
 VARIANTS = ("gqa, q/k-norm", "mqa, window, biases", "tied, yarn, all biases")
 
@@ -61,8 +61,7 @@ def test_gradients_stage_by_stage(variant, layers, data, policy, cuts):
 
 
 @pytest.mark.parametrize("queues", ["lazy", "random 1", "threads"])
-@pytest.mark.parametrize("ratio", [0.4, 1.0])
-@pytest.mark.parametrize("virtual", [2, 4])
+@pytest.mark.parametrize(("virtual", "ratio"), each_once([2, 4], [0.4, 1.0]))
 def test_offloading_changes_no_bit(virtual, ratio, queues, tmp_path):
     model = tiny_model("gqa, q/k-norm", num_layers=5)
     weights = random_weights(model)

@@ -12,11 +12,13 @@ from tests.engine.models import VARIANTS, tiny_model
 from tests.engine.offloading import FixedRows, RatioRows
 from tests.engine.pipelined import Case, answers_of
 from tests.engine.test_pipeline import CUTS_FOR_TWO, check, shared_heads
+from tests.tiers import default_of, each_once, exhaustive
 
 
-@pytest.mark.parametrize("policy", ["retain", "keep_attention", "recompute"])
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 1, 2)])
+@pytest.mark.parametrize(
+    ("variant", "shape", "policy"),
+    each_once(VARIANTS, [(1, 2, 2), (2, 1, 2)], ["retain", "keep_attention", "recompute"]),
+)
 def test_gradients_of_every_model(ranks, variant, shape, policy):
     check(
         ranks,
@@ -32,10 +34,16 @@ def test_gradients_of_every_model(ranks, variant, shape, policy):
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "shape"), shared_heads([(1, 1, 4), (1, 2, 4), (2, 1, 4), (1, 1, 3)])
+    "heads_and_shape",
+    default_of(
+        shared_heads([(1, 1, 4), (1, 2, 4), (2, 1, 4), (1, 1, 3)]),
+        *[(1, (1, 1, 4)), (2, (1, 2, 4)), (4, (2, 1, 4)), (12, (1, 1, 3))],
+    ),
+    ids=str,
 )
-def test_gradients_with_shared_heads(ranks, shape, kv_heads):
+def test_gradients_with_shared_heads(ranks, heads_and_shape):
     """More ranks than key/value heads, as many, and fewer."""
+    kv_heads, shape = heads_and_shape
     check(
         ranks,
         Case(
@@ -54,9 +62,8 @@ def test_gradients_with_shared_heads(ranks, shape, kv_heads):
     )
 
 
-@pytest.mark.parametrize("kv_heads", [1, 4])
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("schedule", ["sppo", "seq_zb_h1", "interleaved_seq1f1b"])
+@pytest.mark.parametrize(("shared", "kv_heads"), each_once([True, False], [4, 1]))
+@pytest.mark.parametrize("schedule", ["interleaved_seq1f1b", *exhaustive("sppo", "seq_zb_h1")])
 def test_steps_in_a_row(ranks, schedule, shared, kv_heads):
     check(
         ranks,
@@ -74,8 +81,8 @@ def test_steps_in_a_row(ranks, schedule, shared, kv_heads):
     )
 
 
-@pytest.mark.parametrize("kv_heads", [1, 4])
-@pytest.mark.parametrize("shape", [(2, 2, 2), (3, 1, 2)])
+@pytest.mark.parametrize("kv_heads", [4, *exhaustive(1)])
+@pytest.mark.parametrize("shape", [(3, 1, 2), *exhaustive((2, 2, 2))])
 def test_blocks_of_which_replicas_keep_rows(ranks, shape, kv_heads):
     """ZeRO-3: of its part of the weights a rank keeps the rows that it updates."""
     check(
@@ -103,8 +110,8 @@ ALIGNED = {
 """Every saved tensor of 8 tokens is a multiple of the 64 bytes that slots are made of."""
 
 
-@pytest.mark.parametrize("ratio", [0.3, 0.7, 1.0])
-@pytest.mark.parametrize("shape", [(1, 1, 2), (1, 2, 4)])
+@pytest.mark.parametrize("ratio", [0.7, *exhaustive(0.3, 1.0)])
+@pytest.mark.parametrize("shape", [(1, 2, 4), *exhaustive((1, 1, 2))])
 def test_tensors_that_move(ranks, shape, ratio, tmp_path):
     """Of the residual stream own tokens go to the disk, of heads and MLP those of all."""
     sizes = {"num_layers": 4, "num_heads": 8, "num_kv_heads": 2, "mlp_size": 24}

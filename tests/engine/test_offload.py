@@ -29,9 +29,9 @@ from tests.engine.models import (
     random_weights,
     tiny_model,
 )
-from tests.engine.offloading import RATIOS, FixedRows, RatioRows, offloading_trained, queues_of
+from tests.engine.offloading import FixedRows, RatioRows, offloading_trained, queues_of
 from tests.offload.emulated_queues import SCHEDULERS
-from tests.tiers import examples
+from tests.tiers import each_once, examples
 
 CUTS = [(0, 4, 5, 17, 30, 37), (0, 13, 20)]
 DTYPES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.05}
@@ -56,7 +56,9 @@ def assert_idle(trained):
     assert trained.engine.take_peaks().activations_bytes == 0
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("directory", "variant"), each_once(["host", "disk"], VARIANTS), indirect=["directory"]
+)
 def test_everything_moved_is_everything_kept(variant, directory):
     model = tiny_model(variant)
     weights, data = random_weights(model), two_sequences(model)
@@ -69,7 +71,11 @@ def test_everything_moved_is_everything_kept(variant, directory):
     offloading.engine.close()
 
 
-@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize(
+    ("directory", "ratio"),
+    each_once(["host", "disk"], [1 / 16, 3 / 16, 1 / 2, 15 / 16, 1.0]),
+    indirect=["directory"],
+)
 def test_any_offload_ratio_is_everything_kept(ratio, directory):
     """Odd lengths, GQA, E = 12 is not N D = 24; what does not move stays."""
     model = tiny_model("gqa, q/k-norm")
@@ -82,8 +88,11 @@ def test_any_offload_ratio_is_everything_kept(ratio, directory):
         offloading.engine.close()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("variant", "dtype"),
+    each_once(["mha", "mixed: layernorm, rotary, q/k-norm, linear", "gpt"], DTYPES),
+    ids=str,
+)
 def test_cut_tensors_whose_rest_is_recomputed_agree_within_a_rounding(variant, dtype):
     """A product with fewer rows may round differently; nothing else may differ."""
     model = tiny_model(variant)
@@ -156,8 +165,11 @@ def test_any_rows_give_the_gradients_of_keeping_everything(data):
     assert_idle(offloading)
 
 
-@pytest.mark.parametrize("input_every", [1, 2, 3, 5])
-@pytest.mark.parametrize("ratio", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize(
+    ("directory", "ratio", "input_every"),
+    each_once(["host", "disk"], [0.1, 0.5, 1.0], [1, 2, 3, 5]),
+    indirect=["directory"],
+)
 def test_shared_inputs_move_too(input_every, ratio, directory):
     model = tiny_model("gqa, q/k-norm", num_layers=5)
     weights, data = random_weights(model), two_sequences(model)
@@ -259,8 +271,11 @@ def test_what_moves_is_reported(tmp_path):
     offloading.engine.close()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("ratio", [1 / 16, 3 / 16, 10 / 16, 15 / 16])
+@pytest.mark.parametrize(
+    ("ratio", "dtype"),
+    each_once([1 / 16, 3 / 16, 10 / 16, 15 / 16], [torch.float32, torch.bfloat16]),
+    ids=str,
+)
 def test_classes_are_cut_at_128_rows(ratio, dtype, tmp_path):
     """As plans cut them, uneven subsequences of odd length, one of them shorter than that."""
     model = tiny_model("gqa, q/k-norm", hidden_size=48, head_size=16, mlp_size=96)

@@ -5,9 +5,10 @@ import torch
 
 from sppo.engine.engine import Engine
 from sppo.schedule.orders.names import WITH_VIRTUAL_STAGES
-from tests.engine.models import VARIANTS, assert_same_step, autograd_step, random_weights
+from tests.engine.models import assert_same_step, autograd_step, random_weights
 from tests.engine.offloading import RatioRows
 from tests.engine.pipelined import Case, answers_of
+from tests.tiers import default_of, each_once, exhaustive
 
 UNEVEN = ((0, 3, 4, 11, 17), (0, 6, 9), (0, 1, 5, 6, 9, 13, 16, 19))
 SHAPES = [(1, 1, 4), (1, 2, 4), (2, 1, 4), (1, 1, 3), (2, 4, 1), (3, 1, 1)]
@@ -62,9 +63,9 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize("sequences", [1, 3])
+@pytest.mark.parametrize(
+    ("schedule", "num_ranks", "sequences"), each_once(SCHEDULES, [2, 3, 4], [1, 3])
+)
 def test_gradients_of_a_pipeline(ranks, schedule, num_ranks, sequences):
     virtual = 2 if schedule in WITH_VIRTUAL_STAGES else 1
     layers = {"num_layers": num_ranks * virtual + 1}
@@ -80,8 +81,13 @@ def test_gradients_of_a_pipeline(ranks, schedule, num_ranks, sequences):
     )
 
 
-@pytest.mark.parametrize("policy", ["retain", "keep_attention", "recompute"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("variant", "policy"),
+    each_once(
+        ["gpt", "mixed: layernorm, rotary, q/k-norm, linear", "mha"],
+        ["retain", "keep_attention", "recompute"],
+    ),
+)
 def test_gradients_of_every_model_on_every_axis(ranks, variant, policy):
     check(ranks, Case(variant, shape=(2, 2, 2), policy=policy, cuts=CUTS_FOR_TWO))
 
@@ -96,9 +102,18 @@ def shared_heads(shapes):
     ]
 
 
-@pytest.mark.parametrize(("kv_heads", "shape"), shared_heads(SHAPES))
-def test_gradients_with_shared_heads(ranks, shape, kv_heads):
+@pytest.mark.parametrize(
+    "heads_and_shape",
+    default_of(
+        shared_heads(SHAPES),
+        *[(1, shape) for shape in [(1, 1, 4), (2, 4, 1), (3, 1, 1)]],
+        *[(2, (1, 2, 4)), (4, (2, 1, 4)), (12, (1, 1, 3))],
+    ),
+    ids=str,
+)
+def test_gradients_with_shared_heads(ranks, heads_and_shape):
     """More ranks than key/value heads, as many, and fewer."""
+    kv_heads, shape = heads_and_shape
     sizes = {"num_layers": 4, "num_heads": 12, "num_kv_heads": kv_heads, "head_size": 4}
     cuts = ((0, 5, 9, 23), (0, 4, 13))
     check(ranks, Case("mqa, window, biases", shape=shape, cuts=cuts, sizes=sizes))
@@ -109,9 +124,15 @@ def test_sequences_of_one_length_use_the_same_memory_again(ranks, schedule):
     check(ranks, Case(shape=(1, 2, 1), schedule=schedule, cuts=((0, 3, 4, 11, 17),) * 4))
 
 
-@pytest.mark.parametrize("schedule", ["zb_h1", "seq_zb_h1"])
-@pytest.mark.parametrize("sequence_parallel", ["ulysses", "megatron"])
-@pytest.mark.parametrize("shape", [(1, 2, 1), (1, 2, 2)])
+@pytest.mark.parametrize(
+    ("schedule", "sequence_parallel", "shape"),
+    [
+        ("zb_h1", "ulysses", (1, 2, 1)),
+        ("zb_h1", "megatron", (1, 2, 2)),
+        ("seq_zb_h1", "megatron", (1, 2, 1)),
+        ("seq_zb_h1", "ulysses", (1, 2, 2)),
+    ],
+)
 def test_weight_gradients_outlive_the_sequence_they_belong_to(
     ranks, schedule, sequence_parallel, shape
 ):
@@ -131,7 +152,7 @@ def test_weight_gradients_outlive_the_sequence_they_belong_to(
 
 
 @pytest.mark.parametrize("schedule", ["sppo", "seq_zb_h1"])
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("shared", [True, *exhaustive(False)])
 def test_steps_in_a_row(ranks, schedule, shared):
     case = Case(
         "tied, yarn, all biases",
@@ -145,7 +166,7 @@ def test_steps_in_a_row(ranks, schedule, shared):
 
 
 @pytest.mark.parametrize("schedule", ["sppo", "seq1f1b", "seq_zb_h1"])
-@pytest.mark.parametrize("shape", [(1, 3, 1), (1, 2, 2)])
+@pytest.mark.parametrize("shape", [(1, 2, 2), *exhaustive((1, 3, 1))])
 def test_tensors_moved_to_a_disk_in_every_stage(ranks, tmp_path, schedule, shape):
     model = Case().model()
     case = Case(
@@ -171,7 +192,10 @@ LOOPED = {
 }
 
 
-@pytest.mark.parametrize("name", LOOPED)
+@pytest.mark.parametrize(
+    "name",
+    default_of(LOOPED, "four ranks", "shared tokens", "shared weights", "replicas"),
+)
 def test_keys_of_a_looped_pipeline_leave_and_come_back(ranks, tmp_path, name):
     shape, virtual, how = LOOPED[name]
     sizes = {"num_layers": shape[1] * virtual + 1}
@@ -192,7 +216,7 @@ def test_keys_of_a_looped_pipeline_leave_and_come_back(ranks, tmp_path, name):
     check(ranks, case)
 
 
-@pytest.mark.parametrize("name", LOOPED)
+@pytest.mark.parametrize("name", default_of(LOOPED, "four ranks", "shared tokens"))
 def test_keys_of_a_looped_pipeline_are_recomputed(ranks, name):
     shape, virtual, how = LOOPED[name]
     case = Case(

@@ -13,13 +13,15 @@ from tests.engine.models import (
     random_weights,
     tiny_model,
 )
+from tests.tiers import each_once
 
 CUTS = (0, 4, 5, 17)
 
 
-@pytest.mark.parametrize("input_every", [2, 3, 9])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("variant", "dtype", "input_every"),
+    each_once(VARIANTS, [torch.float64, torch.bfloat16], [2, 3, 9]),
+)
 def test_shared_inputs_change_no_bit(variant, dtype, input_every):
     model = tiny_model(variant, num_layers=5)
     weights = random_weights(model, dtype=dtype)

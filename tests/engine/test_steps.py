@@ -1,5 +1,7 @@
 """One engine over many steps: evaluation, failures and peaks leave nothing behind."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from tests.engine.models import (
     tiny_model,
 )
 from tests.planning.one_device import predicted
+from tests.tiers import each_once
 
 CUTS = (0, 4, 5, 17)
 
@@ -145,10 +148,13 @@ def test_what_is_left_over_is_noticed(trained):
         trained.step(data, TWO_CUTS[1:])
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_peaks_are_those_predicted(variant, policy, dtype):
+@pytest.mark.parametrize(
+    ("variant_and_policy", "dtype"),
+    each_once(itertools.product(VARIANTS, POLICIES), ["fp32", "bf16"]),
+    ids=str,
+)
+def test_peaks_are_those_predicted(variant_and_policy, dtype):
+    variant, policy = variant_and_policy
     model = tiny_model(variant)
     weights = random_weights(model, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
     made = Trained(model, weights, policy=policy)

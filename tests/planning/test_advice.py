@@ -15,6 +15,7 @@ from sppo.planning.longest_sequence import longest_tokens, with_length
 from sppo.planning.search.feasibility import fits_at_all, quick_best
 from sppo.units import GIB, KIB, format_tokens
 from tests.planning.cases import machine, run_config
+from tests.tiers import exhaustive
 
 
 def request(model="llama-3.2-1b", *, length, devices=2, nodes=1, **sections):
@@ -47,7 +48,7 @@ def too_long(length):
     return run, hardware, advice
 
 
-@pytest.mark.parametrize("length", ["768Ki", "1400Ki"])
+@pytest.mark.parametrize("length", ["768Ki", *exhaustive("1400Ki")])
 def test_the_longest_is_the_same_whoever_asks(length):
     run, hardware, advice = too_long(length)
     longest = {row.method: row.longest_tokens for row in baselines(run, hardware=hardware)}[SPPO]
@@ -62,6 +63,7 @@ def test_the_longest_is_found_to_whole_ki():
     assert longest_tokens(lambda tokens: False) == 0
 
 
+@pytest.mark.exhaustive
 def test_a_million_tokens_on_one_node_need_the_host_and_how_much_of_it():
     how = {"length": "1Mi", "devices": 8}
     run = request("llama-3.1-8b", state={"optimizer": "device"}, **how)

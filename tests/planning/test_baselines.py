@@ -23,7 +23,6 @@ from sppo.planning.baseline_methods import (
 from sppo.planning.baselines import HOST, SPPO, _paper_claims, baseline, baselines
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.feasibility import fits_at_all
-from sppo.planning.search.solver import solve
 
 A100S = replace(PRESETS["a100-80g"], num_nodes=4)
 KIB = 1 << 10
@@ -106,13 +105,6 @@ def test_several_stages_on_a_rank_reach_twice_as_far():
     run = run_of(length=2048 * KIB, virtual_stages="auto")
     assert fits_at_all(run, A100S)
     assert not fits_at_all(run_of(length=2048 * KIB), A100S)
-
-
-def test_the_solver_agrees_with_the_longest_of_sppo(paper):
-    longest = paper[SPPO].longest_tokens
-    assert solve(run_of(length=longest), hardware=A100S).best is not None
-    beyond = longest + longest // 32
-    assert solve(run_of(length=beyond), hardware=A100S).best is None
 
 
 def method_of(name):

@@ -10,6 +10,7 @@ from sppo.hardware.file import hardware_for
 from sppo.planning.improvements import WORTH_IT, _Change, _fastest, improvements
 from sppo.planning.search.candidate_search import CandidateSearch
 from tests.planning.cases import run_config, solved
+from tests.tiers import exhaustive
 
 
 def request(
@@ -48,22 +49,25 @@ LITTLE_ROOM = request("llama-3.1-8b", preset="a100-40g", nodes=2, devices=4, len
 STAGES = {"pipeline_parallel_degree": 4, "sequence_parallel_degree": 2}
 
 
+CUT_IN_TWO = request(parallel=STAGES, sequence={"boundaries": [0, 4096, 65536]})
+
+
 @pytest.mark.parametrize(
-    ("run", "key"),
+    "run_and_key",
     [
-        (request(nodes=2), "train.sequences_per_step"),
         (request(parallel=STAGES, nodes=2), "hardware.nodes"),
         (request(sequence={"num_subsequences": 64}), "sequence.num_subsequences"),
-        (
-            request(parallel=STAGES, sequence={"boundaries": [0, 4096, 65536]}),
-            "sequence.num_subsequences",
+        *exhaustive(
+            (request(nodes=2), "train.sequences_per_step"),
+            (CUT_IN_TWO, "sequence.num_subsequences"),
+            (request(activations={"policy": "recompute"}), "activations.policy"),
+            (LITTLE_ROOM, "state.optimizer"),
+            (LITTLE_ROOM, "parallel.zero"),
         ),
-        (request(activations={"policy": "recompute"}), "activations.policy"),
-        (LITTLE_ROOM, "state.optimizer"),
-        (LITTLE_ROOM, "parallel.zero"),
     ],
 )
-def test_what_is_listed_pays_as_much_as_it_says(run, key):
+def test_what_is_listed_pays_as_much_as_it_says(run_and_key):
+    run, key = run_and_key
     found = {
         improvement.change.partition("=")[0]: improvement
         for improvement in improvements(solved(run))

@@ -30,7 +30,6 @@ from tests.checkpoint.resharding_ranks import (
     names,
     tensor_of,
 )
-from tests.checkpoint.save_until_killed import die_at_call
 
 
 @contextmanager
@@ -141,15 +140,6 @@ def die_in_save(group: ProcessGroup, directory: str, on: int) -> None:
 
     if dist.get_rank(group) == on:
         patch.object(checkpoint_tensors._WatchedFile, "write", write).start()
-    manager.save(cut_state(group, "rows", step=2), step=2, metadata={})
-
-
-def die_at_disk_call(group: ProcessGroup, directory: str, on: int, call: int) -> None:
-    """Save step 1, then, in its place, step 2; rank ``on`` is killed at one of its disk calls."""
-    manager = manager_of(group, directory, keep=1)
-    manager.save(cut_state(group, "rows", step=1), step=1, metadata={})
-    if dist.get_rank(group) == on:
-        die_at_call(call)
     manager.save(cut_state(group, "rows", step=2), step=2, metadata={})
 
 

@@ -148,11 +148,15 @@ def rows_cut_by(fate, tensor_class):
     return tuple(map(tuple, rows))
 
 
-@pytest.mark.parametrize("every", [1, 4])
 @pytest.mark.parametrize(
-    ("fate", "tensor_class"),
-    [(1, X_IN), (1, ATTENTION), (1, LINEAR), (2, ATTENTION), (2, LINEAR)],
-    ids=lambda number: str(number),
+    ("fate", "tensor_class", "every"),
+    [
+        (1, X_IN, 1),
+        (1, LINEAR, 1),
+        (2, ATTENTION, 4),
+        pytest.param(1, ATTENTION, 4, marks=pytest.mark.exhaustive),
+        pytest.param(2, LINEAR, 1, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_cut_tensors_take_the_memory_that_is_predicted(fate, tensor_class, every, tmp_path):
     """Peak of a step beyond what outlives it, after a first step that builds what stays."""

@@ -13,6 +13,7 @@ from tests.engine.models import VARIANTS
 from tests.engine.offloading import RatioRows
 from tests.engine.pipelined import Case, answers_of, run_case
 from tests.engine.test_pipeline import check
+from tests.tiers import each_once, exhaustive
 
 CUTS = {
     2: (0, 9, 23),
@@ -27,21 +28,21 @@ def shards_of(answers):
     return {a for answer in answers for a in answer[0][4] if "[" in a and a[1] in "FB"}
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize("shards", CUTS)
+@pytest.mark.parametrize(("shards", "num_ranks"), each_once(CUTS, [2, 3, 4]))
 def test_gradients(ranks, num_ranks, shards):
     case = Case(shape=(1, num_ranks, 1), schedule="sppo_msp", cuts=(CUTS[shards],))
     assert shards_of(check(ranks, case))
 
 
-@pytest.mark.parametrize("policy", ["retain", "recompute"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "policy"), each_once(VARIANTS, ["retain", "recompute"]))
 def test_every_model(ranks, variant, policy):
     check(ranks, Case(variant, schedule="sppo_msp", cuts=(CUTS[4],), policy=policy))
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 2), (1, 3, 2), (2, 2, 1), (2, 2, 2), (1, 2, 4)])
-@pytest.mark.parametrize("policy", ["keep_attention", "recompute"])
+@pytest.mark.parametrize(
+    "shape", [(1, 2, 4), *exhaustive((1, 2, 2), (1, 3, 2), (2, 2, 1), (2, 2, 2))]
+)
+@pytest.mark.parametrize("policy", ["keep_attention", *exhaustive("recompute")])
 def test_with_sequence_and_data_parallelism(ranks, shape, policy):
     sizes = {"num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_size": 6}
     cuts = ((0, 17, 33, 49, 60),) if shape[2] == 4 else (CUTS[5],)
@@ -49,18 +50,7 @@ def test_with_sequence_and_data_parallelism(ranks, shape, policy):
     assert shards_of(check(ranks, case))
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_several_sequences_and_steps(ranks, num_ranks):
-    case = Case(
-        shape=(1, num_ranks, 1),
-        schedule="sppo_msp",
-        cuts=(CUTS[5], CUTS[4], CUTS[5]),
-        steps=2,
-    )
-    check(ranks, case)
-
-
-@pytest.mark.parametrize("shape", [(1, 2, 1), (1, 4, 1), (1, 3, 2)])
+@pytest.mark.parametrize("shape", [(1, 4, 1), *exhaustive((1, 2, 1), (1, 3, 2))])
 def test_what_a_helper_holds_of_others(ranks, shape):
     """Two layers' weights, or a stage's one, and one layer's K/V prefix with its gradient."""
     layers = 1 if shape[1] == 2 else 3
@@ -83,8 +73,7 @@ def test_what_a_helper_holds_of_others(ranks, shape):
     assert helped == shape[1] * (shape[1] - 1) * shape[2]
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 1), (1, 3, 1), (2, 2, 1), (1, 2, 2)])
-@pytest.mark.parametrize("virtual", [2, 3])
+@pytest.mark.parametrize(("shape", "virtual"), each_once([(1, 3, 1), (2, 2, 1)], [2, 3]))
 def test_several_stages_on_a_rank(ranks, shape, virtual):
     """One more layer than stages, and at both ends of the looped order units that ranks share."""
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_size": 6}
@@ -104,9 +93,9 @@ def test_several_stages_on_a_rank(ranks, shape, virtual):
     assert found <= {*range(shape[1]), *range(last - shape[1] + 1, last + 1)}
 
 
-@pytest.mark.parametrize("virtual", [1, 2])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("ratio", [0.3, 1.0])
+@pytest.mark.parametrize("virtual", [2, *exhaustive(1)])
+@pytest.mark.parametrize("num_ranks", [2, *exhaustive(3)])
+@pytest.mark.parametrize("ratio", [1.0, *exhaustive(0.3)])
 def test_with_tensors_moved_to_a_disk(ranks, tmp_path, num_ranks, ratio, virtual):
     sizes = {"num_layers": num_ranks * virtual}
     model = Case(sizes=sizes).model()

@@ -15,6 +15,7 @@ from tests.engine.models import random_weights, tiny_model
 from tests.engine.offloading import RatioRows
 from tests.engine.pipelined import Case, run_case
 from tests.engine.test_pipeline import CUTS_FOR_TWO, UNEVEN, check
+from tests.tiers import each_once, exhaustive
 
 ELEMENT = 8
 SHAPES = [(2, 1, 1), (3, 1, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)]
@@ -38,52 +39,37 @@ def most_gathered_bytes(case, count):
     return 2 * size(layer_shapes(model)), max(size(embedding), size(behind))
 
 
-@pytest.mark.parametrize("zero", [2, 3])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("variant", [UNTIED, TIED])
-@pytest.mark.parametrize("schedule", ["sppo", "seq_zb_h1"])
+@pytest.mark.parametrize(
+    ("shape", "variant", "schedule", "zero"),
+    each_once(SHAPES, [UNTIED, TIED], ["sppo", "seq_zb_h1"], [2, 3]),
+    ids=str,
+)
 def test_gradients_of_steps_in_a_row(ranks, shape, variant, schedule, zero):
     sequences = 1 if schedule == "seq_zb_h1" and shape[1] == 1 else 2
     cuts = CUTS_FOR_TWO[:sequences]
     check(ranks, Case(variant, shape=shape, schedule=schedule, cuts=cuts, steps=2, zero=zero))
 
 
-@pytest.mark.parametrize("zero", [2, 3])
-@pytest.mark.parametrize("policy", ["retain", "recompute"])
-@pytest.mark.parametrize("variant", ["gpt", "mixed: layernorm, rotary, q/k-norm, linear"])
+@pytest.mark.parametrize(
+    ("variant", "policy", "zero"),
+    each_once(
+        ["gpt", "mixed: layernorm, rotary, q/k-norm, linear"], ["retain", "recompute"], [2, 3]
+    ),
+)
 def test_gradients_of_other_models(ranks, variant, policy, zero):
     check(ranks, Case(variant, shape=(2, 2, 2), policy=policy, cuts=CUTS_FOR_TWO, zero=zero))
 
 
-@pytest.mark.parametrize("zero", [2, 3])
-@pytest.mark.parametrize("schedule", ["interleaved_seq1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize("zero", [3, *exhaustive(2)])
+@pytest.mark.parametrize("schedule", ["interleaved_seq1f1b", *exhaustive("interleaved_1f1b")])
 def test_gradients_of_stages_taking_turns(ranks, schedule, zero):
     cuts = UNEVEN if schedule == "interleaved_seq1f1b" else ((0, 9), (0, 5), (0, 17))
     case = Case(shape=(2, 2, 1), schedule=schedule, virtual=2, cuts=cuts, zero=zero)
     check(ranks, case)
 
 
-@pytest.mark.parametrize("zero", [2, 3])
-@pytest.mark.parametrize("shape", [(1, 1, 2), (2, 2, 2), (1, 2, 4)], ids=str)
-@pytest.mark.parametrize("schedule", ["sppo", "seq_zb_h1"])
-def test_gradients_of_sharded_weights(ranks, shape, schedule, zero):
-    """Megatron's groups: some parameters are on all ranks, some on a few, most on one."""
-    cuts = ((0, 5, 9, 23), (0, 4, 13))
-    case = Case(
-        "gpt",
-        shape=shape,
-        sequence_parallel="megatron",
-        schedule=schedule,
-        cuts=cuts[: 1 if schedule == "seq_zb_h1" and shape[1] == 1 else 2],
-        sizes={"num_layers": 4, "num_heads": 12, "num_kv_heads": 2, "head_size": 4, "mlp_size": 24},
-        steps=2,
-        zero=zero,
-    )
-    check(ranks, case)
-
-
-@pytest.mark.parametrize("variant", [UNTIED, TIED])
-@pytest.mark.parametrize("shape", [(2, 2, 1), (1, 2, 2), (2, 3, 1)], ids=str)
+@pytest.mark.parametrize("variant", [TIED, *exhaustive(UNTIED)])
+@pytest.mark.parametrize("shape", [(2, 2, 1), *exhaustive((1, 2, 2), (2, 3, 1))], ids=str)
 def test_gradients_of_shards_that_others_run(ranks, shape, variant):
     """MSP: what borrowers send home is added before the owners reduce it."""
     cuts = ((0, 12, 25, 41), (0, 12, 25, 41))
@@ -92,7 +78,7 @@ def test_gradients_of_shards_that_others_run(ranks, shape, variant):
     check(ranks, case)
 
 
-@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("zero", [3, *exhaustive(2)])
 def test_offloading_changes_no_bit(ranks, tmp_path, zero):
     model = tiny_model(UNTIED, num_layers=4)
     found = []
@@ -119,7 +105,7 @@ def test_offloading_changes_no_bit(ranks, tmp_path, zero):
 @pytest.mark.parametrize(
     ("vocab_size", "which"), [(8, 0), (2000, 1)], ids=["two layers", "embedding"]
 )
-@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("zero", [3, *exhaustive(2)])
 def test_no_more_than_two_layers_or_the_largest_outer_part(ranks, vocab_size, which, zero):
     sizes = {"num_layers": 4, "vocab_size": vocab_size}
     case = Case(shape=(3, 1, 1), cuts=UNEVEN[:2], zero=zero, sizes=sizes)

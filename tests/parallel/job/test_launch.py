@@ -128,6 +128,7 @@ def test_a_signal_reaches_every_rank_once(run, tmp_path, number):
         assert (tmp_path / f"came{rank}").read_text() == str(int(number))
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_in_a_terminal_reaches_every_rank_once(script, tmp_path):
     """It goes to the whole foreground group, to which the ranks do not belong."""
     job = start_job(script(COUNTS_SIGNALS), start_new_session=True)

@@ -13,6 +13,7 @@ from sppo.parallel.job import launch, rendezvous
 from sppo.parallel.job.environment import RankEnvironment
 from sppo.parallel.job.peer_errors import PeerLostError
 from sppo.parallel.job.rendezvous import connect, difference_report, flat_facts
+from tests.tiers import exhaustive
 
 CONNECTED = """
 import torch
@@ -46,6 +47,7 @@ def place_at(port, **changes):
     return replace(place, **changes)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("hosted", [True, False])
 def test_ranks_meet_compute_and_part(run, tmp_path, hosted):
     """Where the launcher serves their meeting place, and where rank 0 does, as under srun."""
@@ -98,7 +100,9 @@ def test_a_difference_of_configurations_names_its_key():
     assert report.splitlines()[1:-1] == ["  parallel.zero: 0 on rank 0, 1 on rank 1"]
 
 
-@pytest.mark.parametrize("operation", ["dist.recv(tensor, 1)", "dist.all_reduce(tensor)"])
+@pytest.mark.parametrize(
+    "operation", ["dist.recv(tensor, 1)", *exhaustive("dist.all_reduce(tensor)")]
+)
 def test_a_killed_rank_ends_the_job_and_is_named(run, capfd, operation):
     """The kill comes while rank 0 waits for it."""
     code = f"""
@@ -176,7 +180,7 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE))
 @pytest.mark.parametrize(
     ("soft", "hard", "told"),
     [
-        (50, 200, "(200, 200)\n"),
+        pytest.param(50, 200, "(200, 200)\n", marks=pytest.mark.exhaustive),
         (
             50,
             64,
