@@ -28,7 +28,6 @@ _ROLE = re.compile(r":(?:class|func|meth|data|mod):`~?([^`]+)`")
 
 def run_file_page() -> str:
     """Return the page of all keys of a run file."""
-    from sppo.config.examples import EXAMPLES
     from sppo.config.run import RunConfig
 
     schema = RunConfig.model_json_schema()
@@ -48,12 +47,12 @@ def run_file_page() -> str:
         lines += [f"## `{section}`", _prose(entry["description"])]
         lines.append(_prose(definitions[name].get("description", "")))
         needed = () if section == "model" else definitions[name].get("required", ())
-        lines += _keys(section, definitions[name]["properties"], needed, EXAMPLES)
+        lines.append(_keys(section, definitions[name]["properties"], needed))
         if section == "model":
             scaling = definitions["RopeScaling"]
             lines += ["### Keys of `model.rope_scaling`", _prose(scaling["description"])]
             needed = scaling.get("required", ())
-            lines += _keys("model.rope_scaling", scaling["properties"], needed, EXAMPLES)
+            lines.append(_keys("model.rope_scaling", scaling["properties"], needed))
     lines += ["## Rules across keys", _rules_across_keys()]
     return "\n\n".join(line for line in lines if line)
 
@@ -64,21 +63,14 @@ def _section_name(entry: Mapping[str, Any]) -> str:
     return str(next(c["$ref"] for c in choices if "$ref" in c)).rpartition("/")[2]
 
 
-def _keys(
-    section: str,
-    properties: Mapping[str, Any],
-    needed: Iterable[str],
-    examples: Mapping[str, str],
-) -> Iterator[str]:
+def _keys(section: str, properties: Mapping[str, Any], needed: Iterable[str]) -> str:
+    """Return the table of the keys of a section."""
+    rows = []
     for key, entry in properties.items():
-        path = f"{section}.{key}"
-        if path not in examples:
-            raise ValueError(f"sppo/config/examples.py: {path} has no example of a value")
         default = "needed" if key in needed else f"default {_default(section, key, entry)}"
-        facts = [_type(entry), default, *_bounds(entry), f"example `{path}={examples[path]}`"]
-        yield f"#### `{path}`"
-        yield _prose(entry["description"])
-        yield " · ".join(facts)
+        values = "; ".join([_type(entry), default, *_bounds(entry)])
+        rows.append((f"`{section}.{key}`", _flat(entry["description"]), values))
+    return _table(("key", "meaning", "values"), rows)
 
 
 def _default(section: str, key: str, entry: Mapping[str, Any]) -> str:

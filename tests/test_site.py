@@ -166,7 +166,7 @@ def test_every_command_key_and_name_is_in_the_reference():
     for name in re.findall(r"^│ (\w+) ", listed, re.MULTILINE):
         assert f"## `sppo {name}" in commands
     for key in ("parallel.zero", "model.rope_scaling.beta_fast", "hardware.margin"):
-        assert f"#### `{key}`" in reference_pages.run_file_page()
+        assert f"\n| `{key}` | " in reference_pages.run_file_page()
     names = re.findall(r"^::: sppo\.(\w+)", (ROOT / "docs/reference/python.md").read_text(), re.M)
     assert sorted([*names, "__version__"]) == sorted(sppo.__all__)
 
