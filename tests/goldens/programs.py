@@ -51,7 +51,7 @@ def answer(seed: str) -> dict[str, Any] | None:
     counts = [alike or int(dice.integers(1, most + 1)) for _ in range(sequences)]
     lengths = [dice.integers(4, 40, count).tolist() for count in counts]
     costs = _drawn_costs(dice, stages=ranks * virtual, units=sum(counts), name=name)
-    shape = {"num_ranks": ranks, "num_virtual": virtual, "lengths": lengths}
+    shape: dict[str, Any] = {"num_ranks": ranks, "num_virtual": virtual, "lengths": lengths}
     try:
         program = step_program(name, **shape, costs=costs)
     except ValueError:

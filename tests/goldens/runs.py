@@ -94,7 +94,7 @@ def drawn_run(seed: int) -> str:
     """Return the words of a run that may be refused: model, degrees, schedule, policy, tiers."""
     dice = random.Random(seed)
     data, pipeline, group = dice.choice(_GRIDS)
-    schedule = dice.choice(SCHEDULES)
+    schedule = dice.choice((*SCHEDULES, *["looped_bfs"] * 5))
     words = {
         "model.preset": dice.choice(("llama-3.2-1b", "qwen3-0.6b", "mistral-7b", "gpt-7b", "tiny")),
         "sequence.length": dice.choice(("8Ki", "30000", "64Ki", "256Ki")),
@@ -104,12 +104,12 @@ def drawn_run(seed: int) -> str:
         "parallel.pipeline_parallel_degree": pipeline,
         "parallel.sequence_parallel_degree": group,
         "parallel.schedule": schedule,
-        "parallel.virtual_stages": dice.choice((1, 2)) if schedule in WITH_VIRTUAL_STAGES else 1,
+        "parallel.virtual_stages": dice.choice((2, 4)) if schedule in WITH_VIRTUAL_STAGES else 1,
         "sequence.num_subsequences": 1 if schedule in WHOLE_SEQUENCES else dice.choice((1, 5, 16)),
         "train.sequences_per_step": data * dice.choice((1, 1, 3)),
         "activations.policy": dice.choice(("auto", "retain", "recompute", "sppo", "hybrid")),
     }
-    words |= {key: dice.choice(some) for key, some in _RARE_WORDS.items() if dice.random() < 0.15}
+    words |= {key: dice.choice(some) for key, some in _RARE_WORDS.items() if dice.random() < 0.2}
     return " ".join(f"{key}={value}" for key, value in words.items())
 
 
