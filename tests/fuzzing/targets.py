@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from hypothesis import strategies as st
 
 from sppo.checkpoint.manifest import find_damage, sum_files, write_manifest
 from sppo.checkpoint.newest import find_checkpoint
@@ -30,8 +30,17 @@ from sppo.hardware.presets import PRESETS
 from sppo.planning.estimate import estimate
 from sppo.planning.plan import digest_of, plan_json, read_plan
 from sppo.schedule.program_text import check_program, format_program, parse_program
-from tests.fuzzing.harness import Case
-from tests.fuzzing.mutations import changed_bytes, changed_tree, changed_words, json_text, nasty
+from tests.fuzzing.damage import (
+    changed_bytes,
+    changed_json,
+    changed_trees,
+    changed_words,
+    json_text,
+    nasty,
+)
+
+Case = Callable[[st.DrawFn, Path], None]
+"""Reads one damaged input in a scratch directory of its target."""
 
 RUN: dict[str, Any] = {
     "model": {
@@ -67,24 +76,24 @@ WORDS = ("train.steps=3", "sequence.length=4Ki", "model={preset: tiny}", "parall
          "hardware=auto", "optimizer.betas=[0.9, 0.99]", "sequence.boundaries=[0, 32]")  # fmt: skip
 
 
-def run_files(rng: random.Random, directory: Path) -> None:
+def run_files(draw: st.DrawFn, directory: Path) -> None:
     """A run file with damaged values, and damaged overrides."""
     path = directory / "run.yaml"
-    path.write_text(json_text(changed_tree(rng, RUN)), encoding="utf-8")
-    overrides = [changed_words(rng, rng.choice(WORDS), changes=1) for _ in range(rng.randint(0, 2))]
-    load_run(path, overrides).digest()
+    path.write_text(draw(changed_json(RUN)), encoding="utf-8")
+    override = st.sampled_from(WORDS).flatmap(lambda word: changed_words(word, changes=1))
+    load_run(path, draw(st.lists(override, max_size=2))).digest()
 
 
-def yaml_text(rng: random.Random, directory: Path) -> None:
+def yaml_text(draw: st.DrawFn, directory: Path) -> None:
     """A run file with damaged bytes."""
     path = directory / "run.yaml"
-    path.write_bytes(changed_bytes(rng, format_yaml(RUN).encode()))
+    path.write_bytes(draw(changed_bytes(format_yaml(RUN).encode())))
     read_yaml(path)
 
 
-def estimates(rng: random.Random, directory: Path) -> None:
+def estimates(draw: st.DrawFn, directory: Path) -> None:
     """A prediction of memory for whatever run passes the checks."""
-    raw = changed_tree(rng, RUN, changes=2)
+    raw = draw(changed_trees(RUN, changes=2))
     run = check_run(raw if isinstance(raw, dict) else {}, source="run.yaml")
     estimate(run, hardware=PRESETS["h100"])
 
@@ -97,10 +106,10 @@ def _program() -> str:
     return format_program(schedule)
 
 
-def programs(rng: random.Random, directory: Path) -> None:
+def programs(draw: st.DrawFn, directory: Path) -> None:
     """A hand-written program with damaged words."""
     text = "ranks 2 \nvirtual 1 \nstyle loop \n" + _program()
-    parsed = parse_program(changed_words(rng, text), source="program.txt")
+    parsed = parse_program(draw(changed_words(text)), source="program.txt")
     check_program(parsed, source="program.txt")
 
 
@@ -115,11 +124,11 @@ def _plan() -> dict[str, Any]:
     return plan_json(make_plan(run, solution.best))
 
 
-def plans(rng: random.Random, directory: Path) -> None:
+def plans(draw: st.DrawFn, directory: Path) -> None:
     """A plan with damaged values, its digests mended in half of the cases."""
     path = directory / "plan.json"
-    tree = changed_tree(rng, _plan())
-    if rng.random() < 0.5 and isinstance(tree, dict):
+    tree = draw(changed_trees(_plan()))
+    if draw(st.booleans()) and isinstance(tree, dict):
         tree.pop("digest", None)
         for part in ("run", "hardware"):
             if isinstance(tree.get(part), dict):
@@ -129,21 +138,20 @@ def plans(rng: random.Random, directory: Path) -> None:
     read_plan(path)
 
 
-def hardware_files(rng: random.Random, directory: Path) -> None:
+def hardware_files(draw: st.DrawFn, directory: Path) -> None:
     """A hardware description with damaged values, and a prediction with what passes."""
     path = directory / "hardware.json"
-    tree = hardware_json(PRESETS[rng.choice(("h100", "laptop-cpu"))])
-    path.write_text(json_text(changed_tree(rng, tree)), encoding="utf-8")
+    tree = hardware_json(PRESETS[draw(st.sampled_from(("h100", "laptop-cpu")))])
+    path.write_text(draw(changed_json(tree)), encoding="utf-8")
     spec = read_hardware(path)
-    if rng.random() < 0.2:
-        run = check_run({**RUN, "activations": {}}, source="run.yaml")
-        estimate(run, hardware=spec)
+    run = check_run({**RUN, "activations": {}}, source="run.yaml")
+    estimate(run, hardware=spec)
 
 
-def model_configs(rng: random.Random, directory: Path) -> None:
+def model_configs(draw: st.DrawFn, directory: Path) -> None:
     """A config.json with damaged values."""
-    tree = changed_tree(rng, rng.choice((LLAMA, GPT2)))
-    (directory / "config.json").write_text(json_text(tree), encoding="utf-8")
+    text = draw(changed_json(draw(st.sampled_from((LLAMA, GPT2)))))
+    (directory / "config.json").write_text(text, encoding="utf-8")
     model = {"from_hf": str(directory)}
     check_run({**RUN, "model": model, "sequence": {"length": 32}}, source="run.yaml")
 
@@ -164,24 +172,20 @@ def _weights() -> tuple[Any, bytes, bytes]:
     return model, save(tensors), json.dumps(index).encode()
 
 
-def weight_files(rng: random.Random, directory: Path) -> None:
+def weight_files(draw: st.DrawFn, directory: Path) -> None:
     """Safetensors with a damaged header, or behind a damaged index."""
     from sppo.model.hf_reading import open_hf_weights
 
     model, whole, index = _weights()
     for path in directory.glob("*.safetensors*"):
         path.unlink()
-    if rng.random() < 0.5:
+    if draw(st.booleans()):
         header = 8 + int.from_bytes(whole[:8], "little")
-        damaged = changed_bytes(rng, whole[:header]) + whole[header:]
+        damaged = draw(changed_bytes(whole[:header])) + whole[header:]
         (directory / "model.safetensors").write_bytes(damaged)
     else:
         (directory / "part.safetensors").write_bytes(whole)
-        text = (
-            changed_bytes(rng, index)
-            if rng.random() < 0.5
-            else json_text(changed_tree(rng, json.loads(index))).encode()
-        )
+        text = draw(changed_bytes(index) | changed_json(json.loads(index)).map(str.encode))
         (directory / "model.safetensors.index.json").write_bytes(text)
     open_hf_weights(directory, model)
 
@@ -199,15 +203,15 @@ def _token_files(folder: Path) -> Mapping[str, bytes]:
     return {path.name: path.read_bytes() for path in (folder / "made").iterdir()}
 
 
-def token_data(rng: random.Random, directory: Path) -> None:
+def token_data(draw: st.DrawFn, directory: Path) -> None:
     """A token directory with one damaged file, read to its end."""
     files = dict(_token_files(directory))
-    name = rng.choice(sorted(files))
-    if name == "meta.json" and rng.random() < 0.7:
-        files[name] = json_text(changed_tree(rng, json.loads(files[name]))).encode()
+    name = draw(st.sampled_from(sorted(files)))
+    if name == "meta.json" and draw(st.booleans()):
+        files[name] = draw(changed_json(json.loads(files[name]))).encode()
     else:
-        files[name] = changed_bytes(rng, files[name])
-    if rng.random() < 0.3:  # as from before document starts were summed
+        files[name] = draw(changed_bytes(files[name]))
+    if draw(st.booleans()):  # as from before document starts were summed
         files["meta.json"] = files["meta.json"].replace(b'"documents_sha256"', b'"x"')
     place = directory / "tokens"
     place.mkdir(exist_ok=True)
@@ -217,34 +221,33 @@ def token_data(rng: random.Random, directory: Path) -> None:
     data = open_tokens(place)
     for index in range(min(20, count_sequences(data, length=8))):
         training_sequence(data, index, length=8, isolate_documents=True)
-    table = sample_table(data.document_offsets, length=16, longer=rng.choice(("cut", "drop")))
+    longer = draw(st.sampled_from(("cut", "drop")))
+    table = sample_table(data.document_offsets, length=16, longer=longer)
     check_samples(data, table, vocab_size=64)
     training = DocumentSamples(table, data, seed=0, shuffle=True, tokens_per_step=20)
-    training.row(training.step_samples(rng.randrange(10)))
+    training.row(training.step_samples(draw(st.integers(0, 9))))
 
 
-def id_files(rng: random.Random, directory: Path) -> None:
+def id_files(draw: st.DrawFn, directory: Path) -> None:
     """A damaged .npy file of ids, or of their loss mask."""
     path, mask = directory / "ids.npy", directory / "ids.mask.npy"
-    np.save(path, np.arange(30, dtype=rng.choice((np.uint8, np.int64, np.float32))))
+    np.save(path, np.arange(30, dtype=draw(st.sampled_from((np.uint8, np.int64, np.float32)))))
     np.save(mask, np.arange(30) % 2 > 0)
-    damaged = rng.choice((path, mask))
+    damaged = draw(st.sampled_from((path, mask)))
     data = damaged.read_bytes()
     damaged.unlink()
-    damaged.write_bytes(changed_bytes(rng, data[:128]) + data[128:])
+    damaged.write_bytes(draw(changed_bytes(data[:128])) + data[128:])
     tokenizer = scan_ids([path], vocab_size=None, end_of_document=None)
     for _ in tokenizer.encode([path]):
         pass
 
 
-def documents(rng: random.Random, directory: Path) -> None:
+def documents(draw: st.DrawFn, directory: Path) -> None:
     """A .jsonl file with a damaged line."""
     path = directory / "text.jsonl"
-    line = json_text(changed_tree(rng, {"text": "some words", "id": 7, "meta": {"a": [1, 2]}}))
+    line = draw(changed_json({"text": "some words", "id": 7, "meta": {"a": [1, 2]}}))
     data = line.encode("utf-8", "surrogatepass")
-    path.write_bytes(
-        b'{"text": "a"}\n' + (changed_bytes(rng, data) if rng.random() < 0.5 else data)
-    )
+    path.write_bytes(b'{"text": "a"}\n' + draw(st.just(data) | changed_bytes(data)))
     for _ in read_text([path]):
         pass
 
@@ -258,33 +261,33 @@ TOKENIZER: dict[str, Any] = {
 }  # fmt: skip
 
 
-def tokenizers(rng: random.Random, directory: Path) -> None:
+def tokenizers(draw: st.DrawFn, directory: Path) -> None:
     """A damaged tokenizer.json, and a damaged configuration beside it."""
     path = directory / "tokenizer.json"
-    data = json_text(changed_tree(rng, TOKENIZER)).encode()
+    data = draw(changed_json(TOKENIZER)).encode()
     path.write_bytes(data)
-    settings = json_text(changed_tree(rng, {"eos_token": {"content": "b"}}))
+    settings = draw(changed_json({"eos_token": {"content": "b"}}))
     (directory / "tokenizer_config.json").write_text(settings, encoding="utf-8")
     vocabulary_identity(data)
     load_tokenizer_file(str(path), end_of_document="auto")
 
 
-def checkpoints(rng: random.Random, directory: Path) -> None:
+def checkpoints(draw: st.DrawFn, directory: Path) -> None:
     """A checkpoint with a damaged manifest, or damaged metadata behind a good one."""
     place = directory / "checkpoints" / "step_000002"
     place.mkdir(parents=True, exist_ok=True)
     metadata = {"step": 2, "config": RUN, "tokens_sha256": "0" * 64}
-    forged = rng.random() < 0.5
-    tree = changed_tree(rng, metadata) if forged else metadata
-    (place / "metadata.json").write_text(json_text(tree), encoding="utf-8")
+    forged = draw(st.booleans())
+    text = draw(changed_json(metadata)) if forged else json_text(metadata)
+    (place / "metadata.json").write_text(text, encoding="utf-8")
     (place / "__0_0.distcp").write_bytes(b"values")
     files = [place / "metadata.json", place / "__0_0.distcp"]
     write_manifest(place, sum_files(files))
     if not forged:
         manifest = place / "manifest.json"
         content = manifest.read_bytes()
-        text = json_text(changed_tree(rng, json.loads(content)))
-        manifest.write_bytes(changed_bytes(rng, content) if rng.random() < 0.3 else text.encode())
+        damaged = changed_json(json.loads(content)).map(str.encode) | changed_bytes(content)
+        manifest.write_bytes(draw(damaged))
     find_damage(place)
     find_checkpoint(directory)
 
@@ -299,19 +302,17 @@ VALUES = ("0", "1", "2", "3", "-1", "1.5", "nan", "inf", "1e308", "1e-308", "spp
           "1e400")  # fmt: skip
 
 
-def options(rng: random.Random, directory: Path) -> None:
+def options(draw: st.DrawFn, directory: Path) -> None:
     """Keys of ``sppo simulate`` and words of ``sppo config check``, any values, in this process."""
     from typer.testing import CliRunner
 
-    given = {"schedule": rng.choice(("sppo", "seq1f1b", "interleaved_seq1f1b", "gpipe")),
+    changes = st.dictionaries(st.sampled_from(SIMULATE), st.sampled_from(VALUES), max_size=4)
+    usual = {"schedule": draw(st.sampled_from(("sppo", "seq1f1b", "gpipe"))),
              "ranks": "2", "sequences": "1", "subsequences": "4"}  # fmt: skip
-    for _ in range(rng.randint(1, 4)):
-        given[rng.choice(SIMULATE)] = rng.choice(VALUES)
-    words = ["simulate", *(f"{key}={value}" for key, value in given.items())]
-    words += ["--compare", rng.choice(VALUES)] * (rng.random() < 0.1)
-    if rng.random() < 0.1:
-        words = ["config", "check", str(directory / "no.yaml"), str(nasty(rng))]
-    words += ["--json"] * (rng.random() < 0.5)
+    words = ["simulate", *(f"{key}={value}" for key, value in (usual | draw(changes)).items())]
+    if draw(st.integers(0, 9)) == 9:
+        words = ["config", "check", str(directory / "no.yaml"), str(draw(nasty))]
+    words += ["--json"] * draw(st.booleans())
     words = [word.encode("utf-8", "replace").decode() for word in words]
     result = CliRunner().invoke(app, words)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
@@ -329,18 +330,9 @@ def _refuse(name: str) -> float:
 
 
 TARGETS: Mapping[str, Case] = {
-    "run_files": run_files,
-    "yaml_text": yaml_text,
-    "estimates": estimates,
-    "programs": programs,
-    "plans": plans,
-    "hardware_files": hardware_files,
-    "model_configs": model_configs,
-    "weight_files": weight_files,
-    "token_data": token_data,
-    "id_files": id_files,
-    "documents": documents,
-    "tokenizers": tokenizers,
-    "checkpoints": checkpoints,
-    "options": options,
+    case.__name__: case
+    for case in (
+        *(run_files, yaml_text, estimates, programs, plans, hardware_files, model_configs),
+        *(weight_files, token_data, id_files, documents, tokenizers, checkpoints, options),
+    )
 }
