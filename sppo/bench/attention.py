@@ -7,7 +7,6 @@ predicted from shorter calls.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -17,14 +16,13 @@ import torch
 from sppo.bench.attention_backends import (
     BackendComparison,
     BackendRate,
-    LeftOut,
+    BackendShape,
     backends_to_try,
-    failure,
     why_not_timed,
 )
 from sppo.bench.attention_grid import AttentionGrid, AttentionShape
 from sppo.bench.operands import DTYPES, Operands
-from sppo.bench.timing import Call, Rounds, TimedCase, Timing, Watcher, time_cases, time_once
+from sppo.bench.timing import Call, KernelBench, TimedCase, Timing
 from sppo.hardware.rates import AttentionPoint
 from sppo.kernels.attention.choice import BackendName, chosen_name
 from sppo.kernels.attention.interface import attention_backward, attention_forward
@@ -41,48 +39,31 @@ _LONGEST_ASKED_S = 2.0
 _LONGEST_AUTOMATIC_S = 0.4
 
 
-def measure_attention(
-    operands: Operands,
-    grid: AttentionGrid,
-    *,
-    dtypes: Sequence[str],
-    rounds: Rounds,
-    watcher: Watcher,
-) -> tuple[Mapping[AttentionKey, Timing], BackendComparison]:
+def measure_attention(bench: KernelBench, grid: AttentionGrid) -> BackendComparison:
     """Time back ends on spans at the end of prefixes, all cases in every round.
 
-    Args:
-        operands: Operands on the device.
-        grid: Spans and back ends to time; at least one back end supports a problem of the grid.
-        dtypes: Some of bf16 and fp32.
-        rounds: Number and length of the rounds.
-        watcher: Receiver of the progress, notified of every timing.
-
-    Returns:
-        The timings, and the rates of each back end and shape.
+    At least one back end must support a problem of the grid.
     """
-    chosen: list[tuple[BackendName, AttentionShape]] = []
-    left_out: list[LeftOut] = []
+    reasons: dict[BackendShape, str | None] = {}
     automatic: dict[AttentionShape, BackendName] = {}
-    for shapes in grid.problems(dtypes):
-        taken = chosen_name("auto", shapes[0].case(operands.device))
-        timed, not_timed = _choose(operands, grid, shapes, taken)
-        chosen += timed
-        left_out += not_timed
-        automatic |= dict.fromkeys(dict.fromkeys(shape for _, shape in timed), taken)
+    for shapes in grid.problems(bench.dtypes):
+        taken = chosen_name("auto", shapes[0].case(bench.operands.device))
+        found = _why_left_out(bench, grid, shapes, taken)
+        reasons |= found
+        automatic |= {shape: taken for (_, shape), reason in found.items() if reason is None}
+    chosen = [pair for pair, reason in reasons.items() if reason is None]
     directions: tuple[Direction, ...] = ("forward", "backward")
     cases: list[TimedCase[AttentionKey]] = [
-        TimedCase((name, shape, direction), partial(_make, operands, name, shape, direction))
-        for name, shape in chosen
+        TimedCase((*pair, direction), partial(_make, bench.operands, *pair, direction))
+        for pair in chosen
         for direction in directions
     ]
-    watcher.begin("attention", total=len(cases) * rounds.count)
-    timings = time_cases(cases, rounds=rounds, watcher=watcher)
+    timings = bench.time("attention", cases)
     rates = tuple(
-        _rate(name, shape, timings[name, shape, "forward"], timings[name, shape, "backward"])
-        for name, shape in chosen
+        _rate(*pair, timings[*pair, "forward"], timings[*pair, "backward"]) for pair in chosen
     )
-    return timings, BackendComparison(rates, automatic, tuple(left_out))
+    left_out = {pair: reason for pair, reason in reasons.items() if reason is not None}
+    return BackendComparison(rates, automatic, left_out)
 
 
 def attention_points(
@@ -108,38 +89,36 @@ def attention_points(
     )
 
 
-def _choose(
-    operands: Operands, grid: AttentionGrid, shapes: list[AttentionShape], taken: BackendName
-) -> tuple[list[tuple[BackendName, AttentionShape]], list[LeftOut]]:
-    """Return the (back end, shape) pairs of one problem to time, and those to leave out.
+def _why_left_out(
+    bench: KernelBench, grid: AttentionGrid, shapes: list[AttentionShape], taken: BackendName
+) -> dict[BackendShape, str | None]:
+    """Return by back end and shape of one problem why it is not timed; None if it is.
 
     Args:
-        operands: Operands on the device.
+        bench: What all measurements share.
         grid: Grid that the shapes belong to.
         shapes: Shapes that differ in length only, so that a back end supports all or none.
         taken: Back end that ``auto`` chooses.
     """
-    case = shapes[0].case(operands.device)
-    names = backends_to_try(grid, device=operands.device)
-    reasons = {name: why_not_timed(name, case) for name in names}
-    able = [name for name in names if reasons[name] is None]
+    device = bench.operands.device
+    case = shapes[0].case(device)
+    reasons = {name: why_not_timed(name, case) for name in backends_to_try(grid, device=device)}
+    able = [name for name, reason in reasons.items() if reason is None]
     first = taken if taken in able else next(iter(able), None)
     if first is not None and not grid.fixed:
-        shapes = _shorter(operands, first, shapes)
-    longest_s = _LONGEST_ASKED_S if grid.fixed else _LONGEST_S[operands.device]
-    timed: list[tuple[BackendName, AttentionShape]] = []
-    left_out: list[LeftOut] = []
-    for name in names:
-        gaps = dict.fromkeys(shapes, reasons[name])
-        if reasons[name] is None and name != first:
-            gaps = _gaps(operands, name, shapes, longest_s)
-        timed += [(name, shape) for shape, reason in gaps.items() if reason is None]
-        left_out += [LeftOut(name, shape, why) for shape, why in gaps.items() if why is not None]
-    return timed, left_out
+        shapes = _shorter(bench, first, shapes)
+    longest_s = _LONGEST_ASKED_S if grid.fixed else _LONGEST_S[device]
+    found: dict[BackendShape, str | None] = {}
+    for name, reason in reasons.items():
+        gaps = dict.fromkeys(shapes, reason)
+        if reason is None and name != first:
+            gaps = _gaps(bench, name, shapes, longest_s)
+        found |= {(name, shape): why for shape, why in gaps.items()}
+    return found
 
 
 def _gaps(
-    operands: Operands, name: BackendName, shapes: list[AttentionShape], longest_s: float
+    bench: KernelBench, name: BackendName, shapes: list[AttentionShape], longest_s: float
 ) -> dict[AttentionShape, str | None]:
     """Return by shape why a back end is not timed, None if it is; for all but ``auto``'s choice.
 
@@ -148,58 +127,64 @@ def _gaps(
     """
     gaps: dict[AttentionShape, str | None] = dict.fromkeys(shapes)
     try:
-        in_time = _in_time(operands, name, shapes, longest_s)
+        in_time = _in_time(bench, name, shapes, longest_s)
     except Exception as error:  # third-party packages may raise anything
-        return dict.fromkeys(shapes, failure(error))
+        return dict.fromkeys(shapes, _failure(error))
     for shape in shapes:
         if shape not in in_time:
             gaps[shape] = f"would take longer than {longest_s:g} s a call"
             continue
         try:
-            time_once(_make(operands, name, shape, "backward"), device=operands.device)
+            bench.time_once(_make(bench.operands, name, shape, "backward"))
         except Exception as error:  # as above
-            gaps[shape] = failure(error)
+            gaps[shape] = _failure(error)
     return gaps
 
 
 def _shorter(
-    operands: Operands, name: BackendName, shapes: list[AttentionShape]
+    bench: KernelBench, name: BackendName, shapes: list[AttentionShape]
 ) -> list[AttentionShape]:
     """Return ``shapes`` without those whose queries take too long; keep two numbers of queries."""
     queries = sorted({shape.queries for shape in shapes})
     probe = max((shape for shape in shapes if shape.queries == queries[0]), key=lambda s: s.keys)
-    seconds = _probe(operands, name, probe)
+    seconds = _probe(bench, name, probe)
     while len(queries) > 2 and seconds * (queries[-1] / probe.queries) ** 2 > _LONGEST_AUTOMATIC_S:
         queries.pop()
     return [shape for shape in shapes if shape.queries in queries]
 
 
 def _in_time(
-    operands: Operands, name: BackendName, shapes: list[AttentionShape], longest_s: float
+    bench: KernelBench, name: BackendName, shapes: list[AttentionShape], longest_s: float
 ) -> list[AttentionShape]:
     """Return the shapes whose backward is predicted to take at most ``longest_s``.
 
     Predictions come from shorter shapes, which need more time per FLOP than long ones. So before a
     shape is left out, a part of its queries is timed that should take a quarter of ``longest_s``.
     """
-    most = _FIRST_PROBE[operands.device]
+    most = _FIRST_PROBE[bench.operands.device]
     rising = sorted(shapes, key=lambda shape: shape.forward_flops)
     tried = replace(rising[0], queries=min(rising[0].queries, most), keys=min(rising[0].keys, most))
-    s_per_flop = _probe(operands, name, tried) / tried.forward_flops
+    s_per_flop = _probe(bench, name, tried) / tried.forward_flops
     for count, shape in enumerate(rising):
         foretold_s = s_per_flop * shape.forward_flops
         if foretold_s > longest_s:
             some = max(1, int(shape.queries * longest_s / (4 * foretold_s)))
             tried = replace(shape, queries=some)
-            s_per_flop = _probe(operands, name, tried) / tried.forward_flops
+            s_per_flop = _probe(bench, name, tried) / tried.forward_flops
         if s_per_flop * shape.forward_flops > longest_s:
             return rising[:count]
     return rising
 
 
-def _probe(operands: Operands, name: BackendName, shape: AttentionShape) -> float:
+def _probe(bench: KernelBench, name: BackendName, shape: AttentionShape) -> float:
     """Return the seconds of one warm backward."""
-    return time_once(_make(operands, name, shape, "backward"), device=operands.device)
+    return bench.time_once(_make(bench.operands, name, shape, "backward"))
+
+
+def _failure(error: Exception) -> str:
+    """Return a description of a back end's error, as the end of a sentence."""
+    first_line = (str(error).splitlines() or [""])[0]
+    return f"fails with {type(error).__name__}: {first_line}"
 
 
 def _rate(

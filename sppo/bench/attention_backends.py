@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from sppo.bench.attention_grid import AttentionGrid, AttentionShape
@@ -20,6 +20,7 @@ BACKENDS: tuple[BackendName, ...] = tuple(
     name for name in get_args(BackendName) if CAPABILITIES[name].automatic
 )
 """Back ends that can be timed; all but the reference, whose memory holds all scores."""
+BackendShape = tuple[BackendName, AttentionShape]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,27 +77,18 @@ class BackendRate:
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
-    """Back end that was not timed on a shape, and the reason, as the end of a sentence."""
-
-    backend: BackendName
-    shape: AttentionShape
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class BackendComparison:
     """Rates of all timed back ends, and the reasons why others were not timed.
 
     Attributes:
         rates: Rates of all timed pairs of back end and shape.
         automatic: Back end that ``auto`` chooses for each timed shape, even if another was timed.
-        left_out: Pairs of back end and shape that were not timed.
+        left_out: Reasons why the other pairs were not timed, as the ends of sentences.
     """
 
     rates: tuple[BackendRate, ...]
     automatic: Mapping[AttentionShape, BackendName]
-    left_out: tuple[LeftOut, ...] = ()
+    left_out: Mapping[BackendShape, str] = field(default_factory=dict)
 
     @property
     def by_shape(self) -> Mapping[AttentionShape, Mapping[BackendName, BackendRate]]:
@@ -111,12 +103,6 @@ class BackendComparison:
         """Timed back ends, in the order of the table of capabilities."""
         timed = {rate.backend for rate in self.rates}
         return tuple(name for name in CAPABILITIES if name in timed)
-
-
-def failure(error: Exception) -> str:
-    """Return a description of a back end's error, as the end of a sentence."""
-    first_line = (str(error).splitlines() or [""])[0]
-    return f"fails with {type(error).__name__}: {first_line}"
 
 
 def backends_to_try(grid: AttentionGrid, *, device: str) -> tuple[BackendName, ...]:
@@ -141,13 +127,8 @@ def why_never_timed(
     name: BackendName, grid: AttentionGrid, *, dtypes: Sequence[str], device: str
 ) -> str | None:
     """Return the first reason why a back end supports no problem of ``grid``; None if it does."""
-    reasons = []
-    for shapes in grid.problems(dtypes):
-        reason = why_not_timed(name, shapes[0].case(device))
-        if reason is None:
-            return None
-        reasons.append(reason)
-    return reasons[0]
+    reasons = [why_not_timed(name, shapes[0].case(device)) for shapes in grid.problems(dtypes)]
+    return None if None in reasons else reasons[0]
 
 
 def _interpreted(name: BackendName, device: str) -> bool:

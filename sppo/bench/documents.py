@@ -6,7 +6,6 @@ A call of a few tokens takes as long as its calls of torch, whatever it computes
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -14,7 +13,7 @@ from typing import Literal
 import torch
 
 from sppo.bench.operands import DTYPES, Operands
-from sppo.bench.timing import Call, Rounds, TimedCase, Timing, Watcher, time_cases
+from sppo.bench.timing import Call, KernelBench, TimedCase
 from sppo.kernels.attention.interface import attention_backward, attention_forward
 from sppo.kernels.attention.kv_layout import empty_keys
 
@@ -41,29 +40,19 @@ class DocumentSeconds:
     backward_s: float
 
 
-def measure_documents(
-    operands: Operands, *, dtypes: Sequence[str], rounds: Rounds, watcher: Watcher
-) -> tuple[Mapping[DocumentKey, Timing], DocumentSeconds]:
-    """Time attention over short documents, on a CPU.
-
-    Args:
-        operands: Operands on the CPU.
-        dtypes: Some of bf16 and fp32; the slowest one counts.
-        rounds: Number and length of the rounds.
-        watcher: Receiver of the progress, notified of every timing.
-    """
+def measure_documents(bench: KernelBench) -> DocumentSeconds:
+    """Time attention over short documents, on a CPU; the slowest dtype counts."""
     cases: list[TimedCase[DocumentKey]] = [
-        TimedCase((dtype, direction), partial(_make, operands, dtype, direction))
-        for dtype in dtypes
+        TimedCase((dtype, direction), partial(_make, bench.operands, dtype, direction))
+        for dtype in bench.dtypes
         for direction in _DIRECTIONS
     ]
-    watcher.begin("documents", total=len(cases) * rounds.count)
-    timings = time_cases(cases, rounds=rounds, watcher=watcher)
+    timings = bench.time("documents", cases)
     forward_s, backward_s = (
-        max(timings[dtype, direction].median_s for dtype in dtypes) / _DOCUMENTS
+        max(timings[dtype, direction].median_s for dtype in bench.dtypes) / _DOCUMENTS
         for direction in _DIRECTIONS
     )
-    return timings, DocumentSeconds(forward_s, backward_s)
+    return DocumentSeconds(forward_s, backward_s)
 
 
 @torch.no_grad()

@@ -6,12 +6,12 @@ write, so that the time predicted from these bytes and rates is the time measure
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 from sppo.bench.kernel_calls import MAKERS
 from sppo.bench.operands import DTYPES, Operands
-from sppo.bench.timing import Call, Rounds, TimedCase, Timing, Watcher, time_cases
+from sppo.bench.timing import Call, KernelBench, TimedCase, Timing
 from sppo.cost.elementwise import PASSES, bytes_per_element
 from sppo.hardware.rates import ElementwisePoint
 
@@ -22,25 +22,17 @@ _ELEMENTS = {"cpu": (1 << 16, 1 << 19, 1 << 22), "cuda": (1 << 20, 1 << 23, 1 <<
 _QUICK_ELEMENTS = {"cpu": (1 << 18,), "cuda": (1 << 24,)}
 
 
-def measure_elementwise(
-    operands: Operands,
-    *,
-    dtypes: Sequence[str],
-    rounds: Rounds,
-    watcher: Watcher,
-    quick: bool = False,
-) -> tuple[Mapping[ElementwiseKey, Timing], tuple[ElementwisePoint, ...]]:
-    """Time every kernel on tensors of several sizes; return the timings and the rates."""
+def measure_elementwise(bench: KernelBench, *, quick: bool) -> tuple[ElementwisePoint, ...]:
+    """Return the rates of every kernel on tensors of several sizes; few of them if ``quick``."""
+    operands = bench.operands
     sizes = (_QUICK_ELEMENTS if quick else _ELEMENTS)[operands.device]
     cases = [
         TimedCase((kernel, dtype, elements), partial(_make, operands, kernel, dtype, elements))
-        for dtype in dtypes
+        for dtype in bench.dtypes
         for kernel in kernels_of(dtype, device=operands.device)
         for elements in sizes
     ]
-    watcher.begin("elementwise", total=len(cases) * rounds.count)
-    timings = time_cases(cases, rounds=rounds, watcher=watcher)
-    return timings, elementwise_points(timings)
+    return elementwise_points(bench.time("elementwise", cases))
 
 
 def elementwise_points(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import get_args
@@ -10,7 +10,7 @@ from typing import get_args
 import torch
 
 from sppo.bench.operands import DTYPES, Operands
-from sppo.bench.timing import Call, Rounds, TimedCase, Timing, Watcher, time_cases, time_once
+from sppo.bench.timing import Call, KernelBench, TimedCase, Timing
 from sppo.hardware.rates import GemmPoint, Product
 from sppo.kernels.linear import accumulate_weight_gradient, input_gradient, linear
 
@@ -45,19 +45,10 @@ def gemm_grid(device: str, *, quick: bool) -> GemmGrid:
     return GemmGrid(tokens[device], widths[device])
 
 
-def measure_gemm(
-    operands: Operands,
-    grid: GemmGrid,
-    *,
-    dtypes: Sequence[str],
-    rounds: Rounds,
-    watcher: Watcher,
-) -> tuple[Mapping[GemmKey, Timing], tuple[GemmPoint, ...]]:
-    """Time products ``[tokens, width] x [width, width]``; return the timings and the rates."""
-    cases = [case for dtype in dtypes for case in _cases(operands, grid, dtype=dtype)]
-    watcher.begin("gemm", total=len(cases) * rounds.count)
-    timings = time_cases(cases, rounds=rounds, watcher=watcher)
-    return timings, gemm_points(timings)
+def measure_gemm(bench: KernelBench, grid: GemmGrid) -> tuple[GemmPoint, ...]:
+    """Return the rates of products ``[tokens, width] x [width, width]``."""
+    cases = [case for dtype in bench.dtypes for case in _cases(bench, grid, dtype=dtype)]
+    return gemm_points(bench.time("gemm", cases))
 
 
 def gemm_points(timings: Mapping[GemmKey, Timing]) -> tuple[GemmPoint, ...]:
@@ -72,21 +63,20 @@ def gemm_points(timings: Mapping[GemmKey, Timing]) -> tuple[GemmPoint, ...]:
     return tuple(points)
 
 
-def _cases(operands: Operands, grid: GemmGrid, *, dtype: str) -> Iterator[TimedCase[GemmKey]]:
-    widths = grid.widths if grid.fixed else _narrower(operands, grid, dtype=dtype)
+def _cases(bench: KernelBench, grid: GemmGrid, *, dtype: str) -> Iterator[TimedCase[GemmKey]]:
+    widths = grid.widths if grid.fixed else _narrower(bench, grid, dtype=dtype)
     for tokens in grid.tokens:
         for width in widths:
             for product in get_args(Product):
                 key = (dtype, tokens, width, product)
-                yield TimedCase(key, partial(_make, operands, *key))
+                yield TimedCase(key, partial(_make, bench.operands, *key))
 
 
-def _narrower(operands: Operands, grid: GemmGrid, *, dtype: str) -> tuple[int, ...]:
+def _narrower(bench: KernelBench, grid: GemmGrid, *, dtype: str) -> tuple[int, ...]:
     """Return the widths without the largest ones that take too long; at least two remain."""
     tokens, widths = grid.tokens, grid.widths
-    probe = _make(operands, dtype, tokens[0], widths[0], "forward")
-    seconds = time_once(probe, device=operands.device)
-    per_flop_s = seconds / (tokens[0] * widths[0] ** 2)
+    probe = _make(bench.operands, dtype, tokens[0], widths[0], "forward")
+    per_flop_s = bench.time_once(probe) / (tokens[0] * widths[0] ** 2)
     while len(widths) > 2 and per_flop_s * tokens[-1] * widths[-1] ** 2 > _LONGEST_S:
         widths = widths[:-1]
     return widths

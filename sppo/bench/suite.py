@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ from sppo.bench.messages import MessageMeasurements, measure_messages
 from sppo.bench.operands import Operands
 from sppo.bench.overlap import MeasuredLayer, OverlapMeasurements, measure_overlap
 from sppo.bench.pcie import measure_pcie
-from sppo.bench.timing import Rounds, Timing, Watcher
+from sppo.bench.timing import KernelBench, Rounds, Watcher
 from sppo.hardware.rates import AttentionPoint, ElementwisePoint, GemmPoint
 
 _ROUNDS, _QUICK_ROUNDS = 5, 3
@@ -119,86 +120,86 @@ def measure(
         MemoryError: A host that lacks the memory, or may not lock it.
     """
     start = time.perf_counter()
-    operands = Operands(device)
-    kernels, timings = _measure_kernels(
-        subjects,
-        operands,
+    rounds = Rounds(_QUICK_ROUNDS if quick else _ROUNDS)
+    request = _Request(
+        KernelBench(Operands(device), dtypes, rounds, watcher),
         grids or default_grids(device, quick=quick),
-        dtypes=dtypes,
-        quick=quick,
-        watcher=watcher,
+        copying,
+        quick,
     )
-    messages = measure_messages(quick=quick, watcher=watcher) if "messages" in subjects else None
-    copies: tuple[CopyMeasurements, ...] = ()
-    overlap: OverlapMeasurements | None = None
-    if "pcie" in subjects:
-        assert copying is not None, "copies go somewhere"
-        copies = tuple(_measure_copies(device, copying, quick=quick, watcher=watcher))
-    if "overlap" in subjects:
-        assert copying is not None, "copies go somewhere"
-        overlap = measure_overlap(
-            operands, copying.layer, directory=copying.directory, quick=quick, watcher=watcher
-        )
-    spreads = [timing.spread for timing in timings]
-    spreads += [point.spread for measured in copies for point in measured.points]
-    spreads += [] if messages is None else [messages.spread]
-    spreads += [] if overlap is None else [point.spread for point in overlap.points]
-    return replace(
-        kernels,
-        spreads=tuple(spreads),
-        wall_s=time.perf_counter() - start,
-        copies=copies,
-        overlap=overlap,
-        messages=messages,
-    )
+    found = Measurements(device)
+    for subject in subjects:
+        found = replace(found, **_SUBJECTS[subject](request))
+    spreads = [*request.kernels.spreads]
+    spreads += [point.spread for copies in found.copies for point in copies.points]
+    spreads += [] if found.messages is None else [found.messages.spread]
+    spreads += [] if found.overlap is None else [point.spread for point in found.overlap.points]
+    return replace(found, spreads=tuple(spreads), wall_s=time.perf_counter() - start)
 
 
-def _measure_copies(
-    device: str, copying: CopySetup, *, quick: bool, watcher: Watcher
-) -> Iterator[CopyMeasurements]:
-    """Yield the measured copies to each available tier: host memory for a GPU, and a disk."""
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What the measurements of all subjects get."""
+
+    kernels: KernelBench
+    grids: Grids
+    copying: CopySetup | None
+    quick: bool
+
+
+def _gemm(request: _Request) -> dict[str, Any]:
+    return {"gemm": measure_gemm(request.kernels, request.grids.gemm)}
+
+
+def _attention(request: _Request) -> dict[str, Any]:
+    grid = request.grids.attention
+    backends = measure_attention(request.kernels, grid)
+    found = {"attention": attention_points(backends, grid), "backends": backends}
+    if request.kernels.operands.device == "cpu":
+        found["documents"] = measure_documents(request.kernels)
+    return found
+
+
+def _elementwise(request: _Request) -> dict[str, Any]:
+    return {"elementwise": measure_elementwise(request.kernels, quick=request.quick)}
+
+
+def _messages(request: _Request) -> dict[str, Any]:
+    return {"messages": measure_messages(quick=request.quick, watcher=request.kernels.watcher)}
+
+
+def _copies(request: _Request) -> dict[str, Any]:
+    """Measure copies to each available tier: host memory for a GPU, and a disk."""
+    assert request.copying is not None, "copies go somewhere"
+    device, directory = request.kernels.operands.device, request.copying.directory
+    quick, watcher = request.quick, request.kernels.watcher
+    copies: list[CopyMeasurements] = []
     if device == "cuda":
         devices = [torch.device(device, index) for index in range(torch.cuda.device_count())]
-        yield measure_pcie(devices, quick=quick, watcher=watcher)
-    if copying.directory is not None:
-        yield measure_disk(copying.directory, quick=quick, watcher=watcher)
+        copies.append(measure_pcie(devices, quick=quick, watcher=watcher))
+    if directory is not None:
+        copies.append(measure_disk(directory, quick=quick, watcher=watcher))
+    return {"copies": tuple(copies)}
 
 
-def _measure_kernels(
-    subjects: Sequence[str],
-    operands: Operands,
-    grids: Grids,
-    *,
-    dtypes: Sequence[str],
-    quick: bool,
-    watcher: Watcher,
-) -> tuple[Measurements, Sequence[Timing]]:
-    """Measure kernels: matrix products, attention, element-wise kernels."""
-    rounds = Rounds(operands.device, count=_QUICK_ROUNDS if quick else _ROUNDS)
-    found, timings = Measurements(operands.device), list[Timing]()
-    if "gemm" in subjects:
-        products, gemm = measure_gemm(
-            operands, grids.gemm, dtypes=dtypes, rounds=rounds, watcher=watcher
-        )
-        found = replace(found, gemm=gemm)
-        timings += products.values()
-    if "attention" in subjects:
-        spans, backends = measure_attention(
-            operands, grids.attention, dtypes=dtypes, rounds=rounds, watcher=watcher
-        )
-        points = attention_points(backends, grids.attention)
-        found = replace(found, attention=points, backends=backends)
-        timings += spans.values()
-        if operands.device == "cpu":
-            calls, documents = measure_documents(
-                operands, dtypes=dtypes, rounds=rounds, watcher=watcher
-            )
-            found = replace(found, documents=documents)
-            timings += calls.values()
-    if "elementwise" in subjects:
-        kernels, elementwise = measure_elementwise(
-            operands, dtypes=dtypes, rounds=rounds, watcher=watcher, quick=quick
-        )
-        found = replace(found, elementwise=elementwise)
-        timings += kernels.values()
-    return found, timings
+def _overlap(request: _Request) -> dict[str, Any]:
+    assert request.copying is not None, "copies go somewhere"
+    overlap = measure_overlap(
+        request.kernels.operands,
+        request.copying.layer,
+        directory=request.copying.directory,
+        quick=request.quick,
+        watcher=request.kernels.watcher,
+    )
+    return {"overlap": overlap}
+
+
+_SUBJECTS: Mapping[str, Callable[[_Request], dict[str, Any]]] = {
+    "gemm": _gemm,
+    "attention": _attention,
+    "elementwise": _elementwise,
+    "messages": _messages,
+    "pcie": _copies,
+    "overlap": _overlap,
+}
+"""Measurement of each subject, which returns fields of :class:`Measurements`."""

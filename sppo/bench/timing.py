@@ -10,10 +10,12 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 import torch
+
+from sppo.bench.operands import Operands
 
 Call = Callable[[], object]
 Key = TypeVar("Key", bound=Hashable)
@@ -56,13 +58,11 @@ class Rounds:
     """Number and length of the rounds of a measurement.
 
     Attributes:
-        device: "cpu" or "cuda".
         count: Rounds over all cases.
         count_long: Rounds for cases whose call takes longer than 0.1 s.
         window_s: Seconds for which the call is repeated in each round, at least once.
     """
 
-    device: str
     count: int = 5
     count_long: int = 3
     window_s: float = 0.01
@@ -80,51 +80,66 @@ class Watcher(Protocol):
         ...
 
 
-@torch.no_grad()
-def time_cases(
-    cases: Sequence[TimedCase[Key]], *, rounds: Rounds, watcher: Watcher
-) -> Mapping[Key, Timing]:
-    """Time every case in every round and return the timings by key."""
-    seconds: dict[Key, list[float]] = {case.key: [] for case in cases}
-    assert len(seconds) == len(cases), "every case has a key of its own"
-    for turn in range(rounds.count):
-        for case in cases:
-            so_far = seconds[case.key]
-            known_s = min(so_far, default=0.0)
-            if turn < rounds.count_long or known_s <= _LONG_S:
-                so_far.append(_time(case.make(), rounds=rounds, known_s=known_s))
-            watcher.advance()
-    return {
-        key: Timing(statistics.median(values), min(values), max(values))
-        for key, values in seconds.items()
-    }
+@dataclass(frozen=True, slots=True)
+class KernelBench:
+    """Device, precisions, rounds and progress that all measurements of kernels share.
 
+    Attributes:
+        operands: Operands on the device.
+        dtypes: Some of bf16 and fp32.
+        rounds: Number and length of the rounds.
+        watcher: Receiver of the progress, notified of every timing.
+        spreads: Spreads of all timings so far.
+    """
 
-def _time(call: Call, *, rounds: Rounds, known_s: float) -> float:
-    """Return the mean seconds of the calls of one round."""
-    if known_s < _WARM_S:
-        _timed(call, calls=1, device=rounds.device)  # fills caches, selects kernels, allocates
-    if known_s == 0.0:
-        known_s = _timed(call, calls=1, device=rounds.device)
-    calls = max(1, math.ceil(rounds.window_s / max(known_s, 1e-7)))
-    return _timed(call, calls=calls, device=rounds.device)
+    operands: Operands
+    dtypes: Sequence[str]
+    rounds: Rounds
+    watcher: Watcher
+    spreads: list[float] = field(default_factory=list)
 
+    @torch.no_grad()
+    def time(self, subject: str, cases: Sequence[TimedCase[Key]]) -> Mapping[Key, Timing]:
+        """Time every case of a subject in every round and return the timings by key."""
+        seconds: dict[Key, list[float]] = {case.key: [] for case in cases}
+        assert len(seconds) == len(cases), "every case has a key of its own"
+        self.watcher.begin(subject, total=len(cases) * self.rounds.count)
+        for turn in range(self.rounds.count):
+            for case in cases:
+                so_far = seconds[case.key]
+                known_s = min(so_far, default=0.0)
+                if turn < self.rounds.count_long or known_s <= _LONG_S:
+                    so_far.append(self._time_round(case.make(), known_s=known_s))
+                self.watcher.advance()
+        timings = {
+            key: Timing(statistics.median(values), min(values), max(values))
+            for key, values in seconds.items()
+        }
+        self.spreads.extend(timing.spread for timing in timings.values())
+        return timings
 
-def time_once(call: Call, *, device: str) -> float:
-    """Return the seconds of one warm call, an estimate for the choice of sizes."""
-    _timed(call, calls=1, device=device)
-    return _timed(call, calls=1, device=device)
+    def time_once(self, call: Call) -> float:
+        """Return the seconds of one warm call, an estimate for the choice of sizes."""
+        self._timed(call, calls=1)
+        return self._timed(call, calls=1)
 
+    def _time_round(self, call: Call, *, known_s: float) -> float:
+        """Return the mean seconds of the calls of one round."""
+        if known_s < _WARM_S:
+            self._timed(call, calls=1)  # fills caches, selects kernels, allocates
+        if known_s == 0.0:
+            known_s = self._timed(call, calls=1)
+        calls = max(1, math.ceil(self.rounds.window_s / max(known_s, 1e-7)))
+        return self._timed(call, calls=calls)
 
-def _timed(call: Call, *, calls: int, device: str) -> float:
-    _synchronise(device)
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
-    _synchronise(device)
-    return (time.perf_counter() - start) / calls
+    def _timed(self, call: Call, *, calls: int) -> float:
+        self._synchronise()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        self._synchronise()
+        return (time.perf_counter() - start) / calls
 
-
-def _synchronise(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+    def _synchronise(self) -> None:
+        if self.operands.device == "cuda":
+            torch.cuda.synchronize()

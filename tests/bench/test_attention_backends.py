@@ -14,7 +14,6 @@ from sppo.bench.attention import attention_points, measure_attention
 from sppo.bench.attention_backends import (
     BackendComparison,
     BackendRate,
-    LeftOut,
     backends_to_try,
     why_never_timed,
     why_not_timed,
@@ -22,11 +21,11 @@ from sppo.bench.attention_backends import (
 from sppo.bench.attention_grid import AttentionGrid, AttentionShape, Heads, attention_grid
 from sppo.bench.operands import Operands
 from sppo.bench.report.attention_tables import automatic_line, print_attention
-from sppo.bench.timing import Rounds, Timing
+from sppo.bench.timing import KernelBench, Rounds, Timing
 from sppo.kernels.triton import launch
-from tests.bench.test_timing import Watcher
+from tests.bench.test_timing import Watcher, bench_of
 
-ONCE = Rounds("cpu", count=1, window_s=0.0)
+ONCE = Rounds(count=1, window_s=0.0)
 SMALL = AttentionGrid(queries=(8, 16), heads=(Heads(4, 2),), head_sizes=(16,), prefixes=(1, 3))
 SPAN = AttentionShape("bf16", 4096, 32768, Heads(32, 8), 128)
 
@@ -41,9 +40,9 @@ def rates_of(shape, **seconds):
     return tuple(BackendRate(name, shape, s, 2 * s, 0.1) for name, s in seconds.items())
 
 
-def measured(rates, *, automatic, left_out=()):
+def measured(rates, *, automatic, left_out=None):
     return BackendComparison(
-        rates, dict.fromkeys((rate.shape for rate in rates), automatic), left_out
+        rates, dict.fromkeys((rate.shape for rate in rates), automatic), left_out or {}
     )
 
 
@@ -55,13 +54,12 @@ def printed(found):
 
 def test_every_back_end_that_works_here_is_timed_both_ways(operands):
     watcher = Watcher()
-    timings, found = measure_attention(
-        operands, SMALL, dtypes=["bf16", "fp32"], rounds=ONCE, watcher=watcher
-    )
+    bench = bench_of(operands, ONCE, watcher, dtypes=["bf16", "fp32"])
+    found = measure_attention(bench, SMALL)
     assert found.backends == ("cpu_flash", "torch_blocks")
     assert len(found.rates) == 2 * 2 * 4
-    assert len(timings) == 2 * len(found.rates)
-    assert watcher.begun == [("attention", len(timings))]
+    assert watcher.begun == [("attention", 2 * len(found.rates))]
+    assert len(bench.spreads) == 2 * len(found.rates)
     assert set(found.automatic.values()) == {"cpu_flash"}
     for shape, rates in found.by_shape.items():
         assert set(rates) == set(found.backends)
@@ -86,9 +84,11 @@ def test_what_is_wrong_is_left_out_with_the_reason(operands, monkeypatch):
         return None if name == "torch_blocks" else "is wrong"
 
     monkeypatch.setattr(attention_backends, "error_on_a_small_case", error)
-    _, found = measure_attention(operands, SMALL, dtypes=["fp32"], rounds=ONCE, watcher=Watcher())
+    found = measure_attention(bench_of(operands, ONCE), SMALL)
     assert found.backends == ("torch_blocks",)
-    assert {(gap.backend, gap.reason) for gap in found.left_out} == {("cpu_flash", "is wrong")}
+    assert {(name, reason) for (name, _), reason in found.left_out.items()} == {
+        ("cpu_flash", "is wrong")
+    }
     assert len(found.left_out) == 4
 
 
@@ -103,9 +103,9 @@ def test_a_back_end_can_be_refused_for_some_shapes_only(operands, monkeypatch):
     only = replace(grid, head_sizes=(24,))
     reason = why_never_timed("torch_blocks", only, dtypes=["bf16"], device="cpu")
     assert reason == "takes no heads of 24"
-    _, found = measure_attention(operands, grid, dtypes=["bf16"], rounds=ONCE, watcher=Watcher())
+    found = measure_attention(bench_of(operands, ONCE, dtypes=["bf16"]), grid)
     assert {shape.head_size for shape in found.by_shape} == {16}
-    assert {gap.shape.head_size for gap in found.left_out} == {24}
+    assert {shape.head_size for _, shape in found.left_out} == {24}
 
 
 @pytest.fixture
@@ -114,15 +114,15 @@ def clock(monkeypatch):
     tried = []
 
     def speeds(**s_per_flop):
-        def probe(operands, name, shape):
+        def probe(bench, name, shape):
             tried.append((name, shape))
             return s_per_flop[name] * shape.forward_flops
 
         monkeypatch.setattr(attention, "_probe", probe)
         monkeypatch.setattr(
-            attention,
-            "time_cases",
-            lambda cases, *, rounds, watcher: {
+            KernelBench,
+            "time",
+            lambda bench, subject, cases: {
                 case.key: Timing(*[s_per_flop[case.key[0]] * case.key[1].forward_flops] * 3)
                 for case in cases
             },
@@ -136,12 +136,12 @@ def test_a_slow_back_end_is_left_out_where_it_takes_long(operands, clock):
     grid = replace(SMALL, queries=(1024,), prefixes=(1, 2, 4), fixed=True)
     flops = [shape.forward_flops for shape in next(grid.problems(["fp32"]))]
     tried = clock(cpu_flash=1e-12, torch_blocks=1.99 / flops[1])
-    _, found = measure_attention(operands, grid, dtypes=["fp32"], rounds=ONCE, watcher=Watcher())
+    found = measure_attention(bench_of(operands, ONCE), grid)
     kept = {r.shape.keys for r in found.rates if r.backend == "torch_blocks"}
     assert kept == {1024, 2048}
-    (gap,) = found.left_out
-    assert (gap.backend, gap.shape.keys) == ("torch_blocks", 4096)
-    assert gap.reason == "would take longer than 2 s a call"
+    (((name, shape), reason),) = found.left_out.items()
+    assert (name, shape.keys) == ("torch_blocks", 4096)
+    assert reason == "would take longer than 2 s a call"
     # What was tried takes about a quarter of what is allowed.
     assert max(shape.forward_flops for _, shape in tried) < flops[1] / 3
     assert {name for name, _ in tried} == {"torch_blocks"}
@@ -150,13 +150,13 @@ def test_a_slow_back_end_is_left_out_where_it_takes_long(operands, clock):
 def test_one_that_is_slow_only_on_short_spans_is_tried_again(operands, clock, monkeypatch):
     clock(cpu_flash=1e-12, torch_blocks=1e-12)
 
-    def with_fixed_cost(operands, name, shape):
+    def with_fixed_cost(bench, name, shape):
         return 0.01 + 64e-12 * shape.forward_flops
 
     monkeypatch.setattr(attention, "_probe", with_fixed_cost)
     grid = replace(SMALL, queries=(32, 1024), prefixes=(1, 8), fixed=True)
-    _, found = measure_attention(operands, grid, dtypes=["fp32"], rounds=ONCE, watcher=Watcher())
-    assert found.left_out == ()
+    found = measure_attention(bench_of(operands, ONCE), grid)
+    assert found.left_out == {}
 
 
 @pytest.mark.parametrize(("from_keys", "left"), [(48, {(16, 48)}), (0, {(8, 8), (16, 48)})])
@@ -170,10 +170,9 @@ def test_one_that_fails_on_some_shapes_loses_those_only(operands, monkeypatch, f
         return backward(do, q, k, *rest, backend=backend, **options)
 
     monkeypatch.setattr(attention, "attention_backward", fails)
-    watcher = Watcher()
-    _, found = measure_attention(operands, SMALL, dtypes=["fp32"], rounds=ONCE, watcher=watcher)
-    assert left <= {(gap.shape.queries, gap.shape.keys) for gap in found.left_out}
-    assert {gap.reason for gap in found.left_out} == {"fails with RuntimeError: no kernel image"}
+    found = measure_attention(bench_of(operands, ONCE), SMALL)
+    assert left <= {(shape.queries, shape.keys) for _, shape in found.left_out}
+    assert set(found.left_out.values()) == {"fails with RuntimeError: no kernel image"}
     assert len(found.rates) == 8 - len(found.left_out)
     assert sum(rate.backend == "cpu_flash" for rate in found.rates) == 4
 
@@ -181,11 +180,11 @@ def test_one_that_fails_on_some_shapes_loses_those_only(operands, monkeypatch, f
 def test_what_auto_takes_is_timed_however_slow(operands, clock):
     clock(cpu_flash=1.0, torch_blocks=1.0)
     grid = replace(SMALL, queries=(8, 16, 32), fixed=True)
-    _, found = measure_attention(operands, grid, dtypes=["fp32"], rounds=ONCE, watcher=Watcher())
+    found = measure_attention(bench_of(operands, ONCE), grid)
     assert {rate.backend for rate in found.rates} == {"cpu_flash"}
     assert len(found.by_shape) == 6
     alone = replace(grid, backends=("torch_blocks",))
-    _, found = measure_attention(operands, alone, dtypes=["fp32"], rounds=ONCE, watcher=Watcher())
+    found = measure_attention(bench_of(operands, ONCE), alone)
     assert len(found.rates) == 6
     assert attention_points(found, alone) == ()
 
@@ -193,7 +192,7 @@ def test_what_auto_takes_is_timed_however_slow(operands, clock):
 def test_a_slow_device_gets_shorter_spans_where_none_were_asked_for(operands, clock):
     clock(cpu_flash=1.0, torch_blocks=1.0)
     grid = replace(SMALL, queries=(8, 16, 32, 64))
-    _, found = measure_attention(operands, grid, dtypes=["fp32"], rounds=ONCE, watcher=Watcher())
+    found = measure_attention(bench_of(operands, ONCE), grid)
     assert {shape.queries for shape in found.by_shape} == {8, 16}
     assert len(attention_points(found, grid)) == 4
 
@@ -201,7 +200,7 @@ def test_a_slow_device_gets_shorter_spans_where_none_were_asked_for(operands, cl
 def test_plans_get_the_rates_of_what_auto_takes_with_the_first_heads(operands, clock):
     clock(cpu_flash=4e-12, torch_blocks=1e-12)
     grid = replace(SMALL, heads=(Heads(4, 2), Heads(6, 6)), fixed=True)
-    _, found = measure_attention(operands, grid, dtypes=["fp32"], rounds=ONCE, watcher=Watcher())
+    found = measure_attention(bench_of(operands, ONCE), grid)
     points = attention_points(found, grid)
     assert len(found.by_shape) == 2 * len(points) == 8
     assert np.allclose([point.forward_flops_per_s for point in points], 1 / 4e-12)
@@ -248,11 +247,11 @@ def test_flops_are_causal_and_json_is_flat():
 def test_the_table_has_a_column_per_back_end_and_says_why_there_are_gaps():
     short = replace(SPAN, queries=1024, keys=1024)
     rates = rates_of(short, triton=2e-5, torch_blocks=1e-4) + rates_of(SPAN, triton=4e-3)
-    gaps = (
-        LeftOut("torch_blocks", SPAN, "would take longer than 0.05 s a call"),
-        LeftOut("cudnn", short, "is wrong"),
-        LeftOut("cudnn", SPAN, "is wrong"),
-    )
+    gaps = {
+        ("torch_blocks", SPAN): "would take longer than 0.05 s a call",
+        ("cudnn", short): "is wrong",
+        ("cudnn", SPAN): "is wrong",
+    }
     text = printed(measured(rates, automatic="triton", left_out=gaps))
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert "Attention over visible pairs, TFLOP/s, measured: forward / backward" in text

@@ -9,12 +9,12 @@ from sppo.bench.documents import DocumentSeconds, measure_documents
 from sppo.bench.operands import Operands
 from sppo.bench.report.hardware_description import describe
 from sppo.bench.suite import Measurements
-from sppo.bench.timing import Rounds
+from sppo.bench.timing import KernelBench, Rounds, Timing
 from sppo.cost.layer import Workload, attention_seconds
 from sppo.cost.packed_sequence import PackedSequence, parts_of_packed
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.rates import AttentionPoint
-from tests.bench.test_timing import Watcher
+from tests.bench.test_timing import bench_of
 from tests.planning.cases import run_config
 
 RATE = 1e11
@@ -31,16 +31,17 @@ DEVICE = replace(
 )
 
 
-def test_documents_are_timed_one_by_one():
-    rounds = Rounds("cpu", count=1, count_long=1, window_s=0.001)
-    watcher = Watcher()
-    timings, found = measure_documents(
-        Operands("cpu"), dtypes=["fp32"], rounds=rounds, watcher=watcher
-    )
-    assert set(timings) == {("fp32", "forward"), ("fp32", "backward")}
-    assert found.forward_s == pytest.approx(timings["fp32", "forward"].median_s / 64)
-    assert found.backward_s == pytest.approx(timings["fp32", "backward"].median_s / 64)
-    assert watcher.begun == [("documents", 2)]
+def test_documents_are_timed_one_by_one(monkeypatch):
+    def time(bench, subject, cases):
+        assert subject == "documents"
+        for case in cases:
+            case.make()()
+        seconds = {"forward": 64e-5, "backward": 128e-5}
+        return {case.key: Timing(*[seconds[case.key[1]]] * 3) for case in cases}
+
+    monkeypatch.setattr(KernelBench, "time", time)
+    found = measure_documents(bench_of(Operands("cpu"), Rounds()))
+    assert found == DocumentSeconds(pytest.approx(1e-5), pytest.approx(2e-5))
 
 
 def test_a_description_has_the_seconds():

@@ -13,14 +13,14 @@ from sppo.bench.attention_backends import BackendComparison, BackendRate
 from sppo.bench.attention_grid import AttentionGrid, AttentionShape, Heads, attention_grid
 from sppo.bench.kernel_calls import MAKERS
 from sppo.bench.operands import DTYPES, Operands
-from sppo.bench.timing import Rounds, Timing
+from sppo.bench.timing import KernelBench, Rounds, Timing
 from sppo.cost.elementwise import PASSES, Work, bytes_per_element, work_seconds
 from sppo.cost.flops import causal_pairs
 from sppo.hardware.presets import PRESETS
-from tests.bench.test_timing import Watcher
+from tests.bench.test_timing import Watcher, bench_of
 
 CPU = PRESETS["laptop-cpu"].device
-ONCE = Rounds("cpu", count=1, window_s=0.0)
+ONCE = Rounds(count=1, window_s=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -118,49 +118,36 @@ def test_bytes_are_the_least_a_kernel_moves():
 
 def test_the_grids_are_complete(operands):
     watcher = Watcher()
+    bench = bench_of(operands, ONCE, watcher)
     shapes = attention_grid("cpu", quick=True)
-    _, compared = attention.measure_attention(
-        operands, shapes, dtypes=["fp32"], rounds=ONCE, watcher=watcher
-    )
+    compared = attention.measure_attention(bench, shapes)
+    bf16 = bench_of(operands, ONCE, watcher, dtypes=["bf16"])
     measured = {
-        "gemm_points": gemm.measure_gemm(
-            operands,
-            gemm.gemm_grid("cpu", quick=True),
-            dtypes=["bf16", "fp32"],
-            rounds=ONCE,
-            watcher=watcher,
-        )[1],
+        "gemm_points": gemm.measure_gemm(bench, gemm.gemm_grid("cpu", quick=True))
+        + gemm.measure_gemm(bf16, gemm.gemm_grid("cpu", quick=True)),
         "attention_points": attention.attention_points(compared, shapes),
-        "elementwise_points": elementwise.measure_elementwise(
-            operands, dtypes=["bf16"], rounds=ONCE, watcher=watcher, quick=True
-        )[1],
+        "elementwise_points": elementwise.measure_elementwise(bf16, quick=True),
     }
     device = replace(CPU, **measured)
     assert all(point.forward_flops_per_s > 1e6 for point in device.gemm_points)
-    assert [subject for subject, _ in watcher.begun] == ["attention", "gemm", "elementwise"]
+    begun = [subject for subject, _ in watcher.begun]
+    assert begun == ["attention", "gemm", "gemm", "elementwise"]
     assert watcher.advanced == sum(total for _, total in watcher.begun)
 
 
 def test_a_slow_device_gets_smaller_shapes_where_none_were_asked_for(operands, monkeypatch):
-    for module in (gemm, attention):
-        monkeypatch.setattr(module, "time_once", lambda call, *, device: 10.0)
-        monkeypatch.setattr(
-            module,
-            "time_cases",
-            lambda cases, *, rounds, watcher: {c.key: timing(1) for c in cases},
-        )
-    grid = gemm.gemm_grid("cpu", quick=False)
-    _, points = gemm.measure_gemm(operands, grid, dtypes=["fp32"], rounds=ONCE, watcher=Watcher())
-    assert len({point.width for point in points}) == 2
-    asked = replace(grid, fixed=True)
-    _, all_points = gemm.measure_gemm(
-        operands, asked, dtypes=["fp32"], rounds=ONCE, watcher=Watcher()
+    monkeypatch.setattr(KernelBench, "time_once", lambda bench, call: 10.0)
+    monkeypatch.setattr(
+        KernelBench, "time", lambda bench, subject, cases: {c.key: timing(1) for c in cases}
     )
+    bench = bench_of(operands, ONCE)
+    grid = gemm.gemm_grid("cpu", quick=False)
+    points = gemm.measure_gemm(bench, grid)
+    assert len({point.width for point in points}) == 2
+    all_points = gemm.measure_gemm(bench, replace(grid, fixed=True))
     assert {point.width for point in all_points} == set(grid.widths)
     shapes = attention_grid("cpu", quick=False)
-    _, found = attention.measure_attention(
-        operands, shapes, dtypes=["fp32"], rounds=ONCE, watcher=Watcher()
-    )
+    found = attention.measure_attention(bench, shapes)
     attention_points = attention.attention_points(found, shapes)
     assert len({point.queries for point in attention_points}) == 2
     replace(CPU, gemm_points=points, attention_points=attention_points)

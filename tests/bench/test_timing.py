@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from sppo.bench import timing
-from sppo.bench.timing import Rounds, TimedCase, Timing, time_cases, time_once
+from sppo.bench.operands import Operands
+from sppo.bench.timing import KernelBench, Rounds, TimedCase, Timing
 
 
 class Machine:
@@ -43,49 +44,56 @@ class Watcher:
         self.advanced += 1
 
 
-def test_all_cases_take_turns(monkeypatch):
+@pytest.fixture(scope="module")
+def operands():
+    return Operands("cpu")
+
+
+def bench_of(operands, rounds, watcher=None, *, dtypes=("fp32",)):
+    return KernelBench(operands, dtypes, rounds, watcher or Watcher())
+
+
+def test_all_cases_take_turns(operands, monkeypatch):
     machine, watcher = Machine(monkeypatch), Watcher()
     cases = [machine.case("a", 1.0, 5.0, 1.2), machine.case("b", 2.0, 2.0, 2.0)]
-    found = time_cases(cases, rounds=Rounds("cpu", count=3, window_s=0.0), watcher=watcher)
+    bench = bench_of(operands, Rounds(count=3, window_s=0.0), watcher)
+    found = bench.time("letters", cases)
     made = [line for line in machine.log if line.startswith("make")]
     assert made == ["make a", "make b"] * 3
     assert found["a"] == Timing(pytest.approx(1.2), pytest.approx(1.0), pytest.approx(5.0))
     assert found["a"].spread == pytest.approx(4 / 1.2)
     assert found["b"].median_s == pytest.approx(2.0)
+    assert watcher.begun == [("letters", 6)]
     assert watcher.advanced == 6
+    assert bench.spreads == [found["a"].spread, found["b"].spread]
 
 
-def test_short_calls_are_warmed_up_and_repeated(monkeypatch):
+def test_short_calls_are_warmed_up_and_repeated(operands, monkeypatch):
     machine = Machine(monkeypatch)
     cases = [machine.case("a", 0.001, 0.001)]
-    rounds = Rounds("cpu", count=2, window_s=0.01)
-    found = time_cases(cases, rounds=rounds, watcher=Watcher())
+    found = bench_of(operands, Rounds(count=2, window_s=0.01)).time("letters", cases)
     assert found["a"].median_s == pytest.approx(0.001)
     # Once to warm up and once to see how long it is, then a window; the second round knows that.
     assert machine.log.count("a") == pytest.approx((2 + 10) + (1 + 10), abs=2)
 
 
-def test_long_calls_are_not_repeated(monkeypatch):
+def test_long_calls_are_not_repeated(operands, monkeypatch):
     machine = Machine(monkeypatch)
-    rounds, watcher = Rounds("cpu", count=4, count_long=3, window_s=0.01), Watcher()
-    time_cases([machine.case("a", 1.0, 1.0, 1.0)], rounds=rounds, watcher=watcher)
+    rounds, watcher = Rounds(count=4, count_long=3, window_s=0.01), Watcher()
+    bench_of(operands, rounds, watcher).time("letters", [machine.case("a", 1.0, 1.0, 1.0)])
     assert machine.log.count("a") == 3 + 1 + 1
     assert watcher.advanced == 4
 
 
-def test_one_call_is_measured_warm(monkeypatch):
+def test_one_call_is_measured_warm(operands, monkeypatch):
     machine = Machine(monkeypatch)
     takes = iter([9.0, 0.5])
-    assert time_once(lambda: setattr(machine, "now", machine.now + next(takes)), device="cpu") == (
-        0.5
-    )
+    call = lambda: setattr(machine, "now", machine.now + next(takes))  # noqa: E731
+    assert bench_of(operands, Rounds()).time_once(call) == 0.5
 
 
-def test_keys_are_unique(monkeypatch):
+def test_keys_are_unique(operands, monkeypatch):
     machine = Machine(monkeypatch)
+    cases = [machine.case("a", 1.0), machine.case("a", 1.0)]
     with pytest.raises(AssertionError, match="a key of its own"):
-        time_cases(
-            [machine.case("a", 1.0), machine.case("a", 1.0)],
-            rounds=Rounds("cpu"),
-            watcher=Watcher(),
-        )
+        bench_of(operands, Rounds()).time("letters", cases)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from sppo.bench.attention_grid import AttentionShape
 from sppo.bench.report.figures import NOT_MEASURED, flops_unit, format_rates, measurement_table
 from sppo.kernels.attention.choice import BackendName
 from sppo.report.lines import print_line
-from sppo.units import format_tokens
+from sppo.units import counted, format_tokens
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,12 +49,9 @@ def automatic_line(found: BackendComparison) -> str:
 
 def left_out_lines(found: BackendComparison) -> list[str]:
     """Return the reasons for gaps in the table, a line per back end and reason."""
-    gaps: dict[tuple[BackendName, str], int] = {}
-    for left_out in found.left_out:
-        key = (left_out.backend, left_out.reason)
-        gaps[key] = gaps.get(key, 0) + 1
+    gaps = Counter((name, reason) for (name, _), reason in found.left_out.items())
     return [
-        f"{NOT_MEASURED} {name} {reason}: {count} {'shape' if count == 1 else 'shapes'}"
+        f"{NOT_MEASURED} {name} {reason}: {counted(count, 'shape')}"
         for (name, reason), count in gaps.items()
     ]
 
