@@ -156,7 +156,7 @@ def commands_page() -> str:
         text = get_docs_for_click(obj=command, ctx=context, indent=1, name=name, call_prefix="sppo")
         parts.append(text.strip())
         if isinstance(command, KeyCommand):
-            rows = [(f"`{key}`", *row) for key, *row in key_rows(command.keys())]
+            rows = [(f"`{key}`", *row) for key, *row in key_rows(command.keys)]
             parts.append(_table(("key", "default", ""), rows))
     return "\n\n".join(parts)
 

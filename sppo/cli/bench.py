@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
+from sppo.cli.arguments.bench_request import BenchKeys, asked_grids
 from sppo.cli.arguments.common import Json
 from sppo.cli.command_group import CommandGroup, KeyCommand
 from sppo.cli.exit_codes import exit_codes
+from sppo.config import load_run
+from sppo.config.key_values import read_keys
+from sppo.hardware.description import HardwareSpec
+from sppo.hardware.file import hardware_json
 from sppo.output_file import check_output_files, write_json
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
+if TYPE_CHECKING:  # these modules import torch, which help does not wait for
     from sppo.bench.suite import CopySetup, Measurements
-    from sppo.cli.arguments.bench_request import BenchKeys
-    from sppo.config.base import Section
-    from sppo.hardware.description import HardwareSpec
 
 app = CommandGroup()
 
@@ -27,11 +30,7 @@ app = CommandGroup()
 class BenchCommand(KeyCommand):
     """Command whose keys are precisions and shapes."""
 
-    def keys(self) -> type[Section]:
-        """Return the section of the keys."""
-        from sppo.cli.arguments.bench_request import BenchKeys
-
-        return BenchKeys
+    keys = BenchKeys
 
 
 class Subject(StrEnum):
@@ -128,15 +127,9 @@ def bench(
 
         sppo bench attention queries=1Ki keys=4Ki,16Ki heads=8/2,8 dtype=bf16
     """
-    from rich.console import Console
-
-    from sppo.cli.arguments.bench_request import BenchKeys
-    from sppo.config.key_values import read_keys
-
     console = Console(stderr=json_output)
     with exit_codes():
         asked = read_keys(BenchKeys, words or ())
-        _check_copy_options(subject, disk=disk, run_file=run)
         check_output_files({"-o": output}, inputs=[] if run is None else [run])
         spec, found = _measure(
             subject,
@@ -148,8 +141,11 @@ def bench(
             console=console,
         )
         if output is not None:
-            _write(spec, output)
-    _print(spec, found, output=output, as_json=json_output)
+            write_json(output, hardware_json(spec))
+    if json_output:
+        typer.echo(json.dumps(_report(spec, found, output=output), allow_nan=False))
+    else:
+        _print(found, output=output)
 
 
 def _measure(
@@ -175,7 +171,6 @@ def _measure(
         starting_description,
     )
     from sppo.bench.suite import device_to_measure, measure
-    from sppo.cli.arguments.bench_request import asked_grids
 
     device = device_to_measure()
     parts = subject.parts(device)
@@ -197,32 +192,28 @@ def _measure(
     return describe(base, found), found
 
 
-def _check_copy_options(subject: Subject, *, disk: Path | None, run_file: Path | None) -> None:
-    """Raise ValueError if an option of copies was given and no copies are measured."""
-    for option, path in (("--disk", disk), ("--run", run_file)):
-        if path is not None and not subject.copies:
-            raise ValueError(
-                f"{option} {path}: only sppo bench pcie, overlap and all use it; "
-                f"leave it out of sppo bench {subject.value}"
-            )
-
-
 def _copying(
     subject: Subject, *, device: str, disk: Path | None, run_file: Path | None, quick: bool
 ) -> CopySetup | None:
     """Return the target of copies and the layer that they overlap; None if no copies are measured.
 
     Raises:
-        ValueError: The run file is invalid, or the directory does not exist.
+        ValueError: An option of copies was given and no copies are measured, the run file is
+            invalid, or the directory does not exist.
         OSError: The disk has too little free space.
     """
-    if not subject.copies:
-        return None
     from sppo.bench.disk import check_disk
     from sppo.bench.overlap import MeasuredLayer, default_layer
     from sppo.bench.suite import CopySetup
-    from sppo.config import load_run
 
+    if not subject.copies:
+        for option, path in (("--disk", disk), ("--run", run_file)):
+            if path is not None:
+                raise ValueError(
+                    f"{option} {path}: only sppo bench pcie, overlap and all use it; "
+                    f"leave it out of sppo bench {subject.value}"
+                )
+        return None
     loaded = None if run_file is None else load_run(run_file, ())
     if device == "cpu" and disk is None:
         named = None if loaded is None else loaded.activations.disk
@@ -235,18 +226,8 @@ def _copying(
     return CopySetup(disk, MeasuredLayer(name, loaded.model, loaded.train.dtype))
 
 
-def _write(spec: HardwareSpec, output: Path) -> None:
-    from sppo.hardware.file import hardware_json
-
-    write_json(output, hardware_json(spec))
-
-
 def _report(spec: HardwareSpec, found: Measurements, *, output: Path | None) -> dict[str, Any]:
     """Return the description of the machine and all measurements as JSON values."""
-    from dataclasses import asdict
-
-    from sppo.hardware.file import hardware_json
-
     report: dict[str, Any] = {
         "device": found.device,
         "wall_s": found.wall_s,
@@ -266,19 +247,11 @@ def _report(spec: HardwareSpec, found: Measurements, *, output: Path | None) -> 
     return report
 
 
-def _print(spec: HardwareSpec, found: Measurements, *, output: Path | None, as_json: bool) -> None:
-    """Print one JSON object, or tables."""
-    if as_json:
-        import json
-
-        typer.echo(json.dumps(_report(spec, found, output=output), allow_nan=False))
-        return
-    from rich.console import Console
-
+def _print(found: Measurements, *, output: Path | None) -> None:
+    """Print tables, and what was written."""
     from sppo.bench.report.tables import print_measurements, unsteady_line
 
-    console = Console()
-    print_measurements(found, console=console)
+    print_measurements(found, console=Console())
     if output is not None:
         doubt = "" if unsteady_line(found.spreads) is None else ", with the unsteady figures above"
         typer.echo(f"written {output}{doubt}")

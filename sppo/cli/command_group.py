@@ -7,7 +7,7 @@ argument whose name already says what it is, and puts braces around required arg
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -64,18 +64,20 @@ class _Command(TyperCommand):
 
 
 class KeyCommand(_Command):
-    """Command with ``KEY=VALUE`` arguments; the keys are listed below its help."""
+    """Command with ``KEY=VALUE`` arguments; the keys are listed below its help.
 
-    def keys(self) -> type[Section]:
-        """Return the section of the keys, which is imported when it is asked for."""
-        raise NotImplementedError
+    Attributes:
+        keys: Section of the keys.
+    """
+
+    keys: ClassVar[type[Section]]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line; an error about an option that is a key says how it is written."""
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
-            _explain_key(error, self.keys())
+            _explain_key(error, self.keys)
             raise
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -83,7 +85,7 @@ class KeyCommand(_Command):
         from sppo.cli.output.key_table import print_keys
 
         super().format_help(ctx, formatter)
-        print_keys(self.keys())
+        print_keys(self.keys)
 
 
 class Group(TyperGroup):

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
 from sppo.cli.arguments.common import Json
-from sppo.cli.arguments.simulate_request import Simulation, read_request, sort_words
+from sppo.cli.arguments.simulate_request import SimulatedDevices, read_request, sort_words
 from sppo.cli.command_group import CommandGroup, KeyCommand
 from sppo.cli.exit_codes import exit_codes
+from sppo.cli.output.simulate_table import device_total_bytes, print_tables
+from sppo.cli.output.written import say_written
 from sppo.output_file import check_output_files, write_text
-
-if TYPE_CHECKING:
-    from sppo.cli.arguments.simulate_request import SimulatedDevices
-    from sppo.config.base import Section
-    from sppo.schedule.timeline import Timeline
+from sppo.plots.timeline import write_png
+from sppo.schedule.abstract import AbstractCase
+from sppo.schedule.program_text import format_program
+from sppo.schedule.simulation.simulate import simulate as play
+from sppo.schedule.timeline import Timeline
+from sppo.timeline.chrome_trace import write_trace
+from sppo.timeline.report import timeline_report
 
 _OUTPUT = "Output"
 
@@ -28,11 +32,7 @@ app = CommandGroup()
 class SimulateCommand(KeyCommand):
     """Command whose keys are those of an abstract case."""
 
-    def keys(self) -> type[Section]:
-        """Return the section of the keys."""
-        from sppo.schedule.abstract import AbstractCase
-
-        return AbstractCase
+    keys = AbstractCase
 
 
 @app.command("simulate", cls=SimulateCommand)
@@ -93,94 +93,36 @@ def simulate(
         sppo simulate run.yaml sequence.length=64Ki --trace trace.json
         sppo simulate --program by_hand.txt latency=0.1
     """
-    wanted = _Outputs(png, trace, write_program, json_output)
     with exit_codes():
         sorted_words = sort_words(words or ())
-        _check_outputs(wanted, inputs=(sorted_words.file, program))
+        check_output_files(
+            {"--png": png, "--trace": trace, "--write-program": write_program},
+            plots=["--png"],
+            inputs=[path for path in (sorted_words.file, program) if path is not None],
+        )
         request = read_request(
             sorted_words, program=program, compare=compare or (), forward_only=forward_only
         )
-        _simulate(request, wanted)
+        timelines = [play(case.schedule, costs=case.costs) for case in request.cases]
+        alone = play(request.forward.schedule, costs=request.forward.costs)
+        if png is not None:
+            write_png(png, timelines=timelines, is_abstract=request.devices is None)
+        if trace is not None:
+            write_trace(trace, timelines=timelines)
+        if write_program is not None:
+            write_text(write_program, format_program(timelines[0].schedule))
+        if json_output:
+            report = _report(timelines, forward=alone, devices=request.devices)
+            typer.echo(json.dumps(report))
+            return
+        print_tables(timelines, forward_makespan_s=alone.makespan_s, devices=request.devices)
+        say_written(png, trace, write_program)
 
 
-@dataclass(frozen=True, slots=True)
-class _Outputs:
-    """Files to write, and whether to print JSON."""
-
-    png: Path | None
-    trace: Path | None
-    program: Path | None
-    as_json: bool
-
-
-def _simulate(request: Simulation, wanted: _Outputs) -> None:
-    """Simulate, write the files, then print. A request that fails prints nothing."""
-    timelines, forward_makespan_s = _play(request)
-    _draw(timelines, wanted=wanted, is_abstract=request.devices is None)
-    if wanted.program is not None:
-        from sppo.schedule.program_text import format_program
-
-        write_text(wanted.program, format_program(timelines[0].schedule))
-    _print(
-        timelines,
-        forward_makespan_s=forward_makespan_s,
-        as_json=wanted.as_json,
-        devices=request.devices,
-    )
-    if not wanted.as_json:
-        from sppo.cli.output.written import say_written
-
-        say_written(wanted.png, wanted.trace, wanted.program)
-
-
-def _check_outputs(wanted: _Outputs, *, inputs: Sequence[Path | None]) -> None:
-    """Raise an error if an output file cannot be written, before anything is simulated."""
-    check_output_files(
-        {"--png": wanted.png, "--trace": wanted.trace, "--write-program": wanted.program},
-        plots=["--png"],
-        inputs=[path for path in inputs if path is not None],
-    )
-
-
-def _play(request: Simulation) -> tuple[list[Timeline], float]:
-    """Simulate all cases; return their timelines and the makespan of the forward alone."""
-    from sppo.schedule.simulation.simulate import simulate as play
-
-    timelines = [play(case.schedule, costs=case.costs) for case in request.cases]
-    alone = play(request.forward.schedule, costs=request.forward.costs)
-    return timelines, alone.makespan_s
-
-
-def _draw(timelines: Sequence[Timeline], *, wanted: _Outputs, is_abstract: bool) -> None:
-    """Write the requested plots."""
-    if wanted.png is not None:
-        from sppo.plots.timeline import write_png
-
-        write_png(wanted.png, timelines=timelines, is_abstract=is_abstract)
-    if wanted.trace is not None:
-        from sppo.timeline.chrome_trace import write_trace
-
-        write_trace(wanted.trace, timelines=timelines)
-
-
-def _print(
-    timelines: Sequence[Timeline],
-    *,
-    forward_makespan_s: float,
-    as_json: bool,
-    devices: SimulatedDevices | None,
-) -> None:
-    """Print one JSON object, or tables."""
-    if not as_json:
-        from sppo.cli.output.simulate_table import print_tables
-
-        print_tables(timelines, forward_makespan_s=forward_makespan_s, devices=devices)
-        return
-    import json
-
-    from sppo.cli.output.simulate_table import device_total_bytes
-    from sppo.timeline.report import timeline_report
-
+def _report(
+    timelines: Sequence[Timeline], *, forward: Timeline, devices: SimulatedDevices | None
+) -> dict[str, Any]:
+    """Return the JSON object of the first timeline, with the others as its comparison."""
     report = timeline_report(timelines[0])
     if devices is not None:
         report["hardware"] = devices.hardware
@@ -195,7 +137,7 @@ def _print(
         if devices.host_peak_bytes is not None:
             report["host_peak_bytes"] = devices.host_peak_bytes
             report["node_host_peak_bytes"] = devices.node_host_bytes
-    report["forward_makespan_s"] = forward_makespan_s
+    report["forward_makespan_s"] = forward.makespan_s
     if len(timelines) > 1:
         report["compare"] = [timeline_report(timeline) for timeline in timelines[1:]]
-    typer.echo(json.dumps(report))
+    return report

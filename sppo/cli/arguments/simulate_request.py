@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from sppo.cli.arguments.planned_run import load_planned_run
+from sppo.config.key_values import read_keys
+from sppo.config.loading import KEY_PATHS
+from sppo.config.problems import nearest
+from sppo.config.text_file import read_text_file
+from sppo.data.samples.step_lengths import drawn_steps_if_there
+from sppo.hardware.run_hardware import run_hardware
+from sppo.planning.chosen_run import with_chosen_degrees
+from sppo.planning.plan import read_plan
+from sppo.planning.simulated_run import SimulatedRun, simulated_plan, simulated_run
 from sppo.quoting import quoted
-
-if TYPE_CHECKING:
-    from sppo.planning.simulated_run import SimulatedRun
-    from sppo.schedule.program import Case
+from sppo.schedule.abstract import (
+    AbstractCase,
+    AbstractCosts,
+    abstract_case,
+    case_costs,
+    compared_case,
+    forward_case,
+)
+from sppo.schedule.orders.names import schedule_names
+from sppo.schedule.program import Case, forward_part
+from sppo.schedule.program_text import check_program, parse_program
 
 _MOST_PROGRAM_BYTES = 64 << 20
 _RUN_FILES = (".yaml", ".yml")
@@ -78,8 +94,6 @@ def sort_words(words: Sequence[str]) -> Words:
     Raises:
         ValueError: Two files, or a word of no known kind.
     """
-    from sppo.schedule.orders.names import schedule_names
-
     files, values, names = [], [], []
     for word in words:
         if word in schedule_names():
@@ -134,9 +148,6 @@ def read_request(
 
 def _check_schedules(names: Sequence[str]) -> None:
     """Raise ValueError if a name is not the name of a schedule."""
-    from sppo.config.problems import nearest
-    from sppo.schedule.orders.names import schedule_names
-
     for name in names:
         if name not in schedule_names():
             raise ValueError(
@@ -147,8 +158,6 @@ def _check_schedules(names: Sequence[str]) -> None:
 
 def _forward_alone(found: Simulation) -> Simulation:
     """Return the simulation with an evaluation as first case, whose memory no step fills."""
-    from dataclasses import replace
-
     devices = found.devices
     if devices is not None:
         devices = replace(devices, steady_bytes=(), host_peak_bytes=None, node_host_bytes=None)
@@ -164,21 +173,12 @@ def _abstract(values: Sequence[str], *, names: Sequence[str]) -> Simulation:
     for word in values:
         if "." in word.partition("=")[0]:
             raise ValueError(f"{quoted(word)} changes a run file, but none is given")
-    from sppo.config.key_values import read_keys
-    from sppo.schedule.abstract import AbstractCase, abstract_case, compared_case, forward_case
-
     request = read_keys(AbstractCase, values)
     others = (compared_case(request, name=name) for name in names)
     return Simulation((abstract_case(request), *others), forward_case(request))
 
 
 def _program(file: Path, values: Sequence[str]) -> Simulation:
-    from sppo.config.key_values import read_keys
-    from sppo.config.text_file import read_text_file
-    from sppo.schedule.abstract import AbstractCosts, case_costs
-    from sppo.schedule.program import Case, forward_part
-    from sppo.schedule.program_text import check_program, parse_program
-
     given = read_keys(AbstractCosts, values, defaults={"offload_ratio": "full"})
     source = str(file)
     text = read_text_file(file, most_bytes=_MOST_PROGRAM_BYTES)
@@ -190,12 +190,6 @@ def _program(file: Path, values: Sequence[str]) -> Simulation:
 
 
 def _run(file: Path, overrides: Sequence[str], *, names: Sequence[str]) -> Simulation:
-    from sppo.cli.arguments.planned_run import load_planned_run
-    from sppo.data.samples.step_lengths import drawn_steps_if_there
-    from sppo.hardware.run_hardware import run_hardware
-    from sppo.planning.chosen_run import with_chosen_degrees
-    from sppo.planning.simulated_run import simulated_run
-
     run = load_planned_run(file, overrides)
     hardware = run_hardware(run)
     whole = with_chosen_degrees(run, hardware=hardware, draw=drawn_steps_if_there)
@@ -205,11 +199,6 @@ def _run(file: Path, overrides: Sequence[str], *, names: Sequence[str]) -> Simul
 
 def _plan(file: Path, overrides: Sequence[str], *, names: Sequence[str]) -> Simulation:
     """Return the simulation of a plan, also under other schedules; all else in it is fixed."""
-    from dataclasses import replace
-
-    from sppo.planning.plan import read_plan
-    from sppo.planning.simulated_run import simulated_plan
-
     if overrides:
         raise ValueError(
             f"{quoted(overrides[0])}: a plan has fixed it; make another plan with sppo solve, or "
@@ -222,9 +211,6 @@ def _plan(file: Path, overrides: Sequence[str], *, names: Sequence[str]) -> Simu
 
 def _refuse_abstract_keys(file: Path, values: Sequence[str]) -> None:
     """Raise ValueError if a word gives a key of an abstract case, which no run file has."""
-    from sppo.config.loading import KEY_PATHS
-    from sppo.schedule.abstract import AbstractCase
-
     for word in values:
         key = word.partition("=")[0]
         if key in AbstractCase.model_fields:
