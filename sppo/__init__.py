@@ -24,21 +24,21 @@ from typing import TYPE_CHECKING, Any
 from sppo.version import __version__
 
 if TYPE_CHECKING:
-    from sppo.config import ConfigError, RunConfig, load_run
-    from sppo.engine.engine import Engine
-    from sppo.engine.unit import SequenceData
-    from sppo.interface.evaluating import evaluate
-    from sppo.interface.planning import (
-        NothingFitsError,
+    from sppo.api import (
         estimate,
         load_plan,
         save_plan,
         simulate,
         solve,
     )
+    from sppo.config import ConfigError, RunConfig, load_run
+    from sppo.engine.engine import Engine
+    from sppo.engine.unit import SequenceData
+    from sppo.interface.evaluating import evaluate
     from sppo.interface.training import RunFailedError, TrainedRun, train, trained_run
     from sppo.model.gradients import zero_gradients
     from sppo.model.initialize import initial_weights
+    from sppo.planning.nothing_fits import NothingFitsError
     from sppo.planning.plan import ExecutionPlan
     from sppo.report.metrics import StepMetrics
     from sppo.schedule.timeline import Timeline
@@ -47,12 +47,12 @@ _HOMES = {
     "ConfigError": "sppo.config",
     "RunConfig": "sppo.config",
     "load_run": "sppo.config",
-    "NothingFitsError": "sppo.interface.planning",
-    "estimate": "sppo.interface.planning",
-    "load_plan": "sppo.interface.planning",
-    "save_plan": "sppo.interface.planning",
-    "simulate": "sppo.interface.planning",
-    "solve": "sppo.interface.planning",
+    "NothingFitsError": "sppo.planning.nothing_fits",
+    "estimate": "sppo.api",
+    "load_plan": "sppo.api",
+    "save_plan": "sppo.api",
+    "simulate": "sppo.api",
+    "solve": "sppo.api",
     "RunFailedError": "sppo.interface.training",
     "TrainedRun": "sppo.interface.training",
     "train": "sppo.interface.training",

@@ -153,7 +153,7 @@ def stats(
             length_plot(found, distribution, output)
     _print_stats(found, as_json=json_output)
     if not json_output:
-        from sppo.cli.output.written import say_written
+        from sppo.cli.show import say_written
 
         say_written(output)
 

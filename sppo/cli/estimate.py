@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.progress import Progress
 
+from sppo.api import estimate as estimate_run
 from sppo.cli.arguments.common import Json, Overrides, RunFile
+from sppo.cli.arguments.planned_run import PLANNED_FOR_LONGEST
 from sppo.cli.exit_codes import exit_codes
+from sppo.cli.output.estimate import EstimateReport
+from sppo.cli.show import emit, say, working
+from sppo.config import load_run
+from sppo.planning.baselines import Baseline, baselines
+from sppo.planning.estimate import Estimate
 
 if TYPE_CHECKING:
     from sppo.dry_run.traced_step import TracedStep
-    from sppo.planning.baselines import Baseline
-    from sppo.planning.estimate import Estimate
 
 
 def estimate(
@@ -54,27 +62,19 @@ def estimate(
         sppo estimate configs/run/llama_1b_1m_1gpu.yaml sequence.length=64Ki --trace
     """
     with exit_codes():
-        from sppo.cli.arguments.planned_run import load_planned_run
-        from sppo.data.samples.step_lengths import drawn_steps_if_there
-        from sppo.hardware.run_hardware import run_hardware
-        from sppo.planning.estimate import estimate as estimate_run
-
         if layers is not None and not trace:
             raise ValueError("--layers says what --trace traces: write both")
-        run = load_planned_run(run_file, overrides or ())
-        found = estimate_run(run, hardware=run_hardware(run), draw=drawn_steps_if_there)
+        run = load_run(run_file, overrides or ())
+        found = estimate_run(run)
+        if run.data.samples == "documents":
+            typer.echo(PLANNED_FOR_LONGEST, err=True)
         rows = _baselines(found, quiet=json_output) if compare else ()
         traced = _trace(found, layers=layers) if trace else None
-    _print(found, baselines=rows, traced=traced, as_json=json_output)
+    emit(EstimateReport(found, rows, traced), as_json=json_output)
 
 
 def _trace(found: Estimate, *, layers: int | None) -> TracedStep:
     """Trace the pipeline rank that holds the most memory, with progress on stderr."""
-    from importlib.util import find_spec
-
-    from rich.console import Console
-    from rich.progress import Progress
-
     for package in ("torch", "triton"):
         if find_spec(package) is None:
             raise ValueError(
@@ -82,14 +82,13 @@ def _trace(found: Estimate, *, layers: int | None) -> TracedStep:
                 f"installed: pip install {package}, or leave --trace out"
             )
     from sppo.dry_run.traced_run import RunTracer
-    from sppo.report.lines import print_line
 
     tracer = RunTracer(found, layers)
     console = Console(stderr=True)
-    print_line(f"tracing {tracer.num_actions} actions of a rank", console)
+    say(console, f"tracing {tracer.num_actions} actions of a rank")
     if found.evaluated.shortfall is not None:
         reason = found.evaluated.shortfall.reason
-        print_line(f"the plan does not fit and is traced all the same: {reason}", console)
+        say(console, f"the plan does not fit and is traced all the same: {reason}")
     if not console.is_terminal:
         return tracer.trace()
     with Progress(console=console, transient=True) as bar:
@@ -98,9 +97,6 @@ def _trace(found: Estimate, *, layers: int | None) -> TracedStep:
 
 
 def _baselines(found: Estimate, *, quiet: bool) -> tuple[Baseline, ...]:
-    from sppo.cli.output.working import working
-    from sppo.planning.baselines import baselines
-
     text = "searching the longest sequence of each way to train"
     with working(text, says_so=not quiet) as show:
         return baselines(
@@ -109,35 +105,3 @@ def _baselines(found: Estimate, *, quiet: bool) -> tuple[Baseline, ...]:
             evaluated=found.evaluated,
             on_method=lambda place, name: show(f"{text}: {place}, {name}"),
         )
-
-
-def _print(
-    found: Estimate,
-    *,
-    baselines: tuple[Baseline, ...],
-    traced: TracedStep | None,
-    as_json: bool,
-) -> None:
-    """Print one JSON object, or tables."""
-    if as_json:
-        import json
-
-        from sppo.cli.output.estimate_json import estimate_report, trace_report
-
-        report = estimate_report(found, baselines=baselines)
-        if traced is not None:
-            report["trace"] = trace_report(traced)
-        typer.echo(json.dumps(report, allow_nan=False))
-        return
-    from rich.console import Console
-
-    from sppo.cli.output.estimate_tables import print_baselines, print_estimate
-
-    console = Console()
-    print_estimate(found, console=console)
-    if traced is not None:
-        from sppo.cli.output.trace_table import print_trace
-
-        print_trace(traced, console=console)
-    if baselines:
-        print_baselines(baselines, length=found.run.sequence.length, console=console)

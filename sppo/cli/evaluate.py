@@ -87,7 +87,7 @@ def evaluate(
     if json_output:
         typer.echo(text)
     else:
-        from sppo.cli.output.written import say_written
+        from sppo.cli.show import say_written
 
         _show(result, console)
         say_written(png)

@@ -13,6 +13,7 @@ from typing import NoReturn
 import typer
 
 from sppo.output_file import FULL_ERRNOS
+from sppo.planning.nothing_fits import NothingFitsError
 
 FAULT = 1
 """Exit code of a failing disk, a lost rank, or a bug."""
@@ -53,6 +54,12 @@ _FAULTS = frozenset(
     {errno.EIO, errno.EFBIG, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV, errno.ECHILD}
 )
 """Error numbers of a disk that fails during a run."""
+_CODES = {
+    **dict.fromkeys(_NO_ROOM, NO_ROOM),
+    **dict.fromkeys(_BAD_PATH, BAD_INPUT),
+    **dict.fromkeys(_FAULTS, FAULT),
+}
+"""Exit codes by error number."""
 
 
 @contextmanager
@@ -65,16 +72,14 @@ def exit_codes() -> Iterator[None]:
         yield
     except ValueError as error:
         fail(_with_notes(error), code=BAD_INPUT)
+    except NothingFitsError as error:
+        fail(str(error), code=NO_PLAN)
     except MemoryError as error:
         fail(str(error) or "out of memory", code=NO_ROOM)
     except OSError as error:
-        if error.errno in _NO_ROOM:
-            fail(_disk_fault(error), code=NO_ROOM)
-        if error.errno in _BAD_PATH:
-            fail(_disk_fault(error), code=BAD_INPUT)
-        if error.errno in _FAULTS:
-            fail(_disk_fault(error), code=FAULT)
-        raise
+        if error.errno not in _CODES:
+            raise
+        fail(_disk_fault(error), code=_CODES[error.errno])
     except (RuntimeError, ImportError) as error:
         if type(error).__name__ == "PeerLostError":  # its module loads torch
             from sppo.parallel.job.environment import is_started_rank

@@ -14,7 +14,7 @@ from sppo.cli.arguments.simulate_request import SimulatedDevices, read_request, 
 from sppo.cli.command_group import CommandGroup, KeyCommand
 from sppo.cli.exit_codes import exit_codes
 from sppo.cli.output.simulate_table import device_total_bytes, print_tables
-from sppo.cli.output.written import say_written
+from sppo.cli.show import say_written
 from sppo.output_file import check_output_files, write_text
 from sppo.plots.timeline import write_png
 from sppo.schedule.abstract import AbstractCase

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from sppo.api import find_solution, plan_of
 from sppo.cli.arguments.common import Json, Overrides, RunFile
 from sppo.cli.exit_codes import NO_PLAN, exit_codes
+from sppo.cli.output.candidate import train_command
+from sppo.cli.output.corpus import CorpusReport, corpus_failure_json
+from sppo.cli.output.solution import SolutionReport, failure_json
+from sppo.cli.show import Report, emit, print_json, working
+from sppo.config import load_run
 from sppo.output_file import check_output_files, write_json
-
-if TYPE_CHECKING:
-    from sppo.config import RunConfig
-    from sppo.planning.ablation import AblationRow
-    from sppo.planning.improvements import Improvement
-    from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
-    from sppo.planning.search.solver import Solution
+from sppo.planning.ablation import ablation as find_ablation
+from sppo.planning.corpus.search import CorpusSolution
+from sppo.planning.improvements import improvements
+from sppo.planning.nothing_fits import NothingFitsError
+from sppo.planning.plan import plan_json
+from sppo.plots.step import step_plot
 
 PlanOutput = Annotated[
     Path | None,
@@ -75,163 +81,51 @@ def solve(
         sppo solve configs/run/gpt_7b_documents_32gpu.yaml --lengths github
     """
     with exit_codes():
-        from sppo.cli.output.solve_text import train_command
-
         check_output_files(
             {"-o": output, "--png": png}, plots=["--png"], plans=["-o"], inputs=[run_file]
         )
-        run = _load(run_file, overrides or [])
+        run = load_run(run_file, overrides or [])
+        samples = run.data.samples == "documents"
+        _check_options(samples, {"--lengths": lengths, "--png": png, "--ablation": ablation})
+        try:
+            with working("searching for the fastest plan"):
+                solution = find_solution(run, lengths=lengths)
+        except NothingFitsError as error:
+            if not json_output:
+                raise
+            print_json(_failure_json(error))
+            raise typer.Exit(NO_PLAN) from None
+        if output is not None:
+            write_json(output, plan_json(plan_of(solution)))
         train = train_command(run_file, overrides or [], output=output)
-        if run.data.samples == "documents":
-            if ablation:
-                raise ValueError(
-                    "--ablation is of a run of the stream; of data.samples=documents other ways to "
-                    "pack samples are priced without it"
-                )
-            from sppo.cli.solve_corpus import solve_and_print
+        if isinstance(solution, CorpusSolution):
+            report: Report = CorpusReport(solution, train, output, png, explain)
+            if png is not None and solution.best is not None:
+                step_plot(solution.best.plans[0], png, source=solution.steps.source)
+        else:
+            rows = find_ablation(run, hardware=solution.hardware) if ablation else ()
+            with working("comparing with what was not asked for"):
+                paying = improvements(solution)
+            report = SolutionReport(solution, paying, train, output, explain, rows)
+    emit(report, as_json=json_output)
 
-            solve_and_print(
-                run,
-                lengths=lengths,
-                output=output,
-                train=train,
-                png=png,
-                explain=explain,
-                as_json=json_output,
+
+def _check_options(samples: bool, options: Mapping[str, object]) -> None:
+    """Raise ValueError if an option was given that the kind of run does not have."""
+    if samples and options["--ablation"]:
+        raise ValueError(
+            "--ablation is of a run of the stream; of data.samples=documents other ways to pack "
+            "samples are priced without it"
+        )
+    for option in ("--lengths", "--png"):
+        if options[option] is not None and not samples:
+            raise ValueError(
+                f"{option}: only of data.samples=documents, and this run has the stream; leave "
+                "it out (sppo simulate draws the step of a plan)"
             )
-            return
-        for option, value in (("--lengths", lengths), ("--png", png)):
-            if value is not None:
-                raise ValueError(
-                    f"{option}: only of data.samples=documents, and this run has the stream; leave "
-                    "it out (sppo simulate draws the step of a plan)"
-                )
-        solution = _solution(run)
-        rows = _ablation(solution) if ablation and solution.best is not None else ()
-        paying = _improvements(solution) if solution.best is not None else ()
-        if solution.best is not None and output is not None:
-            _write_plan(solution, output)
-    if solution.best is None:
-        _print_failure(solution, as_json=json_output)
-        raise typer.Exit(NO_PLAN)
-    _print_solution(
-        solution,
-        rows=rows,
-        paying=paying,
-        explain=explain,
-        output=output,
-        train=train,
-        as_json=json_output,
-    )
 
 
-def _load(run_file: Path, overrides: list[str]) -> RunConfig:
-    from sppo.config import load_run
-    from sppo.config.run_warnings import log_run_warnings
-
-    run = load_run(run_file, overrides)
-    log_run_warnings(run)
-    return run
-
-
-def _solution(run: RunConfig) -> Solution:
-    from sppo.cli.output.working import working
-    from sppo.hardware.run_hardware import hardware_line, run_hardware
-    from sppo.planning.search.solver import solve as solve_run
-
-    hardware = run_hardware(run)
-    with working(f"comparing ways to divide {hardware_line(hardware)}"):
-        return solve_run(run, hardware=hardware)
-
-
-def _ablation(solution: Solution) -> tuple[AblationRow, ...]:
-    from sppo.planning.ablation import ablation
-
-    return ablation(solution.run, hardware=solution.hardware)
-
-
-def _improvements(solution: Solution) -> tuple[Improvement, ...]:
-    from sppo.cli.output.working import working
-    from sppo.planning.improvements import improvements
-
-    with working("comparing with what was not asked for"):
-        return improvements(solution)
-
-
-def _write_plan(solution: Solution, output: Path) -> None:
-    from sppo.planning.make_plan import make_plan
-    from sppo.planning.plan import plan_json
-    from sppo.schedule.program import gc_disabled
-
-    assert solution.best is not None, "only called with a plan to write"
-    with gc_disabled():
-        write_json(output, plan_json(make_plan(solution.run, solution.best)))
-
-
-def _print_solution(
-    solution: Solution,
-    *,
-    rows: tuple[AblationRow, ...],
-    paying: tuple[Improvement, ...],
-    explain: bool,
-    output: Path | None,
-    train: str,
-    as_json: bool,
-) -> None:
-    """Print one JSON object, or tables."""
-    if as_json:
-        from sppo.cli.output.solve_json import solution_report
-
-        report = solution_report(solution, paying=paying, ablation=rows, train=train, output=output)
-        if explain:
-            from sppo.cli.output.explain_table import explanation_report
-
-            report["explanation"] = explanation_report(_best(solution))
-        _print_json(report)
-        return
-    from rich.console import Console
-
-    from sppo.cli.output.explain_table import print_explanation
-    from sppo.cli.output.solve_tables import print_ablation, print_solution
-
-    console = Console()
-    print_solution(
-        solution, paying=paying, output=output, train=train, console=console, whole=explain
-    )
-    if rows:
-        print_ablation(rows, console=console)
-    if explain:
-        print_explanation(_best(solution), console=console)
-    if output is not None:
-        typer.echo(f"written {output}: sppo simulate {output}, {train}")
-
-
-def _best(solution: Solution) -> EvaluatedCandidate:
-    assert solution.best is not None, "_print_failure is for the other case"
-    return solution.best
-
-
-def _print_failure(solution: Solution, *, as_json: bool) -> None:
-    """Print which memory is short and what would fit: JSON on stdout, or text on stderr."""
-    from sppo.cli.output.working import working
-    from sppo.hardware.run_hardware import run_hardware
-    from sppo.planning.advice import what_would_fit
-
-    with working("searching for what would fit"):
-        changes = what_would_fit(solution.run, hardware=solution.hardware, machine_of=run_hardware)
-    if as_json:
-        from sppo.cli.output.solve_json import failure_report
-
-        _print_json(failure_report(solution, changes=changes))
-        return
-    from rich.console import Console
-
-    from sppo.cli.output.solve_failure import print_failure
-
-    print_failure(solution, changes=changes, console=Console(stderr=True))
-
-
-def _print_json(report: dict[str, Any]) -> None:
-    import json
-
-    typer.echo(json.dumps(report, allow_nan=False))
+def _failure_json(error: NothingFitsError) -> dict[str, Any]:
+    if isinstance(error.solution, CorpusSolution):
+        return corpus_failure_json(error.solution, changes=error.changes)
+    return failure_json(error.solution, changes=error.changes)

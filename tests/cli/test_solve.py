@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from sppo.cli.output.solve_text import launch_commands
+from sppo.cli.output.candidate import launch_commands
 from sppo.config.yaml_file import format_yaml
 from sppo.planning.advice import Advice
 from sppo.planning.plan import read_plan
@@ -247,7 +247,9 @@ def test_of_ways_that_cannot_work_alike_what_differs_is_left_open(run):
 )
 def test_that_more_nodes_do_not_help_is_said(run, monkeypatch, change, said):
     found = (Advice(change, "fits"),)
-    monkeypatch.setattr("sppo.planning.advice.what_would_fit", lambda run, **machines: found)
+    monkeypatch.setattr(
+        "sppo.planning.why_nothing_fits.what_would_fit", lambda run, **machines: found
+    )
     text = one_line(refuse("solve", run, *TOO_LONG, code=3))
     assert ("of these nodes alone do not make it fit" in text) is said
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from sppo.activations.tensor_classes import X_IN
-from sppo.cli.output.solve_json import candidate_report
-from sppo.cli.output.solve_text import policy_text
+from sppo.cli.output.candidate import candidate_json, policy_text
 from sppo.hardware.file import hardware_for
 from sppo.hardware.presets import PRESETS
 from sppo.output_file import write_json
@@ -94,7 +93,7 @@ def test_an_answer_says_what_becomes_of_keys(kv):
     run = run_config("llama-3.2-1b", length=262144)
     found = evaluate_candidate(candidate(kv=kv, policy="retain"))
     placed = {"retain": "retained", "offload": "offloaded"}[kv]
-    assert candidate_report(run, found)["kv"] == placed
+    assert candidate_json(run, found)["kv"] == placed
     assert ("K and V are offloaded" in policy_text(found)) == (kv == "offload")
 
 

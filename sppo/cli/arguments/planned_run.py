@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from sppo.config import RunConfig
 
-_NOTE = (
+PLANNED_FOR_LONGEST = (
     "data.samples=documents: planned for the longest samples, of sequence.length tokens; each step "
     "is planned when sppo train knows its samples"
 )
@@ -31,5 +31,5 @@ def load_planned_run(run_file: Path, overrides: Sequence[str]) -> RunConfig:
     run = load_run(run_file, overrides)
     log_run_warnings(run)
     if run.data.samples == "documents":
-        typer.echo(_NOTE, err=True)
+        typer.echo(PLANNED_FOR_LONGEST, err=True)
     return run

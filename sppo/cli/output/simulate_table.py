@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sppo.cli.arguments.simulate_request import SimulatedDevices
-from sppo.cli.output.host_memory import host_memory_text
+from sppo.cli.output.memory import host_memory_text
 from sppo.report.lines import print_line
 from sppo.schedule.timeline import Timeline
 from sppo.units import counted, format_bytes, format_duration

@@ -68,6 +68,12 @@ class Degrees:
         """Number of devices in use."""
         return self.data_parallel * self.pipeline_parallel * self.sequence_parallel
 
+    def text(self) -> str:
+        """Return the degrees as text, such as ``SP 8 · PP 4 · DP 1``."""
+        return (
+            f"SP {self.sequence_parallel} · PP {self.pipeline_parallel} · DP {self.data_parallel}"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Refusal:

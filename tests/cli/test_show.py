@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from sppo.cli.output import working as module
+from sppo.cli import show as module
 
 
 @pytest.mark.parametrize("text", ["solving for lab box [/red] two", "solving for [lab]"])

@@ -6,34 +6,60 @@ The examples plan for a machine preset, so they need neither the data nor that m
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from sppo.config.run import RunConfig
 from sppo.config.run_warnings import log_run_warnings
-from sppo.hardware.run_hardware import hardware_line, run_hardware
-from sppo.interface.arguments import PATH, check_argument
+from sppo.data.samples.step_lengths import drawn_steps, drawn_steps_if_there
+from sppo.hardware.run_hardware import run_hardware
 from sppo.output_file import check_output_files, write_json
+from sppo.planning.chosen_run import with_chosen_degrees
+from sppo.planning.corpus.search import CorpusSolution, plan_of_longest, solve_corpus
+from sppo.planning.estimate import Estimate
+from sppo.planning.estimate import estimate as estimate_run
+from sppo.planning.make_plan import make_plan
 from sppo.planning.plan import ExecutionPlan, plan_json, read_plan
-from sppo.planning.search.solver import nearest_rejection
+from sppo.planning.search.solver import Solution
+from sppo.planning.search.solver import solve as solve_stream
+from sppo.planning.simulated_run import simulated_plan, simulated_run
+from sppo.planning.why_nothing_fits import nothing_fits
+from sppo.schedule.program import gc_disabled
+from sppo.schedule.simulation.simulate import simulate as play
 from sppo.schedule.timeline import Timeline
-from sppo.units import format_bytes
-
-if TYPE_CHECKING:
-    from sppo.planning.advice import Advice
-    from sppo.planning.estimate import Estimate
-    from sppo.planning.search.solver import Solution
 
 
-class NothingFitsError(MemoryError):
-    """Request for which no plan fits into the memory of the machine.
+def find_solution(run: RunConfig, *, lengths: str | None = None) -> Solution | CorpusSolution:
+    """Return the answer of the solver to a request, with the runners-up and what does not work.
 
-    Attributes:
-        changes: Changes of the request that would make it fit, the easiest first.
+    Args:
+        run: Validated run configuration, see :func:`solve`.
+        lengths: Name of a distribution of lengths of samples; None draws from ``data.tokens``.
+
+    Raises:
+        NothingFitsError: No plan fits.
+        ValueError: The run asks for something that the machine or the model cannot do.
     """
+    log_run_warnings(run)
+    hardware = run_hardware(run)
+    solution: Solution | CorpusSolution
+    if run.data.samples == "documents":
+        steps = drawn_steps(run, distribution=lengths)
+        solution = solve_corpus(run, hardware=hardware, steps=steps)
+    elif lengths is None:
+        solution = solve_stream(run, hardware=hardware)
+    else:
+        raise ValueError("lengths: only of data.samples=documents, and this run has the stream")
+    if solution.best is None:
+        raise nothing_fits(solution)
+    return solution
 
-    def __init__(self, message: str, changes: tuple[Advice, ...]) -> None:
-        super().__init__(message)
-        self.changes = changes
+
+def plan_of(solution: Solution | CorpusSolution) -> ExecutionPlan:
+    """Return the plan of the best candidate, for samples that of a step of the longest."""
+    if isinstance(solution, CorpusSolution):
+        return plan_of_longest(solution)
+    assert solution.best is not None, "find_solution raises if nothing fits"
+    with gc_disabled():
+        return make_plan(solution.run, solution.best)
 
 
 def solve(run: RunConfig, *, lengths: str | None = None) -> ExecutionPlan:
@@ -51,7 +77,6 @@ def solve(run: RunConfig, *, lengths: str | None = None) -> ExecutionPlan:
             from instead, such as "github".
 
     Raises:
-        TypeError: ``run`` or ``lengths`` has another type, e.g. a path.
         NothingFitsError: No plan fits; the message says which memory is short and what would fit.
         ValueError: The run asks for something that the machine or the model cannot do.
 
@@ -71,20 +96,7 @@ def solve(run: RunConfig, *, lengths: str | None = None) -> ExecutionPlan:
     >>> plan.predicted.device_peak_bytes < 80 * 2**30
     True
     """
-    from sppo.planning.make_plan import make_plan
-    from sppo.planning.search.solver import solve as search
-
-    check_argument("sppo.solve", "run", run, RunConfig)
-    check_argument("sppo.solve", "lengths", lengths, str, None)
-    log_run_warnings(run)
-    if run.data.samples == "documents":
-        return _solve_corpus(run, lengths)
-    if lengths is not None:
-        raise ValueError("lengths: only of data.samples=documents, and this run has the stream")
-    solution = search(run, hardware=run_hardware(run))
-    if solution.best is None:
-        raise _nothing_fits(solution)
-    return make_plan(solution.run, solution.best)
+    return plan_of(find_solution(run, lengths=lengths))
 
 
 def estimate(run: RunConfig) -> Estimate:
@@ -94,13 +106,8 @@ def estimate(run: RunConfig) -> Estimate:
     is short, or is None.
 
     Raises:
-        TypeError: ``run`` has another type, e.g. a path.
         ValueError: The run asks for something that the machine or the model cannot do.
     """
-    from sppo.data.samples.step_lengths import drawn_steps_if_there
-    from sppo.planning.estimate import estimate as estimate_run
-
-    check_argument("sppo.estimate", "run", run, RunConfig)
     log_run_warnings(run)
     return estimate_run(run, hardware=run_hardware(run), draw=drawn_steps_if_there)
 
@@ -113,7 +120,6 @@ def simulate(what: RunConfig | ExecutionPlan) -> Timeline:
         ``.bubble_fraction`` and ``.ranks`` with actions, waits and memory.
 
     Raises:
-        TypeError: ``what`` is neither a run nor a plan.
         ValueError: Degrees or schedule do not fit the run.
 
     >>> import sppo
@@ -130,12 +136,6 @@ def simulate(what: RunConfig | ExecutionPlan) -> Timeline:
     >>> len(timeline.ranks), 0 < timeline.bubble_fraction < 0.5
     (2, True)
     """
-    from sppo.data.samples.step_lengths import drawn_steps_if_there
-    from sppo.planning.chosen_run import with_chosen_degrees
-    from sppo.planning.simulated_run import simulated_plan, simulated_run
-    from sppo.schedule.simulation.simulate import simulate as play
-
-    check_argument("sppo.simulate", "what", what, RunConfig, ExecutionPlan)
     if isinstance(what, ExecutionPlan):
         case = simulated_plan(what).case
     else:
@@ -150,12 +150,9 @@ def save_plan(plan: ExecutionPlan, path: Path | str) -> None:
     """Write a plan as ``sppo solve -o`` does, for ``sppo train --plan`` and ``sppo simulate``.
 
     Raises:
-        TypeError: ``plan`` or ``path`` has another type.
         ValueError: No file can be written there, e.g. in a directory that does not exist.
         OSError: A full disk.
     """
-    check_argument("sppo.save_plan", "plan", plan, ExecutionPlan)
-    check_argument("sppo.save_plan", "path", path, PATH)
     check_output_files({"sppo.save_plan: path": Path(path)})
     write_json(Path(path), plan_json(plan))
 
@@ -164,51 +161,7 @@ def load_plan(path: Path | str) -> ExecutionPlan:
     """Return the plan in a file.
 
     Raises:
-        TypeError: ``path`` has another type.
         ValueError: The file is not a plan, has another version, or was changed.
         OSError: The file cannot be read.
     """
-    check_argument("sppo.load_plan", "path", path, PATH)
     return read_plan(Path(path))
-
-
-def _solve_corpus(run: RunConfig, lengths: str | None) -> ExecutionPlan:
-    """Return the plan of the longest samples with the degrees that are best for drawn steps."""
-    from sppo.data.samples.step_lengths import drawn_steps
-    from sppo.planning.corpus.search import plan_of_longest, solve_corpus
-
-    steps = drawn_steps(run, distribution=lengths)
-    solution = solve_corpus(run, hardware=run_hardware(run), steps=steps)
-    if solution.best is None:
-        reasons = [refused.reason for refused in solution.refused]
-        nearest = reasons[0] if reasons else "there is no way to divide it"
-        where = hardware_line(solution.hardware)
-        raise NothingFitsError(f"no plan fits {where}: {nearest}", ())
-    return plan_of_longest(solution)
-
-
-def _nothing_fits(solution: Solution) -> NothingFitsError:
-    """Return the error that says which memory is short and what would fit."""
-    from sppo.planning.advice import what_would_fit
-
-    changes = what_would_fit(solution.run, hardware=solution.hardware, machine_of=run_hardware)
-    nearest = nearest_rejection(solution.rejected)
-    if nearest is not None and nearest.shortfall is not None:
-        short = nearest.shortfall
-        reason = (
-            f"the nearest way is short by {format_bytes(short.short_bytes)} of {short.place} "
-            f"memory on rank {short.rank} ({format_bytes(short.needed_bytes)} needed, "
-            f"{format_bytes(short.available_bytes)} there)"
-        )
-    else:
-        reason = (
-            solution.rejected[0].reason if solution.rejected else "there is no way to divide it"
-        )
-    fixes = ", or ".join(change.change for change in changes)
-    return NothingFitsError(
-        f"no plan fits {hardware_line(solution.hardware)}: {reason}. "
-        + (
-            f"What would fit: {fixes}" if fixes else "No smaller change was found that makes it fit"
-        ),
-        changes,
-    )

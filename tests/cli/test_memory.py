@@ -6,13 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from sppo.cli.output.memory_groups import (
-    BUCKETS,
-    bucket_text,
-    memory_bar,
-    rank_groups,
-    shown_groups,
-)
+from sppo.cli.output.memory import memory_bar, rank_groups, shown_groups
+from sppo.cost.memory.bucket_labels import BUCKETS, bucket_text
 from sppo.cost.memory.stage_memory import MemoryBuckets, StageMemory
 
 NOTHING = MemoryBuckets(*[0] * len(BUCKETS))

@@ -1,0 +1,377 @@
+"""Report of ``sppo solve`` with data.samples=documents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+
+from sppo.cli.output.candidate import (
+    degrees_json,
+    hardware_json,
+    launch_commands,
+    memory_json,
+    stages_json,
+    step_text,
+)
+from sppo.cli.output.explanation import explanation_json, print_explanation
+from sppo.cli.output.memory import print_memory
+from sppo.cli.show import say, table
+from sppo.hardware.run_hardware import hardware_line
+from sppo.planning.advice import Advice
+from sppo.planning.corpus.search import (
+    CorpusSolution,
+    DrawnSteps,
+    PlannedDegrees,
+    RefusedDegrees,
+    fullest_rank,
+)
+from sppo.planning.corpus.sides import SIDES, deviation, time_deviation
+from sppo.planning.elastic.step_plan import StepPlan
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
+from sppo.planning.why_nothing_fits import model_text
+from sppo.units import counted, format_bytes, format_count, format_tokens
+
+_SHOWN_REFUSED = 4
+_SIDE_TEXTS = {
+    "padded": "a  padded",
+    "stream": "b  stream rows",
+    "fixed": "c  fixed chunks",
+    "elastic": "d  elastic",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CorpusReport:
+    """Report of a solution for drawn steps of samples.
+
+    Attributes:
+        solution: Solution with a best division of the devices.
+        train: Command that trains by the plan.
+        output: File that the plan of the longest samples was written to; None if there is none.
+        png: File that a step was drawn into; None if there is none.
+        explain: Whether to say where the seconds of a step go.
+    """
+
+    solution: CorpusSolution
+    train: str
+    output: Path | None = None
+    png: Path | None = None
+    explain: bool = False
+
+    @property
+    def best(self) -> PlannedDegrees:
+        """Best division of the devices."""
+        assert self.solution.best is not None, "a report of what fits"
+        return self.solution.best
+
+    @property
+    def launch(self) -> tuple[str, ...]:
+        """Commands that train by the plan."""
+        per_node = self.solution.hardware.node.num_devices
+        return launch_commands(self.best.degrees, devices_per_node=per_node, train=self.train)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the report as JSON values; the best division is also the first candidate."""
+        best, solution = self.best, self.solution
+        report: dict[str, Any] = {
+            "feasible": True,
+            "corpus": _steps_json(solution),
+            "best": _division_json(best, solution.steps),
+            "candidates": [
+                _division_json(way, solution.steps) for way in (best, *solution.runners_up)
+            ],
+            "sides": _sides_json(solution),
+            "rejected": [_refused_json(refused) for refused in solution.refused],
+            "searched": {
+                "divisions": solution.num_divisions,
+                "divisions_planned": solution.num_planned,
+            },
+            "devices_left_over": solution.hardware.num_devices - best.degrees.num_devices,
+            "launch": list(self.launch),
+            "hardware": hardware_json(solution.hardware),
+            "plan": None if self.output is None else str(self.output),
+        }
+        if self.explain:
+            report["explanation"] = explanation_json(best.plans[0].evaluated)
+        return report
+
+    def show(self, console: Console) -> None:
+        """Print the best division of the devices, its runners-up, packings and memory."""
+        best, solution = self.best, self.solution
+        say(console, *_request_lines(solution))
+        _print_divisions(solution, console=console)
+        say(
+            console,
+            f"searched: {counted(solution.num_divisions, 'way')} to divide the devices, each with "
+            f"a step of the longest samples; of {solution.num_planned} the drawn steps were "
+            "planned and simulated, and of the best every replica and the longest sample alone fit "
+            "in all of them",
+        )
+        left = solution.hardware.num_devices - best.degrees.num_devices
+        if left:
+            say(console, f"{left} of {solution.hardware.num_devices} devices are left over")
+        say(console, *(f"launch: {command}" for command in self.launch), wraps=False)
+        if self.output is None:
+            say(console, "plan.json is not written yet: add -o plan.json")
+        console.print()
+        _print_sides(solution, console=console)
+        console.print()
+        say(console, "the drawn step that takes most memory:")
+        print_memory(best.fullest.evaluated, console=console)
+        longest, rank = best.longest, fullest_rank(best.longest.memory)
+        say(
+            console,
+            f"a step of the longest samples, of {format_tokens(solution.run.sequence.length)} "
+            f"tokens: {format_bytes(longest.memory[rank].device.total_bytes)} on rank {rank}, "
+            f"policy {longest.effective_policy}, K and V {longest.kv}",
+            *_refused_lines(solution),
+        )
+        if self.explain:
+            print_explanation(best.plans[0].evaluated, console=console)
+        if self.output is not None:
+            say(console, f"written {self.output}: {self.train}", wraps=False)
+        if self.png is not None:
+            say(console, f"written {self.png}", wraps=False)
+
+
+def corpus_failure_json(solution: CorpusSolution, *, changes: Sequence[Advice]) -> dict[str, Any]:
+    """Return why nothing fits, and which changes would make it fit, as JSON values."""
+    return {
+        "feasible": False,
+        "corpus": _steps_json(solution),
+        "best": None,
+        "candidates": [],
+        "nearest": _refused_json(solution.refused[0]) if solution.refused else None,
+        "advice": [asdict(advice) for advice in changes],
+        "rejected": [_refused_json(refused) for refused in solution.refused],
+        "hardware": hardware_json(solution.hardware),
+    }
+
+
+def _steps_json(solution: CorpusSolution) -> dict[str, Any]:
+    """Return the drawn steps as JSON values."""
+    steps = solution.steps
+    return {
+        "source": steps.source,
+        "description": steps.description,
+        "longest_sample": solution.run.sequence.length,
+        "steps": [
+            {"samples": len(lengths), "tokens": sum(lengths), "longest": max(lengths)}
+            for lengths in steps.lengths
+        ],
+    }
+
+
+def _division_json(way: PlannedDegrees, steps: DrawnSteps) -> dict[str, Any]:
+    """Return one way to divide the devices as JSON values."""
+    rate = steps.num_tokens / way.seconds
+    return {
+        **degrees_json(way.degrees),
+        "virtual_stages": way.longest.candidate.virtual_stages,
+        "closed_form_step_s": way.closed_s / len(steps.lengths),
+        "step_s": way.seconds / len(steps.lengths),
+        "tokens_per_s": rate,
+        "tokens_per_s_per_gpu": rate / way.degrees.num_devices,
+        "bubble_fraction": way.bubble_fraction,
+        "steps": [_step_json(plan) for plan in way.plans],
+        "memory": _fullest_json(way.fullest.evaluated),
+        "longest_sample": {
+            "num_subsequences": len(way.longest.candidate.lengths),
+            "subsequence_lengths": list(way.longest.candidate.lengths),
+            "schedule": way.longest.candidate.schedule,
+            "policy": way.longest.effective_policy,
+            "kv": way.longest.kv,
+            "state": asdict(way.longest.candidate.state),
+            "memory": _fullest_json(way.longest),
+            "stages": stages_json(way.longest),
+        },
+    }
+
+
+def _step_json(plan: StepPlan) -> dict[str, Any]:
+    """Return one drawn step of the replica with the most work as JSON values."""
+    evaluated = plan.evaluated
+    return {
+        "samples": plan.num_samples,
+        "tokens": plan.tokens,
+        "step_s": plan.step_s,
+        "bubble_fraction": plan.bubble_fraction,
+        "schedule": evaluated.candidate.schedule,
+        "policy": evaluated.effective_policy,
+        "chunks": _chunks_json(plan),
+        "paced": bool(evaluated.candidate.forwards_before_backward),
+        "device_peak_bytes": evaluated.device_peak_bytes,
+    }
+
+
+def _chunks_json(plan: StepPlan) -> dict[str, Any]:
+    """Return statistics of the subsequences of a step as JSON values."""
+    lengths = plan.evaluated.candidate.lengths
+    return {
+        "count": len(lengths),
+        "split": plan.num_split,
+        "batched": plan.num_batched,
+        "hybrid": plan.num_hybrid,
+        "least_tokens": min(lengths),
+        "median_tokens": int(median(lengths)),
+        "most_tokens": max(lengths),
+        "time_deviation": time_deviation(plan),
+        "length_deviation": deviation(lengths),
+    }
+
+
+def _fullest_json(evaluated: EvaluatedCandidate) -> dict[str, Any]:
+    """Return the memory of the fullest pipeline rank, by bucket, as JSON values."""
+    rank = fullest_rank(evaluated.memory)
+    return {"rank": rank, **memory_json(evaluated.memory[rank])}
+
+
+def _sides_json(solution: CorpusSolution) -> dict[str, Any]:
+    """Return every way to pack the drawn steps, priced with the best degrees, as JSON values."""
+    assert solution.best is not None, "sides are of the best"
+    found: dict[str, Any] = {}
+    base = None
+    plans_of: dict[str, list[StepPlan] | tuple[StepPlan, ...]] = {
+        name: [step.plan for step in steps]
+        for name, steps in solution.sides.items()
+        if not isinstance(steps, str)
+    }
+    plans_of["elastic"] = solution.best.plans
+    if "fixed" in plans_of:
+        base = sum(plan.step_s for plan in plans_of["fixed"])
+    for name in SIDES:
+        if name not in plans_of:
+            found[name] = {"fits": False, "reason": solution.sides[name]}
+            continue
+        plans = plans_of[name]
+        seconds = sum(plan.step_s for plan in plans)
+        found[name] = {
+            "fits": True,
+            "step_s": seconds / len(plans),
+            "tokens_per_s": solution.steps.num_tokens / seconds,
+            "over_fixed": None if base is None else base / seconds,
+            "bubble_fraction": sum(plan.bubble_fraction * plan.step_s for plan in plans) / seconds,
+            "chunk_tokens": max(max(plan.evaluated.candidate.lengths) for plan in plans),
+            "chunks": sum(len(plan.evaluated.candidate.lengths) for plan in plans) / len(plans),
+            "time_deviation": median(map(time_deviation, plans)),
+            "device_peak_bytes": max(plan.evaluated.device_peak_bytes for plan in plans),
+        }
+    return found
+
+
+def _refused_json(refused: RefusedDegrees) -> dict[str, Any]:
+    """Return one refused division of the devices as JSON values."""
+    return {
+        **degrees_json(refused.degrees),
+        "reason": refused.reason,
+        "short_bytes": refused.short_bytes,
+        "longest_sample_fits": refused.steps,
+    }
+
+
+def _request_lines(solution: CorpusSolution) -> Iterator[str]:
+    """Yield lines about the model, the machine and the drawn steps."""
+    run, steps = solution.run, solution.steps
+    samples = [len(lengths) for lengths in steps.lengths]
+    longest = ", ".join(format_tokens(max(lengths)) for lengths in steps.lengths)
+    yield (
+        f"{model_text(run)}, samples of up to {format_tokens(run.sequence.length)} tokens, "
+        f"{run.train.dtype}"
+    )
+    yield f"on {hardware_line(solution.hardware)}"
+    yield (
+        f"{len(samples)} steps drawn from {steps.source}, of {_span(samples)} samples and "
+        f"{format_count(steps.num_tokens / len(samples))} tokens each; the longest have {longest}"
+    )
+
+
+def _print_divisions(solution: CorpusSolution, *, console: Console) -> None:
+    """Print a table of the best division and its runners-up, one column each."""
+    assert solution.best is not None, "a table of what fits"
+    best, steps = solution.best, solution.steps
+    ways = (best, *solution.runners_up)
+    rows: list[Sequence[str] | None] = []
+
+    def add(name: str, value: Callable[[PlannedDegrees], str]) -> None:
+        rows.append([name, *map(value, ways)])
+
+    add("sequence parallel", lambda way: str(way.degrees.sequence_parallel))
+    add("pipeline parallel", lambda way: str(way.degrees.pipeline_parallel))
+    add("data parallel", lambda way: str(way.degrees.data_parallel))
+    add("stages on a rank", lambda way: str(way.longest.candidate.virtual_stages))
+    add("schedule", lambda way: _each(plan.evaluated.candidate.schedule for plan in way.plans))
+    add("chunks of a step", lambda way: _span(len(_lengths(plan)) for plan in way.plans))
+    add("  tokens, median", lambda way: _span(int(median(_lengths(plan))) for plan in way.plans))
+    add("  tokens, most", lambda way: _span(max(_lengths(plan)) for plan in way.plans))
+    add("policy", lambda way: _each(plan.evaluated.effective_policy for plan in way.plans))
+    rows.append(None)
+    add("step", lambda way: step_text(way.seconds / len(steps.lengths)))
+    add("against the best", lambda way: f"{way.seconds / best.seconds:.3f}x")
+    add("in closed form", lambda way: step_text(way.closed_s / len(steps.lengths)))
+    add("tokens/s in total", lambda way: format_count(steps.num_tokens / way.seconds))
+    add(
+        "tokens/s a device",
+        lambda way: f"{steps.num_tokens / way.seconds / way.degrees.num_devices:.4g}",
+    )
+    add("bubble", lambda way: f"{way.bubble_fraction:.1%}")
+    rows.append(None)
+    add("device peak", lambda way: format_bytes(way.fullest.evaluated.device_peak_bytes))
+    add("  longest samples", lambda way: format_bytes(way.longest.device_peak_bytes))
+    headings = ["", "best", *(f"next {place}" for place in range(1, len(ways)))]
+    console.print(table(headings, rows))
+
+
+def _print_sides(solution: CorpusSolution, *, console: Console) -> None:
+    """Print the same samples packed in other ways, priced with the best degrees."""
+    sides = _sides_json(solution)
+    say(console, "the same samples with the best degrees, packed in other ways (simulated):")
+    headings = ["", "step", "tokens/s", "of c", "bubble", "largest", "peak"]
+    rows = ([text, *_side_cells(sides[name])] for name, text in _SIDE_TEXTS.items())
+    console.print(table(headings, rows))
+    say(
+        console, *(f" {name}: {side['reason']}" for name, side in sides.items() if not side["fits"])
+    )
+    say(
+        console,
+        "b cuts samples at the ends of rows: what follows a cut does not see what was before it",
+    )
+
+
+def _side_cells(side: dict[str, Any]) -> list[str]:
+    if not side["fits"]:
+        return ["does not fit"]
+    over = side["over_fixed"]
+    return [
+        step_text(side["step_s"]),
+        format_count(side["tokens_per_s"]),
+        "" if over is None else f"{over:.2f}x",
+        f"{side['bubble_fraction']:.1%}",
+        str(side["chunk_tokens"]),
+        format_bytes(side["device_peak_bytes"]),
+    ]
+
+
+def _refused_lines(solution: CorpusSolution) -> Iterator[str]:
+    """Yield lines about the first of the divisions that do not work."""
+    if solution.refused:
+        yield f"{len(solution.refused)} other ways do not work (--json lists them):"
+    for refused in solution.refused[:_SHOWN_REFUSED]:
+        yield f" {refused.degrees.text()}: {refused.reason}"
+
+
+def _lengths(plan: StepPlan) -> tuple[int, ...]:
+    return plan.evaluated.candidate.lengths
+
+
+def _each(names: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(names))
+
+
+def _span(counts: Iterable[int]) -> str:
+    found = sorted(counts)
+    return str(found[0]) if found[0] == found[-1] else f"{found[0]} to {found[-1]}"

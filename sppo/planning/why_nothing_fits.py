@@ -1,0 +1,139 @@
+"""Why nothing fits, in words: which memory is short, by how much, and what would fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from sppo.config.run import RunConfig
+from sppo.cost.memory.bucket_labels import BUCKETS, bucket_text
+from sppo.cost.memory.stage_memory import MemoryBuckets
+from sppo.cost.parameters import num_parameters
+from sppo.hardware.run_hardware import hardware_line, run_hardware
+from sppo.planning.advice import Advice, too_long_for, what_would_fit
+from sppo.planning.corpus.search import CorpusSolution
+from sppo.planning.elastic.longest_samples import run_of_longest_samples
+from sppo.planning.nothing_fits import NothingFitsError
+from sppo.planning.rejected_groups import rejected_groups
+from sppo.planning.search.candidate_search import Rejection
+from sppo.planning.search.candidates import candidate_of_subsequences
+from sppo.planning.search.evaluation import evaluate_candidate
+from sppo.planning.search.solver import Solution, nearest_rejection
+from sppo.units import counted, format_bytes, format_count, format_tokens
+
+_SHOWN_BUCKETS = 5
+_SHOWN_GROUPS = 3
+
+
+def run_line(run: RunConfig) -> str:
+    """Return the model, the sequences of a step and the precision of a run as one line."""
+    return (
+        f"{model_text(run)}, {counted(run.train.sequences_per_step, 'sequence')} "
+        f"of {format_tokens(run.sequence.length)} tokens a step, {run.train.dtype}"
+    )
+
+
+def model_text(run: RunConfig) -> str:
+    """Return the name of the model of a run, and the number of its parameters."""
+    name = run.model.preset or run.model.from_hf or "model"
+    return f"{name} ({format_count(num_parameters(run.model))} parameters)"
+
+
+def nothing_fits(solution: Solution | CorpusSolution) -> NothingFitsError:
+    """Return the error that says which memory is short and what would fit; searches the latter."""
+    run = solution.run
+    if isinstance(solution, Solution):
+        changes = what_would_fit(run, hardware=solution.hardware, machine_of=run_hardware)
+        lines = _stream_lines(solution)
+    else:
+        lines, changes = _corpus_lines(solution), ()
+        if not any(refused.steps for refused in solution.refused):
+            longest = run_of_longest_samples(run)
+            changes = what_would_fit(longest, hardware=solution.hardware, machine_of=run_hardware)
+    text = "\n".join([*lines, *_advice_lines(solution, changes)])
+    return NothingFitsError(text, solution, changes)
+
+
+def _advice_lines(solution: Solution | CorpusSolution, changes: Sequence[Advice]) -> Iterator[str]:
+    """Yield lines about the changes that would make a request fit."""
+    if not changes:
+        yield "no smaller change was found that makes it fit"
+        return
+    yield "what would fit (closed form):"
+    width = max(len(advice.change) for advice in changes)
+    for advice in changes:
+        yield f" {advice.change:<{width}}  {advice.effect}"
+    more_nodes = any(advice.change.startswith("hardware.nodes=") for advice in changes)
+    if isinstance(solution, Solution) and nearest_rejection(solution.rejected) and not more_nodes:
+        yield "up to 1024 of these nodes alone do not make it fit"
+
+
+def _corpus_lines(solution: CorpusSolution) -> Iterator[str]:
+    """Yield lines about the nearest division of the devices, for a run of samples."""
+    run = solution.run
+    yield (
+        f"nothing fits: {run.model.preset or run.model.from_hf or 'model'}, samples of up to "
+        f"{format_tokens(run.sequence.length)} tokens, on {hardware_line(solution.hardware)}"
+    )
+    if solution.refused:
+        nearest = solution.refused[0]
+        yield f"nearest: {nearest.degrees.text()}"
+        yield f" {nearest.reason}"
+    yield f"none of {solution.num_divisions} ways to divide the devices works"
+
+
+def _stream_lines(solution: Solution) -> Iterator[str]:
+    """Yield lines about the rejections nearest to fitting, for a run of the stream."""
+    nearest, count = nearest_rejection(solution.rejected), len(solution.rejected)
+    problem = "no way to divide the devices works" if nearest is None else "nothing fits"
+    yield f"{problem}: {run_line(solution.run)}"
+    yield f"on {hardware_line(solution.hardware)}"
+    if nearest is not None:
+        yield from _nearest_lines(solution, nearest)
+    too_long = too_long_for(solution.run, hardware=solution.hardware)
+    if too_long is not None:
+        yield too_long
+    if nearest is not None and count == 1:
+        return
+    if count > 1:
+        yield f"none of {count} ways to divide the devices works:"
+    else:
+        yield "the only way to divide the devices does not work:"
+    for group in rejected_groups(solution.rejected)[:_SHOWN_GROUPS]:
+        yield f" {group.count:>3} × {group.reason}"
+        if nearest is None and group.example:
+            yield f"     {group.example}"
+
+
+def _nearest_lines(solution: Solution, nearest: Rejection) -> Iterator[str]:
+    """Yield lines about the memory that is short: where, by how much, and its largest buckets."""
+    shortfall = nearest.shortfall
+    assert shortfall is not None, "chosen for it"
+    assert nearest.num_subsequences is not None, "memory is short at some N"
+    yield (
+        f"nearest: {nearest.degrees.text()}, N={nearest.num_subsequences}, policy {nearest.policy}"
+    )
+    yield (
+        f" rank {shortfall.rank} is short by {format_bytes(shortfall.short_bytes)} of "
+        f"{shortfall.place} memory: needs {format_bytes(shortfall.needed_bytes)}, "
+        f"{format_bytes(shortfall.available_bytes)} are there"
+    )
+    if shortfall.place != "device":
+        yield f" most of it {bucket_text(shortfall.bucket)}"
+        return
+    candidate = candidate_of_subsequences(
+        solution.run,
+        hardware=solution.hardware,
+        degrees=nearest.degrees,
+        num_subsequences=nearest.num_subsequences,
+        virtual_stages=nearest.virtual_stages,
+    )
+    yield f" {_largest_buckets(evaluate_candidate(candidate).memory[shortfall.rank].device)}"
+
+
+def _largest_buckets(device: MemoryBuckets) -> str:
+    by_size = sorted(BUCKETS, key=lambda bucket: -bucket.bytes_of(device))[:_SHOWN_BUCKETS]
+    return ", ".join(
+        f"{bucket.label} {format_bytes(bucket.bytes_of(device))}"
+        for bucket in by_size
+        if bucket.bytes_of(device)
+    )
