@@ -15,6 +15,9 @@ from typing import Literal
 TierKind = Literal["host", "disk"]
 Times = Sequence[float]
 """Completion times of successive requests, in seconds from the start."""
+Run = Callable[[bool, bool], tuple[Times, Times]]
+"""Function of two flags (out, back) that runs the directions whose flags are true, at the same
+time, and returns the times of (out, back), empty for the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +71,6 @@ class CopyMeasurements:
     register_s_per_gib: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Directions:
-    """Function that runs copies out of the device, back to the device, or both at once.
-
-    Attributes:
-        run: Function of two flags (out, back) that runs the directions whose flags are true, at the
-            same time, and returns the times of (out, back), empty for the others.
-    """
-
-    run: Callable[[bool, bool], tuple[Times, Times]]
-
-
 def busy_rates(out: Times, back: Times, *, request_bytes: int) -> tuple[float, float]:
     """Return the rates (out, back) in bytes/s while all directions that ran were busy.
 
@@ -100,7 +91,7 @@ def _rate(times: Times, end: float, request_bytes: int) -> float:
 
 
 def measure_point(
-    directions: Directions,
+    run: Run,
     *,
     copy_kind: str,
     request_bytes: int,
@@ -112,9 +103,9 @@ def measure_point(
     """Time copies out, copies back, and both together, each once in every round."""
     found: list[tuple[float, float, float, float]] = []
     for _ in range(rounds):
-        out_alone, _ = busy_rates(*directions.run(True, False), request_bytes=request_bytes)
-        _, back_alone = busy_rates(*directions.run(False, True), request_bytes=request_bytes)
-        both = busy_rates(*directions.run(True, True), request_bytes=request_bytes)
+        out_alone, _ = busy_rates(*run(True, False), request_bytes=request_bytes)
+        _, back_alone = busy_rates(*run(False, True), request_bytes=request_bytes)
+        both = busy_rates(*run(True, True), request_bytes=request_bytes)
         found.append((out_alone, back_alone, *both))
         advance()
     columns = list(zip(*found, strict=True))

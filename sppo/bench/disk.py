@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sppo.bench.copies import CopyMeasurements, CopyPoint, Directions, Times, measure_point
+from sppo.bench.copies import CopyMeasurements, CopyPoint, Times, measure_point
 from sppo.bench.timing import Watcher
 from sppo.offload.arena import HostArena
 from sppo.offload.disk.disk_room import disk_room, is_memory
@@ -66,7 +66,7 @@ def measure_disk(directory: Path, *, quick: bool, watcher: Watcher) -> CopyMeasu
         watcher.advance()
         points = [
             measure_point(
-                Directions(_Windows(tier, halves, size, depth, window_s).run),
+                _Windows(tier, halves, size, depth, window_s).run,
                 copy_kind="disk",
                 request_bytes=size,
                 in_flight=depth,

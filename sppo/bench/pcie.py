@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sppo.bench.copies import CopyMeasurements, CopyPoint, Directions, Times, measure_point
+from sppo.bench.copies import CopyMeasurements, CopyPoint, Times, measure_point
 from sppo.bench.timing import Watcher
 from sppo.hardware.numa import node_of_pci_device, pci_address, stay_near
 from sppo.hardware.this_machine import count_numa_nodes
@@ -164,7 +164,7 @@ def _measure(
             copies.run(True, True)  # warm
             points.append(
                 measure_point(
-                    Directions(copies.run),
+                    copies.run,
                     copy_kind=host.copy_kind,
                     request_bytes=size,
                     in_flight=1,

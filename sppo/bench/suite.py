@@ -92,27 +92,28 @@ def device_to_measure() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def measure(
-    subjects: Sequence[str],
-    *,
-    device: str,
-    dtypes: Sequence[str],
-    quick: bool,
-    watcher: Watcher,
-    grids: Grids | None = None,
-    copying: CopySetup | None = None,
-) -> Measurements:
-    """Run the benchmarks named in ``subjects``.
+@dataclass(frozen=True, slots=True)
+class BenchRequest:
+    """What to measure, and on which device.
 
-    Args:
-        subjects: Some of gemm, attention, elementwise, messages, pcie and overlap; the last two
-            need ``copying``.
+    Attributes:
         device: "cpu" or "cuda".
         dtypes: Some of bf16 and fp32.
         quick: Measure fewer shapes and rounds, to test the benchmarks, not to plan with.
-        watcher: Receiver of the progress, notified of every timing.
-        grids: Shapes of gemm and attention; None for the default shapes.
-        copying: Targets of copies, and the layer that they overlap with.
+        grids: Shapes of gemm and attention.
+        copying: Targets of copies, and the layer that they overlap with; None if no copies are
+            measured.
+    """
+
+    device: str
+    dtypes: Sequence[str]
+    quick: bool
+    grids: Grids
+    copying: CopySetup | None = None
+
+
+def measure(subjects: Sequence[str], request: BenchRequest, *, watcher: Watcher) -> Measurements:
+    """Run the benchmarks named in ``subjects``, some of the names of :data:`_SUBJECTS`.
 
     Raises:
         ValueError: A directory that does not exist.
@@ -120,59 +121,44 @@ def measure(
         MemoryError: A host that lacks the memory, or may not lock it.
     """
     start = time.perf_counter()
-    rounds = Rounds(_QUICK_ROUNDS if quick else _ROUNDS)
-    request = _Request(
-        KernelBench(Operands(device), dtypes, rounds, watcher),
-        grids or default_grids(device, quick=quick),
-        copying,
-        quick,
-    )
-    found = Measurements(device)
+    rounds = Rounds(_QUICK_ROUNDS if request.quick else _ROUNDS)
+    kernels = KernelBench(Operands(request.device), request.dtypes, rounds, watcher)
+    found = Measurements(request.device)
     for subject in subjects:
-        found = replace(found, **_SUBJECTS[subject](request))
-    spreads = [*request.kernels.spreads]
+        found = replace(found, **_SUBJECTS[subject](kernels, request))
+    spreads = [*kernels.spreads]
     spreads += [point.spread for copies in found.copies for point in copies.points]
     spreads += [] if found.messages is None else [found.messages.spread]
     spreads += [] if found.overlap is None else [point.spread for point in found.overlap.points]
     return replace(found, spreads=tuple(spreads), wall_s=time.perf_counter() - start)
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """What the measurements of all subjects get."""
-
-    kernels: KernelBench
-    grids: Grids
-    copying: CopySetup | None
-    quick: bool
+def _gemm(kernels: KernelBench, request: BenchRequest) -> dict[str, Any]:
+    return {"gemm": measure_gemm(kernels, request.grids.gemm)}
 
 
-def _gemm(request: _Request) -> dict[str, Any]:
-    return {"gemm": measure_gemm(request.kernels, request.grids.gemm)}
-
-
-def _attention(request: _Request) -> dict[str, Any]:
+def _attention(kernels: KernelBench, request: BenchRequest) -> dict[str, Any]:
     grid = request.grids.attention
-    backends = measure_attention(request.kernels, grid)
+    backends = measure_attention(kernels, grid)
     found = {"attention": attention_points(backends, grid), "backends": backends}
-    if request.kernels.operands.device == "cpu":
-        found["documents"] = measure_documents(request.kernels)
+    if request.device == "cpu":
+        found["documents"] = measure_documents(kernels)
     return found
 
 
-def _elementwise(request: _Request) -> dict[str, Any]:
-    return {"elementwise": measure_elementwise(request.kernels, quick=request.quick)}
+def _elementwise(kernels: KernelBench, request: BenchRequest) -> dict[str, Any]:
+    return {"elementwise": measure_elementwise(kernels, quick=request.quick)}
 
 
-def _messages(request: _Request) -> dict[str, Any]:
-    return {"messages": measure_messages(quick=request.quick, watcher=request.kernels.watcher)}
+def _messages(kernels: KernelBench, request: BenchRequest) -> dict[str, Any]:
+    return {"messages": measure_messages(quick=request.quick, watcher=kernels.watcher)}
 
 
-def _copies(request: _Request) -> dict[str, Any]:
+def _copies(kernels: KernelBench, request: BenchRequest) -> dict[str, Any]:
     """Measure copies to each available tier: host memory for a GPU, and a disk."""
     assert request.copying is not None, "copies go somewhere"
-    device, directory = request.kernels.operands.device, request.copying.directory
-    quick, watcher = request.quick, request.kernels.watcher
+    device, directory = request.device, request.copying.directory
+    quick, watcher = request.quick, kernels.watcher
     copies: list[CopyMeasurements] = []
     if device == "cuda":
         devices = [torch.device(device, index) for index in range(torch.cuda.device_count())]
@@ -182,19 +168,19 @@ def _copies(request: _Request) -> dict[str, Any]:
     return {"copies": tuple(copies)}
 
 
-def _overlap(request: _Request) -> dict[str, Any]:
+def _overlap(kernels: KernelBench, request: BenchRequest) -> dict[str, Any]:
     assert request.copying is not None, "copies go somewhere"
     overlap = measure_overlap(
-        request.kernels.operands,
+        kernels.operands,
         request.copying.layer,
         directory=request.copying.directory,
         quick=request.quick,
-        watcher=request.kernels.watcher,
+        watcher=kernels.watcher,
     )
     return {"overlap": overlap}
 
 
-_SUBJECTS: Mapping[str, Callable[[_Request], dict[str, Any]]] = {
+_SUBJECTS: Mapping[str, Callable[[KernelBench, BenchRequest], dict[str, Any]]] = {
     "gemm": _gemm,
     "attention": _attention,
     "elementwise": _elementwise,

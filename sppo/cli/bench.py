@@ -170,7 +170,7 @@ def _measure(
         described_machine,
         starting_description,
     )
-    from sppo.bench.suite import device_to_measure, measure
+    from sppo.bench.suite import BenchRequest, device_to_measure, measure
 
     device = device_to_measure()
     parts = subject.parts(device)
@@ -180,15 +180,8 @@ def _measure(
     base = starting_description(described_machine(device), path=output)
     check_memory(grids, subjects=parts, device=device, dtypes=asked.dtype)
     with BenchDisplay(console) as display:
-        found = measure(
-            parts,
-            device=device,
-            dtypes=asked.dtype,
-            quick=quick,
-            watcher=display,
-            grids=grids,
-            copying=copying,
-        )
+        request = BenchRequest(device, asked.dtype, quick, grids, copying)
+        found = measure(parts, request, watcher=display)
     return describe(base, found), found
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sppo.bench import disk, pcie
-from sppo.bench.copies import CopyMeasurements, CopyPoint, Directions, busy_rates, measure_point
+from sppo.bench.copies import CopyMeasurements, CopyPoint, busy_rates, measure_point
 from sppo.bench.report.copy_tables import copies_lines
 from sppo.bench.report.hardware_description import describe
 from sppo.bench.suite import Measurements
@@ -46,7 +46,7 @@ def test_a_point_is_the_median_of_rounds_of_all_three():
 
     watcher = Watcher()
     point = measure_point(
-        Directions(run),
+        run,
         copy_kind="x",
         request_bytes=8,
         in_flight=1,

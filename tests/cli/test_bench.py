@@ -33,10 +33,10 @@ def measured(monkeypatch, shapes):
     """What was asked of the benchmarks, which answer at once."""
     asked = []
 
-    def measure(subjects, *, device, dtypes, quick, watcher, grids, copying):
-        assert device == "cpu"
-        asked.append((tuple(subjects), tuple(dtypes), quick))
-        shapes.append(grids)
+    def measure(subjects, request, *, watcher):
+        assert request.device == "cpu"
+        asked.append((tuple(subjects), tuple(request.dtypes), request.quick))
+        shapes.append(request.grids)
         watcher.begin(subjects[0], total=1)
         watcher.advance()
         return EVERYTHING if len(subjects) > 1 else replace(NOTHING, gemm=GEMM)
@@ -241,8 +241,8 @@ def test_a_gpu_that_cannot_be_asked_what_it_is_is_refused(measured, monkeypatch)
 def test_copies_go_where_they_are_told(monkeypatch, tmp_path):
     setups = []
 
-    def measure(subjects, *, device, dtypes, quick, watcher, grids, copying):
-        setups.append(copying)
+    def measure(subjects, request, *, watcher):
+        setups.append(request.copying)
         return replace(NOTHING, copies=(DISK,), overlap=OVERLAP)
 
     monkeypatch.setattr(suite, "measure", measure)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
 
 from sppo.bench.attention_backends import BackendComparison, BackendRate
 from sppo.bench.attention_grid import AttentionShape
@@ -12,10 +14,6 @@ from sppo.bench.report.figures import NOT_MEASURED, flops_unit, format_rates, me
 from sppo.kernels.attention.choice import BackendName
 from sppo.report.lines import print_line
 from sppo.units import counted, format_tokens
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 _MOST_BEHIND = 0.03
 """Fraction of time by which ``auto``'s back end may exceed the fastest and count as equal."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from rich.console import Console
+from rich.table import Table
 
 from sppo.bench.break_even import BreakEven
 from sppo.bench.copies import CopyMeasurements
@@ -10,10 +11,6 @@ from sppo.bench.overlap import OverlapMeasurements
 from sppo.bench.report.figures import NOT_MEASURED, measurement_table
 from sppo.report.lines import print_line
 from sppo.units import format_bytes, format_duration, format_tokens
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 _LENGTH_MARK = "~"
 """Mark before a length that was extrapolated."""
@@ -83,7 +80,7 @@ def _copies_table(found: CopyMeasurements) -> Table:
     table.add_column("through", no_wrap=True)
     bound = any(point.numa_node is not None for point in found.points)
     headings = ("request", "in flight", *(("node",) if bound else ()))
-    for heading in (*headings, names[0], names[1], *_both(names)):
+    for heading in (*headings, *names, *(f"both: {name}" for name in names)):
         table.add_column(heading, justify="right")
     for point in found.points:
         node = NOT_MEASURED if point.numa_node is None else str(point.numa_node)
@@ -100,20 +97,15 @@ def _copies_table(found: CopyMeasurements) -> Table:
     return table
 
 
-def _both(names: tuple[str, str]) -> tuple[str, str]:
-    return f"both: {names[0]}", f"both: {names[1]}"
-
-
 def _overlap_table(found: OverlapMeasurements) -> Table:
     table = measurement_table(
         "Compute alone, copy alone, and both: how much of the copy is exposed, and the change of "
         "compute's time: all of it, matrix products, attention; measured"
     )
-    headings = ("tokens", "after", "compute", "copy", "exposed", "change", "products")
-    for heading in (*headings, "attention"):
+    headings = ("tokens", "after", "compute", "copy", "exposed", "change", "products", "attention")
+    for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     for point in found.points:
-        attention = point.attention_copying_s / point.attention_s - 1
         table.add_row(
             format_tokens(point.tokens),
             format_tokens(point.context),
@@ -122,7 +114,7 @@ def _overlap_table(found: OverlapMeasurements) -> Table:
             format_duration(point.exposed_s),
             f"{point.slowdown:+.1%}",
             f"{point.products_copying_s / point.products_s - 1:+.1%}",
-            f"{attention:+.1%}",
+            f"{point.attention_copying_s / point.attention_s - 1:+.1%}",
         )
     return table
 

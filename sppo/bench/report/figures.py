@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rich.table import Table
+from rich import box
+from rich.table import Table
 
 NOT_MEASURED = "–"
 _TERA_FROM = 1e13
@@ -14,9 +13,6 @@ _TERA_FROM = 1e13
 
 def measurement_table(title: str) -> Table:
     """Return an empty table with a line below its heading and no frame."""
-    from rich import box
-    from rich.table import Table
-
     return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
 
 

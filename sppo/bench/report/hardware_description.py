@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -17,6 +17,7 @@ from sppo.hardware.rates import AttentionPoint, ElementwisePoint, GemmPoint
 from sppo.hardware.this_machine import describe_cpu, detect_machine, usable_memory_bytes
 
 _DTYPES = ("bf16", "fp32")
+_P = TypeVar("_P", AttentionPoint, ElementwisePoint, GemmPoint)
 
 
 def described_machine(device: str) -> HardwareSpec:
@@ -132,14 +133,6 @@ def _with_copies(node: NodeSpec, copies: CopyMeasurements) -> NodeSpec:
         d2h_alone_bytes_per_s=planned.out_alone_bytes_per_s,
         h2d_alone_bytes_per_s=planned.back_alone_bytes_per_s,
     )
-
-
-class _Point(Protocol):
-    @property
-    def dtype(self) -> str: ...
-
-
-_P = TypeVar("_P", bound=_Point)
 
 
 def _merged(old: tuple[_P, ...], new: tuple[_P, ...]) -> tuple[_P, ...]:

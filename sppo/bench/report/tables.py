@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
 
 from sppo.bench.messages import MessageMeasurements
 from sppo.bench.report.attention_tables import print_attention
@@ -14,11 +16,6 @@ from sppo.bench.suite import Measurements
 from sppo.hardware.rates import ElementwisePoint, GemmPoint
 from sppo.report.lines import print_line
 from sppo.units import format_count, format_duration, format_tokens
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
 
 _STEADY = 0.25
 """Median spread above which figures are too unsteady to plan with; a choice, not measured."""
@@ -82,7 +79,14 @@ def unsteady_line(spreads: Sequence[float]) -> str | None:
 
 def _gemm_table(points: Sequence[GemmPoint]) -> Table:
     widths = sorted({point.width for point in points})
-    by_place = {(p.dtype, p.tokens, p.width): p for p in points}
+    by_place = {
+        (p.dtype, p.tokens, p.width): (
+            p.forward_flops_per_s,
+            p.input_flops_per_s,
+            p.weight_flops_per_s,
+        )
+        for p in points
+    }
     unit, name = flops_unit(point.forward_flops_per_s for point in points)
     table = measurement_table(
         f"Linear layers, {name}, measured: output / input gradient / weight gradient"
@@ -94,16 +98,7 @@ def _gemm_table(points: Sequence[GemmPoint]) -> Table:
     for dtype, tokens in dict.fromkeys((p.dtype, p.tokens) for p in points):
         cells = []
         for width in widths:
-            point = by_place.get((dtype, tokens, width))
-            rates = (
-                ()
-                if point is None
-                else (
-                    point.forward_flops_per_s,
-                    point.input_flops_per_s,
-                    point.weight_flops_per_s,
-                )
-            )
+            rates = by_place.get((dtype, tokens, width), ())
             cells.append(format_rates(rates, unit=unit))
         table.add_row(dtype, format_tokens(tokens), *cells)
     return table
@@ -111,7 +106,7 @@ def _gemm_table(points: Sequence[GemmPoint]) -> Table:
 
 def _elementwise_table(points: Sequence[ElementwisePoint]) -> Table:
     columns = sorted({(p.dtype, p.elements) for p in points})
-    by_place = {(p.kernel, p.dtype, p.elements): p for p in points}
+    by_place = {(p.kernel, p.dtype, p.elements): (p.bytes_per_s,) for p in points}
     table = measurement_table(
         "Element-wise kernels, GB/s of the bytes they must read and write, by type and elements, "
         "measured"
@@ -120,6 +115,6 @@ def _elementwise_table(points: Sequence[ElementwisePoint]) -> Table:
     for dtype, elements in columns:
         table.add_column(f"{dtype} {format_count(elements)}", justify="right")
     for kernel in dict.fromkeys(point.kernel for point in points):
-        found = (by_place.get((kernel, *column)) for column in columns)
-        table.add_row(kernel, *(format_rates(() if p is None else (p.bytes_per_s,)) for p in found))
+        rates = (by_place.get((kernel, *column), ()) for column in columns)
+        table.add_row(kernel, *map(format_rates, rates))
     return table
