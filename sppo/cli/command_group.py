@@ -98,7 +98,7 @@ class Group(TyperGroup):
 
 def _explain_keys(error: Any) -> None:
     """Extend the error about an unknown option that is a run-file key by how the key is written."""
-    from sppo.config.loading import KEY_PATHS
+    from sppo.config.problems import KEY_PATHS
 
     option = getattr(error, "option_name", "")
     paths = KEY_PATHS.get(option.lstrip("-").rpartition(".")[2].replace("-", "_"))

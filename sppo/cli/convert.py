@@ -184,8 +184,7 @@ def _model(fields: dict[str, Any], *, source: Path) -> ModelConfig:
     try:
         return ModelConfig.model_validate(fields)
     except ValidationError as error:
-        annotations = {key: info.annotation for key, info in ModelConfig.model_fields.items()}
-        raise ConfigError(str(source), problems_of(error, "model", annotations)) from None
+        raise ConfigError(str(source), problems_of(error, "model")) from None
 
 
 def _trained(metadata: dict[str, Any], *, source: Path) -> tuple[dict[str, Any], str]:

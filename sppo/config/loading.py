@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from sppo.config.huggingface import read_model_fields
 from sppo.config.presets import PRESETS
-from sppo.config.problems import MISSING, ConfigError, Problem, nearest, problems_of, unknown_key
-from sppo.config.rules import check_sections
+from sppo.config.problems import MISSING, ConfigError, Problem, nearest, problems_of
+from sppo.config.rules import broken_rules
 from sppo.config.run import RunConfig
 from sppo.config.yaml_file import parse_yaml, read_yaml
 from sppo.quoting import quoted
@@ -74,10 +74,7 @@ def load_run(
             "or a run"
         )
     problems: list[Problem] = []
-    if isinstance(overrides, Mapping):
-        merged = replace_values(raw, overrides, problems)
-    else:
-        merged = apply_overrides(raw, overrides, problems)
+    merged = _apply(overrides, raw, problems)
     return check_run(merged, source=name, problems=problems)
 
 
@@ -101,11 +98,15 @@ def run_sections(run: RunConfig) -> dict[str, Any]:
     return run.model_dump(mode="json", exclude_unset=True)
 
 
-def apply_overrides(
-    raw: dict[str, Any], overrides: Sequence[str], problems: list[Problem]
+def _apply(
+    overrides: Sequence[str] | Mapping[str, Any], raw: dict[str, Any], problems: list[Problem]
 ) -> dict[str, Any]:
-    """Return a copy of `raw` with each ``a.b=value`` applied; faults are added to `problems`."""
+    """Return a copy of `raw` with the overrides applied; faults are added to `problems`."""
     merged: dict[str, Any] = copy.deepcopy(raw)
+    if isinstance(overrides, Mapping):
+        for path, value in overrides.items():
+            _replace(merged, path, _plain(value), problems)
+        return merged
     for word in overrides:
         path, equals, text = word.partition("=")
         if not equals or not all(path.strip().split(".")):
@@ -117,16 +118,6 @@ def apply_overrides(
             problems.append(Problem(path, quoted(text), error.problems[0].rule))
             continue
         _replace(merged, path, value, problems)
-    return merged
-
-
-def replace_values(
-    raw: dict[str, Any], values: Mapping[str, Any], problems: list[Problem]
-) -> dict[str, Any]:
-    """Return a copy of `raw` with each ``a.b: value`` applied; faults are added to `problems`."""
-    merged: dict[str, Any] = copy.deepcopy(raw)
-    for path, value in values.items():
-        _replace(merged, path, _plain(value), problems)
     return merged
 
 
@@ -143,25 +134,19 @@ def _plain(value: Any) -> Any:
 
 def _replace(target: dict[str, Any], path: str, value: Any, problems: list[Problem]) -> None:
     """Write `value` at ``a.b``; if it cannot be written, the reason is added to `problems`."""
-    keys = path.strip().split(".")
-    if not all(keys):
+    *outer, last = path.strip().split(".")
+    if not all((*outer, last)):
         problems.append(Problem(path, quoted(value), _WRITTEN))
-    elif not _write(target, keys, value):
-        rule = f"{'.'.join(keys[:-1])} is a value in the run file: it has no keys"
-        problems.append(Problem(path, quoted(value), rule))
-
-
-def _write(target: dict[str, Any], keys: list[str], value: Any) -> bool:
-    """Write `value` at the nested `keys`; return False if a key leads into a value without keys."""
-    for key in keys[:-1]:
-        inner = target.get(key)
-        if inner is None or inner == "auto":
-            inner = target[key] = {}
-        if not isinstance(inner, dict):
-            return False
-        target = inner
-    target[keys[-1]] = value
-    return True
+        return
+    for key in outer:
+        if target.get(key) in (None, "auto"):
+            target[key] = {}
+        if not isinstance(target[key], dict):
+            rule = f"{'.'.join(outer)} is a value in the run file: it has no keys"
+            problems.append(Problem(path, quoted(value), rule))
+            return
+        target = target[key]
+    target[last] = value
 
 
 def check_run(
@@ -170,73 +155,28 @@ def check_run(
     source: str,
     problems: Sequence[Problem] = (),
 ) -> RunConfig:
-    """Validate each section by itself, then the rules across sections.
+    """Validate all sections, and if these are right the rules about several keys.
 
     Raises:
         ConfigError: The run has problems; the error lists all, including those in `problems`.
     """
     found = list(problems)
-    sections: dict[str, Any] = {}
-    for key, value in raw.items():
-        if key not in RunConfig.model_fields:
-            known = RunConfig.model_fields
-            found.append(unknown_key(str(key), str(key), value, known, homes=KEY_PATHS))
-    for name in RunConfig.model_fields:
-        if raw.get(name) is not None or name in _REQUIRED:
-            parsed = _parse_section(name, raw.get(name), found)
-        else:
-            parsed = RunConfig.model_fields[name].default
-        if parsed is not None:
-            sections[name] = parsed
-    found.extend(check_sections(sections))
+    sections: dict[str, Any] = {name: {} for name in _REQUIRED}
+    left_out = {name for name in RunConfig.model_fields if raw.get(name) is None}
+    sections |= {name: value for name, value in raw.items() if name not in left_out}
+    if isinstance(sections["model"], dict):
+        expanded = expand_model(sections["model"], found)
+        # An unknown model is replaced by any other, so that the other sections are checked.
+        sections["model"] = PRESETS["tiny"] if expanded is None else expanded
+    try:
+        run = RunConfig.model_validate(sections)
+    except ValidationError as error:
+        found += _without_shape(problems_of(error))
+    if not found:
+        found += broken_rules(run)
     if found:
         raise ConfigError(source, found)
-    return RunConfig(**sections)
-
-
-def _parse_section(name: str, value: Any, found: list[Problem]) -> Any:
-    if name == "hardware" and value == "auto":
-        return value
-    section = _section_class(name)
-    if value is None:
-        value = {}
-    if not isinstance(value, dict):
-        rule = "a section is a mapping of keys to values" + " or auto" * (name == "hardware")
-        if "preset" in section.model_fields:
-            rule += f"; a preset is named by {name}.preset"
-        found.append(Problem(name, quoted(value), rule))
-        return None
-    if name == "model":
-        value = expand_model(value, found)
-        if value is None:
-            return None
-    annotations = {key: info.annotation for key, info in section.model_fields.items()}
-    try:
-        return TypeAdapter(section).validate_python(value)
-    except ValidationError as error:
-        problems = problems_of(error, name, annotations, homes=KEY_PATHS)
-        found.extend(_without_shape(problems) if name == "model" else problems)
-        return None
-
-
-def _section_class(name: str) -> Any:
-    """Return the section type of a field, also in ``Literal["auto"] | Section``."""
-    annotation = RunConfig.model_fields[name].annotation
-    choices = getattr(annotation, "__args__", (annotation,))
-    return next(c for c in choices if hasattr(c, "model_fields"))
-
-
-def _key_paths() -> dict[str, list[str]]:
-    """Return the full paths of the keys of all sections, by key."""
-    homes: dict[str, list[str]] = {}
-    for name in RunConfig.model_fields:
-        for key in _section_class(name).model_fields:
-            homes.setdefault(key, []).append(f"{name}.{key}")
-    return homes
-
-
-KEY_PATHS = _key_paths()
-"""Full paths, such as ``optimizer.lr``, of the keys of all sections, by their last word."""
+    return run
 
 
 def _without_shape(problems: list[Problem]) -> list[Problem]:

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from itertools import filterfalse
+from typing import get_args
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from sppo.config.base import TORCH_DTYPES, ComputeDtype
+from sppo.config.base import TORCH_DTYPES, ComputeDtype, Section
+from sppo.config.run import RunConfig
 from sppo.quoting import QUOTE_CHARACTERS, one_line, quoted
 from sppo.units import counted
 
 MISSING = "(missing)"
 """Text shown as the value of a key that was not given."""
-
-Homes = Mapping[str, Sequence[str]]
-"""Full paths of keys, such as ``optimizer.lr``, by their last word."""
-
-NO_HOMES: Homes = {}
 
 _ELSEWHERE = {
     "context_parallel": "parallel.sequence_parallel_degree, with sequence_parallel=ulysses",
@@ -28,6 +26,7 @@ _ELSEWHERE = {
 }
 """What other programs' keys with these first words are called here."""
 
+_NO_SUCH_KEY = ("extra_forbidden", "invalid_key")
 _SHOWN_PROBLEMS = 20
 RULE_CHARACTERS = 1000
 """Characters of a rule that a message shows at most."""
@@ -76,126 +75,121 @@ def nearest(word: object, choices: Iterable[object]) -> str:
     return f" Did you mean '{close[0]}'?" if close else ""
 
 
-def unknown_key(
-    path: str,
-    key: str,
-    value: object,
-    known: Iterable[str],
-    *,
-    homes: Homes = NO_HOMES,
-) -> Problem:
-    """Return the problem of a key that does not exist in its section.
-
-    Args:
-        path: Full path of the key.
-        key: Last word of the path.
-        value: Value given to the key.
-        known: Keys that exist in the section.
-        homes: Full paths of keys in other sections.
-    """
-    known = sorted(known)
-    here = next((here for first, here in _ELSEWHERE.items() if key.startswith(first)), None)
-    if here is not None:
-        hint = f" Here it is {here}."
-    elif key in homes:
-        hint = f" Did you mean {' or '.join(homes[key])}?"
-    else:
-        hint = nearest(key, known) or f" Known keys: {', '.join(known)}"
-    return Problem(path, quoted(value), f"unknown key.{hint}")
+def _section_keys(section: type[Section], path: str = "") -> dict[str, list[str]]:
+    """Return the keys of a section and of the sections within it, by the path of each."""
+    keys = {path: sorted(section.model_fields)}
+    for name, field in section.model_fields.items():
+        for choice in (field.annotation, *get_args(field.annotation)):
+            if isinstance(choice, type) and issubclass(choice, Section):
+                keys |= _section_keys(choice, f"{path}.{name}".lstrip("."))
+    return keys
 
 
-def problems_of(
-    error: ValidationError,
-    section: str,
-    annotations: Mapping[str, Any],
-    *,
-    homes: Homes = NO_HOMES,
-) -> list[Problem]:
+_KEYS = _section_keys(RunConfig)
+"""Keys of every section by its path: "" is the run file, ``model.rope_scaling`` the deepest."""
+
+
+def _key_paths() -> dict[str, list[str]]:
+    paths: dict[str, list[str]] = {}
+    for section, keys in _KEYS.items():
+        for key in keys if section else ():
+            paths.setdefault(key, []).append(f"{section}.{key}")
+    return paths
+
+
+KEY_PATHS = _key_paths()
+"""Full paths, such as ``optimizer.lr``, of the keys of all sections, by their last word."""
+
+
+def problems_of(error: ValidationError, section: str = "") -> list[Problem]:
     """Return one :class:`Problem` per path at which pydantic found an error.
 
     Args:
-        error: Error from validating one section.
-        section: Name of the section.
-        annotations: Types of the keys of the section.
-        homes: Full paths of keys in all sections.
+        error: Error from validating a run or one of its sections.
+        section: Name of the section; "" for a run.
     """
     by_path: dict[tuple[str, ...], list[ErrorDetails]] = {}
     for detail in error.errors():
-        names = tuple(str(part) for part in detail["loc"] if not _is_union_branch(part))
-        by_path.setdefault(names, []).append(detail)
-    return [_problem(d, names, section, annotations, homes) for names, d in by_path.items()]
+        by_path.setdefault(_names(detail, section), []).append(detail)
+    return [problem for names, details in by_path.items() for problem in _problem(details, names)]
 
 
-def _problem(
-    details: Sequence[ErrorDetails],
-    names: tuple[str, ...],
-    section: str,
-    annotations: Mapping[str, Any],
-    homes: Homes,
-) -> Problem:
-    """Return the problem at ``names``; several details are errors of the branches of a union."""
-    path = ".".join(part for part in (section, *names) if part)
-    value, kind = details[0].get("input"), details[0]["type"]
-    if kind == "missing":
-        return Problem(path, MISSING, "required")
-    if kind == "extra_forbidden":
-        return unknown_key(path, names[-1], value, _siblings(names, annotations), homes=homes)
-    shown = "" if isinstance(value, dict) and not names else quoted(value)
-    literals = list(_literals(_annotation_of(names, annotations)))
-    if not any(detail["type"] == "literal_error" for detail in details) or not literals:
-        return Problem(path, shown, _rule(details[0]))
-    hint = nearest(_named_here(value, literals), literals)
-    other = next((d for d in details if d["type"] != "literal_error"), None)
-    if other is None or hint:
-        return Problem(path, shown, f"not one of {', '.join(literals)}.{hint}")
-    return Problem(path, shown, f"neither {' nor '.join(literals)} nor valid: {_rule(other)}")
-
-
-def _named_here(value: object, literals: Sequence[str]) -> object:
-    """Return `value`, or the name here of a compute dtype that `value` names as torch does."""
-    if tuple(literals) != get_args(ComputeDtype):
-        return value
-    return TORCH_DTYPES.get(str(value).removeprefix("torch."), value)
-
-
-def _rule(detail: ErrorDetails) -> str:
-    message = detail["msg"].removeprefix("Value error, ")
-    prefix = "Input should be "
-    return f"must be {message.removeprefix(prefix)}" if message.startswith(prefix) else message
+def _names(detail: ErrorDetails, section: str) -> tuple[str, ...]:
+    """Return the keys that lead to an error, without the names of branches of unions."""
+    *outer, last = (section, *detail["loc"]) if section else detail["loc"]
+    is_key = detail["type"] in _NO_SUCH_KEY
+    inner = [last] if is_key or not _is_union_branch(last) else []
+    return tuple(str(part) for part in (*filterfalse(_is_union_branch, outer), *inner))
 
 
 def _is_union_branch(part: object) -> bool:
     """Return whether `part` of an error location names a branch of a union instead of a key."""
     return isinstance(part, str) and (
-        part.startswith(("literal[", "constrained-", "function-")) or part in ("int", "float")
+        part.startswith(("literal[", "constrained-", "function-"))
+        or part in ("int", "float", "HardwareConfig")
     )
 
 
-def _annotation_of(names: Sequence[str], annotations: Mapping[str, Any]) -> Any:
-    """Return the type at ``names``; None if the path leads through a value without keys."""
-    siblings = _siblings(names, annotations)
-    return siblings.get(names[-1]) if names else None
+def _problem(details: Sequence[ErrorDetails], names: tuple[str, ...]) -> Iterator[Problem]:
+    """Yield the problem at ``names``; several details are errors of the branches of a union."""
+    path = ".".join(names)
+    value, kind = details[0].get("input"), details[0]["type"]
+    if kind in _NO_SUCH_KEY:
+        yield _unknown_key(names, value)
+    elif kind == "missing":
+        yield Problem(path, MISSING, "required")
+    elif len(names) == 1 and not isinstance(value, dict):
+        yield Problem(path, quoted(value), _section_rule(path))
+    elif len(names) == 1:
+        rules = [_rule(detail) for detail in details if detail["type"] != "literal_error"]
+        yield from (Problem(path, "", rule) for rule in rules)
+    else:
+        yield Problem(path, quoted(value), _value_rule(details))
 
 
-def _siblings(names: Sequence[str], annotations: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the types of the keys of the mapping that contains the last of ``names``."""
-    for name in names[:-1]:
-        annotations = _fields_of(annotations.get(name))
-    return annotations
+def _unknown_key(names: tuple[str, ...], value: object) -> Problem:
+    """Return the problem of a key that does not exist in its section."""
+    key, known = names[-1], _KEYS[".".join(names[:-1])]
+    here = next((here for first, here in _ELSEWHERE.items() if key.startswith(first)), None)
+    if here is not None:
+        hint = f" Here it is {here}."
+    elif key in KEY_PATHS:
+        hint = f" Did you mean {' or '.join(KEY_PATHS[key])}?"
+    else:
+        hint = nearest(key, known) or f" Known keys: {', '.join(known)}"
+    return Problem(".".join(names), quoted(value), f"unknown key.{hint}")
 
 
-def _fields_of(annotation: Any) -> dict[str, Any]:
-    """Return the types of the keys of a section, also in ``Section | None``."""
-    for choice in (annotation, *get_args(annotation)):
-        if hasattr(choice, "model_fields"):
-            return {key: info.annotation for key, info in choice.model_fields.items()}
-    return {}
+def _section_rule(section: str) -> str:
+    rule = "a section is a mapping of keys to values" + " or auto" * (section == "hardware")
+    if "preset" in _KEYS[section]:
+        rule += f"; a preset is named by {section}.preset"
+    return rule
 
 
-def _literals(annotation: object) -> Iterator[str]:
-    """Yield the literals that an annotation allows, also in unions."""
-    for argument in get_args(annotation):
-        if isinstance(argument, str):
-            yield argument
-        else:
-            yield from _literals(argument)
+def _value_rule(details: Sequence[ErrorDetails]) -> str:
+    """Return the rule that a value breaks; several details are those of the branches of a union."""
+    wanted = next((d["ctx"]["expected"] for d in details if d["type"] == "literal_error"), "")
+    words = re.findall("'([^']*)'", wanted)
+    if not words:
+        return _rule(details[0])
+    hint = nearest(_named_here(details[0]["input"], words), words)
+    other = next((d for d in details if d["type"] != "literal_error"), None)
+    if other is None or hint:
+        return f"not one of {', '.join(words)}.{hint}"
+    return f"neither {' nor '.join(words)} nor valid: {_rule(other)}"
+
+
+def _named_here(value: object, words: Sequence[str]) -> object:
+    """Return `value`, or the name here of a compute dtype that `value` names as torch does."""
+    if tuple(words) != get_args(ComputeDtype):
+        return value
+    return TORCH_DTYPES.get(str(value).removeprefix("torch."), value)
+
+
+def _rule(detail: ErrorDetails) -> str:
+    if detail["type"] == "model_type":
+        return "must be a mapping of keys to values"
+    message = detail["msg"].removeprefix("Value error, ")
+    prefix = "Input should be "
+    return f"must be {message.removeprefix(prefix)}" if message.startswith(prefix) else message

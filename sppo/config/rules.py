@@ -1,99 +1,37 @@
 """Rules about more than one key, or about more than the type of a key.
 
-Each rule reads sections that were parsed and yields problems, so that an error in one section does
-not hide errors in others.
+Each rule reads a run whose sections were parsed, and yields a problem if the run breaks it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from sppo.config.huggingface_export import family_misfits
-from sppo.config.model import ModelConfig
-from sppo.config.problems import MISSING, Problem, nearest
-from sppo.config.run import (
-    ActivationsConfig,
-    DataConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    SequenceConfig,
-    StateConfig,
-    TrainConfig,
-)
+from sppo.config.problems import MISSING, Problem
+from sppo.config.run import WITH_VIRTUAL_STAGES, RunConfig
 from sppo.quoting import quoted
 
-SCHEDULES = (
-    "auto",
-    "gpipe",
-    "1f1b",
-    "interleaved_1f1b",
-    "seq1f1b",
-    "interleaved_seq1f1b",
-    "looped_bfs",
-    "zb_h1",
-    "seq_zb_h1",
-    "sppo",
-    "sppo_msp",
-)
-WITH_VIRTUAL_STAGES = ("interleaved_1f1b", "interleaved_seq1f1b", "looped_bfs", "sppo_msp")
-"""Schedules that allow several stages on a rank."""
+
+def broken_rules(run: RunConfig) -> Iterator[Problem]:
+    """Yield the problem of every rule that `run` breaks."""
+    for rule in _RULES:
+        yield from rule(run)
 
 
-def check_sections(sections: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield the problem of every broken rule among the parsed ``sections``, by section name."""
-    for name, rule in _RULES:
-        section = sections.get(name)
-        if section is not None:
-            yield from rule(section)
-    model, sequence = sections.get("model"), sections.get("sequence")
-    if model is not None and sequence is not None:
-        yield from _positions_reach(model, sequence)
-    parallel = sections.get("parallel")
-    if model is not None and parallel is not None:
-        yield from _layers_suffice(model, parallel)
-    activations = sections.get("activations")
-    if parallel is not None and activations is not None:
-        yield from _kv_agrees(parallel, activations)
-    state, optimizer = sections.get("state"), sections.get("optimizer")
-    if state is not None and optimizer is not None:
-        yield from _tiers_agree(state, optimizer)
-    if state is not None and parallel is not None:
-        yield from _stages_can_leave(state, parallel)
-    if state is not None and activations is not None:
-        yield from _disk_is_named(state, activations)
-    yield from _check_samples(sections)
-
-
-def _check_samples(sections: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield the problem of every broken rule of ``data.samples`` among the parsed ``sections``."""
-    data, sequence, train = (sections.get(name) for name in ("data", "sequence", "train"))
-    if data is None:
-        return
-    if sequence is not None:
-        yield from _sequence_suits_samples(data, sequence)
-    if train is not None:
-        yield from _step_suits_samples(data, train)
-    parallel = sections.get("parallel")
-    if data.samples == "stream" or parallel is None:
-        return
-    yield from _replicas_share_no_step(parallel)
-    if sequence is not None and train is not None:
-        yield from _replicas_get_samples(sequence, train, parallel)
-
-
-def _sequence_suits_samples(data: DataConfig, sequence: SequenceConfig) -> Iterator[Problem]:
+def _sequence_suits_samples(run: RunConfig) -> Iterator[Problem]:
     """``sequence.longer`` other than cut needs documents, and ``sequence.boundaries`` a stream.
 
     Sequences of a stream have one length; documents have different lengths.
     """
-    if data.samples == "stream" and sequence.longer != "cut":
+    sequence = run.sequence
+    if run.data.samples == "stream" and sequence.longer != "cut":
         rule = (
             "a stream is cut into sequences of one length; write data.samples=documents, or leave "
             "it out"
         )
         yield Problem("sequence.longer", sequence.longer, rule)
-    if data.samples == "documents" and sequence.boundaries is not None:
+    if run.data.samples == "documents" and sequence.boundaries is not None:
         rule = (
             "data.samples=documents has samples of many lengths, which every step cuts anew; leave "
             "one of the two keys out"
@@ -101,14 +39,15 @@ def _sequence_suits_samples(data: DataConfig, sequence: SequenceConfig) -> Itera
         yield Problem("sequence.boundaries", quoted(list(sequence.boundaries)), rule)
 
 
-def _step_suits_samples(data: DataConfig, train: TrainConfig) -> Iterator[Problem]:
+def _step_suits_samples(run: RunConfig) -> Iterator[Problem]:
     """The size of a step is given in sequences of a stream, or in samples or tokens of documents.
 
     With ``data.samples=documents``, exactly one of ``train.samples_per_step`` and
     ``train.tokens_per_step`` is given.
     """
+    train = run.train
     samples, tokens = train.samples_per_step, train.tokens_per_step
-    if data.samples == "stream":
+    if run.data.samples == "stream":
         for key, value in (("samples_per_step", samples), ("tokens_per_step", tokens)):
             if value is not None:
                 rule = (
@@ -134,52 +73,52 @@ def _step_suits_samples(data: DataConfig, train: TrainConfig) -> Iterator[Proble
         yield Problem("train.tokens_per_step", str(tokens), rule)
 
 
-def _replicas_get_samples(
-    sequence: SequenceConfig, train: TrainConfig, parallel: ParallelConfig
-) -> Iterator[Problem]:
+def _replicas_get_samples(run: RunConfig) -> Iterator[Problem]:
     """With documents, every data-parallel replica gets at least one sample in every step.
 
     ``train.samples_per_step`` is at least the number of replicas, and ``train.tokens_per_step`` at
     least that number times ``sequence.length``.
     """
-    replicas = parallel.data_parallel_degree
-    samples, tokens = train.samples_per_step, train.tokens_per_step
+    if run.data.samples == "stream":
+        return
+    replicas = run.parallel.data_parallel_degree
+    samples, tokens = run.train.samples_per_step, run.train.tokens_per_step
     if samples is not None and samples < replicas:
         rule = (
             f"fewer than the {replicas} replicas of parallel.data_parallel_degree, each of which "
             f"trains on a sample of every step; raise it to {replicas}"
         )
         yield Problem("train.samples_per_step", str(samples), rule)
-    least = sequence.length * replicas
+    least = run.sequence.length * replicas
     if tokens is not None and tokens < least:
         each = f" for each of {replicas} replicas" if replicas > 1 else ""
         rule = (
-            f"must hold a sample of sequence.length = {sequence.length} tokens{each}; raise it to "
-            f"at least {least}, or shorten the samples"
+            f"must hold a sample of sequence.length = {run.sequence.length} tokens{each}; raise it "
+            f"to at least {least}, or shorten the samples"
         )
         yield Problem("train.tokens_per_step", str(tokens), rule)
 
 
-def _replicas_share_no_step(parallel: ParallelConfig) -> Iterator[Problem]:
+def _replicas_share_no_step(run: RunConfig) -> Iterator[Problem]:
     """With documents and several replicas, ``parallel.zero`` is at most 1.
 
     The replicas run different programs, and synchronize only at the end of a step.
     """
-    replicas = parallel.data_parallel_degree
-    if parallel.zero >= 2 and replicas > 1:
+    zero, replicas = run.parallel.zero, run.parallel.data_parallel_degree
+    if run.data.samples == "documents" and zero >= 2 and replicas > 1:
         rule = (
             f"shards gradients over {replicas} data-parallel replicas, which meet in every action; "
             "with data.samples=documents each replica runs a program of its own, so they would "
             "wait for each other; write parallel.zero=1, or parallel.data_parallel_degree=1"
         )
-        yield Problem("parallel.zero", str(parallel.zero), rule)
+        yield Problem("parallel.zero", str(zero), rule)
 
 
-def _cuts_tile(sequence: SequenceConfig) -> Iterator[Problem]:
+def _cuts_tile(run: RunConfig) -> Iterator[Problem]:
     """Every subsequence has a token; explicit cuts ascend from 0 to ``sequence.length``."""
-    cuts, length = sequence.boundaries, sequence.length
+    cuts, length = run.sequence.boundaries, run.sequence.length
+    count = run.sequence.num_subsequences
     if cuts is None:
-        count = sequence.num_subsequences
         if count != "auto" and count > length:
             yield Problem(
                 "sequence.num_subsequences",
@@ -194,27 +133,17 @@ def _cuts_tile(sequence: SequenceConfig) -> Iterator[Problem]:
             quoted(list(cuts)),
             f"must rise from 0 to sequence.length = {length}, e.g. [0, {length // 2}, {length}]",
         )
-    elif sequence.num_subsequences not in ("auto", len(cuts) - 1):
+    elif count not in ("auto", len(cuts) - 1):
         yield Problem(
             "sequence.num_subsequences",
-            str(sequence.num_subsequences),
+            str(count),
             f"boundaries cut {len(cuts) - 1} subsequences; leave one of the two keys out",
         )
 
 
-def _schedule_exists(parallel: ParallelConfig) -> Iterator[Problem]:
-    """``parallel.schedule`` is auto or the name of a schedule."""
-    if parallel.schedule not in SCHEDULES:
-        yield Problem(
-            "parallel.schedule",
-            quoted(parallel.schedule),
-            f"not one of {', '.join(SCHEDULES)}.{nearest(parallel.schedule, SCHEDULES)}",
-        )
-
-
-def _multiplexing_agrees(parallel: ParallelConfig) -> Iterator[Problem]:
+def _multiplexing_agrees(run: RunConfig) -> Iterator[Problem]:
     """``parallel.multiplexed=on`` needs schedule auto or ``sppo_msp``; off excludes the latter."""
-    asked, schedule = parallel.multiplexed, parallel.schedule
+    asked, schedule = run.parallel.multiplexed, run.parallel.schedule
     if asked == "on" and schedule not in ("auto", "sppo_msp"):
         rule = f"parallel.schedule={schedule} shards no units; write auto, or leave one out"
         yield Problem("parallel.multiplexed", "on", rule)
@@ -223,12 +152,10 @@ def _multiplexing_agrees(parallel: ParallelConfig) -> Iterator[Problem]:
         yield Problem("parallel.multiplexed", "off", rule)
 
 
-def _virtual_stages_are_served(parallel: ParallelConfig) -> Iterator[Problem]:
+def _virtual_stages_are_served(run: RunConfig) -> Iterator[Problem]:
     """Several virtual stages on a rank need a schedule that allows them."""
-    virtual, schedule = parallel.virtual_stages, parallel.schedule
-    if virtual in ("auto", 1):
-        return
-    if schedule not in ("auto", *WITH_VIRTUAL_STAGES) and schedule in SCHEDULES:
+    virtual, schedule = run.parallel.virtual_stages, run.parallel.schedule
+    if virtual not in ("auto", 1) and schedule not in ("auto", *WITH_VIRTUAL_STAGES):
         rule = (
             f"parallel.schedule={schedule} holds one stage on a rank; write auto or one of "
             f"{', '.join(WITH_VIRTUAL_STAGES)}, or leave parallel.virtual_stages out"
@@ -236,26 +163,27 @@ def _virtual_stages_are_served(parallel: ParallelConfig) -> Iterator[Problem]:
         yield Problem("parallel.virtual_stages", str(virtual), rule)
 
 
-def _layers_suffice(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Problem]:
+def _layers_suffice(run: RunConfig) -> Iterator[Problem]:
     """Every virtual stage has at least one layer."""
-    virtual, ranks = parallel.virtual_stages, parallel.pipeline_parallel_degree
-    if virtual not in ("auto", 1) and ranks * int(virtual) > model.num_layers:
+    virtual, ranks = run.parallel.virtual_stages, run.parallel.pipeline_parallel_degree
+    layers = run.model.num_layers
+    if virtual not in ("auto", 1) and ranks * int(virtual) > layers:
         on_ranks = "" if ranks == 1 else f" on each of {ranks} pipeline ranks"
         yield Problem(
             "parallel.virtual_stages",
             str(virtual),
-            f"so many stages{on_ranks} need a layer each, and there are {model.num_layers}; lower "
-            f"it to at most {max(1, model.num_layers // ranks)}",
+            f"so many stages{on_ranks} need a layer each, and there are {layers}; lower "
+            f"it to at most {max(1, layers // ranks)}",
         )
 
 
-def _kv_agrees(parallel: ParallelConfig, activations: ActivationsConfig) -> Iterator[Problem]:
+def _kv_agrees(run: RunConfig) -> Iterator[Problem]:
     """K and V are offloaded or recomputed only in the looped order with several virtual stages.
 
     Other orders use K and V of all layers of a rank at a time. With multiplexed sequence
     partitioning, K and V stay on the device.
     """
-    asked, schedule = activations.kv, parallel.schedule
+    parallel, asked = run.parallel, run.activations.kv
     if asked not in ("offload", "recompute"):
         return
     if parallel.virtual_stages == 1:
@@ -264,9 +192,9 @@ def _kv_agrees(parallel: ParallelConfig, activations: ActivationsConfig) -> Iter
             "of the two keys out"
         )
         yield Problem("activations.kv", asked, rule)
-    elif schedule not in ("auto", "looped_bfs") and schedule in SCHEDULES:
+    elif parallel.schedule not in ("auto", "looped_bfs"):
         rule = (
-            f"parallel.schedule={schedule} uses K and V of several stages at once; write "
+            f"parallel.schedule={parallel.schedule} uses K and V of several stages at once; write "
             "looped_bfs or auto, or leave activations.kv out"
         )
         yield Problem("activations.kv", asked, rule)
@@ -278,18 +206,18 @@ def _kv_agrees(parallel: ParallelConfig, activations: ActivationsConfig) -> Iter
         yield Problem("activations.kv", asked, rule)
 
 
-def _tiers_agree(state: StateConfig, optimizer: OptimizerConfig) -> Iterator[Problem]:
+def _tiers_agree(run: RunConfig) -> Iterator[Problem]:
     """Weights or gradients on host or disk need the optimizer on the same tier.
 
     The optimizer runs on the tier of its state. ``optimizer.offload`` stands for
     ``state.optimizer=host``.
     """
-    steps_at = state.optimizer
-    if optimizer.offload and steps_at in ("device", "disk"):
+    state, steps_at = run.state, run.state.optimizer
+    if run.optimizer.offload and steps_at in ("device", "disk"):
         rule = f"is state.optimizer=host, and that key says {steps_at}; leave one of the two out"
         yield Problem("optimizer.offload", "true", rule)
         return
-    if optimizer.offload:
+    if run.optimizer.offload:
         steps_at = "host"
     for part in ("weights", "gradients"):
         tier = getattr(state, part)
@@ -305,23 +233,23 @@ def _tiers_agree(state: StateConfig, optimizer: OptimizerConfig) -> Iterator[Pro
         yield Problem("state.weights", state.weights, rule)
 
 
-def _stages_can_leave(state: StateConfig, parallel: ParallelConfig) -> Iterator[Problem]:
+def _stages_can_leave(run: RunConfig) -> Iterator[Problem]:
     """Weights or gradients on host or disk need several virtual stages on each rank.
 
     They leave the device one stage at a time. With multiplexed sequence partitioning, weights and
     gradients stay on the device.
     """
     for part in ("weights", "gradients"):
-        tier = getattr(state, part)
+        tier = getattr(run.state, part)
         if tier not in ("host", "disk"):
             continue
-        if parallel.virtual_stages == 1:
+        if run.parallel.virtual_stages == 1:
             rule = (
                 "leaves the device stage by stage, and with parallel.virtual_stages=1 a rank has "
                 "one; raise it, or leave one of the two keys out"
             )
             yield Problem(f"state.{part}", tier, rule)
-        elif parallel.multiplexed == "on" or parallel.schedule == "sppo_msp":
+        elif run.parallel.multiplexed == "on" or run.parallel.schedule == "sppo_msp":
             rule = (
                 "ranks that share units (multiplexed sequence partitioning) have weights and "
                 "gradients on the device; leave one of the two keys out"
@@ -329,48 +257,56 @@ def _stages_can_leave(state: StateConfig, parallel: ParallelConfig) -> Iterator[
             yield Problem(f"state.{part}", tier, rule)
 
 
-def _disk_is_named(state: StateConfig, activations: ActivationsConfig) -> Iterator[Problem]:
+def _disk_is_named(run: RunConfig) -> Iterator[Problem]:
     """A disk tier needs the directory ``activations.disk``."""
     for part in ("weights", "gradients", "optimizer"):
-        if getattr(state, part) == "disk" and activations.disk is None:
+        if getattr(run.state, part) == "disk" and run.activations.disk is None:
             rule = "in which directory? write activations.disk=DIR, on a fast local disk"
             yield Problem(f"state.{part}", "disk", rule)
 
 
-def _window_fits(model: ModelConfig) -> Iterator[Problem]:
+def _window_fits(run: RunConfig) -> Iterator[Problem]:
     """``model.sliding_window_first_layer`` is at most the number of layers."""
-    if model.sliding_window_first_layer > model.num_layers:
-        yield Problem(
-            "model.sliding_window_first_layer",
-            str(model.sliding_window_first_layer),
-            f"beyond the last of {model.num_layers} layers",
-        )
+    first, layers = run.model.sliding_window_first_layer, run.model.num_layers
+    if first > layers:
+        rule = f"beyond the last of {layers} layers"
+        yield Problem("model.sliding_window_first_layer", str(first), rule)
 
 
-def _family_computes_it(model: ModelConfig) -> Iterator[Problem]:
+def _family_computes_it(run: RunConfig) -> Iterator[Problem]:
     """The family that ``model.family`` names computes exactly this model, so it can be exported."""
-    reasons = family_misfits(model, model.family) if model.family is not None else ()
+    family = run.model.family
+    reasons = family_misfits(run.model, family) if family is not None else ()
     if reasons:
         rule = f"does not compute this model: {'; '.join(reasons)}; use another family, or null"
-        yield Problem("model.family", str(model.family), rule)
+        yield Problem("model.family", str(family), rule)
 
 
-def _positions_reach(model: ModelConfig, sequence: SequenceConfig) -> Iterator[Problem]:
+def _positions_reach(run: RunConfig) -> Iterator[Problem]:
     """A sequence is at most as long as the table of learned positions."""
-    rows = model.max_positions
-    if model.position == "learned" and rows is not None and sequence.length > rows:
+    rows, length = run.model.max_positions, run.sequence.length
+    if run.model.position == "learned" and rows is not None and length > rows:
         yield Problem(
             "sequence.length",
-            str(sequence.length),
+            str(length),
             f"longer than the {rows} learned positions; raise model.max_positions or shorten it",
         )
 
 
 _RULES = (
-    ("model", _window_fits),
-    ("model", _family_computes_it),
-    ("sequence", _cuts_tile),
-    ("parallel", _schedule_exists),
-    ("parallel", _multiplexing_agrees),
-    ("parallel", _virtual_stages_are_served),
+    _window_fits,
+    _family_computes_it,
+    _positions_reach,
+    _cuts_tile,
+    _multiplexing_agrees,
+    _virtual_stages_are_served,
+    _layers_suffice,
+    _kv_agrees,
+    _tiers_agree,
+    _stages_can_leave,
+    _disk_is_named,
+    _sequence_suits_samples,
+    _step_suits_samples,
+    _replicas_share_no_step,
+    _replicas_get_samples,
 )

@@ -33,6 +33,26 @@ Cuts = Annotated[
 ]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Auto = Literal["auto"]
+Schedule = Literal[
+    "auto",
+    "gpipe",
+    "1f1b",
+    "interleaved_1f1b",
+    "seq1f1b",
+    "interleaved_seq1f1b",
+    "looped_bfs",
+    "zb_h1",
+    "seq_zb_h1",
+    "sppo",
+    "sppo_msp",
+]
+WITH_VIRTUAL_STAGES: tuple[Schedule, ...] = (
+    "interleaved_1f1b",
+    "interleaved_seq1f1b",
+    "looped_bfs",
+    "sppo_msp",
+)
+"""Schedules that allow several stages on a rank."""
 
 
 class DataConfig(Section):
@@ -107,9 +127,8 @@ class ParallelConfig(Section):
     exchanges tokens for heads around attention; megatron: weights are sharded by heads and by the
     width of the MLP, tokens are gathered before the projections and summed after them: a fraction
     of the weights, gradients and optimizer states for more communication."""
-    schedule: str = "auto"
-    """Order in which stages run units: gpipe, 1f1b, interleaved_1f1b, seq1f1b, interleaved_seq1f1b,
-    looped_bfs, zb_h1, seq_zb_h1, sppo or sppo_msp. auto: the fastest schedule in simulation."""
+    schedule: Schedule = "auto"
+    """Order in which stages run units. auto: the fastest schedule in simulation."""
     multiplexed: Literal["auto", "on", "off"] = "auto"
     """Multiplexed sequence partitioning: cut the units next to pipeline bubbles once more, over the
     ranks that would idle. auto: use it if it is predicted to be faster, messages included; on: use

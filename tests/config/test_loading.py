@@ -125,15 +125,9 @@ def test_the_text_lists_path_value_and_rule():
     ]
 
 
-def test_faults_across_sections_are_found_beside_faults_within():
-    found = problems(
-        {
-            "model": {**MODEL, "position": "learned", "max_positions": 32},
-            "data": {},
-            "sequence": {"length": 64, "boundaries": [0, 65]},
-        }
-    )
-    assert found.keys() == {"data.tokens", "sequence.boundaries", "sequence.length"}
+def test_an_unknown_model_does_not_hide_faults_of_other_sections():
+    found = problems({**RUN, "model": {"preset": "zzz"}, "data": {}})
+    assert found.keys() == {"model.preset", "data.tokens"}
 
 
 def test_a_hundred_problems_fit_one_screen_and_are_all_there():

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from sppo.config.rules import WITH_VIRTUAL_STAGES
-from sppo.config.run import RunConfig, StateConfig
+from sppo.config.run import WITH_VIRTUAL_STAGES, RunConfig, StateConfig
 from sppo.cost.state_tiers import StateTiers
 from sppo.hardware.description import HardwareSpec, Tier
 from sppo.planning.search.choices import activation_tiers, machine_asked_for, uses_msp

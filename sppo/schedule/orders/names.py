@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from sppo.config.run import WITH_VIRTUAL_STAGES as WITH_VIRTUAL_STAGES
+
 DESCRIPTIONS: Mapping[str, str] = {
     "gpipe": "All forwards, then all backwards (GPipe).",
     "1f1b": "One forward, one backward in turn after a warm-up, of whole sequences "
@@ -27,8 +29,6 @@ DEFERRING_WEIGHTS = ("zb_h1", "seq_zb_h1")
 LOOPED = "looped_bfs"
 """Schedule in which a group of sequences passes one stage of a rank before the next stage, and
 ends before the next group begins."""
-# Schedules that may hold several stages on a rank.
-WITH_VIRTUAL_STAGES = ("interleaved_1f1b", "interleaved_seq1f1b", LOOPED, "sppo_msp")
 # Schedules of whole sequences, each with its equivalent over subsequences.
 WHOLE_SEQUENCES = {
     "1f1b": "seq1f1b",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sppo.config import RunConfig
-from sppo.config.rules import check_sections
+from sppo.config.rules import broken_rules
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.plan import ExecutionPlan, check_plan_fits
 from sppo.planning.plan_program import check_program
@@ -36,7 +36,7 @@ def followed_plan(run: RunConfig, plan: ExecutionPlan) -> RunConfig:
         "sequence_parallel": plan.sequence_parallel,
     }
     followed = run.model_copy(update={"parallel": run.parallel.model_copy(update=chosen)})
-    problems = [*check_sections({name: getattr(followed, name) for name in RunConfig.model_fields})]
+    problems = list(broken_rules(followed))
     if problems:
         first = problems[0]
         raise ValueError(f"with the degrees of the plan, {first.path} {first.value} {first.rule}")
