@@ -12,9 +12,11 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
+
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from sppo.output_file import write_text
 
@@ -22,23 +24,28 @@ _logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 
+_Count = Annotated[int, Field(ge=0, lt=1 << 53)]
+"""Number of tokens or bytes, of which a float is exact."""
+_NanIfNull = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+"""Number that may not be finite, and is null in the file then."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
     """Figures of one optimizer step, measured unless the field says otherwise."""
 
-    step: int
+    step: Annotated[int, Field(gt=0, lt=1 << 53)]
     """Number of the step, counted from 1."""
-    loss: float
+    loss: _NanIfNull
     """Mean cross entropy in nats per label; may be NaN or infinite in a step whose update was
     skipped, and is NaN in a step without valid labels."""
-    grad_norm: float
+    grad_norm: _NanIfNull
     """Global norm of the gradients before clipping."""
     lr: float
     """Scheduled learning rate of the step, also if the update was skipped."""
-    tokens: int
+    tokens: _Count
     """Tokens trained in the step, of all replicas, without padding."""
-    labels: int | None = None
+    labels: _Count | None = None
     """Number of valid labels, over which the loss is averaged: fewer than tokens with isolated
     documents or a loss mask, and 0 if no label counts. None in files of older versions."""
     step_s: float
@@ -54,13 +61,13 @@ class StepMetrics:
     hfu: float | None = None
     """Executed FLOPs per second, recomputation included, as a fraction of the peak of all
     devices; None on a CPU."""
-    device_peak_bytes: int | None = None
+    device_peak_bytes: _Count | None = None
     """Peak device memory in the step, on the rank with the highest; on a CPU the peak of the
     process's resident set."""
-    host_peak_bytes: int | None = None
+    host_peak_bytes: _Count | None = None
     """Host memory reserved for offloaded tensors, or for slots in front of a disk, with training
     state behind the device; sum over the ranks, 0 on a CPU."""
-    offloaded_bytes: int = 0
+    offloaded_bytes: _Count = 0
     """Bytes copied from the device to another tier in the step; sum over the ranks."""
     exposed_copy_s: float = 0.0
     """Time in which compute waited for copies, on the rank that waited longest."""
@@ -70,18 +77,18 @@ class StepMetrics:
     copy_back_bytes_per_s: float | None = None
     """Rate of copies back to the device on rank 0, while their slowest queue was busy; None if
     there were none."""
-    disk_peak_bytes: int = 0
+    disk_peak_bytes: _Count = 0
     """Bytes of the files of a disk tier, and of training state on the disk; sum over the ranks."""
-    samples: int | None = None
+    samples: _Count | None = None
     """Number of samples of the step; None, like all fields below but `skipped`, in a run of the
     token stream."""
-    split_subsequences: int | None = None
+    split_subsequences: _Count | None = None
     """Number of subsequences that are a slice of a long sample."""
-    batched_subsequences: int | None = None
+    batched_subsequences: _Count | None = None
     """Number of subsequences of short samples."""
-    hybrid_subsequences: int | None = None
+    hybrid_subsequences: _Count | None = None
     """Number of subsequences of the tail of a long sample and short samples."""
-    padding_tokens: int | None = None
+    padding_tokens: _Count | None = None
     """Number of padding tokens, which belong to no sample."""
     planned_bubble_fraction: float | None = None
     """Simulated idle share of pipeline ranks, mean over replicas; None without a pipeline."""
@@ -94,7 +101,7 @@ class StepMetrics:
     """Time in which the step waited for its plan, on the rank that waited longest."""
     uncorrected_step_s: float | None = None
     """Step time predicted by the cost model without correction by earlier steps."""
-    correction_steps: int | None = None
+    correction_steps: _Count | None = None
     """Number of earlier steps on which the correction is based, at most seven; 0 for no
     correction, as where it has not helped."""
     forward_correction: float | None = None
@@ -115,15 +122,7 @@ class StepMetrics:
     """True if the update was skipped: loss or gradients were not finite, or no label was valid."""
 
 
-_MAY_BE_NONE = frozenset(f.name for f in fields(StepMetrics) if f.default is None)
-_KINDS: dict[str, tuple[type, ...]] = {f.name: (int, float) for f in fields(StepMetrics)} | {
-    "step": (int,),
-    "skipped": (bool,),
-    "program_digest": (str,),
-}
-"""Types that the value of each field may have."""
-_LARGEST_COUNT = 1 << 53
-"""Upper bound on counts of steps, tokens and bytes, below which a float is exact."""
+_ADAPTER = TypeAdapter(StepMetrics)
 
 
 class MetricSink(Protocol):
@@ -233,28 +232,6 @@ def _records(path: Path) -> Iterator[tuple[StepMetrics, str]]:
 def _parse(line: str) -> StepMetrics | None:
     """Return the metrics in a line; None if the line is not the complete record of a step."""
     try:
-        record = json.loads(line)
-        values = {name: record[name] for name in _KINDS if name in record}
-        metrics = StepMetrics(**{name: _checked(name, value) for name, value in values.items()})
-    except (ValueError, TypeError, OverflowError, RecursionError):
+        return _ADAPTER.validate_json(line, strict=True)
+    except ValidationError:
         return None
-    return metrics if metrics.step > 0 else None
-
-
-def _checked(name: str, value: Any) -> Any:
-    """Return the value of a field; NaN for a None that the field may not have.
-
-    Raises:
-        TypeError: The value has another type.
-        OverflowError: An integer is too large for any count.
-    """
-    kind = _KINDS[name]
-    if value is None:
-        if name in _MAY_BE_NONE:
-            return None
-        value = math.nan
-    if not isinstance(value, kind) or (isinstance(value, bool) and bool not in kind):
-        raise TypeError(f"{name} is {value!r}")
-    if isinstance(value, int) and abs(value) >= _LARGEST_COUNT:
-        raise OverflowError(f"{name} has {value.bit_length()} bits")
-    return value
