@@ -12,14 +12,16 @@ A directory holds three files, and a fourth if some predictions must not count i
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from sppo.config.json_file import JsonError, read_json
 from sppo.data.array_file import map_array
@@ -41,14 +43,18 @@ _HASH_BLOCK_BYTES = 8 << 20
 _STARTS_BLOCK = 1 << 20
 _PREPARE_HINT = "prepare the data again with --force"
 
+_Count = Annotated[int, Field(ge=0, le=LARGEST_SIZE)]
+
 
 @dataclass(frozen=True, slots=True)
 class TokenizerDescription:
     """Tokenizer of token data: enough to tell whether two data sets share a vocabulary."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
     name: str
     """``bytes``, ``ids``, or the path of the tokenizer file as the user gave it."""
-    end_of_document: int | None
+    end_of_document: _Count | None
     """Id appended to every document; None if none is appended."""
     sha256: str | None = None
     """SHA-256 of the tokenizer file; None for the built-in tokenizers."""
@@ -61,13 +67,15 @@ class TokenizerDescription:
 class TokenMeta:
     """Contents of ``meta.json``."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
     format_version: int
-    dtype: str
-    vocab_size: int
-    max_id: int
+    dtype: Literal["uint16", "uint32"]
+    vocab_size: _Count
+    max_id: _Count
     """Largest id that occurs, which may be far below ``vocab_size - 1``."""
-    num_tokens: int
-    num_documents: int
+    num_tokens: _Count
+    num_documents: _Count
     tokens_sha256: str
     """SHA-256 of ``tokens.bin``."""
     tokenizer: TokenizerDescription
@@ -80,6 +88,9 @@ class TokenMeta:
     def token_dtype(self) -> np.dtype[Any]:
         """Type of one id in ``tokens.bin``."""
         return _DTYPES[self.dtype]
+
+
+_META = TypeAdapter(TokenMeta)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,7 +122,7 @@ class TokenData:
         return self.meta.vocab_size
 
 
-def dtype_name(vocab_size: int) -> str:
+def dtype_name(vocab_size: int) -> Literal["uint16", "uint32"]:
     """Return the name of the smallest type that holds every id below ``vocab_size``."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
@@ -273,49 +284,14 @@ def read_meta(path: Path) -> TokenMeta:
             f" use the version of sppo that wrote it, or {fix}"
         )
     try:
-        return _parse_meta(raw)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}; {fix}") from None
-
-
-def _parse_meta(raw: dict[str, Any]) -> TokenMeta:
-    _check_keys(TokenMeta, raw, name="its")
-    if not isinstance(raw["dtype"], str) or raw["dtype"] not in _DTYPES:
-        raise ValueError(f"dtype {quoted(raw['dtype'])} is not one of {', '.join(_DTYPES)}")
-    for name in ("vocab_size", "max_id", "num_tokens", "num_documents"):
-        _check_count(name, raw[name])
-    for name in ("tokens_sha256", "documents_sha256", "loss_mask_sha256"):
-        digest = raw.get(name)
-        if not isinstance(digest, str) and not (digest is None and name != "tokens_sha256"):
-            raise ValueError(f"{name} {quoted(digest)} is not a checksum")
-    return TokenMeta(**{**raw, "tokenizer": _parse_tokenizer(raw["tokenizer"])})
-
-
-def _parse_tokenizer(raw: Any) -> TokenizerDescription:
-    if not isinstance(raw, dict):
-        raise ValueError(f"tokenizer {quoted(raw)} is not a description")
-    _check_keys(TokenizerDescription, raw, name="its tokenizer's")
-    if not isinstance(raw["name"], str):
-        raise ValueError(f"tokenizer.name {quoted(raw['name'])} is not a word")
-    if raw["end_of_document"] is not None:
-        _check_count("tokenizer.end_of_document", raw["end_of_document"])
-    if not isinstance(raw.get("sha256"), str | None):
-        raise ValueError(f"tokenizer.sha256 {quoted(raw['sha256'])} is not a checksum")
-    return TokenizerDescription(**raw)
-
-
-def _check_keys(kind: type[Any], raw: Mapping[str, Any], *, name: str) -> None:
-    """Raise ValueError unless `raw` has the fields of the dataclass `kind` and no others."""
-    known = {field.name for field in fields(kind)}
-    needed = {field.name for field in fields(kind) if field.default is MISSING}
-    wrong = (raw.keys() - known) | (needed - raw.keys())
-    if wrong:
-        raise ValueError(f"{name} keys missing or unknown: {one_line(', '.join(sorted(wrong)))}")
-
-
-def _check_count(name: str, value: object) -> None:
-    if type(value) is not int or not 0 <= value <= LARGEST_SIZE:
-        raise ValueError(f"{name} {quoted(value)} is not a whole number from 0 to 2^63 - 1")
+        # As JSON, in which neither true nor "1" counts as 1.
+        return _META.validate_json(json.dumps(raw), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = one_line(".".join(map(str, first["loc"])))
+        raise ValueError(
+            f"{path}: {where} {quoted(first['input'])}: {first['msg']}; {fix}"
+        ) from None
 
 
 def _map_tokens(path: Path, meta: TokenMeta) -> NDArray[np.unsignedinteger]:

@@ -106,15 +106,14 @@ def test_index_of_other_data(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"format_version": 2}, r"format_version 2, but this program reads 1"),
-        ({"dtype": "int8"}, r"dtype 'int8' is not one of uint16, uint32"),
-        ({"num_tokens": -1}, r"num_tokens -1 is not a whole number"),
-        ({"extra": 1}, r"keys missing or unknown: extra"),
-        ({"tokenizer": {"kind": 3}}, r"meta.json: .*kind"),
-        ({"dtype": ["uint16"]}, r"dtype \['uint16'\] is not one of"),
-        ({"num_tokens": 10**30}, r"num_tokens 10+ is not a whole number from 0"),
-        ({"tokens_sha256": 3}, r"tokens_sha256 3 is not a checksum"),
-        ({"tokenizer": None}, r"tokenizer None is not a description"),
-        ({"tokenizer": {"name": [], "end_of_document": None}}, r"tokenizer.name \[\] is not"),
+        ({"dtype": "int8"}, r"dtype 'int8': .* 'uint16' or 'uint32'"),
+        ({"num_tokens": -1}, r"num_tokens -1: .* greater than or equal to 0"),
+        ({"num_tokens": True}, r"num_tokens True: .* valid integer"),
+        ({"extra": 1}, r"extra 1: Unexpected"),
+        ({"tokenizer": {"kind": 3}}, r"meta.json: tokenizer.name .*: .*required"),
+        ({"num_tokens": 10**30}, r"num_tokens 10+: .* less than or equal to"),
+        ({"tokens_sha256": 3}, r"tokens_sha256 3: .* valid string"),
+        ({"tokenizer": None}, r"tokenizer None: "),
     ],
 )
 def test_faulty_meta(tmp_path: Path, changes: dict[str, object], message: str) -> None:
@@ -261,7 +260,7 @@ def _cut(path: Path) -> None:
         (Path.unlink, "missing, and meta.json says that there is a loss mask"),
         (_cut, "2 bytes, but meta.json says 3 tokens, of one byte each"),
         (lambda path: _edit_meta(path.parent, loss_mask_sha256=None), "is one of other data"),
-        (lambda path: _edit_meta(path.parent, loss_mask_sha256=5), "loss_mask_sha256 5 is not a"),
+        (lambda path: _edit_meta(path.parent, loss_mask_sha256=5), "loss_mask_sha256 5: .* valid string"),
     ],
 )
 def test_damaged_loss_masks(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
