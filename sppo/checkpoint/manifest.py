@@ -13,11 +13,11 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from sppo.config.json_file import read_json
+from pydantic import TypeAdapter
+
 from sppo.output_file import write_json
 from sppo.quoting import one_line
 from sppo.units import MIB
@@ -51,6 +51,17 @@ class FileSum:
 
     size_bytes: int
     block_crc32: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Manifest:
+    format_version: int
+    checksum: str
+    block_bytes: int
+    files: dict[str, FileSum]
+
+
+_ADAPTER = TypeAdapter(_Manifest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +107,7 @@ def write_manifest(directory: Path, files: Mapping[str, FileSum], *, alone: bool
         if problem is not None:
             writer = "just written" if alone else "written by another rank"
             raise OSError(errno.ENOENT, f"{name}, {writer}: {problem}; {why_absent(alone=alone)}")
-    listed = {
-        name: {"size_bytes": file.size_bytes, "block_crc32": list(file.block_crc32)}
-        for name, file in sorted(files.items())
-    }
-    write_json(directory / MANIFEST_FILE, _header() | {"files": listed})
+    write_json(directory / MANIFEST_FILE, asdict(_manifest_of(files)))
 
 
 def find_damage(directory: Path) -> Damage | None:
@@ -123,12 +130,8 @@ def find_absence(directory: Path) -> Damage | None:
     return files if isinstance(files, Damage) else _wrong_sizes(directory, files)
 
 
-def _header() -> dict[str, Any]:
-    return {
-        "format_version": _FORMAT_VERSION,
-        "checksum": _CHECKSUM,
-        "block_bytes": _BLOCK_BYTES,
-    }
+def _manifest_of(files: Mapping[str, FileSum]) -> _Manifest:
+    return _Manifest(_FORMAT_VERSION, _CHECKSUM, _BLOCK_BYTES, dict(sorted(files.items())))
 
 
 def _listed(directory: Path) -> dict[str, FileSum] | Damage:
@@ -138,23 +141,17 @@ def _listed(directory: Path) -> dict[str, FileSum] | Damage:
         return Damage(MANIFEST_FILE, "missing")
     except OSError as error:
         return Damage(MANIFEST_FILE, f"cannot be read: {error.strerror}")
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except ValueError:
         return Damage(MANIFEST_FILE, "not a manifest")
 
 
 def _read_manifest(path: Path) -> dict[str, FileSum]:
-    manifest = read_json(path)
-    if {key: manifest[key] for key in _header()} != _header():
-        raise ValueError("another format, or a flipped bit")
-    files = {
-        name: FileSum(entry["size_bytes"], tuple(entry["block_crc32"]))
-        for name, entry in manifest["files"].items()
-    }
-    if not files:
-        raise ValueError("no files")
-    for name, file in files.items():
-        if Path(name).name != name or not name.isprintable() or type(file.size_bytes) is not int:
-            raise ValueError("names no file beside it, or no size")
+    manifest = _ADAPTER.validate_json(path.read_bytes(), strict=True)
+    files = manifest.files
+    if not files or manifest != _manifest_of(files):
+        raise ValueError("no files, another format, or a flipped bit")
+    if any(Path(name).name != name or not name.isprintable() for name in files):
+        raise ValueError("names no file beside it")
     return files
 
 

@@ -165,7 +165,8 @@ def load_wrong(group: ProcessGroup, directory: str, fault: str) -> dict[str, Any
         elif fault == "shape":
             state["model.layers.1.norm.weight"] = StateBlock(torch.full((1,), -1.0), (3,), (4,))
         else:
-            hidden = patch.object(checkpoint_manifest, "read_json", raising(FileNotFoundError()))
+            unseen = raising(FileNotFoundError())
+            hidden = patch.object(checkpoint_manifest, "_read_manifest", unseen)
     with hidden:
         try:
             manager.load_into(found, state)
