@@ -163,9 +163,7 @@ def commands_page() -> str:
 
 def files_page() -> str:
     """Return the page of the fields of the files that a run writes."""
-    from sppo.report.run_summary import SUMMARY_FIELDS
-
-    plan = "planning.plan.ExecutionPlan"
+    summary = "report.run_summary"
     lines = [
         "# Files that a run writes",
         "All lie in `train.output`. What each is for, with `loss.png`, the timelines and the "
@@ -176,21 +174,32 @@ def files_page() -> str:
         *_described("report.metrics.StepMetrics"),
         "## run_summary.json",
         "Written at the end of a run. `predicted` and `measured` stand beside each other.",
-        _table(("field", "meaning"), _field_rows(SUMMARY_FIELDS)),
+        *_described(f"{summary}.RunSummary"),
+        *_parts(
+            ("prediction_error", f"{summary}.PredictionError"),
+            ("attention", f"{summary}.AttentionSummary"),
+            ("copies", f"{summary}.CopiesSummary"),
+            ("timeline", f"{summary}.TimelineSummary"),
+        ),
         "## plan.json",
         "The plan that is run, and what `sppo solve -o` writes.",
-        *_described(plan),
+        *_described("planning.plan.ExecutionPlan"),
+        *_parts(
+            ("stages[]", "planning.plan.StagePlan"),
+            ("stages[].subsequences[]", "activations.subsequence_placement.SubsequencePlacement"),
+            ("stages[].memory", "cost.memory.stage_memory.StageMemory"),
+            ("stages[].memory.device", "cost.memory.stage_memory.MemoryBuckets"),
+            ("predicted", "planning.plan.Prediction"),
+            ("state", "cost.state_tiers.StateTiers"),
+        ),
     ]
-    for title, path in (
-        ("stages[]", "planning.plan.StagePlan"),
-        ("stages[].subsequences[]", "activations.subsequence_placement.SubsequencePlacement"),
-        ("stages[].memory", "cost.memory.stage_memory.StageMemory"),
-        ("stages[].memory.device", "cost.memory.stage_memory.MemoryBuckets"),
-        ("predicted", "planning.plan.Prediction"),
-        ("state", "cost.state_tiers.StateTiers"),
-    ):
-        lines += [f"### `{title}`", *_described(path)]
     return "\n\n".join(lines)
+
+
+def _parts(*parts: tuple[str, str]) -> Iterator[str]:
+    """Yield the heading, the description and the fields of each nested object of a file."""
+    for title, path in parts:
+        yield from (f"### `{title}`", *_described(path))
 
 
 def _described(path: str) -> tuple[str, str]:

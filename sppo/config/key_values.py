@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -12,6 +13,8 @@ from sppo.config.loading import apply_overrides
 from sppo.config.problems import ConfigError, Problem, problems_of
 
 Request = TypeVar("Request", bound=Section)
+_REQUEST = "request"
+"""Name of the section of all keys, which no message shows."""
 
 
 def read_keys(
@@ -28,12 +31,13 @@ def read_keys(
         ConfigError: The request has problems; the error lists all.
     """
     problems: list[Problem] = []
-    values = apply_overrides(dict(defaults or {}), words, problems)
+    values = apply_overrides(words, dict(defaults or {}), problems)
     try:
         found = request.model_validate(values)
     except ValidationError as error:
-        annotations = {key: info.annotation for key, info in request.model_fields.items()}
-        problems += problems_of(error, "", annotations)
+        keys = {_REQUEST: sorted(request.model_fields)}
+        for problem in problems_of(error, _REQUEST, keys=keys):
+            problems.append(replace(problem, path=problem.path.removeprefix(f"{_REQUEST}.")))
     if problems:
         raise ConfigError("the request", problems)
     return found

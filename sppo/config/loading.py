@@ -74,7 +74,7 @@ def load_run(
             "or a run"
         )
     problems: list[Problem] = []
-    merged = _apply(overrides, raw, problems)
+    merged = apply_overrides(overrides, raw, problems)
     return check_run(merged, source=name, problems=problems)
 
 
@@ -98,7 +98,7 @@ def run_sections(run: RunConfig) -> dict[str, Any]:
     return run.model_dump(mode="json", exclude_unset=True)
 
 
-def _apply(
+def apply_overrides(
     overrides: Sequence[str] | Mapping[str, Any], raw: dict[str, Any], problems: list[Problem]
 ) -> dict[str, Any]:
     """Return a copy of `raw` with the overrides applied; faults are added to `problems`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import filterfalse
 from typing import get_args
@@ -101,17 +101,22 @@ KEY_PATHS = _key_paths()
 """Full paths, such as ``optimizer.lr``, of the keys of all sections, by their last word."""
 
 
-def problems_of(error: ValidationError, section: str = "") -> list[Problem]:
+def problems_of(
+    error: ValidationError, section: str = "", *, keys: Mapping[str, Sequence[str]] = _KEYS
+) -> list[Problem]:
     """Return one :class:`Problem` per path at which pydantic found an error.
 
     Args:
         error: Error from validating a run or one of its sections.
         section: Name of the section; "" for a run.
+        keys: Keys of every section by its path.
     """
     by_path: dict[tuple[str, ...], list[ErrorDetails]] = {}
     for detail in error.errors():
         by_path.setdefault(_names(detail, section), []).append(detail)
-    return [problem for names, details in by_path.items() for problem in _problem(details, names)]
+    return [
+        problem for names, details in by_path.items() for problem in _problem(details, names, keys)
+    ]
 
 
 def _names(detail: ErrorDetails, section: str) -> tuple[str, ...]:
@@ -130,12 +135,14 @@ def _is_union_branch(part: object) -> bool:
     )
 
 
-def _problem(details: Sequence[ErrorDetails], names: tuple[str, ...]) -> Iterator[Problem]:
+def _problem(
+    details: Sequence[ErrorDetails], names: tuple[str, ...], keys: Mapping[str, Sequence[str]]
+) -> Iterator[Problem]:
     """Yield the problem at ``names``; several details are errors of the branches of a union."""
     path = ".".join(names)
     value, kind = details[0].get("input"), details[0]["type"]
     if kind in _NO_SUCH_KEY:
-        yield _unknown_key(names, value)
+        yield _unknown_key(names, value, keys)
     elif kind == "missing":
         yield Problem(path, MISSING, "required")
     elif len(names) == 1 and not isinstance(value, dict):
@@ -147,9 +154,11 @@ def _problem(details: Sequence[ErrorDetails], names: tuple[str, ...]) -> Iterato
         yield Problem(path, quoted(value), _value_rule(details))
 
 
-def _unknown_key(names: tuple[str, ...], value: object) -> Problem:
+def _unknown_key(
+    names: tuple[str, ...], value: object, keys: Mapping[str, Sequence[str]]
+) -> Problem:
     """Return the problem of a key that does not exist in its section."""
-    key, known = names[-1], _KEYS[".".join(names[:-1])]
+    key, known = names[-1], keys[".".join(names[:-1])]
     here = next((here for first, here in _ELSEWHERE.items() if key.startswith(first)), None)
     if here is not None:
         hint = f" Here it is {here}."

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, list_checkpoints
 from sppo.config import RunConfig, run_sections
@@ -16,6 +14,7 @@ from sppo.output_file import write_json
 from sppo.parallel.job.signals import STOP_CODES
 from sppo.planning.plan import ExecutionPlan, plan_json, read_plan
 from sppo.report.metrics import METRICS_FILE, StepMetrics, read_metrics
+from sppo.report.run_summary import RunSummary, read_summary
 from sppo.training.start import made_ready, start_ranks, train_as_rank
 
 
@@ -64,16 +63,16 @@ class TrainedRun:
         return read_plan(self.output / PLAN_FILE)
 
     @property
-    def summary(self) -> dict[str, Any]:
-        """Content of ``run_summary.json``: predicted and measured figures of the last training.
+    def summary(self) -> RunSummary:
+        """Predicted and measured figures of the last training, from ``run_summary.json``.
 
         Raises:
             OSError: There is no summary.
+            ValueError: The summary is damaged.
         """
         from sppo.training.run_directory import SUMMARY_FILE
 
-        found: dict[str, Any] = json.loads((self.output / SUMMARY_FILE).read_text("utf-8"))
-        return found
+        return read_summary(self.output / SUMMARY_FILE)
 
     @property
     def checkpoint(self) -> Path | None:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import logging
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from sppo.engine.engine import StepResult
 from sppo.plots.timeline import write_png
@@ -96,41 +95,3 @@ def timeline_writers(planned: Timeline, measured: Timeline) -> dict[str, Callabl
     if sum(timeline.schedule.num_actions for timeline in both) <= _MOST_DRAWN:
         writers[TIMELINE_PLOT] = partial(write_png, timelines=both)
     return writers
-
-
-def timeline_summary(
-    planned: Timeline,
-    measured: Timeline,
-    *,
-    with_measured_compute_s: float | None,
-    exposed_copy_s: Sequence[float],
-) -> Mapping[str, Any]:
-    """Return the figures of the last step for ``run_summary.json``.
-
-    Args:
-        planned: Simulated timeline of the step.
-        measured: Measured timeline; a wait for a copy is part of the action that waited.
-        with_measured_compute_s: Simulated seconds of the step with its measured compute.
-        exposed_copy_s: Seconds that each pipeline rank waited for copies. The measured
-            `idle_fraction` includes these waits, as the simulated one does; the measured
-            `bubble_fraction` counts only the gaps between actions.
-    """
-    step_s = len(measured.ranks) * measured.makespan_s
-    exposed = sum(exposed_copy_s) / step_s if step_s else 0.0
-    return {
-        "idle_fraction": {
-            "predicted": planned.bubble_fraction,
-            "measured": measured.bubble_fraction + exposed,
-        },
-        "exposed_copy_s_by_rank": {
-            "predicted": [track.idle_s("copy") for track in planned.ranks],
-            "measured": list(exposed_copy_s),
-        },
-        "pipeline_ranks": len(measured.ranks),
-        "makespan_s": {"predicted": planned.makespan_s, "measured": measured.makespan_s},
-        "with_measured_compute_s": with_measured_compute_s,
-        "bubble_fraction": {
-            "predicted": planned.bubble_fraction,
-            "measured": measured.bubble_fraction,
-        },
-    }

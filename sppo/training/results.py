@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY
 from sppo.config import RunConfig
 from sppo.plots.loss import loss_plot
-from sppo.report.copies_summary import copies_summary
 from sppo.report.lines import print_line
 from sppo.report.metrics import METRICS_FILE, StepMetrics, read_metrics
-from sppo.report.run_summary import Pair, print_summary, run_summary, write_summary
+from sppo.report.run_summary import RunSummary, read_summary, write_summary
+from sppo.report.summary_tables import print_summary
 from sppo.training.checks.preflight import CheckedRun
-from sppo.training.executed_step import timeline_summary, timeline_writers
+from sppo.training.executed_step import timeline_writers
 from sppo.training.job import Job
 from sppo.training.outcome import TrainingOutcome
 from sppo.training.run_directory import LOSS_PLOT, RESULT_FILES, SUMMARY_FILE
-from sppo.training.steps.measured import predicted_and_measured
+from sppo.training.summarize import summarize
 
 _WRITTEN = (*RESULT_FILES, CHECKPOINTS_DIRECTORY)
 """Names of entries of the output directory, in the order in which the report lists them."""
@@ -47,7 +44,7 @@ def report(job: Job, checked: CheckedRun, outcome: TrainingOutcome, *, command: 
         return
     output = outcome.output
     steps = read_metrics(output / METRICS_FILE)
-    summary = _summary(steps, checked, outcome)
+    summary = summarize(steps, checked, outcome)
     missing = _write(_writers(run, steps, summary, outcome), outcome, console=console)
     print_summary(summary, console=console)
     written = [name for name in _WRITTEN if name not in missing and (output / name).exists()]
@@ -72,37 +69,10 @@ def _report_nothing_to_do(run: RunConfig, outcome: TrainingOutcome, *, console: 
         _write({LOSS_PLOT: _loss_writer(run, outcome)}, outcome, console=console)
 
 
-def _summary(
-    steps: Sequence[StepMetrics], checked: CheckedRun, outcome: TrainingOutcome
-) -> dict[str, Any]:
-    """Return the summary of a run, with figures of its last step if a timeline was measured."""
-    plan, planned, executed = checked.plan, outcome.planned_timeline, outcome.timeline
-    summary = run_summary(
-        steps,
-        name=outcome.output.name,
-        wall_s=outcome.wall_s,
-        memory_bytes=_memory(outcome),
-        phases_s=_phases(outcome),
-    )
-    summary["predicted_for"] = plan.hardware.name_and_origin
-    summary["attention"] = checked.attention.as_json()
-    summary["copies"] = copies_summary(plan, outcome.copies)
-    summary["interrupted_by"] = outcome.interrupted_by
-    if executed is not None and planned is not None:
-        summary["program_digest"] = executed.schedule.digest()
-        summary["timeline"] = timeline_summary(
-            planned,
-            executed,
-            with_measured_compute_s=outcome.with_measured_compute_s,
-            exposed_copy_s=outcome.exposed_copy_s,
-        )
-    return summary
-
-
 def _writers(
     run: RunConfig,
     steps: Sequence[StepMetrics],
-    summary: Mapping[str, Any],
+    summary: RunSummary,
     outcome: TrainingOutcome,
 ) -> dict[str, Callable[[Path], None]]:
     """Return the functions that write the files of a run, by file name."""
@@ -151,46 +121,10 @@ def _was_done(outcome: TrainingOutcome) -> bool:
     if outcome.done_steps > outcome.first_step or outcome.interrupted_by is not None:
         return False
     try:
-        summary = json.loads((outcome.output / SUMMARY_FILE).read_text(encoding="utf-8"))
-        return bool(summary["steps"] == outcome.done_steps)
-    except (OSError, ValueError, KeyError, TypeError):
+        return read_summary(outcome.output / SUMMARY_FILE).steps == outcome.done_steps
+    except (OSError, ValueError):
         return False
 
 
 def _say(text: str, console: Console) -> None:
     print_line(text, console)
-
-
-def _memory(outcome: TrainingOutcome) -> Mapping[str, Pair]:
-    """Return (predicted, measured) bytes by bucket; {} if no step was run."""
-    if outcome.most_planned is None:
-        return {}
-    return predicted_and_measured(
-        outcome.most_planned,
-        outcome.buckets,
-        all_bytes=outcome.peak_bytes
-        - outcome.baseline_bytes
-        + outcome.warm_up_bytes
-        - outcome.file_bytes,
-    )
-
-
-def _phases(outcome: TrainingOutcome) -> dict[str, Pair]:
-    """Return (predicted, measured) median seconds of each phase; {} if no step was run."""
-    if not outcome.phases:
-        return {}
-    median, planned, measured = statistics.median, outcome.planned_phases, outcome.phases
-    return {
-        "forward": (
-            median(step.forward_s for step in planned),
-            median(step.forward_s for step in measured),
-        ),
-        "backward": (
-            median(step.backward_s for step in planned),
-            median(step.backward_s for step in measured),
-        ),
-        "data and update": (
-            median(step.update_s for step in planned),
-            median(step.rest_s for step in measured),
-        ),
-    }

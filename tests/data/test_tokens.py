@@ -260,7 +260,10 @@ def _cut(path: Path) -> None:
         (Path.unlink, "missing, and meta.json says that there is a loss mask"),
         (_cut, "2 bytes, but meta.json says 3 tokens, of one byte each"),
         (lambda path: _edit_meta(path.parent, loss_mask_sha256=None), "is one of other data"),
-        (lambda path: _edit_meta(path.parent, loss_mask_sha256=5), "loss_mask_sha256 5: .* valid string"),
+        (
+            lambda path: _edit_meta(path.parent, loss_mask_sha256=5),
+            "loss_mask_sha256 5: .* valid string",
+        ),
     ],
 )
 def test_damaged_loss_masks(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:

@@ -37,7 +37,7 @@ def test_trains_as_the_command_does(work, run, capsys):
     assert (result.steps, result.interrupted_by) == (4, None)
     assert result.checkpoint is not None
     assert result.checkpoint.name == "step_000004"
-    assert result.summary["steps"] == 4
+    assert result.summary.steps == 4
     assert (
         result.plan.program_digest
         == json.loads((result.output / "plan.json").read_text())["program_digest"]
@@ -208,7 +208,7 @@ def test_a_result_stays_readable_elsewhere(work, run, monkeypatch, tmp_path):
         result = sppo.train(run, progress=False)
     assert torch.equal(torch.get_rng_state(), before)
     monkeypatch.chdir(tmp_path)
-    assert result.summary["steps"] == 4
+    assert result.summary.steps == 4
     assert len(repr(result)) < 300
 
 

@@ -13,7 +13,16 @@ import pytest
 from rich.console import Console
 
 from sppo.report.metrics import StepMetrics
-from sppo.report.run_summary import print_summary, run_summary, write_summary
+from sppo.report.run_summary import (
+    Pair,
+    RankPair,
+    RunSummary,
+    TimelineSummary,
+    read_summary,
+    run_summary,
+    write_summary,
+)
+from sppo.report.summary_tables import print_summary
 
 
 def _steps(count: int, **changes: Any) -> list[StepMetrics]:
@@ -26,7 +35,7 @@ def _steps(count: int, **changes: Any) -> list[StepMetrics]:
     ]
 
 
-def _printed(summary: dict[str, Any]) -> str:
+def _printed(summary: RunSummary) -> str:
     stream = io.StringIO()
     print_summary(summary, console=Console(file=stream, width=100))
     return stream.getvalue()
@@ -38,17 +47,20 @@ def test_a_whole_run(tmp_path: Path) -> None:
         steps,
         name="stdlib",
         wall_s=75.0,
-        memory_bytes={"kv_cache": (1 << 30, 3 << 29), "weights": (None, 1 << 20)},
-        phases_s={"forward": (0.5, 0.6)},
+        memory_bytes={"kv_cache": Pair(1 << 30, 3 << 29), "weights": Pair(None, 1 << 20)},
+        phases_s={"forward": Pair(0.5, 0.6)},
     )
-    assert summary["steps"] == 12
-    assert summary["tokens"] == 12_000
-    assert summary["step_s"] == {"predicted": 1.6, "measured": 2.0}
-    assert summary["loss_first"] == pytest.approx(5.25)
-    assert summary["loss_last"] == pytest.approx(3.5)
-    assert summary["memory_bytes"]["weights"] == {"predicted": None, "measured": 1 << 20}
+    assert summary.steps == 12
+    assert summary.tokens == 12_000
+    assert summary.step_s == Pair(1.6, 2.0)
+    assert summary.loss_first == pytest.approx(5.25)
+    assert summary.loss_last == pytest.approx(3.5)
+    assert summary.memory_bytes["weights"] == Pair(None, 1 << 20)
     write_summary(summary, tmp_path / "run_summary.json")
-    assert json.loads((tmp_path / "run_summary.json").read_text()) == summary
+    assert read_summary(tmp_path / "run_summary.json") == summary
+    stored = json.loads((tmp_path / "run_summary.json").read_text())
+    assert stored["memory_bytes"]["kv_cache"] == {"predicted": 1 << 30, "measured": 3 << 29}
+    assert "timeline" not in stored, "no step was run"
     assert [path.name for path in tmp_path.iterdir()] == ["run_summary.json"]
 
     text = _printed(summary)
@@ -68,24 +80,22 @@ def test_the_error_of_corrected_predictions_is_a_median(tmp_path: Path) -> None:
     ]
     steps = [replace(step, step_s=2.0) for step in steps]
     summary = run_summary(steps, name="samples", wall_s=1.0, memory_bytes={}, phases_s={})
-    error = summary["prediction_error"]
-    assert error == {
-        "steps": 3,
-        "corrected": pytest.approx(0.1),
-        "uncorrected": pytest.approx(0.4),
-    }
+    error = summary.prediction_error
+    assert error is not None
+    assert error.steps == 3
+    assert (error.corrected, error.uncorrected) == pytest.approx((0.1, 0.4))
     text = _printed(summary)
     assert "error of predicted steps (median)" in text
     assert "10.0% (3 steps, 40.0% before correction)" in text
     stream = run_summary(_steps(3), name="a", wall_s=1.0, memory_bytes={}, phases_s={})
-    assert stream["prediction_error"] is None
+    assert stream.prediction_error is None
     assert "error of predicted" not in _printed(stream)
 
 
 def test_a_run_of_which_nothing_is_known(tmp_path: Path) -> None:
     summary = run_summary([], name="empty", wall_s=0.5, memory_bytes={}, phases_s={})
-    assert summary["loss_last"] is None
-    assert summary["tokens_per_s"] is None
+    assert summary.loss_last is None
+    assert summary.tokens_per_s is None
     write_summary(summary, tmp_path / "run_summary.json")
     text = _printed(summary)
     assert "empty" in text
@@ -109,12 +119,12 @@ def test_non_finite_losses_and_unknown_pairs_stay_out(tmp_path: Path) -> None:
         steps,
         name="[bold]odd[/bold]",
         wall_s=1.0,
-        memory_bytes={"activations": (None, None)},
-        phases_s={"backward": (math.nan, 0.0)},
+        memory_bytes={"activations": Pair(None, None)},
+        phases_s={"backward": Pair(math.nan, 0.0)},
     )
-    assert (summary["loss_first"], summary["loss_last"]) == (5.75, 5.5)
-    assert summary["skipped_steps"] == 1
-    assert summary["phases_s"]["backward"] == {"predicted": None, "measured": 0.0}
+    assert (summary.loss_first, summary.loss_last) == (5.75, 5.5)
+    assert summary.skipped_steps == 1
+    assert summary.phases_s["backward"] == Pair(None, 0.0)
     write_summary(summary, tmp_path / "run_summary.json")
     text = _printed(summary)
     assert "3 (1 skipped)" in text
@@ -123,12 +133,15 @@ def test_non_finite_losses_and_unknown_pairs_stay_out(tmp_path: Path) -> None:
 
 def test_time_between_compute_actions_is_told_apart_from_slow_compute() -> None:
     summary = run_summary(_steps(3), name="two ranks", wall_s=9.0, memory_bytes={}, phases_s={})
-    summary["timeline"] = {
-        "pipeline_ranks": 2,
-        "makespan_s": {"predicted": 2.0, "measured": 3.0},
-        "bubble_fraction": {"predicted": 0.1, "measured": 0.2},
-        "with_measured_compute_s": 2.5,
-    }
+    timeline = TimelineSummary(
+        idle_fraction=Pair(0.1, 0.2),
+        exposed_copy_s_by_rank=RankPair((0.0, 0.0), (0.0, 0.0)),
+        pipeline_ranks=2,
+        makespan_s=Pair(2.0, 3.0),
+        with_measured_compute_s=2.5,
+        bubble_fraction=Pair(0.1, 0.2),
+    )
+    summary = replace(summary, timeline=timeline)
     text = " ".join(_printed(summary).split())
     assert "The last step took 3.00 s." in text
     assert "its compute it takes 2.50 s: the other 500.0 ms passed between compute actions." in text

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from sppo.cli.arguments.planned_run import load_planned_run
 from sppo.config.key_values import read_keys
-from sppo.config.loading import KEY_PATHS
-from sppo.config.problems import nearest
+from sppo.config.problems import KEY_PATHS, nearest
 from sppo.config.text_file import read_text_file
 from sppo.data.samples.step_lengths import drawn_steps_if_there
 from sppo.hardware.run_hardware import run_hardware

@@ -7,9 +7,8 @@ times and memory of a better kernel would be wrong without a sign of it: the run
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 from sppo.config import RunConfig
 from sppo.cost.attention_backend import planned_backend
@@ -27,6 +26,7 @@ from sppo.kernels.attention.interface import may_have_single_tokens
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.plan_program import plan_candidate
 from sppo.planning.search.choices import has_documents
+from sppo.report.run_summary import AttentionSummary
 from sppo.training.devices.device import Device
 from sppo.training.state_tensors import DTYPES
 
@@ -34,26 +34,13 @@ _SAME_KERNEL = {"torch_flash": "flash_attn_2"}
 """Back end of the same kernel in a package of its own, by back end inside torch."""
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionInUse:
-    """Attention back end that a plan expects, and those that compute the run.
-
-    Attributes:
-        planned: Name of the back end whose rates and memory the plan has.
-        used: Names of the back ends that compute the run, those that plans are priced for first.
-    """
-
-    planned: str
-    used: tuple[BackendName, ...]
+class AttentionInUse(AttentionSummary):
+    """Attention back end that a plan expects, and those that compute the run."""
 
     def text(self) -> str:
         """Return the back ends as text, for a line on the screen."""
         as_planned = _same(self.used[0]) == _same(self.planned)
         return " and ".join(self.used) + ("" if as_planned else f" (planned: {self.planned})")
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the names as plain JSON values."""
-        return {"planned": self.planned, "used": [*self.used]}
 
 
 def load_attention(run: RunConfig, device: Device) -> None:

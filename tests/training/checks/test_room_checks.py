@@ -11,8 +11,8 @@ from sppo.offload.copy_report import CopyReport
 from sppo.offload.disk.disk_room import DiskRoom
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.run_plan import plan_run
-from sppo.report.copies_summary import copies_summary
 from sppo.training.checks.room_checks import FreeMemory, check_memory
+from sppo.training.summarize import copies_summary
 from sppo.units import GIB
 from tests.planning.cases import run_config
 
@@ -62,4 +62,4 @@ def test_copies_are_summed_up_without_saves_of_other_ranks(plan):
     summary = copies_summary(plan, [CopyReport()])
     assert summary is not None
     most = max(rank.tier_activations_bytes for rank in plan.rank_memory)
-    assert summary["host_bytes"]["predicted"] == most
+    assert summary.host_bytes.predicted == most

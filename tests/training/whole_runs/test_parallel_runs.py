@@ -16,6 +16,7 @@ from sppo.config import load_run
 from sppo.planning.plan import plan_json, read_plan
 from sppo.training import step_loop, trainer
 from sppo.training.checks.given_plan import followed_plan
+from sppo.training.checks.input_checks import check_inputs
 from sppo.training.checks.preflight import preflight
 from sppo.training.job import Job
 from sppo.training.ranks import mesh_shape
@@ -238,7 +239,7 @@ def test_biases_and_norms_of_shared_weights(ranks, work, run_file, zero):
 def test_weights_that_cannot_be_shared_out_are_refused(work, run_file, fields, degree, says):
     run_file(model={**MODEL, **fields})
     run = load_run(Path("run.yaml"), overrides((1, 1, degree), 1, **MEGATRON))
-    for check in (lambda: preflight(Job.alone(run)), lambda: mesh_shape(run)):
+    for check in (lambda: check_inputs(run), lambda: mesh_shape(run)):
         with pytest.raises(ValueError, match=says):
             check()
     assert not Path("out").exists()
