@@ -18,6 +18,7 @@ from sppo.quoting import one_line
 JSONL_SUFFIX = ".jsonl"
 
 _SHOWN_PATHS = 5
+_HEAD_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,28 @@ def reading(path: Path) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or str(error)
         raise ValueError(f"{path}: cannot be read: {reason}; leave it out or fix it") from None
+
+
+def check_text_files(paths: Sequence[Path]) -> None:
+    """Check that files are text: without a zero byte among their first 64 Ki.
+
+    Text may have any encoding without zero bytes. ``.jsonl`` files are checked when they are read.
+
+    Raises:
+        ValueError: A file is not text.
+    """
+    for path in paths:
+        if path.suffix == JSONL_SUFFIX:
+            continue
+        with reading(path), path.open("rb") as file:
+            position = file.read(_HEAD_BYTES).find(b"\0")
+        if position >= 0:
+            raise ValueError(
+                f"{path} is not text: byte {position} is NUL. Unpack compressed files, convert text"
+                " to UTF-8, or choose the text among the files with --glob, such as '*.txt'. If a"
+                " model shall learn the bytes themselves, save them as uint8 .npy for --tokenizer"
+                " ids"
+            )
 
 
 def read_text(paths: Sequence[Path]) -> Iterator[TextDocument]:

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from sppo.data.preparation.documents import find_files, reading
+from sppo.data.preparation.documents import check_text_files, find_files, reading
 from sppo.data.preparation.mask_files import without_masks
-from sppo.data.preparation.text_files import check_text_files
 from sppo.data.preparation.token_writer import (
     TokenWriter,
     check_destination,
