@@ -75,23 +75,27 @@ def nearest(word: object, choices: Iterable[object]) -> str:
     return f" Did you mean '{close[0]}'?" if close else ""
 
 
-def _section_keys(section: type[Section], path: str = "") -> dict[str, list[str]]:
+Keys = Mapping[str, Sequence[str]]
+"""Keys of every section by its path."""
+
+
+def section_keys(section: type[Section], path: str = "") -> dict[str, list[str]]:
     """Return the keys of a section and of the sections within it, by the path of each."""
     keys = {path: sorted(section.model_fields)}
     for name, field in section.model_fields.items():
         for choice in (field.annotation, *get_args(field.annotation)):
             if isinstance(choice, type) and issubclass(choice, Section):
-                keys |= _section_keys(choice, f"{path}.{name}".lstrip("."))
+                keys |= section_keys(choice, f"{path}.{name}".lstrip("."))
     return keys
 
 
-_KEYS = _section_keys(RunConfig)
+RUN_KEYS: Keys = section_keys(RunConfig)
 """Keys of every section by its path: "" is the run file, ``model.rope_scaling`` the deepest."""
 
 
 def _key_paths() -> dict[str, list[str]]:
     paths: dict[str, list[str]] = {}
-    for section, keys in _KEYS.items():
+    for section, keys in RUN_KEYS.items():
         for key in keys if section else ():
             paths.setdefault(key, []).append(f"{section}.{key}")
     return paths
@@ -102,13 +106,13 @@ KEY_PATHS = _key_paths()
 
 
 def problems_of(
-    error: ValidationError, section: str = "", *, keys: Mapping[str, Sequence[str]] = _KEYS
+    error: ValidationError, section: str = "", *, keys: Keys = RUN_KEYS
 ) -> list[Problem]:
     """Return one :class:`Problem` per path at which pydantic found an error.
 
     Args:
-        error: Error from validating a run or one of its sections.
-        section: Name of the section; "" for a run.
+        error: Error from validating a run or one of its sections, or a request.
+        section: Name of the section; "" for a run or a request.
         keys: Keys of every section by its path.
     """
     by_path: dict[tuple[str, ...], list[ErrorDetails]] = {}
@@ -121,7 +125,10 @@ def problems_of(
 
 def _names(detail: ErrorDetails, section: str) -> tuple[str, ...]:
     """Return the keys that lead to an error, without the names of branches of unions."""
-    *outer, last = (section, *detail["loc"]) if section else detail["loc"]
+    place = (section, *detail["loc"]) if section else detail["loc"]
+    if not place:
+        return ()
+    *outer, last = place
     is_key = detail["type"] in _NO_SUCH_KEY
     inner = [last] if is_key or not _is_union_branch(last) else []
     return tuple(str(part) for part in (*filterfalse(_is_union_branch, outer), *inner))
@@ -136,7 +143,7 @@ def _is_union_branch(part: object) -> bool:
 
 
 def _problem(
-    details: Sequence[ErrorDetails], names: tuple[str, ...], keys: Mapping[str, Sequence[str]]
+    details: Sequence[ErrorDetails], names: tuple[str, ...], keys: Keys
 ) -> Iterator[Problem]:
     """Yield the problem at ``names``; several details are errors of the branches of a union."""
     path = ".".join(names)
@@ -145,24 +152,22 @@ def _problem(
         yield _unknown_key(names, value, keys)
     elif kind == "missing":
         yield Problem(path, MISSING, "required")
-    elif len(names) == 1 and not isinstance(value, dict):
+    elif len(names) == 1 and path in keys and not isinstance(value, dict):
         yield Problem(path, quoted(value), _section_rule(path))
-    elif len(names) == 1:
+    elif not names or (len(names) == 1 and path in keys):
         rules = [_rule(detail) for detail in details if detail["type"] != "literal_error"]
         yield from (Problem(path, "", rule) for rule in rules)
     else:
         yield Problem(path, quoted(value), _value_rule(details))
 
 
-def _unknown_key(
-    names: tuple[str, ...], value: object, keys: Mapping[str, Sequence[str]]
-) -> Problem:
+def _unknown_key(names: tuple[str, ...], value: object, keys: Keys) -> Problem:
     """Return the problem of a key that does not exist in its section."""
     key, known = names[-1], keys[".".join(names[:-1])]
     here = next((here for first, here in _ELSEWHERE.items() if key.startswith(first)), None)
     if here is not None:
         hint = f" Here it is {here}."
-    elif key in KEY_PATHS:
+    elif keys is RUN_KEYS and key in KEY_PATHS:
         hint = f" Did you mean {' or '.join(KEY_PATHS[key])}?"
     else:
         hint = nearest(key, known) or f" Known keys: {', '.join(known)}"
@@ -171,7 +176,7 @@ def _unknown_key(
 
 def _section_rule(section: str) -> str:
     rule = "a section is a mapping of keys to values" + " or auto" * (section == "hardware")
-    if "preset" in _KEYS[section]:
+    if "preset" in RUN_KEYS[section]:
         rule += f"; a preset is named by {section}.preset"
     return rule
 

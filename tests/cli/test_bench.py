@@ -110,8 +110,8 @@ def test_unsteady_figures_are_doubted_where_they_are_written(measured, monkeypat
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["dtype=fp64"], "'fp64' must be 'bf16' or 'fp32'"),
-        (["dtype="], "must be 'bf16' or 'fp32'"),
+        (["dtype=fp64"], "'fp64' not one of bf16, fp32."),
+        (["dtype="], "None not one of bf16, fp32."),
         (["head_sise=64"], "unknown key. Did you mean 'head_size'?"),
         (["-o", "absent/hardware.json"], "-o absent/hardware.json: there is no directory absent"),
         (["-o", "."], "-o .: is a directory; name a file in it"),
