@@ -19,79 +19,27 @@ import importlib
 import os
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sppo.version import __version__
 
-if TYPE_CHECKING:
-    from sppo.api import (
-        estimate,
-        load_plan,
-        save_plan,
-        simulate,
-        solve,
-    )
-    from sppo.config import ConfigError, RunConfig, load_run
-    from sppo.engine.engine import Engine
-    from sppo.engine.unit import SequenceData
-    from sppo.interface.evaluating import evaluate
-    from sppo.interface.training import RunFailedError, TrainedRun, train, trained_run
-    from sppo.model.gradients import zero_gradients
-    from sppo.model.initialize import initial_weights
-    from sppo.planning.nothing_fits import NothingFitsError
-    from sppo.planning.plan import ExecutionPlan
-    from sppo.report.metrics import StepMetrics
-    from sppo.schedule.timeline import Timeline
-
-_HOMES = {
-    "ConfigError": "sppo.config",
-    "RunConfig": "sppo.config",
-    "load_run": "sppo.config",
-    "NothingFitsError": "sppo.planning.nothing_fits",
-    "estimate": "sppo.api",
-    "load_plan": "sppo.api",
-    "save_plan": "sppo.api",
-    "simulate": "sppo.api",
-    "solve": "sppo.api",
-    "RunFailedError": "sppo.interface.training",
-    "TrainedRun": "sppo.interface.training",
-    "train": "sppo.interface.training",
-    "trained_run": "sppo.interface.training",
-    "evaluate": "sppo.interface.evaluating",
-    "Engine": "sppo.engine.engine",
-    "SequenceData": "sppo.engine.unit",
-    "initial_weights": "sppo.model.initialize",
-    "zero_gradients": "sppo.model.gradients",
-    "ExecutionPlan": "sppo.planning.plan",
-    "StepMetrics": "sppo.report.metrics",
-    "Timeline": "sppo.schedule.timeline",
+_MODULES = {
+    "sppo.config": ("ConfigError", "RunConfig", "load_run"),
+    "sppo.api": ("estimate", "evaluate", "load_plan", "save_plan", "simulate", "solve", "train"),
+    "sppo.training.trained_run": ("RunFailedError", "TrainedRun", "trained_run"),
+    "sppo.planning.nothing_fits": ("NothingFitsError",),
+    "sppo.planning.plan": ("ExecutionPlan",),
+    "sppo.schedule.timeline": ("Timeline",),
+    "sppo.report.metrics": ("StepMetrics",),
+    "sppo.engine.engine": ("Engine",),
+    "sppo.engine.unit": ("SequenceData",),
+    "sppo.model.initialize": ("initial_weights",),
+    "sppo.model.gradients": ("zero_gradients",),
 }
-"""Modules that define the names of this package, by name."""
+"""Names that this package offers, by the module that has them."""
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
-__all__ = [
-    "ConfigError",
-    "Engine",
-    "ExecutionPlan",
-    "NothingFitsError",
-    "RunConfig",
-    "RunFailedError",
-    "SequenceData",
-    "StepMetrics",
-    "Timeline",
-    "TrainedRun",
-    "__version__",
-    "estimate",
-    "evaluate",
-    "initial_weights",
-    "load_plan",
-    "load_run",
-    "save_plan",
-    "simulate",
-    "solve",
-    "train",
-    "trained_run",
-    "zero_gradients",
-]
+__all__ = ["__version__", *_HOMES]
 
 
 def _let_waiting_threads_sleep() -> None:

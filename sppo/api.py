@@ -1,17 +1,24 @@
-"""Planning in the Python interface: solve, estimate, simulate, and plans as files. Needs no torch.
+"""What the command line and ``import sppo`` call: solve, estimate, simulate, train, evaluate.
 
-The examples plan for a machine preset, so they need neither the data nor that machine.
+Planning needs no torch; it is imported when a run is trained or evaluated.
 """
 
 from __future__ import annotations
 
+import tempfile
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from sppo.config.run import RunConfig
+from rich.console import Console
+
+from sppo.config import RunConfig, run_sections
 from sppo.config.run_warnings import log_run_warnings
 from sppo.data.samples.step_lengths import drawn_steps, drawn_steps_if_there
 from sppo.hardware.run_hardware import run_hardware
 from sppo.output_file import check_output_files, write_json
+from sppo.parallel.job.signals import STOP_CODES
 from sppo.planning.chosen_run import with_chosen_degrees
 from sppo.planning.corpus.search import CorpusSolution, plan_of_longest, solve_corpus
 from sppo.planning.estimate import Estimate
@@ -25,6 +32,12 @@ from sppo.planning.why_nothing_fits import nothing_fits
 from sppo.schedule.program import gc_disabled
 from sppo.schedule.simulation.simulate import simulate as play
 from sppo.schedule.timeline import Timeline
+from sppo.training.checks.input_checks import check_evaluation
+from sppo.training.start import made_ready, start_ranks, train_as_rank
+from sppo.training.trained_run import RunFailedError, TrainedRun, trained_run
+
+if TYPE_CHECKING:
+    from sppo.training.evaluation import Evaluation
 
 
 def find_solution(run: RunConfig, *, lengths: str | None = None) -> Solution | CorpusSolution:
@@ -165,3 +178,102 @@ def load_plan(path: Path | str) -> ExecutionPlan:
         OSError: The file cannot be read.
     """
     return read_plan(Path(path))
+
+
+def train(
+    run: RunConfig, plan: ExecutionPlan | None = None, *, progress: bool = True
+) -> TrainedRun:
+    """Train until ``train.steps`` are done, from the newest checkpoint if there is one.
+
+    Does the same as ``sppo train``. A run of one rank trains in this process; with degrees of
+    parallelism above 1, written or chosen for several GPUs, the call starts one process per rank on
+    this machine. In a program started
+    by torchrun or srun, every process makes the call and is one rank. Call this function in the
+    main thread: on Ctrl-C or SIGTERM the current step is abandoned, the state is saved, and the
+    call returns.
+
+    Args:
+        run: Run configuration from :func:`sppo.load_run`.
+        plan: Plan from :func:`sppo.solve` to follow; None makes a plan for the memory that is free.
+        progress: Print a description of the run, a line for each step, and a summary; in a notebook
+            with ipywidgets, also show bars. False logs only warnings.
+
+    Raises:
+        ValueError: The run cannot be trained; nothing was changed.
+        MemoryError: The run does not fit into memory.
+        RunFailedError: A rank that was started failed.
+        sppo.training.steps.nonfinite.NonFiniteError: Too many consecutive steps with NaN or inf.
+        OSError: The disk is full or fails; files saved before are complete.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise ValueError("sppo.train: call it in the main thread, which alone hears signals")
+    console = Console(quiet=not progress)
+    ready = made_ready(run, plan, source="the plan", console=console)
+    if not ready.starts_ranks:
+        outcome = train_as_rank(ready, console=console, command="the same call")
+        return trained_run(ready.run, interrupted_by=outcome.interrupted_by)
+    with tempfile.TemporaryDirectory(prefix="sppo-") as directory:
+        words = ["train", *_as_files(run, plan, Path(directory))]
+        words += [] if progress else ["--quiet"]
+        code = start_ranks(ready, words)
+    stopped = STOP_CODES.get(code)
+    if code != 0 and stopped is None:
+        raise RunFailedError(code)
+    return trained_run(ready.run, interrupted_by=stopped)
+
+
+def _as_files(run: RunConfig, plan: ExecutionPlan | None, directory: Path) -> list[str]:
+    """Write a run and its plan as files; return the command-line arguments that name the files."""
+    run_file, plan_file = directory / "run.yaml", directory / "plan.json"
+    write_json(run_file, run_sections(run))  # JSON is YAML
+    if plan is None:
+        return [str(run_file)]
+    write_json(plan_file, plan_json(plan))
+    return [str(run_file), "--plan", str(plan_file)]
+
+
+def _say_nothing(_done: int, _total: int) -> None:
+    """Ignore the progress."""
+
+
+def evaluate(
+    run: RunConfig,
+    *,
+    checkpoint: Path | str | None = None,
+    initial: bool = False,
+    sequences: int | None = None,
+    on_sequence: Callable[[int, int], None] = _say_nothing,
+) -> Evaluation:
+    """Return the loss of a run's newest weights on ``data.eval_tokens``, or else ``data.tokens``.
+
+    Args:
+        run: Run configuration from :func:`sppo.load_run`.
+        checkpoint: Directory of a checkpoint; None uses the newest checkpoint of the run.
+        initial: Evaluate the initial weights of the run instead.
+        sequences: Number of sequences, or samples, to evaluate from the first on; None evaluates
+            all.
+        on_sequence: Function called with (number of sequences or samples done, total number).
+
+    Returns:
+        Evaluation with ``.loss`` in nats, ``.perplexity``, and ``.by_position`` in the context.
+
+    Raises:
+        ValueError: There is no checkpoint, or data or weights cannot be used.
+        MemoryError: The evaluation does not fit into memory.
+    """
+    if sequences is not None and sequences < 1:
+        raise ValueError(f"sequences={sequences}: evaluate at least one, or leave it out")
+    path = None if checkpoint is None else Path(checkpoint)
+    check_evaluation(run, checkpoint=path, initial=initial)
+    log_run_warnings(run)
+    from sppo.training.devices.choose_device import choose_device
+    from sppo.training.evaluation import evaluate as evaluate_run
+
+    return evaluate_run(
+        run,
+        checkpoint=path,
+        initial=initial,
+        max_sequences=sequences,
+        on_sequence=on_sequence,
+        device=choose_device(run),
+    )

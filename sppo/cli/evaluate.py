@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
+from sppo.api import evaluate as evaluate_run
 from sppo.cli.arguments.common import Json, Overrides, RunFile
 from sppo.cli.exit_codes import exit_codes
+from sppo.cli.show import print_json, say, say_written, table
+from sppo.config import load_run
 from sppo.output_file import check_output_files
+from sppo.plots.positions import position_plot
 from sppo.units import counted, format_count
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from sppo.training.evaluation import Evaluation
 
 
@@ -54,25 +58,16 @@ def evaluate(
 
     sppo eval configs/run/tiny_cpu.yaml --sequences 4 --png loss_by_position.png
     """
-    import json
-    from dataclasses import asdict
-
-    from rich.console import Console
-
-    from sppo.config import load_run
-
     console = Console(stderr=json_output)
     with exit_codes():
         run = load_run(run_file, overrides or ())
-        from sppo.interface.evaluating import evaluate as evaluate_run
-
         check_output_files({"--png": png}, plots=["--png"], inputs=[run_file])
 
         def show_progress(done: int, total: int) -> None:
             if not json_output and done * _PROGRESS_LINES // total > (
                 (done - 1) * _PROGRESS_LINES // total
             ):
-                console.print(f"sequence {done} of {total}", highlight=False)
+                say(console, f"sequence {done} of {total}")
 
         result = evaluate_run(
             run,
@@ -83,12 +78,9 @@ def evaluate(
         )
         if png is not None:
             _draw(result, png)
-        text = json.dumps(_without_nan(asdict(result)), indent=2, allow_nan=False)
     if json_output:
-        typer.echo(text)
+        print_json(_without_nan(asdict(result)), indent=2)
     else:
-        from sppo.cli.show import say_written
-
         _show(result, console)
         say_written(png)
 
@@ -104,8 +96,6 @@ def _without_nan(value: Any) -> Any:
 
 def _draw(result: Evaluation, path: Path) -> None:
     """Draw the loss by position into `path`."""
-    from sppo.plots.positions import position_plot
-
     kind = "held-out" if result.held_out else "training"
     facts = (
         f"loss {result.loss:.3f}",
@@ -119,25 +109,17 @@ def _draw(result: Evaluation, path: Path) -> None:
 
 
 def _show(result: Evaluation, console: Console) -> None:
-    from rich import box
-    from rich.table import Table
-
-    from sppo.report.lines import print_line
-
-    table = Table(
-        title="Loss by position in the context", box=box.SIMPLE_HEAD, title_justify="left"
+    rows = (
+        [f"{row.start} to {row.end - 1}", str(row.num_tokens), f"{row.loss:.4f}"]
+        for row in result.by_position
     )
-    for heading in ("positions", "tokens", "loss"):
-        table.add_column(heading, justify="right")
-    for row in result.by_position:
-        table.add_row(f"{row.start} to {row.end - 1}", str(row.num_tokens), f"{row.loss:.4f}")
-    console.print(table)
-    unit = "sample" if result.are_samples else "sequence"
-    sequences = counted(result.num_sequences, unit)
+    say(console, "loss by position in the context")
+    console.print(table(["positions", "tokens", "loss"], rows, left=0))
+    sequences = counted(result.num_sequences, "sample" if result.are_samples else "sequence")
     what = "held-out tokens" if result.held_out else "training tokens (no data.eval_tokens given)"
-    print_line(
+    say(
+        console,
         f"loss {result.loss:.4f}, perplexity {result.perplexity:.3f} over {result.num_tokens} "
         f"{what} in {sequences} of {result.tokens_from}, weights of step {result.step} from "
         f"{result.weights_from}",
-        console,
     )

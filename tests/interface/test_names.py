@@ -83,7 +83,7 @@ def test_planning_needs_no_torch():
 
 @pytest.mark.parametrize(
     "module",
-    ["sppo", "sppo.config.loading", "sppo.api", "sppo.interface.training"],
+    ["sppo", "sppo.config.loading", "sppo.api", "sppo.training.trained_run"],
 )
 def test_examples_of_docstrings(module):
     result = doctest.testmod(importlib.import_module(module))

@@ -122,7 +122,7 @@ def test_a_rank_that_fails_is_an_error(work):
 
 
 def test_the_exit_code_of_the_ranks_is_told(work, monkeypatch):
-    monkeypatch.setattr("sppo.interface.training.start_ranks", lambda *_, **__: 4)
+    monkeypatch.setattr("sppo.api.start_ranks", lambda *_, **__: 4)
     with pytest.raises(sppo.RunFailedError, match="exit code 4") as caught:
         sppo.train(sppo.load_run(work / "run.yaml", TWO), progress=False)
     assert caught.value.exit_code == 4
