@@ -89,6 +89,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     from sppo.kernels.native.process_memory import peak_resident_bytes, reset_peak, resident_bytes
     from sppo.offload.disk.disk_room import usable_directory
     from sppo.planning.run_plan import plan_run
+    from sppo.training.job import Job
     from sppo.training.state import build_state
     from sppo.training.steps.warm_up import warm_up
 
@@ -103,7 +104,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     )
     warm_up(run, lengths=plan.lengths)
     bare = resident_bytes()
-    state = build_state(run, plan=plan)
+    state = build_state(Job.alone(run), plan)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(MODEL["vocab_size"], (arguments.length + 1,), generator=generator)
     data = SequenceData(tokens[:-1], tokens[1:])

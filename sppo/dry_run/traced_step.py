@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import Any, cast
 
 import torch
+from rich.console import Console
 
 from sppo.config.run import RunConfig
 from sppo.cost.layer import Workload
@@ -21,15 +22,16 @@ from sppo.dry_run.streams import Moment, Wait
 from sppo.engine.step_programs import PlannedStep
 from sppo.engine.unit import SequenceData
 from sppo.parallel.host_collectives import HostCollectives
-from sppo.parallel.mesh import Mesh, alone
+from sppo.parallel.mesh import Mesh
 from sppo.planning.elastic.step_plan import StepPlan, step_planner
 from sppo.planning.plan import ExecutionPlan
 from sppo.schedule.actions import Action
 from sppo.training.devices.cuda_device import CudaDevice
-from sppo.training.ranks import mesh_shape
+from sppo.training.job import Job
+from sppo.training.ranks import Ranks, mesh_shape
 from sppo.training.state import TrainingState, build_state
 from sppo.training.steps.measured import MeasuredBuckets, predicted_and_measured
-from sppo.training.steps.step import StepHooks, StepInput, run_step
+from sppo.training.steps.step import StepInput, run_step
 
 TRACED_STEPS = 2
 """Steps of a trace; the last is reported, when buffers that the first step keeps are allocated."""
@@ -187,13 +189,13 @@ class _Steps:
         self._step_plan: StepPlan | None = None
         device = torch.device("cuda", 0)
         shape = mesh_shape(run)
-        self._mesh = alone()
-        self._peers = HostCollectives(self._mesh)
+        ranks = Ranks.alone()
         if shape.num_ranks > 1:
-            self._mesh = Mesh(shape, rank=rank, timeout_s=run.parallel.timeout_s, device=device)
-            self._peers = cast(HostCollectives, FakeHostCollectives())
-        self._device = CudaDevice(device)
-        self._state = build_state(run, plan=plan, mesh=self._mesh, device=self._device)
+            mesh = Mesh(shape, rank=rank, timeout_s=run.parallel.timeout_s, device=device)
+            ranks = Ranks(mesh, cast(HostCollectives, FakeHostCollectives()), ranks.progress)
+        self._mesh = ranks.mesh
+        self._job = Job(run, ranks, CudaDevice(device), Console(quiet=True))
+        self._state = build_state(self._job, plan)
         self._buckets = MeasuredBuckets()
         self._buckets.count_state(self._state)
 
@@ -208,7 +210,7 @@ class _Steps:
             counting = self._step(state)
         ranks = self._step_plan.evaluated.memory if self._step_plan else self._plan.rank_memory
         memory = ranks[self._mesh.at.pipeline].device
-        pool = self._device.pool()
+        pool = self._job.device.pool()
         assert pool is not None, "a GPU's tensors come from a pool"
         host_waits = dict(gpu.runtime.host_waits)
         state.close()
@@ -234,31 +236,34 @@ class _Steps:
             counting.begin(action.kind.value, str(action))
             self._on_action()
 
+        self._job.device.reset_peak()
+        work, num_valid = self._work()
         run_step(
-            state,
-            StepHooks(
-                read=self._read,
-                before_action=before_action,
-                accumulated=lambda: counting.begin("update"),
-                learning_rate=lambda sums: self._run.optimizer.lr,
+            self._job,
+            _CountedState(
+                state.tensors, state.engine, state.sharded, lambda: counting.begin("update")
             ),
-            clip_norm=self._run.optimizer.clip_norm,
-            device=self._device,
-            peers=self._peers,
+            work,
+            num_valid=num_valid,
+            began_s=time.perf_counter(),
+            before_action=before_action,
+            await_device=lambda result: None,
+            decide=lambda sums: self._run.optimizer.lr,
             buckets=self._buckets,
         )
         counting.begin("update")
         counting.actions["update"] = 1
         return counting
 
-    def _read(self) -> StepInput:
-        """Return the sequences of a step, with fake tensors for tokens."""
+    def _work(self) -> tuple[StepInput, int]:
+        """Return the sequences of a step, with fake tensors for tokens, and its valid labels."""
         if self._step_plan is not None:
-            return _input_of(self._step_plan)
+            return _work_of(self._step_plan), self._step_plan.tokens
         length = self._run.sequence.length
         tokens = [torch.empty(length, dtype=torch.long) for _ in range(self._num_sequences)]
         sequences = [SequenceData(tokens_S, tokens_S) for tokens_S in tokens]
-        return StepInput(sequences, [self._plan.boundaries] * len(sequences), num_valid=length)
+        boundaries = [self._plan.boundaries] * len(sequences)
+        return StepInput(sequences=sequences, boundaries=boundaries), length
 
     @property
     def _num_layers(self) -> int:
@@ -272,7 +277,19 @@ class _Steps:
         return self._run.train.sequences_per_step // self._mesh.shape.data_parallel
 
 
-def _input_of(plan: StepPlan) -> StepInput:
+@dataclass(frozen=True, slots=True)
+class _CountedState(TrainingState):
+    """Training state that tells when all actions of a step are issued."""
+
+    issued: Callable[[], None]
+
+    def finish_gradients(self, await_device: Callable[[], None]) -> None:
+        """Tell, then wait for the gradients of all ranks."""
+        self.issued()
+        TrainingState.finish_gradients(self, await_device)
+
+
+def _work_of(plan: StepPlan) -> StepInput:
     """Return the sequences of a step of samples, with fake tensors for tokens."""
     sequences = []
     for packed in plan.sequences:
@@ -280,8 +297,7 @@ def _input_of(plan: StepPlan) -> StepInput:
         starts = tuple(accumulate(packed.samples[:-1], initial=0))
         sequences.append(SequenceData(tokens_S, tokens_S, starts))
     return StepInput(
-        sequences,
-        [packed.boundaries for packed in plan.sequences],
-        num_valid=plan.tokens,
+        sequences=sequences,
+        boundaries=[packed.boundaries for packed in plan.sequences],
         planned=PlannedStep(plan.program, plan.placements),
     )

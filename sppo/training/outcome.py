@@ -10,7 +10,28 @@ from sppo.engine.engine import StepResult
 from sppo.offload.copy_report import CopyReport
 from sppo.schedule.timeline import Timeline
 from sppo.training.steps.measured import MeasuredBuckets, StepPhases
-from sppo.training.steps.step_work import PlannedPhases
+from sppo.training.steps.step_work import PlannedPhases, StepWork
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """State of a rank's device before the model is built.
+
+    Attributes:
+        held_bytes: Device memory that the process holds after the warm-up; on a CPU, resident
+            memory.
+        warm_up_bytes: Part of `held_bytes` that the warm-up allocated permanently; 0 on a GPU.
+        file_bytes: Resident pages of files before the warm-up; 0 on a GPU.
+        capacity_bytes: Device memory that the process may use in total.
+        peak_flops_per_s: Measured FLOPs per second of matrix products on this device; None on a
+            CPU.
+    """
+
+    held_bytes: int = 0
+    warm_up_bytes: int = 0
+    file_bytes: int = 0
+    capacity_bytes: int = 0
+    peak_flops_per_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -18,6 +39,8 @@ class TrainingOutcome:
     """Steps, measurements and end of one call of :func:`sppo.training.trainer.train`."""
 
     output: Path
+    base: Baseline
+    """State of the device before the model was built."""
     first_step: int
     """Number of steps done before this call."""
     done_steps: int
@@ -27,10 +50,6 @@ class TrainingOutcome:
     saved: bool = True
     """True if the state at the end is in a checkpoint."""
     wall_s: float = 0.0
-    baseline_bytes: int = 0
-    """Device memory held before the model was built; on a CPU, resident memory."""
-    warm_up_bytes: int = 0
-    """Part of `baseline_bytes` that the warm-up step allocated permanently; 0 on a GPU."""
     file_bytes: int = 0
     """Growth of the resident pages of libraries since the beginning of the warm-up; on a CPU."""
     peak_bytes: int = 0
@@ -41,12 +60,14 @@ class TrainingOutcome:
     """Measured peaks of memory by bucket."""
     copies: list[CopyReport] = field(default_factory=list)
     """Copies of this rank, one entry per step of this call."""
-    last_step: StepResult | None = None
-    """Actions that this rank executed in its last step, with their times."""
     planned_phases: list[PlannedPhases] = field(default_factory=list)
     """Predicted seconds by phase, one entry per step of this call."""
     most_planned: MemoryBuckets | None = None
     """Predicted memory of the step that is predicted to need most."""
+    last_work: StepWork | None = None
+    """Work of the last step of this call; None before the first."""
+    last_step: StepResult | None = None
+    """Actions that this rank executed in its last step, with their times."""
     timeline: Timeline | None = None
     """Measured timeline of the last step of the first pipeline; None except on rank 0."""
     planned_timeline: Timeline | None = None

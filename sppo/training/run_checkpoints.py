@@ -9,9 +9,8 @@ from typing import Any
 
 from sppo.checkpoint.checkpoint import CheckpointManager, run_metadata
 from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, list_checkpoints
-from sppo.config import RunConfig
 from sppo.data.tokens import TokenData
-from sppo.training.ranks import Ranks
+from sppo.training.job import Job
 from sppo.training.run_directory import require_output
 from sppo.training.state import TrainingState
 from sppo.training.steps.nonfinite import nonfinite_place, nonfinite_state
@@ -26,18 +25,16 @@ class RunCheckpoints:
     """Checkpoints of one run.
 
     Args:
-        run: Validated run configuration.
+        job: Job that trains the run.
         state: Training state of this rank.
         output: Output directory of the run.
-        ranks: All ranks of the run.
         tokens: Token data of the run.
     """
 
-    def __init__(
-        self, run: RunConfig, state: TrainingState, *, output: Path, ranks: Ranks, tokens: TokenData
-    ) -> None:
-        self._run, self._state, self._output = run, state, output
-        self._ranks, self._tokens = ranks, tokens
+    def __init__(self, job: Job, state: TrainingState, *, output: Path, tokens: TokenData) -> None:
+        run, ranks = job.run, job.ranks
+        self._run, self._ranks, self._state = run, ranks, state
+        self._output, self._tokens = output, tokens
         self._manager = CheckpointManager(
             output / CHECKPOINTS_DIRECTORY,
             keep=run.checkpoint.keep,
@@ -85,10 +82,8 @@ class RunCheckpoints:
 
         A checkpoint of such a state could never be saved. The error names the first bad value.
         """
-        run, own = (
-            self._run,
-            nonfinite_place(self._state.sharded.blocks(self._state.optimizer.state())),
-        )
+        run = self._run
+        own = nonfinite_place(self._state.sharded.blocks(self._state.optimizer.state()))
         found = [place for place in self._ranks.peers.all_gather(own) if place is not None]
         if found:
             raise ValueError(

@@ -22,7 +22,7 @@ from sppo.optim.sharded_state import ShardedState
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.job.timeouts import device_timeouts
 from sppo.parallel.megatron import MegatronSequenceParallel
-from sppo.parallel.mesh import Mesh, alone
+from sppo.parallel.mesh import Mesh
 from sppo.parallel.msp_exchange import MspLinks
 from sppo.parallel.pipeline_p2p import PipelineLinks
 from sppo.parallel.ulysses import UlyssesAllToAll
@@ -31,8 +31,8 @@ from sppo.planning.plan_program import plan_program
 from sppo.schedule.encoding import encode
 from sppo.schedule.msp_groups import find_msp_groups, msp_ranges
 from sppo.training.devices.communicator_memory import communicators_measured
-from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.devices.device import Device
+from sppo.training.job import Job
 from sppo.training.state_tensors import StateTensors, make_state
 
 FAILED_STEP_TIMEOUT_S = 4.0
@@ -117,22 +117,14 @@ class TrainingState:
         return memory.drop_pages if memory and self.tensors.tiers.gradients == "disk" else None
 
 
-def build_state(
-    run: RunConfig,
-    *,
-    plan: ExecutionPlan,
-    mesh: Mesh | None = None,
-    device: Device | None = None,
-) -> TrainingState:
+def build_state(job: Job, plan: ExecutionPlan) -> TrainingState:
     """Build the state of a rank at step 0: initial weights, zero gradients, zero moments.
 
     Args:
-        run: Validated run configuration.
+        job: Job that trains the run; the groups of its mesh are connected here.
         plan: Plan of the run.
-        mesh: Mesh of all ranks, whose groups are connected here; None for a single rank.
-        device: Device of this rank; None for the CPU.
     """
-    mesh, device = mesh or alone(), device or CpuDevice()
+    run, mesh, device = job.run, job.ranks.mesh, job.device
     place = device.torch_device
     planned = plan.rank_memory[mesh.at.pipeline].device
     with communicators_measured(mesh, device=device, planned=planned):

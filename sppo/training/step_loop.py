@@ -10,23 +10,21 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from sppo.config import RunConfig
 from sppo.engine.engine import StepResult
 from sppo.optim.learning_rate import learning_rate
 from sppo.parallel.job.peer_errors import LATE, PeerLostError
 from sppo.parallel.job.timeouts import device_timeouts
 from sppo.report.metrics import StepMetrics
 from sppo.schedule.actions import Action, Schedule
-from sppo.training.devices.device import Device
 from sppo.training.interruption import Interrupted, StopRequest
+from sppo.training.job import Job
 from sppo.training.outcome import TrainingOutcome
-from sppo.training.ranks import Ranks
 from sppo.training.run_checkpoints import RunCheckpoints
 from sppo.training.state import TrainingState
-from sppo.training.step_metrics import StepMeasures
+from sppo.training.step_metrics import measure_step
 from sppo.training.step_records import StepRecords
 from sppo.training.steps.nonfinite import NonFiniteError, NonFiniteGuard
-from sppo.training.steps.step import StepHooks, StepInput, StepSums, run_step
+from sppo.training.steps.step import StepSums, run_step
 from sppo.training.steps.step_work import StepSource, StepWork
 
 AUTOMATIC_S = 600.0
@@ -47,39 +45,31 @@ class StepLoop:
     """The steps that one call of :func:`sppo.training.trainer.train` runs.
 
     Args:
-        run: Validated run configuration.
+        job: Job that trains the run.
         state: Training state of this rank.
         outcome: Outcome of the run, updated after each step.
         checkpoints: Checkpoints of the run.
-        records: Records of the steps, written and displayed.
         source: Source of the work of each step.
-        measures: Combines the measurements of all ranks.
         schedule: Schedule of every step; in a run of samples, of a step of the longest samples.
         consumed: Number of sequences, or samples, that all earlier steps consumed.
-        ranks: All ranks of the run.
-        device: Device of this rank.
     """
 
     def __init__(
         self,
-        run: RunConfig,
+        job: Job,
         state: TrainingState,
         outcome: TrainingOutcome,
         *,
         checkpoints: RunCheckpoints,
-        records: StepRecords,
         source: StepSource,
-        measures: StepMeasures,
         schedule: Schedule,
         consumed: int,
-        ranks: Ranks,
-        device: Device,
     ) -> None:
-        self._run, self._state, self._outcome = run, state, outcome
-        self._checkpoints, self._records = checkpoints, records
-        self._source, self._measures = source, measures
-        self._schedule, self._consumed = schedule, consumed
-        self._ranks, self._peers, self._device = ranks, ranks.peers, device
+        run, ranks = job.run, job.ranks
+        self._job, self._run, self._ranks, self._peers = job, run, ranks, ranks.peers
+        self._state, self._outcome = state, outcome
+        self._checkpoints, self._records = checkpoints, StepRecords(job, outcome)
+        self._source, self._schedule, self._consumed = source, schedule, consumed
         self._guard = NonFiniteGuard(
             stop_at_once=run.train.nonfinite == "stop", limit=run.train.max_nonfinite_steps
         )
@@ -92,8 +82,6 @@ class StepLoop:
         )
         self._stopped_by: str | None = None
         self._saved_step, self._saved_at, self._saving_s = outcome.first_step, time.monotonic(), 0.0
-        self.last_work: StepWork | None = None
-        """Work of the last step done by this call; None before the first."""
 
     def run(self) -> None:
         """Run all remaining steps; save when interrupted, and at the end unless disabled.
@@ -174,6 +162,10 @@ class StepLoop:
         """Run step number ``step``, counted from 0."""
         progress, alone = self._ranks.progress, not self._ranks.mesh.is_distributed
         display = self._records.display
+        began_s = time.perf_counter()
+        self._job.device.reset_peak()
+        work = self._agreed_work(step)
+        display.step_begins(num_actions=self._num_actions(work))
 
         def before_action(position: int, action: Action) -> None:
             if alone:
@@ -181,30 +173,27 @@ class StepLoop:
             progress.note(step=step + 1, position=position, action=str(action))
             display.action()
 
-        work: list[StepWork] = []
-
-        def read() -> StepInput:
-            work.append(self._planned(step))
-            display.step_begins(num_actions=self._num_actions(work[0]))
-            return self._input(work[0])
-
         done = run_step(
+            self._job,
             self._state,
-            StepHooks(
-                read=read,
-                before_action=before_action,
-                on_failure=progress.failed,
-                reduced=lambda result: self._await_device(step, result, work[0]),
-                learning_rate=lambda sums: self._learning_rate(step, sums),
-            ),
-            clip_norm=self._run.optimizer.clip_norm,
-            device=self._device,
-            peers=self._peers,
+            work,
+            num_valid=self._num_valid(work),
+            began_s=began_s,
+            before_action=before_action,
+            await_device=lambda result: self._await_device(step, result, work),
+            decide=lambda sums: self._learning_rate(step, sums),
             buckets=self._outcome.buckets,
         )
-        self._outcome.last_step, self.last_work = done.result, work[0]
-        self._consumed += work[0].num_consumed
-        return self._measures.measure(step, done, work[0], lr=self._scheduled_lr(step))
+        self._consumed += work.num_consumed
+        return measure_step(
+            self._job,
+            self._outcome,
+            work,
+            done,
+            number=step + 1,
+            lr=self._scheduled_lr(step),
+            learnt=self._source.learn(work, done),
+        )
 
     def _learning_rate(self, step: int, sums: StepSums) -> float | None:
         """Return the learning rate of a step; print why and return None to skip the update."""
@@ -238,7 +227,7 @@ class StepLoop:
         stall_timeout_s = device_timeouts(
             self._run.parallel.timeout_s, predicted_step_s=work.step_s
         ).stall_timeout_s
-        if not self._device.wait_with_timeout(
+        if not self._job.device.wait_with_timeout(
             result.executed.marks, stall_timeout_s=stall_timeout_s
         ):
             raise PeerLostError(
@@ -246,7 +235,7 @@ class StepLoop:
                 f"timed out after {stall_timeout_s:g} s{LATE}"
             )
 
-    def _planned(self, step: int) -> StepWork:
+    def _agreed_work(self, step: int) -> StepWork:
         """Return the work of a step; print the problems of planning it, of any rank.
 
         Raises:
@@ -269,11 +258,11 @@ class StepLoop:
             if problem is not None:
                 raise StepTooLargeError(f"step {step + 1}: {problem}")
         assert work is not None, "a step without a problem has work"
-        if work.planned is not None:
+        if work.plan is not None:
             self._ranks.check_same_on_all_ranks(
                 f"division of the samples of step {step + 1}", work.division_digest
             )
-            self._ranks.check_same_in_replica(f"plan of step {step + 1}", work.planned.digest)
+            self._ranks.check_same_in_replica(f"plan of step {step + 1}", work.plan.digest)
         return work
 
     def _num_actions(self, work: StepWork) -> int:
@@ -281,12 +270,11 @@ class StepLoop:
         program = work.planned.program if work.planned else self._schedule
         return len(program.programs[self._ranks.mesh.at.pipeline])
 
-    def _input(self, work: StepWork) -> StepInput:
-        """Return the input of this replica's step, with the valid labels of all replicas."""
-        (num_valid,) = self._peers.total(
-            [sum(data.num_valid for data in work.sequences) * self._ranks.mesh.speaks_for_replica]
-        )
-        return StepInput(work.sequences, work.boundaries, int(num_valid), work.for_engine)
+    def _num_valid(self, work: StepWork) -> int:
+        """Return the number of valid labels of a step over all replicas. Collective."""
+        own = sum(data.num_valid for data in work.sequences)
+        (num_valid,) = self._peers.total([own * self._ranks.mesh.speaks_for_replica])
+        return int(num_valid)
 
     def _names(self, own: Sequence[str]) -> list[str]:
         """Return the sorted union of the names `own` of all ranks. Collective."""

@@ -5,16 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from pathlib import Path
 
-from rich.console import Console
-
-from sppo.config import RunConfig
 from sppo.report.display import TrainingDisplay
 from sppo.report.metrics import METRICS_FILE, JsonlSink, MetricSink, StepMetrics
 from sppo.report.step_line import step_line
 from sppo.report.tensorboard_sink import TensorBoardSink
-from sppo.training.ranks import Ranks
+from sppo.training.job import Job
+from sppo.training.outcome import TrainingOutcome
 from sppo.training.run_directory import TENSORBOARD_DIRECTORY
 
 _STANDARD_OUTPUT = "standard output"
@@ -27,29 +24,19 @@ class StepRecords:
     ends after its state is saved.
 
     Args:
-        run: Validated run configuration.
-        output: Directory of the files.
-        first_step: Number of steps done by earlier calls.
-        capacity_bytes: Device memory that a rank may use in total.
-        console: Console for the lines.
-        ranks: All ranks of the run.
+        job: Job that trains the run.
+        outcome: Outcome of the run, with its output directory.
     """
 
-    def __init__(
-        self,
-        run: RunConfig,
-        output: Path,
-        *,
-        first_step: int,
-        capacity_bytes: int,
-        console: Console,
-        ranks: Ranks,
-    ) -> None:
-        self._run, self._output, self._ranks = run, output, ranks
-        self._first_step, self._capacity_bytes = first_step, capacity_bytes
+    def __init__(self, job: Job, outcome: TrainingOutcome) -> None:
+        self._run, self._ranks = job.run, job.ranks
+        self._output, self._first_step = outcome.output, outcome.first_step
+        self._capacity_bytes = outcome.base.capacity_bytes
         self._started = time.perf_counter()
         self._sinks: list[MetricSink] = []
-        self.display = TrainingDisplay(console, total_steps=run.train.steps, first_step=first_step)
+        self.display = TrainingDisplay(
+            job.console, total_steps=job.run.train.steps, first_step=outcome.first_step
+        )
         self.failure: OSError | None = None
 
     @contextmanager

@@ -68,7 +68,7 @@ def _memory(outcome: TrainingOutcome) -> Mapping[str, Pair]:
     """Return (predicted, measured) bytes by bucket; {} if no step was run."""
     if outcome.most_planned is None:
         return {}
-    all_bytes = outcome.peak_bytes - outcome.baseline_bytes + outcome.warm_up_bytes
+    all_bytes = outcome.peak_bytes - outcome.base.held_bytes + outcome.base.warm_up_bytes
     buckets = predicted_and_measured(
         outcome.most_planned, outcome.buckets, all_bytes=all_bytes - outcome.file_bytes
     )

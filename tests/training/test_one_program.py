@@ -15,7 +15,6 @@ from sppo.engine.executor import Executor
 from sppo.engine.unit import SequenceData
 from sppo.hardware.file import hardware_for
 from sppo.hardware.presets import PRESETS
-from sppo.parallel.mesh import Mesh, alone
 from sppo.planning.make_plan import make_plan
 from sppo.planning.plan import plan_json, read_plan
 from sppo.planning.plan_program import check_program, plan_program
@@ -29,9 +28,11 @@ from sppo.schedule.orders.names import (
     WITH_VIRTUAL_STAGES,
     schedule_names,
 )
+from sppo.training.job import Job
 from sppo.training.ranks import mesh_shape
 from sppo.training.state import build_state
 from tests.random_training.emulated_ranks import run_emulated
+from tests.training.jobs import job_of_rank
 
 LENGTH = 96
 MODEL = {
@@ -141,16 +142,15 @@ def execute(rank, run, plan):
     """(place in the pipeline, executed actions) of one rank."""
     torch.set_num_threads(1)
     with torch.random.fork_rng(devices=[]):
-        shape = mesh_shape(run)
-        mesh = Mesh(shape, rank=rank, timeout_s=30.0) if shape.num_ranks > 1 else alone()
-        state = build_state(run, plan=plan, mesh=mesh)
+        job = job_of_rank(run, rank) if mesh_shape(run).num_ranks > 1 else Job.alone(run)
+        state = build_state(job, plan)
         tokens = torch.arange(LENGTH + 1) % MODEL["vocab_size"]
         data = [SequenceData(tokens[:-1], tokens[1:])] * plan.sequences
         try:
             done = state.engine.accumulate(data, [plan.boundaries] * plan.sequences)
         finally:
             state.close()
-        return mesh.at.pipeline, tuple(executed.action for executed in done.trace)
+        return job.ranks.mesh.at.pipeline, tuple(executed.action for executed in done.trace)
 
 
 def executed_digests(run, plan):

@@ -12,7 +12,7 @@ from sppo.config import load_run
 from sppo.report.metrics import JsonlSink, StepMetrics
 from sppo.training.checks.preflight import preflight
 from sppo.training.job import Job
-from sppo.training.outcome import TrainingOutcome
+from sppo.training.outcome import Baseline, TrainingOutcome
 from sppo.training.results import report
 from sppo.training.run_directory import note_configuration
 from sppo.training.steps.measured import MeasuredBuckets, StepPhases
@@ -41,11 +41,11 @@ def outcome_of(work, *, first=0, done=4, interrupted_by=None):
     sink.close()
     return TrainingOutcome(
         output,
+        Baseline(held_bytes=100),
         first,
         done,
         interrupted_by,
         wall_s=2.0,
-        baseline_bytes=100,
         peak_bytes=350,
         phases=[StepPhases(0.1, 0.3, 0.05 * step) for step in range(first, done)],
         buckets=MeasuredBuckets(1, 2, 3, 4, 5),

@@ -43,8 +43,9 @@ def test_a_start_holds_one_parameter_beside_the_rows_of_the_optimizer(work, monk
     )
     with fake_gpu() as (gpu, _):
         device = gpu if tier == "host" else CpuDevice()
-        plan = preflight(Job.alone(run, device=device)).plan
-        state = build_state(run, plan=plan, device=device)
+        job = Job.alone(run, device=device)
+        plan = preflight(job).plan
+        state = build_state(job, plan)
         state.close()
     assert len(left) > 5
     assert max(left) <= 1

@@ -162,7 +162,7 @@ def test_what_a_call_reports(run_file):
     assert (first.first_step, first.done_steps, first.interrupted_by) == (0, 4, None)
     assert len(first.phases) == 4
     assert all(min(p.forward_s, p.backward_s, p.rest_s) > 0 for p in first.phases)
-    assert 0 < first.baseline_bytes <= first.peak_bytes
+    assert 0 < first.base.held_bytes <= first.peak_bytes
     assert first.wall_s > sum(p.forward_s + p.backward_s + p.rest_s for p in first.phases)
     assert len(screen.splitlines()) == 4
     second, _, _ = train(load_run(run_file(train={"steps": 6})))
@@ -182,14 +182,16 @@ def test_bars_on_a_terminal(run_file):
 
 def test_narrow_weights_follow_wide_masters(run_file):
     run = load_run(run_file(train={"dtype": "bf16"}))
-    state = build_state(run, plan=preflight(Job.alone(run)).plan)
+    job = Job.alone(run)
+    state = build_state(job, preflight(job).plan)
     saved = state.optimizer.state()
     for name, weight in state.weights.items():
         master = saved[f"model.{name}"]
         assert (weight.dtype, master.dtype) == (torch.bfloat16, torch.float32)
         assert torch.equal(weight, master.bfloat16())
     run = load_run(run_file())
-    wide = build_state(run, plan=preflight(Job.alone(run)).plan)
+    job = Job.alone(run)
+    wide = build_state(job, preflight(job).plan)
     saved = wide.optimizer.state()
     assert all(saved[f"model.{name}"] is weight for name, weight in wide.weights.items())
 

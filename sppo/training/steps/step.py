@@ -13,9 +13,8 @@ from sppo.engine.engine import StepResult
 from sppo.engine.step_programs import PlannedStep
 from sppo.engine.unit import SequenceData
 from sppo.offload.copy_report import CopyReport
-from sppo.parallel.host_collectives import HostCollectives
 from sppo.schedule.actions import Action
-from sppo.training.devices.device import Device
+from sppo.training.job import Job
 from sppo.training.state import TrainingState
 from sppo.training.steps.measured import MeasuredBuckets
 
@@ -58,94 +57,70 @@ class DoneStep:
     rest_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepInput:
     """Sequences that a step of one replica trains on.
 
     Attributes:
         sequences: Sequences of this replica.
         boundaries: Subsequence boundaries of each sequence.
-        num_valid: Number of valid labels of all replicas.
-        planned: Plan of this step; None to follow the engine's own plan.
+        planned: Program and placements of this step; None to follow the engine's own plan.
     """
 
     sequences: Sequence[SequenceData]
     boundaries: Sequence[Sequence[int]]
-    num_valid: int
     planned: PlannedStep | None = None
 
 
-def _nothing(*_: object) -> None:
-    pass
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepHooks:
-    """Callbacks of a step, in the order of their calls.
-
-    Attributes:
-        read: Returns the input of this replica's step.
-        before_action: Called before each action of the program, with its position and the action.
-        on_failure: Called with the error that ends the program early.
-        accumulated: Called when all actions are issued.
-        reduced: Called with the engine's result, before (streamed gradients) or after the host
-            issues the reductions; may wait for the device.
-        learning_rate: Returns the learning rate of the update, or None to skip the update.
-    """
-
-    read: Callable[[], StepInput]
-    before_action: Callable[[int, Action], None]
-    on_failure: Callable[[BaseException], None] = _nothing
-    accumulated: Callable[[], None] = _nothing
-    reduced: Callable[[StepResult], None] = _nothing
-    learning_rate: Callable[[StepSums], float | None]
-
-
 def run_step(
+    job: Job,
     state: TrainingState,
-    hooks: StepHooks,
+    work: StepInput,
     *,
-    clip_norm: float,
-    device: Device,
-    peers: HostCollectives,
+    num_valid: int,
+    began_s: float,
+    before_action: Callable[[int, Action], None],
+    await_device: Callable[[StepResult], None],
+    decide: Callable[[StepSums], float | None],
     buckets: MeasuredBuckets,
 ) -> DoneStep:
     """Zero, accumulate and reduce gradients, clip them, update, and count memory.
 
     Args:
+        job: Job that trains the run.
         state: Training state of this rank.
-        hooks: Callbacks of the step.
-        clip_norm: Norm to which gradients are clipped; 0 to leave them unclipped.
-        device: Device of this rank.
-        peers: Collectives over all ranks.
+        work: Sequences of this replica.
+        num_valid: Number of valid labels of all replicas.
+        began_s: Clock (`time.perf_counter`) at the begin of the step, before its data was read.
+        before_action: Called before each action of the program, with its position and the action.
+        await_device: Called with the engine's result, before (streamed gradients) or after the
+            host issues the reductions; may wait for the device.
+        decide: Returns the learning rate of the update, or None to skip the update.
         buckets: Measured peaks of memory, raised to those of the step.
     """
-    start = time.perf_counter()
-    device.reset_peak()
+    device, peers = job.device, job.ranks.peers
     state.zero_gradients()
-    work = hooks.read()
-    num_valid = work.num_valid
     begin = time.perf_counter()
     result = state.engine.accumulate(
         [device.put(sequence) for sequence in work.sequences],
         work.boundaries,
         num_valid=num_valid,
         planned=work.planned,
-        before_action=hooks.before_action,
-        on_failure=hooks.on_failure,
+        before_action=before_action,
+        on_failure=job.ranks.progress.failed,
     )
     actions_s = time.perf_counter() - begin
-    hooks.accumulated()
-    state.finish_gradients(lambda: hooks.reduced(result))
+    state.finish_gradients(lambda: await_device(result))
     norm = state.norm(peers)
     (total_loss,) = peers.total([float(result.total_loss)])
     loss = total_loss / num_valid if num_valid else math.nan
     sums = StepSums(num_valid, loss, float(norm), state.sharded.owned_rows(state.gradients))
-    lr = hooks.learning_rate(sums)
+    lr = decide(sums)
     if lr is not None:
+        clip_norm = job.run.optimizer.clip_norm
         state.update(sums.gradients, norm=norm, clip_norm=clip_norm, lr=lr)
     device.synchronize()
-    seconds = time.perf_counter() - start
+    seconds = time.perf_counter() - began_s
     buckets.count_step(state.engine.take_peaks(), pool=device.pool())
     copies = state.tensors.add_tier_bytes(state.engine.take_copies())
     copies = copies.without_host if device.kind == "cpu" else copies

@@ -33,7 +33,7 @@ from sppo.schedule.program import Case
 from sppo.training.ranks import Ranks
 from sppo.training.steps.corrections import Corrections, saved_history
 from sppo.training.steps.planning_ahead import StepPlans
-from sppo.training.steps.step import DoneStep
+from sppo.training.steps.step import DoneStep, StepInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,11 @@ class PlannedPhases:
     update_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class StepWork:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWork(StepInput):
     """Work of one step of one replica: its data, plan and predictions.
 
     Attributes:
-        sequences: Sequences that the replica trains on.
-        boundaries: Subsequence boundaries of each sequence.
         num_consumed: Number of sequences, or samples, that all replicas consume.
         tokens: Number of tokens of this replica, without padding.
         model_flops: Model FLOPs of this replica's step.
@@ -59,15 +57,13 @@ class StepWork:
         step_s: Predicted seconds of the step.
         phases: Predicted seconds by phase.
         memory: Predicted memory of this rank's device.
-        planned: Plan of this step; None if all steps are alike.
+        plan: Plan of this step; None if all steps are alike.
         planning_wait_s: Seconds that the step waited for its plan.
         planning_note: Message on a failure of planning ahead; "" if none.
         prediction: Predicted times of the step, corrected by earlier steps; None without samples.
         division_digest: Digest of the division of samples over replicas; "" without samples.
     """
 
-    sequences: Sequence[SequenceData]
-    boundaries: Sequence[Sequence[int]]
     num_consumed: int
     tokens: int
     model_flops: int
@@ -75,18 +71,11 @@ class StepWork:
     step_s: float
     phases: PlannedPhases
     memory: MemoryBuckets
-    planned: StepPlan | None = None
+    plan: StepPlan | None = None
     planning_wait_s: float = 0.0
     planning_note: str = ""
     prediction: StepPrediction | None = None
     division_digest: str = ""
-
-    @property
-    def for_engine(self) -> PlannedStep | None:
-        """Plan of the step for the engine; None to follow the engine's own plan."""
-        if self.planned is None:
-            return None
-        return PlannedStep(self.planned.program, self.planned.placements)
 
 
 class StepSource(Protocol):
@@ -147,8 +136,8 @@ class SequenceSteps:
         first = self._mesh.at.data * self._count
         own = [self._data.sequence(index) for index in indices[first : first + self._count]]
         return StepWork(
-            own,
-            [self._plan.boundaries] * len(own),
+            sequences=own,
+            boundaries=[self._plan.boundaries] * len(own),
             num_consumed=len(indices),
             tokens=self._tokens,
             model_flops=self._model_flops,
@@ -219,13 +208,14 @@ class SampleSteps:
         own_lengths = self._data.lengths(own)
         self._lengths.update(plan.evaluated.candidate.lengths)
         return StepWork(
-            [
+            sequences=[
                 self._sequence([own[index] for index in packed if index != PADDING], tokens)
                 for packed, tokens in zip(
                     plan.packed.samples, (one.tokens for one in plan.sequences), strict=True
                 )
             ],
-            [sequence.boundaries for sequence in plan.sequences],
+            boundaries=[sequence.boundaries for sequence in plan.sequences],
+            planned=PlannedStep(plan.program, plan.placements),
             num_consumed=len(samples),
             tokens=sum(own_lengths),
             model_flops=sample_flops(self._run.model, own_lengths),
@@ -233,7 +223,7 @@ class SampleSteps:
             step_s=prediction.step_s,
             phases=PlannedPhases(*prediction.phases_s),
             memory=self._memory(plan),
-            planned=plan,
+            plan=plan,
             prediction=prediction,
             planning_wait_s=taken.wait_s,
             planning_note=taken.note,
@@ -275,8 +265,8 @@ class SampleSteps:
 
     def case(self, last: StepWork) -> Case:
         """Return the program of a step and its costs."""
-        assert last.planned is not None, "every step of samples is planned"
-        return Case(last.planned.program, last.planned.evaluated.costs)
+        assert last.plan is not None, "every step of samples is planned"
+        return Case(last.plan.program, last.plan.evaluated.costs)
 
     def learn(self, work: StepWork, done: DoneStep) -> Mapping[str, Any]:
         """Correct the predictions of steps after the next; return metrics of this step."""
