@@ -46,6 +46,15 @@ class MeshShape:
         """Total number of ranks."""
         return self.data_parallel * self.pipeline_parallel * self.sequence_parallel
 
+    def __str__(self) -> str:
+        """Return the degrees of parallelism above 1 as text, e.g. ``pipeline 2, sequence 4``."""
+        degrees = (
+            ("data", self.data_parallel),
+            ("pipeline", self.pipeline_parallel),
+            ("sequence", self.sequence_parallel),
+        )
+        return ", ".join(f"{name} {degree}" for name, degree in degrees if degree > 1)
+
     def check(self, world_size: int) -> None:
         """Raise ValueError unless the grid has ``world_size`` ranks.
 

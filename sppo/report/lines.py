@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
+_TITLE_WIDTH = 10
+
 
 def print_line(text: str, console: Console, *, indent: int = 0, wraps: bool = True) -> None:
     """Print text; lines longer than a terminal, or than COLUMNS, break between words.
@@ -24,6 +26,11 @@ def print_line(text: str, console: Console, *, indent: int = 0, wraps: bool = Tr
     if wraps and (console.is_terminal or "COLUMNS" in os.environ):
         text = _broken(text, console.width, indent=indent)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_titled(title: str, text: str, console: Console) -> None:
+    """Print a line with a title in a column of its own, beside which the text is broken."""
+    print_line(f"{title:<{_TITLE_WIDTH}}{text}", console, indent=_TITLE_WIDTH)
 
 
 def for_stderr(text: str) -> str:

@@ -1,65 +1,22 @@
-"""Lines printed before a run starts: model, data, cuts, parallelism and predicted memory."""
+"""Lines printed before the first step: model, data, cuts, parallelism and predicted memory."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
+import numpy as np
+import torch
+
+from sppo.config import RunConfig
+from sppo.cost.parameters import num_parameters
+from sppo.data.samples.document_samples import DocumentSamples
+from sppo.kernels.native.extension import describe
 from sppo.parallel.mesh_shape import MeshShape
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from sppo.config import RunConfig
-    from sppo.training.checks.preflight import CheckedRun
-    from sppo.training.job import Job
-
-_TITLE_WIDTH = 10
-
-
-def announce_ranks(run: RunConfig, console: Console) -> None:
-    """Print the number of ranks to start, before the import of torch, which takes seconds.
-
-    Args:
-        run: Validated run configuration.
-        console: Console to print to.
-    """
-    num_ranks = MeshShape.of(run.parallel).num_ranks
-    _print_line(
-        f"start     {num_ranks} ranks on this machine ({_parallelism(run)}): torch is loaded and "
-        "the run is checked first",
-        console,
-    )
-
-
-def announce_search(run: RunConfig, console: Console, *, num_devices: int) -> None:
-    """Print that degrees are being chosen, if this may take minutes.
-
-    Args:
-        run: Run configuration that leaves out degrees.
-        console: Console to print to.
-        num_devices: Number of devices for which they are chosen.
-    """
-    if run.data.samples == "documents":
-        _print_line(
-            f"degrees   planning drawn steps for {num_devices} devices, as sppo solve does: this "
-            "may take minutes",
-            console,
-        )
-
-
-def announce_degrees(run: RunConfig, console: Console, *, num_devices: int) -> None:
-    """Print the degrees of parallelism of a run whose file leaves some of them out.
-
-    Args:
-        run: Run configuration with the chosen degrees.
-        console: Console to print to.
-        num_devices: Number of devices for which they were chosen.
-    """
-    _print_line(
-        f"degrees   {_parallelism(run) or 'all 1'}, chosen for {num_devices} devices; those you "
-        "write are kept",
-        console,
-    )
+from sppo.planning.plan import ExecutionPlan
+from sppo.report.lines import print_titled
+from sppo.training.checks.preflight import CheckedRun, NextStep
+from sppo.training.job import Job
+from sppo.units import counted, format_bytes, format_count, format_duration, format_tokens
 
 
 def announce(job: Job, checked: CheckedRun) -> None:
@@ -69,64 +26,56 @@ def announce(job: Job, checked: CheckedRun) -> None:
         job: Job that trains the run.
         checked: Results of the checks before training.
     """
-    import torch
+    for title, text in _lines(job, checked):
+        print_titled(title, text, job.console)
 
-    from sppo.cost.parameters import num_parameters
-    from sppo.kernels.native.extension import describe
-    from sppo.units import counted, format_bytes, format_count
 
-    run, memory = job.run, checked.plan.stages[0].memory.device
-    parallelism = _parallelism(run)
+def _lines(job: Job, checked: CheckedRun) -> Iterator[tuple[str, str]]:
+    """Yield the title and the text of each line."""
+    run, plan, data = job.run, checked.plan, checked.data
     name = run.model.preset or run.model.from_hf or "model"
-    data = checked.data
-    of_longest = "of the longest samples alone " if run.data.samples == "documents" else ""
-    lines = (
-        f"model     {name}: {format_count(num_parameters(run.model))} parameters, "
-        f"{run.train.dtype} on {job.device.describe()}, torch {torch.__version__}",
-        f"data      {format_count(data.data.num_tokens)} tokens in "
+    yield (
+        "model",
+        f"{name}: {format_count(num_parameters(run.model))} parameters, {run.train.dtype} on "
+        f"{job.device.describe()}, torch {torch.__version__}",
+    )
+    made_elsewhere = data.data.meta.tokenizer.name == "ids" and run.model.from_hf is not None
+    yield (
+        "data",
+        f"{format_count(data.data.num_tokens)} tokens in "
         f"{counted(data.data.num_documents, 'document')}: {_epoch(checked)}"
-        + _ids_made_elsewhere(run, checked),
-        *_loss(run),
-        *_cut(run, checked),
-        *([f"parallel  {parallelism}; schedule {checked.plan.schedule}"] if parallelism else ()),
-        f"policy    {checked.plan.policy}: predicted peak {of_longest}"
-        f"{format_bytes(memory.total_bytes)} "
+        + (f"; ready-made ids, taken for those of {run.model.from_hf}" if made_elsewhere else ""),
+    )
+    if terms := run.train.beside_cross_entropy:
+        yield "loss", f"cross entropy with {terms}; sppo eval reports the cross entropy alone"
+    if isinstance(data, DocumentSamples):
+        yield from _packing(run, plan, checked.next_step)
+    else:
+        yield "cut", _cut(run, plan.lengths)
+    if parallelism := str(MeshShape.of(run.parallel)):
+        yield "parallel", f"{parallelism}; schedule {plan.schedule}"
+    of_longest = "of the longest samples alone " if run.data.samples == "documents" else ""
+    memory = plan.stages[0].memory.device
+    yield (
+        "policy",
+        f"{plan.policy}: predicted peak {of_longest}{format_bytes(memory.total_bytes)} "
         f"({format_bytes(memory.activations_bytes)} activations, "
         f"{format_bytes(memory.kv_bytes + memory.kv_gradients_bytes)} K/V)",
-        *_state(run, checked),
-        *_offloads(run, checked),
-        f"library   {describe()}",
-        f"output    {run.train.output}",
-        f"attention {checked.attention.text()}",
     )
-    for line in lines:
-        _print_line(line, job.console)
-
-
-def _print_line(line: str, console: Console) -> None:
-    from sppo.report.lines import print_line
-
-    print_line(line, console, indent=_TITLE_WIDTH)
-
-
-def _parallelism(run: RunConfig) -> str:
-    """Return the degrees of parallelism above 1 as text, e.g. ``pipeline 2, sequence 4``."""
-    parallel = run.parallel
-    degrees = (
-        ("data", parallel.data_parallel_degree),
-        ("pipeline", parallel.pipeline_parallel_degree),
-        ("sequence", parallel.sequence_parallel_degree),
-    )
-    return ", ".join(f"{name} {degree}" for name, degree in degrees if degree > 1)
+    tiers = plan.state_tiers
+    if tiers.leaves_device:
+        behind = max(rank.tier_state_bytes for rank in plan.rank_memory)
+        where = f" ({run.activations.disk})" if tiers.tier == "disk" else ""
+        yield "state", f"{tiers.text()}{where}: {format_bytes(behind)}"
+    if plan.offloads_anything:
+        yield "offload", _offloads(run, plan)
+    yield "library", describe()
+    yield "output", run.train.output
+    yield "attention", checked.attention.text()
 
 
 def _epoch(checked: CheckedRun) -> str:
     """Return the number and lengths of the sequences or samples of an epoch as text."""
-    import numpy as np
-
-    from sppo.data.samples.document_samples import DocumentSamples
-    from sppo.units import counted, format_count, format_tokens
-
     data = checked.data
     if not isinstance(data, DocumentSamples):
         return f"{counted(data.num_sequences, 'sequence')} of {format_tokens(data.length)} an epoch"
@@ -140,76 +89,42 @@ def _epoch(checked: CheckedRun) -> str:
     )
 
 
-def _cut(run: RunConfig, checked: CheckedRun) -> tuple[str, ...]:
-    """Return lines about the cuts of sequences, or the packing of samples."""
-    from sppo.data.samples.document_samples import DocumentSamples
-    from sppo.units import format_bytes, format_count, format_duration
-
-    data, lengths = checked.data, checked.plan.lengths
-    if isinstance(data, DocumentSamples):
-        packed = (
-            f"cut       samples into subsequences of at most about {max(lengths)} tokens, packed "
-            "anew for every step"
-        )
-        if checked.next_step is None:  # all steps are done
-            return (packed,)
-        number, planned = checked.next_step.number, checked.next_step.planned
-        step = planned.plan
-        replicas = run.parallel.data_parallel_degree
-        of_replica = f" on the first of {replicas} replicas" if replicas > 1 else ""
-        return (
-            packed,
-            f"step      number {number}{of_replica}: {format_count(step.num_samples)} samples, "
-            f"{format_count(step.tokens)} tokens in {step.num_split} split, "
-            f"{step.num_batched} batched and {step.num_hybrid} hybrid subsequences; predicted "
-            f"{format_duration(planned.prediction.step_s)}, {step.bubble_fraction:.1%} idle, peak "
-            f"{format_bytes(step.device_peak_bytes)}",
-        )
-    if len(lengths) == 1:
-        return (f"cut       nowhere: one subsequence of {lengths[0]} tokens",)
+def _cut(run: RunConfig, lengths: tuple[int, ...]) -> str:
+    """Return the cuts of the sequences as text."""
     longest, shortest = max(lengths), min(lengths)
+    if len(lengths) == 1:
+        return f"nowhere: one subsequence of {longest} tokens"
     tokens = str(longest) if longest == shortest else f"{longest} to {shortest}"
-    return (
-        f"cut       {len(lengths)} subsequences of {tokens} tokens "
-        f"(sequence.partition={_cut_by(run)})",
+    by = "boundaries" if run.sequence.boundaries is not None else run.sequence.partition
+    return f"{len(lengths)} subsequences of {tokens} tokens (sequence.partition={by})"
+
+
+def _packing(
+    run: RunConfig, plan: ExecutionPlan, next_step: NextStep | None
+) -> Iterator[tuple[str, str]]:
+    """Yield the lines about the packing of samples, and the next step if any is left."""
+    yield (
+        "cut",
+        f"samples into subsequences of at most about {max(plan.lengths)} tokens, packed anew for "
+        "every step",
+    )
+    if next_step is None:
+        return
+    planned, step = next_step.planned, next_step.planned.plan
+    replicas = run.parallel.data_parallel_degree
+    of_replica = f" on the first of {replicas} replicas" if replicas > 1 else ""
+    yield (
+        "step",
+        f"number {next_step.number}{of_replica}: {format_count(step.num_samples)} samples, "
+        f"{format_count(step.tokens)} tokens in {step.num_split} split, {step.num_batched} batched "
+        f"and {step.num_hybrid} hybrid subsequences; predicted "
+        f"{format_duration(planned.prediction.step_s)}, {step.bubble_fraction:.1%} idle, peak "
+        f"{format_bytes(step.device_peak_bytes)}",
     )
 
 
-def _state(run: RunConfig, checked: CheckedRun) -> tuple[str, ...]:
-    """Return a line about the tiers of the training state, if a part of it is not on the device."""
-    from sppo.units import format_bytes
-
-    tiers = checked.plan.state_tiers
-    if not tiers.leaves_device:
-        return ()
-    behind = max(rank.tier_state_bytes for rank in checked.plan.rank_memory)
-    where = f" ({run.activations.disk})" if tiers.tier == "disk" else ""
-    return (f"state     {tiers.text()}{where}: {format_bytes(behind)}",)
-
-
-def _ids_made_elsewhere(run: RunConfig, checked: CheckedRun) -> str:
-    """Return a note that ready-made ids cannot be checked against the vocabulary of the weights."""
-    unknown = checked.data.data.meta.tokenizer.name == "ids" and run.model.from_hf is not None
-    return f"; ready-made ids, taken for those of {run.model.from_hf}" if unknown else ""
-
-
-def _loss(run: RunConfig) -> tuple[str, ...]:
-    """Return a line about the terms of the loss, if it has other terms than the cross entropy."""
-    terms = run.train.beside_cross_entropy
-    return (
-        (f"loss      cross entropy with {terms}; sppo eval reports the cross entropy alone",)
-        if terms
-        else ()
-    )
-
-
-def _offloads(run: RunConfig, checked: CheckedRun) -> tuple[str, ...]:
-    """Return a line about offloaded activations, if there are any."""
-    from sppo.units import format_bytes
-
-    plan = checked.plan
-    if not plan.offloads_anything:
-        return ()
+def _offloads(run: RunConfig, plan: ExecutionPlan) -> str:
+    """Return what is offloaded, and where to, as text."""
     ratios = plan.predicted.offload_ratios
     size = max(rank.tier_activations_bytes for rank in plan.rank_memory)
     where = "host memory" if plan.tier == "host" else run.activations.disk
@@ -217,8 +132,4 @@ def _offloads(run: RunConfig, checked: CheckedRun) -> tuple[str, ...]:
     if plan.kv == "offloaded":
         others = sum(stage.kv == "offloaded" for stage in plan.stages)
         what += f"; K and V of {others} of {len(plan.stages)} stages"
-    return (f"offload   {format_bytes(size)} to {where} and back: {what}",)
-
-
-def _cut_by(run: RunConfig) -> str:
-    return "boundaries" if run.sequence.boundaries is not None else run.sequence.partition
+    return f"{format_bytes(size)} to {where} and back: {what}"

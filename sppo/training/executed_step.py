@@ -30,6 +30,23 @@ _MOST_DRAWN = 4000
 
 
 @dataclass(frozen=True, slots=True)
+class StepTimelines:
+    """Timelines of one step of a pipeline.
+
+    Attributes:
+        planned: Simulated timeline.
+        measured: Measured timeline; a wait for a copy is part of the action that waited.
+        with_measured_compute_s: Simulated seconds of the step with its measured compute.
+        exposed_copy_s: Seconds that each pipeline rank waited for copies.
+    """
+
+    planned: Timeline
+    measured: Timeline
+    with_measured_compute_s: float
+    exposed_copy_s: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class _RankStep:
     """Executed actions of one rank in a step, with their times; sent to rank 0."""
 
@@ -86,9 +103,9 @@ def _timeline(executed: StepResult, steps: Sequence[_RankStep]) -> Timeline:
     return measured_timeline(program, times_s=times)
 
 
-def timeline_writers(planned: Timeline, measured: Timeline) -> dict[str, Callable[[Path], None]]:
+def timeline_writers(step: StepTimelines) -> dict[str, Callable[[Path], None]]:
     """Return the functions that draw planned and measured timeline, by the name of their file."""
-    both = (planned, measured)
+    both = (step.planned, step.measured)
     writers: dict[str, Callable[[Path], None]] = {
         TIMELINE_TRACE: partial(write_trace, timelines=both),
     }

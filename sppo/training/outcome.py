@@ -8,7 +8,7 @@ from pathlib import Path
 from sppo.cost.memory.stage_memory import MemoryBuckets
 from sppo.engine.engine import StepResult
 from sppo.offload.copy_report import CopyReport
-from sppo.schedule.timeline import Timeline
+from sppo.training.executed_step import StepTimelines
 from sppo.training.steps.measured import MeasuredBuckets, StepPhases
 from sppo.training.steps.step_work import PlannedPhases, StepWork
 
@@ -68,11 +68,5 @@ class TrainingOutcome:
     """Work of the last step of this call; None before the first."""
     last_step: StepResult | None = None
     """Actions that this rank executed in its last step, with their times."""
-    timeline: Timeline | None = None
-    """Measured timeline of the last step of the first pipeline; None except on rank 0."""
-    planned_timeline: Timeline | None = None
-    """Simulated timeline of the last step; None except on rank 0."""
-    with_measured_compute_s: float | None = None
-    """Simulated seconds of the last step with its measured compute; None except on rank 0."""
-    exposed_copy_s: tuple[float, ...] = ()
-    """Seconds that each rank of this rank's pipeline waited for copies in the last step."""
+    timelines: StepTimelines | None = None
+    """Timelines of the last step of the first pipeline; None except on rank 0."""

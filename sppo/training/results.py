@@ -79,8 +79,8 @@ def _writers(
     writers: dict[str, Callable[[Path], None]] = {SUMMARY_FILE: partial(write_summary, summary)}
     if steps:
         writers[LOSS_PLOT] = _loss_writer(run, outcome)
-    if outcome.timeline is not None and outcome.planned_timeline is not None:
-        writers |= timeline_writers(outcome.planned_timeline, outcome.timeline)
+    if outcome.timelines is not None:
+        writers |= timeline_writers(outcome.timelines)
     return writers
 
 

@@ -27,7 +27,7 @@ from sppo.parallel.job.environment import (
 from sppo.parallel.job.open_files import allow_connections
 from sppo.parallel.mesh_shape import MeshShape
 from sppo.planning.plan import ExecutionPlan
-from sppo.training.announcement import announce, announce_degrees, announce_ranks, announce_search
+from sppo.report.lines import print_titled
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -91,7 +91,8 @@ def made_ready(
         run = followed_plan(run, plan)
     if environment is not None and environment.launcher == "sppo":
         return ReadyRun(run, plan, environment)
-    if environment is None or environment.rank == 0:
+    is_main = environment is None or environment.rank == 0
+    if is_main:
         log_run_warnings(run)  # once for all ranks
     if environment is None:  # else rank 0 checks for all ranks, once they are connected
         check_inputs(run)
@@ -107,13 +108,15 @@ def made_ready(
     if plan is not None:
         check_kind(plan, kind=device_kind(run), source=source)
     elif ranks := ranks_to_divide(run, environment):
-        speaks = environment is None or environment.rank == 0
-        if speaks:
-            announce_search(run, console, num_devices=ranks)
+        if run.data.samples == "documents" and is_main:
+            how = "as sppo solve does: this may take minutes"
+            print_titled("degrees", f"planning drawn steps for {ranks} devices, {how}", console)
         chosen = chosen_degrees(run, environment, ranks=ranks)
         run = run.model_copy(update={"parallel": run.parallel.model_copy(update=chosen)})
-        if speaks:
-            announce_degrees(run, console, num_devices=ranks)
+        if is_main:
+            degrees = str(MeshShape.of(run.parallel)) or "all 1"
+            whose = f"chosen for {ranks} devices; those you write are kept"
+            print_titled("degrees", f"{degrees}, {whose}", console)
     if may_choose or chosen:
         _prepare_ranks(run, environment, console=console)
     return ReadyRun(run, plan, environment, chosen)
@@ -127,10 +130,11 @@ def _prepare_ranks(
     Raises:
         MemoryError: There is too little memory even for the libraries.
     """
-    num_ranks = MeshShape.of(run.parallel).num_ranks
-    if environment is None and num_ranks > 1:
-        check_room_for_libraries(processes=1 + num_ranks)
-        announce_ranks(run, console)
+    shape = MeshShape.of(run.parallel)
+    if environment is None and shape.num_ranks > 1:
+        check_room_for_libraries(processes=1 + shape.num_ranks)
+        where = f"{shape.num_ranks} ranks on this machine ({shape})"
+        print_titled("start", f"{where}: torch is loaded and the run is checked first", console)
     else:
         check_room_for_libraries()
 
@@ -186,6 +190,7 @@ def train_as_rank(ready: ReadyRun, *, console: Console, command: str) -> Trainin
     from sppo.report.display import logging_to
 
     with torch_kept_quiet(os.environ):
+        from sppo.training.announcement import announce
         from sppo.training.checks.preflight import preflight
     from sppo.training.devices.choose_device import choose_device
     from sppo.training.interruption import StopRequest

@@ -20,8 +20,8 @@ from sppo.report.run_summary import (
     TimelineSummary,
     run_summary,
 )
-from sppo.schedule.timeline import Timeline
 from sppo.training.checks.preflight import CheckedRun
+from sppo.training.executed_step import StepTimelines
 from sppo.training.outcome import TrainingOutcome
 from sppo.training.steps.measured import predicted_and_measured
 
@@ -36,31 +36,22 @@ def summarize(
         checked: Result of the checks of the same run.
         outcome: Outcome of training.
     """
-    plan, planned, executed = checked.plan, outcome.planned_timeline, outcome.timeline
-    summary = replace(
-        run_summary(
-            steps,
-            name=outcome.output.name,
-            wall_s=outcome.wall_s,
-            memory_bytes=_memory(outcome),
-            phases_s=_phases(outcome),
-        ),
+    plan, last = checked.plan, outcome.timelines
+    summary = run_summary(
+        steps,
+        name=outcome.output.name,
+        wall_s=outcome.wall_s,
+        memory_bytes=_memory(outcome),
+        phases_s=_phases(outcome),
+    )
+    return replace(
+        summary,
         predicted_for=plan.hardware.name_and_origin,
         attention=checked.attention,
         copies=copies_summary(plan, outcome.copies),
         interrupted_by=outcome.interrupted_by,
-    )
-    if executed is None or planned is None:
-        return summary
-    return replace(
-        summary,
-        program_digest=executed.schedule.digest(),
-        timeline=timeline_summary(
-            planned,
-            executed,
-            with_measured_compute_s=outcome.with_measured_compute_s,
-            exposed_copy_s=outcome.exposed_copy_s,
-        ),
+        program_digest=None if last is None else last.measured.schedule.digest(),
+        timeline=None if last is None else _timeline_summary(last),
     )
 
 
@@ -125,31 +116,21 @@ def copies_summary(plan: ExecutionPlan, reports: Sequence[CopyReport]) -> Copies
     )
 
 
-def timeline_summary(
-    planned: Timeline,
-    measured: Timeline,
-    *,
-    with_measured_compute_s: float | None,
-    exposed_copy_s: Sequence[float],
-) -> TimelineSummary:
+def _timeline_summary(step: StepTimelines) -> TimelineSummary:
     """Return the figures of the last step of a run.
 
-    Args:
-        planned: Simulated timeline of the step.
-        measured: Measured timeline; a wait for a copy is part of the action that waited.
-        with_measured_compute_s: Simulated seconds of the step with its measured compute.
-        exposed_copy_s: Seconds that each pipeline rank waited for copies. The measured
-            `idle_fraction` includes these waits, as the simulated one does; the measured
-            `bubble_fraction` counts only the gaps between actions.
+    The measured `idle_fraction` includes waits for copies, as the simulated one does; the measured
+    `bubble_fraction` counts only the gaps between actions.
     """
+    planned, measured = step.planned, step.measured
     step_s = len(measured.ranks) * measured.makespan_s
-    exposed = sum(exposed_copy_s) / step_s if step_s else 0.0
+    exposed = sum(step.exposed_copy_s) / step_s if step_s else 0.0
     planned_waits_s = tuple(track.idle_s("copy") for track in planned.ranks)
     return TimelineSummary(
         idle_fraction=Pair(planned.bubble_fraction, measured.bubble_fraction + exposed),
-        exposed_copy_s_by_rank=RankPair(planned_waits_s, tuple(exposed_copy_s)),
+        exposed_copy_s_by_rank=RankPair(planned_waits_s, step.exposed_copy_s),
         pipeline_ranks=len(measured.ranks),
         makespan_s=Pair(planned.makespan_s, measured.makespan_s),
-        with_measured_compute_s=with_measured_compute_s,
+        with_measured_compute_s=step.with_measured_compute_s,
         bubble_fraction=Pair(planned.bubble_fraction, measured.bubble_fraction),
     )

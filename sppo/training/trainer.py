@@ -13,7 +13,7 @@ from sppo.planning.plan import ExecutionPlan, plan_json
 from sppo.schedule.simulation.measured_compute import step_seconds
 from sppo.schedule.simulation.simulate import simulate
 from sppo.training.checks.preflight import CheckedRun
-from sppo.training.executed_step import executed_timeline
+from sppo.training.executed_step import StepTimelines, executed_timeline
 from sppo.training.job import Job
 from sppo.training.outcome import Baseline, TrainingOutcome
 from sppo.training.ranks import shared_output
@@ -106,18 +106,21 @@ def _train_into(output: Path, job: Job, checked: CheckedRun, base: Baseline) -> 
                 consumed=int(metadata.get("sequences_consumed", 0)),
             ).run()
         outcome.file_bytes = max(0, job.device.file_bytes() - base.file_bytes)
-        _add_last_step(outcome, job, source)
+        outcome.timelines = _last_timelines(outcome, job, source)
     return outcome
 
 
-def _add_last_step(outcome: TrainingOutcome, job: Job, source: StepSource) -> None:
-    """Add to `outcome` the timelines of the last step, and its waits for copies. Collective."""
+def _last_timelines(outcome: TrainingOutcome, job: Job, source: StepSource) -> StepTimelines | None:
+    """Return the timelines of the last step on rank 0, if this call ran any. Collective."""
     ranks = job.ranks
-    outcome.timeline = executed_timeline(outcome.last_step, ranks)
-    own_s = outcome.copies[-1].exposed_s if outcome.copies else 0.0
-    exposed_s = ranks.peers.all_gather(own_s)
-    outcome.exposed_copy_s = tuple(exposed_s[rank] for rank in ranks.mesh.pipeline_ranks)
-    if outcome.timeline is not None and outcome.last_work is not None:
-        case = source.case(outcome.last_work)
-        outcome.planned_timeline = simulate(case.schedule, costs=case.costs)
-        outcome.with_measured_compute_s = step_seconds(outcome.timeline, costs=case.costs)
+    measured = executed_timeline(outcome.last_step, ranks)
+    exposed_s = ranks.peers.all_gather(outcome.copies[-1].exposed_s if outcome.copies else 0.0)
+    if measured is None or outcome.last_work is None:
+        return None
+    case = source.case(outcome.last_work)
+    return StepTimelines(
+        simulate(case.schedule, costs=case.costs),
+        measured,
+        step_seconds(measured, costs=case.costs),
+        tuple(exposed_s[rank] for rank in ranks.mesh.pipeline_ranks),
+    )
