@@ -10,13 +10,13 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import stat
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, BinaryIO
 
 PARTIAL = ".partial-"
@@ -25,10 +25,7 @@ PARTIAL = ".partial-"
 FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Error numbers of a full disk or an exhausted quota."""
 
-_JSON = json.JSONEncoder(allow_nan=False)
-_INDENTED_LEVELS = 4
-_DESCRIPTOR = re.compile(r"/(?:proc/self|dev)/fd/(\d+)")
-_MOST_LINKS = 40
+_STANDARD_OUTPUT = Path("/dev/stdout")
 _NAME_BYTES = 200
 """Bytes kept of a file name before the suffix is added; common file systems allow 255 in all."""
 
@@ -80,28 +77,13 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace ``path`` by ``value`` as JSON, with the outermost levels indented.
+    """Replace ``path`` by ``value`` as indented JSON.
 
     Raises:
         ValueError: A float that JSON cannot represent (NaN or infinity).
         OSError: As in :func:`whole_file`.
     """
-    write_text(path, _indented(value, levels=_INDENTED_LEVELS) + "\n")
-
-
-def _indented(value: Any, *, levels: int, line: str = "\n") -> str:
-    """Return JSON with `levels` indented levels; the indenting encoder of `json` is slow."""
-    if not value or levels == 0 or not isinstance(value, (dict, list, tuple)):
-        return _JSON.encode(value)
-    deeper = line + "  "
-    items = value.items() if isinstance(value, dict) else ((None, item) for item in value)
-    texts = (
-        ("" if key is None else f"{_JSON.encode(str(key))}: ")
-        + _indented(item, levels=levels - 1, line=deeper)
-        for key, item in items
-    )
-    left, right = "{}" if isinstance(value, dict) else "[]"
-    return f"{left}{deeper}{f',{deeper}'.join(texts)}{line}{right}"
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def write_figure(path: Path, figure: Any, *, dpi: float | None = None) -> None:
@@ -199,17 +181,19 @@ def check_unused_directory(directory: Path) -> None:
 
 
 def _check_place(option: str, path: Path) -> None:
-    """Check that a file can be written beside ``path``, as :func:`whole_file` will do."""
+    """Check that a file can be written at ``path``, as :func:`whole_file` will do."""
+    try:
+        _check_name(path)
+    except OSError as error:
+        raise ValueError(f"{option} {path}: {error.strerror}; give another name") from None
     target = Path(os.path.realpath(path))
     parent = target.parent if os.path.islink(path) else path.parent
     if not os.path.isdir(parent):
         raise ValueError(f"{option} {path}: there is no directory {parent}")
     if os.path.exists(target) and not os.access(target, os.W_OK):
         raise ValueError(f"{option} {path}: is write-protected; give another name")
-    partial = _partial_name(target)
     try:
-        _check_name(path)
-        with partial.open("xb") as file:
+        with TemporaryFile(dir=parent) as file:
             file.write(b"\0")
     except OSError as error:
         if error.errno in FULL_ERRNOS:
@@ -217,9 +201,6 @@ def _check_place(option: str, path: Path) -> None:
         raise ValueError(
             f"{option} {path}: the directory {parent} cannot be written to: {error.strerror}"
         ) from None
-    finally:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
 
 
 def _check_name(path: Path) -> None:
@@ -244,30 +225,18 @@ def _take_permissions(file: BinaryIO, target: Path) -> None:
 
 
 def _is_special(path: Path) -> bool:
-    """Return whether ``path`` is written in place: a device, a pipe, an open descriptor."""
-    if _descriptor(path) is not None:
+    """Return whether ``path`` is written in place: a device, a pipe, standard output."""
+    if path == _STANDARD_OUTPUT:
         return True
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
 def _open_in_place(path: Path) -> BinaryIO:
     """Open a special file for writing."""
-    number = _descriptor(path)
-    if number is None:
-        return path.open("wb")
-    return os.fdopen(os.dup(number), "wb")  # shares the file position with other writers
-
-
-def _descriptor(path: Path) -> int | None:
-    """Return the descriptor that ``/dev/stdout``, ``/dev/fd/3`` or a link names, or None."""
-    for _ in range(_MOST_LINKS):
-        match = _DESCRIPTOR.fullmatch(os.path.normpath(path.absolute()))
-        if match is not None:
-            return int(match[1])
-        if not os.path.islink(path):
-            return None
-        path = path.parent / path.readlink()
-    return None
+    if path == _STANDARD_OUTPUT:
+        # Shares the position with what else the process prints, if that goes to a file.
+        return os.fdopen(os.dup(1), "wb")
+    return path.open("wb")
 
 
 @contextmanager

@@ -335,12 +335,10 @@ def test_an_output_that_cannot_be_written_is_found_before_solving(run, output, m
 
 
 def test_a_directory_without_permission(run, monkeypatch):
-    def forbid(path, mode="r", *rest, **named):
-        if mode == "xb":
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return open(path, mode, *rest, **named)
+    def forbid(**_):
+        raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(Path, "open", forbid)
+    monkeypatch.setattr("sppo.output_file.TemporaryFile", forbid)
     error = refuse("solve", run, "-o", "plan.json")
     assert "-o plan.json: the directory . cannot be written to: Permission denied" in error
 
