@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
 from sppo.cli.arguments.common import Json, Overrides, RunFile
 from sppo.cli.command_group import CommandGroup
 from sppo.cli.exit_codes import exit_codes
-
-if TYPE_CHECKING:
-    from sppo.config.problems import Problem
+from sppo.cli.show import print_json
+from sppo.config import ConfigError, load_run
+from sppo.config.huggingface_rope import ROPE_KEYS
+from sppo.config.problems import Problem
+from sppo.config.run import RunConfig
+from sppo.config.run_warnings import log_run_warnings
+from sppo.config.yaml_file import format_yaml
+from sppo.training.checks.input_checks import run_file_problems
 
 app = CommandGroup(help="Look at a run file without running it.")
 
@@ -26,12 +31,6 @@ def config() -> None:
 @app.command()
 def show(run_file: RunFile, overrides: Overrides = None, json_output: Json = False) -> None:
     """Print the complete configuration: presets expanded, defaults filled in."""
-    import json
-
-    from sppo.config import load_run
-    from sppo.config.huggingface_rope import ROPE_KEYS
-    from sppo.config.yaml_file import format_yaml
-
     with exit_codes():
         run = load_run(run_file, overrides or ())
     scaling = run.model.rope_scaling
@@ -39,7 +38,7 @@ def show(run_file: RunFile, overrides: Overrides = None, json_output: Json = Fal
     of_other_types -= set(ROPE_KEYS[scaling.type] if scaling is not None else ())
     values = run.model_dump(mode="json", exclude={"model": {"rope_scaling": of_other_types}})
     if json_output:
-        typer.echo(json.dumps(values, indent=2))
+        print_json(values, indent=2)
     else:
         typer.echo(format_yaml(values), nl=False)
 
@@ -52,16 +51,11 @@ def check(run_file: RunFile, overrides: Overrides = None, json_output: Json = Fa
     output, disk, hardware and degrees, as sppo train does. Does not check whether the run fits into
     memory; sppo train and sppo solve do.
     """
-    import json
-    from dataclasses import asdict
-
-    from sppo.config import ConfigError
-
     with exit_codes():
         problems = _problems(run_file, overrides or ())
     if json_output:
         listed = [asdict(problem) for problem in problems]
-        typer.echo(json.dumps({"valid": not problems, "problems": listed}, indent=2))
+        print_json({"valid": not problems, "problems": listed}, indent=2)
         if problems:
             raise typer.Exit(2)
         return
@@ -72,15 +66,10 @@ def check(run_file: RunFile, overrides: Overrides = None, json_output: Json = Fa
 
 
 def _problems(run_file: Path, overrides: Sequence[str]) -> Sequence[Problem]:
-    from sppo.config import ConfigError, load_run
-
     try:
         run = load_run(run_file, overrides)
     except ConfigError as error:
         return error.problems
-    from sppo.config.run_warnings import log_run_warnings
-    from sppo.training.checks.input_checks import run_file_problems
-
     log_run_warnings(run)
     return run_file_problems(run)
 
@@ -88,11 +77,7 @@ def _problems(run_file: Path, overrides: Sequence[str]) -> Sequence[Problem]:
 @app.command()
 def schema() -> None:
     """Print the JSON schema of run files, for editors and for reference."""
-    import json
-
-    from sppo.config.run import RunConfig
-
     description = RunConfig.model_json_schema()
     # A preset or from_hf fills in the keys that a model section leaves out: none is required.
     description["$defs"]["ModelConfig"].pop("required", None)
-    typer.echo(json.dumps(description, indent=2))
+    print_json(description, indent=2)

@@ -7,15 +7,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic import ValidationError
 
+from sppo.checkpoint.newest import check_any
 from sppo.cli.arguments.common import Json
 from sppo.cli.command_group import CommandGroup
 from sppo.cli.exit_codes import exit_codes
+from sppo.cli.show import print_json
+from sppo.config.huggingface import hf_config, ignored_settings, model_fields, read_config
+from sppo.config.model import ModelConfig
+from sppo.config.problems import ConfigError, problems_of
+from sppo.model.hf_extras import Extras, read_extras
+from sppo.model.hf_files import check_headers
+from sppo.output_file import check_unused_directory
+from sppo.units import counted, format_bytes, format_count, parse_size
 
 if TYPE_CHECKING:
-    from sppo.config.model import ModelConfig
     from sppo.model.hf import SavedWeights
-    from sppo.model.hf_extras import Extras
 
 app = CommandGroup(help="Convert weights from and to Hugging Face.")
 
@@ -59,12 +67,6 @@ def from_hf(
 
         sppo convert from-hf downloads/Qwen3-0.6B models/qwen3-0.6b
     """
-    from sppo.config.huggingface import ignored_settings, model_fields, read_config
-    from sppo.model.hf_extras import read_extras
-    from sppo.model.hf_files import check_headers
-    from sppo.output_file import check_unused_directory
-    from sppo.units import parse_size
-
     with exit_codes():
         check_unused_directory(destination)
         max_shard_bytes = parse_size(max_shard_size)
@@ -129,10 +131,6 @@ def to_hf(
         sppo convert to-hf runs/long models/long
         sppo convert to-hf runs/quickstart models/quickstart --tokenizer downloads/Qwen3-0.6B
     """
-    from sppo.checkpoint.newest import check_any
-    from sppo.output_file import check_unused_directory
-    from sppo.units import parse_size
-
     with exit_codes():
         check_unused_directory(destination)
         max_shard_bytes = parse_size(max_shard_size)
@@ -176,11 +174,6 @@ def _model(fields: dict[str, Any], *, source: Path) -> ModelConfig:
     Raises:
         ConfigError: Fields are out of range; the error lists all of them.
     """
-    from pydantic import ValidationError
-
-    from sppo.config.model import ModelConfig
-    from sppo.config.problems import ConfigError, problems_of
-
     try:
         return ModelConfig.model_validate(fields)
     except ValidationError as error:
@@ -210,8 +203,6 @@ def _chosen_extras(directory: Path) -> tuple[Extras, str]:
     Raises:
         ValueError: The directory cannot be read, or holds no tokenizer.
     """
-    from sppo.model.hf_extras import read_extras
-
     found = read_extras(directory)
     if "tokenizer" in found.missing:
         raise ValueError(f"--tokenizer {directory} holds no tokenizer files")
@@ -223,8 +214,6 @@ def _run_extras(from_hf: str | None) -> tuple[Extras, str]:
 
     A directory that is gone or damaged by now stops no export.
     """
-    from sppo.model.hf_extras import Extras, read_extras
-
     if from_hf is None:
         return Extras(), "the run started from random weights"
     try:
@@ -242,8 +231,6 @@ def _name_of(dtype: object) -> str:
 def _report(
     source: Path, destination: Path, *, model: ModelConfig, dtype: str, saved: SavedWeights
 ) -> dict[str, Any]:
-    from sppo.config.huggingface import hf_config
-
     return {
         "source": str(source),
         "destination": str(destination),
@@ -256,12 +243,8 @@ def _report(
 
 
 def _show(report: dict[str, Any], *, json_output: bool) -> None:
-    import json
-
-    from sppo.units import counted, format_bytes, format_count
-
     if json_output:
-        typer.echo(json.dumps(report, indent=2))
+        print_json(report, indent=2)
         return
     count = len(report["files"])
     step = f" after step {report['step']}" if report.get("step") is not None else ""

@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from sppo.cli.arguments.common import Json
 from sppo.cli.command_group import CommandGroup
 from sppo.cli.exit_codes import exit_codes
-
-if TYPE_CHECKING:
-    from sppo.data.preparation.prepare import PreparedTokens, PrepareProgress
-    from sppo.data.preparation.tokenizers import EndOfDocument
-    from sppo.data.samples.length_stats import LengthStats
+from sppo.cli.output.length_table import print_lengths
+from sppo.cli.show import print_json, say_written
+from sppo.config.base import MOST_TOKENS
+from sppo.data.preparation.prepare import PreparedTokens, PrepareProgress, prepare_tokens
+from sppo.data.preparation.tokenizers import EndOfDocument
+from sppo.data.samples.length_stats import document_lengths, length_stats
+from sppo.data.tokens import open_tokens
+from sppo.output_file import FULL_ERRNOS, check_output_files
+from sppo.plots.lengths import length_plot
+from sppo.quoting import one_line
+from sppo.report.lines import print_line
+from sppo.units import counted, format_bytes, format_count, format_tokens, parse_size
 
 app = CommandGroup(help="Write and describe the token data that runs read.")
 
@@ -83,8 +102,6 @@ def prepare(
 
     Example: sppo data prepare --tokenizer bytes --out data/stdlib --glob '*.py' DIRECTORY
     """
-    from sppo.data.preparation.prepare import prepare_tokens
-
     with exit_codes(), _disk_full_explained(out), _progress(quiet=json_output) as on_progress:
         if tokenizer is None:
             raise ValueError(
@@ -102,12 +119,8 @@ def prepare(
             on_progress=on_progress,
         )
     if json_output:
-        typer.echo(_json(prepared))
+        print_json(_json(prepared), indent=2)
         return
-    from rich.console import Console
-
-    from sppo.report.lines import print_line
-
     print_line(_report(prepared), Console(), indent=13)
 
 
@@ -137,10 +150,6 @@ def stats(
 
         sppo data stats data/code --length 8Ki -o lengths.png
     """
-    from sppo.data.samples.length_stats import document_lengths, length_stats
-    from sppo.data.tokens import open_tokens
-    from sppo.output_file import check_output_files
-
     with exit_codes():
         limit = _length(length)
         check_output_files({"-o": output}, plots=["-o"])
@@ -148,20 +157,15 @@ def stats(
         distribution = document_lengths(tokens.document_offsets)
         found = length_stats(tokens, distribution, length=limit)
         if output is not None:
-            from sppo.plots.lengths import length_plot
-
             length_plot(found, distribution, output)
-    _print_stats(found, as_json=json_output)
-    if not json_output:
-        from sppo.cli.show import say_written
-
+    if json_output:
+        print_json(asdict(found), indent=2)
+    else:
+        print_lengths(found, console=Console())
         say_written(output)
 
 
 def _length(text: str | None) -> int | None:
-    from sppo.config.base import MOST_TOKENS
-    from sppo.units import parse_size
-
     if text is None:
         return None
     try:
@@ -173,24 +177,7 @@ def _length(text: str | None) -> int | None:
     return length
 
 
-def _print_stats(found: LengthStats, *, as_json: bool) -> None:
-    """Print one JSON object, or a table."""
-    if as_json:
-        import json
-        from dataclasses import asdict
-
-        typer.echo(json.dumps(asdict(found), indent=2, allow_nan=False))
-        return
-    from rich.console import Console
-
-    from sppo.cli.output.length_table import print_lengths
-
-    print_lengths(found, console=Console())
-
-
 def _end_of_document(text: str) -> EndOfDocument:
-    from sppo.quoting import one_line
-
     if text == "auto":
         return "auto"
     if text == "none":
@@ -206,8 +193,6 @@ def _end_of_document(text: str) -> EndOfDocument:
 @contextmanager
 def _disk_full_explained(out: Path) -> Iterator[None]:
     """Add to disk-full errors which directory was being written and how much space it takes."""
-    from sppo.output_file import FULL_ERRNOS
-
     try:
         yield
     except OSError as error:
@@ -224,8 +209,6 @@ def _disk_full_explained(out: Path) -> Iterator[None]:
 @contextmanager
 def _progress(*, quiet: bool) -> Iterator[Callable[[PrepareProgress], None] | None]:
     """Yield a progress callback: a bar on a terminal, else a line every ten seconds, on stderr."""
-    import sys
-
     if quiet:
         yield None
     elif sys.stderr.isatty():
@@ -237,18 +220,6 @@ def _progress(*, quiet: bool) -> Iterator[Callable[[PrepareProgress], None] | No
 
 @contextmanager
 def _bar() -> Iterator[Callable[[PrepareProgress], None]]:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    from sppo.units import format_count
-
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -271,10 +242,6 @@ def _bar() -> Iterator[Callable[[PrepareProgress], None]]:
 
 
 def _lines(*, every_s: float = 10.0) -> Callable[[PrepareProgress], None]:
-    import time
-
-    from sppo.units import format_bytes, format_count
-
     next_s = time.monotonic() + every_s
 
     def show(progress: PrepareProgress) -> None:
@@ -291,17 +258,12 @@ def _lines(*, every_s: float = 10.0) -> Callable[[PrepareProgress], None]:
     return show
 
 
-def _json(prepared: PreparedTokens) -> str:
-    import json
-    from dataclasses import asdict
-
+def _json(prepared: PreparedTokens) -> dict[str, Any]:
     fields = asdict(prepared)
-    return json.dumps({**fields.pop("meta"), **fields}, indent=2)
+    return {**fields.pop("meta"), **fields}
 
 
 def _report(prepared: PreparedTokens) -> str:
-    from sppo.units import counted, format_bytes, format_tokens
-
     meta = prepared.meta
     end = meta.tokenizer.end_of_document
     empty = prepared.num_empty_documents

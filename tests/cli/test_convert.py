@@ -240,7 +240,7 @@ def test_to_hf_takes_what_belongs_to_the_model_it_started_from(
         (origin / name).write_text(json.dumps(content))
     config = run_config().model_dump(mode="json")
     config["model"]["from_hf"] = str(origin)
-    monkeypatch.setattr("sppo.checkpoint.newest.check_any", lambda path: None)
+    monkeypatch.setattr("sppo.cli.convert.check_any", lambda path: None)
     stored = ({"config": config}, initial_weights(MODEL, seed=3))
     monkeypatch.setattr(checkpoint, "read_model", lambda path: stored)
     done = convert("to-hf", tmp_path, tmp_path / "m", "--json")
@@ -309,7 +309,7 @@ def test_to_hf_refuses_bad_words(tmp_path):
 
 
 def test_to_hf_of_metadata_without_a_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("sppo.checkpoint.newest.check_any", lambda path: None)
+    monkeypatch.setattr("sppo.cli.convert.check_any", lambda path: None)
     monkeypatch.setattr(checkpoint, "read_model", lambda path: ({"config": None}, {}))
     done = convert("to-hf", tmp_path, tmp_path / "m")
     assert done.exit_code == 2

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
+from sppo.cli.show import say, table
 from sppo.data.samples.length_stats import LengthStats, LimitStats
-from sppo.report.lines import print_line
 from sppo.units import counted, format_count, format_tokens
 
 
 def print_lengths(stats: LengthStats, *, console: Console) -> None:
     """Print percentiles and buckets of document lengths, and the effect of a length limit."""
-
-    def say(text: str) -> None:
-        print_line(text, console)
-
-    say(
-        f"{stats.directory}: {counted(stats.num_documents, 'document')}, "
-        f"{counted(stats.num_tokens, 'token')} to train on (all but one of each document)"
-    )
     percentiles = ", ".join(f"{name} {n:,}" for name, n in stats.length_percentiles.items())
-    say(f"length: mean {stats.mean_length:,.1f}, {percentiles} tokens")
-    say(_labels_text(stats))
-    console.print(_bucket_table(stats))
+    say(
+        console,
+        f"{stats.directory}: {counted(stats.num_documents, 'document')}, "
+        f"{counted(stats.num_tokens, 'token')} to train on (all but one of each document)",
+        f"length: mean {stats.mean_length:,.1f}, {percentiles} tokens",
+        _labels_text(stats),
+    )
+    shares = ("documents", "share", "tokens", "share", "longer documents", "with tokens")
+    rows = (
+        [
+            format_tokens(bucket.up_to),
+            f"{bucket.num_documents:,}",
+            f"{bucket.documents_share:.2%}",
+            format_count(bucket.num_tokens),
+            f"{bucket.tokens_share:.2%}",
+            f"{bucket.longer_documents_share:.2%}",
+            f"{bucket.longer_tokens_share:.2%}",
+        ]
+        for bucket in stats.buckets
+    )
+    console.print(table(["up to", *shares], rows, left=0))
     if stats.limit is not None:
-        say(_limit_text(stats.limit))
+        say(console, _limit_text(stats.limit))
 
 
 def _labels_text(stats: LengthStats) -> str:
@@ -38,25 +46,6 @@ def _labels_text(stats: LengthStats) -> str:
         share = stats.num_counting_labels / max(1, stats.num_tokens)
         counting = f"{stats.num_counting_labels:,} of the labels count ({share:.1%})"
     return f"{counting}; documents without any that counts: {stats.num_documents_without_labels:,}"
-
-
-def _bucket_table(stats: LengthStats) -> Table:
-    """Return a table with one row per bucket of lengths."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("up to", justify="right", no_wrap=True)
-    for name in ("documents", "share", "tokens", "share", "longer documents", "with tokens"):
-        table.add_column(name, justify="right")
-    for bucket in stats.buckets:
-        table.add_row(
-            format_tokens(bucket.up_to),
-            f"{bucket.num_documents:,}",
-            f"{bucket.documents_share:.2%}",
-            format_count(bucket.num_tokens),
-            f"{bucket.tokens_share:.2%}",
-            f"{bucket.longer_documents_share:.2%}",
-            f"{bucket.longer_tokens_share:.2%}",
-        )
-    return table
 
 
 def _limit_text(limit: LimitStats) -> str:

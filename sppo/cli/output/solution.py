@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -24,6 +24,7 @@ from sppo.cli.output.memory import print_memory
 from sppo.cli.show import columns, say, table
 from sppo.cost.state_tiers import ON_DEVICE
 from sppo.hardware.run_hardware import hardware_line
+from sppo.planning.ablation import AblationRow
 from sppo.planning.advice import Advice, too_long_for
 from sppo.planning.improvements import Improvement
 from sppo.planning.make_plan import predict
@@ -34,9 +35,6 @@ from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.solver import Solution, nearest_rejection
 from sppo.planning.why_nothing_fits import run_line
 from sppo.units import counted, format_bytes, format_count, format_duration
-
-if TYPE_CHECKING:
-    from sppo.planning.ablation import AblationRow
 
 MFU_DEFINITION = (
     "causal model FLOPs, nothing recomputed (6·weights·tokens + 6·S²·heads·head size a layer), "
