@@ -19,9 +19,22 @@ import importlib
 import os
 import sys
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sppo.version import __version__
+
+if TYPE_CHECKING:
+    from sppo.api import estimate, evaluate, load_plan, save_plan, simulate, solve, train
+    from sppo.config import ConfigError, RunConfig, load_run
+    from sppo.engine.engine import Engine
+    from sppo.engine.unit import SequenceData
+    from sppo.model.gradients import zero_gradients
+    from sppo.model.initialize import initial_weights
+    from sppo.planning.nothing_fits import NothingFitsError
+    from sppo.planning.plan import ExecutionPlan
+    from sppo.report.metrics import StepMetrics
+    from sppo.schedule.timeline import Timeline
+    from sppo.training.trained_run import RunFailedError, TrainedRun, trained_run
 
 _MODULES = {
     "sppo.config": ("ConfigError", "RunConfig", "load_run"),
