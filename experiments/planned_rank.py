@@ -62,7 +62,8 @@ class PlannedRank:
             )
         )
         warm_up(run, lengths=self.plan.lengths)
-        self.state = build_state(run, plan=self.plan, mesh=self.ranks.mesh, device=device)
+        job = Job(run, self.ranks, device, Console(quiet=True))
+        self.state = build_state(job, self.plan)
         self._data = [
             SequenceData(tokens[:-1], tokens[1:])
             for tokens in random_tokens(run.train.sequences_per_step, run.sequence.length)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sppo import native_build
-from sppo.interface.version_lines import version_lines
+from sppo.cli.doctor import version_lines
 from sppo.native_build import HOST_LIBRARY, LIBRARIES, MEMORY_POOL, built, file_name, find
 from tests.native_builds import ROOT, c_compiler
 

@@ -12,6 +12,7 @@ from typing import Any
 import typer
 
 from sppo.cli.command_group import CommandGroup, Group
+from sppo.cli.exit_codes import exit_codes
 
 SUBCOMMANDS = {
     "train": ("train", "Train a run; the same command continues a killed or stopped run."),
@@ -60,7 +61,8 @@ class _LazyGroup(Group):
 def subcommand(name: str) -> Any:
     """Import a subcommand of ``sppo`` and return it."""
     module_name, _ = SUBCOMMANDS[name]
-    module = import_module(f"sppo.cli.{module_name}")
+    with exit_codes():  # there may be too little memory even for the libraries
+        module = import_module(f"sppo.cli.{module_name}")
     inner = getattr(module, "app", None)
     if inner is None:
         inner = CommandGroup()
@@ -79,7 +81,7 @@ app = CommandGroup(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from sppo.interface.version_lines import version_lines
+        from sppo.cli.doctor import version_lines
 
         typer.echo("\n".join(version_lines()))
         raise typer.Exit

@@ -13,7 +13,11 @@ from typing import NoReturn
 import typer
 
 from sppo.output_file import FULL_ERRNOS
+from sppo.parallel.job.environment import is_started_rank
+from sppo.parallel.job.peer_errors import PeerLostError
 from sppo.planning.nothing_fits import NothingFitsError
+from sppo.quoting import readable
+from sppo.report.lines import for_stderr
 
 FAULT = 1
 """Exit code of a failing disk, a lost rank, or a bug."""
@@ -35,6 +39,15 @@ _NO_ROOM = FULL_ERRNOS | {errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN
 """Error numbers of exhausted memory, disk space, open files or processes."""
 _LIMITS = ("Too many open files", "Resource temporarily unavailable", "can't start new thread")
 """Messages of torch and Python for these limits, in errors without an error number."""
+_NO_MEMORY = (
+    "not enough memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "failed to map segment",
+    "std::bad_alloc",
+)
+"""Messages of the memory pool in ``csrc``, of torch's own CPU allocator, and of the loading of a
+library when ``ulimit -v`` leaves no address space."""
 _BAD_PATH = frozenset(
     {
         errno.EACCES,
@@ -80,19 +93,15 @@ def exit_codes() -> Iterator[None]:
         if error.errno not in _CODES:
             raise
         fail(_disk_fault(error), code=_CODES[error.errno])
+    except PeerLostError as error:
+        if is_started_rank(os.environ):  # the launcher names the cause, and then this rank
+            raise typer.Exit(FAULT) from None
+        fail(_with_notes(error), code=FAULT)
     except (RuntimeError, ImportError) as error:
-        if type(error).__name__ == "PeerLostError":  # its module loads torch
-            from sppo.parallel.job.environment import is_started_rank
-
-            if is_started_rank(os.environ):  # the launcher names the cause, and then this rank
-                raise typer.Exit(FAULT) from None
-            fail(_with_notes(error), code=FAULT)
-        limit = next((phrase for phrase in _LIMITS if phrase in str(error)), None)
-        if limit is not None:
-            fail(f"{limit}: raise that limit (ulimit -n, ulimit -u)", code=NO_ROOM)
-        if not _is_out_of_memory(error):
+        limit = _exhausted_limit(error)
+        if limit is None:
             raise
-        fail(f"out of memory: {error}", code=NO_ROOM)
+        fail(limit, code=NO_ROOM)
 
 
 @contextmanager
@@ -146,9 +155,6 @@ def _naming(name: str) -> Iterator[None]:
 
 def fail(message: str, *, code: int) -> NoReturn:
     """Print `message` on stderr and end the command with exit code `code`."""
-    from sppo.quoting import readable
-    from sppo.report.lines import for_stderr
-
     typer.echo(for_stderr(f"error: {readable(message)}"), err=True)
     raise typer.Exit(code) from None
 
@@ -163,20 +169,15 @@ def _with_notes(error: BaseException) -> str:
     return "\n".join([str(error), *getattr(error, "__notes__", [])])
 
 
-def _is_out_of_memory(error: RuntimeError | ImportError) -> bool:
-    """Return whether `error` reports a failed allocation.
+def _exhausted_limit(error: RuntimeError | ImportError) -> str | None:
+    """Return a message if `error` reports a failed allocation or an exhausted limit, else None.
 
-    Torch raises a RuntimeError on the CPU and OutOfMemoryError, a subclass, on CUDA. The messages
-    come from the memory pool in ``csrc`` ("not enough memory"), from torch's own CPU allocator, and
-    from the loading of a library when ``ulimit -v`` leaves no address space.
+    Torch raises a RuntimeError on the CPU and OutOfMemoryError, a subclass, on CUDA.
     """
-    said = (
-        "not enough memory",
-        "can't allocate memory",
-        "cannot allocate memory",
-        "failed to map segment",
-        "std::bad_alloc",
-    )
-    return type(error).__name__ == "OutOfMemoryError" or any(
-        phrase in str(error) for phrase in said
-    )
+    text = str(error)
+    for phrase in _LIMITS:
+        if phrase in text:
+            return f"{phrase}: raise that limit (ulimit -n, ulimit -u)"
+    if type(error).__name__ == "OutOfMemoryError" or any(said in text for said in _NO_MEMORY):
+        return f"out of memory: {error}"
+    return None

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import shlex
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from sppo.cli.arguments.common import Overrides, RunFile
 from sppo.cli.exit_codes import exit_codes, fail
 from sppo.cli.stop_signals import Stopped
+from sppo.config import load_run
+from sppo.parallel.job.environment import RankEnvironment
 from sppo.parallel.job.signals import stopped_exit_code
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from sppo.parallel.job.environment import RankEnvironment
-    from sppo.training.start import ReadyRun
+from sppo.planning.plan import read_plan
+from sppo.training.start import ReadyRun, made_ready, start_ranks, train_as_rank
 
 PlanFile = Annotated[
     Path | None,
@@ -48,17 +50,8 @@ def train(
         sppo train configs/run/tiny_cpu.yaml train.steps=20
         sppo train configs/run/tiny_cpu.yaml parallel.pipeline_parallel_degree=2
     """
-    import sys
-
-    from rich.console import Console
-
-    from sppo.config import load_run
-
     with exit_codes(), _stops_say(_GOES_ON):
         run = load_run(run_file, overrides or ())
-        from sppo.planning.plan import read_plan
-        from sppo.training.start import made_ready, start_ranks
-
         console = Console(quiet=quiet)
         chosen = None if plan is None else read_plan(plan)
         ready = made_ready(run, chosen, source=str(plan), console=console)
@@ -69,9 +62,6 @@ def train(
 
 def _train_as_rank(ready: ReadyRun, console: Console) -> None:
     """Train as one rank of the run, or as its only rank, and end with the exit code of the run."""
-    import signal
-
-    from sppo.training.start import train_as_rank
     from sppo.training.steps.nonfinite import NonFiniteError
 
     try:
@@ -94,9 +84,6 @@ def _stops_say(advice: str) -> Iterator[None]:
 
 def _command(environment: RankEnvironment | None) -> str:
     """Return the command line that continues this run."""
-    import shlex
-    import sys
-
     if environment is None or environment.launcher == "sppo":
         return shlex.join(["sppo", *sys.argv[1:]])
     return "the same command"

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sppo.cli import doctor
 from sppo.hardware.file import hardware_json
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.rates import GemmPoint
-from sppo.interface import doctor
 from sppo.kernels.native.cpu_allocator import describe_cpu_allocator
 from tests.conftest import call, succeed
 

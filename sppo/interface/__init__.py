@@ -1,1 +1,0 @@
-"""Functions of ``import sppo``: planning, training and evaluation."""
