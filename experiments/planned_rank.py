@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from experiments.harness import TIMEOUT
 from sppo.config import check_run
@@ -24,6 +25,7 @@ from sppo.planning.run_plan import plan_run
 from sppo.schedule.timeline import Timeline
 from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.executed_step import executed_timeline
+from sppo.training.job import Job
 from sppo.training.ranks import Ranks
 from sppo.training.state import build_state
 from sppo.training.steps.warm_up import warm_up

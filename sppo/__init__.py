@@ -24,17 +24,27 @@ from typing import TYPE_CHECKING, Any
 from sppo.version import __version__
 
 if TYPE_CHECKING:
-    from sppo.api import estimate, evaluate, load_plan, save_plan, simulate, solve, train
-    from sppo.config import ConfigError, RunConfig, load_run
-    from sppo.engine.engine import Engine
-    from sppo.engine.unit import SequenceData
-    from sppo.model.gradients import zero_gradients
-    from sppo.model.initialize import initial_weights
-    from sppo.planning.nothing_fits import NothingFitsError
-    from sppo.planning.plan import ExecutionPlan
-    from sppo.report.metrics import StepMetrics
-    from sppo.schedule.timeline import Timeline
-    from sppo.training.trained_run import RunFailedError, TrainedRun, trained_run
+    from sppo.api import estimate as estimate
+    from sppo.api import evaluate as evaluate
+    from sppo.api import load_plan as load_plan
+    from sppo.api import save_plan as save_plan
+    from sppo.api import simulate as simulate
+    from sppo.api import solve as solve
+    from sppo.api import train as train
+    from sppo.config import ConfigError as ConfigError
+    from sppo.config import RunConfig as RunConfig
+    from sppo.config import load_run as load_run
+    from sppo.engine.engine import Engine as Engine
+    from sppo.engine.unit import SequenceData as SequenceData
+    from sppo.model.gradients import zero_gradients as zero_gradients
+    from sppo.model.initialize import initial_weights as initial_weights
+    from sppo.planning.nothing_fits import NothingFitsError as NothingFitsError
+    from sppo.planning.plan import ExecutionPlan as ExecutionPlan
+    from sppo.report.metrics import StepMetrics as StepMetrics
+    from sppo.schedule.timeline import Timeline as Timeline
+    from sppo.training.trained_run import RunFailedError as RunFailedError
+    from sppo.training.trained_run import TrainedRun as TrainedRun
+    from sppo.training.trained_run import trained_run as trained_run
 
 _MODULES = {
     "sppo.config": ("ConfigError", "RunConfig", "load_run"),

@@ -32,6 +32,7 @@ from sppo.training.job import Job
 from sppo.training.ranks import mesh_shape
 from sppo.training.state import build_state
 from tests.random_training.emulated_ranks import run_emulated
+from tests.tiers import exhaustive
 from tests.training.jobs import job_of_rank
 
 LENGTH = 96
@@ -218,7 +219,7 @@ def test_an_action_that_is_executed_elsewhere_is_found(kind, tmp_path, monkeypat
     assert executed_digests(run, plan) != plan.program_digest
 
 
-@pytest.mark.parametrize("name", ["gpt_7b_512k_32gpu", "llama_8b_1m_1node"])
+@pytest.mark.parametrize("name", ["gpt_7b_512k_32gpu", *exhaustive("llama_8b_1m_1node")])
 def test_large_runs_execute_what_is_simulated(name, tmp_path):
     """Without the compute: what the solver plans, and what every rank's trainer would walk."""
     run = load_run(Path(__file__).parents[2] / "configs" / "run" / f"{name}.yaml", [])

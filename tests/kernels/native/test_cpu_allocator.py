@@ -91,26 +91,6 @@ assert allocator.memory().used_bytes == before
 
 
 @pytest.mark.exhaustive
-def test_temporaries_of_kernels_and_of_other_threads_count(library):
-    run(
-        library,
-        """
-import threading
-x = torch.ones(1024, 1024)
-y = torch.ones(1024, 1024, dtype=torch.bfloat16)
-base = allocator.memory().used_bytes
-x.add_(y)  # casts y
-assert allocator.memory().used_peak_bytes == base + 4 * MIB
-made = []
-threads = [threading.Thread(target=lambda: made.append(x @ x)) for _ in range(4)]
-[t.start() for t in threads]; [t.join() for t in threads]
-assert allocator.memory().used_bytes == base + 16 * MIB
-assert all(torch.equal(m, made[0]) for m in made)
-""",
-    )
-
-
-@pytest.mark.exhaustive
 def test_tensors_from_before_and_through_numpy_and_resize(library):
     code = """
 import numpy as np

@@ -47,6 +47,7 @@ from sppo.units import GIB, MIB
 from tests import fake_cuda
 from tests.conftest import refuse, succeed, write_run
 from tests.fake_cuda import NAME, fake_gpu, steps_lock_nothing
+from tests.tiers import each_once, exhaustive
 from tests.training.jobs import job_beside, train_alone
 
 MODEL = {"preset": "tiny-test", "vocab_size": 32, "num_layers": 3}
@@ -238,12 +239,9 @@ def test_ranks_share_the_cores_next_to_their_gpus(monkeypatch, launcher, given, 
 @pytest.mark.parametrize(
     "activations",
     [
-        {"policy": "retain"},
-        {"policy": "offload_all"},
         {"policy": "offload_all", "tier": "host", "debug": True},
         {"policy": "offload_all", "tier": "disk", "disk": "spill"},
-        {"offload_ratio": 0.6},
-        {"policy": "sppo"},
+        *exhaustive({"policy": "retain"}, {"offload_ratio": 0.6}, {"policy": "sppo"}),
     ],
     ids=str,
 )
@@ -270,8 +268,7 @@ IN_HOST_MEMORY = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("which", IN_HOST_MEMORY)
+@pytest.mark.parametrize(("which", "dtype"), each_once(IN_HOST_MEMORY, ["bf16", "fp32"]))
 def test_state_in_host_memory_trains_as_on_the_cpu_and_is_unlocked(work, which, dtype):
     sections = {**IN_HOST_MEMORY[which], "train": {"dtype": dtype}}
     on_device = {**sections, "state": {}, "optimizer": {}}

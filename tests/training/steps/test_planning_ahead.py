@@ -238,7 +238,7 @@ def test_a_run_whose_process_is_killed(job):
     assert_same_training(job / "ahead", job / "in line")
 
 
-def as_rank(rank, directory, arguments, killed_in, planned_otherwise_by):
+def as_rank(rank, directory, arguments, planned_otherwise_by):
     """One rank of a run, which may start processes; waits for plans, for its steps are short."""
     own = multiprocessing.current_process()
     with (
@@ -248,12 +248,8 @@ def as_rank(rank, directory, arguments, killed_in, planned_otherwise_by):
     ):
 
         def begins(step):
-            if step == killed_in and rank == 1:
-                os.kill(plans[0]._worker.pid, signal.SIGKILL)
-            elif step < STEPS and plans[0]._ahead:
+            if step < STEPS and plans[0]._ahead:
                 wait_for(begun(plans[0]).done)
-                if step + 1 == killed_in and rank == 1:  # or its next plan might be there already
-                    os.kill(plans[0]._worker.pid, signal.SIGSTOP)
 
         if rank == planned_otherwise_by:
             usual = step_work.step_planner
@@ -267,9 +263,9 @@ def as_rank(rank, directory, arguments, killed_in, planned_otherwise_by):
         return train_as(rank, directory, arguments)
 
 
-def on_two_ranks(ranks, job, *, killed_in=0, planned_otherwise_by=None, **more):
+def on_two_ranks(ranks, job, *, planned_otherwise_by=None, **more):
     arguments = overrides((1, 2, 1), STEPS, **more)
-    return ranks.run(as_rank, job, arguments, killed_in, planned_otherwise_by, ranks=2)
+    return ranks.run(as_rank, job, arguments, planned_otherwise_by, ranks=2)
 
 
 def test_two_ranks_never_wait_after_the_first_step(ranks, job, in_line_on_two):
@@ -281,44 +277,6 @@ def test_two_ranks_never_wait_after_the_first_step(ranks, job, in_line_on_two):
     assert_same_training(job / "alone", in_line_on_two)
 
 
-def test_two_ranks_one_of_whose_processes_is_killed(ranks, job, in_line_on_two):
-    on_two_ranks(ranks, job, killed_in=2)
-    waits = [step["planning_wait_s"] for step in records(job / "alone")]
-    assert [wait > 0 for wait in waits] == [True, False, True, False]
-    assert_same_training(job / "alone", in_line_on_two)
-
-
 def test_ranks_with_other_plans_are_refused(ranks, job):
     with pytest.raises(AssertionError, match="rank 1 has made another plan of step 1 than rank 0"):
         on_two_ranks(ranks, job, planned_otherwise_by=1)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(sppo, tmp_path_factory):
-    """The directory of a run that nothing disturbs, and that plans each step when it begins."""
-    directory = tmp_path_factory.mktemp("undisturbed")
-    write_samples(directory, {"samples_per_step": 6, "steps": STEPS})
-    assert sppo("train", "run.yaml", cwd=directory).returncode == 0
-    return directory / "alone"
-
-
-def processes_in(directory):
-    """Processes that work in a directory."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.cwd() == str(directory) and process.pid != os.getpid():
-                found.append(process)
-    return found
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_an_interrupted_run_leaves_no_process(sppo, job, undisturbed, number):
-    words = ("train", "run.yaml")
-    ended = sppo(*words, cwd=job, step=2, action=1, signals=[number])
-    assert ended.returncode == (-number if number == signal.SIGKILL else 128 + number)
-    wait_for(lambda: processes_in(job) == [])
-    again = sppo(*words, cwd=job)
-    assert again.returncode == 0, again.stderr
-    wait_for(lambda: processes_in(job) == [])
-    assert_same_training(job / "alone", undisturbed)

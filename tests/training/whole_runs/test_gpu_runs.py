@@ -58,6 +58,7 @@ def train_on_a_fake_gpu(rank, directory, arguments):
 MULTIPLEXED = {"sequence.num_subsequences": 2, "parallel.multiplexed": "on"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("shape", "more"),
     [((1, 2, 1), {}), ((1, 2, 1), MULTIPLEXED), ((2, 1, 1), {}), ((1, 2, 2), {})],

@@ -103,7 +103,10 @@ def test_a_ratio_that_fits_beside_keys_is_named(work, monkeypatch):
     assert "; K and V of 2 of 3 stages" in said
 
 
-@pytest.mark.parametrize(("method", "verb"), [("write", "writing"), ("read", "reading")])
+@pytest.mark.parametrize(
+    ("method", "verb"),
+    [("write", "writing"), pytest.param("read", "reading", marks=pytest.mark.exhaustive)],
+)
 def test_a_disk_that_fails_under_keys_ends_the_run_and_the_next_goes_on(
     work, monkeypatch, method, verb
 ):

@@ -21,6 +21,7 @@ from sppo.training.checks.preflight import preflight
 from sppo.training.job import Job
 from sppo.training.results import report
 from tests.conftest import refuse, succeed, write_run
+from tests.tiers import default_of, exhaustive
 
 OFFLOADING = {
     "offload_all": {"policy": "offload_all"},
@@ -54,8 +55,9 @@ def losses(work, output="out"):
     return [(record["loss"], record["grad_norm"]) for record in records(work, output)]
 
 
-@pytest.mark.parametrize("activations", OFFLOADING.values(), ids=OFFLOADING)
-def test_training_is_that_of_keeping_everything(work, activations):
+@pytest.mark.parametrize("name", default_of(OFFLOADING, "a ratio"))
+def test_training_is_that_of_keeping_everything(work, name):
+    activations = OFFLOADING[name]
     every = {"input_every": activations.get("input_every", 1)}
     succeed("train", offloading_run(work, output="kept", policy="retain", **every))
     said = succeed("train", offloading_run(work, **activations))
@@ -170,7 +172,8 @@ def test_a_disk_that_is_too_small_is_refused(work, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "activations", [{"policy": "offload_all"}, {"offload_ratio": 0.5}, {"tier": "disk"}]
+    "activations",
+    [{"policy": "offload_all"}, *exhaustive({"offload_ratio": 0.5}, {"tier": "disk"})],
 )
 def test_a_full_disk_is_not_called_missing(work, monkeypatch, activations):
     monkeypatch.setattr(disk, "disk_room", lambda directory: DiskRoom(free_bytes=0))

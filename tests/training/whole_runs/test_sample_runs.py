@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from tests.conftest import LENGTH, write_run, write_tokens
+from tests.tiers import default_of
 from tests.training.whole_runs.test_parallel_runs import (
-    MEGATRON,
     MODEL,
     OPTIMIZER,
     alone,
@@ -38,7 +38,7 @@ def write_samples(directory, train, *, ahead=False):
     )
 
 
-@pytest.fixture(scope="module", params=SPEEDS)
+@pytest.fixture(scope="module", params=default_of(SPEEDS, "by tokens"))
 def done_alone(tmp_path_factory, request):
     """A directory with the run of one rank that the others are compared with."""
     directory = tmp_path_factory.mktemp("samples")
@@ -78,37 +78,3 @@ def test_a_run_goes_on_with_other_degrees(ranks, job):
     run_on(ranks, job, (1, 1, 2), 2, "moving")
     alone(job, overrides((1, 1, 1), STEPS, **{"train.output": "moving"}))
     assert_same_run(job, "moving")
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_losses_and_weights_are_those_of_one_rank(ranks, job, shape):
-    run_on(ranks, job, shape, STEPS, "grid")
-    assert_same_run(job, "grid")
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 2), (2, 2, 2)], ids=str)
-def test_ranks_that_share_weights_out_do_what_one_does(ranks, job, shape):
-    run_on(ranks, job, shape, STEPS, "grid", **MEGATRON)
-    assert_same_run(job, "grid")
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"parallel.schedule": "seq_zb_h1"},
-        {"parallel.schedule": "1f1b", "sequence.num_subsequences": 1},
-        {"parallel.schedule": "seq1f1b", "activations.policy": "recompute"},
-        {"parallel.schedule": "looped_bfs", "parallel.virtual_stages": 2, "model.num_layers": 4},
-        {"parallel.zero": 3, "parallel.sequence_parallel_degree": 2},
-        {"activations.policy": "offload_all", "activations.disk": "spill"},
-    ],
-    ids=str,
-)
-def test_schedules_and_policies_change_nothing(ranks, job, more):
-    (job / "spill").mkdir()
-    if "model.num_layers" in more:
-        shutil.rmtree(job / "alone")
-        alone(job, overrides((1, 1, 1), STEPS, **{"model.num_layers": 4}))
-    shape = (1, 2, more.get("parallel.sequence_parallel_degree", 1))
-    run_on(ranks, job, shape, STEPS, "grid", **more)
-    assert_same_run(job, "grid")
