@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs SPPO with its development tools and runs lint, types, layer contracts and tests.
 # Needs no GPU and, once installed, no network. Without --all the tests are those of the default
-# tier; tests/tiers.py lists what it leaves out. Other arguments go to pytest: bash scripts/test.sh -k config
+# tier, which leaves out those marked exhaustive. Other arguments go to pytest: bash scripts/test.sh -k config
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 make_environment "[dev]"

@@ -58,9 +58,6 @@ LENGTH = 64
 SCREEN_LINES = 25
 MANY_MODULES = 20
 
-IDLE_TIER_RULES = pytest.StashKey[list[str]]()
-"""Rules in tests/tiers.py that match no test of this session."""
-
 RUN: dict[str, dict[str, Any]] = {
     "model": {"preset": "tiny-test", "vocab_size": VOCAB_SIZE, "num_layers": 1},
     "data": {"tokens": "tokens", "shuffle": False},
@@ -131,12 +128,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """Set the tier of this session before tests that draw random examples are imported."""
     tiers.default_tier = "not exhaustive" in config.option.markexpr
     settings.load_profile("default" if tiers.default_tier else "all")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests that only ``scripts/test.sh --all`` runs, before -m selects tests."""
-    config.stash[IDLE_TIER_RULES] = tiers.mark(items, pytest.mark.exhaustive)
 
 
 @pytest.hookimpl(trylast=True)

@@ -7,11 +7,7 @@ step moves by lr * g / (|g| + eps)). Up to 2e-6 is measured.
 """
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +15,7 @@ import torch
 
 from tests.conftest import succeed
 from tests.model.hf_models import tiny_hf_model
+from tests.tiers import default_of, exhaustive
 from tests.training.whole_runs.test_parallel_runs import run_on
 
 transformers = pytest.importorskip("transformers")
@@ -79,16 +76,6 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-def as_command(*words):
-    command = [Path(sys.executable).with_name("sppo"), *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [str(word) for word in command], capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def stream_of(case):
     """Token ids for every step of a case, as two documents."""
     count = STEPS * case.sequences_per_step * LENGTH + 1
@@ -144,7 +131,7 @@ def run_file(case, directory):
     return path
 
 
-def prepared(directory, documents, sppo):
+def prepared(directory, documents):
     """Import the published model, and prepare documents, given as (ids, loss mask or None)."""
     paths = []
     for index, (ids, mask) in enumerate(documents):
@@ -152,24 +139,24 @@ def prepared(directory, documents, sppo):
         np.save(paths[-1], ids)
         if mask is not None:
             np.save(directory / f"document{index:02}.mask.npy", mask)
-    sppo("convert", "from-hf", directory / "published", directory / "ours")
+    succeed("convert", "from-hf", directory / "published", directory / "ours")
     prepare = ("data", "prepare", "--tokenizer", "ids", "--vocab-size", 61)
-    sppo(*prepare, "--out", directory / "tokens", *paths)
+    succeed(*prepare, "--out", directory / "tokens", *paths)
 
 
-def exported(directory, sppo):
+def exported(directory):
     """Export what was trained; the model and the lines of metrics.jsonl."""
-    sppo("convert", "to-hf", directory / "run", directory / "exported")
+    succeed("convert", "to-hf", directory / "run", directory / "exported")
     model = transformers.AutoModelForCausalLM.from_pretrained(directory / "exported")
     lines = (directory / "run" / "metrics.jsonl").read_text().splitlines()
     return model, [json.loads(line) for line in lines]
 
 
-def train_ours(case, directory, sppo):
+def train_ours(case, directory):
     """Import, prepare, train, export; the exported model and the lines of metrics.jsonl."""
-    prepared(directory, [(ids, None) for ids in stream_of(case)], sppo)
-    assert "7 subsequences of " in sppo("train", run_file(case, directory))
-    return exported(directory, sppo)
+    prepared(directory, [(ids, None) for ids in stream_of(case)])
+    assert "7 subsequences of " in succeed("train", run_file(case, directory))
+    return exported(directory)
 
 
 def optimizer_of(model):
@@ -242,11 +229,11 @@ def assert_kv_of_all_layers_but_the_last_left(case, directory):
     assert copies["out_bytes"]["kv"] == (NUM_LAYERS - 1) * tokens * 2 * width * 4
 
 
-def check(case, directory, sppo):
+def check(case, directory):
     theirs, _ = tiny_hf_model(case.family, seed=11, **case.options)
     theirs.save_pretrained(directory / "published", max_shard_size="20KB")
     before = {name: value.clone() for name, value in theirs.state_dict().items()}
-    ours, lines = train_ours(case, directory, sppo)
+    ours, lines = train_ours(case, directory)
     assert type(ours) is type(theirs)
     assert_same_metrics(lines, train_theirs(case, theirs))
     assert_same_weights(ours, theirs, before)
@@ -254,13 +241,15 @@ def check(case, directory, sppo):
         assert_kv_of_all_layers_but_the_last_left(case, directory)
 
 
-@pytest.mark.parametrize("name", CASES)
+ONE_OF_EACH_FAMILY = (
+    *("llama, tied", "qwen2", "qwen3, tied", "mistral", "gpt2"),
+    "qwen3, layer by layer",
+)
+
+
+@pytest.mark.parametrize("name", default_of(CASES, *ONE_OF_EACH_FAMILY))
 def test_five_steps_are_those_of_transformers(name, tmp_path):
-    check(CASES[name], tmp_path, succeed)
-
-
-def test_the_installed_command_does_the_same(tmp_path):
-    check(Case("llama", cut="flops", rates=WARM_UP_COSINE), tmp_path, as_command)
+    check(CASES[name], tmp_path)
 
 
 SAMPLE_STEPS, SAMPLES_PER_STEP, LONGEST = 4, 3, 47
@@ -344,8 +333,8 @@ SAMPLE_CASES = {
 }
 
 
-@pytest.mark.parametrize("pipeline_ranks", [1, 2])
-@pytest.mark.parametrize("name", SAMPLE_CASES)
+@pytest.mark.parametrize("pipeline_ranks", [2, *exhaustive(1)])
+@pytest.mark.parametrize("name", default_of(SAMPLE_CASES, "gpt2, recomputed"))
 def test_samples_train_as_transformers_does_one_by_one(name, pipeline_ranks, tmp_path, ranks):
     family, more = SAMPLE_CASES[name]
     if pipeline_ranks > 1:
@@ -353,12 +342,12 @@ def test_samples_train_as_transformers_does_one_by_one(name, pipeline_ranks, tmp
     theirs, _ = tiny_hf_model(family, seed=11)
     theirs.save_pretrained(tmp_path / "published", max_shard_size="20KB")
     before = {key: value.clone() for key, value in theirs.state_dict().items()}
-    prepared(tmp_path, masked_documents(), succeed)
+    prepared(tmp_path, masked_documents())
     run = samples_file(tmp_path, more)
     if pipeline_ranks == 1:
         succeed("train", run)
     else:
         run_on(ranks, tmp_path, (1, 2, 1), SAMPLE_STEPS, tmp_path / "run")
-    ours, lines = exported(tmp_path, succeed)
+    ours, lines = exported(tmp_path)
     assert_same_metrics(lines, train_theirs_alone(theirs))
     assert_same_weights(ours, theirs, before)

@@ -10,16 +10,18 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import call
+from tests.tiers import default_of
 
 ROOT = Path(__file__).parents[2]
 CASE = "configs/run/gpt_7b_512k_32gpu.yaml"
 TEXT = " ".join((ROOT / "docs/planning.md").read_text().split())
-
-
-def commands():
-    """What stands between back ticks, starts with ``sppo`` and names the case."""
-    found = re.findall(r"`(sppo [^`]*CASE[^`]*)`", TEXT)
-    return [tuple(words.replace("CASE", CASE).split()[1:]) for words in found]
+COMMANDS = [
+    tuple(words.replace("CASE", CASE).split()[1:])
+    for words in re.findall(r"`(sppo [^`]*CASE[^`]*)`", TEXT)
+]
+"""What stands between back ticks, starts with ``sppo`` and names the case."""
+DEGREES = re.findall(r"\| (\d+[KM]i) \| [^|]* \| SP (\d+), PP (\d+), N (\d+) \|", TEXT)
+"""Tokens, degrees and N of each row of the table of degrees: ours."""
 
 
 @cache
@@ -34,28 +36,14 @@ def _at_the_top(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-def test_there_are_commands():
-    assert len(commands()) >= 6
-
-
-@pytest.mark.parametrize("words", commands(), ids=lambda words: " ".join(words[2:]) or words[0])
+@pytest.mark.parametrize("words", default_of(COMMANDS, ("solve", CASE, "--explain")), ids=" ".join)
 def test_a_command_of_the_text(words):
     assert report(*words)
 
 
-def rows():
-    """Tokens, degrees and N of the table of degrees: ours."""
-    found = re.findall(r"\| (\d+[KM]i) \| [^|]* \| SP (\d+), PP (\d+), N (\d+) \|", TEXT)
-    return [(length, *map(int, numbers)) for length, *numbers in found]
-
-
-def test_the_table_of_degrees_is_there():
-    assert [row[0] for row in rows()] == ["512Ki", "640Ki", "768Ki", "896Ki", "1Mi"]
-
-
-@pytest.mark.parametrize(("length", "sequence", "pipeline", "pieces"), rows())
-def test_a_row_of_the_table_of_degrees(length, sequence, pipeline, pieces):
+@pytest.mark.parametrize("row", default_of(DEGREES, DEGREES[0], DEGREES[-1]), ids=" ".join)
+def test_a_row_of_the_table_of_degrees(row):
+    length, *degrees = row
     best = report("solve", CASE, "parallel.schedule=sppo", f"sequence.length={length}")["best"]
-    assert best["sequence_parallel_degree"] == sequence
-    assert best["pipeline_parallel_degree"] == pipeline
-    assert best["num_subsequences"] == pieces
+    keys = ("sequence_parallel_degree", "pipeline_parallel_degree", "num_subsequences")
+    assert [best[key] for key in keys] == [int(degree) for degree in degrees]

@@ -20,6 +20,7 @@ from sppo.planning.advice import Advice
 from sppo.planning.plan import read_plan
 from sppo.planning.search.choices import Degrees
 from tests.conftest import SCREEN_LINES, call, refuse, succeed, tree
+from tests.tiers import exhaustive
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "configs/run/gpt_7b_512k_32gpu.yaml"
@@ -408,7 +409,7 @@ def test_ablation_beside_the_paper(run):
     assert "ablation" not in report(run)
 
 
-@pytest.mark.parametrize("words", [(), TOO_LONG, ("--ablation",), ("-o", "plan.json")])
+@pytest.mark.parametrize("words", [(), ("-o", "plan.json"), *exhaustive(TOO_LONG, ("--ablation",))])
 def test_solving_never_loads_torch(run, words):
     code = (
         "import sys\nfrom sppo.cli.app import app\n"

@@ -19,6 +19,7 @@ def _can_mount() -> bool:
     return subprocess.run(mount, capture_output=True).returncode == 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not _can_mount(), reason="this machine lets nobody mount a small disk")
 @pytest.mark.parametrize(
     "cases",

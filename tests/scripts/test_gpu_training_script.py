@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.exhaustive
 def test_the_rehearsal_fills_the_report(tmp_path):
     done = subprocess.run(
         [sys.executable, ROOT / "scripts/gpu_training.py", "report.json"]

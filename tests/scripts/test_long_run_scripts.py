@@ -95,15 +95,6 @@ def trained_by_two(directory, name):
     return summary["steps"] == 1 and line["loss"] > 0
 
 
-def test_two_ranks_of_a_node_train_by_the_plan(tmp_path, two_cpus):
-    words = ("parallel.pipeline_parallel_degree=2", "train.dtype=fp32")
-    done = launch("1node", *words, directory=tmp_path, **two_cpus)
-    assert done.returncode == 0, done.stderr
-    assert "planning with hardware.json" in done.stdout
-    assert "parallel  pipeline 2" in done.stdout
-    assert trained_by_two(tmp_path, "llama_8b_1m_1node")
-
-
 SRUN = """#!/usr/bin/env python3
 # Starts tasks on this machine as srun would on its nodes, and writes down how it was asked.
 import os, subprocess, sys
@@ -119,6 +110,7 @@ sys.exit(max(task.wait() for task in tasks))
 """
 
 
+@pytest.mark.exhaustive
 def test_a_slurm_job_starts_a_task_for_every_rank(tmp_path, two_cpus):
     srun = tmp_path / "bin/srun"
     srun.parent.mkdir()
@@ -165,6 +157,7 @@ def test_a_copy_that_sbatch_made_finds_the_repository(tmp_path):
     assert b"not in a SLURM job" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_cpu_trains_by_the_plan_it_prints(tmp_path):
     spec = describe_cpu(usable_memory_bytes())
     missing = launch("1gpu", directory=tmp_path, **SMALL)
@@ -179,10 +172,3 @@ def test_a_cpu_trains_by_the_plan_it_prints(tmp_path):
     summary = json.loads((tmp_path / "runs/llama_1b_1m_1gpu/run_summary.json").read_text())
     assert summary["steps"] == 1
     assert plan_in(tmp_path)["hardware"]["name"] == spec.name
-
-
-def test_what_does_not_fit_stops_with_the_solvers_reasons(tmp_path):
-    write_tokens(tmp_path / "data/llama3")
-    done = launch("1gpu", directory=tmp_path, SPPO_MODEL="llama-3.1-70b")
-    assert done.returncode == 3
-    assert "error: nothing fits" in done.stderr

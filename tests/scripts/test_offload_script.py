@@ -12,6 +12,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "scripts" / "offload_cpu.py"
 
 
+@pytest.mark.exhaustive
 def test_both_sides_take_turns_and_agree(tmp_path):
     words = ["--length", "512", "--subsequences", "4", "--steps", "1", "--threads", "1"]
     files = ["--output", "found.json", "--picture", "memory.png", "--disk", "."]

@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.exhaustive
 def test_the_two_trainings_take_turns_and_agree(tmp_path):
     report = tmp_path / "report.json"
     command = [sys.executable, str(ROOT / "scripts/compare_state_tiers.py"), str(tmp_path / "runs")]
