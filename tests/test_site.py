@@ -9,7 +9,6 @@ import subprocess
 import sys
 import unicodedata
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -71,23 +70,15 @@ def test_links_of_a_page(page):
     assert not list(broken_links(page, prose(page)))
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("[x](docs/nowhere.md)", "no such file"),
-        ("[x](docs/glossary.md#nothing)", "no such heading"),
-        ("![x](docs/pictures/nothing.png)", "no such file"),
-        ("[x](#nothing-here)", "no such heading"),
-    ],
-)
-def test_a_broken_link_is_found(text, says):
-    (found,) = broken_links(ROOT / "README.md", text)
-    assert says in found
-
-
-def test_good_links_are_not_found():
+def test_broken_links_are_found():
     good = "[x](docs/glossary.md#who-computes) [y](https://example.org/z) [z](#install)"
-    assert not list(broken_links(ROOT / "README.md", good))
+    bad = "[x](docs/nowhere.md) [x](docs/glossary.md#nothing) [x](#nothing-here)"
+    found = list(broken_links(ROOT / "README.md", f"{good} {bad}"))
+    assert found == [
+        "docs/nowhere.md: no such file",
+        "docs/glossary.md#nothing: no such heading",
+        "#nothing-here: no such heading",
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -178,16 +169,3 @@ def test_a_field_without_a_description_is_refused(monkeypatch):
     monkeypatch.setattr(reference_pages, "_package", lambda: bare)
     with pytest.raises(ValueError, match=r"Bare: name: no description"):
         reference_pages._described("Bare")
-
-
-def test_every_package_is_in_the_architecture():
-    text = (ROOT / "docs/architecture.md").read_text()
-    packages = [path.parent.name for path in ROOT.glob("sppo/*/__init__.py")]
-    assert not [name for name in packages if f"\n  {name}/ " not in text]
-
-
-def test_files_of_figures_are_listed():
-    text = (ROOT / "docs/results.md").read_text()
-    for path in Path(ROOT / "docs/results").iterdir():
-        if path.is_file():
-            assert f"(results/{path.name})" in text
