@@ -46,7 +46,7 @@ def nothing_fits(solution: Solution | CorpusSolution) -> NothingFitsError:
         lines = _stream_lines(solution)
     else:
         lines, changes = _corpus_lines(solution), ()
-        if not any(refused.steps for refused in solution.refused):
+        if not any(refused.steps for refused in solution.rejected):
             longest = run_of_longest_samples(run)
             changes = what_would_fit(longest, hardware=solution.hardware, machine_of=run_hardware)
     text = "\n".join([*lines, *_advice_lines(solution, changes)])
@@ -59,9 +59,8 @@ def _advice_lines(solution: Solution | CorpusSolution, changes: Sequence[Advice]
         yield "no smaller change was found that makes it fit"
         return
     yield "what would fit (closed form):"
-    width = max(len(advice.change) for advice in changes)
     for advice in changes:
-        yield f" {advice.change:<{width}}  {advice.effect}"
+        yield f" {advice.change}  {advice.effect}"
     more_nodes = any(advice.change.startswith("hardware.nodes=") for advice in changes)
     if isinstance(solution, Solution) and nearest_rejection(solution.rejected) and not more_nodes:
         yield "up to 1024 of these nodes alone do not make it fit"
@@ -74,8 +73,8 @@ def _corpus_lines(solution: CorpusSolution) -> Iterator[str]:
         f"nothing fits: {run.model.preset or run.model.from_hf or 'model'}, samples of up to "
         f"{format_tokens(run.sequence.length)} tokens, on {hardware_line(solution.hardware)}"
     )
-    if solution.refused:
-        nearest = solution.refused[0]
+    if solution.rejected:
+        nearest = solution.rejected[0]
         yield f"nearest: {nearest.degrees.text()}"
         yield f" {nearest.reason}"
     yield f"none of {solution.num_divisions} ways to divide the devices works"

@@ -86,7 +86,7 @@ class CorpusReport:
                 _division_json(way, solution.steps) for way in (best, *solution.runners_up)
             ],
             "sides": _sides_json(solution),
-            "rejected": [_refused_json(refused) for refused in solution.refused],
+            "rejected": [_refused_json(refused) for refused in solution.rejected],
             "searched": {
                 "divisions": solution.num_divisions,
                 "divisions_planned": solution.num_planned,
@@ -146,9 +146,9 @@ def corpus_failure_json(solution: CorpusSolution, *, changes: Sequence[Advice]) 
         "corpus": _steps_json(solution),
         "best": None,
         "candidates": [],
-        "nearest": _refused_json(solution.refused[0]) if solution.refused else None,
+        "nearest": _refused_json(solution.rejected[0]) if solution.rejected else None,
         "advice": [asdict(advice) for advice in changes],
-        "rejected": [_refused_json(refused) for refused in solution.refused],
+        "rejected": [_refused_json(refused) for refused in solution.rejected],
         "hardware": hardware_json(solution.hardware),
     }
 
@@ -358,9 +358,9 @@ def _side_cells(side: dict[str, Any]) -> list[str]:
 
 def _refused_lines(solution: CorpusSolution) -> Iterator[str]:
     """Yield lines about the first of the divisions that do not work."""
-    if solution.refused:
-        yield f"{len(solution.refused)} other ways do not work (--json lists them):"
-    for refused in solution.refused[:_SHOWN_REFUSED]:
+    if solution.rejected:
+        yield f"{len(solution.rejected)} other ways do not work (--json lists them):"
+    for refused in solution.rejected[:_SHOWN_REFUSED]:
         yield f" {refused.degrees.text()}: {refused.reason}"
 
 

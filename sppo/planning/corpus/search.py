@@ -137,7 +137,7 @@ class CorpusSolution:
         steps: Drawn steps.
         best: Recommended division; None if nothing fits.
         runners_up: Next best divisions, best first.
-        refused: Degrees that do not fit or cannot work; the nearest to fitting first.
+        rejected: Degrees that do not fit or cannot work; the nearest to fitting first.
         sides: Steps of each side of the comparison, with the best degrees; for a side that does not
             fit, the reason.
         num_divisions: Number of divisions of the devices that were considered.
@@ -149,7 +149,7 @@ class CorpusSolution:
     steps: DrawnSteps
     best: PlannedDegrees | None
     runners_up: tuple[PlannedDegrees, ...]
-    refused: tuple[RefusedDegrees, ...]
+    rejected: tuple[RefusedDegrees, ...]
     sides: dict[str, list[SideStep] | str]
     num_divisions: int
     num_planned: int

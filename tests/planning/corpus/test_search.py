@@ -84,7 +84,7 @@ def test_every_replica_fits_in_every_drawn_step(devices):
 def test_what_is_recommended_fits(lengths, memory_gib):
     found = solved(DrawnSteps("x", "x", (tuple(lengths),)), memory_gib=memory_gib)
     if found.best is None:
-        assert found.refused
+        assert found.rejected
         return
     best = found.best
     budget = best.planner.base.budget_bytes
@@ -110,7 +110,7 @@ def test_the_same_request_has_the_same_answer():
     assert one.best.degrees == other.best.degrees
     assert [plan.digest for plan in one.best.plans] == [plan.digest for plan in other.best.plans]
     assert plan_of_longest(one) == plan_of_longest(other)
-    assert one.refused == other.refused
+    assert one.rejected == other.rejected
 
 
 def test_degrees_that_are_written_are_conditions():
@@ -125,15 +125,15 @@ def test_replicas_have_a_sample_each():
     assert max(way.degrees.data_parallel for way in ways) <= 3
     with_more = solved(steps_of(samples=3), devices=8, parallel={"data_parallel_degree": 4})
     assert with_more.best is None
-    assert "3 samples of a step for 4 replicas" in with_more.refused[0].reason
+    assert "3 samples of a step for 4 replicas" in with_more.rejected[0].reason
 
 
 def test_a_longest_sample_that_fits_nowhere_is_told():
     found = solved(memory_gib=0.25)
     assert found.best is None
-    nearest = found.refused[0]
+    nearest = found.rejected[0]
     assert nearest.short_bytes == min(
-        refused.short_bytes for refused in found.refused if refused.short_bytes is not None
+        refused.short_bytes for refused in found.rejected if refused.short_bytes is not None
     )
     assert "the longest sample, of 32768 tokens, does not fit: stage" in nearest.reason
     assert "short by" in nearest.reason
