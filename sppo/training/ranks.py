@@ -84,44 +84,30 @@ class Ranks:
             raise failure
         return done  # type: ignore[return-value]  # T may itself be None
 
-    def check_same_on_all_ranks(self, what: str, digest: str) -> None:
+    def check_same(self, what: str, digest: str, *, in_replica: bool = False) -> None:
         """Raise ValueError unless all ranks computed the same `digest` from the same input.
 
         Args:
             what: Name of the digested object, for the message.
             digest: Digest that this rank computed.
+            in_replica: Compare only ranks of the same replica.
 
         Raises:
-            ValueError: On every rank; names the ranks that differ from rank 0.
+            ValueError: On every rank; names the ranks that differ from the first.
         """
-        digests = self.peers.all_gather(digest)
-        if len({*digests}) > 1:
-            different = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        told = self.peers.all_gather((self.mesh.at.data if in_replica else 0, digest))
+        for replica in dict.fromkeys(whose for whose, _ in told):
+            first, *others = (rank for rank, (whose, _) in enumerate(told) if whose == replica)
+            different = [rank for rank in others if told[rank] != told[first]]
+            if not different:
+                continue
+            numbers = ", ".join(map(str, different))
+            who = f"rank {numbers} has" if len(different) == 1 else f"ranks {numbers} have"
+            of_replica = " of the same replica" if in_replica else ""
             raise ValueError(
-                f"ranks {', '.join(map(str, different))} have made another {what} than rank 0: do "
-                "all machines run the same versions of Python and numpy on the same kind of CPU?"
+                f"{who} made another {what} than rank {first}{of_replica}: do all machines run the "
+                "same versions of Python and numpy on the same kind of CPU?"
             )
-
-    def check_same_in_replica(self, what: str, digest: str) -> None:
-        """Raise ValueError unless the ranks of each replica computed the same `digest`.
-
-        Args:
-            what: Name of the digested object, for the message.
-            digest: Digest that this rank computed.
-
-        Raises:
-            ValueError: On every rank; names two ranks that differ.
-        """
-        told = self.peers.all_gather((self.mesh.at.data, digest))
-        firsts: dict[int, tuple[int, str]] = {}
-        for rank, (replica, other) in enumerate(told):
-            first, digest = firsts.setdefault(replica, (rank, other))
-            if other != digest:
-                raise ValueError(
-                    f"rank {rank} has made another {what} than rank {first} of the same replica: "
-                    "do all machines run the same versions of Python and numpy on the same kind "
-                    "of CPU?"
-                )
 
     def check_same_facts(self, read: Callable[[], Mapping[str, str]]) -> None:
         """Raise ValueError unless all ranks read the same inputs.

@@ -73,7 +73,7 @@ class StepLoop:
         self._guard = NonFiniteGuard(
             stop_at_once=run.train.nonfinite == "stop", limit=run.train.max_nonfinite_steps
         )
-        ranks.check_same_on_all_ranks("schedule", schedule.digest())
+        ranks.check_same("schedule", schedule.digest())
         ranks.progress.note(
             step=outcome.first_step,
             position=0,
@@ -259,10 +259,10 @@ class StepLoop:
                 raise StepTooLargeError(f"step {step + 1}: {problem}")
         assert work is not None, "a step without a problem has work"
         if work.plan is not None:
-            self._ranks.check_same_on_all_ranks(
+            self._ranks.check_same(
                 f"division of the samples of step {step + 1}", work.division_digest
             )
-            self._ranks.check_same_in_replica(f"plan of step {step + 1}", work.plan.digest)
+            self._ranks.check_same(f"plan of step {step + 1}", work.plan.digest, in_replica=True)
         return work
 
     def _num_actions(self, work: StepWork) -> int:

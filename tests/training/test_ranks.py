@@ -27,10 +27,8 @@ def refusal(act):
 
 def different_schedules(rank):
     ranks = ranks_of(rank, 3)
-    ranks.check_same_on_all_ranks("schedule", "the same")
-    return refusal(
-        lambda: ranks.check_same_on_all_ranks("schedule", "odd" if rank == 1 else "usual")
-    )
+    ranks.check_same("schedule", "the same")
+    return refusal(lambda: ranks.check_same("schedule", "odd" if rank == 1 else "usual"))
 
 
 def main_fails(rank):
@@ -57,7 +55,7 @@ def figures(rank):
 
 def test_a_schedule_of_one_rank_alone_is_refused_by_all(ranks):
     for told in ranks.run(different_schedules, ranks=3):
-        assert told.startswith("ranks 1 have made another schedule than rank 0")
+        assert told.startswith("rank 1 has made another schedule than rank 0")
 
 
 def test_what_rank_0_raises_is_raised_by_all(ranks):
@@ -71,7 +69,7 @@ def test_figures_are_the_same_on_every_rank(ranks):
 
 def test_a_rank_that_is_alone_asks_itself():
     ranks = Ranks.alone()
-    ranks.check_same_on_all_ranks("schedule", "any")
+    ranks.check_same("schedule", "any")
     assert ranks.decided_by_main(lambda: 3) == 3
     assert ranks.peers.total([2.0]) == [2.0]
     assert ranks.peers.all_gather("me") == ["me"]

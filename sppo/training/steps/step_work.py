@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -78,40 +79,42 @@ class StepWork(StepInput):
     division_digest: str = ""
 
 
-class StepSource(Protocol):
+class StepSource(ABC):
     """Source of the work of every step, for one rank."""
 
+    @abstractmethod
     def work(self, step: int, *, consumed: int) -> StepWork:
         """Return the work of a step.
 
         Args:
             step: Number of the step, counted from 0.
             consumed: Number of sequences, or samples, that all earlier steps consumed.
-        """
-        ...
 
+        Raises:
+            MemoryError: No plan of the step fits.
+        """
+
+    @abstractmethod
     def why_no_labels(self, step: int, *, consumed: int) -> str:
         """Return why a step has no valid label; called only for such a step."""
-        ...
 
+    @abstractmethod
     def case(self, last: StepWork) -> Case:
         """Return the program of a step and its costs."""
-        ...
 
     def learn(self, work: StepWork, done: DoneStep) -> Mapping[str, Any]:
         """Learn from the measured times of a step, and return further metrics. Collective."""
-        ...
+        return {}
 
     def saved(self) -> Mapping[str, Any]:
         """Return the state that a resumed run needs, for the metadata of a checkpoint."""
-        ...
+        return {}
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most sources prepare nothing
         """End the preparation of further steps; no work may be requested after that."""
-        ...
 
 
-class SequenceSteps:
+class SequenceSteps(StepSource):
     """Source of steps of the token stream, whose sequences have one length; all steps are alike."""
 
     def __init__(
@@ -155,19 +158,8 @@ class SequenceSteps:
         """Return the program of a step and its costs, the same for all steps."""
         return simulated_plan(self._plan).case
 
-    def learn(self, work: StepWork, done: DoneStep) -> Mapping[str, Any]:
-        """Return {}: the predictions of the plan are not corrected."""
-        return {}
 
-    def saved(self) -> Mapping[str, Any]:
-        """Return {}: the work of a step follows from its number."""
-        return {}
-
-    def close(self) -> None:
-        """Do nothing, for no step is prepared ahead."""
-
-
-class SampleSteps:
+class SampleSteps(StepSource):
     """Source of steps of samples, which are divided over replicas, packed, and planned."""
 
     def __init__(
