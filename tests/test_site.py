@@ -9,6 +9,7 @@ import subprocess
 import sys
 import unicodedata
 from functools import cache
+from pathlib import Path
 
 import pytest
 

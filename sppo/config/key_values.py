@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from sppo.config.base import Section
 from sppo.config.loading import apply_overrides
-from sppo.config.problems import ConfigError, Problem, problems_of, section_keys
+from sppo.config.problems import ConfigError, Problem, problems_of
 
 Request = TypeVar("Request", bound=Section)
+_REQUEST = "request"
+"""Name of the section of all keys, which no message shows."""
 
 
 def read_keys(
@@ -32,7 +35,10 @@ def read_keys(
     try:
         found = request.model_validate(values)
     except ValidationError as error:
-        problems += problems_of(error, keys=section_keys(request))
+        keys = {_REQUEST: sorted(request.model_fields)}
+        for problem in problems_of(error, _REQUEST, keys=keys):
+            _, _, key = problem.path.partition(".")
+            problems.append(replace(problem, path=key))
     if problems:
         raise ConfigError("the request", problems)
     return found

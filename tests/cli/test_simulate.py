@@ -122,7 +122,7 @@ def test_a_program_with_copies_is_offloaded(tmp_path):
         (["schedule=1f1b", *SHAPE], "use seq1f1b, or 1 subsequence"),
         ([*CASE, "unit_costs=1,2,3"], "3 unit costs for 8 units"),
         ([*CASE, "virtual=2"], "use one of interleaved_1f1b"),
-        ([*CASE, "ranks=1000000", "subsequences=9"], "at most 2,000,000 forwards fit"),
+        ([*CASE, "ranks=1000000", "subsequences=9"], "1 problem 1000000 stages x 1 sequences x"),
         ([*CASE, "seq1f"], "'seq1f' is neither a run file"),
         ([*CASE, "--compare", "x"], "--compare 'x': not one of"),
         ([*CASE, "a.b=1"], "'a.b=1' changes a run file, but none is given"),
