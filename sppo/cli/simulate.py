@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from sppo.cli.arguments.common import Json
-from sppo.cli.arguments.simulate_request import SimulatedDevices, read_request, sort_words
+from sppo.cli.arguments.simulate_request import read_request, sort_words
 from sppo.cli.command_group import CommandGroup, KeyCommand
 from sppo.cli.exit_codes import exit_codes
-from sppo.cli.output.simulate_table import device_total_bytes, print_tables
-from sppo.cli.show import say_written
+from sppo.cli.output.simulation import SimulationReport
+from sppo.cli.show import emit, say_written
 from sppo.output_file import check_output_files, write_text
 from sppo.plots.timeline import write_png
 from sppo.schedule.abstract import AbstractCase
 from sppo.schedule.program_text import format_program
 from sppo.schedule.simulation.simulate import simulate as play
-from sppo.schedule.timeline import Timeline
 from sppo.timeline.chrome_trace import write_trace
-from sppo.timeline.report import timeline_report
 
 _OUTPUT = "Output"
 
@@ -111,33 +107,7 @@ def simulate(
             write_trace(trace, timelines=timelines)
         if write_program is not None:
             write_text(write_program, format_program(timelines[0].schedule))
-        if json_output:
-            report = _report(timelines, forward=alone, devices=request.devices)
-            typer.echo(json.dumps(report))
-            return
-        print_tables(timelines, forward_makespan_s=alone.makespan_s, devices=request.devices)
-        say_written(png, trace, write_program)
-
-
-def _report(
-    timelines: Sequence[Timeline], *, forward: Timeline, devices: SimulatedDevices | None
-) -> dict[str, Any]:
-    """Return the JSON object of the first timeline, with the others as its comparison."""
-    report = timeline_report(timelines[0])
-    if devices is not None:
-        report["hardware"] = devices.hardware
-        report["num_devices"] = devices.num_devices
-        report["chosen_by_solve"] = list(devices.chosen)
-        totals = device_total_bytes(timelines[0], devices)
-        report["device_total_bytes"] = totals or None
-        if totals:
-            # The same name has the same meaning as in solve and estimate: states are counted.
-            report["saved_peak_bytes"] = report["device_peak_bytes"]
-            report["device_peak_bytes"] = totals
-        if devices.host_peak_bytes is not None:
-            report["host_peak_bytes"] = devices.host_peak_bytes
-            report["node_host_peak_bytes"] = devices.node_host_bytes
-    report["forward_makespan_s"] = forward.makespan_s
-    if len(timelines) > 1:
-        report["compare"] = [timeline_report(timeline) for timeline in timelines[1:]]
-    return report
+        report = SimulationReport(timelines, alone.makespan_s, request.devices)
+        emit(report, as_json=json_output)
+        if not json_output:
+            say_written(png, trace, write_program)

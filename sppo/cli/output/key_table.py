@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
+from sppo.cli.show import table
 from sppo.config.base import Section
 
 
 def print_keys(section: type[Section]) -> None:
     """Print one row per key of `section`; required keys come first."""
-    table = Table(title="Keys", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("key", "default", "meaning"):
-        table.add_column(heading, no_wrap=heading == "key")
-    for row in key_rows(section):
-        table.add_row(*row)
-    Console().print(table)
+    console = Console()
+    console.print("Keys", style="bold")
+    console.print(table(("key", "default", "meaning"), key_rows(section), left=3))
 
 
 def key_rows(section: type[Section]) -> Iterator[tuple[str, str, str]]:
