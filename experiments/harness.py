@@ -101,15 +101,15 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> No
     Console(width=_WIDTH).print(table)
 
 
-def sppo(*words: str | Path, cwd: Path | None = None) -> str:
+def sppo(*words: str | Path, cwd: Path | None = None, codes: Sequence[int] = (0,)) -> str:
     """Run ``sppo`` with `words` and return what it prints.
 
     Raises:
-        RuntimeError: The command failed.
+        RuntimeError: The exit code is none of `codes`.
     """
     line = [sys.executable, "-m", "sppo", *map(str, words)]
     done = subprocess.run(line, cwd=cwd, capture_output=True, text=True, check=False)
-    if done.returncode:
+    if done.returncode not in codes:
         raise RuntimeError(f"sppo {shlex.join(line[3:])}: {done.stderr.strip()[-2000:]}")
     return done.stdout
 

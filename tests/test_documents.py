@@ -17,7 +17,6 @@ import pytest
 from tests.documents import ROOT, blocks, pages, statements
 from tests.tiers import default_of
 
-PASSIVE = "OMP_WAIT_POLICY=passive python scripts"
 SHORT = "sequence.length=1Ki"  # of all commands that share a run
 STRETCHED = "sequence.length=2Ki"  # the same of a model that was trained on 1Ki tokens
 SHORTER = {
@@ -25,7 +24,7 @@ SHORTER = {
     "python -m experiments.cpu": " --lengths 512 --steps 1",
     "python -m experiments.pipelining": " --length 512 --subsequences 2 --sequences 2",
     "python -m experiments.msp": " --length 512 --steps 1",
-    f"{PASSIVE}/offload_cpu.py": " --length 512 --pieces 2 --steps 1",
+    "OMP_WAIT_POLICY=passive python -m experiments.offload": " --length 512 --steps 1",
     "sppo bench": " --quick",
     "sppo train run.yaml": f" {SHORT}",
     "sppo eval run.yaml": f" {SHORT}",

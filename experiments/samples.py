@@ -6,92 +6,76 @@ document boundaries: both sides attend to the same pairs, except for documents t
 train a few steps in each turn; the first step of a turn is not counted, because it loads and
 compiles.
 
-    python scripts/compare_samples.py DIR --output docs/results/compare_samples.json
+    python -m experiments.samples DIR --output docs/results/compare_samples.json
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from option_types import output_file, positive
-from pipeline_ranks import provenance  # beside this file
 
 import sppo
+from experiments import harness
 from sppo.data.preparation.token_writer import TokenWriter
 from sppo.data.tokens import TokenizerDescription, open_tokens
-from sppo.output_file import write_text
 
-SHORTEST, LONGEST = 10, 8000
-MODEL = {"preset": "tiny", "num_layers": 4}
-SIDES: dict[str, dict[str, Any]] = {
-    "samples": {"data": {"samples": "documents"}, "sequence": {"length": LONGEST}},
-    "rows": {"data": {"isolate_documents": True}},
-}
+SHORTEST = 10
+SIDES = ("samples", "rows")
 
 
 def main() -> None:
     """Write tokens, train the sides in turns, report."""
-    arguments = _arguments()
-    directory = arguments.directory.resolve()
-    load_before = os.getloadavg()
-    tokens = directory / "tokens"
+    parser = harness.parser(__doc__)
+    parser.add_argument("directory", type=Path, help="for tokens and runs")
+    parser.add_argument("--model", default="tiny", help="preset, of which 4 layers are taken")
+    parser.add_argument("--samples", type=harness.positive, default=100_000, help="documents")
+    parser.add_argument("--longest", type=harness.positive, default=8000, help="tokens of one")
+    parser.add_argument("--row", type=harness.positive, default=32768, help="tokens of a row")
+    parser.add_argument("--turns", type=harness.positive, default=5)
+    parser.add_argument("--steps", type=harness.positive, default=4, help="of a side and turn")
+    options = parser.parse_args()
+    if options.steps < 2:
+        parser.error(f"--steps {options.steps}: the first is not counted; write 2 or more")
+    if options.row < options.longest:
+        parser.error(f"--row {options.row}: a row holds the longest document, {options.longest}")
+    tokens = options.directory / "tokens"
     if not tokens.exists():
-        _write_documents(tokens, count=arguments.samples)
+        _write_documents(tokens, count=options.samples, longest=options.longest)
     counted: dict[str, list[sppo.StepMetrics]] = {side: [] for side in SIDES}
-    for turn in range(1, arguments.turns + 1):
+    for turn in range(1, options.turns + 1):
         for side in SIDES:
-            run = _run(side, directory, row=arguments.row, steps=turn * arguments.steps)
-            done = sppo.train(run, progress=False).metrics[-arguments.steps + 1 :]
+            run = _run(side, options, steps=turn * options.steps)
+            done = sppo.train(run, progress=False).metrics[-options.steps + 1 :]
             counted[side] += done
             rate = statistics.median(step.tokens_per_s for step in done)
             print(f"  turn {turn} {side:<8} {rate:9.0f} tokens/s", flush=True)
     sides = {side: _figures(steps) for side, steps in counted.items()}
     ratio = sides["samples"]["tokens_per_s"] / sides["rows"]["tokens_per_s"]
     lengths = np.diff(open_tokens(tokens).document_offsets)
-    pairs = {"samples": _pairs(lengths - 1), "rows": _pairs(_pieces(lengths, row=arguments.row))}
+    # The last token of a sample is a label only.
+    pairs = {"samples": _pairs(lengths - 1), "rows": _pairs(_in_rows(lengths, row=options.row))}
     print(f"samples: {ratio:.3f}x the tokens/s of rows; pairs a token {pairs}")
-    report = {
-        **provenance(),
-        "load_before": load_before,
-        "model": MODEL,
+    found = {
+        "model": options.model,
         "num_samples": len(lengths),
         "tokens": int(lengths.sum()),
-        "row": arguments.row,
+        "row": options.row,
         "pairs_per_token": pairs,
         "sides": sides,
         "ratio": ratio,
     }
-    if arguments.output is not None:
-        write_text(arguments.output, json.dumps(report, indent=1) + "\n")
+    harness.write_report(options.output, {**harness.header(), **found})
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directory", type=Path, help="for tokens and runs; made if missing")
-    parser.add_argument("--samples", type=positive, default=100_000, help="documents")
-    parser.add_argument("--row", type=positive, default=32768, help="tokens of a row, and a step")
-    parser.add_argument("--turns", type=positive, default=5)
-    parser.add_argument("--steps", type=positive, default=4, help="of each side and turn")
-    parser.add_argument("--output", type=output_file, help="write the figures here as JSON")
-    arguments = parser.parse_args()
-    if arguments.steps < 2:
-        parser.error(f"--steps {arguments.steps}: the first is not counted; write 2 or more")
-    if arguments.row < LONGEST:
-        parser.error(f"--row {arguments.row}: a row holds the longest document, {LONGEST} tokens")
-    return arguments
-
-
-def _write_documents(directory: Path, *, count: int) -> None:
+def _write_documents(directory: Path, *, count: int, longest: int) -> None:
     """Write documents of log-uniform lengths with random tokens."""
     random = np.random.default_rng(0)
-    lengths = np.exp(random.uniform(np.log(SHORTEST), np.log(LONGEST), count)).astype(np.int64)
+    lengths = np.exp(random.uniform(np.log(SHORTEST), np.log(longest), count)).astype(np.int64)
     directory.mkdir(parents=True)
     description = TokenizerDescription(name="ids", end_of_document=None)
     with TokenWriter(directory, vocab_size=256, description=description) as writer:
@@ -101,15 +85,20 @@ def _write_documents(directory: Path, *, count: int) -> None:
         writer.finish()
 
 
-def _run(side: str, directory: Path, *, row: int, steps: int) -> sppo.RunConfig:
+def _run(side: str, options: argparse.Namespace, *, steps: int) -> sppo.RunConfig:
     """Return the run of a side that ends after `steps` steps."""
-    own = SIDES[side]
-    per_step = {"tokens_per_step": row} if side == "samples" else {"sequences_per_step": 1}
+    if side == "samples":
+        data: dict[str, Any] = {"samples": "documents"}
+        length, per_step = options.longest, {"tokens_per_step": options.row}
+    else:
+        data = {"isolate_documents": True}
+        length, per_step = options.row, {"sequences_per_step": 1}
+    directory = options.directory.resolve()
     return sppo.load_run(
         {
-            "model": MODEL,
-            "data": {"tokens": directory / "tokens", **own["data"]},
-            "sequence": {"length": row, **own.get("sequence", {})},
+            "model": {"preset": options.model, "num_layers": 4},
+            "data": {"tokens": directory / "tokens", **data},
+            "sequence": {"length": length},
             "optimizer": {"schedule": "constant"},
             "train": {"steps": steps, "output": directory / side, "dtype": "fp32", **per_step},
         }
@@ -125,8 +114,8 @@ def _figures(steps: list[sppo.StepMetrics]) -> dict[str, Any]:
     }
 
 
-def _pieces(lengths: np.ndarray, *, row: int) -> np.ndarray:
-    """Return the lengths of the pieces of documents in rows of the stream."""
+def _in_rows(lengths: np.ndarray, *, row: int) -> np.ndarray:
+    """Return the lengths of the parts of documents in rows of the stream."""
     ends = np.cumsum(lengths)
     cuts = np.union1d(ends, np.arange(row, int(ends[-1]), row))
     return np.array([end - begin for begin, end in pairwise([0, *cuts.tolist()])])

@@ -3,38 +3,25 @@
 Runs ``sppo solve`` on presets for every row, with analytic rates and a simulated step; nothing is
 trained.
 
-    python scripts/plan_long_sequences.py [--only TEXT] [--output docs/results/planned_looped.json]
+    python -m experiments.long_sequences --output docs/results/planned_looped.json
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
-from option_types import output_file
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
+from experiments import harness
 from sppo.cli.exit_codes import NO_PLAN
-from sppo.output_file import write_text
 from sppo.units import format_bytes
 
-ROOT = Path(__file__).parent.parent
 _NODE = "configs/run/llama_8b_1m_1node.yaml"
 _CLUSTER = "configs/run/gpt_7b_512k_32gpu.yaml"
 _H100 = ("hardware.preset=h100", "hardware.host_memory=2TiB")
 _ONE_H200 = ("hardware.preset=h200", "hardware.devices_per_node=1")
-_WIDTH = 150
-"""Columns of the output, also when written to a file."""
 
 
 @dataclass(frozen=True)
@@ -154,48 +141,53 @@ TARGETS = (
 
 def main() -> None:
     """Plan every target, then print and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.parser(__doc__)
     parser.add_argument("--only", default="", help="targets whose name contains this")
-    parser.add_argument("--output", type=output_file, help="write the figures here as JSON")
-    arguments = parser.parse_args()
-    console, rows = Console(width=_WIDTH), []
+    options = parser.parse_args()
+    rows = []
     for target in TARGETS:
-        if arguments.only in target.name:
+        if options.only in target.name:
             rows.append(row(target))
-            console.print(f"planned: {target.name}", highlight=False)
-    print_rows(rows, console=console)
-    if arguments.output:
-        report = {
-            "what": "Planned, never run: sppo solve on presets (analytic rates, simulated steps).",
-            "command": shlex.join(["python", *sys.argv]),
-            "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-            "rows": rows,
-        }
-        write_text(arguments.output, json.dumps(report, indent=2) + "\n")
+            print(f"  planned: {target.name}", flush=True)
+    headings = ("step", "MFU", "device", "host, node", "SP/PP/DP", "v", "N", "ratio", "reached")
+    harness.print_table(
+        ("target", *headings),
+        [
+            (
+                one["target"],
+                *_cells(one["found"]),
+                f"{one['ratio']:.2f}" if one["ratio"] else "",
+                "yes" if one["reached"] else "no",
+            )
+            for one in rows
+        ],
+    )
+    about = "Planned, never run: sppo solve on presets (analytic rates, simulated steps)."
+    harness.write_report(
+        options.output, {"what": about, **harness.header("simulated"), "rows": rows}
+    )
 
 
 def row(target: Target) -> dict[str, Any]:
     """Return a target with its commands, their results, and whether the target is reached."""
     words = [target.run_file, *target.overrides]
-    found = solve(words)
-    result: dict[str, Any] = {"target": target.name, "command": command(words), "found": found}
-    fits = found["feasible"]
-    reached = fits and (target.most_s is None or found["step_s"] <= target.most_s)
+    found, baseline, ratio = solve(words), None, None
+    reached = found["feasible"] and (target.most_s is None or found["step_s"] <= target.most_s)
     if target.baseline:
         baseline = solve([*words, *target.baseline])
-        ratio = baseline["step_s"] / found["step_s"] if fits and baseline["feasible"] else None
-        result |= {
-            "baseline_command": command([*words, *target.baseline]),
-            "baseline": baseline,
-            "ratio": ratio,
-        }
+        if found["feasible"] and baseline["feasible"]:
+            ratio = baseline["step_s"] / found["step_s"]
         reached &= target.least_ratio is None or (ratio is not None and ratio >= target.least_ratio)
-    return result | {"reached": reached, "note": target.note}
-
-
-def command(words: Sequence[str]) -> str:
-    """Return the command line as a user types it."""
-    return shlex.join(["sppo", "solve", *words])
+    return {
+        "target": target.name,
+        "command": shlex.join(["sppo", "solve", *words]),
+        "found": found,
+        "baseline_changes": target.baseline,
+        "baseline": baseline,
+        "ratio": ratio,
+        "reached": reached,
+        "note": target.note,
+    }
 
 
 def solve(words: Sequence[str]) -> dict[str, Any]:
@@ -204,58 +196,33 @@ def solve(words: Sequence[str]) -> dict[str, Any]:
     Raises:
         RuntimeError: The request is refused.
     """
-    done = subprocess.run(
-        [sys.executable, "-m", "sppo", "solve", *words, "--json"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
+    answer = json.loads(
+        harness.sppo("solve", *words, "--json", cwd=harness.ROOT, codes=(0, NO_PLAN))
     )
-    if done.returncode not in (0, NO_PLAN):
-        raise RuntimeError(f"{command(words)}: {done.stderr.strip()}")
-    answer = json.loads(done.stdout)
     if not answer["feasible"]:
         advice = [f"{one['change']}: {one['effect']}" for one in answer["advice"]]
         return {"feasible": False, "reason": answer["nearest"]["reason"], "advice": advice}
-    return {"feasible": True, **figures(answer["best"])}
-
-
-def figures(best: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures of the best plan for the table."""
-    predicted = best["predicted"]
-    kept = ("step_s", "mfu", "bubble_fraction", "device_peak_bytes")
+    best = answer["best"]
+    predicted = ("step_s", "mfu", "bubble_fraction", "device_peak_bytes")
     degrees = ("sequence_parallel_degree", "pipeline_parallel_degree", "data_parallel_degree")
     chosen = ("virtual_stages", "num_subsequences", "schedule", "policy", "kv", "state")
     return {
-        **{name: predicted[name] for name in kept},
-        "node_host_peak_bytes": best["node_host_peak_bytes"],
-        **{name: best[name] for name in (*degrees, *chosen)},
+        "feasible": True,
+        **{name: best["predicted"][name] for name in predicted},
+        "degrees": [best[name] for name in degrees],
+        **{name: best[name] for name in ("node_host_peak_bytes", *chosen)},
     }
 
 
-def print_rows(rows: Sequence[Mapping[str, Any]], *, console: Console) -> None:
-    """Print the table of targets."""
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("target")
-    titles = ("step", "MFU", "device", "host, node", "SP/PP/DP", "v", "N", "ratio", "reached")
-    for title in titles:
-        table.add_column(title, justify="right", no_wrap=True)
-    for one in rows:
-        ratio = one.get("ratio")
-        ending = ["" if ratio is None else f"{ratio:.2f}", "yes" if one["reached"] else "no"]
-        table.add_row(one["target"], *_cells(one["found"]), *ending)
-    console.print(table)
-
-
-def _cells(found: Mapping[str, Any]) -> list[str]:
+def _cells(found: dict[str, Any]) -> list[str]:
     if not found["feasible"]:
         return ["nothing fits", *[""] * 6]
-    names = ("sequence_parallel_degree", "pipeline_parallel_degree", "data_parallel_degree")
     return [
         f"{found['step_s']:.1f} s",
         f"{found['mfu']:.1%}",
         format_bytes(found["device_peak_bytes"]),
         format_bytes(found["node_host_peak_bytes"]),
-        "/".join(str(found[name]) for name in names),
+        "/".join(map(str, found["degrees"])),
         str(found["virtual_stages"]),
         str(found["num_subsequences"]),
     ]
