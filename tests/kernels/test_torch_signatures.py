@@ -1,25 +1,28 @@
-r"""Compare the torch calls of the CUDA path with the installed torch; needs no GPU.
+"""The installed torch takes the calls of the CUDA path; needs no GPU.
 
 Operators are compared by schema: the installed operator must accept every call that the expected
 schema accepts. Functions and classes are compared by the arguments that SPPO passes, other objects
-by name. If torch is built without CUDA, its runtime, NCCL and CUDA kernels are not compared, and
-the output says so. The exit code is 1 if anything is missing or different.
-
-    python scripts/torch_signatures.py
+by name. A build of torch without CUDA has no runtime, NCCL and CUDA kernels to compare.
 """
 
 from __future__ import annotations
 
-import argparse
 import inspect
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed
+
+SOURCES = sorted((Path(__file__).parents[2] / "sppo").rglob("*.py"))
+of_cuda_builds = pytest.mark.skipif(
+    torch.version.cuda is None, reason="torch is built without CUDA"
+)
 
 CUDA_OPERATORS = (
     "_flash_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? cum_seq_q, "
@@ -69,8 +72,7 @@ CPU_OPERATORS = (
 """Operators that run on a CPU, as SPPO calls them (schemas of torch 2.11)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """Arguments with which SPPO calls a function or class."""
 
     positional: int = 0
@@ -137,61 +139,9 @@ CUDA_ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
 """Attributes that objects below ``torch`` must have in builds with CUDA."""
 
 
-@dataclass
-class Findings:
-    """Number of equal calls, differences, and calls that could not be compared."""
-
-    same: int = 0
-    different: list[str] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
-
-    def add(self, what: str, difference: str | None) -> None:
-        """Count ``what`` as equal if ``difference`` is None, otherwise record the difference."""
-        if difference is None:
-            self.same += 1
-        else:
-            self.different.append(f"{what}: {difference}")
-
-
-def main() -> None:
-    """Compare and print differences; the exit code is 1 if there are any."""
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
-    findings = compare()
-    for line in findings.different:
-        print(line)
-    for line in findings.left_out:
-        print(f"not compared: {line}")
-    found = f"{findings.same} calls as expected, {len(findings.different)} different"
-    print(f"torch {torch.__version__}: {found}")
-    if findings.different:
-        raise SystemExit(1)
-
-
-def compare() -> Findings:
-    """Compare everything that this build of torch has."""
-    findings = Findings()
-    for schema in (*CUDA_OPERATORS, *CPU_OPERATORS):
-        findings.add(f"aten::{_name(schema)}", operator_difference(schema))
-    for name, call in CALLS.items():
-        findings.add(f"torch.{name}", call_difference(_below_torch(name), call))
-    _compare_names(findings, ATTRIBUTES)
-    for what, difference in _shapes():
-        findings.add(what, difference)
-    if torch.version.cuda is None:
-        findings.left_out.append("kernels for CUDA, its runtime and NCCL, which this torch lacks")
-        return findings
-    for schema in CUDA_OPERATORS:
-        findings.add(f"aten::{_name(schema)} on CUDA", _kernel_difference(_name(schema)))
-    _compare_names(findings, CUDA_ATTRIBUTES)
-    findings.add("options of NCCL", _nccl_difference())
-    return findings
-
-
 def operator_difference(expected: str) -> str | None:
     """Return why an operator cannot be called by the ``expected`` schema; None if it can."""
-    name, _, overload = _name(expected).partition(".")
+    name, _, overload = name_of(expected).partition(".")
     packet = getattr(torch.ops.aten, name, None)
     found = getattr(packet, overload or "default", None)
     if found is None:
@@ -223,15 +173,7 @@ def _reads_in_new(called: Any) -> bool:
     return inspect.isclass(called) and inspect.isfunction(vars(called).get("__new__"))
 
 
-def _compare_names(findings: Findings, names: Mapping[str, tuple[str, ...]]) -> None:
-    for owner, wanted in names.items():
-        there = _below_torch(owner)
-        for name in wanted:
-            difference = None if hasattr(there, name) else "is not there"
-            findings.add(f"torch.{owner}.{name}", difference)
-
-
-def _below_torch(name: str) -> Any:
+def below_torch(name: str) -> Any:
     """Return the object called ``name`` below ``torch``; None if it does not exist."""
     try:
         return resolve_name(f"torch.{name}")
@@ -239,51 +181,84 @@ def _below_torch(name: str) -> Any:
         return None
 
 
-def _name(schema: str) -> str:
+def name_of(schema: str) -> str:
     """Return the name and overload of an operator's schema."""
     return schema.partition("(")[0]
 
 
-def _shapes() -> Iterator[tuple[str, str | None]]:
-    """Yield differences of the shapes of log-sum-exps, computed on meta tensors."""
-    q = torch.empty(1, 4, 16, 64, dtype=torch.bfloat16, device="meta")
-    lse = torch.ops.aten._scaled_dot_product_cudnn_attention(q, q, q, None, True)[1]
-    rows = tuple(q.shape[:3])
-    right = tuple(lse.shape) in (rows, (*rows, 1))
-    yield "lse of cuDNN", None if right else f"has shape {tuple(lse.shape)}"
-    q = torch.empty(1, 16, 4, 64, dtype=torch.bfloat16, device="meta")
-    calls = {
-        "lse of flash attention": (q, None, 16, (1, 4, 16)),
-        "lse of flash attention with cum_seq_q": (
-            q[0],
-            torch.empty(3, dtype=torch.int32, device="meta"),
-            9,
-            (4, 16),
-        ),
-    }
-    for what, (x, starts, longest, shape) in calls.items():
-        lse = torch.ops.aten._flash_attention_forward(
-            x, x, x, starts, starts, longest, longest, 0.0, True, False
-        )[1]
-        yield what, None if tuple(lse.shape) == shape else f"has shape {tuple(lse.shape)}"
+@pytest.mark.parametrize("schema", [*CUDA_OPERATORS, *CPU_OPERATORS], ids=name_of)
+def test_operators_take_every_call(schema):
+    assert operator_difference(schema) is None
 
 
-def _kernel_difference(operator: str) -> str | None:
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CALLS)
+def test_functions_take_every_call(name):
+    assert call_difference(below_torch(name), CALLS[name]) is None
+
+
+@pytest.mark.parametrize("owner", ATTRIBUTES)
+def test_objects_have_every_attribute(owner):
+    assert all(hasattr(below_torch(owner), name) for name in ATTRIBUTES[owner])
+
+
+@of_cuda_builds
+@pytest.mark.parametrize("owner", CUDA_ATTRIBUTES)
+def test_objects_of_cuda_have_every_attribute(owner):
+    assert all(hasattr(below_torch(owner), name) for name in CUDA_ATTRIBUTES[owner])
+
+
+@of_cuda_builds
+@pytest.mark.parametrize("schema", CUDA_OPERATORS, ids=name_of)
+def test_operators_have_kernels_for_cuda(schema):
     keys = ("CUDA", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
     there = torch._C._dispatch_has_kernel_for_dispatch_key
-    return None if any(there(f"aten::{operator}", key) for key in keys) else "has no kernel"
+    assert any(there(f"aten::{name_of(schema)}", key) for key in keys)
 
 
-def _nccl_difference() -> str | None:
-    """Return why SPPO's options of an NCCL communicator cannot be made; None if they can."""
-    try:
-        options = torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options.config.max_ctas = 4
-        options._timeout = timedelta(seconds=1)
-    except (AttributeError, TypeError) as error:
-        return str(error)
-    return None
+@of_cuda_builds
+def test_options_of_an_nccl_communicator():
+    options = torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = 4
+    options._timeout = timedelta(seconds=1)
 
 
-if __name__ == "__main__":
-    main()
+def test_shapes_of_log_sum_exps():
+    """Computed on meta tensors."""
+    q = torch.empty(1, 4, 16, 64, dtype=torch.bfloat16, device="meta")
+    lse = torch.ops.aten._scaled_dot_product_cudnn_attention(q, q, q, None, True)[1]
+    assert tuple(lse.shape) in ((1, 4, 16), (1, 4, 16, 1))
+    q = torch.empty(1, 16, 4, 64, dtype=torch.bfloat16, device="meta")
+    starts = torch.empty(3, dtype=torch.int32, device="meta")
+    flash = torch.ops.aten._flash_attention_forward
+    lse = flash(q, q, q, None, None, 16, 16, 0.0, True, False)[1]
+    assert tuple(lse.shape) == (1, 4, 16)
+    lse = flash(q[0], q[0], q[0], starts, starts, 9, 9, 0.0, True, False)[1]
+    assert tuple(lse.shape) == (4, 16)
+
+
+def test_every_operator_and_function_of_the_sources_is_compared():
+    schemas = (*CUDA_OPERATORS, *CPU_OPERATORS)
+    operators = {name_of(schema).partition(".")[0] for schema in schemas}
+    for path in SOURCES:
+        text = path.read_text()
+        called = set(re.findall(r"torch\.ops\.aten\.(\w+)\(", text))
+        called |= set(re.findall(r"torch\.(_foreach_\w+)\(", text))
+        assert called <= operators, f"{path}: add {called - operators} to the operators"
+        functions = set(re.findall(r"\b(?:torch\.|self\.)?_?cuda\.(\w+)\(", text)) - {"cuda"}
+        missing = {name for name in functions if f"cuda.{name}" not in CALLS}
+        assert not missing, f"{path}: add {missing} to CALLS"
+
+
+def test_a_schema_that_takes_less_is_different():
+    assert operator_difference("_foreach_zero_(Tensor(a!)[] self) -> ()") is None
+    taken = operator_difference("_foreach_zero_(Tensor(a!)[] self, bool fast=False) -> ()")
+    assert "is now" in taken
+    assert operator_difference("_no_such_operator(Tensor self) -> Tensor") == "is not there"
+
+
+def test_arguments_that_are_not_taken_are_different():
+    assert call_difference(torch.cuda.Event, Call(0, ("blocking",))) is None
+    assert "it takes" in call_difference(torch.cuda.Event, Call(0, ("colour",)))
+    assert "it takes" in call_difference(torch.distributed.new_group, Call(1, ("no_such",)))
+    assert call_difference(None, Call()) == "is not there"
