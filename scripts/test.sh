@@ -14,7 +14,7 @@ unset PYTHONDONTWRITEBYTECODE
 tier=default which=()
 if [ "${1:-}" = --all ]; then
     shift
-    tier=all which=(-m "not gpu and not multigpu")
+    tier=all which=(-m "not gpu and not multigpu and not chaos")
 fi
 
 echo "== ruff" && "$venv/bin/ruff" check . && "$venv/bin/ruff" format --check .

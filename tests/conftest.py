@@ -124,6 +124,11 @@ def tree(directory: Path) -> dict[str, bytes | str | None]:
     return {str(p.relative_to(directory)): content(p) for p in sorted(directory.rglob("*"))}
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that varies the random moments of tests/chaos."""
+    parser.addoption("--seed", type=int, default=0, help="of the random moments in tests/chaos")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Set the tier of this session before tests that draw random examples are imported."""
     tiers.default_tier = "not exhaustive" in config.option.markexpr

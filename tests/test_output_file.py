@@ -261,9 +261,6 @@ _BY_ITSELF = {
     "sppo/training/run_directory.py": "the lock, which says who holds it",
     "sppo/kernels/native/process_memory.py": "a switch of the kernel",
     "sppo/parallel/job/flight_record.py": "a mapped file of the launcher's own",
-    "scripts/full_disk.py": "what fills the disk, and inputs of its runs",
-    "scripts/memory_limits.py": "the limit of a control group, and inputs of its runs",
-    "scripts/rank_faults.py": "inputs of its runs",
 }
 
 

@@ -1,18 +1,17 @@
 """Random trainings: every number is that of plain autograd in float64, and defects are found.
 
-For many more: ``python scripts/random_training.py --seed S --count N``.
+For many more: ``python -m tests.random_training --seed S --count N``.
 """
 
 import logging
-import runpy
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
 import tests.random_training.case as case_module
+from tests.random_training.__main__ import main
 from tests.random_training.case import Case, Leg, Shape
 from tests.random_training.draw import draw
 from tests.random_training.emulated_ranks import Distributed, run_emulated
@@ -81,28 +80,25 @@ def test_a_case_can_be_pasted():
     assert repr(Case(model=Shape(layers=3))) == "Case(model=Shape(layers=3))"
 
 
-def call_script(monkeypatch, *words):
-    """Exit code of ``scripts/random_training.py`` with these words, in this process."""
-    script = Path(__file__).parents[2] / "scripts" / "random_training.py"
-    monkeypatch.syspath_prepend(str(script.parent))
-    monkeypatch.setattr(sys, "argv", [str(script), *map(str, words)])
-    monkeypatch.setattr(sys, "path", [*sys.path])
+def call(monkeypatch, *words):
+    """Exit code of ``python -m tests.random_training`` with these words, in this process."""
+    monkeypatch.setattr(sys, "argv", ["random_training", *map(str, words)])
     with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(script), run_name="__main__")
+        main()
     return ended.value.code
 
 
-def test_the_script_repeats_a_case(monkeypatch, capsys):
+def test_a_case_is_repeated(monkeypatch, capsys):
     case = Case(seed=7, dtype="fp64", legs=(Leg(cuts=(0, 5, 11)),))
-    assert call_script(monkeypatch, "--case", repr(case)) == 0
-    assert "1 cases, 0 of them on several ranks" in capsys.readouterr().out
+    assert call(monkeypatch, "--case", repr(case)) == 0
+    assert "1 of 1 cases in " in capsys.readouterr().out
     words = ["--case", repr(case), "--mutation", "prefix_without_dk"]
-    assert call_script(monkeypatch, *words) == 1
+    assert call(monkeypatch, *words) == 1
     out = capsys.readouterr().out
     assert out.startswith("seed 7: leg 0, step 0: gradients of rank 0: ")
     assert f"\n  {case}\n" in out
-    assert "1 wrong (seeds 7)" in out
-    assert call_script(monkeypatch, "--seed", 3, "--count", 1) == 0
+    assert "wrong: [7]" in out
+    assert call(monkeypatch, "--seed", 3, "--count", 1) == 0
 
 
 def test_emulated_ranks_do_the_same_again():

@@ -5,8 +5,7 @@ Checks: the exit code is 0 or 4 without a traceback; an error names a file or it
 output is the older one, complete, or absent; no partial file is left; and the same command succeeds
 once there is space. Needs ``unshare`` and the right to mount inside of it.
 
-    python scripts/full_disk.py
-    python scripts/full_disk.py --only simulate,train --levels 0,4,64
+    unshare -rm python -m tests.chaos.full_disk --only simulate,train --levels 0,4,64
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -87,10 +85,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="", help="beginnings of the names of cases, by commas")
     parser.add_argument("--levels", default=",".join(map(str, LEVELS)), help="pages left")
-    parser.add_argument("--inside", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.inside is None:
-        _enter_own_mounts()
     starts = tuple(arguments.only.split(","))
     cases = {name: case for name, case in CASES.items() if name.startswith(starts)}
     failures, played = [], 0
@@ -109,12 +104,6 @@ def main() -> None:
             print(f"{name:<18} {outcomes}", flush=True)
     print("\n".join([*failures, f"{played} full disks, {len(failures)} failures"]))
     raise SystemExit(1 if failures else 0)
-
-
-def _enter_own_mounts() -> None:
-    """Start this script again in a namespace in which it may mount."""
-    again = [sys.executable, *sys.argv, "--inside", "yes"]
-    os.execvp("unshare", ["unshare", "-rm", *again])
 
 
 def _prepare(work: Path) -> None:
@@ -270,5 +259,4 @@ if __name__ == "__main__":
     import sppo.engine.engine
     import sppo.training.checks.preflight  # noqa: F401
 
-    shutil.which("unshare") or sys.exit("needs unshare, to mount a small disk")
     main()

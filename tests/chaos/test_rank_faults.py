@@ -1,21 +1,18 @@
-#!/usr/bin/env python
-"""Break small runs of several ranks in random ways, and check how the runs end and resume.
+"""Runs of two ranks that break in random ways: how they end, and that they resume.
 
 Each case trains a model of 20 thousand parameters on two ranks of this machine and breaks the run
 in one way: it kills or stops a rank, sends a signal at a random moment, gives ranks different data
 or configurations, occupies their port, limits their open files, or starts two runs in one
-directory. Every second round uses the looped order with K and V on a disk. A case fails if the job
-does not end in time, ends with a traceback or an undocumented exit code, leaves files on the disk,
-or cannot be resumed. The exit code is 1 if any case failed.
+directory; with one stage on a rank, and in the looped order with K and V on a disk. The job must
+end in time, without a traceback, with a documented exit code, leave no files on the disk, and
+resume. Random moments follow from ``--seed``::
 
-    python scripts/rank_faults.py --seed 1 --count 20
+    pytest -m chaos tests/chaos/test_rank_faults.py --seed 1
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
 import random
 import resource
@@ -29,28 +26,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
+import pytest
+
+from tests.conftest import write_run, write_tokens
 
 TIMEOUT_S = 10
 """``parallel.timeout_s`` of all runs."""
 _ENDS_WITHIN_S = 240.0
 _RUN: Mapping[str, Mapping[str, object]] = {
-    "model": {"preset": "tiny-test", "vocab_size": 32, "num_layers": 4},
-    "data": {"tokens": "tokens", "shuffle": False},
-    "sequence": {"length": 64, "num_subsequences": 4, "alignment": 8},
-    "optimizer": {"lr": 0.01, "schedule": "constant"},
+    "model": {"num_layers": 4},
     "parallel": {"pipeline_parallel_degree": 2, "timeout_s": TIMEOUT_S},
-    "train": {"steps": 100000, "dtype": "fp32", "output": "out"},
+    "train": {"steps": 100000},
     "checkpoint": {"every": 5, "keep": 2},
 }
+"""Keys of the small run of all tests that are other here."""
 _KINDS: Mapping[str, Mapping[str, Mapping[str, object]]] = {
-    "one stage on a rank": {},
+    "one stage on a rank": _RUN,
     "K and V on a disk": {
-        "parallel": {"virtual_stages": 2},
+        **_RUN,
+        "parallel": {**_RUN["parallel"], "virtual_stages": 2},
         "activations": {"policy": "offload_all", "kv": "offload", "disk": "spill"},
     },
 }
-"""Sections that override those of :data:`_RUN`, by kind of run."""
+"""Sections of the run file, by kind of run."""
 _NOISE = ("CPU tensors: ", "attention back end", "saved ", "going on after")
 
 
@@ -135,16 +133,6 @@ def _children(pid: int) -> list[int]:
         with contextlib.suppress(OSError):
             found += [int(word) for word in task.read_text().split()]
     return found
-
-
-def write_tokens(directory: Path, *, seed: int) -> None:
-    """Write 1 281 random tokens with ``sppo data prepare``."""
-    ids = directory.with_suffix(".npy")
-    np.save(ids, np.random.default_rng(seed).integers(0, 32, 1281))
-    words = ["data", "prepare", "--tokenizer", "ids", "--vocab-size", "32", "--out", directory, ids]
-    subprocess.run(
-        [sys.executable, "-m", "sppo", *map(str, words)], check=True, stdout=subprocess.DEVNULL
-    )
 
 
 def _as_ranks(directory: Path, port: int, *words: Sequence[str]) -> list[Job]:
@@ -294,15 +282,6 @@ FAULTS: Mapping[str, Callable[[Path, random.Random], str]] = {
 }
 
 
-def write_run(directory: Path, kind: str) -> None:
-    """Write ``run.yaml``, and make the directory of the disk tier."""
-    run = {name: dict(keys) for name, keys in _RUN.items()}
-    for name, keys in _KINDS[kind].items():
-        run[name] = {**run.get(name, {}), **keys}
-    (directory / "run.yaml").write_text(json.dumps(run))  # JSON is YAML
-    (directory / "spill").mkdir()
-
-
 def left_behind(directory: Path) -> str:
     """Return which files a run has left on its disk tier; "" if none."""
     files = sorted(path.name for path in (directory / "spill").iterdir())
@@ -316,35 +295,33 @@ def goes_on(directory: Path) -> str:
     return Job(directory, f"train.steps={before + 2}").end().problem([0])
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the cases; return the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--count", type=int, default=2 * len(FAULTS))
-    parser.add_argument("--only", choices=sorted(FAULTS), help="this fault alone")
-    parser.add_argument("--kind", choices=list(_KINDS), help="of run, this one alone")
-    options = parser.parse_args(arguments)
-    failures = 0
-    names = [options.only] if options.only else list(FAULTS)
-    kinds = [options.kind] if options.kind else list(_KINDS)
-    for case in range(options.count):
-        kind = kinds[case // len(names) % len(kinds)]
-        name, dice = names[case % len(names)], random.Random(f"{options.seed} {case}")
-        started_s = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="rank-faults-") as scratch:
-            directory = Path(scratch)
-            write_run(directory, kind)
-            write_tokens(directory / "tokens", seed=0)
-            problem = FAULTS[name](directory, dice) or left_behind(directory)
-            problem = problem or goes_on(directory) or left_behind(directory)
-        failures += bool(problem)
-        took_s = time.monotonic() - started_s
-        print(
-            f"{case:4} {name:20} {kind:20} {took_s:6.1f} s  {problem or 'as it must'}", flush=True
-        )
-    print(f"{options.count} cases, {failures} failed (seed {options.seed})")
-    return 1 if failures else 0
+@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(name, marks=() if name == "few_files" else pytest.mark.chaos) for name in FAULTS],
+)
+def test_a_broken_run_ends_as_it_must_and_resumes(fault, kind, tmp_path, pytestconfig):
+    write_run(tmp_path / "run.yaml", **_KINDS[kind])
+    write_tokens(tmp_path / "tokens")
+    (tmp_path / "spill").mkdir()
+    dice = random.Random(f"{pytestconfig.getoption('--seed')} {fault} {kind}")
+    assert not FAULTS[fault](tmp_path, dice)
+    assert not left_behind(tmp_path)
+    assert not goes_on(tmp_path)
+    assert not left_behind(tmp_path)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+@pytest.mark.parametrize(
+    ("ended", "told"),
+    [
+        (Ended(1, "error: rank 1 of 2 was killed by SIGKILL"), ""),
+        (Ended(None, ""), "it did not end within"),
+        (Ended(0, "killed by SIGKILL"), "exit code 0, not [1]"),
+        (Ended(1, "Traceback\nkilled by SIGKILL"), "a traceback"),
+        (Ended(1, "error: something else"), "['killed by SIGKILL'] not said"),
+    ],
+)
+def test_how_a_job_ended_is_judged(ended, told):
+    problem = ended.problem([1], "killed by SIGKILL")
+    assert problem.startswith(told)
+    assert bool(problem) == bool(told)
