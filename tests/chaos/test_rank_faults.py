@@ -298,7 +298,12 @@ def goes_on(directory: Path) -> str:
 @pytest.mark.parametrize("kind", _KINDS)
 @pytest.mark.parametrize(
     "fault",
-    [pytest.param(name, marks=() if name == "few_files" else pytest.mark.chaos) for name in FAULTS],
+    [
+        pytest.param(
+            name, marks=pytest.mark.exhaustive if name == "few_files" else pytest.mark.chaos
+        )
+        for name in FAULTS
+    ],
 )
 def test_a_broken_run_ends_as_it_must_and_resumes(fault, kind, tmp_path, pytestconfig):
     write_run(tmp_path / "run.yaml", **_KINDS[kind])
