@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from rich.console import Console
 from experiments.harness import TIMEOUT
 from sppo.config import check_run
 from sppo.engine.engine import StepResult
+from sppo.engine.step_programs import PlannedStep
 from sppo.engine.unit import SequenceData
 from sppo.hardware.this_machine import as_seen_by_ranks, detect_machine
 from sppo.kernels.native.machine_memory import memory_room
@@ -75,11 +76,19 @@ class PlannedRank:
 
     def step(self) -> None:
         """Run forward and backward of all sequences, and the update if there is one."""
-        cuts = [self.plan.boundaries] * len(self._data)
-        self.state.zero_gradients()
-        self.done = self.state.engine.accumulate(self._data, cuts)
+        self.run(self._data, [self.plan.boundaries] * len(self._data))
         if self._updates:
             self.state.optimizer.step(self.state.gradients, lr=3e-4)
+
+    def run(
+        self,
+        data: Sequence[SequenceData],
+        cuts: Sequence[Sequence[int]],
+        planned: PlannedStep | None = None,
+    ) -> None:
+        """Run forward and backward of sequences, by the plan of the run unless another is given."""
+        self.state.zero_gradients()
+        self.done = self.state.engine.accumulate(data, cuts, planned=planned)
 
     def loss(self) -> float:
         """Return the mean loss of the last step; every rank must call this method."""

@@ -76,6 +76,15 @@ def _seconds_are_of_the_whole_command(found):
     assert row["at_full_speed_s"] == pytest.approx(row["processor_s"] * row["core_speed"])
 
 
+def _packings_train_the_same(found):
+    assert found["loss_difference"] < 1e-4
+    assert list(found["simulated"]) == ["2", "4"]
+    for name, side in found["measured"].items():
+        assert 0 <= side["idle_share"] < 1
+        predicted = side["predicted_peak_bytes"]
+        assert side["peak_bytes"] == pytest.approx(predicted, rel=0.05), name
+
+
 class Comparison(NamedTuple):
     """Options of a minimal size, the check of the report, and files that it draws."""
 
@@ -103,6 +112,12 @@ COMPARISONS = {
         _both_train_the_same_documents,
     ),
     "solve_seconds": Comparison("--turns 1 --only gpt-7b\\ 1Mi", _seconds_are_of_the_whole_command),
+    "packings": Comparison(
+        "--samples 6 --scale 0.05 --longest 512 --steps 1 --turns 1 --simulated-ranks 4 --plots . "
+        "--sides padded,stream,fixed,elastic,elastic_auto,recompute_all,levels",
+        _packings_train_the_same,
+        ("elastic_fixed.png", "elastic_levels.png"),
+    ),
     "pipelining": Comparison("--length 128 --subsequences 2 --sequences 2", _both_compute_the_same),
 }
 DEFAULT_TIER = ("msp",)
@@ -147,6 +162,7 @@ def test_the_sides_run_and_are_reported(name, tmp_path):
         ("offload", "--disk absent", "--disk absent: there is no such directory"),
         ("samples", ". --row 100", "--row 100: a row holds the longest document, 8000"),
         ("solve_seconds", "--only x", "--only x: in no title of llama-3.1-70b 4Mi, 1024 h100;"),
+        ("packings", "--ranks 1", "--ranks 1: one rank has no pipeline to fill"),
         ("cpu", "--sides other", "--sides: 'other' is not one of sppo retain, "),
         ("cpu", "--sides sppo\\ disk", "'sppo disk' offloads: name a directory with --disk DIR"),
     ],

@@ -1,4 +1,4 @@
-"""Sides of ``compare_infinipipe.py``: ways to pack and recompute the same samples.
+"""Sides of :mod:`experiments.infinipipe`: ways to pack and recompute the same samples.
 
 All sides run Seq1F1B, use the same cost model, and have the same memory.
 """
@@ -10,10 +10,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from level_sides import RECOMPUTING_SIDES  # beside this file
-
+from experiments.packing_sides import RECOMPUTING
 from sppo.config import check_run
 from sppo.config.run import RunConfig
 from sppo.data.samples.length_distributions import draw
@@ -90,14 +89,8 @@ class Case:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TimedPlan:
-    """Plan of a step of one side, with its planning time.
-
-    Attributes:
-        plan: Simulated plan of the replica with the most work.
-        planning_s: Seconds of planning, without the search for the size of fixed chunks.
-    """
+class TimedPlan(NamedTuple):
+    """Plan of a step, of the replica with the most work, and the seconds of planning it."""
 
     plan: StepPlan
     planning_s: float
@@ -215,7 +208,7 @@ def _longest_samples(
             "train": {"samples_per_step": case.samples},
             "hardware": {"preset": PRESET, "nodes": _NODES},
         },
-        source="scripts/compare_infinipipe.py",
+        source="experiments",
     )
     run = run_of_longest_samples(run)
     return run, best_of_degrees(run, hardware=run_hardware(run), degrees=degrees)
@@ -251,8 +244,8 @@ def _by_policy(planner: StepPlanner, packed: PackedSamples) -> StepPlan:
 
 
 def _by_levels(side: str, planner: StepPlanner, packed: PackedSamples) -> StepPlan:
-    """Place activations like a side of ``level_sides.py``."""
-    found = RECOMPUTING_SIDES[side](planner.base.with_packed(packed.sequences))
+    """Place activations like a side that recomputes."""
+    found = RECOMPUTING[side](planner.base.with_packed(packed.sequences))
     if found is None:
         raise MemoryError(f"{side}: subsequences of this size do not fit")
     return StepPlan(packed, found)
@@ -285,4 +278,4 @@ SIDES: Mapping[str, Callable[[StepPlanner, _Steps], Side]] = {
     "retained": partial(_in_planned_chunks, policy="retain"),
     "recomputed": partial(_in_planned_chunks, policy="recompute"),
 }
-"""Functions that return the steps of a side, by name; see :mod:`compare_infinipipe`."""
+"""Functions that return the steps of a side, by name."""

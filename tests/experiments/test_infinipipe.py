@@ -1,35 +1,30 @@
 """Comparison on InfiniPipe's machine: a small case, and the merging of cases in a file."""
 
-import importlib
+from __future__ import annotations
+
 import json
-from pathlib import Path
+import sys
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from experiments import infinipipe
+from experiments.infinipipe_sides import LAYOUTS, SIDES, Case, planned_sides
 
 
-@pytest.fixture
-def script(monkeypatch):
-    """The comparison; its sides are `infinipipe_sides`."""
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    return importlib.import_module("compare_infinipipe")
-
-
-def test_all_sides_train_the_same_tokens_in_the_same_memory(script):
-    case = script.Case("13b", "github", 49152, "paper", samples=64, steps=1)
-    found = script.planned_sides(case, list(script.SIDES))
+def test_all_sides_train_the_same_tokens_in_the_same_memory():
+    case = Case("13b", "github", 49152, "paper", samples=64, steps=1)
+    found = planned_sides(case, list(SIDES))
     assert {name for name, side in found.items() if isinstance(side, str)} <= {"retained"}
     plans = {name: side.steps[0].plan for name, side in found.items() if not isinstance(side, str)}
     for name, plan in plans.items():
         candidate = plan.evaluated.candidate
         assert plan.tokens == sum(case.lengths[0])
-        assert plan.evaluated.degrees == script.LAYOUTS["paper"][0]
+        assert plan.evaluated.degrees == LAYOUTS["paper"][0]
         assert plan.device_peak_bytes <= candidate.budget_bytes
         assert candidate.state.optimizer == "device"
         assert not plan.evaluated.placement.offloaded.any()
         assert bool(found[name].chunk_s) == name.startswith(("fixed", "unbalanced"))
-        figures = script.figures(found[name], case)
+        figures = infinipipe.figures(found[name], case)
         assert sum(figures["parts_s"].values()) == pytest.approx(plan.step_s)
         assert figures["tokens_per_s"] == pytest.approx(plan.tokens / plan.step_s)
     for name in {*plans} - {"elastic"}:
@@ -38,25 +33,13 @@ def test_all_sides_train_the_same_tokens_in_the_same_memory(script):
         assert (plans[name].evaluated.placement.recomputed[:, :, 1:] > 0).all()
 
 
-def test_cases_of_several_runs_come_together(script, tmp_path, monkeypatch):
+def test_cases_of_several_runs_come_together(tmp_path, monkeypatch):
     output = tmp_path / "report.json"
-    arguments = [
-        "--samples",
-        "8",
-        "--steps",
-        "1",
-        "--longest",
-        "8Ki",
-        "--layouts",
-        "own",
-        "--output",
-        str(output),
-    ]
-    sides = ["--sides", "fixed,elastic"]
+    words = "--models 7b --samples 8 --steps 1 --longest 8Ki --layouts own --sides fixed,elastic"
     for distribution in ("magi", "github", "magi"):
-        own = ["--models", "7b", "--distributions", distribution]
-        monkeypatch.setattr("sys.argv", ["compare_infinipipe.py", *own, *arguments, *sides])
-        script.main()
+        own = ["--distributions", distribution, "--output", str(output)]
+        monkeypatch.setattr(sys, "argv", ["infinipipe", *words.split(), *own])
+        infinipipe.main()
     report = json.loads(output.read_text())
     assert report["provenance"] == "simulated"
     assert [case["distribution"] for case in report["cases"]] == ["github", "magi"]

@@ -15,28 +15,25 @@ Fixed chunks have the size with which their steps are fastest in simulation. The
 is the faster of the first two sides. Nothing is offloaded if the longest sample fits without it. No
 figure is fitted to the result.
 
-    python scripts/compare_infinipipe.py --output docs/results/compare_infinipipe.json
+    python -m experiments.infinipipe --output docs/results/compare_infinipipe.json
 
 Cases in the output that are not asked for stay there, so a few may be run at a time.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
-from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 import numpy as np
-from infinipipe_sides import (  # beside this file
+
+from experiments import harness
+from experiments.infinipipe_sides import (
     BASELINES,
     LAYOUTS,
     MODELS,
@@ -46,13 +43,8 @@ from infinipipe_sides import (  # beside this file
     Side,
     planned_sides,
 )
-from option_types import one_of, output_file, positive, several  # beside this file
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
+from experiments.packing_sides import figures as figures_of_plans
 from sppo.data.samples.length_distributions import DISTRIBUTIONS
-from sppo.output_file import write_text
 from sppo.planning.corpus.sides import deviation
 from sppo.planning.elastic.step_plan import StepPlan
 from sppo.units import KIB
@@ -74,32 +66,8 @@ _OVER = "over_seq1f1b"
 
 def main() -> None:
     """Simulate the requested cases, print and write their figures."""
-    arguments = _arguments()
-    asked = product(arguments.models, arguments.distributions, arguments.longest, arguments.layouts)
-    console = Console(width=150)
-    for names in asked:
-        case = Case(*names, samples=arguments.samples, steps=arguments.steps)
-        found = compare(case, sides=arguments.sides)
-        print_case(found, console=console)
-        if arguments.output is not None:
-            write_case(arguments.output, found)
-
-
-def write_case(output: Path, found: Mapping[str, Any]) -> None:
-    """Write the figures of a case to a file with several cases, replacing its older figures."""
-    before = json.loads(output.read_text())["cases"] if output.exists() else []
-    cases = {tuple(row[name] for name in _NAMES): row for row in (*before, found)}
-    report = {
-        "sppo": version("sppo"),
-        "provenance": "simulated",
-        "published": {**PUBLISHED, _OVER: PUBLISHED_RATIOS},
-        "cases": [cases[names] for names in sorted(cases)],
-    }
-    write_text(output, json.dumps(report, indent=1) + "\n")
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = harness.parser(__doc__)
+    several, one_of, positive = harness.several, harness.one_of, harness.positive
     parser.add_argument("--models", type=several(one_of(*MODELS)), default=list(MODELS))
     parser.add_argument(
         "--distributions",
@@ -113,17 +81,27 @@ def _arguments() -> argparse.Namespace:
         default=[48 * KIB, 96 * KIB],
         help="tokens of the longest sample; longer ones are cut",
     )
-    parser.add_argument(
-        "--layouts",
-        type=several(one_of(*LAYOUTS)),
-        default=list(LAYOUTS),
-        help="the paper's degrees, or of each side its fastest",
-    )
+    parser.add_argument("--layouts", type=several(one_of(*LAYOUTS)), default=list(LAYOUTS))
     parser.add_argument("--samples", type=positive, default=512, help="of a step")
     parser.add_argument("--steps", type=positive, default=2, help="each of other samples")
     parser.add_argument("--sides", type=several(one_of(*SIDES)), default=list(SIDES))
-    parser.add_argument("--output", type=output_file, help="write the figures here as JSON")
-    return parser.parse_args()
+    options = parser.parse_args()
+    for names in product(options.models, options.distributions, options.longest, options.layouts):
+        case = Case(*names, samples=options.samples, steps=options.steps)
+        found = compare(case, sides=options.sides)
+        print_case(found)
+        if options.output is not None:
+            write_case(options.output, found)
+
+
+def write_case(output: Path, found: Mapping[str, Any]) -> None:
+    """Write the figures of a case to a file with several cases, replacing its older figures."""
+    before = json.loads(output.read_text())["cases"] if output.exists() else []
+    cases = {tuple(row[name] for name in _NAMES): row for row in (*before, found)}
+    published = {**PUBLISHED, _OVER: PUBLISHED_RATIOS}
+    rows = [cases[names] for names in sorted(cases)]
+    header = harness.header("simulated")
+    harness.write_report(output, {**header, "published": published, "cases": rows})
 
 
 def compare(case: Case, *, sides: Sequence[str]) -> dict[str, Any]:
@@ -140,8 +118,7 @@ def compare(case: Case, *, sides: Sequence[str]) -> dict[str, Any]:
         found[name][_OVER] = None if baseline is None else rate / baseline
     return {
         **{name: getattr(case, name) for name in _NAMES},
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "command": harness.command(),
         "hardware": PRESET,
         "samples": [len(lengths) for lengths in case.lengths],
         "tokens": [sum(lengths) for lengths in case.lengths],
@@ -161,21 +138,16 @@ def figures(side: Side, case: Case) -> dict[str, Any]:
     plans = [step.plan for step in side.steps]
     seconds, tokens = side.seconds, sum(map(sum, case.lengths))
     candidate = plans[0].evaluated.candidate
-    degrees = plans[0].evaluated.degrees
     return {
         "fits": True,
-        **asdict(degrees),
+        **asdict(plans[0].evaluated.degrees),
         "zero": candidate.zero,
         "optimizer": candidate.state.optimizer,
-        "tokens_per_s": tokens / seconds,
-        "step_s": [plan.step_s for plan in plans],
+        **figures_of_plans(plans, case.lengths),
         "bubble_fraction": sum(plan.bubble_fraction * plan.step_s for plan in plans) / seconds,
         "parts_s": _mean_parts(plans),
-        "chunks": [len(plan.evaluated.candidate.lengths) for plan in plans],
-        "most_tokens": [max(plan.evaluated.candidate.lengths) for plan in plans],
-        "paced": [bool(plan.evaluated.candidate.forwards_before_backward) for plan in plans],
+        # With everything retained, so that chunks are compared and not their placement.
         "time_deviation": median(deviation(chunk_seconds(plan)) for plan in plans),
-        "length_deviation": median(deviation(plan.evaluated.candidate.lengths) for plan in plans),
         "device_peak_bytes": max(plan.device_peak_bytes for plan in plans),
         "planning_s": max(step.planning_s for step in side.steps),
         "tokens_per_s_by_chunk": {size: tokens / took_s for size, took_s in side.chunk_s.items()},
@@ -213,35 +185,18 @@ def _parts(plan: StepPlan) -> dict[str, float]:
     }
 
 
-def print_case(row: Mapping[str, Any], *, console: Console) -> None:
+def print_case(row: Mapping[str, Any]) -> None:
     """Print a row for each side, under a title with the published ratio."""
-    title = ", ".join(
-        [
-            f"GPT-{row['model'].upper()}, {row['distribution']} up to {row['longest'] // KIB}Ki",
-            "the paper's degrees" if row["layout"] == "paper" else "the fastest degrees of each",
-            f"published {row['published_ratio'] or '-'}x",
-        ]
+    degrees = "the paper's degrees" if row["layout"] == "paper" else "the fastest degrees of each"
+    print(
+        f"GPT-{row['model'].upper()}, {row['distribution']} up to {row['longest'] // KIB}Ki, "
+        f"{degrees}, published {row['published_ratio'] or '-'}x"
     )
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    headings = (
-        *(
-            "DP x PP x SP",
-            "tokens/s",
-            "of Seq1F1B",
-            "idle",
-            "recomputing",
-            "time",
-            "length",
-            "chunks",
-        ),
-        *("tokens", "planned in"),
+    headings = ("tokens/s", "of Seq1F1B", "idle", "recomputing", "time", "length", "chunks")
+    harness.print_table(
+        ("side", "DP x PP x SP", *headings, "tokens", "planned in"),
+        [(name, *_cells(side)) for name, side in row["sides"].items()],
     )
-    table.add_column("side", no_wrap=True)
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for name, side in row["sides"].items():
-        table.add_row(name, *_cells(side))
-    console.print(table)
 
 
 def _cells(side: Mapping[str, Any]) -> list[str]:

@@ -1,0 +1,262 @@
+"""Sides of :mod:`experiments.packings`: plans of every step, and their simulated figures.
+
+All sides are planned by the same code with the same rates. Unless the size is given, a side with
+fixed chunks uses the number of tokens with which its steps are fastest in simulation. The elastic
+sides may hold at most as much memory as the baseline does in its fullest step. All run Seq1F1B
+except *elastic_auto*, whose schedule and stages on a rank are planned as well.
+
+Sides that recompute have equally packed samples. In every step a device has memory between what
+recomputing everything and what retaining everything needs, and nothing is offloaded.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from sppo.config import check_run
+from sppo.cost.candidate import Candidate
+from sppo.hardware.description import HardwareSpec
+from sppo.hardware.this_machine import divide_cpu
+from sppo.planning.corpus.packings import Packing, fixed_chunks, padded, planned, stream
+from sppo.planning.corpus.sides import (
+    SideStep,
+    chunk_sizes,
+    deviation,
+    fastest_side,
+    time_deviation,
+)
+from sppo.planning.elastic.levels import LEVELS, checkpointing_levels, fastest_levels, place_levels
+from sppo.planning.elastic.longest_samples import run_of_longest_samples
+from sppo.planning.elastic.samples_plan import STEPS, plan_samples
+from sppo.planning.elastic.step_plan import StepPlan, StepPlanner, step_planner
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
+from sppo.planning.search.evaluation import evaluate_candidate
+from sppo.planning.search.simulated_candidate import simulate_candidate
+
+LEAST_CHUNK = 256
+"""Tokens of the smallest fixed chunks that are tried; further sizes double."""
+_ATTEMPTS = 8
+"""Largest number of times that a step is planned again for less memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Request to compare.
+
+    Attributes:
+        model: Keys of the model.
+        dtype: Type of weights and activations.
+        hardware: Machine, with rates of one thread.
+        free_bytes: Memory of one rank that plans may use.
+        lengths: Tokens of each sample of each step.
+        longest: Upper bound of the tokens of a sample.
+        row_tokens: Tokens of a row of the stream.
+        chunk_tokens: Tokens of a fixed subsequence; None to search the fastest.
+        memory_share: Share of the bytes between recomputing and retaining everything that sides
+            with recomputation may use.
+    """
+
+    model: Mapping[str, int]
+    dtype: str
+    hardware: HardwareSpec
+    free_bytes: int
+    lengths: tuple[tuple[int, ...], ...]
+    longest: int
+    row_tokens: int
+    chunk_tokens: int | None
+    memory_share: float
+
+
+def recompute_all(candidate: Candidate) -> EvaluatedCandidate | None:
+    """Return the candidate with everything recomputed; None if it does not fit."""
+    placed = place_levels(candidate, levels=LEVELS[-1:])
+    return None if placed is None else simulate_candidate(placed)
+
+
+def recompute_uniform(candidate: Candidate) -> EvaluatedCandidate | None:
+    """Return the candidate with the fewest recomputed layers, the same number in all units."""
+    for level in checkpointing_levels(len(candidate.stages[0])):
+        placed = place_levels(candidate, levels=[level])
+        if placed is not None:
+            return simulate_candidate(placed)
+    return None
+
+
+def checkpointing(candidate: Candidate) -> EvaluatedCandidate | None:
+    """Return the candidate with numbers of layers by InfiniPipe's integer program."""
+    levels = checkpointing_levels(len(candidate.stages[0]))
+    placed = place_levels(candidate, levels=levels, counts_shares=True)
+    return None if placed is None else simulate_candidate(placed)
+
+
+PACKINGS: dict[str, Callable[..., Packing]] = {
+    "padded": padded,
+    "stream": stream,
+    "fixed": fixed_chunks,
+}
+"""Functions that pack samples into fixed chunks, by side."""
+ELASTIC = ("elastic", "elastic_auto")
+RECOMPUTING: dict[str, Callable[[Candidate], EvaluatedCandidate | None]] = {
+    "recompute_all": recompute_all,
+    "recompute_uniform": recompute_uniform,
+    "checkpointing": checkpointing,
+    "levels": fastest_levels,
+}
+"""Functions that place activations in little memory, by side; "levels" is SPPO's."""
+SIDES = (*PACKINGS, *ELASTIC, *RECOMPUTING)
+BASELINES = ("fixed", "recompute_all")
+"""Sides that others are compared with; the first of them that is present is used."""
+
+
+def side_steps(request: Request, *, ranks: int, sides: Sequence[str]) -> dict[str, list[SideStep]]:
+    """Return the steps of each side, planned for a pipeline of `ranks` ranks.
+
+    Raises:
+        MemoryError: A step does not fit.
+    """
+    planner = _planner(request, ranks=ranks, schedule="sppo")
+    found = {side: _in_chunks(planner, request, side) for side in sides if side in PACKINGS}
+    limit = max((held_bytes(step.plan) for step in found.get("fixed", ())), default=None)
+    for side in sides:
+        if side in RECOMPUTING:
+            plan = partial(_recomputing, planner, side=side, share=request.memory_share)
+            found[side] = [_timed(plan, lengths) for lengths in request.lengths]
+        elif side in ELASTIC:
+            planners = [planner]
+            if side == "elastic_auto":
+                # With the small chunks that fit the limit, the simple schedule may be faster.
+                planners.append(_planner(request, ranks=ranks, schedule="auto"))
+            tried = [
+                [_timed(partial(_within, own, limit), lengths) for lengths in request.lengths]
+                for own in planners
+            ]
+            found[side] = min(tried, key=lambda steps: sum(step.plan.step_s for step in steps))
+    return {side: found[side] for side in sides}
+
+
+def figures(plans: Sequence[StepPlan], lengths: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Return the figures of simulated steps, given the tokens of their samples."""
+    seconds = [plan.step_s for plan in plans]
+    candidates = [plan.evaluated.candidate for plan in plans]
+    return {
+        "step_s": seconds,
+        "tokens_per_s": sum(map(sum, lengths)) / sum(seconds),
+        "idle_share": statistics.median(plan.bubble_fraction for plan in plans),
+        "chunks": [len(candidate.lengths) for candidate in candidates],
+        "most_tokens": [max(candidate.lengths) for candidate in candidates],
+        "padding_tokens": [
+            plan.tokens - sum(tokens) for plan, tokens in zip(plans, lengths, strict=True)
+        ],
+        "time_deviation": statistics.median(map(time_deviation, plans)),
+        "length_deviation": statistics.median(deviation(one.lengths) for one in candidates),
+        "held_bytes": max(map(held_bytes, plans)),
+        "recomputed_share": [recomputed_share(plan) for plan in plans],
+        "paced": [bool(candidate.forwards_before_backward) for candidate in candidates],
+        "schedules": [candidate.schedule for candidate in candidates],
+        "virtual_stages": candidates[0].virtual_stages,
+    }
+
+
+def held_bytes(plan: StepPlan) -> int:
+    """Return the peak of the fullest device, without process growth."""
+    return plan.device_peak_bytes - max(rank.device.growth_bytes for rank in plan.evaluated.memory)
+
+
+def recomputed_share(plan: StepPlan) -> float:
+    """Return the share of rows of the attention and linear classes that backward recomputes."""
+    placement = plan.evaluated.placement
+    recomputed = placement.recomputed[:, :, 1:]  # all classes but the layer input
+    rows = recomputed.shape[2] * len(recomputed) * int(placement.tokens.sum())
+    return float(recomputed.sum() / rows)
+
+
+def _planner(request: Request, *, ranks: int, schedule: str) -> StepPlanner:
+    """Return the step planner that ``sppo train`` would use."""
+    keys = {
+        "model": dict(request.model),
+        "data": {"tokens": ".", "samples": "documents"},
+        "sequence": {"length": request.longest},
+        "parallel": {
+            "pipeline_parallel_degree": ranks,
+            "schedule": schedule,
+            "multiplexed": "off",
+        },
+        "train": {"dtype": request.dtype, "samples_per_step": len(request.lengths[0])},
+    }
+    plan = plan_samples(
+        run_of_longest_samples(check_run(keys, source="experiments")),
+        hardware=divide_cpu(request.hardware, ranks, threads=1, cores=ranks),
+        available_bytes=request.free_bytes,
+        steps=request.lengths[:STEPS],
+    )
+    return step_planner(plan)
+
+
+def _in_chunks(planner: StepPlanner, request: Request, side: str) -> list[SideStep]:
+    """Return the steps of a side with the fixed chunk size with which they are fastest together."""
+    more = {"row_tokens": request.row_tokens} if side == "stream" else {}
+
+    def packed(lengths: Sequence[int], size: int) -> Packing:
+        return PACKINGS[side](lengths, chunk_tokens=size, multiple=planner.multiple, **more)
+
+    sizes = chunk_sizes(least=LEAST_CHUNK, most=request.longest)
+    return fastest_side(
+        planner,
+        [partial(packed, lengths) for lengths in request.lengths],
+        sizes=sizes if request.chunk_tokens is None else [request.chunk_tokens],
+    )
+
+
+def _timed(plan: Callable[[Sequence[int]], StepPlan], lengths: Sequence[int]) -> SideStep:
+    begin_s = time.perf_counter()
+    made = plan(lengths)
+    return SideStep(planned(made.packed, lengths), made, time.perf_counter() - begin_s)
+
+
+def _within(planner: StepPlanner, limit: int | None, lengths: Sequence[int]) -> StepPlan:
+    """Return a step of the step planner that holds at most `limit` bytes."""
+    plan = planner.plan(lengths)
+    room = plan.evaluated.device_peak_bytes
+    for _ in range(_ATTEMPTS):
+        excess = 0 if limit is None else held_bytes(plan) - limit
+        if excess <= 0:
+            break
+        room -= excess
+        plan = planner.with_base(_with_memory(planner.base, room)).plan(lengths)
+    return plan
+
+
+def _recomputing(
+    planner: StepPlanner, lengths: Sequence[int], *, side: str, share: float
+) -> StepPlan:
+    """Return a step of a side that recomputes, packed as if everything could be retained.
+
+    Raises:
+        MemoryError: The step does not fit.
+    """
+    packed = planner.plan(lengths).packed
+    hardware = planner.base.workload.hardware
+    node = replace(hardware.node, host_memory_bytes=0, disk_bytes=0)
+    workload = replace(planner.base.workload, hardware=replace(hardware, node=node))
+    candidate = replace(planner.base, workload=workload).with_packed(packed.sequences)
+    least, most = (
+        evaluate_candidate(replace(candidate, policy=policy)).device_peak_bytes
+        for policy in ("recompute", "retain")
+    )
+    found = RECOMPUTING[side](_with_memory(candidate, round(least + share * (most - least))))
+    if found is None:
+        raise MemoryError(f"{side} does not fit: take a larger --memory-share than {share}")
+    return StepPlan(packed, found)
+
+
+def _with_memory(candidate: Candidate, room: int) -> Candidate:
+    """Return the candidate for devices with `room` bytes."""
+    hardware = candidate.workload.hardware
+    device = replace(hardware.device, memory_bytes=room, reserved_bytes=0)
+    workload = replace(candidate.workload, hardware=replace(hardware, device=device))
+    return replace(candidate, workload=workload)
