@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from experiments.harness import ROOT
+from experiments.published import compare, configurations
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory):
-    """Rows of a run of the script."""
-    output = tmp_path_factory.mktemp("published") / "compared.json"
-    script = ROOT / "scripts/compare_published.py"
-    subprocess.run([sys.executable, script, "--output", output], capture_output=True, check=True)
-    return json.loads(output.read_text())["configurations"]
+def compared():
+    return [compare(published) for published in configurations()]
 
 
 def test_every_deviation_has_a_reason(compared):
