@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -15,6 +13,8 @@ from sppo.cli.arguments.bench_request import BenchKeys, asked_grids
 from sppo.cli.arguments.common import Json
 from sppo.cli.command_group import CommandGroup, KeyCommand
 from sppo.cli.exit_codes import exit_codes
+from sppo.cli.output.bench_progress import BenchDisplay
+from sppo.cli.show import emit
 from sppo.config import load_run
 from sppo.config.key_values import read_keys
 from sppo.hardware.description import HardwareSpec
@@ -142,10 +142,9 @@ def bench(
         )
         if output is not None:
             write_json(output, hardware_json(spec))
-    if json_output:
-        typer.echo(json.dumps(_report(spec, found, output=output), allow_nan=False))
-    else:
-        _print(found, output=output)
+    from sppo.cli.output.bench_report import BenchReport
+
+    emit(BenchReport(found, spec, output), as_json=json_output)
 
 
 def _measure(
@@ -163,13 +162,12 @@ def _measure(
     Returns:
         The updated description of this machine, and the measurements.
     """
-    from sppo.bench.memory import check_memory
-    from sppo.bench.report.display import BenchDisplay
-    from sppo.bench.report.hardware_description import (
+    from sppo.bench.hardware_description import (
         describe,
         described_machine,
         starting_description,
     )
+    from sppo.bench.memory import check_memory
     from sppo.bench.suite import BenchRequest, device_to_measure, measure
 
     device = device_to_measure()
@@ -217,35 +215,3 @@ def _copying(
         return CopySetup(disk, default_layer(device))
     name = loaded.model.preset or loaded.model.from_hf or str(run_file)
     return CopySetup(disk, MeasuredLayer(name, loaded.model, loaded.train.dtype))
-
-
-def _report(spec: HardwareSpec, found: Measurements, *, output: Path | None) -> dict[str, Any]:
-    """Return the description of the machine and all measurements as JSON values."""
-    report: dict[str, Any] = {
-        "device": found.device,
-        "wall_s": found.wall_s,
-        "num_timings": len(found.spreads),
-        "worst_spread": max(found.spreads),
-        "output": None if output is None else str(output),
-        "hardware": hardware_json(spec),
-    }
-    if found.backends is not None:
-        report["attention_backends"] = [rate.as_json() for rate in found.backends.rates]
-    if found.copies:
-        report["copies"] = [asdict(copies) for copies in found.copies]
-    if found.messages is not None:
-        report["messages"] = asdict(found.messages)
-    if found.overlap is not None:
-        report["overlap"] = asdict(found.overlap)
-    return report
-
-
-def _print(found: Measurements, *, output: Path | None) -> None:
-    """Print tables, and what was written."""
-    from sppo.bench.report.tables import print_measurements, unsteady_line
-
-    print_measurements(found, console=Console())
-    if output is not None:
-        doubt = "" if unsteady_line(found.spreads) is None else ", with the unsteady figures above"
-        typer.echo(f"written {output}{doubt}")
-        typer.echo(f"in a run file: hardware: {{file: {output}}}")

@@ -20,8 +20,8 @@ from sppo.bench.attention_backends import (
 )
 from sppo.bench.attention_grid import AttentionGrid, AttentionShape, Heads, attention_grid
 from sppo.bench.operands import Operands
-from sppo.bench.report.attention_tables import automatic_line, print_attention
 from sppo.bench.timing import KernelBench, Rounds, Timing
+from sppo.cli.output.bench_attention import automatic_line, print_attention
 from sppo.kernels.triton import launch
 from tests.bench.test_timing import Watcher, bench_of
 

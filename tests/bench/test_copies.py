@@ -11,9 +11,9 @@ import pytest
 
 from sppo.bench import disk, pcie
 from sppo.bench.copies import CopyMeasurements, CopyPoint, busy_rates, measure_point
-from sppo.bench.report.copy_tables import copies_lines
-from sppo.bench.report.hardware_description import describe
+from sppo.bench.hardware_description import describe
 from sppo.bench.suite import Measurements
+from sppo.cli.output.bench_copies import copies_lines
 from sppo.hardware.file import hardware_json, read_hardware
 from sppo.hardware.presets import PRESETS
 from sppo.offload.disk.disk_room import DiskRoom

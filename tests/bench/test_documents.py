@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from sppo.bench.documents import DocumentSeconds, measure_documents
+from sppo.bench.hardware_description import describe
 from sppo.bench.operands import Operands
-from sppo.bench.report.hardware_description import describe
 from sppo.bench.suite import Measurements
 from sppo.bench.timing import KernelBench, Rounds, Timing
 from sppo.cost.layer import Workload, attention_seconds

@@ -12,7 +12,7 @@ from sppo.bench import overlap, pcie
 from sppo.bench.copies import CopyMeasurements, CopyPoint
 from sppo.bench.operands import Operands
 from sppo.bench.overlap import MeasuredLayer, default_layer, measure_overlap
-from sppo.bench.report.copy_tables import copies_lines
+from sppo.cli.output.bench_copies import copies_lines
 from sppo.config.model import ModelConfig
 from sppo.offload.queues import cuda_queues
 from sppo.offload.queues.cuda_queues import CudaQueues

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from sppo.bench import messages, suite
+from sppo.bench.hardware_description import describe
 from sppo.bench.messages import MessageMeasurements, measure_messages
-from sppo.bench.report.hardware_description import describe
 from sppo.config.model import ModelConfig
 from sppo.config.presets import PRESETS as MODELS
 from sppo.cost.candidate import Candidate
@@ -21,7 +21,7 @@ from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.simulated_candidate import simulate_candidate
 from sppo.planning.search.step_prices import least_seconds
 from tests.bench.failing_process import fail
-from tests.bench.report.test_hardware_description import NOTHING
+from tests.bench.test_hardware_description import NOTHING
 from tests.conftest import refuse, succeed
 
 FOUND = MessageMeasurements(2e9, 1e-4, 3e-9, 0.1)

@@ -11,12 +11,12 @@ from rich.console import Console
 
 from sppo.bench import overlap
 from sppo.bench.break_even import BreakEven, OverlapPoint, break_even_tokens, break_evens
+from sppo.bench.hardware_description import describe
 from sppo.bench.operands import Operands
 from sppo.bench.overlap import MeasuredLayer, OverlapMeasurements, added_s_per_byte, measure_overlap
-from sppo.bench.report.copy_tables import break_even_text, overlap_lines, print_overlap
-from sppo.bench.report.hardware_description import describe
-from sppo.bench.report.tables import unsteady_line
 from sppo.bench.suite import Measurements
+from sppo.cli.output.bench_copies import break_even_text, overlap_lines, print_overlap
+from sppo.cli.output.bench_report import unsteady_line
 from sppo.config.model import ModelConfig
 from sppo.hardware.presets import PRESETS
 from tests.bench.test_timing import Watcher

@@ -10,14 +10,14 @@ import pytest
 from sppo.bench import disk, suite
 from sppo.bench.attention_grid import attention_grid
 from sppo.bench.gemm import GemmGrid
-from sppo.bench.report import tables
+from sppo.cli.output import bench_report
 from sppo.hardware import this_machine
 from sppo.hardware.file import hardware_json, read_hardware
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.this_machine import detect_machine
 from sppo.offload.disk.disk_room import DiskRoom
-from tests.bench.report.test_hardware_description import BACKENDS, EVERYTHING, GEMM, NOTHING
 from tests.bench.test_copies import DISK
+from tests.bench.test_hardware_description import BACKENDS, EVERYTHING, GEMM, NOTHING
 from tests.bench.test_overlap import OVERLAP
 from tests.conftest import call, refuse, succeed, tree, write_run
 
@@ -102,7 +102,7 @@ def test_a_second_subject_joins_the_first(measured):
 
 
 def test_unsteady_figures_are_doubted_where_they_are_written(measured, monkeypatch):
-    monkeypatch.setattr(tables, "_STEADY", 0.05)
+    monkeypatch.setattr(bench_report, "_STEADY", 0.05)
     text = succeed("bench", "all", "-o", "hardware.json")
     assert "written hardware.json, with the unsteady figures above" in text
 

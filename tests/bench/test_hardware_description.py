@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from sppo.bench import hardware_description as description
 from sppo.bench.attention_backends import BackendComparison, BackendRate
 from sppo.bench.attention_grid import AttentionShape, Heads
-from sppo.bench.report import hardware_description as description
-from sppo.bench.report.hardware_description import describe, described_machine, starting_description
+from sppo.bench.hardware_description import describe, described_machine, starting_description
 from sppo.bench.suite import Measurements
 from sppo.hardware.file import hardware_json, read_hardware
 from sppo.hardware.presets import PRESETS

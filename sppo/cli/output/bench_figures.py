@@ -1,19 +1,11 @@
-"""Formats of measured figures in tables."""
+"""Formats of measured figures."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rich import box
-from rich.table import Table
-
 NOT_MEASURED = "–"
 _TERA_FROM = 1e13
-
-
-def measurement_table(title: str) -> Table:
-    """Return an empty table with a line below its heading and no frame."""
-    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
 
 
 def flops_unit(rates: Iterable[float]) -> tuple[float, str]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from rich.console import Console
-from rich.table import Table
 
 from sppo.bench.attention_backends import BackendComparison, BackendRate
 from sppo.bench.attention_grid import AttentionShape
-from sppo.bench.report.figures import NOT_MEASURED, flops_unit, format_rates, measurement_table
+from sppo.cli.output.bench_figures import NOT_MEASURED, flops_unit, format_rates
+from sppo.cli.show import say, table
 from sppo.kernels.attention.choice import BackendName
-from sppo.report.lines import print_line
 from sppo.units import counted, format_tokens
 
 _MOST_BEHIND = 0.03
@@ -22,9 +21,12 @@ _AUTOMATIC_MARK = "*"
 
 def print_attention(found: BackendComparison, *, console: Console) -> None:
     """Print a row per shape and a column per back end, then the loss of ``auto`` and the gaps."""
-    console.print(_table(found))
-    for line in (automatic_line(found), *left_out_lines(found)):
-        print_line(line, console)
+    unit, name = flops_unit(rate.forward_flops_per_s for rate in found.rates)
+    title = f"Attention over visible pairs, {name}, measured: forward / backward"
+    say(console, f"{title}; the fastest in bold")
+    headings = ("dtype", "heads", "size", "queries", "keys", *found.backends)
+    console.print(table(headings, _rows(found, unit)))
+    say(console, automatic_line(found), *left_out_lines(found))
 
 
 def automatic_line(found: BackendComparison) -> str:
@@ -54,26 +56,16 @@ def left_out_lines(found: BackendComparison) -> list[str]:
     ]
 
 
-def _table(found: BackendComparison) -> Table:
-    unit, name = flops_unit(rate.forward_flops_per_s for rate in found.rates)
-    table = measurement_table(
-        f"Attention over visible pairs, {name}, measured: forward / backward; the fastest in bold"
-    )
-    table.add_column("dtype")
-    for heading in ("heads", "size", "queries", "keys"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for backend in found.backends:
-        table.add_column(backend, justify="right")
+def _rows(found: BackendComparison, unit: float) -> Iterator[list[str]]:
     for shape, rates in found.by_shape.items():
-        table.add_row(
+        yield [
             shape.dtype,
             str(shape.heads),
             str(shape.head_size),
             format_tokens(shape.queries),
             format_tokens(shape.keys),
             *(_cell(found, shape, rates, backend, unit) for backend in found.backends),
-        )
-    return table
+        ]
 
 
 def _cell(

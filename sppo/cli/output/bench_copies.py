@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from rich.console import Console
-from rich.table import Table
 
 from sppo.bench.break_even import BreakEven
 from sppo.bench.copies import CopyMeasurements
 from sppo.bench.overlap import OverlapMeasurements
-from sppo.bench.report.figures import NOT_MEASURED, measurement_table
-from sppo.report.lines import print_line
+from sppo.cli.output.bench_figures import NOT_MEASURED
+from sppo.cli.show import say, table
 from sppo.units import format_bytes, format_duration, format_tokens
 
 _LENGTH_MARK = "~"
@@ -18,17 +19,28 @@ _LENGTH_MARK = "~"
 
 def print_copies(found: CopyMeasurements, *, console: Console) -> None:
     """Print the rates of copies to one tier, and the rates that plans will use."""
-    console.print(_copies_table(found))
-    for line in copies_lines(found):
-        print_line(line, console)
+    out, back = ("write", "read") if found.tier == "disk" else ("D2H", "H2D")
+    say(console, f"Copies, GB/s, measured: {out} or {back} alone, and both at once")
+    node = ["node"] if _on_nodes(found) else []
+    rates = [out, back, f"both: {out}", f"both: {back}"]
+    headings = ["through", "request", "in flight", *node, *rates]
+    console.print(table(headings, _copy_rows(found)))
+    say(console, *copies_lines(found))
 
 
 def print_overlap(found: OverlapMeasurements, *, console: Console) -> None:
     """Print the copies that overlap with a layer's forward, and the break-even lengths."""
-    console.print(_overlap_table(found))
-    console.print(_break_even_table(found.break_evens))
-    for line in overlap_lines(found):
-        print_line(line, console)
+    say(
+        console,
+        "Compute alone, copy alone, and both: how much of the copy is exposed, and the change of "
+        "compute's time: all of it, matrix products, attention; measured",
+    )
+    headings = ["tokens", "after", "compute", "copy", "exposed", "change", "products", "attention"]
+    console.print(table(headings, _overlap_rows(found), left=0))
+    say(console, "Break-even: tokens of the shortest subsequence whose copy hides")
+    headings = ["context", "everything saved", "layer input + attention output"]
+    console.print(table(headings, _break_even_rows(found.break_evens), left=0))
+    say(console, *overlap_lines(found))
 
 
 def copies_lines(found: CopyMeasurements) -> list[str]:
@@ -72,41 +84,28 @@ def break_even_text(tokens: float, *, measured: bool) -> str:
     return f"{'' if measured else _LENGTH_MARK}{rounded}"
 
 
-def _copies_table(found: CopyMeasurements) -> Table:
-    names = ("write", "read") if found.tier == "disk" else ("D2H", "H2D")
-    table = measurement_table(
-        f"Copies, GB/s, measured: {names[0]} or {names[1]} alone, and both at once"
-    )
-    table.add_column("through", no_wrap=True)
-    bound = any(point.numa_node is not None for point in found.points)
-    headings = ("request", "in flight", *(("node",) if bound else ()))
-    for heading in (*headings, *names, *(f"both: {name}" for name in names)):
-        table.add_column(heading, justify="right")
+def _on_nodes(found: CopyMeasurements) -> bool:
+    return any(point.numa_node is not None for point in found.points)
+
+
+def _copy_rows(found: CopyMeasurements) -> Iterator[list[str]]:
     for point in found.points:
         node = NOT_MEASURED if point.numa_node is None else str(point.numa_node)
-        table.add_row(
+        yield [
             point.how,
             format_bytes(point.request_bytes),
             str(point.in_flight),
-            *((node,) if bound else ()),
+            *([node] if _on_nodes(found) else []),
             _giga(point.out_alone_bytes_per_s),
             _giga(point.back_alone_bytes_per_s),
             _giga(point.out_bytes_per_s),
             _giga(point.back_bytes_per_s),
-        )
-    return table
+        ]
 
 
-def _overlap_table(found: OverlapMeasurements) -> Table:
-    table = measurement_table(
-        "Compute alone, copy alone, and both: how much of the copy is exposed, and the change of "
-        "compute's time: all of it, matrix products, attention; measured"
-    )
-    headings = ("tokens", "after", "compute", "copy", "exposed", "change", "products", "attention")
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+def _overlap_rows(found: OverlapMeasurements) -> Iterator[list[str]]:
     for point in found.points:
-        table.add_row(
+        yield [
             format_tokens(point.tokens),
             format_tokens(point.context),
             format_duration(point.compute_s),
@@ -115,21 +114,16 @@ def _overlap_table(found: OverlapMeasurements) -> Table:
             f"{point.slowdown:+.1%}",
             f"{point.products_copying_s / point.products_s - 1:+.1%}",
             f"{point.attention_copying_s / point.attention_s - 1:+.1%}",
-        )
-    return table
+        ]
 
 
-def _break_even_table(found: tuple[BreakEven, ...]) -> Table:
-    table = measurement_table("Break-even: tokens of the shortest subsequence whose copy hides")
-    for heading in ("context", "everything saved", "layer input + attention output"):
-        table.add_column(heading, justify="right")
+def _break_even_rows(found: tuple[BreakEven, ...]) -> Iterator[list[str]]:
     for row in found:
-        table.add_row(
+        yield [
             format_tokens(row.context),
             break_even_text(row.everything_tokens, measured=row.everything_measured),
             break_even_text(row.kept_tokens, measured=row.kept_measured),
-        )
-    return table
+        ]
 
 
 def _giga(rate: float) -> str:

@@ -1,1 +1,0 @@
-"""Reports of measured rates: tables and a hardware description."""
