@@ -236,8 +236,8 @@ class _Side:
 
     def draw(self, path: Path) -> None:
         """Draw the simulated and the executed timeline of the last step."""
-        from sppo.schedule.simulation.simulate import simulate
         from sppo.plots.timeline import write_png
+        from sppo.schedule.simulation.simulate import simulate
 
         plan = self._steps[-1].plan
         simulated = simulate(plan.program, costs=plan.evaluated.costs)
