@@ -268,12 +268,7 @@ def _details(module: Any) -> str:
 
 def schedules_page() -> str:
     """Return the page of schedules."""
-    from sppo.schedule.orders.names import (
-        DESCRIPTIONS,
-        WHOLE_SEQUENCES,
-        WITH_VIRTUAL_STAGES,
-        schedule_names,
-    )
+    from sppo.schedule.orders.names import DESCRIPTIONS, WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
 
     cells = [
         (
@@ -289,45 +284,11 @@ def schedules_page() -> str:
             "# Schedules",
             "`parallel.schedule` and `sppo simulate schedule=NAME` take these names; `auto` is the "
             "fastest one simulated. [Schedules, with drawn examples](../explanation/schedules.md) "
-            "says how to read them, [add a schedule](../howto/schedule.md) how to write one.",
+            "says how to read them and what they are worth, [add a "
+            "schedule](../howto/schedule.md) how to write one.",
             _table(("name", "order", "units", "stages on a rank"), cells),
-            "## What they are worth",
-            "*Simulated*: four ranks; a forward of a unit on a stage takes 1 and each half of its "
-            "backward 1, where a rank has two stages, and twice that where it has one; messages "
-            "are free. One sequence of eight subsequences, and four sequences of two. Schedules of "
-            "whole sequences run each sequence as one unit. Idle is the share of all ranks' time; "
-            "memory is that of the fullest rank, in what the forward of a unit leaves on all of a "
-            "rank's layers.",
-            _simulated_table(schedule_names()),
         ]
     )
-
-
-def _simulated_table(names: Iterable[str]) -> str:
-    from sppo.schedule.abstract import AbstractCase, compared_case
-    from sppo.schedule.simulation.simulate import simulate
-
-    rows = []
-    for name in names:
-        cells: list[str] = []
-        for sequences, subsequences in ((1, 8), (4, 2)):
-            request = AbstractCase(
-                schedule="looped_bfs",
-                ranks=4,
-                virtual=2,
-                sequences=sequences,
-                subsequences=subsequences,
-                backward=1,
-                weight=1,
-            )
-            case = compared_case(request, name=name)
-            timeline = simulate(case.schedule, costs=case.costs)
-            peak = max(track.memory["total"].peak_bytes for track in timeline.ranks)
-            step, idle = timeline.makespan_s, timeline.bubble_fraction
-            cells += [f"{step:.4g}", f"{idle:.1%}", f"{peak / 2:.3g}"]
-        rows.append((f"`{name}`", *cells))
-    header = ("name", "1 x 8: step", "idle", "memory", "4 x 2: step", "idle", "memory")
-    return _table(header, rows)
 
 
 def presets_page() -> str:
