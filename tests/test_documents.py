@@ -27,6 +27,7 @@ SHORTER = {
     "OMP_WAIT_POLICY=passive python -m experiments.offload": " --length 512 --steps 1",
     "sppo bench": " --quick",
     "sppo train run.yaml": f" {SHORT}",
+    "sppo train configs/run/tutorial.yaml": f" {SHORT}",
     "sppo eval run.yaml": f" {SHORT}",
     "sppo train short.yaml": " train.steps=2 train.sequences_per_step=1",
     "sppo train long.yaml": f" {STRETCHED} train.steps=2 train.sequences_per_step=1",
