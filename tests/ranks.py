@@ -21,7 +21,7 @@ from unittest import mock
 WORLD_SIZE = 8
 TIMEOUT_S = 40.0
 PRELOADED = (
-    "tests.engine.pipelined",
+    "tests.random_training.run_leg",
     "tests.training.whole_runs.test_parallel_runs",
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",

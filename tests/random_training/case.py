@@ -32,7 +32,12 @@ FAMILIES = {
     "qwen3": {"qk_norm": True},
     "mistral": {},
     "gpt2": _GPT,
-    "layernorm, rotary, gelu": {"norm": "layernorm", "mlp": "gelu", "output_bias": True},
+    "layernorm, rotary, q/k-norm, gelu": {
+        "norm": "layernorm",
+        "qk_norm": True,
+        "mlp": "gelu",
+        "output_bias": True,
+    },
     "learned positions, q/k-norm": {"position": "learned", "qk_norm": True, "max_positions": 128},
 }
 ROPES = {
@@ -71,6 +76,7 @@ class Shape(_Short):
     window: int | None = None
     window_from: int = 0
     rope: str = ""
+    norm_eps: float = 1e-5
 
     def config(self) -> ModelConfig:
         return ModelConfig.model_validate(
@@ -87,6 +93,7 @@ class Shape(_Short):
                 "sliding_window": self.window,
                 "sliding_window_first_layer": self.window_from,
                 "rope_scaling": ROPES[self.rope],
+                "norm_eps": self.norm_eps,
             }
         )
 
@@ -104,6 +111,10 @@ class Samples(_Short):
     samples_per_step: int = 0
     tokens_per_step: int = 0
     """One of the two says how large a step is."""
+    mixed: bool = False
+    """Whether every unit has a level of its own instead of what the policy decides."""
+    pace: float | None = None
+    """Share of the forwards that the schedule begins ahead; None: as it is planned."""
 
 
 @dataclass(frozen=True, repr=False)

@@ -72,6 +72,8 @@ class _Draw:
             longer=self._pick(["cut", "drop"]),
             samples_per_step=most if by_samples else 0,
             tokens_per_step=0 if by_samples else longest * replicas + 7 * (most - replicas),
+            mixed=self._chance(0.3),
+            pace=self._pick([None, None, 0.0, 0.5]),
         )
 
     def _of_samples(self, leg: Leg, samples: Samples) -> Leg:

@@ -54,6 +54,12 @@ class StepResult:
     """Masters and moments after the step."""
     executed: tuple[str, ...]
     program: tuple[str, ...]
+    peaks: Any
+    """Bytes that the engine held at most."""
+    shards_held: Any
+    """By stage, what was held at most to compute pieces of its units."""
+    copies: Any
+    """What moved to the other tier and back."""
 
 
 def run_leg(
@@ -194,6 +200,9 @@ class _Rank:
             _copied(shared.blocks(self._optimizer.state())),
             tuple(str(executed.action) for executed in done.trace),
             tuple(map(str, done.schedule.programs[self._mesh.at.pipeline])),
+            self._engine.take_peaks(),
+            self._engine.most_shards_held,
+            self._engine.take_copies(),
         )
 
     def _resume(self, shared: ShardedState, state: Mapping[str, Tensor]) -> None:

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 
 from sppo.config.model import ModelConfig
 from sppo.cost.candidate import Candidate
+from sppo.cost.layer import Workload
 from sppo.cost.state_tiers import StateTiers
 from sppo.data.order import SequenceOrder
 from sppo.data.samples.document_samples import DocumentSamples
 from sppo.data.samples.sample_table import SampleTable, sample_table
 from sppo.engine.step_programs import PlannedStep
 from sppo.engine.unit import SequenceData
+from sppo.hardware.presets import PRESETS
 from sppo.kernels.labels import IGNORED_LABEL
+from sppo.planning.elastic.levels import LEVELS, OFFLOADING_LEVELS, Level, _level_choice
+from sppo.planning.elastic.pacing import can_be_paced
 from sppo.planning.elastic.packing import PADDING
 from sppo.planning.elastic.packing_search import PackingSearch
 from sppo.planning.elastic.step_plan import StepPlan, StepPlanner
-from tests.engine.packed_steps import base_candidate, joined, padding
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
+from sppo.planning.search.evaluation import evaluate_candidate
+from sppo.planning.search.simulated_candidate import simulate_candidate
 from tests.random_training.case import Case, Leg, Samples
+from tests.schedule.pacing import forwards_between
 
 ReplicaStep = tuple[list[SequenceData], list[tuple[int, ...]], PlannedStep]
 """Sequences of a replica, their boundaries, and what the engine follows."""
@@ -71,7 +80,7 @@ def planned_samples(case: Case, leg: int, step: int) -> list[ReplicaStep]:
     planner = StepPlanner(PackingSearch(base, samples.longest, how.slices, 1, tries_sizes=False))
     found = []
     for replica in planner.divided(data.lengths(own)):
-        plan = _plan(planner, data.lengths([own[index] for index in replica]))
+        plan = _plan(planner, data.lengths([own[index] for index in replica]), samples, how.tier)
         table = data.table
         read = [
             _sample(case, int(table.starts[own[n]]), int(table.lengths[own[n]])) for n in replica
@@ -89,9 +98,43 @@ def planned_samples(case: Case, leg: int, step: int) -> list[ReplicaStep]:
 
 
 @lru_cache(maxsize=64)
-def _plan(planner: StepPlanner, lengths: tuple[int, ...]) -> StepPlan:
-    """Plan a step once for all ranks."""
-    return planner.plan(lengths)
+def _plan(planner: StepPlanner, lengths: tuple[int, ...], samples: Samples, tier: str) -> StepPlan:
+    """Plan a step once for all ranks.
+
+    Args:
+        planner: of the run.
+        lengths: tokens of each sample of a replica.
+        samples: say whether levels and pace are others than planned.
+        tier: that levels may offload to, if any.
+    """
+    plan = planner.plan(lengths)
+    candidate = plan.evaluated.candidate
+    if samples.pace is not None and can_be_paced(candidate):
+        counts = forwards_between(
+            candidate.schedule,
+            num_ranks=candidate.pipeline_parallel_degree,
+            lengths=candidate.sequence_lengths,
+            share=samples.pace,
+        )
+        candidate = replace(candidate, forwards_before_backward=counts)
+    if samples.mixed:
+        evaluated = _with_mixed_levels(candidate, offloads=bool(tier))
+    elif candidate is plan.evaluated.candidate:
+        return plan
+    else:
+        evaluated = evaluate_candidate(candidate)
+    return StepPlan(plan.packed, simulate_candidate(evaluated))
+
+
+def _with_mixed_levels(candidate: Candidate, *, offloads: bool) -> EvaluatedCandidate:
+    """The candidate with any level for each unit of each stage, cut at any row."""
+    levels = list(OFFLOADING_LEVELS if offloads else LEVELS)
+    if offloads and candidate.workload.sequence_parallel == "ulysses":
+        levels += [Level(*shares) for shares in ((0.5, 0.5), (0.5, 1.0), (0.0, 0.3), (0.7, 0.0))]
+    with mock.patch("sppo.planning.elastic.levels.ROW_ALIGNMENT", 1):
+        choice = _level_choice(candidate, levels=levels, counts_shares=False)
+    shape = candidate.num_stages, len(candidate.lengths)
+    return choice.evaluated(np.random.default_rng(0).integers(0, len(levels), shape))
 
 
 def _base(leg: Leg, model: ModelConfig) -> Candidate:
@@ -153,3 +196,52 @@ def _sample(case: Case, start: int, length: int) -> SequenceData:
     labels = stream[start + 1 : start + length + 1].clone()
     labels[~counts[start + 1 : start + length + 1]] = IGNORED_LABEL
     return SequenceData(stream[start : start + length], labels)
+
+
+def joined(samples: Iterable[SequenceData]) -> SequenceData:
+    """Samples side by side in one sequence, each a document of its own."""
+    parts = list(samples)
+    starts = torch.tensor([0, *(len(data.tokens_S) for data in parts[:-1])]).cumsum(0)
+    return SequenceData(
+        torch.cat([data.tokens_S for data in parts]),
+        torch.cat([data.labels_S for data in parts]),
+        tuple(starts.tolist()),
+    )
+
+
+def padding(tokens: int) -> SequenceData:
+    """Tokens that belong to no sample."""
+    nothing = torch.zeros(tokens, dtype=torch.int64)
+    return SequenceData(nothing, nothing.new_full((tokens,), IGNORED_LABEL))
+
+
+def base_candidate(
+    model: ModelConfig,
+    *,
+    degrees: tuple[int, int, int] = (1, 1, 1),
+    sequence_parallel: str = "ulysses",
+    **options: Any,
+) -> Candidate:
+    """What a run of samples is planned for, on a machine with room for everything.
+
+    Args:
+        model: the shape.
+        degrees: dp, pp, sp.
+        sequence_parallel: ulysses or megatron.
+        options: further attributes of the candidate.
+    """
+    data, pipeline, sequence = degrees
+    workload = Workload(
+        model,
+        PRESETS["a100-80g"],
+        dtype="fp32",
+        sequence_parallel_degree=sequence,
+        sequence_parallel=sequence_parallel,
+    )
+    return Candidate(
+        workload,
+        (1,),  # every step has sequences of its own
+        pipeline_parallel_degree=pipeline,
+        data_parallel_degree=data,
+        **options,
+    )

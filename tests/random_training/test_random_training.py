@@ -16,6 +16,7 @@ from tests.random_training.case import Case, Leg, Shape
 from tests.random_training.draw import draw
 from tests.random_training.emulated_ranks import Distributed, run_emulated
 from tests.random_training.mutations import MUTATIONS
+from tests.random_training.pinned_cases import PINNED
 from tests.random_training.training import faults_of
 from tests.random_training.turns import Deadlock, Turns
 from tests.tiers import default_of, examples, exhaustive
@@ -49,11 +50,9 @@ def test_ranks_that_are_processes(ranks):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
-def test_an_embedding_tied_to_a_head_of_its_rank_is_added_up_once(zero):
-    """Both ends of the model are stages of each rank, and reduced bucket by bucket."""
-    leg = Leg(dp=2, virtual=2, schedule="looped_bfs", cuts=(0, 5, 9), zero=zero, bucket_bytes=400)
-    assert faults_of(Case(dtype="fp64", model=Shape(tied=True, layers=3), legs=(leg,))) == []
+@pytest.mark.parametrize("name", PINNED)
+def test_every_number_of_a_pinned_training(name):
+    assert faults_of(PINNED[name]) == []
 
 
 @pytest.mark.parametrize(

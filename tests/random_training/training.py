@@ -10,7 +10,7 @@ from typing import Any
 from tests.random_training.case import Case
 from tests.random_training.emulated_ranks import run_emulated
 from tests.random_training.oracle import first_state, step_faults
-from tests.random_training.run_leg import run_leg
+from tests.random_training.run_leg import StepResult, run_leg
 from tests.ranks import RankPool
 
 _MEMORY = "/dev/shm"
@@ -26,6 +26,17 @@ def emulated(case: Case) -> RunRanks:
         return run_emulated(function, *arguments, ranks=ranks, seed=case.seed)
 
     return run
+
+
+def results_of(case: Case, *, disk: str = "") -> list[list[StepResult]]:
+    """What each rank has of each step of the first leg.
+
+    Args:
+        case: to run.
+        disk: directory of a disk tier.
+    """
+    ranks = case.legs[0].num_ranks
+    return emulated(case)(run_leg, case, 0, first_state(case), disk, ranks=ranks)
 
 
 def faults_of(case: Case, pool: RankPool | None = None) -> list[str]:

@@ -1,4 +1,7 @@
-"""Multiplexed sequence partitioning: shards of units on several ranks, in float64."""
+"""Multiplexed sequence partitioning: what ranks hold, move and wait for; numbers are pinned cases.
+
+:mod:`tests.random_training.pinned_cases` has those.
+"""
 
 from unittest import mock
 
@@ -9,108 +12,58 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sppo.cost.live_sets.shard_live_sets import BORROWED_LAYERS
 from sppo.engine.msp.attention import MspAttention
 from sppo.engine.msp.shard import MspShard
-from tests.engine.models import VARIANTS
-from tests.engine.offloading import RatioRows
-from tests.engine.pipelined import Case, answers_of, run_case
-from tests.engine.test_pipeline import check
-from tests.tiers import each_once, exhaustive
+from tests.random_training.case import Shape
+from tests.random_training.oracle import first_state
+from tests.random_training.pinned_cases import MSP, case
+from tests.random_training.run_leg import run_leg
+from tests.random_training.training import results_of
+from tests.tiers import exhaustive
 
-CUTS = {
-    2: (0, 9, 23),
-    4: (0, 9, 14, 21, 30),
-    5: (0, 6, 15, 19, 26, 33),
-    9: (0, 7, 12, 18, 22, 29, 34, 40, 45, 49),
-}
+KEYS_OF_TWO = Shape("qwen3", kv_heads=2, head_size=6)
+TEN = (0, 7, 12, 18, 22, 29, 34, 40, 45, 49)
+FIVE = (0, 6, 15, 19, 26, 33)
 
 
-def shards_of(answers):
+def shards_of(results):
     """Actions of the first step that are shards."""
-    return {a for answer in answers for a in answer[0][4] if "[" in a and a[1] in "FB"}
-
-
-@pytest.mark.parametrize(("shards", "num_ranks"), each_once(CUTS, [2, 3, 4]))
-def test_gradients(ranks, num_ranks, shards):
-    case = Case(shape=(1, num_ranks, 1), schedule="sppo_msp", cuts=(CUTS[shards],))
-    assert shards_of(check(ranks, case))
-
-
-@pytest.mark.parametrize(("variant", "policy"), each_once(VARIANTS, ["retain", "recompute"]))
-def test_every_model(ranks, variant, policy):
-    check(ranks, Case(variant, schedule="sppo_msp", cuts=(CUTS[4],), policy=policy))
+    return {a for steps in results for a in steps[0].program if "[" in a and a[1] in "FB"}
 
 
 @pytest.mark.parametrize(
-    "shape", [(1, 2, 4), *exhaustive((1, 2, 2), (1, 3, 2), (2, 2, 1), (2, 2, 2))]
+    "name", ["shared tokens", "stages of a rank", *exhaustive("all axes", "offloading")]
 )
-@pytest.mark.parametrize("policy", ["keep_attention", *exhaustive("recompute")])
-def test_with_sequence_and_data_parallelism(ranks, shape, policy):
-    sizes = {"num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_size": 6}
-    cuts = ((0, 17, 33, 49, 60),) if shape[2] == 4 else (CUTS[5],)
-    case = Case(shape=shape, schedule="sppo_msp", cuts=cuts, policy=policy, sizes=sizes)
-    assert shards_of(check(ranks, case))
+def test_units_of_the_pinned_cases_are_cut(name, tmp_path):
+    """At both ends of the order, where a rank has several stages."""
+    one = MSP[name]
+    (leg,) = one.legs
+    found = {
+        int(a.split("F")[0]) for a in shards_of(results_of(one, disk=str(tmp_path))) if "F" in a
+    }
+    last = leg.num_stages - 1
+    assert {0, last} <= found <= {*range(leg.pp), *range(last - leg.pp + 1, last + 1)}
 
 
 @pytest.mark.parametrize("shape", [(1, 4, 1), *exhaustive((1, 2, 1), (1, 3, 2))])
-def test_what_a_helper_holds_of_others(ranks, shape):
+def test_what_a_helper_holds_of_others(shape):
     """Two layers' weights, or a stage's one, and one layer's K/V prefix with its gradient."""
-    layers = 1 if shape[1] == 2 else 3
-    sizes = {"num_layers": layers * shape[1], "num_heads": 4, "num_kv_heads": 2, "head_size": 6}
-    cuts = CUTS[9 if shape[2] == 1 else 5]
-    case = Case(shape=shape, schedule="sppo_msp", cuts=(cuts,), sizes=sizes)
-    answers = answers_of(ranks, case)
+    _, pp, sp = shape
+    layers = 1 if pp == 2 else 3
+    cuts = TEN if sp == 1 else FIVE
+    one = case(KEYS_OF_TWO, layers * pp, pp=pp, sp=sp, schedule="sppo_msp", cuts=cuts)
     element_bytes, tokens = 8, cuts[-1]
-    prefix_bytes = 2 * tokens * (2 // shape[2]) * 6 * (element_bytes + element_bytes)
+    prefix_bytes = 2 * tokens * (2 // sp) * 6 * (element_bytes + element_bytes)
+    mesh = one.legs[0].mesh_shape(one.model.config())
     helped = 0
-    for rank, answer in enumerate(answers):
-        own = case.mesh.coordinates(rank).pipeline
-        for stage, held in answer[-1][6].items():
+    for rank, steps in enumerate(results_of(one)):
+        own = mesh.coordinates(rank).pipeline
+        for stage, held in steps[-1].shards_held.items():
             if stage == own:
                 assert held.prefix_bytes == held.layers == 0
                 continue
             assert held.layers <= min(BORROWED_LAYERS, layers)
             assert held.prefix_bytes <= prefix_bytes
             helped += held.layers > 0
-    assert helped == shape[1] * (shape[1] - 1) * shape[2]
-
-
-@pytest.mark.parametrize(("shape", "virtual"), each_once([(1, 3, 1), (2, 2, 1)], [2, 3]))
-def test_several_stages_on_a_rank(ranks, shape, virtual):
-    """One more layer than stages, and at both ends of the looped order units that ranks share."""
-    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_size": 6}
-    case = Case(
-        shape=shape,
-        schedule="sppo_msp",
-        virtual=virtual,
-        cuts=(CUTS[5], CUTS[4]),
-        sizes={"num_layers": shape[1] * virtual + 1, **sizes},
-        steps=2,
-    )
-    shards = shards_of(check(ranks, case))
-    found = {int(action.split("F")[0]) for action in shards if "F" in action}
-    last = shape[1] * virtual - 1
-    assert 0 in found
-    assert last in found
-    assert found <= {*range(shape[1]), *range(last - shape[1] + 1, last + 1)}
-
-
-@pytest.mark.parametrize("virtual", [2, *exhaustive(1)])
-@pytest.mark.parametrize("num_ranks", [2, *exhaustive(3)])
-@pytest.mark.parametrize("ratio", [1.0, *exhaustive(0.3)])
-def test_with_tensors_moved_to_a_disk(ranks, tmp_path, num_ranks, ratio, virtual):
-    sizes = {"num_layers": num_ranks * virtual}
-    model = Case(sizes=sizes).model()
-    rows = RatioRows(model, 8, ratio, alignment=1)
-    case = Case(
-        shape=(1, num_ranks, 1),
-        schedule="sppo_msp",
-        virtual=virtual,
-        sizes=sizes,
-        cuts=(CUTS[5], CUTS[5]),
-        placement_of=rows,
-        directory=tmp_path,
-        steps=2,
-    )
-    assert shards_of(check(ranks, case))
+    assert helped == pp * (pp - 1) * sp
 
 
 class NoIndices(TorchDispatchMode):
@@ -122,7 +75,7 @@ class NoIndices(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def without_host_waits(rank, case):
+def without_host_waits(rank, one):
     """A step in which attention uses no indices and no rank holds up its host for the others."""
 
     def attend(act):
@@ -140,23 +93,17 @@ def without_host_waits(rank, case):
         mock.patch.object(MspShard, "take", taken),
         mock.patch.object(dist, "barrier", barrier),
     ):
-        return len(run_case(rank, case))
+        return len(run_leg(rank, one, 0, first_state(one), ""))
 
 
 def test_no_host_waits_for_another(ranks):
-    sizes = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_size": 6}
-    case = Case(shape=(1, 2, 2), schedule="sppo_msp", cuts=((0, 17, 33, 49, 60),), sizes=sizes)
-    assert ranks.run(without_host_waits, case, ranks=4) == [1] * 4
+    one = case(KEYS_OF_TWO, 2, pp=2, sp=2, schedule="sppo_msp", cuts=(0, 17, 33, 49, 60))
+    assert ranks.run(without_host_waits, one, ranks=4) == [1] * 4
 
 
-def test_the_file_holds_what_a_rank_runs_and_no_more(ranks, tmp_path):
-    sizes = {"hidden_size": 128, "mlp_size": 256}
-    rows = RatioRows(Case(sizes=sizes).model(), 8, 1.0, alignment=1)
-    case = Case(
-        schedule="sppo_msp", cuts=(CUTS[5],), placement_of=rows, directory=tmp_path, sizes=sizes
-    )
-    answers = answers_of(ranks, case)
-    assert shards_of(answers)
-    for answer in answers:
-        copies = answer[-1][8]
-        assert copies.total_out_bytes <= copies.disk_bytes <= 1.2 * copies.total_out_bytes
+def test_the_file_holds_what_a_rank_runs_and_no_more(tmp_path):
+    wide = Shape("qwen3", 4, hidden=128, kv_heads=2, head_size=6, mlp_size=256)
+    one = case(wide, pp=2, schedule="sppo_msp", ratio=1.0, cuts=FIVE)
+    for steps in results_of(one, disk=str(tmp_path)):
+        copies = steps[-1].copies
+        assert 0 < copies.total_out_bytes <= copies.disk_bytes <= 1.2 * copies.total_out_bytes

@@ -1,9 +1,9 @@
-"""ZeRO-2 and 3: gradients reduced after each use, weights gathered before, against one process."""
+"""ZeRO-2 and 3: when gradients are reduced, and how much of them and of weights is whole."""
 
+from dataclasses import replace
 from math import prod
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from sppo.cost.parameters import layer_shapes, outer_shapes, parameter_shapes
@@ -12,19 +12,15 @@ from sppo.engine.providers.sharded_gradients import ShardedGradients
 from sppo.model.gradients import zero_gradients
 from sppo.parallel.gradient_reduce_scatter import GradientMessage, GradientReduceScatter
 from tests.engine.models import random_weights, tiny_model
-from tests.engine.offloading import RatioRows
-from tests.engine.pipelined import Case, run_case
-from tests.engine.test_pipeline import CUTS_FOR_TWO, UNEVEN, check
-from tests.tiers import each_once, exhaustive
+from tests.random_training.pinned_cases import GQA, TWO, case
+from tests.random_training.training import results_of
+from tests.tiers import exhaustive
 
 ELEMENT = 8
-SHAPES = [(2, 1, 1), (3, 1, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)]
-UNTIED, TIED = "mqa, window, biases", "tied, yarn, all biases"
 
 
-def most_gathered_bytes(case, count):
+def most_gathered_bytes(model, count):
     """Two layers, or the largest part outside of them, with every rank's rows made equal."""
-    model = case.model()
 
     def size(shapes):
         return ELEMENT * sum(
@@ -40,80 +36,16 @@ def most_gathered_bytes(case, count):
 
 
 @pytest.mark.parametrize(
-    ("shape", "variant", "schedule", "zero"),
-    each_once(SHAPES, [UNTIED, TIED], ["sppo", "seq_zb_h1"], [2, 3]),
-    ids=str,
-)
-def test_gradients_of_steps_in_a_row(ranks, shape, variant, schedule, zero):
-    sequences = 1 if schedule == "seq_zb_h1" and shape[1] == 1 else 2
-    cuts = CUTS_FOR_TWO[:sequences]
-    check(ranks, Case(variant, shape=shape, schedule=schedule, cuts=cuts, steps=2, zero=zero))
-
-
-@pytest.mark.parametrize(
-    ("variant", "policy", "zero"),
-    each_once(
-        ["gpt", "mixed: layernorm, rotary, q/k-norm, linear"], ["retain", "recompute"], [2, 3]
-    ),
-)
-def test_gradients_of_other_models(ranks, variant, policy, zero):
-    check(ranks, Case(variant, shape=(2, 2, 2), policy=policy, cuts=CUTS_FOR_TWO, zero=zero))
-
-
-@pytest.mark.parametrize("zero", [3, *exhaustive(2)])
-@pytest.mark.parametrize("schedule", ["interleaved_seq1f1b", *exhaustive("interleaved_1f1b")])
-def test_gradients_of_stages_taking_turns(ranks, schedule, zero):
-    cuts = UNEVEN if schedule == "interleaved_seq1f1b" else ((0, 9), (0, 5), (0, 17))
-    case = Case(shape=(2, 2, 1), schedule=schedule, virtual=2, cuts=cuts, zero=zero)
-    check(ranks, case)
-
-
-@pytest.mark.parametrize("variant", [TIED, *exhaustive(UNTIED)])
-@pytest.mark.parametrize("shape", [(2, 2, 1), *exhaustive((1, 2, 2), (2, 3, 1))], ids=str)
-def test_gradients_of_shards_that_others_run(ranks, shape, variant):
-    """MSP: what borrowers send home is added before the owners reduce it."""
-    cuts = ((0, 12, 25, 41), (0, 12, 25, 41))
-    sizes = {"num_layers": 4}
-    case = Case(variant, shape=shape, schedule="sppo_msp", cuts=cuts, sizes=sizes, steps=2, zero=2)
-    check(ranks, case)
-
-
-@pytest.mark.parametrize("zero", [3, *exhaustive(2)])
-def test_offloading_changes_no_bit(ranks, tmp_path, zero):
-    model = tiny_model(UNTIED, num_layers=4)
-    found = []
-    for ratio in (None, 0.5):
-        rows = ratio and RatioRows(model, 8, ratio, alignment=1)
-        case = Case(
-            UNTIED,
-            shape=(2, 2, 1),
-            cuts=CUTS_FOR_TWO,
-            policy="retain",
-            placement_of=rows,
-            directory=ratio and str(tmp_path),
-            zero=zero,
-        )
-        found.append(ranks.run(run_case, case, ranks=4))
-    for retained, offloaded in zip(*found, strict=True):
-        assert offloaded[0][8].total_out_bytes > 0
-        assert retained[0][0] == offloaded[0][0]
-        for name, (place, gradient) in retained[0][2].items():
-            assert offloaded[0][2][name][0] == place
-            assert torch.equal(offloaded[0][2][name][1], gradient)
-
-
-@pytest.mark.parametrize(
     ("vocab_size", "which"), [(8, 0), (2000, 1)], ids=["two layers", "embedding"]
 )
 @pytest.mark.parametrize("zero", [3, *exhaustive(2)])
-def test_no_more_than_two_layers_or_the_largest_outer_part(ranks, vocab_size, which, zero):
-    sizes = {"num_layers": 4, "vocab_size": vocab_size}
-    case = Case(shape=(3, 1, 1), cuts=UNEVEN[:2], zero=zero, sizes=sizes)
-    most = most_gathered_bytes(case, 3)  # weights are float64, too
+def test_no_more_than_two_layers_or_the_largest_outer_part(vocab_size, which, zero):
+    one = case(replace(GQA, vocab_size=vocab_size), 4, dp=3, zero=zero, **TWO)
+    most = most_gathered_bytes(one.model.config(), 3)  # weights are float64, too
     assert max(most) == most[which]
-    for answer in ranks.run(run_case, case, ranks=3):
-        assert answer[0][5].whole_gradients_bytes == max(most)
-        assert answer[0][5].gathered_bytes == (max(most) if zero == 3 else 0)
+    for (result,) in results_of(one):
+        assert result.peaks.whole_gradients_bytes == max(most)
+        assert result.peaks.gathered_bytes == (max(most) if zero == 3 else 0)
 
 
 def provider(rank, model, **options):
