@@ -14,9 +14,8 @@ from sppo.cli.arguments.common import Json, Overrides, RunFile
 from sppo.cli.arguments.planned_run import PLANNED_FOR_LONGEST
 from sppo.cli.exit_codes import exit_codes
 from sppo.cli.output.estimate import EstimateReport
-from sppo.cli.show import emit, say, working
+from sppo.cli.show import emit, say
 from sppo.config import load_run
-from sppo.planning.baselines import Baseline, baselines
 from sppo.planning.estimate import Estimate
 
 if TYPE_CHECKING:
@@ -26,12 +25,6 @@ if TYPE_CHECKING:
 def estimate(
     run_file: RunFile,
     overrides: Overrides = None,
-    compare: Annotated[
-        bool,
-        typer.Option(
-            "--baselines", help="Also the longest sequence that fits here, trained in other ways."
-        ),
-    ] = False,
     trace: Annotated[
         bool,
         typer.Option(
@@ -58,7 +51,6 @@ def estimate(
     data, nor the weights, nor the machine that is planned for.
 
         sppo estimate configs/run/gpt_7b_512k_32gpu.yaml sequence.length=4Mi
-        sppo estimate configs/run/gpt_7b_512k_32gpu.yaml --baselines
         sppo estimate configs/run/llama_1b_1m_1gpu.yaml sequence.length=64Ki --trace
     """
     with exit_codes():
@@ -68,9 +60,8 @@ def estimate(
         found = estimate_run(run)
         if run.data.samples == "documents":
             typer.echo(PLANNED_FOR_LONGEST, err=True)
-        rows = _baselines(found, quiet=json_output) if compare else ()
         traced = _trace(found, layers=layers) if trace else None
-    emit(EstimateReport(found, rows, traced), as_json=json_output)
+    emit(EstimateReport(found, traced), as_json=json_output)
 
 
 def _trace(found: Estimate, *, layers: int | None) -> TracedStep:
@@ -94,14 +85,3 @@ def _trace(found: Estimate, *, layers: int | None) -> TracedStep:
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("tracing", total=tracer.num_actions)
         return tracer.trace(on_action=lambda: bar.advance(task))
-
-
-def _baselines(found: Estimate, *, quiet: bool) -> tuple[Baseline, ...]:
-    text = "searching the longest sequence of each way to train"
-    with working(text, says_so=not quiet) as show:
-        return baselines(
-            found.run,
-            hardware=found.hardware,
-            evaluated=found.evaluated,
-            on_method=lambda place, name: show(f"{text}: {place}, {name}"),
-        )

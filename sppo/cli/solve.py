@@ -17,7 +17,6 @@ from sppo.cli.output.solution import SolutionReport, failure_json
 from sppo.cli.show import Report, emit, print_json, working
 from sppo.config import load_run
 from sppo.output_file import check_output_files, write_json
-from sppo.planning.ablation import ablation as find_ablation
 from sppo.planning.corpus.search import CorpusSolution
 from sppo.planning.improvements import improvements
 from sppo.planning.nothing_fits import NothingFitsError
@@ -39,9 +38,6 @@ def solve(
     run_file: RunFile,
     overrides: Overrides = None,
     output: PlanOutput = None,
-    ablation: Annotated[
-        bool, typer.Option("--ablation", help="Also say what each part of SPPO is worth here.")
-    ] = False,
     explain: Annotated[
         bool,
         typer.Option(
@@ -86,7 +82,7 @@ def solve(
         )
         run = load_run(run_file, overrides or [])
         samples = run.data.samples == "documents"
-        _check_options(samples, {"--lengths": lengths, "--png": png, "--ablation": ablation})
+        _check_options(samples, {"--lengths": lengths, "--png": png})
         try:
             with working("searching for the fastest plan"):
                 solution = find_solution(run, lengths=lengths)
@@ -103,22 +99,16 @@ def solve(
             if png is not None and solution.best is not None:
                 step_plot(solution.best.plans[0], png, source=solution.steps.source)
         else:
-            rows = find_ablation(run, hardware=solution.hardware) if ablation else ()
             with working("comparing with what was not asked for"):
                 paying = improvements(solution)
-            report = SolutionReport(solution, paying, train, output, explain, rows)
+            report = SolutionReport(solution, paying, train, output, explain)
     emit(report, as_json=json_output)
 
 
 def _check_options(samples: bool, options: Mapping[str, object]) -> None:
     """Raise ValueError if an option was given that the kind of run does not have."""
-    if samples and options["--ablation"]:
-        raise ValueError(
-            "--ablation is of a run of the stream; of data.samples=documents other ways to pack "
-            "samples are priced without it"
-        )
-    for option in ("--lengths", "--png"):
-        if options[option] is not None and not samples:
+    for option, value in options.items():
+        if value is not None and not samples:
             raise ValueError(
                 f"{option}: only of data.samples=documents, and this run has the stream; leave "
                 "it out (sppo simulate draws the step of a plan)"

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sppo.cli import estimate
 from sppo.config.yaml_file import format_yaml
-from sppo.planning import baselines
 from tests.conftest import call, refuse, succeed
 
 ROOT = Path(__file__).parents[2]
@@ -123,46 +121,6 @@ def test_cut_stages_of_a_deep_pipeline(run):
     words = (run, "parallel.pipeline_parallel_degree=8", "train.sequences_per_step=8")
     assert len(report(*words)["stages"]) == 8
     assert "more kinds of ranks; --json lists all" in succeed("estimate", *words)
-
-
-@pytest.fixture
-def searched_once(monkeypatch):
-    """The same baselines are searched once, however often a test asks for them."""
-    search, found = baselines.baselines, {}
-
-    def remembered(run, **how):
-        request = repr((run, how["hardware"]))
-        if request not in found:
-            found[request] = search(run, **how)
-        return found[request]
-
-    monkeypatch.setattr(estimate, "baselines", remembered)
-
-
-@pytest.mark.usefixtures("searched_once")
-def test_baselines_on_request():
-    rows = {row["method"]: row for row in report(EXAMPLE, "--baselines")["baselines"]}
-    assert rows["SPPO"]["paper"] == "1Mi"
-    assert rows["SPPO"]["longest_tokens"] >= 1 << 20
-    assert rows["Megatron SP, recompute"]["paper"] == "896Ki"
-    assert rows["FPDT"]["longest_tokens"] > rows["ALST"]["longest_tokens"] > 1 << 23
-    assert rows["SPPO"]["step_s"] < rows["ALST"]["step_s"] < rows["FPDT"]["step_s"]
-    assert rows["one device, recompute"]["step_s"] is None
-    text = one_line(succeed("estimate", EXAMPLE, "--baselines"))
-    assert "longest sequence that fits on these devices (analytic), and in the SPPO paper" in text
-    assert "a step on sequences of 512Ki tokens" in text
-    assert "baselines" not in report(EXAMPLE)
-
-
-def test_baselines_of_a_machine_the_paper_does_not_know(run):
-    result = call("estimate", run, "--baselines")
-    assert result.exit_code == 0
-    count = len(baselines.METHODS) + 1
-    assert f"each way to train: 1 of {count}, " in result.stderr
-    assert f"each way to train: {count} of {count}, SPPO ..." in result.stderr
-    text = result.stdout
-    assert "longest sequence that fits on these devices (analytic)\n" in text
-    assert "paper  " not in text.partition("longest sequence")[2]
 
 
 @pytest.mark.parametrize(

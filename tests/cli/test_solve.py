@@ -399,17 +399,7 @@ def test_a_missing_run_file():
     assert "none.yaml" in refuse("solve", "none.yaml")
 
 
-def test_ablation_beside_the_paper(run):
-    rows = report(run, "--ablation", "parallel.pipeline_parallel_degree=4")["ablation"]
-    assert rows[0]["speedup"] == 1
-    assert {row["paper"] for row in rows} >= {0.91, 1.23, 1.44}
-    text = one_line(succeed("solve", run, "--ablation"))
-    assert "step speedup paper device peak" in text
-    assert "0.91x" in text
-    assert "ablation" not in report(run)
-
-
-@pytest.mark.parametrize("words", [(), ("-o", "plan.json"), *exhaustive(TOO_LONG, ("--ablation",))])
+@pytest.mark.parametrize("words", [(), ("-o", "plan.json"), *exhaustive(TOO_LONG)])
 def test_solving_never_loads_torch(run, words):
     code = (
         "import sys\nfrom sppo.cli.app import app\n"

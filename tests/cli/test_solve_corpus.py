@@ -128,7 +128,6 @@ def test_nothing_fits(run):
     [
         ((), "data.tokens none: not there"),
         (("--lengths", "githib"), "Did you mean 'github'?"),
-        (("--lengths", "magi", "--ablation"), "--ablation is of a run of the stream"),
         (
             ("--lengths", "magi", "data.samples=stream", "train.samples_per_step=null"),
             "--lengths: only of data.samples=documents",

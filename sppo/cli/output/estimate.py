@@ -1,4 +1,4 @@
-"""Report of ``sppo estimate``: memory by bucket, and the longest sequences of baselines."""
+"""Report of ``sppo estimate``: memory by bucket."""
 
 from __future__ import annotations
 
@@ -18,13 +18,10 @@ from sppo.cli.output.candidate import (
 from sppo.cli.output.memory import host_memory_text, print_memory
 from sppo.cli.output.trace_table import print_trace, trace_json
 from sppo.cli.show import say, table
-from sppo.cost.memory.bucket_labels import bucket_text
 from sppo.hardware.run_hardware import hardware_line
-from sppo.planning.baselines import HOST, Baseline
 from sppo.planning.estimate import SECTION_5_1_BYTES, TABLE_2_BYTES, Estimate
-from sppo.planning.search.choices import Degrees
 from sppo.planning.why_nothing_fits import run_line
-from sppo.units import GIB, format_bytes, format_tokens
+from sppo.units import GIB, format_bytes
 
 if TYPE_CHECKING:
     from sppo.dry_run.traced_step import TracedStep
@@ -36,12 +33,10 @@ class EstimateReport:
 
     Attributes:
         found: Estimate of the run.
-        baselines: Other ways to train; () if they were not asked for.
         traced: Step that was run on a fake GPU; None if that was not asked for.
     """
 
     found: Estimate
-    baselines: Sequence[Baseline] = ()
     traced: TracedStep | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -67,8 +62,6 @@ class EstimateReport:
             "stages": stages_json(evaluated),
             "hardware": hardware_json(found.hardware),
         }
-        if self.baselines:
-            report["baselines"] = [_baseline_json(row) for row in self.baselines]
         if self.traced is not None:
             report["trace"] = trace_json(self.traced)
         return report
@@ -87,8 +80,6 @@ class EstimateReport:
         print_memory(evaluated, console=console)
         if self.traced is not None:
             print_trace(self.traced, console=console)
-        if self.baselines:
-            _print_baselines(self.baselines, length=found.run.sequence.length, console=console)
 
 
 def _plan_lines(found: Estimate) -> Iterator[str]:
@@ -144,54 +135,3 @@ def _kv_name(found: Estimate) -> str:
     if counts.kv_bytes == counts.multi_head_kv_bytes:
         return "K and V"
     return f"K and V, {model.kv_heads} heads for {model.num_heads} (1/{model.group_size})"
-
-
-def _baseline_json(row: Baseline) -> dict[str, Any]:
-    return {
-        "method": row.method,
-        "longest_tokens": row.longest_tokens,
-        "degrees": None if row.degrees is None else degrees_json(row.degrees),
-        "largest_bucket": row.largest_bucket,
-        "step_s": row.step_s,
-        "tokens_per_s_per_gpu": row.tokens_per_s_per_gpu,
-        "paper": row.paper or None,
-    }
-
-
-def _print_baselines(rows: Sequence[Baseline], *, length: int, console: Console) -> None:
-    """Print the longest sequence of each baseline on these devices, and step times at a length."""
-    claims = any(row.paper for row in rows)
-    beside = ", and in the SPPO paper" if claims else ""
-    say(console, f"longest sequence that fits on these devices (analytic){beside}")
-    headings = ["trained with", "longest", "SP·PP·DP", "ends for want of"]
-    longest = [
-        [
-            row.method,
-            format_tokens(row.longest_tokens) if row.longest_tokens else "not 1Ki",
-            "solver's" if row.degrees is None else _short_degrees(row.degrees),
-            _bucket(row.largest_bucket),
-            *([row.paper] if claims else []),
-        ]
-        for row in rows
-    ]
-    console.print(table([*headings, "paper"] if claims else headings, longest))
-    say(console, f"a step on sequences of {format_tokens(length)} tokens")
-    steps = (
-        [row.method, "does not fit", ""]
-        if row.step_s is None or row.tokens_per_s_per_gpu is None
-        else [row.method, f"{row.step_s:.1f} s", f"{row.tokens_per_s_per_gpu:.0f}"]
-        for row in rows
-    )
-    console.print(table(["trained with", "step", "tokens/s/GPU"], steps))
-
-
-def _short_degrees(degrees: Degrees) -> str:
-    numbers = degrees.sequence_parallel, degrees.pipeline_parallel, degrees.data_parallel
-    return "·".join(map(str, numbers))
-
-
-def _bucket(name: str | None) -> str:
-    """Return the name of the memory that a method runs out of; "" if there is none."""
-    if name is None:
-        return ""
-    return "host memory" if name == HOST else bucket_text(name)

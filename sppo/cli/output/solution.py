@@ -24,7 +24,6 @@ from sppo.cli.output.memory import print_memory
 from sppo.cli.show import columns, say, table
 from sppo.cost.state_tiers import ON_DEVICE
 from sppo.hardware.run_hardware import hardware_line
-from sppo.planning.ablation import AblationRow
 from sppo.planning.advice import Advice, too_long_for
 from sppo.planning.improvements import Improvement
 from sppo.planning.make_plan import predict
@@ -55,7 +54,6 @@ class SolutionReport:
         train: Command that trains by the plan.
         output: File that the best plan was written to; None if there is none.
         explain: Whether to say where the seconds of the best step go, and to show every N.
-        ablation: Speedup of each part of SPPO; () if it was not asked for.
     """
 
     solution: Solution
@@ -63,7 +61,6 @@ class SolutionReport:
     train: str
     output: Path | None = None
     explain: bool = False
-    ablation: Sequence[AblationRow] = ()
 
     @property
     def best(self) -> EvaluatedCandidate:
@@ -110,8 +107,6 @@ class SolutionReport:
             "mfu_definition": MFU_DEFINITION,
             "plan": None if self.output is None else str(self.output),
         }
-        if self.ablation:
-            report["ablation"] = [asdict(row) for row in self.ablation]
         if self.explain:
             report["explanation"] = explanation_json(self.best)
         return report
@@ -131,8 +126,6 @@ class SolutionReport:
         print_memory(best, console=console)
         say(console, *_rejected_lines(solution))
         say(console, "words: docs/glossary.md; what is decided, and how: docs/planning.md")
-        if self.ablation:
-            _print_ablation(self.ablation, console=console)
         if self.explain:
             print_explanation(best, console=console)
         if self.output is not None:
@@ -338,26 +331,3 @@ def _rejected_lines(solution: Solution) -> Iterator[str]:
         yield f" {group.count:>3} × {group.reason}"
         if group.example:
             yield f"     {group.example}"
-
-
-def _print_ablation(rows: Sequence[AblationRow], *, console: Console) -> None:
-    """Print the speedup of each part of SPPO, beside the figures of the paper."""
-    console.print()
-    say(
-        console,
-        "what each part is worth with the best degrees and cuts (simulated); the paper: GPT-13B, "
-        "512K tokens, 64 A100s",
-    )
-    cells = (
-        [
-            row.name,
-            step_text(row.step_s),
-            f"{row.speedup:.2f}x",
-            "" if row.paper is None else f"{row.paper:.2f}x",
-            format_bytes(row.device_peak_bytes),
-            "" if row.fits else "does not fit",
-        ]
-        for row in rows
-    )
-    console.print(table(["", "step", "speedup", "paper", "device peak", ""], cells))
-    say(console, *(f" {row.name}: {row.note}" for row in rows if row.note))
