@@ -158,7 +158,8 @@ def commands_page() -> str:
         if isinstance(command, KeyCommand):
             rows = [(f"`{key}`", *row) for key, *row in key_rows(command.keys)]
             parts.append(_table(("key", "default", ""), rows))
-    return "\n\n".join(parts)
+    # Docstrings lose the indentation of an example if it is all that follows the first line.
+    return re.sub(r"\n\n(sppo [^\n]+)\n\n", r"\n\n    \1\n\n", "\n\n".join(parts))
 
 
 def files_page() -> str:
