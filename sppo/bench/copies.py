@@ -25,7 +25,7 @@ class CopyPoint:
     """Rates of one kind of copy, bytes/s; medians over rounds.
 
     Attributes:
-        how: Name of the kind of copy: the memory, or "disk".
+        how: Name of the kind of copy: the memory and the library, or "disk".
         request_bytes: Bytes of one request.
         in_flight: Requests per direction in flight at the disk; one for copies of a stream.
         out_alone_bytes_per_s: Rate out of the device, without copies back.

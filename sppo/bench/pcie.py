@@ -1,7 +1,8 @@
-"""Rates of copies between host memory and a CUDA device, by size and kind of host memory.
+"""Rates of copies between host memory and a CUDA device, by size, kind of host memory and library.
 
 Host memory is pageable, page-locked by torch, or an arena as in training: huge pages, bound to a
-NUMA node if there are several, registered with CUDA.
+NUMA node if there are several, registered with CUDA. If cupy is installed, the arena is also copied
+with cupy's raw runtime: a difference would be the overhead of torch.
 
 The GPUs of a machine share its memory, and some share a link to it. They are measured at the same
 time, by one process each, which stays near its GPU as in training.
@@ -43,6 +44,8 @@ _FEWEST, _MOST = 4, 256
 _ROUNDS, _QUICK_ROUNDS = 3, 1
 _TORCH_MEMORY = {"pageable": False, "page-locked": True}
 _ARENA = "arena"
+_TO_DEVICE, _TO_HOST = 1, 2
+"""Values of cudaMemcpyKind."""
 _MEET_S, _MEASURE_S = 120.0, 1800.0
 """Longest times that a process waits for those of other GPUs, and that measuring may take."""
 
@@ -52,14 +55,16 @@ class _Host:
     """Host memory of one kind.
 
     Attributes:
-        copy_kind: Name of the kind of memory.
+        copy_kind: Name of the kind of memory and the library.
         memory: Bytes of the memory, one half per direction.
         numa_node: NUMA node that the memory is bound to; None if not bound.
+        raw: Whether to copy with cupy instead of torch.
     """
 
     copy_kind: str
     memory: Tensor
     numa_node: int | None = None
+    raw: bool = False
 
 
 def measure_pcie(
@@ -147,8 +152,8 @@ def _measure(
     rounds = _QUICK_ROUNDS if quick else _ROUNDS
     most_bytes = _QUICK_MOST_BYTES if quick else _MOST_BYTES
     half = max(requests)
-    kinds = len(_TORCH_MEMORY) + len(nodes)
-    watcher.begin("pcie", total=kinds * len(requests) * rounds)
+    arenas = len(nodes) * (2 if _cupy() is not None else 1)
+    watcher.begin("pcie", total=(len(_TORCH_MEMORY) + arenas) * len(requests) * rounds)
     on_device = torch.empty(2 * half, dtype=torch.uint8, device=device)
     points: list[CopyPoint] = []
 
@@ -179,6 +184,8 @@ def _measure(
             with _registered_arena(2 * half, device, numa_node=node) as (memory, seconds):
                 register_s.append(seconds * GIB / (2 * half))
                 measure_host(_Host(_ARENA, memory, node))
+                if _cupy() is not None:
+                    measure_host(_Host(f"{_ARENA}, cupy", memory, node, raw=True))
         except (MemoryError, OSError) as error:
             if node == nodes[-1] and not register_s:
                 raise
@@ -195,7 +202,7 @@ def _measure(
 
 
 def best_of_planned(points: list[CopyPoint]) -> CopyPoint:
-    """Return the point of copies as in training: arena, largest requests, best NUMA node."""
+    """Return the point of copies as in training: arena, torch, largest requests, best NUMA node."""
     arena = [point for point in points if point.how == _ARENA]
     longest = max(point.request_bytes for point in arena)
     return max(
@@ -223,7 +230,8 @@ class _Streams:
         count: int,
         meet: Callable[[], object] = lambda: None,
     ) -> None:
-        self._count, self._device, self._meet = count, device.device, meet
+        self._host, self._count, self._device = host, count, device.device
+        self._meet = meet
         half = device.numel() // 2
         ends = [(0, request_bytes), (half, half + request_bytes)]
         self._host_parts = [host.memory[begin:end] for begin, end in ends]
@@ -277,7 +285,12 @@ class _Streams:
     def _copy(self, index: int) -> Callable[[], object]:
         pair = self._host_parts[index], self._device_parts[index]
         target, source = pair if index == 0 else pair[::-1]
-        return lambda: target.copy_(source, non_blocking=True)
+        if not self._host.raw:
+            return lambda: target.copy_(source, non_blocking=True)
+        runtime, kind = _cupy().runtime, _TO_HOST if index == 0 else _TO_DEVICE
+        stream = self._streams[index].cuda_stream
+        addresses = target.data_ptr(), source.data_ptr()
+        return lambda: runtime.memcpyAsync(*addresses, target.numel(), kind, stream)
 
 
 @contextmanager
@@ -304,3 +317,12 @@ def _numa_nodes() -> list[int | None]:
     if count == 1 or native_library() is None:
         return [None]
     return list(range(count))
+
+
+def _cupy() -> Any:
+    """Return the module ``cupy.cuda``, or None if cupy is not installed."""
+    try:
+        import cupy
+    except ImportError:
+        return None
+    return cupy.cuda

@@ -174,7 +174,7 @@ def test_plans_count_what_copies_cost_the_compute(tmp_path):
 
 
 def test_plans_use_an_arena_in_long_copies():
-    quick = CopyPoint("page-locked", 128 * MIB, 1, 9e9, 9e9, 9e9, 9e9)
+    quick = CopyPoint("arena, cupy", 128 * MIB, 1, 9e9, 9e9, 9e9, 9e9)
     small = replace(quick, how="arena", request_bytes=MIB)
     near = replace(quick, how="arena", out_bytes_per_s=5e9, numa_node=1)
     far = replace(near, back_bytes_per_s=4e9, numa_node=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -29,6 +30,7 @@ def no_gpu(monkeypatch):
     """What the benchmarks ask of torch.cuda, on this process's memory."""
     runtime = runtime_without_a_gpu()
     runtime.get_device_name = lambda device: "no GPU"
+    runtime.Stream.cuda_stream = 0
     for module in (pcie, overlap, cuda_queues):
         monkeypatch.setattr(module, "_cuda", runtime)
     monkeypatch.setattr(pcie, "_TORCH_MEMORY", {"pageable": False})
@@ -42,12 +44,22 @@ def measured_by(watcher):
 
 
 def test_everything_but_the_device(no_gpu, monkeypatch):
+    copied = []
+
+    def copy(target, source, size_bytes, kind, stream):
+        copied.append(kind)
+        ctypes.memmove(target, source, size_bytes)
+
+    cupy = SimpleNamespace(runtime=SimpleNamespace(memcpyAsync=copy))
+    monkeypatch.setattr(pcie, "_cupy", lambda: cupy)
     monkeypatch.setattr(pcie, "_numa_nodes", lambda: [None, None])
     watcher = Watcher()
     found = pcie.measure_pcie([CPU], quick=True, watcher=watcher)
     assert measured_by(watcher)
-    assert [point.how for point in found.points] == ["pageable", "arena", "arena"]
+    names = ["pageable", "arena", "arena, cupy", "arena, cupy"]
+    assert sorted(point.how for point in found.points) == sorted([*names, "arena"])
     assert found.planned.how == "arena"
+    assert {kind: copied.count(kind) for kind in (1, 2)} == {1: 24, 2: 24}
     assert not no_gpu.locked
     assert any(line.startswith("page-locking an arena") for line in copies_lines(found))
 
@@ -62,6 +74,7 @@ def test_a_node_without_memory_is_left_out(no_gpu, monkeypatch):
         return arena(size_bytes)
 
     monkeypatch.setattr(pcie, "HostArena", first_only)
+    monkeypatch.setattr(pcie, "_cupy", lambda: None)
     monkeypatch.setattr(pcie, "_numa_nodes", lambda: [0, 1])
     found = pcie.measure_pcie([CPU], quick=True, watcher=Watcher())
     assert found.where.endswith("; not on NUMA node 1: node 1 has none")
