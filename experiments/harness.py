@@ -62,6 +62,14 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return made
 
 
+def run_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser of a run file and its overrides, for comparisons that plan it."""
+    made = parser(description)
+    made.add_argument("run_file", type=Path)
+    made.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    return made
+
+
 def header(provenance: str = "measured") -> dict[str, Any]:
     """Return how the figures of a report were made: date, machine, load, versions, command."""
     return {

@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 
 from experiments import harness
+from experiments.baseline_cost import method_memory
+from experiments.baseline_methods import METHODS, Method
 from sppo.activations.placement import ActivationPlacement
 from sppo.activations.policy import saved_bytes_per_token
 from sppo.config.model import ModelConfig
@@ -35,8 +37,6 @@ from sppo.cost.state_tiers import StateTiers
 from sppo.cost.step_time import step_time
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.presets import PRESETS
-from sppo.planning.baseline_cost import method_memory
-from sppo.planning.baseline_methods import METHODS, Method
 from sppo.schedule.generate import generate
 from sppo.schedule.program import lower
 from sppo.schedule.simulation.simulate import simulate

@@ -1,4 +1,4 @@
-"""Length of the longest sequence that fits, found by bisection; for SPPO and the baselines."""
+"""Length of the longest sequence that fits, found by bisection."""
 
 from __future__ import annotations
 

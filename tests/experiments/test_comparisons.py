@@ -85,6 +85,19 @@ def _packings_train_the_same(found):
         assert side["peak_bytes"] == pytest.approx(predicted, rel=0.05), name
 
 
+def _rows_stand_beside_the_paper(found):
+    rows = {row["name"]: row for row in found["rows"]}
+    assert rows["none"]["speedup"] == 1
+    papers = {name: row["paper"] for name, row in rows.items() if row["paper"] is not None}
+    assert papers == {"none": 1.0, "offload_all": 0.91, "sppo": 1.23, "sppo + MSP": 1.44}
+
+
+RUN = (
+    f"{ROOT}/configs/run/gpt_7b_512k_32gpu.yaml model.preset=tiny-gpt sequence.length=4Ki "
+    "hardware.nodes=1"
+)
+
+
 class Comparison(NamedTuple):
     """Options of a minimal size, the check of the report, and files that it draws."""
 
@@ -112,6 +125,9 @@ COMPARISONS = {
         _both_train_the_same_documents,
     ),
     "solve_seconds": Comparison("--turns 1 --only gpt-7b\\ 1Mi", _seconds_are_of_the_whole_command),
+    "ablation": Comparison(
+        f"{RUN} parallel.pipeline_parallel_degree=2", _rows_stand_beside_the_paper
+    ),
     "packings": Comparison(
         "--samples 6 --scale 0.05 --longest 512 --steps 1 --turns 1 --simulated-ranks 4 --plots . "
         "--sides padded,stream,fixed,elastic,elastic_auto,recompute_all,levels",

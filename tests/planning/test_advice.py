@@ -10,9 +10,8 @@ import pytest
 from sppo.hardware.file import hardware_for
 from sppo.hardware.run_hardware import run_hardware
 from sppo.planning.advice import too_long_for, what_would_fit
-from sppo.planning.baselines import SPPO, baselines
 from sppo.planning.longest_sequence import longest_tokens, with_length
-from sppo.planning.search.feasibility import fits_at_all, quick_best
+from sppo.planning.search.feasibility import fits_at_all, longest_sequence, quick_best
 from sppo.units import GIB, KIB, format_tokens
 from tests.planning.cases import machine, run_config
 from tests.tiers import exhaustive
@@ -51,7 +50,7 @@ def too_long(length):
 @pytest.mark.parametrize("length", ["768Ki", *exhaustive("1400Ki")])
 def test_the_longest_is_the_same_whoever_asks(length):
     run, hardware, advice = too_long(length)
-    longest = {row.method: row.longest_tokens for row in baselines(run, hardware=hardware)}[SPPO]
+    longest = longest_sequence(run, hardware)
     assert f"sequence.length={format_tokens(longest)}" in advice
     assert fits_at_all(with_length(run, longest), hardware)
     assert not fits_at_all(with_length(run, longest + KIB), hardware)

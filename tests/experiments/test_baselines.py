@@ -7,10 +7,8 @@ from functools import cache
 
 import pytest
 
-from sppo.config import check_run
-from sppo.hardware.presets import PRESETS
-from sppo.planning.baseline_cost import baseline_memory, baseline_step, fits
-from sppo.planning.baseline_methods import (
+from experiments.baseline_cost import baseline_memory, baseline_step, fits
+from experiments.baseline_methods import (
     ALST,
     FPDT,
     KEEPS_EVERYTHING,
@@ -20,7 +18,9 @@ from sppo.planning.baseline_methods import (
     RECOMPUTES,
     ULYSSES,
 )
-from sppo.planning.baselines import HOST, SPPO, _paper_claims, baseline, baselines
+from experiments.baselines import HOST, SPPO, _paper_claims, baseline, baselines
+from sppo.config import check_run
+from sppo.hardware.presets import PRESETS
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.feasibility import fits_at_all
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from experiments.baseline_methods import Method
 from sppo.activations.placement import ActivationPlacement
 from sppo.activations.policy import saved_bytes_per_token
 from sppo.activations.tensor_classes import CLASSES, X_IN
@@ -36,7 +37,6 @@ from sppo.cost.stage_cost import stage_costs, stage_seconds
 from sppo.cost.state_tiers import StateTiers
 from sppo.cost.step_time import step_time
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.baseline_methods import Method
 from sppo.planning.search.choices import Degrees
 from sppo.schedule.orders.names import LOOPED
 

@@ -3,17 +3,22 @@
 All rows use the same degrees and cuts. "none" is the paper's baseline: nothing is offloaded, whole
 layers are recomputed. The paper reports speedups of 0.91 for offloading everything, 1.23 for
 adaptive offload and 1.44 with MSP, for GPT-13B at 512K tokens on 64 A100s.
+
+    python -m experiments.ablation configs/run/gpt_7b_512k_32gpu.yaml hardware.nodes=8
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
+from experiments import harness
+from sppo.config import load_run
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.hardware.description import HardwareSpec
+from sppo.hardware.run_hardware import run_hardware
 from sppo.planning.candidate_program import candidate_program
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, with_program
 from sppo.planning.search.evaluation import evaluate_candidate
@@ -23,6 +28,7 @@ from sppo.schedule.costs import Links
 from sppo.schedule.orders.names import LOOPED
 from sppo.schedule.simulation.simulate import simulate
 from sppo.schedule.simulation.simulated_step import simulated_step
+from sppo.units import format_bytes
 
 PAPER_SPEEDUPS = {"none": 1.0, "offload_all": 0.91, "sppo": 1.23, "sppo + MSP": 1.44}
 """Speedups that the SPPO paper reports, by name of the row; MSP is on top of adaptive offload."""
@@ -55,6 +61,31 @@ class AblationRow:
     note: str = ""
 
 
+def main() -> None:
+    """Price the rows of a run file, print and write them."""
+    parser = harness.run_parser(__doc__)
+    options = parser.parse_args()
+    run = load_run(options.run_file, options.overrides)
+    rows = ablation(run, hardware=run_hardware(run))
+    harness.print_table(
+        ("", "step", "speedup", "paper", "device peak", ""),
+        [
+            (
+                row.name,
+                f"{row.step_s:.4g} s",
+                f"{row.speedup:.2f}x",
+                "" if row.paper is None else f"{row.paper:.2f}x",
+                format_bytes(row.device_peak_bytes),
+                "" if row.fits else "does not fit",
+            )
+            for row in rows
+        ],
+    )
+    print("\n".join(f"{row.name}: {row.note}" for row in rows))
+    report = {**harness.header("simulated"), "rows": [asdict(row) for row in rows]}
+    harness.write_report(options.output, report)
+
+
 def ablation(run: RunConfig, *, hardware: HardwareSpec) -> tuple[AblationRow, ...]:
     """Return the rows of an ablation, with the degrees and cuts that are best for `run`.
 
@@ -66,8 +97,7 @@ def ablation(run: RunConfig, *, hardware: HardwareSpec) -> tuple[AblationRow, ..
     best = solve(run, hardware=hardware).best
     if best is None:
         raise ValueError(
-            "nothing fits, so there is nothing to compare: sppo solve without --ablation says what "
-            "is short"
+            "nothing fits, so there is nothing to compare: sppo solve says what is short"
         )
     plain = replace(best.candidate, schedule="sppo", virtual_stages=1, offload_ratio=None)
     rows: list[AblationRow] = []
@@ -141,3 +171,7 @@ def _offload_note(evaluated: EvaluatedCandidate) -> str:
     seconds = float(costs.forward_s[busiest].sum())
     rate = float(costs.offload_bytes[busiest].sum()) / seconds
     return f"hides behind forwards from {rate / 1e9:.1f} GB/s per device on average"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,23 +1,28 @@
 """Longest sequence that fits, and step time at the run's length, for baseline methods and SPPO.
 
 Baselines are priced on the same machine by the same cost model as SPPO's own plans
-(:mod:`sppo.planning.baseline_cost`).
+(:mod:`experiments.baseline_cost`).
+
+    python -m experiments.baselines configs/run/gpt_7b_512k_32gpu.yaml hardware.nodes=16
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
+from experiments import harness
+from experiments.baseline_cost import BaselineStep, baseline_memory, baseline_step, fits
+from experiments.baseline_methods import MEGATRON, METHODS, ULYSSES, Method
+from sppo.config import load_run
 from sppo.config.run import RunConfig
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.baseline_cost import BaselineStep, baseline_memory, baseline_step, fits
-from sppo.planning.baseline_methods import MEGATRON, METHODS, ULYSSES, Method
+from sppo.hardware.run_hardware import run_hardware
 from sppo.planning.longest_sequence import longest_tokens
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.feasibility import longest_sequence
-from sppo.units import KIB
+from sppo.planning.search.solver import solve
+from sppo.units import KIB, format_tokens
 
 HOST = "host"
 """Name of host memory in `Baseline.largest_bucket`."""
@@ -50,12 +55,49 @@ class Baseline:
     tokens_per_s_per_gpu: float | None = None
 
 
+def main() -> None:
+    """Search the longest sequence of each way to train, print and write the rows."""
+    options = harness.run_parser(__doc__).parse_args()
+    run = load_run(options.run_file, options.overrides)
+    hardware = run_hardware(run)
+    rows = baselines(run, hardware=hardware, evaluated=solve(run, hardware=hardware).best)
+    length = format_tokens(run.sequence.length)
+    harness.print_table(
+        (
+            "trained with",
+            "longest",
+            "SP/PP/DP",
+            "short of",
+            "paper",
+            length,
+            "tokens/s/GPU",
+        ),
+        [
+            (
+                row.method,
+                format_tokens(row.longest_tokens) if row.longest_tokens else "not 1Ki",
+                "" if row.degrees is None else _degrees_text(row.degrees),
+                (row.largest_bucket or "").replace("_", " "),
+                row.paper,
+                "does not fit" if row.step_s is None else f"{row.step_s:.1f} s",
+                "" if row.tokens_per_s_per_gpu is None else f"{row.tokens_per_s_per_gpu:.0f}",
+            )
+            for row in rows
+        ],
+    )
+    report = {**harness.header("analytic"), "rows": [asdict(row) for row in rows]}
+    harness.write_report(options.output, report)
+
+
+def _degrees_text(degrees: Degrees) -> str:
+    return f"{degrees.sequence_parallel}/{degrees.pipeline_parallel}/{degrees.data_parallel}"
+
+
 def baselines(
     run: RunConfig,
     *,
     hardware: HardwareSpec,
     evaluated: EvaluatedCandidate | None = None,
-    on_method: Callable[[str, str], None] = lambda place, name: None,
 ) -> tuple[Baseline, ...]:
     """Return every baseline method on all devices of `hardware`, then SPPO.
 
@@ -64,16 +106,11 @@ def baselines(
             sequence length and the dtype.
         hardware: Description of the machine.
         evaluated: SPPO's candidate at the run's length, for its step time.
-        on_method: Called with the place, such as "2 of 8", and the name of each method before its
-            search.
     """
-    claims, count = _paper_claims(run, hardware), len(METHODS) + 1
-    rows = []
-    for number, method in enumerate(METHODS, start=1):
-        on_method(f"{number} of {count}", method.name)
+    claims, rows = _paper_claims(run, hardware), []
+    for method in METHODS:
         found = baseline(run, hardware=hardware, method=method)
         rows.append(replace(found, paper=claims.get(method.name, "")))
-    on_method(f"{count} of {count}", SPPO)
     ours = Baseline(SPPO, longest_sequence(run, hardware), paper=claims.get(SPPO, ""))
     if evaluated is not None and evaluated.shortfall is None:
         candidate = evaluated.candidate
@@ -138,3 +175,7 @@ def _paper_claims(run: RunConfig, hardware: HardwareSpec) -> dict[str, str]:
             SPPO: "1Mi",
         }
     return {SPPO: "4Mi"} if hardware.num_devices == 128 else {}
+
+
+if __name__ == "__main__":
+    main()
