@@ -13,9 +13,19 @@ MQA = Shape("qwen2", kv_heads=1, window=5)
 LATE_WINDOW = Shape("mistral", kv_heads=2, window=3, window_from=1, rope="llama3")
 TIED = Shape("llama, biases", tied=True, rope="yarn")
 GPT = Shape("gpt2", tied=True)
-GPT_MQA = Shape("gpt2", kv_heads=1)
 MIXED = Shape("layernorm, rotary, q/k-norm, gelu", kv_heads=2, rope="linear")
-LEARNED = Shape("learned positions, q/k-norm")
+MODELS = {
+    "mha": MHA,
+    "gqa": GQA,
+    "mqa": MQA,
+    "late window": LATE_WINDOW,
+    "tied": TIED,
+    "gpt": GPT,
+    "gpt, mqa": Shape("gpt2", kv_heads=1),
+    "mixed": MIXED,
+    "learned positions": Shape("learned positions, q/k-norm"),
+}
+POLICIES = ("retain", "keep_attention", "recompute")
 ODD = Shape(
     "qwen3", 3, hidden=7, heads=6, kv_heads=3, head_size=2, mlp_size=5, vocab_size=2, norm_eps=1e-2
 )
@@ -65,22 +75,17 @@ def samples(
 
 
 ONE_RANK = {
-    "several heads": case(MHA, policy="retain", **THREE),
-    "fewer keys": case(GQA, policy="keep_attention", **TWO),
-    "one key": case(MQA, policy="recompute", **TWO),
-    "window from a layer": case(LATE_WINDOW, policy="retain", **TWO),
-    "tied": case(TIED, policy="keep_attention", **TWO),
-    "gpt": case(GPT, policy="recompute", **TWO),
-    "gpt, one key": case(GPT_MQA, policy="retain", **TWO),
-    "mixed": case(MIXED, policy="keep_attention", **TWO),
-    "learned positions": case(LEARNED, policy="recompute", **TWO),
+    **{
+        name: case(model, policy=POLICIES[number % 3], **TWO)
+        for number, (name, model) in enumerate(MODELS.items())
+    },
     "odd sizes": case(ODD, policy="keep_attention", **THREE),
     "one token": replace(case(GQA, cuts=(0, 1)), ignored=0.0),
     **{
         f"one token at a time, {policy}": replace(
             case(GQA, policy=policy, cuts=tuple(range(30))), documents=3
         )
-        for policy in ("retain", "keep_attention", "recompute")
+        for policy in POLICIES
     },
     # A diagonal above 1024 is halved, a band has three tiles of 512.
     "attention limits": case(replace(LATE_WINDOW, window=150), cuts=(0, 1100, 1101, 1300)),
@@ -193,14 +198,11 @@ SHARED = {
         for model, policy in ((GPT, "retain"), (MIXED, "keep_attention"), (MHA, "recompute"))
     },
     **{
-        f"megatron, {number}": case(
-            model, dp=dp, pp=3 - dp, sp=2, sequence_parallel="megatron", policy=policy, **TWO
+        f"megatron, {name}": case(
+            model, dp=1 + number % 2, pp=2 - number % 2, sp=2, sequence_parallel="megatron",
+            policy=POLICIES[number % 3], **TWO,
         )
-        for number, (model, dp, policy) in enumerate((
-            (MHA, 1, "retain"), (GQA, 2, "keep_attention"), (MQA, 1, "recompute"),
-            (LATE_WINDOW, 2, "retain"), (TIED, 1, "keep_attention"), (GPT, 2, "recompute"),
-            (GPT_MQA, 1, "retain"), (MIXED, 2, "keep_attention"), (LEARNED, 1, "recompute"),
-        ))
+        for number, (name, model) in enumerate(MODELS.items())
     },
     "megatron, stages in turn": case(
         TIED, 4, dp=2, pp=2, sp=2, sequence_parallel="megatron", virtual=2, steps=3,
@@ -225,7 +227,7 @@ SHARED = {
         f"megatron, shared inputs, {policy}": case(
             GQA, 5, sp=2, sequence_parallel="megatron", policy=policy, input_every=3, **TWO
         )
-        for policy in ("retain", "keep_attention", "recompute")
+        for policy in POLICIES
     },
     "zero 2, replicas": case(MQA, dp=2, zero=2, steps=2, **TWO),
     "zero 3, three replicas": case(TIED, dp=3, zero=3, steps=2, schedule="seq_zb_h1", **TWO),
@@ -263,11 +265,8 @@ MSP = {
         )
     },
     **{
-        f"model {number}": case(model, 4, pp=2, schedule="sppo_msp", cuts=PIECES, policy=policy)
-        for number, (model, policy) in enumerate((
-            (MHA, "retain"), (MQA, "recompute"), (LATE_WINDOW, "retain"), (TIED, "recompute"),
-            (GPT, "retain"), (GPT_MQA, "recompute"), (MIXED, "retain"), (LEARNED, "recompute"),
-        ))
+        name: case(model, 4, pp=2, schedule="sppo_msp", cuts=PIECES, policy=POLICIES[number % 3])
+        for number, (name, model) in enumerate(MODELS.items())
     },
     "shared tokens": case(
         GQA, 4, pp=2, sp=4, schedule="sppo_msp", cuts=(0, 17, 33, 49, 60), policy="keep_attention"
@@ -315,10 +314,13 @@ PACKED = {
         GPT, 4, pp=2, sp=2, sequence_parallel="megatron", virtual=2, slices=6,
         schedule="looped_bfs", kv_offloaded=(0, 1), ratio=1.0, last_too=True,
     ),
-    "three stages, 1f1b": samples(GPT_MQA, 3, pp=3, schedule="1f1b", policy="keep_attention"),
+    "three stages, 1f1b": samples(
+        MODELS["gpt, mqa"], 3, pp=3, schedule="1f1b", policy="keep_attention"
+    ),
     "four stages, zb_h1": samples(MIXED, 5, pp=4, schedule="zb_h1", zero=3),
     "replicas, interleaved_1f1b": samples(
-        LEARNED, 4, dp=2, pp=2, virtual=2, schedule="interleaved_1f1b", input_every=2
+        MODELS["learned positions"], 4, dp=2, pp=2, virtual=2, schedule="interleaved_1f1b",
+        input_every=2,
     ),
     "all axes, looped": samples(
         GQA, 4, dp=2, pp=2, sp=2, sequence_parallel="megatron", virtual=2, slices=10,

@@ -23,8 +23,12 @@ from sppo.training.steps import step_work
 from sppo.training.steps.planning_ahead import StepPlans
 from tests.parallel.job.test_launch import wait_for
 from tests.planning.elastic.test_step_search import planner
-from tests.training.whole_runs.test_parallel_runs import alone, overrides, train_as
-from tests.training.whole_runs.test_sample_runs import write_samples
+from tests.training.whole_runs.test_parallel_runs import (
+    alone,
+    overrides,
+    train_as,
+    write_samples,
+)
 
 REQUEST = StepRequest((3000, 700, 600, 250, 90, 80, 70, 64, 12, 3))
 OTHER_REQUEST = StepRequest((2000, 1500, 300, 30, 30, 2))

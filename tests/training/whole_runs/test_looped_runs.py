@@ -71,15 +71,6 @@ def test_training_is_that_of_one_stage(work, way):
     assert list((work / "spill").iterdir()) == []
 
 
-def test_a_run_goes_on_with_other_stages(work):
-    rate = "optimizer.schedule=constant"
-    succeed("train", looped_run(work, 1, output="plain"), rate)
-    run_file = looped_run(work, 3)
-    succeed("train", run_file, rate, "train.steps=2", "checkpoint.every=1")
-    succeed("train", run_file, rate, "parallel.virtual_stages=1")
-    assert losses(work) == losses(work, "plain")
-
-
 ONLY_KV = {"kv": "offload", "disk": "spill", "policy": "keep_attention"}
 EVERYTHING = {"kv": "offload", "disk": "spill", "policy": "offload_all"}
 

@@ -1,13 +1,15 @@
-"""The same run on other grids of ranks: equal losses, and exchangeable checkpoints."""
+"""The same run in other grids, orders and tiers: equal losses, and exchangeable checkpoints."""
 
 import contextlib
 import json
 import math
 import shutil
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,14 +23,103 @@ from sppo.training.checks.preflight import preflight
 from sppo.training.job import Job
 from sppo.training.ranks import mesh_shape
 from tests.conftest import LENGTH, write_run, write_tokens
-from tests.tiers import default_of, exhaustive
+from tests.tiers import exhaustive
 from tests.training.jobs import job_of_rank
 
-SHAPES = [(1, 2, 1), (1, 1, 2), (2, 1, 1), (1, 2, 2), (2, 2, 1), (2, 2, 2)]
 # Constant, whatever train.steps is. With the usual eps AdamW turns the rounding of a gradient near
 # zero into a share of the learning rate.
 OPTIMIZER = {"schedule": "constant", "eps": 1e-4}
 MODEL = {"num_layers": 3, "num_heads": 4, "num_kv_heads": 2}
+STEPS = 3
+LENGTHS = (2, 40, 3, 65, 5, 130, 2, 2, 33, 17, 64, 9, 90, 4)
+"""Tokens of the documents, of which a sample has one less; what is longer than LENGTH is cut."""
+SAMPLES = {"data": {"samples": "documents", "shuffle": True}}
+REFERENCES = {
+    "sequences": {},
+    "four layers": {"model": {"num_layers": 4}},
+    "tied": {"model": {"tie_embeddings": True}},
+    # No label counts in sequence 1, beside another one, nor in sequences 2 and 3, a whole step.
+    "no labels": {"data": {"tokens": "short", "shuffle": False, "isolate_documents": True}},
+    "samples by tokens": {**SAMPLES, "train": {"tokens_per_step": 3 * LENGTH}},
+    "samples by number": {**SAMPLES, "train": {"samples_per_step": 6}},
+}
+"""Runs of one rank that others are compared with: what their files say beside the usual."""
+
+MEGATRON = {"parallel.sequence_parallel": "megatron"}
+ZERO_2, ZERO_3 = ({"parallel.zero": zero} for zero in (2, 3))
+PIECES = {"sequence.num_subsequences": 2, "parallel.multiplexed": "on"}
+DISK = {"activations.disk": "spill"}
+STATE = {
+    **DISK,
+    "activations.policy": "keep_attention",
+    "activations.kv": "retain",
+    "state.weights": "disk",
+    "state.gradients": "disk",
+    "state.optimizer": "disk",
+}
+"""Everything lives on a disk, stage by stage."""
+ONE = (1, 1, 1)
+RUNS = {
+    "all axes": ("sequences", [((2, 2, 2), {})]),
+    "pieces of units": ("sequences", [((2, 2, 2), PIECES)]),
+    "keys on two ranks": ("sequences", [((1, 1, 4), MEGATRON)]),
+    "weights shared out, offloading": (
+        "sequences",
+        [((1, 1, 2), {**MEGATRON, **DISK, "activations.policy": "offload_all"})],
+    ),
+    # On one pipeline rank it goes with what units that ranks share do not go with.
+    "pieces by name, megatron": (
+        "sequences",
+        [((1, 1, 2), {**MEGATRON, "parallel.schedule": "sppo_msp"})],
+    ),
+    "pieces by name, zero 3": (
+        "sequences",
+        [((2, 1, 1), {**ZERO_3, "parallel.schedule": "sppo_msp"})],
+    ),
+    "seq_zb_h1": ("sequences", [(ONE, {"parallel.schedule": "seq_zb_h1"})]),
+    "gpipe": ("sequences", [(ONE, {"parallel.schedule": "gpipe"})]),
+    "seq1f1b": ("sequences", [(ONE, {"parallel.schedule": "seq1f1b"})]),
+    "zero 2": ("sequences", [((2, 1, 1), ZERO_2)]),
+    "zero 3": ("sequences", [((2, 2, 2), ZERO_3)]),
+    "zero 3, megatron": ("sequences", [((2, 1, 4), {**MEGATRON, **ZERO_3})]),
+    "deferred, tied": ("tied", [((2, 2, 1), {"parallel.schedule": "seq_zb_h1"})]),
+    "state that nobody shares": (
+        "sequences",
+        [((2, 2, 1), {"parallel.schedule": "gpipe", "parallel.zero": 0})],
+    ),
+    "no labels": ("no labels", [((2, 1, 1), {})]),
+    "state of stages": (
+        "four layers",
+        [((1, 2, 1), {**STATE, "parallel.virtual_stages": 2})],
+    ),
+    "state, zero 3": (
+        "four layers",
+        [((1, 1, 2), {**STATE, **ZERO_3, "parallel.virtual_stages": 3})],
+    ),
+    "other degrees": ("sequences", [((2, 2, 1), {}), ((1, 3, 1), {}), ((1, 1, 2), {})]),
+    "weights that come to be shared out": (
+        "sequences",
+        [(ONE, {}), ((1, 1, 2), {}), ((1, 2, 2), MEGATRON)],
+    ),
+    "more shared out": (
+        "sequences",
+        [((1, 1, 2), {}), ((2, 1, 1), ZERO_2), ((2, 2, 1), ZERO_3)],
+    ),
+    # A process that is alone has nothing to gather from, and keeps whole weights.
+    "all shared out, then one rank": ("sequences", [((2, 1, 1), ZERO_3), (ONE, ZERO_3)]),
+    "other stages": (
+        "sequences",
+        [(ONE, {"parallel.virtual_stages": 3}), (ONE, {"parallel.virtual_stages": 1})],
+    ),
+    "samples by tokens, other degrees": (
+        "samples by tokens",
+        [((2, 2, 1), {}), ((1, 1, 2), {}), (ONE, {})],
+    ),
+    "samples by number, megatron": ("samples by number", [((2, 2, 2), MEGATRON)]),
+}
+"""By name: what a run is compared with, and its degrees and overrides, one part after another."""
+SELDOM = ("zero 2", "state that nobody shares", "samples by number, megatron")
+"""Those that are left to the exhaustive tier."""
 
 
 def overrides(shape, steps, **more):
@@ -66,26 +157,41 @@ def losses(directory):
     return [(math.nan if m["loss"] is None else m["loss"], m["grad_norm"]) for m in records]
 
 
-@pytest.fixture(scope="module")
-def done_alone(tmp_path_factory):
-    """A directory with the run of one rank that the others are compared with."""
-    directory = tmp_path_factory.mktemp("one rank")
-    write_tokens(directory / "tokens")
+def write_samples(directory, train, *, ahead=False):
+    """Token data, and a run file for more than an epoch of its samples."""
+    write_reference(directory, **SAMPLES, planning={"ahead": ahead}, train=train)
+
+
+def write_reference(directory, **sections):
+    """Token data and a run file in ``directory``."""
+    data = sections.get("data", {})
+    ends = np.cumsum(LENGTHS).tolist()
+    if "samples" in data:
+        write_tokens(directory / "tokens", num_tokens=ends[-1], documents=ends[:-1])
+    else:
+        write_tokens(directory / "tokens")
+        write_tokens(directory / "short", documents=range(LENGTH + 1, 4 * LENGTH + 1))
+    size = {} if "samples" in data else {"sequences_per_step": 2}
+    train = {"steps": STEPS, "dtype": "fp32", "output": "alone", **size}
+    usual = {"model": MODEL, "optimizer": OPTIMIZER, "train": train}
     write_run(
         directory / "run.yaml",
-        model=MODEL,
-        optimizer=OPTIMIZER,
-        train={"steps": 3, "dtype": "fp32", "sequences_per_step": 2, "output": "alone"},
+        **{name: {**usual.get(name, {}), **sections.get(name, {})} for name in {*usual, *sections}},
     )
-    alone(directory, overrides((1, 1, 1), 3))
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """Function that returns the directory of a run of one rank, by its name; it is run once."""
+
+    @cache
+    def directory(name):
+        found = tmp_path_factory.mktemp("reference")
+        write_reference(found, **REFERENCES[name])
+        alone(found, overrides(ONE, STEPS))
+        return found
+
     return directory
-
-
-@pytest.fixture
-def job(work, done_alone):
-    shutil.copy(done_alone / "run.yaml", work)
-    shutil.copytree(done_alone / "alone", work / "alone")
-    return work
 
 
 def run_on(ranks, directory, shape, steps, output, **more):
@@ -105,28 +211,38 @@ def assert_like_alone(directory, output):
         torch.testing.assert_close(weight, others[name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("shape", default_of(SHAPES, (2, 2, 2)), ids=str)
-def test_losses_and_weights_are_those_of_one_rank(ranks, job, shape):
-    run_on(ranks, job, shape, 3, "grid")
-    assert_like_alone(job, "grid")
+def counted(directory):
+    """What was trained on in each step: samples, and labels that counted."""
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return [(record["samples"], record["labels"]) for record in map(json.loads, lines)]
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 1), *exhaustive((1, 2, 1), (1, 1, 2))], ids=str)
-def test_steps_and_replicas_without_labels(ranks, job, run_file, shape):
-    """No label counts in sequence 1, beside another one, nor in sequences 2 and 3, a whole step."""
-    starts = range(LENGTH + 1, 4 * LENGTH + 1)
-    write_tokens(job / "short", documents=starts)
-    run_file(
-        model=MODEL,
-        data={"tokens": "short", "shuffle": False, "isolate_documents": True},
-        optimizer=OPTIMIZER,
-        train={"steps": 3, "dtype": "fp32", "sequences_per_step": 2, "output": "alone"},
-    )
-    shutil.rmtree(job / "alone")
-    alone(job, overrides((1, 1, 1), 3))
-    assert [math.isnan(loss) for loss, _ in losses(job / "alone")] == [False, True, False]
-    run_on(ranks, job, shape, 3, "grid")
-    assert_like_alone(job, "grid")
+@pytest.mark.parametrize(
+    "name", [*(name for name in RUNS if name not in SELDOM), *exhaustive(*SELDOM)]
+)
+def test_training_is_that_of_one_rank(ranks, tmp_path, reference, name):
+    which, parts = RUNS[name]
+    job = tmp_path / "job"
+    shutil.copytree(reference(which), job)
+    (job / "spill").mkdir()
+    for number, (shape, more) in enumerate(parts, start=1):
+        steps = STEPS if number == len(parts) else number
+        if shape == ONE:
+            alone(job, overrides(ONE, steps, **more, **{"train.output": "other"}))
+        else:
+            run_on(ranks, job, shape, steps, "other", **more)
+    assert_like_alone(job, "other")
+    assert counted(job / "other") == counted(job / "alone")
+    assert list((job / "spill").iterdir()) == []
+
+
+def test_references_are_what_they_should_be(reference):
+    """One has a step without labels, one is longer than an epoch of its samples."""
+    found = losses(reference("no labels") / "alone")
+    assert [math.isnan(loss) for loss, _ in found] == [False, True, False]
+    steps = counted(reference("samples by tokens") / "alone")
+    assert len({labels for _, labels in steps}) > 1
+    assert sum(samples for samples, _ in steps) > len(LENGTHS)
 
 
 def save_by_own_clock(rank, directory, arguments):
@@ -138,59 +254,12 @@ def save_by_own_clock(rank, directory, arguments):
         return train_as(rank, directory, arguments)
 
 
-def test_all_ranks_save_by_the_clock_of_rank_0(ranks, job):
+def test_all_ranks_save_by_the_clock_of_rank_0(ranks, work):
+    write_run(work / "run.yaml", model=MODEL)
     arguments = overrides((1, 2, 1), 3, **{"train.output": "clock", "checkpoint.at_end": False})
-    assert ranks.run(save_by_own_clock, job, arguments, ranks=2) == [3, 3]
-    names = sorted(path.name for path in (job / "clock/checkpoints").iterdir())
+    assert ranks.run(save_by_own_clock, work, arguments, ranks=2) == [3, 3]
+    names = sorted(path.name for path in (work / "clock/checkpoints").iterdir())
     assert names == ["step_000001", "step_000002"]
-
-
-@pytest.mark.parametrize("schedule", ["seq_zb_h1", "gpipe", "seq1f1b"])
-def test_one_rank_follows_any_schedule(job, schedule):
-    more = {"parallel.schedule": schedule, "train.output": "other"}
-    alone(job, overrides((1, 1, 1), 3, **more))
-    assert_like_alone(job, "other")
-
-
-@pytest.mark.parametrize("shape", [(2, 2, 2), *exhaustive((1, 2, 1), (1, 3, 1))], ids=str)
-def test_pieces_of_units_by_plan(ranks, job, shape):
-    """Sequences long enough for pieces; the plan decides which units are cut."""
-    more = {"sequence.num_subsequences": 2, "parallel.multiplexed": "on"}
-    run_on(ranks, job, shape, 3, "pieces", **more)
-    assert_like_alone(job, "pieces")
-
-
-def test_a_run_goes_on_with_other_degrees(ranks, job):
-    for steps, shape in enumerate([(2, 2, 1), (1, 3, 1), (1, 1, 2)], start=1):
-        run_on(ranks, job, shape, steps, "moving")
-    assert_like_alone(job, "moving")
-
-
-MEGATRON = {"parallel.sequence_parallel": "megatron"}
-ZERO_3 = {"parallel.zero": 3}
-
-
-@pytest.mark.parametrize(
-    "shape", [(1, 1, 4), *exhaustive((1, 1, 2), (2, 2, 2), (2, 1, 4))], ids=str
-)
-def test_ranks_that_share_weights_out_do_what_one_does(ranks, job, shape):
-    """Also where two of them hold the same key/value head."""
-    run_on(ranks, job, shape, 3, "grid", **MEGATRON)
-    assert_like_alone(job, "grid")
-
-
-@pytest.mark.parametrize(("shape", "more"), [((1, 1, 2), MEGATRON), ((2, 1, 1), ZERO_3)])
-def test_msp_by_name_on_one_pipeline_rank_is_an_ordinary_schedule(ranks, job, shape, more):
-    """So it goes with what units that ranks share do not go with."""
-    run_on(ranks, job, shape, 3, "grid", **more, **{"parallel.schedule": "sppo_msp"})
-    assert_like_alone(job, "grid")
-
-
-def test_a_run_of_one_rank_goes_on_with_weights_shared_out(ranks, job):
-    alone(job, overrides((1, 1, 1), 1, **{"train.output": "moving"}))
-    run_on(ranks, job, (1, 1, 2), 2, "moving")
-    run_on(ranks, job, (1, 2, 2), 3, "moving", **MEGATRON)
-    assert_like_alone(job, "moving")
 
 
 @pytest.mark.parametrize(
@@ -251,26 +320,3 @@ def test_a_plan_with_weights_shared_out_is_taken(work, tmp_path):
     read = read_plan(tmp_path / "plan.json")
     assert read == plan
     assert followed_plan(run, read).parallel.sequence_parallel == "megatron"
-
-
-@pytest.mark.parametrize(
-    "more", [{"policy": "offload_all"}, *exhaustive({"input_every": 2})], ids=str
-)
-def test_weights_shared_out_and_tensors_moved(ranks, job, more):
-    (job / "spill").mkdir()
-    keys = {f"activations.{key}": value for key, value in more.items()}
-    run_on(ranks, job, (1, 1, 2), 3, "grid", **MEGATRON, **keys, **{"activations.disk": "spill"})
-    assert_like_alone(job, "grid")
-
-
-@pytest.mark.parametrize("tied", [True, *exhaustive(False)])
-@pytest.mark.parametrize("schedule", ["seq_zb_h1", *exhaustive("gpipe")])
-def test_other_schedules_and_state_that_nobody_shares(ranks, work, run_file, schedule, tied):
-    run_file(
-        model={**MODEL, "tie_embeddings": tied},
-        train={"steps": 3, "sequences_per_step": 2, "output": "alone"},
-    )
-    alone(work, overrides((1, 1, 1), 3))
-    more = {"parallel.schedule": schedule, "parallel.zero": int(tied)}
-    run_on(ranks, work, (2, 2, 1), 3, "grid", **more)
-    assert_like_alone(work, "grid")

@@ -15,9 +15,8 @@ from sppo.offload.disk.disk_room import DiskRoom
 from sppo.training.checks import room_checks
 from sppo.training.interruption import StopRequest
 from tests.conftest import call, refuse, succeed, write_run
-from tests.tiers import each_once, exhaustive
+from tests.tiers import each_once
 from tests.training.whole_runs.test_offloading_runs import losses
-from tests.training.whole_runs.test_parallel_runs import train_as
 
 MODEL = {"preset": "tiny-test", "vocab_size": 32, "num_layers": 3}
 ALL = {"weights": "disk", "gradients": "disk", "optimizer": "disk"}
@@ -92,28 +91,6 @@ def test_a_run_goes_on_with_its_state_elsewhere(work):
             succeed("train", run_of(work, output, state=state, train={"steps": steps}))
         assert losses(work, output) == losses(work, "plain")
         assert_same_model(work, output, "plain")
-
-
-@pytest.mark.parametrize(
-    "parallel",
-    [
-        {"pipeline_parallel_degree": 2, "virtual_stages": 2},
-        {"sequence_parallel_degree": 2, "zero": 3},
-        *exhaustive({"data_parallel_degree": 2, "zero": 1}, {"data_parallel_degree": 2, "zero": 2}),
-    ],
-    ids=["pipeline", "zero 3", "zero 1", "zero 2"],
-)
-def test_ranks_keep_their_shares_on_the_disk(ranks, work, parallel):
-    how = {"parallel": parallel, "model": {"num_layers": 4}}
-    how["train"] = {"sequences_per_step": 2, "steps": 2}
-    run_of(work, "run", **how)
-    for output, state in (("plain", {}), ("out", ALL)):
-        changes = [f"state.{part}={tier}" for part, tier in state.items()]
-        arguments = [f"train.output={output}", *changes]
-        assert ranks.run(train_as, work, arguments, ranks=2) == [2, 2]
-    assert losses(work) == losses(work, "plain")
-    assert_same_model(work, "out", "plain")
-    assert not os.listdir(work / "spill")
 
 
 def test_a_disk_without_room_is_refused_before_the_start(work, monkeypatch):

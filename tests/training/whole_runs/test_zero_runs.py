@@ -12,48 +12,7 @@ from sppo.training import trainer
 from sppo.training.checks.preflight import preflight
 from tests.tiers import each_once, exhaustive
 from tests.training.jobs import job_of_rank
-from tests.training.whole_runs import test_parallel_runs
-from tests.training.whole_runs.test_parallel_runs import (
-    MEGATRON,
-    MODEL,
-    alone,
-    assert_like_alone,
-    overrides,
-    run_on,
-)
-
-done_alone, job = test_parallel_runs.done_alone, test_parallel_runs.job
-"""A run that one rank has done, see there."""
-
-
-ZERO_3 = {"parallel.zero": 3}
-
-
-@pytest.mark.parametrize("shape", [(2, 2, 2), *exhaustive((2, 1, 1), (1, 2, 2))], ids=str)
-@pytest.mark.parametrize("zero", [3, *exhaustive(2)])
-def test_ranks_that_keep_their_own_rows_do_what_one_does(ranks, job, shape, zero):
-    run_on(ranks, job, shape, 3, "grid", **{"parallel.zero": zero})
-    assert_like_alone(job, "grid")
-
-
-def test_a_run_goes_on_with_more_shared_out(ranks, job):
-    for steps, shape in ((1, (1, 1, 2)), (2, (2, 1, 1)), (3, (2, 2, 1))):
-        run_on(ranks, job, shape, steps, "moving", **{"parallel.zero": steps})
-    assert_like_alone(job, "moving")
-
-
-def test_a_run_with_rows_on_each_of_many_goes_on_on_one(ranks, job):
-    """A process that is alone has nothing to gather from, and keeps whole weights."""
-    run_on(ranks, job, (2, 1, 1), 1, "moving", **ZERO_3)
-    alone(job, overrides((1, 1, 1), 3, **{"train.output": "moving"}, **ZERO_3))
-    assert_like_alone(job, "moving")
-
-
-@pytest.mark.parametrize("zero", [3, *exhaustive(2)])
-def test_rows_of_shared_weights(ranks, job, zero):
-    """Megatron's blocks, of which those that replicas hold are sharded again."""
-    run_on(ranks, job, (2, 1, 4), 3, "grid", **MEGATRON, **{"parallel.zero": zero})
-    assert_like_alone(job, "grid")
+from tests.training.whole_runs.test_parallel_runs import MODEL, overrides, run_on
 
 
 def predicted_and_measured(rank, directory, arguments):
@@ -83,10 +42,11 @@ def test_measured_gradients_are_the_predicted_ones(ranks, work, run_file, zero, 
 
 
 @pytest.mark.parametrize("zero", [3, *exhaustive(2)])
-def test_steps_that_are_not_finite_are_skipped(ranks, job, zero):
+def test_steps_that_are_not_finite_are_skipped(ranks, work, run_file, zero):
     """A rate that no weights survive: gradients of NaN reach every shard, and no update."""
     more = {"parallel.zero": zero, "optimizer.lr": 1e30, "optimizer.warmup_steps": 0}
-    run_on(ranks, job, (2, 2, 1), 3, "nan", **more)
-    records = [json.loads(line) for line in (job / "nan/metrics.jsonl").read_text().splitlines()]
+    run_file(model=MODEL, train={"sequences_per_step": 2})
+    run_on(ranks, work, (2, 2, 1), 3, "nan", **more)
+    records = [json.loads(line) for line in (work / "nan/metrics.jsonl").read_text().splitlines()]
     assert [record["skipped"] for record in records] == [False, True, True]
     assert [record["grad_norm"] is None for record in records] == [False, True, True]
