@@ -13,8 +13,9 @@ from torch.distributed import ProcessGroup
 
 from sppo.checkpoint.checkpoint import CheckpointManager, run_metadata
 from sppo.checkpoint.state_block import StateBlock
-from sppo.config import PRESETS, RunConfig, check_run
+from sppo.config import PRESETS, RunConfig
 from sppo.model.initialize import initial_weights
+from tests.make import make_run
 
 State = dict[str, Tensor | StateBlock]
 Box = list[tuple[int, int]]
@@ -169,13 +170,7 @@ def save(group: ProcessGroup | None, directory: str, layout: str, *steps: int) -
 
 def model_run() -> RunConfig:
     """A run of a model that has a published form."""
-    raw = {
-        "model": {**PRESETS["tiny-test"], "family": "mistral"},
-        "data": {"tokens": "data"},
-        "sequence": {"length": 64},
-        "train": {"dtype": "bf16"},
-    }
-    return check_run(raw, source="test")
+    return make_run({**PRESETS["tiny-test"], "family": "mistral"}, train={"dtype": "bf16"})
 
 
 def save_model(group: ProcessGroup | None, directory: str, layout: str) -> None:

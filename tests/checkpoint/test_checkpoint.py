@@ -35,7 +35,8 @@ from sppo.checkpoint.checkpoint import (
 )
 from sppo.checkpoint.files import list_checkpoints
 from sppo.checkpoint.newest import held_checkpoint
-from sppo.config import RunConfig, check_run
+from sppo.config import RunConfig
+from tests.make import make_run
 
 KEYS = ("model.embed.weight", "model.final_norm.weight", "optimizer.exp_avg.embed.weight")
 
@@ -84,23 +85,6 @@ def _assert_holds(manager: CheckpointManager, *, step: int) -> None:
         assert torch.equal(state[key], tensor), key
 
 
-def _config() -> RunConfig:
-    return check_run(
-        {
-            "model": {
-                "vocab_size": 32,
-                "hidden_size": 8,
-                "num_layers": 1,
-                "num_heads": 2,
-                "mlp_size": 16,
-            },
-            "data": {"tokens": "somewhere"},
-            "sequence": {"length": 64},
-        },
-        source="test",
-    )
-
-
 def test_what_was_saved_comes_back_in_place(tmp_path: Path) -> None:
     manager = _saved(tmp_path, 4, 12)
     _assert_holds(manager, step=12)
@@ -113,7 +97,7 @@ def test_what_was_saved_comes_back_in_place(tmp_path: Path) -> None:
 
 
 def test_metadata_is_all_that_a_run_needs_to_go_on(tmp_path: Path) -> None:
-    config = _config()
+    config = make_run()
     manager = _manager(tmp_path)
     manager.save(_state(5), step=5, metadata=run_metadata(config, sequences_consumed=20))
     found = manager.latest_valid()

@@ -10,11 +10,12 @@ from typer.testing import CliRunner
 from sppo.checkpoint import checkpoint
 from sppo.checkpoint.checkpoint import CheckpointManager, run_metadata
 from sppo.cli.convert import app
-from sppo.config import PRESETS, ModelConfig, check_run
+from sppo.config import PRESETS, ModelConfig
 from sppo.config.huggingface import read_model_fields
 from sppo.model import hf_writing
 from sppo.model.hf import load_hf_weights, save_hf_weights
 from sppo.model.initialize import initial_weights
+from tests.make import make_run
 
 MODEL = ModelConfig.model_validate({**PRESETS["tiny-test"], "family": "mistral"})
 
@@ -48,15 +49,7 @@ def published(tmp_path):
 
 
 def run_config(**model):
-    return check_run(
-        {
-            "model": MODEL.model_dump(mode="json") | model,
-            "data": {"tokens": "data"},
-            "sequence": {"length": 64},
-            "train": {"dtype": "bf16"},
-        },
-        source="test",
-    )
+    return make_run(MODEL.model_dump(mode="json") | model, train={"dtype": "bf16"})
 
 
 def save_checkpoint(output, *, steps=(3,), **model):
@@ -109,8 +102,7 @@ def test_from_hf_changes_the_type(published, tmp_path):
 
 def test_from_hf_result_is_a_model_to_train(published, tmp_path):
     convert("from-hf", published, tmp_path / "m")
-    raw = {"model": {"from_hf": str(tmp_path / "m")}, "data": {"tokens": "d"}}
-    run = check_run({**raw, "sequence": {"length": 64}}, source="test")
+    run = make_run({"from_hf": str(tmp_path / "m")})
     assert run.model.model_copy(update={"from_hf": None}) == MODEL
 
 

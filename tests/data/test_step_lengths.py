@@ -7,24 +7,20 @@ import sys
 
 import pytest
 
-from sppo.config import check_run
 from sppo.data.samples.document_samples import DocumentSamples
 from sppo.data.samples.length_distributions import DISTRIBUTIONS
 from sppo.data.samples.sample_table import sample_table
 from sppo.data.samples.step_lengths import DRAWN_STEPS, drawn_steps, drawn_steps_if_there
 from sppo.data.tokens import open_tokens
 from tests.conftest import write_tokens
+from tests.make import make_run
 
 
 def run_of(tokens, *, length=32, longer="cut", seed=0, shuffle=True, **train):
-    return check_run(
-        {
-            "model": {"preset": "tiny"},
-            "data": {"tokens": str(tokens), "samples": "documents", "shuffle": shuffle},
-            "sequence": {"length": length, "longer": longer},
-            "train": {"seed": seed, **(train or {"samples_per_step": 4})},
-        },
-        source="test",
+    return make_run(
+        data={"tokens": str(tokens), "samples": "documents", "shuffle": shuffle},
+        sequence={"length": length, "longer": longer},
+        train={"seed": seed, **(train or {"samples_per_step": 4})},
     )
 
 

@@ -19,10 +19,10 @@ from experiments.baseline_methods import (
     ULYSSES,
 )
 from experiments.baselines import HOST, SPPO, _paper_claims, baseline, baselines
-from sppo.config import check_run
 from sppo.hardware.presets import PRESETS
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.feasibility import fits_at_all
+from tests.make import make_run
 
 A100S = replace(PRESETS["a100-80g"], num_nodes=4)
 KIB = 1 << 10
@@ -30,13 +30,8 @@ KIB = 1 << 10
 
 def run_of(preset="gpt-7b", *, length=512 * KIB, virtual_stages=1, **sections):
     """A run whose ranks have one stage, as in the paper, unless more are asked for."""
-    raw = {
-        "model": {"preset": preset},
-        "data": {"tokens": "none"},
-        "sequence": {"length": length},
-        "parallel": {"virtual_stages": virtual_stages},
-    }
-    return check_run({**raw, **sections}, source="test")
+    parallel = {"virtual_stages": virtual_stages}
+    return make_run(preset, length=length, **{"parallel": parallel, **sections})
 
 
 def rows(run, hardware):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from sppo.config.loading import check_run
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.stage_cost import stage_costs, stage_seconds
@@ -18,6 +17,7 @@ from sppo.schedule.generate import generate
 from sppo.schedule.program import lower
 from sppo.schedule.simulation.simulate import simulate
 from sppo.schedule.timeline import Timeline
+from tests.make import make_run
 
 A100 = PRESETS["a100-80g"]
 PERFECT = replace(
@@ -38,14 +38,7 @@ PERFECT = replace(
 
 def run_config(model: str | dict[str, Any] = "gpt-7b", *, length: int | str = 65536, **sections):
     """A run of `model` on one node of A100s, with `sections` written over it."""
-    raw = {
-        "model": {"preset": model} if isinstance(model, str) else model,
-        "data": {"tokens": "data"},
-        "hardware": {"preset": "a100-80g"},
-        **sections,
-        "sequence": {"length": length, **sections.get("sequence", {})},
-    }
-    return check_run(raw, source="test")
+    return make_run(model, length=length, **{"hardware": {"preset": "a100-80g"}, **sections})
 
 
 def solved(run: RunConfig, *, hardware: HardwareSpec | None = None) -> Solution:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from sppo.config import check_run
 from sppo.cost.parameters import num_parameters
 from sppo.hardware.file import hardware_for
 from sppo.hardware.presets import PRESETS
 from sppo.planning.estimate import estimate, model_counts
 from sppo.planning.run_plan import plan_run
 from sppo.planning.simulated_run import simulated_run
+from tests.make import make_run
 from tests.planning.cases import run_config
 
 GIB = 1 << 30
@@ -18,8 +18,7 @@ LENGTH = 4 << 20
 
 
 def run_of(preset, *, length=LENGTH, **sections):
-    raw = {"model": {"preset": preset}, "data": {"tokens": "none"}, "sequence": {"length": length}}
-    return check_run({**raw, **sections}, source="test")
+    return make_run(preset, length=length, **sections)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from sppo.config.loading import check_run
 from sppo.cost.candidate import Candidate
 from sppo.cost.kv import kv_compute_seconds, kv_recompute_seconds
 from sppo.cost.layer import Workload
@@ -19,6 +18,7 @@ from sppo.hardware.presets import PRESETS
 from sppo.parallel.gradient_reduce_scatter import GradientMessage
 from sppo.parallel.parameter_all_gather import ParameterAllGather
 from sppo.planning.run_plan import plan_run, run_candidate
+from tests.make import make_run
 from tests.planning.cases import run_config
 from tests.random_training.emulated_ranks import run_emulated
 from tests.training.test_one_program import execute
@@ -53,21 +53,20 @@ MODEL = {
 
 def run_of(degrees, *, zero, schedule="sppo", sequences=2, vocab_size=32, **activations):
     data, pipeline, sequence = degrees
-    keys = {
-        "model": {**MODEL, "vocab_size": vocab_size},
-        "data": {"tokens": "."},
-        "sequence": {"length": LENGTH, "num_subsequences": 3, "alignment": 1},
-        "parallel": {
+    return make_run(
+        {**MODEL, "vocab_size": vocab_size},
+        length=LENGTH,
+        sequence={"num_subsequences": 3, "alignment": 1},
+        parallel={
             "data_parallel_degree": data,
             "pipeline_parallel_degree": pipeline,
             "sequence_parallel_degree": sequence,
             "zero": zero,
             "schedule": schedule,
         },
-        "activations": {"policy": "keep_attention", **activations},
-        "train": {"dtype": "fp32", "sequences_per_step": data * sequences},
-    }
-    return check_run(keys, source="test")
+        activations={"policy": "keep_attention", **activations},
+        train={"dtype": "fp32", "sequences_per_step": data * sequences},
+    )
 
 
 def executed_bytes(run, hardware):

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sppo.config import check_run
 from sppo.data.samples.length_distributions import draw
 from sppo.hardware.run_hardware import run_hardware
 from sppo.planning.corpus.search import DrawnSteps, plan_of_longest, solve_corpus
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.plan import check_plan_fits
+from tests.make import make_run
 from tests.tiers import examples
 
 LONGEST = 32768
@@ -37,17 +37,8 @@ def steps_of(*, samples=24, name="github", longest=LONGEST, count=2, seed=0):
 
 def run_of(*, devices=4, memory_gib=None, **sections):
     hardware = {"preset": "a100-40g", "nodes": 1, "devices_per_node": devices}
-    run = check_run(
-        {
-            "model": MODEL,
-            "data": {"tokens": ".", "samples": "documents"},
-            "sequence": {"length": LONGEST},
-            "train": {"samples_per_step": 24},
-            "hardware": hardware,
-            **sections,
-        },
-        source="test",
-    )
+    usual = {"data": {"samples": "documents"}, "train": {"samples_per_step": 24}}
+    run = make_run(MODEL, length=LONGEST, **{**usual, "hardware": hardware, **sections})
     machine = run_hardware(run)
     if memory_gib is None:
         return run, machine

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from sppo.config import check_run
 from sppo.data.samples.length_distributions import draw
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.this_machine import divide_cpu
@@ -15,6 +14,7 @@ from sppo.planning.elastic.samples_plan import plan_samples
 from sppo.planning.elastic.step_plan import step_planner
 from sppo.planning.plan import check_plan_fits, plan_json, read_plan
 from sppo.planning.run_plan import plan_run
+from tests.make import make_run
 
 LONGEST = 8192
 MODEL = {
@@ -32,15 +32,12 @@ STEPS = tuple(draw("magi", 192, seed=seed, longest=LONGEST, scale=1 / 24) for se
 
 def run_of_samples(**parallel):
     return run_of_longest_samples(
-        check_run(
-            {
-                "model": MODEL,
-                "data": {"tokens": ".", "samples": "documents"},
-                "sequence": {"length": LONGEST},
-                "parallel": {"pipeline_parallel_degree": 4, "multiplexed": "off", **parallel},
-                "train": {"dtype": "fp32", "samples_per_step": 192},
-            },
-            source="test",
+        make_run(
+            MODEL,
+            length=LONGEST,
+            data={"samples": "documents"},
+            parallel={"pipeline_parallel_degree": 4, "multiplexed": "off", **parallel},
+            train={"dtype": "fp32", "samples_per_step": 192},
         )
     )
 
@@ -116,14 +113,11 @@ def test_a_plan_whose_steps_do_not_fit_is_not_taken(monkeypatch):
 
 def test_a_plan_whose_keys_leave_the_device_fits_its_longest_sample_as_a_step():
     """In the looped order on one rank; the memory is what only that fits in."""
-    run = check_run(
-        {
-            "model": {"preset": "llama-3.2-1b"},
-            "data": {"tokens": ".", "samples": "documents"},
-            "sequence": {"length": 131072},
-            "train": {"samples_per_step": 8},
-        },
-        source="test",
+    run = make_run(
+        "llama-3.2-1b",
+        length=131072,
+        data={"samples": "documents"},
+        train={"samples_per_step": 8},
     )
     plan = plan_run(
         run_of_longest_samples(run),

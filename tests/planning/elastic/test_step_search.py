@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 from scipy import optimize
 
-from sppo.config import check_run
 from sppo.config.model import ModelConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
@@ -23,6 +22,7 @@ from sppo.planning.run_plan import plan_run
 from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.simulated_candidate import simulate_candidate
 from sppo.schedule.checks.validate import validate
+from tests.make import make_run
 
 SMALL = ModelConfig(
     vocab_size=512, hidden_size=64, num_layers=16, num_heads=1, num_kv_heads=1, mlp_size=256
@@ -172,19 +172,16 @@ def test_a_large_step_takes_few_programs_and_none_of_integers(monkeypatch):
 
 def run_planner(schedule, *, ranks=2, virtual=8):
     """What plans the steps of a run on some ranks with so many stages each."""
-    run = check_run(
-        {
-            "model": SMALL.model_dump(exclude_defaults=True),
-            "data": {"tokens": ".", "samples": "documents"},
-            "sequence": {"length": 12288},
-            "parallel": {
-                "pipeline_parallel_degree": ranks,
-                "schedule": schedule,
-                "virtual_stages": virtual,
-            },
-            "train": {"dtype": "bf16", "samples_per_step": 64},
+    run = make_run(
+        SMALL.model_dump(exclude_defaults=True),
+        length=12288,
+        data={"samples": "documents"},
+        parallel={
+            "pipeline_parallel_degree": ranks,
+            "schedule": schedule,
+            "virtual_stages": virtual,
         },
-        source="test",
+        train={"dtype": "bf16", "samples_per_step": 64},
     )
     plan = plan_run(
         run_of_longest_samples(run),

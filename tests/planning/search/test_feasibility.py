@@ -6,23 +6,21 @@ from dataclasses import replace
 
 import pytest
 
-from sppo.config import check_run
 from sppo.hardware.file import hardware_for
 from sppo.hardware.presets import PRESETS
 from sppo.planning.longest_sequence import with_length
 from sppo.planning.search.feasibility import fits_at_all, longest_sequence, quick_best
 from sppo.planning.search.solver import solve
 from sppo.units import GIB, MIB
+from tests.make import make_run
 from tests.planning.cases import machine, run_config, solved
 
 KIB = 1 << 10
 NODE = PRESETS["h100"]
 
 
-def run_of(preset="llama-3.2-1b", *, length=128 * KIB, **sections):
-    raw = {"model": {"preset": preset}, "data": {"tokens": "none"}}
-    raw["sequence"] = {"length": length, **sections.pop("sequence", {})}
-    return check_run({**raw, **sections}, source="test")
+def run_of(model="llama-3.2-1b", *, length=128 * KIB, **sections):
+    return make_run(model, length=length, **sections)
 
 
 @pytest.mark.parametrize(
