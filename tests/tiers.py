@@ -29,7 +29,9 @@ def exhaustive(*values: Any) -> list[Any]:
 
 def default_of(values: Iterable[Any], *kept: Any) -> list[Any]:
     """Return the values of one parameter, all but ``kept`` left to the exhaustive tier."""
-    return [value if value in kept else exhaustive(value)[0] for value in values]
+    found = list(values)
+    assert all(value in found for value in kept), f"{kept}: not all are among {found}"
+    return [value if value in kept else exhaustive(value)[0] for value in found]
 
 
 def each_once(*axes: Iterable[Any]) -> list[Any]:
