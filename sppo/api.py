@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,7 @@ from sppo.planning.make_plan import make_plan
 from sppo.planning.plan import ExecutionPlan, plan_json, read_plan
 from sppo.planning.search.solver import Solution
 from sppo.planning.search.solver import solve as solve_stream
-from sppo.planning.simulated_run import simulated_plan, simulated_run
+from sppo.planning.simulated_run import SimulatedRun, simulated_plan, simulated_run
 from sppo.planning.why_nothing_fits import nothing_fits
 from sppo.schedule.program import gc_disabled
 from sppo.schedule.simulation.simulate import simulate as play
@@ -125,6 +126,33 @@ def estimate(run: RunConfig) -> Estimate:
     return estimate_run(run, hardware=run_hardware(run), draw=drawn_steps_if_there)
 
 
+def steps_to_simulate(
+    what: RunConfig | ExecutionPlan, *, schedules: Sequence[str] = ()
+) -> tuple[list[SimulatedRun], tuple[str, ...]]:
+    """Return the step of a plan, or of the plan that a run would get, as input of the simulator.
+
+    Args:
+        what: Run or plan.
+        schedules: Names of schedules under which the same step is returned as well.
+
+    Returns:
+        The step, then the steps under the other schedules; and the keys of the run that the solver
+        has chosen.
+
+    Raises:
+        ValueError: Degrees or schedule do not fit the run.
+    """
+    if isinstance(what, ExecutionPlan):
+        plans = [what, *(replace(what, schedule=name) for name in schedules)]
+        return [simulated_plan(plan) for plan in plans], ()
+    log_run_warnings(what)
+    hardware = run_hardware(what)
+    whole = with_chosen_degrees(what, hardware=hardware, draw=drawn_steps_if_there)
+    names = (None, *schedules)
+    steps = [simulated_run(whole.run, hardware=hardware, schedule=name) for name in names]
+    return steps, whole.chosen
+
+
 def simulate(what: RunConfig | ExecutionPlan) -> Timeline:
     """Return the simulated timeline of one step of a plan, or of the plan that a run would get.
 
@@ -149,14 +177,8 @@ def simulate(what: RunConfig | ExecutionPlan) -> Timeline:
     >>> len(timeline.ranks), 0 < timeline.bubble_fraction < 0.5
     (2, True)
     """
-    if isinstance(what, ExecutionPlan):
-        case = simulated_plan(what).case
-    else:
-        log_run_warnings(what)
-        hardware = run_hardware(what)
-        whole = with_chosen_degrees(what, hardware=hardware, draw=drawn_steps_if_there)
-        case = simulated_run(whole.run, hardware=hardware).case
-    return play(case.schedule, costs=case.costs)
+    (step,), _ = steps_to_simulate(what)
+    return play(step.case.schedule, costs=step.case.costs)
 
 
 def save_plan(plan: ExecutionPlan, path: Path | str) -> None:

@@ -11,11 +11,10 @@ from rich.progress import Progress
 
 from sppo.api import estimate as estimate_run
 from sppo.cli.arguments.common import Json, Overrides, RunFile
-from sppo.cli.arguments.planned_run import PLANNED_FOR_LONGEST
+from sppo.cli.arguments.planned_run import load_planned_run
 from sppo.cli.exit_codes import exit_codes
 from sppo.cli.output.estimate import EstimateReport
 from sppo.cli.show import emit, say
-from sppo.config import load_run
 from sppo.planning.estimate import Estimate
 
 if TYPE_CHECKING:
@@ -56,10 +55,7 @@ def estimate(
     with exit_codes():
         if layers is not None and not trace:
             raise ValueError("--layers says what --trace traces: write both")
-        run = load_run(run_file, overrides or ())
-        found = estimate_run(run)
-        if run.data.samples == "documents":
-            typer.echo(PLANNED_FOR_LONGEST, err=True)
+        found = estimate_run(load_planned_run(run_file, overrides or ()))
         traced = _trace(found, layers=layers) if trace else None
     emit(EstimateReport(found, traced), as_json=json_output)
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
-if TYPE_CHECKING:
-    from sppo.config import RunConfig
+from sppo.config import RunConfig, load_run
 
-PLANNED_FOR_LONGEST = (
+_NOTE = (
     "data.samples=documents: planned for the longest samples, of sequence.length tokens; each step "
     "is planned when sppo train knows its samples"
 )
@@ -25,11 +23,7 @@ def load_planned_run(run_file: Path, overrides: Sequence[str]) -> RunConfig:
     Raises:
         ValueError: The run file cannot be used.
     """
-    from sppo.config import load_run
-    from sppo.config.run_warnings import log_run_warnings
-
     run = load_run(run_file, overrides)
-    log_run_warnings(run)
     if run.data.samples == "documents":
-        typer.echo(PLANNED_FOR_LONGEST, err=True)
+        typer.echo(_NOTE, err=True)
     return run

@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from sppo.api import steps_to_simulate
 from sppo.cli.arguments.planned_run import load_planned_run
+from sppo.config import RunConfig
 from sppo.config.key_values import read_keys
 from sppo.config.problems import KEY_PATHS, nearest
 from sppo.config.text_file import read_text_file
-from sppo.data.samples.step_lengths import drawn_steps_if_there
-from sppo.hardware.run_hardware import run_hardware
-from sppo.planning.chosen_run import with_chosen_degrees
-from sppo.planning.plan import read_plan
-from sppo.planning.simulated_run import SimulatedRun, simulated_plan, simulated_run
+from sppo.planning.plan import ExecutionPlan, read_plan
 from sppo.quoting import quoted
 from sppo.schedule.abstract import (
     AbstractCase,
@@ -189,11 +187,7 @@ def _program(file: Path, values: Sequence[str]) -> Simulation:
 
 
 def _run(file: Path, overrides: Sequence[str], *, names: Sequence[str]) -> Simulation:
-    run = load_planned_run(file, overrides)
-    hardware = run_hardware(run)
-    whole = with_chosen_degrees(run, hardware=hardware, draw=drawn_steps_if_there)
-    runs = [simulated_run(whole.run, hardware=hardware, schedule=name) for name in (None, *names)]
-    return _simulation(runs, chosen=whole.chosen)
+    return _simulation(load_planned_run(file, overrides), names=names)
 
 
 def _plan(file: Path, overrides: Sequence[str], *, names: Sequence[str]) -> Simulation:
@@ -203,9 +197,7 @@ def _plan(file: Path, overrides: Sequence[str], *, names: Sequence[str]) -> Simu
             f"{quoted(overrides[0])}: a plan has fixed it; make another plan with sppo solve, or "
             "simulate the RUN.yaml"
         )
-    plan = read_plan(file)
-    plans = [plan, *(replace(plan, schedule=name) for name in names)]
-    return _simulation([simulated_plan(plan) for plan in plans])
+    return _simulation(read_plan(file), names=names)
 
 
 def _refuse_abstract_keys(file: Path, values: Sequence[str]) -> None:
@@ -221,8 +213,9 @@ def _refuse_abstract_keys(file: Path, values: Sequence[str]) -> None:
             )
 
 
-def _simulation(runs: Sequence[SimulatedRun], *, chosen: tuple[str, ...] = ()) -> Simulation:
-    first = runs[0]
+def _simulation(what: RunConfig | ExecutionPlan, *, names: Sequence[str]) -> Simulation:
+    steps, chosen = steps_to_simulate(what, schedules=names)
+    first = steps[0]
     devices = SimulatedDevices(
         first.hardware.name_and_origin,
         first.num_devices,
@@ -231,4 +224,4 @@ def _simulation(runs: Sequence[SimulatedRun], *, chosen: tuple[str, ...] = ()) -
         first.node_host_bytes,
         chosen,
     )
-    return Simulation(tuple(run.case for run in runs), first.forward, devices)
+    return Simulation(tuple(step.case for step in steps), first.forward, devices)
