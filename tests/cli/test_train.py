@@ -80,15 +80,9 @@ def test_a_missing_run_file(work):
     assert tree(work) == before
 
 
-@pytest.mark.parametrize("name", ["meta.json", "documents.npy", "tokens.bin"])
-@pytest.mark.parametrize("fault", ["missing", "empty", "garbage"])
-def test_broken_token_data(work, name, fault):
-    path = work / "tokens" / name
-    if fault == "missing":
-        path.unlink()
-    else:
-        path.write_bytes(b"" if fault == "empty" else b"\x93garbage" * 9)
-    assert name in refuse_unchanged(work)
+def test_broken_token_data(work):
+    (work / "tokens/tokens.bin").write_bytes(b"")
+    assert "tokens.bin" in refuse_unchanged(work)
 
 
 def test_not_enough_memory(work, monkeypatch):
