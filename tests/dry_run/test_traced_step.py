@@ -301,7 +301,7 @@ def test_fp32_is_traced_without_the_interpreter(tmp_path):
 
 
 def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("sppo.cli.estimate.find_spec", lambda name: None)
     result = invoke(tmp_path, "hardware.preset=a100-80g", "--trace")
     assert result.exit_code == 2
     assert "torch is not installed: pip install torch" in result.stderr
