@@ -10,7 +10,7 @@ from sppo.engine.engine import StepResult
 from sppo.offload.copy_report import CopyReport
 from sppo.training.executed_step import StepTimelines
 from sppo.training.steps.measured import MeasuredBuckets, StepPhases
-from sppo.training.steps.step_work import PlannedPhases, StepWork
+from sppo.training.steps.step_work import StepWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class TrainingOutcome:
     """Measured peaks of memory by bucket."""
     copies: list[CopyReport] = field(default_factory=list)
     """Copies of this rank, one entry per step of this call."""
-    planned_phases: list[PlannedPhases] = field(default_factory=list)
+    planned_phases: list[StepPhases] = field(default_factory=list)
     """Predicted seconds by phase, one entry per step of this call."""
     most_planned: MemoryBuckets | None = None
     """Predicted memory of the step that is predicted to need most."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from statistics import median
 
 from sppo.cost.memory.tier_memory import SAVED_IN_BACKGROUND
@@ -70,20 +71,11 @@ def _phases(outcome: TrainingOutcome) -> dict[str, Pair]:
     """Return (predicted, measured) median seconds of each phase; {} if no step was run."""
     if not outcome.phases:
         return {}
+    fields = {"forward": "forward_s", "backward": "backward_s", "data and update": "rest_s"}
     planned, measured = outcome.planned_phases, outcome.phases
     return {
-        "forward": Pair(
-            median(step.forward_s for step in planned),
-            median(step.forward_s for step in measured),
-        ),
-        "backward": Pair(
-            median(step.backward_s for step in planned),
-            median(step.backward_s for step in measured),
-        ),
-        "data and update": Pair(
-            median(step.update_s for step in planned),
-            median(step.rest_s for step in measured),
-        ),
+        phase: Pair(median(map(attrgetter(name), planned)), median(map(attrgetter(name), measured)))
+        for phase, name in fields.items()
     }
 
 

@@ -16,7 +16,6 @@ from sppo.training.outcome import Baseline, TrainingOutcome
 from sppo.training.results import report
 from sppo.training.run_directory import note_configuration
 from sppo.training.steps.measured import MeasuredBuckets, StepPhases
-from sppo.training.steps.step_work import PlannedPhases
 from tests.conftest import tree
 
 
@@ -57,7 +56,7 @@ def told(run, outcome):
     job = Job.alone(run, console=Console(file=screen, width=120))
     checked = preflight(job)
     predicted = checked.plan.predicted
-    phases = PlannedPhases(predicted.forward_s, predicted.backward_s, predicted.update_s)
+    phases = StepPhases(predicted.forward_s, predicted.backward_s, predicted.update_s)
     outcome.planned_phases = [phases] * len(outcome.phases)
     outcome.most_planned = checked.plan.stages[0].memory.device
     report(job, checked, outcome, command="the same command")

@@ -14,7 +14,7 @@ from sppo.training.state import TrainingState
 
 @dataclass(frozen=True, slots=True)
 class StepPhases:
-    """Seconds of one step by phase."""
+    """Seconds of one step by phase, predicted or measured."""
 
     forward_s: float
     backward_s: float

@@ -33,17 +33,9 @@ from sppo.planning.simulated_run import simulated_plan
 from sppo.schedule.program import Case
 from sppo.training.ranks import Ranks
 from sppo.training.steps.corrections import Corrections, saved_history
+from sppo.training.steps.measured import StepPhases
 from sppo.training.steps.planning_ahead import StepPlans
 from sppo.training.steps.step import DoneStep, StepInput
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedPhases:
-    """Predicted seconds of a step by phase; the phases are those that a run measures."""
-
-    forward_s: float
-    backward_s: float
-    update_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +62,7 @@ class StepWork(StepInput):
     model_flops: int
     executed_flops: int
     step_s: float
-    phases: PlannedPhases
+    phases: StepPhases
     memory: MemoryBuckets
     plan: StepPlan | None = None
     planning_wait_s: float = 0.0
@@ -131,7 +123,7 @@ class SequenceSteps(StepSource):
             linear_recomputed=np.array(plan.recomputed_fractions(LINEAR)),
             attention_recomputed=np.array(plan.recomputed_fractions(ATTENTION)),
         )
-        self._phases = PlannedPhases(predicted.forward_s, predicted.backward_s, predicted.update_s)
+        self._phases = StepPhases(predicted.forward_s, predicted.backward_s, predicted.update_s)
 
     def work(self, step: int, *, consumed: int) -> StepWork:
         """Return the work of a step; its data follows from the number of the step."""
@@ -213,7 +205,7 @@ class SampleSteps(StepSource):
             model_flops=sample_flops(self._run.model, own_lengths),
             executed_flops=plan.executed_flops,
             step_s=prediction.step_s,
-            phases=PlannedPhases(*prediction.phases_s),
+            phases=StepPhases(*prediction.phases_s),
             memory=self._memory(plan),
             plan=plan,
             prediction=prediction,

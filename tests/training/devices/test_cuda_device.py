@@ -367,7 +367,7 @@ def test_warming_up_leaves_nothing_behind(work):
 def test_memory_is_what_torch_reserves_beyond_the_baseline(work):
     with fake_gpu() as (device, _):
         outcome, records = train(run_of(work, activations={"policy": "offload_all"}), device)
-    assert outcome.baseline_bytes == 40 * MIB
+    assert outcome.base.held_bytes == 40 * MIB
     assert outcome.peak_bytes == 80 * MIB
     assert {record["device_peak_bytes"] for record in records} == {80 * MIB}
     assert outcome.buckets.working_bytes == 20 * MIB
