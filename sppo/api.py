@@ -223,7 +223,8 @@ def train(
     Raises:
         ValueError: The run cannot be trained; nothing was changed.
         MemoryError: The run does not fit into memory.
-        RunFailedError: A rank that was started failed.
+        RunFailedError: A rank that was started failed, or rank 0 of these refused the run for want
+            of memory or because of its plan, weights or labels; stderr says why.
         sppo.training.steps.nonfinite.NonFiniteError: Too many consecutive steps with NaN or inf.
         OSError: The disk is full or fails; files saved before are complete.
     """
