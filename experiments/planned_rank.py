@@ -64,7 +64,7 @@ class PlannedRank:
                 disk_bytes=0 if disk is None else usable_directory(Path(disk)).usable_bytes,
             )
         )
-        warm_up(run, lengths=self.plan.lengths)
+        warm_up(run, lengths=self.plan.lengths, device=device)
         job = Job(run, self.ranks, device, Console(quiet=True))
         self.state = build_state(job, self.plan)
         self._data = [

@@ -42,6 +42,17 @@ def main_fails(rank):
     return refusal(lambda: ranks.decided_by_main(fail))
 
 
+def one_fails(rank):
+    ranks = ranks_of(rank, 3)
+    assert ranks.done_by_all(lambda: rank) == rank
+
+    def fail_on_rank_1():
+        if rank == 1:
+            raise ValueError("no such directory")
+
+    return refusal(lambda: ranks.done_by_all(fail_on_rank_1))
+
+
 def figures(rank):
     peers = ranks_of(rank, 3).peers
     return (
@@ -60,6 +71,10 @@ def test_a_schedule_of_one_rank_alone_is_refused_by_all(ranks):
 
 def test_what_rank_0_raises_is_raised_by_all(ranks):
     assert ranks.run(main_fails, ranks=2) == ["no such directory"] * 2
+
+
+def test_what_one_rank_raises_is_raised_by_all_with_its_number(ranks):
+    assert ranks.run(one_fails, ranks=3) == ["rank 1: no such directory"] * 3
 
 
 def test_figures_are_the_same_on_every_rank(ranks):

@@ -20,7 +20,6 @@ from sppo.engine.engine import Engine
 from sppo.engine.unit import SequenceData
 from sppo.model.gradients import zero_gradients
 from sppo.optim.adamw import AdamW, clip_, global_norm
-from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.devices.device import Device
 from sppo.training.state import loss_terms
 from sppo.training.state_tensors import DTYPES
@@ -42,7 +41,7 @@ _SIZES = {
 }
 
 
-def warm_up(run: RunConfig, *, lengths: Sequence[int], device: Device | None = None) -> None:
+def warm_up(run: RunConfig, *, lengths: Sequence[int], device: Device) -> None:
     """Train a step of a tiny model, then one of a single layer for each length on this rank.
 
     The models are discarded.
@@ -50,9 +49,8 @@ def warm_up(run: RunConfig, *, lengths: Sequence[int], device: Device | None = N
     Args:
         run: Validated run configuration.
         lengths: Lengths of the subsequences, in tokens.
-        device: Device that computes; None for the CPU.
+        device: Device that computes.
     """
-    device = device or CpuDevice()
     tiny = run.model.model_copy(update=_SIZES)
     _step(run, tiny, cuts=(0, _TOKENS, 2 * _TOKENS), with_optimizer=True, device=device)
     # Each sequence-parallel rank holds a shard of a subsequence.

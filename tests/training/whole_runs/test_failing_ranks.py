@@ -169,3 +169,20 @@ def test_bad_degrees_are_told_before_any_process_starts(endless, words, told):
 
     assert told in refuse("train", "run.yaml", *words)
     assert not (endless / "out").exists()
+
+
+def test_what_rank_0_refuses_for_all_is_told_once(endless):
+    """Found on the ranks, which know of memory and tiers, and before anything is made."""
+    words = [TWO_STAGES, "activations.policy=offload_all"]
+    done = subprocess.run(
+        [*TRAIN, *words],
+        cwd=endless,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert done.stderr.startswith("error: activations.policy 'offload_all' offloads")
+    assert len(done.stdout.splitlines()) == 1, "the ranks are announced, and nothing else"
+    assert not (endless / "out").exists()
