@@ -23,20 +23,25 @@ ANSWERS: dict[str, Callable[[str], Answer | None]] = {
 }
 """Function that answers a case, by kind. The golden answers of a kind are in one file."""
 
-_CASES: dict[str, tuple[Iterable[str], int | None]] = {
-    "solutions": (runs.requests(), None),
-    "memory": (map(runs.drawn_run, count()), 100),
-    "programs": (map(str, count()), 200),
-    "short_losses": (map(str, count()), 34),
-    "trained_losses": (runs.TRAINED, None),
-}
-"""Cases of every kind, and how many of those that are not refused are kept; None for all."""
+
+def _file(kind: str) -> Path:
+    return Path(__file__).with_name(f"{kind}.json")
 
 
 def read(kind: str) -> dict[str, Answer]:
     """Return the golden answers of one kind, by case."""
     answers: dict[str, Answer] = json.loads(_file(kind).read_text(encoding="utf-8"))
     return answers
+
+
+_CASES: dict[str, tuple[Iterable[str], int | None]] = {
+    "solutions": (runs.requests(), None),
+    "memory": (map(runs.drawn_run, count()), 100),
+    "programs": (map(str, count()), 200),
+    "short_losses": (read("short_losses"), None),
+    "trained_losses": (runs.TRAINED, None),
+}
+"""Cases of every kind, and how many of those that are not refused are kept; None for all."""
 
 
 def make(kind: str) -> None:
@@ -49,10 +54,6 @@ def make(kind: str) -> None:
         print(f"\r{kind}: {len(lines)}", end="", flush=True)
     print()
     _file(kind).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-
-
-def _file(kind: str) -> Path:
-    return Path(__file__).with_name(f"{kind}.json")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.conftest import call, write_run, write_tokens
 from tests.goldens.programs import SCHEDULES, WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES, digest
-from tests.random_training.draw import draw
+from tests.random_training import case as cases
 from tests.random_training.oracle import first_state
 from tests.random_training.run_leg import run_leg
 from tests.random_training.training import emulated
@@ -132,15 +132,19 @@ def memory(words: str) -> Answer | None:
     }
 
 
-def short_losses(seed: str) -> Answer:
-    """Return losses and gradient norms of the first leg of a drawn training, on emulated ranks."""
-    case = draw(int(seed), most_ranks=4)
+def short_losses(written: str) -> Answer:
+    """Return losses and gradient norms of a training on emulated ranks.
+
+    Args:
+        written: Training of one leg as it is printed, ``Case(seed=0, ...)``. A drawn one would be
+            another as soon as more is drawn.
+    """
+    case = eval(written, vars(cases))
     leg = case.legs[0]
     with tempfile.TemporaryDirectory() as disk:
         state = first_state(case)
         steps = emulated(case)(run_leg, case, 0, state, disk, ranks=leg.num_ranks)[0]
     return {
-        "case": repr(leg),
         "dtype": case.dtype,
         "losses": [step.loss for step in steps],
         "norms": [step.norm for step in steps],
