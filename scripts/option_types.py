@@ -24,18 +24,6 @@ def positive(text: str) -> int:
     return number
 
 
-def head_counts(text: str) -> tuple[int, int]:
-    """Return the numbers of query and key-value heads in a text such as ``8/2``."""
-    queries, _, kv = text.partition("/")
-    counts = positive(queries), positive(kv or queries)
-    if counts[0] % counts[1]:
-        raise argparse.ArgumentTypeError(
-            f"{counts[0]} query heads cannot share {counts[1]} key-value heads evenly; write N/K "
-            "with K dividing N"
-        )
-    return counts
-
-
 def output_file(text: str) -> Path:
     """Return the path of a file that can be written; its directory need not exist yet."""
     return _writable(text, plots=())
