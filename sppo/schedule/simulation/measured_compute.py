@@ -9,8 +9,7 @@ such as copies of saved tensors, counts as compute, because a run measures it so
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from sppo.schedule.costs import CopyEngines, Costs
@@ -18,33 +17,16 @@ from sppo.schedule.encoding import NUM_COMPUTE, REDUCE, EncodedProgram, encode
 from sppo.schedule.simulation.event_loop import run_clock
 from sppo.schedule.timeline import Timeline
 
-ActionSeconds = Mapping[tuple[int, int], float]
-"""Seconds of compute actions and reductions, by opcode and slot (see `sppo.schedule.encoding`)."""
 
-
-def action_seconds(timeline: Timeline) -> dict[tuple[int, int], float]:
-    """Return the seconds of every compute action and reduction; of shards, the longest."""
-    return _action_seconds(timeline, encode(timeline.schedule))
-
-
-def median_seconds(steps: Sequence[ActionSeconds]) -> dict[tuple[int, int], float]:
-    """Return the median of every action over several steps with the same program."""
-    return {key: statistics.median(step[key] for step in steps) for key in steps[0]}
-
-
-def step_seconds(
-    timeline: Timeline, *, costs: Costs, seconds: ActionSeconds | None = None
-) -> float:
-    """Return the simulated seconds of a timeline's program with given seconds of its actions.
+def step_seconds(timeline: Timeline, *, costs: Costs) -> float:
+    """Return the simulated seconds of a timeline's program with the timeline's compute times.
 
     Args:
         timeline: Timeline of the program, planned or measured.
         costs: Planned costs of the step, of which those of messages are used. Copies cost nothing.
-        seconds: Seconds of every compute action and reduction; None for those of the timeline.
     """
     programs = encode(timeline.schedule)
-    if seconds is None:
-        seconds = _action_seconds(timeline, programs)
+    seconds = _action_seconds(timeline, programs)
     free = replace(costs, copies=CopyEngines(), state_copies=None, layer_copies=())
     return run_clock(timeline.schedule, programs=programs, costs=free, seconds=seconds).end_s
 
@@ -52,6 +34,10 @@ def step_seconds(
 def _action_seconds(
     timeline: Timeline, programs: Sequence[EncodedProgram]
 ) -> dict[tuple[int, int], float]:
+    """Return the seconds of every compute action and reduction, by opcode and slot.
+
+    Of an action in shards, the seconds of the longest shard.
+    """
     seconds: dict[tuple[int, int], float] = {}
     for track, program in zip(timeline.ranks, programs, strict=True):
         timed = (program.codes < NUM_COMPUTE) | (program.codes == REDUCE)

@@ -11,8 +11,6 @@ from sppo.schedule.actions import ActionKind, Schedule
 from sppo.schedule.costs import CopyEngines, Costs, LayerCopies, Link, Links, abstract_costs
 from sppo.schedule.program import lower
 from sppo.schedule.simulation.measured_compute import (
-    action_seconds,
-    median_seconds,
     step_seconds,
 )
 from sppo.schedule.simulation.simulate import simulate
@@ -94,11 +92,4 @@ def test_waits_for_copies_inside_compute_are_counted_once() -> None:
     measured = simulate(schedule, costs=waiting)
     explained_s = step_seconds(measured, costs=slow)
     assert explained_s == pytest.approx(measured.makespan_s)
-    seconds = action_seconds(measured)
-    assert step_seconds(measured, costs=slow, seconds=seconds) == explained_s
     assert simulate(schedule, costs=slow).makespan_s > 2 * measured.makespan_s
-
-
-def test_the_median_of_several_steps_is_taken_action_by_action() -> None:
-    steps = [{(0, 0): 1.0, (1, 0): 9.0}, {(0, 0): 3.0, (1, 0): 2.0}, {(0, 0): 2.0, (1, 0): 4.0}]
-    assert median_seconds(steps) == {(0, 0): 2.0, (1, 0): 4.0}
