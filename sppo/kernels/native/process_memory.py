@@ -36,12 +36,6 @@ def peak_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def private_bytes() -> int:
-    """Return the current private resident memory in bytes, or all resident memory if unknown."""
-    private = status_bytes("RssAnon", status=_STATUS)
-    return resident_bytes() if private is None else private
-
-
 def file_bytes() -> int:
     """Return the resident pages of files in bytes, those of libraries above all; 0 if unknown.
 
