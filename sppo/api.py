@@ -209,10 +209,9 @@ def train(
 
     Does the same as ``sppo train``. A run of one rank trains in this process; with degrees of
     parallelism above 1, written or chosen for several GPUs, the call starts one process per rank on
-    this machine. In a program started
-    by torchrun or srun, every process makes the call and is one rank. Call this function in the
-    main thread: on Ctrl-C or SIGTERM the current step is abandoned, the state is saved, and the
-    call returns.
+    this machine. In a program started by torchrun or srun, every process makes the call and is one
+    rank. Call this function in the main thread: on Ctrl-C or SIGTERM the current step is abandoned,
+    the state is saved, and the call returns.
 
     Args:
         run: Run configuration from :func:`sppo.load_run`.

@@ -1,1 +1,1 @@
-"""Reports of a run: metrics of every step, progress, plots, and the summary at its end."""
+"""Reports of a run: metrics of every step, progress, and the summary at its end."""

@@ -1,1 +1,1 @@
-"""Views of timelines: Chrome trace, a table of numbers, and the style of plots."""
+"""Views of timelines: Chrome trace, numbers for JSON and tables, and the style of plots."""

@@ -1,1 +1,1 @@
-"""Tables, plots and JSON reports that commands print."""
+"""What commands print: lines, tables and JSON."""
