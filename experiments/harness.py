@@ -97,16 +97,12 @@ def write_report(path: Path | None, report: Mapping[str, Any]) -> None:
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print a table; all columns but the first are right-aligned."""
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if column else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*map(str, row))
-    Console(width=_WIDTH).print(table)
+    from sppo.cli.output.printing import table
+
+    cells = [[str(cell) for cell in row] for row in rows]
+    Console(width=_WIDTH).print(table(headings, cells))
 
 
 def sppo(*words: str | Path, cwd: Path | None = None, codes: Sequence[int] = (0,)) -> str:

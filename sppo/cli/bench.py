@@ -14,7 +14,7 @@ from sppo.cli.arguments.common import Json
 from sppo.cli.command_group import CommandGroup, KeyCommand
 from sppo.cli.exit_codes import exit_codes
 from sppo.cli.output.bench_progress import BenchDisplay
-from sppo.cli.show import emit
+from sppo.cli.output.printing import emit
 from sppo.config import load_run
 from sppo.config.key_values import read_keys
 from sppo.hardware.description import HardwareSpec

@@ -13,7 +13,7 @@ from sppo.checkpoint.newest import check_any
 from sppo.cli.arguments.common import Json
 from sppo.cli.command_group import CommandGroup
 from sppo.cli.exit_codes import exit_codes
-from sppo.cli.show import print_json
+from sppo.cli.output.printing import print_json
 from sppo.config.huggingface import hf_config, ignored_settings, model_fields, read_config
 from sppo.config.model import ModelConfig
 from sppo.config.problems import ConfigError, problems_of

@@ -25,7 +25,7 @@ from sppo.cli.arguments.common import Json
 from sppo.cli.command_group import CommandGroup
 from sppo.cli.exit_codes import exit_codes
 from sppo.cli.output.length_table import print_lengths
-from sppo.cli.show import print_json, say_written
+from sppo.cli.output.printing import print_json, say_written
 from sppo.config.base import MOST_TOKENS
 from sppo.data.preparation.prepare import PreparedTokens, PrepareProgress, prepare_tokens
 from sppo.data.preparation.tokenizers import EndOfDocument

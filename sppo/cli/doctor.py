@@ -22,7 +22,7 @@ from rich.text import Text
 from sppo import native_build
 from sppo.cli.arguments.common import Json
 from sppo.cli.exit_codes import FAULT, exit_codes
-from sppo.cli.show import print_json
+from sppo.cli.output.printing import print_json
 from sppo.hardware import this_machine
 from sppo.hardware.file import read_hardware
 from sppo.kernels.native.extension import describe, native_library

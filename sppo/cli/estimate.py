@@ -14,7 +14,7 @@ from sppo.cli.arguments.common import Json, Overrides, RunFile
 from sppo.cli.arguments.planned_run import load_planned_run
 from sppo.cli.exit_codes import exit_codes
 from sppo.cli.output.estimate import EstimateReport
-from sppo.cli.show import emit, say
+from sppo.cli.output.printing import emit, say
 from sppo.planning.estimate import Estimate
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from rich.console import Console
 from sppo.api import evaluate as evaluate_run
 from sppo.cli.arguments.common import Json, Overrides, RunFile
 from sppo.cli.exit_codes import exit_codes
-from sppo.cli.show import print_json, say, say_written, table
+from sppo.cli.output.printing import print_json, say, say_written, table
 from sppo.config import load_run
 from sppo.output_file import check_output_files
 from sppo.plots.positions import position_plot

@@ -11,8 +11,8 @@ from sppo.cli.arguments.common import Json
 from sppo.cli.arguments.simulate_request import read_request, sort_words
 from sppo.cli.command_group import CommandGroup, KeyCommand
 from sppo.cli.exit_codes import exit_codes
+from sppo.cli.output.printing import emit, say_written
 from sppo.cli.output.simulation import SimulationReport
-from sppo.cli.show import emit, say_written
 from sppo.output_file import check_output_files, write_text
 from sppo.plots.timeline import write_png
 from sppo.schedule.abstract import AbstractCase

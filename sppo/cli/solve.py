@@ -13,8 +13,8 @@ from sppo.cli.arguments.common import Json, Overrides, RunFile
 from sppo.cli.exit_codes import NO_PLAN, exit_codes
 from sppo.cli.output.candidate import train_command
 from sppo.cli.output.corpus import CorpusReport, corpus_failure_json
+from sppo.cli.output.printing import Report, emit, print_json, working
 from sppo.cli.output.solution import SolutionReport, failure_json
-from sppo.cli.show import Report, emit, print_json, working
 from sppo.config import load_run
 from sppo.output_file import check_output_files, write_json
 from sppo.planning.corpus.search import CorpusSolution

@@ -10,7 +10,7 @@ from rich.console import Console
 from sppo.bench.attention_backends import BackendComparison, BackendRate
 from sppo.bench.attention_grid import AttentionShape
 from sppo.cli.output.bench_figures import NOT_MEASURED, flops_unit, format_rates
-from sppo.cli.show import say, table
+from sppo.cli.output.printing import say, table
 from sppo.kernels.attention.choice import BackendName
 from sppo.units import counted, format_tokens
 

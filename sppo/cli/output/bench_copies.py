@@ -10,7 +10,7 @@ from sppo.bench.break_even import BreakEven
 from sppo.bench.copies import CopyMeasurements
 from sppo.bench.overlap import OverlapMeasurements
 from sppo.cli.output.bench_figures import NOT_MEASURED
-from sppo.cli.show import say, table
+from sppo.cli.output.printing import say, table
 from sppo.units import format_bytes, format_duration, format_tokens
 
 _LENGTH_MARK = "~"

@@ -15,7 +15,7 @@ from sppo.bench.suite import Measurements
 from sppo.cli.output.bench_attention import print_attention
 from sppo.cli.output.bench_copies import print_copies, print_overlap
 from sppo.cli.output.bench_figures import flops_unit, format_rates
-from sppo.cli.show import say, table
+from sppo.cli.output.printing import say, table
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.file import hardware_json
 from sppo.hardware.rates import ElementwisePoint, GemmPoint

@@ -20,7 +20,7 @@ from sppo.cli.output.candidate import (
 )
 from sppo.cli.output.explanation import explanation_json, print_explanation
 from sppo.cli.output.memory import print_memory
-from sppo.cli.show import say, table
+from sppo.cli.output.printing import say, table
 from sppo.hardware.run_hardware import hardware_line
 from sppo.planning.advice import Advice
 from sppo.planning.corpus.search import (

@@ -16,8 +16,8 @@ from sppo.cli.output.candidate import (
     stages_json,
 )
 from sppo.cli.output.memory import host_memory_text, print_memory
+from sppo.cli.output.printing import say, table
 from sppo.cli.output.trace_table import print_trace, trace_json
-from sppo.cli.show import say, table
 from sppo.hardware.run_hardware import hardware_line
 from sppo.planning.estimate import SECTION_5_1_BYTES, TABLE_2_BYTES, Estimate
 from sppo.planning.why_nothing_fits import run_line

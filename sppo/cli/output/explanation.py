@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from sppo.cli.show import say, table
+from sppo.cli.output.printing import say, table
 from sppo.planning.explain import PARTS, RateUsed, rates_used, step_parts
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.units import format_duration

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from sppo.cli.show import table
+from sppo.cli.output.printing import table
 from sppo.config.base import Section
 
 

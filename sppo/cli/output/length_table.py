@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from sppo.cli.show import say, table
+from sppo.cli.output.printing import say, table
 from sppo.data.samples.length_stats import LengthStats, LimitStats
 from sppo.units import counted, format_count, format_tokens
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.text import Text
 
-from sppo.cli.show import say, table
+from sppo.cli.output.printing import say, table
 from sppo.cost.candidate import Candidate
 from sppo.cost.memory.bucket_labels import BUCKETS
 from sppo.cost.memory.stage_memory import MemoryBuckets, StageMemory

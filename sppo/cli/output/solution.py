@@ -21,7 +21,7 @@ from sppo.cli.output.candidate import (
 )
 from sppo.cli.output.explanation import explanation_json, print_explanation
 from sppo.cli.output.memory import print_memory
-from sppo.cli.show import columns, say, table
+from sppo.cli.output.printing import columns, say, table
 from sppo.cost.state_tiers import ON_DEVICE
 from sppo.hardware.run_hardware import hardware_line
 from sppo.planning.advice import Advice, too_long_for

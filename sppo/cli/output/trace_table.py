@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from sppo.cli.show import say, table
+from sppo.cli.output.printing import say, table
 from sppo.units import MIB, format_bytes, format_duration
 
 if TYPE_CHECKING:

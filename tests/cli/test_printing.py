@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from sppo.cli import show as module
+from sppo.cli.output import printing as module
 
 
 @pytest.mark.parametrize("text", ["solving for lab box [/red] two", "solving for [lab]"])
