@@ -34,7 +34,7 @@ from sppo.schedule.program import gc_disabled
 from sppo.schedule.simulation.simulate import simulate as play
 from sppo.schedule.timeline import Timeline
 from sppo.training.checks.input_checks import check_evaluation
-from sppo.training.start import made_ready, start_ranks, train_as_rank
+from sppo.training.start import prepare_run, start_ranks, train_as_rank
 from sppo.training.trained_run import RunFailedError, TrainedRun, trained_run
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ def train(
     if threading.current_thread() is not threading.main_thread():
         raise ValueError("sppo.train: call it in the main thread, which alone hears signals")
     console = Console(quiet=not progress)
-    ready = made_ready(run, plan, source="the plan", console=console)
+    ready = prepare_run(run, plan, source="the plan", console=console)
     if not ready.starts_ranks:
         outcome = train_as_rank(ready, console=console, command="the same call")
         return trained_run(ready.run, interrupted_by=outcome.interrupted_by)

@@ -20,7 +20,7 @@ from sppo.config import load_run
 from sppo.parallel.job.environment import RankEnvironment
 from sppo.parallel.job.signals import stopped_exit_code
 from sppo.planning.plan import read_plan
-from sppo.training.start import ReadyRun, made_ready, start_ranks, train_as_rank
+from sppo.training.start import ReadyRun, prepare_run, start_ranks, train_as_rank
 
 PlanFile = Annotated[
     Path | None,
@@ -54,7 +54,7 @@ def train(
         run = load_run(run_file, overrides or ())
         console = Console(quiet=quiet)
         chosen = None if plan is None else read_plan(plan)
-        ready = made_ready(run, chosen, source=str(plan), console=console)
+        ready = prepare_run(run, chosen, source=str(plan), console=console)
         if ready.starts_ranks:
             raise typer.Exit(start_ranks(ready, sys.argv[1:]))
         _train_as_rank(ready, console)

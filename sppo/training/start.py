@@ -14,6 +14,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+
 from sppo.config import RunConfig
 from sppo.config.run_warnings import log_run_warnings
 from sppo.hardware.this_machine import count_cores, find_gpus
@@ -24,14 +26,17 @@ from sppo.parallel.job.environment import (
     torch_kept_quiet,
     with_module_path,
 )
+from sppo.parallel.job.launch import run_ranks
 from sppo.parallel.job.open_files import allow_connections
 from sppo.parallel.mesh_shape import MeshShape
 from sppo.planning.plan import ExecutionPlan
+from sppo.report.display import logging_to
 from sppo.report.lines import print_titled
+from sppo.training.checks.given_plan import check_kind, followed_plan
+from sppo.training.checks.input_checks import check_inputs
+from sppo.training.interruption import StopRequest
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from sppo.training.outcome import TrainingOutcome
 
 
@@ -63,7 +68,7 @@ class ReadyRun:
         return self.environment is None and self.num_ranks > 1
 
 
-def made_ready(
+def prepare_run(
     run: RunConfig, plan: ExecutionPlan | None, *, source: str, console: Console
 ) -> ReadyRun:
     """Check the inputs of a run, choose its degrees, and decide whether to start ranks.
@@ -83,9 +88,6 @@ def made_ready(
         ValueError: The run cannot be trained; nothing was changed.
         MemoryError: There is too little memory even for the libraries.
     """
-    from sppo.training.checks.given_plan import check_kind, followed_plan
-    from sppo.training.checks.input_checks import check_inputs
-
     environment = rank_environment(os.environ)
     if plan is not None:
         run = followed_plan(run, plan)
@@ -153,7 +155,6 @@ def start_ranks(ready: ReadyRun, words: list[str]) -> int:
         ValueError: This machine has fewer GPUs than ranks.
         MemoryError: The limit of open files is too low.
     """
-    from sppo.parallel.job.launch import run_ranks
     from sppo.training.devices.choose_device import check_devices
 
     num_ranks = ready.num_ranks
@@ -185,15 +186,10 @@ def train_as_rank(ready: ReadyRun, *, console: Console, command: str) -> Trainin
         NonFiniteError: Too many consecutive steps with NaN or inf.
         OSError: The disk is full or fails.
     """
-    from rich.console import Console
-
-    from sppo.report.display import logging_to
-
     with torch_kept_quiet(os.environ):
         from sppo.training.announcement import announce
         from sppo.training.checks.preflight import preflight
     from sppo.training.devices.choose_device import choose_device
-    from sppo.training.interruption import StopRequest
     from sppo.training.job import Job
     from sppo.training.ranks import joined
     from sppo.training.results import report

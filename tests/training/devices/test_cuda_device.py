@@ -123,7 +123,7 @@ def test_a_gpu_that_is_not_there_is_said(work, monkeypatch):
 
 
 def test_more_ranks_than_gpus_are_refused_before_any_starts(work, gpus, monkeypatch):
-    monkeypatch.setattr("sppo.parallel.job.launch.run_ranks", None)
+    monkeypatch.setattr("sppo.training.start.run_ranks", None)
     words = ("parallel.data_parallel_degree=4", "train.sequences_per_step=4")
     error = refuse("train", "run.yaml", *words)
     assert "4 ranks on this machine, 2 GPUs: every rank needs one of its own" in error

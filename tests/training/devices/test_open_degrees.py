@@ -17,7 +17,7 @@ from sppo.training import start
 from sppo.training.checks import input_checks, open_degrees
 from sppo.training.checks.open_degrees import chosen_degrees, ranks_to_divide
 from sppo.training.devices.cuda_device import CudaDevice
-from sppo.training.start import made_ready, start_ranks
+from sppo.training.start import prepare_run, start_ranks
 from sppo.units import GIB
 from tests.conftest import write_run
 from tests.training.devices.test_cuda_device import place
@@ -87,14 +87,12 @@ def test_ranks_start_with_the_degrees_that_were_announced(work, gpus, monkeypatc
     run = load_run(write_run(work / "run.yaml", model={"num_layers": 2}))
     console = Console(record=True, width=200)
     monkeypatch.setattr(open_degrees, "with_chosen_degrees", _pipeline_of_two)
-    ready = made_ready(run, None, source="", console=console)
+    ready = prepare_run(run, None, source="", console=console)
     assert ready.starts_ranks
     assert ready.run.parallel.pipeline_parallel_degree == 2
     assert "degrees   pipeline 2, chosen for 4 devices" in console.export_text()
     started = []
-    monkeypatch.setattr(
-        "sppo.parallel.job.launch.run_ranks", lambda words, **_: started.append(words)
-    )
+    monkeypatch.setattr("sppo.training.start.run_ranks", lambda words, **_: started.append(words))
     start_ranks(ready, ["train", "run.yaml"])
     (words,) = started
     assert load_run(work / "run.yaml", words[6:]).parallel == ready.run.parallel
