@@ -48,9 +48,9 @@ def report(job: Job, checked: CheckedRun, outcome: TrainingOutcome, *, command: 
     missing = _write(_writers(run, steps, summary, outcome), outcome, console=console)
     print_summary(summary, console=console)
     written = [name for name in _WRITTEN if name not in missing and (output / name).exists()]
-    _say(f"{output}: {', '.join(written)}", console)
+    print_line(f"{output}: {', '.join(written)}", console)
     if outcome.interrupted_by is not None:
-        _say(
+        print_line(
             f"stopped by {outcome.interrupted_by} after step {outcome.done_steps} of "
             f"{run.train.steps}, {run.train.steps - outcome.done_steps} left; to go on:",
             console,
@@ -60,7 +60,7 @@ def report(job: Job, checked: CheckedRun, outcome: TrainingOutcome, *, command: 
 
 def _report_nothing_to_do(run: RunConfig, outcome: TrainingOutcome, *, console: Console) -> None:
     """Print that all steps were done by an earlier call; draw the loss plot if it is missing."""
-    _say(
+    print_line(
         f"{outcome.output}: all {run.train.steps} steps were done before, nothing to do; "
         "raise train.steps to go on",
         console,
@@ -102,13 +102,13 @@ def _write(
             missing.append(name)
             why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             told = "; ".join([why or type(error).__name__, *getattr(error, "__notes__", [])])
-            _say(f"warning: {path} cannot be written: {told}", console)
+            print_line(f"warning: {path} cannot be written: {told}", console)
     if missing:
         writable = [name for name in missing if name in (SUMMARY_FILE, LOSS_PLOT)]
         again = writable and outcome.saved
         hint = f"; the same command writes {', '.join(writable)}" if again else ""
         done = "done and saved" if outcome.saved else "done"
-        _say(
+        print_line(
             f"{outcome.output}: {done} after step {outcome.done_steps}, without "
             f"{', '.join(missing)}{hint}",
             console,
@@ -124,7 +124,3 @@ def _was_done(outcome: TrainingOutcome) -> bool:
         return read_summary(outcome.output / SUMMARY_FILE).steps == outcome.done_steps
     except (OSError, ValueError):
         return False
-
-
-def _say(text: str, console: Console) -> None:
-    print_line(text, console)
