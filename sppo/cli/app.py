@@ -45,8 +45,8 @@ SUBCOMMANDS = {
     "convert": ("convert", "Convert weights from and to Hugging Face."),
     "config": ("config", "Look at a run file without running it."),
 }
-"""Module in :mod:`sppo.cli` and help of each subcommand, by its name. A module has an ``app`` of
-several commands, or one function of the same name."""
+"""Module in :mod:`sppo.cli` and help of each subcommand, by its name. A module has an ``app``,
+or one function of the same name."""
 
 
 class _LazyGroup(Group):

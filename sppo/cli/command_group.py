@@ -55,7 +55,7 @@ class _Command(TyperCommand):
             return super().parse_args(ctx, args)
         except Exception as error:
             if any("SECTION.KEY=VALUE" in str(p.metavar) for p in self.params):
-                _explain_keys(error)
+                _explain_run_key(error)
             raise
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
@@ -77,7 +77,7 @@ class KeyCommand(_Command):
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
-            _explain_key(error, self.keys)
+            _explain_request_key(error, self.keys)
             raise
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -96,7 +96,7 @@ class Group(TyperGroup):
         return _without_types(super().get_params(ctx))
 
 
-def _explain_keys(error: Any) -> None:
+def _explain_run_key(error: Any) -> None:
     """Extend the error about an unknown option that is a run-file key by how the key is written."""
     from sppo.config.problems import KEY_PATHS
 
@@ -108,7 +108,7 @@ def _explain_keys(error: Any) -> None:
         error.possibilities = None
 
 
-def _explain_key(error: Any, section: type[Section]) -> None:
+def _explain_request_key(error: Any, section: type[Section]) -> None:
     """Extend the error about an unknown option that is a key of `section`."""
     key = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
     if key in section.model_fields:
