@@ -23,11 +23,6 @@ from sppo.training.checks.input_checks import run_file_problems
 app = CommandGroup(help="Look at a run file without running it.")
 
 
-@app.callback()
-def config() -> None:
-    """Look at a run file without running it."""
-
-
 @app.command()
 def show(run_file: RunFile, overrides: Overrides = None, json_output: Json = False) -> None:
     """Print the complete configuration: presets expanded, defaults filled in."""

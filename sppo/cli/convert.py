@@ -42,11 +42,6 @@ ShardSize = Annotated[
 ]
 
 
-@app.callback()
-def convert() -> None:
-    """Convert weights from and to the standard Hugging Face layout."""
-
-
 @app.command("from-hf")
 def from_hf(
     source: Annotated[

@@ -40,11 +40,6 @@ from sppo.units import counted, format_bytes, format_count, format_tokens, parse
 app = CommandGroup(help="Write and describe the token data that runs read.")
 
 
-@app.callback()
-def data() -> None:
-    """Write and describe the token data that runs read."""
-
-
 @app.command()
 def prepare(
     files: Annotated[
