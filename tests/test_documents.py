@@ -24,7 +24,6 @@ SHORTER = {
     "python -m experiments.cpu": " --lengths 512 --steps 1",
     "python -m experiments.pipelining": " --length 512 --subsequences 2 --sequences 2",
     "python -m experiments.msp": " --length 512 --steps 1",
-    "OMP_WAIT_POLICY=passive python -m experiments.offload": " --length 512 --steps 1",
     "sppo bench": " --quick",
     "sppo train run.yaml": f" {SHORT}",
     "sppo train configs/run/tutorial.yaml": f" {SHORT}",
