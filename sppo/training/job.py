@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from sppo.config import RunConfig
-from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.devices.device import Device
 from sppo.training.ranks import Ranks
 
@@ -27,16 +26,3 @@ class Job:
     ranks: Ranks
     device: Device
     console: Console
-
-    @classmethod
-    def alone(
-        cls, run: RunConfig, *, device: Device | None = None, console: Console | None = None
-    ) -> Job:
-        """Return the job of a process that trains alone.
-
-        Args:
-            run: Validated run configuration.
-            device: Device of the process; None for the CPU.
-            console: Console to print to; None to print nothing.
-        """
-        return cls(run, Ranks.alone(), device or CpuDevice(), console or Console(quiet=True))

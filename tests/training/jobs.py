@@ -18,6 +18,13 @@ from sppo.training.ranks import Ranks, mesh_shape
 from sppo.training.results import report
 
 
+def job_alone(
+    run: RunConfig, *, device: Device | None = None, console: Console | None = None
+) -> Job:
+    """Job of a process that trains alone; it prints nothing without a console."""
+    return Job(run, Ranks.alone(), device or CpuDevice(), console or Console(quiet=True))
+
+
 def job_of_rank(run: RunConfig, rank: int, *, device: Device | None = None) -> Job:
     """Job of one of the run's ranks, all of them on this machine."""
     shape, device = mesh_shape(run), device or CpuDevice()
@@ -41,7 +48,7 @@ def train_alone(
     reports: bool = False,
 ) -> TrainingOutcome:
     """Train in this process, and write the report if asked."""
-    job = Job.alone(run, device=device, console=console)
+    job = job_alone(run, device=device, console=console)
     checked = preflight(job)
     outcome = trainer.train(job, checked)
     if reports:

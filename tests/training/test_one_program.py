@@ -28,12 +28,11 @@ from sppo.schedule.orders.names import (
     WITH_VIRTUAL_STAGES,
     schedule_names,
 )
-from sppo.training.job import Job
 from sppo.training.ranks import mesh_shape
 from sppo.training.state import build_state
 from tests.random_training.emulated_ranks import run_emulated
 from tests.tiers import exhaustive
-from tests.training.jobs import job_of_rank
+from tests.training.jobs import job_alone, job_of_rank
 
 LENGTH = 96
 MODEL = {
@@ -143,7 +142,7 @@ def execute(rank, run, plan):
     """(place in the pipeline, executed actions) of one rank."""
     torch.set_num_threads(1)
     with torch.random.fork_rng(devices=[]):
-        job = job_of_rank(run, rank) if mesh_shape(run).num_ranks > 1 else Job.alone(run)
+        job = job_of_rank(run, rank) if mesh_shape(run).num_ranks > 1 else job_alone(run)
         state = build_state(job, plan)
         tokens = torch.arange(LENGTH + 1) % MODEL["vocab_size"]
         data = [SequenceData(tokens[:-1], tokens[1:])] * plan.sequences

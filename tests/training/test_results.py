@@ -11,12 +11,12 @@ from rich.console import Console
 from sppo.config import load_run
 from sppo.report.metrics import JsonlSink, StepMetrics
 from sppo.training.checks.preflight import preflight
-from sppo.training.job import Job
 from sppo.training.outcome import Baseline, TrainingOutcome
 from sppo.training.results import report
 from sppo.training.run_directory import note_configuration
 from sppo.training.steps.measured import MeasuredBuckets, StepPhases
 from tests.conftest import tree
+from tests.training.jobs import job_alone
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def outcome_of(work, *, first=0, done=4, interrupted_by=None):
 
 def told(run, outcome):
     screen = io.StringIO()
-    job = Job.alone(run, console=Console(file=screen, width=120))
+    job = job_alone(run, console=Console(file=screen, width=120))
     checked = preflight(job)
     predicted = checked.plan.predicted
     phases = StepPhases(predicted.forward_s, predicted.backward_s, predicted.update_s)
@@ -69,7 +69,7 @@ def test_a_whole_run(work, run):
     assert "stopped" not in text
     summary = json.loads((work / "out/run_summary.json").read_text())
     assert (summary["name"], summary["steps"], summary["interrupted_by"]) == ("out", 4, None)
-    plan = preflight(Job.alone(run)).plan
+    plan = preflight(job_alone(run)).plan
     predicted = plan.stages[0].memory.device
     memory = summary["memory_bytes"]
     kv_bytes = predicted.kv_bytes + predicted.kv_gradients_bytes

@@ -11,11 +11,11 @@ from sppo.config import load_run
 from sppo.training import state_tensors
 from sppo.training.checks.preflight import preflight
 from sppo.training.devices.cpu_device import CpuDevice
-from sppo.training.job import Job
 from sppo.training.state import build_state
 from sppo.training.state_tensors import starting_weights
 from tests.conftest import write_run
 from tests.fake_cuda import fake_gpu
+from tests.training.jobs import job_alone
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
@@ -43,7 +43,7 @@ def test_a_start_holds_one_parameter_beside_the_rows_of_the_optimizer(work, monk
     )
     with fake_gpu() as (gpu, _):
         device = gpu if tier == "host" else CpuDevice()
-        job = Job.alone(run, device=device)
+        job = job_alone(run, device=device)
         plan = preflight(job).plan
         state = build_state(job, plan)
         state.close()

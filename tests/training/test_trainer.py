@@ -15,13 +15,12 @@ from sppo.kernels.cross_entropy import LossTerms
 from sppo.optim.learning_rate import learning_rate
 from sppo.training.checks.preflight import preflight
 from sppo.training.devices.cpu_device import CpuDevice
-from sppo.training.job import Job
 from sppo.training.state import build_state
 from sppo.training.state_tensors import starting_weights
 from tests.conftest import LENGTH, VOCAB_SIZE, write_tokens
 from tests.engine.reference import reference_loss
 from tests.tiers import each_once, exhaustive
-from tests.training.jobs import train_alone
+from tests.training.jobs import job_alone, train_alone
 
 pytestmark = pytest.mark.usefixtures("work")
 
@@ -42,7 +41,7 @@ def train(run):
 def ordinary(run):
     """(losses, gradient norms, weights) of the same run by autograd and torch.optim."""
     weights = {n: w.clone().requires_grad_() for n, w in starting_weights(run)}
-    data = preflight(Job.alone(run)).data
+    data = preflight(job_alone(run)).data
     config = run.optimizer
     groups = [
         {"params": [w for w in weights.values() if (w.dim() > 1) is matrices], "weight_decay": rate}
@@ -130,7 +129,7 @@ def test_a_cpu_has_no_utilization(run_file):
 def test_measured_buckets_are_the_predicted_ones(run_file, dtype, policy):
     keys = {"activations": {"policy": policy}, "train": {"dtype": dtype, "steps": 1}}
     run = load_run(run_file(**keys))
-    predicted = preflight(Job.alone(run)).plan.stages[0].memory.device
+    predicted = preflight(job_alone(run)).plan.stages[0].memory.device
     measured = train(run)[0].buckets
     for bucket in ("weights", "gradients", "optimizer", "kv", "activations"):
         expected = getattr(predicted, f"{bucket}_bytes")
@@ -166,7 +165,7 @@ def test_bars_on_a_terminal(run_file):
 
 def test_narrow_weights_follow_wide_masters(run_file):
     run = load_run(run_file(train={"dtype": "bf16"}))
-    job = Job.alone(run)
+    job = job_alone(run)
     state = build_state(job, preflight(job).plan)
     saved = state.optimizer.state()
     for name, weight in state.weights.items():
@@ -174,7 +173,7 @@ def test_narrow_weights_follow_wide_masters(run_file):
         assert (weight.dtype, master.dtype) == (torch.bfloat16, torch.float32)
         assert torch.equal(weight, master.bfloat16())
     run = load_run(run_file())
-    job = Job.alone(run)
+    job = job_alone(run)
     wide = build_state(job, preflight(job).plan)
     saved = wide.optimizer.state()
     assert all(saved[f"model.{name}"] is weight for name, weight in wide.weights.items())

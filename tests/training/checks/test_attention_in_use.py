@@ -13,9 +13,9 @@ from sppo.hardware.file import hardware_for
 from sppo.kernels.attention import choice
 from sppo.training.checks import preflight
 from sppo.training.checks.attention_in_use import check_attention, with_attention_here
-from sppo.training.job import Job
 from tests.dry_run.cases import plan_for_gpu
 from tests.planning.cases import run_config
+from tests.training.jobs import job_alone
 
 GPU = SimpleNamespace(kind="cuda", torch_device=torch.device("cuda", 0))
 FLASH_3, FLASH_2 = "flash_attn_interface", "flash_attn_2_cuda"
@@ -143,7 +143,7 @@ def test_kernels_are_loaded_before_free_memory_is_read(work, run_file, monkeypat
             return original(*arguments, **options)
 
         monkeypatch.setattr(preflight, name, called)
-    preflight.preflight(Job.alone(load_run(run_file())))
+    preflight.preflight(job_alone(load_run(run_file())))
     assert order == ["load_attention", "find_free_memory"]
 
 

@@ -15,11 +15,10 @@ from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.training.announcement import announce
 from sppo.training.checks.input_checks import run_file_problems
 from sppo.training.checks.preflight import preflight
-from sppo.training.job import Job
 from sppo.training.step_loop import StepTooLargeError
 from sppo.units import format_bytes
 from tests.conftest import LENGTH, write_tokens
-from tests.training.jobs import train_alone
+from tests.training.jobs import job_alone, train_alone
 
 STARTS = (9, 30, 31, 100, 150, 400)
 
@@ -48,7 +47,7 @@ def samples(work, run_file):
 def test_refuses_what_samples_cannot_have(samples, parallel, rule):
     run = samples(parallel=parallel, model={"num_layers": 2})
     with pytest.raises(ValueError, match=rule):
-        preflight(Job.alone(run), checks_inputs=True)
+        preflight(job_alone(run), checks_inputs=True)
     assert any(rule in problem.rule for problem in run_file_problems(run))
 
 
@@ -61,12 +60,12 @@ def test_a_mask_that_leaves_all_labels_out_is_refused(work, samples):
     with pytest.raises(
         ValueError, match=r"no label counts in sample .* with a loss mask that is true"
     ):
-        preflight(Job.alone(samples()))
+        preflight(job_alone(samples()))
 
 
 def test_the_plan_is_that_of_the_longest_sample_there_is(samples):
     run = samples(sequence={"length": 4096, "num_subsequences": 4})
-    checked = preflight(Job.alone(run))
+    checked = preflight(job_alone(run))
     longest = 400 - 150 - 1
     assert checked.data.table.lengths.max() == longest
     assert checked.plan.boundaries[-1] == longest
@@ -77,7 +76,7 @@ def test_the_plan_is_that_of_the_longest_sample_there_is(samples):
 
 def test_announced_memory_says_of_which_step_it_is(samples):
     console = Console(record=True, width=500)
-    job = Job.alone(samples(), console=console)
+    job = job_alone(samples(), console=console)
     checked = preflight(job)
     announce(job, checked)
     lines = {line[:10].strip(): line for line in console.export_text().splitlines()}
@@ -94,13 +93,13 @@ def test_a_resumed_run_is_told_the_step_that_it_goes_on_with(samples, work):
     consumed = json.loads((work / "out/checkpoints/step_000002/metadata.json").read_text())[
         "sequences_consumed"
     ]
-    checked = preflight(Job.alone(samples(train={**tokens, "steps": 3})))
+    checked = preflight(job_alone(samples(train={**tokens, "steps": 3})))
     step, data = checked.next_step, checked.data
     expected = data.lengths(data.step_samples(consumed))
     assert expected != data.lengths(data.step_samples(0))
     assert step.number == 3
     assert sum(expected) == step.planned.plan.tokens
-    assert preflight(Job.alone(samples(train=tokens))).next_step is None
+    assert preflight(job_alone(samples(train=tokens))).next_step is None
 
 
 def test_a_run_goes_on_with_what_it_began_with(samples):
@@ -154,7 +153,7 @@ def test_a_step_that_does_not_fit_ends_a_run_that_is_saved(samples, monkeypatch)
 def test_a_step_of_the_longest_sample_is_the_plan_of_the_run(samples):
     """In memory and all: what holds of the plan before the start holds of such a step."""
     run = samples(sequence={"length": 4096, "num_subsequences": 4}, checkpoint={"async_save": True})
-    checked = preflight(Job.alone(run))
+    checked = preflight(job_alone(run))
     planner = step_planner(checked.plan, background_saves=True)
     (alone,) = planner.packing_search.as_planned([planner.longest])
     evaluated = evaluate_candidate(planner.base.with_packed(alone.packed.sequences))

@@ -40,7 +40,6 @@ from sppo.training.devices.cuda_device import (
     prepare_cuda,
 )
 from sppo.training.evaluation import evaluate
-from sppo.training.job import Job
 from sppo.training.run_checkpoints import RunCheckpoints
 from sppo.training.steps.warm_up import warm_up
 from sppo.units import GIB, MIB
@@ -48,7 +47,7 @@ from tests import fake_cuda
 from tests.conftest import refuse, succeed, write_run
 from tests.fake_cuda import NAME, fake_gpu, steps_lock_nothing
 from tests.tiers import each_once, exhaustive
-from tests.training.jobs import job_beside, train_alone
+from tests.training.jobs import job_alone, job_beside, train_alone
 
 MODEL = {"preset": "tiny-test", "vocab_size": 32, "num_layers": 3}
 GPUS = 2
@@ -290,7 +289,7 @@ def test_activations_go_to_a_disk_beside_state_in_host_memory(work, which):
     with fake_gpu() as (device, runtime):
         _, expected = train(run_of(work, output="near", **on_device), device)
         run = run_of(work, activations=offloading, **sections)
-        plan = preflight(Job.alone(run, device=device)).plan
+        plan = preflight(job_alone(run, device=device)).plan
         assert (plan.tier, plan.state_tiers.tier) == ("disk", "host")
         outcome, found = train(run, device)
         assert len(runtime.locked_sizes) > 1
@@ -338,7 +337,7 @@ def test_the_host_waits_for_the_device_only_between_steps(work, monkeypatch):
             return done
 
         run = run_of(work, activations={"policy": "offload_all"})
-        job = Job.alone(run, device=device)
+        job = job_alone(run, device=device)
         checked = preflight(job)
         monkeypatch.setattr(Engine, "accumulate", accumulate)
         trainer.train(job, checked)
@@ -419,14 +418,14 @@ def test_the_command_says_what_it_trains_on_and_where_tensors_go(work, monkeypat
 def test_no_plan_fills_what_the_driver_and_others_need(work):
     run = run_of(work)
     with fake_gpu() as (device, _):
-        plan = preflight(Job.alone(run, device=device)).plan
+        plan = preflight(job_alone(run, device=device)).plan
     assert plan.hardware.device.kind == "cuda"
     assert plan.hardware.device.memory_bytes <= fake_cuda.TOTAL_BYTES - 4 * GIB
     assert plan.hardware.node.num_devices == 1
     with fake_gpu(free_bytes=20_000) as (device, runtime):
         runtime.memory_reserved = runtime.memory_allocated = lambda device: 0
         with pytest.raises(MemoryError, match="even with everything recomputed"):
-            preflight(Job.alone(run, device=device))
+            preflight(job_alone(run, device=device))
 
 
 def test_host_memory_is_shared_by_the_ranks_of_a_machine(work, monkeypatch):
@@ -439,24 +438,24 @@ def test_host_memory_is_shared_by_the_ranks_of_a_machine(work, monkeypatch):
         with pytest.raises(
             MemoryError, match="offload_all offloads .* to host memory, of which"
         ) as e:
-            preflight(Job.alone(run, device=device))
+            preflight(job_alone(run, device=device))
     ratio = float(str(e.value).split("offload_ratio=")[1].split(" ")[0])
     run = run_of(work, activations={"offload_ratio": ratio})
     with fake_gpu() as (device, _):
-        plan = preflight(Job.alone(run, device=device)).plan
+        plan = preflight(job_alone(run, device=device)).plan
     assert 0 < plan.predicted.host_peak_bytes <= 85_000
 
 
 def test_a_plan_made_before_may_take_more_of_the_host_than_is_free_now(work, monkeypatch):
     run = run_of(work, activations={"policy": "offload_all"})
     with fake_gpu() as (device, _):
-        plan = preflight(Job.alone(run, device=device)).plan
+        plan = preflight(job_alone(run, device=device)).plan
         monkeypatch.setattr(
             "sppo.training.devices.cuda_device.memory_room",
             lambda: MemoryRoom(machine_bytes=100_000),
         )
         with pytest.raises(MemoryError, match="a rank takes .* of host memory .* would fit"):
-            preflight(Job.alone(run, device=device), plan)
+            preflight(job_alone(run, device=device), plan)
 
 
 @pytest.mark.parametrize("planned", [False, True])
@@ -464,20 +463,20 @@ def test_a_save_in_the_background_needs_host_memory_beside_a_plan(work, monkeypa
     run = run_of(work, activations={"policy": "offload_all"}, checkpoint={"async_save": True})
     before = run if planned else run_of(work, activations={"policy": "offload_all"})
     with fake_gpu() as (device, _):
-        plan = preflight(Job.alone(before, device=device)).plan
+        plan = preflight(job_alone(before, device=device)).plan
         taken = plan.stages[0].memory.tier_activations_bytes
         (saved,) = checkpoint_bytes(plan_candidate(plan))
         assert plan.predicted.host_peak_bytes == taken + saved * planned
         room = MemoryRoom(machine_bytes=int((taken + saved / 2) / HOST_FRACTION))
         monkeypatch.setattr("sppo.training.devices.cuda_device.memory_room", lambda: room)
         with pytest.raises(MemoryError, match="background.*: write checkpoint.async_save=false"):
-            preflight(Job.alone(run, device=device), plan)
+            preflight(job_alone(run, device=device), plan)
 
 
 def test_host_memory_that_is_limited_by_the_run(work):
     run = run_of(work, activations={"policy": "offload_all", "host_memory": 4096})
     with fake_gpu() as (device, _), pytest.raises(MemoryError, match="raise activations.host_mem"):
-        preflight(Job.alone(run, device=device))
+        preflight(job_alone(run, device=device))
 
 
 def test_every_communicator_of_a_plan_is_counted(work):
@@ -502,9 +501,9 @@ def test_a_plan_that_moves_to_a_disk_needs_a_directory(work):
     offloading = {"policy": "offload_all", "tier": "disk"}
     named = run_of(work, activations={**offloading, "disk": "spill"})
     with fake_gpu() as (device, _):
-        plan = preflight(Job.alone(named, device=device)).plan
+        plan = preflight(job_alone(named, device=device)).plan
         with pytest.raises(ValueError, match=r"needs a disk: write activations\.disk=DIR"):
-            preflight(Job.alone(run_of(work, activations=offloading), device=device), plan)
+            preflight(job_alone(run_of(work, activations=offloading), device=device), plan)
 
 
 def test_a_cpu_has_no_host_tier(work):

@@ -18,10 +18,10 @@ from sppo.planning.run_plan import USABLE_FRACTION
 from sppo.training import trainer
 from sppo.training.checks import room_checks
 from sppo.training.checks.preflight import preflight
-from sppo.training.job import Job
 from sppo.training.results import report
 from tests.conftest import refuse, succeed, write_run
 from tests.tiers import default_of, exhaustive
+from tests.training.jobs import job_alone
 
 OFFLOADING = {
     "offload_all": {"policy": "offload_all"},
@@ -94,9 +94,9 @@ def test_a_plan_for_a_gpu_is_not_followed_on_the_cpu(work):
 
 def test_a_file_system_in_memory_counts_as_memory(work, monkeypatch):
     run_file = offloading_run(work, policy="offload_all")
-    needed = preflight(Job.alone(load_run(run_file))).plan.stages[0].memory
+    needed = preflight(job_alone(load_run(run_file))).plan.stages[0].memory
     monkeypatch.setattr(room_checks, "is_memory", lambda directory: True)
-    preflight(Job.alone(load_run(run_file)))
+    preflight(job_alone(load_run(run_file)))
     room = needed.device.total_bytes + needed.tier_activations_bytes
     monkeypatch.setattr(
         "sppo.training.devices.cpu_device.memory_room", lambda: MemoryRoom(room - 1)
@@ -116,7 +116,7 @@ def test_a_limit_on_files_is_found_before_the_first_step(work, monkeypatch):
 
 def test_buckets_and_copies_are_those_predicted(work):
     run = load_run(offloading_run(work, policy="offload_all"))
-    job = Job.alone(run)
+    job = job_alone(run)
     checked = preflight(job)
     outcome = trainer.train(job, checked)
     report(job, checked, outcome, command="the same command")
@@ -201,14 +201,14 @@ def test_hybrid_moves_what_does_not_fit(work, monkeypatch):
     """Memory for two thirds of what is saved: some is offloaded, nothing recomputed."""
     long = {"length": 512, "num_subsequences": 16}
     keeping = offloading_run(work, sequence=long, policy="retain")
-    device = preflight(Job.alone(load_run(keeping))).plan.stages[0].memory.device
+    device = preflight(job_alone(load_run(keeping))).plan.stages[0].memory.device
     succeed("train", offloading_run(work, output="kept", sequence=long, policy="retain"))
     usable = device.total_bytes - device.activations_bytes // 3
     room = MemoryRoom(int(usable / USABLE_FRACTION) + 1)
     monkeypatch.setattr("sppo.training.devices.cpu_device.memory_room", lambda: room)
     monkeypatch.setattr(room_checks, "REPORT_BYTES", 0)  # plots would need more than this run
     run_file = offloading_run(work, sequence=long)
-    plan = preflight(Job.alone(load_run(run_file))).plan
+    plan = preflight(job_alone(load_run(run_file))).plan
     assert plan.policy == "hybrid"
     assert plan.predicted.device_peak_bytes <= usable
     assert not any(any(part.recomputed) for part in plan.stages[0].subsequences)

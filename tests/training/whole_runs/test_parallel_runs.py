@@ -20,11 +20,10 @@ from sppo.training import step_loop, trainer
 from sppo.training.checks.given_plan import followed_plan
 from sppo.training.checks.input_checks import check_inputs
 from sppo.training.checks.preflight import preflight
-from sppo.training.job import Job
 from sppo.training.ranks import mesh_shape
 from tests.conftest import LENGTH, write_run, write_tokens
 from tests.tiers import exhaustive
-from tests.training.jobs import job_of_rank
+from tests.training.jobs import job_alone, job_of_rank
 
 # Constant, whatever train.steps is. With the usual eps AdamW turns the rounding of a gradient near
 # zero into a share of the learning rate.
@@ -291,7 +290,7 @@ def megatron_plan(*, pipeline=1):
     """A run with sharded weights, and its plan."""
     layers = {"model.num_layers": pipeline}
     run = load_run(Path("run.yaml"), overrides((1, pipeline, 2), 1, **MEGATRON, **layers))
-    return run, preflight(Job.alone(run)).plan
+    return run, preflight(job_alone(run)).plan
 
 
 def test_a_plan_that_recomputes_part_of_a_class_is_refused(work):
@@ -305,13 +304,13 @@ def test_a_plan_that_recomputes_part_of_a_class_is_refused(work):
     )
     plan = replace(plan, stages=(replace(stage, subsequences=(cut, *others)),))
     with pytest.raises(ValueError, match=f"recomputes {tokens - 8} of {tokens} rows of linear"):
-        preflight(Job.alone(run), plan)
+        preflight(job_alone(run), plan)
 
 
 def test_weights_shared_out_and_lent_are_refused(work):
     run, plan = megatron_plan(pipeline=2)
     with pytest.raises(ValueError, match="no rank has them: write ulysses"):
-        preflight(Job.alone(run), replace(plan, schedule="sppo_msp"))
+        preflight(job_alone(run), replace(plan, schedule="sppo_msp"))
 
 
 def test_a_plan_with_weights_shared_out_is_taken(work, tmp_path):
