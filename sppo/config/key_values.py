@@ -37,7 +37,8 @@ def read_keys(
     except ValidationError as error:
         keys = {_REQUEST: sorted(request.model_fields)}
         for problem in problems_of(error, _REQUEST, keys=keys):
-            _, _, key = problem.path.partition(".")
+            _, *names = problem.path.split(".")
+            key = names[0] if names else ""  # an entry of a list has the key of the list
             problems.append(replace(problem, path=key))
     if problems:
         raise ConfigError("the request", problems)

@@ -27,6 +27,7 @@ _ELSEWHERE = {
 """What other programs' keys with these first words are called here."""
 
 _NO_SUCH_KEY = ("extra_forbidden", "invalid_key")
+_UNREADABLE = ("int_parsing", "float_parsing", "bool_parsing")
 _SHOWN_PROBLEMS = 20
 RULE_CHARACTERS = 1000
 """Characters of a rule that a message shows at most."""
@@ -205,5 +206,7 @@ def _rule(detail: ErrorDetails) -> str:
     if detail["type"] == "model_type":
         return "must be a mapping of keys to values"
     message = detail["msg"].removeprefix("Value error, ")
+    if detail["type"] in _UNREADABLE:
+        message = message.partition(",")[0]  # the rest says that the text is none
     prefix = "Input should be "
     return f"must be {message.removeprefix(prefix)}" if message.startswith(prefix) else message

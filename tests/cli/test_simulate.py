@@ -159,7 +159,7 @@ def test_all_problems_of_an_abstract_case_are_listed_as_those_of_a_run_file():
     assert any(line == "sequences (missing) required" for line in lines)
     for word, message in wrong.items():
         key = word.partition("=")[0]
-        assert any(line.startswith(key) and message in line for line in lines), word
+        assert any(line.startswith(f"{key} ") and message in line for line in lines), word
 
 
 def test_a_number_of_too_many_digits_is_one_short_line():

@@ -72,7 +72,7 @@ def test_every_problem_has_path_value_rule_and_the_nearest_spelling():
         "optimiser": "unknown key. Did you mean 'optimizer'?",
         "lr": "unknown key. Did you mean optimizer.lr?",
         "model.preset": "no such preset. Did you mean 'llama-3.2-1b'?",
-        "data.isolate_documents": "must be a valid boolean, unable to interpret input",
+        "data.isolate_documents": "must be a valid boolean",
         "data.shufle": "unknown key. Did you mean 'shuffle'?",
         "sequence.length": "'32KI' is not a size; write one such as 32Ki, 2GiB or 4096",
         "sequence.num_subsequences": "neither auto nor valid: must be greater than or equal to 1",
