@@ -56,6 +56,7 @@ class _Command(TyperCommand):
         except Exception as error:
             if any("SECTION.KEY=VALUE" in str(p.metavar) for p in self.params):
                 _explain_run_key(error)
+            _word_plainly(error)
             raise
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
@@ -94,6 +95,13 @@ class Group(TyperGroup):
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the options."""
         return _without_types(super().get_params(ctx))
+
+
+def _word_plainly(error: Any) -> None:
+    """Word what pydantic says about a value of an option or argument as problems of a run are."""
+    message = getattr(error, "message", "").removeprefix("Value error, ")
+    if message:
+        error.message = message.replace("Input should be", "must be", 1)
 
 
 def _explain_run_key(error: Any) -> None:

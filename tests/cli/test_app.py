@@ -109,3 +109,10 @@ def test_misspelt_command_lines(words):
     assert result.exit_code == 2
     assert "Usage: " in result.stderr
     assert "Traceback" not in result.output
+
+
+def test_a_number_out_of_range_is_refused_in_the_words_of_a_run_file():
+    result = call("eval", "run.yaml", "--sequences", "0")
+    assert result.exit_code == 2
+    said = " ".join(result.stderr.replace("│", " ").split())
+    assert "Invalid value for '--sequences': must be greater than or equal to 1" in said

@@ -147,7 +147,7 @@ def test_shapes_are_passed_on(measured, shapes):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["queries=0"], "queries.0 0 must be greater than or equal to 1"),
+        (["queries=0"], "queries 0 must be greater than or equal to 1"),
         (["queries=1x"], "'1x' is not a size; write one such as 32Ki"),
         (["keys=512"], "keys=512: fewer than 1Ki queries, which are the last of them; ask"),
         (["heads=32/6"], "32 query heads cannot share 6 key-value heads evenly; write N/K"),
@@ -288,4 +288,5 @@ def test_no_room_on_the_disk_is_told_before_anything_is_measured(measured, monke
 def test_an_unknown_subject_names_the_known():
     result = call("bench", "gem")
     assert result.exit_code == 2
+    assert "Invalid value for 'SUBJECT': 'gem' is not one of 'gemm'" in result.output
     assert "gemm" in result.output
