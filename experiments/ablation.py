@@ -14,11 +14,9 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from experiments import harness
-from sppo.config import load_run
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.hardware.description import HardwareSpec
-from sppo.hardware.run_hardware import run_hardware
 from sppo.planning.candidate_program import candidate_program
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, with_program
 from sppo.planning.search.evaluation import evaluate_candidate
@@ -63,10 +61,8 @@ class AblationRow:
 
 def main() -> None:
     """Price the rows of a run file, print and write them."""
-    parser = harness.run_parser(__doc__)
-    options = parser.parse_args()
-    run = load_run(options.run_file, options.overrides)
-    rows = ablation(run, hardware=run_hardware(run))
+    options, run, hardware = harness.run_arguments(__doc__)
+    rows = ablation(run, hardware=hardware)
     harness.print_table(
         ("", "step", "speedup", "paper", "device peak", ""),
         [

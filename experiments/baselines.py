@@ -13,10 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from experiments import harness
 from experiments.baseline_cost import BaselineStep, baseline_memory, baseline_step, fits
 from experiments.baseline_methods import MEGATRON, METHODS, ULYSSES, Method
-from sppo.config import load_run
 from sppo.config.run import RunConfig
 from sppo.hardware.description import HardwareSpec
-from sppo.hardware.run_hardware import run_hardware
 from sppo.planning.longest_sequence import longest_tokens
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
@@ -57,9 +55,7 @@ class Baseline:
 
 def main() -> None:
     """Search the longest sequence of each way to train, print and write the rows."""
-    options = harness.run_parser(__doc__).parse_args()
-    run = load_run(options.run_file, options.overrides)
-    hardware = run_hardware(run)
+    options, run, hardware = harness.run_arguments(__doc__)
     rows = baselines(run, hardware=hardware, evaluated=solve(run, hardware=hardware).best)
     length = format_tokens(run.sequence.length)
     harness.print_table(

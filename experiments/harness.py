@@ -29,6 +29,10 @@ sys.path.append(str(Path(__file__).parents[1] / "scripts"))  # its files import 
 
 from option_types import one_of, output_file, plot_file, positive, several
 
+from sppo.config import load_run
+from sppo.config.run import RunConfig
+from sppo.hardware.description import HardwareSpec
+from sppo.hardware.run_hardware import run_hardware
 from sppo.hardware.this_machine import cpu_model
 from sppo.output_file import write_text
 
@@ -62,12 +66,22 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return made
 
 
-def run_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser of a run file and its overrides, for comparisons that plan it."""
+def run_arguments(
+    description: str | None,
+) -> tuple[argparse.Namespace, RunConfig, HardwareSpec]:
+    """Return the options of a comparison that plans a run file, the run and its hardware.
+
+    The process ends with code 2 and all problems on stderr if the run file is wrong.
+    """
     made = parser(description)
     made.add_argument("run_file", type=Path)
     made.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
-    return made
+    options = made.parse_args()
+    try:
+        run = load_run(options.run_file, options.overrides)
+        return options, run, run_hardware(run)
+    except (ValueError, OSError) as error:
+        made.error(str(error))
 
 
 def header(provenance: str = "measured") -> dict[str, Any]:

@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 
+from experiments import harness
 from experiments.baseline_cost import baseline_memory, baseline_step, fits
 from experiments.baseline_methods import (
     ALST,
@@ -22,6 +23,7 @@ from experiments.baselines import HOST, SPPO, _paper_claims, baseline, baselines
 from sppo.hardware.presets import PRESETS
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.feasibility import fits_at_all
+from tests.conftest import write_run
 from tests.make import make_run
 
 A100S = replace(PRESETS["a100-80g"], num_nodes=4)
@@ -237,3 +239,23 @@ def test_a_method_without_a_host_to_use_does_not_fit():
     run = run_of("tiny-test", length=4096)
     row = baseline(run, hardware=hardware, method=method_of(ALST))
     assert (row.longest_tokens, row.step_s) == (0, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["missing.yaml"], "missing.yaml has 1 problem"),
+        (["run.yaml", "sequence.lenght=3"], "unknown key. Did you mean 'length'?"),
+        (["run.yaml", "hardware.file=missing.json"], "missing.json"),
+    ],
+)
+def test_a_wrong_run_file_ends_with_2_and_all_problems(
+    tmp_path, monkeypatch, capsys, words, message
+):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "run.yaml")
+    monkeypatch.setattr("sys.argv", ["baselines", *words])
+    with pytest.raises(SystemExit) as ended:
+        harness.run_arguments(None)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
