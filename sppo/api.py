@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from sppo.config import RunConfig, run_sections
+from sppo.config import RunConfig, load_run, run_sections
 from sppo.config.run_warnings import log_run_warnings
 from sppo.data.samples.step_lengths import drawn_steps, drawn_steps_if_there
 from sppo.hardware.run_hardware import run_hardware
@@ -39,6 +39,15 @@ from sppo.training.trained_run import RunFailedError, TrainedRun, trained_run
 
 if TYPE_CHECKING:
     from sppo.training.evaluation import Evaluation
+
+
+RunSource = RunConfig | Mapping[str, Any] | Path | str
+"""Run, or what :func:`sppo.load_run` reads: sections as a mapping, or the path of a run file."""
+
+
+def _run_of(source: RunSource) -> RunConfig:
+    """Return the run of a source; a run is returned as it is."""
+    return source if isinstance(source, RunConfig) else load_run(source)
 
 
 def find_solution(run: RunConfig, *, lengths: str | None = None) -> Solution | CorpusSolution:
@@ -76,7 +85,7 @@ def plan_of(solution: Solution | CorpusSolution) -> ExecutionPlan:
         return make_plan(solution.run, solution.best)
 
 
-def solve(run: RunConfig, *, lengths: str | None = None) -> ExecutionPlan:
+def solve(run: RunSource, *, lengths: str | None = None) -> ExecutionPlan:
     """Return the fastest plan for `run` that fits into memory.
 
     The plan has degrees, cuts, schedule, placement of activations and predicted memory. Keys in the
@@ -85,8 +94,8 @@ def solve(run: RunConfig, *, lengths: str | None = None) -> ExecutionPlan:
     plan is for a step of the longest samples; training plans each step once its samples are known.
 
     Args:
-        run: Run configuration from :func:`sppo.load_run`. Its ``hardware`` is the machine to plan
-            for, by default this machine.
+        run: Run configuration, or what :func:`sppo.load_run` reads. Its ``hardware`` is the machine
+            to plan for, by default this machine.
         lengths: With ``data.samples=documents``, name of a published distribution to draw lengths
             from instead, such as "github".
 
@@ -110,10 +119,10 @@ def solve(run: RunConfig, *, lengths: str | None = None) -> ExecutionPlan:
     >>> plan.predicted.device_peak_bytes < 80 * 2**30
     True
     """
-    return plan_of(find_solution(run, lengths=lengths))
+    return plan_of(find_solution(_run_of(run), lengths=lengths))
 
 
-def estimate(run: RunConfig) -> Estimate:
+def estimate(run: RunSource) -> Estimate:
     """Return the predicted memory of `run` by bucket, whether it fits or not; nothing is run.
 
     ``.evaluated.memory`` has the memory of each stage; ``.evaluated.shortfall`` says which memory
@@ -122,12 +131,13 @@ def estimate(run: RunConfig) -> Estimate:
     Raises:
         ValueError: The run asks for something that the machine or the model cannot do.
     """
+    run = _run_of(run)
     log_run_warnings(run)
     return estimate_run(run, hardware=run_hardware(run), draw=drawn_steps_if_there)
 
 
 def steps_to_simulate(
-    what: RunConfig | ExecutionPlan, *, schedules: Sequence[str] = ()
+    what: RunSource | ExecutionPlan, *, schedules: Sequence[str] = ()
 ) -> tuple[list[SimulatedRun], tuple[str, ...]]:
     """Return the step of a plan, or of the plan that a run would get, as input of the simulator.
 
@@ -145,15 +155,16 @@ def steps_to_simulate(
     if isinstance(what, ExecutionPlan):
         plans = [what, *(replace(what, schedule=name) for name in schedules)]
         return [simulated_plan(plan) for plan in plans], ()
-    log_run_warnings(what)
-    hardware = run_hardware(what)
-    whole = with_chosen_degrees(what, hardware=hardware, draw=drawn_steps_if_there)
+    run = _run_of(what)
+    log_run_warnings(run)
+    hardware = run_hardware(run)
+    whole = with_chosen_degrees(run, hardware=hardware, draw=drawn_steps_if_there)
     names = (None, *schedules)
     steps = [simulated_run(whole.run, hardware=hardware, schedule=name) for name in names]
     return steps, whole.chosen
 
 
-def simulate(what: RunConfig | ExecutionPlan) -> Timeline:
+def simulate(what: RunSource | ExecutionPlan) -> Timeline:
     """Return the simulated timeline of one step of a plan, or of the plan that a run would get.
 
     Returns:
@@ -203,7 +214,7 @@ def load_plan(path: Path | str) -> ExecutionPlan:
 
 
 def train(
-    run: RunConfig, plan: ExecutionPlan | None = None, *, progress: bool = True
+    run: RunSource, plan: ExecutionPlan | None = None, *, progress: bool = True
 ) -> TrainedRun:
     """Train until ``train.steps`` are done, from the newest checkpoint if there is one.
 
@@ -214,7 +225,7 @@ def train(
     the state is saved, and the call returns.
 
     Args:
-        run: Run configuration from :func:`sppo.load_run`.
+        run: Run configuration, or what :func:`sppo.load_run` reads.
         plan: Plan from :func:`sppo.solve` to follow; None makes a plan for the memory that is free.
         progress: Print a description of the run, a line for each step, and a summary; in a notebook
             with ipywidgets, also show bars. False logs only warnings.
@@ -229,6 +240,7 @@ def train(
     """
     if threading.current_thread() is not threading.main_thread():
         raise ValueError("sppo.train: call it in the main thread, which alone hears signals")
+    run = _run_of(run)
     console = Console(quiet=not progress)
     ready = prepare_run(run, plan, source="the plan", console=console)
     if not ready.starts_ranks:
@@ -259,7 +271,7 @@ def _say_nothing(_done: int, _total: int) -> None:
 
 
 def evaluate(
-    run: RunConfig,
+    run: RunSource,
     *,
     checkpoint: Path | str | None = None,
     initial: bool = False,
@@ -269,7 +281,7 @@ def evaluate(
     """Return the loss of a run's newest weights on ``data.eval_tokens``, or else ``data.tokens``.
 
     Args:
-        run: Run configuration from :func:`sppo.load_run`.
+        run: Run configuration, or what :func:`sppo.load_run` reads.
         checkpoint: Directory of a checkpoint; None uses the newest checkpoint of the run.
         initial: Evaluate the initial weights of the run instead.
         sequences: Number of sequences, or samples, to evaluate from the first on; None evaluates
@@ -285,6 +297,7 @@ def evaluate(
     """
     if sequences is not None and sequences < 1:
         raise ValueError(f"sequences={sequences}: evaluate at least one, or leave it out")
+    run = _run_of(run)
     path = None if checkpoint is None else Path(checkpoint)
     check_evaluation(run, checkpoint=path, initial=initial)
     log_run_warnings(run)

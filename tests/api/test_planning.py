@@ -36,6 +36,14 @@ def test_solve_is_the_command(tmp_path):
     assert (tmp_path / "again.json").read_text() == (tmp_path / "plan.json").read_text()
 
 
+def test_a_run_may_be_what_load_run_reads(tmp_path):
+    file = write(tmp_path / "run.yaml", RUN)
+    assert sppo.solve(RUN) == sppo.solve(str(file)) == sppo.solve(sppo.load_run(file))
+    for function in (sppo.solve, sppo.estimate, sppo.simulate, sppo.train, sppo.evaluate):
+        with pytest.raises(TypeError, match="a run of 5: give the path of a run file"):
+            function(5)
+
+
 def test_simulate_is_the_command(tmp_path):
     file = write(tmp_path / "run.yaml", RUN)
     told = json.loads(succeed("simulate", file, "--json"))
