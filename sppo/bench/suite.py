@@ -94,7 +94,7 @@ def device_to_measure() -> str:
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """What to measure, and on which device.
+    """Request to measure shapes and copies on one device.
 
     Attributes:
         device: "cpu" or "cuda".

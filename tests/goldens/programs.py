@@ -30,6 +30,7 @@ SCHEDULES = (
 )
 WITH_VIRTUAL_STAGES = ("interleaved_1f1b", "interleaved_seq1f1b", "looped_bfs", "sppo_msp")
 WHOLE_SEQUENCES = ("1f1b", "interleaved_1f1b", "zb_h1")
+"""These names stand here once more, because another schedule would change all that is drawn."""
 _WITH_TEXT = 9
 """Of every so many programs one is kept as text beside its digest."""
 

@@ -1,1 +1,1 @@
-"""What commands print: lines, tables and JSON."""
+"""Lines, tables and JSON that the commands print."""

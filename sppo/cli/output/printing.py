@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -92,20 +92,11 @@ def say_written(*files: Path | None) -> None:
 
 
 @contextmanager
-def working(text: str, *, says_so: bool = False) -> Iterator[Callable[[str], None]]:
-    """Show `text` on stderr while a command computes: on a terminal, elsewhere if it `says_so`.
-
-    Yields a function that shows another text from then on.
-    """
+def working(text: str) -> Iterator[None]:
+    """Show `text` on stderr, if that is a terminal, while a command computes."""
     console = Console(stderr=True)
-    if console.is_terminal:
-        with console.status(Text(text)) as status:  # a machine's name may look like markup
-            yield lambda text: status.update(Text(text))
+    if not console.is_terminal:
+        yield
         return
-
-    def say_it(text: str) -> None:
-        if says_so:
-            say(console, f"{text} ...")
-
-    say_it(text)
-    yield say_it
+    with console.status(Text(text)):  # a machine's name may look like markup
+        yield
