@@ -6,8 +6,6 @@ import os
 import signal
 from types import FrameType
 
-from sppo.parallel.job.handled_signals import notify_handled
-
 
 class Interrupted(Exception):  # noqa: N818 - a request, not an error
     """The running step was abandoned because the process received a signal to stop."""
@@ -45,7 +43,6 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.signal_name is None:
             self.signal_name = signal.Signals(number).name
-            notify_handled()
             return
         previous = self._previous[signal.Signals(number)]
         if callable(previous):

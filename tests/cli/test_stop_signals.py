@@ -43,21 +43,6 @@ with stop_signals():
     assert ended(code) == (128 + number, "tidied\n", f"error: stopped by {number.name}\n")
 
 
-def test_a_main_thread_that_hears_nothing_is_ended():
-    """A lock in C is what waiting in a library looks like; no signal ends it."""
-    code = """
-import ctypes, threading
-from sppo.cli import stop_signals
-stop_signals._UNHEARD_S = 0.2
-mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
-with stop_signals.stop_signals():
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    lock(mutex)
-    lock(mutex)
-"""
-    assert ended(code) == (143, "", "error: stopped by SIGTERM\n")
-
-
 def test_an_import_that_lets_no_exception_pass(tmp_path):
     (tmp_path / "optional.py").write_text(
         "import os\nos.kill(os.getpid(), 15)\nfor _ in range(9): pass\n"
@@ -73,35 +58,6 @@ with stop_signals():
     time.sleep(60)
 """
     assert ended(code) == (143, "", "error: stopped by SIGTERM\n")
-
-
-def test_a_library_that_catches_everything():
-    code = """
-from sppo.cli.stop_signals import stop_signals
-with stop_signals():
-    try:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(60)
-    except BaseException:
-        pass
-    print("goes on", flush=True)
-    time.sleep(60)
-"""
-    assert ended(code) == (143, "goes on\n", "error: stopped by SIGTERM\n")
-
-
-def test_what_takes_long_to_be_taken_back():
-    code = """
-from sppo.cli.stop_signals import stop_signals
-with stop_signals():
-    try:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(60)
-    finally:
-        time.sleep(1)
-        print("tidied", flush=True)
-"""
-    assert ended(code) == (143, "tidied\n", "error: stopped by SIGTERM\n")
 
 
 def test_another_error_after_the_signal_is_its_consequence():
@@ -132,55 +88,6 @@ with stop_signals():
     assert ended(code)[0] == -signal.SIGINT
 
 
-_LATE = {
-    "the watch reads": "Watch._see_to_it, see = lambda watch: left.wait() and see(watch), "
-    "Watch._see_to_it",
-    "the watch looks": "Watch._unheard, look = lambda *of: left.wait() and look(*of), "
-    "Watch._unheard",
-}
-_TAKERS = {
-    "a training loop": "from sppo.training.interruption import StopRequest as Taker",
-    "a launcher": "from sppo.parallel.job.launch import _Job\nTaker = lambda: _Job(grace_s=1)",
-}
-
-
-@pytest.mark.parametrize("late", _LATE)
-@pytest.mark.parametrize("taker", _TAKERS)
-def test_a_signal_that_was_taken_is_no_more_repeated(taker, late):
-    """The watch's thread gets to a signal when the handler that took it is gone."""
-    code = f"""
-import threading
-from sppo.cli import stop_signals
-{_TAKERS[taker]}
-Watch, left = stop_signals._Watch, threading.Event()
-{_LATE[late]}
-with stop_signals.stop_signals():
-    with Taker():
-        os.kill(os.getpid(), signal.SIGTERM)
-    left.set()
-    time.sleep(0.4)
-print("ended well")
-"""
-    assert ended(code) == (0, "ended well\n", "")
-
-
-def test_a_deaf_main_thread_is_ended_behind_a_signal_that_was_taken():
-    code = """
-import ctypes, threading
-from sppo.cli import stop_signals
-from sppo.training.interruption import StopRequest
-stop_signals._UNHEARD_S = 0.2
-mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
-with stop_signals.stop_signals():
-    with StopRequest():
-        os.kill(os.getpid(), signal.SIGINT)
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    lock(mutex)
-    lock(mutex)
-"""
-    assert ended(code) == (143, "", "error: stopped by SIGTERM\n")
-
-
 def test_handlers_come_back():
     from sppo.cli.stop_signals import stop_signals
 
@@ -188,4 +95,3 @@ def test_handlers_come_back():
     with stop_signals():
         assert [signal.getsignal(number) for number in NUMBERS] != before
     assert [signal.getsignal(number) for number in NUMBERS] == before
-    assert signal.set_wakeup_fd(-1) == -1

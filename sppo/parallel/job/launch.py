@@ -42,7 +42,6 @@ from sppo.parallel.job.failure_report import (
     was_said_by_rank_0,
 )
 from sppo.parallel.job.flight_record import mark_stopped, read_progress
-from sppo.parallel.job.handled_signals import notify_handled
 from sppo.parallel.job.signals import STOP_SIGNALS, signal_name
 
 _LOOK_EVERY_S = 0.05
@@ -240,7 +239,6 @@ class _Job:
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         self.asked.append(signal_name(number))
-        notify_handled()
 
     def _stop(self, since_s: float) -> bool:
         """Stop the other ranks ``since_s`` after a failure; return False to stop waiting."""
