@@ -44,8 +44,8 @@ from experiments.infinipipe_sides import (
     planned_sides,
 )
 from experiments.packing_sides import figures as figures_of_plans
+from experiments.sides import deviation
 from sppo.data.samples.length_distributions import DISTRIBUTIONS
-from sppo.planning.corpus.sides import deviation
 from sppo.planning.elastic.step_plan import StepPlan
 from sppo.units import KIB
 

@@ -13,12 +13,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from experiments.packing_sides import RECOMPUTING
+from experiments.sample_packings import fixed_chunks
 from sppo.config import check_run
 from sppo.config.run import RunConfig
 from sppo.data.samples.length_distributions import draw
 from sppo.hardware.run_hardware import run_hardware
-from sppo.planning.corpus.packings import fixed_chunks
-from sppo.planning.corpus.sides import heaviest_replica
+from sppo.planning.corpus.search import heaviest_replica
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.elastic.packing import PackedSamples
 from sppo.planning.elastic.step_plan import StepPlan, StepPlanner, planner_of_candidate

@@ -18,18 +18,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from sppo.config import check_run
-from sppo.cost.candidate import Candidate
-from sppo.hardware.description import HardwareSpec
-from sppo.hardware.this_machine import divide_cpu
-from sppo.planning.corpus.packings import Packing, fixed_chunks, padded, planned, stream
-from sppo.planning.corpus.sides import (
+from experiments.sample_packings import Packing, fixed_chunks, padded, planned, stream
+from experiments.sides import (
     SideStep,
     chunk_sizes,
     deviation,
     fastest_side,
     time_deviation,
 )
+from sppo.config import check_run
+from sppo.cost.candidate import Candidate
+from sppo.hardware.description import HardwareSpec
+from sppo.hardware.this_machine import divide_cpu
 from sppo.planning.elastic.levels import LEVELS, checkpointing_levels, fastest_levels, place_levels
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.elastic.samples_plan import STEPS, plan_samples

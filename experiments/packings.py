@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any
 
 from experiments import harness
 from experiments.packing_sides import BASELINES, SIDES, Request, figures, side_steps
+from experiments.sides import SideStep
 from sppo.data.samples.length_distributions import DISTRIBUTIONS, draw
 from sppo.hardware.this_machine import divide_cpu, this_machine, usable_memory_bytes
-from sppo.planning.corpus.sides import SideStep
 from sppo.units import MIB
 
 if TYPE_CHECKING:

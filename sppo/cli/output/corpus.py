@@ -30,19 +30,12 @@ from sppo.planning.corpus.search import (
     RefusedDegrees,
     fullest_rank,
 )
-from sppo.planning.corpus.sides import SIDES, deviation, time_deviation
 from sppo.planning.elastic.step_plan import StepPlan
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.why_nothing_fits import model_text
 from sppo.units import counted, format_bytes, format_count, format_tokens
 
 _SHOWN_REFUSED = 4
-_SIDE_TEXTS = {
-    "padded": "a  padded",
-    "stream": "b  stream rows",
-    "fixed": "c  fixed chunks",
-    "elastic": "d  elastic",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +78,6 @@ class CorpusReport:
             "candidates": [
                 _division_json(way, solution.steps) for way in (best, *solution.runners_up)
             ],
-            "sides": _sides_json(solution),
             "rejected": [_refused_json(refused) for refused in solution.rejected],
             "searched": {
                 "divisions": solution.num_divisions,
@@ -118,8 +110,6 @@ class CorpusReport:
         say(console, *(f"launch: {command}" for command in self.launch), wraps=False)
         if self.output is None:
             say(console, "plan.json is not written yet: add -o plan.json")
-        console.print()
-        _print_sides(solution, console=console)
         console.print()
         say(console, "the drawn step that takes most memory:")
         print_memory(best.fullest.evaluated, console=console)
@@ -220,8 +210,6 @@ def _chunks_json(plan: StepPlan) -> dict[str, Any]:
         "least_tokens": min(lengths),
         "median_tokens": int(median(lengths)),
         "most_tokens": max(lengths),
-        "time_deviation": time_deviation(plan),
-        "length_deviation": deviation(lengths),
     }
 
 
@@ -229,39 +217,6 @@ def _fullest_json(evaluated: EvaluatedCandidate) -> dict[str, Any]:
     """Return the memory of the fullest pipeline rank, by bucket, as JSON values."""
     rank = fullest_rank(evaluated.memory)
     return {"rank": rank, **memory_json(evaluated.memory[rank])}
-
-
-def _sides_json(solution: CorpusSolution) -> dict[str, Any]:
-    """Return every way to pack the drawn steps, priced with the best degrees, as JSON values."""
-    assert solution.best is not None, "sides are of the best"
-    found: dict[str, Any] = {}
-    base = None
-    plans_of: dict[str, list[StepPlan] | tuple[StepPlan, ...]] = {
-        name: [step.plan for step in steps]
-        for name, steps in solution.sides.items()
-        if not isinstance(steps, str)
-    }
-    plans_of["elastic"] = solution.best.plans
-    if "fixed" in plans_of:
-        base = sum(plan.step_s for plan in plans_of["fixed"])
-    for name in SIDES:
-        if name not in plans_of:
-            found[name] = {"fits": False, "reason": solution.sides[name]}
-            continue
-        plans = plans_of[name]
-        seconds = sum(plan.step_s for plan in plans)
-        found[name] = {
-            "fits": True,
-            "step_s": seconds / len(plans),
-            "tokens_per_s": solution.steps.num_tokens / seconds,
-            "over_fixed": None if base is None else base / seconds,
-            "bubble_fraction": sum(plan.bubble_fraction * plan.step_s for plan in plans) / seconds,
-            "chunk_tokens": max(max(plan.evaluated.candidate.lengths) for plan in plans),
-            "chunks": sum(len(plan.evaluated.candidate.lengths) for plan in plans) / len(plans),
-            "time_deviation": median(map(time_deviation, plans)),
-            "device_peak_bytes": max(plan.evaluated.device_peak_bytes for plan in plans),
-        }
-    return found
 
 
 def _refused_json(refused: RefusedDegrees) -> dict[str, Any]:
@@ -324,36 +279,6 @@ def _print_divisions(solution: CorpusSolution, *, console: Console) -> None:
     add("  longest samples", lambda way: format_bytes(way.longest.device_peak_bytes))
     headings = ["", "best", *(f"next {place}" for place in range(1, len(ways)))]
     console.print(table(headings, rows))
-
-
-def _print_sides(solution: CorpusSolution, *, console: Console) -> None:
-    """Print the same samples packed in other ways, priced with the best degrees."""
-    sides = _sides_json(solution)
-    say(console, "the same samples with the best degrees, packed in other ways (simulated):")
-    headings = ["", "step", "tokens/s", "of c", "bubble", "largest", "peak"]
-    rows = ([text, *_side_cells(sides[name])] for name, text in _SIDE_TEXTS.items())
-    console.print(table(headings, rows))
-    say(
-        console, *(f" {name}: {side['reason']}" for name, side in sides.items() if not side["fits"])
-    )
-    say(
-        console,
-        "b cuts samples at the ends of rows: what follows a cut does not see what was before it",
-    )
-
-
-def _side_cells(side: dict[str, Any]) -> list[str]:
-    if not side["fits"]:
-        return ["does not fit"]
-    over = side["over_fixed"]
-    return [
-        step_text(side["step_s"]),
-        format_count(side["tokens_per_s"]),
-        "" if over is None else f"{over:.2f}x",
-        f"{side['bubble_fraction']:.1%}",
-        str(side["chunk_tokens"]),
-        format_bytes(side["device_peak_bytes"]),
-    ]
 
 
 def _refused_lines(solution: CorpusSolution) -> Iterator[str]:

@@ -15,14 +15,6 @@ from dataclasses import dataclass, replace
 from sppo.config.run import RunConfig
 from sppo.cost.memory.stage_memory import StageMemory
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.corpus.sides import (
-    SIDES,
-    SideStep,
-    chunk_sizes,
-    fastest_side,
-    heaviest_replica,
-    replica_packs,
-)
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.elastic.sample_shortfall import stages_text
 from sppo.planning.elastic.step_plan import StepPlan, StepPlanner, planner_of_candidate
@@ -31,7 +23,7 @@ from sppo.planning.plan import ExecutionPlan, digest_of, planned_part
 from sppo.planning.search.best_schedule import scheduled
 from sppo.planning.search.candidate_search import best_of_degrees
 from sppo.planning.search.candidates import counts_of_degrees
-from sppo.planning.search.choices import SUBSEQUENCE_TOKENS, Degrees, degrees_to_try
+from sppo.planning.search.choices import Degrees, degrees_to_try
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.shortfall import Shortfall
 from sppo.planning.search.state_choices import runs_by_tiers
@@ -42,8 +34,6 @@ _PLANNED = 1 + RUNNERS_UP
 _MOST_PLANNED = 8
 """Most divisions whose drawn steps are planned. Beyond the first few, a division is planned only if
 its closed form is below the fastest planned so far."""
-_MOST_UNITS = 2500
-"""Number of fixed chunks per step of one replica above which a chunk size is too small to try."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +128,6 @@ class CorpusSolution:
         best: Recommended division; None if nothing fits.
         runners_up: Next best divisions, best first.
         rejected: Degrees that do not fit or cannot work; the nearest to fitting first.
-        sides: Steps of each side of the comparison, with the best degrees; for a side that does not
-            fit, the reason.
         num_divisions: Number of divisions of the devices that were considered.
         num_planned: Number of divisions whose drawn steps were planned and fit.
     """
@@ -150,7 +138,6 @@ class CorpusSolution:
     best: PlannedDegrees | None
     runners_up: tuple[PlannedDegrees, ...]
     rejected: tuple[RefusedDegrees, ...]
-    sides: dict[str, list[SideStep] | str]
     num_divisions: int
     num_planned: int
 
@@ -183,7 +170,6 @@ def solve_corpus(run: RunConfig, *, hardware: HardwareSpec, steps: DrawnSteps) -
         best,
         tuple(others[:RUNNERS_UP]),
         tuple(sorted(refused, key=_nearest_first)),
-        {} if best is None else _sides(best, steps=steps),
         num_divisions=len(possible) + len(refusals),
         num_planned=len(leaders),
     )
@@ -204,6 +190,18 @@ def plan_of_longest(solution: CorpusSolution) -> ExecutionPlan:
 def fullest_rank(memory: Sequence[StageMemory]) -> int:
     """Return the index of the pipeline rank with most device memory."""
     return max(range(len(memory)), key=lambda rank: memory[rank].device.total_bytes)
+
+
+def heaviest_replica(planner: StepPlanner, lengths: Sequence[int]) -> tuple[int, ...]:
+    """Return the samples of the replica with most work, as indices among the samples of the step.
+
+    Raises:
+        ValueError: There are fewer samples than replicas.
+    """
+    seconds = planner.seconds_of(lengths)
+    return max(
+        planner.divided(lengths), key=lambda replica: sum(seconds[index] for index in replica)
+    )
 
 
 def _of_degrees(
@@ -351,24 +349,6 @@ def _heaviest_plans(planner: StepPlanner, steps: DrawnSteps) -> tuple[StepPlan, 
         planner.plan([lengths[index] for index in heaviest_replica(planner, lengths)])
         for lengths in steps.lengths
     )
-
-
-def _sides(best: PlannedDegrees, *, steps: DrawnSteps) -> dict[str, list[SideStep] | str]:
-    """Return the steps of each side of the comparison; for a side that does not fit, the reason."""
-    planner = best.planner
-    least, most = SUBSEQUENCE_TOKENS[planner.base.workload.hardware.device.kind]
-    sizes = chunk_sizes(least=least, most=min(most, planner.longest))
-    found: dict[str, list[SideStep] | str] = {}
-    for name in SIDES[:-1]:
-        packs = [
-            replica_packs(name, planner, lengths, row_tokens=planner.longest)
-            for lengths in steps.lengths
-        ]
-        try:
-            found[name] = fastest_side(planner, packs, sizes=sizes, most_units=_MOST_UNITS)
-        except MemoryError as error:
-            found[name] = str(error)
-    return found
 
 
 def _longest_lacks(run: RunConfig, evaluated: EvaluatedCandidate, shortfall: Shortfall) -> str:

@@ -130,23 +130,6 @@ def test_a_longest_sample_that_fits_nowhere_is_told():
     assert "short by" in nearest.reason
 
 
-def test_sides_are_priced_with_the_best_degrees():
-    found = solved(devices=4, parallel={"pipeline_parallel_degree": 4})
-    assert {*found.sides} == {"padded", "stream", "fixed"}
-    seconds = {name: sum(step.plan.step_s for step in steps) for name, steps in found.sides.items()}
-    assert found.best.seconds <= seconds["fixed"] < seconds["padded"]
-    for steps in found.sides.values():
-        for step in steps:
-            candidate = step.plan.evaluated.candidate
-            assert candidate.pipeline_parallel_degree == 4
-            assert step.plan.evaluated.shortfall is None
-    padded = found.sides["padded"][0].plan
-    lengths = found.steps.lengths[0]
-    assert padded.tokens == max(lengths) * len(lengths)
-    assert found.sides["stream"][0].plan.tokens == sum(lengths)
-    assert found.sides["fixed"][0].plan.tokens == sum(lengths)
-
-
 def test_the_plan_rests_on_the_run_as_it_is_written():
     found = solved(devices=8)
     plan = plan_of_longest(found)

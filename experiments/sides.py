@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sppo.planning.corpus.packings import Packing, fixed_chunks, padded, stream
+from experiments.sample_packings import Packing, fixed_chunks, padded, stream
+from sppo.planning.corpus.search import heaviest_replica
 from sppo.planning.elastic.replicas import divide_samples
 from sppo.planning.elastic.step_plan import StepPlan, StepPlanner
 
-SIDES = ("padded", "stream", "fixed", "elastic")
 Pack = Callable[[int], Packing]
 """Function that packs the samples of a replica, given the number of tokens per chunk."""
 
@@ -95,18 +95,6 @@ def replica_packs(
         )
     own = [lengths[index] for index in heaviest_replica(planner, lengths)]
     return lambda size: fixed_chunks(own, chunk_tokens=size, multiple=multiple)
-
-
-def heaviest_replica(planner: StepPlanner, lengths: Sequence[int]) -> tuple[int, ...]:
-    """Return the samples of the replica with most work, as indices among the samples of the step.
-
-    Raises:
-        ValueError: There are fewer samples than replicas.
-    """
-    seconds = planner.seconds_of(lengths)
-    return max(
-        planner.divided(lengths), key=lambda replica: sum(seconds[index] for index in replica)
-    )
 
 
 def deviation(values: Sequence[float]) -> float:

@@ -1,6 +1,6 @@
 """Packings of samples for comparison with the planned one: each has every token once."""
 
-from sppo.planning.corpus import packings
+from experiments import sample_packings as packings
 
 LENGTHS = (300, 40, 700, 60, 10)
 
