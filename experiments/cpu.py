@@ -44,6 +44,7 @@ PAIRS = (
     ("sppo retain", "transformers"),
     ("sppo keep_attention", "transformers checkpointing"),
     ("sppo looped", "sppo keep_attention"),
+    ("sppo disk", "sppo retain"),
     ("sppo looped disk", "sppo disk"),
     ("sppo looped disk", "transformers checkpointing"),
 )

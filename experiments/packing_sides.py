@@ -4,9 +4,6 @@ All sides are planned by the same code with the same rates. Unless the size is g
 fixed chunks uses the number of tokens with which its steps are fastest in simulation. The elastic
 sides may hold at most as much memory as the baseline does in its fullest step. All run Seq1F1B
 except *elastic_auto*, whose schedule and stages on a rank are planned as well.
-
-Sides that recompute have equally packed samples. In every step a device has memory between what
-recomputing everything and what retaining everything needs, and nothing is offloaded.
 """
 
 from __future__ import annotations
@@ -22,21 +19,14 @@ from experiments.sample_packings import Packing, fixed_chunks, padded, planned, 
 from experiments.sides import (
     SideStep,
     chunk_sizes,
-    deviation,
     fastest_side,
-    time_deviation,
 )
 from sppo.config import check_run
-from sppo.cost.candidate import Candidate
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.this_machine import divide_cpu
-from sppo.planning.elastic.levels import LEVELS, checkpointing_levels, fastest_levels, place_levels
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.elastic.samples_plan import STEPS, plan_samples
 from sppo.planning.elastic.step_plan import StepPlan, StepPlanner, step_planner
-from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
-from sppo.planning.search.evaluation import evaluate_candidate
-from sppo.planning.search.simulated_candidate import simulate_candidate
 
 LEAST_CHUNK = 256
 """Tokens of the smallest fixed chunks that are tried; further sizes double."""
@@ -57,8 +47,6 @@ class Request:
         longest: Upper bound of the tokens of a sample.
         row_tokens: Tokens of a row of the stream.
         chunk_tokens: Tokens of a fixed subsequence; None to search the fastest.
-        memory_share: Share of the bytes between recomputing and retaining everything that sides
-            with recomputation may use.
     """
 
     model: Mapping[str, int]
@@ -69,29 +57,6 @@ class Request:
     longest: int
     row_tokens: int
     chunk_tokens: int | None
-    memory_share: float
-
-
-def recompute_all(candidate: Candidate) -> EvaluatedCandidate | None:
-    """Return the candidate with everything recomputed; None if it does not fit."""
-    placed = place_levels(candidate, levels=LEVELS[-1:])
-    return None if placed is None else simulate_candidate(placed)
-
-
-def recompute_uniform(candidate: Candidate) -> EvaluatedCandidate | None:
-    """Return the candidate with the fewest recomputed layers, the same number in all units."""
-    for level in checkpointing_levels(len(candidate.stages[0])):
-        placed = place_levels(candidate, levels=[level])
-        if placed is not None:
-            return simulate_candidate(placed)
-    return None
-
-
-def checkpointing(candidate: Candidate) -> EvaluatedCandidate | None:
-    """Return the candidate with numbers of layers by InfiniPipe's integer program."""
-    levels = checkpointing_levels(len(candidate.stages[0]))
-    placed = place_levels(candidate, levels=levels, counts_shares=True)
-    return None if placed is None else simulate_candidate(placed)
 
 
 PACKINGS: dict[str, Callable[..., Packing]] = {
@@ -101,16 +66,9 @@ PACKINGS: dict[str, Callable[..., Packing]] = {
 }
 """Functions that pack samples into fixed chunks, by side."""
 ELASTIC = ("elastic", "elastic_auto")
-RECOMPUTING: dict[str, Callable[[Candidate], EvaluatedCandidate | None]] = {
-    "recompute_all": recompute_all,
-    "recompute_uniform": recompute_uniform,
-    "checkpointing": checkpointing,
-    "levels": fastest_levels,
-}
-"""Functions that place activations in little memory, by side; "levels" is SPPO's."""
-SIDES = (*PACKINGS, *ELASTIC, *RECOMPUTING)
-BASELINES = ("fixed", "recompute_all")
-"""Sides that others are compared with; the first of them that is present is used."""
+SIDES = (*PACKINGS, *ELASTIC)
+BASELINE = "fixed"
+"""Side that others are compared with."""
 
 
 def side_steps(request: Request, *, ranks: int, sides: Sequence[str]) -> dict[str, list[SideStep]]:
@@ -121,12 +79,9 @@ def side_steps(request: Request, *, ranks: int, sides: Sequence[str]) -> dict[st
     """
     planner = _planner(request, ranks=ranks, schedule="sppo")
     found = {side: _in_chunks(planner, request, side) for side in sides if side in PACKINGS}
-    limit = max((held_bytes(step.plan) for step in found.get("fixed", ())), default=None)
+    limit = max((held_bytes(step.plan) for step in found.get(BASELINE, ())), default=None)
     for side in sides:
-        if side in RECOMPUTING:
-            plan = partial(_recomputing, planner, side=side, share=request.memory_share)
-            found[side] = [_timed(plan, lengths) for lengths in request.lengths]
-        elif side in ELASTIC:
+        if side in ELASTIC:
             planners = [planner]
             if side == "elastic_auto":
                 # With the small chunks that fit the limit, the simple schedule may be faster.
@@ -152,10 +107,7 @@ def figures(plans: Sequence[StepPlan], lengths: Sequence[Sequence[int]]) -> dict
         "padding_tokens": [
             plan.tokens - sum(tokens) for plan, tokens in zip(plans, lengths, strict=True)
         ],
-        "time_deviation": statistics.median(map(time_deviation, plans)),
-        "length_deviation": statistics.median(deviation(one.lengths) for one in candidates),
         "held_bytes": max(map(held_bytes, plans)),
-        "recomputed_share": [recomputed_share(plan) for plan in plans],
         "paced": [bool(candidate.forwards_before_backward) for candidate in candidates],
         "schedules": [candidate.schedule for candidate in candidates],
         "virtual_stages": candidates[0].virtual_stages,
@@ -165,14 +117,6 @@ def figures(plans: Sequence[StepPlan], lengths: Sequence[Sequence[int]]) -> dict
 def held_bytes(plan: StepPlan) -> int:
     """Return the peak of the fullest device, without process growth."""
     return plan.device_peak_bytes - max(rank.device.growth_bytes for rank in plan.evaluated.memory)
-
-
-def recomputed_share(plan: StepPlan) -> float:
-    """Return the share of rows of the attention and linear classes that backward recomputes."""
-    placement = plan.evaluated.placement
-    recomputed = placement.recomputed[:, :, 1:]  # all classes but the layer input
-    rows = recomputed.shape[2] * len(recomputed) * int(placement.tokens.sum())
-    return float(recomputed.sum() / rows)
 
 
 def _planner(request: Request, *, ranks: int, schedule: str) -> StepPlanner:
@@ -229,29 +173,6 @@ def _within(planner: StepPlanner, limit: int | None, lengths: Sequence[int]) -> 
         room -= excess
         plan = planner.with_base(_with_memory(planner.base, room)).plan(lengths)
     return plan
-
-
-def _recomputing(
-    planner: StepPlanner, lengths: Sequence[int], *, side: str, share: float
-) -> StepPlan:
-    """Return a step of a side that recomputes, packed as if everything could be retained.
-
-    Raises:
-        MemoryError: The step does not fit.
-    """
-    packed = planner.plan(lengths).packed
-    hardware = planner.base.workload.hardware
-    node = replace(hardware.node, host_memory_bytes=0, disk_bytes=0)
-    workload = replace(planner.base.workload, hardware=replace(hardware, node=node))
-    candidate = replace(planner.base, workload=workload).with_packed(packed.sequences)
-    least, most = (
-        evaluate_candidate(replace(candidate, policy=policy)).device_peak_bytes
-        for policy in ("recompute", "retain")
-    )
-    found = RECOMPUTING[side](_with_memory(candidate, round(least + share * (most - least))))
-    if found is None:
-        raise MemoryError(f"{side} does not fit: take a larger --memory-share than {share}")
-    return StepPlan(packed, found)
 
 
 def _with_memory(candidate: Candidate, room: int) -> Candidate:

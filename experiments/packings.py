@@ -4,8 +4,7 @@ Samples are drawn from a published distribution of document lengths. *padded*: e
 padded to the longest sample of its step. *stream*: rows of a fixed length cut from one stream, with
 isolated documents. *fixed*: Seq1F1B with chunks of a fixed number of tokens. *elastic*: packed and
 cut by the step planner, with the same schedule. *elastic_auto*: schedule and stages on a rank are
-planned as well. *recompute_all*, *recompute_uniform*, *checkpointing* (InfiniPipe's integer program
-over numbers of layers) and *levels* (SPPO's) get less memory than is needed to retain everything.
+planned as well.
 
 All sides train the same samples with the same engine and weights, on pipeline ranks that are
 processes with one thread each. The sides take turns, every other turn in reverse; a side is
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments import harness
-from experiments.packing_sides import BASELINES, SIDES, Request, figures, side_steps
+from experiments.packing_sides import BASELINE, SIDES, Request, figures, side_steps
 from experiments.sides import SideStep
 from sppo.data.samples.length_distributions import DISTRIBUTIONS, draw
 from sppo.hardware.this_machine import divide_cpu, this_machine, usable_memory_bytes
@@ -80,7 +79,6 @@ def main() -> None:
         "samples": options.samples,
         "longest": options.longest,
         "tokens": [sum(lengths) for lengths in request.lengths],
-        "memory_share": request.memory_share,
         "ranks": options.ranks,
         "simulated": simulated,
         **found,
@@ -109,7 +107,6 @@ def _options() -> argparse.Namespace:
     add("--sides", type=sides, default=["stream", "fixed", "elastic", "elastic_auto"])
     add("--chunk-tokens", type=positive, help="of a fixed subsequence; default: the fastest")
     add("--row-tokens", type=positive, help="of a row of the stream; default: --longest")
-    add("--memory-share", type=float, default=0.5, help="for recomputing: 0 least, 1 no need to")
     add("--ranks", type=positive, default=2, help="that measure")
     add("--simulated-ranks", type=harness.several(positive), default=[4, 8])
     # In bf16 a CPU compiles code for every number of tokens that it has not met before.
@@ -145,7 +142,6 @@ def request_of(options: argparse.Namespace) -> Request:
         options.longest,
         options.row_tokens or options.longest,
         options.chunk_tokens,
-        options.memory_share,
     )
 
 
@@ -298,12 +294,11 @@ def _sequence_data(
 
 def _print(title: str, sides: Mapping[str, Mapping[str, Any]]) -> None:
     """Print a row for each side, beside the baseline among them."""
-    baseline = next((name for name in BASELINES if name in sides), None)
     rows = []
     for name, side in sides.items():
-        over = "" if baseline is None else f"{_speedup(side, sides[baseline]):.3f}x"
+        over = f"{_speedup(side, sides[BASELINE]):.3f}x" if BASELINE in sides else ""
         rows.append((name, f"{side['tokens_per_s']:.0f}", over, f"{side['idle_share']:.1%}"))
-    harness.print_table((title, "tokens/s", f"of {baseline}", "idle"), rows)
+    harness.print_table((title, "tokens/s", f"of {BASELINE}", "idle"), rows)
 
 
 def _speedup(side: Mapping[str, Any], other: Mapping[str, Any]) -> float:
