@@ -1,4 +1,4 @@
-"""Launch scripts for a million tokens: they plan anywhere, and train by the plan if possible."""
+"""Launch script for a million tokens: it plans anywhere, and trains by the plan if possible."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SMALL = {"SPPO_MODEL": "tiny-test", "SPPO_LENGTH": "2Ki", "SPPO_STEPS": "1"}
 
 
 def launch(
-    name: str, *words: str, directory: Path, **variables: str
+    size: str, *words: str, directory: Path, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """One of the scripts, in ``directory``, with these variables and no others of ours."""
+    """The script, in ``directory``, with these variables and no others of ours."""
     others = {k: v for k, v in os.environ.items() if not k.startswith(("SPPO_", "SLURM_"))}
     environment = {"SPPO_VENV": sys.prefix, "SPPO_SKIP_INSTALL": "1", "OMP_NUM_THREADS": "2"}
     return subprocess.run(
-        ["bash", str(ROOT / f"scripts/train_1m_{name}.sh"), *words],
+        ["bash", str(ROOT / "scripts/train_1m.sh"), size, *words],
         cwd=directory,
         env={**others, **environment, **variables},
         capture_output=True,
@@ -51,16 +51,16 @@ def test_one_gpu_plans_a_million_tokens(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "variables", "ranks"),
+    ("size", "variables", "ranks"),
     [
         ("1node", {"SPPO_DEVICES": "4"}, 4),
-        ("slurm", {"SLURM_JOB_NUM_NODES": "3", "SLURM_GPUS_ON_NODE": "2"}, 6),
-        ("slurm", {"SPPO_NODES": "1", "SLURM_JOB_NUM_NODES": "3"}, 8),
+        ("cluster", {"SLURM_JOB_NUM_NODES": "3", "SLURM_GPUS_ON_NODE": "2"}, 6),
+        ("cluster", {"SPPO_NODES": "1", "SLURM_JOB_NUM_NODES": "3"}, 8),
     ],
 )
-def test_every_device_of_the_job_is_planned_for(tmp_path, name, variables, ranks):
+def test_every_device_of_the_job_is_planned_for(tmp_path, size, variables, ranks):
     words = (f"parallel.data_parallel_degree={ranks}", f"train.sequences_per_step={ranks}")
-    done = launch(name, *words, directory=tmp_path, **SMALL, **variables, SPPO_DRY_RUN="1")
+    done = launch(size, *words, directory=tmp_path, **SMALL, **variables, SPPO_DRY_RUN="1")
     assert done.returncode == 0, done.stderr
     assert "step time is" in done.stdout
     plan = plan_in(tmp_path)
@@ -130,7 +130,7 @@ def test_a_slurm_job_starts_a_task_for_every_rank(tmp_path, two_cpus):
     }
     variables = {name: value for name, value in two_cpus.items() if name != "SPPO_DEVICES"}
     words = ("parallel.pipeline_parallel_degree=2", "train.dtype=fp32")
-    done = launch("slurm", *words, directory=tmp_path, **variables, **job)
+    done = launch("cluster", *words, directory=tmp_path, **variables, **job)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "srun.asked").read_text() == (
         "--nodes=1 --ntasks=2 --ntasks-per-node=2 --cpus-per-task=4 "
@@ -139,10 +139,17 @@ def test_a_slurm_job_starts_a_task_for_every_rank(tmp_path, two_cpus):
     assert trained_by_two(tmp_path, "llama_8b_1m_cluster")
 
 
-def test_slurm_needs_a_job(tmp_path):
-    done = launch("slurm", directory=tmp_path, SPPO_DRY_RUN="1")
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ("cluster", "error: not in a SLURM job: sbatch --nodes=N"),
+        ("slurm", "error: 'slurm' is not one of 1gpu, 1node, cluster"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(tmp_path, size, message):
+    done = launch(size, directory=tmp_path, SPPO_DRY_RUN="1")
     assert done.returncode == 2
-    assert "error: not in a SLURM job: sbatch --nodes=N" in done.stderr
+    assert message in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -151,9 +158,11 @@ def test_a_copy_that_sbatch_made_finds_the_repository(tmp_path):
     spool = tmp_path / "spool"
     spool.mkdir()
     script = spool / "slurm_script"
-    script.write_text((ROOT / "scripts/train_1m_slurm.sh").read_text())
+    script.write_text((ROOT / "scripts/train_1m.sh").read_text())
     environment = {**os.environ, "SLURM_SUBMIT_DIR": str(ROOT)}
-    done = subprocess.run(["bash", script], cwd=tmp_path, env=environment, capture_output=True)
+    done = subprocess.run(
+        ["bash", script, "cluster"], cwd=tmp_path, env=environment, capture_output=True
+    )
     assert b"not in a SLURM job" in done.stderr
 
 
