@@ -2,7 +2,7 @@
 
 Run from the top of the repository, with the development tools installed::
 
-    OMP_WAIT_POLICY=passive python -m experiments.msp --length 8192 --output msp.json
+    OMP_WAIT_POLICY=passive python -m experiments.orders --length 8192 --output orders.json
 
 Each comparison is a module; ``python -m experiments.NAME --help`` describes it.
 """

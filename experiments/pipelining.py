@@ -146,7 +146,7 @@ class _sppo:  # noqa: N801 - made like the other side
                 "pipeline_parallel_degree": RANKS,
                 "virtual_stages": 1,
                 "schedule": options.schedule,
-                "multiplexed": "off",  # what that gains is compared by experiments.msp
+                "multiplexed": "off",  # what that gains is compared by experiments.orders
             },
             "activations": {"policy": "retain"},
             "train": {"sequences_per_step": sequences},

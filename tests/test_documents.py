@@ -23,7 +23,7 @@ SHORTER = {
     "bash scripts/quickstart.sh": " quickstart sequence.length=1Ki train.steps=2",
     "python -m experiments.cpu": " --lengths 512 --steps 1",
     "python -m experiments.pipelining": " --length 512 --subsequences 2 --sequences 2",
-    "python -m experiments.msp": " --length 512 --steps 1",
+    "python -m experiments.orders": " --length 512 --steps 1",
     "sppo bench": " --quick",
     "sppo train run.yaml": f" {SHORT}",
     "sppo train configs/run/tutorial.yaml": f" {SHORT}",
