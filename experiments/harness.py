@@ -15,7 +15,6 @@ import shlex
 import socket
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
@@ -130,15 +129,6 @@ def sppo(*words: str | Path, cwd: Path | None = None, codes: Sequence[int] = (0,
     if done.returncode not in codes:
         raise RuntimeError(f"sppo {shlex.join(line[3:])}: {done.stderr.strip()[-2000:]}")
     return done.stdout
-
-
-def prepare_tokens(directory: Path) -> None:
-    """Write token data from the source of Python's standard library, as bytes, unless it exists."""
-    if directory.exists():
-        return
-    library = Path(sysconfig.get_paths()["stdlib"])
-    sources = [library / name for name in ("asyncio", "email", "http", "json", "unittest")]
-    sppo("data", "prepare", "--tokenizer", "bytes", "--glob", "*.py", "--out", directory, *sources)
 
 
 class Side:
