@@ -5,34 +5,33 @@ the CPU, and Triton does everything for a launch except the launch itself. Print
 writes the figures to ``--json``. The exit code is 1 if a kernel that a bf16 training launches
 spills registers, or attention in fp32 or fp64 does.
 
-    python scripts/compiled_kernels.py --json docs/results/compiled_kernels.json
-    python scripts/compiled_kernels.py --capabilities 90 --launches few
+    python scripts/compiled_kernels.py --capabilities 90 --launches few --json kernels.json
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import io
 import json
 import os
 import re
-import shlex
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from option_types import one_of, output_file, positive, several  # beside this file
+from rich.console import Console
 
+from sppo.cli.output.printing import table
 from sppo.output_file import write_text
 
 CAPABILITIES = (80, 90, 100)
 """Compute capabilities of Ampere, Hopper and Blackwell in data centres, without the point."""
+_WIDTH = 150
+"""Columns of the table, also when it is written to a file."""
 LAUNCHES = ("few", "training", "all")
 _SIZES = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
@@ -45,10 +44,10 @@ _COPY = re.compile(r"cp\.async\.c[ag][\w.:]*\s+\[[^]]+\],\s*\[[^]]+\],\s*(?:0x)?
 class CompiledKernel:
     """Kernel of one launch, compiled for one compute capability."""
 
-    capability: int
     kernel: str
     launch: str
     """Dtype and sizes that the kernel was compiled for."""
+    capability: int
     warps: int
     stages: int
     registers: int
@@ -85,16 +84,15 @@ def main() -> None:
         help="few: one launch of each kernel; training: what a bf16 training launches, and"
         " attention in fp32 and fp64; all: every dtype, where spills are reported and no failure",
     )
-    parser.add_argument(
-        "--json",
-        type=output_file,
-        help="add the figures to this file, in place of those of the same triton",
-    )
+    parser.add_argument("--json", type=output_file, help="write the figures to this file")
     arguments = parser.parse_args()
     kernels = compiled_kernels(arguments.capabilities, arguments.launches)
+    rows = [asdict(kernel) for kernel in kernels]
     if arguments.json is not None:
-        _add_report(arguments.json, _report(kernels))
-    print(_table(kernels))
+        write_text(arguments.json, json.dumps(rows, indent=1) + "\n")
+    headings = [name.replace("_", " ") for name in rows[0]]
+    cells = [[str(value) for value in row.values()] for row in rows]
+    Console(width=_WIDTH).print(table(headings, cells, left=2))
     spilled = [kernel for kernel in kernels if kernel.spills]
     if arguments.launches != "all" and spilled:
         raise SystemExit(
@@ -167,9 +165,9 @@ class _Recorder:
         ptx = compiled.asm["ptx"]
         self.kernels.append(
             CompiledKernel(
-                capability=self.capability,
                 kernel=name,
                 launch=self.launch,
+                capability=self.capability,
                 warps=compiled.metadata.num_warps,
                 stages=compiled.metadata.num_stages,
                 registers=int(registers[1]),
@@ -312,56 +310,6 @@ def _gradient_norm() -> None:
     for begin in (0, 1):  # aligned, and not
         tensors = [torch.zeros(100)[begin:], torch.zeros(70000)]
         scale_(tensors, total_norm(tensors))
-
-
-def _report(kernels: list[CompiledKernel]) -> dict[str, Any]:
-    import triton
-
-    return {
-        "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["python", f"scripts/{Path(__file__).name}", *sys.argv[1:]]),
-        "triton": triton.__version__,
-        "kernels": [asdict(kernel) for kernel in kernels],
-    }
-
-
-def _add_report(path: Path, report: Mapping[str, Any]) -> None:
-    """Add a report to the list in `path`, with one kernel per line."""
-    older = json.loads(path.read_text()) if path.exists() else []
-    reports = [one for one in older if one["triton"] != report["triton"]] + [report]
-    text = json.dumps(sorted(reports, key=lambda one: one["triton"]), indent=1)
-    one_line = re.sub(r"\n {4,}|\n {3}(?=\})", lambda match: " ", text)
-    write_text(path, re.sub(r"\{ | \}", lambda match: match[0].strip(), one_line) + "\n")
-
-
-_COLUMNS = {
-    "sm": "capability",
-    "kernel": "kernel",
-    "launch": "launch",
-    "warps": "warps",
-    "stages": "stages",
-    "registers": "registers",
-    "spill stores": "spill_store_bytes",
-    "spill loads": "spill_load_bytes",
-    "shared": "shared_bytes",
-    "products": "products",
-    "widest load": "widest_load_bits",
-}
-
-
-def _table(kernels: list[CompiledKernel]) -> str:
-    """Return a table with one line per kernel; numbers are right-aligned."""
-    rows = [list(_COLUMNS)]
-    rows += [[str(getattr(kernel, name)) for name in _COLUMNS.values()] for kernel in kernels]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
-    text = ("kernel", "launch")
-    return "\n".join(
-        "  ".join(
-            word.ljust(width) if name in text else word.rjust(width)
-            for word, width, name in zip(row, widths, _COLUMNS, strict=True)
-        ).rstrip()
-        for row in rows
-    )
 
 
 if __name__ == "__main__":
