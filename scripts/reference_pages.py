@@ -15,7 +15,6 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -162,85 +161,6 @@ def commands_page() -> str:
     return re.sub(r"\n\n(sppo [^\n]+)\n\n", r"\n\n    \1\n\n", "\n\n".join(parts))
 
 
-def files_page() -> str:
-    """Return the page of the fields of the files that a run writes."""
-    summary = "report.run_summary"
-    lines = [
-        "# Files that a run writes",
-        "All lie in `train.output`. What each is for, with `loss.png`, the timelines and the "
-        "checkpoints, is said in [read the output](../howto/read_output.md). Units stand at the "
-        "end of names: `_s` seconds, `_bytes`, `_tokens`, `_per_s`.",
-        "## metrics.jsonl",
-        "One JSON object a step; null stands for what is unknown.",
-        *_described("report.metrics.StepMetrics"),
-        "## run_summary.json",
-        "Written at the end of a run. `predicted` and `measured` stand beside each other.",
-        *_described(f"{summary}.RunSummary"),
-        *_parts(
-            ("prediction_error", f"{summary}.PredictionError"),
-            ("attention", f"{summary}.AttentionSummary"),
-            ("copies", f"{summary}.CopiesSummary"),
-            ("timeline", f"{summary}.TimelineSummary"),
-        ),
-        "## plan.json",
-        "The plan that is run, and what `sppo solve -o` writes.",
-        *_described("planning.plan.ExecutionPlan"),
-        *_parts(
-            ("stages[]", "planning.plan.StagePlan"),
-            ("stages[].subsequences[]", "activations.subsequence_placement.SubsequencePlacement"),
-            ("stages[].memory", "cost.memory.stage_memory.StageMemory"),
-            ("stages[].memory.device", "cost.memory.stage_memory.MemoryBuckets"),
-            ("predicted", "planning.plan.Prediction"),
-            ("state", "cost.state_tiers.StateTiers"),
-        ),
-    ]
-    return "\n\n".join(lines)
-
-
-def _parts(*parts: tuple[str, str]) -> Iterator[str]:
-    """Yield the heading, the description and the fields of each nested object of a file."""
-    for title, path in parts:
-        yield from (f"### `{title}`", *_described(path))
-
-
-def _described(path: str) -> tuple[str, str]:
-    """Return the first paragraph of the docstring of a class of sppo, and a table of its fields.
-
-    Raises:
-        ValueError: A field has no docstring.
-    """
-    found = _package()[path]
-    fields = {
-        name: field
-        for name, field in found.attributes.items()
-        if "instance-attribute" in field.labels and not name.startswith("_")
-    }
-    missing = [name for name, field in fields.items() if field.docstring is None]
-    if missing:
-        raise ValueError(f"{path}: {', '.join(missing)}: no description; write a docstring")
-    texts = {_name_in_files(field): field.docstring.value for field in fields.values()}
-    null = {name: re.sub(r"\bNone\b", "null", text) for name, text in texts.items()}
-    return _first_paragraph(found.docstring.value), _table(("field", "meaning"), _field_rows(null))
-
-
-@cache
-def _package() -> Any:
-    """Return the source of sppo, as griffe reads it."""
-    import griffe
-
-    return griffe.load("sppo", search_paths=[RUN_FILE.parents[2]])
-
-
-def _name_in_files(field: Any) -> str:
-    """Return the name of a field in files: its alias if it has one."""
-    alias = re.search(r"alias='(\w+)'", str(field.annotation))
-    return alias[1] if alias else field.name
-
-
-def _first_paragraph(text: str) -> str:
-    return _prose(text.split("\n\n")[0])
-
-
 def policies_page() -> str:
     """Return the page of activation policies."""
     from sppo.activations import policy, tensor_classes
@@ -381,7 +301,6 @@ def exit_codes_page() -> str:
 
 PAGES: Mapping[str, Callable[[], str]] = {
     "commands.md": commands_page,
-    "files.md": files_page,
     "policies.md": policies_page,
     "schedules.md": schedules_page,
     "presets.md": presets_page,
@@ -408,10 +327,6 @@ def _flat(text: str) -> str:
 def _prose(text: str) -> str:
     """Return the text of a docstring as one line of Markdown."""
     return re.sub(r"\s+", " ", _ROLE.sub(r"`\1`", text).replace("``", "`")).strip()
-
-
-def _field_rows(fields: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    return ((f"`{name}`", _flat(text)) for name, text in fields.items())
 
 
 def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
