@@ -207,7 +207,7 @@ class _Steps:
             gpu.runtime.host_waits.clear()
             gpu.recorder.launches.clear()
             gpu.recorder.num_operations = 0
-            counting = self._step(state)
+            counting = self._step(step + 1)
         ranks = self._step_plan.evaluated.memory if self._step_plan else self._plan.rank_memory
         memory = ranks[self._mesh.at.pipeline].device
         pool = self._job.device.pool()
@@ -227,9 +227,9 @@ class _Steps:
             "num_layers": self._num_layers,
         }
 
-    def _step(self, state: TrainingState) -> _Counting:
+    def _step(self, number: int) -> _Counting:
         """Run one step, and return the counts of its host work."""
-        counting = _Counting(self._gpu)
+        counting, state = _Counting(self._gpu), self._state
         counting.begin("update")
 
         def before_action(position: int, action: Action) -> None:
@@ -237,33 +237,43 @@ class _Steps:
             self._on_action()
 
         self._job.device.reset_peak()
-        work, num_valid = self._work()
-        run_step(
+        done = run_step(
             self._job,
             _CountedState(
                 state.tensors, state.engine, state.sharded, lambda: counting.begin("update")
             ),
-            work,
-            num_valid=num_valid,
+            self._work(number),
             began_s=time.perf_counter(),
             before_action=before_action,
-            await_device=lambda result: None,
             decide=lambda sums: self._run.optimizer.lr,
-            buckets=self._buckets,
+        )
+        self._buckets.count_step(
+            done.peaks, copies_bytes=done.copies.device_bytes, pool=self._job.device.pool()
         )
         counting.begin("update")
         counting.actions["update"] = 1
         return counting
 
-    def _work(self) -> tuple[StepInput, int]:
-        """Return the sequences of a step, with fake tensors for tokens, and its valid labels."""
-        if self._step_plan is not None:
-            return _work_of(self._step_plan), self._step_plan.tokens
-        length = self._run.sequence.length
-        tokens = [torch.empty(length, dtype=torch.long) for _ in range(self._num_sequences)]
-        sequences = [SequenceData(tokens_S, tokens_S) for tokens_S in tokens]
-        boundaries = [self._plan.boundaries] * len(sequences)
-        return StepInput(sequences=sequences, boundaries=boundaries), length
+    def _work(self, number: int) -> StepInput:
+        """Return the sequences of a step, with fake tensors for tokens, all of which have labels.
+
+        Of samples, all sequences are those of the plan of the step.
+        """
+        parts: list[tuple[Sequence[int], Sequence[int]]]
+        plan = self._step_plan
+        if plan is None:
+            whole = (self._run.sequence.length,)
+            parts = [(whole, self._plan.boundaries)] * self._num_sequences
+        else:
+            parts = [(packed.samples, packed.boundaries) for packed in plan.sequences]
+        return StepInput(
+            number=number,
+            sequences=[_sequence(boundaries[-1], samples) for samples, boundaries in parts],
+            boundaries=[boundaries for _, boundaries in parts],
+            num_valid=sum(boundaries[-1] for _, boundaries in parts),
+            step_s=self._plan.predicted.step_s,
+            planned=None if plan is None else PlannedStep(plan.program, plan.placements),
+        )
 
     @property
     def _num_layers(self) -> int:
@@ -284,20 +294,12 @@ class _CountedState(TrainingState):
     issued: Callable[[], None]
 
     def finish_gradients(self, await_device: Callable[[], None]) -> None:
-        """Tell, then wait for the gradients of all ranks."""
+        """Tell, then wait for the gradients of all ranks, but not for the device, which is fake."""
         self.issued()
-        TrainingState.finish_gradients(self, await_device)
+        TrainingState.finish_gradients(self, lambda: None)
 
 
-def _work_of(plan: StepPlan) -> StepInput:
-    """Return the sequences of a step of samples, with fake tensors for tokens."""
-    sequences = []
-    for packed in plan.sequences:
-        tokens_S = torch.empty(packed.tokens, dtype=torch.long)
-        starts = tuple(accumulate(packed.samples[:-1], initial=0))
-        sequences.append(SequenceData(tokens_S, tokens_S, starts))
-    return StepInput(
-        sequences=sequences,
-        boundaries=[packed.boundaries for packed in plan.sequences],
-        planned=PlannedStep(plan.program, plan.placements),
-    )
+def _sequence(tokens: int, samples: Sequence[int]) -> SequenceData:
+    """Return fake tokens with labels, of samples of these lengths one after another."""
+    tokens_S = torch.empty(tokens, dtype=torch.long)
+    return SequenceData(tokens_S, tokens_S, tuple(accumulate(samples[:-1], initial=0)))

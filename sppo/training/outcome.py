@@ -10,6 +10,7 @@ from sppo.engine.engine import StepResult
 from sppo.offload.copy_report import CopyReport
 from sppo.training.executed_step import StepTimelines
 from sppo.training.steps.measured import MeasuredBuckets, StepPhases
+from sppo.training.steps.step import DoneStep
 from sppo.training.steps.step_work import StepWork
 
 
@@ -70,3 +71,21 @@ class TrainingOutcome:
     """Actions that this rank executed in its last step, with their times."""
     timelines: StepTimelines | None = None
     """Timelines of the last step of the first pipeline; None except on rank 0."""
+
+    def add(self, work: StepWork, done: DoneStep, phases: StepPhases, *, peak_bytes: int) -> None:
+        """Add a step: its copies, phases and peaks, and as planned.
+
+        Args:
+            work: Work of the step.
+            done: Results of the step on this rank.
+            phases: Seconds by phase, of the slowest rank.
+            peak_bytes: Device memory that this rank held.
+        """
+        self.last_work, self.last_step = work, done.result
+        self.copies.append(done.copies)
+        self.peak_bytes = max(self.peak_bytes, peak_bytes)
+        self.phases.append(phases)
+        self.planned_phases.append(work.phases)
+        most = self.most_planned
+        if most is None or work.memory.total_bytes > most.total_bytes:
+            self.most_planned = work.memory

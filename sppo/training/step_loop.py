@@ -7,13 +7,11 @@ a resumed run continues bit for bit.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Sequence
 
-from sppo.engine.engine import StepResult
 from sppo.optim.learning_rate import learning_rate
-from sppo.parallel.job.peer_errors import LATE, PeerLostError
-from sppo.parallel.job.timeouts import device_timeouts
 from sppo.report.metrics import StepMetrics
 from sppo.schedule.actions import Action, Schedule
 from sppo.training.interruption import Interrupted, StopRequest
@@ -161,36 +159,35 @@ class StepLoop:
     def _step(self, step: int, stop: StopRequest) -> StepMetrics:
         """Run step number ``step``, counted from 0."""
         progress, alone = self._ranks.progress, not self._ranks.mesh.is_distributed
-        display = self._records.display
+        display, device = self._records.display, self._job.device
         began_s = time.perf_counter()
-        self._job.device.reset_peak()
+        device.reset_peak()
         work = self._agreed_work(step)
-        display.step_begins(num_actions=self._num_actions(work))
+        program = work.planned.program if work.planned else self._schedule
+        display.step_begins(num_actions=len(program.programs[self._ranks.mesh.at.pipeline]))
 
         def before_action(position: int, action: Action) -> None:
             if alone:
                 stop.check()
-            progress.note(step=step + 1, position=position, action=str(action))
+            progress.note(step=work.number, position=position, action=str(action))
             display.action()
 
         done = run_step(
             self._job,
             self._state,
             work,
-            num_valid=self._num_valid(work),
             began_s=began_s,
             before_action=before_action,
-            await_device=lambda result: self._await_device(step, result, work),
             decide=lambda sums: self._learning_rate(step, sums),
-            buckets=self._outcome.buckets,
         )
-        self._consumed += work.num_consumed
+        copies_bytes = done.copies.device_bytes
+        self._outcome.buckets.count_step(done.peaks, copies_bytes=copies_bytes, pool=device.pool())
+        self._consumed += len(work.consumed)
         return measure_step(
             self._job,
             self._outcome,
             work,
             done,
-            number=step + 1,
             lr=self._scheduled_lr(step),
             learnt=self._source.learn(work, done),
         )
@@ -216,25 +213,6 @@ class StepLoop:
     def _scheduled_lr(self, step: int) -> float:
         return learning_rate(step, config=self._run.optimizer, total_steps=self._run.train.steps)
 
-    def _await_device(self, step: int, result: StepResult, work: StepWork) -> None:
-        """Wait for the work issued to this rank's device, which may wait for other ranks.
-
-        Raises:
-            PeerLostError: The device made no progress for too long.
-        """
-        if not self._ranks.mesh.is_distributed:
-            return
-        stall_timeout_s = device_timeouts(
-            self._run.parallel.timeout_s, predicted_step_s=work.step_s
-        ).stall_timeout_s
-        if not self._job.device.wait_with_timeout(
-            result.executed.marks, stall_timeout_s=stall_timeout_s
-        ):
-            raise PeerLostError(
-                f"step {step + 1}: waiting for this rank's device, which waits for another rank: "
-                f"timed out after {stall_timeout_s:g} s{LATE}"
-            )
-
     def _agreed_work(self, step: int) -> StepWork:
         """Return the work of a step; print the problems of planning it, of any rank.
 
@@ -248,7 +226,8 @@ class StepLoop:
             work = self._source.work(step, consumed=self._consumed)
         except MemoryError as error:
             problem = str(error)
-        note = "" if work is None else work.planning_note
+        taken = None if work is None else work.samples
+        note = "" if taken is None else taken.note
         told = self._peers.all_gather((problem, note))
         for rank, (_, said) in enumerate(told):
             if said:
@@ -258,23 +237,14 @@ class StepLoop:
             if problem is not None:
                 raise StepTooLargeError(f"step {step + 1}: {problem}")
         assert work is not None, "a step without a problem has work"
-        if work.plan is not None:
+        if taken is not None:
+            plan, division = taken.replica.plan, (work.consumed, taken.replica.replicas)
             self._ranks.check_same(
-                f"division of the samples of step {step + 1}", work.division_digest
+                f"division of the samples of step {step + 1}",
+                hashlib.sha256(repr(division).encode()).hexdigest(),
             )
-            self._ranks.check_same(f"plan of step {step + 1}", work.plan.digest, in_replica=True)
+            self._ranks.check_same(f"plan of step {step + 1}", plan.digest, in_replica=True)
         return work
-
-    def _num_actions(self, work: StepWork) -> int:
-        """Return the number of actions in this rank's program of a step."""
-        program = work.planned.program if work.planned else self._schedule
-        return len(program.programs[self._ranks.mesh.at.pipeline])
-
-    def _num_valid(self, work: StepWork) -> int:
-        """Return the number of valid labels of a step over all replicas. Collective."""
-        own = sum(data.num_valid for data in work.sequences)
-        (num_valid,) = self._peers.total([own * self._ranks.mesh.speaks_for_replica])
-        return int(num_valid)
 
     def _names(self, own: Sequence[str]) -> list[str]:
         """Return the sorted union of the names `own` of all ranks. Collective."""

@@ -20,7 +20,6 @@ def measure_step(
     work: StepWork,
     done: DoneStep,
     *,
-    number: int,
     lr: float,
     learnt: Mapping[str, Any],
 ) -> StepMetrics:
@@ -34,7 +33,6 @@ def measure_step(
         outcome: Outcome of the run.
         work: Work of the step.
         done: Results of the step on this rank.
-        number: Number of the step, counted from 1.
         lr: Scheduled learning rate, also if the update was skipped.
         learnt: Metrics of the correction of predicted times.
     """
@@ -50,14 +48,14 @@ def measure_step(
                 own_peak,
                 copies.exposed_s,
                 work.step_s,
-                work.planning_wait_s,
+                0.0 if work.samples is None else work.samples.wait_s,
             ]
         )
     )
     offloaded, host_bytes, disk_bytes = peers.total(
         [copies.total_out_bytes, copies.host_bytes, copies.disk_bytes]
     )
-    _add(work, done, StepPhases(forward_s, backward_s, rest_s), own_peak, outcome=outcome)
+    outcome.add(work, done, StepPhases(forward_s, backward_s, rest_s), peak_bytes=own_peak)
     tokens, model_flops, executed_flops = _of_replicas(
         job.ranks, work.tokens, work.model_flops, work.executed_flops
     )
@@ -70,7 +68,7 @@ def measure_step(
         return flops_per_s / peak_flops_per_s / job.ranks.mesh.shape.num_ranks
 
     return StepMetrics(
-        step=number,
+        step=work.number,
         loss=done.sums.loss,
         grad_norm=done.sums.norm,
         lr=lr,
@@ -94,32 +92,13 @@ def measure_step(
     )
 
 
-def _add(
-    work: StepWork,
-    done: DoneStep,
-    phases: StepPhases,
-    peak_bytes: int,
-    *,
-    outcome: TrainingOutcome,
-) -> None:
-    """Add a step to the outcome of the run: its copies, phases and peaks, and as planned."""
-    outcome.last_work, outcome.last_step = work, done.result
-    outcome.copies.append(done.copies)
-    outcome.peak_bytes = max(outcome.peak_bytes, peak_bytes)
-    outcome.phases.append(phases)
-    outcome.planned_phases.append(work.phases)
-    most = outcome.most_planned
-    if most is None or work.memory.total_bytes > most.total_bytes:
-        outcome.most_planned = work.memory
-
-
 def _packing(
     work: StepWork, done: DoneStep, ranks: Ranks, *, planning_wait_s: float
 ) -> dict[str, Any]:
     """Return metrics of packing and idle time in a step of samples; {} without samples."""
-    plan, shape = work.plan, ranks.mesh.shape
-    if plan is None:
+    if work.samples is None:
         return {}
+    plan, shape = work.samples.replica.plan, ranks.mesh.shape
     busy_s, actions_s = ranks.peers.total(
         [done.result.forward_s + done.result.backward_s, done.seconds - done.rest_s]
     )

@@ -17,10 +17,10 @@ from sppo.planning.elastic.step_correction import (
     StepCorrection,
     StepFigures,
 )
-from sppo.planning.elastic.step_prediction import StepPrediction
 from sppo.planning.plan import ExecutionPlan
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.costs import Costs
+from sppo.training.steps.planning_ahead import TakenPlan
 from sppo.training.steps.step import DoneStep
 
 _log = logging.getLogger(__name__)
@@ -63,18 +63,16 @@ class Corrections:
         """Correction for the step after the one that begins or runs now."""
         return self._history.current
 
-    def learn(
-        self, done: DoneStep, prediction: StepPrediction, *, planning_wait_s: float
-    ) -> dict[str, Any]:
+    def learn(self, done: DoneStep, taken: TakenPlan) -> dict[str, Any]:
         """Add the measured times of a step to the history, and return its metrics. Collective.
 
         Args:
             done: Results of the step on this rank.
-            prediction: Prediction for this rank's replica.
-            planning_wait_s: Seconds that this rank waited for the plan of the step.
+            taken: Plan of the step, with the prediction for this rank's replica.
         """
+        prediction = taken.replica.prediction
         self._current = self._history.current
-        self._history = self._history.after(self._figures(done, prediction, planning_wait_s))
+        self._history = self._history.after(self._figures(done, taken))
         seconds, step_s, uncorrected_s = self._peers.largest(
             [done.seconds, prediction.step_s, prediction.uncorrected_s]
         )
@@ -91,10 +89,9 @@ class Corrections:
             "prediction_error": step_s / seconds - 1,
         }
 
-    def _figures(
-        self, done: DoneStep, prediction: StepPrediction, planning_wait_s: float
-    ) -> StepFigures:
+    def _figures(self, done: DoneStep, taken: TakenPlan) -> StepFigures:
         """Return the figures of a step over all ranks, bit-identical on each. Collective."""
+        prediction = taken.replica.prediction
         layers = [stage.num_layers for stage in self._plan.stages]
         own = [
             action_sums(done.result.trace, prediction.uncorrected, kinds=kinds, layers=layers)
@@ -106,7 +103,7 @@ class Corrections:
                 *astuple(own[1]),
                 done.seconds - done.rest_s,
                 prediction.uncorrected_actions_s,
-                done.rest_s - planning_wait_s,
+                done.rest_s - taken.wait_s,
                 1.0,
             ]
         )

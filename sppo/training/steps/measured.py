@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from sppo.cost.memory.process_growth import POOL_FREE_BYTES
 from sppo.cost.memory.stage_memory import MemoryBuckets
 from sppo.engine.engine import EnginePeaks
-from sppo.offload.copy_report import CopyReport
 from sppo.training.devices.device import PoolUse
 from sppo.training.state import TrainingState
 
@@ -57,11 +56,12 @@ class MeasuredBuckets:
         self.kept_weights_bytes = self.weights_bytes = weights
         self.kept_gradients_bytes = self.gradients_bytes = gradients
 
-    def count_step(self, peaks: EnginePeaks, *, pool: PoolUse | None) -> None:
+    def count_step(self, peaks: EnginePeaks, *, copies_bytes: int, pool: PoolUse | None) -> None:
         """Raise the peaks of the buckets to those of one step.
 
         Args:
             peaks: Peaks that the engine counted.
+            copies_bytes: Bytes of the slots on the device.
             pool: Use of the allocator's pool at the end of the step. The working set is its peak
                 less its use at the end and less the bytes that the engine counts. None if the
                 allocator does not count its use.
@@ -72,6 +72,7 @@ class MeasuredBuckets:
         self.gradients_bytes = max(self.gradients_bytes, gradients)
         self.kv_bytes = max(self.kv_bytes, peaks.kv_bytes)
         self.activations_bytes = max(self.activations_bytes, peaks.activations_bytes)
+        self.copies_bytes = max(self.copies_bytes, copies_bytes)
         if pool is not None:
             counted = peaks.pooled_activations_bytes + peaks.gathered_bytes
             counted += peaks.whole_gradients_bytes
@@ -80,10 +81,6 @@ class MeasuredBuckets:
             if pool.resident_peak_bytes is not None:
                 free = pool.resident_peak_bytes - pool.used_peak_bytes
                 self.free_bytes = max(self.free_bytes, free)
-
-    def count_copies(self, copies: CopyReport) -> None:
-        """Raise the peak of the slots on the device to that of one step."""
-        self.copies_bytes = max(self.copies_bytes, copies.device_bytes)
 
 
 def predicted_and_measured(

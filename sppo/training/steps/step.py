@@ -9,14 +9,36 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sppo.engine.engine import StepResult
+from sppo.engine.engine import EnginePeaks, StepResult
 from sppo.engine.step_programs import PlannedStep
 from sppo.engine.unit import SequenceData
 from sppo.offload.copy_report import CopyReport
+from sppo.parallel.job.peer_errors import LATE, PeerLostError
+from sppo.parallel.job.timeouts import device_timeouts
 from sppo.schedule.actions import Action
 from sppo.training.job import Job
 from sppo.training.state import TrainingState
-from sppo.training.steps.measured import MeasuredBuckets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInput:
+    """Sequences that a step of one replica trains on.
+
+    Attributes:
+        number: Number of the step, counted from 1.
+        sequences: Sequences of this replica.
+        boundaries: Subsequence boundaries of each sequence.
+        num_valid: Number of valid labels of this replica.
+        step_s: Predicted seconds of the step.
+        planned: Program and placements of this step; None to follow the engine's own plan.
+    """
+
+    number: int
+    sequences: Sequence[SequenceData]
+    boundaries: Sequence[Sequence[int]]
+    num_valid: int
+    step_s: float
+    planned: PlannedStep | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +67,7 @@ class DoneStep:
         sums: Loss and gradients, reduced over all ranks.
         lr: Learning rate of the update; None if the update was skipped.
         copies: Report of the copies of offloaded tensors, with the state behind the device.
+        peaks: Peaks of memory that the engine counted.
         seconds: Duration of the whole step.
         rest_s: Part of `seconds` outside of the program's actions.
     """
@@ -53,23 +76,9 @@ class DoneStep:
     sums: StepSums
     lr: float | None
     copies: CopyReport
+    peaks: EnginePeaks
     seconds: float
     rest_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepInput:
-    """Sequences that a step of one replica trains on.
-
-    Attributes:
-        sequences: Sequences of this replica.
-        boundaries: Subsequence boundaries of each sequence.
-        planned: Program and placements of this step; None to follow the engine's own plan.
-    """
-
-    sequences: Sequence[SequenceData]
-    boundaries: Sequence[Sequence[int]]
-    planned: PlannedStep | None = None
 
 
 def run_step(
@@ -77,28 +86,25 @@ def run_step(
     state: TrainingState,
     work: StepInput,
     *,
-    num_valid: int,
     began_s: float,
     before_action: Callable[[int, Action], None],
-    await_device: Callable[[StepResult], None],
     decide: Callable[[StepSums], float | None],
-    buckets: MeasuredBuckets,
 ) -> DoneStep:
-    """Zero, accumulate and reduce gradients, clip them, update, and count memory.
+    """Zero, accumulate and reduce gradients, clip them, and update. Collective.
 
     Args:
         job: Job that trains the run.
         state: Training state of this rank.
         work: Sequences of this replica.
-        num_valid: Number of valid labels of all replicas.
         began_s: Clock (`time.perf_counter`) at the begin of the step, before its data was read.
         before_action: Called before each action of the program, with its position and the action.
-        await_device: Called with the engine's result, before (streamed gradients) or after the
-            host issues the reductions; may wait for the device.
         decide: Returns the learning rate of the update, or None to skip the update.
-        buckets: Measured peaks of memory, raised to those of the step.
+
+    Raises:
+        PeerLostError: The device, which may wait for other ranks, made no progress for too long.
     """
     device, peers = job.device, job.ranks.peers
+    (num_valid,) = map(int, peers.total([work.num_valid * job.ranks.mesh.speaks_for_replica]))
     state.zero_gradients()
     begin = time.perf_counter()
     result = state.engine.accumulate(
@@ -110,7 +116,7 @@ def run_step(
         on_failure=job.ranks.progress.failed,
     )
     actions_s = time.perf_counter() - begin
-    state.finish_gradients(lambda: await_device(result))
+    state.finish_gradients(lambda: _await_device(job, work, result))
     norm = state.norm(peers)
     (total_loss,) = peers.total([float(result.total_loss)])
     loss = total_loss / num_valid if num_valid else math.nan
@@ -121,8 +127,25 @@ def run_step(
         state.update(sums.gradients, norm=norm, clip_norm=clip_norm, lr=lr)
     device.synchronize()
     seconds = time.perf_counter() - began_s
-    buckets.count_step(state.engine.take_peaks(), pool=device.pool())
     copies = state.tensors.add_tier_bytes(state.engine.take_copies())
     copies = copies.without_host if device.kind == "cpu" else copies
-    buckets.count_copies(copies)
-    return DoneStep(result, sums, lr, copies, seconds, seconds - actions_s)
+    peaks = state.engine.take_peaks()
+    return DoneStep(result, sums, lr, copies, peaks, seconds, seconds - actions_s)
+
+
+def _await_device(job: Job, work: StepInput, result: StepResult) -> None:
+    """Wait for the work issued to this rank's device, which may wait for other ranks.
+
+    Raises:
+        PeerLostError: The device made no progress for too long.
+    """
+    if not job.ranks.mesh.is_distributed:
+        return
+    limit_s = device_timeouts(
+        job.run.parallel.timeout_s, predicted_step_s=work.step_s
+    ).stall_timeout_s
+    if not job.device.wait_with_timeout(result.executed.marks, stall_timeout_s=limit_s):
+        raise PeerLostError(
+            f"step {work.number}: waiting for this rank's device, which waits for another rank: "
+            f"timed out after {limit_s:g} s{LATE}"
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,14 +26,13 @@ from sppo.planning.elastic.packing import PADDING
 from sppo.planning.elastic.replica_plan import StepRequest
 from sppo.planning.elastic.step_correction import CorrectionHistory, StepCorrection
 from sppo.planning.elastic.step_plan import StepPlan, step_planner
-from sppo.planning.elastic.step_prediction import StepPrediction
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.simulated_run import simulated_plan
 from sppo.schedule.program import Case
 from sppo.training.ranks import Ranks
 from sppo.training.steps.corrections import Corrections, saved_history
 from sppo.training.steps.measured import StepPhases
-from sppo.training.steps.planning_ahead import StepPlans
+from sppo.training.steps.planning_ahead import StepPlans, TakenPlan
 from sppo.training.steps.step import DoneStep, StepInput
 
 
@@ -43,32 +41,22 @@ class StepWork(StepInput):
     """Work of one step of one replica: its data, plan and predictions.
 
     Attributes:
-        num_consumed: Number of sequences, or samples, that all replicas consume.
+        consumed: Numbers of the sequences, or samples, that all replicas consume.
         tokens: Number of tokens of this replica, without padding.
         model_flops: Model FLOPs of this replica's step.
         executed_flops: FLOPs of this replica's step, recomputation included.
-        step_s: Predicted seconds of the step.
         phases: Predicted seconds by phase.
         memory: Predicted memory of this rank's device.
-        plan: Plan of this step; None if all steps are alike.
-        planning_wait_s: Seconds that the step waited for its plan.
-        planning_note: Message on a failure of planning ahead; "" if none.
-        prediction: Predicted times of the step, corrected by earlier steps; None without samples.
-        division_digest: Digest of the division of samples over replicas; "" without samples.
+        samples: Plan of this step of samples; None if all steps are alike.
     """
 
-    num_consumed: int
+    consumed: Sequence[int]
     tokens: int
     model_flops: int
     executed_flops: int
-    step_s: float
     phases: StepPhases
     memory: MemoryBuckets
-    plan: StepPlan | None = None
-    planning_wait_s: float = 0.0
-    planning_note: str = ""
-    prediction: StepPrediction | None = None
-    division_digest: str = ""
+    samples: TakenPlan | None = None
 
 
 class StepSource(ABC):
@@ -131,9 +119,11 @@ class SequenceSteps(StepSource):
         first = self._mesh.at.data * self._count
         own = [self._data.sequence(index) for index in indices[first : first + self._count]]
         return StepWork(
+            number=step + 1,
             sequences=own,
             boundaries=[self._plan.boundaries] * len(own),
-            num_consumed=len(indices),
+            num_valid=sum(sequence.num_valid for sequence in own),
+            consumed=indices,
             tokens=self._tokens,
             model_flops=self._model_flops,
             executed_flops=self._executed_flops,
@@ -186,32 +176,28 @@ class SampleSteps(StepSource):
         if step + 1 < self._run.train.steps:
             following = self._data.step_samples(consumed + len(samples))
             self._plans.begin(self._request(following, self._corrections.following))
-        replicas, plan = taken.replica.replicas, taken.replica.plan
-        prediction = taken.replica.prediction
-        own = [samples[index] for index in replicas[self._mesh.at.data]]
+        plan, prediction = taken.replica.plan, taken.replica.prediction
+        own = [samples[index] for index in taken.replica.replicas[self._mesh.at.data]]
         own_lengths = self._data.lengths(own)
         self._lengths.update(plan.evaluated.candidate.lengths)
+        sequences = [
+            self._sequence([own[index] for index in packed if index != PADDING], planned.tokens)
+            for packed, planned in zip(plan.packed.samples, plan.sequences, strict=True)
+        ]
         return StepWork(
-            sequences=[
-                self._sequence([own[index] for index in packed if index != PADDING], tokens)
-                for packed, tokens in zip(
-                    plan.packed.samples, (one.tokens for one in plan.sequences), strict=True
-                )
-            ],
+            number=step + 1,
+            sequences=sequences,
             boundaries=[sequence.boundaries for sequence in plan.sequences],
+            num_valid=sum(sequence.num_valid for sequence in sequences),
             planned=PlannedStep(plan.program, plan.placements),
-            num_consumed=len(samples),
+            consumed=samples,
             tokens=sum(own_lengths),
             model_flops=sample_flops(self._run.model, own_lengths),
             executed_flops=plan.executed_flops,
             step_s=prediction.step_s,
             phases=StepPhases(*prediction.phases_s),
             memory=self._memory(plan),
-            plan=plan,
-            prediction=prediction,
-            planning_wait_s=taken.wait_s,
-            planning_note=taken.note,
-            division_digest=hashlib.sha256(repr((samples, replicas)).encode()).hexdigest(),
+            samples=taken,
         )
 
     def _request(self, samples: Sequence[int], correction: StepCorrection) -> StepRequest:
@@ -249,13 +235,14 @@ class SampleSteps(StepSource):
 
     def case(self, last: StepWork) -> Case:
         """Return the program of a step and its costs."""
-        assert last.plan is not None, "every step of samples is planned"
-        return Case(last.plan.program, last.plan.evaluated.costs)
+        assert last.samples is not None, "every step of samples is planned"
+        plan = last.samples.replica.plan
+        return Case(plan.program, plan.evaluated.costs)
 
     def learn(self, work: StepWork, done: DoneStep) -> Mapping[str, Any]:
         """Correct the predictions of steps after the next; return metrics of this step."""
-        assert work.prediction is not None, "every step of samples is predicted"
-        return self._corrections.learn(done, work.prediction, planning_wait_s=work.planning_wait_s)
+        assert work.samples is not None, "every step of samples is planned"
+        return self._corrections.learn(done, work.samples)
 
     def saved(self) -> Mapping[str, Any]:
         """Return the history by which predictions are corrected."""

@@ -31,7 +31,7 @@ NOTHING = EnginePeaks(0, 0, 0, 0, 0)
 def measured(*uses):
     buckets = MeasuredBuckets()
     for use in uses:
-        buckets.count_step(NOTHING, pool=use)
+        buckets.count_step(NOTHING, copies_bytes=0, pool=use)
     return buckets
 
 
