@@ -25,8 +25,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments import harness
-from experiments.packing_sides import BASELINE, SIDES, Request, figures, side_steps
-from experiments.sides import SideStep
+from experiments.packing_sides import (
+    BASELINE,
+    SIDES,
+    Request,
+    SideStep,
+    figures,
+    side_steps,
+)
 from sppo.data.samples.length_distributions import DISTRIBUTIONS, draw
 from sppo.hardware.this_machine import divide_cpu, this_machine, usable_memory_bytes
 from sppo.units import MIB
