@@ -14,8 +14,8 @@ from sppo.kernels.native.extension import describe
 from sppo.parallel.mesh_shape import MeshShape
 from sppo.planning.plan import ExecutionPlan
 from sppo.report.lines import print_titled
-from sppo.training.checks.preflight import CheckedRun, NextStep
 from sppo.training.job import Job
+from sppo.training.preflight import CheckedRun, NextStep
 from sppo.units import counted, format_bytes, format_count, format_duration, format_tokens
 
 

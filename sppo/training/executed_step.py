@@ -20,7 +20,7 @@ from sppo.plots.timeline import write_png
 from sppo.schedule.actions import Action
 from sppo.schedule.timeline import Timeline, measured_timeline
 from sppo.timeline.chrome_trace import write_trace
-from sppo.training.ranks import Ranks
+from sppo.training.job import Ranks
 from sppo.training.run_directory import TIMELINE_PLOT, TIMELINE_TRACE
 
 _log = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from sppo.schedule.orders.names import (
     WITH_VIRTUAL_STAGES,
     schedule_names,
 )
-from sppo.training.ranks import mesh_shape
+from sppo.training.job import mesh_shape
 from sppo.training.state import build_state
 from tests.random_training.emulated_ranks import run_emulated
 from tests.tiers import exhaustive

@@ -9,8 +9,8 @@ import torch
 
 from sppo.config import load_run
 from sppo.training import state_tensors
-from sppo.training.checks.preflight import preflight
 from sppo.training.devices.cpu_device import CpuDevice
+from sppo.training.preflight import preflight
 from sppo.training.state import build_state
 from sppo.training.state_tensors import starting_weights
 from tests.conftest import write_run

@@ -25,10 +25,8 @@ from sppo.parallel.job.environment import RankEnvironment
 from sppo.planning.plan import read_plan
 from sppo.planning.plan_program import plan_candidate
 from sppo.schedule.actions import Action, ActionKind
+from sppo.training import preflight as preflight_module
 from sppo.training import trainer
-from sppo.training.checks import preflight as preflight_module
-from sppo.training.checks.given_plan import check_kind, followed_plan
-from sppo.training.checks.preflight import preflight
 from sppo.training.devices import choose_device as choose_device_module
 from sppo.training.devices import cuda_device
 from sppo.training.devices.choose_device import check_devices, choose_device, device_kind
@@ -40,7 +38,9 @@ from sppo.training.devices.cuda_device import (
     prepare_cuda,
 )
 from sppo.training.evaluation import evaluate
+from sppo.training.preflight import preflight
 from sppo.training.run_checkpoints import RunCheckpoints
+from sppo.training.start import check_kind, followed_plan
 from sppo.training.steps.warm_up import warm_up
 from sppo.units import GIB, MIB
 from tests import fake_cuda

@@ -19,7 +19,7 @@ import torch
 from sppo.checkpoint.checkpoint import read_model
 from sppo.engine.engine import Engine
 from sppo.planning.elastic.replica_plan import StepRequest, plan_replica
-from sppo.training.steps import step_work
+from sppo.training.steps import work as step_work
 from sppo.training.steps.planning_ahead import StepPlans
 from tests.parallel.job.test_launch import wait_for
 from tests.planning.elastic.test_step_search import planner

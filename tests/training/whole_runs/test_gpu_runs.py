@@ -15,12 +15,12 @@ import torch
 from sppo.config import load_run
 from sppo.offload.transfers import CudaTransfers
 from sppo.training import trainer
-from sppo.training.checks.preflight import preflight
 from sppo.training.devices import cuda_device
 from sppo.training.devices.choose_device import choose_device
 from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.evaluation import evaluate
-from sppo.training.results import report
+from sppo.training.preflight import preflight
+from sppo.training.report import report
 from sppo.training.state import FAILED_STEP_TIMEOUT_S
 from tests.fake_cuda import fake_gpu, steps_lock_nothing
 from tests.training.jobs import job_of_rank, train_alone

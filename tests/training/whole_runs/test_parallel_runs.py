@@ -17,10 +17,10 @@ from sppo.checkpoint.checkpoint import read_model
 from sppo.config import load_run
 from sppo.planning.plan import plan_json, read_plan
 from sppo.training import step_loop, trainer
-from sppo.training.checks.given_plan import followed_plan
 from sppo.training.checks.input_checks import check_inputs
-from sppo.training.checks.preflight import preflight
-from sppo.training.ranks import mesh_shape
+from sppo.training.job import mesh_shape
+from sppo.training.preflight import preflight
+from sppo.training.start import followed_plan
 from tests.conftest import LENGTH, write_run, write_tokens
 from tests.tiers import exhaustive
 from tests.training.jobs import job_alone, job_of_rank
