@@ -24,6 +24,7 @@ from sppo.planning.plan import (
     planned_part,
 )
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
+from sppo.schedule.orders.names import LOOPED
 from sppo.version import __version__
 
 
@@ -32,6 +33,7 @@ def make_plan(run: RunConfig, evaluated: EvaluatedCandidate) -> ExecutionPlan:
     candidate = evaluated.candidate
     hardware = candidate.workload.hardware
     part = planned_part(run)
+    places_kv = candidate.schedule == LOOPED
     return ExecutionPlan(
         version=PLAN_VERSION,
         made_by=__version__,
@@ -52,6 +54,8 @@ def make_plan(run: RunConfig, evaluated: EvaluatedCandidate) -> ExecutionPlan:
         predicted=predict(run, evaluated),
         program_digest=evaluated.executed_program().digest(),
         virtual_stages=candidate.virtual_stages,
+        kv=candidate.kv if places_kv and candidate.kv is not None else "retained",
+        kv_recomputed=candidate.kv_recomputed if places_kv else 0,
         state=candidate.state,
         activation_tier=candidate.tier,
     )
@@ -129,7 +133,6 @@ def stage_plans(evaluated: EvaluatedCandidate) -> tuple[StagePlan, ...]:
                 num_layers=len(layers),
                 subsequences=_subsequences(evaluated, stage=stage),
                 memory=evaluated.memory[candidate.rank_of_stage(stage)],
-                kv=candidate.kv_of_stage(stage),
             )
         )
     return tuple(stages)

@@ -62,7 +62,7 @@ def _lines(job: Job, checked: CheckedRun) -> Iterator[tuple[str, str]]:
         f"({format_bytes(memory.activations_bytes)} activations, "
         f"{format_bytes(memory.kv_bytes + memory.kv_gradients_bytes)} K/V)",
     )
-    tiers = plan.state_tiers
+    tiers = plan.state
     if tiers.leaves_device:
         behind = max(rank.tier_state_bytes for rank in plan.rank_memory)
         where = f" ({run.activations.disk})" if tiers.tier == "disk" else ""
@@ -127,9 +127,9 @@ def _offloads(run: RunConfig, plan: ExecutionPlan) -> str:
     """Return what is offloaded, and where to, as text."""
     ratios = plan.predicted.offload_ratios
     size = max(rank.tier_activations_bytes for rank in plan.rank_memory)
-    where = "host memory" if plan.tier == "host" else run.activations.disk
+    where = "host memory" if plan.activation_tier == "host" else run.activations.disk
     what = f"{min(ratios):.0%} to {max(ratios):.0%} of what a subsequence saves"
     if plan.kv == "offloaded":
-        others = sum(stage.kv == "offloaded" for stage in plan.stages)
+        others = plan.kv_of_stages.count("offloaded")
         what += f"; K and V of {others} of {len(plan.stages)} stages"
     return f"{format_bytes(size)} to {where} and back: {what}"

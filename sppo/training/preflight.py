@@ -26,7 +26,6 @@ from sppo.planning.elastic.replica_plan import ReplicaPlan, StepRequest, plan_re
 from sppo.planning.elastic.samples_plan import STEPS, plan_samples
 from sppo.planning.elastic.step_plan import step_planner
 from sppo.planning.plan import ExecutionPlan
-from sppo.planning.plan_program import plan_program
 from sppo.planning.run_plan import plan_run
 from sppo.planning.search.choices import Degrees, multiplexed_problem, subsequence_problem
 from sppo.schedule.msp_groups import msp_ranges
@@ -269,7 +268,7 @@ def _stream_use(run: RunConfig, plan: ExecutionPlan) -> StreamUse:
     """Return the features of a run that need CUDA streams."""
     ranges: list[tuple[int, int]] = []
     if plan.uses_msp:
-        ranges = msp_ranges(plan_program(plan).msp_groups)
+        ranges = msp_ranges(plan.program().msp_groups)
     return StreamUse(
         ranges=ranges,
         cuts_units=plan.uses_msp,
@@ -277,5 +276,5 @@ def _stream_use(run: RunConfig, plan: ExecutionPlan) -> StreamUse:
         ties_ends=run.model.tie_embeddings,
         gathers_weights=plan.zero == 3,
         offloads=may_offload(run, plan),
-        offloads_state=plan.state_tiers.leaves_device,
+        offloads_state=plan.state.leaves_device,
     )

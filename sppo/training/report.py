@@ -17,7 +17,6 @@ from sppo.cost.memory.tier_memory import SAVED_IN_BACKGROUND
 from sppo.cost.stage_cost import copy_bytes_per_s
 from sppo.offload.copy_report import CopyReport
 from sppo.planning.plan import ExecutionPlan
-from sppo.planning.plan_program import plan_candidate
 from sppo.plots.loss import loss_plot
 from sppo.report.lines import print_line
 from sppo.report.metrics import METRICS_FILE, StepMetrics, read_metrics
@@ -208,7 +207,7 @@ def copies_summary(plan: ExecutionPlan, reports: Sequence[CopyReport]) -> Copies
     if not plan.offloads_anything or not reports:
         return None
     last, predicted = reports[-1], plan.predicted
-    out, back = copy_bytes_per_s(plan_candidate(plan))
+    out, back = copy_bytes_per_s(plan.candidate())
     host_bytes = max(
         sum(buckets.values()) - buckets[SAVED_IN_BACKGROUND]
         for buckets in plan.rank_tier_buckets("host")

@@ -173,8 +173,8 @@ class TestOrderingCheck:
 
 def test_plans_of_several_kinds_are_meant():
     """The cases do what their names say."""
-    assert planned("to the host")[1].tier == "host"
-    assert planned("to a disk")[1].tier == "disk"
+    assert planned("to the host")[1].activation_tier == "host"
+    assert planned("to a disk")[1].activation_tier == "disk"
     assert planned("multiplexed")[1].schedule == "sppo_msp"
     assert small_run().activations.policy == "keep_attention"
     step, _ = trace("optimizer on the host")

@@ -50,7 +50,7 @@ def test_a_start_holds_one_parameter_beside_the_rows_of_the_optimizer(work, monk
     assert len(left) > 5
     assert max(left) <= 1
     masters = state.optimizer.state()
-    assert plan.state_tiers.optimizer == tier
+    assert plan.state.optimizer == tier
     for name, weight in starting_weights(run):
         assert torch.equal(masters[f"model.{name}"], weight)
         assert torch.equal(state.weights[name], weight.bfloat16())

@@ -32,7 +32,6 @@ from sppo.planning.elastic.replicas import divide_samples
 from sppo.planning.elastic.sample_shortfall import shortfall_text
 from sppo.planning.make_plan import compute_seconds, stage_plans
 from sppo.planning.plan import ExecutionPlan
-from sppo.planning.plan_program import plan_candidate
 from sppo.planning.search.candidate_search import WORTH_IT
 from sppo.planning.search.choices import SUBSEQUENCE_TOKENS
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
@@ -397,9 +396,7 @@ def step_planner(plan: ExecutionPlan, *, background_saves: bool = False) -> Step
         plan: Execution plan of the run, for its longest samples.
         background_saves: Whether checkpoints are copied in memory and written during training.
     """
-    return planner_of_candidate(
-        plan_candidate(plan), run=plan.run, background_saves=background_saves
-    )
+    return planner_of_candidate(plan.candidate(), run=plan.run, background_saves=background_saves)
 
 
 def planner_of_candidate(

@@ -13,7 +13,6 @@ from sppo.cost.candidate import Candidate
 from sppo.cost.memory.copy_room import with_placement
 from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.cost.stage_cost import StageSeconds, placed_bytes, stage_seconds
-from sppo.planning.candidate_program import candidate_program
 from sppo.planning.search.candidate_checks import (
     check_inputs_retained,
     check_kv,
@@ -73,7 +72,7 @@ def evaluate_candidate(
         whole = _evaluate_whole_units(replace(candidate, spare_bytes=spare), seconds=seconds)
         if before is not None and _is_placed_alike(whole, before):
             break
-        program = candidate_program(candidate, costs=whole.costs, messages=False)
+        program = candidate.program(whole.costs, messages=False)
         found = with_program(replace(whole, candidate=candidate), program=program)
         if found.shortfall is None or found.shortfall.place != "device":
             break
@@ -153,7 +152,7 @@ def evaluate_placement(candidate: Candidate, placement: ActivationPlacement) -> 
     found = EvaluatedCandidate(candidate, prices, memory, find_shortfall(candidate, memory))
     if candidate.schedule != "sppo_msp":
         return found
-    program = candidate_program(candidate, costs=found.costs, messages=False)
+    program = candidate.program(found.costs, messages=False)
     return with_program(found, program=program)
 
 

@@ -234,7 +234,7 @@ class CudaDevice:
         """Return stores that offload to page-locked host memory, or through it to a disk."""
         if not count:
             return []
-        assert disk is not None or plan.tier != "disk", "checked before training"
+        assert disk is not None or plan.activation_tier != "disk", "checked before training"
         streams = CopyStreams(_cuda, self.torch_device, failed_step_timeout_s=failed_step_timeout_s)
         most_host_bytes = self.host_tier_bytes(local_ranks=1)
         queues = (
@@ -243,7 +243,7 @@ class CudaDevice:
             )
             for _ in range(count)
         )
-        disk = disk if plan.tier == "disk" else None
+        disk = disk if plan.activation_tier == "disk" else None
         return [OffloadStore(own, disk=disk, checksums=debug) for own in queues]
 
     def _put(self, tensor: Tensor) -> Tensor:

@@ -52,7 +52,11 @@ def train_on_a_fake_gpu(rank, directory, arguments):
             report(job, checked, outcome, command="the same command")
     assert runtime.locked_sizes
     assert runtime.locked == set()
-    return checked.plan.tier, outcome.done_steps, sum(c.total_out_bytes for c in outcome.copies) > 0
+    return (
+        checked.plan.activation_tier,
+        outcome.done_steps,
+        sum(c.total_out_bytes for c in outcome.copies) > 0,
+    )
 
 
 MULTIPLEXED = {"sequence.num_subsequences": 2, "parallel.multiplexed": "on"}
