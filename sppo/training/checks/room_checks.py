@@ -19,7 +19,7 @@ from sppo.cost.memory.tier_memory import OFFLOADED, SAVED_IN_BACKGROUND
 from sppo.cost.parameters import num_parameters
 from sppo.offload.disk.disk_room import DiskRoom, is_memory, usable_directory
 from sppo.planning.plan import ExecutionPlan
-from sppo.planning.run_plan import offload_less
+from sppo.planning.too_large import offload_less
 from sppo.training.devices.device import Device, DeviceKind
 from sppo.units import format_bytes
 
