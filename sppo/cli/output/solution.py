@@ -28,11 +28,10 @@ from sppo.planning.advice import Advice, too_long_for
 from sppo.planning.improvements import Improvement
 from sppo.planning.make_plan import predict
 from sppo.planning.plan import Prediction
-from sppo.planning.rejected_groups import rejected_groups
 from sppo.planning.search.candidate_search import Rejection
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.solver import Solution, nearest_rejection
-from sppo.planning.why_nothing_fits import run_line
+from sppo.planning.why_nothing_fits import rejected_groups, run_line
 from sppo.units import counted, format_bytes, format_count, format_duration
 
 MFU_DEFINITION = (
