@@ -27,7 +27,6 @@ from sppo.cost.state_tiers import ON_DEVICE
 from sppo.planning.elastic.levels import everything_recomputed, fastest_levels
 from sppo.planning.elastic.packing import PADDING, PackedSamples
 from sppo.planning.elastic.packing_search import PackingSearch, StepPacking
-from sppo.planning.elastic.pipeline_bounds import least_pipeline_s
 from sppo.planning.elastic.replicas import divide_samples
 from sppo.planning.elastic.sample_shortfall import shortfall_text
 from sppo.planning.make_plan import compute_seconds, stage_plans
@@ -235,7 +234,7 @@ class StepPlanner:
             MemoryError: No plan fits.
         """
         only = StepPacking(packed, least_s=0.0)
-        short: list[tuple[PackedSamples, EvaluatedCandidate]] = []
+        short: list[EvaluatedCandidate] = []
         alone = replace(self, quick=True)
         for bases in self._bases():
             found = [
@@ -243,7 +242,7 @@ class StepPlanner:
             ]
             if found:
                 return min(found, key=lambda plan: plan.step_s)
-        shortfall = min(short, key=lambda one: one[1].short_bytes)[1].shortfall
+        shortfall = min(short, key=lambda one: one.short_bytes).shortfall
         assert shortfall is not None, "what did not fit lacks something"
         raise MemoryError(shortfall.reason)
 
@@ -254,7 +253,7 @@ class StepPlanner:
             MemoryError: No plan fits.
         """
         packings = self.packing_search.packings(lengths, quick=self.quick)
-        short: list[tuple[PackedSamples, EvaluatedCandidate]] = []
+        short: list[EvaluatedCandidate] = []
         for bases in self._bases():
             found = [
                 plan for base in bases for plan in self._fitting(packings, base=base, short=short)
@@ -304,9 +303,9 @@ class StepPlanner:
         packings: Sequence[StepPacking],
         *,
         base: Candidate,
-        short: list[tuple[PackedSamples, EvaluatedCandidate]],
+        short: list[EvaluatedCandidate],
     ) -> list[StepPlan]:
-        """Return the first plans that fit; append packings that do not fit to `short`.
+        """Return the first plans that fit; append candidates that do not fit to `short`.
 
         A packing is skipped if one whose largest subsequence is no larger did not fit. The search
         ends once a plan is faster than the estimates of all further packings.
@@ -327,7 +326,7 @@ class StepPlanner:
             if evaluated.shortfall is None:
                 found.append(StepPlan(packing.packed, simulate_candidate(evaluated)))
             else:
-                short.append((packing.packed, evaluated))
+                short.append(evaluated)
                 largest = packing.most_tokens
             levels = self.levels and not self.quick and _chooses_levels(base)
             if levels and evaluated.effective_policy != "retain":
@@ -363,9 +362,6 @@ def _with_levels(pressed: Sequence[tuple[float, PackedSamples, Candidate]]) -> l
     """
     found: list[StepPlan] = []
     for packed, candidate in _quickest_first(pressed):
-        fastest_s = min((plan.step_s for plan in found), default=np.inf)
-        if least_pipeline_s(candidate) >= fastest_s:
-            continue
         placed = fastest_levels(candidate)
         if placed is not None:
             found.append(StepPlan(packed, placed))

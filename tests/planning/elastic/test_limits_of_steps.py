@@ -94,8 +94,8 @@ def test_what_does_not_fit_says_which_sample_which_stage_and_how_much(step):
         assume(False)
     except MemoryError as error:
         text = str(error)
-    sample, tokens = map(int, re.search(r"of sample (\d+), of (\d+) tokens", text).groups())
-    assert lengths[sample] == tokens
+    sample, tokens = map(int, re.search(r"sample is (\d+), of (\d+) tokens", text).groups())
+    assert lengths[sample] == tokens == max(lengths)
     stages = [int(one) for one in re.search(r"stages? ([\d, ]+) needs", text)[1].split(", ")]
     assert set(stages) <= set(range(planner.base.num_stages))
     short = int(re.search(r"\((\d+) bytes\)", text)[1])
