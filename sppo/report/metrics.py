@@ -108,10 +108,6 @@ class StepMetrics:
     """Factor of the predicted time of forwards: a median over the earlier steps."""
     backward_correction: float | None = None
     """Factor of the predicted time of backwards: a median over the earlier steps."""
-    forward_launch_s: float | None = None
-    """Time added to the forward of each subsequence in each layer, for launches of kernels."""
-    backward_launch_s: float | None = None
-    """Time added to the backward of each subsequence in each layer, for launches of kernels."""
     waiting_correction: float | None = None
     """Factor of the time from the first action to the last, beyond the correction of compute."""
     predicted_rest_s: float | None = None
