@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -119,11 +118,6 @@ def read_hardware(path: Path) -> HardwareSpec:
 def hardware_json(spec: HardwareSpec) -> dict[str, Any]:
     """Return `spec` as the plain values that its JSON file contains."""
     return asdict(spec)
-
-
-def hardware_digest(spec: HardwareSpec) -> str:
-    """Return the SHA-256 of the canonical JSON form of `spec`."""
-    return hashlib.sha256(json.dumps(hardware_json(spec), sort_keys=True).encode()).hexdigest()
 
 
 def _problems(error: ValidationError) -> str:

@@ -8,7 +8,6 @@ import pytest
 from sppo.config.run import HardwareConfig
 from sppo.hardware.description import HOST_FRACTION
 from sppo.hardware.file import (
-    hardware_digest,
     hardware_for,
     hardware_json,
     read_hardware,
@@ -105,7 +104,6 @@ def test_a_measured_machine_is_read_back(tmp_path):
     spec = replace(PRESETS["h200"], name="ours", provenance="measured", node=node)
     path.write_text(json.dumps(hardware_json(spec)), encoding="utf-8")
     assert read_hardware(path) == spec
-    assert hardware_digest(read_hardware(path)) == hardware_digest(spec)
     planned = hardware_for(HardwareConfig(file=str(path), margin=0))
     assert replace(planned, node=spec.node) == spec
     assert hardware_for(HardwareConfig(file=str(path), nodes=3)).num_nodes == 3
