@@ -26,7 +26,6 @@ def generate(
     num_ranks: int,
     lengths: Sequence[Sequence[int]],
     num_virtual: int = 1,
-    warmup_per_hop: int = 1,
     forward_only: bool = False,
     forwards_before_backward: ForwardsBeforeBackward = (),
     costs: Costs | None = None,
@@ -39,9 +38,6 @@ def generate(
         lengths: Tokens of every subsequence of every sequence. Sequences may differ in length and
             in number of subsequences.
         num_virtual: Stages per rank (v); more than 1 only for `WITH_VIRTUAL_STAGES`.
-        warmup_per_hop: Extra warm-up forwards per rank towards the front: 1 is Seq1F1B; 2 hides
-            message latency at the price of one more unit in flight per rank. Only without
-            interleaving.
         forward_only: Leave out backwards and reductions (evaluation).
         forwards_before_backward: Number of forwards that each rank has begun before each of its
             backwards; empty for the schedule's own numbers.
@@ -58,7 +54,6 @@ def generate(
         num_ranks=num_ranks,
         lengths=cut,
         num_virtual=num_virtual,
-        warmup_per_hop=warmup_per_hop,
         forward_only=forward_only,
         forwards_before_backward=forwards_before_backward,
     )

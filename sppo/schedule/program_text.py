@@ -12,8 +12,9 @@ One line per rank; an action is spelled as in `actions` (`0F2.1`, `0F2.1[1/3]`, 
 programs are optional:
 
 * `name TEXT`: name that plots show.
-* `ranks P`, `virtual V`, `style loop|v`: the placement. Default: as many ranks as there are
-  program lines, and as many stages per rank as the actions name.
+* `ranks P`, `virtual V`: number of ranks, and of stages per rank. Default: as many ranks as there
+  are program lines, and as many stages per rank as the actions name.
+* `style loop`: stage s is on rank s mod P, as in every program.
 * `lengths 16,16`: tokens of each subsequence of one sequence, one line per sequence, in order.
   Default: as many sequences and subsequences as the actions name, of 1 token each.
 * `cut 0 2.1 = 5,6,5`: tokens of the shards of unit 2.1 on stage 0.
@@ -37,7 +38,6 @@ from sppo.schedule.actions import (
     Cut,
     Lengths,
     Placement,
-    PlacementStyle,
     Wire,
 )
 from sppo.schedule.checks.validate import find_violations
@@ -122,8 +122,8 @@ def format_program(schedule: Schedule) -> str:
     """Return the text of `schedule`, which `parse_program` reads back."""
     placement = schedule.placement
     lines = [f"name {schedule.name}", f"ranks {placement.num_ranks}"]
-    if placement.num_virtual > 1 or placement.style != "loop":
-        lines += [f"virtual {placement.num_virtual}", f"style {placement.style}"]
+    if placement.num_virtual > 1:
+        lines += [f"virtual {placement.num_virtual}", "style loop"]
     lines += [f"lengths {_numbers(parts)}" for parts in schedule.lengths]
     lines += [
         f"cut {cut.stage} {cut.sequence}.{cut.subsequence} = {_numbers(cut.lengths)}"
@@ -189,7 +189,6 @@ class _Reader:
         self.name = "program"
         self.ranks: int | None = None
         self.virtual: int | None = None
-        self.style: PlacementStyle = "loop"
         self.lengths: list[tuple[int, ...]] = []
         self.cuts: list[Cut] = []
         self.programs: dict[int, tuple[Action, ...]] = {}
@@ -221,9 +220,8 @@ class _Reader:
         elif key == "virtual":
             self.virtual = _at_least_one(key, value)
         elif key == "style":
-            if value not in ("loop", "v"):
-                raise ValueError(f"style {quoted(value)}: must be loop or v")
-            self.style = "v" if value == "v" else "loop"
+            if value != "loop":
+                raise ValueError(f"style {quoted(value)}: must be loop")
         elif key == "lengths":
             self.lengths.append(tuple(_at_least_one(key, word) for word in value.split(",")))
         elif key == "cut":
@@ -267,7 +265,7 @@ class _Reader:
             )
         schedule = Schedule(
             self.name,
-            Placement(ranks, virtual, self.style),
+            Placement(ranks, virtual),
             lengths,
             tuple(self.programs[rank] for rank in range(ranks)),
             tuple(sorted(self.cuts)),

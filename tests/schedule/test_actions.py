@@ -41,18 +41,15 @@ def test_unit_of_a_reduction_is_our_own_mistake():
         _ = Action(ActionKind.REDUCE, 5).unit
 
 
-@pytest.mark.parametrize(
-    ("style", "ranks"), [("loop", [0, 1, 2, 0, 1, 2]), ("v", [0, 1, 2, 2, 1, 0])]
-)
-def test_placement_styles(style, ranks):
-    placement = Placement(3, 2, style)
-    assert [placement.rank_of(stage) for stage in range(6)] == ranks
-    assert placement.stages_of(0) == tuple(s for s in range(6) if ranks[s] == 0)
+def test_stages_go_round_the_ranks():
+    placement = Placement(3, 2)
+    assert [placement.rank_of(stage) for stage in range(6)] == [0, 1, 2, 0, 1, 2]
+    assert placement.stages_of(1) == (1, 4)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [((0,), "0 ranks with 1 stages"), ((2, 0), "must be at least 1"), ((2, 1, "x"), "'x'")],
+    [((0,), "0 ranks with 1 stages"), ((2, 0), "must be at least 1")],
 )
 def test_placement_refuses(arguments, message):
     with pytest.raises(ValueError, match=message):
@@ -64,7 +61,7 @@ def test_digest_sees_every_field():
     others = [
         replace(schedule, name="other"),
         replace(schedule, lengths=((16, 16), (16, 15))),
-        replace(schedule, placement=Placement(2, 1, "v")),
+        replace(schedule, placement=Placement(2, 2)),
         replace(schedule, programs=schedule.programs[::-1]),
         replace(schedule, cuts=(Cut(0, 0, 0, (8, 8)),)),
     ]

@@ -66,13 +66,10 @@ def test_peak_in_flight_of_seq1f1b(p, m, n):
     assert in_flight(play(schedule)) == [min(m * n, p - r - 1 + n) for r in range(p)]
 
 
-def test_warm_up_of_seq1f1b_and_its_hop():
+def test_warm_up_of_seq1f1b():
     schedule = make("seq1f1b", p=3, n=2, m=4)
     assert order(schedule, 0)[:4] == ["0F0.0", "0F0.1", "0F1.0", "0F1.1"]
     assert order(schedule, 0)[4] == "0B0.1"
-    latent = make("seq1f1b", p=3, n=2, m=4, warmup_per_hop=2)
-    assert order(latent, 0)[:7] == [f"0F{m}.{n}" for m in range(3) for n in range(2)] + ["0B0.1"]
-    assert order(latent, 2) == order(schedule, 2)
 
 
 def test_a_long_sequence_holds_no_more_once_it_is_through():
@@ -225,8 +222,6 @@ def test_zero_bubble_delays_the_weights_of_later_ranks():
         ("seq1f1b", {"v": 2}, "num_virtual 2: use one of interleaved"),
         ("seq1f1b", {"v": 0}, "at least 1 stage"),
         ("seq1f1b", {"p": 0}, "at least 1 rank"),
-        ("seq1f1b", {"warmup_per_hop": 3}, "hop is 3: must be 1, or 2"),
-        ("gpipe", {"warmup_per_hop": 2}, "hop 2 lengthens the warm-up of"),
         ("seq1f1b", {"m": 0}, "at least one sequence"),
         ("seq1f1b", {"n": 0}, "at least one subsequence"),
         ("seq1f1b", {"tokens": 0}, "each of at least one token"),

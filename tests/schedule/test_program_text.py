@@ -101,7 +101,7 @@ def test_bare_lines_are_the_programs_of_ranks_in_order():
         ("ranks x\nrank 0: 0F0.0", "line 1: 'x' is not a whole number"),
         ("ranks 3\nrank 0: 0F0.0", "programs for 1 of 3 ranks, the last for rank 0"),
         ("rank 1: 0F0.0", "each of the ranks 0 to 1"),
-        ("style x", "style 'x': must be loop or v"),
+        ("style v", "style 'v': must be loop"),
         ("lengths 4,0\nrank 0: 0F0.0", "line 1: lengths 0: must be at least 1"),
         ("speed 3", "line 1: 'speed' starts no line"),
         ("cut 0 1", "line 1: cut '0 1': write stage, unit and tokens"),

@@ -30,7 +30,6 @@ class _Request:
     num_ranks: int
     num_virtual: int
     lengths: Lengths
-    warmup_per_hop: int
     forward_only: bool
     forwards_before_backward: ForwardsBeforeBackward
 
@@ -46,7 +45,6 @@ def rank_orders(
     num_ranks: int,
     lengths: Sequence[Sequence[int]],
     num_virtual: int = 1,
-    warmup_per_hop: int = 1,
     forward_only: bool = False,
     forwards_before_backward: ForwardsBeforeBackward = (),
 ) -> Iterator[RankOrder]:
@@ -58,8 +56,6 @@ def rank_orders(
         num_ranks: Pipeline ranks.
         lengths: Tokens of every subsequence of every sequence.
         num_virtual: Stages per rank; more than 1 only for `WITH_VIRTUAL_STAGES`.
-        warmup_per_hop: Extra warm-up forwards per rank towards the front, see
-            `generate`.
         forward_only: Leave out backwards.
         forwards_before_backward: Number of forwards that each rank has begun before each of its
             backwards; empty for the schedule's own numbers.
@@ -74,7 +70,6 @@ def rank_orders(
             num_ranks,
             num_virtual,
             tuple(map(tuple, lengths)),
-            warmup_per_hop,
             forward_only,
             forwards_before_backward,
         ),
@@ -107,7 +102,7 @@ def _seq1f1b(request: _Request, rank: int) -> RankOrder:
     in flight at a time than the remaining sequences need.
     """
     forward, _, least = _one_stage(request.lengths)
-    ahead = request.warmup_per_hop * (request.num_ranks - 1 - rank)
+    ahead = request.num_ranks - 1 - rank
     return _paired_up(request.lengths, min(ahead, len(forward) - least))
 
 
@@ -204,8 +199,6 @@ _ORDERS: dict[str, Callable[[_Request, int], RankOrder]] = {
     "seq_zb_h1": _zero_bubble,
     "sppo": _sppo,
 }
-# Schedules whose warm-up can be lengthened to hide the latency of messages.
-_WITH_LONGER_WARMUP = ("1f1b", "seq1f1b", "zb_h1", "seq_zb_h1", "sppo")
 
 
 def _checked(name: str, request: _Request) -> _Request:
@@ -218,16 +211,6 @@ def _checked(name: str, request: _Request) -> _Request:
         raise ValueError(f"num_ranks is {request.num_ranks}: a pipeline has at least 1 rank")
     if request.num_virtual < 1:
         raise ValueError(f"num_virtual is {request.num_virtual}: a rank holds at least 1 stage")
-    if request.warmup_per_hop not in (1, 2):
-        raise ValueError(
-            f"hop is {request.warmup_per_hop}: must be 1, or 2 to hide the latency of messages"
-        )
-    if request.warmup_per_hop > 1 and name not in _WITH_LONGER_WARMUP:
-        raise ValueError(
-            f"hop {request.warmup_per_hop} lengthens the warm-up of "
-            f"{', '.join(_WITH_LONGER_WARMUP)}, not of {quoted(name)}: set hop to 1, or "
-            "use one of those"
-        )
     if request.num_virtual > 1 and name not in WITH_VIRTUAL_STAGES:
         raise ValueError(
             f"schedule {quoted(name)} holds one stage per rank, got num_virtual "

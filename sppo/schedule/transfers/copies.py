@@ -2,8 +2,8 @@
 
 The activation policy decides which units are offloaded, and how many bytes (costs.offload_bytes);
 this module places their D2H and H2D in the programs. A D2H comes directly after its F. An H2D comes
-some backwards before its own backward, and may start when the preceding compute is done, because
-only then is the memory for it free.
+before the backward that precedes its own, and may start when the compute before that is done,
+because only then is the memory for it free.
 """
 
 from __future__ import annotations
@@ -19,16 +19,12 @@ from sppo.schedule.actions import Action, ActionKind
 from sppo.schedule.schedule import Schedule
 
 
-def place_copies(
-    schedule: Schedule, *, offloaded: npt.NDArray[np.bool_], prefetch: int = 1
-) -> Schedule:
+def place_copies(schedule: Schedule, *, offloaded: npt.NDArray[np.bool_]) -> Schedule:
     """Return `schedule` with a D2H and an H2D for every offloaded unit.
 
     Args:
         schedule: A training schedule without copies.
         offloaded: Whether a unit leaves the device, [num_stages, num_units].
-        prefetch: How many backwards before its own a unit starts to come back: a larger number
-            hides longer copies and keeps more units on the device.
 
     Raises:
         ValueError: A forward-only schedule, a schedule that has copies, or a table of another
@@ -39,8 +35,6 @@ def place_copies(
             f"offloaded has shape {offloaded.shape}: must be one flag per stage and unit, "
             f"({schedule.num_stages}, {schedule.num_units})"
         )
-    if prefetch < 1:
-        raise ValueError(f"prefetch is {prefetch}: must be at least 1 backward ahead")
     if not offloaded.any():
         return schedule
     if not schedule.is_training:
@@ -50,8 +44,7 @@ def place_copies(
         )
     offsets, leaves = schedule.unit_offsets, offloaded.tolist()
     programs = tuple(
-        _with_copies(program, offloaded=leaves, offsets=offsets, prefetch=prefetch)
-        for program in schedule.programs
+        _with_copies(program, offloaded=leaves, offsets=offsets) for program in schedule.programs
     )
     return replace(schedule, programs=programs)
 
@@ -61,11 +54,10 @@ def _with_copies(
     *,
     offloaded: Sequence[Sequence[bool]],
     offsets: Sequence[int],
-    prefetch: int,
 ) -> tuple[Action, ...]:
     """Return a rank's program with a D2H after each offloaded F, and an H2D ahead of its B."""
     forward_at: dict[tuple[int, int | None, int | None], int] = {}
-    backwards: list[int] = []
+    last_backward: int | None = None
     last_compute = 0
     before: dict[int, list[Action]] = {}
     for index, action in enumerate(program):
@@ -76,10 +68,10 @@ def _with_copies(
             if _leaves(action, offloaded, offsets):
                 own = forward_at[stage, sequence, subsequence]
                 # No backward precedes the first one; its copy starts at the compute before it.
-                place = backwards[-prefetch:][0] if backwards else last_compute
+                place = last_compute if last_backward is None else last_backward
                 back = Action(ActionKind.H2D, *action[1:])
                 before.setdefault(max(place, own + 1), []).append(back)
-            backwards.append(index)
+            last_backward = index
         elif kind in (ActionKind.D2H, ActionKind.H2D):
             raise ValueError(f"{action} is there already: place copies only once")
         if kind in (ActionKind.F, ActionKind.B, ActionKind.W):

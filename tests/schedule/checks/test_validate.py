@@ -59,7 +59,7 @@ def add(word: str, *, before: str | None = None):
 SEQ = make("seq1f1b", p=2, n=2, m=2)
 ZB = make("seq_zb_h1", p=2, n=2, m=2)
 SENT = place_messages(SEQ)
-COPIED = place_copies(SEQ, offloaded=np.array([[True, True, False, False]] * 2), prefetch=1)
+COPIED = place_copies(SEQ, offloaded=np.array([[True, True, False, False]] * 2))
 MSP = make("sppo_msp", p=2, n=4, m=1)
 MUST_FAIL = {
     "duplicate": (SEQ, 0, add("0F0.1", before="0B0.1"), "coverage", "0F0.1 is there more"),
@@ -181,10 +181,3 @@ def test_the_error_shows_the_first_problems_and_counts_the_rest():
 def test_one_program_per_rank():
     with pytest.raises(ValueError, match="1 programs for 2 ranks"):
         replace(SEQ, programs=SEQ.programs[:1])
-
-
-def test_a_v_placement_is_checked_and_simulated_like_any_other():
-    words = "0F0.0 3F0.0 3B0.0 0B0.0", "1F0.0 2F0.0 2B0.0 1B0.0"
-    programs = tuple(tuple(map(parse_action, line.split())) for line in words)
-    schedule = Schedule("v", Placement(2, 2, "v"), ((16,),), programs)
-    validate(place_messages(schedule))
