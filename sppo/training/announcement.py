@@ -10,7 +10,6 @@ import torch
 from sppo.config import RunConfig
 from sppo.cost.parameters import num_parameters
 from sppo.data.samples.document_samples import DocumentSamples
-from sppo.kernels.native.extension import describe
 from sppo.parallel.mesh_shape import MeshShape
 from sppo.planning.plan import ExecutionPlan
 from sppo.report.lines import print_titled
@@ -69,7 +68,6 @@ def _lines(job: Job, checked: CheckedRun) -> Iterator[tuple[str, str]]:
         yield "state", f"{tiers.text()}{where}: {format_bytes(behind)}"
     if plan.offloads_anything:
         yield "offload", _offloads(run, plan)
-    yield "library", describe()
     yield "output", run.train.output
     yield "attention", checked.attention.text()
 
