@@ -8,11 +8,13 @@ figures are sums over all ranks, so every rank computes the same correction.
 
 from __future__ import annotations
 
-import math
+import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Annotated, Any, Self
+
+from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 
 from sppo.cost.correction import CostCorrection
 
@@ -54,11 +56,11 @@ class StepFigures:
         actions: Ratio of measured to predicted time from the first action to the last.
     """
 
-    forward: float
-    backward: float
-    waiting: float
-    rest_s: float
-    actions: float
+    forward: FiniteFloat
+    backward: FiniteFloat
+    waiting: FiniteFloat
+    rest_s: FiniteFloat
+    actions: FiniteFloat
 
     @classmethod
     def of(
@@ -77,6 +79,9 @@ class StepFigures:
         )
         waiting = actions / both.ratio if both.ratio > 0 else 1.0
         return cls(forward.ratio, backward.ratio, bounded(waiting), max(0.0, rest_s), actions)
+
+
+_FIGURES = TypeAdapter(Annotated[tuple[StepFigures, ...], Field(max_length=_STEPS + 1)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +131,9 @@ class CorrectionHistory:
         """Correction without the last step, as known when the plan of the next step was begun."""
         return _correction(self.figures[:-1])
 
-    def as_json(self) -> list[list[float]]:
+    def as_json(self) -> Any:
         """Return plain values, from which :meth:`from_json` restores the history bit by bit."""
-        return [list(astuple(one)) for one in self.figures]
+        return _FIGURES.dump_python(self.figures, mode="json")
 
     @classmethod
     def from_json(cls, values: Any) -> Self:
@@ -137,21 +142,10 @@ class CorrectionHistory:
         Raises:
             ValueError: The values are not those of a history.
         """
-        if not isinstance(values, list) or len(values) > _STEPS + 1:
-            raise ValueError(f"a history of corrections is a list of at most {_STEPS + 1} steps")
-        for row in values:
-            if not _is_step(row):
-                raise ValueError(f"a step of a history of corrections is {row!r}")
-        return cls(tuple(StepFigures(*row) for row in values))
-
-
-def _is_step(row: Any) -> bool:
-    """Return whether `row` is a list of finite floats, one for each field of the figures."""
-    return (
-        isinstance(row, list)
-        and len(row) == len(fields(StepFigures))
-        and all(isinstance(value, float) and math.isfinite(value) for value in row)
-    )
+        try:
+            return cls(_FIGURES.validate_json(json.dumps(values), strict=True))
+        except ValidationError as error:
+            raise ValueError(f"no history of corrections: {error.errors()[0]['msg']}") from None
 
 
 def _correction(figures: Sequence[StepFigures]) -> StepCorrection:

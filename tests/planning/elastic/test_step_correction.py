@@ -102,13 +102,23 @@ def test_what_is_saved_comes_back_to_the_last_bit():
     assert CorrectionHistory.from_json(json.loads(json.dumps(found.as_json()))) == found
 
 
+FIGURES = {"forward": 1.0, "backward": 1.0, "waiting": 1.0, "rest_s": 1.0, "actions": 1.0}
+
+
 @pytest.mark.parametrize(
     "values",
-    [None, {}, "text", [[1.0]], [[1.0] * 5, 3], [["1"] * 5], [[float("nan")] * 5], [[1.0] * 5] * 9],
+    [
+        None,
+        [FIGURES, 3],
+        [{"forward": 1.0}],
+        [{**FIGURES, "forward": "1"}],
+        [{**FIGURES, "rest_s": float("nan")}],
+        [FIGURES] * 9,
+    ],
     ids=str,
 )
 def test_what_is_no_history_is_refused(values):
-    with pytest.raises(ValueError, match="history of corrections"):
+    with pytest.raises(ValueError, match="no history of corrections"):
         CorrectionHistory.from_json(values)
 
 
