@@ -72,7 +72,6 @@ class Estimate:
         hardware: Description of the machine.
         counts: Counts of the model and one sequence.
         evaluated: Evaluated candidate, with memory by stage and the shortfall if it does not fit.
-        whole: Run configuration with the keys that the solver chose.
         chosen: Names of the keys that the solver chose.
     """
 
@@ -80,16 +79,10 @@ class Estimate:
     hardware: HardwareSpec
     counts: ModelCounts
     evaluated: EvaluatedCandidate
-    whole: RunConfig
     chosen: tuple[str, ...] = ()
 
 
-def estimate(
-    run: RunConfig,
-    *,
-    hardware: HardwareSpec,
-    draw: Draw | None = None,
-) -> Estimate:
+def estimate(run: RunConfig, *, hardware: HardwareSpec, draw: Draw | None = None) -> Estimate:
     """Return the memory of `run` as training would plan it on a machine.
 
     Args:
@@ -105,7 +98,7 @@ def estimate(
     whole = with_chosen_degrees(run, hardware=hardware, draw=draw)
     evaluated = scheduled(whole.run, evaluate_in_nearest_tiers(whole.run, hardware=hardware))
     longest = run_of_longest_samples(run)
-    return Estimate(longest, hardware, model_counts(run), evaluated, whole.run, whole.chosen)
+    return Estimate(longest, hardware, model_counts(run), evaluated, whole.chosen)
 
 
 def model_counts(run: RunConfig) -> ModelCounts:
@@ -118,10 +111,7 @@ def model_counts(run: RunConfig) -> ModelCounts:
     kv_elements = 2 * model.kv_heads * model.head_dim * layer_tokens
     return ModelCounts(
         parameters=num_parameters(model),
-        state_bytes_per_parameter=element
-        + ACCUMULATION_BYTES
-        + _MOMENTS * ACCUMULATION_BYTES
-        + masters,
+        state_bytes_per_parameter=element + (1 + _MOMENTS) * ACCUMULATION_BYTES + masters,
         table_2_bytes=TABLE_2_BYTES * unit,
         section_5_1_bytes=SECTION_5_1_BYTES * unit,
         saved_bytes={
