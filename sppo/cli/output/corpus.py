@@ -168,6 +168,7 @@ def _division_json(way: PlannedDegrees, steps: DrawnSteps) -> dict[str, Any]:
         "tokens_per_s": rate,
         "tokens_per_s_per_gpu": rate / way.degrees.num_devices,
         "bubble_fraction": way.bubble_fraction,
+        "node_host_peak_bytes": way.node_host_bytes,
         "steps": [_step_json(plan) for plan in way.plans],
         "memory": _fullest_json(way.fullest.evaluated),
         "longest_sample": {
@@ -277,6 +278,8 @@ def _print_divisions(solution: CorpusSolution, *, console: Console) -> None:
     rows.append(None)
     add("device peak", lambda way: format_bytes(way.fullest.evaluated.device_peak_bytes))
     add("  longest samples", lambda way: format_bytes(way.longest.device_peak_bytes))
+    if solution.hardware.device.kind != "cpu":
+        add("host memory of a node", lambda way: format_bytes(way.node_host_bytes))
     headings = ["", "best", *(f"next {place}" for place in range(1, len(ways)))]
     console.print(table(headings, rows))
 

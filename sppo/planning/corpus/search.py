@@ -112,9 +112,9 @@ class PlannedDegrees:
         return max(self.plans, key=lambda plan: plan.evaluated.device_peak_bytes)
 
     @property
-    def fullest_rank(self) -> int:
-        """Index of the pipeline rank with most device memory in the step `fullest`."""
-        return fullest_rank(self.fullest.evaluated.memory)
+    def node_host_bytes(self) -> int:
+        """Peak bytes of host memory of all devices of one node together, over all drawn steps."""
+        return max(plan.evaluated.node_host_bytes for plan in self.plans)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
