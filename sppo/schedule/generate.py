@@ -7,17 +7,17 @@ which see the whole schedule.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from sppo.schedule.actions import Action, ActionKind, Placement
+import numpy as np
+
+from sppo.schedule.actions import Placement
 from sppo.schedule.costs import Costs
+from sppo.schedule.encoding import EncodedProgram
 from sppo.schedule.multiplexing.multiplex import multiplex
-from sppo.schedule.orders.rank_orders import ForwardsBeforeBackward, rank_orders
-from sppo.schedule.orders.steps import Step
+from sppo.schedule.orders.rank_orders import ForwardsBeforeBackward, encoded_orders
 from sppo.schedule.schedule import Schedule
 from sppo.schedule.transfers.reductions import with_reductions
-
-_KINDS = {"F": ActionKind.F, "B": ActionKind.B, "W": ActionKind.W}
 
 
 def generate(
@@ -49,7 +49,7 @@ def generate(
             what to change.
     """
     cut = tuple(map(tuple, lengths))
-    orders = rank_orders(
+    codes, steps = encoded_orders(
         name,
         num_ranks=num_ranks,
         lengths=cut,
@@ -58,18 +58,18 @@ def generate(
         forwards_before_backward=forwards_before_backward,
     )
     placement = Placement(num_ranks=num_ranks, num_virtual=num_virtual)
-    programs = [
-        _program(order, stages=placement.stages_of(rank)) for rank, order in enumerate(orders)
-    ]
-    whole = Schedule(name, placement, cut, tuple(programs))
+    units = sum(map(len, cut))
+    virtual, unit = np.divmod(steps, units)
+    slots = (virtual * num_ranks + np.arange(num_ranks)[:, None]) * units + unit
+    encoded = tuple(
+        with_reductions(
+            EncodedProgram.of_whole_units(codes[rank], slots[rank]),
+            stages=placement.stages_of(rank),
+            num_units=units,
+        )
+        for rank in range(num_ranks)
+    )
+    whole = Schedule(name, placement, cut, encoded)
     if name == "sppo_msp":
         return multiplex(whole, forward_only=forward_only, costs=costs)
     return whole
-
-
-def _program(order: Iterable[tuple[str, Step]], *, stages: Sequence[int]) -> tuple[Action, ...]:
-    """Return the actions of one rank from its order of steps, with a REDUCE where a stage ends."""
-    actions = [
-        Action(_KINDS[kind], stages[virtual], unit[0], unit[1]) for kind, (virtual, unit) in order
-    ]
-    return tuple(with_reductions(actions, stages=stages))

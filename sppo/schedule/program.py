@@ -24,10 +24,10 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from sppo.schedule.actions import ActionKind
 from sppo.schedule.checks.deadlock import check_deadlock_free
 from sppo.schedule.checks.validate import validate, validate_rules
 from sppo.schedule.costs import CopyEngines, Costs, abstract_costs, with_offload
+from sppo.schedule.encoding import F
 from sppo.schedule.generate import generate
 from sppo.schedule.orders.rank_orders import ForwardsBeforeBackward
 from sppo.schedule.schedule import Schedule
@@ -219,8 +219,5 @@ def equal_costs(
 
 def forward_part(schedule: Schedule) -> Schedule:
     """Return only the forwards of `schedule`, in their order: the program of an evaluation."""
-    programs = tuple(
-        tuple(action for action in program if action.kind is ActionKind.F)
-        for program in schedule.programs
-    )
-    return replace(schedule, programs=programs)
+    forwards = (program.take(program.codes == F) for program in schedule.encoded)
+    return replace(schedule, encoded=tuple(forwards))

@@ -42,6 +42,7 @@ from sppo.schedule.actions import (
 )
 from sppo.schedule.checks.validate import find_violations
 from sppo.schedule.checks.violations import Violation
+from sppo.schedule.encoding import MalformedActionError
 from sppo.schedule.schedule import Schedule
 
 _ACTION = re.compile(
@@ -156,6 +157,9 @@ def parse_program(text: str, *, source: str = "program") -> ProgramFile:
             raise ProgramTextError(f"{source}, line {number}: {error}") from error
     try:
         return reader.finish()
+    except MalformedActionError as error:
+        number = reader.lines[error.rank]
+        raise ProgramTextError(f"{source}, line {number}: {error}") from error
     except ValueError as error:
         raise ProgramTextError(f"{source}: {error}") from error
 
@@ -263,7 +267,7 @@ class _Reader:
                 f"{units} subsequences on {ranks * virtual} stages, and only {len(actions)} "
                 "actions: every subsequence needs one on every stage"
             )
-        schedule = Schedule(
+        schedule = Schedule.of_actions(
             self.name,
             Placement(ranks, virtual),
             lengths,

@@ -11,7 +11,7 @@ import logging
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -99,7 +99,7 @@ def _timeline(executed: StepResult, steps: Sequence[_RankStep]) -> Timeline:
         [(start - offset - begin, finish - offset - begin) for start, finish in step.times_s]
         for step, offset in zip(steps, offsets, strict=True)
     ]
-    program = replace(executed.schedule, programs=tuple(step.actions for step in steps))
+    program = executed.schedule.with_programs([step.actions for step in steps])
     return measured_timeline(program, times_s=times)
 
 

@@ -62,7 +62,7 @@ def test_digest_sees_every_field():
         replace(schedule, name="other"),
         replace(schedule, lengths=((16, 16), (16, 15))),
         replace(schedule, placement=Placement(2, 2)),
-        replace(schedule, programs=schedule.programs[::-1]),
+        schedule.with_programs(schedule.programs[::-1]),
         replace(schedule, cuts=(Cut(0, 0, 0, (8, 8)),)),
     ]
     digests = {schedule.digest(), *(other.digest() for other in others)}
@@ -71,7 +71,7 @@ def test_digest_sees_every_field():
 
 
 def test_units_are_counted_through_all_sequences():
-    schedule = Schedule("s", Placement(2), ((10, 7),), ((), ()), (Cut(0, 0, 1, (5, 2)),))
+    schedule = Schedule.of_actions("s", Placement(2), ((10, 7),), ((), ()), (Cut(0, 0, 1, (5, 2)),))
     assert schedule.num_units == 2
     assert schedule.unit_offsets == (0,)
     assert not schedule.is_training

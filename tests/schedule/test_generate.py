@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.checks.validate import find_violations, validate
 from sppo.schedule.generate import generate
-from sppo.schedule.orders import steps
 from sppo.schedule.orders.names import WITH_VIRTUAL_STAGES, schedule_names
+from sppo.schedule.orders.rank_orders import rank_orders
+from sppo.schedule.orders.steps import sequence_groups
 from sppo.schedule.transfers.communication import place_messages
 from tests.schedule.cases import SUBSEQUENCE_SCHEDULES, in_flight, make, play
 from tests.schedule.pacing import forwards_between, most_forwards
@@ -102,16 +103,13 @@ def test_interleaved_sequences_of_any_number_of_subsequences_run(p, v, counts):
 def test_equal_sequences_pair_up_after_a_constant_warm_up(p, v, m, n):
     """With groups of G units, (v - 1) * G + N - 1 forwards on the last rank, more on others."""
     lengths = ((8,) * n,) * m
-    groups = steps.sequence_groups(lengths, num_ranks=p)
+    groups = sequence_groups(lengths, num_ranks=p)
     assume(len({len(group) for group in groups}) == 1)
-    forward = steps.forward_steps(lengths, groups=groups, num_virtual=v)
-    backward = steps.backward_steps(lengths, groups=groups, num_virtual=v)
-    for rank in range(p):
-        ahead = 2 * (p - 1 - rank)
-        found = steps.pair_up(forward, backward=backward, ahead=ahead, hops=p - 1 - rank)
-        warmup = min(len(forward), (v - 1) * len(groups[0]) * n + n - 1 + ahead)
-        kinds = [kind for kind, _ in found]
-        pairs = len(forward) - warmup
+    orders = rank_orders("interleaved_seq1f1b", num_ranks=p, num_virtual=v, lengths=lengths)
+    for rank, order in enumerate(orders):
+        warmup = min(v * m * n, (v - 1) * len(groups[0]) * n + n - 1 + 2 * (p - 1 - rank))
+        pairs = v * m * n - warmup
+        kinds = [kind for kind, _ in order]
         assert kinds == ["F"] * warmup + ["F", "B"] * pairs + ["B"] * warmup
 
 

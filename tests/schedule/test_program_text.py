@@ -103,6 +103,7 @@ def test_bare_lines_are_the_programs_of_ranks_in_order():
         ("rank 1: 0F0.0", "each of the ranks 0 to 1"),
         ("style v", "style 'v': must be loop"),
         ("lengths 4,0\nrank 0: 0F0.0", "line 1: lengths 0: must be at least 1"),
+        ("lengths 4\nrank 0: 0F0.0 0F0.7", "line 2: rank 0, action 2, 0F0.7: sequence 0 has 1 sub"),
         ("speed 3", "line 1: 'speed' starts no line"),
         ("cut 0 1", "line 1: cut '0 1': write stage, unit and tokens"),
         ("cut 0 4.0 = 1,2\nrank 0: 0F0.0", "cut 0 4.0: there is no such unit"),

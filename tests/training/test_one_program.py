@@ -161,7 +161,7 @@ def executed_digests(run, plan):
         by_place.setdefault(place, set()).add(actions)
     assert all(len(found) == 1 for found in by_place.values()), "replicas do the same"
     programs = tuple(by_place[place].pop() for place in sorted(by_place))
-    return replace(plan.program(), programs=programs).digest()
+    return plan.program().with_programs(programs).digest()
 
 
 @pytest.mark.parametrize("setting", settings(), ids=str)

@@ -24,6 +24,7 @@ from sppo.schedule.encoding import (
     F,
     W,
 )
+from sppo.schedule.messages import needed_messages
 from sppo.schedule.schedule import Schedule
 
 _LIMIT = 8
@@ -239,42 +240,17 @@ def message_problems(schedule: Schedule, *, programs: Sequence[EncodedProgram]) 
         code = (SEND_ACT, SEND_GRAD)[wire]
         trains = any((program.codes == B).any() for program in programs)
         if code == SEND_GRAD and not trains:
-            needed = np.zeros((0, 4), dtype=np.int64)
+            needed = np.zeros((0, 5), dtype=np.int64)
         else:
-            needed = _needed_messages(schedule, code=code)
+            needed = needed_messages(schedule, code=code)
         step = schedule.num_units if code == SEND_ACT else -schedule.num_units
-        found += _pairing_problems(schedule, actions=send, needed=needed[:, [0, 1, 2]], step=0)
+        found += _pairing_problems(schedule, actions=send, needed=needed[:, [0, 1, 3]], step=0)
         found += _pairing_problems(
-            schedule, actions=receive, needed=needed[:, [0, 1, 3]], step=step
+            schedule, actions=receive, needed=needed[:, [0, 1, 4]], step=step
         )
         if not found:
             found += _fifo_problems(schedule, send=send, receive=receive, needed=needed, step=step)
     return found
-
-
-def _needed_messages(schedule: Schedule, *, code: int) -> _Ints:
-    """Return rows (producing slot, shard, sender, receiver) of one wire, ascending."""
-    units, routes = schedule.num_units, schedule.msp_routes
-    owners = np.array([schedule.placement.rank_of(s) for s in range(schedule.num_stages)])
-    step = 1 if code == SEND_ACT else -1
-    stages = np.arange(schedule.num_stages)
-    stages = stages[(stages + step >= 0) & (stages + step < schedule.num_stages)]
-    slots = (stages[:, None] * units + np.arange(units)).ravel()
-    sender, receiver = owners[slots // units], owners[slots // units + step]
-    cut = np.array([slot for c, slot in routes if c == code], dtype=np.int64)
-    plain = (sender != receiver) & ~np.isin(slots, cut)
-    rows = np.stack([slots, np.zeros_like(slots), sender, receiver], axis=1)[plain]
-    extra = [
-        (slot, shard, route.sender, route.receiver)
-        for (c, slot), parts in routes.items()
-        if c == code
-        for shard, route in enumerate(parts)
-        if route.sender != route.receiver
-    ]
-    if extra:
-        rows = np.concatenate([rows, np.array(extra, dtype=np.int64)])
-    ordered: _Ints = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
-    return ordered
 
 
 def _pairing_problems(
@@ -312,7 +288,7 @@ def _fifo_problems(
         return []
     row_of_send = np.searchsorted(key, send.slots * width + send.shards)
     row_of_receive = np.searchsorted(key, (receive.slots - step) * width + receive.shards)
-    edge = needed[:, 2] * schedule.num_ranks + needed[:, 3]
+    edge = needed[:, 3] * schedule.num_ranks + needed[:, 4]
     # Entries are collected rank by rank in program order, so a stable sort keeps that order.
     sends = row_of_send[np.argsort(edge[row_of_send], kind="stable")]
     order = np.argsort(edge[row_of_receive], kind="stable")
@@ -321,7 +297,7 @@ def _fifo_problems(
     for place in np.flatnonzero(sends != receives)[:1].tolist():
         at = int(order[place])
         text = (
-            f"{_text(schedule, receive, at)} stands where rank {needed[sends[place], 2]} sends "
+            f"{_text(schedule, receive, at)} stands where rank {needed[sends[place], 3]} sends "
             f"{_result(schedule, int(needed[sends[place], 0]))}"
         )
         found.append(_violation("message order", text, receive, at))

@@ -50,7 +50,6 @@ from sppo.schedule.encoding import (
     Codes,
     EncodedProgram,
     F,
-    MalformedActionError,
     W,
 )
 from sppo.schedule.schedule import Schedule
@@ -79,29 +78,16 @@ def validate_rules(schedule: Schedule) -> tuple[EncodedProgram, ...]:
     Raises:
         ScheduleError: A schedule that breaks rules; the message names the first offending actions.
     """
-    programs, violations = _encoded(schedule)
-    violations = violations or _broken_rules(schedule, programs=programs)
+    violations = _broken_rules(schedule, programs=schedule.encoded)
     if violations:
         raise ScheduleError(schedule.name, violations=violations)
-    return programs
+    return schedule.encoded
 
 
 def find_violations(schedule: Schedule) -> tuple[Violation, ...]:
     """Return all violations of `schedule`; rules about order are checked only if coverage holds."""
-    programs, violations = _encoded(schedule)
-    return (
-        violations
-        or _broken_rules(schedule, programs=programs)
-        or _deadlock(schedule, programs=programs)
-    )
-
-
-def _encoded(schedule: Schedule) -> tuple[tuple[EncodedProgram, ...], tuple[Violation, ...]]:
-    """Return the encoded programs of `schedule`, or the violation that prevents encoding."""
-    try:
-        return schedule.encoded, ()
-    except MalformedActionError as error:
-        return (), (Violation("well formed", str(error), error.rank, error.index),)
+    programs = schedule.encoded
+    return _broken_rules(schedule, programs=programs) or _deadlock(schedule, programs=programs)
 
 
 def _broken_rules(

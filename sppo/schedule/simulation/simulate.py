@@ -33,7 +33,6 @@ def simulate(schedule: Schedule, *, costs: Costs) -> Timeline:
 
     Raises:
         event_loop.DeadlockError: Programs that wait for each other in a cycle.
-        encoding.MalformedActionError: An action outside the schedule.
     """
     programs = schedule.encoded
     clock = run_clock(schedule, programs=programs, costs=costs)

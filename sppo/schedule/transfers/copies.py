@@ -8,14 +8,13 @@ because only then is the memory for it free.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from sppo.quoting import quoted
-from sppo.schedule.actions import Action, ActionKind
+from sppo.schedule.encoding import D2H, H2D, B, EncodedProgram, F, W
 from sppo.schedule.schedule import Schedule
 
 
@@ -42,49 +41,25 @@ def place_copies(schedule: Schedule, *, offloaded: npt.NDArray[np.bool_]) -> Sch
             f"schedule {quoted(schedule.name)} has no backward: nothing is kept, so nothing can be "
             "offloaded; set every offload ratio to 0"
         )
-    offsets, leaves = schedule.unit_offsets, offloaded.tolist()
-    programs = tuple(
-        _with_copies(program, offloaded=leaves, offsets=offsets) for program in schedule.programs
-    )
-    return replace(schedule, programs=programs)
+    placed = schedule.first_action(lambda program: np.isin(program.codes, (D2H, H2D)))
+    if placed is not None:
+        raise ValueError(f"{placed} is there already: place copies only once")
+    leaves = offloaded.ravel()
+    encoded = tuple(_with_copies(program, leaves=leaves) for program in schedule.encoded)
+    return replace(schedule, encoded=encoded)
 
 
-def _with_copies(
-    program: Sequence[Action],
-    *,
-    offloaded: Sequence[Sequence[bool]],
-    offsets: Sequence[int],
-) -> tuple[Action, ...]:
+def _with_copies(program: EncodedProgram, *, leaves: npt.NDArray[np.bool_]) -> EncodedProgram:
     """Return a rank's program with a D2H after each offloaded F, and an H2D ahead of its B."""
-    forward_at: dict[tuple[int, int | None, int | None], int] = {}
-    last_backward: int | None = None
-    last_compute = 0
-    before: dict[int, list[Action]] = {}
-    for index, action in enumerate(program):
-        kind, stage, sequence, subsequence, *_ = action
-        if kind is ActionKind.F:
-            forward_at[stage, sequence, subsequence] = index
-        elif kind is ActionKind.B:
-            if _leaves(action, offloaded, offsets):
-                own = forward_at[stage, sequence, subsequence]
-                # No backward precedes the first one; its copy starts at the compute before it.
-                place = last_compute if last_backward is None else last_backward
-                back = Action(ActionKind.H2D, *action[1:])
-                before.setdefault(max(place, own + 1), []).append(back)
-            last_backward = index
-        elif kind in (ActionKind.D2H, ActionKind.H2D):
-            raise ValueError(f"{action} is there already: place copies only once")
-        if kind in (ActionKind.F, ActionKind.B, ActionKind.W):
-            last_compute = index
-    placed: list[Action] = []
-    for index, action in enumerate(program):
-        placed.extend(before.get(index, ()))
-        placed.append(action)
-        if action.kind is ActionKind.F and _leaves(action, offloaded, offsets):
-            placed.append(Action(ActionKind.D2H, *action[1:]))
-    return tuple(placed)
-
-
-def _leaves(action: Action, offloaded: Sequence[Sequence[bool]], offsets: Sequence[int]) -> bool:
-    sequence, subsequence = action.unit
-    return offloaded[action.stage][offsets[sequence] + subsequence]
+    forwards, backwards = (np.flatnonzero(program.codes == code) for code in (F, B))
+    forward_at = np.zeros(leaves.size, dtype=np.intp)
+    forward_at[program.slots[forwards]] = forwards
+    computes = np.flatnonzero(np.isin(program.codes, (F, B, W)))
+    # No backward precedes the first one; its copy starts at the compute before it.
+    places = np.concatenate([computes[np.searchsorted(computes, backwards[:1]) - 1], backwards])
+    ahead = np.maximum(places[:-1], forward_at[program.slots[backwards]] + 1)
+    out, back = leaves[program.slots[forwards]], leaves[program.slots[backwards]]
+    return program.insert(
+        (forwards[out] + 1, program.take(forwards[out]).changed(D2H)),
+        (ahead[back], program.take(backwards[back]).changed(H2D)),
+    )

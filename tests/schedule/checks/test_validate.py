@@ -10,6 +10,7 @@ import pytest
 from sppo.schedule.actions import Action, ActionKind, Cut, Placement
 from sppo.schedule.checks.validate import find_violations, validate
 from sppo.schedule.checks.violations import ScheduleError
+from sppo.schedule.encoding import MalformedActionError
 from sppo.schedule.program_text import parse_action
 from sppo.schedule.schedule import Schedule
 from sppo.schedule.transfers.communication import place_messages
@@ -22,7 +23,7 @@ def edit(schedule: Schedule, rank: int, change) -> Schedule:
     words = change([str(action) for action in schedule.programs[rank]])
     programs = list(schedule.programs)
     programs[rank] = tuple(parse_action(word) for word in words)
-    return replace(schedule, programs=tuple(programs))
+    return schedule.with_programs(programs)
 
 
 def swap(one: str, other: str):
@@ -68,9 +69,6 @@ MUST_FAIL = {
     "backward order": (SEQ, 1, swap("1B0.0", "1B0.1"), "backward order", "1B0.0 stands before"),
     "backward first": (SEQ, 1, move("1B0.1", before="1F0.1"), "backward order", "which it needs"),
     "wrong rank": (SEQ, 0, add("1W0.0"), "placement", "its stage is on rank 1"),
-    "no such stage": (SEQ, 0, add("7F0.0"), "well formed", "stage 7 does not exist: there are 2"),
-    "no such sequence": (SEQ, 0, add("0F9.0"), "well formed", "sequence 9 does not exist"),
-    "no such unit": (SEQ, 0, add("0F0.7"), "well formed", "has 2 subsequences"),
     "weight order": (ZB, 0, move("0W0.1", before="0B0.1"), "weight order", "0W0.1 stands before"),
     "reduce early": (SEQ, 0, move("0REDUCE", before="0B1.0"), "reduction", "before 0B1.0"),
     "reduce twice": (SEQ, 0, add("0REDUCE"), "reduction", "0REDUCE is there twice"),
@@ -104,6 +102,19 @@ def test_a_wrong_program_is_refused_with_its_action_and_rule(case):
     assert all(v.rank in (0, 1) for v in hits)
     with pytest.raises(ScheduleError, match=f"rule: {violations[0].rule}"):
         validate(broken)
+
+
+@pytest.mark.parametrize(
+    ("action", "problem"),
+    [
+        ("7F0.0", "rank 1, action 10, 7F0.0: stage 7 does not exist: there are 2"),
+        ("0F9.0", "sequence 9 does not exist"),
+        ("0F0.7", "has 2 subsequences"),
+    ],
+)
+def test_an_action_of_nothing_is_refused_at_once(action, problem):
+    with pytest.raises(MalformedActionError, match=problem):
+        edit(SEQ, 1, add(action))
 
 
 def test_receives_in_another_order_than_their_sends():
@@ -142,7 +153,7 @@ def megatron_interleaved(p, v, n, m):
             order += [("F", step), ("B", backward[index])]
         order += [("B", s) for s in backward[len(forward) - warmup :]]
         programs.append(tuple(Action(ActionKind(k), c * p + rank, *unit) for k, (c, unit) in order))
-    return Schedule("megatron", Placement(p, v), ((16,) * n,) * m, tuple(programs))
+    return Schedule.of_actions("megatron", Placement(p, v), ((16,) * n,) * m, tuple(programs))
 
 
 def test_groups_of_units_run_a_backward_before_its_sequence_is_through():
@@ -170,7 +181,7 @@ def test_cuts_must_fit_their_units():
 
 def test_the_error_shows_the_first_problems_and_counts_the_rest():
     schedule = make("seq1f1b", p=1, n=8, m=1)
-    nothing = replace(schedule, programs=((parse_action("0F0.0"),),))
+    nothing = schedule.with_programs(((parse_action("0F0.0"),),))
     with pytest.raises(ScheduleError) as caught:
         validate(nothing)
     assert "rank 0, 0F0.1 is missing (rule: coverage)" in str(caught.value)
@@ -180,4 +191,4 @@ def test_the_error_shows_the_first_problems_and_counts_the_rest():
 
 def test_one_program_per_rank():
     with pytest.raises(ValueError, match="1 programs for 2 ranks"):
-        replace(SEQ, programs=SEQ.programs[:1])
+        SEQ.with_programs(SEQ.programs[:1])

@@ -178,7 +178,7 @@ def test_no_valid_order_beats_the_bound(p, m, n, random):
         waiting.remove(item)
         done.add(item)
         programs[item[1]].append(Action(ActionKind(item[0]), *item[1:]))
-    schedule = Schedule("random", Placement(p), lengths, tuple(map(tuple, programs)))
+    schedule = Schedule.of_actions("random", Placement(p), lengths, tuple(map(tuple, programs)))
     validate(place_messages(schedule))
     timeline = play(schedule)
     assert timeline.makespan_s >= (p - 1) + 3 * m * n
@@ -247,7 +247,7 @@ def test_a_circle_is_named():
     schedule = make("sppo", p=2, n=1, m=2)
     first, second = schedule.programs
     swapped = (second[1], second[0], *second[2:])
-    broken = replace(schedule, programs=(first, swapped))
+    broken = schedule.with_programs((first, swapped))
     with pytest.raises(DeadlockError, match=r"rank 1 at action 1, 1B0.0, waits for 1F0.0"):
         play(broken)
 
