@@ -24,6 +24,7 @@ from sppo.planning.simulated_run import simulated_plan
 from sppo.schedule.simulation.simulate import simulate
 from sppo.units import GIB
 from tests.planning.cases import machine, run_config
+from tests.tiers import exhaustive
 
 H100 = PRESETS["h100"]
 DISK_RATES = {"disk_write_bytes_per_s": 3e9, "disk_read_bytes_per_s": 5e9}
@@ -96,7 +97,7 @@ def test_neither_tier_is_ever_overfull(device, host, disk, tier, saves):
     assert tier in ("auto", candidate.tier)
 
 
-@pytest.mark.parametrize("host", [17, 24, 64])
+@pytest.mark.parametrize("host", [24, *exhaustive(17, 64)])
 def test_a_disk_is_taken_where_host_memory_alone_is_too_small(host):
     hardware = one_gpu(host=host)
     found = solve(request(), hardware=hardware).best

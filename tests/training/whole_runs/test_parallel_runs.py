@@ -117,7 +117,15 @@ RUNS = {
     "samples by number, megatron": ("samples by number", [((2, 2, 2), MEGATRON)]),
 }
 """By name: what a run is compared with, and its degrees and overrides, one part after another."""
-SELDOM = ("zero 2", "state that nobody shares", "samples by number, megatron")
+SELDOM = (
+    "zero 2",
+    "zero 3, megatron",
+    "state that nobody shares",
+    "weights that come to be shared out",
+    "more shared out",
+    "other stages",
+    "samples by number, megatron",
+)
 """Those that are left to the exhaustive tier."""
 
 

@@ -42,9 +42,9 @@ def working_bytes(rank, directory):
 @pytest.mark.parametrize(
     ("policy", "multiplexed", "sequences"),
     [
-        ("retain", "on", 1),
+        pytest.param("retain", "on", 1, marks=pytest.mark.exhaustive),
         ("keep_attention", "on", 2),
-        ("retain", "off", 2),
+        pytest.param("retain", "off", 2, marks=pytest.mark.exhaustive),
         ("recompute", "off", 1),
     ],
 )
