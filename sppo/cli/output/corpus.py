@@ -27,10 +27,10 @@ from sppo.planning.corpus.search import (
     CorpusSolution,
     DrawnSteps,
     PlannedDegrees,
-    RefusedDegrees,
     fullest_rank,
 )
 from sppo.planning.elastic.step_plan import StepPlan
+from sppo.planning.search.candidate_search import Rejection
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.why_nothing_fits import model_text
 from sppo.units import counted, format_bytes, format_count, format_tokens
@@ -220,12 +220,12 @@ def _fullest_json(evaluated: EvaluatedCandidate) -> dict[str, Any]:
     return {"rank": rank, **memory_json(evaluated.memory[rank])}
 
 
-def _refused_json(refused: RefusedDegrees) -> dict[str, Any]:
+def _refused_json(refused: Rejection) -> dict[str, Any]:
     """Return one refused division of the devices as JSON values."""
     return {
         **degrees_json(refused.degrees),
         "reason": refused.reason,
-        "short_bytes": refused.short_bytes,
+        "short_bytes": None if refused.shortfall is None else refused.shortfall.short_bytes,
         "longest_sample_fits": refused.steps,
     }
 

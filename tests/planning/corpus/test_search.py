@@ -123,8 +123,8 @@ def test_a_longest_sample_that_fits_nowhere_is_told():
     found = solved(memory_gib=0.25)
     assert found.best is None
     nearest = found.rejected[0]
-    assert nearest.short_bytes == min(
-        refused.short_bytes for refused in found.rejected if refused.short_bytes is not None
+    assert nearest.shortfall.short_bytes == min(
+        refused.shortfall.short_bytes for refused in found.rejected if refused.shortfall
     )
     assert "the longest sample, of 32768 tokens, does not fit: stage" in nearest.reason
     assert "short by" in nearest.reason
