@@ -330,9 +330,11 @@ class StepPlanner:
                 largest = packing.most_tokens
             levels = self.levels and not self.quick and _chooses_levels(base)
             if levels and evaluated.effective_policy != "retain":
-                policy_s = np.inf if evaluated.shortfall else found[-1].step_s
+                placed = found[-1].evaluated if evaluated.shortfall is None else None
+                placed = placed or everything_recomputed(evaluated.candidate)
+                policy_s = np.inf if placed is None else placed.step_s
                 pressed.append((policy_s, packing.packed, evaluated.candidate))
-        return found + _with_levels(pressed)
+        return found + _with_levels(sorted(pressed, key=lambda one: one[0]))
 
     def _bases(self) -> Iterator[tuple[Candidate, ...]]:
         """Yield groups of base candidates; the fastest of the first group that fits is used.
@@ -354,35 +356,21 @@ def _chooses_levels(base: Candidate) -> bool:
 
 
 def _with_levels(pressed: Sequence[tuple[float, PackedSamples, Candidate]]) -> list[StepPlan]:
-    """Return plans with levels for the packings that are fastest with the policy's placement.
+    """Return plans with levels for the first packings for which there are any.
 
     Args:
-        pressed: Packings that do not fit with everything retained: seconds with the policy's
-            placement (infinite if that does not fit), packed samples, and candidate.
+        pressed: Packings that do not fit with everything retained, fastest first: seconds with the
+            policy's placement, or with everything recomputed if that does not fit; packed samples;
+            and candidate.
     """
     found: list[StepPlan] = []
-    for packed, candidate in _quickest_first(pressed):
+    for _, packed, candidate in pressed:
         placed = fastest_levels(candidate)
         if placed is not None:
             found.append(StepPlan(packed, placed))
         if len(found) == _LEVELLED:
             break
     return found
-
-
-def _quickest_first(
-    pressed: Sequence[tuple[float, PackedSamples, Candidate]],
-) -> list[tuple[PackedSamples, Candidate]]:
-    """Return packings by time with the policy's placement.
-
-    If that does not fit, the time of recomputing everything counts.
-    """
-    seconds: list[float] = []
-    for policy_s, _, candidate in pressed:
-        everything = everything_recomputed(candidate) if np.isinf(policy_s) else None
-        seconds.append(policy_s if everything is None else everything.step_s)
-    order = sorted(range(len(pressed)), key=seconds.__getitem__)
-    return [pressed[place][1:] for place in order]
 
 
 def step_planner(plan: ExecutionPlan, *, background_saves: bool = False) -> StepPlanner:
