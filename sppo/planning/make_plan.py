@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from itertools import accumulate
 
 import numpy as np
@@ -20,7 +19,6 @@ from sppo.planning.plan import (
     Prediction,
     StagePlan,
     boundaries_of,
-    digest_of,
     planned_part,
 )
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
@@ -31,16 +29,12 @@ from sppo.version import __version__
 def make_plan(run: RunConfig, evaluated: EvaluatedCandidate) -> ExecutionPlan:
     """Return the execution plan of `run` with the decisions of an evaluated candidate."""
     candidate = evaluated.candidate
-    hardware = candidate.workload.hardware
-    part = planned_part(run)
     places_kv = candidate.schedule == LOOPED
     return ExecutionPlan(
         version=PLAN_VERSION,
         made_by=__version__,
-        run=part,
-        run_digest=digest_of(part),
-        hardware=hardware,
-        hardware_digest=digest_of(asdict(hardware)),
+        run=planned_part(run),
+        hardware=candidate.workload.hardware,
         data_parallel_degree=candidate.data_parallel_degree,
         pipeline_parallel_degree=candidate.pipeline_parallel_degree,
         sequence_parallel_degree=candidate.workload.sequence_parallel_degree,

@@ -19,7 +19,7 @@ from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.elastic.sample_shortfall import stages_text
 from sppo.planning.elastic.step_plan import StepPlan, StepPlanner, planner_of_candidate
 from sppo.planning.make_plan import make_plan
-from sppo.planning.plan import ExecutionPlan, digest_of, planned_part
+from sppo.planning.plan import ExecutionPlan, planned_part
 from sppo.planning.run_plan import evaluate_in_nearest_tiers
 from sppo.planning.search.best_schedule import scheduled
 from sppo.planning.search.candidate_search import Rejection, rejection_of
@@ -166,8 +166,7 @@ def plan_of_longest(solution: CorpusSolution) -> ExecutionPlan:
     best = solution.best
     assert best is not None, "only called where something fits"
     plan = make_plan(run_of_longest_samples(best.run), best.longest)
-    part = planned_part(run_of_longest_samples(solution.run))
-    return replace(plan, run=part, run_digest=digest_of(part))
+    return replace(plan, run=planned_part(run_of_longest_samples(solution.run)))
 
 
 def fullest_rank(memory: Sequence[StageMemory]) -> int:
