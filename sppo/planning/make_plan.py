@@ -13,14 +13,8 @@ from sppo.cost.memory.copy_room import stage_blocks
 from sppo.cost.memory.joined_tensors import block_layout
 from sppo.cost.stage_cost import row_bytes_of
 from sppo.cost.values_of_ranks import of_ranks
-from sppo.planning.plan import (
-    PLAN_VERSION,
-    ExecutionPlan,
-    Prediction,
-    StagePlan,
-    boundaries_of,
-    planned_part,
-)
+from sppo.planning.plan import PLAN_VERSION, ExecutionPlan, Prediction, StagePlan, boundaries_of
+from sppo.planning.planned_keys import planned_part
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.schedule.orders.names import LOOPED
 from sppo.version import __version__

@@ -12,7 +12,8 @@ from sppo.config import load_run, run_sections
 from sppo.hardware.file import hardware_for
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.make_plan import make_plan
-from sppo.planning.plan import PLAN_VERSION, check_plan_fits, plan_json, planned_part, read_plan
+from sppo.planning.plan import PLAN_VERSION, plan_json, read_plan
+from sppo.planning.planned_keys import check_plan_fits, planned_part
 from sppo.planning.run_plan import plan_run
 from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.choices import Degrees

@@ -19,7 +19,8 @@ from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.elastic.sample_shortfall import stages_text
 from sppo.planning.elastic.step_plan import StepPlan, StepPlanner, planner_of_candidate
 from sppo.planning.make_plan import make_plan
-from sppo.planning.plan import ExecutionPlan, planned_part
+from sppo.planning.plan import ExecutionPlan
+from sppo.planning.planned_keys import planned_part
 from sppo.planning.run_plan import evaluate_in_nearest_tiers
 from sppo.planning.search.best_schedule import scheduled
 from sppo.planning.search.candidate_search import Rejection, rejection_of
