@@ -234,6 +234,7 @@ def test_an_arena_has_a_byte(size):
         HostArena(size)
 
 
+@pytest.mark.exhaustive
 def test_a_view_outlives_the_program_without_harm():
     """At exit nothing is unmapped under a thread or a tensor that is still there."""
     code = (

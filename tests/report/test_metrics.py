@@ -165,7 +165,6 @@ def test_what_is_no_record_of_a_step_is_counted_and_left_out(
     path.write_text(path.read_text() + wrong + "\n" + wrong + "\n")
     assert [m.step for m in read_metrics(path)] == [1, 2]
     assert "2 of 4 lines are left out, the first of them line 3" in caplog.text
-    loss_plot(path, tmp_path / "loss.png")
     _write(path, 3, resume_step=2)
     assert _steps(path) == [1, 2, 3]
 

@@ -278,7 +278,7 @@ def test_state_in_host_memory_trains_as_on_the_cpu_and_is_unlocked(work, which, 
     assert losses(found) == losses(expected)
 
 
-@pytest.mark.parametrize("which", IN_HOST_MEMORY)
+@pytest.mark.parametrize("which", ["all", *exhaustive("optimizer")])
 def test_activations_go_to_a_disk_beside_state_in_host_memory(work, which):
     """Bit for bit what is learnt with everything on the device; each tier holds what is planned."""
     sections = {**IN_HOST_MEMORY[which], "train": {"dtype": "bf16"}}

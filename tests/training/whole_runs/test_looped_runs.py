@@ -96,8 +96,9 @@ def test_a_ratio_that_fits_beside_keys_is_named(work, monkeypatch):
 
 @pytest.mark.parametrize(
     ("method", "verb"),
-    [("write", "writing"), pytest.param("read", "reading", marks=pytest.mark.exhaustive)],
+    [("write", "writing"), ("read", "reading")],
 )
+@pytest.mark.exhaustive
 def test_a_disk_that_fails_under_keys_ends_the_run_and_the_next_goes_on(
     work, monkeypatch, method, verb
 ):
