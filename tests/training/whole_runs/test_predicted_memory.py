@@ -1,17 +1,10 @@
 """Working sets of pipeline ranks in whole runs on a CPU, against the plan's."""
 
-import contextlib
-from pathlib import Path
-from unittest import mock
-
 import pytest
 
-from sppo.config import load_run
 from sppo.kernels.native.cpu_allocator import install_cpu_allocator
-from sppo.training import trainer
-from sppo.training.preflight import preflight
 from tests.conftest import write_run, write_tokens
-from tests.training.jobs import job_of_rank
+from tests.training.jobs import train_rank
 
 MODEL = {
     "hidden_size": 256, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_size": 64,
@@ -21,14 +14,7 @@ MODEL = {
 
 def working_bytes(rank, directory):
     """Predicted and measured bytes of one rank's working set and messages, in the rank pool."""
-    with (
-        contextlib.chdir(directory),
-        mock.patch.object(trainer, "warm_up", return_value=None),
-    ):
-        run = load_run(Path("run.yaml"), ())
-        job = job_of_rank(run, rank)
-        checked = preflight(job)
-        outcome = trainer.train(job, checked)
+    checked, outcome = train_rank(rank, directory)
     plan = checked.plan
     device = plan.rank_memory[rank].device
     saved = device.activations_bytes + device.loss_gradient_bytes
