@@ -37,11 +37,6 @@ def test_every_command_explains_itself(words):
     assert len(text.splitlines()) <= 100
 
 
-@pytest.mark.parametrize("words", ALL, ids=lambda words: " ".join(words) or "sppo")
-def test_help_has_a_short_name(words):
-    assert succeed(*words, "-h") == succeed(*words, "--help")
-
-
 def test_help_shows_defaults_and_fills_its_lines(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert "[default: 5GiB]" in succeed("convert", "to-hf", "--help")
@@ -75,11 +70,6 @@ def test_a_key_that_is_written_as_an_option_is_explained(words, written):
     text = " ".join(call(*words).stderr.replace("│", " ").split())
     assert f"No such option: {words[2].partition('=')[0]}; a value of the run file is" in text
     assert written in text
-
-
-def test_there_are_commands_within_commands():
-    assert ("config", "check") in ALL
-    assert ("data", "prepare") in ALL
 
 
 def test_help_answers_at_once():
