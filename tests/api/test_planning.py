@@ -95,11 +95,11 @@ def test_samples_get_the_same_degrees_from_every_command(tmp_path):
     run = sppo.load_run(sections)
     plan = sppo.solve(run)
     assert plan.data_parallel_degree == 2
-    assert sppo.estimate(run).whole.parallel.data_parallel_degree == 2
+    assert sppo.estimate(run).evaluated.degrees.data_parallel == 2
     assert len(sppo.simulate(run).ranks) == 1
     del sections["data"]["tokens"]
     without = sppo.load_run(sections, {"data.tokens": "none"})
-    assert sppo.estimate(without).whole.parallel.data_parallel_degree == 1
+    assert sppo.estimate(without).evaluated.degrees.data_parallel == 1
 
 
 def test_a_run_goes_through_its_sections():

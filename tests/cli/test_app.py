@@ -88,7 +88,7 @@ def test_version():
     lines = succeed("--version").splitlines()
     assert lines[0] == f"sppo {__version__}"
     assert f"torch {torch.__version__}" in lines[1]
-    assert lines[2].startswith("built: ")
+    assert lines[2].startswith("memory pool: ")
 
 
 @pytest.mark.parametrize(
