@@ -160,7 +160,7 @@ def test_settings_of_the_user_stay(monkeypatch, no_settings, given):
 
 
 def test_the_stores_of_a_rank_share_two_streams():
-    plan = SimpleNamespace(offloads_anything=True, tier="host")
+    plan = SimpleNamespace(offloads_anything=True, activation_tier="host")
     with fake_gpu() as (device, runtime):
         made = mock.Mock(side_effect=runtime.Stream)
         runtime.Stream = made
