@@ -458,7 +458,7 @@ def test_a_save_in_the_background_needs_host_memory_beside_a_plan(work, monkeypa
         assert plan.predicted.host_peak_bytes == taken + saved * planned
         room = MemoryRoom(machine_bytes=int((taken + saved / 2) / HOST_FRACTION))
         monkeypatch.setattr("sppo.training.devices.cuda_device.memory_room", lambda: room)
-        with pytest.raises(MemoryError, match="async_save copies .*: write checkpoint.async_save=false"):
+        with pytest.raises(MemoryError, match="copies .*: write checkpoint.async_save=false"):
             preflight(job_alone(run, device=device), plan)
 
 
