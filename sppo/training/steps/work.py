@@ -7,14 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
-from sppo.activations.tensor_classes import ATTENTION, LINEAR
-from sppo.cost.flops import executed_step_flops, sample_flops, step_flops
+from sppo.cost.flops import sample_flops, step_flops
 from sppo.cost.memory.process_growth import code_bytes
 from sppo.cost.memory.stage_memory import MemoryBuckets
-from sppo.cost.packed_sequence import parts_of_sequence
+from sppo.cost.stage_cost import executed_flops
 from sppo.data.samples.document_samples import DocumentSamples
 from sppo.data.sequences import TrainingData
 from sppo.engine.step_programs import PlannedStep
@@ -102,12 +100,7 @@ class SequenceSteps(StepSource):
         length, predicted = run.sequence.length, plan.predicted
         self._tokens = self._count * length
         self._model_flops = step_flops(run.model, length=length, sequences=self._count)
-        self._executed_flops = self._count * executed_step_flops(
-            run.model,
-            parts_of_sequence(plan.lengths),
-            linear_recomputed=np.array(plan.recomputed_fractions(LINEAR)),
-            attention_recomputed=np.array(plan.recomputed_fractions(ATTENTION)),
-        )
+        self._executed_flops = executed_flops(plan.candidate(), plan.placement())
         self._phases = StepPhases(predicted.forward_s, predicted.backward_s, predicted.update_s)
 
     def work(self, step: int, *, consumed: int) -> StepWork:
