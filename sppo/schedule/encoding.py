@@ -20,7 +20,7 @@ from sppo.schedule.actions import WHOLE_STAGE_ACTIONS, Action, ActionKind, Lengt
 F, B, W, KV, D2H, H2D, SEND_ACT, SEND_GRAD, RECV_ACT, RECV_GRAD, D2H_KV, H2D_KV = range(12)
 REDUCE, H2D_WEIGHTS, D2H_GRADIENTS, H2D_GRADIENTS = range(12, 16)
 NUM_COMPUTE = 4
-_OPCODES: dict[tuple[ActionKind, Wire | None], int] = {
+OPCODES: dict[tuple[ActionKind, Wire | None], int] = {
     (ActionKind.F, None): F,
     (ActionKind.B, None): B,
     (ActionKind.W, None): W,
@@ -38,7 +38,7 @@ _OPCODES: dict[tuple[ActionKind, Wire | None], int] = {
     (ActionKind.D2H, "gradients"): D2H_GRADIENTS,
     (ActionKind.H2D, "gradients"): H2D_GRADIENTS,
 }
-_NAMES = {code: name for name, code in _OPCODES.items()}
+_NAMES = {code: name for name, code in OPCODES.items()}
 Codes = npt.NDArray[np.int32]
 Positions = npt.NDArray[np.integer] | Sequence[int]
 
@@ -140,7 +140,7 @@ def encode(
             if action.sequence is not None:
                 sequence, subsequence = action.unit
                 slot = slot * offsets[-1] + offsets[sequence] + subsequence
-            code = _OPCODES[action.kind, action.wire]
+            code = OPCODES[action.kind, action.wire]
             rows.append((code, slot, action.shard, action.num_shards))
         encoded.append(EncodedProgram(*np.array(rows, dtype=np.int32).reshape(-1, 4).T))
     return tuple(encoded)
@@ -169,7 +169,7 @@ def _problem(action: Action, *, lengths: Lengths, num_stages: int) -> str | None
     """Return what is wrong with `action` on its own, or None."""
     if not 0 <= action.stage < num_stages:
         return f"stage {action.stage} does not exist: there are {num_stages}"
-    if (action.kind, action.wire) not in _OPCODES:
+    if (action.kind, action.wire) not in OPCODES:
         return (
             "SEND and RECV carry 'act' or 'grad', D2H may carry 'kv' or 'gradients', H2D 'kv', "
             "'weights' or 'gradients', others nothing"
