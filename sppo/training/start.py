@@ -39,7 +39,7 @@ from sppo.training.checks.input_checks import check_inputs
 from sppo.training.interruption import StopRequest
 
 if TYPE_CHECKING:
-    from sppo.training.devices.device import DeviceKind
+    from sppo.hardware.description import DeviceKind
     from sppo.training.steps.outcome import TrainingOutcome
 
 

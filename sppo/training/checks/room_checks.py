@@ -16,10 +16,11 @@ from sppo.cost.memory.process_growth import PLANNING_PROCESS_BYTES, REPORT_BYTES
 from sppo.cost.memory.stage_memory import checkpoint_bytes
 from sppo.cost.memory.tier_memory import SAVED_IN_BACKGROUND
 from sppo.cost.parameters import num_parameters
+from sppo.hardware.description import DeviceKind
 from sppo.offload.disk.disk_room import DiskRoom, is_memory, usable_directory
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.too_large import tier_too_small
-from sppo.training.devices.device import Device, DeviceKind
+from sppo.training.devices.device import Device
 from sppo.units import format_bytes
 
 

@@ -9,7 +9,7 @@ import torch
 
 from sppo.config.run import DEGREES, RunConfig
 from sppo.data.samples.step_lengths import drawn_steps_if_there
-from sppo.hardware.description import HardwareSpec
+from sppo.hardware.description import DeviceKind, HardwareSpec
 from sppo.hardware.file import hardware_for
 from sppo.hardware.this_machine import C_HEAP_SHARE, as_seen_by_ranks
 from sppo.kernels.native.cpu_allocator import install_cpu_allocator
@@ -17,7 +17,7 @@ from sppo.parallel.job.environment import RankEnvironment
 from sppo.planning.chosen_run import with_chosen_degrees
 from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.devices.cuda_device import CudaDevice, prepare_cuda
-from sppo.training.devices.device import Device, DeviceKind
+from sppo.training.devices.device import Device
 
 
 def device_kind(run: RunConfig) -> DeviceKind:
