@@ -239,6 +239,17 @@ def test_all_ranks_save_by_the_clock_of_rank_0(ranks, work):
     assert names == ["step_000001", "step_000002"]
 
 
+@pytest.mark.parametrize("zero", [3, *exhaustive(2)])
+def test_steps_that_are_not_finite_are_skipped(ranks, work, run_file, zero):
+    """A rate that no weights survive: gradients of NaN reach every shard, and no update."""
+    more = {"parallel.zero": zero, "optimizer.lr": 1e30, "optimizer.warmup_steps": 0}
+    run_file(model=MODEL, train={"sequences_per_step": 2})
+    run_on(ranks, work, (2, 2, 1), 3, "nan", **more)
+    steps = records(work / "nan")
+    assert [step["skipped"] for step in steps] == [False, True, True]
+    assert [step["grad_norm"] is None for step in steps] == [False, True, True]
+
+
 @pytest.mark.parametrize(
     ("fields", "degree", "says"),
     [
