@@ -13,14 +13,14 @@ from itertools import chain, repeat
 import numpy as np
 import numpy.typing as npt
 
-from sppo.schedule.actions import WHOLE_STAGE_ACTIONS, Action, ActionKind, Lengths
+from sppo.schedule.actions import WHOLE_STAGE_ACTIONS, Action, ActionKind, Lengths, Wire
 
 # The order matters: compute kinds come first, so that `code < NUM_COMPUTE` selects compute.
 # Opcodes from REDUCE on are actions of whole stages.
 F, B, W, KV, D2H, H2D, SEND_ACT, SEND_GRAD, RECV_ACT, RECV_GRAD, D2H_KV, H2D_KV = range(12)
 REDUCE, H2D_WEIGHTS, D2H_GRADIENTS, H2D_GRADIENTS = range(12, 16)
 NUM_COMPUTE = 4
-_OPCODES = {
+_OPCODES: dict[tuple[ActionKind, Wire | None], int] = {
     (ActionKind.F, None): F,
     (ActionKind.B, None): B,
     (ActionKind.W, None): W,
@@ -115,6 +115,18 @@ def _encode_program(
     slots = stages * ends[-1] + (ends - counts)[known] + parts
     slots = np.where(of_stages, stages, slots)
     return EncodedProgram(codes, slots.astype(np.int32), shards, num_shards)
+
+
+def decoded(code: int, slot: int, *, shard: int, num_shards: int, lengths: Lengths) -> Action:
+    """Return the action of an opcode and a slot."""
+    (kind, wire) = next(named for named, opcode in _OPCODES.items() if opcode == code)
+    if code >= REDUCE:
+        return Action(kind, slot, wire=wire)
+    units = [
+        (sequence, part) for sequence, parts in enumerate(lengths) for part in range(len(parts))
+    ]
+    stage, unit = divmod(slot, len(units))
+    return Action(kind, stage, *units[unit], wire, shard, num_shards)
 
 
 def _column(values: Sequence[int | None]) -> Codes:

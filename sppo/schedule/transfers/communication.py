@@ -20,7 +20,7 @@ from sppo.schedule import encoding
 from sppo.schedule.actions import COMPUTE_KINDS, Action, ActionKind, Wire
 from sppo.schedule.costs import Costs, abstract_costs
 from sppo.schedule.schedule import Schedule
-from sppo.schedule.simulation.event_loop import run_clock
+from sppo.schedule.simulation.clock import run_clock
 
 _RESULTS: Mapping[ActionKind, tuple[Wire, int]] = {
     ActionKind.F: ("act", 1),
@@ -135,8 +135,8 @@ def _in_time_order(
     )
     indices = [np.flatnonzero(program.codes < encoding.NUM_COMPUTE) for program in schedule.encoded]
     if ends_of is None:
-        clock = run_clock(schedule, programs=schedule.encoded, costs=costs)
-        times = [np.array(own)[at] for own, at in zip(clock.finishes_s, indices, strict=True)]
+        clock = run_clock(schedule, costs=costs)
+        times = [own[at] for own, at in zip(clock.finishes_s, indices, strict=True)]
     else:
         times = [np.array(own) for own in ends_of(costs=costs)]
         assert [*map(len, times)] == [*map(len, indices)], "ends of another program"
