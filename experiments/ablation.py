@@ -17,7 +17,6 @@ from experiments import harness
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.candidate_program import candidate_program
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, with_program
 from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.simulated_candidate import simulate_candidate
@@ -128,7 +127,7 @@ def _multiplexed_rows(adaptive: EvaluatedCandidate, rows: list[AblationRow]) -> 
     cuts = len(priced.program.cuts) if priced.program is not None else 0
     note = f"{cuts} units cut over idle ranks" if cuts else "on these links no unit pays"
     costs = replace(adaptive.costs, links=Links())
-    program = candidate_program(candidate, costs=costs)
+    program = candidate.program(costs)
     free = with_program(replace(adaptive, candidate=candidate), program=program)
     free = replace(free, simulated=simulated_step(simulate(program, costs=costs)))
     return [

@@ -9,18 +9,12 @@ except *elastic_auto*, whose schedule and stages on a rank are planned as well.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from experiments.sample_packings import Packing, fixed_chunks, padded, planned, stream
-from experiments.sides import (
-    SideStep,
-    chunk_sizes,
-    fastest_side,
-)
 from sppo.config import check_run
 from sppo.cost.candidate import Candidate
 from sppo.hardware.description import HardwareSpec
@@ -60,6 +54,19 @@ class Request:
     chunk_tokens: int | None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SideStep:
+    """One step of one side of a comparison.
+
+    Attributes:
+        packing: Packing of the step's samples.
+        plan: Simulated plan of the step.
+    """
+
+    packing: Packing
+    plan: StepPlan
+
+
 PACKINGS: dict[str, Callable[..., Packing]] = {
     "padded": padded,
     "stream": stream,
@@ -87,11 +94,7 @@ def side_steps(request: Request, *, ranks: int, sides: Sequence[str]) -> dict[st
             if side == "elastic_auto":
                 # With the small chunks that fit the limit, the simple schedule may be faster.
                 planners.append(_planner(request, ranks=ranks, schedule="auto"))
-            tried = [
-                [_timed(partial(_within, own, limit), lengths) for lengths in request.lengths]
-                for own in planners
-            ]
-            found[side] = min(tried, key=lambda steps: sum(step.plan.step_s for step in steps))
+            found[side] = min((_in_memory(own, request, limit) for own in planners), key=_seconds)
     return {side: found[side] for side in sides}
 
 
@@ -143,24 +146,44 @@ def _planner(request: Request, *, ranks: int, schedule: str) -> StepPlanner:
 
 
 def _in_chunks(planner: StepPlanner, request: Request, side: str) -> list[SideStep]:
-    """Return the steps of a side with the fixed chunk size with which they are fastest together."""
+    """Return the steps of a side with the fixed chunk size with which they are fastest together.
+
+    Raises:
+        MemoryError: There is no size with which all steps fit.
+    """
     more = {"row_tokens": request.row_tokens} if side == "stream" else {}
+    found: list[list[SideStep]] = []
+    problems: list[MemoryError] = []
+    for size in _chunk_sizes(request):
+        pack = partial(PACKINGS[side], chunk_tokens=size, multiple=planner.multiple, **more)
+        packings = [pack(lengths) for lengths in request.lengths]
+        try:
+            found.append([SideStep(one, planner.plan_packed(one.packed)) for one in packings])
+        except MemoryError as error:
+            problems.append(error)
+    if not found:
+        raise problems[-1]
+    return min(found, key=_seconds)
 
-    def packed(lengths: Sequence[int], size: int) -> Packing:
-        return PACKINGS[side](lengths, chunk_tokens=size, multiple=planner.multiple, **more)
 
-    sizes = chunk_sizes(least=LEAST_CHUNK, most=request.longest)
-    return fastest_side(
-        planner,
-        [partial(packed, lengths) for lengths in request.lengths],
-        sizes=sizes if request.chunk_tokens is None else [request.chunk_tokens],
-    )
+def _chunk_sizes(request: Request) -> list[int]:
+    """Return the sizes of fixed chunks to try, doubling up to the longest sample."""
+    if request.chunk_tokens is not None:
+        return [request.chunk_tokens]
+    sizes = [min(LEAST_CHUNK, request.longest)]
+    while 2 * sizes[-1] <= request.longest:
+        sizes.append(2 * sizes[-1])
+    return sizes
 
 
-def _timed(plan: Callable[[Sequence[int]], StepPlan], lengths: Sequence[int]) -> SideStep:
-    begin_s = time.perf_counter()
-    made = plan(lengths)
-    return SideStep(planned(made.packed, lengths), made, time.perf_counter() - begin_s)
+def _seconds(steps: Sequence[SideStep]) -> float:
+    return sum(step.plan.step_s for step in steps)
+
+
+def _in_memory(planner: StepPlanner, request: Request, limit: int | None) -> list[SideStep]:
+    """Return the steps of the step planner, each of which holds at most `limit` bytes."""
+    plans = [(_within(planner, limit, lengths), lengths) for lengths in request.lengths]
+    return [SideStep(planned(plan.packed, lengths), plan) for plan, lengths in plans]
 
 
 def _within(planner: StepPlanner, limit: int | None, lengths: Sequence[int]) -> StepPlan:

@@ -25,10 +25,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments import harness
-from experiments.packing_sides import BASELINE, SIDES, Request, figures, side_steps
-from experiments.sides import SideStep
+from experiments.packing_sides import (
+    BASELINE,
+    SIDES,
+    Request,
+    SideStep,
+    figures,
+    side_steps,
+)
 from sppo.data.samples.length_distributions import DISTRIBUTIONS, draw
-from sppo.hardware.this_machine import divide_cpu, this_machine, usable_memory_bytes
+from sppo.hardware.file import read_hardware
+from sppo.hardware.this_machine import detect_machine, divide_cpu, usable_memory_bytes
 from sppo.units import MIB
 
 if TYPE_CHECKING:
@@ -133,10 +140,11 @@ def request_of(options: argparse.Namespace) -> Request:
         )
         for step in range(options.steps)
     ]
+    machine = read_hardware(options.hardware) if options.hardware else detect_machine()
     return Request(
         MODEL,
         options.dtype,
-        divide_cpu(this_machine(options.hardware), 1, threads=1),
+        divide_cpu(machine, 1, threads=1),
         int(USABLE_FRACTION * usable_memory_bytes() / options.ranks),
         tuple(lengths),
         options.longest,

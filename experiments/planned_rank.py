@@ -26,8 +26,7 @@ from sppo.planning.run_plan import plan_run
 from sppo.schedule.timeline import Timeline
 from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.executed_step import executed_timeline
-from sppo.training.job import Job
-from sppo.training.ranks import Ranks
+from sppo.training.job import Job, Ranks
 from sppo.training.state import build_state
 from sppo.training.steps.warm_up import warm_up
 

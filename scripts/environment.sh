@@ -31,7 +31,6 @@ make_environment() { # EXTRAS, e.g. [dev] or nothing
         return 1
     fi
     echo "installing into $venv"
-    "$venv/bin/pip" install --quiet --disable-pip-version-check --upgrade pip
     # torch is pinned: every machine computes with the same version.
     if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
         echo "installing torch 2.13.0, the largest download"

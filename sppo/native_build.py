@@ -1,12 +1,12 @@
-"""Build of the native libraries from ``csrc``: by the installation, or when they are first needed.
+"""Build of the memory pool from ``csrc``: by the installation, or when it is first needed.
 
-The host library is C and needs nothing else. The memory pool is C++ and is compiled against torch's
-headers, which torch brings along. ``pip install`` compiles both, but an isolated build often comes
-before torch, and another torch may come later. So the name of a library's file holds a digest of
-all that it is made from, and a process that finds no file of this name compiles it: in the package,
-or in the user's cache where the package cannot be written. Of processes that start together one
-compiles, the others wait. Nothing here ends a program: without a library it serves itself in Python
-and says why. Imports the standard library alone, because an isolated build has nothing else.
+The pool is C++ and is compiled against torch's headers, which torch brings along. ``pip install``
+compiles it, but an isolated build often comes before torch, and another torch may come later. So
+the name of the library's file holds a digest of all that it is made from, and a process that finds
+no file of this name compiles it: in the package, or in the user's cache where the package cannot be
+written. Of processes that start together one compiles, the others wait. Nothing here ends a
+program: without the library torch's own allocator serves, and the program says why. Imports the
+standard library alone, because an isolated build has nothing else.
 """
 
 from __future__ import annotations
@@ -25,82 +25,47 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
 
 PLACE = Path(__file__).parent / "kernels/_native"
-"""Where the package has its libraries, and its copy of the sources unless it is a clone."""
+"""Where the package has its library, and its copy of the sources unless it is a clone."""
 POOL_SWITCH = "SPPO_CPU_ALLOCATOR"
 """Environment variable; the value ``heap`` leaves torch's allocator unchanged."""
-_FLAGS = ("-O2", "-fPIC", "-fvisibility=hidden", "-shared", "-pthread")
+_SOURCES = ("cpu_allocator.cpp", "memory_pool.cpp")
+_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-shared", "-pthread")
+_COMPILERS = ("c++", "g++", "clang++")
 _TIMEOUT_S = 120
-_FAILURES = "*.failed.txt"
+_FAILURE = ".failed.txt"
 
 
 class NotBuiltError(Exception):
     """No library; the message says why, and what to do, in one line."""
 
 
-class Library(NamedTuple):
-    """One native library and what it takes to compile it."""
-
-    title: str
-    stem: str
-    sources: tuple[str, ...]
-    language: str
-    standard: str
-    compiler_variable: str
-    compilers: tuple[str, ...]
-    needs_torch: bool = False
-
-
-HOST_LIBRARY = Library(
-    title="host library",
-    stem="sppo_native",
-    sources=("host_arena.c", "file_tier.c"),
-    language="C",
-    standard="-std=c11",
-    compiler_variable="CC",
-    compilers=("cc", "gcc", "clang"),
-)
-MEMORY_POOL = Library(
-    title="memory pool",
-    stem="sppo_cpu_allocator",
-    sources=("cpu_allocator.cpp", "memory_pool.cpp"),
-    language="C++",
-    standard="-std=c++20",
-    compiler_variable="CXX",
-    compilers=("c++", "g++", "clang++"),
-    needs_torch=True,
-)
-LIBRARIES = (HOST_LIBRARY, MEMORY_POOL)
-
-
 def build_native(destination: Path) -> None:
-    """Compile both libraries into ``destination`` and say on stdout what happened, as pip does."""
-    for library in LIBRARIES:
-        try:
-            target = destination / file_name(library)
-            destination.mkdir(parents=True, exist_ok=True)
-            _compile(library, target)
-        except (NotBuiltError, OSError) as error:
-            print(f"sppo: no {library.title} yet, built when first needed: {error}")
-        else:
-            print(f"sppo: {library.title} built: {target.name}")
-
-
-def find(library: Library) -> Path | None:
-    """Return the file of a library that is built already."""
+    """Compile the pool into ``destination`` and say on stdout what happened, as pip does."""
     try:
-        name = file_name(library)
+        target = destination / file_name()
+        destination.mkdir(parents=True, exist_ok=True)
+        _compile(target)
+    except (NotBuiltError, OSError) as error:
+        print(f"sppo: no memory pool yet, built when first needed: {error}")
+    else:
+        print(f"sppo: memory pool built: {target.name}")
+
+
+def find() -> Path | None:
+    """Return the file of the pool if it is built already."""
+    try:
+        name = file_name()
     except (NotBuiltError, OSError):
         return None
     return next((place / name for place in _places() if (place / name).is_file()), None)
 
 
-def built(library: Library) -> Path | str:
-    """Return the file of a library, compiled now if there is none yet, or why there is none."""
+def built() -> Path | str:
+    """Return the file of the pool, compiled now if there is none yet, or why there is none."""
     try:
-        return find(library) or _build_once(library)
+        return find() or _build_once()
     except (NotBuiltError, OSError) as error:
         return f"not built: {error}"
 
@@ -109,33 +74,32 @@ def memory_pool() -> Path | str:
     """Return the file of the memory pool that this process is to use, or why it uses none."""
     if os.environ.get(POOL_SWITCH, "").lower() == "heap":
         return f"{POOL_SWITCH}=heap"
-    return built(MEMORY_POOL)
+    return built()
 
 
-def forget_failures() -> None:
+def forget_failure() -> None:
     """Let :func:`built` call a compiler again that failed earlier."""
     for place in _places():
-        for file in place.glob(_FAILURES):
+        for file in place.glob(f"*{_FAILURE}"):
             with suppress(OSError):
                 file.unlink()
 
 
-def file_name(library: Library) -> str:
-    """Return the name of a library's file, which changes with whatever it is made from.
+def file_name() -> str:
+    """Return the name of the pool's file, which changes with whatever it is made from.
 
     Raises:
-        NotBuiltError: The library needs torch, which is not there.
+        NotBuiltError: There is no torch.
         OSError: The sources cannot be read.
     """
     digest = hashlib.sha256()
     for source in sorted(_sources().glob("*.[ch]*")):
         digest.update(source.read_bytes())
     # A home directory may be shared by machines that differ.
-    made_for = [*_FLAGS, library.standard, platform.machine(), *platform.libc_ver()]
-    if library.needs_torch:
-        made_for.append(_torch_version(_torch_directory()))
+    made_for = [*_FLAGS, platform.machine(), *platform.libc_ver()]
+    made_for.append(_torch_version(_torch_directory()))
     digest.update(" ".join(made_for).encode())
-    return f"{library.stem}-{digest.hexdigest()[:12]}.so"
+    return f"sppo_cpu_allocator-{digest.hexdigest()[:12]}.so"
 
 
 def _sources() -> Path:
@@ -144,29 +108,29 @@ def _sources() -> Path:
 
 
 def _places() -> tuple[Path, ...]:
-    """Return the directories of libraries, the best one first."""
+    """Return the directories of the library, the best one first."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     return (PLACE, cache / "sppo") if cache.is_absolute() else (PLACE,)
 
 
-def _build_once(library: Library) -> Path:
-    """Compile a library that is missing, unless another process does, or it failed before.
+def _build_once() -> Path:
+    """Compile the pool that is missing, unless another process does, or it failed before.
 
     Raises:
         NotBuiltError: It cannot be compiled.
     """
-    _compiler(library)  # without one there is nothing to wait for
+    _compiler()  # without one there is nothing to wait for
     place = _writable_place()
-    target = place / file_name(library)
-    failure = target.with_suffix(_FAILURES[1:])
+    target = place / file_name()
+    failure = target.with_suffix(_FAILURE)
     with _alone(place / "lock"):
         if target.is_file():
             return target
         if failure.is_file() and (reason := failure.read_text().strip()):
             raise NotBuiltError(reason)
-        print(f"sppo: building the {library.title}, once", file=sys.stderr, flush=True)
+        print("sppo: building the memory pool, once", file=sys.stderr, flush=True)
         try:
-            _compile(library, target)
+            _compile(target)
         except NotBuiltError as error:
             with suppress(OSError):  # the disk may be full, which may be why it failed
                 failure.write_text(f"{error} (sppo doctor tries again)\n")
@@ -192,44 +156,39 @@ def _alone(lock: Path) -> Iterator[None]:
         yield
 
 
-def _compile(library: Library, target: Path) -> None:
-    """Compile a library and move it to ``target`` at once, so that nobody loads half of it.
+def _compile(target: Path) -> None:
+    """Compile the pool and move it to ``target`` at once, so that nobody loads half of it.
 
     Raises:
         NotBuiltError: There is no compiler, or it fails.
         OSError: The directory of ``target`` cannot be written.
     """
-    sources = [str(_sources() / name) for name in library.sources]
-    command = [*_compiler(library), library.standard, *_FLAGS, *sources]
-    if library.needs_torch:
-        torch = _torch_directory()
-        command += [f"-isystem{torch / 'include'}", f"-L{torch / 'lib'}", "-lc10"]
+    torch = _torch_directory()
+    sources = [str(_sources() / name) for name in _SOURCES]
+    command = [*_compiler(), *_FLAGS, *sources]
+    command += [f"-isystem{torch / 'include'}", f"-L{torch / 'lib'}", "-lc10"]
     with tempfile.TemporaryDirectory(dir=target.parent) as work:
         made = Path(work) / target.name
         _run([*command, "-o", str(made)])
         made.replace(target)
 
 
-def _compiler(library: Library) -> list[str]:
-    """Return the compiler that CC or CXX names, flags included, else the first there is.
+def _compiler() -> list[str]:
+    """Return the compiler that CXX names, flags included, else the first there is.
 
     Raises:
         NotBuiltError: There is none, or the variable is no command.
     """
-    given = os.environ.get(library.compiler_variable, "")
+    given = os.environ.get("CXX", "")
     try:
         named = shlex.split(given)
     except ValueError as error:
-        variable = library.compiler_variable
-        raise NotBuiltError(
-            f"{variable}={given} is no command ({error}); mend or unset it"
-        ) from None
-    for command in (named, *([name] for name in library.compilers)):
+        raise NotBuiltError(f"CXX={given} is no command ({error}); mend or unset it") from None
+    for command in (named, *([name] for name in _COMPILERS)):
         if command and (found := shutil.which(command[0])):
             return [found, *command[1:]]
-    names = ", ".join([*named[:1], *library.compilers])
-    advice = f"apt install {library.compilers[1]}"
-    raise NotBuiltError(f"no {library.language} compiler ({names}); install one, e.g. {advice}")
+    names = ", ".join([*named[:1], *_COMPILERS])
+    raise NotBuiltError(f"no C++ compiler ({names}); install one, e.g. apt install g++")
 
 
 def _torch_directory() -> Path:

@@ -35,7 +35,7 @@ from sppo.data.tokens import (
     TokenMeta,
     write_meta,
 )
-from sppo.native_build import LIBRARIES, built
+from sppo.native_build import built
 from tests import tiers
 from tests.ranks import RankPool
 from tests.unpainted import unpainted
@@ -49,9 +49,8 @@ if not torch.cuda.is_available():
 settings.register_profile("all", deadline=None)
 settings.register_profile("default", deadline=None, derandomize=True)
 
-# Compiled before the tests: one that needs them first would see the message on stderr.
-for _library in LIBRARIES:
-    built(_library)
+# Compiled before the tests: one that needs it first would see the message on stderr.
+built()
 
 VOCAB_SIZE = 32
 LENGTH = 64

@@ -32,7 +32,7 @@ class CopyPoint:
         back_alone_bytes_per_s: Rate back to the device, without copies out.
         out_bytes_per_s: Rate out of the device during copies back.
         back_bytes_per_s: Rate back to the device during copies out.
-        numa_node: NUMA node that the host memory is bound to; None if not bound.
+        numa_node: NUMA node that the host memory is taken from; None for any.
         spread: Largest difference between the fastest and the slowest round of any of the four
             rates, relative to the rate's median.
     """

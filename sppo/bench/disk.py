@@ -21,7 +21,7 @@ from sppo.bench.copies import CopyMeasurements, CopyPoint, Times, measure_point
 from sppo.bench.timing import Watcher
 from sppo.offload.arena import HostArena
 from sppo.offload.disk.disk_room import disk_room, is_memory
-from sppo.offload.disk.file_tier import FileTier, Transfer
+from sppo.offload.disk.file_tier import THREADS, FileTier, Transfer
 from sppo.units import MIB, format_bytes
 
 _FILE_BYTES, _QUICK_FILE_BYTES = 1024 * MIB, 128 * MIB
@@ -202,4 +202,4 @@ def _where(tier: FileTier) -> str:
         else "through the page cache, which cannot be passed by here: rates are memory's, too"
     )
     memory = "; this directory is memory, not a disk" if is_memory(tier.directory) else ""
-    return f"disk tier in {tier.directory}, {how}, {tier.threads} threads{memory}"
+    return f"disk tier in {tier.directory}, {how}, {THREADS} threads{memory}"

@@ -28,6 +28,7 @@ from sppo.config.presets import PRESETS
 from sppo.cost.parameters import layer_shapes
 from sppo.kernels.attention.interface import attention_forward
 from sppo.kernels.linear import linear
+from sppo.offload.disk.file_tier import whole_sectors
 from sppo.offload.queues.copy_queues import CopyQueues, Dependency, Event, Ordering, Region
 from sppo.offload.queues.cuda_queues import CudaQueues
 from sppo.offload.queues.thread_queues import ThreadQueues
@@ -46,7 +47,6 @@ _LONGEST_S = 1.0
 _FEWEST_UNITS, _MOST_UNITS = 3, 64
 _SLOTS = 2
 _MOST_FILE_BYTES = GIB
-_ALIGNMENT_BYTES = 4096
 
 
 LeftOut = tuple[int, int, str]
@@ -284,7 +284,7 @@ class _Copier:
         device: torch.device,
     ) -> None:
         self._queues, self._size_bytes = queues, size_bytes
-        slot_bytes = math.ceil(size_bytes / _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self._slot_bytes = slot_bytes = whole_sectors(size_bytes)
         memory = queues.host_memory(_SLOTS * slot_bytes)
         self._slots = [
             Region("host", index, memory[index * slot_bytes : (index + 1) * slot_bytes])
@@ -326,7 +326,7 @@ class _Copier:
         if self._places:
             filled: list[Dependency] = [(Ordering.FILLED_BEFORE_READ, self._copied)]
             place = self._places[self._turn % len(self._places)]
-            self._written[slot] = self._queues.write(place, region, self._size_bytes, after=filled)
+            self._written[slot] = self._queues.write(place, region, self._slot_bytes, after=filled)
         self._turn += 1
 
     def end(self) -> None:

@@ -14,7 +14,7 @@ import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,9 +24,8 @@ from torch import Tensor
 
 from sppo.bench.copies import CopyMeasurements, CopyPoint, Times, measure_point
 from sppo.bench.timing import Watcher
-from sppo.hardware.numa import node_of_pci_device, pci_address, stay_near
+from sppo.hardware.numa import memory_of, node_of_pci_device, pci_address, stay_near
 from sppo.hardware.this_machine import count_numa_nodes
-from sppo.kernels.native.extension import native_library
 from sppo.offload.arena import HostArena
 from sppo.offload.page_lock import lock_pages, unlock_pages
 from sppo.parallel.job.launch import held_back
@@ -57,7 +56,7 @@ class _Host:
     Attributes:
         copy_kind: Name of the kind of memory and the library.
         memory: Bytes of the memory, one half per direction.
-        numa_node: NUMA node that the memory is bound to; None if not bound.
+        numa_node: NUMA node that the memory is taken from; None for any.
         raw: Whether to copy with cupy instead of torch.
     """
 
@@ -79,7 +78,6 @@ def measure_pcie(
 
     Raises:
         MemoryError: A host that lacks the memory, or may not lock it.
-        OSError: An arena that cannot be allocated or page-locked on any NUMA node.
         RuntimeError: The process of a GPU ended, or did not answer in time.
     """
     if len(devices) == 1:
@@ -186,7 +184,7 @@ def _measure(
                 measure_host(_Host(_ARENA, memory, node))
                 if _cupy() is not None:
                     measure_host(_Host(f"{_ARENA}, cupy", memory, node, raw=True))
-        except (MemoryError, OSError) as error:
+        except MemoryError as error:
             if node == nodes[-1] and not register_s:
                 raise
             refused[node] = error  # a node may have no memory, or be a GPU's
@@ -298,7 +296,9 @@ def _registered_arena(
     size_bytes: int, device: torch.device, *, numa_node: int | None
 ) -> Iterator[tuple[Tensor, float]]:
     """Yield the memory of a page-locked arena, and the seconds that page-locking took."""
-    with HostArena(size_bytes, numa_node=numa_node) as arena:
+    with nullcontext() if numa_node is None else memory_of(numa_node):
+        arena = HostArena(size_bytes)
+    with arena:
         memory = arena.tensor(0, (size_bytes,), torch.uint8)
         runtime = _cuda.cudart()
         start = time.perf_counter()
@@ -312,11 +312,9 @@ def _registered_arena(
 
 
 def _numa_nodes() -> list[int | None]:
-    """Return the NUMA nodes to bind to; only None if there is one node or binding is impossible."""
+    """Return the NUMA nodes to take memory from; only None if there is one node."""
     count = count_numa_nodes()
-    if count == 1 or native_library() is None:
-        return [None]
-    return list(range(count))
+    return [None] if count == 1 else list(range(count))
 
 
 def _cupy() -> Any:

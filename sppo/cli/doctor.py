@@ -25,7 +25,6 @@ from sppo.cli.exit_codes import FAULT, exit_codes
 from sppo.cli.output.printing import print_json
 from sppo.hardware import this_machine
 from sppo.hardware.file import read_hardware
-from sppo.kernels.native.extension import describe, native_library
 from sppo.kernels.native.machine_memory import (
     LIBRARY_ADDRESS_BYTES,
     address_room,
@@ -88,7 +87,7 @@ def doctor(
 ) -> None:
     """Report what training and planning find on this machine, and how to add what is missing.
 
-    Nothing is measured or downloaded; native parts of SPPO that are missing are built. Exit code 1:
+    Nothing is measured or downloaded; SPPO's memory pool is built if it is missing. Exit code 1:
     something that is installed does not work, or FILE cannot be used.
 
         sppo doctor
@@ -105,16 +104,13 @@ def doctor(
 
 
 def version_lines() -> tuple[str, ...]:
-    """Return lines with the version, then Python and packages, then the native parts."""
+    """Return lines with the version, then Python and packages, then the memory pool."""
     packages = (f"{name} {_version(name)}" for name in _PACKAGES)
-    libraries = native_build.LIBRARIES
-    built = [library.title for library in libraries if native_build.find(library) is not None]
-    missing = [library.title for library in libraries if library.title not in built]
-    parts = f"built: {', '.join(built) or 'nothing'}"
+    pool = "built" if native_build.find() is not None else "built when first used"
     return (
         f"sppo {__version__}",
         f"Python {platform.python_version()}, {', '.join(packages)}",
-        parts + (f"; built when first used: {', '.join(missing)}" if missing else ""),
+        f"memory pool: {pool}",
     )
 
 
@@ -144,8 +140,8 @@ def _show(findings: tuple[Finding, ...]) -> None:
 def examine(hardware: Path | None = None) -> tuple[Finding, ...]:
     """Return the findings on this machine; nothing is measured or downloaded.
 
-    Native libraries of SPPO that are missing are built. A check that fails, in whatever way, is a
-    finding and hides no other.
+    The memory pool is built if it is missing. A check that fails, in whatever way, is a finding and
+    hides no other.
 
     Args:
         hardware: File of ``sppo bench`` whose figures are reported as well.
@@ -347,13 +343,9 @@ def _torch() -> Any:
 
 
 def _native_parts() -> Iterator[Finding]:
-    """Yield findings about the native libraries; one that is missing is compiled now."""
+    """Yield findings about the memory pool, which is compiled now if it is missing."""
     subject = "native parts"
-    native_build.forget_failures()
-    again = "once the reason is mended, sppo doctor builds it"
-    state: State = "ok" if native_library() is not None else "missing"
-    advice = "" if state == "ok" else f"host memory and files are slower: {again}"
-    yield Finding(subject, "host library", state, describe(), advice)
+    native_build.forget_failure()
     if not _torch_works():
         yield Finding(subject, "memory pool", "missing", "it works with torch alone", "mend torch")
         return
@@ -361,6 +353,7 @@ def _native_parts() -> Iterator[Finding]:
 
     pool = install_cpu_allocator() is not None
     found = describe_cpu_allocator()
+    again = "once the reason is mended, sppo doctor builds it"
     advice = "" if pool else f"memory of CPU runs is less exact: {again}"
     yield Finding(subject, "memory pool", "ok" if pool else "missing", found, advice)
 

@@ -19,7 +19,7 @@ from sppo.config.yaml_file import parse_yaml, read_yaml
 from sppo.quoting import quoted
 
 _REQUIRED = ("model", "data", "sequence")
-_ONLY_IN_PLANS = {"run_digest", "stages"}
+_ONLY_IN_PLANS = {"program_digest", "stages"}
 """Keys of a plan that no run file has."""
 _IS_A_PLAN = (
     "a plan of sppo solve, not a run file: give the run file it was made of, for sppo train with "

@@ -19,8 +19,11 @@ from sppo.cost.packed_sequence import (
 )
 from sppo.cost.state_tiers import ON_DEVICE, StateTiers
 from sppo.hardware.description import Tier
+from sppo.schedule.costs import Costs
 from sppo.schedule.orders.names import LOOPED, order_of
 from sppo.schedule.orders.rank_orders import ForwardsBeforeBackward
+from sppo.schedule.program import step_program
+from sppo.schedule.schedule import Schedule
 from sppo.schedule.transfers.kv_placement import KVPlacement, kv_of_turns
 
 Counts = NDArray[np.int64]
@@ -196,6 +199,30 @@ class Candidate:
     def order(self) -> str:
         """Name of the schedule whose order ranks follow if MSP cuts no unit."""
         return order_of(self.schedule, num_virtual=self.virtual_stages)
+
+    def program(
+        self, costs: Costs, *, forward_only: bool = False, messages: bool = True
+    ) -> Schedule:
+        """Return the program of one step of one data-parallel replica.
+
+        Args:
+            costs: Costs of the candidate's actions.
+            forward_only: Whether to leave out backwards, copies and reductions.
+            messages: Whether to place messages; a simulation needs none.
+
+        Raises:
+            ValueError: The schedule does not support the candidate.
+        """
+        return step_program(
+            self.schedule,
+            num_ranks=self.pipeline_parallel_degree,
+            num_virtual=self.virtual_stages,
+            forwards_before_backward=self.forwards_before_backward,
+            lengths=self.sequence_lengths,
+            forward_only=forward_only,
+            costs=costs,
+            messages=messages,
+        )
 
     def is_last_stage(self, stage: int) -> bool:
         """Return whether a stage holds the head and the loss."""

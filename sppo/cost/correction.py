@@ -7,35 +7,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CostCorrection:
-    """Factors of the predicted compute seconds of forwards and backwards, and seconds to add.
+    """Factors of the predicted compute seconds of forwards and backwards.
 
     Forwards and backwards have separate corrections: their kernels and memory traffic differ, and a
-    run times both on any device, action by action. The factor corrects rates; the added seconds are
-    kernel launches of a layer, which do not depend on the number of tokens. Kernels inside an
-    action cannot be timed without slowing the action down, so they are not corrected one by one.
+    run times both on any device, action by action. Kernels inside an action cannot be timed without
+    slowing the action down, so they are not corrected one by one.
 
     Attributes:
         forward: Factor of forwards, including the head.
         backward: Factor of both halves of backwards and of recomputation.
-        forward_launch_s: Seconds added to the forward of each subsequence in each layer.
-        backward_launch_s: Seconds added to the backward of each subsequence in each layer.
     """
 
     forward: float = 1.0
     backward: float = 1.0
-    forward_launch_s: float = 0.0
-    backward_launch_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not (self.forward > 0 and self.backward > 0):
             raise ValueError(
                 f"correction of forwards by {self.forward} and of backwards by {self.backward}: "
                 "both must be above 0"
-            )
-        if not (self.forward_launch_s >= 0 and self.backward_launch_s >= 0):
-            raise ValueError(
-                f"correction of forwards by {self.forward_launch_s} s and of backwards by "
-                f"{self.backward_launch_s} s for each layer: both must be at least 0"
             )
 
 

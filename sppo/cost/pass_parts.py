@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -46,10 +46,6 @@ class PassParts:
     def times(self, factor: Table | float) -> PassParts:
         """Return the pass with every part multiplied by `factor`."""
         return PassParts(*(getattr(self, name) * factor for name in PART_NAMES))
-
-    def with_launches(self, seconds: float) -> PassParts:
-        """Return the pass with `seconds` added to `launches`."""
-        return replace(self, launches=self.launches + seconds)
 
 
 PART_NAMES = tuple(field.name for field in fields(PassParts))
@@ -101,7 +97,7 @@ class LayerParts:
     attention_recompute: PassParts
 
     def corrected(self, correction: CostCorrection) -> LayerParts:
-        """Return the passes with `correction` applied; launches add to forward and backward."""
+        """Return the passes with `correction` applied."""
         if correction == UNCORRECTED:
             return self
         backward = {
@@ -109,9 +105,7 @@ class LayerParts:
             for name in PASS_NAMES
             if name != "forward"
         }
-        backward["backward"] = backward["backward"].with_launches(correction.backward_launch_s)
-        forward = self.forward.times(correction.forward)
-        return LayerParts(forward.with_launches(correction.forward_launch_s), **backward)
+        return LayerParts(self.forward.times(correction.forward), **backward)
 
     @property
     def seconds(self) -> LayerSeconds:

@@ -8,27 +8,31 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, fields
-from typing import ClassVar, Literal, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from sppo.config.base import MOST_RANKS
-from sppo.hardware.figures import check_figures
 from sppo.hardware.published_attention import PUBLISHED_BLOCKS, PublishedAttention, published_rates
 from sppo.hardware.rates import (
     AttentionPoint,
+    BytesPerS,
     ElementwisePoint,
     Floats,
+    FlopsPerS,
     GemmPoint,
+    Grid,
     Product,
     attention_blocks,
     attention_grids,
     attention_rates,
-    elementwise_grid,
+    elementwise_grids,
     gemm_blocks,
-    gemm_grid,
+    gemm_grids,
     wave_fill,
 )
 from sppo.quoting import quoted
@@ -39,30 +43,20 @@ ATTENTION_BACKENDS = (
 )  # fmt: skip
 """Attention back ends of a GPU, as in :mod:`sppo.kernels.attention.choice`."""
 
-_MOST_LIKE = {
-    f"{norm}_add{way}": f"{norm}{way}"
-    for norm in ("rmsnorm", "layernorm")
-    for way in ("", "_backward")
-}
-"""Kernel whose measured rate replaces that of a kernel without points, by name of the latter.
-
-Files written by earlier versions of `sppo bench` have no points for the fused add and norm."""
-
 _PRESET = re.compile(r" \((preset|unknown, nearest by memory:) [^()]*\)$")
 """End of the name of a detected machine: the preset nearest to it, whose rates it has at first."""
-_MOST_POINTS = 4096
-_ABOVE_ZERO = (
-    "memory_bytes",
-    "bf16_flops_per_s",
-    "fp32_flops_per_s",
-    "memory_bytes_per_s",
-    "gemm_efficiency",
-    "attention_efficiency",
-    "attention_backward_efficiency",
-)
+_Bytes = Annotated[int, Field(ge=0, le=1 << 60)]
+_Seconds = Annotated[float, Field(ge=0, le=3600)]
+_SecondsPerByte = Annotated[float, Field(ge=0, le=1)]
+_Efficiency = Annotated[float, Field(ge=1e-6, le=1)]
+_Count = Annotated[int, Field(ge=1, le=1 << 30)]
+_OptionalRate = Annotated[float, Field(ge=0, le=1e15)]
+"""Bytes per second; 0 where nothing is copied, or no bound is known."""
+_LEAST_RATE = 1e-3
+_MOST_POINTS = Field(max_length=4096)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DeviceSpec:
     """One accelerator, or the CPU of one machine.
 
@@ -101,52 +95,45 @@ class DeviceSpec:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     kind: Literal["cuda", "cpu"]
-    memory_bytes: int
-    reserved_bytes: int
-    bf16_flops_per_s: float
-    fp32_flops_per_s: float
-    gemm_efficiency: float
-    attention_efficiency: float
-    attention_backward_efficiency: float
-    num_multiprocessors: int
-    memory_bytes_per_s: float
-    kernel_s: float
-    document_forward_s: float = 0.0
-    document_backward_s: float = 0.0
-    heap_share: float = 0.0
+    memory_bytes: Annotated[int, Field(ge=1, le=1 << 60)]
+    reserved_bytes: _Bytes
+    bf16_flops_per_s: FlopsPerS
+    fp32_flops_per_s: FlopsPerS
+    gemm_efficiency: _Efficiency
+    attention_efficiency: _Efficiency
+    attention_backward_efficiency: _Efficiency
+    num_multiprocessors: Annotated[int, Field(ge=0, le=1 << 30)]
+    memory_bytes_per_s: BytesPerS
+    kernel_s: _Seconds
+    document_forward_s: _Seconds = 0.0
+    document_backward_s: _Seconds = 0.0
+    heap_share: Annotated[float, Field(ge=0, le=10)] = 0.0
     half_products: bool = True
-    gemm_points: tuple[GemmPoint, ...] = ()
-    attention_points: tuple[AttentionPoint, ...] = ()
-    elementwise_points: tuple[ElementwisePoint, ...] = ()
+    gemm_points: Annotated[tuple[GemmPoint, ...], _MOST_POINTS] = ()
+    attention_points: Annotated[tuple[AttentionPoint, ...], _MOST_POINTS] = ()
+    elementwise_points: Annotated[tuple[ElementwisePoint, ...], _MOST_POINTS] = ()
     published_attention: tuple[PublishedAttention, ...] = ()
     attention_backend: str = ""
 
     def __post_init__(self) -> None:
-        check_figures(self, where="device", above_zero=_ABOVE_ZERO)
-        self._check_points()
         if self.attention_backend not in ("", *ATTENTION_BACKENDS):
             raise ValueError(
                 f"hardware device.attention_backend is {quoted(self.attention_backend)}: it is one "
                 f"of {', '.join(ATTENTION_BACKENDS)}, or empty"
             )
+        _ = self._gemm_grids, self._attention_grids, self._elementwise_grids  # refuses holes
 
-    def _check_points(self) -> None:
-        """Raise ValueError if a measured point is out of range or a grid lacks a point."""
-        for kind in ("gemm_points", "attention_points", "elementwise_points"):
-            points = getattr(self, kind)
-            if len(points) > _MOST_POINTS:
-                raise ValueError(f"hardware device.{kind}: {len(points)}, at most {_MOST_POINTS}")
-            for number, point in enumerate(points):
-                numbers = [field.name for field in fields(point)]
-                check_figures(point, where=f"device.{kind}[{number}]", above_zero=numbers)
-        for dtype in sorted({point.dtype for point in self.gemm_points}):
-            for product in get_args(Product):
-                gemm_grid(self.gemm_points, dtype, product=product)
-        for dtype in sorted({point.dtype for point in self.attention_points}):
-            for backward in (False, True):
-                attention_grids(self.attention_points, dtype, backward=backward)
-        for kernel, dtype in sorted({(p.kernel, p.dtype) for p in self.elementwise_points}):
-            elementwise_grid(self.elementwise_points, dtype, kernel=kernel)
+    @cached_property
+    def _gemm_grids(self) -> Mapping[tuple[str, Product], Grid]:
+        return gemm_grids(self.gemm_points)
+
+    @cached_property
+    def _attention_grids(self) -> Mapping[tuple[str, bool], Mapping[int, Grid]]:
+        return attention_grids(self.attention_points)
+
+    @cached_property
+    def _elementwise_grids(self) -> Mapping[tuple[str, str], Grid]:
+        return elementwise_grids(self.elementwise_points)
 
     @property
     def published_backends(self) -> tuple[str, ...]:
@@ -169,13 +156,13 @@ class DeviceSpec:
 
     def measured_gemm(self, dtype: str) -> bool:
         """Return whether matrix products of `dtype` were measured."""
-        return gemm_grid(self.gemm_points, dtype, product="forward") is not None
+        return (dtype, "forward") in self._gemm_grids
 
     def gemm_flops_per_s(
         self, dtype: str, *, tokens: Floats, width: float, product: Product = "forward"
     ) -> Floats:
         """Return the FLOPs per second of products of `tokens` rows with `width`-column matrices."""
-        grid = gemm_grid(self.gemm_points, dtype, product=product)
+        grid = self._gemm_grids.get((dtype, product))
         if grid is not None:
             return grid.at(tokens, np.full_like(tokens, width))
         blocks = gemm_blocks(tokens, outputs=width)
@@ -198,7 +185,7 @@ class DeviceSpec:
         A forward has one thread block per tile of queries, a backward one per tile of keys: short
         subsequences of a long sequence leave only the forward without enough blocks.
         """
-        grids = attention_grids(self.attention_points, dtype, backward=backward)
+        grids = self._attention_grids.get((dtype, backward))
         if grids:
             return attention_rates(grids, head_size=head_size, queries=queries, keys=keys)
         blocks = attention_blocks(keys if backward else queries, heads=heads)
@@ -236,11 +223,10 @@ class DeviceSpec:
 
         The rate refers to the bytes that :mod:`sppo.cost.elementwise` counts.
         """
-        for measured in (kernel, _MOST_LIKE.get(kernel, kernel)):
-            grid = elementwise_grid(self.elementwise_points, dtype, kernel=measured)
-            if grid is not None:
-                return grid.at(elements, np.ones_like(elements))
-        return np.full_like(elements, self.memory_bytes_per_s)
+        grid = self._elementwise_grids.get((kernel, dtype))
+        if grid is None:
+            return np.full_like(elements, self.memory_bytes_per_s)
+        return grid.at(elements, np.ones_like(elements))
 
 
 Tier = Literal["device", "host", "disk"]
@@ -275,26 +261,30 @@ class NodeSpec:
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
-    num_devices: int
-    host_memory_bytes: int
-    numa_nodes: int
-    d2h_bytes_per_s: float
-    h2d_bytes_per_s: float
-    d2h_alone_bytes_per_s: float
-    h2d_alone_bytes_per_s: float
-    host_memory_bytes_per_s: float = 0.0
-    disk_bytes: int = 0
-    disk_write_bytes_per_s: float = 0.0
-    disk_read_bytes_per_s: float = 0.0
-    copy_compute_s_per_byte: float = 0.0
+    num_devices: _Count
+    host_memory_bytes: _Bytes
+    numa_nodes: _Count
+    d2h_bytes_per_s: _OptionalRate
+    h2d_bytes_per_s: _OptionalRate
+    d2h_alone_bytes_per_s: _OptionalRate
+    h2d_alone_bytes_per_s: _OptionalRate
+    host_memory_bytes_per_s: _OptionalRate = 0.0
+    disk_bytes: _Bytes = 0
+    disk_write_bytes_per_s: _OptionalRate = 0.0
+    disk_read_bytes_per_s: _OptionalRate = 0.0
+    copy_compute_s_per_byte: _SecondsPerByte = 0.0
 
     def __post_init__(self) -> None:
-        above: tuple[str, ...] = ("num_devices", "numa_nodes")
-        if self.host_memory_bytes:
-            above += ("d2h_bytes_per_s", "h2d_bytes_per_s")
-        if self.disk_bytes:
-            above += ("disk_write_bytes_per_s", "disk_read_bytes_per_s")
-        check_figures(self, where="node", above_zero=above)
+        copies = (
+            (self.host_memory_bytes, min(self.d2h_bytes_per_s, self.h2d_bytes_per_s)),
+            (self.disk_bytes, min(self.disk_write_bytes_per_s, self.disk_read_bytes_per_s)),
+        )
+        for there, slowest in copies:
+            if there and slowest < _LEAST_RATE:
+                raise ValueError(
+                    f"copies of {slowest:g} bytes/s to a tier of {there} bytes: at least "
+                    f"{_LEAST_RATE:g}, or no bytes"
+                )
 
     @property
     def host_copy_bytes_per_s(self) -> tuple[float, float]:
@@ -327,16 +317,12 @@ class NetworkSpec:
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
-    intra_node_bytes_per_s: float
-    intra_node_latency_s: float
-    inter_node_bytes_per_s: float
-    inter_node_latency_s: float
-    message_compute_s_per_byte: float = 0.0
-    communicator_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        links = ("intra_node_bytes_per_s", "inter_node_bytes_per_s")
-        check_figures(self, where="network", above_zero=links)
+    intra_node_bytes_per_s: BytesPerS
+    intra_node_latency_s: _Seconds
+    inter_node_bytes_per_s: BytesPerS
+    inter_node_latency_s: _Seconds
+    message_compute_s_per_byte: _SecondsPerByte = 0.0
+    communicator_bytes: _Bytes = 0
 
 
 @dataclass(frozen=True, slots=True)

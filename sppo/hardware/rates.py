@@ -12,13 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Generic, Literal, TypeVar
+from typing import Annotated, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
 Floats = npt.NDArray[np.float64]
+FlopsPerS = Annotated[float, Field(ge=1e-3, le=1e18)]
+"""FLOPs per second in a hardware description, at most a hundred times those of the fastest GPU."""
+BytesPerS = Annotated[float, Field(ge=1e-3, le=1e15)]
+"""Bytes per second in a hardware description, at most a hundred times those of the fastest GPU."""
+Size = Annotated[int, Field(ge=1, le=1 << 48)]
+"""Number of tokens, columns or elements of a measured kernel."""
 Product = Literal["forward", "input", "weight"]
 """Matrix product of a linear layer: its output, the gradient of its input, or the gradient of its
 weight added to the sum."""
@@ -27,8 +33,6 @@ BLOCK_TOKENS = 128
 """Rows of a thread block's tile, in matrix products and in attention."""
 BLOCK_OUTPUTS = 128
 """Columns of a matrix product's tile."""
-_CACHED_GRIDS = 256
-_Point = TypeVar("_Point")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +44,11 @@ class GemmPoint:
     """
 
     dtype: str
-    tokens: int
-    width: int
-    forward_flops_per_s: float
-    input_flops_per_s: float
-    weight_flops_per_s: float
+    tokens: Size
+    width: Size
+    forward_flops_per_s: FlopsPerS
+    input_flops_per_s: FlopsPerS
+    weight_flops_per_s: FlopsPerS
 
     def flops_per_s(self, product: Product) -> float:
         """Return the FLOPs per second of `product`."""
@@ -65,11 +69,11 @@ class AttentionPoint:
     """
 
     dtype: str
-    head_size: int
-    queries: int
-    keys: int
-    forward_flops_per_s: float
-    backward_flops_per_s: float
+    head_size: Size
+    queries: Size
+    keys: Size
+    forward_flops_per_s: FlopsPerS
+    backward_flops_per_s: FlopsPerS
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +86,8 @@ class ElementwisePoint:
 
     kernel: str
     dtype: str
-    elements: int
-    bytes_per_s: float
+    elements: Size
+    bytes_per_s: BytesPerS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,72 +139,58 @@ def attention_blocks(queries: Floats, *, heads: float) -> Floats:
     return blocks
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Same(Generic[_Point]):
-    """Cache key that compares measured points by identity, since hashing hundreds is slow."""
-
-    points: tuple[_Point, ...]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.points is other.points
-
-    def __hash__(self) -> int:
-        return id(self.points)
-
-
-def gemm_grid(points: tuple[GemmPoint, ...], dtype: str, *, product: Product) -> Grid | None:
-    """Return measured rates by (tokens, width), or None if ``dtype`` was not measured.
+def gemm_grids(points: Sequence[GemmPoint]) -> Mapping[tuple[str, Product], Grid]:
+    """Return measured rates by (tokens, width), for each type and product.
 
     Raises:
-        ValueError: Points are missing from the grid, or a shape or rate is not above 0.
+        ValueError: Points are missing from a grid.
     """
-    return _gemm_grid(_Same(points), dtype, product)
-
-
-@lru_cache(maxsize=_CACHED_GRIDS)
-def _gemm_grid(same: _Same[GemmPoint], dtype: str, product: Product) -> Grid | None:
-    return _grid(
-        [
-            (point.tokens, point.width, point.flops_per_s(product))
-            for point in same.points
-            if point.dtype == dtype
-        ],
-        what=f"gemm_points of {dtype}",
-        axes=("tokens", "width"),
-    )
+    products: tuple[Product, ...] = get_args(Product)
+    return {
+        (dtype, product): _grid(
+            [
+                (point.tokens, point.width, point.flops_per_s(product))
+                for point in points
+                if point.dtype == dtype
+            ],
+            what=f"gemm_points of {dtype}",
+            axes=("tokens", "width"),
+        )
+        for dtype in sorted({point.dtype for point in points})
+        for product in products
+    }
 
 
 def attention_grids(
-    points: tuple[AttentionPoint, ...], dtype: str, *, backward: bool
-) -> Mapping[int, Grid]:
+    points: Sequence[AttentionPoint],
+) -> Mapping[tuple[str, bool], Mapping[int, Grid]]:
     """Return measured rates by (queries, keys / queries) for each head size, smallest first.
 
     The second axis is relative to the queries, so that every point of a grid can be measured.
 
+    Returns:
+        Grids by head size, by type and whether the rates are of the backward.
+
     Raises:
-        ValueError: Points are missing from a grid, or a shape or rate is not above 0.
+        ValueError: Points are missing from a grid.
     """
-    return _attention_grids(_Same(points), dtype, backward)
-
-
-@lru_cache(maxsize=_CACHED_GRIDS)
-def _attention_grids(same: _Same[AttentionPoint], dtype: str, backward: bool) -> Mapping[int, Grid]:
-    points, grids = same.points, {}
-    for size in sorted({point.head_size for point in points if point.dtype == dtype}):
-        grids[size] = _grid(
-            [
-                (
-                    point.queries,
-                    point.keys / point.queries,
-                    point.backward_flops_per_s if backward else point.forward_flops_per_s,
-                )
-                for point in points
-                if (point.dtype, point.head_size) == (dtype, size)
-            ],
-            what=f"attention_points of {dtype}, head size {size}",
-            axes=("queries", "keys per query"),
-        )
-    return {size: grid for size, grid in grids.items() if grid is not None}
+    grids: dict[tuple[str, bool], dict[int, Grid]] = {}
+    for dtype, size in sorted({(point.dtype, point.head_size) for point in points}):
+        own = [point for point in points if (point.dtype, point.head_size) == (dtype, size)]
+        for backward in (False, True):
+            grids.setdefault((dtype, backward), {})[size] = _grid(
+                [
+                    (
+                        point.queries,
+                        point.keys / point.queries,
+                        point.backward_flops_per_s if backward else point.forward_flops_per_s,
+                    )
+                    for point in own
+                ],
+                what=f"attention_points of {dtype}, head size {size}",
+                axes=("queries", "keys per query"),
+            )
+    return grids
 
 
 def attention_rates(
@@ -244,35 +234,25 @@ def typical_keys(queries: Floats, *, keys: Floats, part: Floats) -> Floats:
     return typical
 
 
-def elementwise_grid(
-    points: tuple[ElementwisePoint, ...], dtype: str, *, kernel: str
-) -> Grid | None:
-    """Return measured rates of ``kernel`` by number of elements, or None if it was not measured.
-
-    Raises:
-        ValueError: A size or rate is not above 0.
-    """
-    return _elementwise_grid(_Same(points), dtype, kernel)
-
-
-@lru_cache(maxsize=_CACHED_GRIDS)
-def _elementwise_grid(same: _Same[ElementwisePoint], dtype: str, kernel: str) -> Grid | None:
-    return _grid(
-        [
-            (point.elements, 1, point.bytes_per_s)
-            for point in same.points
-            if (point.kernel, point.dtype) == (kernel, dtype)
-        ],
-        what=f"elementwise_points of {kernel} in {dtype}",
-        axes=("elements", "column"),
-    )
+def elementwise_grids(points: Sequence[ElementwisePoint]) -> Mapping[tuple[str, str], Grid]:
+    """Return measured rates by number of elements, for each kernel and type."""
+    return {
+        (kernel, dtype): _grid(
+            [
+                (point.elements, 1, point.bytes_per_s)
+                for point in points
+                if (point.kernel, point.dtype) == (kernel, dtype)
+            ],
+            what=f"elementwise_points of {kernel} in {dtype}",
+            axes=("elements", "column"),
+        )
+        for kernel, dtype in sorted({(point.kernel, point.dtype) for point in points})
+    }
 
 
 def _grid(
     points: Sequence[tuple[float, float, float]], *, what: str, axes: tuple[str, str]
-) -> Grid | None:
-    if not points:
-        return None
+) -> Grid:
     rows = sorted({row for row, _, _ in points})
     columns = sorted({column for _, column, _ in points})
     by_place = {(row, column): value for row, column, value in points}
@@ -282,7 +262,5 @@ def _grid(
             f"{what}: nothing measured at {axes[0]} {missing[0][0]:g}, {axes[1]} "
             f"{missing[0][1]:g}; a grid needs every crossing, measure again with sppo bench"
         )
-    if min(rows) <= 0 or min(columns) <= 0 or min(by_place.values()) <= 0:
-        raise ValueError(f"{what}: shapes and rates must be above 0")
     values = np.array([[by_place[row, column] for column in columns] for row in rows])
     return Grid(np.array(rows, dtype=float), np.array(columns, dtype=float), values)

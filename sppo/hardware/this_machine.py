@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 import psutil
 
 from sppo.hardware.description import HardwareSpec
-from sppo.hardware.file import read_hardware
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.rates import AttentionPoint, ElementwisePoint, GemmPoint
 from sppo.native_build import memory_pool
@@ -52,16 +51,6 @@ class Gpus:
     name: str
     count: int
     memory_bytes: int
-
-
-def this_machine(path: Path | None = None) -> HardwareSpec:
-    """Return the hardware description in ``path``, or detect this machine if ``path`` is None.
-
-    Raises:
-        ValueError: The file is no hardware description.
-        OSError: The file cannot be read.
-    """
-    return detect_machine() if path is None else read_hardware(path)
 
 
 def detect_machine() -> HardwareSpec:

@@ -13,7 +13,6 @@ from sppo.hardware.description import HardwareSpec
 from sppo.planning.corpus.search import DrawnSteps, solve_corpus
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.search.candidate_search import Rejection
-from sppo.planning.search.choices import Degrees
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.solver import recommend
 
@@ -36,10 +35,7 @@ class ChosenRun:
 
 
 def with_chosen_degrees(
-    run: RunConfig,
-    *,
-    hardware: HardwareSpec,
-    draw: Draw | None = None,
+    run: RunConfig, *, hardware: HardwareSpec, draw: Draw | None = None
 ) -> ChosenRun:
     """Return `run` with the degrees that it leaves out as `solve` recommends them.
 
@@ -61,56 +57,38 @@ def with_chosen_degrees(
     if steps is not None:
         best = solve_corpus(run, hardware=hardware, steps=steps).best
         if best is not None:
-            return _of_candidate(run, best.longest)
+            return _as_found(run, best.longest)
     found = recommend(longest, hardware=hardware)
-    if found is None:
-        return ChosenRun(longest)
+    return ChosenRun(longest) if found is None else _as_found(run, found)
+
+
+def _as_found(run: RunConfig, found: EvaluatedCandidate | Rejection) -> ChosenRun:
+    """Return `run` with the solver's choice for the keys that it leaves open.
+
+    Args:
+        run: The request.
+        found: Best candidate, or the rejection nearest to fitting, whose schedule stays open.
+    """
     if isinstance(found, Rejection):
-        assert found.num_subsequences is not None, "memory is short at some N"
-        return _written(
-            run,
-            found.degrees,
-            num_subsequences=found.num_subsequences,
-            virtual_stages=found.virtual_stages,
-        )
-    return _of_candidate(run, found)
-
-
-def _of_candidate(run: RunConfig, found: EvaluatedCandidate) -> ChosenRun:
-    candidate = found.candidate
-    return _written(
-        run,
-        found.degrees,
-        num_subsequences=len(candidate.lengths),
-        virtual_stages=candidate.virtual_stages,
-        schedule=candidate.schedule,
-    )
-
-
-def _written(
-    run: RunConfig,
-    degrees: Degrees,
-    *,
-    num_subsequences: int,
-    virtual_stages: int,
-    schedule: str | None = None,
-) -> ChosenRun:
-    """Return `run` with the solver's choice for the keys that it leaves open."""
-    numbers = dict(
-        zip(
-            DEGREES,
-            (degrees.data_parallel, degrees.pipeline_parallel, degrees.sequence_parallel),
-            strict=True,
-        )
-    )
-    parallel: dict[str, object] = {name: numbers[name] for name in run.parallel.open_degrees}
+        count, virtual_stages, schedule = found.num_subsequences, found.virtual_stages, None
+    else:
+        candidate = found.candidate
+        count, virtual_stages = len(candidate.lengths), candidate.virtual_stages
+        schedule = candidate.schedule
+    degrees = found.degrees
+    numbers = (degrees.data_parallel, degrees.pipeline_parallel, degrees.sequence_parallel)
+    parallel: dict[str, object] = {
+        name: number
+        for name, number in zip(DEGREES, numbers, strict=True)
+        if name in run.parallel.open_degrees
+    }
     if virtual_stages > 1 and run.parallel.virtual_stages == "auto":
         parallel["virtual_stages"] = virtual_stages
     if schedule is not None and run.parallel.schedule == "auto":
         parallel["schedule"] = schedule
     sequence: dict[str, object] = {}
     if run.sequence.num_subsequences == "auto" and run.sequence.boundaries is None:
-        sequence["num_subsequences"] = num_subsequences
+        sequence["num_subsequences"] = count
     keys = [f"parallel.{name}" for name in parallel] + [f"sequence.{name}" for name in sequence]
     written = run.model_copy(
         update={

@@ -84,12 +84,7 @@ class Estimate:
     chosen: tuple[str, ...] = ()
 
 
-def estimate(
-    run: RunConfig,
-    *,
-    hardware: HardwareSpec,
-    draw: Draw | None = None,
-) -> Estimate:
+def estimate(run: RunConfig, *, hardware: HardwareSpec, draw: Draw | None = None) -> Estimate:
     """Return the memory of `run` as training would plan it on a machine.
 
     Args:
@@ -118,10 +113,7 @@ def model_counts(run: RunConfig) -> ModelCounts:
     kv_elements = 2 * model.kv_heads * model.head_dim * layer_tokens
     return ModelCounts(
         parameters=num_parameters(model),
-        state_bytes_per_parameter=element
-        + ACCUMULATION_BYTES
-        + _MOMENTS * ACCUMULATION_BYTES
-        + masters,
+        state_bytes_per_parameter=element + (1 + _MOMENTS) * ACCUMULATION_BYTES + masters,
         table_2_bytes=TABLE_2_BYTES * unit,
         section_5_1_bytes=SECTION_5_1_BYTES * unit,
         saved_bytes={

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from itertools import accumulate
 
 import numpy as np
@@ -14,31 +13,22 @@ from sppo.cost.memory.copy_room import stage_blocks
 from sppo.cost.memory.joined_tensors import block_layout
 from sppo.cost.stage_cost import row_bytes_of
 from sppo.cost.values_of_ranks import of_ranks
-from sppo.planning.plan import (
-    PLAN_VERSION,
-    ExecutionPlan,
-    Prediction,
-    StagePlan,
-    boundaries_of,
-    digest_of,
-    planned_part,
-)
+from sppo.planning.plan import PLAN_VERSION, ExecutionPlan, Prediction, StagePlan, boundaries_of
+from sppo.planning.planned_keys import planned_part
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
+from sppo.schedule.orders.names import LOOPED
 from sppo.version import __version__
 
 
 def make_plan(run: RunConfig, evaluated: EvaluatedCandidate) -> ExecutionPlan:
     """Return the execution plan of `run` with the decisions of an evaluated candidate."""
     candidate = evaluated.candidate
-    hardware = candidate.workload.hardware
-    part = planned_part(run)
+    places_kv = candidate.schedule == LOOPED
     return ExecutionPlan(
         version=PLAN_VERSION,
         made_by=__version__,
-        run=part,
-        run_digest=digest_of(part),
-        hardware=hardware,
-        hardware_digest=digest_of(asdict(hardware)),
+        run=planned_part(run),
+        hardware=candidate.workload.hardware,
         data_parallel_degree=candidate.data_parallel_degree,
         pipeline_parallel_degree=candidate.pipeline_parallel_degree,
         sequence_parallel_degree=candidate.workload.sequence_parallel_degree,
@@ -52,6 +42,8 @@ def make_plan(run: RunConfig, evaluated: EvaluatedCandidate) -> ExecutionPlan:
         predicted=predict(run, evaluated),
         program_digest=evaluated.executed_program().digest(),
         virtual_stages=candidate.virtual_stages,
+        kv=candidate.kv if places_kv and candidate.kv is not None else "retained",
+        kv_recomputed=candidate.kv_recomputed if places_kv else 0,
         state=candidate.state,
         activation_tier=candidate.tier,
     )
@@ -129,7 +121,6 @@ def stage_plans(evaluated: EvaluatedCandidate) -> tuple[StagePlan, ...]:
                 num_layers=len(layers),
                 subsequences=_subsequences(evaluated, stage=stage),
                 memory=evaluated.memory[candidate.rank_of_stage(stage)],
-                kv=candidate.kv_of_stage(stage),
             )
         )
     return tuple(stages)

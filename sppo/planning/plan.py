@@ -8,6 +8,7 @@ and a run file that has changed since is refused with the keys that differ.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,21 +16,27 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from sppo.activations.placement import ActivationPlacement
 from sppo.activations.subsequence_placement import SubsequencePlacement
 from sppo.config.json_file import JsonError, read_json
 from sppo.config.model import ModelConfig
-from sppo.config.run import RunConfig
+from sppo.cost.candidate import Candidate
+from sppo.cost.layer import Workload
 from sppo.cost.memory.stage_memory import StageMemory
 from sppo.cost.memory.tier_memory import tier_buckets
+from sppo.cost.stage_cost import stage_costs, stage_seconds
 from sppo.cost.state_tiers import StateTiers
 from sppo.hardware.description import HardwareSpec, Provenance, Tier
 from sppo.quoting import one_line, quoted
+from sppo.schedule.costs import Costs
+from sppo.schedule.schedule import Schedule
 from sppo.schedule.transfers.kv_placement import KVPlacement, kv_of_turns
 from sppo.version import __version__
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 """Version of the plan format, incremented when the meaning of a field changes. Plans of other
 versions are refused."""
 
@@ -50,8 +57,6 @@ class StagePlan:
     memory: StageMemory
     """Predicted memory of one device of the rank that has the stage. It covers all virtual stages
     of the rank, which therefore all have the same value."""
-    kv: KVPlacement = "retained"
-    """Placement of the stage's K and V between its forward and its backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,20 +107,16 @@ class ExecutionPlan:
     """Version of SPPO that made the plan."""
     run: dict[str, Any]
     """Keys of the run file that the plan was made for, by section."""
-    run_digest: str
-    """SHA-256 of `run`."""
     hardware: HardwareSpec
     """Description of the machine that the plan is for."""
-    hardware_digest: str
-    """SHA-256 of `hardware`."""
     data_parallel_degree: int
     """Number of replicas."""
     pipeline_parallel_degree: int
     """Number of ranks of a pipeline."""
     sequence_parallel_degree: int
     """Number of devices over which each subsequence is sharded."""
-    sequence_parallel: str
-    """"ulysses" or "megatron"."""
+    sequence_parallel: Literal["ulysses", "megatron"]
+    """How subsequences are sharded."""
     zero: int
     """ZeRO level: which state is sharded over the ranks that would otherwise hold copies."""
     sequences: int
@@ -131,27 +132,19 @@ class ExecutionPlan:
     pipeline_parallel_degree`."""
     predicted: Prediction
     """Predicted time and memory of a step."""
-    program_digest: str | None = None
-    """Digest of the program of a step, `schedule.program.step_program`; None in plans from before
-    the key existed."""
-    virtual_stages: int = 1
-    """Stages on each pipeline rank; 1 in plans from before the key existed."""
-    state: StateTiers | None = None
-    """Tiers of the training state; None in plans from before the key existed."""
-    activation_tier: Tier | None = None
-    """Tier of offloaded activations, K and V; None in plans from before the key existed, which use
-    the nearest tier."""
-
-    @property
-    def state_tiers(self) -> StateTiers:
-        """Tiers of the training state; in plans without the key, only optimizer states may leave.
-
-        Such plans keep optimizer states of a GPU in host memory if the run offloads the optimizer.
-        """
-        if self.state is not None:
-            return self.state
-        offloads = self.run["optimizer"]["offload"] and self.hardware.device.kind != "cpu"
-        return StateTiers(optimizer="host" if offloads else "device")
+    program_digest: str
+    """Digest of the program of a step."""
+    virtual_stages: int
+    """Stages on each pipeline rank."""
+    kv: KVPlacement
+    """Placement of K and V between the forward and the backward of the stages that do not recompute
+    them. The last stage of a rank always retains K and V."""
+    kv_recomputed: int
+    """Number of stages of each rank that recompute K and V, whatever `kv` is."""
+    state: StateTiers
+    """Tiers of the training state."""
+    activation_tier: Tier
+    """Tier of offloaded activations, K and V; "device" if the machine has no other tier."""
 
     @property
     def model(self) -> ModelConfig:
@@ -175,40 +168,69 @@ class ExecutionPlan:
         return self.schedule == "sppo_msp" and self.pipeline_parallel_degree > 1
 
     @property
+    def kv_of_stages(self) -> tuple[KVPlacement, ...]:
+        """Placement of each stage's K and V between its forward and its backward."""
+        turns = kv_of_turns(self.kv, recomputed=self.kv_recomputed, turns=self.virtual_stages)
+        return tuple(kv for kv in turns for _ in range(self.pipeline_parallel_degree))
+
+    @property
     def offloads_anything(self) -> bool:
         """True if any saved tensor, or K and V of any stage, leave the device."""
-        return any(
-            stage.kv == "offloaded" or any(any(part.offloaded) for part in stage.subsequences)
-            for stage in self.stages
+        return "offloaded" in self.kv_of_stages or any(
+            any(part.offloaded) for stage in self.stages for part in stage.subsequences
         )
 
-    @property
-    def tier(self) -> Tier:
-        """Tier of offloaded activations, K and V; "device" if the machine has no other tier."""
-        return self.activation_tier or self.hardware.node.nearest_tier
-
-    @property
-    def kv(self) -> KVPlacement:
-        """Placement of K and V on the stages of a rank that do not recompute them.
-
-        "recomputed" if all stages recompute. The last stage of a rank is left out: its K and V are
-        always retained.
-        """
-        placed = [stage.kv for stage in self.stages[: -self.pipeline_parallel_degree]]
-        return next(
-            (kv for kv in placed if kv != "recomputed"), placed[0] if placed else "retained"
+    def candidate(self) -> Candidate:
+        """Return the candidate that the plan was made from."""
+        workload = Workload(
+            self.model,
+            self.hardware,
+            dtype=self.run["train"]["dtype"],
+            sequence_parallel_degree=self.sequence_parallel_degree,
+            sequence_parallel=self.sequence_parallel,
+        )
+        return Candidate(
+            workload,
+            self.lengths,
+            sequences=self.sequences,
+            pipeline_parallel_degree=self.pipeline_parallel_degree,
+            data_parallel_degree=self.data_parallel_degree,
+            schedule=self.schedule,
+            policy=self.policy,
+            zero=self.zero,
+            state=self.state,
+            activation_tier=self.activation_tier,
+            input_every=self.run["activations"]["input_every"],
+            virtual_stages=self.virtual_stages,
+            kv=self.kv,
+            kv_recomputed=self.kv_recomputed,
         )
 
-    @property
-    def kv_recomputed(self) -> int:
-        """Number of stages per rank that recompute K and V; 0 if all do, or none does."""
-        own = self.stages[:: self.pipeline_parallel_degree]
-        return 0 if self.kv == "recomputed" else sum(stage.kv == "recomputed" for stage in own)
+    def placement(self) -> ActivationPlacement:
+        """Return the placement of every saved tensor."""
+        tables = (
+            np.array(
+                [[getattr(part, name) for part in stage.subsequences] for stage in self.stages],
+                dtype=np.int64,
+            )
+            for name in ("retained", "offloaded", "recomputed")
+        )
+        return ActivationPlacement(*tables)
+
+    def costs(self) -> Costs:
+        """Return the costs of the actions of one step of one data-parallel replica."""
+        candidate = self.candidate()
+        seconds = stage_seconds(candidate)
+        return stage_costs(candidate, seconds=seconds, placement=self.placement())
+
+    def program(self) -> Schedule:
+        """Return the program of one step of one data-parallel replica."""
+        return self.candidate().program(self.costs())
 
     def rank_tier_buckets(self, place: Literal["host", "disk"]) -> tuple[Mapping[str, int], ...]:
         """Return the bytes of one device of each pipeline rank in a tier, by memory bucket."""
         return tuple(
-            tier_buckets(held, place, activations=self.tier, state=self.state_tiers)
+            tier_buckets(held, place, activations=self.activation_tier, state=self.state)
             for held in self.rank_memory
         )
 
@@ -230,61 +252,10 @@ class ExecutionPlan:
 
 _ADAPTER = TypeAdapter(ExecutionPlan)
 _DIGEST = "digest"
-_PLANNED_KEYS: Mapping[str, tuple[str, ...] | None] = {
-    "model": None,
-    "data": ("samples", "isolate_documents"),
-    "sequence": None,
-    "parallel": (
-        "data_parallel_degree",
-        "pipeline_parallel_degree",
-        "virtual_stages",
-        "sequence_parallel_degree",
-        "sequence_parallel",
-        "schedule",
-        "multiplexed",
-        "zero",
-    ),
-    "activations": (
-        "policy",
-        "kv",
-        "input_every",
-        "offload_ratio",
-        "tier",
-        "host_memory",
-        "disk",
-        "disk_memory",
-    ),
-    "state": None,
-    "optimizer": ("offload",),
-    "train": ("sequences_per_step", "samples_per_step", "tokens_per_step", "dtype"),
-}
-"""Keys of a run file that a plan holds, by section; None means all keys of the section."""
-_NOT_OF_THE_SHAPE = (
-    "preset",
-    "from_hf",
-    "family",
-    "norm_eps",
-    "rope_theta",
-    "rope_scaling",
-    "init_std",
-)
-"""Keys of the model that change neither time nor memory: its name, and values of its arithmetic."""
-
-
-def planned_part(run: RunConfig) -> dict[str, Any]:
-    """Return the keys of `run` that a plan holds, by section, as plain JSON values."""
-    whole = run.model_dump(mode="json")
-    part = {}
-    for section, keys in _PLANNED_KEYS.items():
-        values = whole[section]
-        part[section] = values if keys is None else {key: values[key] for key in keys}
-    return part
 
 
 def digest_of(values: Mapping[str, Any]) -> str:
     """Return the SHA-256 of `values` as JSON with sorted keys."""
-    import hashlib
-
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
@@ -323,9 +294,6 @@ def read_plan(path: Path) -> ExecutionPlan:
             f"plan {path}: {where}: {first['msg']}; make it again with sppo solve"
         ) from None
     faults = [*_faults(plan)]
-    # Hash the hardware as written in the file: reading it may add keys of newer versions.
-    if plan.hardware_digest != digest_of(values["hardware"]):
-        faults.append("its hardware does not match its digest")
     if digest != digest_of(values):
         faults.append("its content does not match its digest")
     if faults:
@@ -343,80 +311,8 @@ def _parsed(path: Path) -> Any:
         raise ValueError(f"plan {error}; make it again: sppo solve") from None
 
 
-def check_plan_fits(plan: ExecutionPlan, run: RunConfig) -> None:
-    """Raise ValueError if `plan` was made for another run.
-
-    Models are compared by shape, so a plan for a preset also fits weights of the same shape.
-
-    Raises:
-        ValueError: The plan does not match; the message names every differing key with both values.
-    """
-    planned, now = _with_later_keys(plan.run, run), planned_part(run)
-    differences = list(_differences(_with_shape_alone(planned), _with_shape_alone(now)))
-    if differences:
-        raise ValueError(
-            f"the plan was made for another run: {'; '.join(differences)}. Make it again with "
-            "sppo solve, or undo the change"
-        )
-
-
-def _with_shape_alone(keys: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return `keys` without those of the model that no plan rests on."""
-    model = {key: value for key, value in keys["model"].items() if key not in _NOT_OF_THE_SHAPE}
-    if model.get("position") != "learned":  # no table of positions
-        model.pop("max_positions", None)
-    return {**keys, "model": model}
-
-
-def _with_later_keys(planned: Mapping[str, Any], run: RunConfig) -> Mapping[str, Any]:
-    """Return the keys of a plan, completed by keys that did not exist when the plan was made.
-
-    Older plans have one stage on each rank and retain K and V, which matches runs that ask for this
-    or write `auto`. They were made for token streams, in which no sample exceeds a sequence.
-    """
-    virtual = "auto" if run.parallel.virtual_stages == "auto" else 1
-    kv = "auto" if run.activations.kv == "auto" else "retain"
-    return {
-        **planned,
-        "data": {
-            "samples": "stream",
-            "isolate_documents": run.data.isolate_documents,
-            **planned.get("data", {}),
-        },
-        "train": {"samples_per_step": None, "tokens_per_step": None, **planned["train"]},
-        "sequence": {"longer": "cut", **planned["sequence"]},
-        "parallel": {"virtual_stages": virtual, **planned["parallel"]},
-        "activations": {"kv": kv, **planned["activations"]},
-        "state": planned.get("state") or _state_served(run),
-    }
-
-
-def _state_served(run: RunConfig) -> dict[str, str]:
-    """Return the `state` section for a plan from before it existed.
-
-    Such a plan keeps all state on the device, which also matches keys of `run` that are `auto`.
-    """
-    asked = run.state.model_dump(mode="json")
-    return {part: tier if tier == "auto" else "device" for part, tier in asked.items()}
-
-
-def _differences(
-    planned: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
-) -> Iterator[str]:
-    for key in sorted({*planned, *now}):
-        before, after = planned.get(key), now.get(key)
-        if isinstance(before, dict) and isinstance(after, dict):
-            yield from _differences(before, after, f"{prefix}{key}.")
-        elif before != after:
-            was, now_is = one_line(json.dumps(before)), one_line(json.dumps(after))
-            yield f"{prefix}{key} was {was}, is {now_is}"
-
-
 def _faults(plan: ExecutionPlan) -> Iterator[str]:
     """Yield a message for each inconsistency between parts of a plan."""
-    if plan.run_digest != digest_of(plan.run):
-        yield "its run does not match its digest"
-        return
     if plan.boundaries[:1] != (0,) or any(tokens < 1 for tokens in plan.lengths):
         yield f"its boundaries {quoted(list(plan.boundaries))} do not rise from 0"
     if len(plan.stages) != plan.pipeline_parallel_degree * plan.virtual_stages:
@@ -424,7 +320,8 @@ def _faults(plan: ExecutionPlan) -> Iterator[str]:
             f"{len(plan.stages)} stages for {plan.pipeline_parallel_degree} ranks with "
             f"{plan.virtual_stages} stages each"
         )
-    yield from _kv_faults(plan)
+    if not 0 <= plan.kv_recomputed < plan.virtual_stages:
+        yield f"{plan.kv_recomputed} of {plan.virtual_stages} stages of a rank recompute K and V"
     layers = 0
     for number, stage in enumerate(plan.stages):
         if stage.first_layer != layers:
@@ -440,15 +337,6 @@ def _faults(plan: ExecutionPlan) -> Iterator[str]:
         yield f"its stages have {layers} layers, its model {model_layers}"
 
 
-def _kv_faults(plan: ExecutionPlan) -> Iterator[str]:
-    """Yield a message for each stage whose K and V are not placed as :func:`kv_of_turns` says."""
-    ranks, turns = plan.pipeline_parallel_degree, plan.virtual_stages
-    expected = kv_of_turns(plan.kv, recomputed=plan.kv_recomputed, turns=turns)
-    for number, stage in enumerate(plan.stages[: ranks * turns]):
-        if stage.kv != expected[number // ranks]:
-            yield f"stage {number} has its K and V {stage.kv}"
-
-
 def _stage_faults(stage: StagePlan, *, number: int, lengths: tuple[int, ...]) -> Iterator[str]:
     if len(stage.subsequences) != len(lengths):
         yield f"stage {number} has {len(stage.subsequences)} subsequences, not {len(lengths)}"
@@ -457,3 +345,20 @@ def _stage_faults(stage: StagePlan, *, number: int, lengths: tuple[int, ...]) ->
         rows = [*zip(part.retained, part.offloaded, part.recomputed, strict=True)]
         if any(min(row) < 0 or sum(row) != tokens for row in rows):
             yield f"stage {number}, subsequence {index}: rows do not add up to {tokens}"
+
+
+def check_program(plan: ExecutionPlan) -> None:
+    """Raise ValueError if the program made here differs from the one that the plan was made for.
+
+    Other versions of SPPO or numpy, or another kind of CPU, may make another program.
+
+    Raises:
+        ValueError: The digests differ; the message gives both and says what to do.
+    """
+    digest = plan.program().digest()
+    if digest != plan.program_digest:
+        raise ValueError(
+            f"the plan is for a program with digest {plan.program_digest[:12]}, and here it makes "
+            f"one with {digest[:12]}: another version of SPPO or numpy, or another kind of CPU, "
+            "made it. Make it again with sppo solve"
+        )

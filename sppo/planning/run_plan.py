@@ -8,19 +8,11 @@ available memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
-from sppo.cost.kv import offloaded_kv_bytes
 from sppo.cost.layer import Workload
-from sppo.cost.memory.tier_memory import (
-    IN_FRONT_OF_DISK,
-    OFFLOADED,
-    SAVED_IN_BACKGROUND,
-    tier_buckets,
-)
-from sppo.cost.stage_cost import row_bytes_of
 from sppo.hardware.description import HardwareSpec, NodeSpec, Tier
 from sppo.planning.make_plan import make_plan
 from sppo.planning.partition import automatic_num_subsequences
@@ -43,9 +35,8 @@ from sppo.planning.search.choices import (
 )
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.evaluation import evaluate_candidate
-from sppo.planning.search.shortfall import Shortfall
 from sppo.planning.search.state_choices import runs_by_tiers
-from sppo.units import format_bytes
+from sppo.planning.too_large import too_large
 
 EVALUATION_TOKENS = {"cpu": 2048, "cuda": 8192}
 """Target tokens of an evaluation's subsequences with ``num_subsequences: auto``, by device kind.
@@ -90,7 +81,7 @@ def plan_run(
     evaluated = evaluate_in_nearest_tiers(run, hardware=machine, allow_partial=has_tier)
     planned = scheduled(run, evaluated)
     if planned.shortfall is not None:
-        raise MemoryError(_too_large(run, planned, usable=usable, available=available_bytes))
+        raise MemoryError(too_large(run, planned, available_bytes=available_bytes))
     return make_plan(run, planned)
 
 
@@ -222,149 +213,3 @@ def _needs_disk(run: RunConfig, *, behind_gpu: bool) -> bool:
     offloads = asked.kv == "offload" or asked.policy in ("offload_all", "sppo")
     moves = "disk" in (run.state.weights, run.state.gradients, run.state.optimizer)
     return offloads or moves or asked.offload_ratio not in ("auto", 0)
-
-
-def _too_large(
-    run: RunConfig, evaluated: EvaluatedCandidate, *, usable: int, available: int
-) -> str:
-    shortfall, policy = evaluated.shortfall, run.activations.policy
-    assert shortfall is not None, "only called where something is short"
-    if shortfall.place != "device":
-        return _tier_too_small(run, evaluated, shortfall)
-    needed = format_bytes(shortfall.needed_bytes)
-    bucket = f"{shortfall.bucket.replace('_', ' ')}: {format_bytes(shortfall.bucket_bytes)}"
-    if policy in ("auto", "hybrid"):
-        return (
-            f"a sequence of {run.sequence.length} tokens needs {needed} (most of it {bucket}) "
-            f"even with everything recomputed, and {format_bytes(usable)} may be used of "
-            f"{format_bytes(available)}; {_leave_device(run, evaluated)}shorten sequence.length or "
-            "take a smaller model"
-        )
-    return (
-        f"activations.policy={policy} needs {needed} (most of it {bucket}) for a sequence of "
-        f"{run.sequence.length} tokens, and {format_bytes(available)} are available; write "
-        "activations.policy=auto, shorten sequence.length or take a smaller model"
-    )
-
-
-def _leave_device(run: RunConfig, evaluated: EvaluatedCandidate) -> str:
-    """Return advice on what would let optimizer states leave the device; empty if they may."""
-    hardware = evaluated.candidate.workload.hardware
-    on_cpu, node = hardware.device.kind == "cpu", hardware.node
-    if not (node.disk_bytes if on_cpu else node.host_memory_bytes):
-        return f"write activations.{'disk=DIR' if on_cpu else 'host_memory=auto'}, "
-    return "write state.optimizer=auto, " if run.state.optimizer == "device" else ""
-
-
-def _tier_too_small(run: RunConfig, evaluated: EvaluatedCandidate, shortfall: Shortfall) -> str:
-    """Return a message on what a rank stores in a tier that is too small, and what to change."""
-    taken = _taken(evaluated, shortfall)
-    kv_bytes = offloaded_kv_bytes(evaluated.candidate)
-    parts = []
-    if taken.offloaded:
-        offloads = f"activations.policy={run.activations.policy} offloads"
-        kv = f" with K and V ({format_bytes(kv_bytes)}, activations.kv)" if kv_bytes else ""
-        parts.append(f"{offloads} {format_bytes(taken.offloaded)}{kv}")
-    if taken.staged:
-        parts.append(f"activations on their way to a disk take {format_bytes(taken.staged)}")
-    if taken.state:
-        parts.append(f"the section state moves {format_bytes(taken.state)}")
-    if taken.copied:
-        parts.append(f"checkpoint.async_save copies {format_bytes(taken.copied)}")
-    on_disk = shortfall.place == "disk"
-    where = f"activations.disk={run.activations.disk}" if on_disk else "host memory"
-    return (
-        f"{', '.join(parts)} to {where}, of which {format_bytes(shortfall.available_bytes)} may be "
-        f"used: {_put_less(evaluated, shortfall, taken)}, or "
-        f"{_more_disk(run) if on_disk else _more_host(run)}"
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """Bytes that a rank stores in one tier.
-
-    Attributes:
-        offloaded: Bytes of activations, K and V.
-        staged: Bytes of the slots in host memory through which blocks pass to a disk.
-        state: Bytes of weights, gradients and optimizer states.
-        copied: Bytes of the copy made for a checkpoint that is saved in the background.
-    """
-
-    offloaded: int
-    staged: int
-    state: int
-    copied: int
-
-
-def _taken(evaluated: EvaluatedCandidate, shortfall: Shortfall) -> _Taken:
-    assert shortfall.place != "device", "only of a tier behind it"
-    candidate, held = evaluated.candidate, evaluated.memory[shortfall.rank]
-    buckets = tier_buckets(held, shortfall.place, activations=candidate.tier, state=candidate.state)
-    offloaded, staged = buckets[OFFLOADED], buckets.get(IN_FRONT_OF_DISK, 0)
-    copied = buckets.get(SAVED_IN_BACKGROUND, 0)
-    return _Taken(offloaded, staged, sum(buckets.values()) - offloaded - staged - copied, copied)
-
-
-def _put_less(evaluated: EvaluatedCandidate, shortfall: Shortfall, taken: _Taken) -> str:
-    """Return advice on what a rank should no longer store in a tier so that the rest fits."""
-    room, kept = shortfall.available_bytes, shortfall.needed_bytes - taken.copied
-    fixes = []
-    if taken.copied > room or (taken.copied and kept <= room):
-        fixes.append("write checkpoint.async_save=false")
-    else:
-        room -= taken.copied
-    if taken.state and taken.state + taken.staged > room:
-        fixes.append("write state.optimizer=device (state.gradients, state.weights)")
-    elif taken.staged > room:
-        fixes.append("write activations.tier=device")
-    elif kept > room:
-        less = offload_less(
-            room_bytes=room - taken.state,
-            needed_bytes=taken.offloaded,
-            kv_bytes=offloaded_kv_bytes(evaluated.candidate),
-            ratio=_offloaded_fraction(evaluated),
-        )
-        fixes.append(less)
-    return " and ".join(fixes)
-
-
-def offload_less(*, room_bytes: float, needed_bytes: float, kv_bytes: int, ratio: float) -> str:
-    """Return advice on what would fit in a tier: a lower offload ratio, or K and V elsewhere.
-
-    Args:
-        room_bytes: Bytes available in the tier.
-        needed_bytes: Offloaded bytes, including K and V.
-        kv_bytes: Offloaded bytes of K and V.
-        ratio: Offloaded fraction of the activations without K and V.
-    """
-    if 0 < kv_bytes >= min(room_bytes, needed_bytes):
-        return "activations.kv=retain or recompute offloads no K and V"
-    fits = (room_bytes - kv_bytes) / (needed_bytes - kv_bytes)
-    return f"activations.offload_ratio={_floor(fits * ratio)} would fit"
-
-
-def _more_disk(run: RunConfig) -> str:
-    limited = run.activations.disk_memory != "auto"
-    return "raise activations.disk_memory" if limited else "name a directory on a larger disk"
-
-
-def _more_host(run: RunConfig) -> str:
-    limited = run.activations.host_memory != "auto"
-    return "raise activations.host_memory" if limited else "end other programs of this machine"
-
-
-def _offloaded_fraction(evaluated: EvaluatedCandidate) -> float:
-    """Return the bytes offloaded on the first stage as a fraction of the offloadable bytes.
-
-    Offloadable are the bytes that all subsequences except the last save.
-    """
-    row_bytes = row_bytes_of(evaluated.candidate)[0]
-    offloaded = float((evaluated.placement.offloaded[0] @ row_bytes).sum())
-    offloadable = float((evaluated.placement.tokens[:-1] * row_bytes.sum()).sum())
-    return min(1.0, offloaded / offloadable) if offloadable else 0.0
-
-
-def _floor(ratio: float) -> str:
-    """Format a ratio with two decimal places, rounded down."""
-    return f"{int(ratio * 100) / 100:.2f}"

@@ -10,9 +10,7 @@ from sppo.cost.candidate import Candidate
 from sppo.cost.memory.stage_memory import StageMemory
 from sppo.cost.memory.tier_memory import most_tier_bytes, node_host_bytes
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.candidate_program import candidate_program
 from sppo.planning.plan import ExecutionPlan
-from sppo.planning.plan_program import plan_candidate, plan_costs
 from sppo.planning.run_plan import evaluate_in_nearest_tiers, run_candidate
 from sppo.planning.search.best_schedule import scheduled
 from sppo.planning.search.evaluation import evaluate_candidate
@@ -73,14 +71,14 @@ def simulated_run(
 
 def simulated_plan(plan: ExecutionPlan) -> SimulatedRun:
     """Return the program and costs of one step of one data-parallel replica under `plan`."""
-    return _simulated(plan_candidate(plan), costs=plan_costs(plan), memory=plan.rank_memory)
+    return _simulated(plan.candidate(), costs=plan.costs(), memory=plan.rank_memory)
 
 
 def _simulated(
     candidate: Candidate, *, costs: Costs, memory: Sequence[StageMemory]
 ) -> SimulatedRun:
     case, forward = (
-        Case(candidate_program(candidate, costs=costs, forward_only=forward_only), costs)
+        Case(candidate.program(costs, forward_only=forward_only), costs)
         for forward_only in (False, True)
     )
     return SimulatedRun(

@@ -1,4 +1,4 @@
-"""Display of a running training: progress bars on a terminal or in a notebook, else plain lines.
+"""Display of what runs: progress bars on a terminal or in a notebook, else plain lines.
 
 Rich redraws the bars from the position where it left the cursor. A line written to the same
 terminal by other means moves the cursor, so old bars remain as text and the line is overwritten.
@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
@@ -79,8 +80,39 @@ def _is_notebook_with_widgets(console: Console) -> bool:
     return console.is_jupyter and not console.quiet and find_spec("ipywidgets") is not None
 
 
-class TrainingDisplay:
-    """Lines of the steps, with progress bars of run and step below on a terminal or in a notebook.
+class Display:
+    """Progress bars on a terminal or in a notebook with widgets; none elsewhere.
+
+    Args:
+        console: Console to print to.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress: Progress | None = None
+        if console.is_terminal or _is_notebook_with_widgets(console):
+            self._progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=None),
+                MofNCompleteColumn(),
+                console=console,
+                transient=True,
+                auto_refresh=not console.is_jupyter,
+                redirect_stderr=_stderr_shares_terminal(console),
+            )
+
+    def __enter__(self) -> Self:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+
+class TrainingDisplay(Display):
+    """Lines of the steps, with progress bars of run and step below.
 
     A notebook widget captures all output that is printed while it is redrawn, and discards that
     output at the next redraw. Therefore the bars of a notebook are redrawn by the thread that
@@ -93,30 +125,11 @@ class TrainingDisplay:
     """
 
     def __init__(self, console: Console, *, total_steps: int, first_step: int) -> None:
-        self._console = console
-        self._progress: Progress | None = None
+        super().__init__(console)
         self._redraw_at_s = 0.0
-        if console.is_terminal or _is_notebook_with_widgets(console):
-            self._progress = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=None),
-                MofNCompleteColumn(),
-                console=console,
-                transient=True,
-                auto_refresh=not console.is_jupyter,
-                redirect_stderr=_stderr_shares_terminal(console),
-            )
+        if self._progress is not None:
             self._run = self._progress.add_task("run", total=total_steps, completed=first_step)
             self._step = self._progress.add_task("step", total=None)
-
-    def __enter__(self) -> TrainingDisplay:
-        if self._progress is not None:
-            self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
 
     @property
     def width(self) -> int | None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
@@ -108,10 +108,6 @@ class StepMetrics:
     """Factor of the predicted time of forwards: a median over the earlier steps."""
     backward_correction: float | None = None
     """Factor of the predicted time of backwards: a median over the earlier steps."""
-    forward_launch_s: float | None = None
-    """Time added to the forward of each subsequence in each layer, for launches of kernels."""
-    backward_launch_s: float | None = None
-    """Time added to the backward of each subsequence in each layer, for launches of kernels."""
     waiting_correction: float | None = None
     """Factor of the time from the first action to the last, beyond the correction of compute."""
     predicted_rest_s: float | None = None
@@ -123,18 +119,6 @@ class StepMetrics:
 
 
 _ADAPTER = TypeAdapter(StepMetrics)
-
-
-class MetricSink(Protocol):
-    """Interface of a destination for the metrics of every step."""
-
-    def write(self, metrics: StepMetrics) -> None:
-        """Record the metrics of one step; called in the order of the steps."""
-        ...
-
-    def close(self) -> None:
-        """Finish pending writes; the sink must not be used after that."""
-        ...
 
 
 class JsonlSink:

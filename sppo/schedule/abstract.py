@@ -105,8 +105,6 @@ class AbstractCosts(Section):
     keep_last: Annotated[int, Field(ge=0, le=_MOST_COUNT)] | None = None
     """Last subsequences of each sequence that stay, because their backward follows at once; 1 with
     adaptive and 0 otherwise if left out."""
-    prefetch: Count = 1
-    """Backwards ahead at which a unit comes back."""
 
 
 class AbstractCase(AbstractCosts):
@@ -121,8 +119,6 @@ class AbstractCase(AbstractCosts):
     """Subsequences of each sequence."""
     virtual: Count = 1
     """Stages per rank."""
-    hop: Annotated[int, Field(ge=1, le=2)] = 1
-    """Warm-up forwards per rank towards the front; 2 hides message latency."""
 
     @model_validator(mode="after")
     def _fits_a_simulation(self) -> AbstractCase:
@@ -268,9 +264,7 @@ def _case(request: AbstractCase, *, forward_only: bool) -> Case:
         num_ranks=request.ranks,
         num_virtual=request.virtual,
         lengths=request.lengths,
-        warmup_per_hop=request.hop,
         forward_only=forward_only,
         costs=costs,
-        prefetch=request.prefetch,
     )
     return Case(schedule, costs)

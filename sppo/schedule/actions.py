@@ -33,7 +33,6 @@ from enum import StrEnum
 from typing import Literal, NamedTuple
 
 Wire = Literal["act", "grad", "kv", "weights", "gradients"]
-PlacementStyle = Literal["loop", "v"]
 
 
 class ActionKind(StrEnum):
@@ -118,18 +117,15 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Assignment of stages to ranks.
+    """Assignment of stages to ranks: stage s is on rank s mod num_ranks.
 
     Attributes:
         num_ranks: Pipeline ranks, at least 1.
         num_virtual: Stages per rank, at least 1.
-        style: "loop" places stage s on rank s mod num_ranks; "v" reverses direction at the ends,
-            so that with two stages per rank the first and the last stage share rank 0.
     """
 
     num_ranks: int
     num_virtual: int = 1
-    style: PlacementStyle = "loop"
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1 or self.num_virtual < 1:
@@ -137,8 +133,6 @@ class Placement:
                 f"placement of {self.num_ranks} ranks with {self.num_virtual} stages each: "
                 "both must be at least 1"
             )
-        if self.style not in ("loop", "v"):
-            raise ValueError(f"placement style {self.style!r}: must be 'loop' or 'v'")
 
     @property
     def num_stages(self) -> int:
@@ -148,14 +142,11 @@ class Placement:
     def rank_of(self, stage: int) -> int:
         """Return the rank that holds `stage` (and, for MSP, owns its weights)."""
         assert 0 <= stage < self.num_stages, f"stage {stage} of {self.num_stages}"
-        turn, position = divmod(stage, self.num_ranks)
-        if self.style == "v" and turn % 2 == 1:
-            return self.num_ranks - 1 - position
-        return position
+        return stage % self.num_ranks
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages of `rank`, in the order of the layers."""
-        return tuple(s for s in range(self.num_stages) if self.rank_of(s) == rank)
+        return tuple(range(rank, self.num_stages, self.num_ranks))
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -7,7 +7,7 @@ a whole stage. All tables of validator and simulator are indexed by slot.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, repeat
 
 import numpy as np
@@ -38,7 +38,9 @@ _OPCODES: dict[tuple[ActionKind, Wire | None], int] = {
     (ActionKind.D2H, "gradients"): D2H_GRADIENTS,
     (ActionKind.H2D, "gradients"): H2D_GRADIENTS,
 }
+_NAMES = {code: name for name, code in _OPCODES.items()}
 Codes = npt.NDArray[np.int32]
+Positions = npt.NDArray[np.integer] | Sequence[int]
 _NONE = -(2**30)
 _OUT_OF_RANGE = 2**30
 
@@ -52,10 +54,57 @@ class EncodedProgram:
     shards: Codes
     num_shards: Codes
 
+    @classmethod
+    def of_whole_units(cls, codes: npt.ArrayLike, slots: npt.ArrayLike) -> EncodedProgram:
+        """Return a program of actions that are not cut; one code stands for all actions."""
+        which = np.asarray(slots, dtype=np.int32)
+        shape, dtype = which.shape, which.dtype
+        kinds = np.full(shape, codes, dtype)
+        return cls(kinds, which, np.zeros(shape, dtype), np.ones(shape, dtype))
+
+    @classmethod
+    def joined(cls, parts: Sequence[EncodedProgram]) -> EncodedProgram:
+        """Return programs one after the other."""
+        columns = zip(*(part.columns for part in parts), strict=True)
+        return cls(*map(np.concatenate, columns))
+
+    @property
+    def columns(self) -> tuple[Codes, Codes, Codes, Codes]:
+        """Columns in the order of the fields."""
+        return self.codes, self.slots, self.shards, self.num_shards
+
     @property
     def is_cut(self) -> bool:
         """True if the rank runs any shard of a unit, or sends a unit in several messages."""
         return bool((self.num_shards > 1).any())
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, EncodedProgram):
+            return NotImplemented
+        return all(map(np.array_equal, self.columns, other.columns))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def take(self, which: npt.NDArray[np.integer | np.bool_]) -> EncodedProgram:
+        """Return the actions at some positions, given as indices or as a mask."""
+        return EncodedProgram(*(column[which] for column in self.columns))
+
+    def changed(self, code: int) -> EncodedProgram:
+        """Return the same units and shards with another opcode."""
+        return replace(self, codes=np.full(self.codes.shape, code, self.codes.dtype))
+
+    def insert(self, *inserted: tuple[Positions, EncodedProgram]) -> EncodedProgram:
+        """Return the program with more actions.
+
+        Args:
+            inserted: Positions and actions: each action comes directly before the action that has
+                its position now, or at the end if its position is the number of actions. Actions
+                of the same position come in the order of the arguments.
+        """
+        parts = [actions for _, actions in inserted]
+        positions = [*(np.asarray(at) for at, _ in inserted), np.arange(self.codes.size)]
+        order = np.argsort(np.concatenate(positions), kind="stable")
+        return EncodedProgram.joined([*parts, self]).take(order)
 
 
 class MalformedActionError(ValueError):
@@ -117,16 +166,23 @@ def _encode_program(
     return EncodedProgram(codes, slots.astype(np.int32), shards, num_shards)
 
 
-def decoded(code: int, slot: int, *, shard: int, num_shards: int, lengths: Lengths) -> Action:
-    """Return the action of an opcode and a slot."""
-    (kind, wire) = next(named for named, opcode in _OPCODES.items() if opcode == code)
-    if code >= REDUCE:
-        return Action(kind, slot, wire=wire)
-    units = [
-        (sequence, part) for sequence, parts in enumerate(lengths) for part in range(len(parts))
-    ]
-    stage, unit = divmod(slot, len(units))
-    return Action(kind, stage, *units[unit], wire, shard, num_shards)
+def decode(program: EncodedProgram, *, lengths: Lengths) -> tuple[Action, ...]:
+    """Return the actions of an encoded program of sequences of the given lengths."""
+    units: list[tuple[int | None, int | None]]
+    units = [(m, n) for m, parts in enumerate(lengths) for n in range(len(parts))]
+    names = [_NAMES[code] for code in program.codes.tolist()]
+    stages, unit = np.divmod(program.slots, len(units))
+    of_stages = program.codes >= REDUCE
+    stages = np.where(of_stages, program.slots, stages).tolist()
+    units.append((None, None))
+    named = [units[index] for index in np.where(of_stages, -1, unit).tolist()]
+    rest = program.shards.tolist(), program.num_shards.tolist()
+    return tuple(
+        Action(kind, stage, sequence, subsequence, wire, shard, num_shards)
+        for (kind, wire), stage, (sequence, subsequence), shard, num_shards in zip(
+            names, stages, named, *rest, strict=True
+        )
+    )
 
 
 def _column(values: Sequence[int | None]) -> Codes:

@@ -7,17 +7,17 @@ which see the whole schedule.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from sppo.schedule.actions import Action, ActionKind, Placement
+import numpy as np
+
+from sppo.schedule.actions import Placement
 from sppo.schedule.costs import Costs
+from sppo.schedule.encoding import EncodedProgram
 from sppo.schedule.multiplexing.multiplex import multiplex
-from sppo.schedule.orders.rank_orders import ForwardsBeforeBackward, rank_orders
-from sppo.schedule.orders.steps import Step
+from sppo.schedule.orders.rank_orders import ForwardsBeforeBackward, encoded_orders
 from sppo.schedule.schedule import Schedule
 from sppo.schedule.transfers.reductions import with_reductions
-
-_KINDS = {"F": ActionKind.F, "B": ActionKind.B, "W": ActionKind.W}
 
 
 def generate(
@@ -26,7 +26,6 @@ def generate(
     num_ranks: int,
     lengths: Sequence[Sequence[int]],
     num_virtual: int = 1,
-    warmup_per_hop: int = 1,
     forward_only: bool = False,
     forwards_before_backward: ForwardsBeforeBackward = (),
     costs: Costs | None = None,
@@ -39,9 +38,6 @@ def generate(
         lengths: Tokens of every subsequence of every sequence. Sequences may differ in length and
             in number of subsequences.
         num_virtual: Stages per rank (v); more than 1 only for `WITH_VIRTUAL_STAGES`.
-        warmup_per_hop: Extra warm-up forwards per rank towards the front: 1 is Seq1F1B; 2 hides
-            message latency at the price of one more unit in flight per rank. Only without
-            interleaving.
         forward_only: Leave out backwards and reductions (evaluation).
         forwards_before_backward: Number of forwards that each rank has begun before each of its
             backwards; empty for the schedule's own numbers.
@@ -53,28 +49,27 @@ def generate(
             what to change.
     """
     cut = tuple(map(tuple, lengths))
-    orders = rank_orders(
+    codes, steps = encoded_orders(
         name,
         num_ranks=num_ranks,
         lengths=cut,
         num_virtual=num_virtual,
-        warmup_per_hop=warmup_per_hop,
         forward_only=forward_only,
         forwards_before_backward=forwards_before_backward,
     )
     placement = Placement(num_ranks=num_ranks, num_virtual=num_virtual)
-    programs = [
-        _program(order, stages=placement.stages_of(rank)) for rank, order in enumerate(orders)
-    ]
-    whole = Schedule(name, placement, cut, tuple(programs))
+    units = sum(map(len, cut))
+    virtual, unit = np.divmod(steps, units)
+    slots = (virtual * num_ranks + np.arange(num_ranks)[:, None]) * units + unit
+    encoded = tuple(
+        with_reductions(
+            EncodedProgram.of_whole_units(codes[rank], slots[rank]),
+            stages=placement.stages_of(rank),
+            num_units=units,
+        )
+        for rank in range(num_ranks)
+    )
+    whole = Schedule(name, placement, cut, encoded)
     if name == "sppo_msp":
         return multiplex(whole, forward_only=forward_only, costs=costs)
     return whole
-
-
-def _program(order: Iterable[tuple[str, Step]], *, stages: Sequence[int]) -> tuple[Action, ...]:
-    """Return the actions of one rank from its order of steps, with a REDUCE where a stage ends."""
-    actions = [
-        Action(_KINDS[kind], stages[virtual], unit[0], unit[1]) for kind, (virtual, unit) in order
-    ]
-    return tuple(with_reductions(actions, stages=stages))

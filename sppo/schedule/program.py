@@ -24,10 +24,10 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from sppo.schedule.actions import ActionKind
 from sppo.schedule.checks.deadlock import check_deadlock_free
 from sppo.schedule.checks.validate import validate, validate_rules
 from sppo.schedule.costs import CopyEngines, Costs, abstract_costs, with_offload
+from sppo.schedule.encoding import F
 from sppo.schedule.generate import generate
 from sppo.schedule.orders.rank_orders import ForwardsBeforeBackward
 from sppo.schedule.schedule import Schedule
@@ -69,10 +69,8 @@ def step_program(
     lengths: Sequence[Sequence[int]],
     costs: Costs,
     num_virtual: int = 1,
-    warmup_per_hop: int = 1,
     forward_only: bool = False,
     forwards_before_backward: ForwardsBeforeBackward = (),
-    prefetch: int = 1,
     messages: bool = True,
 ) -> Schedule:
     """Make the program of a step, and check it unless messages are left out.
@@ -86,11 +84,9 @@ def step_program(
             `streamed_gradient_bytes`; K and V with `kv_recompute_s` are recomputed. The times
             decide the order of messages and which units a schedule cuts.
         num_virtual: Stages per rank.
-        warmup_per_hop: Extra warm-up forwards, see `generate`.
         forward_only: Leave out backwards, copies and reductions (evaluation).
         forwards_before_backward: Forwards that ranks have begun before backwards, see
             `generate`.
-        prefetch: How many backwards ahead a unit may come back from the next tier.
         messages: Place messages, and check the program. A program without messages, for which a
             simulation sends each tensor as soon as it exists, takes a third of the time to make.
 
@@ -104,7 +100,6 @@ def step_program(
         num_ranks=num_ranks,
         num_virtual=num_virtual,
         lengths=lengths,
-        warmup_per_hop=warmup_per_hop,
         forward_only=forward_only,
         forwards_before_backward=forwards_before_backward,
         costs=costs,
@@ -115,10 +110,9 @@ def step_program(
             costs, offload_bytes=nothing, kv_offload_bytes=nothing, kv_recompute_s=nothing
         )
     if not messages:
-        return _with_copies(schedule, costs=costs, prefetch=prefetch)
+        return _with_copies(schedule, costs=costs)
     ends_of = None
-    in_plain_order = warmup_per_hop == prefetch == 1 and not forward_only
-    if in_plain_order and runs_whole_units(name, costs=costs):
+    if not forward_only and runs_whole_units(name, costs=costs):
         ends_of = partial(
             whole_unit_ends,
             name,
@@ -127,13 +121,11 @@ def step_program(
             lengths=lengths,
             forwards_before_backward=forwards_before_backward,
         )
-    return lower(schedule, costs=costs, prefetch=prefetch, ends_of=ends_of)
+    return lower(schedule, costs=costs, ends_of=ends_of)
 
 
 @gc_disabled()
-def lower(
-    schedule: Schedule, *, costs: Costs, prefetch: int = 1, ends_of: EndsOf | None = None
-) -> Schedule:
+def lower(schedule: Schedule, *, costs: Costs, ends_of: EndsOf | None = None) -> Schedule:
     """Return `schedule` with its copies and messages, checked.
 
     Args:
@@ -142,7 +134,6 @@ def lower(
             V with `kv_offload_bytes`, weights with `streamed_weight_bytes` and gradients with
             `streamed_gradient_bytes`; K and V with `kv_recompute_s` are recomputed. The times
             decide the order of messages.
-        prefetch: How many backwards ahead a unit may come back from the next tier.
         ends_of: Function that simulates the compute of the schedule, see
             :func:`sppo.schedule.transfers.communication.place_messages`.
 
@@ -152,7 +143,7 @@ def lower(
     """
     # Messages are placed by simulated time, which does not exist for compute in a cycle.
     validate_rules(schedule)
-    copied = _with_copies(schedule, costs=costs, prefetch=prefetch)
+    copied = _with_copies(schedule, costs=costs)
     return with_messages(copied, costs=costs, ends_of=ends_of)
 
 
@@ -179,9 +170,9 @@ def with_messages(schedule: Schedule, *, costs: Costs, ends_of: EndsOf | None = 
     return schedule
 
 
-def _with_copies(schedule: Schedule, *, costs: Costs, prefetch: int) -> Schedule:
+def _with_copies(schedule: Schedule, *, costs: Costs) -> Schedule:
     """Return `schedule` with the copies and recomputations that `costs` ask for."""
-    schedule = place_copies(schedule, offloaded=costs.offload_bytes > 0, prefetch=prefetch)
+    schedule = place_copies(schedule, offloaded=costs.offload_bytes > 0)
     offloaded, recomputed = (
         frozenset(np.nonzero(table)[0].tolist())
         for table in (costs.kv_offload_bytes, costs.kv_recompute_s)
@@ -229,8 +220,5 @@ def equal_costs(
 
 def forward_part(schedule: Schedule) -> Schedule:
     """Return only the forwards of `schedule`, in their order: the program of an evaluation."""
-    programs = tuple(
-        tuple(action for action in program if action.kind is ActionKind.F)
-        for program in schedule.programs
-    )
-    return replace(schedule, programs=programs)
+    forwards = (program.take(program.codes == F) for program in schedule.encoded)
+    return replace(schedule, encoded=tuple(forwards))

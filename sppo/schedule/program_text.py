@@ -12,8 +12,9 @@ One line per rank; an action is spelled as in `actions` (`0F2.1`, `0F2.1[1/3]`, 
 programs are optional:
 
 * `name TEXT`: name that plots show.
-* `ranks P`, `virtual V`, `style loop|v`: the placement. Default: as many ranks as there are
-  program lines, and as many stages per rank as the actions name.
+* `ranks P`, `virtual V`: number of ranks, and of stages per rank. Default: as many ranks as there
+  are program lines, and as many stages per rank as the actions name.
+* `style loop`: stage s is on rank s mod P, as in every program.
 * `lengths 16,16`: tokens of each subsequence of one sequence, one line per sequence, in order.
   Default: as many sequences and subsequences as the actions name, of 1 token each.
 * `cut 0 2.1 = 5,6,5`: tokens of the shards of unit 2.1 on stage 0.
@@ -37,11 +38,11 @@ from sppo.schedule.actions import (
     Cut,
     Lengths,
     Placement,
-    PlacementStyle,
     Wire,
 )
 from sppo.schedule.checks.validate import find_violations
 from sppo.schedule.checks.violations import Violation
+from sppo.schedule.encoding import MalformedActionError
 from sppo.schedule.schedule import Schedule
 
 _ACTION = re.compile(
@@ -122,8 +123,8 @@ def format_program(schedule: Schedule) -> str:
     """Return the text of `schedule`, which `parse_program` reads back."""
     placement = schedule.placement
     lines = [f"name {schedule.name}", f"ranks {placement.num_ranks}"]
-    if placement.num_virtual > 1 or placement.style != "loop":
-        lines += [f"virtual {placement.num_virtual}", f"style {placement.style}"]
+    if placement.num_virtual > 1:
+        lines += [f"virtual {placement.num_virtual}", "style loop"]
     lines += [f"lengths {_numbers(parts)}" for parts in schedule.lengths]
     lines += [
         f"cut {cut.stage} {cut.sequence}.{cut.subsequence} = {_numbers(cut.lengths)}"
@@ -156,6 +157,9 @@ def parse_program(text: str, *, source: str = "program") -> ProgramFile:
             raise ProgramTextError(f"{source}, line {number}: {error}") from error
     try:
         return reader.finish()
+    except MalformedActionError as error:
+        number = reader.lines[error.rank]
+        raise ProgramTextError(f"{source}, line {number}: {error}") from error
     except ValueError as error:
         raise ProgramTextError(f"{source}: {error}") from error
 
@@ -189,7 +193,6 @@ class _Reader:
         self.name = "program"
         self.ranks: int | None = None
         self.virtual: int | None = None
-        self.style: PlacementStyle = "loop"
         self.lengths: list[tuple[int, ...]] = []
         self.cuts: list[Cut] = []
         self.programs: dict[int, tuple[Action, ...]] = {}
@@ -221,9 +224,8 @@ class _Reader:
         elif key == "virtual":
             self.virtual = _at_least_one(key, value)
         elif key == "style":
-            if value not in ("loop", "v"):
-                raise ValueError(f"style {quoted(value)}: must be loop or v")
-            self.style = "v" if value == "v" else "loop"
+            if value != "loop":
+                raise ValueError(f"style {quoted(value)}: must be loop")
         elif key == "lengths":
             self.lengths.append(tuple(_at_least_one(key, word) for word in value.split(",")))
         elif key == "cut":
@@ -265,9 +267,9 @@ class _Reader:
                 f"{units} subsequences on {ranks * virtual} stages, and only {len(actions)} "
                 "actions: every subsequence needs one on every stage"
             )
-        schedule = Schedule(
+        schedule = Schedule.of_actions(
             self.name,
-            Placement(ranks, virtual, self.style),
+            Placement(ranks, virtual),
             lengths,
             tuple(self.programs[rank] for rank in range(ranks)),
             tuple(sorted(self.cuts)),

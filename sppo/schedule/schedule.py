@@ -7,13 +7,16 @@ the output of the simulator.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from sppo.schedule.actions import Action, ActionKind, Cut, Lengths, Placement, UnitKey, Wire
-from sppo.schedule.encoding import SEND_ACT, SEND_GRAD, EncodedProgram, encode
+import numpy as np
+import numpy.typing as npt
+
+from sppo.schedule.actions import Action, Cut, Lengths, Placement, UnitKey, Wire
+from sppo.schedule.encoding import SEND_ACT, SEND_GRAD, B, EncodedProgram, decode, encode
 from sppo.schedule.msp_groups import MspGroup, Route, find_msp_groups, msp_routes
 
 
@@ -26,22 +29,52 @@ class Schedule:
         placement: Assignment of stages to ranks.
         lengths: Tokens of every subsequence of every sequence: lengths[sequence][subsequence].
             Message shapes follow from the lengths, so no shapes are exchanged at run time.
-        programs: One tuple of actions per rank.
+        encoded: Program of each rank, as integer arrays.
         cuts: Shard lengths of the MSP units whose shards are not of equal length.
     """
 
     name: str
     placement: Placement
     lengths: Lengths
-    programs: tuple[tuple[Action, ...], ...]
+    encoded: tuple[EncodedProgram, ...]
     cuts: tuple[Cut, ...] = ()
 
     def __post_init__(self) -> None:
-        if len(self.programs) != self.num_ranks:
+        if len(self.encoded) != self.num_ranks:
             raise ValueError(
-                f"{len(self.programs)} programs for {self.num_ranks} ranks: "
+                f"{len(self.encoded)} programs for {self.num_ranks} ranks: "
                 "give one program per rank"
             )
+
+    @classmethod
+    def of_actions(
+        cls,
+        name: str,
+        placement: Placement,
+        lengths: Lengths,
+        programs: Sequence[Sequence[Action]],
+        cuts: tuple[Cut, ...] = (),
+    ) -> Schedule:
+        """Return a schedule of given actions.
+
+        Raises:
+            MalformedActionError: An action that names something the schedule does not have.
+        """
+        encoded = encode(programs, lengths=lengths, num_stages=placement.num_stages)
+        return cls(name, placement, lengths, encoded, cuts)
+
+    def with_programs(self, programs: Sequence[Sequence[Action]]) -> Schedule:
+        """Return the schedule with other actions.
+
+        Raises:
+            MalformedActionError: An action that names something the schedule does not have.
+        """
+        return Schedule.of_actions(self.name, self.placement, self.lengths, programs, self.cuts)
+
+    @cached_property
+    def programs(self) -> tuple[tuple[Action, ...], ...]:
+        """Program of each rank, as actions."""
+        return tuple(decode(program, lengths=self.lengths) for program in self.encoded)
 
     @property
     def num_ranks(self) -> int:
@@ -66,27 +99,17 @@ class Schedule:
     @property
     def num_actions(self) -> int:
         """Number of actions of all ranks together."""
-        return sum(len(program) for program in self.programs)
+        return sum(program.codes.size for program in self.encoded)
 
     @property
     def is_training(self) -> bool:
         """True if the programs hold a backward pass (False for evaluation)."""
-        backward = ActionKind.B
-        return any(action.kind is backward for program in self.programs for action in program)
+        return any(bool((program.codes == B).any()) for program in self.encoded)
 
     @cached_property
     def unit_offsets(self) -> tuple[int, ...]:
         """Index of each sequence's first unit, units numbered over all sequences."""
         return (0, *accumulate(map(len, self.lengths[:-1])))
-
-    @cached_property
-    def encoded(self) -> tuple[EncodedProgram, ...]:
-        """Programs as integer arrays.
-
-        Raises:
-            MalformedActionError: An action that names something the schedule does not have.
-        """
-        return encode(self.programs, lengths=self.lengths, num_stages=self.num_stages)
 
     @cached_property
     def msp_groups(self) -> Mapping[int, MspGroup]:
@@ -97,6 +120,14 @@ class Schedule:
     def msp_routes(self) -> Mapping[tuple[int, int], tuple[Route, ...]]:
         """Routes of every message from or to an MSP group, by (opcode of SEND, producing slot)."""
         return msp_routes(self.msp_groups, lengths=self.lengths, placement=self.placement)
+
+    def first_action(self, which: Callable[[EncodedProgram], npt.NDArray[np.bool_]]) -> str | None:
+        """Return the text of the first action of which `which` is true, if there is one."""
+        for rank, program in enumerate(self.encoded):
+            found = np.flatnonzero(which(program))
+            if found.size:
+                return str(self.programs[rank][int(found[0])])
+        return None
 
     def slot(self, stage: int, unit: UnitKey) -> int:
         """Return the index of a unit on a stage in tables of all stages and units."""
@@ -129,8 +160,11 @@ class Schedule:
         Ranks compare digests at start-up, so that no two ranks run different programs.
         """
         state = hashlib.sha256()
-        header = (self.name, self.placement, self.lengths, self.cuts)
-        state.update(repr(header).encode())
+        ranks, virtual = self.placement.num_ranks, self.placement.num_virtual
+        # Plans that exist hold digests with these words.
+        placement = f"Placement(num_ranks={ranks}, num_virtual={virtual}, style='loop')"
+        header = f"({self.name!r}, {placement}, {self.lengths!r}, {self.cuts!r})"
+        state.update(header.encode())
         for program in self.programs:
             state.update(b"\n")
             state.update(" ".join(map(str, program)).encode())

@@ -10,12 +10,11 @@ import torch
 from sppo.config import RunConfig
 from sppo.cost.parameters import num_parameters
 from sppo.data.samples.document_samples import DocumentSamples
-from sppo.kernels.native.extension import describe
 from sppo.parallel.mesh_shape import MeshShape
 from sppo.planning.plan import ExecutionPlan
 from sppo.report.lines import print_titled
-from sppo.training.checks.preflight import CheckedRun, NextStep
 from sppo.training.job import Job
+from sppo.training.preflight import CheckedRun, NextStep
 from sppo.units import counted, format_bytes, format_count, format_duration, format_tokens
 
 
@@ -62,14 +61,13 @@ def _lines(job: Job, checked: CheckedRun) -> Iterator[tuple[str, str]]:
         f"({format_bytes(memory.activations_bytes)} activations, "
         f"{format_bytes(memory.kv_bytes + memory.kv_gradients_bytes)} K/V)",
     )
-    tiers = plan.state_tiers
+    tiers = plan.state
     if tiers.leaves_device:
         behind = max(rank.tier_state_bytes for rank in plan.rank_memory)
         where = f" ({run.activations.disk})" if tiers.tier == "disk" else ""
         yield "state", f"{tiers.text()}{where}: {format_bytes(behind)}"
     if plan.offloads_anything:
         yield "offload", _offloads(run, plan)
-    yield "library", describe()
     yield "output", run.train.output
     yield "attention", checked.attention.text()
 
@@ -127,9 +125,9 @@ def _offloads(run: RunConfig, plan: ExecutionPlan) -> str:
     """Return what is offloaded, and where to, as text."""
     ratios = plan.predicted.offload_ratios
     size = max(rank.tier_activations_bytes for rank in plan.rank_memory)
-    where = "host memory" if plan.tier == "host" else run.activations.disk
+    where = "host memory" if plan.activation_tier == "host" else run.activations.disk
     what = f"{min(ratios):.0%} to {max(ratios):.0%} of what a subsequence saves"
     if plan.kv == "offloaded":
-        others = sum(stage.kv == "offloaded" for stage in plan.stages)
+        others = plan.kv_of_stages.count("offloaded")
         what += f"; K and V of {others} of {len(plan.stages)} stages"
     return f"{format_bytes(size)} to {where} and back: {what}"

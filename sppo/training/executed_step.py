@@ -11,7 +11,7 @@ import logging
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from sppo.plots.timeline import write_png
 from sppo.schedule.actions import Action
 from sppo.schedule.timeline import Timeline, measured_timeline
 from sppo.timeline.chrome_trace import write_trace
-from sppo.training.ranks import Ranks
+from sppo.training.job import Ranks
 from sppo.training.run_directory import TIMELINE_PLOT, TIMELINE_TRACE
 
 _log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ def _timeline(executed: StepResult, steps: Sequence[_RankStep]) -> Timeline:
         [(start - offset - begin, finish - offset - begin) for start, finish in step.times_s]
         for step, offset in zip(steps, offsets, strict=True)
     ]
-    program = replace(executed.schedule, programs=tuple(step.actions for step in steps))
+    program = executed.schedule.with_programs([step.actions for step in steps])
     return measured_timeline(program, times_s=times)
 
 

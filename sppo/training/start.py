@@ -2,7 +2,7 @@
 
 Every check of a run is made once. The process that the user starts checks the run file and its
 inputs, and chooses degrees that are left open. Rank 0 then makes the checks that depend on memory,
-and the plan (:mod:`sppo.training.checks.preflight`).
+and the plan (:mod:`sppo.training.preflight`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from sppo.config import RunConfig
+from sppo.config.rules import broken_rules
 from sppo.config.run_warnings import log_run_warnings
 from sppo.hardware.this_machine import count_cores, find_gpus
 from sppo.kernels.native.machine_memory import check_room_for_libraries
@@ -29,15 +30,17 @@ from sppo.parallel.job.environment import (
 from sppo.parallel.job.launch import run_ranks
 from sppo.parallel.job.open_files import allow_connections
 from sppo.parallel.mesh_shape import MeshShape
-from sppo.planning.plan import ExecutionPlan
+from sppo.planning.elastic.longest_samples import run_of_longest_samples
+from sppo.planning.plan import ExecutionPlan, check_program
+from sppo.planning.planned_keys import check_plan_fits
 from sppo.report.display import logging_to
 from sppo.report.lines import print_titled
-from sppo.training.checks.given_plan import check_kind, followed_plan
 from sppo.training.checks.input_checks import check_inputs
 from sppo.training.interruption import StopRequest
 
 if TYPE_CHECKING:
-    from sppo.training.outcome import TrainingOutcome
+    from sppo.training.devices.device import DeviceKind
+    from sppo.training.steps.outcome import TrainingOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,11 +191,10 @@ def train_as_rank(ready: ReadyRun, *, console: Console, command: str) -> Trainin
     """
     with torch_kept_quiet(os.environ):
         from sppo.training.announcement import announce
-        from sppo.training.checks.preflight import preflight
+        from sppo.training.preflight import preflight
     from sppo.training.devices.choose_device import choose_device
-    from sppo.training.job import Job
-    from sppo.training.ranks import joined
-    from sppo.training.results import report
+    from sppo.training.job import Job, joined
+    from sppo.training.report import report
     from sppo.training.trainer import train as train_run
 
     run, environment = ready.run, ready.environment
@@ -213,3 +215,52 @@ def train_as_rank(ready: ReadyRun, *, console: Console, command: str) -> Trainin
             with StopRequest() if outcome.interrupted_by is None else nullcontext():
                 report(job, checked, outcome, command=command)
     return outcome
+
+
+def followed_plan(run: RunConfig, plan: ExecutionPlan) -> RunConfig:
+    """Return the run with its degrees of parallelism set to those of a plan.
+
+    Args:
+        run: Validated run configuration.
+        plan: Plan made by `sppo solve`.
+
+    Raises:
+        ValueError: The plan is for another run, or this version cannot follow it.
+    """
+    check_plan_fits(plan, run_of_longest_samples(run))
+    check_program(plan)
+    chosen = {
+        "data_parallel_degree": plan.data_parallel_degree,
+        "pipeline_parallel_degree": plan.pipeline_parallel_degree,
+        "sequence_parallel_degree": plan.sequence_parallel_degree,
+        "sequence_parallel": plan.sequence_parallel,
+    }
+    followed = run.model_copy(update={"parallel": run.parallel.model_copy(update=chosen)})
+    problems = list(broken_rules(followed))
+    if problems:
+        first = problems[0]
+        raise ValueError(f"with the degrees of the plan, {first.path} {first.value} {first.rule}")
+    return followed
+
+
+def check_kind(plan: ExecutionPlan, *, kind: DeviceKind, source: str) -> None:
+    """Raise ValueError if a plan was made for the other kind of device.
+
+    Args:
+        plan: Plan to follow.
+        kind: Kind of the device that trains the run.
+        source: Name of the plan in the error message.
+
+    Raises:
+        ValueError: The plan was made for the other kind of device.
+    """
+    planned = plan.hardware
+    if planned.device.kind != kind:
+        here, hint = (
+            ("the CPU", "hardware.preset=laptop-cpu") if kind == "cpu" else ("a GPU", "its preset")
+        )
+        raise ValueError(
+            f"{source} was made for {planned.name}, and this run is trained on {here}: solve "
+            f"again with {hint}, or with a hardware.file of this machine, or keep the plan for "
+            "sppo simulate"
+        )

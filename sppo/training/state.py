@@ -27,7 +27,6 @@ from sppo.parallel.msp_exchange import MspLinks
 from sppo.parallel.pipeline_p2p import PipelineLinks
 from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.planning.plan import ExecutionPlan
-from sppo.planning.plan_program import plan_program
 from sppo.schedule.msp_groups import msp_ranges
 from sppo.training.devices.communicator_memory import communicators_measured
 from sppo.training.devices.device import Device
@@ -134,7 +133,7 @@ def build_state(job: Job, plan: ExecutionPlan) -> TrainingState:
     failed_step_timeout_s = FAILED_STEP_TIMEOUT_S if mesh.is_distributed else None
     tensors = make_state(
         run,
-        tiers=plan.state_tiers,
+        tiers=plan.state,
         sharded=sharded,
         device=device,
         failed_step_timeout_s=failed_step_timeout_s,
@@ -173,7 +172,7 @@ def _connect(run: RunConfig, plan: ExecutionPlan, *, mesh: Mesh, device: Device)
     )
     if mesh.uses_nccl:
         mesh.send_first_messages()
-    place, program = device.torch_device, plan_program(plan)
+    place, program = device.torch_device, plan.program()
     msp_links = MspLinks(mesh, device=place) if plan.uses_msp else None
     if msp_links is not None:
         msp_links.connect(msp_ranges(program.msp_groups))
@@ -217,8 +216,8 @@ def _build_engine(
         streamed_gradients=tensors.streamed_gradients,
         placements={n: planned_placement(s.subsequences) for n, s in enumerate(plan.stages)},
         offloaded=stores[0] if stores else None,
-        kv_offloaded=[n for n, s in enumerate(plan.stages) if s.kv == "offloaded"],
-        kv_recomputed=[n for n, s in enumerate(plan.stages) if s.kv == "recomputed"],
+        kv_offloaded=[n for n, kv in enumerate(plan.kv_of_stages) if kv == "offloaded"],
+        kv_recomputed=[n for n, kv in enumerate(plan.kv_of_stages) if kv == "recomputed"],
         offloaded_shards=dict(zip(shard_stages, stores[1:], strict=False)),
         input_every=run.activations.input_every,
         pipeline=pipeline,
@@ -234,7 +233,9 @@ def may_offload(run: RunConfig, plan: ExecutionPlan) -> bool:
 
     Each step of samples has a plan of its own, so any of these may offload if there is a tier.
     """
-    return plan.offloads_anything or (run.data.samples == "documents" and plan.tier != "device")
+    return plan.offloads_anything or (
+        run.data.samples == "documents" and plan.activation_tier != "device"
+    )
 
 
 def _exchange(run: RunConfig, mesh: Mesh) -> UlyssesAllToAll | MegatronSequenceParallel | None:

@@ -17,14 +17,13 @@ from sppo.schedule.actions import Action
 from sppo.schedule.schedule import Schedule
 from sppo.training.interruption import Interrupted, StopRequest
 from sppo.training.job import Job
-from sppo.training.outcome import TrainingOutcome
 from sppo.training.run_checkpoints import RunCheckpoints
 from sppo.training.state import TrainingState
-from sppo.training.step_metrics import measure_step
-from sppo.training.step_records import StepRecords
 from sppo.training.steps.nonfinite import NonFiniteError, NonFiniteGuard
+from sppo.training.steps.outcome import TrainingOutcome
+from sppo.training.steps.records import StepRecords, measure_step
 from sppo.training.steps.step import StepSums, run_step
-from sppo.training.steps.step_work import StepSource, StepWork
+from sppo.training.steps.work import StepSource, StepWork
 
 AUTOMATIC_S = 600.0
 """Least seconds of training from one checkpoint to the next with ``checkpoint.every=auto``."""

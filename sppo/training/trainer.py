@@ -11,18 +11,17 @@ from pathlib import Path
 from sppo.output_file import write_json
 from sppo.planning.plan import ExecutionPlan, plan_json
 from sppo.schedule.simulation.simulate import simulate, step_seconds
-from sppo.training.checks.preflight import CheckedRun
 from sppo.training.executed_step import StepTimelines, executed_timeline
-from sppo.training.job import Job
-from sppo.training.outcome import Baseline, TrainingOutcome
-from sppo.training.ranks import shared_output
+from sppo.training.job import Job, shared_output
+from sppo.training.preflight import CheckedRun
 from sppo.training.run_checkpoints import RunCheckpoints
 from sppo.training.run_directory import PLAN_FILE, note_configuration
 from sppo.training.state import build_state
 from sppo.training.state_tensors import DTYPES
 from sppo.training.step_loop import StepLoop
-from sppo.training.steps.step_work import StepSource, step_source
+from sppo.training.steps.outcome import Baseline, TrainingOutcome
 from sppo.training.steps.warm_up import warm_up
+from sppo.training.steps.work import StepSource, step_source
 
 _log = logging.getLogger(__name__)
 

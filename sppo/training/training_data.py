@@ -1,7 +1,9 @@
-"""Training data of a run, sequences of its token stream or samples, and the check of its labels."""
+"""Training data of a run: its opening, and checks that all ranks have the same, with labels."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +11,8 @@ from sppo.config import RunConfig
 from sppo.data.run_tokens import samples_of
 from sppo.data.samples.document_samples import DocumentSamples
 from sppo.data.sequences import TrainingData
-from sppo.data.tokens import open_tokens
+from sppo.data.tokens import LOSS_MASK_FILE, TOKENS_FILE, TokenData, open_tokens
+from sppo.units import KIB
 
 
 def training_data(run: RunConfig) -> TrainingData | DocumentSamples:
@@ -73,3 +76,57 @@ def _places_of_steps(training: TrainingData | DocumentSamples, *, steps: int) ->
     elif training.data.num_documents < training.data.num_tokens:
         epoch = -(-training.num_sequences // training.sequences_per_step)
         yield from range(min(steps, epoch))
+
+
+_BLOCK_BYTES = 4 * KIB
+_NUM_BLOCKS = 64
+_SHOWN_DIGITS = 16
+
+
+def input_facts(run: RunConfig, data: TokenData) -> dict[str, str]:
+    """Return the facts about a rank's inputs that all ranks compare, by name.
+
+    Args:
+        run: Validated run configuration.
+        data: Token data as this rank reads it.
+    """
+    meta, tokenizer = data.meta, data.meta.tokenizer
+    documents = hashlib.sha256(data.document_offsets.data)
+    facts = {
+        "data.tokens, tokens": f"{meta.num_tokens} {meta.dtype}",
+        "data.tokens, tokens_sha256": meta.tokens_sha256[:_SHOWN_DIGITS],
+        "data.tokens, sample of tokens.bin": fingerprint(data.directory / TOKENS_FILE),
+        "data.tokens, documents": str(meta.num_documents),
+        "data.tokens, starts of documents": documents.hexdigest()[:_SHOWN_DIGITS],
+        "data.tokens, vocabulary": str(meta.vocab_size),
+        "data.tokens, tokenizer": str(tokenizer.sha256 and tokenizer.sha256[:_SHOWN_DIGITS]),
+        "data.tokens, end of document": str(tokenizer.end_of_document),
+    }
+    if meta.loss_mask_sha256 is not None:
+        facts |= {
+            "data.tokens, loss_mask_sha256": meta.loss_mask_sha256[:_SHOWN_DIGITS],
+            "data.tokens, sample of loss_mask.bin": fingerprint(data.directory / LOSS_MASK_FILE),
+        }
+    if run.model.from_hf is not None:
+        facts |= {
+            f"model.from_hf, sample of {file.name}": fingerprint(file)
+            for file in sorted(Path(run.model.from_hf).glob("*.safetensors"))
+        }
+    return facts
+
+
+def fingerprint(path: Path) -> str:
+    """Return a checksum of a file's size and of 64 blocks of 4 KiB spread evenly over it.
+
+    Distinguishes different files of any size, but may miss a few flipped bytes.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        digest = hashlib.sha256(str(size).encode())
+        for index in range(_NUM_BLOCKS):
+            start = max(0, size - _BLOCK_BYTES) * index // (_NUM_BLOCKS - 1)
+            digest.update(os.pread(file.fileno(), _BLOCK_BYTES, start))
+    return digest.hexdigest()[:_SHOWN_DIGITS]

@@ -7,7 +7,7 @@ import pytest
 
 import sppo
 from sppo.config import run_sections
-from sppo.training.checks.preflight import preflight
+from sppo.training.preflight import preflight
 from tests.conftest import succeed, write_tokens
 from tests.training.jobs import job_beside
 

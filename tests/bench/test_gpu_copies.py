@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -66,14 +67,14 @@ def test_everything_but_the_device(no_gpu, monkeypatch):
 
 def test_a_node_without_memory_is_left_out(no_gpu, monkeypatch):
     """GPUs of some machines are NUMA nodes, too."""
-    arena = pcie.HostArena
 
-    def first_only(size_bytes, *, numa_node):
-        if numa_node == 1:
+    @contextmanager
+    def first_only(node):
+        if node == 1:
             raise MemoryError("node 1 has none")
-        return arena(size_bytes)
+        yield
 
-    monkeypatch.setattr(pcie, "HostArena", first_only)
+    monkeypatch.setattr(pcie, "memory_of", first_only)
     monkeypatch.setattr(pcie, "_cupy", lambda: None)
     monkeypatch.setattr(pcie, "_numa_nodes", lambda: [0, 1])
     found = pcie.measure_pcie([CPU], quick=True, watcher=Watcher())

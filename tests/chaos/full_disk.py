@@ -257,6 +257,6 @@ if __name__ == "__main__":
 
     import sppo.cli.app
     import sppo.engine.engine
-    import sppo.training.checks.preflight  # noqa: F401
+    import sppo.training.preflight  # noqa: F401
 
     main()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -153,6 +154,12 @@ def tensor_of(value: Tensor | StateBlock) -> Tensor:
 # Rank functions ---------------------------------------------------------------------------------
 
 
+def in_group(rank: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of the group of all ranks, in the rank pool."""
+    del rank
+    return function(dist.group.WORLD, *arguments)
+
+
 def manager_of(
     group: ProcessGroup | None, directory: str, *, keep: int = 3, async_save: bool = False
 ) -> CheckpointManager:
@@ -166,6 +173,12 @@ def save(group: ProcessGroup | None, directory: str, layout: str, *steps: int) -
     for step in steps:
         manager.save(cut_state(group, layout, step=step), step=step, metadata={"by": layout})
     return names(directory)
+
+
+def save_two_tensors(group: ProcessGroup | None, directory: str) -> None:
+    """Save step 3 of a state of two tensors that every rank has."""
+    state: State = {"model.a": torch.ones(2), "model.b": torch.ones(3)}
+    manager_of(group, directory).save(state, step=3, metadata={})
 
 
 def model_run() -> RunConfig:

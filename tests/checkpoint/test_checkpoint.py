@@ -37,6 +37,7 @@ from sppo.checkpoint.files import list_checkpoints
 from sppo.checkpoint.newest import held_checkpoint
 from sppo.config import RunConfig
 from tests.make import make_run
+from tests.tiers import exhaustive
 
 KEYS = ("model.embed.weight", "model.final_norm.weight", "optimizer.exp_avg.embed.weight")
 
@@ -359,7 +360,7 @@ def _has_locks(monkeypatch: pytest.MonkeyPatch, has_locks: bool) -> None:
         (checkpoint_module, "read_tensors"),
     ],
 )
-@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("keep", [1, *exhaustive(2)])
 def test_a_run_that_saves_at_any_moment_of_a_reader(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

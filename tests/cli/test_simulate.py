@@ -54,7 +54,6 @@ def test_keys_of_offload():
 def test_keys_of_costs():
     shape = ("schedule=1f1b", "ranks=2", "sequences=4", "subsequences=1")
     assert report(*shape, "latency=1")["makespan_s"] == 19
-    assert report(*shape, "latency=1", "hop=2")["makespan_s"] == 17
     zero_bubble = ("schedule=zb_h1", "ranks=4", "sequences=8", "subsequences=1")
     assert report(*zero_bubble, "backward=1", "weight=1")["makespan_s"] == 27
     uneven = ("schedule=sppo", "ranks=3", "sequences=1", "subsequences=3")
@@ -147,15 +146,14 @@ def test_all_problems_of_an_abstract_case_are_listed_as_those_of_a_run_file():
         "forward=-1": "-1 must be greater than or equal to 0",
         "h2d=nan": "'nan' must be a finite number",
         "keep_last=-1": "-1 must be greater than or equal to 0",
-        "prefetch=x": "'x' must be a valid integer",
-        "hop=4": "4 must be less than or equal to 2",
+        "virtual=x": "'x' must be a valid integer",
         "bandwidth=0": "0 neither unlimited nor valid: must be greater than 0",
         "unit_costs=1,x": "'x' must be a valid number",
         "offload_ratio=1.5": "1.5 neither none, full, adaptive nor numbers within 0 and 1",
         "bandwith=1": "1 unknown key. Did you mean 'bandwidth'?",
     }
     lines = [" ".join(line.split()) for line in refuse("simulate", *wrong).splitlines()]
-    assert "the request has 13 problems" in lines[0]
+    assert "the request has 12 problems" in lines[0]
     assert any(line == "sequences (missing) required" for line in lines)
     for word, message in wrong.items():
         key = word.partition("=")[0]

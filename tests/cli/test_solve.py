@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import re
@@ -19,7 +18,7 @@ from sppo.config.yaml_file import format_yaml
 from sppo.planning.advice import Advice
 from sppo.planning.plan import read_plan
 from sppo.planning.search.choices import Degrees
-from tests.conftest import SCREEN_LINES, call, refuse, succeed, tree
+from tests.conftest import call, refuse, succeed, tree
 from tests.tiers import exhaustive
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +32,14 @@ RUN = {
     "hardware": {"preset": "h100", "nodes": 1},
 }
 TOO_LONG = ("sequence.length=2Mi", "hardware.devices_per_node=2", "parallel.virtual_stages=1")
+ONE_WAY = (
+    "sequence.length=1Mi",
+    "parallel.virtual_stages=1",
+    "parallel.sequence_parallel_degree=8",
+    "parallel.pipeline_parallel_degree=4",
+    "parallel.data_parallel_degree=1",
+)
+"""Degrees that are given leave little to search."""
 PROMISED = {
     "sequence_parallel_degree",
     "pipeline_parallel_degree",
@@ -96,45 +103,9 @@ def test_json_has_the_promised_keys(run):
     assert all(rejection["reason"] for rejection in found["rejected"])
 
 
-def test_what_is_reported_hangs_together(run):
-    found = report(run)
-    steps = [candidate["predicted"]["step_s"] for candidate in found["candidates"]]
-    assert steps[0] == min(steps)
-    for option in found["candidates"]:
-        predicted = option["predicted"]
-        devices = (
-            option["sequence_parallel_degree"]
-            * option["pipeline_parallel_degree"]
-            * option["data_parallel_degree"]
-        )
-        assert devices <= found["hardware"]["num_devices"] == 8
-        assert len(option["subsequence_lengths"]) == option["num_subsequences"]
-        assert sum(option["subsequence_lengths"]) == 128 * 1024
-        rate = 128 * 1024 / predicted["step_s"] / devices
-        assert predicted["tokens_per_s_per_gpu"] == pytest.approx(rate)
-        assert 0 < predicted["mfu"] < 1
-        assert predicted["provenance"] == "analytic"
-        stages = option["stages"]
-        assert len(stages) == option["pipeline_parallel_degree"] * option["virtual_stages"]
-        assert sum(stage["num_layers"] for stage in stages) == 16
-        for stage in stages:
-            assert sum(stage["device"].values()) == stage["device_bytes"]
-        peak = max(stage["device_bytes"] for stage in stages)
-        assert len(option["simulated_device_bytes"]) == option["pipeline_parallel_degree"]
-        assert max(option["simulated_device_bytes"]) <= peak
-        assert option["node_host_peak_bytes"] >= predicted["host_peak_bytes"]
-        assert predicted["device_peak_bytes"] == peak
-        assert peak <= found["hardware"]["device_budget_bytes"]
-    assert found["devices_left_over"] == 0
-    assert found["plan"] is None
-    pieces = [entry["num_subsequences"] for entry in found["by_num_subsequences"]]
-    assert pieces == sorted(pieces)
-    assert found["best"]["num_subsequences"] in pieces
-
-
 def test_the_table_says_how_many_devices_each_way_uses_where_they_differ(run):
     cluster = ("model.preset=llama-3.1-8b", "sequence.length=1Mi", "hardware.preset=a100-80g")
-    words = (*cluster, "hardware.nodes=8")
+    words = (*cluster, "hardware.nodes=8", "parallel.virtual_stages=1")
     used = [
         math.prod(candidate[f"{kind}_parallel_degree"] for kind in ("sequence", "pipeline", "data"))
         for candidate in report(run, *words)["candidates"][:4]
@@ -182,11 +153,11 @@ def test_the_table_is_enough_to_decide_from(run):
 
 
 def test_offload_ratios_and_host_memory_are_shown():
-    text = example_text("sequence.length=1Mi")
+    text = example_text(*ONE_WAY)
     assert "is offloaded to host memory" in text
     assert re.search(r"first to last subsequence \(10 of \d+\): 0\.", text)
     assert "activations in host memory" in text
-    found = example("sequence.length=1Mi")
+    found = example(*ONE_WAY)
     ratios = found["best"]["offload_ratios"]
     assert len(ratios) == found["best"]["num_subsequences"]
     assert ratios[-1] == 0 < max(ratios) <= 1
@@ -252,9 +223,9 @@ def test_the_example_of_a_hardware_file():
     """A file with the figures of the preset gives what the preset gives."""
     file = ROOT / "configs/hardware/a100_80g_4x8.json"
     hardware = f"hardware={{file: {file}}}"
-    found = report(EXAMPLE, hardware)
+    found = report(EXAMPLE, *ONE_WAY, hardware)
     assert found["hardware"]["name"] == "4 x 8 A100-80GB"
-    assert found["best"]["predicted"] == example()["best"]["predicted"]
+    assert found["best"]["predicted"] == example(*ONE_WAY)["best"]["predicted"]
 
 
 def test_a_plan_is_written_read_and_simulated(run):
@@ -307,27 +278,6 @@ def test_an_output_that_cannot_be_written_is_found_before_solving(run, output, m
     assert tree(Path()) == before
 
 
-def test_a_directory_without_permission(run, monkeypatch):
-    def forbid(**_):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr("sppo.output_file.TemporaryFile", forbid)
-    error = refuse("solve", run, "-o", "plan.json")
-    assert "-o plan.json: the directory . cannot be written to: Permission denied" in error
-
-
-def test_a_full_disk_leaves_the_old_plan(run, monkeypatch):
-    Path("plan.json").write_text("old")
-
-    def full(descriptor):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    error = refuse("solve", run, "-o", "plan.json", code=4)
-    assert error == "error: plan.json: No space left on device; the older file is kept\n"
-    assert Path("plan.json").read_text() == "old"
-
-
 def test_what_does_not_fit_ends_with_3_on_one_screen(run):
     Path("plan.json").write_text("old")
     text = one_line(refuse("solve", run, *TOO_LONG, "-o", "plan.json", code=3))
@@ -349,16 +299,6 @@ def test_json_says_the_same_where_nothing_fits(run):
     assert nearest["shortfall"]["short_bytes"] == min(short) > 0
     assert {"place", "rank", "bucket", "bucket_bytes"} <= nearest["shortfall"].keys()
     assert all(advice["change"] and advice["effect"] for advice in found["advice"])
-
-
-def test_advice_that_is_followed_helps(run):
-    advice = report(run, *TOO_LONG, code=3)["advice"]
-    changes = [advice["change"] for advice in advice]
-    assert any(change.startswith("sequence.length=") for change in changes)
-    assert any(change.startswith("hardware.nodes=") for change in changes)
-    for change in changes:
-        if "=" in change:
-            assert report(run, *TOO_LONG, change)["feasible"]
 
 
 def test_heads_that_cannot_be_shared_out(run):
@@ -395,11 +335,7 @@ def test_a_wrong_request_ends_with_2(run, words, message):
     assert message in one_line(refuse("solve", run, *words))
 
 
-def test_a_missing_run_file():
-    assert "none.yaml" in refuse("solve", "none.yaml")
-
-
-@pytest.mark.parametrize("words", [(), ("-o", "plan.json"), *exhaustive(TOO_LONG)])
+@pytest.mark.parametrize("words", [("-o", "plan.json"), *exhaustive((), TOO_LONG)])
 def test_solving_never_loads_torch(run, words):
     code = (
         "import sys\nfrom sppo.cli.app import app\n"
@@ -409,15 +345,6 @@ def test_solving_never_loads_torch(run, words):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.splitlines()[-1] == "False"
-
-
-def test_the_screens_are_screens(run):
-    assert len(refuse("solve", run, *TOO_LONG, code=3).splitlines()) <= SCREEN_LINES
-    wide = [line for line in succeed("solve", run).splitlines() if len(line) > 80]
-    assert all(
-        line.startswith(("MFU:", "launch:", "policy ", "     nearest", "step over"))
-        for line in wide
-    )
 
 
 @pytest.mark.parametrize(

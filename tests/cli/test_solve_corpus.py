@@ -95,6 +95,7 @@ def test_tables_for_people(run):
         "pipeline parallel",
         "ways to divide the devices",
         "memory of one device of each rank",
+        "host memory of a node",
         "a step of the longest samples, of 32Ki tokens",
         "go on each rank",
         "written plan.json",

@@ -19,8 +19,7 @@ import pytest
 from sppo.checkpoint import checkpoint
 from sppo.kernels.native.machine_memory import MemoryRoom
 from sppo.report.metrics import JsonlSink
-from sppo.training import results as report
-from sppo.training import step_loop, trainer
+from sppo.training import report, step_loop, trainer
 from sppo.training.checks import room_checks
 from tests.conftest import LENGTH, call, refuse, succeed, tree, write_run, write_tokens
 from tests.tiers import exhaustive
@@ -514,8 +513,6 @@ def test_a_vocabulary_larger_than_the_data_is_no_fault(work):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, *exhaustive(signal.SIGINT)])
 def test_a_signal_after_the_last_step_leaves_the_exit_code_0(work, monkeypatch, number):
-    from sppo.training import results as report
-
     drawn = report.loss_plot
 
     def interrupted(*args, **kwargs):

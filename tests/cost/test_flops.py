@@ -19,6 +19,7 @@ from sppo.cost.flops import (
 from sppo.cost.packed_sequence import parts_of_sequence
 from sppo.kernels.attention.reference import visible_pairs
 from tests.engine.models import VARIANTS, Trained, random_sequence, random_weights, tiny_model
+from tests.tiers import each_once
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 13, 99])
@@ -48,8 +49,7 @@ def attention_flops(model, length):
     return 4 * model.num_heads * model.head_dim * pairs
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "policy"), each_once(VARIANTS, POLICIES))
 def test_executed_products_are_those_counted(variant, policy):
     model = tiny_model(variant)
     trained = Trained(model, random_weights(model), policy=policy)

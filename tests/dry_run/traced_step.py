@@ -21,8 +21,7 @@ from sppo.parallel.mesh import Mesh
 from sppo.planning.elastic.step_plan import StepPlan, step_planner
 from sppo.planning.plan import ExecutionPlan
 from sppo.training.devices.cuda_device import CudaDevice
-from sppo.training.job import Job
-from sppo.training.ranks import Ranks, mesh_shape
+from sppo.training.job import Job, Ranks, mesh_shape
 from sppo.training.state import build_state
 from sppo.training.steps.measured import MeasuredBuckets, predicted_and_measured
 from sppo.training.steps.step import StepInput, run_step

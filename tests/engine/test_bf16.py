@@ -24,6 +24,7 @@ from tests.engine.models import (
     tiny_model,
 )
 from tests.engine.reference import reference_token_losses
+from tests.tiers import exhaustive
 
 LENGTH = 512
 BOUND = 1.5
@@ -87,7 +88,9 @@ def errors_of(variant, *, seeds=(0, 1)):
     return {name: errors.relative() for name, errors in found.items()}
 
 
-@pytest.mark.parametrize("variant", ["mha", "gqa, q/k-norm", "mqa, window, biases", "gpt"])
+@pytest.mark.parametrize(
+    "variant", ["gqa, q/k-norm", "gpt", *exhaustive("mha", "mqa, window, biases")]
+)
 def test_no_worse_than_unsplit(variant):
     errors = errors_of(variant)
     split, whole = errors["split"], errors["whole"]

@@ -8,6 +8,7 @@ import pytest
 
 from experiments import harness, long_sequences
 from experiments.long_sequences import Target
+from tests.tiers import exhaustive
 
 RUN = "configs/run/gpt_7b_512k_32gpu.yaml"
 SMALL = ("model.preset=tiny-gpt", "sequence.length=4Ki", "hardware.nodes=1")
@@ -24,7 +25,7 @@ def test_a_target_beside_its_baseline():
     json.dumps(found)
 
 
-@pytest.mark.parametrize("limit", [{"most_s": 1e-9}, {"least_ratio": 1e9}])
+@pytest.mark.parametrize("limit", exhaustive({"most_s": 1e-9}, {"least_ratio": 1e9}))
 def test_what_is_missed_is_not_called_reached(limit):
     baseline = RECOMPUTED if "least_ratio" in limit else ()
     assert not long_sequences.row(Target("small", RUN, ONE_DEVICE, baseline=baseline, **limit))[
@@ -32,6 +33,7 @@ def test_what_is_missed_is_not_called_reached(limit):
     ]
 
 
+@pytest.mark.exhaustive
 def test_what_does_not_fit_says_why():
     words = (*ONE_DEVICE, "model.preset=gpt-65b", "hardware.host_memory=8GiB", *RECOMPUTED)
     found = long_sequences.row(Target("too long", RUN, words))

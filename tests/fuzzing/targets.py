@@ -125,14 +125,11 @@ def _plan() -> dict[str, Any]:
 
 
 def plans(draw: st.DrawFn, directory: Path) -> None:
-    """A plan with damaged values, its digests mended in half of the cases."""
+    """A plan with damaged values, its digest mended in half of the cases."""
     path = directory / "plan.json"
     tree = draw(changed_trees(_plan()))
     if draw(st.booleans()) and isinstance(tree, dict):
         tree.pop("digest", None)
-        for part in ("run", "hardware"):
-            if isinstance(tree.get(part), dict):
-                tree[f"{part}_digest"] = digest_of(tree[part])
         tree["digest"] = digest_of(tree)
     path.write_text(json_text(tree), encoding="utf-8")
     read_plan(path)
@@ -293,9 +290,9 @@ def checkpoints(draw: st.DrawFn, directory: Path) -> None:
 
 
 SIMULATE = (
-    "schedule", "ranks", "virtual", "sequences", "subsequences", "hop", "forward", "backward",
+    "schedule", "ranks", "virtual", "sequences", "subsequences", "forward", "backward",
     "weight", "unit_costs", "unit_sizes", "latency", "bandwidth", "message_size", "weight_size",
-    "kv_size", "offload_ratio", "d2h", "h2d", "keep_last", "prefetch",
+    "kv_size", "offload_ratio", "d2h", "h2d", "keep_last",
 )  # fmt: skip
 VALUES = ("0", "1", "2", "3", "-1", "1.5", "nan", "inf", "1e308", "1e-308", "sppo", "seq1f1b",
           "1,2", "full", "adaptive", "0.5", "x", "", "9" * 5000, "\x1b[31m", "99999999",

@@ -45,7 +45,7 @@ def undocumented(error: Exception) -> str | None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("target", TARGETS)
 def test_damaged_input_is_refused_as_documented(target: str, tmp_path: Path) -> None:
-    count = examples(30, all=200) if target in SLOW else examples(100, all=1000)
+    count = examples(20, all=200) if target in SLOW else examples(60, all=1000)
 
     @settings(max_examples=count, suppress_health_check=list(HealthCheck))
     @given(data=st.data())

@@ -8,16 +8,18 @@ import pytest
 from sppo.config.run import HardwareConfig
 from sppo.hardware.description import HOST_FRACTION
 from sppo.hardware.file import (
-    hardware_digest,
     hardware_for,
     hardware_json,
     read_hardware,
 )
 from sppo.hardware.presets import PRESETS
-from sppo.hardware.rates import AttentionPoint
 from sppo.hardware.run_hardware import hardware_line
 from sppo.units import GIB
 
+ATTENTION_POINT = {
+    "dtype": "bf16", "head_size": 64, "queries": 64, "keys": 64,
+    "forward_flops_per_s": 1e12, "backward_flops_per_s": 1e12,
+}  # fmt: skip
 PROMISED = ("a100-40g", "a100-80g", "a800-40g", "a800", "h100", "h200", "b200", "laptop-cpu")
 
 
@@ -102,7 +104,6 @@ def test_a_measured_machine_is_read_back(tmp_path):
     spec = replace(PRESETS["h200"], name="ours", provenance="measured", node=node)
     path.write_text(json.dumps(hardware_json(spec)), encoding="utf-8")
     assert read_hardware(path) == spec
-    assert hardware_digest(read_hardware(path)) == hardware_digest(spec)
     planned = hardware_for(HardwareConfig(file=str(path), margin=0))
     assert replace(planned, node=spec.node) == spec
     assert hardware_for(HardwareConfig(file=str(path), nodes=3)).num_nodes == 3
@@ -115,31 +116,6 @@ def test_a_measured_machine_is_read_back(tmp_path):
         (lambda values: [1], "file: "),
         (lambda values: {**values, "speed": 3}, "speed: Unexpected"),
         (lambda values: {k: v for k, v in values.items() if k != "node"}, "node: .*required"),
-        (
-            lambda values: {**values, "device": {**values["device"], "gemm_efficiency": 2}},
-            "gemm_efficiency is 2: must be from 1e-06 to 1",
-        ),
-        (
-            lambda values: {
-                **values,
-                "network": {**values["network"], "intra_node_bytes_per_s": True},
-            },
-            "network.intra_node_bytes_per_s: Input should be a valid number",
-        ),
-        (
-            lambda values: {
-                **values,
-                "device": {**values["device"], "attention_backend": "flash"},
-            },
-            "device: hardware device.attention_backend is 'flash': it is one of cudnn, flash_attn",
-        ),
-        (
-            lambda values: {
-                **values,
-                "node": {**values["node"], "disk_write_bytes_per_s": 1.7e29},
-            },
-            r"node.disk_write_bytes_per_s is 1.7e\+29: no machine reaches that; at most 1e\+15",
-        ),
     ],
 )
 def test_a_file_that_describes_no_machine_is_refused(tmp_path, change, message):
@@ -159,25 +135,27 @@ def test_a_cluster_of_more_devices_than_ranks_is_refused():
 @pytest.mark.parametrize(
     ("part", "change", "message"),
     [
-        ("device", {"gemm_efficiency": 1.5}, "gemm_efficiency is 1.5: must be from 1e-06 to 1"),
-        ("device", {"bf16_flops_per_s": -1.0}, "bf16_flops_per_s is -1: must be at least 0"),
-        ("device", {"memory_bytes": 0}, "device.memory_bytes is 0: must be above 0"),
-        ("device", {"memory_bytes_per_s": 0}, "memory_bytes_per_s is 0: must be above 0"),
-        ("device", {"memory_bytes_per_s": 1e-300}, "is 1e-300: must be from 0.001 to 1e\\+30"),
-        ("device", {"heap_share": 1e308}, "heap_share is 1e\\+308: must be from 0 to 10"),
-        ("device", {"kernel_s": 1e9}, "kernel_s is 1e\\+09: must be from 0 to 3600"),
-        ("device", {"memory_bytes": 1 << 70}, r"memory_bytes is 1\.18059e\+21: must be from 0 to"),
+        ("device", {"gemm_efficiency": 2}, "gemm_efficiency: .*less than or equal to 1;"),
+        ("device", {"bf16_flops_per_s": -1.0}, "bf16_flops_per_s: .*greater than or equal to"),
+        ("device", {"memory_bytes": 0}, "device.memory_bytes: .*greater than or equal to 1;"),
+        ("device", {"memory_bytes_per_s": 1e-300}, "memory_bytes_per_s: .*greater than or equal"),
+        ("device", {"kernel_s": 1e9}, "kernel_s: .*less than or equal to 3600"),
+        ("device", {"attention_backend": "flash"}, "attention_backend is 'flash': it is one of c"),
         (
             "device",
-            {"attention_points": (AttentionPoint("bf16", 64, 0, 64, 1e12, 1e12),)},
-            r"device.attention_points\[0\].queries is 0: must be above 0",
+            {"attention_points": [{**ATTENTION_POINT, "queries": 0}]},
+            r"device.attention_points.0.queries: .*greater than or equal to 1",
         ),
-        ("node", {"num_devices": 10**12}, r"num_devices is 1e\+12: must be from 0 to"),
-        ("node", {"num_devices": 0}, "node.num_devices is 0: must be above 0"),
-        ("node", {"d2h_bytes_per_s": 0.0}, "node.d2h_bytes_per_s is 0.0|is 0: must be above 0"),
-        ("network", {"inter_node_bytes_per_s": float("nan")}, "is nan: must be at least 0"),
+        ("device", {"attention_points": [ATTENTION_POINT] * 4097}, "at most 4096 items"),
+        ("node", {"num_devices": 10**12}, "num_devices: .*less than or equal to"),
+        ("node", {"d2h_bytes_per_s": 0.0}, "copies of 0 bytes/s to a tier of 21.* bytes: at least"),
+        ("node", {"disk_write_bytes_per_s": 1.7e29}, "disk_write_bytes_per_s: .*less than or eq"),
+        ("network", {"inter_node_bytes_per_s": float("nan")}, "NaN is not JSON"),
+        ("network", {"intra_node_bytes_per_s": True}, "intra_node_bytes_per_s: .*valid number"),
     ],
 )
-def test_impossible_figures_are_refused(part, change, message):
+def test_impossible_figures_are_refused(tmp_path, part, change, message):
+    path, values = tmp_path / "hardware.json", hardware_json(PRESETS["h100"])
+    path.write_text(json.dumps({**values, part: {**values[part], **change}}), encoding="utf-8")
     with pytest.raises(ValueError, match=message):
-        replace(getattr(PRESETS["h100"], part), **change)
+        read_hardware(path)

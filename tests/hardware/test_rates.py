@@ -14,10 +14,7 @@ from sppo.hardware.rates import (
     ElementwisePoint,
     GemmPoint,
     attention_blocks,
-    attention_grids,
-    elementwise_grid,
     gemm_blocks,
-    gemm_grid,
     typical_keys,
     wave_fill,
 )
@@ -125,18 +122,6 @@ def test_elementwise_kernels_have_rates_of_their_own():
         assert other == pytest.approx(CPU.memory_bytes_per_s)
 
 
-def test_a_norm_with_an_addition_has_the_rate_of_the_norm_where_only_that_was_measured():
-    """Descriptions from before there were such kernels stay good for plans."""
-    norms = (ElementwisePoint("rmsnorm", "bf16", 1, 1e9),)
-    older = replace(CPU, elementwise_points=norms)
-    newer = replace(
-        CPU, elementwise_points=(*norms, ElementwisePoint("rmsnorm_add", "bf16", 1, 2e9))
-    )
-    for device, rate in ((older, 1e9), (newer, 2e9), (CPU, CPU.memory_bytes_per_s)):
-        found = device.elementwise_bytes_per_s("rmsnorm_add", "bf16", elements=array(64))
-        assert found == pytest.approx(rate)
-
-
 def test_what_was_not_measured_is_analytic():
     assert not CPU.measured_gemm("bf16")
     assert MEASURED.measured_gemm("bf16")
@@ -153,39 +138,11 @@ def test_what_was_not_measured_is_analytic():
     ).all()
 
 
-def test_no_points_is_no_grid():
-    assert gemm_grid((), "bf16", product="forward") is None
-    assert attention_grids((), "bf16", backward=False) == {}
-    assert elementwise_grid((), "bf16", kernel="add") is None
-
-
 def test_a_hole_in_a_grid_is_named():
     with pytest.raises(ValueError, match="bf16: nothing measured at tokens 256, width 512; a grid"):
         replace(CPU, gemm_points=GEMM[:1] + GEMM[2:])
     with pytest.raises(ValueError, match="head size 64: nothing measured at queries 256, keys per"):
         replace(CPU, attention_points=ATTENTION[:1] + ATTENTION[2:])
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"gemm_points": (replace(GEMM[0], weight_flops_per_s=0.0), *GEMM[1:])},
-        {"gemm_points": (GemmPoint("bf16", 0, 1, 1.0, 1.0, 1.0),)},
-        {"attention_points": (replace(ATTENTION[0], backward_flops_per_s=-1.0), *ATTENTION[1:])},
-        {"elementwise_points": (replace(ELEMENTWISE[0], bytes_per_s=0.0),)},
-    ],
-)
-def test_impossible_points_are_refused(change):
-    with pytest.raises(ValueError, match="points.*: must be a"):
-        replace(CPU, **change)
-
-
-def test_a_grid_is_built_once():
-    assert gemm_grid(GEMM, "bf16", product="input") is gemm_grid(GEMM, "bf16", product="input")
-    equal = GEMM[:1] + GEMM[1:]
-    assert gemm_grid(equal, "bf16", product="input").values == pytest.approx(
-        gemm_grid(GEMM, "bf16", product="input").values
-    )
 
 
 def test_waves_fill_from_nothing_to_all():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
@@ -11,7 +10,6 @@ import psutil
 import pytest
 
 from sppo.hardware import this_machine
-from sppo.hardware.file import hardware_digest, hardware_json
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.this_machine import (
     Gpus,
@@ -185,16 +183,7 @@ def test_a_machine_with_next_to_no_memory_keeps_some(monkeypatch, no_gpu):
 
 
 def test_the_same_machine_is_always_described_alike():
-    assert hardware_digest(detect_machine()) == hardware_digest(detect_machine())
-
-
-def test_a_file_takes_the_place_of_detection(tmp_path):
-    path = tmp_path / "hardware.json"
-    path.write_text(json.dumps(hardware_json(PRESETS["b200"])), encoding="utf-8")
-    assert this_machine.this_machine(path) == PRESETS["b200"]
-    assert this_machine.this_machine() == detect_machine()
-    with pytest.raises(OSError, match="absent"):
-        this_machine.this_machine(tmp_path / "absent.json")
+    assert detect_machine() == detect_machine()
 
 
 def test_the_model_of_the_cpu(tmp_path):

@@ -158,7 +158,7 @@ def test_on_a_cpu_it_changes_nothing_and_says_so(work, caplog):
     succeed("train", "run.yaml", "optimizer.offload=true", "train.steps=1")
     assert caplog.text.count("state.optimizer=host: it stays") == 1
     plan = read_plan(work / "out" / "plan.json")
-    assert plan.state_tiers == ON_DEVICE
+    assert plan.state == ON_DEVICE
 
 
 def test_checkpoints_go_both_ways():

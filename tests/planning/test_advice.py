@@ -14,7 +14,6 @@ from sppo.planning.longest_sequence import longest_tokens, with_length
 from sppo.planning.search.feasibility import fits_at_all, longest_sequence, quick_best
 from sppo.units import GIB, KIB, format_tokens
 from tests.planning.cases import machine, run_config
-from tests.tiers import exhaustive
 
 
 def request(model="llama-3.2-1b", *, length, devices=2, nodes=1, **sections):
@@ -47,7 +46,8 @@ def too_long(length):
     return run, hardware, advice
 
 
-@pytest.mark.parametrize("length", ["768Ki", *exhaustive("1400Ki")])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("length", ["768Ki", "1400Ki"])
 def test_the_longest_is_the_same_whoever_asks(length):
     run, hardware, advice = too_long(length)
     longest = longest_sequence(run, hardware)

@@ -14,8 +14,7 @@ from sppo.hardware.presets import PRESETS
 from sppo.output_file import write_json
 from sppo.planning.explain import step_parts
 from sppo.planning.make_plan import make_plan
-from sppo.planning.plan import plan_json, read_plan
-from sppo.planning.plan_program import check_program, plan_candidate
+from sppo.planning.plan import check_program, plan_json, read_plan
 from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.choices import Degrees, virtual_stages_to_try
 from sppo.planning.search.evaluation import evaluate_candidate
@@ -156,8 +155,8 @@ def test_some_stages_recompute_their_keys_where_no_one_placement_fits(mixed, tmp
     plan = make_plan(run, best)
     write_json(tmp_path / "plan.json", plan_json(plan))
     again = read_plan(tmp_path / "plan.json")
-    assert [stage.kv for stage in again.stages] == placed
-    own = plan_candidate(again)
+    assert list(again.kv_of_stages) == placed
+    own = again.candidate()
     assert (own.kv, own.kv_recomputed) == (candidate.kv, candidate.kv_recomputed)
     check_program(again)
     assert "recomputed on" in policy_text(best)

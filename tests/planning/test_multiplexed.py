@@ -83,6 +83,7 @@ def test_megatron_shards_no_weights_with_one_rank_of_a_group():
     assert best.degrees.sequence_parallel == 1
 
 
+@pytest.mark.exhaustive
 def test_units_are_not_left_whole_where_sharing_them_does_not_fit():
     """Not even where K and V that leave the device in the looped order would fit."""
     degrees = {

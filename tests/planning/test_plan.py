@@ -12,8 +12,8 @@ from sppo.config import load_run, run_sections
 from sppo.hardware.file import hardware_for
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.make_plan import make_plan
-from sppo.planning.plan import PLAN_VERSION, check_plan_fits, plan_json, planned_part, read_plan
-from sppo.planning.plan_program import check_program, plan_candidate, plan_placement
+from sppo.planning.plan import PLAN_VERSION, plan_json, read_plan
+from sppo.planning.planned_keys import check_plan_fits, planned_part
 from sppo.planning.run_plan import plan_run
 from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.choices import Degrees
@@ -62,7 +62,7 @@ def changed(path, change):
 
 def test_the_plan_under_test_fits_and_retains_offloads_and_recomputes():
     assert offloading_candidate().shortfall is None
-    placement = plan_placement(PLAN)
+    placement = PLAN.placement()
     assert placement.retained.any()
     assert placement.offloaded.any()
     assert placement.recomputed.any()
@@ -77,46 +77,6 @@ def test_what_is_written_is_read(path):
     check_plan_fits(plan, RUN)
 
 
-OLD_PLAN = Path(__file__).with_name("plan_without_virtual_stages.json")
-"""What sppo solve wrote before plans knew of virtual stages and of K and V that leave."""
-
-
-def old_run(*, num_layers=2, **sections):
-    """The run that it was made for, with `sections` written over it."""
-    return run_config(
-        {"preset": "tiny-test", "vocab_size": 32, "num_layers": num_layers},
-        length=64,
-        sequence={"num_subsequences": 4, "alignment": 8},
-        parallel={"pipeline_parallel_degree": 2, **sections.pop("parallel", {})},
-        train={"dtype": "fp32"},
-        **sections,
-    )
-
-
-def test_an_old_plan_has_one_stage_on_a_rank_and_retains_keys():
-    plan = read_plan(OLD_PLAN)
-    assert plan.virtual_stages == 1
-    assert [stage.kv for stage in plan.stages] == ["retained", "retained"]
-    check_program(plan)  # by the digest that stands in it
-    check_plan_fits(plan, old_run())
-    check_plan_fits(plan, old_run(parallel={"virtual_stages": 1}, activations={"kv": "retain"}))
-
-
-@pytest.mark.parametrize(
-    ("sections", "told"),
-    [
-        ({"activations": {"kv": "offload"}}, 'activations.kv was "retain", is "offload"'),
-        (
-            {"num_layers": 4, "parallel": {"virtual_stages": 2}},
-            "parallel.virtual_stages was 1, is 2",
-        ),
-    ],
-)
-def test_an_old_plan_is_not_for_a_run_that_asks_for_more(sections, told):
-    with pytest.raises(ValueError, match=told):
-        check_plan_fits(read_plan(OLD_PLAN), old_run(**sections))
-
-
 def test_only_its_content_counts(path):
     path.write_text(json.dumps(plan_json(PLAN), indent=3, sort_keys=True), encoding="utf-8")
     assert read_plan(path) == PLAN
@@ -125,11 +85,11 @@ def test_only_its_content_counts(path):
 def test_a_plan_holds_the_candidate_it_was_made_of():
     evaluated = offloading_candidate()
     candidate = evaluated.candidate
-    assert plan_candidate(PLAN) == replace(candidate, policy=PLAN.policy)
-    placement = plan_placement(PLAN)
+    assert PLAN.candidate() == replace(candidate, policy=PLAN.policy)
+    placement = PLAN.placement()
     for name in ("retained", "offloaded", "recomputed"):
         assert (getattr(placement, name) == getattr(evaluated.placement, name)).all()
-    again = evaluate_candidate(plan_candidate(PLAN))
+    again = evaluate_candidate(PLAN.candidate())
     assert again.device_peak_bytes == PLAN.predicted.device_peak_bytes
 
 
@@ -166,12 +126,12 @@ def _set(*keys, value):
             "predicted.step_s: Input should be a valid num",
         ),
         (lambda values: values.pop("boundaries") and None, "boundaries: Field required"),
-        (_set("run", "sequence", "length", value=7), "its run does not match its digest"),
-        (_set("hardware", "num_nodes", value=7), "its hardware does not match its digest"),
+        (_set("run", "sequence", "length", value=7), "its content does not match its digest"),
+        (_set("hardware", "num_nodes", value=7), "its content does not match its digest"),
         (_set("boundaries", 0, value=1), "boundaries .* do not rise from 0"),
         (_set("pipeline_parallel_degree", value=1), "2 stages for 1 ranks"),
         (_set("virtual_stages", value=2), "2 stages for 2 ranks with 2 stages each"),
-        (_set("stages", 1, "kv", value="offloaded"), "stage 1 has its K and V offloaded"),
+        (_set("kv_recomputed", value=1), "1 of 1 stages of a rank recompute K and V"),
         (_set("stages", 1, "first_layer", value=3), "stage 1 begins with layer 3, not 8"),
         (_set("stages", 1, "num_layers", value=3), "stages have 11 layers, its model 16"),
         (

@@ -137,7 +137,7 @@ def test_state_leaves_a_cpu_by_itself_and_a_refusal_names_the_key():
         plan_run(run, **small)
     disk = run.activations.model_copy(update={"disk": "spill"})
     run = run.model_copy(update={"activations": disk})
-    assert plan_run(run, disk_bytes=PLENTY, **small).state_tiers.optimizer == "disk"
+    assert plan_run(run, disk_bytes=PLENTY, **small).state.optimizer == "disk"
     stays = run.model_copy(update={"state": run.state.model_copy(update={"optimizer": "device"})})
     with pytest.raises(MemoryError, match=r"; write state\.optimizer=auto, shorten"):
         plan_run(stays, disk_bytes=PLENTY, **small)
@@ -262,16 +262,16 @@ def plan_on_gpu(*, host_bytes=PLENTY, disk_bytes=0, async_save=False, state=None
 
 def test_behind_a_gpu_is_the_host():
     offloading = plan_on_gpu(policy="offload_all")
-    assert offloading.tier == "host"
+    assert offloading.activation_tier == "host"
     assert offloading.predicted.host_peak_bytes > 0 == offloading.predicted.disk_peak_bytes
     assert not plan_on_gpu(policy="auto").offloads_anything
 
 
 def test_a_disk_behind_it_is_used_where_the_run_says_so():
     disk = {"policy": "offload_all", "disk": "spill"}
-    assert plan_on_gpu(**disk, disk_bytes=PLENTY).tier == "host"
+    assert plan_on_gpu(**disk, disk_bytes=PLENTY).activation_tier == "host"
     offloading = plan_on_gpu(**disk, tier="disk", disk_bytes=PLENTY)
-    assert offloading.tier == "disk"
+    assert offloading.activation_tier == "disk"
     assert offloading.predicted.disk_peak_bytes > 0
     with pytest.raises(ValueError, match=r"activations\.tier=disk without a directory"):
         plan_on_gpu(policy="offload_all", tier="disk")

@@ -14,8 +14,7 @@ from sppo.cost.stage_cost import copy_bytes_per_s, state_copy_engines
 from sppo.hardware.presets import PRESETS
 from sppo.output_file import write_json
 from sppo.planning.make_plan import make_plan
-from sppo.planning.plan import plan_json, read_plan
-from sppo.planning.plan_program import check_program, plan_candidate
+from sppo.planning.plan import check_program, plan_json, read_plan
 from sppo.planning.run_plan import plan_run
 from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.choices import Degrees
@@ -25,6 +24,7 @@ from sppo.planning.simulated_run import simulated_plan
 from sppo.schedule.simulation.simulate import simulate
 from sppo.units import GIB
 from tests.planning.cases import machine, run_config
+from tests.tiers import exhaustive
 
 H100 = PRESETS["h100"]
 DISK_RATES = {"disk_write_bytes_per_s": 3e9, "disk_read_bytes_per_s": 5e9}
@@ -97,7 +97,7 @@ def test_neither_tier_is_ever_overfull(device, host, disk, tier, saves):
     assert tier in ("auto", candidate.tier)
 
 
-@pytest.mark.parametrize("host", [17, 24, 64])
+@pytest.mark.parametrize("host", [24, *exhaustive(17, 64)])
 def test_a_disk_is_taken_where_host_memory_alone_is_too_small(host):
     hardware = one_gpu(host=host)
     found = solve(request(), hardware=hardware).best
@@ -118,7 +118,7 @@ def test_a_plan_says_which_tier_and_runs_as_it_was_solved(tmp_path):
     again = read_plan(tmp_path / "plan.json")
     assert again == plan
     check_program(again)
-    assert plan_candidate(again).tier == again.tier == "disk"
+    assert again.candidate().tier == again.activation_tier == "disk"
     (host,), (disk,) = (again.rank_tier_buckets(place) for place in ("host", "disk"))
     assert sum(host.values()) == again.predicted.host_peak_bytes == best.host_peak_bytes
     assert sum(disk.values()) == again.predicted.disk_peak_bytes == best.disk_peak_bytes > 0
@@ -127,23 +127,15 @@ def test_a_plan_says_which_tier_and_runs_as_it_was_solved(tmp_path):
     assert played.makespan_s == pytest.approx(plan.predicted.step_s)
 
 
-def test_a_plan_of_before_uses_the_nearest_tier(tmp_path):
-    run = request()
-    plan = make_plan(run, solve(run, hardware=one_gpu()).best)
-    values = plan_json(replace(plan, activation_tier=None))
-    write_json(tmp_path / "plan.json", values)
-    assert read_plan(tmp_path / "plan.json").tier == "host"
-
-
 def test_training_plans_as_the_solver_does():
     run = request(hardware="auto")
     room = {"available_bytes": 16 * GIB, "disk_bytes": 64 * GIB}
     plan = plan_run(run, hardware=one_gpu(), host_bytes=17 * GIB, **room)
-    assert (plan.tier, plan.state_tiers.tier) == ("disk", "host")
+    assert (plan.activation_tier, plan.state.tier) == ("disk", "host")
     assert 0 < plan.predicted.host_peak_bytes <= 17 * GIB
     assert plan.predicted.disk_peak_bytes > 0
     roomy = plan_run(run, hardware=one_gpu(), host_bytes=64 * GIB, **room)
-    assert roomy.tier == "host"
+    assert roomy.activation_tier == "host"
 
 
 def candidate(*, tier="disk", state="host", hardware=None):

@@ -1,4 +1,4 @@
-"""Cases that are always run: every value of every choice, beside others than a seed may draw."""
+"""Pinned cases: every value of every choice, beside others than a seed may draw."""
 
 from __future__ import annotations
 
@@ -351,3 +351,35 @@ PINNED = {
     for name, one in cases.items()
 }
 """By name."""
+
+FURTHER = (
+    "one rank: attention limits",
+    "pipeline: offloading, seq1f1b",
+    "pipeline: offloading, seq_zb_h1",
+    "pipeline: steps, seq_zb_h1, zero 0",
+    "pipeline: keys leave, four ranks",
+    "pipeline: keys leave, shared tokens",
+    "pipeline: keys leave, shared weights",
+    "pipeline: keys recomputed, three ranks",
+    "shared: ulysses, 2 of 12 heads, 1 2 4",
+    "shared: ulysses, 4 of 12 heads, 2 1 4",
+    "shared: ulysses, 1 of 12 heads, 2 4 1",
+    "shared: ulysses, 1 of 12 heads, 3 1 1",
+    "shared: all axes, llama",
+    "shared: megatron, 1 of 12 heads, 1 1 4",
+    "shared: megatron, 4 of 12 heads, 2 1 4",
+    "shared: megatron, mha",
+    "shared: megatron, gpt, mqa",
+    "shared: megatron, learned positions",
+    "shared: megatron, stages in turn",
+    "shared: megatron, zero 0, one key",
+    "shared: megatron, zero 3, one key",
+    "shared: tied ends of a rank, zero 1",
+    "msp: stages of a rank, replicas",
+    "msp: offloading, three ranks",
+    "msp: zero 2, shared tokens",
+    "samples: mixed levels, offloading",
+    "samples: mixed levels, shared weights",
+    "samples: all axes, looped",
+)
+"""Cases that the default tier leaves out: it meets their values in others."""

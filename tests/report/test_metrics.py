@@ -6,7 +6,6 @@ import errno
 import json
 import math
 import resource
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -165,7 +164,6 @@ def test_what_is_no_record_of_a_step_is_counted_and_left_out(
     path.write_text(path.read_text() + wrong + "\n" + wrong + "\n")
     assert [m.step for m in read_metrics(path)] == [1, 2]
     assert "2 of 4 lines are left out, the first of them line 3" in caplog.text
-    loss_plot(path, tmp_path / "loss.png")
     _write(path, 3, resume_step=2)
     assert _steps(path) == [1, 2, 3]
 
@@ -236,14 +234,6 @@ def test_tensorboard_gets_every_number_it_can_show(tmp_path: Path) -> None:
     assert losses[3] == 9.0
     assert events.Scalars("speed/tokens_per_s")[0].value == pytest.approx(41_234.0)
     assert "speed/mfu" not in events.Tags()["scalars"]
-
-
-def test_missing_tensorboard_says_how_to_install_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ValueError, match=r"pip install 'sppo\[track\]'"):
-        TensorBoardSink(tmp_path, resume_step=0)
 
 
 # The line ---------------------------------------------------------------------------------------

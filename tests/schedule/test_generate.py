@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.checks.validate import find_violations, validate
 from sppo.schedule.generate import generate
-from sppo.schedule.orders import steps
 from sppo.schedule.orders.names import WITH_VIRTUAL_STAGES, schedule_names
+from sppo.schedule.orders.rank_orders import rank_orders
+from sppo.schedule.orders.steps import sequence_groups
 from sppo.schedule.transfers.communication import place_messages
 from tests.schedule.cases import SUBSEQUENCE_SCHEDULES, in_flight, make, play
 from tests.schedule.pacing import forwards_between, most_forwards
@@ -66,13 +67,10 @@ def test_peak_in_flight_of_seq1f1b(p, m, n):
     assert in_flight(play(schedule)) == [min(m * n, p - r - 1 + n) for r in range(p)]
 
 
-def test_warm_up_of_seq1f1b_and_its_hop():
+def test_warm_up_of_seq1f1b():
     schedule = make("seq1f1b", p=3, n=2, m=4)
     assert order(schedule, 0)[:4] == ["0F0.0", "0F0.1", "0F1.0", "0F1.1"]
     assert order(schedule, 0)[4] == "0B0.1"
-    latent = make("seq1f1b", p=3, n=2, m=4, warmup_per_hop=2)
-    assert order(latent, 0)[:7] == [f"0F{m}.{n}" for m in range(3) for n in range(2)] + ["0B0.1"]
-    assert order(latent, 2) == order(schedule, 2)
 
 
 def test_a_long_sequence_holds_no_more_once_it_is_through():
@@ -105,16 +103,13 @@ def test_interleaved_sequences_of_any_number_of_subsequences_run(p, v, counts):
 def test_equal_sequences_pair_up_after_a_constant_warm_up(p, v, m, n):
     """With groups of G units, (v - 1) * G + N - 1 forwards on the last rank, more on others."""
     lengths = ((8,) * n,) * m
-    groups = steps.sequence_groups(lengths, num_ranks=p)
+    groups = sequence_groups(lengths, num_ranks=p)
     assume(len({len(group) for group in groups}) == 1)
-    forward = steps.forward_steps(lengths, groups=groups, num_virtual=v)
-    backward = steps.backward_steps(lengths, groups=groups, num_virtual=v)
-    for rank in range(p):
-        ahead = 2 * (p - 1 - rank)
-        found = steps.pair_up(forward, backward=backward, ahead=ahead, hops=p - 1 - rank)
-        warmup = min(len(forward), (v - 1) * len(groups[0]) * n + n - 1 + ahead)
-        kinds = [kind for kind, _ in found]
-        pairs = len(forward) - warmup
+    orders = rank_orders("interleaved_seq1f1b", num_ranks=p, num_virtual=v, lengths=lengths)
+    for rank, order in enumerate(orders):
+        warmup = min(v * m * n, (v - 1) * len(groups[0]) * n + n - 1 + 2 * (p - 1 - rank))
+        pairs = v * m * n - warmup
+        kinds = [kind for kind, _ in order]
         assert kinds == ["F"] * warmup + ["F", "B"] * pairs + ["B"] * warmup
 
 
@@ -225,8 +220,6 @@ def test_zero_bubble_delays_the_weights_of_later_ranks():
         ("seq1f1b", {"v": 2}, "num_virtual 2: use one of interleaved"),
         ("seq1f1b", {"v": 0}, "at least 1 stage"),
         ("seq1f1b", {"p": 0}, "at least 1 rank"),
-        ("seq1f1b", {"warmup_per_hop": 3}, "hop is 3: must be 1, or 2"),
-        ("gpipe", {"warmup_per_hop": 2}, "hop 2 lengthens the warm-up of"),
         ("seq1f1b", {"m": 0}, "at least one sequence"),
         ("seq1f1b", {"n": 0}, "at least one subsequence"),
         ("seq1f1b", {"tokens": 0}, "each of at least one token"),

@@ -53,6 +53,7 @@ def gpu_training(monkeypatch, tmp_path):
     return script
 
 
+@pytest.mark.exhaustive
 def test_what_fails_is_in_the_report_with_its_words(gpu_training, monkeypatch, tmp_path):
     (tmp_path / "runs").write_text("no directory")
     words = ["report.json", "--directory", ".", "--rehearse", "--seconds", "100"]

@@ -110,7 +110,7 @@ def test_shards_of_msp_have_a_mark_and_are_counted_as_parts(tmp_path, monkeypatc
 
 def test_a_step_of_too_many_bars_is_painted(tmp_path):
     path = tmp_path / "a.png"
-    write_png(path, timelines=[play(make("interleaved_seq1f1b", p=16, v=2, n=8, m=64))])
+    write_png(path, timelines=[play(make("interleaved_seq1f1b", p=8, v=2, n=8, m=64))])
     seen = pixels(path)
     kinds = (style.KIND_COLOURS[ActionKind.F], style.SECOND_COLOURS[ActionKind.B])
     assert {rgb(colour) for colour in (*kinds, style.IDLE_COLOURS["bubble"])} <= seen

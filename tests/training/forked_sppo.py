@@ -149,7 +149,7 @@ def serve() -> None:
     import sppo.config
     import sppo.training.devices.cpu_device
     import sppo.training.evaluation
-    import sppo.training.results
+    import sppo.training.report
     import sppo.training.trainer
 
     del matplotlib, rich, sppo

@@ -9,13 +9,12 @@ from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.job.flight_record import RankProgress
 from sppo.parallel.mesh import Mesh
 from sppo.training import trainer
-from sppo.training.checks.preflight import preflight
 from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.devices.device import Device
-from sppo.training.job import Job
-from sppo.training.outcome import TrainingOutcome
-from sppo.training.ranks import Ranks, mesh_shape
-from sppo.training.results import report
+from sppo.training.job import Job, Ranks, mesh_shape
+from sppo.training.preflight import preflight
+from sppo.training.report import report
+from sppo.training.steps.outcome import TrainingOutcome
 
 
 def job_alone(

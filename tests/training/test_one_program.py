@@ -16,8 +16,7 @@ from sppo.engine.unit import SequenceData
 from sppo.hardware.file import hardware_for
 from sppo.hardware.presets import PRESETS
 from sppo.planning.make_plan import make_plan
-from sppo.planning.plan import plan_json, read_plan
-from sppo.planning.plan_program import check_program, plan_program
+from sppo.planning.plan import check_program, plan_json, read_plan
 from sppo.planning.run_plan import plan_run
 from sppo.planning.search.solver import solve
 from sppo.planning.simulated_run import simulated_plan
@@ -28,7 +27,7 @@ from sppo.schedule.orders.names import (
     WITH_VIRTUAL_STAGES,
     schedule_names,
 )
-from sppo.training.ranks import mesh_shape
+from sppo.training.job import mesh_shape
 from sppo.training.state import build_state
 from tests.random_training.emulated_ranks import run_emulated
 from tests.tiers import exhaustive
@@ -162,7 +161,7 @@ def executed_digests(run, plan):
         by_place.setdefault(place, set()).add(actions)
     assert all(len(found) == 1 for found in by_place.values()), "replicas do the same"
     programs = tuple(by_place[place].pop() for place in sorted(by_place))
-    return replace(plan_program(plan), programs=programs).digest()
+    return plan.program().with_programs(programs).digest()
 
 
 @pytest.mark.parametrize("setting", settings(), ids=str)
@@ -227,7 +226,7 @@ def test_large_runs_execute_what_is_simulated(name, tmp_path):
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(plan_json(plan)), encoding="utf-8")
     read = read_plan(file)
-    simulated, executed = simulated_plan(read).case.schedule, plan_program(read)
+    simulated, executed = simulated_plan(read).case.schedule, read.program()
     assert simulated.programs == executed.programs
     assert simulated.digest() == executed.digest() == plan.program_digest
 
@@ -237,4 +236,3 @@ def test_a_plan_of_another_program_is_refused(tmp_path):
     plan = plan_of(Setting("sppo", (1, 2, 1), "ulysses", "retain", "device", 1), run)
     with pytest.raises(ValueError, match=r"digest 000000000000, and here .*again with sppo solve"):
         check_program(replace(plan, program_digest="0" * 64))
-    check_program(replace(plan, program_digest=None))  # made by an earlier version

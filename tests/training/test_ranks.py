@@ -8,8 +8,8 @@ from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.job.flight_record import RankProgress
 from sppo.parallel.mesh import Mesh
 from sppo.parallel.mesh_shape import MeshShape
-from sppo.training.checks.input_facts import fingerprint, input_facts
-from sppo.training.ranks import Ranks, _configuration
+from sppo.training.job import Ranks, _configuration
+from sppo.training.training_data import fingerprint, input_facts
 from tests.conftest import write_tokens
 from tests.training.whole_runs.test_parallel_runs import overrides, train_as
 

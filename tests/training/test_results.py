@@ -10,11 +10,11 @@ from rich.console import Console
 
 from sppo.config import load_run
 from sppo.report.metrics import JsonlSink, StepMetrics
-from sppo.training.checks.preflight import preflight
-from sppo.training.outcome import Baseline, TrainingOutcome
-from sppo.training.results import report
+from sppo.training.preflight import preflight
+from sppo.training.report import report
 from sppo.training.run_directory import note_configuration
 from sppo.training.steps.measured import MeasuredBuckets, StepPhases
+from sppo.training.steps.outcome import Baseline, TrainingOutcome
 from tests.conftest import tree
 from tests.training.jobs import job_alone
 

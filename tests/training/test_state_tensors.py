@@ -9,8 +9,8 @@ import torch
 
 from sppo.config import load_run
 from sppo.training import state_tensors
-from sppo.training.checks.preflight import preflight
 from sppo.training.devices.cpu_device import CpuDevice
+from sppo.training.preflight import preflight
 from sppo.training.state import build_state
 from sppo.training.state_tensors import starting_weights
 from tests.conftest import write_run
@@ -50,7 +50,7 @@ def test_a_start_holds_one_parameter_beside_the_rows_of_the_optimizer(work, monk
     assert len(left) > 5
     assert max(left) <= 1
     masters = state.optimizer.state()
-    assert plan.state_tiers.optimizer == tier
+    assert plan.state.optimizer == tier
     for name, weight in starting_weights(run):
         assert torch.equal(masters[f"model.{name}"], weight)
         assert torch.equal(state.weights[name], weight.bfloat16())

@@ -13,8 +13,8 @@ from sppo.checkpoint.checkpoint import read_model
 from sppo.config import load_run
 from sppo.kernels.cross_entropy import LossTerms
 from sppo.optim.learning_rate import learning_rate
-from sppo.training.checks.preflight import preflight
 from sppo.training.devices.cpu_device import CpuDevice
+from sppo.training.preflight import preflight
 from sppo.training.state import build_state
 from sppo.training.state_tensors import starting_weights
 from tests.conftest import LENGTH, VOCAB_SIZE, write_tokens

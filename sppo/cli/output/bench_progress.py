@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from sppo.report.display import Display
 
 
-class BenchDisplay:
+class BenchDisplay(Display):
     """:class:`sppo.bench.timing.Watcher` that shows the progress on a console.
 
     Args:
@@ -14,26 +15,9 @@ class BenchDisplay:
     """
 
     def __init__(self, console: Console) -> None:
-        self._console = console
-        self._progress: Progress | None = None
-        if console.is_terminal:
-            self._progress = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=None),
-                MofNCompleteColumn(),
-                console=console,
-                transient=True,
-            )
+        super().__init__(console)
+        if self._progress is not None:
             self._task = self._progress.add_task("", total=None)
-
-    def __enter__(self) -> BenchDisplay:
-        if self._progress is not None:
-            self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
 
     def begin(self, subject: str, *, total: int) -> None:
         """Show the bar, or print the line, of a subject with ``total`` timings."""

@@ -27,10 +27,10 @@ from sppo.planning.corpus.search import (
     CorpusSolution,
     DrawnSteps,
     PlannedDegrees,
-    RefusedDegrees,
     fullest_rank,
 )
 from sppo.planning.elastic.step_plan import StepPlan
+from sppo.planning.search.candidate_search import Rejection
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.why_nothing_fits import model_text
 from sppo.units import counted, format_bytes, format_count, format_tokens
@@ -168,6 +168,7 @@ def _division_json(way: PlannedDegrees, steps: DrawnSteps) -> dict[str, Any]:
         "tokens_per_s": rate,
         "tokens_per_s_per_gpu": rate / way.degrees.num_devices,
         "bubble_fraction": way.bubble_fraction,
+        "node_host_peak_bytes": way.node_host_bytes,
         "steps": [_step_json(plan) for plan in way.plans],
         "memory": _fullest_json(way.fullest.evaluated),
         "longest_sample": {
@@ -219,12 +220,12 @@ def _fullest_json(evaluated: EvaluatedCandidate) -> dict[str, Any]:
     return {"rank": rank, **memory_json(evaluated.memory[rank])}
 
 
-def _refused_json(refused: RefusedDegrees) -> dict[str, Any]:
+def _refused_json(refused: Rejection) -> dict[str, Any]:
     """Return one refused division of the devices as JSON values."""
     return {
         **degrees_json(refused.degrees),
         "reason": refused.reason,
-        "short_bytes": refused.short_bytes,
+        "short_bytes": None if refused.shortfall is None else refused.shortfall.short_bytes,
         "longest_sample_fits": refused.steps,
     }
 
@@ -277,6 +278,8 @@ def _print_divisions(solution: CorpusSolution, *, console: Console) -> None:
     rows.append(None)
     add("device peak", lambda way: format_bytes(way.fullest.evaluated.device_peak_bytes))
     add("  longest samples", lambda way: format_bytes(way.longest.device_peak_bytes))
+    if solution.hardware.device.kind != "cpu":
+        add("host memory of a node", lambda way: format_bytes(way.node_host_bytes))
     headings = ["", "best", *(f"next {place}" for place in range(1, len(ways)))]
     console.print(table(headings, rows))
 

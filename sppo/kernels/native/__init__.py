@@ -1,1 +1,1 @@
-"""The native library built from `csrc`: loading, CPU allocator, file functions, memory limits."""
+"""The CPU allocator built from `csrc`, and memory of the machine and of the process."""

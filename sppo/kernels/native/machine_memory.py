@@ -23,7 +23,6 @@ LIBRARY_ADDRESS_BYTES = GIB
 _CGROUPS = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _STATUS = Path("/proc/self/status")
-_NODES = Path("/sys/devices/system/node")
 _NO_LIMIT_BYTES = 1 << 60  # version 1 states "no limit" as the largest number
 
 
@@ -33,8 +32,6 @@ class MemoryRoom:
 
     machine_bytes: int
     control_group_bytes: int | None = None
-    numa_node: int | None = None
-    numa_node_bytes: int | None = None
     address_bytes: int | None = None
 
     @property
@@ -47,7 +44,7 @@ class MemoryRoom:
 
         The processes divide the memory equally; the limit of addresses applies to each process.
         """
-        rooms = (self.machine_bytes, self.control_group_bytes, self.numa_node_bytes)
+        rooms = (self.machine_bytes, self.control_group_bytes)
         each = min(room for room in rooms if room is not None) // processes
         return max(0, each if self.address_bytes is None else min(each, self.address_bytes))
 
@@ -59,24 +56,16 @@ class MemoryRoom:
             if group is None
             else f"{format_bytes(max(0, group))} left in the control group",
         ]
-        if self.numa_node_bytes is not None:
-            parts.append(f"{format_bytes(self.numa_node_bytes)} free on node {self.numa_node}")
         if self.address_bytes is not None:
             parts.append(f"{format_bytes(self.address_bytes)} of addresses left by ulimit")
         return ", ".join(parts)
 
 
-def memory_room(*, numa_node: int | None = None) -> MemoryRoom:
-    """Return the memory that is available now, on ``numa_node`` unless it is None.
-
-    Raises:
-        ValueError: A NUMA node that the machine does not have.
-    """
+def memory_room() -> MemoryRoom:
+    """Return the memory that is available now."""
     return MemoryRoom(
         machine_bytes=int(psutil.virtual_memory().available),
         control_group_bytes=control_group_room(),
-        numa_node=numa_node,
-        numa_node_bytes=None if numa_node is None else numa_node_room(numa_node),
         address_bytes=address_room(),
     )
 
@@ -182,22 +171,3 @@ def _room_v1(group: Path) -> int | None:
 def _statistics(group: Path) -> dict[str, int]:
     lines = (group / "memory.stat").read_text().splitlines()
     return {name: int(value) for name, value in (line.split() for line in lines)}
-
-
-def numa_node_room(node: int, *, nodes: Path = _NODES) -> int | None:
-    """Return the free bytes of a NUMA node, cached files included; None if they cannot be read.
-
-    Raises:
-        ValueError: A NUMA node that the machine does not have.
-    """
-    present = sorted(int(path.name[4:]) for path in nodes.glob("node[0-9]*"))
-    if not present:
-        return None
-    if node not in present:
-        raise ValueError(f"numa_node={node}; this machine has {', '.join(map(str, present))}")
-    try:
-        text = (nodes / f"node{node}" / "meminfo").read_text()
-    except OSError:
-        return None
-    kib = {name: int(value) for name, value in re.findall(r"(\S+):\s+(\d+)", text)}
-    return 1024 * (kib["MemFree"] + kib["Active(file)"] + kib["Inactive(file)"])

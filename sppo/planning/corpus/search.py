@@ -19,14 +19,15 @@ from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.elastic.sample_shortfall import stages_text
 from sppo.planning.elastic.step_plan import StepPlan, StepPlanner, planner_of_candidate
 from sppo.planning.make_plan import make_plan
-from sppo.planning.plan import ExecutionPlan, digest_of, planned_part
+from sppo.planning.plan import ExecutionPlan
+from sppo.planning.planned_keys import planned_part
+from sppo.planning.run_plan import evaluate_in_nearest_tiers
 from sppo.planning.search.best_schedule import scheduled
-from sppo.planning.search.candidate_search import best_of_degrees
+from sppo.planning.search.candidate_search import Rejection, rejection_of
 from sppo.planning.search.candidates import counts_of_degrees
 from sppo.planning.search.choices import Degrees, degrees_to_try
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.shortfall import Shortfall
-from sppo.planning.search.state_choices import runs_by_tiers
 from sppo.units import format_bytes
 
 RUNNERS_UP = 3
@@ -54,23 +55,6 @@ class DrawnSteps:
     def num_tokens(self) -> int:
         """Number of tokens of all steps."""
         return sum(map(sum, self.lengths))
-
-
-@dataclass(frozen=True, slots=True)
-class RefusedDegrees:
-    """Degrees that do not fit or cannot work.
-
-    Attributes:
-        degrees: Refused degrees.
-        reason: Reason as text.
-        short_bytes: Bytes that a step of the longest samples lacks; None for all other reasons.
-        steps: Whether the longest sample fits, but a drawn step does not.
-    """
-
-    degrees: Degrees
-    reason: str
-    short_bytes: int | None = None
-    steps: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,9 +96,9 @@ class PlannedDegrees:
         return max(self.plans, key=lambda plan: plan.evaluated.device_peak_bytes)
 
     @property
-    def fullest_rank(self) -> int:
-        """Index of the pipeline rank with most device memory in the step `fullest`."""
-        return fullest_rank(self.fullest.evaluated.memory)
+    def node_host_bytes(self) -> int:
+        """Peak bytes of host memory of all devices of one node together, over all drawn steps."""
+        return max(plan.evaluated.node_host_bytes for plan in self.plans)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,7 +121,7 @@ class CorpusSolution:
     steps: DrawnSteps
     best: PlannedDegrees | None
     runners_up: tuple[PlannedDegrees, ...]
-    rejected: tuple[RefusedDegrees, ...]
+    rejected: tuple[Rejection, ...]
     num_divisions: int
     num_planned: int
 
@@ -153,11 +137,11 @@ def solve_corpus(run: RunConfig, *, hardware: HardwareSpec, steps: DrawnSteps) -
         # A step of the longest samples has the fewest samples, and each replica needs one.
         fewest = max(1, min(fewest, run.train.tokens_per_step // run.sequence.length))
     possible, refusals = degrees_to_try(run, hardware=hardware, samples=fewest)
-    refused = [RefusedDegrees(refusal.degrees, refusal.reason) for refusal in refusals]
+    refused = [Rejection(refusal.degrees, refusal.reason) for refusal in refusals]
     fitting: list[PlannedDegrees] = []
     for degrees in possible:
         found = _of_degrees(run, degrees, hardware=hardware, steps=steps)
-        if isinstance(found, RefusedDegrees):
+        if isinstance(found, Rejection):
             refused.append(found)
         else:
             fitting.append(found)
@@ -183,8 +167,7 @@ def plan_of_longest(solution: CorpusSolution) -> ExecutionPlan:
     best = solution.best
     assert best is not None, "only called where something fits"
     plan = make_plan(run_of_longest_samples(best.run), best.longest)
-    part = planned_part(run_of_longest_samples(solution.run))
-    return replace(plan, run=part, run_digest=digest_of(part))
+    return replace(plan, run=planned_part(run_of_longest_samples(solution.run)))
 
 
 def fullest_rank(memory: Sequence[StageMemory]) -> int:
@@ -206,7 +189,7 @@ def heaviest_replica(planner: StepPlanner, lengths: Sequence[int]) -> tuple[int,
 
 def _of_degrees(
     run: RunConfig, degrees: Degrees, *, hardware: HardwareSpec, steps: DrawnSteps
-) -> PlannedDegrees | RefusedDegrees:
+) -> PlannedDegrees | Rejection:
     """Evaluate a step of the longest samples, and price the drawn steps in closed form."""
     own = run.model_copy(
         update={
@@ -222,17 +205,11 @@ def _of_degrees(
     longest = run_of_longest_samples(own)
     counts, problem = counts_of_degrees(longest, hardware=hardware, degrees=degrees)
     if not counts:
-        return RefusedDegrees(degrees, problem)
-    tried = []
-    for attempt in runs_by_tiers(longest, hardware=hardware):
-        found = best_of_degrees(attempt, hardware=hardware, degrees=degrees)
-        if found.shortfall is None:
-            return _with_closed_form(own, found, steps=steps)
-        tried.append((found, found.shortfall))
-    nearest, shortfall = min(tried, key=lambda one: one[1].short_bytes)
-    return RefusedDegrees(
-        degrees, _longest_lacks(longest, nearest, shortfall), shortfall.short_bytes
-    )
+        return Rejection(degrees, problem)
+    found = evaluate_in_nearest_tiers(longest, hardware=hardware)
+    if found.shortfall is None:
+        return _with_closed_form(own, found, steps=steps)
+    return replace(rejection_of(found), reason=_longest_lacks(longest, found, found.shortfall))
 
 
 def _with_closed_form(
@@ -257,7 +234,7 @@ def _quick_planner(run: RunConfig, longest: EvaluatedCandidate) -> StepPlanner:
 
 
 def _planned(
-    fitting: Sequence[PlannedDegrees], *, steps: DrawnSteps, refused: list[RefusedDegrees]
+    fitting: Sequence[PlannedDegrees], *, steps: DrawnSteps, refused: list[Rejection]
 ) -> list[PlannedDegrees]:
     """Plan the drawn steps of the first few divisions; return these, fastest first.
 
@@ -276,7 +253,7 @@ def _planned(
             try:
                 plans = _heaviest_plans(planner, steps)
             except MemoryError as error:
-                problem = RefusedDegrees(way.degrees, str(error), steps=True)
+                problem = Rejection(way.degrees, str(error), steps=True)
                 continue
             planned.append(replace(way, longest=scheduled_one, planner=planner, plans=plans))
         if planned:
@@ -297,16 +274,13 @@ def _numbers_of_stages(way: PlannedDegrees) -> Iterator[EvaluatedCandidate]:
         return
     single = way.run.parallel.model_copy(update={"virtual_stages": 1})
     longest = run_of_longest_samples(way.run.model_copy(update={"parallel": single}))
-    hardware = way.longest.candidate.workload.hardware
-    for attempt in runs_by_tiers(longest, hardware=hardware):
-        found = best_of_degrees(attempt, hardware=hardware, degrees=way.degrees)
-        if found.shortfall is None:
-            yield found
-            return
+    found = evaluate_in_nearest_tiers(longest, hardware=way.longest.candidate.workload.hardware)
+    if found.shortfall is None:
+        yield found
 
 
 def _recommended(
-    leaders: Iterable[PlannedDegrees], *, steps: DrawnSteps, refused: list[RefusedDegrees]
+    leaders: Iterable[PlannedDegrees], *, steps: DrawnSteps, refused: list[Rejection]
 ) -> tuple[PlannedDegrees | None, list[PlannedDegrees]]:
     """Return the first division whose replicas fit in every step, and the divisions after it.
 
@@ -322,7 +296,7 @@ def _recommended(
             for lengths in _all_replicas(way.planner, steps):
                 way.planner.plan(lengths)
         except MemoryError as error:
-            refused.append(RefusedDegrees(way.degrees, str(error), steps=True))
+            refused.append(Rejection(way.degrees, str(error), steps=True))
             continue
         searching = replace(way.planner, quick=False, levels=True)
         plans = zip(way.plans, _heaviest_plans(searching, steps), strict=True)
@@ -376,5 +350,6 @@ def _fastest_first(way: PlannedDegrees) -> tuple[float, int, int]:
     return way.seconds, degrees.pipeline_parallel, degrees.sequence_parallel
 
 
-def _nearest_first(refused: RefusedDegrees) -> tuple[bool, bool, int]:
-    return not refused.steps, refused.short_bytes is None, refused.short_bytes or 0
+def _nearest_first(refused: Rejection) -> tuple[bool, bool, int]:
+    short = refused.shortfall
+    return not refused.steps, short is None, 0 if short is None else short.short_bytes

@@ -65,7 +65,7 @@ def plan_samples(
     )
     try:
         # The plan rests on the run as requested, which leaves the number of stages open.
-        other = replace(planned(single), run=plan.run, run_digest=plan.run_digest)
+        other = replace(planned(single), run=plan.run)
     except MemoryError:  # one stage may need more memory than several
         return plan
     return min((plan, other), key=lambda one: _seconds(one, steps))

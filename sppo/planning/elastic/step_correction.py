@@ -8,113 +8,39 @@ figures are sums over all ranks, so every rank computes the same correction.
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Annotated, Any, Self
 
-import numpy as np
+from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 
 from sppo.cost.correction import CostCorrection
-from sppo.hardware.rates import Floats
 
 MOST_FACTOR = 8.0
 """Largest factor of a correction; the smallest is its inverse. Presets are not further off, but
 broken clocks may be."""
-MOST_LAUNCHES = 0.5
-"""Largest share of the measured seconds that is attributed to kernel launches."""
 _STEPS = 7
 """Number of last steps that a correction rests on; up to three of them may be disturbed."""
-_OUTLIER = 3.0
-"""Factor by which an action's ratio of measured to predicted seconds may differ from the median
-ratio of its rank; larger differences are clipped to this factor."""
-_LEAST_SPREAD = 0.004
-"""Least variation of predicted seconds per layer that separates rates from launches: if all actions
-are alike, any share of the seconds may be launches. It is sin² of the angle between the seconds
-and the layers of all actions; about the square of their relative standard deviation."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActionSums:
-    """Sums over the forwards, or the backwards, of a step, from which a correction is computed.
+    """Seconds of the forwards, or of the backwards, of a step, summed over actions.
 
     Attributes:
         measured_s: Sum of measured seconds.
         predicted_s: Sum of predicted seconds, uncorrected.
-        layers: Sum of numbers of layers.
-        predicted_predicted: Sum of squares of predicted seconds.
-        predicted_layers: Sum of products of predicted seconds and layers.
-        layers_layers: Sum of squares of layers.
-        predicted_measured: Sum of products of predicted and measured seconds, outliers clipped.
-        layers_measured: Sum of products of layers and measured seconds, outliers clipped.
     """
 
     measured_s: float
     predicted_s: float
-    layers: float
-    predicted_predicted: float
-    predicted_layers: float
-    layers_layers: float
-    predicted_measured: float
-    layers_measured: float
-
-    @classmethod
-    def of(cls, measured_s: Floats, predicted_s: Floats, layers: Floats) -> Self:
-        """Return the sums over the actions of one rank, given as arrays [actions]."""
-        cut = measured_s
-        if len(measured_s):
-            usual = predicted_s * np.median(measured_s / predicted_s)
-            cut = np.clip(measured_s, usual / _OUTLIER, usual * _OUTLIER)
-        sums = (
-            measured_s.sum(),
-            predicted_s.sum(),
-            layers.sum(),
-            *(predicted_s @ other for other in (predicted_s, layers)),
-            layers @ layers,
-            *(one @ cut for one in (predicted_s, layers)),
-        )
-        return cls(*map(float, sums))
 
     @property
-    def launch_s(self) -> float | None:
-        """Seconds of kernel launches per layer, by least squares; None if actions are too alike.
-
-        Fit of ``measured = factor * predicted + launch_s * layers``; at least 0, and at most
-        `MOST_LAUNCHES` of the measured seconds.
-        """
-        pp, pl, ll = self.predicted_predicted, self.predicted_layers, self.layers_layers
-        determinant = pp * ll - pl * pl
-        if determinant <= _LEAST_SPREAD * pp * ll:
-            return None
-        found = (pp * self.layers_measured - pl * self.predicted_measured) / determinant
-        return min(max(found, 0.0), MOST_LAUNCHES * self.measured_s / self.layers)
-
-
-@dataclass(frozen=True, slots=True)
-class PassFigures:
-    """Measured against predicted time of the forwards, or of the backwards, of one step.
-
-    Attributes:
-        ratio: Measured over predicted seconds.
-        layers_per_s: Layers of all actions per predicted second.
-        launch_s: Seconds of kernel launches per layer; negative if they cannot be determined.
-    """
-
-    ratio: float
-    layers_per_s: float
-    launch_s: float
-
-    @classmethod
-    def of(cls, sums: ActionSums) -> Self:
-        """Return the figures from sums over the actions of all ranks."""
-        if sums.predicted_s <= 0:
-            return cls(1.0, 0.0, -1.0)
-        launch_s = sums.launch_s
-        return cls(
-            sums.measured_s / sums.predicted_s,
-            sums.layers / sums.predicted_s,
-            -1.0 if launch_s is None else launch_s,
-        )
+    def ratio(self) -> float:
+        """Measured over predicted seconds; 1 if nothing is predicted."""
+        return self.measured_s / self.predicted_s if self.predicted_s > 0 else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,19 +48,19 @@ class StepFigures:
     """Measured against predicted time of one step.
 
     Attributes:
-        forward: Figures of forwards.
-        backward: Figures of backwards, including recomputation.
+        forward: Ratio of measured to predicted seconds of forwards.
+        backward: The same ratio of backwards, including recomputation.
         waiting: Ratio of measured to predicted time from the first action of the program to the
             last, divided by the same ratio of compute.
         rest_s: Seconds outside of the program, without waiting for a plan.
         actions: Ratio of measured to predicted time from the first action to the last.
     """
 
-    forward: PassFigures
-    backward: PassFigures
-    waiting: float
-    rest_s: float
-    actions: float
+    forward: FiniteFloat
+    backward: FiniteFloat
+    waiting: FiniteFloat
+    rest_s: FiniteFloat
+    actions: FiniteFloat
 
     @classmethod
     def of(
@@ -148,16 +74,14 @@ class StepFigures:
             actions: Measured over predicted time from the first action to the last.
             rest_s: Seconds outside of the program, mean over ranks.
         """
-        predicted_s = forward.predicted_s + backward.predicted_s
-        compute = (forward.measured_s + backward.measured_s) / predicted_s if predicted_s else 1.0
-        waiting = actions / compute if compute > 0 else 1.0
-        return cls(
-            PassFigures.of(forward),
-            PassFigures.of(backward),
-            bounded(waiting),
-            max(0.0, rest_s),
-            actions,
+        both = ActionSums(
+            forward.measured_s + backward.measured_s, forward.predicted_s + backward.predicted_s
         )
+        waiting = actions / both.ratio if both.ratio > 0 else 1.0
+        return cls(forward.ratio, backward.ratio, bounded(waiting), max(0.0, rest_s), actions)
+
+
+_FIGURES = TypeAdapter(Annotated[tuple[StepFigures, ...], Field(max_length=_STEPS + 1)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,12 +131,9 @@ class CorrectionHistory:
         """Correction without the last step, as known when the plan of the next step was begun."""
         return _correction(self.figures[:-1])
 
-    def as_json(self) -> list[list[float]]:
+    def as_json(self) -> Any:
         """Return plain values, from which :meth:`from_json` restores the history bit by bit."""
-        return [
-            [*astuple(one.forward), *astuple(one.backward), one.waiting, one.rest_s, one.actions]
-            for one in self.figures
-        ]
+        return _FIGURES.dump_python(self.figures, mode="json")
 
     @classmethod
     def from_json(cls, values: Any) -> Self:
@@ -221,35 +142,22 @@ class CorrectionHistory:
         Raises:
             ValueError: The values are not those of a history.
         """
-        each = len(fields(PassFigures))
-        if not isinstance(values, list) or len(values) > _STEPS + 1:
-            raise ValueError(f"a history of corrections is a list of at most {_STEPS + 1} steps")
-        figures = []
-        for row in values:
-            if not _is_step(row, 2 * each + 3):
-                raise ValueError(f"a step of a history of corrections is {row!r}")
-            forward, backward = PassFigures(*row[:each]), PassFigures(*row[each : 2 * each])
-            figures.append(StepFigures(forward, backward, *row[2 * each :]))
-        return cls(tuple(figures))
-
-
-def _is_step(row: Any, count: int) -> bool:
-    """Return whether `row` is a list of `count` finite floats."""
-    return (
-        isinstance(row, list)
-        and len(row) == count
-        and all(isinstance(value, float) and np.isfinite(value) for value in row)
-    )
+        try:
+            return cls(_FIGURES.validate_json(json.dumps(values), strict=True))
+        except ValidationError as error:
+            raise ValueError(f"no history of corrections: {error.errors()[0]['msg']}") from None
 
 
 def _correction(figures: Sequence[StepFigures]) -> StepCorrection:
     if not figures or not _helps(figures):
         return NO_CORRECTION
-    forward, forward_launch_s = _of_pass([one.forward for one in figures])
-    backward, backward_launch_s = _of_pass([one.backward for one in figures])
+    forward, backward = (
+        bounded(statistics.median(getattr(one, name) for one in figures))
+        for name in ("forward", "backward")
+    )
     return StepCorrection(
         steps=len(figures),
-        compute=CostCorrection(forward, backward, forward_launch_s, backward_launch_s),
+        compute=CostCorrection(forward, backward),
         waiting=bounded(statistics.median(one.waiting for one in figures)),
         rest_s=statistics.median(one.rest_s for one in figures),
     )
@@ -269,17 +177,6 @@ def _helps(figures: Sequence[StepFigures]) -> bool:
         return True
     corrected = statistics.median(abs(before / ratio - 1) for before, ratio in known)
     return corrected <= statistics.median(abs(1 / ratio - 1) for _, ratio in known)
-
-
-def _of_pass(figures: Sequence[PassFigures]) -> tuple[float, float]:
-    """Return the factor, and the seconds of launches per layer, by medians over steps.
-
-    The factor applies to the seconds without launches, so that both together match the median step.
-    """
-    known = [one.launch_s for one in figures if one.launch_s >= 0]
-    launch_s = statistics.median(known) if known else 0.0
-    factor = statistics.median(one.ratio - launch_s * one.layers_per_s for one in figures)
-    return bounded(factor), launch_s
 
 
 def bounded(factor: float) -> float:

@@ -27,12 +27,10 @@ from sppo.cost.state_tiers import ON_DEVICE
 from sppo.planning.elastic.levels import everything_recomputed, fastest_levels
 from sppo.planning.elastic.packing import PADDING, PackedSamples
 from sppo.planning.elastic.packing_search import PackingSearch, StepPacking
-from sppo.planning.elastic.pipeline_bounds import least_pipeline_s
 from sppo.planning.elastic.replicas import divide_samples
 from sppo.planning.elastic.sample_shortfall import shortfall_text
 from sppo.planning.make_plan import compute_seconds, stage_plans
 from sppo.planning.plan import ExecutionPlan
-from sppo.planning.plan_program import plan_candidate
 from sppo.planning.search.candidate_search import WORTH_IT
 from sppo.planning.search.choices import SUBSEQUENCE_TOKENS
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
@@ -236,7 +234,7 @@ class StepPlanner:
             MemoryError: No plan fits.
         """
         only = StepPacking(packed, least_s=0.0)
-        short: list[tuple[PackedSamples, EvaluatedCandidate]] = []
+        short: list[EvaluatedCandidate] = []
         alone = replace(self, quick=True)
         for bases in self._bases():
             found = [
@@ -244,7 +242,7 @@ class StepPlanner:
             ]
             if found:
                 return min(found, key=lambda plan: plan.step_s)
-        shortfall = min(short, key=lambda one: one[1].short_bytes)[1].shortfall
+        shortfall = min(short, key=lambda one: one.short_bytes).shortfall
         assert shortfall is not None, "what did not fit lacks something"
         raise MemoryError(shortfall.reason)
 
@@ -255,7 +253,7 @@ class StepPlanner:
             MemoryError: No plan fits.
         """
         packings = self.packing_search.packings(lengths, quick=self.quick)
-        short: list[tuple[PackedSamples, EvaluatedCandidate]] = []
+        short: list[EvaluatedCandidate] = []
         for bases in self._bases():
             found = [
                 plan for base in bases for plan in self._fitting(packings, base=base, short=short)
@@ -305,9 +303,9 @@ class StepPlanner:
         packings: Sequence[StepPacking],
         *,
         base: Candidate,
-        short: list[tuple[PackedSamples, EvaluatedCandidate]],
+        short: list[EvaluatedCandidate],
     ) -> list[StepPlan]:
-        """Return the first plans that fit; append packings that do not fit to `short`.
+        """Return the first plans that fit; append candidates that do not fit to `short`.
 
         A packing is skipped if one whose largest subsequence is no larger did not fit. The search
         ends once a plan is faster than the estimates of all further packings.
@@ -328,13 +326,15 @@ class StepPlanner:
             if evaluated.shortfall is None:
                 found.append(StepPlan(packing.packed, simulate_candidate(evaluated)))
             else:
-                short.append((packing.packed, evaluated))
+                short.append(evaluated)
                 largest = packing.most_tokens
             levels = self.levels and not self.quick and _chooses_levels(base)
             if levels and evaluated.effective_policy != "retain":
-                policy_s = np.inf if evaluated.shortfall else found[-1].step_s
+                placed = found[-1].evaluated if evaluated.shortfall is None else None
+                placed = placed or everything_recomputed(evaluated.candidate)
+                policy_s = np.inf if placed is None else placed.step_s
                 pressed.append((policy_s, packing.packed, evaluated.candidate))
-        return found + _with_levels(pressed)
+        return found + _with_levels(sorted(pressed, key=lambda one: one[0]))
 
     def _bases(self) -> Iterator[tuple[Candidate, ...]]:
         """Yield groups of base candidates; the fastest of the first group that fits is used.
@@ -356,38 +356,21 @@ def _chooses_levels(base: Candidate) -> bool:
 
 
 def _with_levels(pressed: Sequence[tuple[float, PackedSamples, Candidate]]) -> list[StepPlan]:
-    """Return plans with levels for the packings that are fastest with the policy's placement.
+    """Return plans with levels for the first packings for which there are any.
 
     Args:
-        pressed: Packings that do not fit with everything retained: seconds with the policy's
-            placement (infinite if that does not fit), packed samples, and candidate.
+        pressed: Packings that do not fit with everything retained, fastest first: seconds with the
+            policy's placement, or with everything recomputed if that does not fit; packed samples;
+            and candidate.
     """
     found: list[StepPlan] = []
-    for packed, candidate in _quickest_first(pressed):
-        fastest_s = min((plan.step_s for plan in found), default=np.inf)
-        if least_pipeline_s(candidate) >= fastest_s:
-            continue
+    for _, packed, candidate in pressed:
         placed = fastest_levels(candidate)
         if placed is not None:
             found.append(StepPlan(packed, placed))
         if len(found) == _LEVELLED:
             break
     return found
-
-
-def _quickest_first(
-    pressed: Sequence[tuple[float, PackedSamples, Candidate]],
-) -> list[tuple[PackedSamples, Candidate]]:
-    """Return packings by time with the policy's placement.
-
-    If that does not fit, the time of recomputing everything counts.
-    """
-    seconds: list[float] = []
-    for policy_s, _, candidate in pressed:
-        everything = everything_recomputed(candidate) if np.isinf(policy_s) else None
-        seconds.append(policy_s if everything is None else everything.step_s)
-    order = sorted(range(len(pressed)), key=seconds.__getitem__)
-    return [pressed[place][1:] for place in order]
 
 
 def step_planner(plan: ExecutionPlan, *, background_saves: bool = False) -> StepPlanner:
@@ -397,9 +380,7 @@ def step_planner(plan: ExecutionPlan, *, background_saves: bool = False) -> Step
         plan: Execution plan of the run, for its longest samples.
         background_saves: Whether checkpoints are copied in memory and written during training.
     """
-    return planner_of_candidate(
-        plan_candidate(plan), run=plan.run, background_saves=background_saves
-    )
+    return planner_of_candidate(plan.candidate(), run=plan.run, background_saves=background_saves)
 
 
 def planner_of_candidate(

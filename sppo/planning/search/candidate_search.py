@@ -51,6 +51,7 @@ class Rejection:
         virtual_stages: Stages on each rank that came nearest to fitting, or have the lowest bound.
         reason: Reason as text.
         shortfall: Shortfall of this candidate; None if memory was not the reason.
+        steps: Whether a step of the longest samples fits, but one drawn from the corpus does not.
     """
 
     degrees: Degrees
@@ -59,6 +60,7 @@ class Rejection:
     policy: str | None = None
     shortfall: Shortfall | None = None
     virtual_stages: int = 1
+    steps: bool = False
 
 
 class CandidateSearch:

@@ -11,7 +11,6 @@ from sppo.cost.memory.rank_program import holds_messages, with_messages_held
 from sppo.cost.memory.stage_memory import StageMemory
 from sppo.cost.memory.tier_memory import most_tier_bytes, node_host_bytes
 from sppo.cost.step_time import StepTime
-from sppo.planning.candidate_program import candidate_program
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.shortfall import Shortfall, find_shortfall
 from sppo.planning.search.step_prices import StepPrices
@@ -75,7 +74,7 @@ class EvaluatedCandidate:
     def executed_program(self) -> Schedule:
         """Return the program of the step, with messages."""
         if self.program is None:
-            return candidate_program(self.candidate, costs=self.costs)
+            return self.candidate.program(self.costs)
         return with_messages(self.program, costs=self.costs)
 
     @property

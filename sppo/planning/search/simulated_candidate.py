@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sppo.cost.memory.stage_memory import MemoryBuckets
-from sppo.planning.candidate_program import candidate_program
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.schedule.simulation.simulate import simulate
 from sppo.schedule.simulation.simulated_step import simulated_step
@@ -26,7 +25,7 @@ def simulate_candidate(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
     if evaluated.simulated is not None:
         return evaluated
     if candidate.schedule == "sppo_msp" or costs.copies_stages:
-        program = evaluated.program or candidate_program(candidate, costs=costs, messages=False)
+        program = evaluated.program or candidate.program(costs, messages=False)
         return replace(evaluated, simulated=simulated_step(simulate(program, costs=costs)))
     simulated = simulate_whole_units(
         candidate.schedule,

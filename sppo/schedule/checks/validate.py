@@ -3,15 +3,15 @@
 Rules, each with the failure that it prevents:
 
 * coverage: every F once per stage and unit, every B once (unless evaluation), W, D2H and H2D at
-  most once. A duplicate would add its gradients twice.
+  most once. A duplicate would add its gradients twice. No copy without its counterpart; K and V of
+  a sequence leave a stage for all units, or none.
 * placement: a stage's whole units run on its rank; the shards of a cut unit on as many ranks as
   there are shards, one of them the owner; B on the ranks of its F, because they hold its tensors.
 * forward order: F of subsequence i after F of i - 1 on the same stage, whose K/V it reads.
 * backward order: B after its F, and after B of subsequence i + 1, which completes its dK/dV.
 * weight order: W after its B.
-* copy order: D2H after F, H2D after D2H and before B, none without the other; copies of K and V for
-  all units of a sequence on a stage or for none, and all H2Ds (or KVs, if K and V are recomputed)
-  before the first B that reads them.
+* copy order: D2H after F, H2D after D2H and before B; all H2Ds of K and V (or KVs, if they are
+  recomputed) before the first B that reads them.
 * message coverage: with any message in the schedule, exactly the needed messages.
 * message place: SEND after the action that makes the tensor, RECV before the action that needs it.
 * message order: sends and receives of a directed edge in the same order; any other order delivers a
@@ -50,7 +50,6 @@ from sppo.schedule.encoding import (
     Codes,
     EncodedProgram,
     F,
-    MalformedActionError,
     W,
 )
 from sppo.schedule.schedule import Schedule
@@ -76,24 +75,15 @@ def validate_rules(schedule: Schedule) -> None:
     Raises:
         ScheduleError: A schedule that breaks rules; the message names the first offending actions.
     """
-    programs, violations = _encoded(schedule)
-    violations = violations or _broken_rules(schedule, programs=programs)
+    violations = _broken_rules(schedule, programs=schedule.encoded)
     if violations:
         raise ScheduleError(schedule.name, violations=violations)
 
 
 def find_violations(schedule: Schedule) -> tuple[Violation, ...]:
     """Return all violations of `schedule`; rules about order are checked only if coverage holds."""
-    programs, violations = _encoded(schedule)
-    return violations or _broken_rules(schedule, programs=programs) or _deadlock(schedule)
-
-
-def _encoded(schedule: Schedule) -> tuple[tuple[EncodedProgram, ...], tuple[Violation, ...]]:
-    """Return the encoded programs of `schedule`, or the violation that prevents encoding."""
-    try:
-        return schedule.encoded, ()
-    except MalformedActionError as error:
-        return (), (Violation("well formed", str(error), error.rank, error.index),)
+    programs = schedule.encoded
+    return _broken_rules(schedule, programs=programs) or _deadlock(schedule)
 
 
 def _broken_rules(

@@ -12,9 +12,11 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from sppo.schedule.actions import Action, ActionKind, Cut
+import numpy as np
+
+from sppo.schedule.actions import Cut
 from sppo.schedule.costs import Costs
-from sppo.schedule.encoding import B, F
+from sppo.schedule.encoding import B, EncodedProgram, F
 from sppo.schedule.msp_costs import msp_seconds
 from sppo.schedule.msp_groups import MspGroup, routes_between
 from sppo.schedule.schedule import Schedule
@@ -65,20 +67,22 @@ class CutSteps:
 
     def program(self, chosen: Mapping[int, MspGroup]) -> Schedule:
         """Return the schedule with exactly the MSP groups `chosen`."""
-        programs: list[list[Action]] = [[] for _ in range(self._plain.num_ranks)]
+        parts: list[list[EncodedProgram]] = [[] for _ in range(self._plain.num_ranks)]
         for sequence in range(self._plain.num_sequences):
-            forwards = self._forwards(sequence, chosen)
-            for rank, forward in enumerate(forwards):
-                programs[rank].extend(forward)
+            for own, forward in zip(parts, self._forwards(sequence, chosen), strict=True):
+                own.append(forward)
                 if not self._forward_only:
-                    mirrored = (a._replace(kind=ActionKind.B) for a in reversed(forward))
-                    programs[rank].extend(mirrored)
-        reduced = tuple(
-            # Borrowers send their gradients to the owner of a stage, so only the owner reduces.
-            tuple(with_reductions(program, stages=self._plain.placement.stages_of(rank)))
-            for rank, program in enumerate(programs)
+                    own.append(forward.take(np.arange(forward.codes.size)[::-1]).changed(B))
+        # Borrowers send their gradients to the owner of a stage, so only the owner reduces.
+        encoded = tuple(
+            with_reductions(
+                EncodedProgram.joined(own),
+                stages=self._plain.placement.stages_of(rank),
+                num_units=self._units,
+            )
+            for rank, own in enumerate(parts)
         )
-        return replace(self._plain, programs=reduced, cuts=self._cuts(chosen.values()))
+        return replace(self._plain, encoded=encoded, cuts=self._cuts(chosen.values()))
 
     def step_s(self, chosen: Mapping[int, MspGroup]) -> float:
         """Return the simulated seconds of a step with exactly the MSP groups `chosen`."""
@@ -199,19 +203,17 @@ class CutSteps:
             cuts.append(Cut(stage, sequence, unit - self._offsets[sequence], group.lengths))
         return tuple(sorted(cuts))
 
-    def _forwards(self, sequence: int, chosen: Mapping[int, MspGroup]) -> list[list[Action]]:
-        """Return the forwards of a sequence on each rank."""
-        forwards: list[list[Action]] = [[] for _ in range(self._plain.num_ranks)]
+    def _forwards(self, sequence: int, chosen: Mapping[int, MspGroup]) -> Iterator[EncodedProgram]:
+        """Yield the forwards of a sequence on each rank, in order."""
+        rows: list[list[tuple[int, int, int]]] = [[] for _ in range(self._plain.num_ranks)]
         for slot in self._order(sequence, chosen):
-            stage, unit = divmod(slot, self._units)
-            part, group = unit - self._offsets[sequence], chosen.get(slot)
-            ranks = group.ranks if group else (self._rank_of[stage],)
+            group = chosen.get(slot)
+            ranks = group.ranks if group else (self._rank_of[slot // self._units],)
             for shard, rank in enumerate(ranks):
-                action = Action(
-                    ActionKind.F, stage, sequence, part, shard=shard, num_shards=len(ranks)
-                )
-                forwards[rank].append(action)
-        return forwards
+                rows[rank].append((slot, shard, len(ranks)))
+        for own in rows:
+            slots, shards, widths = np.array(own, dtype=np.int32).reshape(-1, 3).T
+            yield EncodedProgram(np.full_like(slots, F), slots, shards, widths)
 
     def _order(self, sequence: int, chosen: Mapping[int, MspGroup]) -> list[int]:
         """Return the slots of a sequence in the order of their starts; ties: most ranks first.

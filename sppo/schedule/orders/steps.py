@@ -1,32 +1,30 @@
-"""Order of the forwards and backwards of one rank, and how many forwards run ahead.
+"""Order of the forwards and backwards of all ranks, and how many forwards run ahead.
 
 Every order here obeys the two rules of causal subsequences: within one sequence, forwards run in
 ascending order (a subsequence reads the K/V before it) and backwards in descending order (dK/dV of
 a subsequence is complete once all later subsequences ran), while sequences stay first in, first
 out.
 
-A *step* is (virtual, unit): the virtual stage is the position of a stage on its rank, 0 if the
-rank has one stage.
+A *step* is a unit on a virtual stage, the number virtual * units + unit. The virtual stage is the
+position of a stage on its rank, 0 if the rank has one stage; units are numbered over all sequences.
+
+All ranks have the same forwards and the same backwards, each in one order. A schedule decides
+only how many backwards a rank runs before each of its forwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
-from sppo.schedule.actions import Lengths, UnitKey
+import numpy as np
+import numpy.typing as npt
 
-Step = tuple[int, UnitKey]
+from sppo.schedule.actions import Lengths
+from sppo.schedule.encoding import B, Codes, F, W
 
-
-def forward_units(lengths: Lengths, *, sequences: Iterable[int]) -> list[UnitKey]:
-    """Return the units of `sequences` in forward order."""
-    return [(m, n) for m in sequences for n in range(len(lengths[m]))]
-
-
-def backward_units(lengths: Lengths, *, sequences: Iterable[int]) -> list[UnitKey]:
-    """Return the units of `sequences` in backward order: FIFO by sequence, LIFO within one."""
-    return [(m, n) for m in sequences for n in reversed(range(len(lengths[m])))]
+Indices = npt.NDArray[np.intp]
 
 
 def sequence_groups(lengths: Lengths, *, num_ranks: int) -> list[range]:
@@ -67,124 +65,121 @@ def _groups_of_unequal(counts: Sequence[int], *, num_ranks: int) -> list[range]:
     return [range(begin, end) for begin, end in pairwise(ends)]
 
 
-def forward_steps(lengths: Lengths, *, groups: Sequence[range], num_virtual: int) -> list[Step]:
-    """Return the forward steps of a rank: each group passes one virtual stage after another."""
-    return [
-        (virtual, unit)
-        for group in groups
-        for virtual in range(num_virtual)
-        for unit in forward_units(lengths, sequences=group)
-    ]
+@dataclass(frozen=True, slots=True, eq=False)
+class Passes:
+    """Forwards and backwards of a rank: groups of sequences pass its virtual stages in turn.
 
-
-def backward_steps(lengths: Lengths, *, groups: Sequence[range], num_virtual: int) -> list[Step]:
-    """Return the backward steps of a rank: each group passes the virtual stages in reverse."""
-    return [
-        (virtual, unit)
-        for group in groups
-        for virtual in reversed(range(num_virtual))
-        for unit in backward_units(lengths, sequences=group)
-    ]
-
-
-def least_warmup(forward: Sequence[Step], *, backward: Sequence[Step]) -> int:
-    """Return how many forwards must precede the first forward-backward pair on the last rank.
-
-    The k-th backward runs after warm-up + k + 1 forwards, which must include its own forward. For N
-    subsequences per sequence this is the N - 1 of Seq1F1B, and (v - 1) * G + N - 1 for v virtual
-    stages and groups of G units; sequences of different N need no further rule.
+    Attributes:
+        forward: Steps in the order of their forwards: each group passes one virtual stage after
+            another.
+        backward: Steps in the order of their backwards: each group passes the virtual stages in
+            reverse; first in, first out by sequence, last in, first out within one.
+        place: Index in `forward` of each step.
+        ended: Number of backwards of all groups before that of each forward.
+        num_units: Number of units.
     """
-    position = {step: index for index, step in enumerate(forward)}
-    return max(position[step] - index for index, step in enumerate(backward))
+
+    forward: Indices
+    backward: Indices
+    place: Indices
+    ended: Indices
+    num_units: int
+
+    @classmethod
+    def of_groups(cls, lengths: Lengths, *, groups: Sequence[range], num_virtual: int) -> Passes:
+        """Return the passes of `groups` of consecutive sequences."""
+        ends = np.cumsum([0, *map(len, lengths)])
+        units = np.arange(ends[-1])
+        mirrored = np.repeat(ends[:-1] + ends[1:], np.diff(ends)) - 1 - units
+        begins = ends[[group.start for group in groups]]
+        sizes = ends[[group.stop for group in groups]] - begins
+        begin, size = np.repeat(begins, sizes), np.repeat(sizes, sizes)
+        virtual = np.arange(num_virtual)[:, None]
+        place = (num_virtual * begin + virtual * size + units - begin).ravel()
+        back = (num_virtual * begin + virtual[::-1] * size + mirrored - begin).ravel()
+        forward = np.argsort(place)
+        ended = num_virtual * begin[forward % len(units)]
+        return cls(forward, np.argsort(back), place, ended, len(units))
+
+    def alternating(self, *, ahead: Indices, hops: Indices) -> Indices:
+        """Return the backwards before each forward if a rank alternates after a warm-up.
+
+        The last rank begins each forward as late as its backwards allow. If all sequences have
+        equally many subsequences, its warm-up is :attr:`least_warmup` throughout; if those with
+        most come first, it shrinks once these are done, and fewer units are held: a step may take a
+        few percent less or more time than with a constant warm-up. Other ranks run `ahead` more
+        forwards before each backward. They do not run a unit on a later virtual stage before the
+        last rank has run it on the virtual stage before: that would be a deadlock.
+
+        Args:
+            ahead: Number of forwards that each rank runs ahead of the last rank.
+            hops: Number of ranks from each one to the last.
+
+        Returns:
+            Number of backwards, [ranks, forwards].
+        """
+        index = np.arange(self.forward.size)
+        begun = np.minimum(index.size, index + 1 + self._warmup)
+        last = np.searchsorted(np.maximum.accumulate(begun), index, side="right")
+        behind = index - ahead[:, None]
+        before = np.where(behind >= 0, last[np.maximum(behind, 0)], 0)
+        later = np.flatnonzero(self.forward >= self.num_units)
+        on_stage_before = self.place[self.forward[later] - self.num_units]
+        # A rank lags behind the last one by a backward per hop.
+        least = last[on_stage_before] - hops[:, None]
+        before[:, later] = np.maximum(before[:, later], least)
+        return np.maximum.accumulate(before, axis=1)
+
+    @property
+    def least_warmup(self) -> int:
+        """Number of forwards that precede the first forward-backward pair on the last rank.
+
+        The k-th backward runs after warm-up + k + 1 forwards, which must include its own forward.
+        For N subsequences per sequence this is the N - 1 of Seq1F1B, and (v - 1) * G + N - 1 for v
+        virtual stages and groups of G units; sequences of different N need no further rule.
+        """
+        return int(self._warmup[0])
+
+    @property
+    def _warmup(self) -> Indices:
+        """Least warm-up that each backward and all later ones need."""
+        needed = self.place[self.backward] - np.arange(self.backward.size)
+        return np.maximum.accumulate(needed[::-1])[::-1]
 
 
-def pair_up(
-    forward: Sequence[Step], *, backward: Sequence[Step], ahead: int = 0, hops: int = 0
-) -> list[tuple[str, Step]]:
-    """Return the order of one rank: after a warm-up, one forward and one backward in turn.
-
-    The last rank begins each forward as late as its backwards allow. If all sequences have equally
-    many subsequences, its warm-up is :func:`least_warmup` throughout; if those with most come
-    first, it shrinks once these are done, and fewer units are held: a step may take a few percent
-    less or more time than with a constant warm-up. Other ranks run `ahead` more forwards before
-    each backward. They do not run a unit on a later virtual stage before the last rank has run it
-    on the virtual stage before: that would be a deadlock.
+def merged(passes: Passes, before: Indices) -> tuple[Codes, Indices]:
+    """Return the opcodes and steps of every rank in order, [ranks, 2 * steps] each.
 
     Args:
-        forward: Forward steps of the rank.
-        backward: Backward steps of the rank.
-        ahead: Number of forwards that the rank runs ahead of the last rank.
-        hops: Number of ranks from this one to the last.
+        passes: Forwards and backwards of every rank.
+        before: Number of backwards before each forward, [ranks, forwards].
     """
-    last = _backwards_before_forwards(forward, backward=backward)
-    position = {step: index for index, step in enumerate(forward)}
-    order: list[tuple[str, Step]] = []
-    done = 0
-    for index, (virtual, unit) in enumerate(forward):
-        first = last[index - ahead] if index >= ahead else 0
-        if virtual > 0:
-            # This rank lags behind the last one by a backward per hop.
-            first = max(first, last[position[virtual - 1, unit]] - hops)
-        order.extend(("B", step) for step in backward[done:first])
-        done = max(done, first)
-        order.append(("F", (virtual, unit)))
-    order.extend(("B", step) for step in backward[done:])
-    return order
+    ranks, count = before.shape
+    codes = np.full((ranks, 2 * count), B, dtype=np.int32)
+    np.put_along_axis(codes, np.arange(count) + before, F, axis=1)
+    steps = np.empty(codes.shape, dtype=np.intp)
+    for code, order in ((F, passes.forward), (B, passes.backward)):
+        steps[codes == code] = np.concatenate([order] * ranks)
+    return codes, steps
 
 
-def _backwards_before_forwards(forward: Sequence[Step], *, backward: Sequence[Step]) -> list[int]:
-    """Return how many backwards run before each forward on the last rank.
-
-    Before the k-th backward run k + 1 forwards, and as many more as :func:`least_warmup` requires
-    for the remaining backwards.
-    """
-    position = {step: index for index, step in enumerate(forward)}
-    begun, least = [0] * len(backward), 0
-    for index in reversed(range(len(backward))):
-        least = max(least, position[backward[index]] - index)
-        begun[index] = min(len(forward), index + 1 + least)
-    before: list[int] = []
-    for index, until in enumerate(begun):
-        before += [index] * (until - len(before))
-    return before
-
-
-def with_paced_forwards(
-    order: Sequence[tuple[str, Step]], *, forwards_before_backward: Sequence[int]
-) -> list[tuple[str, Step]]:
-    """Return `order` with forwards moved so that a given number precedes each backward.
-
-    Args:
-        order: Order of one rank.
-        forwards_before_backward: Number of forwards begun before each backward; at least all
-            forwards of its own sequence and of the sequences before it.
-    """
-    forward = [item for item in order if item[0] == "F"]
-    others = [item for item in order if item[0] != "F"]
-    changed: list[tuple[str, Step]] = []
-    done = index = 0
-    for item in others:
-        if item[0] == "B":
-            until = forwards_before_backward[index]
-            changed += forward[done:until]
-            done, index = until, index + 1
-        changed.append(item)
-    return changed
-
-
-def delay_weights(order: Sequence[tuple[str, Step]], *, delay: int) -> list[tuple[str, Step]]:
-    """Split every backward and run its weight half `delay` backwards later (ZB-H1).
+def with_weights(codes: Codes, steps: Indices, *, delays: Indices) -> tuple[Codes, Indices]:
+    """Split every backward and run its weight half some backwards later (ZB-H1).
 
     The delayed weight gradients fill the idle time at the end of the step. Rank r of a zero-bubble
     schedule delays by r, so that every rank holds as many units as rank 0 does under 1F1B.
+
+    Args:
+        codes: Opcodes of every rank in order, [ranks, 2 * steps].
+        steps: Steps of every rank in order.
+        delays: Number of backwards between a backward and its weight half, of each rank.
     """
-    split: list[tuple[str, Step]] = []
-    held: list[Step] = []
-    for kind, step in order:
-        split.append((kind, step))
-        if kind == "B":
-            held.append(step)
-            if len(held) > delay:
-                split.append(("W", held.pop(0)))
-    split.extend(("W", step) for step in held)
-    return split
+    ranks, actions = codes.shape
+    halves = np.maximum(0, np.cumsum(codes == B, axis=1) - (codes == B) - delays[:, None])
+    at = np.arange(actions) + halves
+    split = np.full((ranks, actions + actions // 2), W, dtype=np.int32)
+    np.put_along_axis(split, at, codes, axis=1)
+    order = np.empty(split.shape, dtype=np.intp)
+    np.put_along_axis(order, at, steps, axis=1)
+    order[split == W] = steps[codes == B]
+    return split, order

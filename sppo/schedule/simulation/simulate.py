@@ -36,7 +36,6 @@ def simulate(schedule: Schedule, *, costs: Costs) -> Timeline:
 
     Raises:
         DeadlockError: Programs that wait for each other in a cycle.
-        MalformedActionError: An action outside the schedule.
     """
     clock = run_clock(schedule, costs=costs)
     tracks = []

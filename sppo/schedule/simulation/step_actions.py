@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from sppo.schedule.encoding import NUM_COMPUTE, REDUCE, B, EncodedProgram, F, decoded
+from sppo.schedule.encoding import NUM_COMPUTE, REDUCE, B, EncodedProgram, F
 from sppo.schedule.graph import NOWHERE, Flags, Ints
 from sppo.schedule.schedule import Schedule
 
@@ -32,7 +32,7 @@ class StepActions:
             )
             for name, end in (("codes", -1), ("slots", 0), ("shards", 0), ("num_shards", 1))
         )
-        self._lengths = schedule.lengths
+        self._schedule = schedule
         self.size = schedule.num_stages * schedule.num_units
         of_stage = self.codes >= REDUCE
         self.stages = np.where(of_stage, self.slots, self.slots // schedule.num_units)
@@ -74,10 +74,8 @@ class StepActions:
         """Return an action as program text."""
         if action == self.never:
             return "an action that no program has"
-        code, slot, shard, width = (
-            int(column[action]) for column in (self.codes, self.slots, self.shards, self.widths)
-        )
-        return str(decoded(code, slot, shard=shard, num_shards=width, lengths=self._lengths))
+        rank, index = self.place(action)
+        return str(self._schedule.programs[rank][index])
 
     def first_shards(self) -> tuple[Ints, Ints]:
         """Return the shards of F and B, and the first shard of the unit of each."""

@@ -10,24 +10,34 @@ ranks see all messages in the same order, so even a single queue per rank makes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from sppo.schedule import encoding
-from sppo.schedule.actions import COMPUTE_KINDS, Action, ActionKind, Wire
 from sppo.schedule.costs import Costs, abstract_costs
+from sppo.schedule.encoding import (
+    NUM_COMPUTE,
+    RECV_ACT,
+    RECV_GRAD,
+    SEND_ACT,
+    SEND_GRAD,
+    B,
+    EncodedProgram,
+    F,
+)
+from sppo.schedule.messages import needed_messages
 from sppo.schedule.schedule import Schedule
 from sppo.schedule.simulation.clock import run_clock
 
-_RESULTS: Mapping[ActionKind, tuple[Wire, int]] = {
-    ActionKind.F: ("act", 1),
-    ActionKind.B: ("grad", -1),
-}
-"""Results of compute that stages send: the wire, and the step to the stage that takes it."""
-_MESSAGES = (encoding.SEND_ACT, encoding.SEND_GRAD, encoding.RECV_ACT, encoding.RECV_GRAD)
+_WIRES = ((F, SEND_ACT, RECV_ACT, 1), (B, SEND_GRAD, RECV_GRAD, -1))
+"""Compute that makes a tensor, SEND and RECV of the tensor, and the step to the stage that needs
+it."""
+_MESSAGES = (SEND_ACT, SEND_GRAD, RECV_ACT, RECV_GRAD)
+_Indices = npt.NDArray[np.int64]
 
 
 class EndsOf(Protocol):
@@ -35,32 +45,6 @@ class EndsOf(Protocol):
 
     def __call__(self, *, costs: Costs) -> Sequence[Sequence[float]]:
         """Return when each compute action of each rank ends, in the order of its program."""
-
-
-class Message(NamedTuple):
-    """Message between two ranks, with the actions on both ends."""
-
-    sender: int
-    receiver: int
-    send: Action
-    receive: Action
-
-
-def _messages_of(action: Action, schedule: Schedule) -> Iterator[Message]:
-    """Yield the messages that carry the result of `action`, an F or B, to other ranks."""
-    if action.kind not in _RESULTS:
-        return
-    wire, step = _RESULTS[action.kind]
-    routes = schedule.routes(wire, producer=action.stage, unit=action.unit)
-    names = (action.sequence, action.subsequence, wire)
-    for shard, route in enumerate(routes):
-        if route.sender != route.receiver:
-            yield Message(
-                route.sender,
-                route.receiver,
-                Action(ActionKind.SEND, action.stage, *names, shard, len(routes)),
-                Action(ActionKind.RECV, action.stage + step, *names, shard, len(routes)),
-            )
 
 
 def place_messages(
@@ -81,44 +65,63 @@ def place_messages(
         ValueError: A schedule that has messages already, or whose order has a cycle (a
             :class:`DeadlockError` if ranks wait for each other).
     """
-    for rank, codes in enumerate(own.codes for own in schedule.encoded):
-        for index in np.flatnonzero(np.isin(codes, _MESSAGES)).tolist():
-            action = schedule.programs[rank][index]
-            raise ValueError(f"{action} is there already: place messages only once")
-    placed: list[list[Action]] = [[] for _ in schedule.programs]
-    taken = [0] * schedule.num_ranks
-    for rank, index in _in_time_order(schedule, costs=costs, ends_of=ends_of):
-        if index < taken[rank]:
-            continue  # shard already placed with the first shard of its MSP group
-        action = schedule.programs[rank][index]
-        shards = [rank]
-        if action.num_shards > 1:
-            shards = [*schedule.msp_groups[schedule.slot(action.stage, action.unit)].ranks]
-        for member in shards:
-            program = schedule.programs[member]
-            end = 1 + (index if member == rank else _next_compute(program, taken[member]))
-            placed[member].extend(program[taken[member] : end])
-            taken[member] = end
-        for sender, receiver, send, receive in _messages_of(action, schedule):
-            placed[sender].append(send)
-            placed[receiver].append(receive)
-    for rank, program in enumerate(schedule.programs):
-        placed[rank].extend(program[taken[rank] :])
-    return replace(schedule, programs=tuple(map(tuple, placed)))
+    placed = schedule.first_action(lambda program: np.isin(program.codes, _MESSAGES))
+    if placed is not None:
+        raise ValueError(f"{placed} is there already: place messages only once")
+    turns = _turns(schedule, costs=costs, ends_of=ends_of)
+    parts: list[list[tuple[_Indices, EncodedProgram]]] = [[] for _ in schedule.encoded]
+    for made, send, receive, step in _WIRES:
+        slots, shards, counts, *ends = needed_messages(schedule, code=send).T
+        turn, is_made = turns[made, slots], turns[made, slots] < _never(schedule)
+        consumers = slots + step * schedule.num_units
+        for code, ranks, names in zip((send, receive), ends, (slots, consumers), strict=True):
+            columns = np.full_like(names, code), names, shards, counts
+            messages = EncodedProgram(*(column.astype(np.int32) for column in columns))
+            for rank, own in enumerate(parts):
+                here = np.flatnonzero((ranks == rank) & is_made)
+                own.append((turn[here], messages.take(here)))
+    encoded = map(partial(_in_turn, turns=turns), schedule.encoded, parts)
+    return replace(schedule, encoded=tuple(encoded))
 
 
-def _next_compute(program: Sequence[Action], begin: int) -> int:
-    """Return the position of the first compute action of `program` from `begin` on."""
-    return next(i for i in range(begin, len(program)) if program[i].kind in COMPUTE_KINDS)
+def _never(schedule: Schedule) -> int:
+    """Return a turn after those of all actions."""
+    return schedule.num_actions
 
 
-def _in_time_order(
-    schedule: Schedule, *, costs: Costs | None, ends_of: EndsOf | None
-) -> Iterator[tuple[int, int]]:
-    """Yield (rank, position) of every compute action by simulated completion, ties by rank.
+def _in_turn(
+    program: EncodedProgram,
+    messages: Sequence[tuple[_Indices, EncodedProgram]],
+    *,
+    turns: _Indices,
+) -> EncodedProgram:
+    """Return the program of one rank and its messages, in turn; of one turn, messages come last.
 
-    Compute must take time, otherwise an action and its consumer could tie; so every time is raised
-    to at least a millionth of the longest action.
+    Actions that are not compute go with the compute action after them.
+
+    Args:
+        program: Program of the rank without messages.
+        messages: Turns of messages, and the messages.
+        turns: Turn of each compute action, by opcode and slot.
+    """
+    is_compute = program.codes < NUM_COMPUTE
+    own = np.full(program.codes.shape, np.iinfo(np.int64).max)
+    own[is_compute] = turns[program.codes[is_compute], program.slots[is_compute]]
+    own = np.minimum.accumulate(own[::-1])[::-1]
+    joined = EncodedProgram.joined([program, *(part for _, part in messages)])
+    ties = joined.shards + program.codes.size
+    ties[: program.codes.size] = np.arange(program.codes.size)
+    return joined.take(np.lexsort((ties, np.concatenate([own, *(turn for turn, _ in messages)]))))
+
+
+def _turns(schedule: Schedule, *, costs: Costs | None, ends_of: EndsOf | None) -> _Indices:
+    """Return the rank of each compute action by simulated completion, ties by rank.
+
+    The shards of a unit have the turn of the first. Compute must take time, otherwise an action and
+    its consumer could tie; so every time is raised to at least a millionth of the longest action.
+
+    Returns:
+        Turns by opcode and slot; those of absent actions are after all others.
     """
     costs = costs or abstract_costs(
         schedule.num_stages, num_units=schedule.num_units, weight_s=1.0, backward_s=1.0
@@ -133,14 +136,18 @@ def _in_time_order(
         backward_s=np.maximum(costs.backward_s, least),
         weight_s=np.maximum(costs.weight_s, least),
     )
-    indices = [np.flatnonzero(program.codes < encoding.NUM_COMPUTE) for program in schedule.encoded]
+    computes = [program.take(program.codes < NUM_COMPUTE) for program in schedule.encoded]
     if ends_of is None:
         clock = run_clock(schedule, costs=costs)
-        times = [own[at] for own, at in zip(clock.finishes_s, indices, strict=True)]
+        ends = [
+            finishes[program.codes < NUM_COMPUTE]
+            for finishes, program in zip(clock.finishes_s, schedule.encoded, strict=True)
+        ]
     else:
-        times = [np.array(own) for own in ends_of(costs=costs)]
-        assert [*map(len, times)] == [*map(len, indices)], "ends of another program"
-    ranks = [np.full(at.shape, rank) for rank, at in enumerate(indices)]
-    all_ranks, all_indices = np.concatenate(ranks), np.concatenate(indices)
-    order = np.lexsort((all_indices, all_ranks, np.concatenate(times)))
-    yield from zip(all_ranks[order].tolist(), all_indices[order].tolist(), strict=True)
+        ends = [np.array(own) for own in ends_of(costs=costs)]
+        assert [*map(len, ends)] == [own.codes.size for own in computes], "ends of another program"
+    actions = EncodedProgram.joined(computes)
+    order = np.argsort(np.concatenate(ends), kind="stable")
+    turns = np.full((NUM_COMPUTE, schedule.num_stages * schedule.num_units), _never(schedule))
+    np.minimum.at(turns, (actions.codes[order], actions.slots[order]), np.arange(order.size))
+    return turns

@@ -14,14 +14,16 @@ they need not be on the device:
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Literal
 
+import numpy as np
+
 from sppo.quoting import quoted
 from sppo.schedule.actions import Action, ActionKind
+from sppo.schedule.encoding import D2H, D2H_KV, H2D_KV, KV, B, EncodedProgram, F
 from sppo.schedule.schedule import Schedule
 
 KVPlacement = Literal["retained", "offloaded", "recomputed"]
@@ -45,10 +47,6 @@ def kv_of_turns(kv: KVPlacement, *, recomputed: int, turns: int) -> tuple[KVPlac
         for turn in range(others)
     )
     return (*own, "retained")
-
-
-_StageSequence = tuple[int, int | None]
-"""(stage, sequence)."""
 
 
 def place_kv(
@@ -75,18 +73,18 @@ def place_kv(
             f"schedule {quoted(schedule.name)} has no backward: nothing reads K and V again, so "
             "they are neither copied nor recomputed; keep them"
         )
-    stages = {*offloaded, *recomputed}
-    for action in (a for program in schedule.programs for a in program):
-        if action.num_shards > 1 and action.stage in stages:
-            raise ValueError(
-                f"{action} is a shard of a unit whose K and V would not stay: keep K and V where "
-                "units are cut (multiplexed sequence partitioning)"
-            )
-    programs = tuple(
-        _placed(program, offloaded={*offloaded}, recomputed={*recomputed})
-        for program in schedule.programs
-    )
-    return replace(schedule, programs=programs)
+    slots = np.isin(np.arange(schedule.num_stages), [*offloaded, *recomputed])
+    slots = slots.repeat(schedule.num_units)
+    shard = schedule.first_action(lambda program: (program.num_shards > 1) & slots[program.slots])
+    if shard is not None:
+        raise ValueError(
+            f"{shard} is a shard of a unit whose K and V would not stay: keep K and V where units "
+            "are cut (multiplexed sequence partitioning)"
+        )
+    moves: dict[int, KVPlacement] = dict.fromkeys(offloaded, "offloaded")
+    moves |= dict.fromkeys(recomputed, "recomputed")
+    encoded = (_placed(program, schedule, moves=moves) for program in schedule.encoded)
+    return replace(schedule, encoded=tuple(encoded))
 
 
 def kv_placement(actions: Iterable[Action]) -> KVPlacement:
@@ -104,48 +102,35 @@ def kv_placement(actions: Iterable[Action]) -> KVPlacement:
 
 
 def _placed(
-    program: Sequence[Action], *, offloaded: Collection[int], recomputed: Collection[int]
-) -> tuple[Action, ...]:
-    before = _before_backwards(program, offloaded=offloaded, recomputed=recomputed)
-    placed: list[Action] = []
-    for index, action in enumerate(program):
-        placed += before.get(index, ())
-        placed.append(action)
-        if action.stage not in offloaded or action.kind not in (ActionKind.F, ActionKind.D2H):
+    program: EncodedProgram, schedule: Schedule, *, moves: Mapping[int, KVPlacement]
+) -> EncodedProgram:
+    """Return the program of one rank with the copies and recomputations of K and V.
+
+    Args:
+        program: Program of the rank.
+        schedule: Schedule of the program.
+        moves: Placement of K and V on the stages that do not retain them.
+    """
+    codes, slots = program.codes, program.slots
+    stages, units = np.divmod(slots, schedule.num_units)
+    leaves = np.isin(stages, [stage for stage, kv in moves.items() if kv == "offloaded"])
+    out = np.flatnonzero((codes == F) & leaves)
+    # A copy of the unit's saved tensors comes first.
+    follower = np.minimum(out + 1, codes.size - 1)
+    out += 1 + ((codes[follower] == D2H) & (slots[follower] == slots[out]))
+    inserted = [(out, EncodedProgram.of_whole_units(D2H_KV, slots[(codes == F) & leaves]))]
+    sequences = np.searchsorted(schedule.unit_offsets, units, side="right") - 1
+    backwards = np.flatnonzero(codes == B)
+    forwards = np.flatnonzero((codes == F) & np.isin(stages, [*moves]))
+    for stage, sequence in dict.fromkeys(zip(stages[forwards], sequences[forwards], strict=True)):
+        own = forwards[(stages[forwards] == stage) & (sequences[forwards] == sequence)]
+        is_own = (stages[backwards] == stage) & (sequences[backwards] == sequence)
+        first = backwards[is_own][:1] if is_own.any() else np.zeros(1, dtype=np.intp)
+        if moves[int(stage)] == "recomputed":
+            inserted.append((first.repeat(own.size), program.take(own).changed(KV)))
             continue
-        follower = program[index + 1] if index + 1 < len(program) else None
-        if follower != action._replace(kind=ActionKind.D2H):
-            placed.append(action._replace(kind=ActionKind.D2H, wire="kv"))
-    return tuple(placed)
-
-
-def _before_backwards(
-    program: Sequence[Action], *, offloaded: Collection[int], recomputed: Collection[int]
-) -> dict[int, list[Action]]:
-    """Return H2Ds of K and V, and KVs, by the position of the backward that they precede."""
-    forwards: dict[_StageSequence, list[Action]] = {}
-    first_backward: dict[_StageSequence, int] = {}
-    last_forward: dict[_StageSequence, int] = {}
-    backwards = []
-    for index, action in enumerate(program):
-        key = action.stage, action.sequence
-        if action.kind is ActionKind.F:
-            forwards.setdefault(key, []).append(action)
-            last_forward[key] = index
-        elif action.kind is ActionKind.B:
-            backwards.append(index)
-            first_backward.setdefault(key, index)
-    found: dict[int, list[Action]] = {}
-    for key, units in forwards.items():
-        end = first_backward.get(key, 0)
-        if key[0] in recomputed:
-            found.setdefault(end, []).extend(a._replace(kind=ActionKind.KV) for a in units)
-        elif key[0] in offloaded:
-            begin = bisect_right(backwards, last_forward[key])
-            possible = backwards[begin : bisect_left(backwards, end)]
-            chosen = possible[-len(units) :] or [end]
-            for number, action in enumerate(units):
-                place = chosen[number * len(chosen) // len(units)]
-                back = action._replace(kind=ActionKind.H2D, wire="kv")
-                found.setdefault(place, []).append(back)
-    return found
+        between = backwards[(backwards > own[-1]) & (backwards < first)]
+        chosen = between[-own.size :] if between.size else first
+        at = chosen[np.arange(own.size) * chosen.size // own.size]
+        inserted.append((at, program.take(own).changed(H2D_KV)))
+    return program.insert(*inserted)

@@ -15,26 +15,41 @@ gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from sppo.schedule.actions import Action, ActionKind
+import numpy as np
+import numpy.typing as npt
+
+from sppo.schedule.encoding import (
+    D2H_GRADIENTS,
+    H2D_GRADIENTS,
+    H2D_WEIGHTS,
+    KV,
+    REDUCE,
+    B,
+    EncodedProgram,
+    F,
+    W,
+)
 from sppo.schedule.schedule import Schedule
 
+_Indices = npt.NDArray[np.integer]
 
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """Consecutive uses of one stage in the program of a rank.
 
-    Attributes:
-        stage: Stage that is used.
-        first: Position of the first action of the phase.
-        last: Position of the last action of the phase.
-    """
+@dataclass(frozen=True, slots=True, eq=False)
+class _Phases:
+    """Phases of a rank's program: stage, positions of first and last action, [phases] each."""
 
-    stage: int
-    first: int
-    last: int
+    stages: _Indices
+    first: _Indices
+    last: _Indices
+
+    @classmethod
+    def of_uses(cls, uses: _Indices, *, stages: _Indices) -> _Phases:
+        """Return the phases of the actions at the positions `uses`, of the given stages."""
+        changes = np.flatnonzero(np.diff(stages, prepend=-1, append=-1))
+        begins, ends = changes[:-1], changes[1:] - 1
+        return cls(stages[begins], uses[begins], uses[ends])
 
 
 def place_state(schedule: Schedule, *, weights: bool, gradients: bool) -> Schedule:
@@ -50,102 +65,53 @@ def place_state(schedule: Schedule, *, weights: bool, gradients: bool) -> Schedu
     """
     if not weights and not gradients:
         return schedule
-    for action in (a for program in schedule.programs for a in program):
-        if action.num_shards > 1:
-            raise ValueError(
-                f"{action} is a shard of a unit, and ranks that share units have weights and "
-                "gradients on the device: write state.weights=device and state.gradients=device, "
-                "or parallel.multiplexed=off"
+    shard = schedule.first_action(lambda program: program.num_shards > 1)
+    if shard is not None:
+        raise ValueError(
+            f"{shard} is a shard of a unit, and ranks that share units have weights and gradients "
+            "on the device: write state.weights=device and state.gradients=device, or "
+            "parallel.multiplexed=off"
+        )
+    gradients = gradients and schedule.is_training
+    encoded = []
+    for program in schedule.encoded:
+        stages = program.slots // schedule.num_units
+        adds = np.isin(program.codes, (B, W))
+        # Forwards of the last stage form the gradients of the head.
+        adds |= (program.codes == F) & (stages == schedule.num_stages - 1)
+        added, read = (
+            _Phases.of_uses(np.flatnonzero(uses), stages=stages[uses])
+            for uses in (adds, np.isin(program.codes, (F, KV, B)))
+        )
+        encoded.append(
+            program.insert(
+                *([_leaving(program, added)] if gradients else []),
+                *([_fetched(read)] if weights else []),
+                *([_returning(added)] if gradients else []),
             )
-    last_stage = schedule.num_stages - 1
-    programs = []
-    for program in schedule.programs:
-        before: dict[int, list[Action]] = {}
-        behind: dict[int, list[Action]] = {}
-        if weights:
-            _place_weights(program, before)
-        if gradients and schedule.is_training:
-            _place_gradients(program, before, behind, last_stage=last_stage)
-        programs.append(_merged(program, before, behind))
-    return replace(schedule, programs=tuple(programs))
+        )
+    return replace(schedule, encoded=tuple(encoded))
 
 
-def weight_phases(program: Sequence[Action]) -> list[Phase]:
-    """Return the phases in which a rank reads weights, in order."""
-    reading = (ActionKind.F, ActionKind.KV, ActionKind.B)
-    return _phases(program, lambda action: action.kind in reading)
+def _fetched(phases: _Phases) -> tuple[_Indices, EncodedProgram]:
+    """Return the H2Ds of weights: that of the first phase, and in each phase that of the next."""
+    at = np.concatenate([phases.first[:1], phases.first[:-1]])
+    return at, EncodedProgram.of_whole_units(H2D_WEIGHTS, phases.stages)
 
 
-def gradient_phases(program: Sequence[Action], *, last_stage: int) -> list[Phase]:
-    """Return the phases in which a rank adds to gradients, in order.
+def _leaving(program: EncodedProgram, phases: _Phases) -> tuple[_Indices, EncodedProgram]:
+    """Return the D2Hs of gradients, one after each phase."""
+    at = phases.last.copy()
+    for index in np.flatnonzero(program.codes == REDUCE).tolist():
+        final = np.flatnonzero(phases.stages == program.slots[index])[-1:]
+        at[final] = np.maximum(at[final], index)
+    return at + 1, EncodedProgram.of_whole_units(D2H_GRADIENTS, phases.stages)
 
-    Args:
-        program: Program of the rank.
-        last_stage: Last stage of the pipeline, whose forwards form the gradients of the head.
-    """
-    return _phases(
-        program,
-        lambda action: (
-            action.kind in (ActionKind.B, ActionKind.W)
-            or (action.kind is ActionKind.F and action.stage == last_stage)
-        ),
+
+def _returning(phases: _Phases) -> tuple[_Indices, EncodedProgram]:
+    """Return the H2Ds of gradients, one in the phase before each further phase of a stage."""
+    _, firsts = np.unique(phases.stages, return_index=True)
+    again = np.delete(np.arange(phases.stages.size), firsts)
+    return phases.last[again - 1], EncodedProgram.of_whole_units(
+        H2D_GRADIENTS, phases.stages[again]
     )
-
-
-def _phases(program: Sequence[Action], uses: Callable[[Action], bool]) -> list[Phase]:
-    found: list[Phase] = []
-    for index, action in enumerate(program):
-        if not uses(action):
-            continue
-        if found and found[-1].stage == action.stage:
-            found[-1] = replace(found[-1], last=index)
-        else:
-            found.append(Phase(action.stage, index, index))
-    return found
-
-
-def _place_weights(program: Sequence[Action], before: dict[int, list[Action]]) -> None:
-    phases = weight_phases(program)
-    if not phases:
-        return
-    named = before.setdefault(phases[0].first, [])
-    named.append(Action(ActionKind.H2D, phases[0].stage, wire="weights"))
-    for phase, following in zip(phases, phases[1:], strict=False):
-        fetch = Action(ActionKind.H2D, following.stage, wire="weights")
-        before.setdefault(phase.first, []).append(fetch)
-
-
-def _place_gradients(
-    program: Sequence[Action],
-    before: dict[int, list[Action]],
-    behind: dict[int, list[Action]],
-    *,
-    last_stage: int,
-) -> None:
-    reduced_at = {a.stage: i for i, a in enumerate(program) if a.kind is ActionKind.REDUCE}
-    phases = gradient_phases(program, last_stage=last_stage)
-    final = {phase.stage: phase for phase in phases}
-    seen: set[int] = set()
-    for number, phase in enumerate(phases):
-        if phase.stage in seen:
-            back = Action(ActionKind.H2D, phase.stage, wire="gradients")
-            before.setdefault(phases[number - 1].last, []).append(back)
-        seen.add(phase.stage)
-        place = phase.last
-        if phase is final[phase.stage]:
-            place = max(place, reduced_at.get(phase.stage, place))
-        leave = Action(ActionKind.D2H, phase.stage, wire="gradients")
-        behind.setdefault(place, []).append(leave)
-
-
-def _merged(
-    program: Sequence[Action],
-    before: dict[int, list[Action]],
-    behind: dict[int, list[Action]],
-) -> tuple[Action, ...]:
-    merged: list[Action] = []
-    for index, action in enumerate(program):
-        merged += before.get(index, ())
-        merged.append(action)
-        merged += behind.get(index, ())
-    return tuple(merged)

@@ -24,7 +24,6 @@ from sppo.kernels.attention.choice import (
 )
 from sppo.kernels.attention.interface import may_have_single_tokens
 from sppo.planning.plan import ExecutionPlan
-from sppo.planning.plan_program import plan_candidate
 from sppo.planning.search.choices import has_documents
 from sppo.report.run_summary import AttentionSummary
 from sppo.training.devices.device import Device
@@ -83,7 +82,7 @@ def check_attention(run: RunConfig, plan: ExecutionPlan, device: Device) -> Atte
         ValueError: This machine cannot run the back end that the plan is priced with; names both,
             the reason and the fix.
     """
-    planned = planned_backend(plan_candidate(plan).workload)
+    planned = planned_backend(plan.candidate().workload)
     names = _names(run, device)
     here = _last(names, device)
     if _rank(here, device) > _rank(planned, device):

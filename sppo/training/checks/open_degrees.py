@@ -9,8 +9,7 @@ from sppo.config.run import DEGREES
 from sppo.data.samples.step_lengths import drawn_steps_if_there
 from sppo.parallel.job.environment import RankEnvironment
 from sppo.planning.chosen_run import with_chosen_degrees
-from sppo.training.checks.preflight import machine_of_ranks
-from sppo.training.devices.choose_device import choose_device, count_devices
+from sppo.training.devices.choose_device import choose_device, count_devices, machine_of_ranks
 
 
 def ranks_to_divide(run: RunConfig, environment: RankEnvironment | None) -> int:

@@ -19,8 +19,7 @@ from sppo.cost.memory.tier_memory import OFFLOADED, SAVED_IN_BACKGROUND
 from sppo.cost.parameters import num_parameters
 from sppo.offload.disk.disk_room import DiskRoom, is_memory, usable_directory
 from sppo.planning.plan import ExecutionPlan
-from sppo.planning.plan_program import plan_candidate
-from sppo.planning.run_plan import offload_less
+from sppo.planning.too_large import offload_less
 from sppo.training.devices.device import Device, DeviceKind
 from sppo.units import format_bytes
 
@@ -135,7 +134,7 @@ def _check_host(run: RunConfig, plan: ExecutionPlan, host_bytes: int) -> None:
     With ``checkpoint.async_save`` the copy of the state that is written in the background counts,
     too, even if the plan was made without it.
     """
-    saved = checkpoint_bytes(plan_candidate(plan)) if run.checkpoint.async_save else repeat(0)
+    saved = checkpoint_bytes(plan.candidate()) if run.checkpoint.async_save else repeat(0)
     ranks = [
         {**buckets, SAVED_IN_BACKGROUND: copied}
         for buckets, copied in zip(plan.rank_tier_buckets("host"), saved, strict=False)
@@ -164,7 +163,7 @@ def _offload_less(plan: ExecutionPlan, *, free_bytes: int, needed_bytes: int) ->
     return offload_less(
         room_bytes=max(0, free_bytes),
         needed_bytes=needed_bytes,
-        kv_bytes=offloaded_kv_bytes(plan_candidate(plan)),
+        kv_bytes=offloaded_kv_bytes(plan.candidate()),
         ratio=max(plan.predicted.offload_ratios),
     )
 

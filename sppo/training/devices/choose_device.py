@@ -1,11 +1,16 @@
-"""Choice of the device of a run: a GPU if there is one, unless the run file names a CPU."""
+"""Choice of the device of a run, and the machine that its ranks plan for."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 
 from sppo.config.run import RunConfig
+from sppo.hardware.description import HardwareSpec
 from sppo.hardware.file import hardware_for
+from sppo.hardware.this_machine import C_HEAP_SHARE, as_seen_by_ranks
+from sppo.kernels.native.cpu_allocator import install_cpu_allocator
 from sppo.parallel.job.environment import RankEnvironment
 from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.devices.cuda_device import CudaDevice, prepare_cuda
@@ -70,6 +75,28 @@ def check_devices(run: RunConfig, *, local_ranks: int) -> DeviceKind:
     return "cuda"
 
 
+def machine_of_ranks(
+    run: RunConfig, device: Device, *, num_ranks: int, local_ranks: int
+) -> HardwareSpec:
+    """Return the hardware that the run names, or this machine, as the ranks of a job see it.
+
+    Args:
+        run: Validated run configuration.
+        device: Device of this process.
+        num_ranks: Number of ranks of the job.
+        local_ranks: Number of ranks on this machine.
+
+    Raises:
+        ValueError: The hardware section cannot be used.
+    """
+    named = hardware_for(run.hardware, this_machine=device.machine())
+    num_nodes = max(1, num_ranks // local_ranks)
+    hardware = replace(named, num_nodes=num_nodes)
+    if device.kind == "cpu":
+        return as_seen_by_ranks(_with_heap(hardware), num_nodes * local_ranks, is_here=True)
+    return replace(hardware, node=replace(hardware.node, num_devices=local_ranks))
+
+
 def _named_kind(run: RunConfig) -> DeviceKind | None:
     """Return the kind of device of the hardware that a run file names; None if it names none."""
     config = run.hardware
@@ -86,3 +113,10 @@ def _no_gpu(run: RunConfig) -> str:
         "hardware.preset=laptop-cpu to train on the CPU, or install a torch with CUDA on a machine "
         "with a GPU; sppo solve and sppo simulate need none"
     )
+
+
+def _with_heap(hardware: HardwareSpec) -> HardwareSpec:
+    """Return the hardware with the heap share of a C heap if this process has no memory pool."""
+    if hardware.device.kind != "cpu" or install_cpu_allocator() is not None:
+        return hardware
+    return replace(hardware, device=replace(hardware.device, heap_share=C_HEAP_SHARE))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -38,7 +38,6 @@ from sppo.offload.transfers import CudaTransfers, Transfers
 from sppo.parallel.job.environment import RankEnvironment
 from sppo.planning.plan import ExecutionPlan
 from sppo.training.devices.device import DeviceKind, PoolUse
-from sppo.training.devices.rank_threads import threads_of_gpu_rank
 from sppo.units import format_bytes
 
 _cuda: Any = torch.cuda  # parts of it have no types
@@ -235,7 +234,7 @@ class CudaDevice:
         """Return stores that offload to page-locked host memory, or through it to a disk."""
         if not count:
             return []
-        assert disk is not None or plan.tier != "disk", "checked before training"
+        assert disk is not None or plan.activation_tier != "disk", "checked before training"
         streams = CopyStreams(_cuda, self.torch_device, failed_step_timeout_s=failed_step_timeout_s)
         most_host_bytes = self.host_tier_bytes(local_ranks=1)
         queues = (
@@ -244,7 +243,7 @@ class CudaDevice:
             )
             for _ in range(count)
         )
-        disk = disk if plan.tier == "disk" else None
+        disk = disk if plan.activation_tier == "disk" else None
         return [OffloadStore(own, disk=disk, checksums=debug) for own in queues]
 
     def _put(self, tensor: Tensor) -> Tensor:
@@ -273,3 +272,40 @@ def _warn_of_far_cores(index: int) -> None:
 def _node_of(device: torch.device) -> NumaNode | None:
     """Return the NUMA node of a GPU; None if the machine does not tell it."""
     return node_of_pci_device(pci_address(_cuda.get_device_properties(device)))
+
+
+_THREADS = "OMP_NUM_THREADS"
+
+
+def threads_of_gpu_rank(
+    environment: RankEnvironment,
+    *,
+    cores: int,
+    ranks_near: int,
+    allowed_cores: int,
+    environ: Mapping[str, str] = os.environ,
+) -> int:
+    """Return OMP_NUM_THREADS if the user has set it, or the rank's share of its cores.
+
+    torchrun sets OMP_NUM_THREADS=1 unless it is set, which cannot be told from a 1 that the user
+    sets. Ranks that update on the CPU would be several times slower, so that 1 counts as not set.
+
+    Args:
+        environment: Place of the rank in its job.
+        cores: Cores that the rank uses.
+        ranks_near: Ranks of this machine that would use the same cores. Tasks to which srun gives
+            cores of their own share none.
+        allowed_cores: Cores that the launcher allows the rank to use.
+        environ: Environment variables.
+    """
+    launcher = environment.launcher
+    given = environ.get(_THREADS, "").split(",")[0].strip()
+    if given.isdecimal() and int(given) > (launcher == "torchrun"):
+        return min(int(given), cores)
+    of_node = environ.get("SLURM_CPUS_ON_NODE", "")
+    has_own = (
+        launcher == "slurm"
+        and of_node.isdecimal()
+        and allowed_cores * environment.local_world_size <= int(of_node)
+    )
+    return max(1, cores if has_own else cores // ranks_near)

@@ -7,8 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import astuple, fields
 from typing import Any
 
-import numpy as np
-
 from sppo.engine.trace import ExecutedAction
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.planning.elastic.step_correction import (
@@ -82,8 +80,6 @@ class Corrections:
             "correction_steps": correction.steps,
             "forward_correction": correction.compute.forward,
             "backward_correction": correction.compute.backward,
-            "forward_launch_s": correction.compute.forward_launch_s,
-            "backward_launch_s": correction.compute.backward_launch_s,
             "waiting_correction": correction.waiting,
             "predicted_rest_s": prediction.phases_s[-1],
             "prediction_error": step_s / seconds - 1,
@@ -92,9 +88,8 @@ class Corrections:
     def _figures(self, done: DoneStep, taken: TakenPlan) -> StepFigures:
         """Return the figures of a step over all ranks, bit-identical on each. Collective."""
         prediction = taken.replica.prediction
-        layers = [stage.num_layers for stage in self._plan.stages]
         own = [
-            action_sums(done.result.trace, prediction.uncorrected, kinds=kinds, layers=layers)
+            action_sums(done.result.trace, prediction.uncorrected, kinds=kinds)
             for kinds in (_FORWARDS, _BACKWARDS)
         ]
         totals = self._peers.total(
@@ -159,7 +154,6 @@ def action_sums(
     costs: Costs,
     *,
     kinds: Collection[ActionKind],
-    layers: Sequence[int],
 ) -> ActionSums:
     """Return the sums over the actions of some kinds that one rank executed.
 
@@ -167,8 +161,6 @@ def action_sums(
         trace: Executed actions of the rank.
         costs: Uncorrected costs of all actions.
         kinds: Kinds of compute actions to sum over.
-        layers: Number of layers of each stage. Actions W and KV count no layers, so the launches
-            of both halves of a backward count with B.
     """
     done = [one for one in trace if one.action.kind in kinds]
     halves = any(one.action.kind == ActionKind.W for one in done)
@@ -179,16 +171,11 @@ def action_sums(
         ActionKind.KV: costs.kv_recompute_s,
     }
     places = {unit: index for index, unit in enumerate(sorted(_units(trace)))}
-    return ActionSums.of(
-        np.array([one.finish_s - one.start_s for one in done]),
-        np.array(
-            [seconds[one.action.kind][one.action.stage, places[one.action.unit]] for one in done]
-        ),
-        np.array(
-            [
-                float(layers[one.action.stage] * (one.action.kind in (ActionKind.F, ActionKind.B)))
-                for one in done
-            ]
+    return ActionSums(
+        sum(one.finish_s - one.start_s for one in done),
+        sum(
+            float(seconds[one.action.kind][one.action.stage, places[one.action.unit]])
+            for one in done
         ),
     )
 

@@ -138,7 +138,12 @@ def test_it_is_what_the_allocator_hands_out(two_threads, shape, policy, dtype):
 
 
 @pytest.mark.parametrize(
-    ("shape", "lengths"), [("gpt", (512, 1024)), ("gpt", (2304,)), ("one key head", (2304,))]
+    ("shape", "lengths"),
+    [
+        ("gpt", (512, 1024)),
+        pytest.param("gpt", (2304,), marks=pytest.mark.exhaustive),
+        pytest.param("one key head", (2304,), marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_cpu_without_products_in_half_precision(monkeypatch, two_threads, shape, lengths):
     for module in (half_products, cpu_flash):

@@ -11,6 +11,7 @@ from sppo.kernels.attention.choice import CAPABILITIES, AttentionCase, choose, c
 from sppo.kernels.attention.interface import attention_forward
 from sppo.kernels.attention.kernel import BlockAttention, Reference
 from sppo.kernels.attention.torch_blocks import TorchBlocks
+from tests.tiers import each_once
 
 GPU = torch.device("cuda", 0)
 
@@ -196,8 +197,10 @@ class Raises(TorchBlocks):
         raise TypeError("forward() got an unexpected keyword\nand more")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("window", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "window"),
+    each_once([torch.bfloat16, torch.float32, torch.float64], [False, True]),
+)
 def test_the_small_case_finds_what_is_wrong(monkeypatch, dtype, window):
     small = case("cpu", dtype=dtype, head_size=64, group=2, window=window)
 

@@ -1,6 +1,7 @@
 """Memory pool of torch's CPU tensors, tested in subprocesses because it cannot be uninstalled."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 from sppo import native_build
 from sppo.hardware import this_machine
 from sppo.kernels.native import cpu_allocator
-from tests.native_builds import ROOT, cxx_compiler
+
+ROOT = Path(__file__).parents[3]
 
 CHECKS = ("address,undefined", "thread")
 
@@ -19,9 +21,17 @@ CHECKS = ("address,undefined", "thread")
 def library() -> Path:
     """The pool of the present sources; without a compiler the test is skipped."""
     cxx_compiler()
-    built = native_build.built(native_build.MEMORY_POOL)
+    built = native_build.built()
     assert isinstance(built, Path), built
     return built
+
+
+def cxx_compiler() -> str:
+    """A C++ compiler; without one the test is skipped."""
+    found = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    if found is None:
+        pytest.skip("no C++ compiler (c++, g++, clang++)")
+    return found
 
 
 def run(library: Path, code: str, **environment: str) -> str:
@@ -57,6 +67,19 @@ def test_pool_is_clean_under_sanitizers(tmp_path, sanitizer):
     assert built.returncode == 0, built.stderr
     checked = subprocess.run([program], capture_output=True, text=True, timeout=120)
     assert (checked.returncode, checked.stdout) == (0, "ok\n"), checked.stderr
+
+
+def test_cmake_offers_the_sanitizers(tmp_path):
+    cxx_compiler()
+    cmake = shutil.which("cmake")
+    if cmake is None:
+        pytest.skip("no cmake")
+    configure = [cmake, "-S", ROOT, "-B", tmp_path, "-DSPPO_SANITIZE=undefined"]
+    subprocess.run(configure, check=True, capture_output=True)
+    build = [cmake, "--build", tmp_path, "--target", "memory_pool_check"]
+    subprocess.run(build, check=True, capture_output=True)
+    done = subprocess.run([tmp_path / "memory_pool_check"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
 
 
 def test_tensors_live_in_the_pool_and_leave_it(library):

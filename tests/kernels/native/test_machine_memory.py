@@ -15,7 +15,6 @@ from sppo.kernels.native.machine_memory import (
     check_room_for_libraries,
     control_group_room,
     memory_room,
-    numa_node_room,
 )
 
 GIB = 1 << 30
@@ -72,33 +71,12 @@ def test_no_groups_no_limit(tmp_path):
     assert control_group_room(membership=tmp_path / "none") is None
 
 
-def node(directory: Path, number: int) -> None:
-    (directory / f"node{number}").mkdir(parents=True)
-    kib = {"MemTotal": 4096, "MemFree": 1024, "Active(file)": 16, "Inactive(file)": 8}
-    text = "".join(f"Node {number} {name}: {value} kB\n" for name, value in kib.items())
-    (directory / f"node{number}" / "meminfo").write_text(text)
-
-
-def test_a_node_has_its_own_room(tmp_path):
-    node(tmp_path, 0)
-    node(tmp_path, 3)
-    assert numa_node_room(3, nodes=tmp_path) == (1024 + 16 + 8) * 1024
-    with pytest.raises(ValueError, match=r"numa_node=1; this machine has 0, 3"):
-        numa_node_room(1, nodes=tmp_path)
-    (tmp_path / "node3/meminfo").unlink()
-    assert numa_node_room(3, nodes=tmp_path) is None
-    assert numa_node_room(3, nodes=tmp_path / "nowhere") is None
-
-
 def test_the_room_is_the_least_of_all():
     assert MemoryRoom(5).least_bytes == 5
     assert MemoryRoom(5, control_group_bytes=3).least_bytes == 3
     assert MemoryRoom(5, control_group_bytes=-3).least_bytes == 0
-    all_three = MemoryRoom(5, control_group_bytes=3, numa_node=1, numa_node_bytes=2)
-    assert all_three.least_bytes == 2
-    assert str(all_three) == (
-        "5 B available on the machine, 3 B left in the control group, 2 B free on node 1"
-    )
+    both = MemoryRoom(5, control_group_bytes=3)
+    assert str(both) == "5 B available on the machine, 3 B left in the control group"
     assert str(MemoryRoom(GIB)) == "1.0 GiB available on the machine, no control group limit"
 
 

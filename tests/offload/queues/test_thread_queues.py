@@ -139,7 +139,10 @@ raise ZeroDivisionError
 """
 
 
-@pytest.mark.parametrize(("end", "code"), [(USUAL_EXIT, 0), (CANCELLED, 1)])
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [(USUAL_EXIT, 0), pytest.param(CANCELLED, 1, marks=pytest.mark.exhaustive)],
+)
 def test_a_program_may_end_with_work_in_its_queues(end, code):
     """It waits for nothing, also not for work that never ends."""
     command = [sys.executable, "-c", SCRIPT + end]

@@ -132,6 +132,7 @@ with progress.ending():
     )
 
 
+@pytest.mark.exhaustive
 def test_a_hung_rank_runs_into_the_timeout_and_is_named(run, capfd, monkeypatch):
     monkeypatch.setattr(launch, "_TERMINATE_S", 0.2)
     code = """

@@ -12,7 +12,7 @@ from sppo.data.samples.length_distributions import draw
 from sppo.hardware.run_hardware import run_hardware
 from sppo.planning.corpus.search import DrawnSteps, plan_of_longest, solve_corpus
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
-from sppo.planning.plan import check_plan_fits
+from sppo.planning.planned_keys import check_plan_fits
 from tests.make import make_run
 from tests.tiers import examples
 
@@ -123,8 +123,8 @@ def test_a_longest_sample_that_fits_nowhere_is_told():
     found = solved(memory_gib=0.25)
     assert found.best is None
     nearest = found.rejected[0]
-    assert nearest.short_bytes == min(
-        refused.short_bytes for refused in found.rejected if refused.short_bytes is not None
+    assert nearest.shortfall.short_bytes == min(
+        refused.shortfall.short_bytes for refused in found.rejected if refused.shortfall
     )
     assert "the longest sample, of 32768 tokens, does not fit: stage" in nearest.reason
     assert "short by" in nearest.reason

@@ -110,7 +110,7 @@ def of_units(choice, diagonals, of_diagonals):
 
 
 @settings(
-    deadline=None, max_examples=examples(25, all=300), suppress_health_check=[HealthCheck.too_slow]
+    deadline=None, max_examples=examples(12, all=300), suppress_health_check=[HealthCheck.too_slow]
 )
 @given(small_choices())
 def test_of_every_choice_for_a_small_step_none_that_fits_adds_less(given_choice):

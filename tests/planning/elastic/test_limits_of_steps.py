@@ -54,7 +54,7 @@ def test_no_rank_of_a_step_holds_more_than_it_may(step):
 
 
 @settings(
-    deadline=None, max_examples=examples(12, all=200), suppress_health_check=[HealthCheck.too_slow]
+    deadline=None, max_examples=examples(5, all=200), suppress_health_check=[HealthCheck.too_slow]
 )
 @given(pressed_steps())
 def test_a_step_with_levels_is_never_slower_than_without(step):
@@ -82,7 +82,7 @@ def test_where_everything_can_be_retained_it_is(candidate, share):
 
 
 @settings(
-    deadline=None, max_examples=examples(10, all=200), suppress_health_check=[HealthCheck.too_slow]
+    deadline=None, max_examples=examples(3, all=200), suppress_health_check=[HealthCheck.too_slow]
 )
 @given(pressed_steps())
 def test_what_does_not_fit_says_which_sample_which_stage_and_how_much(step):
@@ -94,8 +94,8 @@ def test_what_does_not_fit_says_which_sample_which_stage_and_how_much(step):
         assume(False)
     except MemoryError as error:
         text = str(error)
-    sample, tokens = map(int, re.search(r"of sample (\d+), of (\d+) tokens", text).groups())
-    assert lengths[sample] == tokens
+    sample, tokens = map(int, re.search(r"sample is (\d+), of (\d+) tokens", text).groups())
+    assert lengths[sample] == tokens == max(lengths)
     stages = [int(one) for one in re.search(r"stages? ([\d, ]+) needs", text)[1].split(", ")]
     assert set(stages) <= set(range(planner.base.num_stages))
     short = int(re.search(r"\((\d+) bytes\)", text)[1])

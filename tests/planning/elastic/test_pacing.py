@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from sppo.cost.deferred_weights import weight_operand_bytes
 from sppo.cost.memory.units_in_flight import Running, UnitsInFlight
 from sppo.cost.packed_sequence import PackedSequence
-from sppo.planning.candidate_program import candidate_program
 from sppo.planning.elastic.levels import (
     LEVELS,
     OFFLOADING_LEVELS,
@@ -232,7 +231,7 @@ def test_ranks_are_paced_where_not_even_recomputing_everything_fits():
     found = fastest_levels(candidate)
     assert found.candidate.forwards_before_backward
     assert found.shortfall is None
-    program = candidate_program(found.candidate, costs=found.costs)
+    program = found.candidate.program(found.costs)
     validate(program)
     assert simulate(program, costs=found.costs).makespan_s == pytest.approx(found.step_s)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import astuple, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,11 +14,9 @@ from sppo.planning.elastic.replica_plan import StepRequest, plan_replica
 from sppo.planning.elastic.sample_cost import sample_cost
 from sppo.planning.elastic.step_correction import (
     MOST_FACTOR,
-    MOST_LAUNCHES,
     NO_CORRECTION,
     ActionSums,
     CorrectionHistory,
-    PassFigures,
     StepCorrection,
     StepFigures,
 )
@@ -28,16 +26,11 @@ from tests.planning.elastic.test_step_search import planner
 
 LENGTHS = (3000, 700, 600, 250, 90, 80, 70, 64, 12, 3)
 PREDICTED = np.array([1.0, 2.0, 2.5, 4.0, 3.0, 1.5])
-LAYERS = np.array([4.0, 4.0, 4.0, 2.0, 2.0, 4.0])
-EVERY_KIND = CostCorrection(1.5, 2.5, forward_launch_s=0.003, backward_launch_s=0.007)
+BOTH = CostCorrection(1.5, 2.5)
 
 
-def sums(measured, predicted=PREDICTED, layers=LAYERS):
-    return ActionSums.of(np.asarray(measured), predicted, layers)
-
-
-def figures(measured, *, actions=1.0, rest_s=0.5, predicted=PREDICTED):
-    one = sums(measured, predicted)
+def figures(measured, *, actions=1.0, rest_s=0.5):
+    one = ActionSums(float(measured.sum()), float(PREDICTED.sum()))
     return StepFigures.of(one, one, actions=actions, rest_s=rest_s)
 
 
@@ -48,47 +41,6 @@ def history(*steps):
     return found
 
 
-def test_rates_and_launches_are_told_apart():
-    measured = 1.7 * PREDICTED + 0.2 * LAYERS
-    assert sums(measured).launch_s == pytest.approx(0.2)
-    correction = history(figures(measured)).current.compute
-    assert astuple(correction) == pytest.approx((1.7, 1.7, 0.2, 0.2))
-
-
-def test_sums_of_ranks_add_up():
-    measured = 1.7 * PREDICTED + 0.2 * LAYERS
-    halves = [astuple(ActionSums.of(measured[i::2], PREDICTED[i::2], LAYERS[i::2])) for i in (0, 1)]
-    together = ActionSums(*(sum(pair) for pair in zip(*halves, strict=True)))
-    assert astuple(together) == pytest.approx(astuple(sums(measured)))
-
-
-def test_where_all_actions_are_alike_everything_is_the_rate():
-    alike = np.full(6, 2.0)
-    one = ActionSums.of(alike * 3, alike, np.full(6, 4.0))
-    assert one.launch_s is None
-    assert PassFigures.of(one) == PassFigures(3.0, 2.0, -1.0)
-    correction = history(StepFigures.of(one, one, actions=3.0, rest_s=0.0)).current.compute
-    assert astuple(correction) == (3.0, 3.0, 0.0, 0.0)
-
-
-@pytest.mark.parametrize("layers_s", [-0.1, 40.0])
-def test_launches_take_a_bounded_share(layers_s):
-    measured = np.maximum(0.01, 5.0 * PREDICTED + layers_s * LAYERS)
-    found = sums(measured).launch_s
-    assert 0 <= found <= MOST_LAUNCHES * measured.sum() / LAYERS.sum()
-    assert found == (0.0 if layers_s < 0 else MOST_LAUNCHES * measured.sum() / LAYERS.sum())
-
-
-def test_one_stalled_action_makes_no_launches():
-    predicted = np.linspace(1.0, 3.0, 50)
-    layers = np.full(50, 4.0)
-    measured = 2 * predicted
-    measured[0] = 500.0
-    cut = ActionSums.of(measured, predicted, layers)
-    assert cut.launch_s < 0.2  # of 4 s for each action; as it stands 1.5
-    assert cut.measured_s == measured.sum()
-
-
 @pytest.mark.parametrize(("factor", "expected"), [(1000.0, MOST_FACTOR), (1e-4, 1 / MOST_FACTOR)])
 def test_factors_are_bounded(factor, expected):
     found = history(figures(factor * PREDICTED, actions=factor**2)).current
@@ -97,7 +49,7 @@ def test_factors_are_bounded(factor, expected):
 
 
 def test_nothing_measured_or_predicted():
-    nothing = ActionSums.of(np.array([]), np.array([]), np.array([]))
+    nothing = ActionSums(0.0, 0.0)
     found = history(StepFigures.of(nothing, nothing, actions=2.0, rest_s=-1.0)).current
     assert found == StepCorrection(steps=1, waiting=2.0, rest_s=0.0)
 
@@ -146,21 +98,31 @@ def test_the_previous_correction_is_that_before_the_last_step():
 
 
 def test_what_is_saved_comes_back_to_the_last_bit():
-    found = history(*(figures(f * PREDICTED + 0.1 * LAYERS, rest_s=f / 3) for f in (1.1, 2.3, 0.7)))
+    found = history(*(figures(f * PREDICTED, rest_s=f / 3) for f in (1.1, 2.3, 0.7)))
     assert CorrectionHistory.from_json(json.loads(json.dumps(found.as_json()))) == found
+
+
+FIGURES = {"forward": 1.0, "backward": 1.0, "waiting": 1.0, "rest_s": 1.0, "actions": 1.0}
 
 
 @pytest.mark.parametrize(
     "values",
-    [None, {}, "text", [[1.0]], [[1.0] * 9, 3], [["1"] * 9], [[float("nan")] * 9], [[1.0] * 9] * 9],
+    [
+        None,
+        [FIGURES, 3],
+        [{"forward": 1.0}],
+        [{**FIGURES, "forward": "1"}],
+        [{**FIGURES, "rest_s": float("nan")}],
+        [FIGURES] * 9,
+    ],
     ids=str,
 )
 def test_what_is_no_history_is_refused(values):
-    with pytest.raises(ValueError, match="history of corrections"):
+    with pytest.raises(ValueError, match="no history of corrections"):
         CorrectionHistory.from_json(values)
 
 
-@pytest.mark.parametrize("wrong", [{"forward": 0.0}, {"backward": -1}, {"forward_launch_s": -1e-9}])
+@pytest.mark.parametrize("wrong", [{"forward": 0.0}, {"backward": -1}])
 def test_corrections_that_make_no_sense_are_refused(wrong):
     with pytest.raises(ValueError, match="must be"):
         CostCorrection(**wrong)
@@ -181,18 +143,15 @@ def plan_of(correction=NO_CORRECTION, *, corrects_plan=False, **more):
 
 def test_costs_of_every_stage_are_corrected():
     candidate = plan_of().plan.evaluated.candidate
-    plain, corrected = seconds(candidate, UNCORRECTED), seconds(candidate, EVERY_KIND)
-    layers = np.array([[len(stage)] for stage in candidate.stages])
-    launches = EVERY_KIND.forward_launch_s, EVERY_KIND.backward_launch_s
-    np.testing.assert_allclose(corrected.forward, 1.5 * plain.forward + layers * launches[0])
-    np.testing.assert_allclose(corrected.backward, 2.5 * plain.backward + layers * launches[1])
-    for name in ("weight", "linear_recompute", "attention_recompute"):
+    plain, corrected = seconds(candidate, UNCORRECTED), seconds(candidate, BOTH)
+    np.testing.assert_allclose(corrected.forward, 1.5 * plain.forward)
+    for name in ("backward", "weight", "linear_recompute", "attention_recompute"):
         np.testing.assert_allclose(getattr(corrected, name), 2.5 * getattr(plain, name))
 
 
 def test_packing_asks_for_the_costs_that_stages_have():
     candidate = plan_of().plan.evaluated.candidate
-    workload = replace(candidate.workload, correction=EVERY_KIND)
+    workload = replace(candidate.workload, correction=BOTH)
     cost = sample_cost(workload, most_tokens=8192)
     tokens = np.array([512.0])
     one = replace(candidate, workload=workload, packed=(), lengths=(512,), sequences=1)
@@ -220,11 +179,8 @@ def test_predictions_are_corrected_and_plans_stay():
 
 
 def test_a_plan_made_with_a_correction_is_that_of_a_slower_machine():
-    """Costly launches make for fewer subsequences; where samples lie in an epoch stays."""
-    correction = StepCorrection(3, CostCorrection(1.0, 1.0, 0.05, 0.1))
+    correction = StepCorrection(3, CostCorrection(0.2, 8.0))
     usual, corrected = plan_of(), plan_of(correction, corrects_plan=True)
-    units = [len(one.plan.evaluated.candidate.lengths) for one in (usual, corrected)]
-    assert units[1] < units[0]
     assert corrected.plan.digest != usual.plan.digest
     predicted_s = [predict_step(one.plan, correction).step_s for one in (usual, corrected)]
     assert predicted_s[1] < predicted_s[0]
@@ -234,7 +190,7 @@ def test_a_plan_made_with_a_correction_is_that_of_a_slower_machine():
 
 
 def test_a_corrected_prediction_is_the_simulation_of_corrected_costs():
-    correction = StepCorrection(3, EVERY_KIND, waiting=1.0, rest_s=0.0)
+    correction = StepCorrection(3, BOTH, waiting=1.0, rest_s=0.0)
     found = plan_of(correction, corrects_plan=True)
     simulated = simulate_candidate(found.plan.evaluated)
     update_s = simulated.time.update_s

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from sppo.cost.candidate import Candidate
 from sppo.cost.memory.units_in_flight import OVERLAPPING, Running, UnitsInFlight
-from sppo.planning.candidate_program import candidate_program
 from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.evaluation import evaluate_candidate
@@ -41,7 +40,7 @@ def test_a_simulation_never_holds_more_than_the_plan_says(candidate: Candidate):
 @given(candidates(schedules=ONE_BUCKET_ONLY, policies=("retain",)))
 def test_what_retains_everything_holds_exactly_what_the_plan_says(candidate: Candidate):
     evaluated = evaluate_candidate(candidate)
-    program = candidate_program(candidate, costs=evaluated.costs)
+    program = candidate.program(evaluated.costs)
     timeline = simulate(program, costs=evaluated.costs)
     for track, stage in zip(timeline.ranks, evaluated.memory, strict=True):
         held = {name: track.memory[name].peak_bytes for name in ("activations", "kv")}

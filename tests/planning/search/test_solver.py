@@ -358,6 +358,7 @@ def test_what_does_not_fit_is_explained():
     assert all(rejection.reason for rejection in solution.rejected)
 
 
+@pytest.mark.exhaustive
 def test_n_of_the_ways_behind_the_best_one_is_simulated_too():
     run = run_config(
         "llama-3.1-8b",

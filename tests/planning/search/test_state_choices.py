@@ -13,8 +13,7 @@ from sppo.cost.state_tiers import ON_DEVICE, StateTiers
 from sppo.hardware.presets import PRESETS
 from sppo.output_file import write_json
 from sppo.planning.make_plan import make_plan
-from sppo.planning.plan import plan_json, read_plan
-from sppo.planning.plan_program import check_program, plan_candidate
+from sppo.planning.plan import check_program, plan_json, read_plan
 from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.evaluation import evaluate_candidate
@@ -164,8 +163,8 @@ def test_what_does_not_fit_on_the_device_leaves_it_and_the_plan_says_so(tmp_path
     plan = make_plan(run, best)
     write_json(tmp_path / "plan.json", plan_json(plan))
     again = read_plan(tmp_path / "plan.json")
-    assert again.state_tiers == state
-    assert plan_candidate(again).state == state
+    assert again.state == state
+    assert again.candidate().state == state
     check_program(again)
 
 

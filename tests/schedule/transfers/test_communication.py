@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -50,7 +49,7 @@ def test_compute_may_wait_for_everything_that_was_issued_before():
     schedule = place_messages(make("sppo_msp", p=2, n=2, m=1))
     first, (shard, message, *rest) = schedule.programs
     assert (str(shard), str(message)) == ("0F0.0[1/2]", "1RECV_ACT0.0[0/2]")
-    swapped = replace(schedule, programs=(first, (message, shard, *rest)))
+    swapped = schedule.with_programs((first, (message, shard, *rest)))
     validate(swapped)
     with pytest.raises(DeadlockError, match=r"rank 0 at action 1, 0F0\.0\[0/2\]; rank 1"):
         check_deadlock_free(swapped)
@@ -95,6 +94,6 @@ def test_a_stray_message_is_found_by_the_replay():
     schedule = make("seq1f1b", p=1, n=1, m=1)
     stray = place_messages(make("seq1f1b", p=2, n=1, m=1)).programs[0][1]
     programs = ((schedule.programs[0][0], stray, *schedule.programs[0][1:]),)
-    broken = type(schedule)("s", schedule.placement, schedule.lengths, programs)
+    broken = schedule.with_programs(programs)
     with pytest.raises(DeadlockError, match="nobody is at the other end"):
         check_deadlock_free(broken)

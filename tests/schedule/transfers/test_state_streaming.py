@@ -131,7 +131,7 @@ def test_every_copy_is_needed():
     for index, action in enumerate(order):
         if action.wire not in ("weights", "gradients"):
             continue
-        without = replace(schedule, programs=((*order[:index], *order[index + 1 :]),))
+        without = schedule.with_programs(((*order[:index], *order[index + 1 :]),))
         (found, *_) = find_violations(without)
         assert found.rule == "state order", action
 

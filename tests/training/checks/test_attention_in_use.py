@@ -11,7 +11,7 @@ from sppo.config import load_run
 from sppo.hardware.description import ATTENTION_BACKENDS
 from sppo.hardware.file import hardware_for
 from sppo.kernels.attention import choice
-from sppo.training.checks import preflight
+from sppo.training import preflight
 from sppo.training.checks.attention_in_use import check_attention, with_attention_here
 from tests.dry_run.cases import plan_for_gpu
 from tests.planning.cases import run_config

@@ -6,7 +6,7 @@ import pytest
 
 from sppo.config import load_run
 from sppo.hardware.run_hardware import run_hardware
-from sppo.training.checks.preflight import preflight
+from sppo.training.preflight import preflight
 from tests.training.jobs import job_beside
 
 

@@ -12,7 +12,7 @@ from sppo.offload.disk.disk_room import DiskRoom
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.run_plan import plan_run
 from sppo.training.checks.room_checks import FreeMemory, check_memory
-from sppo.training.summarize import copies_summary
+from sppo.training.report import copies_summary
 from sppo.units import GIB
 from tests.planning.cases import run_config
 

@@ -14,7 +14,7 @@ from sppo.planning.elastic.step_plan import StepPlanner, step_planner
 from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.training.announcement import announce
 from sppo.training.checks.input_checks import run_file_problems
-from sppo.training.checks.preflight import preflight
+from sppo.training.preflight import preflight
 from sppo.training.step_loop import StepTooLargeError
 from sppo.units import format_bytes
 from tests.conftest import LENGTH, write_tokens

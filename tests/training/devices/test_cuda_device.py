@@ -23,12 +23,9 @@ from sppo.kernels.native.machine_memory import MemoryRoom
 from sppo.optim.host_adamw import HostAdamW
 from sppo.parallel.job.environment import RankEnvironment
 from sppo.planning.plan import read_plan
-from sppo.planning.plan_program import plan_candidate
 from sppo.schedule.actions import Action, ActionKind
+from sppo.training import preflight as preflight_module
 from sppo.training import trainer
-from sppo.training.checks import preflight as preflight_module
-from sppo.training.checks.given_plan import check_kind, followed_plan
-from sppo.training.checks.preflight import preflight
 from sppo.training.devices import choose_device as choose_device_module
 from sppo.training.devices import cuda_device
 from sppo.training.devices.choose_device import check_devices, choose_device, device_kind
@@ -40,7 +37,9 @@ from sppo.training.devices.cuda_device import (
     prepare_cuda,
 )
 from sppo.training.evaluation import evaluate
+from sppo.training.preflight import preflight
 from sppo.training.run_checkpoints import RunCheckpoints
+from sppo.training.start import check_kind, followed_plan
 from sppo.training.steps.warm_up import warm_up
 from sppo.units import GIB, MIB
 from tests import fake_cuda
@@ -279,7 +278,7 @@ def test_state_in_host_memory_trains_as_on_the_cpu_and_is_unlocked(work, which, 
     assert losses(found) == losses(expected)
 
 
-@pytest.mark.parametrize("which", IN_HOST_MEMORY)
+@pytest.mark.parametrize("which", ["all", *exhaustive("optimizer")])
 def test_activations_go_to_a_disk_beside_state_in_host_memory(work, which):
     """Bit for bit what is learnt with everything on the device; each tier holds what is planned."""
     sections = {**IN_HOST_MEMORY[which], "train": {"dtype": "bf16"}}
@@ -290,7 +289,7 @@ def test_activations_go_to_a_disk_beside_state_in_host_memory(work, which):
         _, expected = train(run_of(work, output="near", **on_device), device)
         run = run_of(work, activations=offloading, **sections)
         plan = preflight(job_alone(run, device=device)).plan
-        assert (plan.tier, plan.state_tiers.tier) == ("disk", "host")
+        assert (plan.activation_tier, plan.state.tier) == ("disk", "host")
         outcome, found = train(run, device)
         assert len(runtime.locked_sizes) > 1
         assert runtime.locked == set()
@@ -465,7 +464,7 @@ def test_a_save_in_the_background_needs_host_memory_beside_a_plan(work, monkeypa
     with fake_gpu() as (device, _):
         plan = preflight(job_alone(before, device=device)).plan
         taken = plan.stages[0].memory.tier_activations_bytes
-        (saved,) = checkpoint_bytes(plan_candidate(plan))
+        (saved,) = checkpoint_bytes(plan.candidate())
         assert plan.predicted.host_peak_bytes == taken + saved * planned
         room = MemoryRoom(machine_bytes=int((taken + saved / 2) / HOST_FRACTION))
         monkeypatch.setattr("sppo.training.devices.cuda_device.memory_room", lambda: room)
@@ -518,7 +517,7 @@ def test_a_plan_is_for_one_kind_of_machine(work):
     plan = read_plan(work / "plan.json")
     followed_plan(run, plan)
     check_kind(plan, kind="cuda", source="plan.json")
-    assert plan.tier == "host"
+    assert plan.activation_tier == "host"
     with pytest.raises(ValueError, match="plan.json was made for h200, and this run is trained on"):
         check_kind(plan, kind="cpu", source="plan.json")
     succeed("solve", "run.yaml", "hardware.preset=laptop-cpu", "-o", "cpu.json")

@@ -17,7 +17,6 @@ from sppo.engine.trace import ExecutedAction
 from sppo.planning.elastic import step_correction
 from sppo.planning.elastic.step_correction import (
     CorrectionHistory,
-    PassFigures,
     StepFigures,
 )
 from sppo.schedule.actions import Action, ActionKind
@@ -60,8 +59,7 @@ def job(work):
 
 def told(step):
     """Figures of a step that are the same whenever it runs, and far off."""
-    launches = PassFigures(3.0 + step, 1.0, 0.05 * (step % 3))
-    return StepFigures(launches, launches, 1.5, 0.01, 4.5 + step)
+    return StepFigures(3.0 + step, 3.0 + step, 1.5, 0.01, 4.5 + step)
 
 
 def as_rank(rank, directory, arguments, first_step):
@@ -106,7 +104,7 @@ def test_a_resumed_run_plans_the_same(ranks, job):
     on_two_ranks(ranks, job, "whole", **CORRECTED)
     on_two_ranks(ranks, job, "halves", steps=3, **CORRECTED)
     on_two_ranks(ranks, job, "halves", first_step=3, **CORRECTED)
-    keys = ("correction_steps", "forward_correction", "backward_launch_s", "waiting_correction")
+    keys = ("correction_steps", "forward_correction", "backward_correction", "waiting_correction")
     for step, other in zip(records(job / "whole"), records(job / "halves"), strict=True):
         assert [step[key] for key in keys] == [other[key] for key in keys]
     assert_same_training(job / "whole", job / "halves")
@@ -163,9 +161,8 @@ def test_actions_are_compared_with_the_costs_of_their_unit(halves):
     kinds = (ActionKind.B, ActionKind.W) if halves else (ActionKind.B,)
     trace = [executed(ActionKind.F, 1, unit, 7.0) for unit in units]
     trace += [executed(kind, 1, unit, 1.0) for unit in reversed(units) for kind in kinds]
-    forward = action_sums(trace, costs, kinds=(ActionKind.F,), layers=(4, 2))
-    assert (forward.measured_s, forward.predicted_s, forward.layers) == (21.0, 15.0, 6.0)
-    backward = action_sums(trace, costs, kinds=(ActionKind.B, ActionKind.W), layers=(4, 2))
+    forward = action_sums(trace, costs, kinds=(ActionKind.F,))
+    assert (forward.measured_s, forward.predicted_s) == (21.0, 15.0)
+    backward = action_sums(trace, costs, kinds=(ActionKind.B, ActionKind.W))
     assert backward.measured_s == 3.0 * len(kinds)
     assert backward.predicted_s == pytest.approx((costs.backward_s + costs.weight_s)[1].sum())
-    assert backward.layers == 6.0

@@ -167,8 +167,8 @@ def test_the_summary_counts_skipped_steps(work, bad_steps):
 @pytest.mark.parametrize(
     ("extra", "last"),
     [
-        (["train.nonfinite=stop"], 5),
-        (["train.max_nonfinite_steps=0"], 5),
+        pytest.param(["train.nonfinite=stop"], 5, marks=pytest.mark.exhaustive),
+        pytest.param(["train.max_nonfinite_steps=0"], 5, marks=pytest.mark.exhaustive),
         (["train.max_nonfinite_steps=2"], 7),
     ],
 )

@@ -19,7 +19,7 @@ import torch
 from sppo.checkpoint.checkpoint import read_model
 from sppo.engine.engine import Engine
 from sppo.planning.elastic.replica_plan import StepRequest, plan_replica
-from sppo.training.steps import step_work
+from sppo.training.steps import work as step_work
 from sppo.training.steps.planning_ahead import StepPlans
 from tests.parallel.job.test_launch import wait_for
 from tests.planning.elastic.test_step_search import planner
@@ -116,6 +116,7 @@ def test_what_the_process_raises_is_told(plans):
     assert taken.replica.plan.digest == in_line(REQUEST).digest
 
 
+@pytest.mark.exhaustive
 def test_samples_that_do_not_fit_are_no_failure_of_the_process():
     small = planner(4096, ranks=2, hardware="a100-80g")
     device = replace(small.base.workload.hardware.device, memory_bytes=1 << 24)
@@ -142,6 +143,7 @@ def test_a_smaller_search_takes_the_place_of_a_late_plan():
             assert taken.replica.plan.digest == in_line(REQUEST, quick=True).digest
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_are_not_late_take_the_smaller_search_too():
     with contextlib.closing(plans_of(any_rank=lambda _: True)) as plans:
         plans.begin(REQUEST)
@@ -234,6 +236,7 @@ def in_line_on_two(tmp_path_factory, ranks):
     return directory / "in line"
 
 
+@pytest.mark.exhaustive
 def test_a_run_whose_process_is_killed(job):
     alone(job, overrides((1, 1, 1), STEPS, **IN_LINE))
     with watched_plans() as plans, each_step(kill_in(2, plans)):

@@ -15,12 +15,12 @@ import torch
 from sppo.config import load_run
 from sppo.offload.transfers import CudaTransfers
 from sppo.training import trainer
-from sppo.training.checks.preflight import preflight
 from sppo.training.devices import cuda_device
 from sppo.training.devices.choose_device import choose_device
 from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.evaluation import evaluate
-from sppo.training.results import report
+from sppo.training.preflight import preflight
+from sppo.training.report import report
 from sppo.training.state import FAILED_STEP_TIMEOUT_S
 from tests.fake_cuda import fake_gpu, steps_lock_nothing
 from tests.training.jobs import job_of_rank, train_alone
@@ -52,7 +52,11 @@ def train_on_a_fake_gpu(rank, directory, arguments):
             report(job, checked, outcome, command="the same command")
     assert runtime.locked_sizes
     assert runtime.locked == set()
-    return checked.plan.tier, outcome.done_steps, sum(c.total_out_bytes for c in outcome.copies) > 0
+    return (
+        checked.plan.activation_tier,
+        outcome.done_steps,
+        sum(c.total_out_bytes for c in outcome.copies) > 0,
+    )
 
 
 MULTIPLEXED = {"sequence.num_subsequences": 2, "parallel.multiplexed": "on"}

@@ -19,12 +19,12 @@ from sppo.parallel.job.failure_report import RankEnd
 from sppo.parallel.job.flight_record import RankProgress, read_progress
 from sppo.parallel.job.peer_errors import LATE, PeerLostError
 from sppo.parallel.mesh import alone
-from sppo.training import ranks, state, trainer
-from sppo.training.checks.preflight import preflight
+from sppo.training import job as job_module
+from sppo.training import state, trainer
 from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.devices.cuda_device import CudaDevice
-from sppo.training.job import Job
-from sppo.training.ranks import Ranks, joined
+from sppo.training.job import Job, Ranks, joined
+from sppo.training.preflight import preflight
 from tests.conftest import write_run
 from tests.training.whole_runs.test_gpu_runs import train_on_a_fake_gpu
 
@@ -114,8 +114,8 @@ def of_two_ranks(run):
 @pytest.mark.parametrize("part", ["connect", "Mesh"])
 def test_a_rank_that_is_half_connected_ends_without_pythons_shutdown(run, monkeypatch, part):
     monkeypatch.setattr(timed_call, "_without_shutdown", timed_call.Event())
-    monkeypatch.setattr(ranks, "connect", lambda *_, **__: None)
-    monkeypatch.setattr(ranks, part, lambda *_, **__: fail())
+    monkeypatch.setattr(job_module, "connect", lambda *_, **__: None)
+    monkeypatch.setattr(job_module, part, lambda *_, **__: fail())
     with pytest.raises(OddError), joined(of_two_ranks(run), PLACE, device=CpuDevice()):
         pass
     assert timed_call._ends_at_once()
@@ -125,8 +125,8 @@ def test_a_rank_that_is_half_connected_ends_without_pythons_shutdown(run, monkey
 def test_only_ranks_with_a_gpu_end_without_pythons_shutdown(run, monkeypatch, on_gpu):
     monkeypatch.setattr(timed_call, "_without_shutdown", timed_call.Event())
     for name in ("connect", "disconnect"):
-        monkeypatch.setattr(ranks, name, lambda *_, **__: None)
-    monkeypatch.setattr(ranks, "Mesh", lambda *_, **__: alone())
+        monkeypatch.setattr(job_module, name, lambda *_, **__: None)
+    monkeypatch.setattr(job_module, "Mesh", lambda *_, **__: alone())
     device = CpuDevice(group_device=torch.device("cuda", 0) if on_gpu else None)
     two = of_two_ranks(run)
     with joined(two, PLACE, device=device):

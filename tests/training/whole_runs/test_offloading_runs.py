@@ -17,8 +17,8 @@ from sppo.offload.disk.file_tier import FileTier
 from sppo.planning.run_plan import USABLE_FRACTION
 from sppo.training import trainer
 from sppo.training.checks import room_checks
-from sppo.training.checks.preflight import preflight
-from sppo.training.results import report
+from sppo.training.preflight import preflight
+from sppo.training.report import report
 from tests.conftest import refuse, succeed, write_run
 from tests.tiers import default_of, exhaustive
 from tests.training.jobs import job_alone

@@ -17,10 +17,10 @@ from sppo.checkpoint.checkpoint import read_model
 from sppo.config import load_run
 from sppo.planning.plan import plan_json, read_plan
 from sppo.training import step_loop, trainer
-from sppo.training.checks.given_plan import followed_plan
 from sppo.training.checks.input_checks import check_inputs
-from sppo.training.checks.preflight import preflight
-from sppo.training.ranks import mesh_shape
+from sppo.training.job import mesh_shape
+from sppo.training.preflight import preflight
+from sppo.training.start import followed_plan
 from tests.conftest import LENGTH, write_run, write_tokens
 from tests.tiers import exhaustive
 from tests.training.jobs import job_alone, job_of_rank
@@ -117,7 +117,15 @@ RUNS = {
     "samples by number, megatron": ("samples by number", [((2, 2, 2), MEGATRON)]),
 }
 """By name: what a run is compared with, and its degrees and overrides, one part after another."""
-SELDOM = ("zero 2", "state that nobody shares", "samples by number, megatron")
+SELDOM = (
+    "zero 2",
+    "zero 3, megatron",
+    "state that nobody shares",
+    "weights that come to be shared out",
+    "more shared out",
+    "other stages",
+    "samples by number, megatron",
+)
 """Those that are left to the exhaustive tier."""
 
 

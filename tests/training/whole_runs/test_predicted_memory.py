@@ -9,7 +9,7 @@ import pytest
 from sppo.config import load_run
 from sppo.kernels.native.cpu_allocator import install_cpu_allocator
 from sppo.training import trainer
-from sppo.training.checks.preflight import preflight
+from sppo.training.preflight import preflight
 from tests.conftest import write_run, write_tokens
 from tests.training.jobs import job_of_rank
 
@@ -42,9 +42,9 @@ def working_bytes(rank, directory):
 @pytest.mark.parametrize(
     ("policy", "multiplexed", "sequences"),
     [
-        ("retain", "on", 1),
+        pytest.param("retain", "on", 1, marks=pytest.mark.exhaustive),
         ("keep_attention", "on", 2),
-        ("retain", "off", 2),
+        pytest.param("retain", "off", 2, marks=pytest.mark.exhaustive),
         ("recompute", "off", 1),
     ],
 )

@@ -110,6 +110,7 @@ def test_killed_in_step_seven(runs, variant):
     assert list((run.directory / "spill").iterdir()) == []
 
 
+@pytest.mark.exhaustive
 def test_killed_before_the_first_checkpoint_starts_anew(plain):
     assert plain.train("early", step=2, signals=[signal.SIGKILL]).returncode == -signal.SIGKILL
     again = plain.train("early")

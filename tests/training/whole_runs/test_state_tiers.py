@@ -113,6 +113,7 @@ def test_a_disk_without_room_is_refused_before_the_start(work, monkeypatch):
     assert not (work / "other").exists()
 
 
+@pytest.mark.exhaustive
 def test_an_interrupted_step_loses_nothing(work, monkeypatch):
     """A signal in the middle of a step: what was done is saved, and the run goes on from there."""
     succeed("train", run_of(work, "plain", train={"steps": 3}))

@@ -9,7 +9,7 @@ import pytest
 
 from sppo.config import load_run
 from sppo.training import trainer
-from sppo.training.checks.preflight import preflight
+from sppo.training.preflight import preflight
 from tests.tiers import each_once, exhaustive
 from tests.training.jobs import job_of_rank
 from tests.training.whole_runs.test_parallel_runs import MODEL, overrides, run_on

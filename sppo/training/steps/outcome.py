@@ -11,7 +11,7 @@ from sppo.offload.copy_report import CopyReport
 from sppo.training.executed_step import StepTimelines
 from sppo.training.steps.measured import MeasuredBuckets, StepPhases
 from sppo.training.steps.step import DoneStep
-from sppo.training.steps.step_work import StepWork
+from sppo.training.steps.work import StepWork
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from sppo.planning.elastic.step_plan import StepPlan, step_planner
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.simulated_run import simulated_plan
 from sppo.schedule.program import Case
-from sppo.training.ranks import Ranks
+from sppo.training.job import Ranks
 from sppo.training.steps.corrections import Corrections, saved_history
 from sppo.training.steps.measured import StepPhases
 from sppo.training.steps.planning_ahead import StepPlans, TakenPlan

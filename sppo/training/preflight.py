@@ -19,9 +19,6 @@ from sppo.config.json_file import read_json
 from sppo.data.samples.document_samples import DocumentSamples
 from sppo.data.sequences import TrainingData
 from sppo.hardware.description import HardwareSpec
-from sppo.hardware.file import hardware_for
-from sppo.hardware.this_machine import C_HEAP_SHARE, as_seen_by_ranks
-from sppo.kernels.native.cpu_allocator import install_cpu_allocator
 from sppo.parallel.mesh_shape import MeshShape
 from sppo.parallel.stream_budget import StreamUse, check_streams
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
@@ -29,7 +26,6 @@ from sppo.planning.elastic.replica_plan import ReplicaPlan, StepRequest, plan_re
 from sppo.planning.elastic.samples_plan import STEPS, plan_samples
 from sppo.planning.elastic.step_plan import step_planner
 from sppo.planning.plan import ExecutionPlan
-from sppo.planning.plan_program import plan_program
 from sppo.planning.run_plan import plan_run
 from sppo.planning.search.choices import Degrees, multiplexed_problem, subsequence_problem
 from sppo.schedule.msp_groups import msp_ranges
@@ -40,7 +36,6 @@ from sppo.training.checks.attention_in_use import (
     with_attention_here,
 )
 from sppo.training.checks.input_checks import check_inputs, check_weights
-from sppo.training.checks.input_facts import input_facts
 from sppo.training.checks.room_checks import (
     FreeMemory,
     check_disk,
@@ -50,12 +45,12 @@ from sppo.training.checks.room_checks import (
     find_free_memory,
     load_libraries,
 )
+from sppo.training.devices.choose_device import machine_of_ranks
 from sppo.training.devices.device import Device, DeviceKind
-from sppo.training.job import Job
-from sppo.training.ranks import mesh_shape
+from sppo.training.job import Job, mesh_shape
 from sppo.training.state import may_offload
 from sppo.training.steps.corrections import saved_history
-from sppo.training.training_data import check_labels, training_data
+from sppo.training.training_data import check_labels, input_facts, training_data
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,28 +237,6 @@ def _newest_metadata(run: RunConfig) -> Mapping[str, Any]:
     return {"step": 0, "sequences_consumed": 0}
 
 
-def machine_of_ranks(
-    run: RunConfig, device: Device, *, num_ranks: int, local_ranks: int
-) -> HardwareSpec:
-    """Return the hardware that the run names, or this machine, as the ranks of a job see it.
-
-    Args:
-        run: Validated run configuration.
-        device: Device of this process.
-        num_ranks: Number of ranks of the job.
-        local_ranks: Number of ranks on this machine.
-
-    Raises:
-        ValueError: The hardware section cannot be used.
-    """
-    named = hardware_for(run.hardware, this_machine=device.machine())
-    num_nodes = max(1, num_ranks // local_ranks)
-    hardware = replace(named, num_nodes=num_nodes)
-    if device.kind == "cpu":
-        return as_seen_by_ranks(_with_heap(hardware), num_nodes * local_ranks, is_here=True)
-    return replace(hardware, node=replace(hardware.node, num_devices=local_ranks))
-
-
 def check_trainable(run: RunConfig, plan: ExecutionPlan, *, kind: DeviceKind) -> None:
     """Raise ValueError if training does not support a plan; the solver recommends no such plan.
 
@@ -295,7 +268,7 @@ def _stream_use(run: RunConfig, plan: ExecutionPlan) -> StreamUse:
     """Return the features of a run that need CUDA streams."""
     ranges: list[tuple[int, int]] = []
     if plan.uses_msp:
-        ranges = msp_ranges(plan_program(plan).msp_groups)
+        ranges = msp_ranges(plan.program().msp_groups)
     return StreamUse(
         ranges=ranges,
         cuts_units=plan.uses_msp,
@@ -303,12 +276,5 @@ def _stream_use(run: RunConfig, plan: ExecutionPlan) -> StreamUse:
         ties_ends=run.model.tie_embeddings,
         gathers_weights=plan.zero == 3,
         offloads=may_offload(run, plan),
-        offloads_state=plan.state_tiers.leaves_device,
+        offloads_state=plan.state.leaves_device,
     )
-
-
-def _with_heap(hardware: HardwareSpec) -> HardwareSpec:
-    """Return the hardware with the heap share of a C heap if this process has no memory pool."""
-    if hardware.device.kind != "cpu" or install_cpu_allocator() is not None:
-        return hardware
-    return replace(hardware, device=replace(hardware.device, heap_share=C_HEAP_SHARE))
