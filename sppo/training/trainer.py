@@ -10,8 +10,7 @@ from pathlib import Path
 
 from sppo.output_file import write_json
 from sppo.planning.plan import ExecutionPlan, plan_json
-from sppo.schedule.simulation.measured_compute import step_seconds
-from sppo.schedule.simulation.simulate import simulate
+from sppo.schedule.simulation.simulate import simulate, step_seconds
 from sppo.training.executed_step import StepTimelines, executed_timeline
 from sppo.training.job import Job, shared_output
 from sppo.training.preflight import CheckedRun

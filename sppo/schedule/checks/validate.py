@@ -53,7 +53,7 @@ from sppo.schedule.encoding import (
     W,
 )
 from sppo.schedule.schedule import Schedule
-from sppo.schedule.simulation.event_loop import DeadlockError, run_clock
+from sppo.schedule.simulation.clock import DeadlockError, run_clock
 
 _MISSING = -1
 
@@ -69,11 +69,8 @@ def validate(schedule: Schedule) -> None:
         raise ScheduleError(schedule.name, violations=violations)
 
 
-def validate_rules(schedule: Schedule) -> tuple[EncodedProgram, ...]:
+def validate_rules(schedule: Schedule) -> None:
     """Raise ScheduleError if `schedule` breaks any rule except "no deadlock", which is not checked.
-
-    Returns:
-        Encoded programs of the schedule.
 
     Raises:
         ScheduleError: A schedule that breaks rules; the message names the first offending actions.
@@ -81,13 +78,12 @@ def validate_rules(schedule: Schedule) -> tuple[EncodedProgram, ...]:
     violations = _broken_rules(schedule, programs=schedule.encoded)
     if violations:
         raise ScheduleError(schedule.name, violations=violations)
-    return schedule.encoded
 
 
 def find_violations(schedule: Schedule) -> tuple[Violation, ...]:
     """Return all violations of `schedule`; rules about order are checked only if coverage holds."""
     programs = schedule.encoded
-    return _broken_rules(schedule, programs=programs) or _deadlock(schedule, programs=programs)
+    return _broken_rules(schedule, programs=programs) or _deadlock(schedule)
 
 
 def _broken_rules(
@@ -233,11 +229,11 @@ def _helps(program: EncodedProgram, *, stage: int, num_units: int) -> bool:
     return bool((program.slots[compute] // num_units == stage).any())
 
 
-def _deadlock(schedule: Schedule, *, programs: Sequence[EncodedProgram]) -> tuple[Violation, ...]:
+def _deadlock(schedule: Schedule) -> tuple[Violation, ...]:
     """Simulate the schedule, and return a violation if its ranks wait for each other."""
     costs = abstract_costs(schedule.num_stages, num_units=schedule.num_units)
     try:
-        run_clock(schedule, programs=programs, costs=costs)
+        run_clock(schedule, costs=costs)
     except DeadlockError as error:
         return (Violation("no deadlock", str(error), error.rank, error.index),)
     return ()
