@@ -155,7 +155,9 @@ def _in_chunks(planner: StepPlanner, request: Request, side: str) -> list[SideSt
     found: list[list[SideStep]] = []
     problems: list[MemoryError] = []
     for size in _chunk_sizes(request):
-        pack = partial(PACKINGS[side], chunk_tokens=size, multiple=planner.multiple, **more)
+        pack = partial(
+            PACKINGS[side], chunk_tokens=size, multiple=planner.packing_search.multiple, **more
+        )
         packings = [pack(lengths) for lengths in request.lengths]
         try:
             found.append([SideStep(one, planner.plan_packed(one.packed)) for one in packings])

@@ -177,11 +177,6 @@ class StepPlanner:
         """Tokens of the longest sample."""
         return self.packing_search.longest
 
-    @property
-    def multiple(self) -> int:
-        """Number of tokens to a multiple of which subsequences are padded."""
-        return self.packing_search.multiple
-
     def with_base(self, base: Candidate) -> StepPlanner:
         """Return the planner for another candidate."""
         return replace(self, packing_search=replace(self.packing_search, base=base))
