@@ -33,8 +33,7 @@ Cuts = Annotated[
 ]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Auto = Literal["auto"]
-Schedule = Literal[
-    "auto",
+ScheduleName = Literal[
     "gpipe",
     "1f1b",
     "interleaved_1f1b",
@@ -46,7 +45,8 @@ Schedule = Literal[
     "sppo",
     "sppo_msp",
 ]
-WITH_VIRTUAL_STAGES: tuple[Schedule, ...] = (
+Schedule = Literal["auto", ScheduleName]
+WITH_VIRTUAL_STAGES: tuple[ScheduleName, ...] = (
     "interleaved_1f1b",
     "interleaved_seq1f1b",
     "looped_bfs",

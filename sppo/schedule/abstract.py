@@ -13,11 +13,11 @@ from dataclasses import replace
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from sppo.config.base import Section
 from sppo.config.key_values import comma_list
-from sppo.config.problems import nearest
+from sppo.config.run import ScheduleName
 from sppo.schedule.actions import Lengths
 from sppo.schedule.costs import (
     CopyEngines,
@@ -38,13 +38,6 @@ _MOST_COUNT = 1_000_000
 _LARGEST_COST = 1e30
 """Largest accepted cost. Above it, smaller costs that are added vanish in rounding."""
 _OFFLOADED = ("none", "full", "adaptive")
-
-
-def _known_schedule(name: str) -> str:
-    names = schedule_names()
-    if name not in names:
-        raise ValueError(f"not one of {', '.join(names)}.{nearest(name, names)}")
-    return name
 
 
 def _ratios(value: object) -> object:
@@ -68,7 +61,6 @@ CostPerSubsequence = Annotated[tuple[Cost, ...], BeforeValidator(comma_list), Fi
 Ratios = Annotated[
     Literal["none", "full", "adaptive"] | tuple[float, ...], BeforeValidator(_ratios)
 ]
-ScheduleName = Annotated[str, AfterValidator(_known_schedule)]
 
 
 class AbstractCosts(Section):

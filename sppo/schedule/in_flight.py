@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import numpy as np
-import numpy.typing as npt
 
 from sppo.schedule.actions import Action, ActionKind
 from sppo.schedule.encoding import B, EncodedProgram, F, W
 from sppo.schedule.msp_groups import MspGroup, shard_shares
 
 
-def units_in_flight(
-    program: EncodedProgram, *, groups: Mapping[int, MspGroup]
-) -> npt.NDArray[np.float64]:
-    """Return the number of units between their F and their last B or W after each action.
+def peak_in_flight(program: EncodedProgram, *, groups: Mapping[int, MspGroup]) -> float:
+    """Return the largest number of units that a rank holds between their F and their last B or W.
 
     A shard counts as its share of the unit. In evaluation, which keeps nothing, a unit is in
     flight only while it runs.
@@ -23,19 +20,14 @@ def units_in_flight(
     shares = shard_shares(program, groups=groups)
     forward = np.where(program.codes == F, shares, 0.0)
     done = np.flatnonzero((program.codes == B) | (program.codes == W))
-    if not done.size:
-        return forward
-    # The last of B and W of a slot releases it: the first one of the reversed order.
-    _, last = np.unique(program.slots[done][::-1], return_index=True)
-    release = done[::-1][last]
-    forward[release] -= shares[release]
-    return np.cumsum(forward)
-
-
-def peak_in_flight(program: EncodedProgram, *, groups: Mapping[int, MspGroup]) -> float:
-    """Return the largest number of units that a rank holds at once."""
+    if done.size:
+        # The last of B and W of a slot releases it: the first one of the reversed order.
+        _, last = np.unique(program.slots[done][::-1], return_index=True)
+        release = done[::-1][last]
+        forward[release] -= shares[release]
+        forward = np.cumsum(forward)
     # Shares of a unit add up to 1 only up to rounding.
-    return round(float(units_in_flight(program, groups=groups).max(initial=0.0)), 9)
+    return round(float(forward.max(initial=0.0)), 9)
 
 
 def sequences_in_flight(actions: Iterable[Action]) -> int:
