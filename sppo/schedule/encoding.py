@@ -1,7 +1,8 @@
-"""Programs as integer arrays, so that checks and simulations of a million actions stay cheap.
+"""Programs as integer arrays, so that a million actions are made, checked and simulated quickly.
 
-Every action becomes an opcode and a *slot*: stage * num_units + unit, or the stage for an action of
-a whole stage. All tables of validator and simulator are indexed by slot.
+Every action is an opcode, a *slot* and a shard of the slot's unit. A slot is stage * num_units +
+unit, or the stage for an action of a whole stage; tables of units on stages are indexed by slot.
+:func:`decode` gives the actions by name, for text and for the executor.
 """
 
 from __future__ import annotations
