@@ -8,8 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.cli.output.memory import TIER_NAMES
+from sppo.cli.output.printing import say
 from sppo.config.run import RunConfig
 from sppo.cost.memory.stage_memory import StageMemory
 from sppo.cost.stage_cost import row_bytes_of
@@ -171,3 +174,10 @@ def launch_commands(degrees: Degrees, *, devices_per_node: int, train: str) -> t
         f"torchrun --nnodes {nodes} --nproc-per-node {each} {meeting} -m {train}",
         f"srun --nodes {nodes} --ntasks-per-node {each} {train}",
     )
+
+
+def print_launch(commands: Sequence[str], *, output: Path | None, console: Console) -> None:
+    """Print the commands that train by a plan, and how to write the plan if it is in no file."""
+    say(console, *(f"launch: {command}" for command in commands), wraps=False)
+    if output is None:
+        say(console, "plan.json is not written yet: add -o plan.json")

@@ -15,6 +15,7 @@ from sppo.cli.output.candidate import (
     hardware_json,
     launch_commands,
     memory_json,
+    print_launch,
     stages_json,
     step_text,
 )
@@ -107,9 +108,7 @@ class CorpusReport:
         left = solution.hardware.num_devices - best.degrees.num_devices
         if left:
             say(console, f"{left} of {solution.hardware.num_devices} devices are left over")
-        say(console, *(f"launch: {command}" for command in self.launch), wraps=False)
-        if self.output is None:
-            say(console, "plan.json is not written yet: add -o plan.json")
+        print_launch(self.launch, output=self.output, console=console)
         console.print()
         say(console, "the drawn step that takes most memory:")
         print_memory(best.fullest.evaluated, console=console)

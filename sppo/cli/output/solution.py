@@ -16,6 +16,7 @@ from sppo.cli.output.candidate import (
     hardware_json,
     launch_commands,
     policy_text,
+    print_launch,
     shortfall_json,
     step_text,
 )
@@ -116,9 +117,7 @@ class SolutionReport:
         say(console, run_line(solution.run), f"on {hardware_line(solution.hardware)}")
         _print_candidates(solution, console=console)
         say(console, *self._remarks())
-        say(console, *(f"launch: {command}" for command in self.launch), wraps=False)
-        if self.output is None:
-            say(console, "plan.json is not written yet: add -o plan.json")
+        print_launch(self.launch, output=self.output, console=console)
         _print_improvements(self.improvements or (), console=console)
         _print_numbers_of_subsequences(solution, whole=explains, console=console)
         console.print()
