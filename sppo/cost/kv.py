@@ -7,6 +7,8 @@ follows its forward.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from sppo.activations.activation_layout import (
@@ -31,6 +33,20 @@ def kv_bytes_per_token(workload: Workload) -> tuple[float, float]:
     degree = min(workload.sequence_parallel_degree, model.kv_heads)
     elements = 2 * model.kv_heads * model.head_dim / degree
     return elements * workload.element_bytes, elements * ACCUMULATION_BYTES
+
+
+class KVTokens(NamedTuple):
+    """Bytes per token of K and V, and of their gradients, on each stage, [stages] each."""
+
+    kv: Table
+    gradients: Table
+
+
+def kv_tokens(candidate: Candidate) -> KVTokens:
+    """Return the bytes of K and V, and of their gradients, of a token on each stage."""
+    layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)
+    kv_bytes, gradient_bytes = kv_bytes_per_token(candidate.workload)
+    return KVTokens(layers * kv_bytes, layers * gradient_bytes)
 
 
 def kv_offload_bytes(candidate: Candidate) -> Table:

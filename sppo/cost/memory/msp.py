@@ -18,6 +18,7 @@ from dataclasses import replace
 from sppo.activations.placement import ActivationPlacement
 from sppo.cost.candidate import Candidate
 from sppo.cost.communicators import communicators_bytes
+from sppo.cost.kv import kv_tokens
 from sppo.cost.memory.copy_room import (
     reserved_slots,
     slots_on_device,
@@ -28,7 +29,6 @@ from sppo.cost.memory.joined_tensors import block_layout
 from sppo.cost.memory.process_growth import code_bytes
 from sppo.cost.memory.rank_program import RankProgram, Shard
 from sppo.cost.memory.stage_memory import StageMemory, collective_bytes
-from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.schedule.actions import UnitKey
 from sppo.schedule.in_flight import sequences_in_flight
 from sppo.schedule.msp_groups import msp_ranges
@@ -55,10 +55,8 @@ def with_msp(
     """
     if not schedule.msp_groups:
         return memory
-    sequences = UnitsInFlight(candidate).sequences.tolist()
     return tuple(
-        _Rank(candidate, placement, schedule, rank).memory(held, overlapping=sequences[rank])
-        for rank, held in enumerate(memory)
+        _Rank(candidate, placement, schedule, rank).memory(held) for rank, held in enumerate(memory)
     )
 
 
@@ -79,21 +77,20 @@ class _Rank:
         self._sequences = sequences_in_flight(own)
         self._ranges = msp_ranges(schedule.msp_groups)
 
-    def memory(self, held: StageMemory, *, overlapping: int) -> StageMemory:
-        """Return the memory of the rank.
-
-        Args:
-            held: Memory of the rank if it ran all units whole.
-            overlapping: Number of sequences held at once if the rank ran all units whole.
-        """
+    def memory(self, held: StageMemory) -> StageMemory:
+        """Return the memory of the rank, given its memory if it ran all units whole."""
         copies, leaving, staging, tier = self._room()
         peaks = self._program.peaks()
         workload = self._candidate.workload
+        kv, gradients = (
+            self._candidate.longest_sequence * of_token for of_token in kv_tokens(self._candidate)
+        )
         code = code_bytes(workload, lengths=self._program.lengths)
         code -= code_bytes(workload, lengths=self._candidate.lengths)
         device = replace(
             held.device,
-            kv_bytes=held.device.kv_bytes // overlapping * self._sequences,
+            kv_bytes=round(kv[self._own].sum() * self._sequences),
+            kv_gradients_bytes=round(gradients[self._own].max()),
             activations_bytes=peaks.saved,
             copies_bytes=copies,
             working_bytes=peaks.working + leaving,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sppo.activations.placement import ActivationPlacement
+from sppo.activations.placement import ActivationPlacement, Counts
 from sppo.cost.candidate import Candidate
 from sppo.cost.communicators import communicators_bytes
 from sppo.cost.deferred_weights import weight_operand_bytes
@@ -21,9 +21,9 @@ from sppo.cost.kv import kv_bytes_per_token
 from sppo.cost.layer import ACCUMULATION_BYTES, Workload
 from sppo.cost.live_sets.working_set import forward_working_set, loss_working_set, most_working_set
 from sppo.cost.memory.process_growth import process_growth_bytes
-from sppo.cost.memory.unit_messages import most_sent_bytes, sent_bytes
+from sppo.cost.memory.unit_messages import sent_bytes
 from sppo.cost.memory.unit_working_sets import computing_bytes, loss_bytes
-from sppo.cost.memory.units_in_flight import KVTokens, UnitsInFlight
+from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.cost.parameters import num_parameters
 from sppo.cost.sharding.collectives import REDUCE_BUCKET_BYTES, REDUCE_BUCKETS
 from sppo.cost.sharding.stage_parameters import (
@@ -33,7 +33,7 @@ from sppo.cost.sharding.stage_parameters import (
 )
 from sppo.cost.sharding.weight_parts import ShardedParts, outer_by_copies, rank_parts
 from sppo.cost.stage_cost import placed_bytes
-from sppo.cost.values_of_ranks import most_held_of_ranks, most_of_ranks, of_ranks
+from sppo.cost.values_of_ranks import most_held_of_ranks, of_ranks
 from sppo.schedule.costs import Table
 from sppo.schedule.orders.names import LOOPED
 
@@ -80,9 +80,6 @@ class MemoryBuckets:
     communicators_bytes: int = 0
     """Buffers that NCCL allocates for the communicators of a GPU, outside of torch's allocator
     (:mod:`sppo.cost.communicators`)."""
-    never_at_once_bytes: int = 0
-    """Correction, at most 0, for peaks of K and V, their gradients and saved tensors that come at
-    different moments of a step of samples: their largest sum minus the sum of their peaks."""
 
     @property
     def total_bytes(self) -> int:
@@ -137,9 +134,9 @@ class _RankFigures(NamedTuple):
         saved: Parameters that a checkpoint has from this device.
         weights: Elements of weights on the device, without those that are gathered for use.
         gradients: Elements of gradients on the device, without those that are whole until reduced.
-        kv_bytes: Peak of K and V.
-        kv_gradients_bytes: Peak of the gradients of K and V.
-        sent_bytes: Largest messages and exchanges of a unit.
+        kv_bytes: K and V when most of them and their gradients are held.
+        kv_gradients_bytes: Gradients of K and V at that moment.
+        sent_bytes: Bytes by which messages and exchanges raise this peak.
         communicators_bytes: Buffers of communicators, without those of MSP groups.
         num_layers: Layers of all stages of the rank.
         is_first: Whether the rank has the first stage.
@@ -151,8 +148,8 @@ class _RankFigures(NamedTuple):
     saved: float
     weights: float
     gradients: float
-    kv_bytes: float
-    kv_gradients_bytes: float
+    kv_bytes: int
+    kv_gradients_bytes: int
     sent_bytes: int
     communicators_bytes: int
     num_layers: int
@@ -166,14 +163,21 @@ def state_memory(candidate: Candidate, *, units: UnitsInFlight) -> tuple[StageMe
         of_ranks(candidate, of_stages(candidate)).tolist()
         for of_stages in (device_parameters, updated_parameters, _saved_parameters)
     )
-    sent = np.rint(most_of_ranks(candidate, most_sent_bytes(candidate))).astype(np.int64)
-    kv = (table.tolist() for table in _kv_bytes(candidate, units=units))
+    at_peak = _at_peak(
+        units,
+        activations=np.zeros(1),
+        computing=np.zeros(1),
+        sent=units.running(sent_bytes(candidate)),
+    )
+    kv, gradients, sent = (
+        at_peak[name].tolist() for name in ("kv_bytes", "kv_gradients_bytes", "communication_bytes")
+    )
     held, layers = _held_elements(candidate), candidate.layers_of_ranks
     last = candidate.rank_of_stage(candidate.num_stages - 1)
     is_first, is_last = ([rank == end for rank in range(len(layers))] for end in (0, last))
     communicators = [communicators_bytes(candidate, position=rank) for rank in range(len(layers))]
     columns = (
-        *(parameters, updated, saved, *held, *kv, sent.tolist(), communicators),
+        *(parameters, updated, saved, *held, kv, gradients, sent, communicators),
         *(layers, is_first, is_last),
     )
     layer = _most_working_bytes(candidate)
@@ -245,8 +249,8 @@ def _rank_memory(
         optimizer_bytes=_update_room_bytes(candidate, parameters=stepped)
         if tiers.offloads_optimizer
         else optimizer,
-        kv_bytes=int(own.kv_bytes),
-        kv_gradients_bytes=int(own.kv_gradients_bytes),
+        kv_bytes=own.kv_bytes,
+        kv_gradients_bytes=own.kv_gradients_bytes,
         activations_bytes=0,
         copies_bytes=0,
         loss_gradient_bytes=loss_gradient_bytes,
@@ -335,65 +339,62 @@ def with_activations(
 
     Slots and the tier are not included: see :func:`sppo.cost.memory.copy_room.with_placement`.
     """
-    retained = placed_bytes(placement, "retained", candidate=candidate)
-    deferred = weight_operand_bytes(candidate)
-    computing, sent = computing_bytes(candidate, placement), sent_bytes(candidate)
-    held = units.peak(retained, deferred=deferred)
-    most_computing = most_of_ranks(candidate, computing.most)
-    most_sent = most_of_ranks(candidate, most_sent_bytes(candidate))
-    counts_kv = bool(candidate.packed) and not candidate.keeps_a_stack
-    at_once = held
+    computing = units.running(computing_bytes(candidate, placement))
+    sent = units.running(sent_bytes(candidate))
+    activations = units.held(
+        placed_bytes(placement, "retained", candidate=candidate),
+        deferred=weight_operand_bytes(candidate),
+    )
     if candidate.keeps_a_stack:
-        beside = held + most_computing
-        together = beside + most_sent
-    else:
-        kv = kv_tokens(candidate) if counts_kv else None
-        if kv is not None:
-            at_once = units.peak(retained, deferred=deferred, kv=kv)
-        beside, together = (
-            units.peak(retained, deferred=deferred, running=running, kv=kv)
-            for running in (computing, computing + sent)
-        )
+        activations[:] = activations.max(axis=1, keepdims=True)
+    at_peak = _at_peak(units, activations=activations, computing=computing, sent=sent)
+    without = _at_peak(units, activations=np.zeros(1), computing=np.zeros(1), sent=sent)
+    before = np.array([state.device.communication_bytes for state in states])
+    collectives = before - without["communication_bytes"]
     heap_share = candidate.workload.hardware.device.heap_share
-    tables = [held, at_once, beside, together, most_sent, most_computing * heap_share]
-    peaks = np.rint(tables).astype(np.int64).T.tolist()
-    alike: dict[tuple[StageMemory, tuple[int, ...]], StageMemory] = {}
-    ranks = []
-    for own in zip(states, map(tuple, peaks), strict=True):
-        if own not in alike:
-            alike[own] = _with_peaks(*own, counts_kv=counts_kv)
-        ranks.append(alike[own])
-    return tuple(ranks)
+    buckets = {
+        **at_peak,
+        "communication_bytes": collectives + at_peak["communication_bytes"],
+        "heap_bytes": np.rint(computing.max(axis=1) * heap_share).astype(np.int64),
+    }
+    figures = zip(*(table.tolist() for table in buckets.values()), strict=True)
+    return tuple(
+        replace(state, device=replace(state.device, **dict(zip(buckets, own, strict=True))))
+        for state, own in zip(states, figures, strict=True)
+    )
 
 
-def _with_peaks(state: StageMemory, peaks: tuple[int, ...], *, counts_kv: bool) -> StageMemory:
-    """Return the memory of a rank with activations, given the peaks of their bytes.
+def _at_peak(
+    units: UnitsInFlight, *, activations: Table, computing: Table, sent: Table
+) -> dict[str, Counts]:
+    """Return the bytes of each rank by bucket when it holds most, [ranks] each.
+
+    Saved tensors, K and V and their gradients are those of the moment when most of them are held
+    together. Working set and messages count by as much as they raise the peak.
 
     Args:
-        state: Memory of the rank without activations.
-        peaks: Peaks of saved tensors; of these and K and V; beside working sets; beside these and
-            messages; of messages alone; and of the heap.
-        counts_kv: Whether K and V of the rank peak at another time than saved tensors.
+        units: Units in flight on each rank.
+        activations: Bytes of saved tensors while each action runs, [ranks, actions].
+        computing: Bytes of the working set of each action, [ranks, actions].
+        sent: Bytes of the messages of each action, [ranks, actions].
     """
-    saved, most, computed, everything, in_states, heap = peaks
-    collective = state.device.communication_bytes - in_states
-    apart = saved + (state.device.kv_bytes + state.device.kv_gradients_bytes) * counts_kv
-    device = replace(
-        state.device,
-        activations_bytes=saved,
-        working_bytes=computed - most,
-        heap_bytes=heap,
-        communication_bytes=collective + everything - computed,
-        never_at_once_bytes=min(0, most - apart),
+    held = units.kv + units.kv_gradients + activations
+    fullest = held.argmax(axis=1)[:, None]
+    kv, gradients = (
+        np.rint(np.take_along_axis(table, fullest, axis=1)[:, 0])
+        for table in (units.kv, units.kv_gradients)
     )
-    return replace(state, device=device)
-
-
-def kv_tokens(candidate: Candidate) -> KVTokens:
-    """Return the bytes of K and V, and of their gradients, of a token on each stage."""
-    layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)
-    kv_bytes, gradient_bytes = kv_bytes_per_token(candidate.workload)
-    return KVTokens(layers * kv_bytes, layers * gradient_bytes)
+    most, beside, together = (
+        np.rint(table.max(axis=1)) for table in (held, held + computing, held + computing + sent)
+    )
+    buckets = {
+        "kv_bytes": kv,
+        "kv_gradients_bytes": gradients,
+        "activations_bytes": most - kv - gradients,
+        "working_bytes": beside - most,
+        "communication_bytes": together - beside,
+    }
+    return {name: table.astype(np.int64) for name, table in buckets.items()}
 
 
 def evaluation_bytes(workload: Workload, *, lengths: tuple[int, ...]) -> int:
@@ -406,21 +407,6 @@ def evaluation_bytes(workload: Workload, *, lengths: tuple[int, ...]) -> int:
     )
     weights = num_parameters(model) * workload.element_bytes
     return weights + round(model.num_layers * sum(lengths) * kv_bytes) + running
-
-
-def _kv_bytes(candidate: Candidate, *, units: UnitsInFlight) -> tuple[Table, Table]:
-    """Return the peak bytes of K and V, and of their gradients, on each rank, [ranks] each.
-
-    A buffer holds one layer of a whole sequence. Buffers of K and V live from the first forward to
-    the last backward of the sequence on the layer's stage, unless they are offloaded or recomputed
-    in between. Buffers of gradients live from the first backward on, so the stages of a rank share
-    them.
-    """
-    of_token = kv_tokens(candidate)
-    return (
-        units.peak_of_kv(of_token.kv),
-        most_of_ranks(candidate, candidate.longest_sequence * of_token.gradients),
-    )
 
 
 def _loss_gradient_bytes(candidate: Candidate, units: UnitsInFlight) -> int:

@@ -26,16 +26,6 @@ def sent_bytes(candidate: Candidate) -> Running:
     return Running(forward, backward)
 
 
-def most_sent_bytes(candidate: Candidate) -> Table:
-    """Return the bytes of :func:`sent_bytes` of the unit that has the most on each stage."""
-    rows, neighbours = _bytes_by_neighbours(candidate), candidate.neighbours
-    most: Table = rows.max(axis=1)[neighbours]
-    for waiting in waiting_bytes(candidate):
-        for stage, row in waiting.items():
-            most[stage] = max(most[stage], (rows[neighbours[stage]] + row).max())
-    return most
-
-
 def _bytes_by_neighbours(candidate: Candidate) -> Table:
     """Return the bytes of messages and exchanges of each unit, by neighbours of a stage, [3, N]."""
     workload = candidate.workload

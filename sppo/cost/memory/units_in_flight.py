@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,9 +9,10 @@ import numpy as np
 
 from sppo.activations.placement import Counts
 from sppo.cost.candidate import Candidate
+from sppo.cost.kv import kv_tokens
 from sppo.cost.memory.walk import Walk, walk_of
 from sppo.schedule.costs import Table
-from sppo.schedule.orders.steps import Indices, sequence_groups
+from sppo.schedule.orders.steps import sequence_groups
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,20 +26,6 @@ class Running:
         """Return the sum of the bytes of both."""
         return Running(self.forward + other.forward, self.backward + other.backward)
 
-    @property
-    def most(self) -> Table:
-        """Bytes of the unit that takes the most on each stage, [stages]."""
-        most: Table = np.maximum(self.forward, self.backward).max(axis=1)
-        return most
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class KVTokens:
-    """Bytes per token of K and V, and of their gradients, on each stage, [stages] each."""
-
-    kv: Table
-    gradients: Table
-
 
 @dataclass(frozen=True)
 class UnitsInFlight:
@@ -47,37 +33,70 @@ class UnitsInFlight:
 
     candidate: Candidate
 
-    def peak(
-        self,
-        held: Table,
-        *,
-        deferred: Table | None = None,
-        running: Running | None = None,
-        kv: KVTokens | None = None,
-    ) -> Table:
-        """Return the peak bytes that each rank holds, [ranks].
+    def held(self, saved: Table, *, deferred: Table) -> Table:
+        """Return the bytes of units while each action runs, [ranks, actions].
 
         Args:
-            held: Bytes of a unit from its forward to the end of its backward, [stages, N].
+            saved: Bytes of a unit from its forward to the end of its backward, [stages, N].
             deferred: Bytes of a unit from its backward to the end of its weight half if that is
-                deferred, [stages, N]; None for 0.
-            running: Bytes of a unit while it runs; None for 0.
-            kv: Bytes per token of K, V and their gradients; None for 0.
+                deferred, [stages, N].
         """
         walk = self._walk
-        change = walk.of_actions(held) * walk.begins
-        if deferred is not None and walk.defers.any():
+        change = walk.of_actions(saved) * walk.begins
+        if walk.defers.any():
             change += walk.of_actions(deferred) * walk.defers
         total = np.cumsum(change, axis=1)
         # Operands of a weight half are allocated in the backward before the saved tensors of the
         # unit are freed.
-        during = np.maximum(total, total - change)
-        if running is not None:
-            forward, backward = map(walk.of_actions, (running.forward, running.backward))
-            during += np.where(walk.is_forward, forward, backward * walk.is_backward)
-        if kv is not None:
-            during += self.kv_during(kv)
-        most: Table = during.max(axis=1)
+        held: Table = np.maximum(total, total - change)
+        return held
+
+    def running(self, running: Running) -> Table:
+        """Return the bytes of the unit that runs during each action, [ranks, actions]."""
+        walk = self._walk
+        forward, backward = map(walk.of_actions, (running.forward, running.backward))
+        return np.where(walk.is_forward, forward, backward * walk.is_backward)
+
+    @cached_property
+    def kv(self) -> Table:
+        """Bytes of K and V while each action runs, [ranks, actions].
+
+        K and V of a sequence are held on a stage from the first forward of the sequence to its last
+        backward there, except between forward and backward where they are offloaded or recomputed.
+        """
+        candidate, spans = self.candidate, self._walk.spans
+        held = self._sequence_bytes(kv_tokens(candidate).kv)
+        stages = range(candidate.num_stages)
+        placed = np.array([candidate.kv_of_stage(stage) for stage in stages])[spans.stages]
+        stays, returns = placed == "retained", placed != "retained"
+        back = np.where(placed == "offloaded", spans.return_begin, spans.first_backward)
+        last = np.where(stays, spans.last_backward, spans.last_forward)
+        return self._walk.during(
+            (spans.first_forward, last, held),
+            (back[returns], spans.last_backward[returns], held[returns]),
+        )
+
+    @cached_property
+    def kv_gradients(self) -> Table:
+        """Bytes of the gradients of K and V while each action runs, [ranks, actions].
+
+        They are held on a stage from the first backward of a sequence there to its last.
+        """
+        spans, held = self._walk.spans, self._sequence_bytes(kv_tokens(self.candidate).gradients)
+        return self._walk.during((spans.first_backward, spans.last_backward, held))
+
+    def peak(self, saved: Table, *, deferred: Table | None = None) -> Table:
+        """Return the peak bytes of units that each rank holds, [ranks]; see :meth:`held`."""
+        unsaved = np.zeros_like(saved)
+        most: Table = self.held(saved, deferred=unsaved if deferred is None else deferred).max(
+            axis=1
+        )
+        return most
+
+    def peak_beside_kv(self, saved: Table, *, deferred: Table) -> Table:
+        """Return the peak bytes of units, K and V and their gradients on each rank, [ranks]."""
+        held = self.kv + self.kv_gradients + self.held(saved, deferred=deferred)
+        most: Table = held.max(axis=1)
         return most
 
     def counts(self, weights: Table) -> Counts:
@@ -105,41 +124,12 @@ class UnitsInFlight:
         most: Counts = np.cumsum(np.where(order < opens.shape[1], 1, -1), axis=1).max(axis=1)
         return most
 
-    def peak_of_kv(self, token_bytes: Table) -> Table:
-        """Return the peak bytes of K and V on each rank, [ranks].
-
-        K and V of a sequence are held on a stage from the first forward of the sequence to its last
-        backward there, except between forward and backward where they are offloaded or recomputed.
-
-        Args:
-            token_bytes: Bytes of K and V per token on each stage, [stages].
-        """
-        most: Table = self._walk.during(*self._kv_spans(token_bytes)).max(axis=1)
-        return most
-
-    def kv_during(self, kv: KVTokens) -> Table:
-        """Return the bytes of K, V and their gradients while each action runs, [ranks, actions]."""
-        spans = self._walk.spans
-        gradients = spans.first_backward, spans.last_backward, self._sequence_bytes(kv.gradients)
-        return self._walk.during(*self._kv_spans(kv.kv), gradients)
-
     @property
     def group_sequences(self) -> int:
         """Most sequences that pass a stage together before the next stage of its rank."""
         lengths = (self.candidate.lengths,) * self.candidate.sequences
         groups = sequence_groups(lengths, num_ranks=self.candidate.pipeline_parallel_degree)
         return len(groups[0])
-
-    def _kv_spans(self, token_bytes: Table) -> Iterator[tuple[Indices, Indices, Table]]:
-        """Yield when K and V of sequences exist, as first and last action, and their bytes."""
-        spans, held = self._walk.spans, self._sequence_bytes(token_bytes)
-        stages = range(self.candidate.num_stages)
-        placed = np.array([self.candidate.kv_of_stage(stage) for stage in stages])[spans.stages]
-        stays, returns = placed == "retained", placed != "retained"
-        back = np.where(placed == "offloaded", spans.return_begin, spans.first_backward)
-        last = np.where(stays, spans.last_backward, spans.last_forward)
-        yield spans.first_forward, last, held
-        yield back[returns], spans.last_backward[returns], held[returns]
 
     def _sequence_bytes(self, token_bytes: Table) -> Table:
         """Return the bytes of each sequence on each stage, [spans], from those of a token."""

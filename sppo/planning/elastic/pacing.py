@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from sppo.cost.candidate import Candidate
 from sppo.cost.deferred_weights import weight_operand_bytes
-from sppo.cost.memory.stage_memory import kv_tokens
+from sppo.cost.kv import kv_tokens
 from sppo.cost.memory.units_in_flight import Running
 from sppo.schedule.costs import Table
 from sppo.schedule.encoding import B, F

@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 from sppo.cost.candidate import Candidate
 from sppo.cost.deferred_weights import weight_operand_bytes
-from sppo.cost.memory.stage_memory import kv_tokens
 from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.cost.memory.walk import Walk, walk_of
 from sppo.schedule.costs import Table
@@ -67,7 +66,8 @@ def rank_windows(candidate: Candidate) -> tuple[RankWindows, ...]:
     walk = walk_of(candidate)
     operands = walk.of_actions(weight_operand_bytes(candidate))
     waiting = np.cumsum(operands * walk.defers, axis=1) - operands * np.maximum(0, walk.defers)
-    fixed_bytes = UnitsInFlight(candidate).kv_during(kv_tokens(candidate)) + waiting
+    units = UnitsInFlight(candidate)
+    fixed_bytes = units.kv + units.kv_gradients + waiting
     ranks = range(candidate.pipeline_parallel_degree)
     return tuple(_windows_of(walk, rank, fixed_bytes[rank]) for rank in ranks)
 

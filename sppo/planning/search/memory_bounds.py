@@ -99,7 +99,7 @@ def least_short_of_placement(candidate: Candidate, placement: ActivationPlacemen
 
 
 def _short_beside_retained(candidate: Candidate, retained: Table) -> int:
-    """Return a lower bound of the bytes that the fullest device lacks beside retained tensors.
+    """Return a lower bound of the bytes that the fullest device lacks with retained tensors.
 
     Operands of deferred weight gradients are included. Working set, heap and communication are left
     out, as these depend on the moment.
@@ -108,7 +108,9 @@ def _short_beside_retained(candidate: Candidate, retained: Table) -> int:
         candidate: Candidate whose units run whole.
         retained: Bytes of each unit that are retained, [stages, N].
     """
-    held = UnitsInFlight(candidate).peak(retained, deferred=weight_operand_bytes(candidate))
+    held = UnitsInFlight(candidate).peak_beside_kv(
+        retained, deferred=weight_operand_bytes(candidate)
+    )
     devices = (state.device for state in memory_without_activations(candidate))
     return (
         max(
@@ -116,6 +118,8 @@ def _short_beside_retained(candidate: Candidate, retained: Table) -> int:
             - device.working_bytes
             - device.heap_bytes
             - device.communication_bytes
+            - device.kv_bytes
+            - device.kv_gradients_bytes
             + int(of_rank)
             for device, of_rank in zip(devices, held, strict=True)
         )

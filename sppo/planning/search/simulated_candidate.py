@@ -10,7 +10,7 @@ from sppo.schedule.simulation.simulate import simulate
 from sppo.schedule.simulation.simulated_step import simulated_step
 from sppo.schedule.simulation.whole_units import simulate_whole_units
 
-_IN_TIMELINES = ("kv_bytes", "kv_gradients_bytes", "activations_bytes", "never_at_once_bytes")
+_IN_TIMELINES = ("kv_bytes", "kv_gradients_bytes", "activations_bytes")
 """Memory buckets that a simulation tracks over time; the others are constant during a step."""
 
 
@@ -61,7 +61,7 @@ def is_quick(evaluated: EvaluatedCandidate) -> bool:
 def simulated_device_bytes(evaluated: EvaluatedCandidate) -> tuple[int, ...] | None:
     """Return the simulated peak bytes of one device of each rank; None without a simulation.
 
-    At most the memory of the evaluated candidate, which adds up the peaks of all buckets.
+    At most the memory of the evaluated candidate.
     """
     if evaluated.simulated is None:
         return None

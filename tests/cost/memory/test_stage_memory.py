@@ -106,7 +106,7 @@ def test_memory_is_linear_in_the_sequence(policy):
 
 def test_only_the_working_set_grows_with_a_subsequence():
     model = tiny_model()
-    short, long = (predicted(model, lengths=lengths) for lengths in ((50,) * 4, (100,) * 2))
+    short, long = (predicted(model, lengths=lengths) for lengths in ((500,) * 4, (1000,) * 2))
     assert long.working_bytes > short.working_bytes
     # and the program of a step shrinks with their number
     difference = sum(

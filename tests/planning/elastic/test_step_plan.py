@@ -5,6 +5,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from sppo.cost.kv import kv_tokens
 from sppo.cost.memory.units_in_flight import Running, UnitsInFlight
 from sppo.planning.elastic.packing_search import PackingSearch
 from sppo.planning.elastic.step_plan import StepPlanner
@@ -138,15 +139,17 @@ def test_units_in_flight_are_those_of_the_program(candidate, seed):
     counted = (units.counts(held) * held).sum(axis=1)
     assert counted.reshape(-1, ranks).sum(axis=0) == pytest.approx(most)
     assert units.peak(held, deferred=operands) == pytest.approx(walked(schedule, held, operands))
-    beside = units.peak(held, deferred=operands, running=Running(forward, backward))
-    assert beside == pytest.approx(walked(schedule, held, operands, running=(forward, backward)))
+    beside = units.held(held, deferred=operands) + units.running(Running(forward, backward))
+    assert beside.max(axis=1) == pytest.approx(
+        walked(schedule, held, operands, running=(forward, backward))
+    )
     assert units.sequences.tolist() == [
         sequences_in_flight(a for a in schedule.programs[stage % ranks] if a.stage == stage)
         for stage in range(stages)
     ]
-    token_bytes = np.random.default_rng(seed + 1).random(stages)
+    token_bytes = kv_tokens(candidate).kv
     kv = [walked_kv(program, token_bytes, candidate) for program in schedule.programs]
-    assert units.peak_of_kv(token_bytes) == pytest.approx(kv)
+    assert units.kv.max(axis=1) == pytest.approx(kv)
 
 
 def walked(schedule, weights, operands=None, *, running=None):

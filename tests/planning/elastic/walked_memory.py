@@ -5,7 +5,7 @@ from collections import defaultdict
 import numpy as np
 
 from sppo.cost.deferred_weights import weight_operand_bytes
-from sppo.cost.memory.stage_memory import kv_tokens
+from sppo.cost.kv import kv_tokens
 from sppo.cost.memory.unit_messages import sent_bytes
 from sppo.cost.memory.unit_working_sets import computing_bytes
 from sppo.cost.memory.units_in_flight import Running

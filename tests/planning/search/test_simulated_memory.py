@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sppo.cost.candidate import Candidate
+from sppo.cost.kv import kv_tokens
 from sppo.cost.memory.units_in_flight import Running, UnitsInFlight
 from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.choices import Degrees
@@ -99,18 +100,16 @@ def test_units_in_flight_are_those_of_the_program(data):
         _walked(programs, weights, operands)
     )
     forward, backward = np.random.default_rng(seed + 1).random((2, ranks * virtual, count))
-    beside = units.peak(weights, deferred=operands, running=Running(forward, backward))
-    assert beside == pytest.approx(
+    beside = units.held(weights, deferred=operands) + units.running(Running(forward, backward))
+    assert beside.max(axis=1) == pytest.approx(
         _walked(programs, weights, operands, running=(forward, backward))
     )
     assert units.sequences.tolist() == [
         sequences_in_flight(a for a in programs[stage % ranks] if a.stage == stage)
         for stage in range(ranks * virtual)
     ]
-    whole = np.random.default_rng(seed + 2).random(ranks * virtual)
-    if virtual > 1:
-        held = whole * sum(candidate.lengths)
-        assert units.peak_of_kv(whole) == pytest.approx(_walked_sequences(programs, held))
+    held = kv_tokens(candidate).kv * sum(candidate.lengths)
+    assert units.kv.max(axis=1) == pytest.approx(_walked_sequences(programs, held))
 
 
 def _walked_sequences(programs, weights):
