@@ -90,17 +90,31 @@ class StepActions:
             candidates: Actions to choose from, in ascending order.
             of: Group of each action: its rank or its stage.
         """
-        return self._nearest(actions, candidates, of, "left", -1)
+        return self._nearest(actions, candidates, of, of, "left", -1)
 
-    def after(self, actions: Ints, candidates: Ints, *, of: Ints) -> tuple[Ints, Flags]:
-        """Return the first candidate behind each action, as :meth:`before` does."""
-        return self._nearest(actions, candidates, of, "right", 0)
+    def after(
+        self, actions: Ints, candidates: Ints, *, of: Ints, among: Ints | None = None
+    ) -> tuple[Ints, Flags]:
+        """Return the first candidate behind each action, as :meth:`before` does.
+
+        Args:
+            actions: Actions.
+            candidates: Actions to choose from.
+            of: Group of each action.
+            among: Group of each candidate, where it differs from `of`.
+        """
+        return self._nearest(actions, candidates, of, of if among is None else among, "right", 0)
 
     def _nearest(
-        self, actions: Ints, candidates: Ints, of: Ints, side: Literal["left", "right"], step: int
+        self,
+        actions: Ints,
+        candidates: Ints,
+        of: Ints,
+        among: Ints,
+        side: Literal["left", "right"],
+        step: int,
     ) -> tuple[Ints, Flags]:
-        keys = of * of.size + np.arange(of.size)
-        ordered = np.append(np.sort(keys[candidates]), -1)
-        places = np.searchsorted(ordered[:-1], keys[actions], side) + step
-        found = ordered[places] % of.size
-        return found, (ordered[places] >= 0) & (of[found] == of[actions])
+        ordered = np.append(np.sort(among[candidates] * of.size + candidates), -1)
+        wanted = of[actions] * of.size + actions
+        found = ordered[np.searchsorted(ordered[:-1], wanted, side) + step]
+        return found % of.size, found // of.size == of[actions]
