@@ -92,7 +92,7 @@ def _train_into(output: Path, job: Job, checked: CheckedRun, base: Baseline) -> 
             ranks.decided_by_main(lambda: write_json(output / PLAN_FILE, plan_json(plan)))
         outcome = TrainingOutcome(output, base, first_step, first_step)
         outcome.buckets.count_state(state)
-        source = step_source(run, checked.data, plan=plan, ranks=ranks, metadata=metadata)
+        source = step_source(job, checked.data, plan, metadata)
         with closing(source), ranks.progress.failing():
             StepLoop(
                 job,

@@ -79,8 +79,11 @@ class _Actions:
 def coverage_problems(schedule: Schedule, *, programs: Sequence[EncodedProgram]) -> list[Violation]:
     """Return the violations of missing, duplicate and misplaced actions, messages left out."""
     actions = _Actions.of(programs)
-    holders = _holders(schedule)
     forwards = actions.with_codes(F)
+    found = [*_missing_shards(schedule, forwards)]
+    if found:
+        return found
+    holders = _holders(schedule)
     found = [
         *_compared(
             schedule,
@@ -116,10 +119,19 @@ def coverage_problems(schedule: Schedule, *, programs: Sequence[EncodedProgram])
     return found
 
 
+def _missing_shards(schedule: Schedule, forwards: _Actions) -> Iterator[Violation]:
+    """Yield the violations of units of which not all shards are there."""
+    slots, widths = forwards.program.slots, forwards.program.num_shards
+    count = np.bincount(slots, weights=widths > 1)[slots] if slots.size else slots
+    for place in np.flatnonzero((widths > 1) & (count != widths))[:_LIMIT].tolist():
+        problem = f"is cut, and {int(count[place])} of {widths[place]} shards are there"
+        yield forwards.violation(schedule, place, "coverage", problem)
+
+
 def _holders(schedule: Schedule) -> _Actions:
     """Return an F of every unit on every stage, with one action per shard.
 
-    A shard that no rank runs is needed on the rank of the stage.
+    A shard that no rank runs, because another is there twice, is needed on the rank of the stage.
     """
     slots = np.arange(schedule.num_stages * schedule.num_units)
     owners = slots // schedule.num_units % schedule.num_ranks
