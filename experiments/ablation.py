@@ -23,8 +23,7 @@ from sppo.planning.search.simulated_candidate import simulate_candidate
 from sppo.planning.search.solver import solve
 from sppo.schedule.costs import Links
 from sppo.schedule.orders.names import LOOPED
-from sppo.schedule.simulation.simulate import simulate
-from sppo.schedule.simulation.simulated_step import simulated_step
+from sppo.schedule.simulation.simulated_step import simulate_step
 from sppo.units import format_bytes
 
 PAPER_SPEEDUPS = {"none": 1.0, "offload_all": 0.91, "sppo": 1.23, "sppo + MSP": 1.44}
@@ -129,7 +128,7 @@ def _multiplexed_rows(adaptive: EvaluatedCandidate, rows: list[AblationRow]) -> 
     costs = replace(adaptive.costs, links=Links())
     program = candidate.program(costs)
     free = with_program(replace(adaptive, candidate=candidate), program=program)
-    free = replace(free, simulated=simulated_step(simulate(program, costs=costs)))
+    free = replace(free, simulated=simulate_step(program, costs=costs))
     return [
         _row("sppo + MSP", priced, rows, note),
         _row(

@@ -100,7 +100,7 @@ def longest_paths(edges: Edges, *, seconds: Floats, ranks: Ints, turns: Ints) ->
     """
     order = np.lexsort((turns, ranks))
     steps = _steps(edges, seconds=seconds, order=order)
-    ends = [0.0] + [math.inf] * (len(steps.seconds) - 1)
+    ends = [0.0] + [math.inf] * (steps.seconds.size - 1)
     own = np.repeat(ranks[order], np.diff(steps.last[order], prepend=0))
     bounds = 1 + np.searchsorted(own, np.arange(ranks.max(initial=NOWHERE) + 2))
     walks = [_walk(ends, steps, first, stop) for first, stop in pairwise(bounds.tolist())]
@@ -136,11 +136,11 @@ class _Steps(NamedTuple):
     Step 0 ends at time 0, and the last step of a service ends as the service does.
     """
 
-    one: list[int]
-    one_lag_s: list[float]
-    other: list[int]
-    other_lag_s: list[float]
-    seconds: list[float]
+    one: Ints
+    one_lag_s: Floats
+    other: Ints
+    other_lag_s: Floats
+    seconds: Floats
     last: Ints
     """Last step of each service."""
 
@@ -170,13 +170,12 @@ def _steps(edges: Edges, *, seconds: Floats, order: Ints) -> _Steps:
     sources[is_other, at], lags[is_other, at] = last[earlier], lag_s
     takes = np.zeros(count)
     takes[last] = seconds
-    (one, other), (one_lag_s, other_lag_s) = sources.tolist(), lags.tolist()
-    return _Steps(one, one_lag_s, other, other_lag_s, takes.tolist(), last)
+    return _Steps(sources[0], lags[0], sources[1], lags[1], takes, last)
 
 
 def _walk(ends: list[float], steps: _Steps, first: int, stop: int) -> Iterator[int]:
     """Set the ends of the steps of one rank, and yield the step that must end before the walk."""
-    columns = (column[first:stop] for column in steps[:5])
+    columns = (column[first:stop].data for column in steps[:5])
     walk = zip(range(first, stop), *columns, strict=True)
     for step, one, one_lag, other, other_lag, seconds in walk:
         start, possible = ends[one] + one_lag, ends[other] + other_lag

@@ -19,7 +19,6 @@ import gc
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -31,8 +30,7 @@ from sppo.schedule.encoding import F
 from sppo.schedule.generate import generate
 from sppo.schedule.orders.rank_orders import ForwardsBeforeBackward
 from sppo.schedule.schedule import Schedule
-from sppo.schedule.simulation.whole_units import runs_whole_units, whole_unit_ends
-from sppo.schedule.transfers.communication import EndsOf, place_messages
+from sppo.schedule.transfers.communication import place_messages
 from sppo.schedule.transfers.copies import place_copies
 from sppo.schedule.transfers.kv_placement import place_kv
 from sppo.schedule.transfers.state_streaming import place_state
@@ -111,21 +109,11 @@ def step_program(
         )
     if not messages:
         return _with_copies(schedule, costs=costs)
-    ends_of = None
-    if not forward_only and runs_whole_units(name, costs=costs):
-        ends_of = partial(
-            whole_unit_ends,
-            name,
-            num_ranks=num_ranks,
-            num_virtual=num_virtual,
-            lengths=lengths,
-            forwards_before_backward=forwards_before_backward,
-        )
-    return lower(schedule, costs=costs, ends_of=ends_of)
+    return lower(schedule, costs=costs)
 
 
 @gc_disabled()
-def lower(schedule: Schedule, *, costs: Costs, ends_of: EndsOf | None = None) -> Schedule:
+def lower(schedule: Schedule, *, costs: Costs) -> Schedule:
     """Return `schedule` with its copies and messages, checked.
 
     Args:
@@ -134,8 +122,6 @@ def lower(schedule: Schedule, *, costs: Costs, ends_of: EndsOf | None = None) ->
             V with `kv_offload_bytes`, weights with `streamed_weight_bytes` and gradients with
             `streamed_gradient_bytes`; K and V with `kv_recompute_s` are recomputed. The times
             decide the order of messages.
-        ends_of: Function that simulates the compute of the schedule, see
-            :func:`sppo.schedule.transfers.communication.place_messages`.
 
     Raises:
         ScheduleError: The schedule breaks a rule.
@@ -144,18 +130,16 @@ def lower(schedule: Schedule, *, costs: Costs, ends_of: EndsOf | None = None) ->
     # Messages are placed by simulated time, which does not exist for compute in a cycle.
     validate_rules(schedule)
     copied = _with_copies(schedule, costs=costs)
-    return with_messages(copied, costs=costs, ends_of=ends_of)
+    return with_messages(copied, costs=costs)
 
 
 @gc_disabled()
-def with_messages(schedule: Schedule, *, costs: Costs, ends_of: EndsOf | None = None) -> Schedule:
+def with_messages(schedule: Schedule, *, costs: Costs) -> Schedule:
     """Return `schedule`, which already has its copies, with its messages, checked.
 
     Args:
         schedule: Schedule without messages.
         costs: Costs of the actions; their times decide the order of messages.
-        ends_of: Function that simulates the compute of the schedule, see
-            :func:`sppo.schedule.transfers.communication.place_messages`.
 
     Raises:
         ScheduleError: The schedule breaks a rule.
@@ -164,7 +148,7 @@ def with_messages(schedule: Schedule, *, costs: Costs, ends_of: EndsOf | None = 
     if schedule.num_ranks == 1:
         validate(schedule)
         return schedule
-    schedule = place_messages(schedule, costs=costs, ends_of=ends_of)
+    schedule = place_messages(schedule, costs=costs)
     validate_rules(schedule)
     check_deadlock_free(schedule)
     return schedule

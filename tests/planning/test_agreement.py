@@ -122,19 +122,19 @@ def work(monkeypatch) -> Counter[str]:
     done: Counter[str] = Counter()
     whole, play = (
         evaluation._evaluate_whole_units,
-        simulated_candidate.simulate_whole_units,
+        simulated_candidate.simulate_step,
     )
 
     def evaluate_whole_units(*given, **named):
         done["evaluated"] += 1
         return whole(*given, **named)
 
-    def simulate_whole_units(*given, costs, **named):
+    def simulate_step(schedule, *, costs):
         done["played"] += costs.forward_s.size
-        return play(*given, costs=costs, **named)
+        return play(schedule, costs=costs)
 
     monkeypatch.setattr(evaluation, "_evaluate_whole_units", evaluate_whole_units)
-    monkeypatch.setattr(simulated_candidate, "simulate_whole_units", simulate_whole_units)
+    monkeypatch.setattr(simulated_candidate, "simulate_step", simulate_step)
     return done
 
 

@@ -6,9 +6,7 @@ from dataclasses import replace
 
 from sppo.cost.memory.stage_memory import MemoryBuckets
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
-from sppo.schedule.simulation.simulate import simulate
-from sppo.schedule.simulation.simulated_step import simulated_step
-from sppo.schedule.simulation.whole_units import simulate_whole_units
+from sppo.schedule.simulation.simulated_step import simulate_step
 
 _IN_TIMELINES = ("kv_bytes", "kv_gradients_bytes", "activations_bytes")
 """Memory buckets that a simulation tracks over time; the others are constant during a step."""
@@ -21,21 +19,11 @@ gradients are copied, or K and V are copied or recomputed."""
 
 def simulate_candidate(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
     """Return the evaluated candidate with its step simulated, unless it already is."""
-    candidate, costs = evaluated.candidate, evaluated.costs
     if evaluated.simulated is not None:
         return evaluated
-    if candidate.schedule == "sppo_msp" or costs.copies_stages:
-        program = evaluated.program or candidate.program(costs, messages=False)
-        return replace(evaluated, simulated=simulated_step(simulate(program, costs=costs)))
-    simulated = simulate_whole_units(
-        candidate.schedule,
-        num_ranks=candidate.pipeline_parallel_degree,
-        lengths=candidate.sequence_lengths,
-        costs=costs,
-        num_virtual=candidate.virtual_stages,
-        forwards_before_backward=candidate.forwards_before_backward,
-    )
-    return replace(evaluated, simulated=simulated)
+    costs = evaluated.costs
+    program = evaluated.program or evaluated.candidate.program(costs, messages=False)
+    return replace(evaluated, simulated=simulate_step(program, costs=costs))
 
 
 def simulated_if_inexact(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:

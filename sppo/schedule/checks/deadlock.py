@@ -35,7 +35,7 @@ def check_deadlock_free(schedule: Schedule) -> None:
         DeadlockError: Messages that wait for each other; the message names where the first ranks
             wait.
     """
-    actions = StepActions(schedule, schedule.encoded)
+    actions = StepActions(schedule)
     # What happens at once waits as one action, the first of it, for all that precedes any of it.
     firsts = np.arange(actions.never + 1)
     shards, first_shards = actions.first_shards()

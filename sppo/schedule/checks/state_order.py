@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sppo.schedule.actions import COMPUTE_KINDS, RESIDENT_STAGES, Action, ActionKind
 from sppo.schedule.checks.violations import Violation
+from sppo.schedule.encoding import D2H_GRADIENTS, H2D_GRADIENTS, H2D_WEIGHTS
 from sppo.schedule.schedule import Schedule
 
 _RULE = "state order"
@@ -13,13 +14,13 @@ _READING = frozenset(COMPUTE_KINDS) - {ActionKind.W}
 
 def state_problems(schedule: Schedule, *, rank: int) -> list[Violation]:
     """Return the violations in the copies of weights and gradients of one rank's program."""
-    program = schedule.programs[rank]
-    wires = {action.wire for action in program}
+    codes = {*schedule.encoded[rank].codes.tolist()}
     found: list[Violation] = []
-    if "weights" in wires:
-        found += _weight_problems(program, rank=rank)
-    if "gradients" in wires:
-        found += _gradient_problems(program, rank=rank, last_stage=schedule.num_stages - 1)
+    if H2D_WEIGHTS in codes:
+        found += _weight_problems(schedule.programs[rank], rank=rank)
+    if codes & {D2H_GRADIENTS, H2D_GRADIENTS}:
+        last_stage = schedule.num_stages - 1
+        found += _gradient_problems(schedule.programs[rank], rank=rank, last_stage=last_stage)
     return found
 
 

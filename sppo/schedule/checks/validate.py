@@ -25,12 +25,9 @@ Rules, each with the failure that it prevents:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from sppo.schedule import encoding
 from sppo.schedule.checks.coverage import coverage_problems, message_problems
 from sppo.schedule.checks.state_order import state_problems
 from sppo.schedule.checks.violations import ScheduleError, Violation
@@ -47,15 +44,16 @@ from sppo.schedule.encoding import (
     SEND_ACT,
     SEND_GRAD,
     B,
-    Codes,
     EncodedProgram,
     F,
     W,
 )
+from sppo.schedule.graph import Flags, Ints
 from sppo.schedule.schedule import Schedule
 from sppo.schedule.simulation.clock import DeadlockError, run_clock
+from sppo.schedule.simulation.step_actions import StepActions
 
-_MISSING = -1
+_SHOWN = 8
 
 
 def validate(schedule: Schedule) -> None:
@@ -93,140 +91,92 @@ def _broken_rules(
     found = coverage_problems(schedule, programs=programs)
     if found:
         return tuple(found)
-    for rank in range(schedule.num_ranks):
-        found += _order_problems(schedule, rank=rank, program=programs[rank])
+    found = _order_problems(schedule)
     if not found:
         found += message_problems(schedule, programs=programs)
     return tuple(found)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Positions:
-    """Positions of each kind of action in one rank's program, for each of its slots."""
-
-    schedule: Schedule
-    rank: int
-    slots: Codes
-    first: dict[int, npt.NDArray[np.int64]]
-    last: dict[int, npt.NDArray[np.int64]]
-
-    def sequence_ends(self) -> npt.NDArray[np.int64]:
-        """Return each slot's index in `slots` of its sequence's last unit on the same stage.
-
-        A slot whose sequence has no such unit on the rank has its own index.
-        """
-        schedule = self.schedule
-        ends = np.cumsum([len(parts) for parts in schedule.lengths]) - 1
-        stages, units = np.divmod(self.slots, schedule.num_units)
-        last = stages * schedule.num_units + ends[np.searchsorted(ends, units)]
-        found = np.searchsorted(self.slots, last)
-        return np.where(np.isin(last, self.slots), found, np.arange(self.slots.size))
-
-    def index(self, code: int, slot_index: int) -> int:
-        """Return the position of the last action of a kind for one of the slots."""
-        return int(self.last[code][slot_index])
-
-
-def _positions(schedule: Schedule, *, rank: int, program: EncodedProgram) -> _Positions:
-    slots = np.unique(program.slots[program.codes < REDUCE])
-    first, last = {}, {}
-    position = np.arange(program.codes.size)
-    for code in range(REDUCE):
-        which = program.codes == code
-        at = np.searchsorted(slots, program.slots[which])
-        first[code] = np.full(slots.shape, _MISSING)
-        last[code] = np.full(slots.shape, _MISSING)
-        # A cut unit has several messages; the first and the last one count.
-        last[code][at] = position[which]
-        first[code][at[::-1]] = position[which][::-1]
-    return _Positions(schedule, rank, slots, first, last)
-
-
-def _order_problems(schedule: Schedule, *, rank: int, program: EncodedProgram) -> list[Violation]:
-    """Check the rules about the order within one rank's program."""
-    at = _positions(schedule, rank=rank, program=program)
+def _order_problems(schedule: Schedule) -> list[Violation]:
+    """Check the rules about the order within the program of each rank."""
+    actions = StepActions(schedule)
+    units = actions.ranks * actions.size + actions.slots
+    counts = [*map(len, schedule.lengths)]
+    before = np.concatenate([np.arange(count) for count in counts])[actions.units]
+    behind = np.repeat(counts, counts)[actions.units] - 1 - before
+    forward, backward = actions.of(F), actions.of(B)
     found: list[Violation] = []
-    units = at.slots % schedule.num_units
-    follows = ~encoding.first_subsequence(schedule.lengths)[units]
-    neighbour = np.zeros(at.slots.shape, dtype=bool)
-    neighbour[1:] = np.diff(at.slots) == 1
-    pairs = np.flatnonzero(neighbour & follows)
-    if pairs.size:
-        found += _must_follow(at, "forward order", F, pairs, F, pairs - 1)
-        found += _must_follow(at, "backward order", B, pairs - 1, B, pairs)
-    last = at.sequence_ends()
-    for code in (H2D_KV, KV):
-        found += _must_follow(at, "copy order", B, last, code, np.arange(at.slots.size))
-    every = np.arange(at.slots.size)
-    for rule, later, earlier in (
-        ("backward order", B, F),
-        ("weight order", W, B),
-        ("copy order", D2H, F),
-        ("copy order", H2D, D2H),
-        ("copy order", B, H2D),
-        ("copy order", D2H_KV, F),
-        ("copy order", H2D_KV, D2H_KV),
-        ("copy order", KV, F),
-        ("message place", SEND_ACT, F),
-        ("message place", SEND_GRAD, B),
-        ("message place", F, RECV_ACT),
-        ("message place", B, RECV_GRAD),
+    for rule, later, needed, earlier in (
+        ("forward order", forward[before[forward] > 0], units - 1, F),
+        ("backward order", backward[behind[backward] > 0], units + 1, B),
+        ("backward order", backward, units, F),
+        ("weight order", actions.of(W), units, B),
+        ("copy order", actions.of(D2H, D2H_KV, KV), units, F),
+        ("copy order", actions.of(H2D), units, D2H),
+        ("copy order", backward, units, H2D),
+        ("copy order", actions.of(H2D_KV), units, D2H_KV),
+        ("message place", actions.of(SEND_ACT), units, F),
+        ("message place", actions.of(SEND_GRAD), units, B),
+        ("message place", forward, units, RECV_ACT),
+        ("message place", backward, units, RECV_GRAD),
     ):
-        found += _must_follow(at, rule, later, every, earlier, every)
-    found += _reduction_problems(schedule, rank=rank, program=program)
-    return found + state_problems(schedule, rank=rank)
-
-
-def _must_follow(
-    at: _Positions,
-    rule: str,
-    later: int,
-    later_slots: npt.NDArray[np.int64],
-    earlier: int,
-    earlier_slots: npt.NDArray[np.int64],
-) -> list[Violation]:
-    """Check that `later`, if both actions exist, comes after the last `earlier`."""
-    after, before = at.first[later][later_slots], at.last[earlier][earlier_slots]
-    wrong = np.flatnonzero((after != _MISSING) & (before != _MISSING) & (after < before))
-    found = []
-    program = at.schedule.programs[at.rank]
-    for index in wrong[:8].tolist():
-        place = int(after[index])
-        text = f"{program[place]} stands before {program[int(before[index])]}, which it needs"
-        found.append(Violation(rule, text, at.rank, place))
+        late = actions.after(later, actions.of(earlier), of=needed, among=units)
+        found += _too_early(actions, rule, later, *late)
+    last, sequences = backward[behind[backward] == 0], units - before
+    late = actions.after(last, actions.of(H2D_KV, KV), of=sequences)
+    found += _too_early(actions, "copy order", last, *late)
+    found += _reduction_problems(actions, num_ranks=schedule.num_ranks)
+    for rank in range(schedule.num_ranks):
+        found += state_problems(schedule, rank=rank)
     return found
 
 
-def _reduction_problems(
-    schedule: Schedule, *, rank: int, program: EncodedProgram
+def _too_early(
+    actions: StepActions, rule: str, early: Ints, needed: Ints, is_behind: Flags
 ) -> list[Violation]:
+    """Return the violations of actions that stand before what they need.
+
+    Args:
+        actions: Actions of the step.
+        rule: Rule that they break.
+        early: Actions that need others.
+        needed: First action behind each of them that it needs.
+        is_behind: Whether there is one.
+    """
+    return [
+        Violation(
+            rule,
+            f"{actions.name(action)} stands before {actions.name(other)}, which it needs",
+            *actions.place(action),
+        )
+        for action, other in zip(
+            early[is_behind][:_SHOWN].tolist(), needed[is_behind][:_SHOWN].tolist(), strict=True
+        )
+    ]
+
+
+def _reduction_problems(actions: StepActions, *, num_ranks: int) -> list[Violation]:
     """Check that REDUCE occurs once per stage, after the stage's last B and W."""
+    stages = actions.stages * num_ranks + actions.ranks
+    reductions = actions.of(REDUCE)
+    computed = np.isin(stages[reductions], stages[actions.compute])
+    computed |= actions.stages[reductions] % num_ranks == actions.ranks[reductions]
+    _, is_again = actions.before(reductions, reductions, of=stages)
+    late, is_late = actions.after(reductions, actions.of(B, W), of=stages)
     found = []
-    seen: set[int] = set()
-    backward = (program.codes == B) | (program.codes == W)
-    stages = program.slots // schedule.num_units
-    for index in np.flatnonzero(program.codes == REDUCE).tolist():
-        stage = int(program.slots[index])
-        action = schedule.programs[rank][index]
-        behind = np.flatnonzero(backward[index:] & (stages[index:] == stage))
-        if stage in seen:
-            found.append(Violation("reduction", f"{action} is there twice", rank, index))
-        elif schedule.placement.rank_of(stage) != rank and not _helps(
-            program, stage=stage, num_units=schedule.num_units
-        ):
-            text = f"{action} runs on rank {rank}, which has no gradients of stage {stage}"
-            found.append(Violation("reduction", text, rank, index))
-        elif behind.size:
-            late = schedule.programs[rank][index + int(behind[0])]
-            text = f"{action} stands before {late}, whose gradients it would miss"
-            found.append(Violation("reduction", text, rank, index))
-        seen.add(stage)
+    for place in np.flatnonzero(is_again | ~computed | is_late).tolist():
+        reduction = int(reductions[place])
+        name, (rank, index) = actions.name(reduction), actions.place(reduction)
+        if is_again[place]:
+            text = f"{name} is there twice"
+        elif not computed[place]:
+            stage = actions.stages[reduction]
+            text = f"{name} runs on rank {rank}, which has no gradients of stage {stage}"
+        else:
+            other = actions.name(int(late[place]))
+            text = f"{name} stands before {other}, whose gradients it would miss"
+        found.append(Violation("reduction", text, rank, index))
     return found
-
-
-def _helps(program: EncodedProgram, *, stage: int, num_units: int) -> bool:
-    compute = program.codes < encoding.NUM_COMPUTE
-    return bool((program.slots[compute] // num_units == stage).any())
 
 
 def _deadlock(schedule: Schedule) -> tuple[Violation, ...]:

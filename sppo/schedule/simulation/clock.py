@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sppo.schedule.costs import Costs
-from sppo.schedule.encoding import D2H, D2H_KV, NUM_COMPUTE, EncodedProgram
-from sppo.schedule.graph import Floats, Ints, Standstill, longest_paths
+from sppo.schedule.costs import Costs, Table
+from sppo.schedule.encoding import D2H, D2H_KV, NUM_COMPUTE
+from sppo.schedule.graph import Edges, Floats, Ints, Standstill, longest_paths
 from sppo.schedule.schedule import Schedule
 from sppo.schedule.simulation.dependencies import BUBBLE, COMMUNICATION, COPY, Dependencies
 
@@ -54,77 +54,90 @@ class Clock:
     Attributes:
         starts_s: Start of each action, by rank and position in its program.
         finishes_s: End of each action; of a SEND, the arrival of its message.
-        gaps: Waits before compute and for reductions. There are none behind a rank's last action.
+        gaps: Waits of each rank for its compute and between it.
+        busy_until_s: End of the last compute of each rank, [ranks].
     """
 
     starts_s: Sequence[Floats]
     finishes_s: Sequence[Floats]
     gaps: Gaps
+    busy_until_s: Floats
 
     @property
     def end_s(self) -> float:
         """End of the last action."""
         return max(float(times.max(initial=0.0)) for times in self.finishes_s)
 
+    @property
+    def idle_s(self) -> Table:
+        """Seconds that compute of each rank waits, to the end of the step, [ranks, causes]."""
+        idle, gaps = np.zeros((self.busy_until_s.size, 3)), self.gaps
+        np.add.at(idle, (gaps.ranks, gaps.causes), gaps.ends_s - gaps.begins_s)
+        idle[:, BUBBLE] += self.end_s - self.busy_until_s
+        return idle
 
-def run_clock(
-    schedule: Schedule,
-    *,
-    costs: Costs,
-    programs: Sequence[EncodedProgram] | None = None,
-    seconds: Floats | None = None,
-) -> Clock:
+
+def run_clock(schedule: Schedule, *, costs: Costs, seconds: Floats | None = None) -> Clock:
     """Simulate a step once.
 
     Args:
         schedule: Schedule of the step.
         costs: Costs of the actions.
-        programs: Encoded programs of the ranks; those of `schedule` if not given.
         seconds: Seconds of each action, rank after rank, which replace those of `costs`; NaN
             replaces nothing. An MSP group takes those of its longest shard.
 
     Raises:
         DeadlockError: Actions wait for each other in a cycle; the message names the actions.
     """
-    programs = schedule.encoded if programs is None else programs
-    step = Dependencies(schedule, programs=programs, costs=costs, seconds=seconds)
+    step = Dependencies(schedule, costs=costs, seconds=seconds)
     edges = step.edges
     try:
         ends = longest_paths(edges, seconds=step.seconds, ranks=step.ranks, turns=step.turns)
     except Standstill as standstill:
         raise _deadlock(standstill, step) from None
-    ready = [
-        edges.where(edges.cause == cause).starts_s(ends) for cause in (BUBBLE, COMMUNICATION, COPY)
-    ]
-    ready[BUBBLE] = np.maximum(ready[BUBBLE], step.implied.starts_s(ends))
-    made, sent, starts = np.maximum.accumulate(ready)
-    gaps = _gaps(step, ends, made, sent, starts)
+    edges = Edges.joined([edges, *step.implied])
+    ready = np.maximum.accumulate(
+        [
+            edges.where(edges.cause == cause).starts_s(ends)
+            for cause in (BUBBLE, COMMUNICATION, COPY)
+        ]
+    )
     # Copies out may wait on the way for blocks that are not made yet.
-    out = step.actions.of(D2H, D2H_KV)
-    starts[out] = sent[out]
+    starts, out = ready[COPY].copy(), step.actions.of(D2H, D2H_KV)
+    starts[out] = ready[COMMUNICATION][out]
     finishes = np.maximum(ends, step.last_blocks.starts_s(ends))
     finishes[: step.latency_s.size] += step.latency_s
-    parts = np.cumsum([program.codes.size for program in programs])
-    return Clock(np.split(starts, parts)[:-1], np.split(finishes, parts)[:-1], gaps)
-
-
-def _gaps(step: Dependencies, ends: Floats, made: Floats, sent: Floats, starts: Floats) -> Gaps:
-    """Return the waits of compute from when each service could start as far as each cause tells."""
-    services, ranks = step.compute_services, step.actions.ranks[step.compute]
-    waiting = np.where(
-        services < step.inputs.size, step.inputs[services % step.inputs.size], services
+    parts = np.cumsum([program.codes.size for program in schedule.encoded])
+    busy_until = np.zeros(schedule.num_ranks)
+    np.maximum.at(busy_until, step.actions.ranks[step.actions.compute], ends[step.actions.compute])
+    return Clock(
+        np.split(starts, parts)[:-1],
+        np.split(finishes, parts)[:-1],
+        _gaps(step, ends, ready, busy_until),
+        busy_until,
     )
+
+
+def _gaps(step: Dependencies, ends: Floats, ready: Floats, busy_until: Floats) -> Gaps:
+    """Return the waits of compute.
+
+    Args:
+        step: Services of the step.
+        ends: End of each service.
+        ready: When each service could start as far as one, two, or all causes tell, [3, services].
+        busy_until: End of the last compute of each rank.
+    """
+    actions, services, waiting = step.compute
+    ranks = step.actions.ranks[actions]
     free = np.append(0.0, ends[services][:-1])
     free[np.diff(ranks, prepend=-1) > 0] = 0.0
-    computed = np.maximum(free, made[waiting])
-    delivered = np.maximum(computed, sent[waiting])
-    started = np.maximum(delivered, starts[waiting])
-    reduced = np.where(step.actions.codes[step.compute] < NUM_COMPUTE, started, ends[services])
-    moments = np.stack([free, computed, delivered, started, reduced], axis=1)
-    begins, stops = moments[:, :-1].ravel(), moments[:, 1:].ravel()
+    moments = np.maximum.accumulate([free, *(times[waiting] for times in ready)])
+    occupied = np.where(step.actions.codes[actions] < NUM_COMPUTE, moments[-1], ends[services])
+    begins, stops = moments.T.ravel(), np.vstack([moments[1:], occupied]).T.ravel()
+    ranks = np.repeat(ranks, len(moments))
     causes = np.tile([BUBBLE, COMMUNICATION, COPY, COMMUNICATION], services.size)
-    waits = stops > begins
-    return Gaps(np.repeat(ranks, 4)[waits], begins[waits], stops[waits], causes[waits])
+    waits = (stops > begins) & (begins < busy_until[ranks])
+    return Gaps(ranks[waits], begins[waits], stops[waits], causes[waits])
 
 
 def _deadlock(standstill: Standstill, step: Dependencies) -> DeadlockError:

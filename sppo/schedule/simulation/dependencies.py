@@ -24,7 +24,6 @@ waits for:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -46,7 +45,6 @@ from sppo.schedule.encoding import (
     SEND_ACT,
     SEND_GRAD,
     B,
-    EncodedProgram,
     F,
     W,
     first_subsequence,
@@ -61,6 +59,16 @@ BUBBLE, COMMUNICATION, COPY = range(3)
 """Causes of a wait: an input is not computed, not sent or not reduced, or not copied."""
 _TURNS = 8
 """Turns from one action of a rank to the next, between which other services may run."""
+
+
+class ComputeTurns(NamedTuple):
+    """What occupies compute of the ranks, or makes it wait, rank after rank in program order."""
+
+    actions: Ints
+    services: Ints
+    """Services that the next turn waits for."""
+    waiting: Ints
+    """Services that wait for the turn before."""
 
 
 class _Messages(NamedTuple):
@@ -86,7 +94,6 @@ class Dependencies:
 
     Args:
         schedule: Schedule of the step.
-        programs: Encoded programs of its ranks.
         costs: Costs of the actions.
         seconds: Seconds of each action, rank after rank, which replace those of `costs`; NaN
             replaces nothing. An MSP group takes those of its longest shard.
@@ -98,39 +105,32 @@ class Dependencies:
         turns: Order of the services of a rank.
         inputs: Service that waits for the inputs of each action: that of the action, or the
             common start of its MSP group.
-        compute: Actions that occupy compute or make it wait, rank after rank in program order.
-        compute_services: Services of these.
+        compute: Turns of the ranks' compute.
         latency_s: Seconds from the end of each SEND to the arrival of its message.
         implied: Waits that follow from other edges: they tell causes, and change no time.
         last_blocks: Backwards and the H2Ds of their units that end with them at the earliest.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        *,
-        programs: Sequence[EncodedProgram],
-        costs: Costs,
-        seconds: Floats | None = None,
-    ) -> None:
+    def __init__(self, schedule: Schedule, *, costs: Costs, seconds: Floats | None = None) -> None:
         assert (costs.num_stages, costs.num_units) == (schedule.num_stages, schedule.num_units), (
             f"costs of {costs.num_stages} stages, {costs.num_units} units for a schedule of "
             f"{schedule.num_stages}, {schedule.num_units}"
         )
         self._schedule, self._costs = schedule, costs
-        self.actions = actions = StepActions(schedule, programs)
+        self.actions = actions = StepActions(schedule)
         self.ranks = actions.ranks
         self.turns = _TURNS * np.arange(actions.never + 1)
         self.seconds = np.zeros(actions.never + 1)
         self.inputs = np.arange(actions.never + 1)
         self.latency_s = np.zeros(actions.never + 1)
         self._edges: list[Edges] = []
+        self.implied: list[Edges] = []
         self.last_blocks = Edges.of(*np.zeros((2, 0), dtype=np.int64))
         self._start_groups_at_once()
         self._set_seconds(seconds)
-        self.compute, self.compute_services = self._compute_in_turn()
+        self.compute = self._compute_in_turn()
         self._compute_reads()
-        self.implied = self._compute_receives()
+        self._compute_receives()
         fetched = self._stage_copies()
         self._copies_out()
         self._copies_back(fetched)
@@ -203,8 +203,8 @@ class Dependencies:
             np.maximum.at(longest, self.inputs[known], given[known])
             self.seconds[known] = longest[self.inputs[known]]
 
-    def _compute_in_turn(self) -> tuple[Ints, Ints]:
-        """Let compute run in program order, with reductions; return its actions and services."""
+    def _compute_in_turn(self) -> ComputeTurns:
+        """Let compute run in program order, with reductions, and return the turns."""
         actions = self.actions
         reductions, leaving = actions.of(REDUCE), actions.of(D2H_GRADIENTS)
         _, is_reduced = actions.before(leaving, reductions, of=actions.stages)
@@ -213,18 +213,21 @@ class Dependencies:
         reduced = self._new_services(wait_s, early, turn=-1)
         occupying = np.concatenate([actions.compute, reductions, early])
         order = np.argsort(occupying, kind="stable")
-        services = np.concatenate([actions.compute, reductions, reduced])[order]
-        waiting = np.concatenate([self.inputs[actions.compute], reductions, reduced])[order]
-        occupying = occupying[order]
-        follows = np.flatnonzero(np.diff(actions.ranks[occupying]) == 0)
-        self._wait(services[follows], waiting[follows + 1])
-        return occupying, services
+        turns = ComputeTurns(
+            occupying[order],
+            np.concatenate([actions.compute, reductions, reduced])[order],
+            np.concatenate([self.inputs[actions.compute], reductions, reduced])[order],
+        )
+        follows = np.flatnonzero(np.diff(actions.ranks[turns.actions]) == 0)
+        self._wait(turns.services[follows], turns.waiting[follows + 1])
+        return turns
 
     def _after_compute(self, waiting: Ints) -> None:
         """Let actions wait for the preceding compute and reduction on their rank."""
-        ranks, place = self.actions.ranks, np.searchsorted(self.compute, waiting, side="right") - 1
-        follows = (place >= 0) & (ranks[self.compute[place]] == ranks[waiting])
-        self._wait(self.compute_services[place[follows]], waiting[follows])
+        ranks, turns = self.actions.ranks, self.compute
+        place = np.searchsorted(turns.actions, waiting, side="right") - 1
+        follows = (place >= 0) & (ranks[turns.actions[place]] == ranks[waiting])
+        self._wait(turns.services[place[follows]], waiting[follows])
 
     def _compute_reads(self) -> None:
         """Let compute wait for results of its own stage."""
@@ -247,15 +250,11 @@ class Dependencies:
         implied &= (actions.widths[earlier] == 1) & (actions.widths[later] == 1)
         self._wait(earlier[~implied], self.inputs[later[~implied]])
 
-    def _compute_receives(self) -> Edges:
-        """Let compute wait for results of neighbouring stages, and for the messages with them.
-
-        Returns:
-            Waits for results that waits for messages imply.
-        """
+    def _compute_receives(self) -> None:
+        """Let compute wait for results of neighbouring stages, and for the messages with them."""
         actions, units = self.actions, self._schedule.num_units
         self._after_compute(actions.of(SEND_ACT, SEND_GRAD, RECV_ACT, RECV_GRAD))
-        implied, links = [], []
+        links = []
         for wire, code, step in ((SEND_ACT, F, -units), (SEND_GRAD, B, units)):
             readers = actions.of(code)
             readers = readers[actions.shards[readers] == 0]
@@ -264,19 +263,16 @@ class Dependencies:
             readers, producers = readers[has_source], actions.at(code, sources[has_source])
             messages, others = self._messages(wire, producers, readers)
             self._read(producers[others], readers[others])
-            implied.append(Edges.of(messages.producers, self.inputs[messages.readers]))
+            self.implied.append(Edges.of(messages.producers, self.inputs[messages.readers]))
             links.append(self._transfer(wire, messages))
         sent, pairs, turns = map(np.concatenate, zip(*links, strict=True))
         self._wait(*in_turn(sent, resources=pairs, turns=turns))
-        return Edges.joined(implied)
 
     def _messages(self, wire: int, producers: Ints, readers: Ints) -> tuple[_Messages, Ints]:
         """Return the messages with results of compute, and the places of results without any."""
         actions, routes = self.actions, self._schedule.msp_routes
-        rank_of = np.array(
-            [*map(self._schedule.placement.rank_of, range(self._schedule.num_stages))]
-        )
-        senders, receivers = (rank_of[actions.stages[ends]] for ends in (producers, readers))
+        num_ranks = self._schedule.num_ranks
+        senders, receivers = (actions.stages[ends] % num_ranks for ends in (producers, readers))
         routed = np.isin(actions.slots[producers], [slot for code, slot in routes if code == wire])
         crosses = (senders != receivers) & ~routed & (producers != actions.never)
         whole = np.flatnonzero(crosses)
@@ -374,8 +370,10 @@ class Dependencies:
         made = actions.at(F, actions.slots[out])
         if self._costs.layer_copies:
             layers = self._flow("layers", out)
-            self._wait(made, out, lag_s=-seconds[made] * (layers - 1) / layers)
-            self._wait(made, out, lag_s=seconds[out] / layers - seconds[out], cause=COPY)
+            begin_s = -seconds[made] * (layers - 1) / layers
+            self.implied.append(Edges.of(made, out, lag_s=begin_s))
+            lag_s = np.maximum(begin_s, seconds[out] / layers - seconds[out])
+            self._wait(made, out, lag_s=lag_s, cause=COPY)
         else:
             self._wait(made, out)
         self._on_engines(out, actions.of(D2H_GRADIENTS))
@@ -459,8 +457,10 @@ class Dependencies:
         origin = self._new_services(np.zeros(1), np.zeros(1, dtype=np.int64), turn=-1)
         self._wait(np.repeat(origin, waiting.size), waiting)
         edges = self.edges
-        edges = edges.where(later_s[edges.later] > 0)
-        self._wait(edges.earlier, edges.later, lag_s=edges.lag_s + later_s[edges.later], cause=COPY)
+        is_later = later_s[edges.later] > 0
+        self._edges, moved = [edges.where(~is_later)], edges.where(is_later)
+        self.implied.append(moved)
+        self._wait(moved.earlier, moved.later, lag_s=moved.lag_s + later_s[moved.later], cause=COPY)
         # Blocks of earlier forwards.
         copies, kv = actions.of(D2H, D2H_KV), actions.of(D2H_KV)
         blocks_s = np.zeros(seconds.size)

@@ -65,10 +65,36 @@ def memory_tracks(
     costs: Costs,
 ) -> Mapping[str, MemoryTrack]:
     """Return the memory of one rank by bucket, and their "total"."""
+    buckets = _buckets(schedule, simulated=simulated, groups=groups, costs=costs)
+    tracks = {name: _track(events) for name, events in buckets.items()}
+    tracks["total"] = _track(_concatenate(*buckets.values()))
+    return tracks
+
+
+def peak_held_bytes(
+    schedule: Schedule,
+    *,
+    simulated: SimulatedProgram,
+    groups: Mapping[int, MspGroup],
+    costs: Costs,
+) -> float:
+    """Return the peak of the "total" of one rank."""
+    buckets = _buckets(schedule, simulated=simulated, groups=groups, costs=costs)
+    return _track(_concatenate(*buckets.values())).peak_bytes
+
+
+def _buckets(
+    schedule: Schedule,
+    *,
+    simulated: SimulatedProgram,
+    groups: Mapping[int, MspGroup],
+    costs: Costs,
+) -> dict[str, _Events]:
+    """Return the changes of the memory of one rank by bucket."""
     slots, indices = simulated.forward_slots()
     shares = shard_shares(simulated.program, groups=groups)[indices]
     if (simulated.program.codes == encoding.B).any():
-        buckets = {
+        return {
             "activations": _activation_events(simulated, slots=slots, shares=shares, costs=costs),
             "kv": _concatenate(
                 _sequence_events(
@@ -80,11 +106,7 @@ def memory_tracks(
                 schedule, simulated=simulated, first=encoding.B, sizes=costs.kv_gradient_bytes
             ),
         }
-    else:
-        buckets = _forward_only(simulated, slots=slots, shares=shares, costs=costs)
-    tracks = {name: _track(events) for name, events in buckets.items()}
-    tracks["total"] = _track(_concatenate(*buckets.values()))
-    return tracks
+    return _forward_only(simulated, slots=slots, shares=shares, costs=costs)
 
 
 def _forward_only(
@@ -178,11 +200,10 @@ def _absent_kv(schedule: Schedule, *, simulated: SimulatedProgram, sizes: Table)
 def _by_sequence(schedule: Schedule, simulated: SimulatedProgram, code: int) -> tuple[Codes, Codes]:
     """Return positions of one kind of action on the rank's own stages, and (stage, sequence)."""
     offsets = np.array(schedule.unit_offsets)
-    rank_of = np.array([schedule.placement.rank_of(s) for s in range(schedule.num_stages)])
     which = np.flatnonzero(simulated.program.codes == code)
     stages, unit = np.divmod(simulated.program.slots[which], schedule.num_units)
     sequence = np.searchsorted(offsets, unit, side="right") - 1
-    own = rank_of[stages] == simulated.rank
+    own = stages % schedule.num_ranks == simulated.rank
     return which[own], (stages * len(offsets) + sequence)[own]
 
 

@@ -41,13 +41,12 @@ def simulate(schedule: Schedule, *, costs: Costs) -> Timeline:
     tracks = []
     for rank, program in enumerate(schedule.encoded):
         starts, finishes = clock.starts_s[rank], clock.finishes_s[rank]
-        busy_until = float(finishes[program.codes < NUM_COMPUTE].max(initial=0.0))
         tracks.append(
             RankTrack(
                 schedule.programs[rank],
                 starts,
                 finishes,
-                _idle(clock, rank=rank, busy_until_s=busy_until),
+                _idle(clock, rank=rank),
                 memory_tracks(
                     schedule,
                     simulated=SimulatedProgram(rank, program, starts, finishes),
@@ -60,16 +59,16 @@ def simulate(schedule: Schedule, *, costs: Costs) -> Timeline:
     return Timeline(schedule, "simulated", clock.end_s, tuple(tracks))
 
 
-def _idle(clock: Clock, *, rank: int, busy_until_s: float) -> tuple[Idle, ...]:
+def _idle(clock: Clock, *, rank: int) -> tuple[Idle, ...]:
     """Return a rank's gaps with their causes, and the bubble after its last compute action."""
-    own = (clock.gaps.ranks == rank) & (clock.gaps.begins_s < busy_until_s)
+    own, busy_until = clock.gaps.ranks == rank, float(clock.busy_until_s[rank])
     columns = (clock.gaps.begins_s, clock.gaps.ends_s, clock.gaps.causes)
     gaps = [
         Idle(begin, end, _CAUSES[cause])
         for begin, end, cause in zip(*(column[own].tolist() for column in columns), strict=True)
     ]
-    if clock.end_s > busy_until_s:
-        gaps.append(Idle(busy_until_s, clock.end_s, "bubble"))
+    if clock.end_s > busy_until:
+        gaps.append(Idle(busy_until, clock.end_s, "bubble"))
     return tuple(gaps)
 
 

@@ -6,8 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sppo.schedule.costs import Table
-from sppo.schedule.timeline import Floats, IdleCause, Timeline
+from sppo.schedule.costs import Costs, Table
+from sppo.schedule.schedule import Schedule
+from sppo.schedule.simulation.clock import run_clock
+from sppo.schedule.simulation.memory_track import SimulatedProgram, peak_held_bytes
+from sppo.schedule.timeline import Floats, IdleCause
 
 IDLE_CAUSES: tuple[IdleCause, ...] = ("bubble", "communication", "copy")
 
@@ -46,8 +49,18 @@ class SimulatedStep:
         return float(self.idle_s[:, IDLE_CAUSES.index("copy")].max())
 
 
-def simulated_step(timeline: Timeline) -> SimulatedStep:
-    """Return step time, idle times and peak memory of a simulated timeline."""
-    idle = [[track.idle_s(cause) for cause in IDLE_CAUSES] for track in timeline.ranks]
-    held = [track.memory["total"].peak_bytes for track in timeline.ranks]
-    return SimulatedStep(timeline.makespan_s, np.array(idle), np.array(held))
+def simulate_step(schedule: Schedule, *, costs: Costs) -> SimulatedStep:
+    """Return step time, idle times and peak memory of a step, as those of its timeline."""
+    clock = run_clock(schedule, costs=costs)
+    held = [
+        peak_held_bytes(
+            schedule,
+            simulated=SimulatedProgram(rank, program, starts, finishes),
+            groups=schedule.msp_groups,
+            costs=costs,
+        )
+        for rank, (program, starts, finishes) in enumerate(
+            zip(schedule.encoded, clock.starts_s, clock.finishes_s, strict=True)
+        )
+    ]
+    return SimulatedStep(clock.end_s, clock.idle_s, np.array(held))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -19,18 +18,16 @@ class StepActions:
 
     Args:
         schedule: Schedule of the step.
-        programs: Encoded programs of its ranks.
     """
 
-    def __init__(self, schedule: Schedule, programs: Sequence[EncodedProgram]) -> None:
-        counts = [program.codes.size for program in programs]
+    def __init__(self, schedule: Schedule) -> None:
+        counts = [program.codes.size for program in schedule.encoded]
         self.never = sum(counts)
         self.ranks = np.append(np.repeat(np.arange(len(counts)), counts), NOWHERE)
+        columns = EncodedProgram.joined(schedule.encoded).columns
         self.codes, self.slots, self.shards, self.widths = (
-            np.append(np.concatenate([getattr(one, name) for one in programs]), end).astype(
-                np.int64
-            )
-            for name, end in (("codes", -1), ("slots", 0), ("shards", 0), ("num_shards", 1))
+            np.append(column, end).astype(np.int64)
+            for column, end in zip(columns, (-1, 0, 0, 1), strict=True)
         )
         self._schedule = schedule
         self.size = schedule.num_stages * schedule.num_units
@@ -49,7 +46,7 @@ class StepActions:
 
     def of(self, *codes: int) -> Ints:
         """Return the actions of some kinds, in order."""
-        return np.flatnonzero(np.isin(self.codes, codes) if codes[1:] else self.codes == codes[0])
+        return np.flatnonzero(np.logical_or.reduce([self.codes == code for code in codes]))
 
     def at(self, code: int, slots: Ints, shards: Ints | int = 0) -> Ints:
         """Return the action of one kind for each unit and shard; `never` where there is none."""
@@ -93,17 +90,31 @@ class StepActions:
             candidates: Actions to choose from, in ascending order.
             of: Group of each action: its rank or its stage.
         """
-        return self._nearest(actions, candidates, of, "left", -1)
+        return self._nearest(actions, candidates, of, of, "left", -1)
 
-    def after(self, actions: Ints, candidates: Ints, *, of: Ints) -> tuple[Ints, Flags]:
-        """Return the first candidate behind each action, as :meth:`before` does."""
-        return self._nearest(actions, candidates, of, "right", 0)
+    def after(
+        self, actions: Ints, candidates: Ints, *, of: Ints, among: Ints | None = None
+    ) -> tuple[Ints, Flags]:
+        """Return the first candidate behind each action, as :meth:`before` does.
+
+        Args:
+            actions: Actions.
+            candidates: Actions to choose from.
+            of: Group of each action.
+            among: Group of each candidate, where it differs from `of`.
+        """
+        return self._nearest(actions, candidates, of, of if among is None else among, "right", 0)
 
     def _nearest(
-        self, actions: Ints, candidates: Ints, of: Ints, side: Literal["left", "right"], step: int
+        self,
+        actions: Ints,
+        candidates: Ints,
+        of: Ints,
+        among: Ints,
+        side: Literal["left", "right"],
+        step: int,
     ) -> tuple[Ints, Flags]:
-        keys = of * of.size + np.arange(of.size)
-        ordered = np.append(np.sort(keys[candidates]), -1)
-        places = np.searchsorted(ordered[:-1], keys[actions], side) + step
-        found = ordered[places] % of.size
-        return found, (ordered[places] >= 0) & (of[found] == of[actions])
+        ordered = np.append(np.sort(among[candidates] * of.size + candidates), -1)
+        wanted = of[actions] * of.size + actions
+        found = ordered[np.searchsorted(ordered[:-1], wanted, side) + step]
+        return found % of.size, found // of.size == of[actions]

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -40,16 +39,7 @@ _MESSAGES = (SEND_ACT, SEND_GRAD, RECV_ACT, RECV_GRAD)
 _Indices = npt.NDArray[np.int64]
 
 
-class EndsOf(Protocol):
-    """Simulation of a schedule with some costs."""
-
-    def __call__(self, *, costs: Costs) -> Sequence[Sequence[float]]:
-        """Return when each compute action of each rank ends, in the order of its program."""
-
-
-def place_messages(
-    schedule: Schedule, *, costs: Costs | None = None, ends_of: EndsOf | None = None
-) -> Schedule:
+def place_messages(schedule: Schedule, *, costs: Costs | None = None) -> Schedule:
     """Return `schedule` with a SEND and a RECV for every tensor that crosses ranks.
 
     Each RECV is placed at the moment of its SEND, in one global order of simulated time.
@@ -58,8 +48,6 @@ def place_messages(
         schedule: A valid schedule without messages.
         costs: Costs with which the order is simulated, the same on every rank; unit costs if not
             given.
-        ends_of: Function that simulates the schedule faster than its program, with the same
-            result; None simulates the program.
 
     Raises:
         ValueError: A schedule that has messages already, or whose order has a cycle (a
@@ -68,7 +56,7 @@ def place_messages(
     placed = schedule.first_action(lambda program: np.isin(program.codes, _MESSAGES))
     if placed is not None:
         raise ValueError(f"{placed} is there already: place messages only once")
-    turns = _turns(schedule, costs=costs, ends_of=ends_of)
+    turns = _turns(schedule, costs=costs)
     parts: list[list[tuple[_Indices, EncodedProgram]]] = [[] for _ in schedule.encoded]
     for made, send, receive, step in _WIRES:
         slots, shards, counts, *ends = needed_messages(schedule, code=send).T
@@ -114,7 +102,7 @@ def _in_turn(
     return joined.take(np.lexsort((ties, np.concatenate([own, *(turn for turn, _ in messages)]))))
 
 
-def _turns(schedule: Schedule, *, costs: Costs | None, ends_of: EndsOf | None) -> _Indices:
+def _turns(schedule: Schedule, *, costs: Costs | None) -> _Indices:
     """Return the rank of each compute action by simulated completion, ties by rank.
 
     The shards of a unit have the turn of the first. Compute must take time, otherwise an action and
@@ -136,18 +124,10 @@ def _turns(schedule: Schedule, *, costs: Costs | None, ends_of: EndsOf | None) -
         backward_s=np.maximum(costs.backward_s, least),
         weight_s=np.maximum(costs.weight_s, least),
     )
-    computes = [program.take(program.codes < NUM_COMPUTE) for program in schedule.encoded]
-    if ends_of is None:
-        clock = run_clock(schedule, costs=costs)
-        ends = [
-            finishes[program.codes < NUM_COMPUTE]
-            for finishes, program in zip(clock.finishes_s, schedule.encoded, strict=True)
-        ]
-    else:
-        ends = [np.array(own) for own in ends_of(costs=costs)]
-        assert [*map(len, ends)] == [own.codes.size for own in computes], "ends of another program"
-    actions = EncodedProgram.joined(computes)
-    order = np.argsort(np.concatenate(ends), kind="stable")
+    actions = EncodedProgram.joined(schedule.encoded)
+    is_compute = actions.codes < NUM_COMPUTE
+    ends = np.concatenate(run_clock(schedule, costs=costs).finishes_s)[is_compute]
+    actions, order = actions.take(is_compute), np.argsort(ends, kind="stable")
     turns = np.full((NUM_COMPUTE, schedule.num_stages * schedule.num_units), _never(schedule))
     np.minimum.at(turns, (actions.codes[order], actions.slots[order]), np.arange(order.size))
     return turns

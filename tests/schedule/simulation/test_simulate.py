@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from sppo.schedule.actions import Action, ActionKind, Placement
 from sppo.schedule.checks.validate import validate
-from sppo.schedule.costs import abstract_costs
+from sppo.schedule.costs import CopyEngines, LayerCopies, Link, Links, abstract_costs, with_offload
 from sppo.schedule.program import lower
 from sppo.schedule.schedule import Schedule
 from sppo.schedule.simulation.clock import DeadlockError
 from sppo.schedule.simulation.simulate import simulate
+from sppo.schedule.simulation.simulated_step import IDLE_CAUSES, simulate_step
 from sppo.schedule.transfers.communication import place_messages
 from tests.schedule.cases import SUBSEQUENCE_SCHEDULES, idle, in_flight, make, peaks, play
 from tests.tiers import examples
@@ -284,6 +285,30 @@ def test_compute_waits_for_a_reduction_between_two_stages_of_a_rank():
     assert timeline.makespan_s == 2 * 3 * 3 + 4.5
     assert timeline.ranks[0].idle_s("communication") == 0.5
     assert timeline.ranks[0].idle_s() == 4.5
+
+
+@pytest.mark.parametrize("by_layer", [True, False])
+@pytest.mark.parametrize("name", ["seq_zb_h1", "interleaved_seq1f1b", "sppo_msp"])
+def test_a_simulated_step_is_that_of_its_timeline(name, by_layer):
+    plain = make(name, p=3, v=2 if name.startswith("inter") else 1, n=6, m=2)
+    shape = plain.num_stages, plain.num_units
+    costs = abstract_costs(
+        shape[0], num_units=shape[1], weight_s=1.0, links=Links(Link(0.1, bytes_per_s=4.0))
+    )
+    costs = replace(
+        with_offload(costs, ratios=np.full(shape, 0.5), copies=CopyEngines(0.3, 0.3)),
+        message_bytes=np.ones(shape[1]),
+        reduce_s=np.full(shape[0], 0.5),
+        kv_bytes=np.ones(shape),
+        layer_copies=(LayerCopies(layers=3, out=1, back=1),) * shape[0] if by_layer else (),
+    )
+    schedule = lower(plain, costs=costs)
+    timeline, step = simulate(schedule, costs=costs), simulate_step(schedule, costs=costs)
+    idle_s = [[track.idle_s(cause) for cause in IDLE_CAUSES] for track in timeline.ranks]
+    assert step.step_s == timeline.makespan_s
+    assert step.idle_s == pytest.approx(np.array(idle_s))
+    assert (step.idle_s.sum(axis=0) > 0).all()
+    assert step.held_bytes.tolist() == peaks(timeline)
 
 
 def test_a_large_step_goes_through_every_pass():
