@@ -62,9 +62,13 @@ class BaselineStep:
 
 def fits(memory: StageMemory, *, hardware: HardwareSpec) -> bool:
     """Return whether `memory` fits on a device of `hardware` and in its share of host memory."""
-    in_host = memory.tier_activations_bytes + memory.host_optimizer_bytes
     on_device = memory.device.total_bytes <= hardware.device.usable_bytes
-    return on_device and in_host <= hardware.host_bytes_per_device
+    return on_device and host_bytes(memory) <= hardware.host_bytes_per_device
+
+
+def host_bytes(memory: StageMemory) -> int:
+    """Return the bytes of `memory` that are in the device's share of host memory."""
+    return memory.tier_activations_bytes + memory.host_optimizer_bytes
 
 
 def baseline_step(

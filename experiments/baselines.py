@@ -11,7 +11,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 
 from experiments import harness
-from experiments.baseline_cost import BaselineStep, baseline_memory, baseline_step, fits
+from experiments.baseline_cost import (
+    BaselineStep,
+    baseline_memory,
+    baseline_step,
+    fits,
+    host_bytes,
+)
 from experiments.baseline_methods import MEGATRON, METHODS, ULYSSES, Method
 from sppo.config.run import RunConfig
 from sppo.hardware.description import HardwareSpec
@@ -20,7 +26,7 @@ from sppo.planning.search.choices import Degrees
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.feasibility import longest_sequence
 from sppo.planning.search.solver import solve
-from sppo.units import KIB, format_tokens
+from sppo.units import KIB, format_bytes, format_tokens
 
 HOST = "host"
 """Name of host memory in `Baseline.largest_bucket`."""
@@ -42,6 +48,7 @@ class Baseline:
         paper: Longest sequence that the SPPO paper reports; empty for other models and machines.
         step_s: Seconds of a step at the length of the run; None if that does not fit.
         tokens_per_s_per_gpu: Tokens per second and device at the length of the run.
+        node_host_bytes: Host memory of a node at the length of the run.
     """
 
     method: str
@@ -51,6 +58,7 @@ class Baseline:
     paper: str = ""
     step_s: float | None = None
     tokens_per_s_per_gpu: float | None = None
+    node_host_bytes: int | None = None
 
 
 def main() -> None:
@@ -67,6 +75,7 @@ def main() -> None:
             "paper",
             length,
             "tokens/s/GPU",
+            "host of a node",
         ),
         [
             (
@@ -77,6 +86,7 @@ def main() -> None:
                 row.paper,
                 "does not fit" if row.step_s is None else f"{row.step_s:.1f} s",
                 "" if row.tokens_per_s_per_gpu is None else f"{row.tokens_per_s_per_gpu:.0f}",
+                "" if row.node_host_bytes is None else format_bytes(row.node_host_bytes),
             )
             for row in rows
         ],
@@ -112,7 +122,12 @@ def baselines(
         candidate = evaluated.candidate
         tokens = sum(candidate.lengths) * candidate.sequences * candidate.data_parallel_degree
         rate = tokens / evaluated.step_s / candidate.num_devices
-        ours = replace(ours, step_s=evaluated.step_s, tokens_per_s_per_gpu=rate)
+        ours = replace(
+            ours,
+            step_s=evaluated.step_s,
+            tokens_per_s_per_gpu=rate,
+            node_host_bytes=evaluated.node_host_bytes,
+        )
     return (*rows, ours)
 
 
@@ -145,7 +160,12 @@ def baseline(run: RunConfig, *, hardware: HardwareSpec, method: Method) -> Basel
     step = _fastest_step(run, hardware, method)
     if step is None:
         return best
-    return replace(best, step_s=step.step_s, tokens_per_s_per_gpu=step.tokens_per_s_per_gpu)
+    return replace(
+        best,
+        step_s=step.step_s,
+        tokens_per_s_per_gpu=step.tokens_per_s_per_gpu,
+        node_host_bytes=hardware.node.num_devices * host_bytes(step.memory),
+    )
 
 
 def _fastest_step(run: RunConfig, hardware: HardwareSpec, method: Method) -> BaselineStep | None:

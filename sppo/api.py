@@ -306,9 +306,8 @@ def evaluate(
 
     return evaluate_run(
         run,
-        checkpoint=path,
-        initial=initial,
-        max_sequences=sequences,
-        on_sequence=on_sequence,
+        None if initial else path or Path(run.train.output),
         device=choose_device(run),
+        most=sequences,
+        on_sequence=on_sequence,
     )

@@ -15,15 +15,12 @@ import torch
 
 from tests.conftest import succeed
 from tests.model.hf_models import tiny_hf_model
-from tests.tiers import default_of, exhaustive
-from tests.training.whole_runs.test_parallel_runs import run_on
+from tests.tiers import default_of
 
 transformers = pytest.importorskip("transformers")
 
 TOLERANCE = 1e-4
 LENGTH = 61
-NUM_LAYERS = 3
-"""Of all models of hf_models."""
 STEPS = 5
 LR = 0.01
 BOUNDARIES = (0, 1, 14, 22, 23, 40, 58, LENGTH)  # seven, uneven, two of one token
@@ -40,8 +37,6 @@ class Case:
     policy: str = "retain"
     rates: tuple = (1.0,) * STEPS
     sequences_per_step: int = 1
-    layer_by_layer: bool = False
-    """A virtual stage for every layer, whose K and V are on a disk between its two passes."""
 
 
 # hf_models: 24 or 26 wide with six heads of ten on two key/value heads, where a family allows it.
@@ -58,13 +53,6 @@ CASES = {
     "mistral, tied": Case("mistral", {"tie_word_embeddings": True}, policy="keep_attention"),
     "gpt2": Case("gpt2", cut="flops", rates=WARM_UP_COSINE, sequences_per_step=2),
     "gpt2, untied": Case("gpt2", {"tie_word_embeddings": False}, policy="recompute"),
-    "qwen3, layer by layer": Case(
-        "qwen3", policy="keep_attention", sequences_per_step=2, layer_by_layer=True
-    ),
-    "mistral, layer by layer": Case("mistral", policy="offload_all", layer_by_layer=True),
-    "gpt2, layer by layer": Case(
-        "gpt2", cut="flops", policy="recompute", rates=WARM_UP_COSINE, layer_by_layer=True
-    ),
 }
 
 
@@ -90,25 +78,13 @@ def sequence_settings(cut):
     return {"length": LENGTH, "num_subsequences": 7, "alignment": 1, "partition": partition}
 
 
-def order_settings(case, directory):
-    """Sections of a run file that say in which order layers run and where K and V wait."""
-    if not case.layer_by_layer:
-        return {"activations": {"policy": case.policy}}
-    spill = directory / "spill"
-    spill.mkdir()
-    return {
-        "parallel": {"virtual_stages": NUM_LAYERS},
-        "activations": {"policy": case.policy, "kv": "offload", "disk": str(spill)},
-    }
-
-
 def run_file(case, directory):
     decays = case.rates == WARM_UP_COSINE
     settings = {
         "model": {"from_hf": str(directory / "ours")},
         "data": {"tokens": str(directory / "tokens"), "shuffle": False},
         "sequence": sequence_settings(case.cut),
-        **order_settings(case, directory),
+        "activations": {"policy": case.policy},
         "optimizer": {
             "lr": LR,
             "betas": [0.9, 0.95],
@@ -132,13 +108,11 @@ def run_file(case, directory):
 
 
 def prepared(directory, documents):
-    """Import the published model, and prepare documents, given as (ids, loss mask or None)."""
+    """Import the published model, and prepare documents of ids."""
     paths = []
-    for index, (ids, mask) in enumerate(documents):
+    for index, ids in enumerate(documents):
         paths.append(directory / f"document{index:02}.npy")
         np.save(paths[-1], ids)
-        if mask is not None:
-            np.save(directory / f"document{index:02}.mask.npy", mask)
     succeed("convert", "from-hf", directory / "published", directory / "ours")
     prepare = ("data", "prepare", "--tokenizer", "ids", "--vocab-size", 61)
     succeed(*prepare, "--out", directory / "tokens", *paths)
@@ -154,7 +128,7 @@ def exported(directory):
 
 def train_ours(case, directory):
     """Import, prepare, train, export; the exported model and the lines of metrics.jsonl."""
-    prepared(directory, [(ids, None) for ids in stream_of(case)])
+    prepared(directory, stream_of(case))
     assert "7 subsequences of " in succeed("train", run_file(case, directory))
     return exported(directory)
 
@@ -219,16 +193,6 @@ def assert_same_weights(ours, theirs, before):
     assert min(changes.values()) >= 100 * TOLERANCE, changes
 
 
-def assert_kv_of_all_layers_but_the_last_left(case, directory):
-    """K and V of a step, in fp32, went to the disk and came back."""
-    config = json.loads((directory / "published" / "config.json").read_text())
-    copies = json.loads((directory / "run" / "run_summary.json").read_text())["copies"]
-    width = config.get("n_embd") or config["num_key_value_heads"] * config["head_dim"]
-    tokens = case.sequences_per_step * LENGTH
-    assert copies["out_bytes"]["kv"] == copies["back_bytes"]["kv"]
-    assert copies["out_bytes"]["kv"] == (NUM_LAYERS - 1) * tokens * 2 * width * 4
-
-
 def check(case, directory):
     theirs, _ = tiny_hf_model(case.family, seed=11, **case.options)
     theirs.save_pretrained(directory / "published", max_shard_size="20KB")
@@ -237,117 +201,11 @@ def check(case, directory):
     assert type(ours) is type(theirs)
     assert_same_metrics(lines, train_theirs(case, theirs))
     assert_same_weights(ours, theirs, before)
-    if case.layer_by_layer:
-        assert_kv_of_all_layers_but_the_last_left(case, directory)
 
 
-ONE_OF_EACH_FAMILY = (
-    *("llama, tied", "qwen2", "qwen3, tied", "mistral", "gpt2"),
-    "qwen3, layer by layer",
-)
+ONE_OF_EACH_FAMILY = ("llama, tied", "qwen2", "qwen3, tied", "mistral", "gpt2")
 
 
 @pytest.mark.parametrize("name", default_of(CASES, *ONE_OF_EACH_FAMILY))
 def test_five_steps_are_those_of_transformers(name, tmp_path):
     check(CASES[name], tmp_path)
-
-
-SAMPLE_STEPS, SAMPLES_PER_STEP, LONGEST = 4, 3, 47
-DOCUMENTS = (30, 2, 48, 17, 70, 3, 5, 41, 8, 23, 11)
-"""Tokens of each. The one beyond the longest sample is cut, which makes twelve samples."""
-
-
-def masked_documents():
-    """(ids, whether predicting each counts): as of questions and answers, and one without."""
-    random = np.random.default_rng(5)
-    found = []
-    for index, tokens in enumerate(DOCUMENTS):
-        ids = random.integers(0, 61, size=tokens, dtype=np.uint16)
-        mask = random.random(tokens) < 0.6
-        mask[-1] = True
-        found.append((ids, None if index == 2 else mask))
-    return found
-
-
-def samples_of_documents():
-    """Token ids of each sample with its last label, and which labels count."""
-    found = []
-    for ids, mask in masked_documents():
-        counts = np.ones(len(ids), dtype=bool) if mask is None else mask
-        for start in range(0, len(ids) - 1, LONGEST):
-            own = slice(start, min(start + LONGEST, len(ids) - 1) + 1)
-            found.append((ids[own].astype(np.int64), counts[own]))
-    assert len(found) == SAMPLE_STEPS * SAMPLES_PER_STEP
-    return found
-
-
-def samples_file(directory, more):
-    """A run file of the samples in their order."""
-    settings = {
-        "model": {"from_hf": str(directory / "ours")},
-        "data": {"tokens": str(directory / "tokens"), "samples": "documents", "shuffle": False},
-        "sequence": {"length": LONGEST, "num_subsequences": 5, "alignment": 1},
-        "optimizer": {
-            "lr": LR, "betas": [0.9, 0.95], "eps": 1e-5, "weight_decay": 0.3, "clip_norm": 0.5,
-            "schedule": "constant", "warmup_steps": 0,
-        },
-        "train": {
-            "steps": SAMPLE_STEPS,
-            "samples_per_step": SAMPLES_PER_STEP,
-            "dtype": "fp32",
-            "output": str(directory / "run"),
-        },
-        **more,
-    }  # fmt: skip
-    path = directory / "run.yaml"
-    path.write_text(json.dumps(settings))
-    return path
-
-
-def train_theirs_alone(model):
-    """Train sample by sample in place: losses add up to the mean of a step's labels."""
-    optimizer, samples, metrics = optimizer_of(model), samples_of_documents(), []
-    for step in range(SAMPLE_STEPS):
-        own = samples[step * SAMPLES_PER_STEP :][:SAMPLES_PER_STEP]
-        counted = sum(int(counts[1:].sum()) for _, counts in own)
-        optimizer.zero_grad()
-        total = 0.0
-        for ids, counts in own:
-            tokens = torch.from_numpy(ids)
-            labels = tokens[1:].masked_fill(~torch.from_numpy(counts[1:]), -100)
-            logits = model(tokens[None, :-1]).logits[0]
-            loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / counted
-            loss.backward()
-            total += float(loss.detach())
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        metrics.append((total, float(norm)))
-    return metrics
-
-
-SAMPLE_CASES = {
-    "llama": ("llama", {}),
-    "gpt2, recomputed": ("gpt2", {"activations": {"policy": "recompute"}}),
-    "mistral": ("mistral", {}),
-    "qwen3, layer by layer": ("qwen3", {"parallel": {"virtual_stages": NUM_LAYERS}}),
-}
-
-
-@pytest.mark.parametrize("pipeline_ranks", [2, *exhaustive(1)])
-@pytest.mark.parametrize("name", default_of(SAMPLE_CASES, "gpt2, recomputed"))
-def test_samples_train_as_transformers_does_one_by_one(name, pipeline_ranks, tmp_path, ranks):
-    family, more = SAMPLE_CASES[name]
-    if pipeline_ranks > 1:
-        more = {key: value for key, value in more.items() if key != "parallel"}
-    theirs, _ = tiny_hf_model(family, seed=11)
-    theirs.save_pretrained(tmp_path / "published", max_shard_size="20KB")
-    before = {key: value.clone() for key, value in theirs.state_dict().items()}
-    prepared(tmp_path, masked_documents())
-    run = samples_file(tmp_path, more)
-    if pipeline_ranks == 1:
-        succeed("train", run)
-    else:
-        run_on(ranks, tmp_path, (1, 2, 1), SAMPLE_STEPS, tmp_path / "run")
-    ours, lines = exported(tmp_path)
-    assert_same_metrics(lines, train_theirs_alone(theirs))
-    assert_same_weights(ours, theirs, before)

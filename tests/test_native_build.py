@@ -14,6 +14,7 @@ import pytest
 from sppo import native_build
 from sppo.cli.doctor import version_lines
 from sppo.native_build import built, file_name, find
+from tests.tiers import exhaustive
 
 ROOT = Path(__file__).parents[1]
 FILES_OF_THE_PACKAGE = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "CMakeLists.txt")
@@ -147,7 +148,7 @@ def test_a_failure_without_space_to_note_it_is_tried_again(places, tmp_path, mon
     assert calls(broken) == 2
 
 
-@pytest.mark.parametrize("compiler", [True, False])
+@pytest.mark.parametrize("compiler", [True, *exhaustive(False)])
 def test_an_installation_brings_the_library_or_its_sources(tmp_path, compiler):
     """The step of setup.py that pip runs, on a copy, for a package outside a clone."""
     for name in (*FILES_OF_THE_PACKAGE, "csrc", "sppo"):

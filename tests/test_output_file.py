@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import errno
 import json
 import os
@@ -26,7 +25,6 @@ from sppo.output_file import (
 )
 
 OLD, NEW = b"the older file", b"a longer file that is to replace it"
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -112,43 +110,6 @@ def test_nothing_is_left_of_a_new_file(tmp_path):
         write_bytes(tmp_path / "new", NEW)
     assert caught.value.__notes__ == ["nothing was written"]
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_full_disk(tmp_path):
-    """On a real one, whatever room is left: all of the new file or all of the old."""
-    (tmp_path / "disk").mkdir()
-    script = f"""
-import errno, os, sys
-from pathlib import Path
-from sppo.output_file import write_bytes
-os.chdir({str(tmp_path / "disk")!r})
-page, outcomes = os.sysconf("SC_PAGE_SIZE"), set()
-for free in range(5):
-    path = Path(f"file{{free}}"); path.write_bytes(b"old")
-    with open("filler", "wb", buffering=0) as filler:
-        try:
-            while True: filler.write(bytes(page))
-        except OSError: pass
-        filler.truncate(filler.tell() - free * page)
-    try:
-        write_bytes(path, b"x" * 3 * page)
-        outcomes.add("written"); assert path.read_bytes() == b"x" * 3 * page
-    except OSError as error:
-        outcomes.add("full"); assert error.errno == errno.ENOSPC and error.filename == path.name
-        assert path.read_bytes() == b"old"
-    assert sorted(os.listdir()) == sorted([path.name, "filler"]), os.listdir()
-    path.unlink()
-assert outcomes == {{"written", "full"}}, outcomes
-"""
-    mount = f"mount -t tmpfs -o size=256k none {tmp_path}/disk 2>/dev/null || exit 77; "
-    command = ["unshare", "-rm", "sh", "-c", mount + 'exec "$0" -c "$1"', sys.executable, script]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    except FileNotFoundError:
-        pytest.skip("needs unshare, to mount a small disk")
-    if "unshare failed" in done.stderr or done.returncode == 77:
-        pytest.skip("this machine lets nobody mount a small disk")
-    assert done.returncode == 0, done.stderr
 
 
 # What stands at the path
@@ -249,45 +210,6 @@ def test_devices_and_new_names_pass(path):
     files = {"-o": path, "--png": Path("/dev/stdout"), "--trace": Path("/dev/null"), "--x": None}
     check_output_files(files, plots=["--png"])
     assert path.read_bytes() == OLD
-
-
-# One mechanism for all
-
-_BY_ITSELF = {
-    "sppo/output_file.py": "the mechanism",
-    "sppo/native_build.py": "the lock of a build, and why it failed",
-    "sppo/report/metrics.py": "metrics.jsonl grows by whole lines",
-    "sppo/data/preparation/token_writer.py": "in a directory that is renamed when it is complete",
-    "sppo/training/run_directory.py": "the lock, which says who holds it",
-    "sppo/kernels/native/process_memory.py": "a switch of the kernel",
-    "sppo/parallel/job/flight_record.py": "a mapped file of the launcher's own",
-}
-
-
-def test_no_other_module_writes_files():
-    found = {
-        str(file.relative_to(ROOT))
-        for folder in ("sppo", "scripts", "experiments")
-        for file in (ROOT / folder).rglob("*.py")
-        if any(_writes(node) for node in ast.walk(ast.parse(file.read_text())))
-    }
-    assert found == set(_BY_ITSELF)
-
-
-def _writes(node: ast.AST) -> bool:
-    if not isinstance(node, ast.Call) or not isinstance(node.func, (ast.Attribute, ast.Name)):
-        return False
-    name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
-    if isinstance(node.func, ast.Attribute) and name in ("write_text", "write_bytes", "savefig"):
-        return True
-    modes = [*node.args, *(keyword.value for keyword in node.keywords)]
-    return name == "open" and any(
-        isinstance(mode, ast.Constant)
-        and isinstance(mode.value, str)
-        and len(mode.value) <= 3
-        and set(mode.value) & set("wax+")
-        for mode in modes
-    )
 
 
 def test_text_is_utf_8(tmp_path):

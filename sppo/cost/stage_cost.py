@@ -32,7 +32,7 @@ from sppo.activations.tensor_classes import (
 )
 from sppo.cost.candidate import Candidate
 from sppo.cost.deferred_weights import deferral_seconds, weight_operand_bytes
-from sppo.cost.flops import partition_costs, recomputed_linear_flops
+from sppo.cost.flops import executed_step_flops, partition_costs, recomputed_linear_flops
 from sppo.cost.kv import kv_bytes_per_token, kv_offload_bytes, kv_recompute_seconds
 from sppo.cost.layer import (
     ACCUMULATION_BYTES,
@@ -315,6 +315,19 @@ def placed_bytes(
         row_bytes=row_bytes_of(candidate)[firsts],
         shared_input_bytes=shared_input_bytes_of(candidate)[firsts],
     )[kinds]
+
+
+def executed_flops(candidate: Candidate, placement: ActivationPlacement) -> int:
+    """Return the FLOPs that a step of one replica executes, including recomputation."""
+    layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)
+    rows = np.tensordot(layers / layers.sum(), placement.recomputed, axes=1)
+    shares = rows / np.array(candidate.lengths)[:, None]
+    return candidate.sequences * executed_step_flops(
+        candidate.workload.model,
+        candidate.sample_parts,
+        linear_recomputed=shares[:, LINEAR],
+        attention_recomputed=shares[:, ATTENTION],
+    )
 
 
 def _distinct_stages(

@@ -37,6 +37,7 @@ from sppo.hardware.rates import (
 )
 from sppo.quoting import quoted
 
+DeviceKind = Literal["cuda", "cpu"]
 Provenance = Literal["measured", "calibrated", "analytic"]
 ATTENTION_BACKENDS = (
     "cudnn", "flash_attn_2", "flash_attn_3", "flash_attn_4", "torch_flash", "triton", "torch_blocks"
@@ -94,7 +95,7 @@ class DeviceSpec:
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
-    kind: Literal["cuda", "cpu"]
+    kind: DeviceKind
     memory_bytes: Annotated[int, Field(ge=1, le=1 << 60)]
     reserved_bytes: _Bytes
     bf16_flops_per_s: FlopsPerS

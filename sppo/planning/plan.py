@@ -30,6 +30,7 @@ from sppo.cost.memory.tier_memory import tier_buckets
 from sppo.cost.stage_cost import stage_costs, stage_seconds
 from sppo.cost.state_tiers import StateTiers
 from sppo.hardware.description import HardwareSpec, Provenance, Tier
+from sppo.planning.partition import lengths_of
 from sppo.quoting import one_line, quoted
 from sppo.schedule.costs import Costs
 from sppo.schedule.schedule import Schedule
@@ -154,8 +155,7 @@ class ExecutionPlan:
     @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each subsequence."""
-        cuts = self.boundaries
-        return tuple(b - a for a, b in zip(cuts, cuts[1:], strict=False))
+        return lengths_of(self.boundaries)
 
     @property
     def rank_memory(self) -> tuple[StageMemory, ...]:
@@ -233,21 +233,6 @@ class ExecutionPlan:
             tier_buckets(held, place, activations=self.activation_tier, state=self.state)
             for held in self.rank_memory
         )
-
-    def recomputed_fractions(self, tensor_class: int) -> tuple[float, ...]:
-        """Return the share of rows of a tensor class that is recomputed, per subsequence.
-
-        Averaged over all layers of the model.
-        """
-        layers = sum(stage.num_layers for stage in self.stages)
-        shares = []
-        for index, tokens in enumerate(self.lengths):
-            rows = sum(
-                stage.num_layers * stage.subsequences[index].recomputed[tensor_class]
-                for stage in self.stages
-            )
-            shares.append(rows / layers / tokens)
-        return tuple(shares)
 
 
 _ADAPTER = TypeAdapter(ExecutionPlan)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Literal
+
+from sppo.activations.placement import ActivationPlacement
 from sppo.config.run import RunConfig
+from sppo.cost.candidate import Candidate
 from sppo.cost.kv import offloaded_kv_bytes
 from sppo.cost.memory.tier_memory import (
     IN_FRONT_OF_DISK,
@@ -26,7 +31,17 @@ def too_large(run: RunConfig, evaluated: EvaluatedCandidate, *, available_bytes:
     shortfall, policy, length = evaluated.shortfall, run.activations.policy, run.sequence.length
     assert shortfall is not None, "only called where something is short"
     if shortfall.place != "device":
-        return _tier_too_small(run, evaluated)
+        candidate, held = evaluated.candidate, evaluated.memory[shortfall.rank]
+        return tier_too_small(
+            run,
+            candidate,
+            evaluated.placement,
+            place=shortfall.place,
+            buckets=tier_buckets(
+                held, shortfall.place, activations=candidate.tier, state=candidate.state
+            ),
+            room_bytes=shortfall.available_bytes,
+        )
     needed = format_bytes(shortfall.needed_bytes)
     bucket = f"{shortfall.bucket.replace('_', ' ')}: {format_bytes(shortfall.bucket_bytes)}"
     if policy in ("auto", "hybrid"):
@@ -52,17 +67,30 @@ def _leave_device(run: RunConfig, evaluated: EvaluatedCandidate) -> str:
     return "write state.optimizer=auto, " if run.state.optimizer == "device" else ""
 
 
-def _tier_too_small(run: RunConfig, evaluated: EvaluatedCandidate) -> str:
-    """Return the message of a rank that stores more in host memory or on the disk than fits."""
-    candidate, shortfall = evaluated.candidate, evaluated.shortfall
-    assert shortfall is not None, "only called where something is short"
-    assert shortfall.place != "device", "only called of a tier behind it"
-    held, place, room = evaluated.memory[shortfall.rank], shortfall.place, shortfall.available_bytes
-    buckets = dict(tier_buckets(held, place, activations=candidate.tier, state=candidate.state))
-    offloaded = buckets.pop(OFFLOADED)
-    staged, copied = buckets.pop(IN_FRONT_OF_DISK, 0), buckets.pop(SAVED_IN_BACKGROUND, 0)
-    state = sum(buckets.values())
-    kept = offloaded + staged + state
+def tier_too_small(
+    run: RunConfig,
+    candidate: Candidate,
+    placement: ActivationPlacement,
+    *,
+    place: Literal["host", "disk"],
+    buckets: Mapping[str, int],
+    room_bytes: int,
+) -> str:
+    """Return the message of a rank that stores more in host memory or on the disk than fits.
+
+    Args:
+        run: Validated run configuration.
+        candidate: Candidate of the run.
+        placement: Placement of its saved tensors.
+        place: The tier that is too small.
+        buckets: Bytes that the rank stores there, by memory bucket.
+        room_bytes: Bytes that it may use there.
+    """
+    taken = dict(buckets)
+    offloaded, staged = taken.pop(OFFLOADED, 0), taken.pop(IN_FRONT_OF_DISK, 0)
+    copied = taken.pop(SAVED_IN_BACKGROUND, 0)
+    state = sum(taken.values())
+    kept, room = offloaded + staged + state, room_bytes
     kv_bytes = offloaded_kv_bytes(candidate)
     kv = f" with K and V ({format_bytes(kv_bytes)}, activations.kv)" if kv_bytes else ""
     stored = (
@@ -81,12 +109,13 @@ def _tier_too_small(run: RunConfig, evaluated: EvaluatedCandidate) -> str:
     elif staged > room:
         fixes.append("write activations.tier=device")
     elif kept > room:
-        ratio = _offloaded_fraction(evaluated)
-        fixes.append(
-            offload_less(
-                room_bytes=room - state, needed_bytes=offloaded, kv_bytes=kv_bytes, ratio=ratio
-            )
-        )
+        room -= staged + state
+        if 0 < kv_bytes >= min(room, offloaded):
+            fixes.append("activations.kv=retain or recompute offloads no K and V")
+        else:
+            fits = (room - kv_bytes) / (offloaded - kv_bytes)
+            ratio = int(100 * fits * _offloaded_fraction(candidate, placement)) / 100
+            fixes.append(f"activations.offload_ratio={ratio:.2f} would fit")
     parts = ", ".join(f"{what} {format_bytes(size)}{more}" for size, what, more in stored if size)
     where = "host memory" if place == "host" else f"activations.disk={run.activations.disk}"
     if getattr(run.activations, f"{place}_memory") != "auto":
@@ -96,33 +125,17 @@ def _tier_too_small(run: RunConfig, evaluated: EvaluatedCandidate) -> str:
     else:
         enlarge = "name a directory on a larger disk"
     return (
-        f"{parts} to {where}, of which {format_bytes(shortfall.available_bytes)} may be used: "
+        f"{parts} to {where}, of which {format_bytes(room_bytes)} may be used: "
         f"{' and '.join(fixes)}, or {enlarge}"
     )
 
 
-def offload_less(*, room_bytes: float, needed_bytes: float, kv_bytes: int, ratio: float) -> str:
-    """Return advice on what would fit in a tier: a lower offload ratio, or K and V elsewhere.
-
-    Args:
-        room_bytes: Bytes available in the tier.
-        needed_bytes: Offloaded bytes, including K and V.
-        kv_bytes: Offloaded bytes of K and V.
-        ratio: Offloaded fraction of the activations without K and V.
-    """
-    if 0 < kv_bytes >= min(room_bytes, needed_bytes):
-        return "activations.kv=retain or recompute offloads no K and V"
-    fits = (room_bytes - kv_bytes) / (needed_bytes - kv_bytes)
-    rounded_down = int(fits * ratio * 100) / 100
-    return f"activations.offload_ratio={rounded_down:.2f} would fit"
-
-
-def _offloaded_fraction(evaluated: EvaluatedCandidate) -> float:
+def _offloaded_fraction(candidate: Candidate, placement: ActivationPlacement) -> float:
     """Return the bytes offloaded on the first stage as a fraction of the offloadable bytes.
 
     Offloadable are the bytes that all subsequences except the last save.
     """
-    row_bytes = row_bytes_of(evaluated.candidate)[0]
-    offloaded = float((evaluated.placement.offloaded[0] @ row_bytes).sum())
-    offloadable = float((evaluated.placement.tokens[:-1] * row_bytes.sum()).sum())
+    row_bytes = row_bytes_of(candidate)[0]
+    offloaded = float((placement.offloaded[0] @ row_bytes).sum())
+    offloadable = float((placement.tokens[:-1] * row_bytes.sum()).sum())
     return min(1.0, offloaded / offloadable) if offloadable else 0.0

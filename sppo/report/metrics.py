@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
@@ -119,18 +119,6 @@ class StepMetrics:
 
 
 _ADAPTER = TypeAdapter(StepMetrics)
-
-
-class MetricSink(Protocol):
-    """Interface of a destination for the metrics of every step."""
-
-    def write(self, metrics: StepMetrics) -> None:
-        """Record the metrics of one step; called in the order of the steps."""
-        ...
-
-    def close(self) -> None:
-        """Finish pending writes; the sink must not be used after that."""
-        ...
 
 
 class JsonlSink:

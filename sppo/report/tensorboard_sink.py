@@ -37,18 +37,12 @@ class TensorBoardSink:
         resume_step: Number of steps done before; TensorBoard hides earlier records of later steps.
 
     Raises:
-        ValueError: The tensorboard package is not installed.
         OSError: The directory cannot be written.
     """
 
     def __init__(self, directory: Path, *, resume_step: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ValueError(
-                "train.tensorboard: true needs TensorBoard; run  pip install 'sppo[track]'  "
-                "or write train.tensorboard: false"
-            ) from error
+        from torch.utils.tensorboard import SummaryWriter
+
         self._directory = directory
         with named_errors(directory):
             self._writer = SummaryWriter(str(directory), purge_step=resume_step + 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, repeat
+from itertools import accumulate, chain
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from sppo.schedule.actions import WHOLE_STAGE_ACTIONS, Action, ActionKind, Lengt
 F, B, W, KV, D2H, H2D, SEND_ACT, SEND_GRAD, RECV_ACT, RECV_GRAD, D2H_KV, H2D_KV = range(12)
 REDUCE, H2D_WEIGHTS, D2H_GRADIENTS, H2D_GRADIENTS = range(12, 16)
 NUM_COMPUTE = 4
-_OPCODES: dict[tuple[ActionKind, Wire | None], int] = {
+OPCODES: dict[tuple[ActionKind, Wire | None], int] = {
     (ActionKind.F, None): F,
     (ActionKind.B, None): B,
     (ActionKind.W, None): W,
@@ -38,11 +38,9 @@ _OPCODES: dict[tuple[ActionKind, Wire | None], int] = {
     (ActionKind.D2H, "gradients"): D2H_GRADIENTS,
     (ActionKind.H2D, "gradients"): H2D_GRADIENTS,
 }
-_NAMES = {code: name for name, code in _OPCODES.items()}
+_NAMES = {code: name for name, code in OPCODES.items()}
 Codes = npt.NDArray[np.int32]
 Positions = npt.NDArray[np.integer] | Sequence[int]
-_NONE = -(2**30)
-_OUT_OF_RANGE = 2**30
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,40 +128,22 @@ def encode(
         MalformedActionError: An action that names a stage or unit outside the schedule, a message
             without a wire, or a shard outside its unit.
     """
-    return tuple(
-        _encode_program(program, rank=rank, lengths=lengths, num_stages=num_stages)
-        for rank, program in enumerate(programs)
-    )
-
-
-def _encode_program(
-    program: Sequence[Action], *, rank: int, lengths: Lengths, num_stages: int
-) -> EncodedProgram:
-    """Encode one program; single actions are inspected only to report a malformed one."""
-    columns = dict(zip(Action._fields, zip(*program, strict=True), strict=False))
-    named = zip(columns.get("kind", ()), columns.get("wire", ()), strict=True)
-    codes = _column([*map(_OPCODES.get, named, repeat(-1))])
-    stages, sequences, parts, shards, num_shards = (
-        _column(columns.get(name, ()))
-        for name in ("stage", "sequence", "subsequence", "shard", "num_shards")
-    )
-    of_stages = codes >= REDUCE
-    known = np.clip(sequences, 0, len(lengths) - 1)
-    counts = _column([*map(len, lengths)])
-    ends = np.cumsum(counts)
-    in_unit = (sequences == known) & (parts >= 0) & (parts < counts[known])
-    in_unit &= (shards >= 0) & (shards < num_shards)
-    names_stage = (sequences == _NONE) & (parts == _NONE) & (num_shards == 1)
-    right = (codes >= 0) & (stages >= 0) & (stages < num_stages)
-    right &= np.where(of_stages, names_stage, in_unit)
-    for index in np.flatnonzero(~right).tolist():
-        action = program[index]
-        problem = _problem(action, lengths=lengths, num_stages=num_stages)
-        assert problem, f"{action} cannot be encoded, but nothing is wrong with it"
-        raise MalformedActionError(problem, rank=rank, index=index, action=action)
-    slots = stages * ends[-1] + (ends - counts)[known] + parts
-    slots = np.where(of_stages, stages, slots)
-    return EncodedProgram(codes, slots.astype(np.int32), shards, num_shards)
+    offsets = [*accumulate(map(len, lengths), initial=0)]
+    encoded = []
+    for rank, program in enumerate(programs):
+        rows = []
+        for index, action in enumerate(program):
+            problem = _problem(action, lengths=lengths, num_stages=num_stages)
+            if problem is not None:
+                raise MalformedActionError(problem, rank=rank, index=index, action=action)
+            slot = action.stage
+            if action.sequence is not None:
+                sequence, subsequence = action.unit
+                slot = slot * offsets[-1] + offsets[sequence] + subsequence
+            code = OPCODES[action.kind, action.wire]
+            rows.append((code, slot, action.shard, action.num_shards))
+        encoded.append(EncodedProgram(*np.array(rows, dtype=np.int32).reshape(-1, 4).T))
+    return tuple(encoded)
 
 
 def decode(program: EncodedProgram, *, lengths: Lengths) -> tuple[Action, ...]:
@@ -185,21 +165,11 @@ def decode(program: EncodedProgram, *, lengths: Lengths) -> tuple[Action, ...]:
     )
 
 
-def _column(values: Sequence[int | None]) -> Codes:
-    """Return integers as an array; integers too large for any schedule become an invalid value."""
-    numbers = [_NONE if value is None else value for value in values]
-    try:
-        return np.array(numbers, dtype=np.int32)
-    except OverflowError:
-        kept = [v if abs(v) <= _OUT_OF_RANGE else _OUT_OF_RANGE for v in numbers]
-        return np.array(kept, dtype=np.int32)
-
-
 def _problem(action: Action, *, lengths: Lengths, num_stages: int) -> str | None:
     """Return what is wrong with `action` on its own, or None."""
     if not 0 <= action.stage < num_stages:
         return f"stage {action.stage} does not exist: there are {num_stages}"
-    if (action.kind, action.wire) not in _OPCODES:
+    if (action.kind, action.wire) not in OPCODES:
         return (
             "SEND and RECV carry 'act' or 'grad', D2H may carry 'kv' or 'gradients', H2D 'kv', "
             "'weights' or 'gradients', others nothing"

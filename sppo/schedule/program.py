@@ -165,7 +165,8 @@ def with_messages(schedule: Schedule, *, costs: Costs, ends_of: EndsOf | None = 
         validate(schedule)
         return schedule
     schedule = place_messages(schedule, costs=costs, ends_of=ends_of)
-    check_deadlock_free(schedule, programs=validate_rules(schedule))
+    validate_rules(schedule)
+    check_deadlock_free(schedule)
     return schedule
 
 

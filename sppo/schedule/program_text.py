@@ -32,33 +32,23 @@ from dataclasses import dataclass
 
 from sppo.quoting import quoted
 from sppo.schedule.actions import (
-    WHOLE_STAGE_ACTIONS,
     Action,
-    ActionKind,
     Cut,
     Lengths,
     Placement,
-    Wire,
 )
 from sppo.schedule.checks.validate import find_violations
 from sppo.schedule.checks.violations import Violation
-from sppo.schedule.encoding import MalformedActionError
+from sppo.schedule.encoding import OPCODES, REDUCE, MalformedActionError
 from sppo.schedule.schedule import Schedule
 
+_KINDS = {str(Action(kind, 0, wire=wire)).removeprefix("0"): (kind, wire) for kind, wire in OPCODES}
+"""Kinds of actions and what they carry, as they are spelled."""
 _ACTION = re.compile(
-    r"(?P<stage>[0-9]{1,9})"
-    r"(?P<kind>SEND_ACT|SEND_GRAD|RECV_ACT|RECV_GRAD|REDUCE|D2H_KV|H2D_KV"
-    r"|D2H_GRADIENTS|H2D_GRADIENTS|H2D_WEIGHTS|D2H|H2D|KV|F|B|W)"
+    rf"(?P<stage>[0-9]{{1,9}})(?P<kind>{'|'.join(sorted(_KINDS, key=len, reverse=True))})"
     r"(?:(?P<sequence>[0-9]{1,9})\.(?P<subsequence>[0-9]{1,9})"
     r"(?:\[(?P<shard>[0-9]{1,9})/(?P<num_shards>[0-9]{1,9})\])?)?"
 )
-_WIRES: dict[str, Wire] = {
-    "ACT": "act",
-    "GRAD": "grad",
-    "KV": "kv",
-    "WEIGHTS": "weights",
-    "GRADIENTS": "gradients",
-}
 _RANK = re.compile(r"rank\s+([0-9]+)\s*:\s*(.*)")
 _CUT = re.compile(r"([0-9]{1,9})\s+([0-9]{1,9})\.([0-9]{1,9})\s*=\s*([0-9,\s]+)")
 
@@ -97,10 +87,8 @@ def parse_action(text: str) -> Action:
             f"{quoted(text)} is not an action: write stage, kind, sequence.subsequence, as in "
             "0F2.1, 1B0.3, 0SEND_ACT2.1, 0D2H2.1 or 0F2.1[1/3], or 0REDUCE"
         )
-    name, _, wire = match["kind"].partition("_")
-    kind = ActionKind(name)
-    carries = _WIRES.get(wire)
-    of_stage = (kind, carries) in WHOLE_STAGE_ACTIONS
+    kind, carries = _KINDS[match["kind"]]
+    of_stage = OPCODES[kind, carries] >= REDUCE
     if (match["sequence"] is None) != of_stage:
         rule = "names only a stage" if of_stage else "names its unit"
         raise ValueError(

@@ -32,7 +32,6 @@ from sppo.planning.partition import lengths_of
 from sppo.planning.run_plan import evaluation_boundaries
 from sppo.quoting import quoted
 from sppo.training.checks.input_checks import check_weights, initial_weights
-from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.devices.device import Device
 from sppo.training.state_tensors import DTYPES, starting_weights
 from sppo.units import format_bytes
@@ -82,31 +81,28 @@ class Evaluation:
 
 def evaluate(
     run: RunConfig,
+    source: Path | None,
     *,
-    checkpoint: Path | None = None,
-    initial: bool = False,
-    max_sequences: int | None = None,
-    on_sequence: Callable[[int, int], None] = lambda done, total: None,
-    device: Device | None = None,
+    device: Device,
+    most: int | None,
+    on_sequence: Callable[[int, int], None],
 ) -> Evaluation:
-    """Return the loss of a run's newest weights on ``data.eval_tokens``, or else ``data.tokens``.
+    """Return the loss of weights on ``data.eval_tokens``, or else ``data.tokens``.
 
     Args:
         run: Run configuration that passed
             :func:`sppo.training.checks.input_checks.check_evaluation`.
-        checkpoint: Path of a checkpoint; None for the newest checkpoint of the run.
-        initial: Evaluate the initial weights of the run (``model.from_hf``, or random weights)
-            instead of a checkpoint.
-        max_sequences: Evaluate only the first `max_sequences` sequences or samples; None for all.
+        source: Path of a checkpoint, or of a run whose newest one is evaluated; None evaluates the
+            initial weights of the run (``model.from_hf``, or random weights).
+        device: Device that computes.
+        most: Largest number of sequences or samples, from the first on; None for all.
         on_sequence: Called after each sequence with the number of sequences or samples done, and
             the number of all.
-        device: Device that computes; None for the CPU.
 
     Raises:
         ValueError: There is no checkpoint, data or weights cannot be used, or no label is valid.
         MemoryError: The evaluation does not fit in this machine's memory.
     """
-    device = device or CpuDevice()
     data = open_evaluated(run)
     hardware = hardware_for(
         run.hardware, this_machine=None if device.kind == "cpu" else device.machine()
@@ -114,23 +110,27 @@ def evaluate(
     boundaries = evaluation_boundaries(run, hardware=hardware)
     device.begin()
     _check_memory(run, hardware=hardware, boundaries=boundaries, device=device)
-    source = None if initial else checkpoint or Path(run.train.output)
     weights, weights_from, step = _weights(run, source, device=device.torch_device)
     engine = Engine(run.model, weights=weights, gradients=None)
-    evaluated = evaluated_sequences(run, data, boundaries=boundaries, most=max_sequences)
+    count, sequences = _evaluated_sequences(run, data, boundaries=boundaries, most=most)
     losses_S, counts_S = _sum_by_position(
-        evaluated, engine, length=run.sequence.length, device=device, on_sequence=on_sequence
+        engine,
+        sequences,
+        count=count,
+        length=run.sequence.length,
+        device=device,
+        on_sequence=on_sequence,
     )
     are_samples = run.data.samples == "documents"
     if not counts_S.any():
-        counted = f"{evaluated.count} {'samples' if are_samples else 'sequences'}"
+        counted = f"{count} {'samples' if are_samples else 'sequences'}"
         raise ValueError(_NO_LABEL.format(directory=data.directory, counted=counted))
     loss = float(losses_S.sum() / counts_S.sum())
     return Evaluation(
         loss,
         math.exp(loss) if loss < _LARGEST_EXPONENT else math.inf,
         int(counts_S.sum()),
-        evaluated.count,
+        count,
         loss_by_position(losses_S, counts_S),
         weights_from,
         step,
@@ -141,9 +141,10 @@ def evaluate(
 
 
 def _sum_by_position(
-    evaluated: EvaluatedSequences,
     engine: Engine,
+    sequences: Iterator[_Sequence],
     *,
+    count: int,
     length: int,
     device: Device,
     on_sequence: Callable[[int, int], None],
@@ -156,13 +157,13 @@ def _sum_by_position(
     losses_S = torch.zeros(length, dtype=torch.float64)
     counts_S = torch.zeros(length, dtype=torch.int64)
     done = 0
-    for part in evaluated.parts:
+    for part in sequences:
         losses = engine.evaluate(device.put(part.sequence), part.boundaries).double().cpu()
         positions = document_positions(len(losses), part.sequence.document_starts)
         losses_S.index_add_(0, positions, losses)
         counts_S.index_add_(0, positions, (part.sequence.labels_S != IGNORED_LABEL).long())
         done += part.count
-        on_sequence(done, evaluated.count)
+        on_sequence(done, count)
     return losses_S, counts_S
 
 
@@ -230,7 +231,7 @@ def _check_model(run: RunConfig, metadata: dict[str, object], path: Path) -> Non
 
 
 @dataclass(frozen=True, slots=True)
-class EvaluatedSequence:
+class _Sequence:
     """One sequence of an evaluation.
 
     Attributes:
@@ -244,23 +245,12 @@ class EvaluatedSequence:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class EvaluatedSequences:
-    """All sequences of an evaluation.
-
-    Attributes:
-        count: Number of sequences of the stream, or of samples.
-        parts: Evaluated sequences in order, read lazily.
-    """
-
-    count: int
-    parts: Iterator[EvaluatedSequence]
-
-
-def evaluated_sequences(
+def _evaluated_sequences(
     run: RunConfig, data: TokenData, *, boundaries: tuple[int, ...], most: int | None
-) -> EvaluatedSequences:
-    """Return the sequences of an evaluation; the data is read while they are iterated over.
+) -> tuple[int, Iterator[_Sequence]]:
+    """Return the number of sequences, or of samples, of an evaluation, and its sequences in order.
+
+    The data is read while the sequences are iterated over.
 
     Args:
         run: Validated run configuration.
@@ -274,23 +264,22 @@ def evaluated_sequences(
             samples_of(run, data), data, seed=0, shuffle=False, samples_per_step=1
         )
         count = samples.num_samples if most is None else min(most, samples.num_samples)
-        parts = _packed(samples, count, tokens=max(lengths_of(boundaries)))
-        return EvaluatedSequences(count, parts)
+        return count, _packed(samples, count, tokens=max(lengths_of(boundaries)))
     count = count_sequences(data, length=run.sequence.length)
     count = count if most is None else min(most, count)
-    return EvaluatedSequences(count, _stream(run, data, count, boundaries))
+    return count, _stream(run, data, count, boundaries)
 
 
 def _stream(
     run: RunConfig, data: TokenData, count: int, boundaries: tuple[int, ...]
-) -> Iterator[EvaluatedSequence]:
+) -> Iterator[_Sequence]:
     length, isolate = run.sequence.length, run.data.isolate_documents
     for index in range(count):
         sequence = training_sequence(data, index, length=length, isolate_documents=isolate)
-        yield EvaluatedSequence(sequence, boundaries, 1)
+        yield _Sequence(sequence, boundaries, 1)
 
 
-def _packed(samples: DocumentSamples, count: int, *, tokens: int) -> Iterator[EvaluatedSequence]:
+def _packed(samples: DocumentSamples, count: int, *, tokens: int) -> Iterator[_Sequence]:
     """Yield sequences of at most `tokens` tokens of whole samples, and longer samples alone.
 
     Samples keep their order; a sample of more than `tokens` tokens is cut into subsequences.
@@ -307,8 +296,8 @@ def _packed(samples: DocumentSamples, count: int, *, tokens: int) -> Iterator[Ev
         yield _sequence(samples, waiting, tokens)
 
 
-def _sequence(samples: DocumentSamples, own: Sequence[int], tokens: int) -> EvaluatedSequence:
+def _sequence(samples: DocumentSamples, own: Sequence[int], tokens: int) -> _Sequence:
     sequence = samples.row(own)
     length = sequence.tokens_S.shape[0]
     cuts = (*accumulate([tokens] * ((length - 1) // tokens), initial=0), length)
-    return EvaluatedSequence(sequence, cuts, len(own))
+    return _Sequence(sequence, cuts, len(own))

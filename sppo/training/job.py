@@ -32,6 +32,11 @@ _MAY_DIFFER = frozenset({"data.tokens", "data.eval_tokens", "model.from_hf"})
 """Configuration keys that may differ between ranks: paths of files of which each node may have a
 copy. :func:`sppo.training.training_data.input_facts` compares the contents."""
 
+FAILED_STEP_TIMEOUT_S = 4.0
+"""Seconds that a failed rank waits for its device, which may itself wait for other ranks in vain:
+once for offloaded tensors and once for training state. Both together are shorter than the time for
+which the launcher waits for the other ranks to end."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
@@ -142,6 +147,11 @@ class Job:
     ranks: Ranks
     device: Device
     console: Console
+
+    @property
+    def failed_step_timeout_s(self) -> float | None:
+        """Longest time to wait for the copies of a failed step; None, no limit, if alone."""
+        return FAILED_STEP_TIMEOUT_S if self.ranks.mesh.is_distributed else None
 
 
 def mesh_shape(run: RunConfig) -> MeshShape:

@@ -18,7 +18,7 @@ from sppo.config import RunConfig
 from sppo.config.json_file import read_json
 from sppo.data.samples.document_samples import DocumentSamples
 from sppo.data.sequences import TrainingData
-from sppo.hardware.description import HardwareSpec
+from sppo.hardware.description import DeviceKind, HardwareSpec
 from sppo.parallel.mesh_shape import MeshShape
 from sppo.parallel.stream_budget import StreamUse, check_streams
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
@@ -46,7 +46,7 @@ from sppo.training.checks.room_checks import (
     load_libraries,
 )
 from sppo.training.devices.choose_device import machine_of_ranks
-from sppo.training.devices.device import Device, DeviceKind
+from sppo.training.devices.device import Device
 from sppo.training.job import Job, mesh_shape
 from sppo.training.state import may_offload
 from sppo.training.steps.corrections import saved_history

@@ -39,7 +39,7 @@ from sppo.training.checks.input_checks import check_inputs
 from sppo.training.interruption import StopRequest
 
 if TYPE_CHECKING:
-    from sppo.training.devices.device import DeviceKind
+    from sppo.hardware.description import DeviceKind
     from sppo.training.steps.outcome import TrainingOutcome
 
 
@@ -107,8 +107,11 @@ def prepare_run(
     else:
         _prepare_ranks(run, environment, console=console)
     with torch_kept_quiet(os.environ):
-        from sppo.training.checks.open_degrees import chosen_degrees, ranks_to_divide
-        from sppo.training.devices.choose_device import device_kind
+        from sppo.training.devices.choose_device import (
+            chosen_degrees,
+            device_kind,
+            ranks_to_divide,
+        )
     chosen: dict[str, int] = {}
     if plan is not None:
         check_kind(plan, kind=device_kind(run), source=source)

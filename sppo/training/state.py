@@ -29,14 +29,8 @@ from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.planning.plan import ExecutionPlan
 from sppo.schedule.msp_groups import msp_ranges
 from sppo.training.devices.communicator_memory import communicators_measured
-from sppo.training.devices.device import Device
 from sppo.training.job import Job
 from sppo.training.state_tensors import StateTensors, make_state
-
-FAILED_STEP_TIMEOUT_S = 4.0
-"""Seconds that a failed rank waits for its device, which may itself wait for other ranks in vain:
-once for offloaded tensors and once for training state. Both together are shorter than the time for
-which the launcher waits for the other ranks to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,35 +116,22 @@ def build_state(job: Job, plan: ExecutionPlan) -> TrainingState:
         job: Job that trains the run; the groups of its mesh are connected here.
         plan: Plan of the run.
     """
-    run, mesh, device = job.run, job.ranks.mesh, job.device
-    place = device.torch_device
+    mesh, device = job.ranks.mesh, job.device
     planned = plan.rank_memory[mesh.at.pipeline].device
     with communicators_measured(mesh, device=device, planned=planned):
-        pipeline = _connect(run, plan, mesh=mesh, device=device)
+        pipeline = _connect(job, plan)
     sharded = ShardedState(
-        run.model, mesh=mesh, pipeline=pipeline, device=place, zero=run.parallel.zero
+        job.run.model,
+        mesh=mesh,
+        pipeline=pipeline,
+        device=device.torch_device,
+        zero=job.run.parallel.zero,
     )
-    failed_step_timeout_s = FAILED_STEP_TIMEOUT_S if mesh.is_distributed else None
-    tensors = make_state(
-        run,
-        tiers=plan.state,
-        sharded=sharded,
-        device=device,
-        failed_step_timeout_s=failed_step_timeout_s,
-    )
+    tensors = make_state(job, plan.state, sharded)
     device.trim()  # frees memory that only the initialization used
     with ExitStack() as on_failure:
         on_failure.enter_context(closing(tensors))
-        engine = _build_engine(
-            run,
-            plan,
-            tensors,
-            sharded,
-            pipeline,
-            mesh=mesh,
-            device=device,
-            failed_step_timeout_s=failed_step_timeout_s,
-        )
+        engine = _build_engine(job, plan, tensors, sharded, pipeline)
         on_failure.enter_context(closing(engine))
         if device.kind == "cuda":  # page-locking takes long, and other ranks would wait in a step
             engine.reserve_host([plan.boundaries] * plan.sequences)
@@ -158,8 +139,9 @@ def build_state(job: Job, plan: ExecutionPlan) -> TrainingState:
     return TrainingState(tensors, engine, sharded)
 
 
-def _connect(run: RunConfig, plan: ExecutionPlan, *, mesh: Mesh, device: Device) -> Pipeline:
-    """Connect the groups of `mesh`, and return the rank's place in its pipeline."""
+def _connect(job: Job, plan: ExecutionPlan) -> Pipeline:
+    """Connect the groups of the mesh, and return the rank's place in its pipeline."""
+    run, mesh, place = job.run, job.ranks.mesh, job.device.torch_device
     # Steps of samples are planned later, and may take much longer than a step of the longest ones.
     differ = run.data.samples == "documents"
     predicted_step_s = math.inf if differ else plan.predicted.step_s
@@ -172,7 +154,7 @@ def _connect(run: RunConfig, plan: ExecutionPlan, *, mesh: Mesh, device: Device)
     )
     if mesh.uses_nccl:
         mesh.send_first_messages()
-    place, program = device.torch_device, plan.program()
+    program = plan.program()
     msp_links = MspLinks(mesh, device=place) if plan.uses_msp else None
     if msp_links is not None:
         msp_links.connect(msp_ranges(program.msp_groups))
@@ -188,17 +170,14 @@ def _connect(run: RunConfig, plan: ExecutionPlan, *, mesh: Mesh, device: Device)
 
 
 def _build_engine(
-    run: RunConfig,
+    job: Job,
     plan: ExecutionPlan,
     tensors: StateTensors,
     sharded: ShardedState,
     pipeline: Pipeline,
-    *,
-    mesh: Mesh,
-    device: Device,
-    failed_step_timeout_s: float | None,
 ) -> Engine:
     """Build the engine of a rank, with the stores of its offloaded activations."""
+    run, device = job.run, job.device
     disk = None if run.activations.disk is None else Path(run.activations.disk)
     shard_stages = range(len(plan.stages) if plan.uses_msp else 0)
     stores = device.offload_stores(
@@ -206,7 +185,7 @@ def _build_engine(
         count=(1 + len(shard_stages)) * may_offload(run, plan),
         disk=disk,
         debug=run.activations.debug,
-        failed_step_timeout_s=failed_step_timeout_s,
+        failed_step_timeout_s=job.failed_step_timeout_s,
     )
     return Engine(
         run.model,
@@ -221,7 +200,7 @@ def _build_engine(
         offloaded_shards=dict(zip(shard_stages, stores[1:], strict=False)),
         input_every=run.activations.input_every,
         pipeline=pipeline,
-        exchange=_exchange(run, mesh),
+        exchange=_exchange(run, job.ranks.mesh),
         loss_terms=loss_terms(run),
         stopwatch=device.stopwatch(),
         debug=run.activations.debug,

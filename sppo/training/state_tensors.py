@@ -27,6 +27,7 @@ from sppo.optim.host_adamw import HostAdamW
 from sppo.optim.optimizer_rows import OptimizerRows
 from sppo.optim.sharded_state import ShardedState
 from sppo.training.devices.device import Device
+from sppo.training.job import Job
 
 _log = logging.getLogger(__name__)
 
@@ -105,69 +106,49 @@ class StateTensors:
         return weights, gradients, tensor_bytes(others)
 
 
-def make_state(
-    run: RunConfig,
-    *,
-    tiers: StateTiers,
-    sharded: ShardedState,
-    device: Device,
-    failed_step_timeout_s: float | None,
-) -> StateTensors:
+def make_state(job: Job, tiers: StateTiers, sharded: ShardedState) -> StateTensors:
     """Build the state tensors of step 0: initial weights, zero gradients, zero moments.
 
     Args:
-        run: Validated run configuration.
+        job: Job that trains the run.
         tiers: Tiers of weights, gradients and optimizer state.
         sharded: Shard of the state that this rank holds.
-        device: Device of this rank.
-        failed_step_timeout_s: Longest time in seconds to wait for the copies of a failed step;
-            None for no limit.
 
     Raises:
         MemoryError: Host memory does not suffice, or may not be page-locked.
         OSError: Disk space does not suffice.
     """
-    _say_what_stays(run, device)
-    memory, transfers = _tier(run, tiers, device, failed_step_timeout_s=failed_step_timeout_s)
+    run, place, stages = job.run, job.device.torch_device, sharded.names_of_stages
+    _say_what_stays(run, job.device)
+    memory, transfers = _tier(job, tiers)
+    on_disk = tiers.optimizer == "disk"
+    streamed_weights = streamed_gradients = rows = None
     with ExitStack() as on_failure:
         if transfers is not None:
             on_failure.enter_context(closing(transfers))
-        state = _place_state(
-            run, tiers, sharded, memory=memory, transfers=transfers, place=device.torch_device
-        )
+        if tiers.offloads_optimizer:
+            rows = OptimizerRows(sharded.owned_shapes, memory=memory if on_disk else None)
+        weights, masters = _start(run, tiers, sharded, memory=memory, rows=rows, place=place)
+        gradients = _zero_gradients(tiers, sharded, memory=memory, place=place)
+        optimizer: AdamW | HostAdamW
+        owned = sharded.owned_rows(weights)
+        if rows is None:
+            optimizer = AdamW(owned, config=run.optimizer, masters=masters or None)
+        else:
+            assert transfers is not None, "a tier has copies"
+            bucket = {"bucket_elements": DISK_UPDATE_ELEMENTS} if on_disk else {}
+            optimizer = HostAdamW(
+                owned, config=run.optimizer, rows=rows, transfers=transfers, **bucket
+            )
+        if transfers is not None and tiers.streams_weights:
+            streamed_weights = StreamedWeights(
+                weights, stages=stages, device=place, transfers=transfers
+            )
+        if transfers is not None and tiers.streams_gradients:
+            streamed_gradients = StreamedGradients(
+                gradients, stages=stages, device=place, transfers=transfers
+            )
         on_failure.pop_all()
-    return state
-
-
-def _place_state(
-    run: RunConfig,
-    tiers: StateTiers,
-    sharded: ShardedState,
-    *,
-    memory: StateMemory | None,
-    transfers: Transfers | None,
-    place: torch.device,
-) -> StateTensors:
-    """Allocate and fill each tensor in its tier: on the device ``place``, or behind it."""
-    rows = None
-    if tiers.offloads_optimizer:
-        on_disk = tiers.optimizer == "disk"
-        rows = OptimizerRows(sharded.owned_shapes, memory=memory if on_disk else None)
-    weights, masters = _start(run, tiers, sharded, memory=memory, rows=rows, place=place)
-    gradients = _zero_gradients(tiers, sharded, memory=memory, place=place)
-    optimizer = _make_optimizer(
-        run, sharded.owned_rows(weights), tiers, masters=masters, rows=rows, transfers=transfers
-    )
-    stages = sharded.names_of_stages
-    streamed_weights = streamed_gradients = None
-    if transfers is not None and tiers.streams_weights:
-        streamed_weights = StreamedWeights(
-            weights, stages=stages, device=place, transfers=transfers
-        )
-    if transfers is not None and tiers.streams_gradients:
-        streamed_gradients = StreamedGradients(
-            gradients, stages=stages, device=place, transfers=transfers
-        )
     return StateTensors(
         tiers,
         weights,
@@ -227,31 +208,6 @@ def _zero_gradients(
     }
 
 
-def _make_optimizer(
-    run: RunConfig,
-    weights: Mapping[str, Tensor],
-    tiers: StateTiers,
-    *,
-    masters: Mapping[str, Tensor],
-    rows: OptimizerRows | None,
-    transfers: Transfers | None,
-) -> AdamW | HostAdamW:
-    """Build the optimizer; its state is in ``rows`` behind the device, or on the device."""
-    config = run.optimizer
-    if rows is None:
-        return AdamW(weights, config=config, masters=masters or None)
-    assert transfers is not None, "a tier has copies"
-    if tiers.optimizer == "host":
-        return HostAdamW(weights, config=config, rows=rows, transfers=transfers)
-    return HostAdamW(
-        weights,
-        config=config,
-        rows=rows,
-        transfers=transfers,
-        bucket_elements=DISK_UPDATE_ELEMENTS,
-    )
-
-
 def _say_what_stays(run: RunConfig, device: Device) -> None:
     """Log each state tier ``host`` of the run file that has no effect on a CPU."""
     asked = {part: getattr(run.state, part) for part in ("weights", "gradients", "optimizer")}
@@ -262,17 +218,16 @@ def _say_what_stays(run: RunConfig, device: Device) -> None:
             _log.info("state.%s=host: it stays, for a CPU's memory is the host's", part)
 
 
-def _tier(
-    run: RunConfig, tiers: StateTiers, device: Device, *, failed_step_timeout_s: float | None
-) -> tuple[StateMemory | None, Transfers | None]:
+def _tier(job: Job, tiers: StateTiers) -> tuple[StateMemory | None, Transfers | None]:
     """Return the memory of the tier behind the device, and the copies to and from it."""
     if not tiers.leaves_device:
         return None, None
+    limit_s, disk = job.failed_step_timeout_s, job.run.activations.disk
     if "disk" in (tiers.weights, tiers.gradients, tiers.optimizer):
-        assert run.activations.disk is not None, "checked with the run file"
-        memory = DiskMemory(Path(run.activations.disk))
-        return memory, device.transfers(memory, failed_step_timeout_s=failed_step_timeout_s)
-    transfers = device.transfers(None, failed_step_timeout_s=failed_step_timeout_s)
+        assert disk is not None, "checked with the run file"
+        memory = DiskMemory(Path(disk))
+        return memory, job.device.transfers(memory, failed_step_timeout_s=limit_s)
+    transfers = job.device.transfers(None, failed_step_timeout_s=limit_s)
     return LockedHostMemory(transfers), transfers
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
 
 from sppo.optim.learning_rate import learning_rate
 from sppo.report.metrics import StepMetrics
@@ -68,9 +67,7 @@ class StepLoop:
         self._state, self._outcome = state, outcome
         self._checkpoints, self._records = checkpoints, StepRecords(job, outcome)
         self._source, self._schedule, self._consumed = source, schedule, consumed
-        self._guard = NonFiniteGuard(
-            stop_at_once=run.train.nonfinite == "stop", limit=run.train.max_nonfinite_steps
-        )
+        self._guard = NonFiniteGuard(run, ranks.peers)
         ranks.check_same("schedule", schedule.digest())
         ranks.progress.note(
             step=outcome.first_step,
@@ -195,13 +192,7 @@ class StepLoop:
     def _learning_rate(self, step: int, sums: StepSums) -> float | None:
         """Return the learning rate of a step; print why and return None to skip the update."""
         if sums.num_valid:
-            problem = self._guard.problem(
-                step=step + 1,
-                loss=sums.loss,
-                norm=sums.norm,
-                gradients=sums.gradients,
-                all_gather=self._names,
-            )
+            problem = self._guard.problem(step + 1, sums)
         else:
             why = self._source.why_no_labels(step, consumed=self._consumed)
             problem = f"step {step + 1}: {why}. The update is skipped"
@@ -245,10 +236,6 @@ class StepLoop:
             )
             self._ranks.check_same(f"plan of step {step + 1}", plan.digest, in_replica=True)
         return work
-
-    def _names(self, own: Sequence[str]) -> list[str]:
-        """Return the sorted union of the names `own` of all ranks. Collective."""
-        return sorted({name for names in self._peers.all_gather(own) for name in names})
 
     def _save_if_due(self, done: int) -> None:
         every = self._run.checkpoint.every

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from sppo.output_file import write_json
 from sppo.planning.plan import ExecutionPlan, plan_json
-from sppo.schedule.simulation.measured_compute import step_seconds
-from sppo.schedule.simulation.simulate import simulate
+from sppo.schedule.simulation.simulate import simulate, step_seconds
 from sppo.training.executed_step import StepTimelines, executed_timeline
 from sppo.training.job import Job, shared_output
 from sppo.training.preflight import CheckedRun
@@ -93,7 +92,7 @@ def _train_into(output: Path, job: Job, checked: CheckedRun, base: Baseline) -> 
             ranks.decided_by_main(lambda: write_json(output / PLAN_FILE, plan_json(plan)))
         outcome = TrainingOutcome(output, base, first_step, first_step)
         outcome.buckets.count_state(state)
-        source = step_source(run, checked.data, plan=plan, ranks=ranks, metadata=metadata)
+        source = step_source(job, checked.data, plan, metadata)
         with closing(source), ranks.progress.failing():
             StepLoop(
                 job,

@@ -262,15 +262,6 @@ def test_the_table_has_a_column_per_back_end_and_says_why_there_are_gaps():
     assert "– cudnn is wrong: 2 shapes" in lines
 
 
-def test_the_fastest_is_bold():
-    console = Console(file=io.StringIO(), width=160, force_terminal=True, color_system="standard")
-    rates = rates_of(SPAN, cudnn=2e-3, triton=4e-3)
-    print_attention(measured(rates, automatic="triton"), console=console)
-    text = console.file.getvalue()
-    assert "\x1b[1m1031 / 1289\x1b[0m" in text
-    assert "\x1b[1m515 / 644" not in text
-
-
 def test_what_auto_loses_is_said():
     other = replace(SPAN, keys=65536)
     good = rates_of(SPAN, flash_attn_3=1.02e-3, triton=1e-3)

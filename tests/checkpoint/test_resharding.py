@@ -78,7 +78,7 @@ def test_any_number_of_ranks_loads_what_four_have_saved(
     assert sum(compared) >= 10 * len(LAYOUTS) * len(wanted)
 
 
-@pytest.mark.parametrize("size", [0, 1])
+@pytest.mark.parametrize("size", [0, *exhaustive(1)])
 def test_several_ranks_load_what_one_has_saved(ranks: Ranks, tmp_path: Path, size: int) -> None:
     ranks(work.save, str(tmp_path), "whole", 3, size=size)
     for layout in ("rows", "grid"):
@@ -104,7 +104,7 @@ def test_one_process_reads_the_model(saved: Path, layout: str) -> None:
     assert torch.equal(moment, state["optimizer.exp_avg.embed.weight"].float())
 
 
-@pytest.mark.parametrize("layout", ["grid", "stages", "random 1"])
+@pytest.mark.parametrize("layout", ["random 1", *exhaustive("grid", "stages")])
 def test_to_hugging_face_from_any_layout(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     ranks(work.save_model, str(tmp_path / "many"), layout, size=SAVING_RANKS)
     ranks(work.save_model, str(tmp_path / "one"), "whole", size=0)

@@ -1,4 +1,3 @@
-import errno
 import json
 from types import SimpleNamespace
 
@@ -151,17 +150,6 @@ def test_from_hf_without_space(published, tmp_path, monkeypatch):
     assert not (tmp_path / "m").exists()
 
 
-def test_from_hf_on_a_failing_disk(published, tmp_path, monkeypatch):
-    def fail(*args, **kwargs):
-        raise OSError(errno.EDQUOT, "Disk quota exceeded", "x")
-
-    monkeypatch.setattr(hf_writing, "save_file", fail)
-    done = convert("from-hf", published, tmp_path / "m")
-    assert done.exit_code == 4
-    assert "Disk quota exceeded" in done.stderr
-    assert listing(tmp_path) == listing(published.parent)
-
-
 # to-hf
 
 
@@ -298,14 +286,6 @@ def test_to_hf_refuses_bad_words(tmp_path):
         assert message in done.stderr
         assert len(done.stderr.splitlines()) < 24
     assert listing(tmp_path) == before
-
-
-def test_to_hf_of_metadata_without_a_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("sppo.cli.convert.check_any", lambda path: None)
-    monkeypatch.setattr(checkpoint, "read_model", lambda path: ({"config": None}, {}))
-    done = convert("to-hf", tmp_path, tmp_path / "m")
-    assert done.exit_code == 2
-    assert "is it a checkpoint?" in done.stderr
 
 
 def test_round_trip_of_a_run_that_changed_nothing(published, tmp_path):

@@ -251,11 +251,6 @@ def test_other_directories_are_never_replaced(work: Path, force: tuple[str, ...]
     assert (work / "out/thesis.tex").read_text() == "x"
 
 
-def test_empty_directory_may_be_the_output(work: Path) -> None:
-    (work / "out").mkdir()
-    succeed("--tokenizer", "bytes", "--out", "out", "src")
-
-
 @pytest.mark.parametrize(
     ("tokenizer", "contents", "message"),
     [
@@ -294,14 +289,6 @@ def test_refused_inputs(work: Path, tokenizer: str, contents: dict[str, Any], me
 def test_a_glob_that_the_shell_expanded_is_explained(work: Path, glob: str, is_said: bool) -> None:
     error = refuse("--tokenizer", "bytes", "--out", "out", "--glob", glob, work / "src")
     assert ("in quotes so that the shell leaves it as it is: '*.py'" in error) == is_said
-
-
-def test_a_binary_file_is_refused_by_name(work: Path) -> None:
-    np.save(work / "src/b.npy", np.arange(9))
-    error = refuse("--tokenizer", "bytes", "--out", "deep/out", "src")
-    assert "src/b.npy is not text: byte 7 is NUL. Unpack compressed files" in error
-    assert_nothing_left(work)
-    succeed("--tokenizer", "bytes", "--out", "out", "--glob", "*.txt", "src")
 
 
 def test_text_of_other_encodings_is_taken_as_bytes(work: Path) -> None:
@@ -357,21 +344,6 @@ def test_unwritable_output(work: Path) -> None:
     error = refuse("--tokenizer", "bytes", "--out", "src/a.txt", "src")
     assert "src/a.txt: this or a parent of it is a file" in error
     assert_nothing_left(work)
-
-
-def test_permissions(work: Path) -> None:
-    (work / "locked").mkdir(mode=0o500)
-    if os.access(work / "locked", os.W_OK):
-        pytest.skip("this user, as root does, may write everywhere")
-    error = refuse("--tokenizer", "bytes", "--out", "locked/out", "src")
-    assert "cannot be written: Permission denied" in error
-    (work / "src/a.txt").chmod(0)
-    (work / "locked").chmod(0)
-    error = refuse("--tokenizer", "bytes", "--out", "out", "locked/file")
-    assert "locked/file: cannot be read: Permission denied" in error
-    (work / "locked").chmod(0o700)
-    error = refuse("--tokenizer", "bytes", "--out", "out", "src")
-    assert "src/a.txt: cannot be read: Permission denied" in error
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")

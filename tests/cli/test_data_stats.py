@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -98,15 +95,3 @@ def test_damaged_data_is_refused(data: Path) -> None:
     result = call("data", "stats", data)
     assert result.exit_code == 2
     assert "loss_mask.bin: missing" in result.stderr
-
-
-def test_stats_need_no_torch(data: Path) -> None:
-    program = """
-import sys
-import sppo.cli.data
-sppo.cli.data.app(sys.argv[1:], standalone_mode=False)
-assert "torch" not in sys.modules
-"""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", program, "stats", str(data)]
-    subprocess.run(command, check=True, env=environment, capture_output=True)

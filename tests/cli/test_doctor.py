@@ -75,13 +75,6 @@ def test_table_shows_findings_and_advice():
     assert "sppo bench all" in text
 
 
-def test_a_narrow_terminal_gets_every_finding(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "8")
-    text = "".join(succeed("doctor").split())
-    for finding in doctor.examine():
-        assert "".join(finding.found.split()) in text or finding.name == "cuda"
-
-
 def test_a_hardware_file_is_shown(tmp_path):
     laptop, file = PRESETS["laptop-cpu"], tmp_path / "hardware.json"
     device = replace(laptop.device, gemm_points=(GemmPoint("fp32", 64, 64, 1e12, 1e12, 1e12),))
@@ -201,18 +194,6 @@ def test_tells_everything_else_where_torch_cannot_be_loaded(tmp_path, broken, sa
     assert {"processor", "open files", "torch", "memory pool", "rates"} <= set(told)
     assert told["torch"]["state"] == "broken"
     assert said in told["torch"]["found"] + told["torch"]["advice"]
-
-
-def test_numbers_of_nested_threads_are_read(monkeypatch):
-    monkeypatch.setattr("sppo.hardware.this_machine.count_cores", lambda: 2)
-    monkeypatch.setenv("OMP_NUM_THREADS", " 2,1")
-    assert found(doctor.examine(), "threads").state == "ok"
-
-
-def test_a_torch_without_cuda_has_no_attention_on_gpus(monkeypatch):
-    monkeypatch.setattr(torch.version, "cuda", None)
-    finding = found(doctor.examine(), "on a GPU")
-    assert (finding.state, finding.found) == ("missing", "needs a torch with CUDA")
 
 
 def test_measured_messages_are_shown(tmp_path):

@@ -238,13 +238,6 @@ def test_tensorboard_that_is_not_there(work, monkeypatch):
     assert "pip install 'sppo[track]'" in refuse_unchanged(work, "train.tensorboard=true")
 
 
-def test_weights_of_another_shape(work):
-    succeed("train", "run.yaml", "train.output=first")
-    succeed("convert", "to-hf", "first", "hf")
-    words = ("model.preset=null", "model.from_hf=hf", "model.mlp_size=128")
-    assert "mlp" in refuse_unchanged(work, *words)
-
-
 # A full disk
 
 
@@ -319,14 +312,6 @@ def test_a_disk_too_full_for_a_line_of_metrics(work, monkeypatch):
     assert [json.loads(line)["step"] for line in lines] == [1, 3, 4]
 
 
-def test_a_disk_too_full_for_the_last_line_of_metrics(work, monkeypatch):
-    full_at(monkeypatch, step=4)
-    result = call("train", "run.yaml")
-    assert result.exit_code == 4
-    assert "all 4 steps are done and saved, the record of the last is missing" in result.stderr
-    assert (work / "out/checkpoints/step_000004").is_dir()
-
-
 def test_a_disk_too_full_for_a_checkpoint_as_well(trained, monkeypatch):
     def fill_up(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -359,14 +344,6 @@ def test_a_run_is_done_without_its_plot_or_summary(work, monkeypatch, name):
     assert not list((work / "out").glob("*.partial-*"))
     succeed("train", "run.yaml")
     assert (work / "out" / name).is_file()
-
-
-def test_a_plot_that_fails_in_another_way(work, monkeypatch):
-    def fail(*_: object, **__: object) -> None:
-        raise ImportError("no fonts")
-
-    monkeypatch.setattr(report, "loss_plot", fail)
-    assert "warning: out/loss.png cannot be written: no fonts" in succeed("train", "run.yaml")
 
 
 # What stands in the way of a file is found before a step
@@ -456,20 +433,6 @@ def test_the_screen(work):
     ) in text
 
 
-def test_the_screen_of_a_sequence_in_one_piece(work):
-    text = succeed("train", "run.yaml", "sequence.num_subsequences=1", "train.steps=1")
-    assert "cut       nowhere: one subsequence of 64 tokens" in text
-
-
-@pytest.mark.parametrize("keep", [1, *exhaustive(2, 9)])
-def test_only_the_newest_checkpoints_stay(work, keep):
-    left = [1, 2, 3, 4, 5][-keep:]
-    words = (f"checkpoint.keep={keep}", "checkpoint.every=1", "train.steps=5")
-    succeed("train", "run.yaml", *words)
-    names = sorted(path.name for path in (work / "out/checkpoints").iterdir())
-    assert names == [f"step_{step:06d}" for step in left]
-
-
 def test_the_end_saves_unless_told_not_to(work):
     succeed("train", "run.yaml", "checkpoint.every=3", "checkpoint.at_end=false")
     assert [path.name for path in (work / "out/checkpoints").iterdir()] == ["step_000003"]
@@ -498,12 +461,6 @@ def test_a_last_step_that_cannot_be_told_is_saved_in_any_case(work, monkeypatch)
     result = call("train", "run.yaml", "checkpoint.at_end=false")
     assert "all 4 steps are done and saved, the record of the last is missing" in result.stderr
     assert (work / "out/checkpoints/step_000004").is_dir()
-
-
-def test_tensorboard_files(work):
-    pytest.importorskip("tensorboard")
-    succeed("train", "run.yaml", "train.tensorboard=true", "train.steps=2")
-    assert list((work / "out/tensorboard").glob("events.out.*"))
 
 
 def test_a_vocabulary_larger_than_the_data_is_no_fault(work):

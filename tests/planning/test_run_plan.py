@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from sppo.activations.policy import POLICIES
@@ -72,9 +73,10 @@ def test_no_more_is_recomputed_than_must_be():
 def test_linear_layers_are_recomputed_before_attention(share):
     kept, least = peak_bytes("keep_attention"), peak_bytes("recompute")
     between = plan(available_bytes=int((least + share * (kept - least)) / USABLE_FRACTION) + 5)
-    assert between.recomputed_fractions(LINEAR) == (1.0,) * 8
-    assert 0 < sum(between.recomputed_fractions(ATTENTION)) < 8
-    assert set(between.recomputed_fractions(ATTENTION)) == {0.0, 1.0}
+    (recomputed,) = between.placement().recomputed / np.array(between.lengths)[:, None]
+    assert (recomputed[:, LINEAR] == 1).all()
+    assert 0 < recomputed[:, ATTENTION].sum() < 8
+    assert set(recomputed[:, ATTENTION].tolist()) == {0.0, 1.0}
 
 
 def test_stages_after_one_another_fit_where_one_does_not():

@@ -6,7 +6,6 @@ import errno
 import json
 import math
 import resource
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -235,14 +234,6 @@ def test_tensorboard_gets_every_number_it_can_show(tmp_path: Path) -> None:
     assert losses[3] == 9.0
     assert events.Scalars("speed/tokens_per_s")[0].value == pytest.approx(41_234.0)
     assert "speed/mfu" not in events.Tags()["scalars"]
-
-
-def test_missing_tensorboard_says_how_to_install_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ValueError, match=r"pip install 'sppo\[track\]'"):
-        TensorBoardSink(tmp_path, resume_step=0)
 
 
 # The line ---------------------------------------------------------------------------------------

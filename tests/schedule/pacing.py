@@ -2,7 +2,10 @@
 
 from itertools import accumulate, chain
 
-from sppo.schedule.orders.rank_orders import rank_orders
+import numpy as np
+
+from sppo.schedule.encoding import B, F
+from sppo.schedule.orders.rank_orders import encoded_orders
 
 
 def least_forwards(lengths):
@@ -15,13 +18,8 @@ def least_forwards(lengths):
 
 def most_forwards(name, *, num_ranks, lengths):
     """What each rank of a schedule has begun before each backward."""
-    found = []
-    for steps in rank_orders(name, num_ranks=num_ranks, lengths=lengths):
-        counts = accumulate(kind == "F" for kind, _ in steps)
-        found.append(
-            tuple(count for count, (kind, _) in zip(counts, steps, strict=True) if kind == "B")
-        )
-    return tuple(found)
+    codes, _ = encoded_orders(name, num_ranks=num_ranks, lengths=lengths)
+    return tuple(tuple(np.cumsum(own == F)[own == B].tolist()) for own in codes)
 
 
 def forwards_between(name, *, num_ranks, lengths, share):

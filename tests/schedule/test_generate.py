@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.checks.validate import find_violations, validate
+from sppo.schedule.encoding import B, F
 from sppo.schedule.generate import generate
 from sppo.schedule.orders.names import WITH_VIRTUAL_STAGES, schedule_names
-from sppo.schedule.orders.rank_orders import rank_orders
+from sppo.schedule.orders.rank_orders import encoded_orders
 from sppo.schedule.orders.steps import sequence_groups
 from sppo.schedule.transfers.communication import place_messages
 from tests.schedule.cases import SUBSEQUENCE_SCHEDULES, in_flight, make, play
@@ -105,12 +106,11 @@ def test_equal_sequences_pair_up_after_a_constant_warm_up(p, v, m, n):
     lengths = ((8,) * n,) * m
     groups = sequence_groups(lengths, num_ranks=p)
     assume(len({len(group) for group in groups}) == 1)
-    orders = rank_orders("interleaved_seq1f1b", num_ranks=p, num_virtual=v, lengths=lengths)
-    for rank, order in enumerate(orders):
+    codes, _ = encoded_orders("interleaved_seq1f1b", num_ranks=p, num_virtual=v, lengths=lengths)
+    for rank, own in enumerate(codes.tolist()):
         warmup = min(v * m * n, (v - 1) * len(groups[0]) * n + n - 1 + 2 * (p - 1 - rank))
         pairs = v * m * n - warmup
-        kinds = [kind for kind, _ in order]
-        assert kinds == ["F"] * warmup + ["F", "B"] * pairs + ["B"] * warmup
+        assert own == [F] * warmup + [F, B] * pairs + [B] * warmup
 
 
 @settings(deadline=None, max_examples=examples(25, all=150))

@@ -16,16 +16,12 @@ from sppo.kernels.labels import IGNORED_LABEL
 from sppo.kernels.native.machine_memory import MemoryRoom
 from sppo.training import evaluation
 from sppo.training.devices import cpu_device
-from sppo.training.evaluation import Evaluation, loss_by_position
+from sppo.training.evaluation import loss_by_position
 from sppo.training.state_tensors import starting_weights
 from sppo.training.training_data import training_data
 from tests.conftest import LENGTH, write_tokens
 from tests.engine.reference import reference_token_losses
-
-
-def evaluate_initial(run, **options) -> Evaluation:
-    """What a run says before it has trained."""
-    return evaluation.evaluate(run, initial=True, **options)
+from tests.training.jobs import evaluate_initial
 
 
 def directly(run, *, sequences):
@@ -63,7 +59,7 @@ def test_as_the_plain_model_says(work, run_file, isolate):
 
 def test_bins_as_the_plain_model_says(work, run_file):
     run = load_run(run_file(sequence={"length": 300, "num_subsequences": 5}))
-    result = evaluate_initial(run, max_sequences=2)
+    result = evaluate_initial(run, most=2)
     losses, counts = directly(run, sequences=2)
     assert [(row.start, row.end) for row in result.by_position] == [
         (0, 64),
@@ -79,9 +75,9 @@ def test_bins_as_the_plain_model_says(work, run_file):
 
 
 def test_cuts_do_not_matter(work, run_file):
-    whole = evaluate_initial(load_run(run_file(sequence={"num_subsequences": 1})), max_sequences=3)
+    whole = evaluate_initial(load_run(run_file(sequence={"num_subsequences": 1})), most=3)
     run = load_run(run_file(sequence={"boundaries": [0, 1, 40, 64], "num_subsequences": "auto"}))
-    assert evaluate_initial(run, max_sequences=3).loss == pytest.approx(whole.loss, rel=1e-6)
+    assert evaluate_initial(run, most=3).loss == pytest.approx(whole.loss, rel=1e-6)
 
 
 def test_samples_as_the_plain_model_says(work, run_file):
@@ -103,13 +99,13 @@ def test_samples_as_the_plain_model_says(work, run_file):
     assert result.num_sequences == samples.num_samples == 8  # two of more than 64 tokens are cut
     assert result.num_tokens == int(counts.sum())
     assert result.loss == pytest.approx(float(losses.sum() / counts.sum()), rel=1e-5)
-    few = evaluate_initial(run, max_sequences=2)
+    few = evaluate_initial(run, most=2)
     assert few.num_tokens == sum(samples.lengths([0, 1]))
 
 
 def test_bf16_is_close(work, run_file):
-    wide = evaluate_initial(load_run(run_file()), max_sequences=3)
-    narrow = evaluate_initial(load_run(run_file(train={"dtype": "bf16"})), max_sequences=3)
+    wide = evaluate_initial(load_run(run_file()), most=3)
+    narrow = evaluate_initial(load_run(run_file(train={"dtype": "bf16"})), most=3)
     assert narrow.loss != wide.loss
     assert narrow.loss == pytest.approx(wide.loss, rel=1e-2)
 
@@ -124,9 +120,7 @@ def test_no_label_that_counts(work, run_file):
 
 def test_progress(work, run_file):
     seen = []
-    evaluate_initial(
-        load_run(run_file()), max_sequences=3, on_sequence=lambda *pair: seen.append(pair)
-    )
+    evaluate_initial(load_run(run_file()), most=3, on_sequence=lambda *pair: seen.append(pair))
     assert seen == [(1, 3), (2, 3), (3, 3)]
 
 

@@ -1,9 +1,8 @@
 """Planned, simulated and executed programs are the same: equal digests everywhere."""
 
 import json
-import random
 from dataclasses import dataclass, replace
-from itertools import combinations, pairwise, product
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -42,7 +41,6 @@ MODEL = {
     "num_kv_heads": 2,
     "mlp_size": 24,
 }
-NUM_PLANS = 42
 
 
 @dataclass(frozen=True)
@@ -68,39 +66,24 @@ class Setting:
             return "auto"
         return "recompute" if self.tier == "device" else "offload"
 
-    @property
-    def is_possible(self):
-        _, pipeline, sequence = self.degrees
-        whole_weights = self.sharding in ("ulysses", "zero 2")
-        if self.schedule == "sppo_msp" and (pipeline == 1 or not whole_weights):
-            return False
-        offloads = self.policy in ("offload_all", "sppo")
-        return offloads == (self.tier != "device") and (self.sharding != "megatron" or sequence > 1)
 
-
-def settings():
-    """Of all possible ones enough that every two values come together, then some more."""
-    names = ("schedule", "degrees", "sharding", "policy", "tier", "sequences")
-    everything = [
-        setting
-        for values in product(
-            schedule_names(),
-            [(1, 1, 1), (1, 2, 1), (1, 3, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)],
-            ["ulysses", "megatron", "zero 2", "zero 3"],
-            ["retain", "keep_attention", "offload_all", "sppo"],
-            ["device", "host", "disk"],
-            [1, 2],
-        )
-        if (setting := Setting(*values)).is_possible
-    ]
-    random.Random(5).shuffle(everything)
-    chosen, seen = [], set()
-    for setting in everything:
-        pairs = set(combinations([(name, getattr(setting, name)) for name in names], 2))
-        if len(pairs - seen) > (3 if len(chosen) < NUM_PLANS // 2 else 1):
-            chosen.append(setting)
-            seen |= pairs
-    return [*chosen, *(s for s in everything if s not in chosen)][:NUM_PLANS]
+SETTINGS = [
+    Setting("gpipe", (1, 2, 2), "megatron", "offload_all", "host", 2),
+    Setting("1f1b", (2, 1, 2), "megatron", "sppo", "disk", 2),
+    Setting("1f1b", (1, 2, 1), "zero 2", "offload_all", "host", 2),
+    Setting("zb_h1", (2, 2, 1), "zero 3", "offload_all", "host", 1),
+    Setting("interleaved_1f1b", (2, 2, 1), "zero 2", "offload_all", "disk", 1),
+    Setting("seq1f1b", (1, 3, 1), "zero 2", "sppo", "host", 1),
+    Setting("seq_zb_h1", (1, 2, 2), "ulysses", "offload_all", "disk", 2),
+    Setting("interleaved_seq1f1b", (1, 2, 2), "zero 2", "retain", "device", 2),
+    Setting("sppo", (1, 4, 1), "ulysses", "retain", "device", 1),
+    Setting("sppo", (1, 1, 1), "zero 3", "keep_attention", "device", 2),
+    Setting("sppo_msp", (1, 2, 1), "zero 2", "retain", "device", 2),
+    Setting("sppo_msp", (2, 2, 1), "ulysses", "sppo", "host", 1),
+    Setting("looped_bfs", (2, 2, 1), "zero 3", "offload_all", "host", 1),
+    Setting("looped_bfs", (1, 2, 2), "zero 2", "keep_attention", "device", 2),
+]
+"""Every schedule, and every value of the other fields."""
 
 
 def run_of(setting, disk):
@@ -164,7 +147,7 @@ def executed_digests(run, plan):
     return plan.program().with_programs(programs).digest()
 
 
-@pytest.mark.parametrize("setting", settings(), ids=str)
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_planned_simulated_and_executed_programs_are_one(setting, tmp_path):
     run = run_of(setting, tmp_path)
     plan = plan_of(setting, run)
@@ -179,19 +162,8 @@ def test_planned_simulated_and_executed_programs_are_one(setting, tmp_path):
     assert simulated.digest() == plan.program_digest == executed_digests(run, read)
 
 
-def test_enough_settings_are_tried():
-    chosen = settings()
-    assert len({*chosen}) == NUM_PLANS >= 40
-    assert {setting.schedule for setting in chosen} == {*schedule_names()}
-    assert {setting.kv for setting in chosen} == {"auto", "offload", "recompute"}
-    for name, count in {
-        "degrees": 7,
-        "sharding": 4,
-        "policy": 4,
-        "tier": 3,
-        "sequences": 2,
-    }.items():
-        assert len({getattr(setting, name) for setting in chosen}) == count
+def test_every_schedule_is_tried():
+    assert {setting.schedule for setting in SETTINGS} == {*schedule_names()}
 
 
 @pytest.mark.parametrize("kind", [ActionKind.D2H, ActionKind.RECV, ActionKind.SEND])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 
 import pytest
 from rich.console import Console
@@ -16,7 +15,7 @@ from sppo.training.run_directory import note_configuration
 from sppo.training.steps.measured import MeasuredBuckets, StepPhases
 from sppo.training.steps.outcome import Baseline, TrainingOutcome
 from tests.conftest import tree
-from tests.training.jobs import job_alone
+from tests.training.jobs import job_alone, summary
 
 
 @pytest.fixture
@@ -67,24 +66,23 @@ def test_a_whole_run(work, run):
     text = told(run, outcome_of(work))
     assert "out: metrics.jsonl, run_summary.json, loss.png\n" in text
     assert "stopped" not in text
-    summary = json.loads((work / "out/run_summary.json").read_text())
-    assert (summary["name"], summary["steps"], summary["interrupted_by"]) == ("out", 4, None)
+    found = summary(work / "out")
+    assert (found["name"], found["steps"], found["interrupted_by"]) == ("out", 4, None)
     plan = preflight(job_alone(run)).plan
     predicted = plan.stages[0].memory.device
-    memory = summary["memory_bytes"]
+    memory = found["memory_bytes"]
     kv_bytes = predicted.kv_bytes + predicted.kv_gradients_bytes
     assert memory["K/V and gradients"] == {"predicted": kv_bytes, "measured": 4}
     assert memory["all"] == {"predicted": predicted.total_bytes, "measured": 250}
     expected = {"predicted": plan.predicted.backward_s, "measured": 0.3}
-    assert summary["phases_s"]["backward"] == expected
-    assert summary["phases_s"]["data and update"]["measured"] == pytest.approx(0.075)
+    assert found["phases_s"]["backward"] == expected
+    assert found["phases_s"]["data and update"]["measured"] == pytest.approx(0.075)
 
 
 def test_a_run_that_was_stopped(work, run):
     text = told(run, outcome_of(work, done=2, interrupted_by="SIGTERM"))
     assert "stopped by SIGTERM after step 2 of 4, 2 left; to go on:\nthe same command" in text
-    summary = json.loads((work / "out/run_summary.json").read_text())
-    assert summary["interrupted_by"] == "SIGTERM"
+    assert summary(work / "out")["interrupted_by"] == "SIGTERM"
 
 
 def test_a_run_that_was_stopped_before_its_first_step(work, run):
@@ -97,8 +95,8 @@ def test_a_run_that_was_stopped_before_its_first_step(work, run):
 def test_a_resumed_run_is_summed_up_as_a_whole(work, run):
     told(run, outcome_of(work, done=2, interrupted_by="SIGTERM"))
     told(run, outcome_of(work, first=2, done=4))
-    summary = json.loads((work / "out/run_summary.json").read_text())
-    assert (summary["steps"], summary["interrupted_by"]) == (4, None)
+    found = summary(work / "out")
+    assert (found["steps"], found["interrupted_by"]) == (4, None)
 
 
 def test_a_run_with_nothing_left_to_do_keeps_its_summary(work, run):
@@ -113,5 +111,5 @@ def test_a_run_that_ended_before_its_report_gets_one(work, run):
     told(run, outcome_of(work, done=2, interrupted_by="SIGTERM"))
     outcome_of(work)  # killed between its last checkpoint and the summary
     told(run, outcome_of(work, first=4, done=4))
-    assert json.loads((work / "out/run_summary.json").read_text())["steps"] == 4
+    assert summary(work / "out")["steps"] == 4
     assert (work / "out/loss.png").exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from sppo.training.state_tensors import starting_weights
 from tests.conftest import LENGTH, VOCAB_SIZE, write_tokens
 from tests.engine.reference import reference_loss
 from tests.tiers import each_once, exhaustive
-from tests.training.jobs import job_alone, train_alone
+from tests.training.jobs import job_alone, records, train_alone
 
 pytestmark = pytest.mark.usefixtures("work")
 
@@ -34,8 +33,7 @@ def known_peak(monkeypatch):
 def train(run):
     screen = io.StringIO()
     outcome = train_alone(run, console=Console(file=screen))
-    lines = (outcome.output / "metrics.jsonl").read_text().splitlines()
-    return outcome, [json.loads(line) for line in lines], screen.getvalue()
+    return outcome, records(outcome.output), screen.getvalue()
 
 
 def ordinary(run):
@@ -84,17 +82,11 @@ def test_losses_norms_and_weights_are_those_of_ordinary_training(work, run_file,
     keys["optimizer"] = {"eps": 1e-5, **keys.get("optimizer", {})}
     run = load_run(run_file(**keys))
     losses, norms, weights = ordinary(run)
-    _, records, _ = train(run)
-    assert [r["loss"] for r in records] == pytest.approx(losses, rel=1e-5)
-    assert [r["grad_norm"] for r in records] == pytest.approx(norms, rel=1e-4)
+    _, steps, _ = train(run)
+    assert [r["loss"] for r in steps] == pytest.approx(losses, rel=1e-5)
+    assert [r["grad_norm"] for r in steps] == pytest.approx(norms, rel=1e-4)
     for name, weight in read_model("out")[1].items():
         torch.testing.assert_close(weight, weights[name].detach(), rtol=1e-4, atol=1e-5)
-
-
-def test_the_loss_falls_on_what_can_be_learnt(run_file):
-    _, records, _ = train(load_run(run_file(train={"steps": 40, "dtype": "bf16"})))
-    assert records[0]["loss"] == pytest.approx(3.5, abs=0.2)
-    assert records[-1]["loss"] < 3.1
 
 
 def test_the_same_run_twice_is_the_same_run(run_file):
@@ -107,20 +99,20 @@ def test_the_same_run_twice_is_the_same_run(run_file):
 
 @pytest.mark.usefixtures("known_peak")
 def test_rates_and_tokens_of_a_step(run_file):
-    _, records, _ = train(load_run(run_file(train={"sequences_per_step": 2})))
-    for record in records:
+    _, steps, _ = train(load_run(run_file(train={"sequences_per_step": 2})))
+    for record in steps:
         assert record["tokens"] == 2 * LENGTH
         assert record["tokens_per_s"] == pytest.approx(2 * LENGTH / record["step_s"])
         assert 0 < record["mfu"] <= record["hfu"]
         assert record["offloaded_bytes"] == record["exposed_copy_s"] == 0
-    assert records[0]["lr"] == 1e-2
-    assert records[-1]["lr"] < records[0]["lr"]
+    assert steps[0]["lr"] == 1e-2
+    assert steps[-1]["lr"] < steps[0]["lr"]
 
 
 def test_a_cpu_has_no_utilization(run_file):
     """Its peak is shared with other programs, and a fraction of a part of it says nothing."""
-    _, records, _ = train(load_run(run_file()))
-    assert records[0]["mfu"] is records[0]["hfu"] is None
+    _, steps, _ = train(load_run(run_file()))
+    assert steps[0]["mfu"] is steps[0]["hfu"] is None
 
 
 @pytest.mark.parametrize(
@@ -150,17 +142,6 @@ def test_what_a_call_reports(run_file):
     assert len(screen.splitlines()) == 4
     second, _, _ = train(load_run(run_file(train={"steps": 6})))
     assert (second.first_step, second.done_steps, len(second.phases)) == (4, 6, 2)
-
-
-def test_bars_on_a_terminal(run_file):
-    run = load_run(run_file())
-    screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=160)
-    train_alone(run, console=console)
-    text = screen.getvalue()
-    assert "step 4/4 | loss" in text
-    assert "run" in text
-    assert "\x1b[" in text
 
 
 def test_narrow_weights_follow_wide_masters(run_file):

@@ -20,22 +20,15 @@ from sppo.parallel.job.peer_errors import PeerLostError
 
 RankState = Literal["starting", "running", "waiting_for_peer", "failed", "peer_lost", "done"]
 _STATES: tuple[RankState, ...] = get_args(RankState)
-_CODES = {state: code for code, state in enumerate(_STATES)}
+_CODES = {state: code for code, state in enumerate(_STATES, start=1)}
 
 _ACTION_BYTES = 48
 _MESSAGE_BYTES = 400
-_TURN = struct.Struct("Q")
-"""Number of changes so far; modulo the number of copies, the index of the latest copy."""
-_STOPPED_AT = _TURN.size
-"""Place of the byte that the launcher sets when it stops the rank."""
+_STOPPED_AT, _RECORD_AT = 0, 8
+"""Places of the byte that the launcher sets when it stops the rank, and of the record."""
 _RECORD = struct.Struct(f"=dqqqB{_ACTION_BYTES}s{_MESSAGE_BYTES}s")
-"""One copy: time, step, position, number of actions, state, action, message."""
-_NUM_COPIES = 16
-_COPY_BYTES = 512
-_STARTS = tuple(64 + index * _COPY_BYTES for index in range(_NUM_COPIES))
-_FILE_BYTES = 64 + _NUM_COPIES * _COPY_BYTES
-assert _RECORD.size <= _COPY_BYTES, "copies overlap"
-_READ_ATTEMPTS = 100
+"""Time, step, position, number of actions, state plus 1, action, message."""
+_FILE_BYTES = _RECORD_AT + _RECORD.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +64,11 @@ class ProgressNote:
 
 
 class RankProgress:
-    """Writer of one rank's flight record, without system calls; not thread-safe.
-
-    Each change writes the next of several copies in turn, and then the number of the latest copy,
-    so neither a reader nor a crash in between sees a partial entry.
-    """
+    """Writer of one rank's flight record, without system calls; not thread-safe."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         """Write to mapped memory; callers use :meth:`create`."""
         self._memory = memory
-        # A memoryview stores the number in one write; struct would write zeros first.
-        self._turns = memoryview(memory)[: _TURN.size].cast("Q")
-        self._turn = self._turns[0]
         self._step = -1
         self._position = 0
         self._num_actions = 0
@@ -134,10 +120,7 @@ class RankProgress:
         self._failed_s = at_s
 
     def _write(self, state: RankState, *, message: str, at_s: float) -> None:
-        turn = self._turn + 1
-        _RECORD.pack_into(
-            self._memory,
-            _STARTS[turn % _NUM_COPIES],
+        self._memory[_RECORD_AT:_FILE_BYTES] = _RECORD.pack(
             at_s,
             self._step,
             self._position,
@@ -146,7 +129,6 @@ class RankProgress:
             self._action,
             message.encode(),
         )
-        self._turns[0] = self._turn = turn
 
     @contextmanager
     def failing(self) -> Iterator[None]:
@@ -180,37 +162,23 @@ def is_marked_stopped(path: Path) -> bool:
 
 
 def read_progress(path: Path) -> ProgressNote | None:
-    """Return the last complete entry of a flight record; None if there is no entry.
+    """Return the last entry of the flight record of a rank that has ended; None if there is none.
 
     Raises:
         OSError: The file exists but cannot be read.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        data = path.read_bytes()
     except FileNotFoundError:
         return None
-    try:
-        if os.fstat(descriptor).st_size < _FILE_BYTES:
-            return None
-        return _last_note(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _last_note(descriptor: int) -> ProgressNote | None:
-    """Read the latest copy; retry if the writer has overwritten it meanwhile."""
-    turn, record = 0, b""
-    for _ in range(_READ_ATTEMPTS):
-        turn = _read_turn(descriptor)
-        record = os.pread(descriptor, _RECORD.size, _STARTS[turn % _NUM_COPIES])
-        # The copy after the latest one may be partially written.
-        if 0 <= _read_turn(descriptor) - turn < _NUM_COPIES - 1:
-            break
-    if not turn:
+    if len(data) < _FILE_BYTES:
         return None
-    changed_s, step, position, num_actions, code, action, message = _RECORD.unpack(record)
+    entry = _RECORD.unpack_from(data, _RECORD_AT)
+    changed_s, step, position, num_actions, code, action, message = entry
+    if not 1 <= code <= len(_STATES):
+        return None
     return ProgressNote(
-        state=_STATES[min(code, len(_STATES) - 1)],
+        state=_STATES[code - 1],
         step=step if step >= 0 else None,
         position=position,
         num_actions=num_actions,
@@ -218,11 +186,6 @@ def _last_note(descriptor: int) -> ProgressNote | None:
         changed_s=changed_s,
         message=_text(message),
     )
-
-
-def _read_turn(descriptor: int) -> int:
-    (turn,) = _TURN.unpack(os.pread(descriptor, _TURN.size, 0))
-    return int(turn)
 
 
 def _text(field: bytes) -> str:

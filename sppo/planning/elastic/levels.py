@@ -32,7 +32,7 @@ from sppo.cost.memory.units_in_flight import Running, UnitsInFlight
 from sppo.cost.stage_cost import StageSeconds, copy_bytes_per_s, placed_bytes, stage_seconds
 from sppo.planning.elastic.level_program import ROUNDING, LevelProgram, Levels, solve
 from sppo.planning.elastic.pacing import can_be_paced, pace_forwards
-from sppo.planning.elastic.windows import Indices, RankWindows, rank_windows
+from sppo.planning.elastic.windows import RankWindows, rank_windows
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.evaluation import evaluate_candidate, evaluate_placement
 from sppo.planning.search.memory_bounds import memory_without_activations
@@ -40,6 +40,7 @@ from sppo.planning.search.policy_inputs import policy_inputs
 from sppo.planning.search.simulated_candidate import simulate_candidate
 from sppo.planning.search.step_prices import StepPrices
 from sppo.schedule.costs import Table
+from sppo.schedule.orders.steps import Indices
 
 _ATTEMPTS = 3
 """Most times that levels are chosen, each time with less room if the choice takes too much."""

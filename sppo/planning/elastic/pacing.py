@@ -22,8 +22,9 @@ from sppo.cost.deferred_weights import weight_operand_bytes
 from sppo.cost.memory.stage_memory import kv_tokens
 from sppo.cost.memory.units_in_flight import Running
 from sppo.schedule.costs import Table
+from sppo.schedule.encoding import B, F
 from sppo.schedule.orders.names import DEFERRING_WEIGHTS, LOOPED
-from sppo.schedule.orders.rank_orders import ForwardsBeforeBackward, rank_orders
+from sppo.schedule.orders.rank_orders import ForwardsBeforeBackward, encoded_orders
 
 Indices = npt.NDArray[np.intp]
 
@@ -57,15 +58,13 @@ def pace_forwards(
     """
     order = _backward_order(candidate)
     paced: list[tuple[int, ...]] = []
-    free = rank_orders(
+    codes, _ = encoded_orders(
         candidate.schedule,
         num_ranks=candidate.pipeline_parallel_degree,
         lengths=candidate.sequence_lengths,
     )
-    for rank, steps in enumerate(free):
-        is_forward = np.array([kind == "F" for kind, _ in steps])
-        is_backward = [kind == "B" for kind, _ in steps]
-        most = np.cumsum(is_forward)[is_backward]
+    for rank, own_codes in enumerate(codes):
+        most = np.cumsum(own_codes == F)[own_codes == B]
         if paced:
             before = np.array(paced[-1])
             most = np.minimum(most, np.where(before < len(order.units), before - 1, before))

@@ -18,11 +18,10 @@ from typing import Any
 import numpy as np
 
 from sppo.activations.subsequence_placement import SubsequencePlacement
-from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.cost.candidate import Candidate
 from sppo.cost.correction import CostCorrection
-from sppo.cost.flops import executed_step_flops
 from sppo.cost.packed_sequence import PackedSequence
+from sppo.cost.stage_cost import executed_flops
 from sppo.cost.state_tiers import ON_DEVICE
 from sppo.planning.elastic.levels import everything_recomputed, fastest_levels
 from sppo.planning.elastic.packing import PADDING, PackedSamples
@@ -79,8 +78,7 @@ class StepPlan:
     @cached_property
     def program(self) -> Schedule:
         """Program of the step."""
-        evaluated = self.evaluated
-        return evaluated.executed_program()
+        return self.evaluated.executed_program()
 
     @cached_property
     def digest(self) -> str:
@@ -110,16 +108,7 @@ class StepPlan:
     @property
     def executed_flops(self) -> int:
         """FLOPs that the step executes, including recomputation."""
-        candidate, recomputed = self.evaluated.candidate, self.evaluated.placement.recomputed
-        layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)
-        rows = np.tensordot(layers / layers.sum(), recomputed, axes=1)
-        shares = rows / np.array(candidate.lengths)[:, None]
-        return executed_step_flops(
-            candidate.workload.model,
-            candidate.sample_parts,
-            linear_recomputed=shares[:, LINEAR],
-            attention_recomputed=shares[:, ATTENTION],
-        )
+        return executed_flops(self.evaluated.candidate, self.evaluated.placement)
 
     @property
     def bubble_fraction(self) -> float:

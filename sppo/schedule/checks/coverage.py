@@ -1,8 +1,13 @@
-"""Rules of completeness: every action once and on its rank, every message with both ends."""
+"""Rules of completeness: every action once and on its rank, every message with both ends.
+
+The actions that a step needs follow from its units, the ranks that share them, and the optional
+actions that are there. What is needed and not there is missing, what is there and not needed is
+misplaced, and nothing may be there twice.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,307 +28,272 @@ from sppo.schedule.encoding import (
     EncodedProgram,
     F,
     W,
+    decode,
 )
 from sppo.schedule.messages import needed_messages
 from sppo.schedule.schedule import Schedule
 
 _LIMIT = 8
-_NAMES = {
-    F: "F",
-    B: "B",
-    W: "W",
-    KV: "KV",
-    D2H: "D2H",
-    H2D: "H2D",
-    D2H_KV: "D2H_KV",
-    H2D_KV: "H2D_KV",
-}
 _Ints = npt.NDArray[np.int64]
+_Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Found:
-    """All actions of one kind over all ranks, one entry per action."""
+class _Actions:
+    """Actions of all ranks, with their ranks and their positions in the programs of these."""
 
+    program: EncodedProgram
     ranks: _Ints
     indices: _Ints
-    slots: _Ints
-    shards: _Ints
-    widths: _Ints
+
+    @classmethod
+    def of(cls, programs: Sequence[EncodedProgram]) -> _Actions:
+        """Return all actions of the programs of all ranks."""
+        ranks = [np.full(program.codes.size, rank) for rank, program in enumerate(programs)]
+        indices = [np.arange(program.codes.size) for program in programs]
+        return cls(EncodedProgram.joined(programs), np.concatenate(ranks), np.concatenate(indices))
+
+    @classmethod
+    def needed(cls, columns: Sequence[npt.NDArray[np.integer]]) -> _Actions:
+        """Return actions with the columns opcode, slot, shard, number of shards and rank."""
+        *program, ranks = (np.asarray(column, dtype=np.int32) for column in columns)
+        return cls(EncodedProgram(*program), ranks.astype(np.int64), np.full(ranks.size, -1))
+
+    def take(self, which: npt.NDArray[np.integer | np.bool_]) -> _Actions:
+        """Return some of the actions."""
+        return _Actions(self.program.take(which), self.ranks[which], self.indices[which])
+
+    def with_codes(self, *codes: int) -> _Actions:
+        """Return the actions of some kinds."""
+        return self.take(np.isin(self.program.codes, codes))
+
+    def violation(self, schedule: Schedule, place: int, rule: str, problem: str) -> Violation:
+        """Return a violation by one of the actions; `problem` follows its name."""
+        (action,) = decode(self.program.take(np.array([place])), lengths=schedule.lengths)
+        index = int(self.indices[place])
+        return Violation(
+            rule, f"{action} {problem}", int(self.ranks[place]), None if index < 0 else index
+        )
 
 
 def coverage_problems(schedule: Schedule, *, programs: Sequence[EncodedProgram]) -> list[Violation]:
-    """Return the violations of missing, duplicate and misplaced actions."""
-    found: list[Violation] = []
-    by_code = {code: _collect(programs, code=code) for code in _NAMES}
-    trains = bool(by_code[B].slots.size)
-    for code in _NAMES:
-        required = code == F or (code == B and trains)
-        found += _count_problems(schedule, code=code, actions=by_code[code], required=required)
-        found += _placement_problems(schedule, actions=by_code[code])
+    """Return the violations of missing, duplicate and misplaced actions, messages left out."""
+    actions = _Actions.of(programs)
+    forwards = actions.with_codes(F)
+    found = [*_missing_shards(schedule, forwards)]
     if found:
         return found
-    for code in (B, W, KV, D2H, H2D, D2H_KV, H2D_KV):
-        found += _mismatches(schedule, actions=by_code[code], forward=by_code[F])
-    for out, back in ((D2H, H2D), (D2H_KV, H2D_KV)):
-        found += _copy_problems(schedule, out=by_code[out], back=by_code[back])
-    for code in (D2H_KV, KV):
-        found += _kv_problems(schedule, actions=by_code[code])
-    both = np.isin(by_code[KV].slots, by_code[D2H_KV].slots)
-    for place in np.flatnonzero(both)[:_LIMIT].tolist():
-        text = f"{_text(schedule, by_code[KV], place)} recomputes K and V that are copied, too"
-        found.append(_violation("copy order", text, by_code[KV], place))
-    return found + _cut_problems(schedule, programs=programs)
-
-
-def _collect(programs: Sequence[EncodedProgram], *, code: int) -> _Found:
-    which = [np.flatnonzero(program.codes == code) for program in programs]
-    ranks = [np.full(found.shape, rank) for rank, found in enumerate(which)]
-
-    def gather(name: str) -> _Ints:
-        columns = [getattr(p, name)[w] for p, w in zip(programs, which, strict=True)]
-        return np.concatenate(columns).astype(np.int64)
-
-    return _Found(
-        np.concatenate(ranks),
-        np.concatenate(which),
-        gather("slots"),
-        gather("shards"),
-        gather("num_shards"),
-    )
-
-
-def _count_problems(
-    schedule: Schedule, *, code: int, actions: _Found, required: bool
-) -> list[Violation]:
-    """Check that each unit has one action per shard on each stage."""
-    size = schedule.num_stages * schedule.num_units
-    counts = np.bincount(actions.slots, minlength=size)
-    found = []
-    if required:
-        for slot in np.flatnonzero(counts == 0)[:_LIMIT].tolist():
-            text = f"{_name(schedule, code, slot)} is missing"
-            rank = schedule.placement.rank_of(slot // schedule.num_units)
-            found.append(Violation("coverage", text, rank))
-    widths = np.zeros(size, dtype=np.int64)
-    np.maximum.at(widths, actions.slots, actions.widths)
-    most = int(widths.max(initial=1))
-    keys = actions.slots * most + actions.shards
-    _, first, times = np.unique(keys, return_index=True, return_counts=True)
-    for place in first[times > 1][:_LIMIT].tolist():
-        second = int(np.flatnonzero(keys == keys[place])[1])
-        text = f"{_text(schedule, actions, second)} is there more than once"
-        found.append(_violation("coverage", text, actions, second))
+    holders = _holders(schedule)
+    found = [
+        *_compared(
+            schedule,
+            actions=forwards,
+            needed=holders,
+            rules=("coverage", "placement"),
+            misplaced="is on a rank that does not hold its stage",
+        ),
+        *_group_problems(schedule),
+    ]
     if found:
         return found
-    wrong = (counts > 0) & (counts != widths)
-    for place in np.flatnonzero(wrong[actions.slots])[:_LIMIT].tolist():
-        text = (
-            f"{_text(schedule, actions, place)}: {counts[actions.slots[place]]} of "
-            f"{widths[actions.slots[place]]} shards are there"
+    for code, required in _required_slots(schedule, actions):
+        of_slots = holders.take(required[holders.program.slots])
+        found += _compared(
+            schedule,
+            actions=actions.with_codes(code),
+            needed=_Actions(of_slots.program.changed(code), of_slots.ranks, of_slots.indices),
+            rules=("coverage", "placement"),
+            misplaced="is on a rank without the F of the same unit and shard",
         )
-        found.append(_violation("coverage", text, actions, place))
+    moved, copied = actions.with_codes(KV, D2H_KV), _slots(actions, D2H_KV)
+    cut = moved.program.num_shards > 1
+    both = (moved.program.codes == KV) & np.isin(moved.program.slots, copied)
+    for wrong, problem in (
+        (cut, "moves K and V of a unit that is cut: they stay"),
+        (both, "recomputes K and V that are copied, too"),
+    ):
+        found += [
+            moved.violation(schedule, place, "copy order", problem)
+            for place in np.flatnonzero(wrong)[:_LIMIT].tolist()
+        ]
     return found
 
 
-def _placement_problems(schedule: Schedule, *, actions: _Found) -> list[Violation]:
-    """Check that whole units are on their stage's rank, and shards on ranks with the owner."""
-    owners = np.array([schedule.placement.rank_of(s) for s in range(schedule.num_stages)])
-    owner = owners[actions.slots // schedule.num_units]
-    found = []
-    wrong = (actions.widths == 1) & (actions.ranks != owner)
-    for place in np.flatnonzero(wrong)[:_LIMIT].tolist():
-        text = (
-            f"{_text(schedule, actions, place)} is in the program of rank "
-            f"{actions.ranks[place]}, its stage is on rank {owner[place]}"
-        )
-        found.append(_violation("placement", text, actions, place))
-    cut = np.flatnonzero(actions.widths > 1)
-    members: dict[int, list[int]] = {}
-    for place in cut.tolist():
-        members.setdefault(int(actions.slots[place]), []).append(place)
-    for slot, places in members.items():
-        ranks = [int(actions.ranks[place]) for place in places]
-        if len(set(ranks)) < len(ranks):
-            text = f"{_text(schedule, actions, places[-1])}: two shards of it are on one rank"
-            found.append(_violation("placement", text, actions, places[-1]))
-        elif owners[slot // schedule.num_units] not in ranks:
-            text = (
-                f"{_text(schedule, actions, places[0])}: no shard of it runs on rank "
-                f"{owners[slot // schedule.num_units]}, which has the weights"
-            )
-            found.append(_violation("placement", text, actions, places[0]))
-    return found[:_LIMIT]
+def _missing_shards(schedule: Schedule, forwards: _Actions) -> Iterator[Violation]:
+    """Yield the violations of units of which not all shards are there."""
+    slots, widths = forwards.program.slots, forwards.program.num_shards
+    count = np.bincount(slots, weights=widths > 1)[slots] if slots.size else slots
+    for place in np.flatnonzero((widths > 1) & (count != widths))[:_LIMIT].tolist():
+        problem = f"is cut, and {int(count[place])} of {widths[place]} shards are there"
+        yield forwards.violation(schedule, place, "coverage", problem)
 
 
-def _mismatches(schedule: Schedule, *, actions: _Found, forward: _Found) -> list[Violation]:
-    """Return a violation for each action that is not on the rank of its unit's F, cut alike."""
-    width = int(max(forward.widths.max(initial=1), actions.widths.max(initial=1))) + 1
-    ranks = schedule.num_ranks
+def _holders(schedule: Schedule) -> _Actions:
+    """Return an F of every unit on every stage, with one action per shard.
 
-    def keys(found: _Found) -> _Ints:
-        return ((found.slots * width + found.widths) * width + found.shards) * ranks + found.ranks
+    A shard that no rank runs, because another is there twice, is needed on the rank of the stage.
+    """
+    slots = np.arange(schedule.num_stages * schedule.num_units)
+    owners = slots // schedule.num_units % schedule.num_ranks
+    groups = schedule.msp_groups
+    rows = [
+        (slot, shard, len(group.ranks), owners[slot] if rank < 0 else rank)
+        for slot, group in groups.items()
+        for shard, rank in enumerate(group.ranks)
+    ]
+    whole = np.setdiff1d(slots, [*groups])
+    alone = [whole, np.zeros_like(whole), np.ones_like(whole), owners[whole]]
+    shards = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+    columns = np.concatenate([np.stack(alone), shards], axis=1)
+    return _Actions.needed([np.full(columns.shape[1], F), *columns])
 
-    stray = ~np.isin(keys(actions), keys(forward))
+
+def _required_slots(schedule: Schedule, actions: _Actions) -> Iterator[tuple[int, _Flags]]:
+    """Yield the kinds of actions besides F, and of which units on which stages each is needed.
+
+    A copy needs its counterpart, and K and V of a sequence leave a stage for all units or none.
+    """
+    every = np.arange(schedule.num_stages * schedule.num_units)
+
+    def there(*codes: int) -> _Flags:
+        return np.isin(every, _slots(actions, *codes))
+
+    def of_sequences(some: _Flags) -> _Flags:
+        table = some.reshape(schedule.num_stages, schedule.num_units)
+        any_unit = np.logical_or.reduceat(table, schedule.unit_offsets, axis=1)
+        return any_unit.repeat([*map(len, schedule.lengths)], axis=1).ravel()
+
+    yield B, np.full(every.shape, bool(there(B).any()))
+    yield W, there(W)
+    for code in (D2H, H2D):
+        yield code, there(D2H, H2D)
+    for code in (D2H_KV, H2D_KV):
+        yield code, of_sequences(there(D2H_KV, H2D_KV))
+    yield KV, of_sequences(there(KV))
+
+
+def _slots(actions: _Actions, *codes: int) -> npt.NDArray[np.int32]:
+    return actions.with_codes(*codes).program.slots
+
+
+def _compared(
+    schedule: Schedule,
+    *,
+    actions: _Actions,
+    needed: _Actions,
+    rules: tuple[str, str],
+    misplaced: str,
+) -> list[Violation]:
+    """Return the violations of actions that are missing, duplicate or not needed where they are.
+
+    Args:
+        schedule: Schedule of the actions.
+        actions: Actions that are there.
+        needed: Actions that must be there.
+        rules: Rule that missing and duplicate actions break, and that of misplaced ones.
+        misplaced: What is wrong with an action that is not needed.
+    """
+    width = 1 + max(int(a.program.num_shards.max(initial=0)) for a in (actions, needed))
+
+    def keys(some: _Actions) -> _Ints:
+        codes, slots, shards, widths = (column.astype(np.int64) for column in some.program.columns)
+        unit = codes * schedule.num_stages * schedule.num_units + slots
+        return ((unit * width + widths) * width + shards) * schedule.num_ranks + some.ranks
+
+    have, want = keys(actions), keys(needed)
+    _, first, inverse = np.unique(have, return_index=True, return_inverse=True)
+    again = first[inverse] != np.arange(have.size)
     return [
-        _violation(
-            "placement",
-            f"{_text(schedule, actions, place)} is on rank {actions.ranks[place]}, where no F of "
-            "the same unit and shard is",
-            actions,
-            place,
+        some.violation(schedule, place, rule, problem)
+        for some, wrong, rule, problem in (
+            (needed, ~np.isin(want, have), rules[0], "is missing"),
+            (actions, again, rules[0], "is there more than once"),
+            (actions, ~np.isin(have, want), rules[1], misplaced),
         )
-        for place in np.flatnonzero(stray)[:_LIMIT].tolist()
+        for place in np.flatnonzero(wrong)[:_LIMIT].tolist()
     ]
 
 
-def _copy_problems(schedule: Schedule, *, out: _Found, back: _Found) -> list[Violation]:
-    """Check that D2H and H2D come in pairs."""
-    found = []
-    for here, there in ((out, back), (back, out)):
-        lonely = ~np.isin(here.slots, there.slots)
-        for place in np.flatnonzero(lonely)[:_LIMIT].tolist():
-            missing = "H2D" if here is out else "D2H"
-            text = f"{_text(schedule, here, place)} has no {missing}"
-            found.append(_violation("copy order", text, here, place))
-    return found
-
-
-def _kv_problems(schedule: Schedule, *, actions: _Found) -> list[Violation]:
-    """Check that K and V leave for all units of a sequence on a stage or none, never for shards."""
-    found = []
-    for place in np.flatnonzero(actions.widths > 1)[:_LIMIT].tolist():
-        text = f"{_text(schedule, actions, place)}: K and V of a unit that is cut stay"
-        found.append(_violation("copy order", text, actions, place))
-    stages, units = np.divmod(actions.slots, schedule.num_units)
-    sequence_of = np.repeat(np.arange(schedule.num_sequences), [*map(len, schedule.lengths)])
-    groups = stages * schedule.num_sequences + sequence_of[units]
-    _, first, counts = np.unique(groups, return_index=True, return_counts=True)
-    for place, count in zip(first.tolist(), counts.tolist(), strict=True):
-        whole = len(schedule.lengths[int(sequence_of[units[place]])])
-        if count < whole:
-            text = (
-                f"{_text(schedule, actions, place)}: K and V of {count} of {whole} units of the "
-                "sequence do not stay"
-            )
-            found.append(_violation("copy order", text, actions, place))
-    return found[:_LIMIT]
-
-
-def _cut_problems(schedule: Schedule, *, programs: Sequence[EncodedProgram]) -> list[Violation]:
-    """Check that the shard lengths of cut units fit the units."""
-    found = []
+def _group_problems(schedule: Schedule) -> Iterator[Violation]:
+    """Yield the violations of units that ranks share: their ranks, and the tokens of the shards."""
     for cut in schedule.cuts:
         name = f"cut of {cut.stage}F{cut.sequence}.{cut.subsequence} into {list(cut.lengths)}"
         tokens = schedule.lengths[cut.sequence][cut.subsequence]
         if sum(cut.lengths) != tokens or min(cut.lengths, default=0) < 1:
             text = f"{name}: must be positive and add up to {tokens} tokens"
-            found.append(Violation("coverage", text))
+            yield Violation("coverage", text)
     for slot, group in schedule.msp_groups.items():
+        whole = EncodedProgram.of_whole_units(F, [slot])
+        (action,) = decode(whole, lengths=schedule.lengths)
+        owner = schedule.placement.rank_of(action.stage)
+        if len({*group.ranks}) < len(group.ranks):
+            text = f"{action}: two shards of it are on one rank"
+            yield Violation("placement", text, group.ranks[0])
+        if owner not in group.ranks:
+            text = f"{action}: no shard of it runs on rank {owner}, which has the weights"
+            yield Violation("placement", text, group.ranks[0])
         if len(group.lengths) != len(group.ranks) or min(group.lengths) < 1:
             text = (
-                f"{_name(schedule, F, slot)} runs in {len(group.ranks)} shards, but its tokens are "
-                f"cut into {list(group.lengths)}"
+                f"{action} runs in {len(group.ranks)} shards, but its tokens are cut into "
+                f"{list(group.lengths)}"
             )
-            found.append(Violation("coverage", text, group.ranks[0]))
-    return found
+            yield Violation("coverage", text, group.ranks[0])
 
 
 def message_problems(schedule: Schedule, *, programs: Sequence[EncodedProgram]) -> list[Violation]:
     """Check that messages, if any, are exactly the needed ones, in the same order at both ends."""
-    sends = [_collect(programs, code=code) for code in (SEND_ACT, SEND_GRAD)]
-    receives = [_collect(programs, code=code) for code in (RECV_ACT, RECV_GRAD)]
-    if not any(found.slots.size for found in (*sends, *receives)):
+    messages = _Actions.of(programs).with_codes(SEND_ACT, SEND_GRAD, RECV_ACT, RECV_GRAD)
+    if not messages.ranks.size:
         return []
     found: list[Violation] = []
-    for wire, (send, receive) in enumerate(zip(sends, receives, strict=True)):
-        code = (SEND_ACT, SEND_GRAD)[wire]
-        trains = any((program.codes == B).any() for program in programs)
-        if code == SEND_GRAD and not trains:
-            needed = np.zeros((0, 5), dtype=np.int64)
-        else:
-            needed = needed_messages(schedule, code=code)
-        step = schedule.num_units if code == SEND_ACT else -schedule.num_units
-        found += _pairing_problems(schedule, actions=send, needed=needed[:, [0, 1, 3]], step=0)
-        found += _pairing_problems(
-            schedule, actions=receive, needed=needed[:, [0, 1, 4]], step=step
-        )
+    for send, receive in ((SEND_ACT, RECV_ACT), (SEND_GRAD, RECV_GRAD)):
+        needed = needed_messages(schedule, code=send)
+        if send == SEND_GRAD and not schedule.is_training:
+            needed = needed[:0]
+        step = schedule.num_units if send == SEND_ACT else -schedule.num_units
+        slots, shards, widths, senders, receivers = needed.T
+        sends, receives = (messages.with_codes(code) for code in (send, receive))
+        for actions, code, names, ranks in (
+            (sends, send, slots, senders),
+            (receives, receive, slots + step, receivers),
+        ):
+            found += _compared(
+                schedule,
+                actions=actions,
+                needed=_Actions.needed([np.full_like(names, code), names, shards, widths, ranks]),
+                rules=("message coverage", "message coverage"),
+                misplaced="carries nothing that crosses ranks here",
+            )
         if not found:
-            found += _fifo_problems(schedule, send=send, receive=receive, needed=needed, step=step)
-    return found
-
-
-def _pairing_problems(
-    schedule: Schedule, *, actions: _Found, needed: _Ints, step: int
-) -> list[Violation]:
-    """Check for messages that are missing, duplicate, or on a rank that has no part in them."""
-    width = int(max(needed[:, 1].max(initial=0), actions.shards.max(initial=0))) + 1
-    ranks = schedule.num_ranks
-    want = (needed[:, 0] * width + needed[:, 1]) * ranks + needed[:, 2]
-    have = ((actions.slots - step) * width + actions.shards) * ranks + actions.ranks
-    found = []
-    for place in np.flatnonzero(~np.isin(have, want))[:_LIMIT].tolist():
-        text = f"{_text(schedule, actions, place)} carries nothing that crosses ranks here"
-        found.append(_violation("message coverage", text, actions, place))
-    _, first, times = np.unique(have, return_index=True, return_counts=True)
-    for place in first[times > 1][:_LIMIT].tolist():
-        second = int(np.flatnonzero(have == have[place])[1])
-        text = f"{_text(schedule, actions, second)} is there more than once"
-        found.append(_violation("message coverage", text, actions, second))
-    for row in np.flatnonzero(~np.isin(want, have))[:_LIMIT].tolist():
-        slot, rank = int(needed[row, 0]), int(needed[row, 2])
-        verb = "send" if step == 0 else "receive"
-        text = f"rank {rank} does not {verb} {_result(schedule, slot)}"
-        found.append(Violation("message coverage", text, rank))
+            found += _fifo_problems(schedule, sends, receives, needed=needed, step=step)
     return found
 
 
 def _fifo_problems(
-    schedule: Schedule, *, send: _Found, receive: _Found, needed: _Ints, step: int
+    schedule: Schedule, sends: _Actions, receives: _Actions, *, needed: _Ints, step: int
 ) -> list[Violation]:
-    """Check that the k-th send and the k-th receive per (sender, receiver) are the same message."""
-    width = int(needed[:, 1].max(initial=0)) + 1
-    key = needed[:, 0] * width + needed[:, 1]
-    if not key.size:
-        return []
-    row_of_send = np.searchsorted(key, send.slots * width + send.shards)
-    row_of_receive = np.searchsorted(key, (receive.slots - step) * width + receive.shards)
-    edge = needed[:, 3] * schedule.num_ranks + needed[:, 4]
-    # Entries are collected rank by rank in program order, so a stable sort keeps that order.
-    sends = row_of_send[np.argsort(edge[row_of_send], kind="stable")]
-    order = np.argsort(edge[row_of_receive], kind="stable")
-    receives = row_of_receive[order]
-    found = []
-    for place in np.flatnonzero(sends != receives)[:1].tolist():
-        at = int(order[place])
-        text = (
-            f"{_text(schedule, receive, at)} stands where rank {needed[sends[place], 3]} sends "
-            f"{_result(schedule, int(needed[sends[place], 0]))}"
+    """Check that the k-th send and the k-th receive per (sender, receiver) are the same message.
+
+    Args:
+        schedule: Schedule of the messages.
+        sends: SENDs of one wire.
+        receives: RECVs of the wire.
+        needed: Messages of the wire, as of :func:`needed_messages`.
+        step: Difference of the slots of a RECV and its SEND.
+    """
+    slots, shards, _, senders, receivers = needed.T
+    width, edges = int(shards.max(initial=0)) + 1, senders * schedule.num_ranks + receivers
+    sent, received = (
+        np.searchsorted(
+            slots * width + shards, (own.program.slots - behind) * width + own.program.shards
         )
-        found.append(_violation("message order", text, receive, at))
+        for own, behind in ((sends, 0), (receives, step))
+    )
+    # Actions are in program order, rank by rank, so a stable sort keeps that order.
+    in_order, order = (np.argsort(edges[rows], kind="stable") for rows in (sent, received))
+    found = []
+    for place in np.flatnonzero(sent[in_order] != received[order])[:1].tolist():
+        first = sends.violation(schedule, int(in_order[place]), "message order", "")
+        problem = f"stands where rank {first.rank} sends {first.text.strip()}"
+        found.append(receives.violation(schedule, int(order[place]), "message order", problem))
     return found
-
-
-def _violation(rule: str, text: str, actions: _Found, place: int) -> Violation:
-    return Violation(rule, text, int(actions.ranks[place]), int(actions.indices[place]))
-
-
-def _text(schedule: Schedule, actions: _Found, place: int) -> str:
-    return str(schedule.programs[int(actions.ranks[place])][int(actions.indices[place])])
-
-
-def _name(schedule: Schedule, code: int, slot: int) -> str:
-    """Return the program text of a whole unit's action, which need not exist."""
-    return f"{slot // schedule.num_units}{_NAMES[code]}{_unit(schedule, slot)}"
-
-
-def _result(schedule: Schedule, slot: int) -> str:
-    """Return the name of a stage's result for a unit, forward or backward."""
-    return f"what stage {slot // schedule.num_units} makes of unit {_unit(schedule, slot)}"
-
-
-def _unit(schedule: Schedule, slot: int) -> str:
-    offsets = schedule.unit_offsets
-    unit = slot % schedule.num_units
-    sequence = max(m for m, offset in enumerate(offsets) if offset <= unit)
-    return f"{sequence}.{unit - offsets[sequence]}"

@@ -1,173 +1,86 @@
-"""Proof that a lowered program cannot deadlock: its dependency graph has no cycle.
+"""Proof that a lowered program cannot deadlock: the graph of its waits has no cycle.
 
 The model is stricter than any transport. A host walks its program; SEND and RECV are appended to
 the only queue of the rank and the host walks on; the host stops at a compute action until that
 queue is empty. A message moves when it is at the head of both its sender's queue and its receiver's
-queue. So
+queue. So each rank runs its compute and its messages one after the other. Both ends of a message
+happen at once, and so do the shards of a unit.
 
-* a compute action waits for the previous compute on its rank, for its messages, and for the last
-  message before it in the queue of its rank; the shards of a unit, which run together, wait for the
-  dependencies of all shards;
-* a message waits for the compute before its SEND and before its RECV, and for the previous message
-  in either queue.
-
-All actions happen if, and only if, this graph has no cycle. Compute waits for messages of other
-actions, too, because the first launch of a kernel on a GPU may load its code, which waits until all
-that was issued before has ended, messages included; so does an allocation that finds no memory.
+Compute waits for messages of other actions, too, because the first launch of a kernel on a GPU may
+load its code, which waits until all that was issued before has ended, messages included; so does an
+allocation that finds no memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 import numpy as np
-import numpy.typing as npt
 
-from sppo.schedule.encoding import (
-    NUM_COMPUTE,
-    RECV_ACT,
-    RECV_GRAD,
-    SEND_ACT,
-    SEND_GRAD,
-    B,
-    EncodedProgram,
-    F,
-)
+from sppo.schedule.encoding import KV, RECV_ACT, RECV_GRAD, SEND_ACT, SEND_GRAD, B, F, W
+from sppo.schedule.graph import Edges, Ints, Standstill, longest_paths
 from sppo.schedule.schedule import Schedule
-from sppo.schedule.simulation.event_loop import DeadlockError
+from sppo.schedule.simulation.clock import DeadlockError
+from sppo.schedule.simulation.step_actions import StepActions
 
-_Nodes = npt.NDArray[np.int64]
-_ACTIVATIONS = (SEND_ACT, RECV_ACT)
-_SENDS = (SEND_ACT, SEND_GRAD)
 _SHOWN = 4
 
 
-def check_deadlock_free(
-    schedule: Schedule, *, programs: Sequence[EncodedProgram] | None = None
-) -> None:
+def check_deadlock_free(schedule: Schedule) -> None:
     """Raise DeadlockError unless `schedule`, with its messages placed, runs to its end.
 
     Args:
         schedule: Schedule in which every message has both ends
             (:mod:`sppo.schedule.checks.validate`).
-        programs: Encoded programs of `schedule`; `schedule.encoded` if not given.
 
     Raises:
         DeadlockError: Messages that wait for each other; the message names where the first ranks
             wait.
     """
-    graph = _WaitingGraph(schedule, programs=programs or schedule.encoded)
-    standing = list(graph.standing())
-    if standing:
-        shown = "; ".join(
-            f"rank {rank} at action {index + 1}, {schedule.programs[rank][index]}"
-            for rank, index in standing[:_SHOWN]
+    actions = StepActions(schedule, schedule.encoded)
+    # What happens at once waits as one action, the first of it, for all that precedes any of it.
+    firsts = np.arange(actions.never + 1)
+    shards, first_shards = actions.first_shards()
+    firsts[shards] = first_shards
+    for send, receive, step in ((SEND_ACT, RECV_ACT, 1), (SEND_GRAD, RECV_GRAD, -1)):
+        sent, received = actions.of(send), actions.of(receive)
+        firsts[received] = _other_ends(actions, received, send, -step * schedule.num_units)
+        lone = _other_ends(actions, sent, receive, step * schedule.num_units) == actions.never
+        lone = np.append(sent[lone], received[firsts[received] == actions.never])
+        for action in lone[:1].tolist():
+            raise DeadlockError(
+                f"{actions.text(action)}: nobody is at the other end", *actions.place(action)
+            )
+    queued = actions.of(F, B, W, KV, SEND_ACT, SEND_GRAD, RECV_ACT, RECV_GRAD)
+    follows = np.flatnonzero(np.diff(actions.ranks[queued]) == 0)
+    joined = np.flatnonzero(firsts != np.arange(firsts.size))
+    edges = Edges.joined(
+        [
+            Edges.of(queued[follows], firsts[queued[follows + 1]]),
+            Edges.of(firsts[joined], joined),
+        ]
+    )
+    try:
+        longest_paths(
+            edges,
+            seconds=np.zeros(firsts.size),
+            ranks=actions.ranks,
+            turns=np.arange(firsts.size),
         )
+    except Standstill as standstill:
+        standing = np.array([service for service, _ in standstill.services])
+        last = actions.compute.size - 1
+        compute = actions.compute[np.minimum(np.searchsorted(actions.compute, standing), last)]
+        same_rank = actions.ranks[compute] == actions.ranks[standing]
+        standing = np.where(same_rank, compute, standing)
+        shown = "; ".join(map(actions.text, standing[:_SHOWN].tolist()))
         raise DeadlockError(
             f"messages wait for each other with one queue per rank: {shown}",
-            rank=standing[0][0],
-            index=standing[0][1],
-        )
+            *actions.place(int(standing[0])),
+        ) from None
 
 
-class _WaitingGraph:
-    """Dependency graph of the compute actions and messages of a program.
-
-    A node is a unit's compute of one kind on one stage, or a message, identified by the stage and
-    unit that make it. If a unit is cut into shards, each of its messages is a node.
-    """
-
-    def __init__(self, schedule: Schedule, *, programs: Sequence[EncodedProgram]) -> None:
-        self._schedule, self._programs = schedule, programs
-        self._size = schedule.num_stages * schedule.num_units
-        self._cut: dict[int, int] = {}
-        self._count = (NUM_COMPUTE + 2) * self._size
-        for (code, slot), parts in schedule.msp_routes.items():
-            self._cut[self._whole_message(code, slot)] = self._count
-            self._count += len(parts)
-        self._compute = [self._compute_nodes(rank) for rank in range(len(programs))]
-        waits = [self._waits_of(rank) for rank in range(len(programs))]
-        self._later, self._earlier = (np.concatenate(ends) for ends in zip(*waits, strict=True))
-
-    def standing(self) -> Iterator[tuple[int, int]]:
-        """Yield the ranks that do not reach their end, and the positions where they wait."""
-        never = self._never_happens()
-        for rank, nodes in enumerate(self._compute):
-            waits = np.flatnonzero((nodes >= 0) & never[nodes])
-            if waits.size:
-                yield rank, int(waits[0])
-
-    def _never_happens(self) -> npt.NDArray[np.bool_]:
-        """Return whether each node is on a cycle or depends on one."""
-        from scipy.sparse import csgraph, csr_array
-
-        def graph(earlier: _Nodes, later: _Nodes) -> csr_array:
-            shape = (self._count + 1, self._count + 1)
-            return csr_array((np.ones(len(later), dtype=np.int8), (earlier, later)), shape=shape)
-
-        _, circle_of = csgraph.connected_components(
-            graph(self._earlier, self._later), connection="strong"
-        )
-        in_circle = np.flatnonzero(np.bincount(circle_of)[circle_of] > 1)
-        never = np.zeros(self._count + 1, dtype=bool)
-        if in_circle.size:
-            source = np.full(in_circle.size, self._count)
-            reached = graph(
-                np.concatenate([self._earlier, source]), np.concatenate([self._later, in_circle])
-            )
-            behind = csgraph.breadth_first_order(reached, self._count, return_predecessors=False)
-            never[behind] = True
-        return never[: self._count]
-
-    def _whole_message(self, code: int, slot: int) -> int:
-        """Return the node of a message of a whole unit."""
-        return (NUM_COMPUTE + (code not in _ACTIVATIONS)) * self._size + slot
-
-    def _compute_nodes(self, rank: int) -> _Nodes:
-        """Return the node of each compute action of a program; -1 for other actions."""
-        program = self._programs[rank]
-        codes, slots = program.codes.astype(np.int64), program.slots.astype(np.int64)
-        nodes: _Nodes = np.where(codes < NUM_COMPUTE, codes * self._size + slots, -1)
-        return nodes
-
-    def _waits_of(self, rank: int) -> tuple[_Nodes, _Nodes]:
-        """Return the edges of the graph on one rank: waiting nodes, and the nodes they wait for."""
-        compute = self._compute[rank]
-        messages, consumers, is_sent = self._messages(rank)
-        places = np.where(compute >= 0, np.arange(compute.size), -1)
-        before = np.concatenate([[-1], np.maximum.accumulate(places)[:-1]])
-        acts = np.flatnonzero((compute >= 0) | (messages >= 0))
-        acts = acts[before[acts] >= 0]
-        queue = messages[messages >= 0]
-        last = np.maximum.accumulate(np.where(messages >= 0, np.arange(compute.size), -1))
-        after = np.flatnonzero((compute >= 0) & (last > before))
-        later = [np.maximum(compute, messages)[acts], queue[1:], consumers[is_sent], compute[after]]
-        earlier = [compute[before[acts]], queue[:-1], messages[is_sent], messages[last[after]]]
-        return np.concatenate(later), np.concatenate(earlier)
-
-    def _messages(self, rank: int) -> tuple[_Nodes, _Nodes, npt.NDArray[np.bool_]]:
-        """Return each action's message (-1 if none), the waiting consumer, and if it is a SEND.
-
-        Raises:
-            DeadlockError: A message of a stage that has no neighbour on that side.
-        """
-        program, units, size = self._programs[rank], self._schedule.num_units, self._size
-        codes, slots = program.codes, program.slots.astype(np.int64)
-        carries, is_sent = np.isin(codes, (*_SENDS, RECV_ACT, RECV_GRAD)), np.isin(codes, _SENDS)
-        is_activation = np.isin(codes, _ACTIVATIONS)
-        step = np.where(is_activation, units, -units)
-        made = slots - step * ~is_sent
-        lone = (np.minimum(made, made + step) < 0) | (np.maximum(made, made + step) >= size)
-        for index in np.flatnonzero(carries & lone).tolist():
-            raise DeadlockError(
-                f"rank {rank}, {self._schedule.programs[rank][index]}: nobody is at the other end",
-                rank=rank,
-                index=index,
-            )
-        nodes = np.where(carries, (NUM_COMPUTE + ~is_activation) * size + made, -1)
-        if self._cut:
-            firsts = [self._cut.get(node, -1) for node in nodes.tolist()]
-            first = np.array(firsts, dtype=np.int64)
-            nodes = np.where(first >= 0, first + program.shards, nodes)
-        consumers = np.where(is_activation, F, B) * size + made + step
-        return nodes, consumers, is_sent
+def _other_ends(actions: StepActions, messages: Ints, code: int, step: int) -> Ints:
+    """Return the actions at the other ends of messages, `never` where there is none."""
+    slots = actions.slots[messages] + step
+    is_there = (slots >= 0) & (slots < actions.size)
+    found = actions.at(code, np.where(is_there, slots, 0), actions.shards[messages])
+    return np.where(is_there, found, actions.never)

@@ -3,15 +3,15 @@
 Rules, each with the failure that it prevents:
 
 * coverage: every F once per stage and unit, every B once (unless evaluation), W, D2H and H2D at
-  most once. A duplicate would add its gradients twice.
+  most once. A duplicate would add its gradients twice. No copy without its counterpart; K and V of
+  a sequence leave a stage for all units, or none.
 * placement: a stage's whole units run on its rank; the shards of a cut unit on as many ranks as
   there are shards, one of them the owner; B on the ranks of its F, because they hold its tensors.
 * forward order: F of subsequence i after F of i - 1 on the same stage, whose K/V it reads.
 * backward order: B after its F, and after B of subsequence i + 1, which completes its dK/dV.
 * weight order: W after its B.
-* copy order: D2H after F, H2D after D2H and before B, none without the other; copies of K and V for
-  all units of a sequence on a stage or for none, and all H2Ds (or KVs, if K and V are recomputed)
-  before the first B that reads them.
+* copy order: D2H after F, H2D after D2H and before B; all H2Ds of K and V (or KVs, if they are
+  recomputed) before the first B that reads them.
 * message coverage: with any message in the schedule, exactly the needed messages.
 * message place: SEND after the action that makes the tensor, RECV before the action that needs it.
 * message order: sends and receives of a directed edge in the same order; any other order delivers a
@@ -53,7 +53,7 @@ from sppo.schedule.encoding import (
     W,
 )
 from sppo.schedule.schedule import Schedule
-from sppo.schedule.simulation.event_loop import DeadlockError, run_clock
+from sppo.schedule.simulation.clock import DeadlockError, run_clock
 
 _MISSING = -1
 
@@ -69,11 +69,8 @@ def validate(schedule: Schedule) -> None:
         raise ScheduleError(schedule.name, violations=violations)
 
 
-def validate_rules(schedule: Schedule) -> tuple[EncodedProgram, ...]:
+def validate_rules(schedule: Schedule) -> None:
     """Raise ScheduleError if `schedule` breaks any rule except "no deadlock", which is not checked.
-
-    Returns:
-        Encoded programs of the schedule.
 
     Raises:
         ScheduleError: A schedule that breaks rules; the message names the first offending actions.
@@ -81,13 +78,12 @@ def validate_rules(schedule: Schedule) -> tuple[EncodedProgram, ...]:
     violations = _broken_rules(schedule, programs=schedule.encoded)
     if violations:
         raise ScheduleError(schedule.name, violations=violations)
-    return schedule.encoded
 
 
 def find_violations(schedule: Schedule) -> tuple[Violation, ...]:
     """Return all violations of `schedule`; rules about order are checked only if coverage holds."""
     programs = schedule.encoded
-    return _broken_rules(schedule, programs=programs) or _deadlock(schedule, programs=programs)
+    return _broken_rules(schedule, programs=programs) or _deadlock(schedule)
 
 
 def _broken_rules(
@@ -233,11 +229,11 @@ def _helps(program: EncodedProgram, *, stage: int, num_units: int) -> bool:
     return bool((program.slots[compute] // num_units == stage).any())
 
 
-def _deadlock(schedule: Schedule, *, programs: Sequence[EncodedProgram]) -> tuple[Violation, ...]:
+def _deadlock(schedule: Schedule) -> tuple[Violation, ...]:
     """Simulate the schedule, and return a violation if its ranks wait for each other."""
     costs = abstract_costs(schedule.num_stages, num_units=schedule.num_units)
     try:
-        run_clock(schedule, programs=programs, costs=costs)
+        run_clock(schedule, costs=costs)
     except DeadlockError as error:
         return (Violation("no deadlock", str(error), error.rank, error.index),)
     return ()

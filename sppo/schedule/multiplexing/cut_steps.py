@@ -2,7 +2,7 @@
 
 Within a sequence, forwards run in the order in which they can start, and backwards in the reverse
 order, on all ranks. So one walk along that order gives the step time, equal to the result of the
-event loop (:mod:`sppo.schedule.simulation.event_loop`) for the program, without making the program.
+simulation (:mod:`sppo.schedule.simulation.clock`) of the program, without making the program.
 """
 
 from __future__ import annotations

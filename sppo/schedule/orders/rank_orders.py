@@ -151,8 +151,7 @@ def _backwards_before_forwards(name: str, request: _Request, passes: Passes) -> 
     GPipe, breadth-first schedules and a single rank run all backwards of a group before the
     forwards of the next. All others alternate, with more forwards in flight on each rank towards
     the front: one for each rank to the last (papers/seq1f1b), two if ranks have several stages, as
-    in Megatron-LM. If sequences have unequal numbers of subsequences, no more forwards are in
-    flight at a time than the remaining sequences need.
+    in Megatron-LM.
     """
     ranks, count = request.num_ranks, passes.forward.size
     if request.forwards_before_backward:
@@ -160,10 +159,7 @@ def _backwards_before_forwards(name: str, request: _Request, passes: Passes) -> 
         return np.stack([np.searchsorted(own, np.arange(count), side="right") for own in paced])
     if name in ("gpipe", LOOPED) or _runs_sequences_alone(name, request):
         return np.broadcast_to(passes.ended, (ranks, count))
-    hops = np.arange(ranks)[::-1]
-    if name.startswith("interleaved"):
-        return passes.alternating(ahead=2 * hops, hops=hops)
-    return passes.alternating(ahead=np.minimum(hops, count - passes.least_warmup), hops=hops)
+    return passes.alternating(ranks, ahead_per_hop=2 if name.startswith("interleaved") else 1)
 
 
 def _checked(name: str, request: _Request) -> _Request:

@@ -101,50 +101,39 @@ class Passes:
         ended = num_virtual * begin[forward % len(units)]
         return cls(forward, np.argsort(back), place, ended, len(units))
 
-    def alternating(self, *, ahead: Indices, hops: Indices) -> Indices:
-        """Return the backwards before each forward if a rank alternates after a warm-up.
+    def alternating(self, num_ranks: int, *, ahead_per_hop: int) -> Indices:
+        """Return the backwards before each forward if ranks alternate after a warm-up.
 
-        The last rank begins each forward as late as its backwards allow. If all sequences have
-        equally many subsequences, its warm-up is :attr:`least_warmup` throughout; if those with
-        most come first, it shrinks once these are done, and fewer units are held: a step may take a
-        few percent less or more time than with a constant warm-up. Other ranks run `ahead` more
-        forwards before each backward. They do not run a unit on a later virtual stage before the
-        last rank has run it on the virtual stage before: that would be a deadlock.
+        Before the k-th backward, the last rank has begun k + 1 forwards, and as many more as that
+        backward and the later ones need to follow their own forwards. For N subsequences per
+        sequence these are the N - 1 of Seq1F1B, and (v - 1) * G + N - 1 for v virtual stages and
+        groups of G units. If sequences with most subsequences come first, the number shrinks once
+        these are done, and fewer units are held: a step may take a few percent less or more time
+        than with a constant warm-up.
+
+        Other ranks run more forwards before each backward. They do not run a unit on a later
+        virtual stage before the last rank has run it on the virtual stage before: that would be a
+        deadlock.
 
         Args:
-            ahead: Number of forwards that each rank runs ahead of the last rank.
-            hops: Number of ranks from each one to the last.
+            num_ranks: Number of ranks.
+            ahead_per_hop: Number of forwards that a rank runs ahead of the next one.
 
         Returns:
             Number of backwards, [ranks, forwards].
         """
-        index = np.arange(self.forward.size)
-        begun = np.minimum(index.size, index + 1 + self._warmup)
-        last = np.searchsorted(np.maximum.accumulate(begun), index, side="right")
-        behind = index - ahead[:, None]
+        index, hops = np.arange(self.forward.size), np.arange(num_ranks)[::-1, None]
+        needed = self.place[self.backward] - index
+        warmup = np.maximum.accumulate(needed[::-1])[::-1]
+        begun = np.maximum.accumulate(np.minimum(index.size, index + 1 + warmup))
+        last = np.searchsorted(begun, index, side="right")
+        behind = index - ahead_per_hop * hops
         before = np.where(behind >= 0, last[np.maximum(behind, 0)], 0)
         later = np.flatnonzero(self.forward >= self.num_units)
         on_stage_before = self.place[self.forward[later] - self.num_units]
         # A rank lags behind the last one by a backward per hop.
-        least = last[on_stage_before] - hops[:, None]
-        before[:, later] = np.maximum(before[:, later], least)
+        before[:, later] = np.maximum(before[:, later], last[on_stage_before] - hops)
         return np.maximum.accumulate(before, axis=1)
-
-    @property
-    def least_warmup(self) -> int:
-        """Number of forwards that precede the first forward-backward pair on the last rank.
-
-        The k-th backward runs after warm-up + k + 1 forwards, which must include its own forward.
-        For N subsequences per sequence this is the N - 1 of Seq1F1B, and (v - 1) * G + N - 1 for v
-        virtual stages and groups of G units; sequences of different N need no further rule.
-        """
-        return int(self._warmup[0])
-
-    @property
-    def _warmup(self) -> Indices:
-        """Least warm-up that each backward and all later ones need."""
-        needed = self.place[self.backward] - np.arange(self.backward.size)
-        return np.maximum.accumulate(needed[::-1])[::-1]
 
 
 def merged(passes: Passes, before: Indices) -> tuple[Codes, Indices]:

@@ -3,7 +3,7 @@
 The times of such a program follow from the order of each rank's compute, so the simulation needs
 no actions for messages and copies and no checks. It is ten times as fast as
 :func:`sppo.schedule.simulation.simulate.simulate` on the program of the same step, with the same
-result. :mod:`sppo.schedule.simulation.event_loop` lists the dependencies.
+result. :mod:`sppo.schedule.simulation.dependencies` lists the dependencies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from sppo.schedule.costs import Costs, Link, Table
 from sppo.schedule.encoding import B, F, W
 from sppo.schedule.orders.rank_orders import ForwardsBeforeBackward, RankOrder, rank_orders
-from sppo.schedule.simulation.event_loop import DeadlockError
+from sppo.schedule.simulation.clock import DeadlockError
 from sppo.schedule.simulation.lockstep import Compute, LockstepRanks, runs_in_lockstep
 from sppo.schedule.simulation.simulated_step import SimulatedStep
 

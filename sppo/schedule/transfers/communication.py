@@ -31,7 +31,7 @@ from sppo.schedule.encoding import (
 )
 from sppo.schedule.messages import needed_messages
 from sppo.schedule.schedule import Schedule
-from sppo.schedule.simulation.event_loop import run_clock
+from sppo.schedule.simulation.clock import run_clock
 
 _WIRES = ((F, SEND_ACT, RECV_ACT, 1), (B, SEND_GRAD, RECV_GRAD, -1))
 """Compute that makes a tensor, SEND and RECV of the tensor, and the step to the stage that needs
@@ -138,9 +138,9 @@ def _turns(schedule: Schedule, *, costs: Costs | None, ends_of: EndsOf | None) -
     )
     computes = [program.take(program.codes < NUM_COMPUTE) for program in schedule.encoded]
     if ends_of is None:
-        clock = run_clock(schedule, programs=schedule.encoded, costs=costs)
+        clock = run_clock(schedule, costs=costs)
         ends = [
-            np.array(finishes)[program.codes < NUM_COMPUTE]
+            finishes[program.codes < NUM_COMPUTE]
             for finishes, program in zip(clock.finishes_s, schedule.encoded, strict=True)
         ]
     else:

@@ -11,16 +11,16 @@ from pathlib import Path
 
 from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, list_checkpoints
 from sppo.config import RunConfig
-from sppo.cost.kv import offloaded_kv_bytes
 from sppo.cost.layer import ACCUMULATION_BYTES
 from sppo.cost.memory.process_growth import PLANNING_PROCESS_BYTES, REPORT_BYTES, step_bytes
 from sppo.cost.memory.stage_memory import checkpoint_bytes
-from sppo.cost.memory.tier_memory import OFFLOADED, SAVED_IN_BACKGROUND
+from sppo.cost.memory.tier_memory import SAVED_IN_BACKGROUND
 from sppo.cost.parameters import num_parameters
+from sppo.hardware.description import DeviceKind
 from sppo.offload.disk.disk_room import DiskRoom, is_memory, usable_directory
 from sppo.planning.plan import ExecutionPlan
-from sppo.planning.too_large import offload_less
-from sppo.training.devices.device import Device, DeviceKind
+from sppo.planning.too_large import tier_too_small
+from sppo.training.devices.device import Device
 from sppo.units import format_bytes
 
 
@@ -140,31 +140,17 @@ def _check_host(run: RunConfig, plan: ExecutionPlan, host_bytes: int) -> None:
         for buckets, copied in zip(plan.rank_tier_buckets("host"), saved, strict=False)
     ]
     fullest = max(ranks, key=lambda buckets: sum(buckets.values()))
-    needed, copied = sum(fullest.values()), fullest[SAVED_IN_BACKGROUND]
-    if needed <= host_bytes:
+    if sum(fullest.values()) <= host_bytes:
         return
-    parts = ", ".join(f"{format_bytes(size)} {name}" for name, size in fullest.items() if size)
-    taken = (
-        f"a rank takes {format_bytes(needed)} of host memory ({parts}), and "
-        f"{format_bytes(host_bytes)} may be used"
-    )
-    if needed - copied <= host_bytes:
-        raise MemoryError(f"{taken}: write checkpoint.async_save=false, or end other programs")
-    offloaded = fullest[OFFLOADED]
-    left = host_bytes - (needed - offloaded)
-    less = _offload_less(plan, free_bytes=left, needed_bytes=offloaded)
-    raise MemoryError(f"{taken}: {less}, or end other programs")
-
-
-def _offload_less(plan: ExecutionPlan, *, free_bytes: int, needed_bytes: int) -> str:
-    """Return, for a message, how to change a run so that a rank offloads no more than fits."""
-    if not needed_bytes:
-        return "keep weights, gradients and optimizer states on the device (the section state)"
-    return offload_less(
-        room_bytes=max(0, free_bytes),
-        needed_bytes=needed_bytes,
-        kv_bytes=offloaded_kv_bytes(plan.candidate()),
-        ratio=max(plan.predicted.offload_ratios),
+    raise MemoryError(
+        tier_too_small(
+            run,
+            plan.candidate(),
+            plan.placement(),
+            place="host",
+            buckets=fullest,
+            room_bytes=host_bytes,
+        )
     )
 
 
@@ -176,10 +162,9 @@ def check_disk(run: RunConfig, plan: ExecutionPlan, free: FreeMemory) -> None:
         MemoryError: The disk space, or the limit on the size of a file, is too small.
     """
     fullest = max(plan.rank_tier_buckets("disk"), key=lambda buckets: sum(buckets.values()))
-    needed, offloaded = sum(fullest.values()), fullest[OFFLOADED]
+    needed = sum(fullest.values())
     if not needed:
         return
-    disk, local_ranks = free.disk, free.local_ranks
     if run.activations.disk is None:
         raise ValueError(
             "the plan needs a disk: write activations.disk=DIR, on a fast local "
@@ -192,13 +177,17 @@ def check_disk(run: RunConfig, plan: ExecutionPlan, free: FreeMemory) -> None:
             f"and this process may write files of {format_bytes(largest)} at most: raise that "
             "limit (ulimit -f), or offload less"
         )
-    needed *= local_ranks
-    if needed > disk.usable_bytes:
-        left = disk.usable_bytes // local_ranks - (needed // local_ranks - offloaded)
-        less = _offload_less(plan, free_bytes=left, needed_bytes=offloaded)
+    room_bytes = free.disk.usable_bytes // free.local_ranks
+    if needed > room_bytes:
         raise MemoryError(
-            f"the plan puts {format_bytes(needed)} on activations.disk={run.activations.disk}: "
-            f"{disk}; {less}, or name a directory on a larger disk"
+            tier_too_small(
+                run,
+                plan.candidate(),
+                plan.placement(),
+                place="disk",
+                buckets=fullest,
+                room_bytes=room_bytes,
+            )
         )
 
 

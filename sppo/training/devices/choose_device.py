@@ -1,20 +1,23 @@
-"""Choice of the device of a run, and the machine that its ranks plan for."""
+"""What a run is trained on: the device of a process, the machine, and the degrees left open."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import torch
 
-from sppo.config.run import RunConfig
-from sppo.hardware.description import HardwareSpec
+from sppo.config.run import DEGREES, RunConfig
+from sppo.data.samples.step_lengths import drawn_steps_if_there
+from sppo.hardware.description import DeviceKind, HardwareSpec
 from sppo.hardware.file import hardware_for
 from sppo.hardware.this_machine import C_HEAP_SHARE, as_seen_by_ranks
 from sppo.kernels.native.cpu_allocator import install_cpu_allocator
 from sppo.parallel.job.environment import RankEnvironment
+from sppo.planning.chosen_run import with_chosen_degrees
 from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.devices.cuda_device import CudaDevice, prepare_cuda
-from sppo.training.devices.device import Device, DeviceKind
+from sppo.training.devices.device import Device
 
 
 def device_kind(run: RunConfig) -> DeviceKind:
@@ -95,6 +98,44 @@ def machine_of_ranks(
     if device.kind == "cpu":
         return as_seen_by_ranks(_with_heap(hardware), num_nodes * local_ranks, is_here=True)
     return replace(hardware, node=replace(hardware.node, num_devices=local_ranks))
+
+
+def ranks_to_divide(run: RunConfig, environment: RankEnvironment | None) -> int:
+    """Return the number of ranks for which degrees are to be chosen; 0 if none is left to choose.
+
+    These are the ranks that a launcher has started, or else one on each device of this machine; a
+    CPU is one device.
+
+    Args:
+        run: Validated run configuration.
+        environment: Place of this process among started ranks; None if there are none.
+    """
+    ranks = count_devices(run) if environment is None else environment.world_size
+    written = prod(getattr(run.parallel, name) for name in DEGREES)  # those left out are 1
+    return ranks if run.parallel.open_degrees and written < ranks else 0
+
+
+def chosen_degrees(
+    run: RunConfig, environment: RankEnvironment | None, *, ranks: int
+) -> dict[str, int]:
+    """Return the degrees that `run` leaves out, by name, as ``sppo solve`` chooses them.
+
+    The choice is deterministic and independent of free memory, so all ranks choose alike, and so
+    does a resumed run.
+
+    Args:
+        run: Validated run configuration.
+        environment: Place of this process among started ranks; None if there are none.
+        ranks: Number of ranks, of :func:`ranks_to_divide`.
+
+    Raises:
+        ValueError: The run asks for something that the machine or the model cannot do.
+    """
+    local_ranks = ranks if environment is None else environment.local_world_size
+    device = choose_device(run, environment=environment)
+    hardware = machine_of_ranks(run, device, num_ranks=ranks, local_ranks=local_ranks)
+    whole = with_chosen_degrees(run, hardware=hardware, draw=drawn_steps_if_there).run
+    return {name: getattr(whole.parallel, name) for name in run.parallel.open_degrees}
 
 
 def _named_kind(run: RunConfig) -> DeviceKind | None:

@@ -15,7 +15,7 @@ import torch
 
 from sppo.engine.trace import HostStopwatch, Stopwatch
 from sppo.engine.unit import SequenceData
-from sppo.hardware.description import HardwareSpec
+from sppo.hardware.description import DeviceKind, HardwareSpec
 from sppo.hardware.this_machine import describe_cpu, usable_memory_bytes
 from sppo.kernels.native.cpu_allocator import describe_cpu_allocator, install_cpu_allocator
 from sppo.kernels.native.machine_memory import memory_room
@@ -31,20 +31,32 @@ from sppo.offload.state_memory import StateMemory
 from sppo.offload.transfers import ThreadTransfers, Transfers
 from sppo.parallel.job.environment import RankEnvironment
 from sppo.planning.plan import ExecutionPlan
-from sppo.training.devices.device import DeviceKind, PoolUse
+from sppo.training.devices.pool_use import PoolUse
 from sppo.units import counted
 
 
 @dataclass(frozen=True, slots=True)
 class CpuDevice:
-    """The CPU, with the machine's memory."""
+    """The CPU, with the machine's memory.
+
+    Attributes:
+        kind: Kind of device, in the terms of hardware descriptions.
+        torch_device: Torch device on which tensors live.
+        group_device: Device whose tensors NCCL sends between ranks; None if gloo sends tensors.
+    """
 
     kind: DeviceKind = "cpu"
     torch_device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
     group_device: torch.device | None = None
 
     def begin(self, environment: RankEnvironment | None = None) -> None:
-        """Install the memory pool of CPU tensors, which can return freed memory to the system."""
+        """Install the memory pool of CPU tensors, which can return freed memory to the system.
+
+        A second call does nothing more.
+
+        Args:
+            environment: Place of this process in its job, at the first call; None if it is alone.
+        """
         install_cpu_allocator()
 
     def describe(self) -> str:
@@ -60,7 +72,11 @@ class CpuDevice:
         return describe_cpu(usable_memory_bytes())
 
     def free_bytes(self, *, local_ranks: int) -> int:
-        """Return this rank's equal share of the free memory, in bytes."""
+        """Return this rank's equal share of the free memory, in bytes.
+
+        Args:
+            local_ranks: Number of processes of the run on this machine.
+        """
         return memory_room().share_bytes(local_ranks)
 
     def describe_free_memory(self) -> str:
@@ -130,7 +146,12 @@ class CpuDevice:
     def transfers(
         self, memory: StateMemory | None, *, failed_step_timeout_s: float | None
     ) -> Transfers:
-        """Return the copies to and from a file, by threads."""
+        """Return the copies of training state to and from a file, by threads.
+
+        Args:
+            memory: Memory of the state in a file.
+            failed_step_timeout_s: Has no effect: threads never wait for another rank.
+        """
         assert memory is not None, "host memory is the device's own"
         return ThreadTransfers(memory.drop_pages)
 

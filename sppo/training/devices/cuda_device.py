@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sppo.engine.trace import CudaStopwatch, Stopwatch
 from sppo.engine.unit import SequenceData
-from sppo.hardware.description import HOST_FRACTION, HardwareSpec
+from sppo.hardware.description import HOST_FRACTION, DeviceKind, HardwareSpec
 from sppo.hardware.numa import NumaNode, node_of_pci_device, pci_address, stay_near
 from sppo.hardware.this_machine import (
     Gpus,
@@ -37,7 +37,7 @@ from sppo.offload.state_memory import StateMemory
 from sppo.offload.transfers import CudaTransfers, Transfers
 from sppo.parallel.job.environment import RankEnvironment
 from sppo.planning.plan import ExecutionPlan
-from sppo.training.devices.device import DeviceKind, PoolUse
+from sppo.training.devices.pool_use import PoolUse
 from sppo.units import format_bytes
 
 _cuda: Any = torch.cuda  # parts of it have no types
@@ -76,7 +76,7 @@ def _allocator_variable() -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class CudaDevice:
-    """Implementation of :class:`sppo.training.devices.device.Device` for one GPU.
+    """One GPU.
 
     Attributes:
         torch_device: Torch device of the GPU.
@@ -92,7 +92,13 @@ class CudaDevice:
         return self.torch_device
 
     def begin(self, environment: RankEnvironment | None = None) -> None:
-        """Make the GPU torch's current device, and bind the process to the nearest NUMA node."""
+        """Make the GPU torch's current device, and bind the process to the nearest NUMA node.
+
+        Called before any tensor is allocated; a second call does nothing more.
+
+        Args:
+            environment: Place of this process in its job, at the first call; None if it is alone.
+        """
         _cuda.set_device(self.torch_device)
         allowed = cores = count_cores()
         node = _node_of(self.torch_device)
@@ -205,7 +211,15 @@ class CudaDevice:
         _cuda.synchronize(self.torch_device)
 
     def wait_with_timeout(self, marks: Sequence[Any], *, stall_timeout_s: float) -> bool:
-        """Wait for the work issued so far; return False if the GPU makes no progress too long."""
+        """Wait for the work issued so far; return False if the GPU makes no progress too long.
+
+        Args:
+            marks: Marks of the stopwatch, in the order in which compute reaches them.
+            stall_timeout_s: Longest time in seconds in which compute may reach no mark.
+
+        Raises:
+            RuntimeError: The device has failed.
+        """
         stream = _cuda.current_stream(self.torch_device)
         return wait_with_timeout(
             _cuda, self.torch_device, [stream], stall_timeout_s=stall_timeout_s, marks=marks
@@ -218,7 +232,13 @@ class CudaDevice:
     def transfers(
         self, memory: StateMemory | None, *, failed_step_timeout_s: float | None
     ) -> Transfers:
-        """Return the copies to and from page-locked host memory, on two streams."""
+        """Return the copies of training state to and from page-locked host memory, on two streams.
+
+        Args:
+            memory: None: the tier is host memory, not a file.
+            failed_step_timeout_s: Longest time in seconds to wait for the copies of a failed step;
+                None for no limit.
+        """
         assert memory is None, "what leaves a GPU goes to host memory"
         return CudaTransfers(self.torch_device, failed_step_timeout_s=failed_step_timeout_s)
 
@@ -231,7 +251,16 @@ class CudaDevice:
         debug: bool,
         failed_step_timeout_s: float | None,
     ) -> list[OffloadStore]:
-        """Return stores that offload to page-locked host memory, or through it to a disk."""
+        """Return stores that offload to page-locked host memory, or through it to a disk.
+
+        Args:
+            plan: Plan of the run.
+            count: Number of stores to return; 0 if nothing is offloaded.
+            disk: Directory of a disk tier; None without one.
+            debug: Verify checksums of the copies back, and overwrite each slot after its use.
+            failed_step_timeout_s: Longest time in seconds to wait for the copies of a failed step;
+                None for no limit.
+        """
         if not count:
             return []
         assert disk is not None or plan.activation_tier != "disk", "checked before training"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from sppo.cost.memory.process_growth import POOL_FREE_BYTES
 from sppo.cost.memory.stage_memory import MemoryBuckets
 from sppo.engine.engine import EnginePeaks
-from sppo.training.devices.device import PoolUse
+from sppo.training.devices.pool_use import PoolUse
 from sppo.training.state import TrainingState
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from sppo.checkpoint.state_block import StateBlock
+from sppo.config import RunConfig
+from sppo.parallel.host_collectives import HostCollectives
+from sppo.training.steps.step import StepSums
 
 _NAMED = 4
 
@@ -21,12 +24,13 @@ class NonFiniteGuard:
     """Decides for each step whether its update may be applied.
 
     Args:
-        stop_at_once: Stop at the first step that is not finite instead of skipping its update.
-        limit: Largest number of steps in a row whose updates are skipped.
+        run: Run configuration, with the limit on steps in a row whose updates are skipped.
+        peers: Collectives over all ranks, which decide together.
     """
 
-    def __init__(self, *, stop_at_once: bool, limit: int) -> None:
-        self._limit = 0 if stop_at_once else limit
+    def __init__(self, run: RunConfig, peers: HostCollectives) -> None:
+        self._peers = peers
+        self._limit = 0 if run.train.nonfinite == "stop" else run.train.max_nonfinite_steps
         self._in_a_row = 0
 
     @property
@@ -34,34 +38,28 @@ class NonFiniteGuard:
         """True if the last step was not finite."""
         return self._in_a_row > 0
 
-    def problem(
-        self,
-        *,
-        step: int,
-        loss: float,
-        norm: float,
-        gradients: Mapping[str, Tensor],
-        all_gather: Callable[[Sequence[str]], Sequence[str]] = lambda own: own,
-    ) -> str | None:
+    def problem(self, step: int, sums: StepSums) -> str | None:
         """Return why the update of a step must be skipped; None if loss and norm are finite.
 
         Args:
             step: Number of the step, counted from 1.
-            loss: Loss of the step, the same on every rank.
-            norm: Norm of the gradients of all parameters, the same on every rank.
-            gradients: Gradients of this rank, by name.
-            all_gather: Returns the names that any rank passes; called only in a step that is not
-                finite.
+            sums: Loss and gradients of the step.
 
         Raises:
             NonFiniteError: More steps in a row were not finite than allowed.
         """
-        if math.isfinite(loss) and math.isfinite(norm):
+        if math.isfinite(sums.loss) and math.isfinite(sums.norm):
             self._in_a_row = 0
             return None
         self._in_a_row += 1
-        culprits = _culprits(all_gather(_nonfinite_names(gradients)))
-        report = f"step {step}: loss {loss}, gradient norm {norm}; {culprits}"
+        told = self._peers.all_gather(_nonfinite_names(sums.gradients))
+        bad = sorted({name for names in told for name in names})
+        culprits = (
+            f"not finite in the gradients of {_first_of(bad)}"
+            if bad
+            else "every gradient is finite"
+        )
+        report = f"step {step}: loss {sums.loss}, gradient norm {sums.norm}; {culprits}"
         if self._in_a_row > self._limit:
             raise NonFiniteError(
                 f"{report}. {self._in_a_row} such steps in a row, train.max_nonfinite_steps and "
@@ -88,10 +86,6 @@ def nonfinite_place(state: Mapping[str, StateBlock]) -> str | None:
             more = f" and {int(rows.sum()) - 1} more" if rows.sum() > 1 else ""
             return f"{name} is not finite in row {first}{more} of {(*block.global_shape, 1)[0]}"
     return None
-
-
-def _culprits(bad: Sequence[str]) -> str:
-    return f"not finite in the gradients of {_first_of(bad)}" if bad else "every gradient is finite"
 
 
 def _nonfinite_names(tensors: Mapping[str, Tensor]) -> list[str]:

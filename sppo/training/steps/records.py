@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 from sppo.report.display import TrainingDisplay
-from sppo.report.metrics import METRICS_FILE, JsonlSink, MetricSink, StepMetrics
+from sppo.report.metrics import METRICS_FILE, JsonlSink, StepMetrics
 from sppo.report.step_line import step_line
 from sppo.report.tensorboard_sink import TensorBoardSink
 from sppo.training.job import Job, Ranks
@@ -156,7 +156,7 @@ class StepRecords:
         self._output, self._first_step = outcome.output, outcome.first_step
         self._capacity_bytes = outcome.base.capacity_bytes
         self._started = time.perf_counter()
-        self._sinks: list[MetricSink] = []
+        self._sinks: list[JsonlSink | TensorBoardSink] = []
         self.display = TrainingDisplay(
             job.console, total_steps=job.run.train.steps, first_step=outcome.first_step
         )
@@ -206,7 +206,7 @@ class StepRecords:
             named = OSError(error.errno, error.strerror, error.filename or where)
             self.failure = self.failure or named
 
-    def _open_sinks(self, stack: ExitStack) -> Iterator[MetricSink]:
+    def _open_sinks(self, stack: ExitStack) -> Iterator[JsonlSink | TensorBoardSink]:
         """Open and yield the metric sinks, which ``stack`` closes."""
         output, done = self._output, self._first_step
         yield stack.enter_context(closing(JsonlSink(output / METRICS_FILE, resume_step=done)))

@@ -7,21 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
-from sppo.activations.tensor_classes import ATTENTION, LINEAR
-from sppo.config import RunConfig
-from sppo.cost.flops import executed_step_flops, sample_flops, step_flops
+from sppo.cost.flops import sample_flops, step_flops
 from sppo.cost.memory.process_growth import code_bytes
 from sppo.cost.memory.stage_memory import MemoryBuckets
-from sppo.cost.packed_sequence import parts_of_sequence
+from sppo.cost.stage_cost import executed_flops
 from sppo.data.samples.document_samples import DocumentSamples
 from sppo.data.sequences import TrainingData
 from sppo.engine.step_programs import PlannedStep
 from sppo.engine.unit import SequenceData
 from sppo.kernels.labels import IGNORED_LABEL
-from sppo.parallel.mesh import Mesh
 from sppo.planning.elastic.packing import PADDING
 from sppo.planning.elastic.replica_plan import StepRequest
 from sppo.planning.elastic.step_correction import CorrectionHistory, StepCorrection
@@ -29,7 +25,7 @@ from sppo.planning.elastic.step_plan import StepPlan, step_planner
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.simulated_run import simulated_plan
 from sppo.schedule.program import Case
-from sppo.training.job import Ranks
+from sppo.training.job import Job
 from sppo.training.steps.corrections import Corrections, saved_history
 from sppo.training.steps.measured import StepPhases
 from sppo.training.steps.planning_ahead import StepPlans, TakenPlan
@@ -97,20 +93,14 @@ class StepSource(ABC):
 class SequenceSteps(StepSource):
     """Source of steps of the token stream, whose sequences have one length; all steps are alike."""
 
-    def __init__(
-        self, run: RunConfig, data: TrainingData, *, plan: ExecutionPlan, mesh: Mesh
-    ) -> None:
+    def __init__(self, job: Job, data: TrainingData, plan: ExecutionPlan) -> None:
+        run, mesh = job.run, job.ranks.mesh
         self._data, self._plan, self._mesh = data, plan, mesh
         self._count = run.train.sequences_per_step // mesh.shape.data_parallel
         length, predicted = run.sequence.length, plan.predicted
         self._tokens = self._count * length
         self._model_flops = step_flops(run.model, length=length, sequences=self._count)
-        self._executed_flops = self._count * executed_step_flops(
-            run.model,
-            parts_of_sequence(plan.lengths),
-            linear_recomputed=np.array(plan.recomputed_fractions(LINEAR)),
-            attention_recomputed=np.array(plan.recomputed_fractions(ATTENTION)),
-        )
+        self._executed_flops = executed_flops(plan.candidate(), plan.placement())
         self._phases = StepPhases(predicted.forward_s, predicted.backward_s, predicted.update_s)
 
     def work(self, step: int, *, consumed: int) -> StepWork:
@@ -145,14 +135,9 @@ class SampleSteps(StepSource):
     """Source of steps of samples, which are divided over replicas, packed, and planned."""
 
     def __init__(
-        self,
-        run: RunConfig,
-        data: DocumentSamples,
-        *,
-        plan: ExecutionPlan,
-        ranks: Ranks,
-        history: CorrectionHistory,
+        self, job: Job, data: DocumentSamples, plan: ExecutionPlan, history: CorrectionHistory
     ) -> None:
+        run, ranks = job.run, job.ranks
         self._run, self._data, self._mesh = run, data, ranks.mesh
         self._corrections = Corrections(history, plan=plan, peers=ranks.peers)
         self._plans = StepPlans(
@@ -254,23 +239,19 @@ class SampleSteps(StepSource):
 
 
 def step_source(
-    run: RunConfig,
+    job: Job,
     data: TrainingData | DocumentSamples,
-    *,
     plan: ExecutionPlan,
-    ranks: Ranks,
     metadata: Mapping[str, Any],
 ) -> StepSource:
     """Return the source of this rank's steps; the caller closes it at the end of the run.
 
     Args:
-        run: Validated run configuration.
+        job: Job that trains the run.
         data: Training data of the run.
         plan: Plan of the run.
-        ranks: All ranks of the run.
         metadata: Metadata of the checkpoint from which the run resumes; {} without one.
     """
     if isinstance(data, DocumentSamples):
-        history = saved_history(metadata, plan=plan)
-        return SampleSteps(run, data, plan=plan, ranks=ranks, history=history)
-    return SequenceSteps(run, data, plan=plan, mesh=ranks.mesh)
+        return SampleSteps(job, data, plan, saved_history(metadata, plan=plan))
+    return SequenceSteps(job, data, plan)

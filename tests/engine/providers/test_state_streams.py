@@ -16,7 +16,8 @@ from sppo.schedule.actions import ActionKind
 from sppo.schedule.costs import abstract_costs
 from sppo.schedule.generate import generate
 from sppo.schedule.program import lower
-from sppo.schedule.simulation.event_loop import COMMUNICATION, run_clock
+from sppo.schedule.simulation.clock import run_clock
+from sppo.schedule.simulation.dependencies import COMMUNICATION
 from tests.engine.models import (
     Trained,
     assert_equal_bits,
@@ -72,7 +73,7 @@ def test_it_waits_for_reductions_as_often_as_is_priced(schedule, p, v, n, m):
     lengths = ((1,) * n,) * m
     plain = generate(schedule, num_ranks=p, num_virtual=v, lengths=lengths)
     program = lower(plain, costs=costs)
-    clock = run_clock(program, programs=program.encoded, costs=costs)
+    gaps = run_clock(program, costs=costs).gaps
     sums = SimpleNamespace(leave=lambda stage, complete: None, bring_back=lambda stage: None)
     settled = []
     provider = SimpleNamespace(reduce=lambda stage: None, wait_reductions=lambda: settled.append(1))
@@ -93,7 +94,8 @@ def test_it_waits_for_reductions_as_often_as_is_priced(schedule, p, v, n, m):
                     * costs.last_reduction_wait_s[action.stage]
                     * (action.stage not in reduced)
                 )
-        priced_s = sum(end - start for start, end, why in clock.gaps[rank] if why == COMMUNICATION)
+        own = (gaps.ranks == rank) & (gaps.causes == COMMUNICATION)
+        priced_s = (gaps.ends_s - gaps.begins_s)[own].sum()
         assert priced_s == waited_s
         leave = sum(a.kind is ActionKind.D2H and a.wire == "gradients" for a in actions)
         assert (waited_s > 0) == (leave > v)

@@ -207,17 +207,17 @@ def test_every_dtype(place, dtype):
         assert_right(place, shape, dtype=dtype, window=30, document_starts=(0, 60))
 
 
-@each_place("head_size", [24, 64, 96, 128, 256], interpreted=[24, 64, 96])
+@each_place("head_size", [24, 64, 96, 128, 256], interpreted=[24, 96])
 def test_head_sizes(place, head_size):
     assert_right(place, Shape(37, 83, 2, 1, head_size), dtype=some_dtype(place))
 
 
-@each_place("group", [1, 3, 5, 8], interpreted=[1, 3])
+@each_place("group", [1, 3, 5, 8], interpreted=[3])
 def test_grouped_queries(place, group):
     assert_right(place, Shape(19, 71, 2 * group, 2, 64), dtype=some_dtype(place))
 
 
-@each_place("seed", range(8), interpreted=[0, 1, 2, 5, 6, 7])
+@each_place("seed", range(8), interpreted=[0, 7])
 def test_random_shapes(place, seed):
     random = torch.Generator().manual_seed(seed)
 

@@ -102,45 +102,28 @@ def test_no_file_and_half_a_file_are_no_record(path):
     assert read_progress(path) is None
 
 
-def test_a_note_costs_microseconds():
-    progress = RankProgress.create(None)
-    started_s = time.perf_counter()
-    for position in range(20_000):
-        progress.note(step=0, position=position, action="0SEND_ACT0.3")
-    assert (time.perf_counter() - started_s) / 20_000 < 50e-6  # measured 0.3e-6 on an idle machine
-
-
 WRITER = """
-import sys
+import sys, time
 from pathlib import Path
 from sppo.parallel.job.flight_record import RankProgress
 
 progress = RankProgress.create(Path(sys.argv[1]))
 for number in range(10**9):
-    text = str(number % 10) * 40
-    progress.note(step=number, position=number, action=text, num_actions=number)
-    progress.note(step=number, position=number, action=text, num_actions=number)
+    progress.note(step=number, position=number, action=str(number % 10) * 40, num_actions=number)
+    print(number, flush=True)
+    time.sleep(0.001)
 """
 
 
-def test_records_read_while_written_are_whole_and_the_last_survives_a_kill(path):
-    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)])
-    try:
-        while (note := read_progress(path)) is None or note.step is None:
-            time.sleep(0.01)
-        seen = set()
-        until_s = time.monotonic() + 1
-        while time.monotonic() < until_s:
-            note = read_progress(path)
-            assert note.action == str(note.step % 10) * 40
-            assert note.position == note.num_actions == note.step
-            seen.add(note.step)
-        assert len(seen) > 10
-    finally:
+def test_the_last_record_survives_a_kill(path):
+    words = [sys.executable, "-c", WRITER, str(path)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as writer:
+        for _ in range(10):
+            seen = int(writer.stdout.readline())
         writer.kill()
-        writer.wait()
     last = read_progress(path)
-    assert last.step >= max(seen)
+    assert last.step >= seen
+    assert last.position == last.num_actions == last.step
     assert last.action == str(last.step % 10) * 40
 
 
@@ -403,8 +386,3 @@ def test_a_message_that_nobody_saw_is_shown_in_one_line():
     ends = [end(0, 1, state="failed", message="first\nsecond")]
     report = failure_report(ends, first=ends[0], asked=[])
     assert report.splitlines()[1:] == ["  first"]
-
-
-def test_signals_without_a_name():
-    ends = [end(0, -40)]
-    assert "was killed by signal 40 at" in failure_report(ends, first=ends[0], asked=[])

@@ -68,7 +68,7 @@ MUST_FAIL = {
     "forward order": (SEQ, 0, swap("0F0.0", "0F0.1"), "forward order", "0F0.1 stands before 0F0.0"),
     "backward order": (SEQ, 1, swap("1B0.0", "1B0.1"), "backward order", "1B0.0 stands before"),
     "backward first": (SEQ, 1, move("1B0.1", before="1F0.1"), "backward order", "which it needs"),
-    "wrong rank": (SEQ, 0, add("1W0.0"), "placement", "its stage is on rank 1"),
+    "wrong rank": (SEQ, 0, add("1W0.0"), "placement", "1W0.0 is on a rank without"),
     "weight order": (ZB, 0, move("0W0.1", before="0B0.1"), "weight order", "0W0.1 stands before"),
     "reduce early": (SEQ, 0, move("0REDUCE", before="0B1.0"), "reduction", "before 0B1.0"),
     "reduce twice": (SEQ, 0, add("0REDUCE"), "reduction", "0REDUCE is there twice"),
@@ -76,10 +76,10 @@ MUST_FAIL = {
     "copy early": (COPIED, 0, move("0D2H0.0", before="0F0.0"), "copy order", "0D2H0.0 stands"),
     "copy back late": (COPIED, 0, move("0H2D0.1", before="0REDUCE"), "copy order", "0B0.1 stands"),
     "copy back early": (COPIED, 0, move("0H2D0.0", before="0D2H0.0"), "copy order", "0H2D0.0"),
-    "copy out only": (COPIED, 0, without("0H2D0.1"), "copy order", "0D2H0.1 has no H2D"),
-    "copy back only": (COPIED, 0, without("0D2H0.1"), "copy order", "0H2D0.1 has no D2H"),
-    "lost message": (SENT, 0, without("0SEND_ACT0.1"), "message coverage", "does not send"),
-    "lost receive": (SENT, 1, without("1RECV_ACT0.1"), "message coverage", "does not receive"),
+    "copy out only": (COPIED, 0, without("0H2D0.1"), "coverage", "0H2D0.1 is missing"),
+    "copy back only": (COPIED, 0, without("0D2H0.1"), "coverage", "0D2H0.1 is missing"),
+    "lost message": (SENT, 0, without("0SEND_ACT0.1"), "message coverage", "ACT0.1 is missing"),
+    "lost receive": (SENT, 1, without("1RECV_ACT0.1"), "message coverage", "ACT0.1 is missing"),
     "twice sent": (SENT, 0, add("0SEND_ACT0.1"), "message coverage", "more than once"),
     "stray message": (SENT, 1, add("1SEND_ACT0.1"), "message coverage", "nothing that crosses"),
     "sent early": (SENT, 0, move("0SEND_ACT0.1", before="0F0.1"), "message place", "0SEND_ACT0.1"),
@@ -87,7 +87,7 @@ MUST_FAIL = {
     "twice received": (SENT, 1, add("1RECV_ACT0.0", before="1F0.0"), "message coverage", "once"),
     "crossed": (SENT, 1, swap("1RECV_ACT0.1", "1RECV_ACT0.0"), "message order", "1RECV_ACT0.1"),
     "lost shard": (MSP, 1, without("0F0.0[1/2]"), "coverage", "1 of 2 shards"),
-    "shard elsewhere": (MSP, 0, add("0B0.1[0/2]"), "coverage", "0B0.1[0/2]"),
+    "shard elsewhere": (MSP, 0, add("0B0.1[0/2]"), "placement", "0B0.1[0/2]"),
 }  # fmt: skip
 
 

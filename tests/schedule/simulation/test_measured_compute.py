@@ -11,10 +11,7 @@ from sppo.schedule.actions import ActionKind
 from sppo.schedule.costs import CopyEngines, Costs, LayerCopies, Link, Links, abstract_costs
 from sppo.schedule.program import lower
 from sppo.schedule.schedule import Schedule
-from sppo.schedule.simulation.measured_compute import (
-    step_seconds,
-)
-from sppo.schedule.simulation.simulate import simulate
+from sppo.schedule.simulation.simulate import simulate, step_seconds
 from sppo.schedule.timeline import measured_timeline
 from tests.schedule.cases import SUBSEQUENCE_SCHEDULES, make
 

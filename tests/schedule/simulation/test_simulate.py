@@ -14,7 +14,7 @@ from sppo.schedule.checks.validate import validate
 from sppo.schedule.costs import abstract_costs
 from sppo.schedule.program import lower
 from sppo.schedule.schedule import Schedule
-from sppo.schedule.simulation.event_loop import DeadlockError
+from sppo.schedule.simulation.clock import DeadlockError
 from sppo.schedule.simulation.simulate import simulate
 from sppo.schedule.transfers.communication import place_messages
 from tests.schedule.cases import SUBSEQUENCE_SCHEDULES, idle, in_flight, make, peaks, play

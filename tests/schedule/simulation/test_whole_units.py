@@ -12,7 +12,7 @@ from sppo.schedule.encoding import NUM_COMPUTE
 from sppo.schedule.orders.names import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
 from sppo.schedule.program import step_program
 from sppo.schedule.simulation import whole_units
-from sppo.schedule.simulation.event_loop import DeadlockError, run_clock
+from sppo.schedule.simulation.clock import DeadlockError, run_clock
 from sppo.schedule.simulation.simulate import simulate
 from sppo.schedule.simulation.simulated_step import simulated_step
 from sppo.schedule.simulation.whole_units import simulate_whole_units, whole_unit_ends
@@ -104,13 +104,10 @@ def test_a_step_is_that_of_its_program(schedule, ranks, virtual, counts, copies,
     assert found.bubble_fraction == pytest.approx(expected.bubble_fraction, abs=1e-12)
     assert found.exposed_copy_s == pytest.approx(expected.exposed_copy_s, abs=1e-9)
     unsent = step_program(schedule, **shape, costs=costs, messages=False)
-    programs = unsent.encoded
-    clock = run_clock(unsent, programs=programs, costs=costs)
-    ends = [
-        np.array(finishes)[program.codes < NUM_COMPUTE].tolist()
-        for finishes, program in zip(clock.finishes_s, programs, strict=True)
-    ]
-    assert whole_unit_ends(schedule, **shape, costs=costs) == ends
+    clock = run_clock(unsent, costs=costs)
+    own = whole_unit_ends(schedule, **shape, costs=costs)
+    for ends, finishes, encoded in zip(own, clock.finishes_s, unsent.encoded, strict=True):
+        assert ends == pytest.approx(finishes[encoded.codes < NUM_COMPUTE], rel=1e-12)
     assert place_messages(unsent, costs=costs) == program
 
 

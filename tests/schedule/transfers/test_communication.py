@@ -13,7 +13,7 @@ from sppo.schedule.checks.deadlock import check_deadlock_free
 from sppo.schedule.checks.validate import validate
 from sppo.schedule.generate import generate
 from sppo.schedule.program_text import parse_program
-from sppo.schedule.simulation.event_loop import DeadlockError
+from sppo.schedule.simulation.clock import DeadlockError
 from sppo.schedule.transfers.communication import place_messages
 from tests.schedule.cases import SUBSEQUENCE_SCHEDULES, make, play
 from tests.tiers import examples

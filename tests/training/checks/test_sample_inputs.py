@@ -18,7 +18,7 @@ from sppo.training.preflight import preflight
 from sppo.training.step_loop import StepTooLargeError
 from sppo.units import format_bytes
 from tests.conftest import LENGTH, write_tokens
-from tests.training.jobs import job_alone, train_alone
+from tests.training.jobs import job_alone, records, train_alone
 
 STARTS = (9, 30, 31, 100, 150, 400)
 
@@ -120,16 +120,12 @@ def test_a_resumed_run_reads_on_where_it_ended(samples):
     whole = train_alone(samples(train={**tokens, "steps": 4, "output": "whole"}, **same))
     for steps in (1, 3, 4):
         parts = train_alone(samples(train={**tokens, "steps": steps, "output": "parts"}, **same))
-    lines = [
-        (outcome.output / "metrics.jsonl").read_text().splitlines() for outcome in (whole, parts)
-    ]
-    told = [[_told(line) for line in some] for some in lines]
+    told = [[_told(step) for step in records(outcome.output)] for outcome in (whole, parts)]
     assert told[0] == told[1]
     assert len({samples for _, samples, _, _ in told[0]}) > 1
 
 
-def _told(line):
-    step = json.loads(line)
+def _told(step):
     return step["loss"], step["samples"], step["tokens"], step["program_digest"]
 
 

@@ -36,7 +36,6 @@ from sppo.training.devices.cuda_device import (
     CudaDevice,
     prepare_cuda,
 )
-from sppo.training.evaluation import evaluate
 from sppo.training.preflight import preflight
 from sppo.training.run_checkpoints import RunCheckpoints
 from sppo.training.start import check_kind, followed_plan
@@ -46,7 +45,15 @@ from tests import fake_cuda
 from tests.conftest import refuse, succeed, write_run
 from tests.fake_cuda import NAME, fake_gpu, steps_lock_nothing
 from tests.tiers import each_once, exhaustive
-from tests.training.jobs import job_alone, job_beside, train_alone
+from tests.training.jobs import (
+    evaluate_initial,
+    job_alone,
+    job_beside,
+    losses,
+    records,
+    summary,
+    train_alone,
+)
 
 MODEL = {"preset": "tiny-test", "vocab_size": 32, "num_layers": 3}
 GPUS = 2
@@ -80,12 +87,7 @@ def place(*, local_rank=0, local_ranks=1, launcher="torchrun"):
 def train(run, device):
     """(outcome, records) of a run, with its report written."""
     outcome = train_alone(run, device=device, reports=True)
-    lines = (outcome.output / "metrics.jsonl").read_text().splitlines()
-    return outcome, [json.loads(line) for line in lines]
-
-
-def losses(records):
-    return [(record["loss"], record["grad_norm"]) for record in records]
+    return outcome, records(outcome.output)
 
 
 # Which device
@@ -158,7 +160,7 @@ def test_settings_of_the_user_stay(monkeypatch, no_settings, given):
 
 
 def test_the_stores_of_a_rank_share_two_streams():
-    plan = SimpleNamespace(offloads_anything=True, tier="host")
+    plan = SimpleNamespace(offloads_anything=True, activation_tier="host")
     with fake_gpu() as (device, runtime):
         made = mock.Mock(side_effect=runtime.Stream)
         runtime.Stream = made
@@ -244,11 +246,11 @@ def test_ranks_share_the_cores_next_to_their_gpus(monkeypatch, launcher, given, 
     ids=str,
 )
 def test_the_training_is_that_of_the_cpu(work, activations):
-    _, expected = train(run_of(work, output="cpu"), CpuDevice())
-    with fake_gpu() as (device, runtime):
+    train(run_of(work, output="cpu"), CpuDevice())
+    with fake_gpu() as (device, runtime), steps_lock_nothing(runtime):
         outcome, found = train(run_of(work, activations=activations), device)
         assert runtime.locked == set()
-    assert losses(found) == losses(expected)
+    assert losses(work / "out") == losses(work / "cpu")
     offloaded = activations.get("policy") != "retain"
     assert all((record["offloaded_bytes"] > 0) == offloaded for record in found)
     assert list((work / "spill").iterdir()) == []
@@ -270,12 +272,12 @@ IN_HOST_MEMORY = {
 def test_state_in_host_memory_trains_as_on_the_cpu_and_is_unlocked(work, which, dtype):
     sections = {**IN_HOST_MEMORY[which], "train": {"dtype": dtype}}
     on_device = {**sections, "state": {}, "optimizer": {}}
-    _, expected = train(run_of(work, output="cpu", **on_device), CpuDevice())
+    train(run_of(work, output="cpu", **on_device), CpuDevice())
     with fake_gpu() as (device, runtime):
-        _, found = train(run_of(work, **sections), device)
+        train(run_of(work, **sections), device)
         assert runtime.locked_sizes
         assert runtime.locked == set()
-    assert losses(found) == losses(expected)
+    assert losses(work / "out") == losses(work / "cpu")
 
 
 @pytest.mark.parametrize("which", ["all", *exhaustive("optimizer")])
@@ -286,16 +288,16 @@ def test_activations_go_to_a_disk_beside_state_in_host_memory(work, which):
     kv = "offload" if which == "all" else "auto"
     offloading = {"policy": "offload_all", "kv": kv, "tier": "disk", "disk": "spill"}
     with fake_gpu() as (device, runtime):
-        _, expected = train(run_of(work, output="near", **on_device), device)
+        train(run_of(work, output="near", **on_device), device)
         run = run_of(work, activations=offloading, **sections)
         plan = preflight(job_alone(run, device=device)).plan
         assert (plan.activation_tier, plan.state.tier) == ("disk", "host")
-        outcome, found = train(run, device)
+        outcome, _ = train(run, device)
         assert len(runtime.locked_sizes) > 1
         assert runtime.locked == set()
-    assert losses(found) == losses(expected)
+    assert losses(work / "out") == losses(work / "near")
     assert list((work / "spill").iterdir()) == []
-    copies = json.loads((work / "out" / "run_summary.json").read_text())["copies"]
+    copies = summary(work / "out")["copies"]
     for place in ("host_bytes", "disk_bytes"):
         assert copies[place]["measured"] == copies[place]["predicted"] > 0
     (held,) = plan.rank_memory
@@ -347,14 +349,6 @@ def test_the_host_waits_for_the_device_only_between_steps(work, monkeypatch):
     assert first <= 1, "making room gives up what was there before"
 
 
-@pytest.mark.parametrize("tier", ["host", "disk"])
-def test_no_step_page_locks_memory(work, tier):
-    activations = {"policy": "offload_all", "tier": tier, "disk": "spill"}
-    with fake_gpu() as (device, runtime), steps_lock_nothing(runtime):
-        train(run_of(work, activations=activations), device)
-        assert runtime.locked_sizes
-
-
 def test_warming_up_leaves_nothing_behind(work):
     run = run_of(work)
     with fake_gpu() as (device, runtime):
@@ -364,31 +358,31 @@ def test_warming_up_leaves_nothing_behind(work):
 
 def test_memory_is_what_torch_reserves_beyond_the_baseline(work):
     with fake_gpu() as (device, _):
-        outcome, records = train(run_of(work, activations={"policy": "offload_all"}), device)
+        outcome, steps = train(run_of(work, activations={"policy": "offload_all"}), device)
     assert outcome.base.held_bytes == 40 * MIB
     assert outcome.peak_bytes == 80 * MIB
-    assert {record["device_peak_bytes"] for record in records} == {80 * MIB}
+    assert {record["device_peak_bytes"] for record in steps} == {80 * MIB}
     assert outcome.buckets.working_bytes == 20 * MIB
     ring = outcome.copies[-1].device_bytes
     assert outcome.buckets.copies_bytes == ring > 0
-    summary = json.loads((work / "out" / "run_summary.json").read_text())
-    copies, node = summary["copies"], PRESETS["h200"].node
+    told = summary(work / "out")
+    copies, node = told["copies"], PRESETS["h200"].node
     assert copies["host_bytes"]["measured"] == copies["host_bytes"]["predicted"] > 0
     assert copies["out_bytes_per_s"]["predicted"] == node.d2h_bytes_per_s
-    assert summary["memory_bytes"]["all"]["measured"] == 40 * MIB
-    assert summary["predicted_for"].startswith(f"1 x {NAME}")
+    assert told["memory_bytes"]["all"]["measured"] == 40 * MIB
+    assert told["predicted_for"].startswith(f"1 x {NAME}")
 
 
 def test_evaluation_is_that_of_the_cpu(work):
     run = run_of(work)
-    expected = evaluate(run, initial=True)
+    expected = evaluate_initial(run)
     with fake_gpu() as (device, runtime):
-        assert evaluate(run, initial=True, device=device) == expected
+        assert evaluate_initial(run, device=device) == expected
         assert runtime.counts.set_to == [device.torch_device]
     with fake_gpu(free_bytes=1000) as (device, runtime):
         runtime.memory_reserved = runtime.memory_allocated = lambda device: 0
         with pytest.raises(MemoryError, match="tokens needs .*: 1000 B free on NVIDIA H200"):
-            evaluate(run, initial=True, device=device)
+            evaluate_initial(run, device=device)
 
 
 def test_the_command_says_what_it_trains_on_and_where_tensors_go(work, monkeypatch):
@@ -404,11 +398,7 @@ def test_the_command_says_what_it_trains_on_and_where_tensors_go(work, monkeypat
         succeed("solve", "run.yaml", *words, "hardware.devices_per_node=1", "-o", "plan.json")
         succeed("train", "run.yaml", *words, "--plan", "plan.json")
         assert json.loads(succeed("eval", "run.yaml", "--json"))["step"] == 4
-    kept, planned = (
-        [json.loads(line)["loss"] for line in (work / name / "metrics.jsonl").open()]
-        for name in ("out", "planned")
-    )
-    assert kept == planned
+    assert losses(work / "out") == losses(work / "planned")
 
 
 # What it has room for
@@ -453,7 +443,7 @@ def test_a_plan_made_before_may_take_more_of_the_host_than_is_free_now(work, mon
             "sppo.training.devices.cuda_device.memory_room",
             lambda: MemoryRoom(machine_bytes=100_000),
         )
-        with pytest.raises(MemoryError, match="a rank takes .* of host memory .* would fit"):
+        with pytest.raises(MemoryError, match="offloads .* to host memory, of which .* would fit"):
             preflight(job_alone(run, device=device), plan)
 
 
@@ -468,7 +458,7 @@ def test_a_save_in_the_background_needs_host_memory_beside_a_plan(work, monkeypa
         assert plan.predicted.host_peak_bytes == taken + saved * planned
         room = MemoryRoom(machine_bytes=int((taken + saved / 2) / HOST_FRACTION))
         monkeypatch.setattr("sppo.training.devices.cuda_device.memory_room", lambda: room)
-        with pytest.raises(MemoryError, match="background.*: write checkpoint.async_save=false"):
+        with pytest.raises(MemoryError, match="copies .*: write checkpoint.async_save=false"):
             preflight(job_alone(run, device=device), plan)
 
 

@@ -17,22 +17,27 @@ from sppo.model.hf import save_hf_weights
 from sppo.model.initialize import initial_weights
 from sppo.optim import sharded_state as sharded_state
 from sppo.optim.adamw import AdamW
+from sppo.parallel.host_collectives import HostCollectives
+from sppo.parallel.mesh import alone
 from sppo.report.display import TrainingDisplay
 from sppo.training import trainer
 from sppo.training.step_loop import StepLoop
 from sppo.training.steps.nonfinite import NonFiniteError, NonFiniteGuard, nonfinite_state
+from sppo.training.steps.step import StepSums
 from tests.conftest import LENGTH, RUN, call, refuse, tree, write_tokens
-from tests.training.jobs import train_alone
+from tests.make import make_run
+from tests.training.jobs import records, summary, train_alone
 
 GRADIENTS = {"a": torch.ones(3), "b": torch.ones(2, 2)}
 
 
 def guard(**keys):
-    return NonFiniteGuard(**{"stop_at_once": False, "limit": 2, **keys})
+    run = make_run(train={"max_nonfinite_steps": 2, **keys})
+    return NonFiniteGuard(run, HostCollectives(alone()))
 
 
 def judge(guard, *, step=1, loss=1.0, norm=1.0, gradients=GRADIENTS):
-    return guard.problem(step=step, loss=loss, norm=norm, gradients=gradients)
+    return guard.problem(step, StepSums(1, loss, norm, gradients))
 
 
 def test_a_healthy_step_passes():
@@ -66,7 +71,7 @@ def test_a_loss_alone_is_enough():
 
 
 def test_only_steps_in_a_row_count():
-    counting = guard(limit=2)
+    counting = guard()
     for _ in range(5):
         assert judge(counting, norm=math.nan)
         assert judge(counting, norm=math.nan)
@@ -79,7 +84,9 @@ def test_only_steps_in_a_row_count():
         judge(counting, norm=math.nan)
 
 
-@pytest.mark.parametrize("keys", [{"stop_at_once": True, "limit": 9}, {"limit": 0}])
+@pytest.mark.parametrize(
+    "keys", [{"nonfinite": "stop", "max_nonfinite_steps": 9}, {"max_nonfinite_steps": 0}]
+)
 def test_stopping_at_once(keys):
     with pytest.raises(NonFiniteError, match="lower optimizer.lr"):
         judge(guard(**keys), norm=math.nan)
@@ -151,9 +158,9 @@ def test_a_skipped_step_changes_nothing(work, run_file, bad_steps, states):
     assert said[0].startswith("step 2: loss 3.")
     assert "not finite in the gradients of layers.0.q.weight. The update is skipped" in said[0]
     assert "(not finite: update skipped)" in said[1]
-    records = [json.loads(line) for line in (work / "out/metrics.jsonl").read_text().splitlines()]
-    assert [record["skipped"] for record in records] == [False, True, True, False, False]
-    assert records[1]["grad_norm"] is None
+    steps = records(work / "out")
+    assert [step["skipped"] for step in steps] == [False, True, True, False, False]
+    assert steps[1]["grad_norm"] is None
 
 
 def test_the_summary_counts_skipped_steps(work, bad_steps):
@@ -161,7 +168,7 @@ def test_the_summary_counts_skipped_steps(work, bad_steps):
     result = call("train", "run.yaml")
     assert result.exit_code == 0
     assert "4 (1 skipped)" in result.stdout
-    assert json.loads((work / "out/run_summary.json").read_text())["skipped_steps"] == 1
+    assert summary(work / "out")["skipped_steps"] == 1
 
 
 @pytest.mark.parametrize(
@@ -297,10 +304,10 @@ def test_a_step_without_labels_is_skipped(work, run_file, states):
     said = [line for line in screen.getvalue().splitlines() if "skipped" in line]
     assert said[0].startswith("step 2: no label counts in sequence 1 of short: all documents")
     assert "loss none (no label counts: update skipped)" in said[1]
-    records = [json.loads(line) for line in (work / "out/metrics.jsonl").read_text().splitlines()]
-    assert [record["labels"] for record in records] == [LENGTH, 0, LENGTH, LENGTH]
-    assert [record["skipped"] for record in records] == [False, True, False, False]
-    assert [record["loss"] is None for record in records] == [False, True, False, False]
+    steps = records(work / "out")
+    assert [step["labels"] for step in steps] == [LENGTH, 0, LENGTH, LENGTH]
+    assert [step["skipped"] for step in steps] == [False, True, False, False]
+    assert [step["loss"] is None for step in steps] == [False, True, False, False]
 
 
 def test_reports_of_a_run_with_such_a_step(work, run_file, bad_steps):
@@ -308,9 +315,9 @@ def test_reports_of_a_run_with_such_a_step(work, run_file, bad_steps):
     result = call("train", "run.yaml")
     assert result.exit_code == 0, result.output
     assert "4 (1 skipped)" in result.stdout
-    summary = json.loads((work / "out/run_summary.json").read_text())
-    assert summary["skipped_steps"] == 1
-    assert summary["loss_last"] > 0
+    told = summary(work / "out")
+    assert told["skipped_steps"] == 1
+    assert told["loss_last"] > 0
     assert call("train", "run.yaml", "train.steps=6").exit_code == 0
     assert (work / "out/loss.png").exists()
 

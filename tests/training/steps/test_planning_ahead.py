@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import multiprocessing
 import os
 import pickle
@@ -23,6 +22,7 @@ from sppo.training.steps import work as step_work
 from sppo.training.steps.planning_ahead import StepPlans
 from tests.parallel.job.test_launch import wait_for
 from tests.planning.elastic.test_step_search import planner
+from tests.training.jobs import records
 from tests.training.whole_runs.test_parallel_runs import (
     alone,
     overrides,
@@ -159,11 +159,6 @@ def test_the_smaller_search_is_another_one():
 
 
 # Whole runs.
-
-
-def records(output):
-    lines = (output / "metrics.jsonl").read_text().splitlines()
-    return list(map(json.loads, lines))
 
 
 def trained(output):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -18,12 +15,9 @@ from sppo.training import trainer
 from sppo.training.devices import cuda_device
 from sppo.training.devices.choose_device import choose_device
 from sppo.training.devices.cpu_device import CpuDevice
-from sppo.training.evaluation import evaluate
-from sppo.training.preflight import preflight
-from sppo.training.report import report
-from sppo.training.state import FAILED_STEP_TIMEOUT_S
+from sppo.training.job import FAILED_STEP_TIMEOUT_S
 from tests.fake_cuda import fake_gpu, steps_lock_nothing
-from tests.training.jobs import job_of_rank, train_alone
+from tests.training.jobs import evaluate_initial, losses, summary, train_alone, train_rank
 from tests.training.whole_runs.test_parallel_runs import MODEL, alone, assert_like_alone, overrides
 
 OFFLOADING = {"activations.policy": "offload_all"}
@@ -41,15 +35,8 @@ def two_gpus_test(test):
 
 def train_on_a_fake_gpu(rank, directory, arguments):
     """One rank of a run, in the rank pool."""
-    os.chdir(directory)
-    trainer.warm_up = lambda run, **_: None
-    run = load_run(Path("run.yaml"), arguments)
     with fake_gpu() as (device, runtime), steps_lock_nothing(runtime):
-        job = job_of_rank(run, rank, device=device)
-        checked = preflight(job)
-        outcome = trainer.train(job, checked)
-        if job.ranks.is_main:
-            report(job, checked, outcome, command="the same command")
+        checked, outcome = train_rank(rank, directory, arguments, device=device, reports=True)
     assert runtime.locked_sizes
     assert runtime.locked == set()
     return (
@@ -80,8 +67,7 @@ def test_many_ranks_do_on_gpus_what_one_does_on_the_cpu(ranks, work, run_file, s
     done = ranks.run(train_on_a_fake_gpu, work, arguments, ranks=count)
     assert done == [("host", 3, True)] * count
     assert_like_alone(work, "grid")
-    summary = json.loads((work / "grid/run_summary.json").read_text())
-    assert summary["timeline"]["makespan_s"]["measured"] > 0
+    assert summary(work / "grid")["timeline"]["makespan_s"]["measured"] > 0
 
 
 IN_HOST_MEMORY = {
@@ -118,8 +104,7 @@ def test_ranks_unlock_the_state_that_they_keep_in_host_memory(ranks, work, run_f
 
 def train(run, device):
     outcome = train_alone(run, device=device, reports=True)
-    lines = (outcome.output / "metrics.jsonl").read_text().splitlines()
-    return outcome, [json.loads(line)["loss"] for line in lines]
+    return outcome, [loss for loss, _ in losses(outcome.output)]
 
 
 @pytest.fixture
@@ -176,14 +161,14 @@ def test_where_activations_go_changes_no_bit(work, run_file, monkeypatch):
         {"policy": "offload_all", "tier": "disk", "disk": "spill"},
     )
 
-    def losses(activations):
+    def losses_of(activations):
         output = f"gpu-{activations['policy']}-{activations.get('tier')}"
         run = load_run(run_file(activations=activations, train={"output": output, "dtype": "fp32"}))
         return train(run, choose_device(run))[1]
 
     torch.use_deterministic_algorithms(True)
     try:
-        retained, *others = map(losses, everywhere)
+        retained, *others = map(losses_of, everywhere)
     finally:
         torch.use_deterministic_algorithms(False)
     assert others == [retained] * 3
@@ -193,8 +178,8 @@ def test_where_activations_go_changes_no_bit(work, run_file, monkeypatch):
 def test_evaluation_on_a_gpu_is_that_of_the_cpu(small):
     of, _ = small
     run = of("never")
-    assert evaluate(run, initial=True, device=choose_device(run)).loss == pytest.approx(
-        evaluate(run, initial=True).loss, rel=1e-2
+    assert evaluate_initial(run, device=choose_device(run)).loss == pytest.approx(
+        evaluate_initial(run).loss, rel=1e-2
     )
 
 
@@ -231,15 +216,13 @@ def test_two_gpus_do_what_one_does(work, run_file, shape):
         train={"steps": 3, "sequences_per_step": 2, "dtype": "bf16"},
     )
 
-    def losses(output, degrees, *more):
+    def losses_of(output, degrees, *more):
         words = [*overrides(degrees, 3, **{"train.output": output}), *more]
         command = [sys.executable, "-m", "sppo", "train", "run.yaml", *words]
         subprocess.run(command, check=True, timeout=300)
-        lines = (work / output / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line)["loss"] for line in lines]
+        return [loss for loss, _ in losses(work / output)]
 
-    expected = losses("alone", (1, 1, 1))
-    assert losses("kept", shape) == pytest.approx(expected, rel=2e-2)
-    assert losses("moved", shape, "activations.policy=offload_all") == pytest.approx(
-        expected, rel=2e-2
-    )
+    expected = losses_of("alone", (1, 1, 1))
+    assert losses_of("kept", shape) == pytest.approx(expected, rel=2e-2)
+    moved = losses_of("moved", shape, "activations.policy=offload_all")
+    assert moved == pytest.approx(expected, rel=2e-2)

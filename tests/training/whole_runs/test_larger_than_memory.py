@@ -6,7 +6,6 @@ fastest run of its kind: minutes on two cores.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 
@@ -18,6 +17,7 @@ from sppo.offload.disk.disk_room import usable_directory
 from sppo.planning.run_plan import plan_run
 from sppo.units import GIB
 from tests.conftest import write_run, write_tokens
+from tests.training.jobs import summary
 
 LENGTH = 128 * 1024
 MODEL = {
@@ -63,8 +63,8 @@ def test_it_trains_in_a_fraction_of_the_memory(tmp_path, monkeypatch):
         str(run_file),
     ]
     subprocess.run(command, check=True, timeout=600)
-    summary = json.loads((tmp_path / "out" / "run_summary.json").read_text())
-    assert summary["device_peak_bytes"] <= RUN_BYTES
-    assert summary["offloaded_bytes_per_step"] >= KEPT_BYTES
-    memory = summary["memory_bytes"]["all"]
+    told = summary(tmp_path / "out")
+    assert told["device_peak_bytes"] <= RUN_BYTES
+    assert told["offloaded_bytes_per_step"] >= KEPT_BYTES
+    memory = told["memory_bytes"]["all"]
     assert memory["measured"] == pytest.approx(memory["predicted"], rel=0.05)

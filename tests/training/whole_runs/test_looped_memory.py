@@ -6,7 +6,6 @@ of 256Ki tokens takes minutes; all keys and values are stored nevertheless.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 
@@ -15,6 +14,7 @@ import pytest
 from sppo.offload.disk.disk_room import usable_directory
 from sppo.units import GIB
 from tests.conftest import write_run, write_tokens
+from tests.training.jobs import summary
 
 LENGTHS = (128 * 1024, 256 * 1024)
 MODEL = {
@@ -67,5 +67,4 @@ def _step_memory(directory, length, activations) -> dict[str, dict[str, int]]:
     )
     command = [sys.executable, "-c", "from sppo.__main__ import main; main()", "train", run_file]
     subprocess.run(command, check=True, cwd=directory, timeout=1800)
-    summary = json.loads((directory / f"out_{length}" / "run_summary.json").read_text())
-    return summary["memory_bytes"]
+    return summary(directory / f"out_{length}")["memory_bytes"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import resource
 
@@ -15,13 +14,11 @@ from sppo.offload.disk import disk_room as disk
 from sppo.offload.disk.disk_room import DiskRoom
 from sppo.offload.disk.file_tier import FileTier
 from sppo.planning.run_plan import USABLE_FRACTION
-from sppo.training import trainer
 from sppo.training.checks import room_checks
 from sppo.training.preflight import preflight
-from sppo.training.report import report
 from tests.conftest import refuse, succeed, write_run
 from tests.tiers import default_of, exhaustive
-from tests.training.jobs import job_alone
+from tests.training.jobs import job_alone, losses, records, summary, train_alone
 
 OFFLOADING = {
     "offload_all": {"policy": "offload_all"},
@@ -46,29 +43,20 @@ def offloading_run(work, output="out", *, sequence=None, **activations):
     return write_run(work / "run.yaml", model=MODEL, **sections)
 
 
-def records(work, output="out"):
-    lines = (work / output / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def losses(work, output="out"):
-    return [(record["loss"], record["grad_norm"]) for record in records(work, output)]
-
-
 @pytest.mark.parametrize("name", default_of(OFFLOADING, "a ratio"))
 def test_training_is_that_of_keeping_everything(work, name):
     activations = OFFLOADING[name]
     every = {"input_every": activations.get("input_every", 1)}
     succeed("train", offloading_run(work, output="kept", policy="retain", **every))
     said = succeed("train", offloading_run(work, **activations))
-    assert losses(work) == losses(work, "kept")
+    assert losses(work / "out") == losses(work / "kept")
     assert "to spill and back: " in said
     assert "waiting for copies time" in said
-    for record in records(work):
+    for record in records(work / "out"):
         assert record["offloaded_bytes"] > 0
         assert record["exposed_copy_s"] >= 0
         assert record["disk_peak_bytes"] > record["host_peak_bytes"] == 0
-    assert {record["offloaded_bytes"] for record in records(work, "kept")} == {0}
+    assert {record["offloaded_bytes"] for record in records(work / "kept")} == {0}
     assert list((work / "spill").iterdir()) == []
 
 
@@ -78,8 +66,8 @@ def test_a_plan_that_moves_is_followed(work):
     succeed("solve", run_file, "-o", "plan.json")
     succeed("train", run_file, "--plan", "plan.json")
     succeed("train", offloading_run(work, output="kept", policy="retain"))
-    assert losses(work) == losses(work, "kept")
-    assert records(work)[0]["offloaded_bytes"] > 0
+    assert losses(work / "out") == losses(work / "kept")
+    assert records(work / "out")[0]["offloaded_bytes"] > 0
 
 
 def test_a_plan_for_a_gpu_is_not_followed_on_the_cpu(work):
@@ -116,27 +104,25 @@ def test_a_limit_on_files_is_found_before_the_first_step(work, monkeypatch):
 
 def test_buckets_and_copies_are_those_predicted(work):
     run = load_run(offloading_run(work, policy="offload_all"))
-    job = job_alone(run)
-    checked = preflight(job)
-    outcome = trainer.train(job, checked)
-    report(job, checked, outcome, command="the same command")
-    device = checked.plan.stages[0].memory.device
+    plan = preflight(job_alone(run)).plan
+    outcome = train_alone(run, reports=True)
+    device = plan.stages[0].memory.device
     assert outcome.buckets.copies_bytes == device.copies_bytes > 0
     saved = device.activations_bytes + device.loss_gradient_bytes
     assert outcome.buckets.activations_bytes == saved
-    summary = json.loads((work / "out" / "run_summary.json").read_text())
-    copies = summary["copies"]
+    told = summary(work / "out")
+    copies = told["copies"]
     assert copies["disk_bytes"]["measured"] == copies["disk_bytes"]["predicted"] > 0
     assert copies["host_bytes"] == {"measured": 0, "predicted": 0}
     assert copies["out_bytes"].keys() == {"x_in", "attention", "linear"}
     assert copies["out_bytes"] == copies["back_bytes"]
-    pair = summary["memory_bytes"]["copies"]
+    pair = told["memory_bytes"]["copies"]
     assert pair["measured"] == pair["predicted"]
 
 
 def test_what_fits_is_not_moved(work):
     succeed("train", offloading_run(work))
-    assert {record["offloaded_bytes"] for record in records(work)} == {0}
+    assert {record["offloaded_bytes"] for record in records(work / "out")} == {0}
 
 
 @pytest.mark.parametrize(
@@ -194,7 +180,7 @@ def test_a_disk_that_fails_ends_the_run_and_the_next_goes_on(work, monkeypatch):
     monkeypatch.setattr(FileTier, "write", original)
     succeed("train", offloading_run(work, policy="offload_all"))
     succeed("train", offloading_run(work, output="kept", policy="retain"))
-    assert losses(work) == losses(work, "kept")
+    assert losses(work / "out") == losses(work / "kept")
 
 
 def test_hybrid_moves_what_does_not_fit(work, monkeypatch):
@@ -213,5 +199,5 @@ def test_hybrid_moves_what_does_not_fit(work, monkeypatch):
     assert plan.predicted.device_peak_bytes <= usable
     assert not any(any(part.recomputed) for part in plan.stages[0].subsequences)
     succeed("train", run_file)
-    assert losses(work) == losses(work, "kept")
-    assert 0 < records(work)[0]["offloaded_bytes"] < device.activations_bytes
+    assert losses(work / "out") == losses(work / "kept")
+    assert 0 < records(work / "out")[0]["offloaded_bytes"] < device.activations_bytes

@@ -1,6 +1,5 @@
 """The same run in other grids, orders and tiers: equal losses, and exchangeable checkpoints."""
 
-import contextlib
 import json
 import math
 import shutil
@@ -16,14 +15,14 @@ import torch
 from sppo.checkpoint.checkpoint import read_model
 from sppo.config import load_run
 from sppo.planning.plan import plan_json, read_plan
-from sppo.training import step_loop, trainer
+from sppo.training import step_loop
 from sppo.training.checks.input_checks import check_inputs
 from sppo.training.job import mesh_shape
 from sppo.training.preflight import preflight
 from sppo.training.start import followed_plan
 from tests.conftest import LENGTH, write_run, write_tokens
 from tests.tiers import exhaustive
-from tests.training.jobs import job_alone, job_of_rank
+from tests.training.jobs import job_alone, losses, records, train_rank
 
 # Constant, whatever train.steps is. With the usual eps AdamW turns the rounding of a gradient near
 # zero into a share of the learning rate.
@@ -61,24 +60,11 @@ ONE = (1, 1, 1)
 RUNS = {
     "all axes": ("sequences", [((2, 2, 2), {})]),
     "pieces of units": ("sequences", [((2, 2, 2), PIECES)]),
-    "keys on two ranks": ("sequences", [((1, 1, 4), MEGATRON)]),
-    "weights shared out, offloading": (
-        "sequences",
-        [((1, 1, 2), {**MEGATRON, **DISK, "activations.policy": "offload_all"})],
-    ),
     # On one pipeline rank it goes with what units that ranks share do not go with.
-    "pieces by name, megatron": (
-        "sequences",
-        [((1, 1, 2), {**MEGATRON, "parallel.schedule": "sppo_msp"})],
-    ),
     "pieces by name, zero 3": (
         "sequences",
         [((2, 1, 1), {**ZERO_3, "parallel.schedule": "sppo_msp"})],
     ),
-    "seq_zb_h1": ("sequences", [(ONE, {"parallel.schedule": "seq_zb_h1"})]),
-    "gpipe": ("sequences", [(ONE, {"parallel.schedule": "gpipe"})]),
-    "seq1f1b": ("sequences", [(ONE, {"parallel.schedule": "seq1f1b"})]),
-    "zero 2": ("sequences", [((2, 1, 1), ZERO_2)]),
     "zero 3": ("sequences", [((2, 2, 2), ZERO_3)]),
     "zero 3, megatron": ("sequences", [((2, 1, 4), {**MEGATRON, **ZERO_3})]),
     "deferred, tied": ("tied", [((2, 2, 1), {"parallel.schedule": "seq_zb_h1"})]),
@@ -118,7 +104,6 @@ RUNS = {
 }
 """By name: what a run is compared with, and its degrees and overrides, one part after another."""
 SELDOM = (
-    "zero 2",
     "zero 3, megatron",
     "state that nobody shares",
     "weights that come to be shared out",
@@ -143,25 +128,11 @@ def overrides(shape, steps, **more):
 
 def train_as(rank, directory, arguments):
     """One rank of a run, in the rank pool; what it wrote is in the run's directory."""
-    with (
-        contextlib.chdir(directory),
-        mock.patch.object(trainer, "warm_up", return_value=None),
-    ):
-        run = load_run(Path("run.yaml"), arguments)
-        job = job_of_rank(run, rank)
-        checked = preflight(job)
-        outcome = trainer.train(job, checked)
-        return outcome.done_steps
+    return train_rank(rank, directory, arguments)[1].done_steps
 
 
 def alone(directory, arguments):
     return train_as(0, directory, arguments)
-
-
-def losses(directory):
-    lines = (Path(directory) / "metrics.jsonl").read_text().splitlines()
-    records = map(json.loads, lines)
-    return [(math.nan if m["loss"] is None else m["loss"], m["grad_norm"]) for m in records]
 
 
 def write_samples(directory, train, *, ahead=False):
@@ -220,8 +191,7 @@ def assert_like_alone(directory, output):
 
 def counted(directory):
     """What was trained on in each step: samples, and labels that counted."""
-    lines = (directory / "metrics.jsonl").read_text().splitlines()
-    return [(record["samples"], record["labels"]) for record in map(json.loads, lines)]
+    return [(record["samples"], record["labels"]) for record in records(directory)]
 
 
 @pytest.mark.parametrize(
@@ -269,6 +239,17 @@ def test_all_ranks_save_by_the_clock_of_rank_0(ranks, work):
     assert names == ["step_000001", "step_000002"]
 
 
+@pytest.mark.parametrize("zero", [3, *exhaustive(2)])
+def test_steps_that_are_not_finite_are_skipped(ranks, work, run_file, zero):
+    """A rate that no weights survive: gradients of NaN reach every shard, and no update."""
+    more = {"parallel.zero": zero, "optimizer.lr": 1e30, "optimizer.warmup_steps": 0}
+    run_file(model=MODEL, train={"sequences_per_step": 2})
+    run_on(ranks, work, (2, 2, 1), 3, "nan", **more)
+    steps = records(work / "nan")
+    assert [step["skipped"] for step in steps] == [False, True, True]
+    assert [step["grad_norm"] is None for step in steps] == [False, True, True]
+
+
 @pytest.mark.parametrize(
     ("fields", "degree", "says"),
     [
@@ -294,10 +275,10 @@ def test_weights_that_cannot_be_shared_out_are_refused(work, run_file, fields, d
     assert not Path("out").exists()
 
 
-def megatron_plan(*, pipeline=1):
+def megatron_plan():
     """A run with sharded weights, and its plan."""
-    layers = {"model.num_layers": pipeline}
-    run = load_run(Path("run.yaml"), overrides((1, pipeline, 2), 1, **MEGATRON, **layers))
+    layers = {"model.num_layers": 1}
+    run = load_run(Path("run.yaml"), overrides((1, 1, 2), 1, **MEGATRON, **layers))
     return run, preflight(job_alone(run)).plan
 
 
@@ -313,12 +294,6 @@ def test_a_plan_that_recomputes_part_of_a_class_is_refused(work):
     plan = replace(plan, stages=(replace(stage, subsequences=(cut, *others)),))
     with pytest.raises(ValueError, match=f"recomputes {tokens - 8} of {tokens} rows of linear"):
         preflight(job_alone(run), plan)
-
-
-def test_weights_shared_out_and_lent_are_refused(work):
-    run, plan = megatron_plan(pipeline=2)
-    with pytest.raises(ValueError, match="no rank has them: write ulysses"):
-        preflight(job_alone(run), replace(plan, schedule="sppo_msp"))
 
 
 def test_a_plan_with_weights_shared_out_is_taken(work, tmp_path):

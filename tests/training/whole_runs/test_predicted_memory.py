@@ -1,17 +1,12 @@
-"""Working sets of pipeline ranks in whole runs on a CPU, against the plan's."""
-
-import contextlib
-from pathlib import Path
-from unittest import mock
+"""Memory of the ranks of whole runs on a CPU, against the plan's."""
 
 import pytest
 
-from sppo.config import load_run
 from sppo.kernels.native.cpu_allocator import install_cpu_allocator
-from sppo.training import trainer
-from sppo.training.preflight import preflight
 from tests.conftest import write_run, write_tokens
-from tests.training.jobs import job_of_rank
+from tests.tiers import each_once
+from tests.training.jobs import train_rank
+from tests.training.whole_runs import test_parallel_runs as parallel_runs
 
 MODEL = {
     "hidden_size": 256, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_size": 64,
@@ -21,14 +16,7 @@ MODEL = {
 
 def working_bytes(rank, directory):
     """Predicted and measured bytes of one rank's working set and messages, in the rank pool."""
-    with (
-        contextlib.chdir(directory),
-        mock.patch.object(trainer, "warm_up", return_value=None),
-    ):
-        run = load_run(Path("run.yaml"), ())
-        job = job_of_rank(run, rank)
-        checked = preflight(job)
-        outcome = trainer.train(job, checked)
+    checked, outcome = train_rank(rank, directory)
     plan = checked.plan
     device = plan.rank_memory[rank].device
     saved = device.activations_bytes + device.loss_gradient_bytes
@@ -66,3 +54,27 @@ def test_two_ranks_take_what_is_planned(ranks, tmp_path, policy, multiplexed, se
         assert (schedule == "sppo_msp") == (multiplexed == "on")
         assert saved == pytest.approx(activations, rel=1e-4)
         assert predicted == pytest.approx(measured, rel=0.05)
+
+
+def state_bytes(rank, directory, arguments):
+    """(predicted, measured) bytes of weights and of gradients on one of two replicas."""
+    checked, outcome = train_rank(rank, directory, arguments)
+    device = checked.plan.stages[0].memory.device
+    return [
+        (getattr(device, name), getattr(outcome.buckets, name))
+        for name in ("weights_bytes", "gradients_bytes")
+    ]
+
+
+@pytest.mark.parametrize(("zero", "vocab_size"), each_once([1, 2, 3], [64, 4096]))
+def test_replicas_hold_the_rows_that_are_planned(ranks, work, run_file, zero, vocab_size):
+    run_file(
+        model={**parallel_runs.MODEL, "vocab_size": vocab_size},
+        train={"steps": 1, "sequences_per_step": 2},
+    )
+    arguments = parallel_runs.overrides(
+        (2, 1, 1), 1, **{"parallel.zero": zero, "train.output": "two"}
+    )
+    for answer in ranks.run(state_bytes, work, arguments, ranks=2):
+        for predicted, measured in answer:
+            assert measured == pytest.approx(predicted, rel=0.01)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 from pathlib import Path
@@ -15,6 +14,7 @@ from sppo.checkpoint.checkpoint import read_model
 from tests.conftest import LENGTH, SCREEN_LINES, tree, write_run, write_tokens
 from tests.tiers import default_of, exhaustive
 from tests.training.forked_sppo import Ended, ForkedSppo
+from tests.training.jobs import records, summary
 
 STEPS = 10
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -58,8 +58,7 @@ class Run:
         return self.sppo(*words, cwd=self.directory, **event)
 
     def read(self, output: str) -> list[dict[str, Any]]:
-        lines = (self.directory / output / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+        return records(self.directory / output)
 
     def assert_undisturbed(self, output: str) -> None:
         """Every step once, every loss the same double, every weight the same bits."""
@@ -181,13 +180,13 @@ def test_a_request_to_stop_saves_and_ends_well(plain, number):
     assert f"{number.name}: saving after step 4" in ended.stdout
     left = f"stopped by {number.name} after step 4 of 10, 6 left; to go on:\nsppo train run.yaml "
     assert left in ended.stdout
-    summary = json.loads((plain.directory / output / "run_summary.json").read_text())
-    assert (summary["steps"], summary["interrupted_by"]) == (4, number.name)
+    told = summary(plain.directory / output)
+    assert (told["steps"], told["interrupted_by"]) == (4, number.name)
     again = plain.train(output)
     assert again.returncode == 0
     assert "going on after step 4" in again.stdout
-    summary = json.loads((plain.directory / output / "run_summary.json").read_text())
-    assert (summary["steps"], summary["interrupted_by"]) == (10, None)
+    told = summary(plain.directory / output)
+    assert (told["steps"], told["interrupted_by"]) == (10, None)
     plain.assert_undisturbed(output)
 
 

@@ -16,7 +16,7 @@ from sppo.training.checks import room_checks
 from sppo.training.interruption import StopRequest
 from tests.conftest import call, refuse, succeed, write_run
 from tests.tiers import each_once
-from tests.training.whole_runs.test_offloading_runs import losses
+from tests.training.jobs import losses, summary
 
 MODEL = {"preset": "tiny-test", "vocab_size": 32, "num_layers": 3}
 ALL = {"weights": "disk", "gradients": "disk", "optimizer": "disk"}
@@ -70,12 +70,12 @@ def test_training_is_that_on_the_device(work, way, dtype):
     succeed("train", run_of(work, "plain", train=train))
     text = succeed("train", run_of(work, state=WAYS[way], train=train))
     assert f"state     {', '.join(LIVES[way])} on disk (spill): " in text
-    assert losses(work) == losses(work, "plain")
+    assert losses(work / "out") == losses(work / "plain")
     assert_same_model(work, "out", "plain")
     assert not os.listdir(work / "spill")
     plan = json.loads((work / "out" / "plan.json").read_text())
     assert {part for part, tier in plan["state"].items() if tier == "disk"} == {*LIVES[way]}
-    buckets = json.loads((work / "out" / "run_summary.json").read_text())["memory_bytes"]
+    buckets = summary(work / "out")["memory_bytes"]
     for bucket in ("weights", "gradients", "optimizer"):
         measured = buckets[bucket]["measured"]
         # Parameters without weight decay are in buckets of their own.
@@ -89,7 +89,7 @@ def test_a_run_goes_on_with_its_state_elsewhere(work):
         output = f"out{number}"
         for steps, state in zip((2, 4), tiers, strict=True):
             succeed("train", run_of(work, output, state=state, train={"steps": steps}))
-        assert losses(work, output) == losses(work, "plain")
+        assert losses(work / output) == losses(work / "plain")
         assert_same_model(work, output, "plain")
 
 
@@ -131,7 +131,7 @@ def test_an_interrupted_step_loses_nothing(work, monkeypatch):
     monkeypatch.undo()
     monkeypatch.chdir(work)
     succeed("train", run)
-    assert losses(work) == losses(work, "plain")
+    assert losses(work / "out") == losses(work / "plain")
     assert_same_model(work, "out", "plain")
 
 

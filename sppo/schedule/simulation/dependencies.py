@@ -1,0 +1,477 @@
+"""What each action of a step waits for, and how long it occupies which resource.
+
+Every resource serves in program order: a rank's compute, its two copy engines (two more for weights
+and gradients, if these are in another tier), and each directed link. Besides its resource an action
+waits for:
+
+* F: the F of the subsequence before (K/V), and the activation from the stage before;
+* B: the F of the same unit, the B of the next subsequence (dK/dV), the gradient from the next
+  stage, and the unit's H2D if the program has one; W: the B of its unit; KV: the F of its unit;
+* D2H: the F of its unit; H2D: the D2H of its unit, and the preceding compute in the program, which
+  frees the memory for it. If copies flow layer by layer, a D2H starts with the first layer of its
+  F, and an H2D runs while the backward before its own runs;
+* H2D of K and V: the D2H, and the preceding compute. The copy goes behind the copies of the next
+  backward, which waits for K and V that it reads before it starts, and for others before it ends;
+* REDUCE: the preceding compute; later compute waits for the REDUCE, because few buckets of
+  gradients are in flight at once (:mod:`sppo.parallel.data_parallel`);
+* copies of a whole stage's weights or gradients: the preceding compute and REDUCE; compute of the
+  stage waits for copies to the device; gradients that leave before their REDUCE, and later compute,
+  wait for the last reduction after a use;
+* SEND: the preceding compute. In programs without SEND, a tensor is sent as soon as it exists. RECV
+  takes no time: the message has arrived or it has not;
+* a shard of an MSP group: the dependencies of its unit on all ranks of the MSP group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from sppo.schedule.actions import RESIDENT_STAGES
+from sppo.schedule.costs import Costs
+from sppo.schedule.encoding import (
+    D2H,
+    D2H_GRADIENTS,
+    D2H_KV,
+    H2D,
+    H2D_GRADIENTS,
+    H2D_KV,
+    H2D_WEIGHTS,
+    KV,
+    RECV_ACT,
+    RECV_GRAD,
+    REDUCE,
+    SEND_ACT,
+    SEND_GRAD,
+    B,
+    EncodedProgram,
+    F,
+    W,
+    first_subsequence,
+    last_subsequence,
+)
+from sppo.schedule.graph import Edges, Floats, Ints, in_turn
+from sppo.schedule.msp_costs import msp_seconds
+from sppo.schedule.schedule import Schedule
+from sppo.schedule.simulation.step_actions import StepActions
+
+BUBBLE, COMMUNICATION, COPY = range(3)
+"""Causes of a wait: an input is not computed, not sent or not reduced, or not copied."""
+_TURNS = 8
+"""Turns from one action of a rank to the next, between which other services may run."""
+
+
+class _Messages(NamedTuple):
+    """Messages of one wire, one entry each."""
+
+    producers: Ints
+    """Actions of the senders that make the tensors."""
+    readers: Ints
+    """Actions that read the tensors."""
+    senders: Ints
+    receivers: Ints
+    numbers: Ints
+    """Numbers of the messages of a unit."""
+    shares: Floats
+    """Fractions of the units' tokens that the messages carry."""
+
+
+class Dependencies:
+    """Services of a step, their seconds, and what each of them waits for.
+
+    The first services are the actions. Further ones are the common start of an MSP group,
+    the messages of a program without SENDs, and waits for a reduction before gradients leave.
+
+    Args:
+        schedule: Schedule of the step.
+        programs: Encoded programs of its ranks.
+        costs: Costs of the actions.
+        seconds: Seconds of each action, rank after rank, which replace those of `costs`; NaN
+            replaces nothing. An MSP group takes those of its longest shard.
+
+    Attributes:
+        actions: Actions of the step.
+        seconds: Seconds of each service.
+        ranks: Rank in whose program each service is walked.
+        turns: Order of the services of a rank.
+        inputs: Service that waits for the inputs of each action: that of the action, or the
+            common start of its MSP group.
+        compute: Actions that occupy compute or make it wait, rank after rank in program order.
+        compute_services: Services of these.
+        latency_s: Seconds from the end of each SEND to the arrival of its message.
+        implied: Waits that follow from other edges: they tell causes, and change no time.
+        last_blocks: Backwards and the H2Ds of their units that end with them at the earliest.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        *,
+        programs: Sequence[EncodedProgram],
+        costs: Costs,
+        seconds: Floats | None = None,
+    ) -> None:
+        assert (costs.num_stages, costs.num_units) == (schedule.num_stages, schedule.num_units), (
+            f"costs of {costs.num_stages} stages, {costs.num_units} units for a schedule of "
+            f"{schedule.num_stages}, {schedule.num_units}"
+        )
+        self._schedule, self._costs = schedule, costs
+        self.actions = actions = StepActions(schedule, programs)
+        self.ranks = actions.ranks
+        self.turns = _TURNS * np.arange(actions.never + 1)
+        self.seconds = np.zeros(actions.never + 1)
+        self.inputs = np.arange(actions.never + 1)
+        self.latency_s = np.zeros(actions.never + 1)
+        self._edges: list[Edges] = []
+        self.last_blocks = Edges.of(*np.zeros((2, 0), dtype=np.int64))
+        self._start_groups_at_once()
+        self._set_seconds(seconds)
+        self.compute, self.compute_services = self._compute_in_turn()
+        self._compute_reads()
+        self.implied = self._compute_receives()
+        fetched = self._stage_copies()
+        self._copies_out()
+        self._copies_back(fetched)
+        if costs.layer_copies:
+            self._room_for_blocks()
+
+    @property
+    def edges(self) -> Edges:
+        """What each service waits for."""
+        return Edges.joined(self._edges)
+
+    def action_of(self, service: int) -> int:
+        """Return the action that a service belongs to."""
+        actions = self.actions
+        return service if service <= actions.never else int(self.turns[service] + 1) // _TURNS
+
+    def _wait(
+        self, earlier: Ints, later: Ints, *, lag_s: Floats | float = 0.0, cause: int = BUBBLE
+    ) -> None:
+        """Let services wait for earlier services."""
+        self._edges.append(Edges.of(earlier, later, lag_s=lag_s, cause=cause))
+
+    def _new_services(self, seconds: Floats, beside: Ints, *, turn: int) -> Ints:
+        """Return new services that are walked `turn` turns after the actions `beside`."""
+        self.seconds = np.append(self.seconds, seconds)
+        self.ranks = np.append(self.ranks, self.actions.ranks[beside])
+        self.turns = np.append(self.turns, self.turns[beside] + turn)
+        return np.arange(self.seconds.size - seconds.size, self.seconds.size)
+
+    def _start_groups_at_once(self) -> None:
+        """Let the shards of each unit wait for one start."""
+        cut, first = self.actions.first_shards()
+        leaders, group = np.unique(first, return_inverse=True)
+        starts = self._new_services(np.zeros(leaders.size), leaders, turn=-1)
+        self.inputs[cut] = starts[group]
+        self._wait(starts[group], cut)
+
+    def _set_seconds(self, given: Floats | None) -> None:
+        """Set the seconds of all actions."""
+        costs, actions = self._costs, self.actions
+        copies, state = costs.copies, costs.state_copies or costs.copies
+        split = actions.at(W, np.arange(actions.size)) != actions.never
+        fused_s = np.where(split.reshape(costs.weight_s.shape), 0.0, costs.weight_s)
+        tables = {
+            F: costs.forward_s,
+            B: costs.backward_s + fused_s,
+            W: costs.weight_s,
+            KV: costs.kv_recompute_s,
+            D2H: costs.offload_bytes / copies.d2h_bytes_per_s,
+            H2D: costs.offload_bytes / copies.h2d_bytes_per_s,
+            D2H_KV: costs.kv_offload_bytes / copies.d2h_bytes_per_s,
+            H2D_KV: costs.kv_offload_bytes / copies.h2d_bytes_per_s,
+            REDUCE: costs.reduce_s,
+            H2D_WEIGHTS: costs.streamed_weight_bytes / state.h2d_bytes_per_s,
+            D2H_GRADIENTS: costs.streamed_gradient_bytes / state.d2h_bytes_per_s,
+            H2D_GRADIENTS: costs.streamed_gradient_bytes / state.h2d_bytes_per_s,
+        }
+        for code, table in tables.items():
+            found = actions.of(code)
+            self.seconds[found] = table.ravel()[actions.slots[found]]
+        shards = actions.of(D2H, H2D)
+        self.seconds[shards] /= actions.widths[shards]
+        if actions.is_cut:
+            cut_s = msp_seconds(self._schedule, groups=self._schedule.msp_groups, costs=costs)
+            cut = np.flatnonzero(self.inputs > actions.never)
+            keys = zip(actions.codes[cut].tolist(), actions.slots[cut].tolist(), strict=True)
+            self.seconds[cut] = [cut_s[key] for key in keys]
+        if given is not None:
+            longest, known = np.full(self.seconds.shape, -np.inf), np.flatnonzero(~np.isnan(given))
+            np.maximum.at(longest, self.inputs[known], given[known])
+            self.seconds[known] = longest[self.inputs[known]]
+
+    def _compute_in_turn(self) -> tuple[Ints, Ints]:
+        """Let compute run in program order, with reductions; return its actions and services."""
+        actions = self.actions
+        reductions, leaving = actions.of(REDUCE), actions.of(D2H_GRADIENTS)
+        _, is_reduced = actions.before(leaving, reductions, of=actions.stages)
+        early = leaving[~is_reduced]
+        wait_s = self._costs.last_reduction_wait_s[actions.stages[early]]
+        reduced = self._new_services(wait_s, early, turn=-1)
+        occupying = np.concatenate([actions.compute, reductions, early])
+        order = np.argsort(occupying, kind="stable")
+        services = np.concatenate([actions.compute, reductions, reduced])[order]
+        waiting = np.concatenate([self.inputs[actions.compute], reductions, reduced])[order]
+        occupying = occupying[order]
+        follows = np.flatnonzero(np.diff(actions.ranks[occupying]) == 0)
+        self._wait(services[follows], waiting[follows + 1])
+        return occupying, services
+
+    def _after_compute(self, waiting: Ints) -> None:
+        """Let actions wait for the preceding compute and reduction on their rank."""
+        ranks, place = self.actions.ranks, np.searchsorted(self.compute, waiting, side="right") - 1
+        follows = (place >= 0) & (ranks[self.compute[place]] == ranks[waiting])
+        self._wait(self.compute_services[place[follows]], waiting[follows])
+
+    def _compute_reads(self) -> None:
+        """Let compute wait for results of its own stage."""
+        actions, lengths = self.actions, self._schedule.lengths
+        is_first, is_last = first_subsequence(lengths), last_subsequence(lengths)
+        forward, backward = actions.of(F), actions.of(B)
+        for later, code, step in (
+            (forward[~is_first[actions.units[forward]]], F, -1),
+            (backward, F, 0),
+            (backward[~is_last[actions.units[backward]]], B, 1),
+            (actions.of(W), B, 0),
+            (actions.of(KV), F, 0),
+        ):
+            self._read(actions.at(code, actions.slots[later] + step), later)
+
+    def _read(self, earlier: Ints, later: Ints) -> None:
+        """Let actions wait for results of compute, unless the order of their rank implies it."""
+        actions = self.actions
+        implied = (actions.ranks[earlier] == actions.ranks[later]) & (earlier < later)
+        implied &= (actions.widths[earlier] == 1) & (actions.widths[later] == 1)
+        self._wait(earlier[~implied], self.inputs[later[~implied]])
+
+    def _compute_receives(self) -> Edges:
+        """Let compute wait for results of neighbouring stages, and for the messages with them.
+
+        Returns:
+            Waits for results that waits for messages imply.
+        """
+        actions, units = self.actions, self._schedule.num_units
+        self._after_compute(actions.of(SEND_ACT, SEND_GRAD, RECV_ACT, RECV_GRAD))
+        implied, links = [], []
+        for wire, code, step in ((SEND_ACT, F, -units), (SEND_GRAD, B, units)):
+            readers = actions.of(code)
+            readers = readers[actions.shards[readers] == 0]
+            sources = actions.slots[readers] + step
+            has_source = (sources >= 0) & (sources < actions.size)
+            readers, producers = readers[has_source], actions.at(code, sources[has_source])
+            messages, others = self._messages(wire, producers, readers)
+            self._read(producers[others], readers[others])
+            implied.append(Edges.of(messages.producers, self.inputs[messages.readers]))
+            links.append(self._transfer(wire, messages))
+        sent, pairs, turns = map(np.concatenate, zip(*links, strict=True))
+        self._wait(*in_turn(sent, resources=pairs, turns=turns))
+        return Edges.joined(implied)
+
+    def _messages(self, wire: int, producers: Ints, readers: Ints) -> tuple[_Messages, Ints]:
+        """Return the messages with results of compute, and the places of results without any."""
+        actions, routes = self.actions, self._schedule.msp_routes
+        rank_of = np.array(
+            [*map(self._schedule.placement.rank_of, range(self._schedule.num_stages))]
+        )
+        senders, receivers = (rank_of[actions.stages[ends]] for ends in (producers, readers))
+        routed = np.isin(actions.slots[producers], [slot for code, slot in routes if code == wire])
+        crosses = (senders != receivers) & ~routed & (producers != actions.never)
+        whole = np.flatnonzero(crosses)
+        found = _Messages(
+            producers[whole],
+            readers[whole],
+            senders[whole],
+            receivers[whole],
+            np.zeros_like(whole),
+            np.ones(whole.size),
+        )
+        of_shards = [
+            self._messages_of_shards(wire, int(producers[place]), int(readers[place]))
+            for place in np.flatnonzero(routed & (producers != actions.never)).tolist()
+        ]
+        columns = zip(found, *of_shards, strict=True)
+        return _Messages(*map(np.concatenate, columns)), np.flatnonzero(~crosses)
+
+    def _messages_of_shards(self, wire: int, producer: int, reader: int) -> _Messages:
+        """Return the messages of a unit that is cut on one or both stages."""
+        code, slot = int(self.actions.codes[producer]), int(self.actions.slots[producer])
+        group = self._schedule.msp_groups.get(slot)
+        sent = [
+            (number, route)
+            for number, route in enumerate(self._schedule.msp_routes[wire, slot])
+            if route.sender != route.receiver
+        ]
+        shards = [group.ranks.index(route.sender) if group else 0 for _, route in sent]
+        senders, receivers, numbers = (
+            np.array(
+                [(route.sender, route.receiver, number) for number, route in sent], dtype=np.int64
+            )
+            .reshape(-1, 3)
+            .T
+        )
+        return _Messages(
+            self.actions.at(code, np.full(len(sent), slot), np.array(shards, dtype=np.int64)),
+            np.full(len(sent), reader),
+            senders,
+            receivers,
+            numbers,
+            np.array([route.share for _, route in sent]),
+        )
+
+    def _transfer(self, wire: int, messages: _Messages) -> tuple[Ints, Ints, Ints]:
+        """Let messages wait for results, and readers for messages.
+
+        Returns:
+            Service, link and turn of each message.
+        """
+        actions, links, num_ranks = self.actions, self._costs.links, self._schedule.num_ranks
+        pairs = messages.senders * num_ranks + messages.receivers
+        used, own = np.unique(pairs, return_inverse=True)
+        found = [links.link(pair // num_ranks, receiver=pair % num_ranks) for pair in used.tolist()]
+        rates = np.array([link.bytes_per_s for link in found])[own]
+        latencies = np.array([link.latency_s for link in found])[own]
+        sizes = self._costs.message_bytes[actions.units[messages.producers]] * messages.shares
+        if actions.of(SEND_ACT, SEND_GRAD).size:
+            sent = actions.at(wire, actions.slots[messages.producers], messages.numbers)
+            self.seconds[sent], self.latency_s[sent] = sizes / rates, latencies
+            self._read(messages.producers, sent)
+        else:
+            sent = self._new_services(sizes / rates, messages.producers, turn=1)
+            self._wait(messages.producers, sent)
+        readers = self.inputs[messages.readers]
+        self._wait(sent, readers, lag_s=latencies, cause=COMMUNICATION)
+        return sent, pairs, self.turns[sent]
+
+    def _stage_copies(self) -> Ints:
+        """Let copies of weights and gradients wait for compute, and compute for those back.
+
+        Returns:
+            Copies to the device, without those of weights that are there.
+        """
+        actions = self.actions
+        weights, gradients = actions.of(H2D_WEIGHTS), actions.of(H2D_GRADIENTS)
+        leaving = actions.of(D2H_GRADIENTS)
+        stages, ranks = actions.stages[weights], actions.ranks[weights]
+        held = np.zeros(weights.shape, dtype=bool)
+        for ago in range(1, RESIDENT_STAGES + 1):
+            held[ago:] |= (stages[ago:] == stages[:-ago]) & (ranks[ago:] == ranks[:-ago])
+        self.seconds[weights[held]] = 0.0
+        self._after_compute(np.concatenate([weights, gradients, leaving]))
+        gone, has_gone = actions.before(gradients, leaving, of=actions.stages)
+        self._wait(gone[has_gone], gradients[has_gone])
+        fetched = np.concatenate([weights[~held], gradients])
+        used, is_used = actions.after(fetched, actions.compute, of=actions.stages)
+        self._wait(fetched[is_used], self.inputs[used[is_used]], cause=COPY)
+        return fetched
+
+    def _copies_out(self) -> None:
+        """Let copies off the device wait for what they copy, and run one after the other."""
+        actions, seconds = self.actions, self.seconds
+        out = actions.of(D2H, D2H_KV)
+        made = actions.at(F, actions.slots[out])
+        if self._costs.layer_copies:
+            layers = self._flow("layers", out)
+            self._wait(made, out, lag_s=-seconds[made] * (layers - 1) / layers)
+            self._wait(made, out, lag_s=seconds[out] / layers - seconds[out], cause=COPY)
+        else:
+            self._wait(made, out)
+        self._on_engines(out, actions.of(D2H_GRADIENTS))
+
+    def _copies_back(self, fetched: Ints) -> None:
+        """Let copies to the device wait for memory, compute for the copies, and copies in turn."""
+        actions, slots, ranks = self.actions, self.actions.slots, self.actions.ranks
+        saved, kv = actions.of(H2D), actions.of(H2D_KV)
+        self._after_compute(np.concatenate([saved, kv]))
+        self._wait(actions.at(D2H, slots[saved], actions.shards[saved]), saved)
+        self._wait(actions.at(D2H_KV, slots[kv]), kv)
+        readers = actions.at(B, slots[saved], actions.shards[saved])
+        if self._costs.layer_copies:
+            self._blocks_back(saved, readers)
+            self.turns[saved] = self.turns[readers] - 3
+        else:
+            self._wait(saved, self.inputs[readers], cause=COPY)
+        beside, is_beside = actions.after(kv, actions.of(B), of=ranks)
+        kv, beside = kv[is_beside], beside[is_beside]
+        self.turns[kv] = self.turns[beside] - 2
+        sequences = np.searchsorted(self._schedule.unit_offsets, actions.units, side="right")
+        is_read = (actions.stages[kv] == actions.stages[beside]) & (
+            sequences[kv] == sequences[beside]
+        )
+        lag_s = np.where(is_read, 0.0, -self.seconds[beside])
+        self._wait(kv, self.inputs[beside], lag_s=lag_s, cause=COPY)
+        self._on_engines(np.concatenate([saved, kv]), fetched)
+
+    def _on_engines(self, copies: Ints, stage_copies: Ints) -> None:
+        """Let copies of each rank in one direction run one after the other."""
+        ranks, both = self.actions.ranks, np.concatenate([copies, stage_copies])
+        engines = ranks[both]
+        if self._costs.state_copies is not None:
+            engines[copies.size :] += self._schedule.num_ranks
+        self._wait(*in_turn(both, resources=engines, turns=self.turns[both]))
+
+    def _flow(self, name: str, actions: Ints) -> Ints:
+        """Return a field of :class:`sppo.schedule.costs.LayerCopies` for each action's stage."""
+        numbers = np.array([getattr(flow, name) for flow in self._costs.layer_copies])
+        found: Ints = numbers[self.actions.stages[actions]]
+        return found
+
+    def _blocks_back(self, saved: Ints, readers: Ints) -> None:
+        """Let the blocks of a backward come back while the backward before it runs.
+
+        The first block waits until the layer `back` before the backward begins; each layer waits
+        for its own block. A wait in the middle of the backward is counted as a wait at its start.
+        """
+        actions, seconds = self.actions, self.seconds
+        layers = self._flow("layers", saved)
+        block_s, behind_s = seconds[saved] / layers, (layers - 1) * seconds[readers] / layers
+        lag_s = np.maximum(block_s - seconds[saved], -behind_s)
+        self._wait(saved, self.inputs[readers], lag_s=lag_s, cause=COPY)
+        ahead_s = np.minimum(behind_s, self._flow("back", saved) * seconds[readers] / layers)
+        lag_s = behind_s - ahead_s + block_s - seconds[readers]
+        self.last_blocks = Edges.of(readers, saved, lag_s=lag_s)
+        before, is_before = actions.before(readers, actions.of(B), of=actions.ranks)
+        saved, before = saved[is_before], before[is_before]
+        layer_before_s = seconds[before] / self._flow("layers", before)
+        self._wait(before, saved, lag_s=-self._flow("back", saved) * layer_before_s)
+
+    def _room_for_blocks(self) -> None:
+        """Let forwards wait until blocks have left.
+
+        The end of a layer waits until the block made `out` layers before has left. All layers of a
+        unit are taken as equal, and a wait in the middle is counted as a wait at the start.
+        """
+        actions, seconds = self.actions, self.seconds
+        forward, slots = actions.of(F), actions.slots
+        own = actions.at(D2H, slots[forward], actions.shards[forward])
+        copy_s = seconds[own] + seconds[actions.at(D2H_KV, slots[forward])]
+        forward, copy_s = forward[copy_s > 0], copy_s[copy_s > 0]
+        layers, out = self._flow("layers", forward), self._flow("out", forward)
+        all_s, beyond = seconds[forward], layers - out
+        layer_s, block_s = all_s / layers, copy_s / layers
+        # Blocks of the forward itself: it starts later than all else allows.
+        later_s = np.zeros(seconds.size)
+        more_s = np.maximum(block_s - out * layer_s, beyond * block_s - (layers - 1) * layer_s)
+        later_s[self.inputs[forward]] = np.where(beyond > 0, more_s, 0.0)
+        waiting = np.flatnonzero(later_s > 0)
+        origin = self._new_services(np.zeros(1), np.zeros(1, dtype=np.int64), turn=-1)
+        self._wait(np.repeat(origin, waiting.size), waiting)
+        edges = self.edges
+        edges = edges.where(later_s[edges.later] > 0)
+        self._wait(edges.earlier, edges.later, lag_s=edges.lag_s + later_s[edges.later], cause=COPY)
+        # Blocks of earlier forwards.
+        copies, kv = actions.of(D2H, D2H_KV), actions.of(D2H_KV)
+        blocks_s = np.zeros(seconds.size)
+        blocks_s[copies] = seconds[copies] / self._flow("layers", copies)
+        blocks_s[kv] += blocks_s[actions.at(D2H, slots[kv])]
+        before, _ = actions.before(forward, copies, of=actions.ranks)
+        if self._costs.state_copies is None:
+            copies = actions.of(D2H, D2H_KV, D2H_GRADIENTS)
+        last, is_last = actions.before(forward, copies, of=actions.ranks)
+        own_s = [beyond * layer_s, block_s + (beyond - 1) * layer_s, beyond * block_s]
+        lag_s = np.where(beyond > 0, np.maximum.reduce(own_s), beyond * blocks_s[before])
+        lag_s = np.maximum((layers - 1) * layer_s - (out - 1) * blocks_s[before], lag_s) - all_s
+        waiting = self.inputs[forward[is_last]]
+        self._wait(last[is_last], waiting, lag_s=lag_s[is_last], cause=COPY)
