@@ -226,7 +226,8 @@ def _working_bytes(candidate: Candidate, method: Method) -> int:
         width = max(1, model.mlp_size * min(tokens, model.hidden_size) // max(1, tokens))
         workload = replace(workload, model=model.model_copy(update={"mlp_size": width}))
     tiled = replace(candidate, workload=workload)
-    return round(float(computing_bytes(tiled, _placement(tiled, method)).most.max()))
+    running = computing_bytes(tiled, _placement(tiled, method))
+    return round(float(max(running.forward.max(), running.backward.max())))
 
 
 def _with_inputs_on_host(stage: StageMemory, candidate: Candidate) -> StageMemory:

@@ -1,34 +1,35 @@
-"""The ``hybrid`` activation policy: retain what fits, offload what overlaps, recompute the rest.
+"""The ``hybrid`` activation policy: keep what costs most to recompute, offload what overlaps.
 
-Memory freed by a copy that overlaps compute costs no time, so a stage first tries such copies
-alone: every subsequence offloads what a copy at some rate transfers during the next forward,
-alpha_i A_i = rate * T_(i+1), with the smallest rate at which the rest fits. If no rate suffices,
-the stage offloads a fraction of all bytes that may be offloaded, waiting for copies if necessary,
-and recomputes until the rest fits: the linear class first, then attention, starting with the
-earliest subsequence, whose bytes are held longest. The tier is also tried filled class by class:
-inputs of all subsequences first, then attention outputs.
+A *piece* is one class of one subsequence on the stages of a rank that are alike. Its value is the
+seconds that its recomputation takes for each byte that it occupies. Layer inputs cannot be
+recomputed, so they are always kept. Of the other pieces, a rank keeps the most valuable ones that
+fit: with causal attention these are the attention outputs of late subsequences, and linear tensors,
+whose value is everywhere the same, only beside all attention outputs. The last piece that fits is
+kept in part.
 
-Which fraction is best depends on the whole step, so there are several :func:`choices`. The choices
-are the same on every machine: more memory only makes more of them fit, and faster copies only make
-each of them faster, so a better machine never gets a slower plan.
+A copy that overlaps compute costs no time, so each subsequence offloads of what it keeps as much as
+can be copied beside the next one, at the lowest common rate at which the rest fits the device. What
+could be copied for free but is less valuable than what the device retains is kept as well, as far
+as the tier has room.
+
+Copies may also be longer than what they overlap, if waiting for them costs less than recomputing.
+Which wait is best depends on the whole step, so there are several :func:`choices`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from sppo.activations.placement import (
     ROW_ALIGNMENT,
     ActivationPlacement,
     Counts,
     alike_stages,
+    first_of_each,
     prefix_rows,
     saved_bytes,
 )
@@ -36,434 +37,387 @@ from sppo.activations.policy_inputs import CopySlots, PolicyInputs
 from sppo.activations.tensor_classes import ATTENTION, CLASSES, LINEAR, X_IN
 from sppo.schedule.costs import Table
 
-_BISECTIONS = 24
-_STEPS = {False: 32, True: 8}
-"""Number of steps from offloading nothing to offloading everything; fewer for large tables."""
-_LARGE = 4096
-_TABLE_ROWS = 1 << 13
-"""Placements x subsequences that are compared at once: their tables fit a processor's cache."""
+WAITS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, np.inf)
+"""Waits for copies to compare, as shares of the forward that each copy overlaps."""
+_BISECTIONS = 16
+_RATES = 16
+"""Number of rates among which the placement of least memory is found."""
 _ROUNDING_BYTES = 2
 """Margin in bytes, because each memory bucket is rounded to whole bytes separately."""
 
-StageCounts = tuple[Counts, Counts, Counts]
-"""Rows retained, offloaded, recomputed, each [subsequences, 3]."""
 
+@dataclass(frozen=True, slots=True, eq=False)
+class KindRows:
+    """Rows of one placement of a rank, [kinds, subsequences, 3] each; the rest is recomputed."""
 
-class Offloads:
-    """Bytes of each subsequence to offload, as a function of the fraction of all bytes offloaded.
+    kept: Counts
+    """Rows that are retained or offloaded."""
+    offloaded: Counts
 
-    Args:
-        bytes_of: Function from a fraction to bytes of each subsequence, [N]; from a column of
-            fractions, [n, 1], to one row of bytes for each, [n, N].
-        fits_tier: Whether given bytes of each subsequence, [N], fit the tier.
-    """
-
-    def __init__(
-        self, bytes_of: Callable[[float | Table], Table], *, fits_tier: Callable[[Table], bool]
-    ) -> None:
-        self.bytes_of, self._fits_tier = bytes_of, fits_tier
-
-    def up_to_tier(self, shares: Table) -> Table:
-        """Return the bytes for given shares, [n], of the most that fits the tier, [n, N]."""
-        return self.bytes_of(self._most_in_tier * shares[:, None])
-
-    @cached_property
-    def _most_in_tier(self) -> float:
-        """Largest fraction of all bytes that fits the tier."""
-        if self._fits_tier(self.bytes_of(1.0)):
-            return 1.0
-        fraction, _ = _bisected(
-            0.0, 1.0, lambda fraction: not self._fits_tier(self.bytes_of(fraction))
-        )
-        return fraction
+    @property
+    def retained(self) -> Counts:
+        """Rows that stay on the device."""
+        return self.kept - self.offloaded
 
 
 @dataclass(frozen=True, eq=False)
-class StageProblem:
-    """One stage of :class:`sppo.activations.policy_inputs.PolicyInputs`; tables are [N]."""
+class RankProblem:
+    """Placement of the activations of one rank, whose alike stages are placed alike.
+
+    Attributes:
+        tokens: Tokens of every subsequence, [N].
+        stages: Number of stages of each kind, [kinds].
+        row_bytes: Bytes of one row of each class, [kinds, 3].
+        shared_input_bytes: See :class:`sppo.activations.policy_inputs.PolicyInputs`, [kinds].
+        in_flight: Number of times that a subsequence is held at once, [kinds, N].
+        sequences: Number of sequences in the next tier at once, [kinds].
+        next_forward_s: Seconds that a copy may overlap, [kinds, N].
+        most_offloaded: Most bytes of a subsequence to offload, [kinds, N].
+        recompute_s: Seconds to recompute each class of a subsequence, [kinds, N, 3].
+        device_bytes: Room on the device.
+        tier_bytes: Room in the next tier.
+        slots: Memory for copies.
+        allow_partial: Whether a class may be cut.
+    """
 
     tokens: Counts
+    stages: Counts
     row_bytes: Table
     shared_input_bytes: Table
     in_flight: Counts
-    sequences: int
+    sequences: Counts
     next_forward_s: Table
-    hidden_bytes: Table
+    most_offloaded: Table
+    recompute_s: Table
     device_bytes: float
     tier_bytes: float
     slots: CopySlots
-    """Slots on the device for copies of this stage alone."""
     allow_partial: bool = True
 
-    @cached_property
-    def offloadable_bytes(self) -> Table:
-        """Bytes of each subsequence that may be offloaded; 0 for the last, needed at once."""
-        saved: Table = self.tokens * self.row_bytes.sum()
-        saved[-1] = 0.0
-        return saved
+    def placement(self) -> KindRows | None:
+        """Return the placement that recomputes least; None if nothing fits."""
+        everything = self._fitting(self.kept(len(self._pieces)))
+        if everything is not None:
+            return self._with_least_copies(everything)
+        if not self._fits(self.kept(self._always)):
+            return None
+        count = _last_true(self._always, len(self._pieces), lambda n: self._fits(self.kept(n)))
+        found = self._fitting(self._with_part(count))
+        assert found is not None, "it was found to fit"
+        free = self._with_free_copies(count)
+        if free is not None and self._recompute_s(free.kept) < self._recompute_s(found.kept):
+            return free
+        return found
+
+    def waits_may_help(self, found: KindRows) -> bool:
+        """Return whether the tier has room for more than a placement copies."""
+        wanted = self._most_wanted(found.kept)
+        recomputes = bool((found.kept < self.tokens[:, None]).any())
+        return recomputes and self._in_tier(wanted) < self._tier_room
+
+    def least_memory(self) -> KindRows:
+        """Return the placement of least device memory: no piece kept beside the inputs.
+
+        Offloaded rows need slots for their copies, which may take more memory than offloading
+        frees.
+        """
+        kept = self.kept(self._always)
+        wanted = self._most_wanted(kept)
+        most = self._most_rate(wanted)
+        rows = [
+            KindRows(kept, self._rows(np.minimum(wanted, rate * self.next_forward_s), kept))
+            for rate in most * np.arange(_RATES + 1) / _RATES
+        ]
+        return min(rows, key=self._needed)
+
+    def kept(self, count: int) -> Counts:
+        """Return the rows of the inputs and of the most valuable pieces, [kinds, N, 3]."""
+        found: Counts = np.where(self._places < count, self.tokens[:, None], 0)
+        return found
 
     @cached_property
-    def by_time(self) -> Offloads:
-        """Bytes in proportion to the time available for their copy, up to all bytes."""
-        saved, next_forward_s = self.offloadable_bytes, self.next_forward_s
-        most = float((saved / next_forward_s).max())
+    def _pieces(self) -> Counts:
+        """Pieces, the most valuable first, as indices of flattened [kinds, N, 3]."""
+        return self._ordered[0]
 
-        def bytes_of(fraction: float | Table) -> Table:
-            result: Table = np.minimum(fraction * most * next_forward_s, saved)
-            return result
-
-        return Offloads(bytes_of, fits_tier=self.fits_tier)
+    @property
+    def _always(self) -> int:
+        """Number of pieces whose recomputation would free no memory."""
+        return self._ordered[1]
 
     @cached_property
-    def by_class(self) -> Offloads:
-        """Bytes of the first tensor classes of all subsequences, up to a fraction of all bytes."""
-        saved: Table = self.tokens[:, None] * self.row_bytes
-        saved[-1] = 0.0
-        totals = saved.sum(axis=0)
-        total, before = totals.sum(), np.concatenate([[0.0], np.cumsum(totals)[:-1]])
+    def _ordered(self) -> tuple[Counts, int]:
+        """Pieces, the most valuable first; and how many of them are always kept.
 
-        def bytes_of(fraction: float | Table) -> Table:
-            left = np.clip(fraction * total - before, 0.0, totals)
-            shares = np.divide(left, totals, out=np.zeros_like(left), where=totals > 0)
-            result: Table = shares @ saved.T
-            return result
+        Of equally valuable ones, those of late subsequences come first: they are held shortest.
+        """
+        row_bytes = np.repeat(self.row_bytes[:, None], len(self.tokens), axis=1)
+        row_bytes[:, :, ATTENTION] -= self.shared_input_bytes[:, None]
+        held = self.tokens[:, None] * row_bytes * self.in_flight[:, :, None]
+        seconds = self.recompute_s.copy()
+        # Kernels are not equally fast for all lengths, which is no reason to favour some.
+        of_kinds = (seconds[:, :, LINEAR].sum(axis=1) / held[:, :, LINEAR].sum(axis=1))[:, None]
+        seconds[:, :, LINEAR] = of_kinds * held[:, :, LINEAR]
+        value = np.full(held.shape, np.inf)
+        np.divide(seconds, held, out=value, where=held > 0)
+        pieces = np.arange(value.size).reshape(value.shape)[:, ::-1, 1:].ravel()
+        values = value.ravel()[pieces]
+        order = np.argsort(-values, kind="stable")
+        return pieces[order], int(np.isinf(values).sum())
 
-        return Offloads(bytes_of, fits_tier=self.fits_tier)
+    @cached_property
+    def _places(self) -> Counts:
+        """Place of each piece among all pieces, -1 for inputs, [kinds, N, 3]."""
+        places = np.full(self.recompute_s.shape, -1, dtype=np.int64)
+        places.ravel()[self._pieces] = np.arange(len(self._pieces))
+        return places
 
-    def fits_tier(self, offloaded: Table) -> bool:
-        """Return whether offloaded bytes of each subsequence fit the tier."""
-        room = max(0.0, self.tier_bytes - _ROUNDING_BYTES)
-        return float(offloaded.sum()) * self.sequences <= room
+    def _with_part(self, count: int) -> Counts:
+        """Return the rows of the first pieces, and as many of the next piece as fit."""
+        kept = self.kept(count)
+        if count == len(self._pieces) or not self.allow_partial:
+            return kept
+        piece = self._pieces[count]
+        tokens = int(self.tokens[piece // len(CLASSES) % len(self.tokens)])
+
+        def partly(cuts: int) -> Counts:
+            rows = kept.copy()
+            rows.ravel()[piece] = max(0, tokens - (most - cuts) * ROW_ALIGNMENT)
+            return rows
+
+        most = -(-tokens // ROW_ALIGNMENT)
+        return partly(_last_true(0, most - 1, lambda cuts: self._fits(partly(cuts))))
+
+    def _with_free_copies(self, count: int) -> KindRows | None:
+        """Return the placement that also keeps less valuable pieces which are copied for free.
+
+        Args:
+            count: Number of pieces that fit if they alone are copied.
+
+        Returns:
+            None if the tier is full.
+        """
+
+        def sent(pieces: int) -> Counts:
+            kept = self.kept(pieces)
+            return self._rows(self._most_wanted(kept), kept)
+
+        def fits_tier(pieces: int) -> bool:
+            return self._in_tier(self._saved(sent(pieces), self.kept(pieces))) <= self._tier_room
+
+        if not self.allow_partial or not fits_tier(count):
+            return None
+        copied = sent(_last_true(count, len(self._pieces), fits_tier))
+
+        def beside(pieces: int) -> KindRows:
+            return KindRows(np.maximum(self.kept(pieces), copied), copied)
+
+        def fits(pieces: int) -> bool:
+            return self._fits_device(beside(pieces))
+
+        return beside(_last_true(self._always, count, fits)) if fits(self._always) else None
+
+    def _fits(self, kept: Counts) -> bool:
+        return self._fitting(kept) is not None
+
+    def _fitting(self, kept: Counts) -> KindRows | None:
+        """Return given rows, with as much offloaded as possible if they do not fit otherwise."""
+        retained = KindRows(kept, np.zeros_like(kept))
+        if self._fits_device(retained):
+            return retained
+        copied = self._with_most_copies(kept)
+        return copied if self._fits_device(copied) else None
+
+    def _with_most_copies(self, kept: Counts) -> KindRows:
+        """Return given rows with as much offloaded as may be copied and fits the tier."""
+        wanted = self._most_wanted(kept)
+        return self._at_rate(kept, wanted, self._most_rate(wanted))
+
+    def _with_least_copies(self, rows: KindRows) -> KindRows:
+        """Return rows that fit with as little of them offloaded as necessary."""
+        if not rows.offloaded.any():
+            return rows
+        wanted = self._most_wanted(rows.kept)
+        low, high = 0.0, self._most_rate(wanted)
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            if self._fits_device(self._at_rate(rows.kept, wanted, middle)):
+                high = middle
+            else:
+                low = middle
+        return self._at_rate(rows.kept, wanted, high)
+
+    def _most_wanted(self, kept: Counts) -> Table:
+        """Return the most bytes of each subsequence to offload of given rows, [kinds, N]."""
+        wanted: Table = np.minimum(self._saved(kept, kept), self.most_offloaded)
+        return wanted
+
+    def _at_rate(self, kept: Counts, wanted: Table, rate: float) -> KindRows:
+        """Return given rows with up to `rate` bytes offloaded for each second of overlap."""
+        return KindRows(kept, self._rows(np.minimum(wanted, rate * self.next_forward_s), kept))
+
+    def _most_rate(self, wanted: Table) -> float:
+        """Return the highest rate at which the tier has room for the wanted bytes."""
+        rates = wanted / self.next_forward_s
+        # Slightly above the largest rate, so that every subsequence offloads all that is wanted.
+        if self._in_tier(wanted) <= self._tier_room:
+            return float(rates.max()) * (1 + 1e-9)
+        times = (self.stages * self.sequences)[:, None]
+        order = np.argsort(rates, axis=None)
+        # At the rate of each subsequence: bytes of those of lower rates, seconds of the others.
+        whole = np.cumsum((wanted * times).ravel()[order])
+        seconds = np.cumsum((self.next_forward_s * times).ravel()[order])
+        taken = whole + (seconds[-1] - seconds) * rates.ravel()[order]
+        place = int(np.searchsorted(taken, self._tier_room))
+        before = whole[place - 1] if place else 0.0
+        left_s = seconds[-1] - (seconds[place - 1] if place else 0.0)
+        return float((self._tier_room - before) / left_s)
+
+    @property
+    def _tier_room(self) -> float:
+        return max(0.0, self.tier_bytes - _ROUNDING_BYTES)
+
+    def _in_tier(self, offloaded: Table) -> float:
+        """Return the bytes that given bytes of each subsequence, [kinds, N], take in the tier."""
+        return float(offloaded.sum(axis=1) @ (self.stages * self.sequences))
+
+    def _rows(self, wanted: Table, kept: Counts) -> Counts:
+        """Return the kept rows that make up at most the wanted bytes, [kinds, N, 3].
+
+        At most one class of a subsequence is cut: a class that is kept in part stays on the device,
+        and then no other is cut.
+        """
+        row_bytes = np.repeat(self.row_bytes[:, None], len(self.tokens), axis=1)
+        row_bytes[:, :, X_IN] += self._more_input_bytes(kept)
+        in_part = (kept > 0) & (kept < self.tokens[:, None])
+        return prefix_rows(
+            wanted,
+            rows=np.where(in_part, 0, kept),
+            row_bytes=row_bytes,
+            allow_partial=self.allow_partial & ~in_part.any(axis=2),
+        )
+
+    def _more_input_bytes(self, kept: Counts) -> Table:
+        """Return the bytes of a row's inputs that only layers without attention output save."""
+        found: Table = self.shared_input_bytes[:, None] * (kept[:, :, ATTENTION] < self.tokens)
+        return found
+
+    def _saved(self, rows: Counts, kept: Counts) -> Table:
+        """Return the bytes of some of the kept rows of each subsequence, [kinds, N]."""
+        return saved_bytes(
+            rows,
+            recomputed=self.tokens[:, None] - kept,
+            row_bytes=self.row_bytes,
+            shared_input_bytes=self.shared_input_bytes,
+        )
+
+    def _fits_device(self, rows: KindRows) -> bool:
+        return self._needed(rows) <= self.device_bytes - _ROUNDING_BYTES
+
+    def _needed(self, rows: KindRows) -> float:
+        """Return the device bytes at the worst moment: retained rows, and memory for copies."""
+        held = (self._saved(rows.retained, rows.kept) * self.in_flight).sum(axis=1) @ self.stages
+        placement = ActivationPlacement(
+            rows.retained, rows.offloaded, self.tokens[:, None] - rows.kept
+        )
+        return float(held) + self.slots.reserved(placement)
+
+    def _recompute_s(self, kept: Counts) -> float:
+        """Return the seconds of recomputation."""
+        shares = (self.tokens[:, None] - kept) / self.tokens[:, None]
+        return float((self.recompute_s * shares).sum(axis=(1, 2)) @ self.stages)
 
 
 def choices(inputs: PolicyInputs) -> Iterator[ActivationPlacement]:
-    """Yield the placements to compare; if none fits, only the placement of least memory."""
-    keys = alike_stages(
-        *(inputs.row_bytes, inputs.shared_input_bytes, inputs.in_flight, inputs.sequences),
-        *(inputs.next_forward_s, inputs.hidden_bytes, inputs.device_bytes, inputs.tier_bytes),
-        inputs.slots.row_bytes,
-    )
-    distinct = {stage: _problem(inputs, stage) for stage in dict.fromkeys(keys)}
-    free = {key: overlapped_placement(problem) for key, problem in distinct.items()}
-    least: dict[int, StageCounts] = {}
-    if all(map(_has_room, distinct.values())):
-        steps = _STEPS[len(inputs.tokens) * len(keys) > _LARGE]
-        offloads = None in free.values() and inputs.copy_bytes_per_s > 0
-        shares = np.arange(steps + 1 if offloads else 1) / steps
-        found = False
-        for name in ("by_time", "by_class") if offloads else ("by_time",):
-            for rows in _offloading(name, shares, distinct, free):
-                found = True
-                yield _stacked(rows, keys)
-            if not found:
-                least = least or _least_memory(distinct, free)
-                if not all(
-                    _fits_one(*least[key][:2], problem) for key, problem in distinct.items()
-                ):
-                    break
-        if found:
-            return
-    yield _stacked(least or _least_memory(distinct, free), keys)
+    """Yield the placements to compare, which differ in waits for copies; none if nothing fits.
+
+    Longer waits are left out if nothing is recomputed or the tiers are full anyway.
+    """
+    for waits in WAITS if inputs.copy_bytes_per_s > 0 else WAITS[:1]:
+        ranks = _Ranks(inputs, waits=waits)
+        placements = {key: problem.placement() for key, problem in ranks.problems.items()}
+        fitting = {key: rows for key, rows in placements.items() if rows is not None}
+        if len(fitting) == len(placements):
+            yield ranks.stacked(fitting)
+            if not any(ranks.problems[key].waits_may_help(rows) for key, rows in fitting.items()):
+                return
 
 
-def _offloading(
-    name: Literal["by_time", "by_class"],
-    shares: Table,
-    distinct: Mapping[int, StageProblem],
-    free: Mapping[int, StageCounts | None],
-) -> Iterator[dict[int, StageCounts]]:
-    """Yield the placements of all stages that offload some share and fit, share by share.
+def least_memory(inputs: PolicyInputs) -> ActivationPlacement:
+    """Return the placement that needs least device memory, however long copies take."""
+    ranks = _Ranks(inputs, waits=np.inf if inputs.copy_bytes_per_s > 0 else 0.0)
+    return ranks.stacked({key: one.least_memory() for key, one in ranks.problems.items()})
+
+
+def _last_true(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """Return the largest number up to `high` for which `holds` is true; it is of `low`."""
+    if holds(high):
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+class _Ranks:
+    """Distinct ranks of a candidate, and the kinds of their stages.
 
     Args:
-        name: Rule by which stages offload.
-        shares: Shares of the most that fits the tier.
-        distinct: Stages that differ, by key.
-        free: Placement of each stage that neither recomputes nor waits; None to offload by share.
+        inputs: Inputs of the policy.
+        waits: Share of the forward that a copy overlaps for which it may be waited for as well.
     """
-    of_shares = {
-        key: placements_of_bytes(problem, getattr(problem, name).up_to_tier(shares))
-        for key, problem in distinct.items()
-        if free[key] is None
-    }
-    for step in range(len(shares)):
-        rows = {key: free[key] or of_shares[key][step] for key in distinct}
-        fitting = {key: table for key, table in rows.items() if table is not None}
-        if len(fitting) == len(rows):
-            yield fitting
 
+    def __init__(self, inputs: PolicyInputs, *, waits: float) -> None:
+        self._inputs = inputs
+        self._alike = alike_stages(
+            *(inputs.row_bytes, inputs.shared_input_bytes, inputs.in_flight, inputs.sequences),
+            *(inputs.next_forward_s, inputs.hidden_bytes, inputs.may_offload),
+        )
+        ranks = len(inputs.device_bytes)
+        keys = [
+            (
+                *self._alike[rank::ranks],
+                inputs.device_bytes[rank],
+                inputs.tier_bytes[rank],
+                inputs.slots[rank],
+            )
+            for rank in range(ranks)
+        ]
+        self._firsts, self._kinds = first_of_each(keys)
+        self.problems = {rank: self._problem(rank, waits) for rank in self._firsts}
+        """Problem of the first rank of each kind."""
 
-def _least_memory(
-    distinct: Mapping[int, StageProblem], free: Mapping[int, StageCounts | None]
-) -> dict[int, StageCounts]:
-    """Return the placement of least memory of each stage without a free one, which fits anyway."""
-    return {key: free[key] or least_memory_placement(problem) for key, problem in distinct.items()}
+    def stacked(self, found: dict[int, KindRows]) -> ActivationPlacement:
+        """Return the placement of all stages from that of the first rank of each kind."""
+        inputs, ranks = self._inputs, len(self._kinds)
+        shape = len(inputs.row_bytes), len(inputs.tokens), len(CLASSES)
+        kept, offloaded = np.zeros((2, *shape), dtype=np.int64)
+        for rank, kind in enumerate(self._kinds):
+            first = self._firsts[kind]
+            _, kinds = first_of_each(self._alike[first::ranks])
+            kept[rank::ranks] = found[first].kept[kinds]
+            offloaded[rank::ranks] = found[first].offloaded[kinds]
+        return ActivationPlacement(kept - offloaded, offloaded, inputs.tokens[:, None] - kept)
 
-
-def overlapped_placement(problem: StageProblem) -> StageCounts | None:
-    """Return the placement without recomputation and waits for copies; None if it does not fit."""
-    if not _has_room(problem):
-        return None
-    rows, nothing = _all_rows(problem), np.zeros((len(problem.tokens), 3), dtype=np.int64)
-    if _fits_one(rows, nothing, problem):
-        return rows, nothing, nothing.copy()
-
-    def wanted(rate: float) -> Table:
-        hidden = np.minimum(rate * problem.next_forward_s, problem.hidden_bytes)
-        result: Table = np.minimum(hidden, problem.offloadable_bytes)
-        return result
-
-    def serves(rate: float) -> bool:
-        offloaded = _offloaded(wanted(rate), problem)
-        return _fits_one(rows - offloaded, offloaded, problem)
-
-    # Slightly above the largest rate, so that every subsequence offloads all its hidden_bytes.
-    most = float((problem.hidden_bytes / problem.next_forward_s).max()) * (1 + 1e-9)
-    if not problem.fits_tier(wanted(most)):
-        most, _ = _bisected(0.0, most, lambda rate: not problem.fits_tier(wanted(rate)))
-    if most <= 0 or not serves(most):
-        return None
-    _, rate = _bisected(0.0, most, serves)
-    offloaded = _offloaded(wanted(rate), problem)
-    return rows - offloaded, offloaded, nothing
-
-
-def placements_of_bytes(problem: StageProblem, wanted: Table) -> list[StageCounts | None]:
-    """Return placements that offload given bytes and recompute until the rest fits.
-
-    Args:
-        problem: Inputs of one stage, which has room on the device.
-        wanted: Bytes of each subsequence to offload, [n, N].
-
-    Returns:
-        Placement for each row of `wanted`; None if it does not fit.
-    """
-    offloaded = _offloaded(wanted, problem)
-    retained = _all_rows(problem) - offloaded
-    serving = _serving(retained, offloaded, problem)
-    fits = serving.any(axis=1) & np.array([problem.fits_tier(asked) for asked in wanted])
-    left = retained.copy()
-    cut = np.flatnonzero(fits & ~serving[:, 0])
-    left[cut] = _recomputing(
-        retained[cut], offloaded[cut], problem, fewest=serving[cut].argmax(axis=1)
-    )
-    return [
-        (left[place], offloaded[place], retained[place] - left[place]) if fits[place] else None
-        for place in range(len(wanted))
-    ]
-
-
-def _recomputing(
-    retained: Counts, offloaded: Counts, problem: StageProblem, *, fewest: Counts
-) -> Counts:
-    """Return the retained rows of n placements that recompute the fewest classes, [n, N, 3].
-
-    Of the last class, only as many rows as necessary are recomputed if it may be cut.
-
-    Args:
-        retained: Retained rows before, [n, N, 3].
-        offloaded: Offloaded rows, [n, N, 3].
-        problem: Inputs of one stage.
-        fewest: Number of classes with which each placement fits, at least 1, [n].
-    """
-    before, after = _freed(retained, fewest - 1), _freed(retained, fewest)
-    if not problem.allow_partial or not len(retained):
-        return after
-    count, places = len(problem.tokens), np.arange(len(retained))
-    index = (fewest - 1) % count
-    tensor_class = np.where(fewest > count, ATTENTION, LINEAR)
-    sent = offloaded[places, index]
-    is_cut = (sent > 0) & (sent < problem.tokens[index][:, None])
-    is_cut[places, tensor_class] = False
-    row_bytes = problem.row_bytes[tensor_class] * problem.in_flight[index]
-    short = _needed(before, offloaded, problem) - problem.device_bytes + _ROUNDING_BYTES
-    # Where attention is recomputed, every layer saves its input.
-    inputs = before[places, index, X_IN] * problem.in_flight[index] * problem.shared_input_bytes
-    short += inputs * (tensor_class == ATTENTION)
-    rows = np.ceil(short / row_bytes / ROW_ALIGNMENT).astype(np.int64) * ROW_ALIGNMENT
-    in_part = before.copy()
-    in_part[places, index, tensor_class] -= np.minimum(rows, before[places, index, tensor_class])
-    # Joining the parts of a cut class takes memory.
-    parts = ~is_cut.any(axis=1) & _fits(in_part, offloaded, problem)
-    return np.where(parts[:, None, None], in_part, after)
-
-
-def _serving(retained: Counts, offloaded: Counts, problem: StageProblem) -> npt.NDArray[np.bool_]:
-    """Return whether placements fit with their first classes recomputed; see :func:`_freed`.
-
-    Recomputing a class frees its own rows; but if layers share an input, recomputing the attention
-    class makes every layer save its input. Memory for joining cut classes is that of the worst
-    subsequence, among those with the class recomputed and those after them.
-
-    Args:
-        retained: Retained rows of n placements, [n, N, 3].
-        offloaded: Offloaded rows of n placements, [n, N, 3].
-        problem: Inputs of one stage.
-
-    Returns:
-        Whether each placement fits with 0 to 2 N classes recomputed, [n, 2 N + 1].
-    """
-    count = len(problem.tokens)
-    held = (retained * problem.row_bytes) * problem.in_flight[:, None]
-    more_inputs = (retained[:, :, ATTENTION] > 0) * problem.shared_input_bytes
-    more_held = retained[:, :, X_IN] * more_inputs * problem.in_flight
-    attention = held[:, :, ATTENTION] - more_held
-    freed = np.cumsum(np.concatenate([held[:, :, LINEAR], attention], axis=1), axis=1)
-    joined = []
-    for classes in ([], [LINEAR], [LINEAR, ATTENTION]):
-        left = retained.copy()
-        left[:, :, classes] = 0
-        recomputed = problem.tokens[:, None] - left - offloaded
-        joined.append(problem.slots.joined(ActivationPlacement(left, offloaded, recomputed)))
-    needed = np.empty((len(retained), 2 * count + 1))
-    for first, (before, after) in enumerate(pairwise(joined)):
-        worst = needed[:, first * count : (first + 1) * count + 1]
-        worst[:, :count] = np.maximum.accumulate(before[:, ::-1], axis=1)[:, ::-1]
-        worst[:, count] = 0.0
-        worst[:, 1:] = np.maximum(worst[:, 1:], np.maximum.accumulate(after, axis=1))
-    needed += held.sum(axis=(1, 2))[:, None] + problem.slots.of_blocks(offloaded)[:, None]
-    needed[:, 1:] -= freed
-    fits: npt.NDArray[np.bool_] = needed <= problem.device_bytes - _ROUNDING_BYTES
-    more_sent = np.cumsum(offloaded[:, :, X_IN] * more_inputs, axis=1)
-    sent = (offloaded @ problem.row_bytes).sum(axis=1)[:, None] + more_sent
-    fits[:, count + 1 :] &= sent * problem.sequences <= problem.tier_bytes
-    return fits
-
-
-def least_memory_placement(problem: StageProblem) -> StageCounts:
-    """Return the placement of least memory: best fraction offloaded, the rest recomputed.
-
-    Offloaded rows need slots for their copies, which may take more memory than offloading frees.
-    """
-    shares = np.arange(_STEPS[False] + 1) / _STEPS[False]
-    offloads = problem.by_time, problem.by_class
-    wanted = np.concatenate([each.up_to_tier(shares) for each in offloads])
-    at_once = max(1, _TABLE_ROWS // wanted.shape[1])
-    tables = np.split(wanted, range(at_once, len(wanted), at_once))
-    # If layers share an input, retained attention may take less than the inputs of all layers.
-    kept = ((X_IN,), (X_IN, ATTENTION))[: 1 + bool(problem.shared_input_bytes)]
-    found = (_least_of(table, classes, problem) for classes in kept for table in tables)
-    return min(found, key=lambda least: least[0])[1]
-
-
-def _least_of(
-    wanted: Table, classes: Sequence[int], problem: StageProblem
-) -> tuple[float, StageCounts]:
-    """Return the least of n placements, and the device bytes that it needs; inf beyond the tier.
-
-    Args:
-        wanted: Bytes of each subsequence to offload, [n, N].
-        classes: Classes of which the rows that are not offloaded are retained.
-        problem: Inputs of one stage.
-    """
-    offloaded = _offloaded(wanted, problem)
-    is_retained = np.array([each in classes for each in range(len(CLASSES))])
-    rest = problem.tokens[:, None] - offloaded
-    retained, recomputed = rest * is_retained, rest * ~is_retained
-    needed = _needed(retained, offloaded, problem)
-    sent = _saved(offloaded, recomputed, problem).sum(axis=1) * problem.sequences
-    needed = np.where(sent <= problem.tier_bytes, needed, np.inf)
-    best = int(np.argmin(needed))
-    return float(needed[best]), (retained[best], offloaded[best], recomputed[best])
-
-
-def _bisected(low: float, high: float, is_high: Callable[[float], bool]) -> tuple[float, float]:
-    """Return neighbours between which `is_high` turns true; `is_high` must be true of `high`."""
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if is_high(middle) else (middle, high)
-    return low, high
-
-
-def _all_rows(problem: StageProblem) -> Counts:
-    return np.repeat(problem.tokens[:, None], 3, axis=1)
-
-
-def _offloaded(wanted: Table, problem: StageProblem) -> Counts:
-    return prefix_rows(
-        wanted,
-        tokens=problem.tokens,
-        row_bytes=problem.row_bytes,
-        allow_partial=problem.allow_partial,
-    )
-
-
-def _has_room(problem: StageProblem) -> bool:
-    """Return whether the device has any memory left; most divisions of devices leave none."""
-    return problem.device_bytes >= _ROUNDING_BYTES
-
-
-def _fits_one(retained: Counts, offloaded: Counts, problem: StageProblem) -> bool:
-    """Return whether a placement fits the device, with rows [N, 3]."""
-    return bool(_fits(retained[None], offloaded[None], problem)[0])
-
-
-def _fits(retained: Counts, offloaded: Counts, problem: StageProblem) -> npt.NDArray[np.bool_]:
-    """Return whether each of n placements fits the device, [n]; see :func:`_needed`."""
-    fits: npt.NDArray[np.bool_] = (
-        _needed(retained, offloaded, problem) <= problem.device_bytes - _ROUNDING_BYTES
-    )
-    return fits
-
-
-def _needed(retained: Counts, offloaded: Counts, problem: StageProblem) -> Table:
-    """Return the device bytes of n placements at the worst moment: retained rows, and slots, [n].
-
-    Args:
-        retained: Retained rows, [n, N, 3].
-        offloaded: Offloaded rows, [n, N, 3]; the others are recomputed.
-        problem: Inputs of one stage.
-    """
-    recomputed = problem.tokens[:, None] - retained - offloaded
-    held = _saved(retained, recomputed, problem) @ problem.in_flight
-    placement = ActivationPlacement(retained, offloaded, recomputed)
-    needed: Table = held + problem.slots.reserved(placement)
-    return needed
-
-
-def _saved(rows: Counts, recomputed: Counts, problem: StageProblem) -> Table:
-    """Return the bytes of given rows of each subsequence, [..., N]."""
-    return saved_bytes(
-        rows,
-        recomputed=recomputed,
-        row_bytes=problem.row_bytes,
-        shared_input_bytes=problem.shared_input_bytes,
-    )
-
-
-def _freed(retained: Counts, counts: Counts) -> Counts:
-    """Return the retained rows of n placements without their first classes to recompute, [n, N, 3].
-
-    The order is the linear class of all subsequences, then their attention class.
-
-    Args:
-        retained: Retained rows, [n, N, 3].
-        counts: Number of classes to recompute, [n].
-    """
-    left, index = retained.copy(), np.arange(retained.shape[1])
-    left[:, :, LINEAR] *= index >= counts[:, None]
-    left[:, :, ATTENTION] *= index >= counts[:, None] - len(index)
-    return left
-
-
-def _problem(inputs: PolicyInputs, stage: int) -> StageProblem:
-    return StageProblem(
-        tokens=inputs.tokens,
-        row_bytes=inputs.row_bytes[stage],
-        shared_input_bytes=inputs.shared_input_bytes[stage],
-        in_flight=inputs.in_flight[stage],
-        sequences=int(inputs.sequences[stage]),
-        next_forward_s=inputs.next_forward_s[stage],
-        hidden_bytes=inputs.hidden_bytes[stage],
-        device_bytes=float(inputs.device_bytes[stage]),
-        tier_bytes=float(inputs.tier_bytes[stage]),
-        slots=inputs.slots.of_stage(stage),
-        allow_partial=inputs.allow_partial,
-    )
-
-
-def _stacked(solved: Mapping[int, StageCounts], keys: Sequence[int]) -> ActivationPlacement:
-    """Return the placement of all stages, [stages], from that of the first stage of each kind."""
-    places = {key: place for place, key in enumerate(solved)}
-    index = [places[key] for key in keys]
-    of_stages = (np.stack(tables)[index] for tables in zip(*solved.values(), strict=True))
-    return ActivationPlacement(*of_stages, known_alike=keys)
+    def _problem(self, rank: int, waits: float) -> RankProblem:
+        inputs, own = self._inputs, slice(rank, None, len(self._inputs.device_bytes))
+        firsts, kinds = first_of_each(self._alike[own])
+        stages = np.arange(len(inputs.row_bytes))[own][firsts]
+        recompute_s = np.zeros((len(stages), len(inputs.tokens), len(CLASSES)))
+        recompute_s[:, :, ATTENTION] = inputs.attention_recompute_s[stages]
+        recompute_s[:, :, LINEAR] = inputs.linear_recompute_s[stages]
+        return RankProblem(
+            tokens=inputs.tokens,
+            stages=np.bincount(kinds),
+            row_bytes=inputs.row_bytes[stages],
+            shared_input_bytes=inputs.shared_input_bytes[stages],
+            in_flight=inputs.in_flight[stages],
+            sequences=inputs.sequences[stages],
+            next_forward_s=inputs.next_forward_s[stages],
+            most_offloaded=inputs.copied_bytes(waits)[stages],
+            recompute_s=recompute_s,
+            device_bytes=float(inputs.device_bytes[rank]),
+            tier_bytes=float(inputs.tier_bytes[rank]),
+            slots=inputs.slots[rank],
+            allow_partial=inputs.allow_partial,
+        )

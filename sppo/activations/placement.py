@@ -60,6 +60,10 @@ class ActivationPlacement:
         first_of = {stage: firsts[place] for stage, place in zip(firsts, alike, strict=True)}
         return [first_of[stage] for stage in self.known_alike]
 
+    def of_stages(self, own: slice) -> ActivationPlacement:
+        """Return the placement of some stages."""
+        return ActivationPlacement(self.retained[own], self.offloaded[own], self.recomputed[own])
+
     @property
     def offloads_anything(self) -> bool:
         """True if any row leaves the device."""
@@ -128,38 +132,34 @@ def saved_bytes(
 
 
 def prefix_rows(
-    wanted: Table, *, tokens: Counts, row_bytes: Table, allow_partial: bool = True
+    wanted: Table,
+    *,
+    rows: Counts,
+    row_bytes: Table,
+    allow_partial: npt.NDArray[np.bool_] | np.bool_ | bool = True,
 ) -> Counts:
     """Return the rows that make up at most ``wanted`` bytes, class after class.
 
     Args:
         wanted: Upper bound of the bytes, [..., subsequences].
-        tokens: Tokens of every subsequence, [subsequences].
-        row_bytes: Bytes of one row of each class, [..., 3].
-        allow_partial: Whether the last class may be cut.
+        rows: Rows that there are of each class, [..., subsequences, 3].
+        row_bytes: Bytes of one row of each class, [..., subsequences, 3].
+        allow_partial: Whether the last class may be cut, of all or of each subsequence.
 
     Returns:
         Rows, [..., subsequences, 3].
     """
-    by_class = np.zeros((len(CLASSES), *wanted.shape), dtype=np.int64)
+    found = np.zeros((len(CLASSES), *wanted.shape), dtype=np.int64)
     left = wanted.astype(np.float64)
-    for index, rows in enumerate(by_class):
-        size = np.maximum(row_bytes[..., index], 1e-300)[..., None]
-        whole_bytes = tokens * size
+    for index, taken in enumerate(found):
+        size, most = row_bytes[..., index], rows[..., index]
+        whole_bytes = most * size
         # With a tolerance, so that a whole class counts as whole in spite of rounding.
         whole = left >= whole_bytes * (1 - 1e-12)
-        if allow_partial:
-            cut = np.minimum(left, whole_bytes)
-            cut /= size * ROW_ALIGNMENT
-            np.floor(cut, out=cut)
-            cut *= ROW_ALIGNMENT
-            np.copyto(cut, tokens, where=whole)
-            rows[...] = cut
-        else:
-            np.copyto(rows, tokens, where=whole)
-        left -= whole_bytes
-        np.maximum(left, 0.0, out=left)
-        left *= whole
+        cuts = np.minimum(left, whole_bytes) / np.maximum(size * ROW_ALIGNMENT, 1e-300)
+        taken[...] = np.floor(cuts).astype(np.int64) * ROW_ALIGNMENT * allow_partial
+        np.copyto(taken, most, where=whole)
+        left = np.maximum(left - whole_bytes, 0.0) * whole
         if not left.any():
             break
-    return np.moveaxis(by_class, 0, -1)
+    return np.moveaxis(found, 0, -1)

@@ -21,13 +21,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from sppo.activations.hybrid import choices
 from sppo.activations.placement import (
     ActivationPlacement,
     alike_stages,
     first_of_each,
     prefix_rows,
-    saved_bytes,
 )
 from sppo.activations.policy_inputs import PolicyInputs
 from sppo.activations.subsequence_placement import PlacementOf, SubsequencePlacement
@@ -127,9 +125,9 @@ def saved_bytes_per_token(policy: str, model: ModelConfig, *, element_bytes: int
 def decide(policy: str, inputs: PolicyInputs) -> ActivationPlacement:
     """Return the placement of every class of every subsequence on every stage by a policy.
 
-    The placement may need more memory than the device has: only ``hybrid`` considers the available
-    memory, and even ``hybrid`` retains what it can place nowhere else. Callers must check the
-    memory of the placement (:func:`sppo.cost.memory.copy_room.with_placement`).
+    The placement may need more memory than the device has. Callers must check the memory of the
+    placement (:func:`sppo.cost.memory.copy_room.with_placement`). The hybrid policy compares
+    several placements: see :func:`sppo.activations.hybrid.choices`.
 
     Raises:
         ValueError: An unknown policy, or a policy that offloads on a machine without another tier.
@@ -141,8 +139,6 @@ def decide(policy: str, inputs: PolicyInputs) -> ActivationPlacement:
             f"activation policy {policy!r} is not one of "
             f"{', '.join((*POLICIES, *OFFLOADING_POLICIES))}"
         )
-    if policy == "hybrid":
-        return min(choices(inputs), key=lambda choice: seconds_added(choice, inputs))
     _check_tier(inputs, f"activations.policy {policy!r}")
     if policy == "offload_all":
         return _whole(inputs, offloaded=(X_IN, ATTENTION, LINEAR), retained=())
@@ -188,8 +184,7 @@ def _whole(
 
 def _hideable(inputs: PolicyInputs) -> Table:
     """Return the bytes of each subsequence whose copy overlaps compute; 0 for last subsequences."""
-    wanted: Table = np.minimum(inputs.hidden_bytes, inputs.class_bytes.sum(axis=2))
-    wanted[:, list(inputs.lasts)] = 0.0
+    wanted: Table = np.minimum(inputs.copied_bytes(0.0), inputs.class_bytes.sum(axis=2))
     return wanted
 
 
@@ -200,28 +195,11 @@ def _offloaded_bytes(inputs: PolicyInputs, wanted: Table) -> ActivationPlacement
     firsts, kinds = first_of_each(alike)
     rows = prefix_rows(
         wanted[firsts],
-        tokens=inputs.tokens,
-        row_bytes=inputs.row_bytes[firsts],
+        rows=everything.retained[firsts],
+        row_bytes=inputs.row_bytes[firsts][:, None],
         allow_partial=inputs.allow_partial,
     )
     offloaded = rows[kinds]
     return ActivationPlacement(
         everything.retained - offloaded, offloaded, everything.recomputed, known_alike=alike
     )
-
-
-def seconds_added(placement: ActivationPlacement, inputs: PolicyInputs) -> float:
-    """Return the largest time over stages of recomputation and waits for copies."""
-    linear, attention = (placement.recomputed[:, :, index] for index in (LINEAR, ATTENTION))
-    recomputed = linear / inputs.tokens * inputs.linear_recompute_s
-    recomputed += attention / inputs.tokens * inputs.attention_recompute_s
-    offloaded = saved_bytes(
-        placement.offloaded,
-        recomputed=placement.recomputed,
-        row_bytes=inputs.row_bytes,
-        shared_input_bytes=inputs.shared_input_bytes,
-    )
-    waited = np.maximum(0.0, offloaded - inputs.hidden_bytes)
-    if inputs.copy_bytes_per_s > 0:
-        recomputed = recomputed + waited / inputs.copy_bytes_per_s
-    return float(recomputed.sum(axis=1).max())

@@ -7,63 +7,48 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sppo.activations.placement import ActivationPlacement, Counts
+from sppo.activations.placement import ActivationPlacement, Counts, saved_bytes
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN
 from sppo.schedule.costs import Table
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class CopySlots:
-    """Device memory for copies: a fixed number of block slots, whatever is copied when.
+    """Device memory for copies of one rank: a fixed number of block slots, whatever is copied when.
 
     Attributes:
-        row_bytes: Bytes of the slots per row of the subsequence that offloads most, [stages, 3].
-        padding_bytes: Upper bound of the bytes that alignment adds to the slots, [stages].
-        joined_bytes: Upper bound of the bytes for joining the parts of a cut class of one layer,
-            [stages].
+        row_bytes: Bytes of the slots per row of the subsequence that offloads most, by class.
+        padding_bytes: Upper bound of the bytes that alignment adds to the slots.
+        least_bytes: Bytes of the slots if only blocks of K and V are copied.
+        joined_bytes: Upper bound of the bytes for joining the parts of a cut class of one layer.
         queries_bytes: Bytes for joining a class whose last part is recomputed, which the working
-            set does not count already: queries and keys of one layer, [stages].
+            set does not count already: queries and keys of one layer.
         taken_at_once: Number of layers whose tensors backward holds at once, unless it recomputes
-            attention, [stages].
+            attention.
     """
 
-    row_bytes: Table
-    padding_bytes: Table
-    joined_bytes: Table
-    queries_bytes: Table
-    taken_at_once: Table
+    row_bytes: tuple[float, float, float]
+    padding_bytes: float
+    least_bytes: float
+    joined_bytes: float
+    queries_bytes: float
+    taken_at_once: int
 
-    def of_stage(self, stage: int) -> CopySlots:
-        """Return the slots of one stage."""
-        only = slice(stage, stage + 1)
-        return CopySlots(
-            self.row_bytes[only],
-            self.padding_bytes[only],
-            self.joined_bytes[only],
-            self.queries_bytes[only],
-            self.taken_at_once[only],
-        )
-
-    def reserved(self, placement: ActivationPlacement) -> Table:
-        """Return the most bytes that a placement needs, [stages]; for one stage, per row."""
-        needed: Table = self.of_blocks(placement.offloaded) + self.joined(placement).max(axis=1)
-        return needed
-
-    def of_blocks(self, offloaded: Counts) -> Table:
-        """Return the bytes of slots for offloaded rows, [stages, subsequences, 3] to [stages]."""
-        slots = (offloaded @ self.row_bytes[:, :, None])[:, :, 0].max(axis=1)
-        taken: Table = slots + self.padding_bytes * (slots > 0)
-        return taken
+    def reserved(self, placement: ActivationPlacement) -> float:
+        """Return the most bytes that a placement of the rank's stages needs."""
+        blocks = float((placement.offloaded @ np.array(self.row_bytes)).max())
+        slots = blocks + self.padding_bytes * (blocks > 0)
+        return max(slots, self.least_bytes) + float(self.joined(placement).max())
 
     def joined(self, placement: ActivationPlacement) -> Table:
         """Return the bytes for joining the cut classes of each subsequence, [stages, N]."""
         retains, offloads = placement.retained > 0, placement.offloaded > 0
         recomputes = placement.recomputed > 0
         cut_with_rest = (retains | offloads) & recomputes
-        joined: Table = self.joined_bytes[:, None] * _any_class(retains & offloads & ~recomputes)
-        joined += self.queries_bytes[:, None] * _any_class(cut_with_rest)
-        joined *= np.where(recomputes[:, :, ATTENTION], 1.0, self.taken_at_once[:, None])
-        return joined
+        joined = self.joined_bytes * _any_class(retains & offloads & ~recomputes).astype(float)
+        joined += self.queries_bytes * _any_class(cut_with_rest)
+        found: Table = joined * np.where(recomputes[:, :, ATTENTION], 1, self.taken_at_once)
+        return found
 
 
 def _any_class(holds: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
@@ -75,7 +60,7 @@ def _any_class(holds: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
 class PolicyInputs:
     """Bytes, seconds and available memory that a policy decides from.
 
-    Tables are [stages, subsequences] unless noted.
+    Tables are [stages, subsequences] unless noted. Stage s is on rank s mod the number of ranks.
 
     Attributes:
         tokens: Tokens of every subsequence, [subsequences].
@@ -92,9 +77,11 @@ class PolicyInputs:
         linear_recompute_s: Seconds to recompute the linear class of a whole subsequence.
         attention_recompute_s: Seconds to recompute the attention class of a whole subsequence.
         copy_bytes_per_s: Rate of the slower copy direction; 0 without another tier.
-        device_bytes: Available bytes for saved activations on each stage's device, [stages].
-        tier_bytes: Available bytes in the next tier for each stage, [stages].
-        slots: Device memory for copies.
+        may_offload: Whether the hybrid policy may offload tensors of a stage, [stages].
+        device_bytes: Available bytes for saved activations and their copies on each rank's device,
+            [ranks].
+        tier_bytes: Available bytes in the next tier for each rank, [ranks].
+        slots: Device memory for copies on each rank, [ranks].
         allow_partial: Whether a class may be cut; if not, all rows of a class are placed alike.
         lasts: Index of the last subsequence of each sequence, whose backward starts at once.
     """
@@ -109,9 +96,10 @@ class PolicyInputs:
     linear_recompute_s: Table
     attention_recompute_s: Table
     copy_bytes_per_s: float
+    may_offload: npt.NDArray[np.bool_]
     device_bytes: Table
     tier_bytes: Table
-    slots: CopySlots
+    slots: tuple[CopySlots, ...]
     allow_partial: bool = True
     lasts: tuple[int, ...] = (-1,)
 
@@ -120,3 +108,36 @@ class PolicyInputs:
         """Bytes of a whole class, [stages, subsequences, 3]."""
         result: Table = self.tokens[None, :, None] * self.row_bytes[:, None, :]
         return result
+
+    def copied_bytes(self, waits: float) -> Table:
+        """Return the most bytes of each subsequence to offload; 0 for last subsequences.
+
+        Args:
+            waits: Share of the overlapped forward for which a copy may be waited for as well.
+        """
+        copied = self.hidden_bytes.copy()
+        if waits > 0:
+            copied += waits * self.copy_bytes_per_s * self.next_forward_s
+        copied[~self.may_offload] = 0.0
+        copied[:, list(self.lasts)] = 0.0
+        return copied
+
+    def needed(self, placement: ActivationPlacement) -> tuple[Table, Table]:
+        """Return the bytes that a placement takes of the devices and of the tier, [ranks] each."""
+        retained, offloaded = (
+            saved_bytes(
+                rows,
+                recomputed=placement.recomputed,
+                row_bytes=self.row_bytes,
+                shared_input_bytes=self.shared_input_bytes,
+            )
+            for rows in (placement.retained, placement.offloaded)
+        )
+        ranks = len(self.slots)
+        held = (retained * self.in_flight).sum(axis=1).reshape(-1, ranks).sum(axis=0)
+        sent = (offloaded.sum(axis=1) * self.sequences).reshape(-1, ranks).sum(axis=0)
+        slots = [
+            own.reserved(placement.of_stages(slice(rank, None, ranks)))
+            for rank, own in enumerate(self.slots)
+        ]
+        return held + np.array(slots), sent

@@ -68,7 +68,7 @@ class RatioRows:
     def _offloaded(self, tokens, sizes):
         wanted = np.array([self.ratio * tokens * sizes.sum()])
         if self.alignment == ROW_ALIGNMENT:
-            found = prefix_rows(wanted, tokens=np.array([tokens]), row_bytes=sizes)
+            found = prefix_rows(wanted, rows=np.full((1, 3), tokens), row_bytes=sizes)
             return tuple(int(n) for n in found[0])
         left, offloaded = float(wanted[0]), []
         for size in sizes:

@@ -120,20 +120,20 @@ def as_recommended(run: RunConfig, best: EvaluatedCandidate) -> RunConfig:
 def work(monkeypatch) -> Counter[str]:
     """What searches have done since this was cleared: placements evaluated, units simulated."""
     done: Counter[str] = Counter()
-    whole, play = (
-        evaluation._evaluate_whole_units,
+    evaluate, play = (
+        evaluation._with_memory,
         simulated_candidate.simulate_step,
     )
 
-    def evaluate_whole_units(*given, **named):
+    def with_memory(prices):
         done["evaluated"] += 1
-        return whole(*given, **named)
+        return evaluate(prices)
 
     def simulate_step(schedule, *, costs):
         done["played"] += costs.forward_s.size
         return play(schedule, costs=costs)
 
-    monkeypatch.setattr(evaluation, "_evaluate_whole_units", evaluate_whole_units)
+    monkeypatch.setattr(evaluation, "_with_memory", with_memory)
     monkeypatch.setattr(simulated_candidate, "simulate_step", simulate_step)
     return done
 

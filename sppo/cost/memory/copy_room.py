@@ -82,34 +82,32 @@ def _sources_waiting(candidate: Candidate) -> int:
     return 0 if passes_through_slots(candidate) else MAX_BLOCKS_IN_FLIGHT_OUT - 1
 
 
-def copy_slots(candidate: Candidate, *, shares: Table) -> CopySlots:
-    """Return the bytes of slots per offloaded row, for the placement of activations.
-
-    Args:
-        candidate: Candidate to price.
-        shares: Share of each stage in the slots of its rank, [stages].
-    """
-    workload = candidate.workload
+def copy_slots(candidate: Candidate) -> tuple[CopySlots, ...]:
+    """Return the memory for copies on the device of each rank, [ranks]."""
     # The layout depends only on the number of layers of a stage.
-    by_layers = {len(shape.layers): shape for shape in _layouts(candidate)}
-    longest_of_ranks = [
-        by_layers[len(candidate.stages[_longest_stage(candidate, rank=rank)])]
+    longest = (
+        len(candidate.stages[_longest_stage(candidate, rank=rank)])
         for rank in range(candidate.pipeline_parallel_degree)
-    ]
-    shapes = longest_of_ranks * candidate.virtual_stages
-    counts = shares * [slots_on_device(candidate, shape) for shape in shapes]
+    )
+    by_layers: dict[int, CopySlots] = {}
+    for layers, shape in {len(shape.layers): shape for shape in _layouts(candidate)}.items():
+        by_layers[layers] = _copy_slots(candidate, shape)
+    return tuple(by_layers[layers] for layers in longest)
+
+
+def _copy_slots(candidate: Candidate, shape: BlockLayout) -> CopySlots:
+    """Return the memory for copies of a rank whose stage of most layers has the given layout."""
+    workload, longest = candidate.workload, max(candidate.lengths)
+    count = slots_on_device(candidate, shape)
     classes = class_bytes_per_token(workload.model, element_bytes=workload.element_bytes)
-    classes = classes / workload.sequence_parallel_degree
-    longest = max(candidate.lengths)
-    queries = {layers: queries_bytes(shape, longest) for layers, shape in by_layers.items()}
+    x_in, attention, linear = (classes / workload.sequence_parallel_degree).tolist()
     return CopySlots(
-        row_bytes=counts[:, None] * classes,
-        padding_bytes=counts * np.array([shape.most_padding_bytes for shape in shapes]),
-        joined_bytes=shares * longest * float(classes.max()),
-        queries_bytes=shares * [queries[len(shape.layers)] for shape in shapes],
-        taken_at_once=np.array(
-            [shape.taken_at_once(attention_saved=True) for shape in shapes], dtype=float
-        ),
+        row_bytes=(count * x_in, count * attention, count * linear),
+        padding_bytes=count * shape.most_padding_bytes,
+        least_bytes=count * largest_kv_block(candidate),
+        joined_bytes=longest * max(x_in, attention, linear),
+        queries_bytes=queries_bytes(shape, longest),
+        taken_at_once=shape.taken_at_once(attention_saved=True),
     )
 
 

@@ -173,7 +173,7 @@ class _LevelChoice:
         forward_bytes: Bytes that the forward of a unit needs while it runs.
         backward_bytes: Bytes that the backward of a unit needs while it runs.
         added: Seconds that the level adds, or the share that it recomputes.
-        tier_share: Offloaded bytes, over the bytes that a sequence may offload on the stage.
+        tier_share: Offloaded bytes, over the bytes that a sequence may offload on the rank.
         lowers: Whether units may recompute less than their diagonals if their rank has room.
     """
 
@@ -308,13 +308,11 @@ class _LevelChoice:
         """Return the share of the tier that each level of each diagonal takes, per sequence.
 
         Returns:
-            A matrix [stages * sequences of the rank, diagonals * levels].
+            A matrix [sequences, diagonals * levels].
         """
         sequences = self.candidate.distinct_sequences
         sequence_of = np.repeat(np.arange(len(sequences)), [s.stop - s.start for s in sequences])
-        keys = own.stages * len(sequences) + sequence_of[own.units]
-        _, rows = np.unique(keys, return_inverse=True)
-        shape = int(rows.max()) + 1, diagonals
+        rows, shape = sequence_of[own.units], (len(sequences), diagonals)
         return _spread(own.of_units(self.tier_share), rows, own.diagonals, shape=shape)
 
     def _lowered(self, levels: Levels, own: RankWindows, *, room: float) -> Levels:
@@ -381,7 +379,8 @@ def _level_choice(
     held = [placed_bytes(own, "retained", candidate=candidate) for own in placements]
     tier = np.stack([(own.offloaded @ inputs.row_bytes[:, :, None])[:, :, 0] for own in placements])
     tier *= inputs.sequences[:, None]
-    share = np.divide(tier, inputs.tier_bytes[:, None], out=np.zeros_like(tier), where=tier > 0)
+    room = np.tile(inputs.tier_bytes, candidate.virtual_stages)[:, None]
+    share = np.divide(tier, room, out=np.zeros_like(tier), where=tier > 0)
     return _LevelChoice(
         candidate,
         placements,

@@ -1,186 +1,108 @@
-"""Choice among the placements of activations that a candidate's policy allows."""
+"""Choice of the placement of a candidate's activations: the fastest that fits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from itertools import chain, tee
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
-from sppo.activations.hybrid import choices
+import numpy as np
+
+from sppo.activations.hybrid import choices, least_memory
 from sppo.activations.placement import ActivationPlacement
-from sppo.activations.policy import POLICIES, decide, decide_ratio, seconds_added
+from sppo.activations.policy import POLICIES, decide, decide_ratio
 from sppo.activations.policy_inputs import PolicyInputs
 from sppo.cost.candidate import Candidate
-from sppo.cost.memory.copy_room import with_placement
-from sppo.cost.memory.stage_memory import StageMemory
-from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.cost.stage_cost import StageSeconds
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
-from sppo.planning.search.memory_bounds import least_short_of_placement, short_beside
-from sppo.planning.search.shortfall import find_shortfall
+from sppo.planning.search.policy_inputs import tier_room_bytes
 from sppo.planning.search.step_prices import StepPrices, times_of_placements
+from sppo.schedule.costs import Table
+
+_ATTEMPTS = 8
+"""Most times that activations are placed, each time with as much less room as they lacked."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PlacementChoice:
-    """Choice among the placements that a candidate's activation policy allows.
+def place(
+    candidate: Candidate,
+    *,
+    seconds: StageSeconds,
+    inputs: PolicyInputs,
+    evaluate: Callable[[StepPrices], EvaluatedCandidate],
+) -> EvaluatedCandidate:
+    """Return the candidate with the fastest placement that fits; if none does, with the nearest.
 
-    Attributes:
+    Working sets, and the moment at which a rank holds most, depend on the placement. So the policy
+    decides as if the device had room for everything, and again as long as its placement does not
+    fit, with as much less room as it lacked. If that is not enough, because the policy frees memory
+    at other moments than the fullest, the room decreases faster and faster.
+
+    Args:
         candidate: Candidate whose activations are placed.
         seconds: Seconds of the candidate's units, with everything retained.
         inputs: Inputs of the activation policy.
-        units: Units in flight on each rank.
-        states: Memory of each rank without saved activations.
+        evaluate: Function that finds the memory of the candidate with a placement.
     """
-
-    candidate: Candidate
-    seconds: StageSeconds
-    inputs: PolicyInputs
-    units: UnitsInFlight
-    states: tuple[StageMemory, ...]
-
-    def fastest(self) -> EvaluatedCandidate:
-        """Return the fastest placement that fits; if none fits, the one that lacks least memory."""
-        if (free := self._retaining()) is not None:
-            return free
-        tried, possible = tee(self._possible())
-        if (free := self._hiding(tried)) is not None:
-            return free
-        every = chain(possible, self._of_other_policies())
-        return self._first(self._fastest_first(every) if self._is_free_to_choose else every)
-
-    def first_that_fits(self) -> EvaluatedCandidate:
-        """Return any placement that fits; if none fits, the one that lacks least memory."""
-        tried, possible = tee(self._possible())
-        found = self._first(tried)
+    if not _is_free_to_choose(candidate):
+        return evaluate(StepPrices(candidate, seconds, _fixed_placement(candidate, inputs)))
+    for attempt in range(_ATTEMPTS):
+        prices = [StepPrices(candidate, seconds, one) for one in choices(inputs)]
+        if not prices:
+            break
+        found = evaluate(_fastest(prices))
         if found.shortfall is None:
             return found
-        return (
-            self._retaining()
-            or self._recomputing()
-            or self._hiding(possible)
-            or self._first(self._of_other_policies(), besides=found)
-        )
-
-    def _retaining(self) -> EvaluatedCandidate | None:
-        """Return the placement that retains everything if it fits and the policy allows it.
-
-        The hybrid policy decides with room for the working set of any placement, including those
-        that recompute. Placements that cost no time are tried with their own working sets.
-        """
-        return self._if_it_fits("retain") if self._is_free_to_choose else None
-
-    def _recomputing(self) -> EvaluatedCandidate | None:
-        """Return the placement that recomputes everything if it fits and the policy allows it."""
-        return self._if_it_fits("recompute") if self._is_free_to_choose else None
-
-    def _hiding(self, possible: Iterable[StepPrices]) -> EvaluatedCandidate | None:
-        """Return the placement that offloads all that hides, if every placement adds time.
-
-        None if it does not fit, some placement in `possible` adds no time, or the policy is fixed.
-        """
-        if not self._is_free_to_choose or not self.inputs.copy_bytes_per_s:
-            return None
-        costs_time = all(seconds_added(one.placement, self.inputs) for one in possible)
-        return self._if_it_fits("sppo") if costs_time else None
-
-    @property
-    def _is_free_to_choose(self) -> bool:
-        candidate = self.candidate
-        chooses = candidate.policy == "hybrid" and candidate.offload_ratio is None
-        return chooses and self._may_fit
-
-    @property
-    def _may_fit(self) -> bool:
-        """Return whether any placement may fit."""
-        return short_beside(self.candidate, states=self.states) <= 0
-
-    def _if_it_fits(self, policy: str) -> EvaluatedCandidate | None:
-        prices = self._priced(decide(policy, self.inputs))
-        if self._least_short_bytes(prices) > 0:
-            return None
-        found = self._evaluated(prices)
-        return found if found.shortfall is None else None
-
-    def _first(
-        self, possible: Iterable[StepPrices], *, besides: EvaluatedCandidate | None = None
-    ) -> EvaluatedCandidate:
-        """Return the first placement that fits; if none fits, the one that lacks least memory.
-
-        Args:
-            possible: Placements to try; at least one if `besides` is None.
-            besides: Placement that does not fit, to return if no other fits or lacks less.
-        """
-        nearest = besides
-        for prices in possible:
-            if nearest is not None and self._least_short_bytes(prices) >= nearest.short_bytes:
-                continue
-            found = self._evaluated(prices)
-            if found.shortfall is None:
-                return found
-            nearest = min(nearest or found, found, key=lambda one: one.short_bytes)
-        assert nearest is not None, "there is at least one placement to try"
-        return nearest
-
-    def _fastest_first(self, possible: Iterable[StepPrices]) -> Iterator[StepPrices]:
-        """Yield placements by their step time; of equally fast ones, the first comes first.
-
-        Up to rounding, no placement is faster than that which retains everything. Placements that
-        are as fast come as they are made; only after the first slower one are the others priced,
-        all together.
-        """
-        least_s = self._priced(decide("retain", self.inputs)).time.step_s
-        left = iter(possible)
-        for prices in left:
-            if prices.time.step_s > least_s:
-                break
-            yield prices
-        else:
-            return
-        others = [prices, *left]
-        step_s = [time.step_s for time in times_of_placements(others)]
-        for place in sorted(range(len(others)), key=step_s.__getitem__):
-            yield others[place]
-
-    def _least_short_bytes(self, prices: StepPrices) -> float:
-        return least_short_of_placement(self.candidate, prices.placement)
-
-    def _possible(self) -> Iterator[StepPrices]:
-        return map(self._priced, _placements(self.candidate, self.inputs))
-
-    def _of_other_policies(self) -> Iterator[StepPrices]:
-        """Yield the placements of the other policies if the policy is free to choose them.
-
-        With their own working sets they may fit even if the room of the hybrid policy, which allows
-        for any working set, is too small.
-        """
-        if not self._is_free_to_choose:
-            return
-        may_offload = self.inputs.copy_bytes_per_s > 0 and not self.candidate.kv_recomputed
-        offloading = ("sppo", "offload_all") if may_offload else ()
-        for policy in (*POLICIES[1:], *offloading):
-            yield self._priced(decide(policy, self.inputs))
-
-    def _priced(self, placement: ActivationPlacement) -> StepPrices:
-        return StepPrices(self.candidate, self.seconds, placement)
-
-    def _evaluated(self, prices: StepPrices) -> EvaluatedCandidate:
-        memory = with_placement(
-            self.states, candidate=self.candidate, placement=prices.placement, units=self.units
-        )
-        return EvaluatedCandidate(
-            self.candidate, prices, memory, find_shortfall(self.candidate, memory)
-        )
+        inputs = _with_less_room(inputs, found, times=2 ** max(0, attempt - 2))
+    small = [evaluate(StepPrices(candidate, seconds, one)) for one in _smallest(candidate, inputs)]
+    return min(small, key=lambda one: (one.short_bytes, one.time.step_s))
 
 
-def _placements(candidate: Candidate, inputs: PolicyInputs) -> Iterable[ActivationPlacement]:
-    """Return the placements among which the activation policy takes the fastest."""
+def _is_free_to_choose(candidate: Candidate) -> bool:
+    return candidate.policy == "hybrid" and candidate.offload_ratio is None
+
+
+def _fixed_placement(candidate: Candidate, inputs: PolicyInputs) -> ActivationPlacement:
+    """Return the placement of a policy that has no choice."""
     policy, ratio = candidate.policy, candidate.offload_ratio
-    if ratio is not None:
-        if ratio > 0 and policy in POLICIES:
-            raise ValueError(
-                f"activations.offload_ratio {ratio:g} with activations.policy {policy!r}, which "
-                "offloads nothing: leave one of the two keys out"
-            )
-        return [decide_ratio(inputs, ratio=ratio)]
-    return choices(inputs) if policy == "hybrid" else [decide(policy, inputs)]
+    if ratio is None:
+        return decide(policy, inputs)
+    if ratio > 0 and policy in POLICIES:
+        raise ValueError(
+            f"activations.offload_ratio {ratio:g} with activations.policy {policy!r}, which "
+            "offloads nothing: leave one of the two keys out"
+        )
+    return decide_ratio(inputs, ratio=ratio)
+
+
+def _fastest(prices: Sequence[StepPrices]) -> StepPrices:
+    """Return the first of the fastest placements, by the closed form."""
+    if len(prices) == 1:
+        return prices[0]
+    step_s = [time.step_s for time in times_of_placements(prices)]
+    return prices[step_s.index(min(step_s))]
+
+
+def _smallest(candidate: Candidate, inputs: PolicyInputs) -> Iterator[ActivationPlacement]:
+    """Yield the placements that may need least memory, of which copies take some themselves."""
+    yield least_memory(inputs)
+    yield decide("recompute", inputs)
+    if inputs.copy_bytes_per_s > 0 and not candidate.kv_recomputed:
+        yield decide("offload_all", inputs)
+
+
+def _with_less_room(inputs: PolicyInputs, found: EvaluatedCandidate, *, times: int) -> PolicyInputs:
+    """Return the inputs with less memory on each rank: `times` as much less as it lacked."""
+    budget = found.candidate.budget_bytes
+    lacks = np.array([float(rank.device.total_bytes) - budget for rank in found.memory])
+    lacks_tier = -tier_room_bytes(found.candidate, found.memory)
+    needed, needed_in_tier = inputs.needed(found.placement)
+    return replace(
+        inputs,
+        device_bytes=_less(inputs.device_bytes, needed, times * lacks),
+        tier_bytes=_less(inputs.tier_bytes, needed_in_tier, times * lacks_tier),
+    )
+
+
+def _less(room: Table, needed: Table, lacks: Table) -> Table:
+    """Return the room, and where bytes are lacking at most what was needed without these."""
+    less: Table = np.maximum(0.0, np.minimum(room, needed - lacks))
+    return np.where(lacks > 0, less, room)

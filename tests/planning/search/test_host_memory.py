@@ -32,7 +32,7 @@ def test_what_gains_less_than_a_percent_does_not_fill_the_host():
     before = fastest()
     after = with_less_host_memory(before)
     assert after.shortfall is None
-    assert after.host_peak_bytes <= before.host_peak_bytes / 2
+    assert after.host_peak_bytes <= before.host_peak_bytes * 2 / 3
     assert after.device_peak_bytes <= after.candidate.budget_bytes
     assert before.time.step_s < after.step_s <= before.time.step_s / WORTH_IT
     assert after.candidate == before.candidate
