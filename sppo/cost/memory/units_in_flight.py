@@ -26,6 +26,12 @@ class Running:
         """Return the sum of the bytes of both."""
         return Running(self.forward + other.forward, self.backward + other.backward)
 
+    @property
+    def most(self) -> Table:
+        """Bytes of the unit that takes the most on each stage, [stages]."""
+        most: Table = np.maximum(self.forward, self.backward).max(axis=1)
+        return most
+
 
 @dataclass(frozen=True)
 class UnitsInFlight:
