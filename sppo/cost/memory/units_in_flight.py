@@ -12,7 +12,6 @@ from sppo.cost.candidate import Candidate
 from sppo.cost.kv import kv_tokens
 from sppo.cost.memory.walk import Walk, walk_of
 from sppo.schedule.costs import Table
-from sppo.schedule.orders.steps import sequence_groups
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,13 +128,6 @@ class UnitsInFlight:
         order = np.argsort(np.hstack([opens, closes]), axis=1)
         most: Counts = np.cumsum(np.where(order < opens.shape[1], 1, -1), axis=1).max(axis=1)
         return most
-
-    @property
-    def group_sequences(self) -> int:
-        """Most sequences that pass a stage together before the next stage of its rank."""
-        lengths = (self.candidate.lengths,) * self.candidate.sequences
-        groups = sequence_groups(lengths, num_ranks=self.candidate.pipeline_parallel_degree)
-        return len(groups[0])
 
     def _sequence_bytes(self, token_bytes: Table) -> Table:
         """Return the bytes of each sequence on each stage, [spans], from those of a token."""

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 import numpy as np
 
 from sppo.cost.candidate import Candidate
-from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.schedule.costs import Table
 from sppo.schedule.orders.names import LOOPED
 from sppo.schedule.orders.steps import sequence_groups
@@ -55,10 +54,12 @@ def _waiting_tokens(candidate: Candidate) -> Table:
     Nothing waits before the first stage or after the last. If sequences are cut alike, the sequence
     of a group with the most waiting tokens counts; packed sequences count one by one.
     """
-    lengths = np.array(candidate.lengths, dtype=np.float64)
+    lengths, of_sequences = (
+        np.array(candidate.lengths, dtype=np.float64),
+        candidate.sequence_lengths,
+    )
+    groups = sequence_groups(of_sequences, num_ranks=candidate.pipeline_parallel_degree)
     if candidate.packed:
-        of_sequences = candidate.sequence_lengths
-        groups = sequence_groups(of_sequences, num_ranks=candidate.pipeline_parallel_degree)
         ends = np.cumsum([len(of_sequence) for of_sequence in of_sequences])
         tokens = np.zeros((candidate.virtual_stages, len(lengths)))
         for group in groups:
@@ -68,7 +69,7 @@ def _waiting_tokens(candidate: Candidate) -> Table:
             tokens[0, own] = up_to - lengths[own]
             tokens[-1, own] = up_to[-1] - up_to
         return tokens
-    others = (UnitsInFlight(candidate).group_sequences - 1) * lengths.sum()
+    others = (len(groups[0]) - 1) * lengths.sum()
     in_front, behind = np.cumsum(lengths) - lengths, np.cumsum(lengths[::-1])[::-1] - lengths
     tokens = np.tile(in_front + behind + others, (candidate.virtual_stages, 1))
     tokens[0], tokens[-1] = in_front + others, behind + others
