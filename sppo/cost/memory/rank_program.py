@@ -7,6 +7,7 @@ counted (:mod:`sppo.cost.memory.unit_messages`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -24,6 +25,7 @@ from sppo.cost.memory.stage_memory import StageMemory, collective_bytes
 from sppo.cost.memory.unit_messages import exchanged_bytes, sent_bytes
 from sppo.cost.memory.unit_runs import UnitRun, unit_runs
 from sppo.cost.memory.unit_working_sets import loss_bytes, run_working_bytes
+from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.cost.stage_cost import placed_bytes
 from sppo.schedule.actions import Action, ActionKind
 from sppo.schedule.costs import Table
@@ -96,6 +98,8 @@ def with_messages_held(
         placement: Placement by the activation policy.
         schedule: Schedule with the programs of a step, with messages.
     """
+    if not schedule.msp_groups:
+        memory = _with_most_kv(memory, UnitsInFlight(candidate))
     found = []
     for rank, held in enumerate(memory):
         peaks = RankProgram(candidate, placement, schedule, rank).peaks_with_messages()
@@ -107,6 +111,22 @@ def with_messages_held(
         )
         found.append(replace(held, device=device))
     return tuple(found)
+
+
+def _with_most_kv(memory: tuple[StageMemory, ...], units: UnitsInFlight) -> tuple[StageMemory, ...]:
+    """Return the memory of each rank with the peaks of K and V, and of their gradients.
+
+    Working sets and messages of a program are counted without K and V, and may be largest at
+    another moment than that at which most is held.
+    """
+    peaks = zip(units.kv.max(axis=1).tolist(), units.kv_gradients.max(axis=1).tolist(), strict=True)
+    return tuple(
+        replace(
+            held,
+            device=replace(held.device, kv_bytes=round(kv), kv_gradients_bytes=round(gradients)),
+        )
+        for held, (kv, gradients) in zip(memory, peaks, strict=True)
+    )
 
 
 class RankProgram:
@@ -168,58 +188,71 @@ class RankProgram:
 
     def peaks(self) -> Peaks:
         """Return the peaks of the program, with the messages of the running unit."""
-        sent, own = sent_bytes(self._candidate), list(self.own_stages)
-        bounds = {
-            ActionKind.F: sent.forward[own].max(axis=0).tolist(),
-            ActionKind.B: sent.backward[own].max(axis=0).tolist(),
-        }
-        held = saved = computing = together = largest = 0.0
-        for action in self.actions:
-            if action.kind not in bounds:
-                continue
-            own_bytes = self._saved_bytes(action)
-            held += own_bytes * (action.kind is ActionKind.F)
-            working = self._working_bytes(action)
-            running, largest = held + working, max(largest, working)
-            saved, computing = max(saved, held), max(computing, running)
-            together = max(together, running + bounds[action.kind][action.unit[1]])
-            held -= own_bytes * (action.kind is ActionKind.B)
-        return Peaks(
-            round(saved), round(computing - saved), round(together - computing), round(largest)
-        )
+        return self._peaks(self._with_sent_bytes(), counts_loss=False)
 
     def peaks_with_messages(self) -> Peaks:
         """Return the peaks of a program with messages.
 
         Gradients of the loss are then saved tensors, too.
         """
+        return self._peaks(self._with_messages_held(), counts_loss=True)
+
+    def _peaks(self, moments: Iterable[tuple[Action, float]], *, counts_loss: bool) -> Peaks:
+        """Return the peaks over all forwards and backwards.
+
+        Args:
+            moments: Forwards and backwards in their order, with the bytes of messages beside each.
+            counts_loss: Whether gradients of the loss, which a forward forms at its end, are held.
+        """
+        rows = [
+            (
+                1 if action.kind is ActionKind.F else -1,
+                self._saved_bytes(action),
+                self._loss_gradient_bytes(action) * counts_loss,
+                self._working_bytes(action),
+                messages,
+            )
+            for action, messages in moments
+        ]
+        begins, saved, loss, working, messages = np.array(rows).reshape(-1, 5).T
+        after = np.cumsum(begins * (saved + loss))
+        during = np.where(begins > 0, after - loss, after + saved + loss)
+        running = during + working
+        held, computing, together, largest = (
+            float(table.max(initial=0.0)) for table in (after, running, running + messages, working)
+        )
+        return Peaks(
+            round(held), round(computing - held), round(together - computing), round(largest)
+        )
+
+    def _with_sent_bytes(self) -> Iterator[tuple[Action, float]]:
+        """Yield forwards and backwards, each with the bytes of the messages of its unit."""
+        sent, own = sent_bytes(self._candidate), list(self.own_stages)
+        bounds = {
+            ActionKind.F: sent.forward[own].max(axis=0).tolist(),
+            ActionKind.B: sent.backward[own].max(axis=0).tolist(),
+        }
+        for action in self.actions:
+            if action.kind in bounds:
+                yield action, bounds[action.kind][action.unit[1]]
+
+    def _with_messages_held(self) -> Iterator[tuple[Action, float]]:
+        """Yield forwards and backwards, each with the bytes of all messages that are held."""
         messages = MessagesHeld(self._schedule, rank=self._rank)
         lengths = np.array(self._candidate.lengths, dtype=np.float64)
         exchanged = exchanged_bytes(self._candidate, lengths).tolist()
-        held = saved = computing = together = largest = 0.0
         for action in self.actions:
             if action.kind is ActionKind.SEND:
                 messages.send(action)
             elif action.kind is ActionKind.RECV:
                 messages.receive(action)
             elif action.kind in (ActionKind.F, ActionKind.B):
-                is_forward, working = action.kind is ActionKind.F, self._working_bytes(action)
                 messages.begin(action)
                 tokens: float = messages.tokens + self._handed_out_tokens(action)
-                if not is_forward:
+                if action.kind is ActionKind.B:
                     tokens = max(tokens, tokens + self._lower_layer_tokens(action, messages))
-                beside = exchanged[action.unit[1]] + tokens * self._row_bytes
-                during = held + self._saved_bytes(action) * is_forward
-                after = self._saved_bytes(action) + self._loss_gradient_bytes(action)
-                held += after if is_forward else -after
-                saved = max(saved, held)
-                computing = max(computing, during + working)
-                together = max(together, during + working + beside)
-                largest = max(largest, working)
+                yield action, exchanged[action.unit[1]] + tokens * self._row_bytes
                 messages.end(action, tokens=self._tokens(action))
-        return Peaks(
-            round(saved), round(computing - saved), round(together - computing), round(largest)
-        )
 
     def _shard_of(self, action: Action) -> Shard:
         sequence, index = action.unit
