@@ -30,7 +30,6 @@ from sppo.planning.search.solver import Solution
 from sppo.planning.search.solver import solve as solve_stream
 from sppo.planning.simulated_run import SimulatedRun, simulated_plan, simulated_run
 from sppo.planning.why_nothing_fits import nothing_fits
-from sppo.schedule.program import gc_disabled
 from sppo.schedule.simulation.simulate import simulate as play
 from sppo.schedule.timeline import Timeline
 from sppo.training.checks.input_checks import check_evaluation
@@ -81,8 +80,7 @@ def plan_of(solution: Solution | CorpusSolution) -> ExecutionPlan:
     if isinstance(solution, CorpusSolution):
         return plan_of_longest(solution)
     assert solution.best is not None, "find_solution raises if nothing fits"
-    with gc_disabled():
-        return make_plan(solution.run, solution.best)
+    return make_plan(solution.run, solution.best)
 
 
 def solve(run: RunSource, *, lengths: str | None = None) -> ExecutionPlan:

@@ -15,9 +15,7 @@ do copies of a stage's gradients off the device.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -44,22 +42,6 @@ class Case:
     costs: Costs
 
 
-@contextmanager
-def gc_disabled() -> Iterator[None]:
-    """Disable the garbage collector: the tuples of a program or a plan form no reference cycles.
-
-    For a step of half a million actions, repeated collections take a quarter of the time.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@gc_disabled()
 def step_program(
     name: str,
     *,
@@ -112,7 +94,6 @@ def step_program(
     return lower(schedule, costs=costs)
 
 
-@gc_disabled()
 def lower(schedule: Schedule, *, costs: Costs) -> Schedule:
     """Return `schedule` with its copies and messages, checked.
 
@@ -133,7 +114,6 @@ def lower(schedule: Schedule, *, costs: Costs) -> Schedule:
     return with_messages(copied, costs=costs)
 
 
-@gc_disabled()
 def with_messages(schedule: Schedule, *, costs: Costs) -> Schedule:
     """Return `schedule`, which already has its copies, with its messages, checked.
 

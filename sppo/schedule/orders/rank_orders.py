@@ -7,15 +7,15 @@ backward is put off.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
 
 from sppo.quoting import quoted
-from sppo.schedule.actions import Lengths, UnitKey
-from sppo.schedule.encoding import B, Codes, F, W
+from sppo.schedule.actions import Lengths
+from sppo.schedule.encoding import Codes, F
 from sppo.schedule.orders.names import (
     DEFERRING_WEIGHTS,
     LOOPED,
@@ -26,11 +26,8 @@ from sppo.schedule.orders.names import (
 )
 from sppo.schedule.orders.steps import Indices, Passes, merged, sequence_groups, with_weights
 
-RankOrder = list[tuple[str, tuple[int, UnitKey]]]
-"""Compute of one rank: "F", "B" or "W", the virtual stage, and the unit."""
 ForwardsBeforeBackward = tuple[tuple[int, ...], ...]
 """Number of forwards that each rank has begun before each of its backwards, [ranks][backwards]."""
-_KINDS = {F: "F", B: "B", W: "W"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,42 +38,6 @@ class _Request:
     num_virtual: int
     lengths: Lengths
     forwards_before_backward: ForwardsBeforeBackward
-
-
-def rank_orders(
-    name: str,
-    *,
-    num_ranks: int,
-    lengths: Sequence[Sequence[int]],
-    num_virtual: int = 1,
-    forwards_before_backward: ForwardsBeforeBackward = (),
-) -> Iterator[RankOrder]:
-    """Return the order of each rank's compute; neighbours with the same order share the list.
-
-    Takes the arguments of :func:`encoded_orders`, and raises its errors.
-    """
-    codes, steps = encoded_orders(
-        name,
-        num_ranks=num_ranks,
-        lengths=lengths,
-        num_virtual=num_virtual,
-        forwards_before_backward=forwards_before_backward,
-    )
-    units = [(m, n) for m, parts in enumerate(lengths) for n in range(len(parts))]
-    named = [(virtual, unit) for virtual in range(num_virtual) for unit in units]
-    return _named_orders(codes, steps, named)
-
-
-def _named_orders(
-    codes: Codes, steps: Indices, named: Sequence[tuple[int, UnitKey]]
-) -> Iterator[RankOrder]:
-    order: RankOrder = []
-    for rank in range(len(codes)):
-        alike = rank and np.array_equal(codes[rank], codes[rank - 1])
-        if not alike:
-            kinds = map(_KINDS.__getitem__, codes[rank].tolist())
-            order = list(zip(kinds, map(named.__getitem__, steps[rank].tolist()), strict=True))
-        yield order
 
 
 def encoded_orders(
