@@ -100,6 +100,7 @@ def site(tmp_path_factory):
     return site
 
 
+@pytest.mark.exhaustive
 def test_the_site_has_every_page_and_its_navigation_leads_there(site):
     written = [page.relative_to(ROOT / "docs") for page in pages()[1:]]
     generated = [Path("reference", name) for name in reference_pages.PAGES]
@@ -108,6 +109,7 @@ def test_the_site_has_every_page_and_its_navigation_leads_there(site):
     assert not [name for name in names if not (site / name).is_file() or name not in home]
 
 
+@pytest.mark.exhaustive
 def test_the_site_loads_nothing_from_elsewhere(site):
     loads = re.compile(r"<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=\"?(?:https?:)?//[^\s>]*")
     found = {

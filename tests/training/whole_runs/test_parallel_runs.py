@@ -108,7 +108,10 @@ SELDOM = (
     "state that nobody shares",
     "weights that come to be shared out",
     "more shared out",
+    "all shared out, then one rank",
+    "no labels",
     "other stages",
+    "state of stages",
     "samples by number, megatron",
 )
 """Those that are left to the exhaustive tier."""

@@ -118,6 +118,7 @@ def test_killed_before_the_first_checkpoint_starts_anew(plain):
     plain.assert_undisturbed("early")
 
 
+@pytest.mark.exhaustive
 def test_a_line_torn_by_the_kill_is_written_anew(plain):
     plain.train("torn", step=7, signals=[signal.SIGKILL])
     with (plain.directory / "torn/metrics.jsonl").open("a") as file:
@@ -198,6 +199,7 @@ def test_a_request_between_checkpoints_loses_no_step(plain):
     plain.assert_undisturbed("between")
 
 
+@pytest.mark.exhaustive
 def test_a_request_in_the_first_step(plain):
     ended = plain.train("at-once", step=1, action=1, signals=[signal.SIGTERM])
     assert ended.returncode == 143, ended.stderr
