@@ -128,6 +128,18 @@ def test_slow_copies_are_waited_for():
     assert timeline.ranks[0].idle_s("copy") == pytest.approx(timeline.makespan_s - 36)
 
 
+def test_blocks_follow_a_backward_that_waits_for_keys():
+    """Its last block comes back while it runs, not while it would have run without the wait."""
+    schedule, step = program("sppo", v=1, n=1, leaving=(0,), copy_s=9.0, layers=6, saved_s=0.5)
+    track = simulate(schedule, costs=step).ranks[0]
+    ends_s = {str(a): end for a, end in zip(track.actions, track.finish_s, strict=True)}
+    starts_s = {str(a): start for a, start in zip(track.actions, track.start_s, strict=True)}
+    assert starts_s["0B0.0"] == ends_s["0H2D_KV0.0"]
+    layer_s, block_s, ahead = 2 / 6, 0.5 / 6, 2
+    last_s = starts_s["0B0.0"] + (5 - ahead) * layer_s + block_s
+    assert ends_s["0H2D0.0"] == pytest.approx(last_s)
+
+
 def test_rules():
     whole = place_kv(make("looped_bfs", p=1, v=2, n=2, m=1), offloaded=[0])
     (actions,) = whole.programs
