@@ -88,12 +88,7 @@ def pack_samples(
 
 
 def packed_sequence(
-    samples: Sequence[int],
-    lengths: Sequence[int],
-    *,
-    slices: tuple[int, ...] = (),
-    last_tokens: int | None = None,
-    multiple: int = 1,
+    samples: Sequence[int], lengths: Sequence[int], *, slices: tuple[int, ...], last_tokens: int
 ) -> tuple[PackedSequence, tuple[int, ...]]:
     """Return samples side by side in one sequence, and their indices with PADDING for padding.
 
@@ -101,14 +96,12 @@ def packed_sequence(
         samples: Indices of the samples.
         lengths: Tokens of each sample of the step.
         slices: Tokens of each subsequence before the last one.
-        last_tokens: Tokens of the last subsequence; None: as many as the samples need.
-        multiple: Multiple of tokens to which the last subsequence is then padded.
+        last_tokens: Tokens of the last subsequence.
     """
     of_samples = [lengths[sample] for sample in samples]
     rest = sum(of_samples) - sum(slices)
-    last = -(-rest // multiple) * multiple if last_tokens is None else last_tokens
-    padding = [last - rest] if last > rest else []
-    sequence = PackedSequence((*of_samples, *padding), (*slices, last))
+    padding = [last_tokens - rest] if last_tokens > rest else []
+    sequence = PackedSequence((*of_samples, *padding), (*slices, last_tokens))
     return sequence, (*samples, *([PADDING] * len(padding)))
 
 

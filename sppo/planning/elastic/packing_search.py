@@ -18,7 +18,6 @@ from sppo.cost.layer import ACCUMULATION_BYTES
 from sppo.planning.elastic.mesh import SliceMesh, mesh_of_first_slice, mesh_of_slices
 from sppo.planning.elastic.packing import PackedSamples, pack_samples, subsequence_seconds
 from sppo.planning.elastic.sample_cost import SampleCost, sample_cost
-from sppo.planning.elastic.tapering import TAPERS, taper_ends
 
 LEAST_TOKENS = 256
 """Tokens below which subsequences are not cut to fill a pipeline."""
@@ -195,26 +194,6 @@ class PackingSearch:
         filling_s = (ranks - 1) / self.base.virtual_stages * seconds.max()
         least_s = float(seconds.sum() + filling_s) / ranks
         return StepPacking(packed, least_s, first)
-
-    def tapered(self, packed: PackedSamples, lengths: Sequence[int]) -> list[StepPacking]:
-        """Return packed samples with smaller subsequences at the ends of the step, in a few ways.
-
-        Args:
-            packed: Packed samples of a step.
-            lengths: Tokens of each sample.
-        """
-        tapers = (
-            taper_ends(
-                packed,
-                lengths,
-                taper=taper,
-                least_tokens=self.base.workload.sequence_parallel_degree,
-                multiple=self.multiple,
-            )
-            for taper in TAPERS
-        )
-        # The estimate charges the largest subsequence for filling, which a taper avoids.
-        return [StepPacking(found, least_s=0.0) for found in tapers if found is not None]
 
     @property
     def multiple(self) -> int:

@@ -4,7 +4,7 @@ A run of samples has an execution plan for its longest samples, which fixes degr
 policy and fits in memory. A step is planned from this plan once its samples are known. The samples
 are packed into subsequences in several ways. For the packings of least estimated time, the policy
 places activations as for any candidate; the packing that fits and simulates fastest is taken. In
-a pipeline its ends are then tapered, and weight gradients deferred, if that simulates faster.
+a pipeline its weight gradients are then deferred if that simulates faster.
 """
 
 from __future__ import annotations
@@ -243,9 +243,7 @@ class StepPlanner:
                 plan for base in bases for plan in self._fitting(packings, base=base, short=short)
             ]
             if found:
-                best = min(found, key=lambda plan: plan.step_s)
-                ways = [best, *self._tapered(best, lengths, bases)]
-                return min(map(self._with_best_schedule, ways), key=lambda plan: plan.step_s)
+                return self._with_best_schedule(min(found, key=lambda plan: plan.step_s))
         # Fall back to the cuts of the run's plan, one sequence after another.
         for bases in self._bases():
             found = self._fitting(
@@ -256,20 +254,6 @@ class StepPlanner:
         if self.quick:
             return replace(self, quick=False).plan(lengths)
         raise MemoryError(shortfall_text(lengths, short))
-
-    def _tapered(
-        self, plan: StepPlan, lengths: Sequence[int], bases: Sequence[Candidate]
-    ) -> list[StepPlan]:
-        """Return the fastest plan whose first and last subsequences are smaller, if one fits."""
-        schedule = plan.evaluated.candidate.schedule
-        fills_pipeline = self.base.pipeline_parallel_degree > 1 and schedule not in WHOLE_SEQUENCES
-        if self.quick or not self.packing_search.tries_sizes or not fills_pipeline:
-            return []
-        base = next(base for base in bases if base.schedule == schedule)
-        packings = self.packing_search.tapered(plan.packed, lengths)
-        # Levels would take an integer program for each taper; the policy places activations.
-        found = replace(self, levels=False)._fitting(packings, base=base, short=[])
-        return sorted(found, key=lambda plan: plan.step_s)[:1]
 
     def _with_best_schedule(self, plan: StepPlan) -> StepPlan:
         """Return `plan`, or its zero-bubble variant if deferring weight gradients is faster."""

@@ -148,26 +148,21 @@ def test_a_plan_is_the_same_twice():
     assert one.program.digest() == other.program.digest()
 
 
-def test_a_large_step_takes_few_programs_and_none_of_integers(monkeypatch):
+def test_a_large_step_takes_few_small_programs(monkeypatch):
     """512 samples on 8 pipeline ranks of 4 sequence-parallel ones, where memory is short."""
     planned = planner(131072, model=LARGE, hardware="a100-40g", ranks=8, sequence_parallel=4)
-    programs = []
+    windows = []
 
-    def milp(cost, *, integrality, bounds, constraints, options):
-        programs.append((constraints[1].A.shape[0], bool(integrality.any())))
-        return optimize.milp(
-            cost, integrality=integrality, bounds=bounds, constraints=constraints, options=options
-        )
+    def linprog(cost, **given):
+        windows.append(given["A_ub"].shape[0])
+        return optimize.linprog(cost, **given)
 
-    monkeypatch.setattr(level_program, "milp", milp)
+    monkeypatch.setattr(level_program, "linprog", linprog)
     plan = planned.plan(draw("github", 512, seed=1, longest=131072))
     placement = plan.evaluated.placement
     assert placement.offloaded.any() or placement.recomputed.any()
-    assert 1 <= len(programs) <= 30
-    assert (
-        max(windows for windows, _ in programs) < 300 < 2 * len(plan.evaluated.costs.forward_s[0])
-    )
-    assert not any(integral for _, integral in programs)
+    assert 1 <= len(windows) <= 40
+    assert max(windows) < 300 < 2 * len(plan.evaluated.costs.forward_s[0])
 
 
 def run_planner(schedule, *, ranks=2, virtual=8):
