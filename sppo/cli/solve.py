@@ -42,7 +42,8 @@ def solve(
         bool,
         typer.Option(
             "--explain",
-            help="Also say where the seconds of the best step go, and why, and show all N.",
+            help="Also say where the seconds of the best step go, and why, show all N, and search"
+            " for changes of the run file that would pay.",
         ),
     ] = False,
     lengths: Annotated[
@@ -99,9 +100,11 @@ def solve(
             if png is not None and solution.best is not None:
                 step_plot(solution.best.plans[0], png, source=solution.steps.source)
         else:
-            with working("comparing with what was not asked for"):
-                paying = improvements(solution)
-            report = SolutionReport(solution, paying, train, output, explain)
+            paying = None
+            if explain:
+                with working("comparing with what was not asked for"):
+                    paying = improvements(solution)
+            report = SolutionReport(solution, train, output, paying)
     emit(report, as_json=json_output)
 
 

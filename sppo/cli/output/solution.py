@@ -50,17 +50,16 @@ class SolutionReport:
 
     Attributes:
         solution: Solution with a best candidate.
-        improvements: Changes of the request that would increase throughput.
         train: Command that trains by the plan.
         output: File that the best plan was written to; None if there is none.
-        explain: Whether to say where the seconds of the best step go, and to show every N.
+        improvements: Changes of the request that would increase throughput, for a report that also
+            says where the seconds of the best step go and shows every N; None for a short report.
     """
 
     solution: Solution
-    improvements: Sequence[Improvement]
     train: str
     output: Path | None = None
-    explain: bool = False
+    improvements: Sequence[Improvement] | None = None
 
     @property
     def best(self) -> EvaluatedCandidate:
@@ -100,33 +99,34 @@ class SolutionReport:
                 }
                 for evaluated in solution.by_num_subsequences
             ],
-            "improvements": [asdict(improvement) for improvement in self.improvements],
+            "improvements": None,
             "devices_left_over": self.devices_left_over,
             "launch": list(self.launch),
             "hardware": hardware_json(solution.hardware),
             "mfu_definition": MFU_DEFINITION,
             "plan": None if self.output is None else str(self.output),
         }
-        if self.explain:
+        if self.improvements is not None:
+            report["improvements"] = [asdict(improvement) for improvement in self.improvements]
             report["explanation"] = explanation_json(self.best)
         return report
 
     def show(self, console: Console) -> None:
         """Print the best candidate, its runners-up, launch commands and memory."""
-        solution, best = self.solution, self.best
+        solution, best, explains = self.solution, self.best, self.improvements is not None
         say(console, run_line(solution.run), f"on {hardware_line(solution.hardware)}")
         _print_candidates(solution, console=console)
         say(console, *self._remarks())
         say(console, *(f"launch: {command}" for command in self.launch), wraps=False)
         if self.output is None:
             say(console, "plan.json is not written yet: add -o plan.json")
-        _print_improvements(self.improvements, console=console)
-        _print_numbers_of_subsequences(solution, whole=self.explain, console=console)
+        _print_improvements(self.improvements or (), console=console)
+        _print_numbers_of_subsequences(solution, whole=explains, console=console)
         console.print()
         print_memory(best, console=console)
         say(console, *_rejected_lines(solution))
         say(console, "words: docs/glossary.md; what is decided, and how: docs/planning.md")
-        if self.explain:
+        if explains:
             print_explanation(best, console=console)
         if self.output is not None:
             written = f"written {self.output}: sppo simulate {self.output}, {self.train}"
