@@ -11,7 +11,7 @@ from sppo.hardware.description import HardwareSpec
 from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
-from sppo.planning.search.evaluation import any_that_fits, evaluate_candidate
+from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.memory_bounds import leaves_room
 from sppo.planning.search.simulated_candidate import simulated_if_inexact
 
@@ -30,7 +30,6 @@ class CandidateCache:
         self._candidates: dict[int, Candidate] = {}
         self._seconds: dict[int, StageSeconds] = {}
         self._evaluated: dict[tuple[int, str], EvaluatedCandidate] = {}
-        self._fits: dict[int, bool] = {}
 
     def candidate(self, num_subsequences: int) -> Candidate:
         """Return the candidate with `num_subsequences` subsequences."""
@@ -73,16 +72,7 @@ class CandidateCache:
 
     def fits(self, num_subsequences: int) -> bool:
         """Return whether the candidate fits without cut units (MSP)."""
-        candidate = self._candidate_without_msp(num_subsequences)
-        key = num_subsequences, candidate.schedule
-        if key in self._evaluated:
-            return self._evaluated[key].shortfall is None
-        if num_subsequences not in self._fits:
-            found = any_that_fits(candidate, seconds=self.seconds(num_subsequences))
-            self._fits[num_subsequences] = found.shortfall is None
-            if found.shortfall is not None:
-                self._evaluated[key] = found
-        return self._fits[num_subsequences]
+        return self.without_msp(num_subsequences).shortfall is None
 
     def seems_to_fit(self, num_subsequences: int) -> bool:
         """Return whether it fits with whole units; True, too, if that takes long to tell."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 
 import numpy as np
 
@@ -23,21 +22,17 @@ from sppo.planning.search.candidate_checks import (
 )
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, with_program
 from sppo.planning.search.memory_bounds import (
-    least_short_beside_inputs,
-    least_short_bytes,
     may_fit,
     memory_without_activations,
 )
 from sppo.planning.search.placement_choice import PlacementChoice
 from sppo.planning.search.policy_inputs import policy_inputs
 from sppo.planning.search.shortfall import find_shortfall
-from sppo.planning.search.step_prices import StepPrices, least_seconds
+from sppo.planning.search.step_prices import StepPrices
 from sppo.schedule.costs import Table
 
 _ATTEMPTS = 3
 """Most times that policies decide again, by a worse moment or with less memory."""
-_ROUNDING = 1e-12
-"""Relative rounding error of sums of seconds."""
 _SLOTS_SHARE = 1 / 16
 """Largest shortfall, as a share of a device's budget, up to which policies decide again with less
 memory if a rank has several stages."""
@@ -90,16 +85,14 @@ def _best_of_kv(candidate: Candidate, *, seconds: StageSeconds) -> EvaluatedCand
     """
     found: list[EvaluatedCandidate] = []
     for choice in _kv_worth_trying(candidate):
-        if any(one.shortfall is None for one in found) and (
-            choice.kv == "recomputed" or _is_fastest(found[-1])
-        ):
+        if choice.kv == "recomputed" and any(one.shortfall is None for one in found):
             break
-        if not _lacks_more(choice, than=found):
-            found.append(evaluate_candidate(choice, seconds=seconds))
+        found.append(evaluate_candidate(choice, seconds=seconds))
     if all(one.shortfall is not None for one in found):
-        for mixed in _kv_mixes_worth_trying(candidate):
-            if not _lacks_more(mixed, than=found):
-                found.append(evaluate_candidate(mixed, seconds=seconds))
+        found += [
+            evaluate_candidate(mixed, seconds=seconds)
+            for mixed in _kv_mixes_worth_trying(candidate)
+        ]
     return _best_of(found)
 
 
@@ -108,28 +101,10 @@ def _kv_mixes_worth_trying(candidate: Candidate) -> list[Candidate]:
     return [one for one in kv_mixes(candidate, states) if may_fit(one)]
 
 
-def _lacks_more(candidate: Candidate, *, than: Sequence[EvaluatedCandidate]) -> bool:
-    """Return whether a candidate surely lacks more memory than one of several that are evaluated.
-
-    Stages that recompute K and V must retain their inputs, which takes more than other placements.
-    Packed sequences are never ruled out: not all of their units are held at once.
-    """
-    if candidate.packed:
-        return False
-    short_bytes = least_short_beside_inputs(candidate)
-    return any(one.shortfall is not None and short_bytes > one.short_bytes for one in than)
-
-
 def _kv_worth_trying(candidate: Candidate) -> list[Candidate]:
     """Return the candidate with each placement of K and V that may fit; at least one of them."""
     choices = [replace(candidate, kv=placement) for placement in kv_choices(candidate)]
     return [one for one in choices if may_fit(one)] or choices[1:2] or choices
-
-
-def _is_fastest(evaluated: EvaluatedCandidate) -> bool:
-    """Return whether no placement of activations, K and V could make the candidate faster."""
-    least_s = least_seconds(evaluated.candidate, seconds=evaluated.prices.seconds)
-    return evaluated.time.step_s <= least_s * (1 + _ROUNDING)
 
 
 def _best_of(found: Sequence[EvaluatedCandidate]) -> EvaluatedCandidate:
@@ -155,34 +130,6 @@ def evaluate_placement(candidate: Candidate, placement: ActivationPlacement) -> 
         return found
     program = candidate_program(candidate, costs=found.costs, messages=False)
     return with_program(found, program=program)
-
-
-def any_that_fits(candidate: Candidate, *, seconds: StageSeconds) -> EvaluatedCandidate:
-    """Return any placement that fits, units run whole: found sooner than the fastest.
-
-    Placements of K and V that are likeliest to fit are tried first. If none fits, return the one
-    that lacks the least memory.
-
-    Args:
-        candidate: Candidate to place activations for.
-        seconds: Seconds of its units with everything retained.
-    """
-    if candidate.kv is None:
-        found: list[EvaluatedCandidate] = []
-        whole = sorted(_kv_worth_trying(candidate), key=least_short_bytes)
-        for choice in chain(whole, _kv_mixes_worth_trying(candidate)):
-            if _lacks_more(choice, than=found):
-                continue
-            found.append(any_that_fits(choice, seconds=seconds))
-            if found[-1].shortfall is None:
-                return found[-1]
-        return _best_of(found)
-    check_kv(candidate)
-    check_state(candidate)
-    evaluated = _evaluate_with_room(candidate, seconds=seconds, first_that_fits=True)
-    if evaluated.shortfall is not None:
-        check_inputs_retained(candidate, evaluated.placement)
-    return evaluated
 
 
 def _evaluate_with_room(

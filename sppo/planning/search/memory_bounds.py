@@ -6,15 +6,12 @@ import math
 from dataclasses import replace
 from functools import lru_cache
 
-import numpy as np
-
 from sppo.activations.placement import ActivationPlacement
-from sppo.activations.tensor_classes import X_IN
 from sppo.cost.candidate import Candidate
 from sppo.cost.deferred_weights import weight_operand_bytes
 from sppo.cost.memory.stage_memory import StageMemory, state_memory
 from sppo.cost.memory.units_in_flight import UnitsInFlight
-from sppo.cost.stage_cost import placed_bytes, row_bytes_of
+from sppo.cost.stage_cost import placed_bytes
 from sppo.cost.values_of_ranks import of_ranks
 from sppo.planning.search.candidate_checks import kv_choices
 from sppo.planning.search.policy_inputs import tier_room_bytes
@@ -83,21 +80,6 @@ def short_beside(candidate: Candidate, *, states: tuple[StageMemory, ...]) -> in
         device.total_bytes - device.working_bytes - device.heap_bytes for device in devices
     )
     return fullest - candidate.budget_bytes
-
-
-def least_short_beside_inputs(candidate: Candidate) -> int:
-    """Return a lower bound of the bytes that the fullest device lacks beside the retained inputs.
-
-    Stages that recompute K and V retain the inputs of all layers, whatever the placement.
-    """
-    if candidate.schedule == "sppo_msp":
-        # A program that cuts units runs one sequence after another.
-        candidate = replace(candidate, sequences=1)
-    recomputes = [
-        candidate.kv_of_stage(stage) == "recomputed" for stage in range(candidate.num_stages)
-    ]
-    row_bytes = row_bytes_of(candidate)[:, X_IN] * recomputes
-    return _short_beside_retained(candidate, row_bytes[:, None] * np.array(candidate.lengths))
 
 
 def least_short_of_placement(candidate: Candidate, placement: ActivationPlacement) -> float:
