@@ -22,6 +22,7 @@ from experiments.sides import (
     fastest_side,
 )
 from sppo.config import check_run
+from sppo.cost.candidate import Candidate
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.this_machine import divide_cpu
 from sppo.planning.elastic.longest_samples import run_of_longest_samples

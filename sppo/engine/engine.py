@@ -36,10 +36,10 @@ from sppo.offload.offload_store import OffloadStore
 from sppo.parallel.megatron import MegatronSequenceParallel
 from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.planning.partition import lengths_of
-from sppo.schedule.actions import COMPUTE_KINDS, Action, ActionKind, Schedule, UnitKey
-from sppo.schedule.encoding import encode
+from sppo.schedule.actions import COMPUTE_KINDS, Action, ActionKind, UnitKey
 from sppo.schedule.in_flight import sequences_in_flight
-from sppo.schedule.msp_groups import find_msp_groups, msp_ranges
+from sppo.schedule.msp_groups import msp_ranges
+from sppo.schedule.schedule import Schedule
 from sppo.schedule.transfers.kv_placement import kv_placement
 
 
@@ -186,7 +186,7 @@ class Engine:
             streams_weights=streamed_weights is not None,
             streams_gradients=streamed_gradients is not None,
         )
-        self._msp_executors: dict[str, MspExecutor] = {}
+        self._msp: tuple[Schedule, MspExecutor] | None = None
         self._kv = self._build_stages(
             model,
             input_every=input_every,
@@ -469,24 +469,20 @@ class Engine:
     def _msp_executor(self, step: PlannedStep) -> MspExecutor | None:
         """Return the runner of the MSP shards of ``step``; None if no unit is cut."""
         schedule, links = step.program, self._pipeline.msp_links
-        if links is None or not any(a.num_shards > 1 for p in schedule.programs for a in p):
+        if links is None or not schedule.msp_groups:
             return None
-        digest = schedule.digest()
-        if digest not in self._msp_executors:
-            links.connect(msp_ranges(find_msp_groups(schedule, programs=encode(schedule))))
-            self._msp_executors = {
-                digest: MspExecutor(
-                    schedule,
-                    stages=self._msp_stages,
-                    placements={
-                        stage: by_unit(step.placements[stage]) for stage in self._msp_stages
-                    },
-                    exchange_of=links.exchange,
-                    rank=self._pipeline.rank,
-                    member=self._shard.rank,
-                )
-            }
-        return self._msp_executors[digest]
+        if self._msp is None or self._msp[0] is not schedule:
+            links.connect(msp_ranges(schedule.msp_groups))
+            executor = MspExecutor(
+                schedule,
+                stages=self._msp_stages,
+                placements={stage: by_unit(step.placements[stage]) for stage in self._msp_stages},
+                exchange_of=links.exchange,
+                rank=self._pipeline.rank,
+                member=self._shard.rank,
+            )
+            self._msp = schedule, executor
+        return self._msp[1]
 
     def _prepare(
         self,

@@ -24,7 +24,8 @@ from sppo.engine.trace import HostStopwatch, Stopwatch, Trace
 from sppo.engine.unit import Unit
 from sppo.offload.offload_store import OffloadStore
 from sppo.parallel.pipeline_p2p import PipelineP2P
-from sppo.schedule.actions import WHOLE_STAGE_ACTIONS, Action, ActionKind, Schedule
+from sppo.schedule.actions import WHOLE_STAGE_ACTIONS, Action, ActionKind
+from sppo.schedule.schedule import Schedule
 
 _SHOWN_AROUND_FAILURE = 3
 

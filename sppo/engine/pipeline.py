@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from sppo.cost.candidate import layers_of_stages
 from sppo.parallel.msp_exchange import MspLinks
 from sppo.parallel.pipeline_p2p import PipelineP2P
-from sppo.schedule.actions import Placement, Schedule
+from sppo.schedule.actions import Placement
+from sppo.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)

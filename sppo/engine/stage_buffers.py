@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from sppo.parallel.pipeline_p2p import PipelineP2P, RecvHandle
-from sppo.schedule import encoding
-from sppo.schedule.actions import Action, ActionKind, Schedule, UnitKey, Wire
-from sppo.schedule.encoding import encode
-from sppo.schedule.msp_groups import Route, find_msp_groups, msp_routes
+from sppo.schedule.actions import Action, ActionKind, UnitKey, Wire
+from sppo.schedule.msp_groups import Route
+from sppo.schedule.schedule import Schedule
 
 LocalTokens = Callable[[UnitKey, int], int]
 """Maps (unit, end) to the number of the unit's first ``end`` tokens that this rank holds."""
@@ -44,9 +43,6 @@ class StageBuffers:
 
     def __init__(self, schedule: Schedule, *, rank: int, p2p: PipelineP2P | None) -> None:
         self._schedule, self._rank, self._p2p = schedule, rank, p2p
-        self._offsets = schedule.unit_offsets()
-        groups = find_msp_groups(schedule, programs=encode(schedule))
-        self._routes = msp_routes(schedule, groups=groups)
         self._local: LocalTokens = lambda unit, tokens: tokens
         self._here: dict[_InputKey, dict[int, Tensor]] = {}
         self._expected: dict[_InputKey, dict[int, RecvHandle]] = {}
@@ -145,14 +141,7 @@ class StageBuffers:
     def _routes_of(self, key: _InputKey) -> tuple[Route, ...]:
         """Return the routes of an input, in the order of the schedule's messages."""
         producer = key.consumer - (1 if key.wire == "act" else -1)
-        schedule, (sequence, subsequence) = self._schedule, key.unit
-        if not (0 <= producer < schedule.num_stages and 0 <= key.consumer < schedule.num_stages):
-            return ()
-        code = encoding.SEND_ACT if key.wire == "act" else encoding.SEND_GRAD
-        slot = producer * schedule.num_units + self._offsets[sequence] + subsequence
-        tokens, rank_of = schedule.lengths[sequence][subsequence], schedule.placement.rank_of
-        whole = Route(rank_of(producer), rank_of(key.consumer), 0, tokens, tokens)
-        return self._routes.get((code, slot), (whole,))
+        return self._schedule.routes(key.wire, producer=producer, unit=key.unit)
 
     def _interval(self, key: _InputKey, route: Route) -> tuple[int, int]:
         """Return the interval of a route's tokens, as indices into this rank's tokens."""

@@ -10,10 +10,10 @@ import numpy as np
 
 from sppo.activations.subsequence_placement import PlacementOf, SubsequencePlacement
 from sppo.engine.pipeline import Pipeline
-from sppo.schedule.actions import Schedule
+from sppo.schedule.actions import Lengths
 from sppo.schedule.orders.names import order_of
-from sppo.schedule.orders.steps import Lengths
 from sppo.schedule.program import equal_costs, step_program
+from sppo.schedule.schedule import Schedule
 
 _STEPS_KEPT = 8
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from sppo.cost.candidate import Candidate
-from sppo.schedule.actions import Schedule
 from sppo.schedule.costs import Costs
 from sppo.schedule.program import step_program
+from sppo.schedule.schedule import Schedule
 
 
 def candidate_program(

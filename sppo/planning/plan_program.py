@@ -10,8 +10,8 @@ from sppo.cost.layer import Workload
 from sppo.cost.stage_cost import stage_costs, stage_seconds
 from sppo.planning.candidate_program import candidate_program
 from sppo.planning.plan import ExecutionPlan
-from sppo.schedule.actions import Schedule
 from sppo.schedule.costs import Costs
+from sppo.schedule.schedule import Schedule
 
 
 def plan_program(plan: ExecutionPlan) -> Schedule:

@@ -18,6 +18,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from sppo.config.base import Section
 from sppo.config.key_values import comma_list
 from sppo.config.problems import nearest
+from sppo.schedule.actions import Lengths
 from sppo.schedule.costs import (
     CopyEngines,
     Costs,
@@ -138,7 +139,7 @@ class AbstractCase(AbstractCosts):
         return self.ranks * self.virtual
 
     @property
-    def lengths(self) -> tuple[tuple[int, ...], ...]:
+    def lengths(self) -> Lengths:
         """Nominal tokens of every subsequence: enough for MSP to cut a unit over all ranks."""
         return ((self.ranks,) * self.subsequences,) * self.sequences
 

@@ -1,8 +1,7 @@
-"""Intermediate representation of pipeline programs: actions, stage placement, schedules.
+"""Actions of a pipeline program, and the assignment of stages to ranks.
 
-A `Schedule` says which rank runs which actions in which order, and nothing about times: times are
-the output of the simulator. The program of one rank is a tuple of `Action`s; the executor walks
-the tuple with one handler per kind.
+The program of one rank is a tuple of `Action`s; the executor walks the tuple with one handler per
+kind.
 
 Conventions, all counted from 0:
 
@@ -29,7 +28,6 @@ Conventions, all counted from 0:
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, NamedTuple
@@ -73,6 +71,8 @@ and one being copied."""
 
 UnitKey = tuple[int, int]
 """Key of a unit: (sequence, subsequence)."""
+Lengths = tuple[tuple[int, ...], ...]
+"""Tokens of every subsequence of every sequence: lengths[sequence][subsequence]."""
 
 
 class Action(NamedTuple):
@@ -166,75 +166,3 @@ class Cut:
     sequence: int
     subsequence: int
     lengths: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """Pipeline program for all ranks.
-
-    Attributes:
-        name: Name of the generator, or the name given in a program file.
-        placement: Assignment of stages to ranks.
-        lengths: Tokens of every subsequence of every sequence: lengths[sequence][subsequence].
-            Message shapes follow from the lengths, so no shapes are exchanged at run time.
-        programs: One tuple of actions per rank.
-        cuts: Shard lengths of the MSP units whose shards are not of equal length.
-    """
-
-    name: str
-    placement: Placement
-    lengths: tuple[tuple[int, ...], ...]
-    programs: tuple[tuple[Action, ...], ...]
-    cuts: tuple[Cut, ...] = ()
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of pipeline ranks."""
-        return self.placement.num_ranks
-
-    @property
-    def num_stages(self) -> int:
-        """Number of stages of the whole pipeline."""
-        return self.placement.num_stages
-
-    @property
-    def num_sequences(self) -> int:
-        """Number of sequences of the step (M)."""
-        return len(self.lengths)
-
-    @property
-    def num_units(self) -> int:
-        """Number of units of the step: subsequences of all sequences together."""
-        return sum(len(sequence) for sequence in self.lengths)
-
-    @property
-    def num_actions(self) -> int:
-        """Number of actions of all ranks together."""
-        return sum(len(program) for program in self.programs)
-
-    @property
-    def is_training(self) -> bool:
-        """True if the programs hold a backward pass (False for evaluation)."""
-        backward = ActionKind.B
-        return any(action.kind is backward for program in self.programs for action in program)
-
-    def unit_offsets(self) -> tuple[int, ...]:
-        """Return the index of each sequence's first unit, units numbered over all sequences."""
-        offsets, total = [], 0
-        for sequence in self.lengths:
-            offsets.append(total)
-            total += len(sequence)
-        return tuple(offsets)
-
-    def digest(self) -> str:
-        """Return the SHA-256 (hexadecimal) of the whole schedule; equal only for equal schedules.
-
-        Ranks compare digests at start-up, so that no two ranks run different programs.
-        """
-        state = hashlib.sha256()
-        header = (self.name, self.placement, self.lengths, self.cuts)
-        state.update(repr(header).encode())
-        for program in self.programs:
-            state.update(b"\n")
-            state.update(" ".join(map(str, program)).encode())
-        return state.hexdigest()

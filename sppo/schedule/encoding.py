@@ -13,7 +13,7 @@ from itertools import chain, repeat
 import numpy as np
 import numpy.typing as npt
 
-from sppo.schedule.actions import WHOLE_STAGE_ACTIONS, Action, ActionKind, Schedule
+from sppo.schedule.actions import WHOLE_STAGE_ACTIONS, Action, ActionKind, Lengths
 
 # The order matters: compute kinds come first, so that `code < NUM_COMPUTE` selects compute.
 # Opcodes from REDUCE on are actions of whole stages.
@@ -67,28 +67,30 @@ class MalformedActionError(ValueError):
         self.index = index
 
 
-def encode(schedule: Schedule) -> tuple[EncodedProgram, ...]:
-    """Return all programs of `schedule`, encoded.
+def encode(
+    programs: Sequence[Sequence[Action]], *, lengths: Lengths, num_stages: int
+) -> tuple[EncodedProgram, ...]:
+    """Return the programs of all ranks, encoded.
+
+    Args:
+        programs: Program of each rank.
+        lengths: Tokens of every subsequence of every sequence.
+        num_stages: Number of stages of the pipeline.
 
     Raises:
         MalformedActionError: An action that names a stage or unit outside the schedule, a message
             without a wire, or a shard outside its unit.
-        ValueError: A number of programs other than the number of ranks.
     """
-    offsets = schedule.unit_offsets()
-    if len(schedule.programs) != schedule.num_ranks:
-        raise ValueError(
-            f"{len(schedule.programs)} programs for {schedule.num_ranks} ranks: "
-            "give one program per rank"
-        )
     return tuple(
-        _encode_program(schedule, rank=rank, offsets=offsets) for rank in range(schedule.num_ranks)
+        _encode_program(program, rank=rank, lengths=lengths, num_stages=num_stages)
+        for rank, program in enumerate(programs)
     )
 
 
-def _encode_program(schedule: Schedule, *, rank: int, offsets: tuple[int, ...]) -> EncodedProgram:
+def _encode_program(
+    program: Sequence[Action], *, rank: int, lengths: Lengths, num_stages: int
+) -> EncodedProgram:
     """Encode one program; single actions are inspected only to report a malformed one."""
-    program = schedule.programs[rank]
     columns = dict(zip(Action._fields, zip(*program, strict=True), strict=False))
     named = zip(columns.get("kind", ()), columns.get("wire", ()), strict=True)
     codes = _column([*map(_OPCODES.get, named, repeat(-1))])
@@ -97,19 +99,20 @@ def _encode_program(schedule: Schedule, *, rank: int, offsets: tuple[int, ...]) 
         for name in ("stage", "sequence", "subsequence", "shard", "num_shards")
     )
     of_stages = codes >= REDUCE
-    known = np.clip(sequences, 0, schedule.num_sequences - 1)
-    counts = _column([len(sequence) for sequence in schedule.lengths])
+    known = np.clip(sequences, 0, len(lengths) - 1)
+    counts = _column([*map(len, lengths)])
+    ends = np.cumsum(counts)
     in_unit = (sequences == known) & (parts >= 0) & (parts < counts[known])
     in_unit &= (shards >= 0) & (shards < num_shards)
     names_stage = (sequences == _NONE) & (parts == _NONE) & (num_shards == 1)
-    right = (codes >= 0) & (stages >= 0) & (stages < schedule.num_stages)
+    right = (codes >= 0) & (stages >= 0) & (stages < num_stages)
     right &= np.where(of_stages, names_stage, in_unit)
     for index in np.flatnonzero(~right).tolist():
         action = program[index]
-        problem = _problem(action, schedule)
+        problem = _problem(action, lengths=lengths, num_stages=num_stages)
         assert problem, f"{action} cannot be encoded, but nothing is wrong with it"
         raise MalformedActionError(problem, rank=rank, index=index, action=action)
-    slots = stages * schedule.num_units + _column(offsets)[known] + parts
+    slots = stages * ends[-1] + (ends - counts)[known] + parts
     slots = np.where(of_stages, stages, slots)
     return EncodedProgram(codes, slots.astype(np.int32), shards, num_shards)
 
@@ -124,10 +127,10 @@ def _column(values: Sequence[int | None]) -> Codes:
         return np.array(kept, dtype=np.int32)
 
 
-def _problem(action: Action, schedule: Schedule) -> str | None:
+def _problem(action: Action, *, lengths: Lengths, num_stages: int) -> str | None:
     """Return what is wrong with `action` on its own, or None."""
-    if not 0 <= action.stage < schedule.num_stages:
-        return f"stage {action.stage} does not exist: there are {schedule.num_stages}"
+    if not 0 <= action.stage < num_stages:
+        return f"stage {action.stage} does not exist: there are {num_stages}"
     if (action.kind, action.wire) not in _OPCODES:
         return (
             "SEND and RECV carry 'act' or 'grad', D2H may carry 'kv' or 'gradients', H2D 'kv', "
@@ -137,9 +140,9 @@ def _problem(action: Action, schedule: Schedule) -> str | None:
         whole = action.sequence is None and action.subsequence is None and action.num_shards == 1
         name = str(action._replace(sequence=None)).lstrip("0123456789")
         return None if whole else f"{name} names only a stage"
-    if action.sequence is None or not 0 <= action.sequence < schedule.num_sequences:
-        return f"sequence {action.sequence} does not exist: there are {schedule.num_sequences}"
-    parts = len(schedule.lengths[action.sequence])
+    if action.sequence is None or not 0 <= action.sequence < len(lengths):
+        return f"sequence {action.sequence} does not exist: there are {len(lengths)}"
+    parts = len(lengths[action.sequence])
     if action.subsequence is None or not 0 <= action.subsequence < parts:
         return f"sequence {action.sequence} has {parts} subsequences, counted from 0"
     if not 0 <= action.shard < action.num_shards:
@@ -147,15 +150,11 @@ def _problem(action: Action, schedule: Schedule) -> str | None:
     return None
 
 
-def last_subsequence(schedule: Schedule) -> npt.NDArray[np.bool_]:
+def last_subsequence(lengths: Lengths) -> npt.NDArray[np.bool_]:
     """Return for every unit whether it is the last subsequence of its sequence."""
-    return np.array(
-        list(chain.from_iterable([False] * (len(s) - 1) + [True] for s in schedule.lengths))
-    )
+    return np.array(list(chain.from_iterable([False] * (len(s) - 1) + [True] for s in lengths)))
 
 
-def first_subsequence(schedule: Schedule) -> npt.NDArray[np.bool_]:
+def first_subsequence(lengths: Lengths) -> npt.NDArray[np.bool_]:
     """Return for every unit whether it is the first subsequence of its sequence."""
-    return np.array(
-        list(chain.from_iterable([True] + [False] * (len(s) - 1) for s in schedule.lengths))
-    )
+    return np.array(list(chain.from_iterable([True] + [False] * (len(s) - 1) for s in lengths)))

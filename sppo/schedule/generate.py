@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from sppo.schedule.actions import Action, ActionKind, Placement, Schedule
+from sppo.schedule.actions import Action, ActionKind, Placement
 from sppo.schedule.costs import Costs
 from sppo.schedule.multiplexing.multiplex import multiplex
 from sppo.schedule.orders.rank_orders import ForwardsBeforeBackward, rank_orders
 from sppo.schedule.orders.steps import Step
+from sppo.schedule.schedule import Schedule
 from sppo.schedule.transfers.reductions import with_reductions
 
 _KINDS = {"F": ActionKind.F, "B": ActionKind.B, "W": ActionKind.W}

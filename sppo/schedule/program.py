@@ -24,12 +24,13 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from sppo.schedule.actions import ActionKind, Schedule
+from sppo.schedule.actions import ActionKind
 from sppo.schedule.checks.deadlock import check_deadlock_free
 from sppo.schedule.checks.validate import validate, validate_rules
 from sppo.schedule.costs import CopyEngines, Costs, abstract_costs, with_offload
 from sppo.schedule.generate import generate
 from sppo.schedule.orders.rank_orders import ForwardsBeforeBackward
+from sppo.schedule.schedule import Schedule
 from sppo.schedule.simulation.whole_units import runs_whole_units, whole_unit_ends
 from sppo.schedule.transfers.communication import EndsOf, place_messages
 from sppo.schedule.transfers.copies import place_copies

@@ -35,13 +35,14 @@ from sppo.schedule.actions import (
     Action,
     ActionKind,
     Cut,
+    Lengths,
     Placement,
     PlacementStyle,
-    Schedule,
     Wire,
 )
 from sppo.schedule.checks.validate import find_violations
 from sppo.schedule.checks.violations import Violation
+from sppo.schedule.schedule import Schedule
 
 _ACTION = re.compile(
     r"(?P<stage>[0-9]{1,9})"
@@ -300,7 +301,7 @@ def _at_least_one(key: str, text: str) -> int:
     return number
 
 
-def _named_lengths(actions: Sequence[Action]) -> tuple[tuple[int, ...], ...]:
+def _named_lengths(actions: Sequence[Action]) -> Lengths:
     """Return one token for every subsequence up to the last one that any action names."""
     counts: dict[int, int] = {}
     for action in actions:

@@ -13,10 +13,9 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from sppo.schedule.actions import COMPUTE_KINDS, Action, ActionKind, Schedule
-from sppo.schedule.encoding import encode
+from sppo.schedule.actions import COMPUTE_KINDS, Action, ActionKind
 from sppo.schedule.in_flight import peak_in_flight
-from sppo.schedule.msp_groups import find_msp_groups
+from sppo.schedule.schedule import Schedule
 
 Lane = Literal["compute", "d2h", "h2d", "link", "reduce"]
 IdleCause = Literal["bubble", "communication", "copy"]
@@ -162,14 +161,12 @@ def measured_timeline(
                 "record one (start, end) per action"
             )
     makespan = max((end for times in times_s for _, end in times), default=0.0)
-    encoded = encode(schedule)
-    groups = find_msp_groups(schedule, programs=encoded)
     tracks = []
     for rank, (program, times) in enumerate(zip(schedule.programs, times_s, strict=True)):
         start = np.array([t[0] for t in times])
         finish = np.array([t[1] for t in times])
         idle = tuple(waits[rank]) if waits else _gaps(program, start, finish, makespan_s=makespan)
-        most = peak_in_flight(encoded[rank], groups=groups)
+        most = peak_in_flight(schedule.encoded[rank], groups=schedule.msp_groups)
         tracks.append(RankTrack(program, start, finish, idle, {}, most))
     return Timeline(schedule, "measured", makespan, tuple(tracks))
 

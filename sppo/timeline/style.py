@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from sppo.schedule.actions import Action, ActionKind, Schedule, Wire
+from sppo.schedule.actions import Action, ActionKind, Wire
+from sppo.schedule.schedule import Schedule
 from sppo.schedule.timeline import IdleCause, Timeline
 from sppo.units import counted, format_duration
 

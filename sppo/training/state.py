@@ -28,8 +28,7 @@ from sppo.parallel.pipeline_p2p import PipelineLinks
 from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.plan_program import plan_program
-from sppo.schedule.encoding import encode
-from sppo.schedule.msp_groups import find_msp_groups, msp_ranges
+from sppo.schedule.msp_groups import msp_ranges
 from sppo.training.devices.communicator_memory import communicators_measured
 from sppo.training.devices.device import Device
 from sppo.training.job import Job
@@ -177,7 +176,7 @@ def _connect(run: RunConfig, plan: ExecutionPlan, *, mesh: Mesh, device: Device)
     place, program = device.torch_device, plan_program(plan)
     msp_links = MspLinks(mesh, device=place) if plan.uses_msp else None
     if msp_links is not None:
-        msp_links.connect(msp_ranges(find_msp_groups(program, programs=encode(program))))
+        msp_links.connect(msp_ranges(program.msp_groups))
     return Pipeline(
         schedule=plan.schedule,
         num_ranks=mesh.shape.pipeline_parallel,

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from sppo.optim.learning_rate import learning_rate
 from sppo.report.metrics import StepMetrics
-from sppo.schedule.actions import Action, Schedule
+from sppo.schedule.actions import Action
+from sppo.schedule.schedule import Schedule
 from sppo.training.interruption import Interrupted, StopRequest
 from sppo.training.job import Job
 from sppo.training.outcome import TrainingOutcome

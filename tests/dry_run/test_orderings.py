@@ -8,11 +8,11 @@ from unittest.mock import patch
 
 import pytest
 
-from sppo.dry_run.orderings import OrderingCheck
-from sppo.dry_run.streams import Wait, Worker
-from sppo.dry_run.traced_step import trace_step
 from sppo.optim.host_adamw import HostAdamW
 from tests.dry_run.cases import CASES, planned, small_run
+from tests.dry_run.orderings import OrderingCheck
+from tests.dry_run.streams import Wait, Worker
+from tests.dry_run.traced_step import trace_step
 from tests.tiers import default_of, exhaustive
 
 OUT, BACK = "copy_streams 1", "copy_streams 2"

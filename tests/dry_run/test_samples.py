@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from sppo.dry_run.orderings import OrderingCheck
-from sppo.dry_run.traced_step import trace_step
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from tests.dry_run.cases import plan_for_gpu, small_run
+from tests.dry_run.orderings import OrderingCheck
 from tests.dry_run.test_traced_step import UNCOUNTED_BYTES
+from tests.dry_run.traced_step import trace_step
 from tests.planning.cases import run_config
 from tests.tiers import default_of, exhaustive
 

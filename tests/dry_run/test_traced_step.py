@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import gc
-import json
-import os
-import subprocess
-import sys
-from dataclasses import replace
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from typer.testing import CliRunner
 
-from sppo.cli.app import app
-from sppo.cli.output.trace_table import _fullest
 from sppo.cost.attention_backend import planned_backend
 from sppo.cost.layer import Workload
-from sppo.dry_run.streams import Moment
-from sppo.dry_run.traced_run import RunTracer, _extrapolated
-from sppo.dry_run.traced_step import trace_step
-from sppo.hardware.file import hardware_for
 from sppo.hardware.presets import PRESETS
 from sppo.kernels.attention.choice import CAPABILITIES
-from sppo.planning.estimate import estimate
 from sppo.units import MIB
 from tests.dry_run.cases import plan_for_gpu, planned
+from tests.dry_run.traced_step import trace_step
 from tests.planning.cases import run_config
 from tests.tiers import default_of, each_once, exhaustive
 
@@ -168,55 +156,6 @@ def test_one_step_waits_for_the_gpu_only_at_its_end():
     assert not any("engine" in where for where in step.host_waits)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("policy", ["retain", "sppo"])
-def test_launches_grow_with_layers(policy):
-    run = run_of({**TWO_LAYERS["llama"], "num_layers": 6}, policy, preset="a100-80g")
-    found = estimate(run, hardware=hardware_for(run.hardware))
-    whole = RunTracer(found).trace()
-    extrapolated = RunTracer(found, layers=2).trace()
-    assert extrapolated.traced_layers == (2, 4)
-    assert extrapolated.fullest == whole.fullest
-    for name, pair in whole.buckets.items():
-        slack = UNCOUNTED_BYTES if name == "process growth" else 0
-        assert extrapolated.buckets[name] == pytest.approx(pair, rel=0.01, abs=slack), name
-    for kind, counts in whole.actions.items():
-        launches = extrapolated.actions[kind].launches
-        assert launches == pytest.approx(counts.launches, rel=0.01), kind
-
-
-def test_fewer_layers_place_the_rows_of_all():
-    """The policy would offload other rows of them, for a layer less is computed in less time."""
-    run = run_of({**TWO_LAYERS["llama"], "num_layers": 6}, "sppo", preset="a100-80g")
-    tracer = RunTracer(estimate(run, hardware=hardware_for(run.hardware)), layers=1)
-    fewer_run, fewer = tracer._with_layers(1)
-    assert [stage.num_layers for stage in fewer.stages] == [1]
-    assert rows(fewer) == rows(tracer.plan) != rows(plan_for_gpu(fewer_run))
-    assert any(offloaded for _, offloaded, _ in rows(fewer))
-
-
-def rows(plan):
-    return [
-        (part.retained, part.offloaded, part.recomputed)
-        for stage in plan.stages
-        for part in stage.subsequences
-    ]
-
-
-def test_another_moment_may_be_fullest_with_more_layers():
-    step = trace_step(*planned("to the host"))
-    loss, layer = Moment("0F0.3", "loss"), Moment("0B0.3", "layer")
-    few = replace(step, num_layers=2, peaks={loss: 100, layer: 60}, peak_bytes=100)
-    more = replace(step, num_layers=4, peaks={loss: 110, layer: 100}, peak_bytes=110)
-    whole = _extrapolated(few, more, layers=8)
-    assert whole.peaks == {loss: 130, layer: 180}
-    assert whole.peak_bytes == 180
-    assert whole.measured.working_bytes == step.measured.working_bytes + 180 - 130
-    assert _fullest(whole) == (
-        "most is used in 0B0.3, layer; with 2 layers in 0F0.3, loss; with 4 layers in 0F0.3, loss"
-    )
-
-
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_the_planned_back_end_can_do_the_case(preset, dtype):
@@ -233,46 +172,6 @@ def test_the_planned_back_end_can_do_the_case(preset, dtype):
         assert window is None or able.window
 
 
-def invoke(tmp_path, *args):
-    run = tmp_path / "run.yaml"
-    sections = {"model": TWO_LAYERS["qwen3"], "data": {"tokens": "data"}}
-    run.write_text(json.dumps({**sections, "hardware": {"devices_per_node": 1}}))
-    words = ["estimate", str(run), "sequence.length=8Ki", "sequence.num_subsequences=2", *args]
-    return CliRunner().invoke(app, words)
-
-
-def test_prints_what_was_traced(tmp_path):
-    result = invoke(tmp_path, "hardware.preset=a100-80g", "--trace", "--json")
-    assert result.exit_code == 0, result.output
-    traced = json.loads(result.stdout)["trace"]
-    working = traced["buckets"]["working set"]
-    assert 0.97 * working["predicted_bytes"] <= working["traced_bytes"]
-    assert traced["attention_backend"] == "flash_attn_2"
-    assert traced["actions"]["B"]["launches"] > traced["actions"]["F"]["launches"]
-
-
-def test_prints_a_table(tmp_path):
-    result = invoke(tmp_path, "hardware.preset=a100-80g", "--trace", "--layers", "1")
-    assert result.exit_code == 0, result.output
-    assert "2 layers, extrapolated from 1 and 2" in result.stdout
-    waits = "the host waits for the GPU: 2 x __float__() in training.steps.step.run_step"
-    assert waits in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["hardware.preset=laptop-cpu", "--trace"], "is a CPU: name a machine with GPUs"),
-        (["hardware.preset=h100", "--trace", "--layers", "2"], "write 1 to 1, or leave it out"),
-        (["hardware.preset=h100", "--layers", "1"], "--layers says what --trace traces"),
-    ],
-)
-def test_refuses_what_it_cannot_trace(tmp_path, args, message):
-    result = invoke(tmp_path, *args)
-    assert result.exit_code == 2, result.output
-    assert message in result.stderr
-
-
 def test_a_trace_leaves_nothing_behind():
     """No tensor without data stays in a table that another trace, or a GPU, would find."""
     run, plan = planned("to the host")
@@ -281,27 +180,3 @@ def test_a_trace_leaves_nothing_behind():
     left = [x for x in gc.get_objects() if type(x) is FakeTensor]
     assert not left
     assert "dry_run" not in getattr(torch.cuda.Stream, "__module__", "")
-
-
-@pytest.mark.exhaustive
-def test_fp32_is_traced_without_the_interpreter(tmp_path):
-    run = tmp_path / "run.yaml"
-    sections = {"model": TWO_LAYERS["qwen3"], "data": {"tokens": "data"}}
-    run.write_text(json.dumps({**sections, "hardware": {"preset": "a100-80g"}}))
-    words = ["sequence.length=1Ki", "train.dtype=fp32", "hardware.devices_per_node=1"]
-    environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "sppo", "estimate", run, *words, "--trace", "--json"],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["trace"]["attention_backend"] == "triton"
-
-
-def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("sppo.cli.estimate.find_spec", lambda name: None)
-    result = invoke(tmp_path, "hardware.preset=a100-80g", "--trace")
-    assert result.exit_code == 2
-    assert "torch is not installed: pip install torch" in result.stderr

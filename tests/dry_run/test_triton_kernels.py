@@ -10,7 +10,7 @@ import pytest
 triton_package = pytest.importorskip("sppo.kernels.triton")
 launch = pytest.importorskip("sppo.kernels.triton.launch")
 
-from sppo.dry_run.triton_kernels import pointer_use  # noqa: E402
+from tests.dry_run.triton_kernels import pointer_use  # noqa: E402
 
 
 def kernels():

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sppo.engine.step_programs import StepPrograms
 from sppo.parallel import collectives
-from sppo.schedule.actions import Schedule
+from sppo.schedule.schedule import Schedule
 from tests.random_training.turns import Turns
 
 

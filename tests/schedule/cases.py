@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from sppo.schedule.actions import Schedule
 from sppo.schedule.costs import Link, Links, abstract_costs
 from sppo.schedule.generate import generate
+from sppo.schedule.schedule import Schedule
 from sppo.schedule.simulation.simulate import simulate
 from sppo.schedule.timeline import Timeline
 

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from sppo.schedule.actions import Action, ActionKind, Cut, Placement, Schedule
+from sppo.schedule.actions import Action, ActionKind, Cut, Placement
+from sppo.schedule.schedule import Schedule
 from tests.schedule.cases import make
 
 
@@ -75,5 +76,5 @@ def test_digest_sees_every_field():
 def test_units_are_counted_through_all_sequences():
     schedule = Schedule("s", Placement(2), ((10, 7),), ((), ()), (Cut(0, 0, 1, (5, 2)),))
     assert schedule.num_units == 2
-    assert schedule.unit_offsets() == (0,)
+    assert schedule.unit_offsets == (0,)
     assert not schedule.is_training

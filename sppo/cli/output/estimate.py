@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
@@ -17,14 +17,10 @@ from sppo.cli.output.candidate import (
 )
 from sppo.cli.output.memory import host_memory_text, print_memory
 from sppo.cli.output.printing import say, table
-from sppo.cli.output.trace_table import print_trace, trace_json
 from sppo.hardware.run_hardware import hardware_line
 from sppo.planning.estimate import SECTION_5_1_BYTES, TABLE_2_BYTES, Estimate
 from sppo.planning.why_nothing_fits import run_line
 from sppo.units import GIB, format_bytes
-
-if TYPE_CHECKING:
-    from sppo.dry_run.traced_step import TracedStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +29,15 @@ class EstimateReport:
 
     Attributes:
         found: Estimate of the run.
-        traced: Step that was run on a fake GPU; None if that was not asked for.
     """
 
     found: Estimate
-    traced: TracedStep | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as JSON values."""
         found, evaluated = self.found, self.found.evaluated
         candidate = evaluated.candidate
-        report: dict[str, Any] = {
+        return {
             "fits": evaluated.shortfall is None,
             "shortfall": shortfall_json(evaluated.shortfall),
             **degrees_json(evaluated.degrees),
@@ -62,9 +56,6 @@ class EstimateReport:
             "stages": stages_json(evaluated),
             "hardware": hardware_json(found.hardware),
         }
-        if self.traced is not None:
-            report["trace"] = trace_json(self.traced)
-        return report
 
     def show(self, console: Console) -> None:
         """Print the model, the bytes of one sequence, and the memory of every stage of the run."""
@@ -78,8 +69,6 @@ class EstimateReport:
             say(console, host_memory_text(host, node_bytes=node))
         console.print()
         print_memory(evaluated, console=console)
-        if self.traced is not None:
-            print_trace(self.traced, console=console)
 
 
 def _plan_lines(found: Estimate) -> Iterator[str]:

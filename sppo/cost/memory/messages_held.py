@@ -9,16 +9,15 @@ tokens that is sent, or that stays on the rank, is a view that holds the whole t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 
-from sppo.schedule import encoding
-from sppo.schedule.actions import Action, ActionKind, Schedule, UnitKey
-from sppo.schedule.msp_groups import MspGroup, Route, msp_routes
+from sppo.schedule.actions import Action, ActionKind, UnitKey, Wire
+from sppo.schedule.msp_groups import Route
+from sppo.schedule.schedule import Schedule
 
 MOST_SENDS = 2
 """Most messages to one receiver that a rank holds, as in :mod:`sppo.parallel.pipeline_p2p`."""
 
-_Input = tuple[str, int, UnitKey]
+_Input = tuple[Wire, int, UnitKey]
 """Wire, consuming stage and unit of the input of a stage."""
 
 
@@ -36,14 +35,11 @@ class MessagesHeld:
 
     Args:
         schedule: Program of a step, with messages.
-        groups: MSP groups of the schedule.
         rank: Pipeline rank.
     """
 
-    def __init__(self, schedule: Schedule, *, groups: Mapping[int, MspGroup], rank: int) -> None:
+    def __init__(self, schedule: Schedule, *, rank: int) -> None:
         self._schedule, self._rank = schedule, rank
-        self._routes = msp_routes(schedule, groups=groups)
-        self._offsets = schedule.unit_offsets()
         self._inputs: dict[_Input, list[_Tensor]] = {}
         self._outgoing: dict[tuple[_Input, int], _Tensor] = {}
         self._sent: dict[int, deque[_Tensor]] = {}
@@ -54,8 +50,9 @@ class MessagesHeld:
 
     def send(self, action: Action) -> None:
         """Count a SEND: the oldest message to the receiver is forgotten if there are too many."""
+        assert action.wire is not None, "a message carries something"
         step = 1 if action.wire == "act" else -1
-        key: _Input = (str(action.wire), action.stage + step, action.unit)
+        key: _Input = (action.wire, action.stage + step, action.unit)
         tensor = self._outgoing.pop((key, action.shard))
         sent = self._sent.setdefault(self._routes_of(key)[action.shard].receiver, deque())
         while len(sent) >= MOST_SENDS:
@@ -64,7 +61,8 @@ class MessagesHeld:
 
     def receive(self, action: Action) -> None:
         """Count a RECV, which allocates the tensor."""
-        key: _Input = (str(action.wire), action.stage, action.unit)
+        assert action.wire is not None, "a message carries something"
+        key: _Input = (action.wire, action.stage, action.unit)
         route = self._routes_of(key)[action.shard]
         tensor = _Tensor(route.end - route.begin)
         self._inputs.setdefault(key, []).append(tensor)
@@ -111,8 +109,9 @@ class MessagesHeld:
             self.tokens += self._counted_elsewhere
             self._drop(self._taken)
             self._taken = None
-        wire, step = ("act", 1) if action.kind is ActionKind.F else ("grad", -1)
-        key: _Input = (wire, action.stage + step, action.unit)
+        is_forward = action.kind is ActionKind.F
+        consumer = action.stage + (1 if is_forward else -1)
+        key: _Input = ("act" if is_forward else "grad", consumer, action.unit)
         own = [(n, r) for n, r in enumerate(self._routes_of(key)) if r.sender == self._rank]
         if not own:
             return
@@ -131,13 +130,6 @@ class MessagesHeld:
 
     def _routes_of(self, key: _Input) -> tuple[Route, ...]:
         """Return the routes of an input; () at the ends of the model."""
-        wire, consumer, (sequence, subsequence) = key
+        wire, consumer, unit = key
         producer = consumer - (1 if wire == "act" else -1)
-        schedule = self._schedule
-        if not (0 <= producer < schedule.num_stages and 0 <= consumer < schedule.num_stages):
-            return ()
-        code = encoding.SEND_ACT if wire == "act" else encoding.SEND_GRAD
-        slot = producer * schedule.num_units + self._offsets[sequence] + subsequence
-        tokens, rank_of = schedule.lengths[sequence][subsequence], schedule.placement.rank_of
-        whole = Route(rank_of(producer), rank_of(consumer), 0, tokens, tokens)
-        return self._routes.get((code, slot), (whole,))
+        return self._schedule.routes(wire, producer=producer, unit=unit)

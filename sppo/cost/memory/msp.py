@@ -29,10 +29,10 @@ from sppo.cost.memory.process_growth import code_bytes
 from sppo.cost.memory.rank_program import RankProgram, Shard
 from sppo.cost.memory.stage_memory import StageMemory, collective_bytes
 from sppo.cost.memory.units_in_flight import UnitsInFlight
-from sppo.schedule.actions import Schedule, UnitKey
-from sppo.schedule.encoding import encode
+from sppo.schedule.actions import UnitKey
 from sppo.schedule.in_flight import sequences_in_flight
-from sppo.schedule.msp_groups import MspGroup, find_msp_groups, msp_ranges
+from sppo.schedule.msp_groups import msp_ranges
+from sppo.schedule.schedule import Schedule
 
 _Blocks = Mapping[UnitKey, Sequence[int]]
 """Bytes of the block of each layer, by unit."""
@@ -53,14 +53,11 @@ def with_msp(
         placement: Placement by the activation policy.
         schedule: Schedule with the programs of a step.
     """
-    groups = find_msp_groups(schedule, programs=encode(schedule))
-    if not groups:
+    if not schedule.msp_groups:
         return memory
     sequences = UnitsInFlight(candidate).sequences.tolist()
     return tuple(
-        _Rank(candidate, placement, schedule, groups, rank).memory(
-            held, overlapping=sequences[rank]
-        )
+        _Rank(candidate, placement, schedule, rank).memory(held, overlapping=sequences[rank])
         for rank, held in enumerate(memory)
     )
 
@@ -73,15 +70,14 @@ class _Rank:
         candidate: Candidate,
         placement: ActivationPlacement,
         schedule: Schedule,
-        groups: Mapping[int, MspGroup],
         rank: int,
     ) -> None:
         self._candidate, self._placement, self._rank = candidate, placement, rank
-        self._program = RankProgram(candidate, placement, schedule, groups, rank)
+        self._program = RankProgram(candidate, placement, schedule, rank)
         self._own = candidate.stages_of_rank(rank)
         own = [a for a in self._program.actions if a.stage in self._own]
         self._sequences = sequences_in_flight(own)
-        self._ranges = msp_ranges(groups)
+        self._ranges = msp_ranges(schedule.msp_groups)
 
     def memory(self, held: StageMemory, *, overlapping: int) -> StageMemory:
         """Return the memory of the rank.

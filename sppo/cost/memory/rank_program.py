@@ -7,7 +7,6 @@ counted (:mod:`sppo.cost.memory.unit_messages`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -26,11 +25,10 @@ from sppo.cost.memory.unit_messages import exchanged_bytes, sent_bytes
 from sppo.cost.memory.unit_runs import UnitRun, unit_runs
 from sppo.cost.memory.unit_working_sets import loss_bytes, run_working_bytes
 from sppo.cost.stage_cost import placed_bytes
-from sppo.schedule.actions import Action, ActionKind, Schedule
+from sppo.schedule.actions import Action, ActionKind
 from sppo.schedule.costs import Table
-from sppo.schedule.encoding import encode
-from sppo.schedule.msp_groups import MspGroup, find_msp_groups
 from sppo.schedule.orders.names import DEFERRING_WEIGHTS
+from sppo.schedule.schedule import Schedule
 
 
 class Peaks(NamedTuple):
@@ -98,10 +96,9 @@ def with_messages_held(
         placement: Placement by the activation policy.
         schedule: Schedule with the programs of a step, with messages.
     """
-    groups = find_msp_groups(schedule, programs=encode(schedule))
     found = []
     for rank, held in enumerate(memory):
-        peaks = RankProgram(candidate, placement, schedule, groups, rank).peaks_with_messages()
+        peaks = RankProgram(candidate, placement, schedule, rank).peaks_with_messages()
         device = replace(
             held.device,
             loss_gradient_bytes=peaks.saved - held.device.activations_bytes,
@@ -119,7 +116,6 @@ class RankProgram:
         candidate: Candidate to price.
         placement: Placement by the activation policy.
         schedule: Schedule with the programs of a step, with or without messages.
-        groups: MSP groups of the schedule.
         rank: Pipeline rank.
     """
 
@@ -128,11 +124,10 @@ class RankProgram:
         candidate: Candidate,
         placement: ActivationPlacement,
         schedule: Schedule,
-        groups: Mapping[int, MspGroup],
         rank: int,
     ) -> None:
         self._candidate, self._placement = candidate, placement
-        self._schedule, self._groups, self._rank = schedule, groups, rank
+        self._schedule, self._rank = schedule, rank
         self.actions = schedule.programs[rank]
         self.own_stages = candidate.stages_of_rank(rank)
         self._runs = {
@@ -198,7 +193,7 @@ class RankProgram:
 
         Gradients of the loss are then saved tensors, too.
         """
-        messages = MessagesHeld(self._schedule, groups=self._groups, rank=self._rank)
+        messages = MessagesHeld(self._schedule, rank=self._rank)
         lengths = np.array(self._candidate.lengths, dtype=np.float64)
         exchanged = exchanged_bytes(self._candidate, lengths).tolist()
         held = saved = computing = together = largest = 0.0
@@ -228,8 +223,8 @@ class RankProgram:
 
     def _shard_of(self, action: Action) -> Shard:
         sequence, index = action.unit
-        slot = action.stage * self._schedule.num_units + self._schedule.unit_offsets()[sequence]
-        lengths = self._groups[slot + index].lengths
+        slot = self._schedule.slot(action.stage, action.unit)
+        lengths = self._schedule.msp_groups[slot].lengths
         starts = (0, *accumulate(self._candidate.lengths))
         return Shard(
             action.stage,

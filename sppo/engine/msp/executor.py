@@ -11,9 +11,9 @@ from sppo.engine.msp.stage import MspStage
 from sppo.engine.unit import Unit
 from sppo.offload.offload_store import OffloadStore
 from sppo.parallel.msp_exchange import MspExchange
-from sppo.schedule.actions import Action, ActionKind, Schedule, UnitKey
-from sppo.schedule.encoding import encode
-from sppo.schedule.msp_groups import MspGroup, find_msp_groups
+from sppo.schedule.actions import Action, ActionKind, UnitKey
+from sppo.schedule.msp_groups import MspGroup
+from sppo.schedule.schedule import Schedule
 
 ExchangeOf = Callable[[tuple[int, ...], int], MspExchange]
 """Maps (pipeline ranks of an MSP group, index of the owner among them) to their communication."""
@@ -43,8 +43,6 @@ class MspExecutor:
     ) -> None:
         self._schedule, self._stages, self._member = schedule, stages, member
         self._placements, self._exchange_of = placements, exchange_of
-        self._groups = find_msp_groups(schedule, programs=encode(schedule))
-        self._offsets = schedule.unit_offsets()
         self._backwards = [
             action
             for action in schedule.programs[rank]
@@ -119,9 +117,7 @@ class MspExecutor:
             stage.abort()
 
     def _group(self, action: Action) -> MspGroup:
-        sequence, subsequence = action.unit
-        unit = self._offsets[sequence] + subsequence
-        return self._groups[action.stage * self._schedule.num_units + unit]
+        return self._schedule.msp_groups[self._schedule.slot(action.stage, action.unit)]
 
     def _exchange(self, action: Action) -> MspExchange:
         ranks = self._group(action).ranks

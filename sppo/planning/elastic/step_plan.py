@@ -38,8 +38,8 @@ from sppo.planning.search.choices import SUBSEQUENCE_TOKENS
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.simulated_candidate import simulate_candidate, simulated_device_bytes
-from sppo.schedule.actions import Schedule
 from sppo.schedule.orders.names import LOOPED, WHOLE_SEQUENCES
+from sppo.schedule.schedule import Schedule
 
 _INTERLEAVED = "interleaved_seq1f1b"
 _ZERO_BUBBLE = "seq_zb_h1"

@@ -15,9 +15,9 @@ from sppo.planning.candidate_program import candidate_program
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.shortfall import Shortfall, find_shortfall
 from sppo.planning.search.step_prices import StepPrices
-from sppo.schedule.actions import Schedule
 from sppo.schedule.costs import Costs
 from sppo.schedule.program import with_messages
+from sppo.schedule.schedule import Schedule
 from sppo.schedule.simulation.simulated_step import SimulatedStep
 from sppo.schedule.transfers.kv_placement import KVPlacement
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sppo.schedule.actions import Schedule
 from sppo.schedule.checks.violations import Violation
 from sppo.schedule.encoding import (
     D2H,
@@ -25,7 +24,7 @@ from sppo.schedule.encoding import (
     F,
     W,
 )
-from sppo.schedule.msp_groups import Route, find_msp_groups, msp_routes
+from sppo.schedule.schedule import Schedule
 
 _LIMIT = 8
 _NAMES = {
@@ -219,7 +218,7 @@ def _cut_problems(schedule: Schedule, *, programs: Sequence[EncodedProgram]) -> 
         if sum(cut.lengths) != tokens or min(cut.lengths, default=0) < 1:
             text = f"{name}: must be positive and add up to {tokens} tokens"
             found.append(Violation("coverage", text))
-    for slot, group in find_msp_groups(schedule, programs=programs).items():
+    for slot, group in schedule.msp_groups.items():
         if len(group.lengths) != len(group.ranks) or min(group.lengths) < 1:
             text = (
                 f"{_name(schedule, F, slot)} runs in {len(group.ranks)} shards, but its tokens are "
@@ -235,7 +234,6 @@ def message_problems(schedule: Schedule, *, programs: Sequence[EncodedProgram]) 
     receives = [_collect(programs, code=code) for code in (RECV_ACT, RECV_GRAD)]
     if not any(found.slots.size for found in (*sends, *receives)):
         return []
-    routes = msp_routes(schedule, groups=find_msp_groups(schedule, programs=programs))
     found: list[Violation] = []
     for wire, (send, receive) in enumerate(zip(sends, receives, strict=True)):
         code = (SEND_ACT, SEND_GRAD)[wire]
@@ -243,7 +241,7 @@ def message_problems(schedule: Schedule, *, programs: Sequence[EncodedProgram]) 
         if code == SEND_GRAD and not trains:
             needed = np.zeros((0, 4), dtype=np.int64)
         else:
-            needed = _needed_messages(schedule, code=code, routes=routes)
+            needed = _needed_messages(schedule, code=code)
         step = schedule.num_units if code == SEND_ACT else -schedule.num_units
         found += _pairing_problems(schedule, actions=send, needed=needed[:, [0, 1, 2]], step=0)
         found += _pairing_problems(
@@ -254,11 +252,9 @@ def message_problems(schedule: Schedule, *, programs: Sequence[EncodedProgram]) 
     return found
 
 
-def _needed_messages(
-    schedule: Schedule, *, code: int, routes: dict[tuple[int, int], tuple[Route, ...]]
-) -> _Ints:
+def _needed_messages(schedule: Schedule, *, code: int) -> _Ints:
     """Return rows (producing slot, shard, sender, receiver) of one wire, ascending."""
-    units = schedule.num_units
+    units, routes = schedule.num_units, schedule.msp_routes
     owners = np.array([schedule.placement.rank_of(s) for s in range(schedule.num_stages)])
     step = 1 if code == SEND_ACT else -1
     stages = np.arange(schedule.num_stages)
@@ -351,7 +347,7 @@ def _result(schedule: Schedule, slot: int) -> str:
 
 
 def _unit(schedule: Schedule, slot: int) -> str:
-    offsets = schedule.unit_offsets()
+    offsets = schedule.unit_offsets
     unit = slot % schedule.num_units
     sequence = max(m for m, offset in enumerate(offsets) if offset <= unit)
     return f"{sequence}.{unit - offsets[sequence]}"

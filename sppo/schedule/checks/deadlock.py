@@ -23,7 +23,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from sppo.schedule.actions import Schedule
 from sppo.schedule.encoding import (
     NUM_COMPUTE,
     RECV_ACT,
@@ -33,9 +32,8 @@ from sppo.schedule.encoding import (
     B,
     EncodedProgram,
     F,
-    encode,
 )
-from sppo.schedule.msp_groups import find_msp_groups, msp_routes
+from sppo.schedule.schedule import Schedule
 from sppo.schedule.simulation.event_loop import DeadlockError
 
 _Nodes = npt.NDArray[np.int64]
@@ -52,13 +50,13 @@ def check_deadlock_free(
     Args:
         schedule: Schedule in which every message has both ends
             (:mod:`sppo.schedule.checks.validate`).
-        programs: Encoded programs of `schedule`; encoded here if not given.
+        programs: Encoded programs of `schedule`; `schedule.encoded` if not given.
 
     Raises:
         DeadlockError: Messages that wait for each other; the message names where the first ranks
             wait.
     """
-    graph = _WaitingGraph(schedule, programs=programs or encode(schedule))
+    graph = _WaitingGraph(schedule, programs=programs or schedule.encoded)
     standing = list(graph.standing())
     if standing:
         shown = "; ".join(
@@ -82,10 +80,9 @@ class _WaitingGraph:
     def __init__(self, schedule: Schedule, *, programs: Sequence[EncodedProgram]) -> None:
         self._schedule, self._programs = schedule, programs
         self._size = schedule.num_stages * schedule.num_units
-        routes = msp_routes(schedule, groups=find_msp_groups(schedule, programs=programs))
         self._cut: dict[int, int] = {}
         self._count = (NUM_COMPUTE + 2) * self._size
-        for (code, slot), parts in routes.items():
+        for (code, slot), parts in schedule.msp_routes.items():
             self._cut[self._whole_message(code, slot)] = self._count
             self._count += len(parts)
         self._compute = [self._compute_nodes(rank) for rank in range(len(programs))]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from sppo.schedule.actions import COMPUTE_KINDS, RESIDENT_STAGES, Action, ActionKind, Schedule
+from sppo.schedule.actions import COMPUTE_KINDS, RESIDENT_STAGES, Action, ActionKind
 from sppo.schedule.checks.violations import Violation
+from sppo.schedule.schedule import Schedule
 
 _RULE = "state order"
 _READING = frozenset(COMPUTE_KINDS) - {ActionKind.W}

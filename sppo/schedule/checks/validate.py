@@ -31,7 +31,6 @@ import numpy as np
 import numpy.typing as npt
 
 from sppo.schedule import encoding
-from sppo.schedule.actions import Schedule
 from sppo.schedule.checks.coverage import coverage_problems, message_problems
 from sppo.schedule.checks.state_order import state_problems
 from sppo.schedule.checks.violations import ScheduleError, Violation
@@ -53,8 +52,8 @@ from sppo.schedule.encoding import (
     F,
     MalformedActionError,
     W,
-    encode,
 )
+from sppo.schedule.schedule import Schedule
 from sppo.schedule.simulation.event_loop import DeadlockError, run_clock
 
 _MISSING = -1
@@ -100,7 +99,7 @@ def find_violations(schedule: Schedule) -> tuple[Violation, ...]:
 def _encoded(schedule: Schedule) -> tuple[tuple[EncodedProgram, ...], tuple[Violation, ...]]:
     """Return the encoded programs of `schedule`, or the violation that prevents encoding."""
     try:
-        return encode(schedule), ()
+        return schedule.encoded, ()
     except MalformedActionError as error:
         return (), (Violation("well formed", str(error), error.rank, error.index),)
 
@@ -166,7 +165,7 @@ def _order_problems(schedule: Schedule, *, rank: int, program: EncodedProgram) -
     at = _positions(schedule, rank=rank, program=program)
     found: list[Violation] = []
     units = at.slots % schedule.num_units
-    follows = ~encoding.first_subsequence(schedule)[units]
+    follows = ~encoding.first_subsequence(schedule.lengths)[units]
     neighbour = np.zeros(at.slots.shape, dtype=bool)
     neighbour[1:] = np.diff(at.slots) == 1
     pairs = np.flatnonzero(neighbour & follows)

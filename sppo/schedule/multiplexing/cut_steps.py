@@ -12,10 +12,12 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from sppo.schedule.actions import Action, ActionKind, Cut, Schedule
+from sppo.schedule.actions import Action, ActionKind, Cut
 from sppo.schedule.costs import Costs
 from sppo.schedule.encoding import B, F
-from sppo.schedule.msp_groups import MspGroup, msp_seconds, routes_between
+from sppo.schedule.msp_costs import msp_seconds
+from sppo.schedule.msp_groups import MspGroup, routes_between
+from sppo.schedule.schedule import Schedule
 from sppo.schedule.transfers.reductions import with_reductions
 
 _Messages = tuple[tuple[int, float, float], ...]
@@ -42,7 +44,7 @@ class CutSteps:
     ) -> None:
         self._plain, self._costs, self._forward_only = plain, costs, forward_only
         self._units, self._size = costs.num_units, costs.num_stages * costs.num_units
-        self._offsets = plain.unit_offsets()
+        self._offsets = plain.unit_offsets
         self._rank_of = [plain.placement.rank_of(stage) for stage in range(costs.num_stages)]
         self._reduce_s: list[float] = costs.reduce_s.tolist()
         self._tokens = [tokens for parts in plain.lengths for tokens in parts]

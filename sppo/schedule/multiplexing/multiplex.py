@@ -28,11 +28,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from sppo.schedule.actions import Placement, Schedule
+from sppo.schedule.actions import Placement
 from sppo.schedule.costs import Costs, abstract_costs
-from sppo.schedule.encoding import encode
 from sppo.schedule.msp_groups import MspGroup, balanced_shards
 from sppo.schedule.multiplexing.cut_steps import CutSteps
+from sppo.schedule.schedule import Schedule
 from sppo.schedule.simulation.event_loop import run_clock
 
 # Up to _TRIED_ALONE MSP groups, runs and single MSP groups are dropped one by one. The runs are
@@ -89,7 +89,7 @@ def multiplex(
         )
     chosen = _chosen(plain, costs=costs, forward_only=forward_only)
     steps = CutSteps(plain, costs=costs, groups=chosen, forward_only=forward_only)
-    whole = run_clock(plain, programs=encode(plain), costs=costs).end_s
+    whole = run_clock(plain, programs=plain.encoded, costs=costs).end_s
     return steps.program(chosen) if steps.step_s(chosen) < whole - _TOLERANCE else plain
 
 
@@ -125,7 +125,7 @@ def _chosen(plain: Schedule, *, costs: Costs, forward_only: bool) -> dict[int, M
 def _possible_groups(plain: Schedule, *, costs: Costs) -> dict[int, MspGroup]:
     """Return an MSP group for every left and right unit that has a token for each shard."""
     groups = {}
-    for offset, parts in zip(plain.unit_offsets(), plain.lengths, strict=True):
+    for offset, parts in zip(plain.unit_offsets, plain.lengths, strict=True):
         starts = (0, *accumulate(parts))
         for subsequence, tokens in enumerate(parts):
             for stage in range(plain.num_stages):
@@ -207,7 +207,7 @@ class _Choice:
     def _shallow(self, groups: Mapping[int, MspGroup]) -> list[dict[int, MspGroup]]:
         """Return the groups of each sequence's outermost units, for depths of 1, 2 and so on."""
         depths = {}
-        offsets = self.plain.unit_offsets()
+        offsets = self.plain.unit_offsets
         for slot in groups:
             unit = slot % self.costs.num_units
             sequence = bisect_right(offsets, unit) - 1

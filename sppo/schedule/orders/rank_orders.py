@@ -8,6 +8,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from sppo.quoting import quoted
+from sppo.schedule.actions import Lengths
 from sppo.schedule.orders import steps
 from sppo.schedule.orders.names import (
     WHOLE_SEQUENCES,
@@ -15,7 +16,7 @@ from sppo.schedule.orders.names import (
     order_of,
     schedule_names,
 )
-from sppo.schedule.orders.steps import Lengths, Step
+from sppo.schedule.orders.steps import Step
 
 RankOrder = list[tuple[str, Step]]
 ForwardsBeforeBackward = tuple[tuple[int, ...], ...]

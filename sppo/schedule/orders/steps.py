@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from sppo.schedule.actions import UnitKey
+from sppo.schedule.actions import Lengths, UnitKey
 
 Step = tuple[int, UnitKey]
-Lengths = tuple[tuple[int, ...], ...]
 
 
 def forward_units(lengths: Lengths, *, sequences: Iterable[int]) -> list[UnitKey]:

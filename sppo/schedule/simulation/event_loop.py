@@ -28,7 +28,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from sppo.schedule.actions import Schedule
 from sppo.schedule.costs import Costs
 from sppo.schedule.encoding import (
     H2D,
@@ -43,7 +42,8 @@ from sppo.schedule.encoding import (
     EncodedProgram,
     F,
 )
-from sppo.schedule.msp_groups import Route, msp_routes
+from sppo.schedule.msp_groups import Route
+from sppo.schedule.schedule import Schedule
 from sppo.schedule.simulation.event_loop_copies import SimulatedCopies
 from sppo.schedule.simulation.event_loop_state import SimulationState
 
@@ -116,7 +116,7 @@ class _EventLoop(SimulationState):
         super().__init__(schedule, programs=programs, costs=costs)
         self.links = costs.links
         self.copies = SimulatedCopies(self)
-        self.routes = msp_routes(schedule, groups=self.groups) if self.groups else {}
+        self.routes = schedule.msp_routes
         self.latest: dict[tuple[int, int], float] = {}
         self.outstanding = {key: len(routes) for key, routes in self.routes.items()}
         self.link_free: dict[int, float] = {}
@@ -386,8 +386,8 @@ class _EventLoop(SimulationState):
             return "waits for the other shards of its unit"
         code, slot = divmod(waits[rank], self.size)
         stage, unit = divmod(slot, self.units)
-        sequence = max(m for m, o in enumerate(self.schedule.unit_offsets()) if o <= unit)
-        name = f"{sequence}.{unit - self.schedule.unit_offsets()[sequence]}"
+        sequence = max(m for m, o in enumerate(self.schedule.unit_offsets) if o <= unit)
+        name = f"{sequence}.{unit - self.schedule.unit_offsets[sequence]}"
         if code == SEND_ACT:
             return f"waits for the activation of {stage - 1}F{name}"
         if code == SEND_GRAD:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from sppo.schedule import encoding
-from sppo.schedule.actions import Schedule
 from sppo.schedule.costs import Costs
 from sppo.schedule.encoding import (
     D2H,
@@ -28,7 +27,9 @@ from sppo.schedule.encoding import (
     F,
     W,
 )
-from sppo.schedule.msp_groups import MspGroup, find_msp_groups, msp_seconds
+from sppo.schedule.msp_costs import msp_seconds
+from sppo.schedule.msp_groups import MspGroup
+from sppo.schedule.schedule import Schedule
 
 NEVER = -1.0
 
@@ -50,8 +51,8 @@ class SimulationState:
         self.size = schedule.num_stages * self.units
         self.num_ranks = schedule.num_ranks
         self.rank_of = [schedule.placement.rank_of(s) for s in range(schedule.num_stages)]
-        self.first = encoding.first_subsequence(schedule).tolist()
-        self.last = encoding.last_subsequence(schedule).tolist()
+        self.first = encoding.first_subsequence(schedule.lengths).tolist()
+        self.last = encoding.last_subsequence(schedule.lengths).tolist()
         self.sequence_of = [m for m, s in enumerate(schedule.lengths) for _ in s]
         self._load_programs(programs)
         self._load_costs(costs)
@@ -114,7 +115,7 @@ class SimulationState:
         self.groups: Mapping[int, MspGroup] = {}
         self.msp_seconds: dict[tuple[int, int], float] = {}
         if any(program.is_cut for program in programs):
-            self.groups = find_msp_groups(self.schedule, programs=programs)
+            self.groups = self.schedule.msp_groups
             self.msp_seconds = msp_seconds(self.schedule, groups=self.groups, costs=costs)
 
     def set_seconds(self, seconds: Mapping[tuple[int, int], float]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from sppo.schedule.costs import CopyEngines, Costs
-from sppo.schedule.encoding import NUM_COMPUTE, REDUCE, EncodedProgram, encode
+from sppo.schedule.encoding import NUM_COMPUTE, REDUCE, EncodedProgram
 from sppo.schedule.simulation.event_loop import run_clock
 from sppo.schedule.timeline import Timeline
 
@@ -25,7 +25,7 @@ def step_seconds(timeline: Timeline, *, costs: Costs) -> float:
         timeline: Timeline of the program, planned or measured.
         costs: Planned costs of the step, of which those of messages are used. Copies cost nothing.
     """
-    programs = encode(timeline.schedule)
+    programs = timeline.schedule.encoded
     seconds = _action_seconds(timeline, programs)
     free = replace(costs, copies=CopyEngines(), state_copies=None, layer_copies=())
     return run_clock(timeline.schedule, programs=programs, costs=free, seconds=seconds).end_s

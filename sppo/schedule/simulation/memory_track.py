@@ -24,10 +24,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from sppo.schedule import encoding
-from sppo.schedule.actions import Schedule
 from sppo.schedule.costs import Costs, Table
 from sppo.schedule.encoding import Codes, EncodedProgram
 from sppo.schedule.msp_groups import MspGroup, shard_shares
+from sppo.schedule.schedule import Schedule
 from sppo.schedule.timeline import Floats, MemoryTrack
 
 _SAME_MOMENT = 1e-9
@@ -150,7 +150,7 @@ def _sequence_events(
         first: Opcode of the first action, F or B.
         sizes: Bytes of every unit, [stages, units].
     """
-    of_sequences = np.add.reduceat(sizes, np.array(schedule.unit_offsets()), axis=1)
+    of_sequences = np.add.reduceat(sizes, np.array(schedule.unit_offsets), axis=1)
     begins, ends = np.full(of_sequences.size, np.inf), np.zeros(of_sequences.size)
     which, group = _by_sequence(schedule, simulated, first)
     np.minimum.at(begins, group, simulated.start_s[which])
@@ -163,7 +163,7 @@ def _sequence_events(
 
 def _absent_kv(schedule: Schedule, *, simulated: SimulatedProgram, sizes: Table) -> _Events:
     """Return the changes of K/V that leave after the last F until the first H2D or KV."""
-    of_sequences = np.add.reduceat(sizes, np.array(schedule.unit_offsets()), axis=1)
+    of_sequences = np.add.reduceat(sizes, np.array(schedule.unit_offsets), axis=1)
     gone, back = np.zeros(of_sequences.size), np.full(of_sequences.size, np.inf)
     which, group = _by_sequence(schedule, simulated, encoding.F)
     np.maximum.at(gone, group, simulated.finish_s[which])
@@ -177,7 +177,7 @@ def _absent_kv(schedule: Schedule, *, simulated: SimulatedProgram, sizes: Table)
 
 def _by_sequence(schedule: Schedule, simulated: SimulatedProgram, code: int) -> tuple[Codes, Codes]:
     """Return positions of one kind of action on the rank's own stages, and (stage, sequence)."""
-    offsets = np.array(schedule.unit_offsets())
+    offsets = np.array(schedule.unit_offsets)
     rank_of = np.array([schedule.placement.rank_of(s) for s in range(schedule.num_stages)])
     which = np.flatnonzero(simulated.program.codes == code)
     stages, unit = np.divmod(simulated.program.slots[which], schedule.num_units)

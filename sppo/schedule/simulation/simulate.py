@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from sppo.schedule.actions import Schedule
 from sppo.schedule.costs import Costs
-from sppo.schedule.encoding import NUM_COMPUTE, encode
+from sppo.schedule.encoding import NUM_COMPUTE
 from sppo.schedule.in_flight import peak_in_flight
-from sppo.schedule.msp_groups import find_msp_groups
+from sppo.schedule.schedule import Schedule
 from sppo.schedule.simulation import event_loop
 from sppo.schedule.simulation.event_loop import Clock, run_clock
 from sppo.schedule.simulation.memory_track import SimulatedProgram, memory_tracks
@@ -36,12 +35,12 @@ def simulate(schedule: Schedule, *, costs: Costs) -> Timeline:
         event_loop.DeadlockError: Programs that wait for each other in a cycle.
         encoding.MalformedActionError: An action outside the schedule.
     """
-    programs = encode(schedule)
+    programs = schedule.encoded
     clock = run_clock(schedule, programs=programs, costs=costs)
     starts = [np.array(times) for times in clock.starts_s]
     finishes = [np.array(times) for times in clock.finishes_s]
     makespan = max((float(times.max(initial=0.0)) for times in finishes), default=0.0)
-    groups = find_msp_groups(schedule, programs=programs)
+    groups = schedule.msp_groups
     tracks = []
     for rank, program in enumerate(programs):
         compute = program.codes < NUM_COMPUTE

@@ -11,24 +11,22 @@ ranks see all messages in the same order, so even a single queue per rank makes 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from sppo.schedule import encoding
-from sppo.schedule.actions import COMPUTE_KINDS, Action, ActionKind, Schedule, Wire
+from sppo.schedule.actions import COMPUTE_KINDS, Action, ActionKind, Wire
 from sppo.schedule.costs import Costs, abstract_costs
-from sppo.schedule.encoding import EncodedProgram, encode
-from sppo.schedule.msp_groups import MspGroup, Route, find_msp_groups, msp_routes
+from sppo.schedule.schedule import Schedule
 from sppo.schedule.simulation.event_loop import run_clock
 
-_WIRES: Mapping[ActionKind, tuple[Wire, int, int]] = {
-    ActionKind.F: ("act", encoding.SEND_ACT, 1),
-    ActionKind.B: ("grad", encoding.SEND_GRAD, -1),
+_RESULTS: Mapping[ActionKind, tuple[Wire, int]] = {
+    ActionKind.F: ("act", 1),
+    ActionKind.B: ("grad", -1),
 }
-"""Messages with the results of compute: the wire, the opcode of the SEND, and the step from the
-producing to the consuming stage."""
+"""Results of compute that stages send: the wire, and the step to the stage that takes it."""
 _MESSAGES = (encoding.SEND_ACT, encoding.SEND_GRAD, encoding.RECV_ACT, encoding.RECV_GRAD)
 
 
@@ -48,54 +46,21 @@ class Message(NamedTuple):
     receive: Action
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MessageMap:
-    """All messages that a schedule needs, looked up by the action that makes the tensor.
-
-    `groups` and `routes` are empty unless units are cut into shards.
-    """
-
-    schedule: Schedule
-    rank_of: Sequence[int]
-    groups: Mapping[int, MspGroup]
-    routes: Mapping[tuple[int, int], tuple[Route, ...]]
-
-    def sent_by(self, action: Action) -> list[Message]:
-        """Return the messages that carry the result of `action`, an F or B, to other ranks."""
-        if action.kind not in _WIRES:
-            return []
-        wire, code, step = _WIRES[action.kind]
-        stage, neighbour = action.stage, action.stage + step
-        if not 0 <= neighbour < len(self.rank_of):
-            return []
-        routes = self.routes.get((code, self.slot(action)), ()) if self.routes else ()
-        ends = [(route.sender, route.receiver) for route in routes] or [
-            (self.rank_of[stage], self.rank_of[neighbour])
-        ]
-        names = (action.sequence, action.subsequence, wire)
-        return [
-            Message(
-                sender,
-                receiver,
-                Action(ActionKind.SEND, stage, *names, shard, len(ends)),
-                Action(ActionKind.RECV, neighbour, *names, shard, len(ends)),
+def _messages_of(action: Action, schedule: Schedule) -> Iterator[Message]:
+    """Yield the messages that carry the result of `action`, an F or B, to other ranks."""
+    if action.kind not in _RESULTS:
+        return
+    wire, step = _RESULTS[action.kind]
+    routes = schedule.routes(wire, producer=action.stage, unit=action.unit)
+    names = (action.sequence, action.subsequence, wire)
+    for shard, route in enumerate(routes):
+        if route.sender != route.receiver:
+            yield Message(
+                route.sender,
+                route.receiver,
+                Action(ActionKind.SEND, action.stage, *names, shard, len(routes)),
+                Action(ActionKind.RECV, action.stage + step, *names, shard, len(routes)),
             )
-            for shard, (sender, receiver) in enumerate(ends)
-            if sender != receiver
-        ]
-
-    def slot(self, action: Action) -> int:
-        """Return the slot of an action of a unit."""
-        sequence, subsequence = action.unit
-        unit = self.schedule.unit_offsets()[sequence] + subsequence
-        return action.stage * self.schedule.num_units + unit
-
-
-def message_map(schedule: Schedule, *, programs: Sequence[EncodedProgram]) -> MessageMap:
-    """Return the messages that `schedule` needs."""
-    groups = find_msp_groups(schedule, programs=programs)
-    rank_of = [schedule.placement.rank_of(stage) for stage in range(schedule.num_stages)]
-    return MessageMap(schedule, rank_of, groups, msp_routes(schedule, groups=groups))
 
 
 def place_messages(
@@ -116,27 +81,25 @@ def place_messages(
         ValueError: A schedule that has messages already, or whose order has a cycle (a
             :class:`DeadlockError` if ranks wait for each other).
     """
-    encoded = encode(schedule)
-    for rank, codes in enumerate(own.codes for own in encoded):
+    for rank, codes in enumerate(own.codes for own in schedule.encoded):
         for index in np.flatnonzero(np.isin(codes, _MESSAGES)).tolist():
             action = schedule.programs[rank][index]
             raise ValueError(f"{action} is there already: place messages only once")
-    messages = message_map(schedule, programs=encoded)
-    placed: list[list[Action]] = [[] for _ in encoded]
+    placed: list[list[Action]] = [[] for _ in schedule.programs]
     taken = [0] * schedule.num_ranks
-    for rank, index in _in_time_order(schedule, programs=encoded, costs=costs, ends_of=ends_of):
+    for rank, index in _in_time_order(schedule, costs=costs, ends_of=ends_of):
         if index < taken[rank]:
             continue  # shard already placed with the first shard of its MSP group
         action = schedule.programs[rank][index]
         shards = [rank]
         if action.num_shards > 1:
-            shards = [*messages.groups[messages.slot(action)].ranks]
+            shards = [*schedule.msp_groups[schedule.slot(action.stage, action.unit)].ranks]
         for member in shards:
             program = schedule.programs[member]
             end = 1 + (index if member == rank else _next_compute(program, taken[member]))
             placed[member].extend(program[taken[member] : end])
             taken[member] = end
-        for sender, receiver, send, receive in messages.sent_by(action):
+        for sender, receiver, send, receive in _messages_of(action, schedule):
             placed[sender].append(send)
             placed[receiver].append(receive)
     for rank, program in enumerate(schedule.programs):
@@ -150,11 +113,7 @@ def _next_compute(program: Sequence[Action], begin: int) -> int:
 
 
 def _in_time_order(
-    schedule: Schedule,
-    *,
-    programs: Sequence[EncodedProgram],
-    costs: Costs | None,
-    ends_of: EndsOf | None,
+    schedule: Schedule, *, costs: Costs | None, ends_of: EndsOf | None
 ) -> Iterator[tuple[int, int]]:
     """Yield (rank, position) of every compute action by simulated completion, ties by rank.
 
@@ -174,9 +133,9 @@ def _in_time_order(
         backward_s=np.maximum(costs.backward_s, least),
         weight_s=np.maximum(costs.weight_s, least),
     )
-    indices = [np.flatnonzero(program.codes < encoding.NUM_COMPUTE) for program in programs]
+    indices = [np.flatnonzero(program.codes < encoding.NUM_COMPUTE) for program in schedule.encoded]
     if ends_of is None:
-        clock = run_clock(schedule, programs=programs, costs=costs)
+        clock = run_clock(schedule, programs=schedule.encoded, costs=costs)
         times = [np.array(own)[at] for own, at in zip(clock.finishes_s, indices, strict=True)]
     else:
         times = [np.array(own) for own in ends_of(costs=costs)]

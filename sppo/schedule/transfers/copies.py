@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sppo.quoting import quoted
-from sppo.schedule.actions import Action, ActionKind, Schedule
+from sppo.schedule.actions import Action, ActionKind
+from sppo.schedule.schedule import Schedule
 
 
 def place_copies(
@@ -47,7 +48,7 @@ def place_copies(
             f"schedule {quoted(schedule.name)} has no backward: nothing is kept, so nothing can be "
             "offloaded; set every offload ratio to 0"
         )
-    offsets, leaves = schedule.unit_offsets(), offloaded.tolist()
+    offsets, leaves = schedule.unit_offsets, offloaded.tolist()
     programs = tuple(
         _with_copies(program, offloaded=leaves, offsets=offsets, prefetch=prefetch)
         for program in schedule.programs

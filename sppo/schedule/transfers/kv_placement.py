@@ -21,7 +21,8 @@ from functools import cache
 from typing import Literal
 
 from sppo.quoting import quoted
-from sppo.schedule.actions import Action, ActionKind, Schedule
+from sppo.schedule.actions import Action, ActionKind
+from sppo.schedule.schedule import Schedule
 
 KVPlacement = Literal["retained", "offloaded", "recomputed"]
 """Placement of a stage's K and V between its forward and its backward of a sequence."""

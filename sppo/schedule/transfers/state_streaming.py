@@ -18,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from sppo.schedule.actions import Action, ActionKind, Schedule
+from sppo.schedule.actions import Action, ActionKind
+from sppo.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,7 @@ from sppo.planning.plan import ExecutionPlan
 from sppo.planning.plan_program import plan_program
 from sppo.planning.run_plan import plan_run
 from sppo.planning.search.choices import Degrees, multiplexed_problem, subsequence_problem
-from sppo.schedule.encoding import encode
-from sppo.schedule.msp_groups import find_msp_groups, msp_ranges
+from sppo.schedule.msp_groups import msp_ranges
 from sppo.training.checks.attention_in_use import (
     AttentionInUse,
     check_attention,
@@ -296,8 +295,7 @@ def _stream_use(run: RunConfig, plan: ExecutionPlan) -> StreamUse:
     """Return the features of a run that need CUDA streams."""
     ranges: list[tuple[int, int]] = []
     if plan.uses_msp:
-        schedule = plan_program(plan)
-        ranges = msp_ranges(find_msp_groups(schedule, programs=encode(schedule)))
+        ranges = msp_ranges(plan_program(plan).msp_groups)
     return StreamUse(
         ranges=ranges,
         cuts_units=plan.uses_msp,

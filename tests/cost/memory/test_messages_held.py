@@ -9,8 +9,6 @@ from sppo.cost.memory.messages_held import MOST_SENDS, MessagesHeld
 from sppo.engine.stage_buffers import StageBuffers
 from sppo.parallel import pipeline_p2p
 from sppo.schedule.actions import ActionKind
-from sppo.schedule.encoding import encode
-from sppo.schedule.msp_groups import find_msp_groups
 from sppo.schedule.program import equal_costs, step_program
 
 LENGTHS = (13, 8, 24, 5)
@@ -74,13 +72,12 @@ def tokens_in(buffers, links, taken):
 )
 def test_as_many_tokens_as_the_buffers_hold(schedule, ranks, virtual):
     made = program(schedule, ranks, virtual=virtual)
-    groups = find_msp_groups(made, programs=encode(made))
-    assert bool(groups) == (schedule == "sppo_msp")
-    offsets, most = made.unit_offsets(), 0
+    assert bool(made.msp_groups) == (schedule == "sppo_msp")
+    most = 0
     for rank in range(ranks):
         links = Links()
         buffers = StageBuffers(made, rank=rank, p2p=links)
-        held = MessagesHeld(made, groups=groups, rank=rank)
+        held = MessagesHeld(made, rank=rank)
         for action in made.programs[rank]:
             if action.kind is ActionKind.SEND:
                 buffers.send(action)
@@ -90,11 +87,9 @@ def test_as_many_tokens_as_the_buffers_hold(schedule, ranks, virtual):
                 held.receive(action)
             if action.kind not in (ActionKind.F, ActionKind.B):
                 continue
-            sequence, index = action.unit
-            tokens, first = LENGTHS[index], 0
+            tokens, first = LENGTHS[action.unit[1]], 0
             if action.num_shards > 1:
-                slot = action.stage * made.num_units + offsets[sequence] + index
-                shards = groups[slot].lengths
+                shards = made.msp_groups[made.slot(action.stage, action.unit)].lengths
                 tokens, first = shards[action.shard], sum(shards[: action.shard])
             buffers.await_input(action)
             taken = buffers.take(action)

@@ -14,7 +14,6 @@ from sppo.engine.providers.streamed_gradients import StreamedGradients
 from sppo.engine.providers.streamed_weights import StreamedWeights
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.costs import abstract_costs
-from sppo.schedule.encoding import encode
 from sppo.schedule.generate import generate
 from sppo.schedule.program import lower
 from sppo.schedule.simulation.event_loop import COMMUNICATION, run_clock
@@ -74,7 +73,7 @@ def test_it_waits_for_reductions_as_often_as_is_priced(schedule, p, v, n, m):
     lengths = ((1,) * n,) * m
     plain = generate(schedule, num_ranks=p, num_virtual=v, lengths=lengths)
     program = lower(plain, costs=costs)
-    clock = run_clock(program, programs=encode(program), costs=costs)
+    clock = run_clock(program, programs=program.encoded, costs=costs)
     sums = SimpleNamespace(leave=lambda stage, complete: None, bring_back=lambda stage: None)
     settled = []
     provider = SimpleNamespace(reduce=lambda stage: None, wait_reductions=lambda: settled.append(1))

@@ -151,7 +151,7 @@ def test_units_in_flight_are_those_of_the_program(candidate, seed):
 
 def walked(schedule, weights, operands=None, *, running=None):
     """Most that each rank holds along its program: weights from F to B, then operands to W."""
-    first = list(schedule.unit_offsets())
+    first = list(schedule.unit_offsets)
     peaks = []
     for program in schedule.programs:
         split = any(action.kind is ActionKind.W for action in program)

@@ -12,15 +12,9 @@ from hypothesis import strategies as st
 from sppo.schedule.actions import ActionKind, Placement
 from sppo.schedule.checks.validate import validate
 from sppo.schedule.costs import Link, Links, abstract_costs
-from sppo.schedule.encoding import encode
 from sppo.schedule.generate import generate
-from sppo.schedule.msp_groups import (
-    MspGroup,
-    balanced_shards,
-    find_msp_groups,
-    msp_seconds,
-    routes_between,
-)
+from sppo.schedule.msp_costs import msp_seconds
+from sppo.schedule.msp_groups import MspGroup, balanced_shards, routes_between
 from sppo.schedule.multiplexing import multiplex as multiplexing
 from sppo.schedule.multiplexing.cut_steps import CutSteps
 from sppo.schedule.multiplexing.multiplex import multiplex, multiplexed_ranks
@@ -145,7 +139,7 @@ def test_ranks_share_units_in_as_many_ranges_as_they_may(most):
         make("sppo_msp", p=6, n=12, m=1, tokens=64, costs=replace(costs, links=links))
         for links in (costs.links, replace(costs.links, most_ranges=most))
     )
-    found = find_msp_groups(limited, programs=encode(limited)).values()
+    found = limited.msp_groups.values()
     ranges = {group.ranks for group in found}
     counts = [sum(rank in ranks for ranks in ranges) for rank in range(6)]
     assert max(counts) <= most < shards(shared)
@@ -155,7 +149,7 @@ def test_ranks_share_units_in_as_many_ranges_as_they_may(most):
 def test_every_chosen_msp_group_pays():
     costs = priced(4, 8, bandwidth=3)
     schedule = make("sppo_msp", p=4, n=8, m=1, tokens=64, costs=costs)
-    groups = find_msp_groups(schedule, programs=encode(schedule))
+    groups = schedule.msp_groups
     seconds = msp_seconds(schedule, groups=groups, costs=costs)
     assert groups
     for slot in groups:
@@ -165,7 +159,7 @@ def test_every_chosen_msp_group_pays():
 def test_collectives_take_as_long_where_a_unit_is_shared():
     costs = priced(4, 8, bandwidth=100)
     schedule = make("sppo_msp", p=4, n=8, m=1, tokens=64, costs=costs)
-    groups = find_msp_groups(schedule, programs=encode(schedule))
+    groups = schedule.msp_groups
     alone, reducing = (
         msp_seconds(schedule, groups=groups, costs=replace(costs, unit_collectives_s=each * 4))
         for each in ((), ((0.0, 2.5),))

@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sppo.schedule.actions import ActionKind, Schedule
+from sppo.schedule.actions import ActionKind
 from sppo.schedule.costs import CopyEngines, Costs, LayerCopies, Link, Links, abstract_costs
 from sppo.schedule.program import lower
+from sppo.schedule.schedule import Schedule
 from sppo.schedule.simulation.measured_compute import (
     step_seconds,
 )

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sppo.schedule.actions import Action, ActionKind, Placement, Schedule
+from sppo.schedule.actions import Action, ActionKind, Placement
 from sppo.schedule.checks.validate import validate
 from sppo.schedule.costs import abstract_costs
 from sppo.schedule.program import lower
+from sppo.schedule.schedule import Schedule
 from sppo.schedule.simulation.event_loop import DeadlockError
 from sppo.schedule.simulation.simulate import simulate
 from sppo.schedule.transfers.communication import place_messages

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sppo.schedule.costs import CopyEngines, Costs, LayerCopies, Link, Links
-from sppo.schedule.encoding import NUM_COMPUTE, encode
+from sppo.schedule.encoding import NUM_COMPUTE
 from sppo.schedule.orders.names import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
 from sppo.schedule.program import step_program
 from sppo.schedule.simulation import whole_units
@@ -104,7 +104,7 @@ def test_a_step_is_that_of_its_program(schedule, ranks, virtual, counts, copies,
     assert found.bubble_fraction == pytest.approx(expected.bubble_fraction, abs=1e-12)
     assert found.exposed_copy_s == pytest.approx(expected.exposed_copy_s, abs=1e-9)
     unsent = step_program(schedule, **shape, costs=costs, messages=False)
-    programs = encode(unsent)
+    programs = unsent.encoded
     clock = run_clock(unsent, programs=programs, costs=costs)
     ends = [
         np.array(finishes)[program.codes < NUM_COMPUTE].tolist()

@@ -32,15 +32,6 @@ class Wait(NamedTuple):
     """Function that calls for the wait."""
 
 
-class Moment(NamedTuple):
-    """Allocations of one function in one action of a step, by which memory peaks are reported."""
-
-    action: str
-    """Action of the program, as in program text; "update" outside the program."""
-    function: str
-    """Function that allocates memory."""
-
-
 class Worker:
     """Stream or host thread, whose work items run in order.
 
@@ -102,10 +93,6 @@ class Runtime:
         self._current = [self.compute]
         self._streams: list[Stream] = [self.compute]
         self.used_bytes = self.used_peak_bytes = 0
-        self.action = ""
-        """Action of the program that is running."""
-        self.peaks: dict[Moment, int] = {}
-        """Peak bytes of each moment since :meth:`reset_peak`."""
         runtime, total = self, memory_bytes
 
         class OwnStream(Stream):
@@ -143,11 +130,6 @@ class Runtime:
                 cudaGetLastError=lambda *_: 0,
             ),
         )
-
-    @property
-    def num_streams(self) -> int:
-        """Number of all streams, including the compute stream."""
-        return len(self._streams)
 
     @property
     def current(self) -> Stream:
@@ -219,17 +201,13 @@ class Runtime:
         self.host_waits[f"{why} in {calling_function()}"] += 1
 
     def reset_peak(self) -> None:
-        """Restart the peaks of used memory at the bytes that are in use."""
+        """Restart the peak of used memory at the bytes that are in use."""
         self.used_peak_bytes = self.used_bytes
-        self.peaks.clear()
 
     def use(self, size_bytes: int) -> None:
         """Add ``size_bytes`` to the memory in use; a negative number frees memory."""
         self.used_bytes += size_bytes
         self.used_peak_bytes = max(self.used_peak_bytes, self.used_bytes)
-        if size_bytes > 0:
-            moment = Moment(self.action, calling_function())
-            self.peaks[moment] = max(self.peaks.get(moment, 0), self.used_bytes)
 
 
 class Stream(Worker):
@@ -292,7 +270,7 @@ class Event:
 
 
 def calling_function() -> str:
-    """Return the name of the innermost calling function of `sppo` outside `sppo.dry_run`."""
+    """Return the name of the innermost calling function of `sppo`."""
     frame = _calling_frame()
     if frame is None:
         return "this program"
@@ -300,7 +278,7 @@ def calling_function() -> str:
 
 
 def calling_module() -> str:
-    """Return the name of the innermost calling module of `sppo` outside `sppo.dry_run`."""
+    """Return the name of the innermost calling module of `sppo`."""
     frame = _calling_frame()
     return "" if frame is None else str(frame.f_globals["__name__"])
 
@@ -309,7 +287,7 @@ def _calling_frame() -> FrameType | None:
     frame = sys._getframe(1)
     while frame.f_back is not None:
         module = frame.f_globals.get("__name__", "")
-        if module.startswith("sppo.") and not module.startswith("sppo.dry_run."):
+        if module.startswith("sppo."):
             return frame
         frame = frame.f_back
     return None

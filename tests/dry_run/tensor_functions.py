@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from sppo.dry_run.memory_ledger import storage_key
-from sppo.dry_run.recorder import Recorder
+from tests.dry_run.memory_ledger import storage_key
+from tests.dry_run.recorder import Recorder
 
 _aten: Any = torch.ops.aten
 _VALUES: Mapping[Any, object] = {

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from sppo.dry_run.streams import Runtime, Stream
+from tests.dry_run.streams import Runtime, Stream
 
 ROUNDING_BYTES = 512
 """Multiple to which the caching allocator rounds every request up (``kMinBlockSize`` in torch's

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-from sppo.dry_run.streams import Worker
+from tests.dry_run.streams import Worker
 
 
 @dataclass(frozen=True, slots=True)

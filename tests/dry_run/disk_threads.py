@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-from sppo.dry_run.recorder import Recorder
-from sppo.dry_run.streams import Runtime, Worker
-from sppo.dry_run.tensor_functions import HostBytes
 from sppo.offload.queues.copy_queues import Event
 from sppo.offload.queues.worker_queue import wait_for
+from tests.dry_run.recorder import Recorder
+from tests.dry_run.streams import Runtime, Worker
+from tests.dry_run.tensor_functions import HostBytes
 
 
 class DoneWork(Future[None]):

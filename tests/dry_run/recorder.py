@@ -1,8 +1,7 @@
-"""Recorder of a step on a fake GPU: operations, launches, accesses of memory, and waits."""
+"""Recorder of a step on a fake GPU: allocations, accesses of memory, and waits."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
@@ -12,10 +11,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from sppo.dry_run.memory_ledger import MemoryLedger, byte_range, is_on_gpu, storage_key
-from sppo.dry_run.orderings import OrderingCheck
-from sppo.dry_run.streams import Runtime, Stream, Worker
-from sppo.dry_run.triton_kernels import pointer_use
+from tests.dry_run.memory_ledger import MemoryLedger, byte_range, is_on_gpu, storage_key
+from tests.dry_run.orderings import OrderingCheck
+from tests.dry_run.streams import Runtime, Stream, Worker
+from tests.dry_run.triton_kernels import pointer_use
 
 _aten: Any = torch.ops.aten
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -34,9 +33,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.runtime, self.orderings = runtime, orderings
         self.ledger = MemoryLedger(runtime, made=self._handed_out, freed=self._freed)
-        self.num_operations = 0
-        self.launches: Counter[str] = Counter()
-        """Numbers of kernels, copies and communications issued to the GPU, by name."""
 
     def __torch_dispatch__(
         self,
@@ -50,7 +46,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = self._run(func, args, named)
         if _moves_nothing(func):
             return out
-        self.num_operations += 1
         made = [x for x in tree_iter(out) if isinstance(x, Tensor)]
         for tensor in made:
             self.ledger.see(tensor)
@@ -74,7 +69,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def work(self, what: str, *, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
         """Record a work item of the current stream that accesses tensors."""
-        self.launches[what] += 1
         worker, number = self.runtime.issue()
         for tensor in reads:
             self._touch(tensor, worker, number, writes=False, what=what)

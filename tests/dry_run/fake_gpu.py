@@ -19,13 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sppo.cost.attention_backend import planned_backend
 from sppo.cost.layer import Workload
-from sppo.dry_run.attention import fake_attention
-from sppo.dry_run.communication import REBOUND, FakeRanks
-from sppo.dry_run.disk_threads import FakeFile, InlineQueue
-from sppo.dry_run.orderings import OrderingCheck
-from sppo.dry_run.recorder import Recorder
-from sppo.dry_run.streams import Runtime, Wait
-from sppo.dry_run.tensor_functions import DevicelessFunctions
 from sppo.kernels import fused
 from sppo.kernels.attention import document_offsets, interface
 from sppo.kernels.attention.kernel import AttentionKernel
@@ -35,6 +28,13 @@ from sppo.optim import optimizer_rows
 from sppo.optim.fused_adamw import MOMENTS
 from sppo.training import state_tensors
 from sppo.training.devices import cuda_device
+from tests.dry_run.attention import fake_attention
+from tests.dry_run.communication import REBOUND, FakeRanks
+from tests.dry_run.disk_threads import FakeFile, InlineQueue
+from tests.dry_run.orderings import OrderingCheck
+from tests.dry_run.recorder import Recorder
+from tests.dry_run.streams import Runtime, Wait
+from tests.dry_run.tensor_functions import DevicelessFunctions
 
 _RUNTIME_NAMES = (
     "Stream", "Event", "stream", "current_stream", "synchronize", "set_device", "get_device_name",

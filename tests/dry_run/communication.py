@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
-from sppo.dry_run.recorder import Recorder
-from sppo.dry_run.streams import Event, Stream
+from tests.dry_run.recorder import Recorder
+from tests.dry_run.streams import Event, Stream
 
 
 class FakeGroup:

@@ -1,1 +1,0 @@
-"""Dry runs: training steps of the real engine on a fake GPU with torch's fake tensors."""
