@@ -14,8 +14,8 @@ ramp of the last backward up from the stage. In the looped order, sequences do n
 A D2H copy overlaps the next forward; if the copy takes longer, the forward after that waits for
 memory. An H2D copy overlaps the backward before its own; if the copy takes longer, its own backward
 waits. So in both flow shops a unit takes the longer of its compute and the overlapping copy. The
-simulator, which follows copies layer by layer, gives about the same time, and never less than
-:mod:`sppo.cost.step_bound`. Faster copies or links never make a step slower.
+simulator, which follows copies layer by layer, gives about the same time.
+Faster copies or links never make a step slower.
 """
 
 from __future__ import annotations

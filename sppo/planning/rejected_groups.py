@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sppo.cost.memory.bucket_labels import bucket_text
-from sppo.planning.search.candidate_search import Rejection
+from sppo.planning.search.division import Rejection
 from sppo.units import format_bytes
 
 

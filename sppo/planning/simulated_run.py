@@ -14,8 +14,8 @@ from sppo.planning.candidate_program import candidate_program
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.plan_program import plan_candidate, plan_costs
 from sppo.planning.run_plan import evaluate_in_nearest_tiers, run_candidate
-from sppo.planning.search.best_schedule import scheduled
 from sppo.planning.search.evaluation import evaluate_candidate
+from sppo.planning.search.executed_candidate import as_executed
 from sppo.planning.search.simulated_candidate import steady_bytes
 from sppo.schedule.costs import Costs
 from sppo.schedule.orders.names import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
@@ -59,7 +59,7 @@ def simulated_run(
         ValueError: Degrees or schedule do not suit the run; the message says what to change.
     """
     if schedule is None:
-        evaluated = scheduled(run, evaluate_in_nearest_tiers(run, hardware=hardware))
+        evaluated = as_executed(evaluate_in_nearest_tiers(run, hardware=hardware))
     else:
         candidate = run_candidate(run, hardware=hardware)
         virtual = candidate.virtual_stages if schedule in WITH_VIRTUAL_STAGES else 1

@@ -20,11 +20,11 @@ from sppo.planning.elastic.sample_shortfall import stages_text
 from sppo.planning.elastic.step_plan import StepPlan, StepPlanner, planner_of_candidate
 from sppo.planning.make_plan import make_plan
 from sppo.planning.plan import ExecutionPlan, digest_of, planned_part
-from sppo.planning.search.best_schedule import scheduled
-from sppo.planning.search.candidate_search import best_of_degrees
 from sppo.planning.search.candidates import counts_of_degrees
 from sppo.planning.search.choices import Degrees, degrees_to_try
+from sppo.planning.search.division import Division
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
+from sppo.planning.search.executed_candidate import as_executed
 from sppo.planning.search.shortfall import Shortfall
 from sppo.planning.search.state_choices import runs_by_tiers
 from sppo.units import format_bytes
@@ -225,7 +225,7 @@ def _of_degrees(
         return RefusedDegrees(degrees, problem)
     tried = []
     for attempt in runs_by_tiers(longest, hardware=hardware):
-        found = best_of_degrees(attempt, hardware=hardware, degrees=degrees)
+        found = Division(attempt, hardware=hardware, degrees=degrees).best()
         if found.shortfall is None:
             return _with_closed_form(own, found, steps=steps)
         tried.append((found, found.shortfall))
@@ -271,14 +271,14 @@ def _planned(
             break
         planned: list[PlannedDegrees] = []
         for longest in _numbers_of_stages(way):
-            scheduled_one = scheduled(way.run, longest)
-            planner = _quick_planner(way.run, scheduled_one)
+            executed = as_executed(longest)
+            planner = _quick_planner(way.run, executed)
             try:
                 plans = _heaviest_plans(planner, steps)
             except MemoryError as error:
                 problem = RefusedDegrees(way.degrees, str(error), steps=True)
                 continue
-            planned.append(replace(way, longest=scheduled_one, planner=planner, plans=plans))
+            planned.append(replace(way, longest=executed, planner=planner, plans=plans))
         if planned:
             found.append(min(planned, key=_fastest_first))
         else:
@@ -299,7 +299,7 @@ def _numbers_of_stages(way: PlannedDegrees) -> Iterator[EvaluatedCandidate]:
     longest = run_of_longest_samples(way.run.model_copy(update={"parallel": single}))
     hardware = way.longest.candidate.workload.hardware
     for attempt in runs_by_tiers(longest, hardware=hardware):
-        found = best_of_degrees(attempt, hardware=hardware, degrees=way.degrees)
+        found = Division(attempt, hardware=hardware, degrees=way.degrees).best()
         if found.shortfall is None:
             yield found
             return
