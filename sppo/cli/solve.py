@@ -42,8 +42,8 @@ def solve(
         bool,
         typer.Option(
             "--explain",
-            help="Also say where the seconds of the best step go, and why, show all N, and search"
-            " for changes of the run file that would pay.",
+            help="Also say where the seconds of the best step go, and why, and search for changes"
+            " of the run file that would pay.",
         ),
     ] = False,
     lengths: Annotated[

@@ -452,18 +452,6 @@ def _sequence_seconds(candidate: Candidate) -> LayerSeconds:
     return LayerSeconds(**tables)
 
 
-def mean_work_seconds(candidate: Candidate) -> float:
-    """Return the seconds of a mean rank in all layers of a step, without head and collectives."""
-    workload = candidate.workload
-    by_window, _ = _layers_and_head_seconds(workload, candidate.lengths, candidate.packed)
-    layers = Counter(map(workload.model.window_of, range(workload.model.num_layers)))
-    work_s = sum(
-        count * float((one.forward + one.backward + one.weight).sum())
-        for one, count in ((by_window[window], count) for window, count in layers.items())
-    )
-    return work_s * candidate.sequences / candidate.pipeline_parallel_degree
-
-
 @lru_cache(maxsize=128)
 def _layers_and_head_seconds(
     workload: Workload, lengths: tuple[int, ...], packed: tuple[PackedSequence, ...]

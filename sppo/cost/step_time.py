@@ -4,18 +4,18 @@ One sequence on p stages is a permutation flow shop in forward, and another one 
 the links between stages as further machines. A machine that takes t[u] for unit u, which is ready
 at r[u], ends it at C[u] = P[u] + max over v <= u of (r[v] - P[v-1]), where P are the prefix sums of
 t: a single running maximum. For equal units, this gives the paper's (N + p - 1) / N * F(N); for one
-sequence without copies, it equals the simulation.
+sequence without copies, it equals the simulation. It is the looped order with a stage on each rank
+(:mod:`sppo.cost.looped_step`), in which sequences do not overlap.
 
 Several sequences overlap: then the step takes at least the longest way through one stage, which
 serves as its time: the ramp of the first unit down to the stage, all work of the stage, and the
-ramp of the last backward up from the stage. In the looped order, sequences do not overlap
-(:mod:`sppo.cost.looped_step`).
+ramp of the last backward up from the stage.
 
 A D2H copy overlaps the next forward; if the copy takes longer, the forward after that waits for
 memory. An H2D copy overlaps the backward before its own; if the copy takes longer, its own backward
 waits. So in both flow shops a unit takes the longer of its compute and the overlapping copy. The
-simulator, which follows copies layer by layer, gives about the same time, and never less than
-:mod:`sppo.cost.step_bound`. Faster copies or links never make a step slower.
+simulator, which follows copies layer by layer, gives about the same time. Faster
+copies or links never make a step slower.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sppo.cost.looped_step import Queue, looped_parts
+from sppo.cost.looped_step import looped_parts
 from sppo.hardware.rates import Floats
 from sppo.schedule.costs import Costs, Link, Links, Table
 
@@ -60,29 +60,6 @@ class StepTime:
     def step_s(self) -> float:
         """Seconds of the whole step."""
         return self.forward_s + self.backward_s + self.update_s + self.exposed_copy_s
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StageLinks:
-    """Links between neighbouring stages, one direction.
-
-    Attributes:
-        wire_s: Seconds that each unit occupies the link, [stages - 1, units].
-        latency_s: Seconds from the end of occupation to arrival, [stages - 1].
-    """
-
-    wire_s: Table
-    latency_s: Table
-
-    @property
-    def reversed(self) -> StageLinks:
-        """The same links with stages and units in reverse order."""
-        return StageLinks(self.wire_s[::-1, ::-1], self.latency_s[::-1])
-
-    def hops_s(self, unit: int) -> Floats:
-        """Return the seconds of a single unit from each stage to the next, [stages - 1]."""
-        hops: Floats = self.wire_s[:, unit] + self.latency_s
-        return hops
 
 
 def step_time(costs: Costs, *, num_sequences: int, looped_ranks: int | None = None) -> StepTime:
@@ -147,25 +124,6 @@ def _priced_together(
         )
         for step in range(len(costs))
     ]
-
-
-def flow_ends(seconds: Table, *, links: StageLinks) -> Floats:
-    """Return when each stage of a permutation flow shop has ended its last unit, [n, stages].
-
-    Args:
-        seconds: Seconds of each unit on each stage in n steps, [n, stages, units].
-        links: Links from each stage to the next.
-    """
-    steps, num_stages, units = seconds.shape
-    ends = np.zeros((steps, num_stages))
-    done = np.zeros((steps, units))
-    stages, wires = Queue(seconds), Queue(links.wire_s)
-    for stage in range(num_stages):
-        if stage:
-            done = wires.ends(done, stage - 1) + links.latency_s[stage - 1]
-        done = stages.ends(done, stage)
-        ends[:, stage] = done[:, -1]
-    return ends
 
 
 def _beside_copies(
@@ -240,35 +198,31 @@ def parts_of_step(
         looped_ranks: Pipeline ranks of the looped order; None for one stage per rank.
         last_reduction_wait_s: See :func:`sppo.cost.looped_step.looped_parts`.
     """
-    if looped_ranks is not None:
-        return looped_parts(
-            forward,
-            backward,
-            message_bytes=message_bytes,
-            links=links,
-            reduce_s=reduce_s,
-            last_reduction_wait_s=last_reduction_wait_s,
-            num_sequences=num_sequences,
-            num_ranks=looped_ranks,
-        )
-    down, up = stage_wires(links, message_bytes=message_bytes, num_stages=forward.shape[1])
-    if num_sequences > 1:
-        return _overlapped(forward, backward, down=down, up=up, reduce_s=reduce_s)
-    forward_s = flow_ends(forward, links=down)[:, -1]
-    ends = flow_ends(backward[:, ::-1, ::-1], links=up.reversed)[:, ::-1]
-    return forward_s, ends[:, 0], (ends + reduce_s).max(axis=1) - ends[:, 0]
+    if looped_ranks is None and num_sequences > 1:
+        hops_s = _hops_s(links, message_bytes[0], num_stages=forward.shape[1])
+        return _overlapped(forward, backward, hops_s, reduce_s)
+    return looped_parts(
+        forward,
+        backward,
+        message_bytes=message_bytes,
+        links=links,
+        reduce_s=reduce_s,
+        last_reduction_wait_s=last_reduction_wait_s,
+        num_sequences=num_sequences,
+        num_ranks=looped_ranks or forward.shape[1],
+    )
 
 
 def _overlapped(
-    forward: Table, backward: Table, *, down: StageLinks, up: StageLinks, reduce_s: Table
+    forward: Table, backward: Table, hops_s: tuple[Floats, Floats], reduce_s: Floats
 ) -> tuple[Floats, Floats, Floats]:
     """Return the parts of the longest way through one stage, for sequences that overlap, [n].
 
     The way goes with the first forward down to the stage and with the last backward up from it.
     """
     to_it, from_it = np.zeros((2, *forward.shape[:2]))
-    to_it[:, 1:] = np.cumsum(forward[:, :-1, 0] + down.hops_s(0), axis=1)
-    from_it[:, 1:] = np.cumsum(backward[:, :-1, 0] + up.hops_s(0), axis=1)
+    to_it[:, 1:] = np.cumsum(forward[:, :-1, 0] + hops_s[0], axis=1)
+    from_it[:, 1:] = np.cumsum(backward[:, :-1, 0] + hops_s[1], axis=1)
     forward_work, backward_work = forward.sum(axis=2), backward.sum(axis=2)
     update = np.maximum.accumulate(reduce_s - from_it, axis=1)
     longest = np.argmax(to_it + forward_work + backward_work + from_it + update, axis=1)
@@ -277,20 +231,13 @@ def _overlapped(
     return parts[0][steps, longest], parts[1][steps, longest], parts[2][steps, longest]
 
 
-def stage_wires(
-    links: Links, *, message_bytes: Floats, num_stages: int
-) -> tuple[StageLinks, StageLinks]:
-    """Return the links of activations (down) and of gradients (up) between neighbouring stages.
-
-    Row s is the link between stages s and s + 1.
-    """
+def _hops_s(links: Links, num_bytes: float, *, num_stages: int) -> tuple[Floats, Floats]:
+    """Return the seconds of a message between neighbours, down and up, [stages - 1] each."""
     pairs = [(stage, stage + 1) for stage in range(num_stages - 1)]
-    return (
-        _stage_links([links.link(a, receiver=b) for a, b in pairs], message_bytes),
-        _stage_links([links.link(b, receiver=a) for a, b in pairs], message_bytes),
-    )
+    down = [links.link(a, receiver=b) for a, b in pairs]
+    up = [links.link(b, receiver=a) for a, b in pairs]
+    return _message_s(down, num_bytes), _message_s(up, num_bytes)
 
 
-def _stage_links(links: Sequence[Link], message_bytes: Floats) -> StageLinks:
-    rates = np.array([link.bytes_per_s for link in links])
-    return StageLinks(message_bytes / rates[:, None], np.array([link.latency_s for link in links]))
+def _message_s(links: Sequence[Link], num_bytes: float) -> Floats:
+    return np.array([link.latency_s + num_bytes / link.bytes_per_s for link in links])

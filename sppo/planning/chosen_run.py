@@ -12,7 +12,7 @@ from sppo.config.run import DEGREES, RunConfig
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.corpus.search import DrawnSteps, solve_corpus
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
-from sppo.planning.search.candidate_search import Rejection
+from sppo.planning.search.division import Rejection
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.solver import recommend
 

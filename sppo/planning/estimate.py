@@ -22,8 +22,8 @@ from sppo.hardware.description import HardwareSpec
 from sppo.planning.chosen_run import Draw, with_chosen_degrees
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.run_plan import evaluate_in_nearest_tiers
-from sppo.planning.search.best_schedule import scheduled
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
+from sppo.planning.search.executed_candidate import as_executed
 
 TABLE_2_BYTES = 32
 """Bytes per token, hidden unit and layer: SPPO paper, Table 2."""
@@ -98,7 +98,7 @@ def estimate(run: RunConfig, *, hardware: HardwareSpec, draw: Draw | None = None
             the replicas cannot share the sequences evenly.
     """
     whole = with_chosen_degrees(run, hardware=hardware, draw=draw)
-    evaluated = scheduled(whole.run, evaluate_in_nearest_tiers(whole.run, hardware=hardware))
+    evaluated = as_executed(evaluate_in_nearest_tiers(whole.run, hardware=hardware))
     longest = run_of_longest_samples(run)
     return Estimate(longest, hardware, model_counts(run), evaluated, whole.run, whole.chosen)
 

@@ -13,14 +13,9 @@ from dataclasses import dataclass, replace
 from sppo.config.run import RunConfig
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.advice import without_keys
-from sppo.planning.search.best_schedule import SCHEDULED_UNITS, with_best_schedule
-from sppo.planning.search.candidate_search import CandidateSearch
 from sppo.planning.search.choices import subsequence_counts_to_try
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
-from sppo.planning.search.feasibility import fits_at_all
-from sppo.planning.search.simulated_candidate import simulate_candidate
-from sppo.planning.search.solver import Solution
-from sppo.planning.search.state_choices import runs_by_tiers
+from sppo.planning.search.solver import Solution, quick_best
 
 WORTH_IT = 1.03
 """Tokens per second and device from which a change is listed, relative to the best answer."""
@@ -99,7 +94,7 @@ def _improvement(
     least = WORTH_IT * _rate(solution.run, solution.hardware, known.step_s)
     most_s = min(most_s, _tokens(change.run) / (least * change.hardware.num_devices))
     try:
-        best = _fastest(change, known=known, most_s=most_s)
+        best = quick_best(change.run, change.hardware, below=most_s)
     except ValueError:
         return None
     if best is None or best.step_s > most_s:
@@ -112,37 +107,6 @@ def _improvement(
         gain=rate * WORTH_IT / least,
         device_peak_bytes=best.device_peak_bytes,
     )
-
-
-def _fastest(
-    change: _Change, *, known: EvaluatedCandidate, most_s: float
-) -> EvaluatedCandidate | None:
-    """Return the best candidate of a changed request; None if none fits within `most_s`.
-
-    Only a few numbers of subsequences are tried.
-
-    Args:
-        change: Changed request.
-        known: Best answer to the request without the change.
-        most_s: Upper bound of the step time; slower steps are not wanted.
-    """
-    near = len(known.candidate.lengths)
-    counts = subsequence_counts_to_try(change.run, hardware=change.hardware)
-    is_large = known.costs.forward_s.size > _LARGE
-    wanted = (near,) if is_large else (near // 4, near // 2, near, near * 3 // 2)
-    few = sorted({min(counts, key=lambda count: abs(count - want)) for want in wanted})
-    for run in runs_by_tiers(change.run, hardware=change.hardware):
-        search = CandidateSearch(run, hardware=change.hardware, subsequence_counts=few)
-        first = next(search.fastest_first(most_s=most_s), None)
-        if first is not None or fits_at_all(run, change.hardware):
-            break  # farther tiers are tried only if nothing fits in nearer ones
-    if first is None:
-        return None
-    if first.costs.forward_s.size > SCHEDULED_UNITS:
-        # For large steps, deciding which units to cut over ranks (MSP) takes seconds.
-        whole = run.parallel.model_copy(update={"multiplexed": "off"})
-        run = run.model_copy(update={"parallel": whole})
-    return with_best_schedule(run, simulate_candidate(first))
 
 
 def _tokens(run: RunConfig) -> int:

@@ -17,24 +17,18 @@ from sppo.hardware.description import HardwareSpec, NodeSpec, Tier
 from sppo.planning.make_plan import make_plan
 from sppo.planning.partition import automatic_num_subsequences
 from sppo.planning.plan import ExecutionPlan, boundaries_of
-from sppo.planning.search.best_schedule import scheduled
-from sppo.planning.search.candidate_search import best_of_degrees
-from sppo.planning.search.candidates import (
-    candidate_of,
-    candidate_of_subsequences,
-    counts_of_degrees,
-)
 from sppo.planning.search.choices import (
     Degrees,
     activation_tiers,
     cut_sequence,
     multiplexed_problem,
     uses_msp,
-    virtual_stages_to_try,
     with_disk,
 )
+from sppo.planning.search.division import Division
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.evaluation import evaluate_candidate
+from sppo.planning.search.executed_candidate import as_executed
 from sppo.planning.search.state_choices import runs_by_tiers
 from sppo.planning.too_large import too_large
 
@@ -79,7 +73,7 @@ def plan_run(
     # Without a tier, recompute whole tensor classes: joining tensors from parts gains nothing.
     has_tier = activation_tiers(run, hardware=machine) != ("device",)
     evaluated = evaluate_in_nearest_tiers(run, hardware=machine, allow_partial=has_tier)
-    planned = scheduled(run, evaluated)
+    planned = as_executed(evaluated)
     if planned.shortfall is not None:
         raise MemoryError(too_large(run, planned, available_bytes=available_bytes))
     return make_plan(run, planned)
@@ -119,7 +113,7 @@ def evaluate_in_nearest_tiers(
 def run_candidate(run: RunConfig, *, hardware: HardwareSpec) -> Candidate:
     """Return the candidate with the degrees of a run, and its cuts and virtual stages.
 
-    Cuts and virtual stages that the run leaves open are the fastest ones that fit.
+    Cuts, virtual stages and the schedule, if the run leaves them open, are the fastest that fit.
 
     Raises:
         ValueError: The replicas cannot share the sequences evenly, the degrees rule out units
@@ -135,26 +129,7 @@ def run_candidate(run: RunConfig, *, hardware: HardwareSpec) -> Candidate:
         refused = multiplexed_problem(run, degrees=degrees)
         if refused is not None:
             raise ValueError(refused)
-    counts, problem = counts_of_degrees(run, hardware=hardware, degrees=degrees)
-    if not counts:
-        raise ValueError(problem)
-    virtual = virtual_stages_to_try(run, num_ranks=degrees.pipeline_parallel)
-    if len(counts) == len(virtual) == 1:
-        return candidate_of_subsequences(
-            run,
-            hardware=hardware,
-            degrees=degrees,
-            num_subsequences=counts[0],
-            virtual_stages=virtual[0],
-        )
-    best = best_of_degrees(run, hardware=hardware, degrees=degrees).candidate
-    return candidate_of(
-        run,
-        best.workload,
-        degrees,
-        lengths=best.lengths,
-        virtual_stages=best.virtual_stages,
-    )
+    return Division(run, hardware=hardware, degrees=degrees).best().candidate
 
 
 def evaluation_boundaries(run: RunConfig, *, hardware: HardwareSpec) -> tuple[int, ...]:

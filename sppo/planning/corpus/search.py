@@ -22,11 +22,11 @@ from sppo.planning.make_plan import make_plan
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.planned_keys import planned_part
 from sppo.planning.run_plan import evaluate_in_nearest_tiers
-from sppo.planning.search.best_schedule import scheduled
-from sppo.planning.search.candidate_search import Rejection, rejection_of
 from sppo.planning.search.candidates import counts_of_degrees
 from sppo.planning.search.choices import Degrees, degrees_to_try
+from sppo.planning.search.division import Rejection, rejection_of
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
+from sppo.planning.search.executed_candidate import as_executed
 from sppo.planning.search.shortfall import Shortfall
 from sppo.units import format_bytes
 
@@ -248,14 +248,14 @@ def _planned(
             break
         planned: list[PlannedDegrees] = []
         for longest in _numbers_of_stages(way):
-            scheduled_one = scheduled(way.run, longest)
-            planner = _quick_planner(way.run, scheduled_one)
+            executed = as_executed(longest)
+            planner = _quick_planner(way.run, executed)
             try:
                 plans = _heaviest_plans(planner, steps)
             except MemoryError as error:
                 problem = Rejection(way.degrees, str(error), steps=True)
                 continue
-            planned.append(replace(way, longest=scheduled_one, planner=planner, plans=plans))
+            planned.append(replace(way, longest=executed, planner=planner, plans=plans))
         if planned:
             found.append(min(planned, key=_fastest_first))
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
@@ -14,6 +15,8 @@ from sppo.planning.search.choices import (
     asked_schedule,
     cut_sequence,
     machine_asked_for,
+    multiplexed_problem,
+    places_kv,
     subsequence_counts_to_try,
     subsequence_problem,
     units_problem,
@@ -24,6 +27,14 @@ from sppo.planning.search.state_choices import state_choices
 from sppo.schedule.orders.names import LOOPED
 from sppo.schedule.transfers.kv_placement import KVPlacement
 
+OTHER_SCHEDULES = ("seq_zb_h1", "interleaved_seq1f1b", "sppo_msp")
+"""Schedules beside the plain order: zero-bubble, of one stage on a rank; interleaved, of several;
+and with units cut over ranks (MSP)."""
+_NEITHER = {("seq_zb_h1", True), ("interleaved_seq1f1b", False)}
+"""Schedules that there are not, with several stages on a rank and with one."""
+SCHEDULED_UNITS = 600
+"""Stages x units up to which other schedules are tried: programs that cut units (MSP) take long to
+make, and long pipelines that are full gain little."""
 _KV_PLACEMENTS: dict[str, KVPlacement | None] = {
     "auto": None,
     "retain": "retained",
@@ -84,6 +95,69 @@ def counts_within_limit(
             run, num_subsequences=count, degrees=degrees, virtual_stages=virtual_stages
         )
         is None
+    )
+
+
+def candidates_of_degrees(
+    run: RunConfig, *, hardware: HardwareSpec, degrees: Degrees
+) -> list[Candidate]:
+    """Return the candidates with the given degrees, by virtual stages and N, ascending.
+
+    If the run leaves the schedule open, these are in the plain order.
+
+    Raises:
+        ValueError: Subsequences have fewer tokens than ranks need, or a step has too many units,
+            for every N.
+    """
+    counts, problem = counts_of_degrees(run, hardware=hardware, degrees=degrees)
+    if not counts:
+        raise ValueError(problem)
+    return [
+        candidate_of_subsequences(
+            run,
+            hardware=hardware,
+            degrees=degrees,
+            num_subsequences=count,
+            virtual_stages=virtual,
+        )
+        for virtual in virtual_stages_to_try(run, num_ranks=degrees.pipeline_parallel)
+        for count in counts_within_limit(
+            run, counts=counts, degrees=degrees, virtual_stages=virtual
+        )
+    ]
+
+
+def with_schedule(run: RunConfig, candidate: Candidate, schedule: str) -> Candidate | None:
+    """Return a candidate in the plain order with another schedule; None if the run rules it out.
+
+    Only the plain order places K and V off the device. What streams weights or gradients has no
+    schedule but the interleaved one.
+
+    Args:
+        run: Validated run configuration.
+        candidate: Candidate in the plain order.
+        schedule: One of `OTHER_SCHEDULES`.
+    """
+    units = candidate.num_stages * len(candidate.lengths) * candidate.sequences
+    is_open = asked_schedule(run) == "auto" and not places_kv(run)
+    if not is_open or candidate.pipeline_parallel_degree == 1 or units > SCHEDULED_UNITS:
+        return None
+    if (schedule, candidate.virtual_stages > 1) in _NEITHER:
+        return None
+    streams = candidate.state.streams_weights or candidate.state.streams_gradients
+    if streams and schedule != "interleaved_seq1f1b":
+        return None
+    if schedule == "sppo_msp" and not _may_share(run, candidate):
+        return None
+    return replace(candidate, schedule=schedule, kv="retained")
+
+
+def _may_share(run: RunConfig, candidate: Candidate) -> bool:
+    """Return whether training could shard the units of a candidate over pipeline ranks (MSP)."""
+    degrees, lengths = Degrees.of_candidate(candidate), candidate.lengths
+    return run.parallel.multiplexed == "auto" and not (
+        multiplexed_problem(run, degrees=degrees)
+        or subsequence_problem(run, lengths=lengths, degrees=degrees, uses_msp=True)
     )
 
 

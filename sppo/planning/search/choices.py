@@ -334,15 +334,6 @@ def units_problem(
     )
 
 
-def likeliest_to_fit(counts: Sequence[int], *, hardware: HardwareSpec) -> Sequence[int]:
-    """Return the values among `counts`, ascending, of which one fits if any of `counts` fits.
-
-    Memory shrinks as N grows, so this is the last value. On a CPU memory also grows with the code
-    compiled for subsequences of every length, so these are all values.
-    """
-    return counts if hardware.device.kind == "cpu" else counts[-1:]
-
-
 def virtual_stages_to_try(run: RunConfig, *, num_ranks: int) -> tuple[int, ...]:
     """Return the numbers of stages on each of `num_ranks` pipeline ranks worth trying, ascending.
 

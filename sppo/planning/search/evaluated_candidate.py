@@ -62,11 +62,6 @@ class EvaluatedCandidate:
         return self.time.step_s if self.simulated is None else self.simulated.step_s
 
     @property
-    def has_exact_time(self) -> bool:
-        """True if `step_s` is the simulated time, or equal to it."""
-        return self.simulated is not None or self.prices.is_exact
-
-    @property
     def degrees(self) -> Degrees:
         """Degrees of parallelism of the candidate."""
         return Degrees.of_candidate(self.candidate)

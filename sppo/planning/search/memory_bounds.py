@@ -19,49 +19,27 @@ from sppo.planning.search.shortfall import Shortfall, find_shortfall
 from sppo.schedule.costs import Table
 
 
-def leaves_room(candidate: Candidate) -> bool:
-    """Return whether a candidate fits without saved activations: a quick necessary condition."""
-    if candidate.kv is None:
-        return any(leaves_room(replace(candidate, kv=kv)) for kv in kv_choices(candidate))
-    budget = candidate.budget_bytes
-    return all(
-        state.device.total_bytes <= budget for state in memory_without_activations(candidate)
-    )
-
-
 def may_fit(candidate: Candidate) -> bool:
     """Return whether a candidate may fit under some activation policy: a quick, necessary check."""
-    return least_short_bytes(candidate) <= 0
+    return least_shortfall(candidate) is None
 
 
-def least_short_bytes(candidate: Candidate) -> int:
-    """Return a lower bound of the bytes that a candidate lacks; above 0 if no placement fits."""
+def least_shortfall(candidate: Candidate) -> Shortfall | None:
+    """Return a lower bound of what a candidate lacks under every placement; None if it may fit."""
     if candidate.kv is None:
-        choices = (replace(candidate, kv=kv) for kv in kv_choices(candidate))
-        return min(map(least_short_bytes, choices))
+        found = [least_shortfall(replace(candidate, kv=kv)) for kv in kv_choices(candidate)]
+        lacking = [shortfall for shortfall in found if shortfall is not None]
+        least = min(lacking, key=lambda shortfall: shortfall.short_bytes, default=None)
+        return least if len(lacking) == len(found) else None
     if candidate.schedule == "sppo_msp":
         # A program that cuts units runs one sequence after another.
-        candidate = replace(candidate, sequences=1)
-    return short_beside(candidate, states=memory_without_activations(candidate))
-
-
-def least_shortfall(candidate: Candidate) -> Shortfall:
-    """Return a lower bound of what a candidate lacks that cannot fit under any placement.
-
-    The candidate is one of which :func:`least_short_bytes` is above 0.
-    """
-    if candidate.kv is None:
-        choices = [replace(candidate, kv=kv) for kv in kv_choices(candidate)]
-        return least_shortfall(min(choices, key=least_short_bytes))
-    if candidate.schedule == "sppo_msp":
         candidate = replace(candidate, sequences=1)
     held = tuple(
         replace(state, device=replace(state.device, working_bytes=0, heap_bytes=0))
         for state in memory_without_activations(candidate)
     )
-    found = find_shortfall(candidate, held)
-    assert found is not None, "only asked of what cannot fit"
-    return replace(found, at_least=True)
+    shortfall = find_shortfall(candidate, held)
+    return None if shortfall is None else replace(shortfall, at_least=True)
 
 
 @lru_cache(maxsize=512)

@@ -12,11 +12,6 @@ _IN_TIMELINES = ("kv_bytes", "kv_gradients_bytes", "activations_bytes")
 """Memory buckets that a simulation tracks over time; the others are constant during a step."""
 
 
-_QUICK_UNITS = 20_000
-"""Stages x units that are simulated in a tenth of a second; an eighth of this if weights or
-gradients are copied, or K and V are copied or recomputed."""
-
-
 def simulate_candidate(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
     """Return the evaluated candidate with its step simulated, unless it already is."""
     if evaluated.simulated is not None:
@@ -24,26 +19,6 @@ def simulate_candidate(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
     costs = evaluated.costs
     program = evaluated.program or evaluated.candidate.program(costs, messages=False)
     return replace(evaluated, simulated=simulate_step(program, costs=costs))
-
-
-def simulated_if_inexact(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
-    """Return a candidate, simulated if its closed form may be inexact and a simulation is quick.
-
-    The candidate must fit.
-    """
-    if evaluated.has_exact_time or not is_quick(evaluated):
-        return evaluated
-    return simulate_candidate(evaluated)
-
-
-def is_quick(evaluated: EvaluatedCandidate) -> bool:
-    """Return whether a candidate can be simulated in a fraction of a second.
-
-    False for MSP, whose programs take long to make.
-    """
-    costs = evaluated.costs
-    most = _QUICK_UNITS // 8 if costs.copies_stages else _QUICK_UNITS
-    return evaluated.candidate.schedule != "sppo_msp" and costs.forward_s.size <= most
 
 
 def simulated_device_bytes(evaluated: EvaluatedCandidate) -> tuple[int, ...] | None:

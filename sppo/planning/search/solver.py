@@ -1,32 +1,24 @@
 """Solver: the best degrees of parallelism, cuts, schedule and policy of a model on a machine.
 
-Every division of the devices is tried with every number of subsequences worth trying, priced in
-closed form, and rejected with a reason if it does not fit. The best few are simulated, and the
-simulation decides between them. The solver is deterministic: same request, same answer.
+Every division of the devices is searched, the one with the least lower bound of its step time
+first, until the bound exceeds the fastest simulation; what does not fit is rejected with a reason.
+The solver is deterministic: same request, same answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from sppo.config.run import RunConfig
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.search.best_schedule import scheduled
-from sppo.planning.search.candidate_search import (
-    WORTH_IT,
-    CandidateSearch,
-    Rejection,
-    rejection_of,
-)
+from sppo.planning.search.division import WORTH_IT, Division, Rejection, divide, rejection_of
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
-from sppo.planning.search.feasibility import fits_at_all
-from sppo.planning.search.ranking import rank_of
-from sppo.planning.search.simulated_candidate import simulate_candidate
+from sppo.planning.search.executed_candidate import as_executed
 from sppo.planning.search.state_choices import runs_by_tiers
 
 RUNNERS_UP = 3
-_SIMULATED = 1 + RUNNERS_UP
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,21 +48,28 @@ def solve(run: RunConfig, *, hardware: HardwareSpec) -> Solution:
     Raises:
         ValueError: The run asks for something that the machine or the model cannot do.
     """
-    decided, search, leaders = _leaders(run, hardware=hardware)
-    fitting, lacking = _scheduled(decided, leaders)
-    rejected = (*search.rejections(exact=not fitting), *map(rejection_of, lacking))
+    divisions, refused, leaders = _leaders(run, hardware=hardware, count=1 + RUNNERS_UP)
+    fitting, lacking = _executed(leaders)
+    leading = [leader.degrees for leader in leaders]
+    rejected = (
+        *refused,
+        *(
+            division.rejection(exact=not fitting)
+            for division in divisions
+            if division.degrees not in leading and not division.fits
+        ),
+        *map(rejection_of, lacking),
+    )
     if not fitting:
         return Solution(run, hardware, None, (), (), rejected)
     best, *others = *fitting, *leaders[len(fitting) + len(lacking) :]
-    (leader,) = (one for one in leaders if one.degrees == best.degrees)
+    (chosen,) = (division for division in divisions if division.degrees == best.degrees)
     return Solution(
         run,
         hardware,
         best=best,
         runners_up=tuple(others[:RUNNERS_UP]),
-        by_num_subsequences=search.by_num_subsequences(
-            leader.degrees, virtual_stages=leader.candidate.virtual_stages
-        ),
+        by_num_subsequences=chosen.by_num_subsequences(best),
         rejected=rejected,
     )
 
@@ -84,84 +83,87 @@ def recommend(run: RunConfig, *, hardware: HardwareSpec) -> EvaluatedCandidate |
     Raises:
         ValueError: The run asks for something that the machine or the model cannot do.
     """
-    decided, search, leaders = _leaders(run, hardware=hardware)
-    fitting, lacking = _scheduled(decided, leaders)
+    divisions, _, leaders = _leaders(run, hardware=hardware, count=1 + RUNNERS_UP)
+    fitting, lacking = _executed(leaders)
     if fitting:
         return fitting[0]
-    return nearest_rejection((*search.rejections(exact=True), *map(rejection_of, lacking)))
+    leading = [leader.degrees for leader in leaders]
+    others = (one.rejection(exact=True) for one in divisions if one.degrees not in leading)
+    return nearest_rejection((*others, *map(rejection_of, lacking)))
 
 
-def _scheduled(
-    run: RunConfig, leaders: Sequence[EvaluatedCandidate]
-) -> tuple[list[EvaluatedCandidate], list[EvaluatedCandidate]]:
-    """Return the best of several candidates under the programs that are executed.
+def quick_best(
+    run: RunConfig, hardware: HardwareSpec, *, below: float = inf
+) -> EvaluatedCandidate | None:
+    """Return the fastest candidate, whatever host memory it takes; None if none fits.
 
-    The best is, of those that take up to 1 % longer than the fastest, the one that takes the fewest
-    bytes of host memory. Candidates whose own schedule takes more than 1 % longer are not tried.
+    Also None for requests that cannot work at all, such as more subsequences than tokens: callers
+    vary requests and try many that cannot.
 
     Args:
-        run: Run with all tiers decided.
-        leaders: Simulated candidates, fastest first.
-
-    Returns:
-        Candidates that fit, the best first, with their fastest schedules: all that may be the best;
-        and the candidates that do not fit, with what they lack.
+        run: Validated run configuration.
+        hardware: Description of the machine.
+        below: Step time in seconds; None, too, if every candidate surely takes longer.
     """
-    fitting: list[EvaluatedCandidate] = []
-    lacking: list[EvaluatedCandidate] = []
-    most_s = float("inf")
-    for leader in leaders:
-        if fitting and (leader.step_s > most_s or not fitting[0].node_host_bytes):
-            break
-        found = scheduled(run, leader)
-        if found.shortfall is not None:
-            lacking.append(found)
-            continue
-        most_s = min(most_s, min(leader.step_s, found.step_s) / WORTH_IT)
-        fitting.append(found)
-    return sorted(fitting, key=lambda one: _host_bytes(one, most_s=most_s)), lacking
-
-
-def _host_bytes(evaluated: EvaluatedCandidate, *, most_s: float) -> float:
-    """Return the host memory of a node; infinite for steps longer than `most_s`."""
-    return evaluated.node_host_bytes if evaluated.step_s <= most_s else float("inf")
+    try:
+        _, _, leaders = _leaders(run, hardware=hardware, count=1, below=below)
+    except ValueError:
+        return None
+    return leaders[0] if leaders else None
 
 
 def _leaders(
-    run: RunConfig, *, hardware: HardwareSpec
-) -> tuple[RunConfig, CandidateSearch, list[EvaluatedCandidate]]:
-    """Find the fastest candidates, with the training state in the nearest tiers that fit.
+    run: RunConfig, *, hardware: HardwareSpec, count: int, below: float = inf
+) -> tuple[list[Division], list[Rejection], list[EvaluatedCandidate]]:
+    """Find the best candidates of the fastest divisions, in the nearest tiers in which any fits.
 
     Returns:
-        The run with all tiers decided, its search, and its simulated candidates, fastest first.
+        The divisions of the devices that can work, the rejections of those that cannot, and the
+        best candidates of at least `count` divisions if as many fit, fastest first.
     """
-    attempts = runs_by_tiers(run, hardware=hardware)
-    for place, attempt in enumerate(attempts):
-        search = CandidateSearch(attempt, hardware=hardware)
-        leaders = _simulated(search.fastest_first())
+    for attempt in runs_by_tiers(run, hardware=hardware):
+        divisions, refused = divide(attempt, hardware=hardware)
+        leaders: list[EvaluatedCandidate] = []
+        for division in sorted(divisions, key=lambda one: one.plain_s):
+            fastest_s = min((leader.step_s for leader in leaders), default=inf)
+            if division.bound_s > (fastest_s if len(leaders) >= count else below):
+                continue
+            best = division.best(below=fastest_s)
+            if best.shortfall is None:
+                leaders.append(best)
         if leaders:
-            return attempt, search, _refined(leaders, search)
-        if place == 0 and not any(fits_at_all(other, hardware) for other in attempts[1:]):
             break
-    if len(attempts) > 1:
-        search = CandidateSearch(attempts[-1], hardware=hardware)
-    return attempts[-1], search, []
+    return divisions, refused, sorted(leaders, key=_rank)
 
 
-def _refined(
-    leaders: list[EvaluatedCandidate], search: CandidateSearch
-) -> list[EvaluatedCandidate]:
-    """Return candidates with the number of subsequences that simulates fastest; fastest first.
+def _executed(
+    leaders: Sequence[EvaluatedCandidate],
+) -> tuple[list[EvaluatedCandidate], list[EvaluatedCandidate]]:
+    """Return the best of several candidates as they are executed.
 
-    Candidates after the first are refined only if that may make them faster than the best so far.
+    The best is, of those that take up to 1 % longer than the fastest, the one that takes the fewest
+    bytes of host memory.
+
+    Args:
+        leaders: Simulated candidates, fastest first.
+
+    Returns:
+        Candidates that fit, the best first: all that may be the best; and the candidates that do
+        not fit, with what they lack.
     """
-    best = simulate_candidate(search.refined(leaders[0]))
-    found = [best]
-    for leader in leaders[1:_SIMULATED]:
-        refined = simulate_candidate(search.refined(leader, below=best.step_s))
-        found.append(min(leader, refined, key=rank_of))
-        best = min(best, refined, key=rank_of)
-    return sorted([*found, *leaders[_SIMULATED:]], key=rank_of)
+    fitting: list[EvaluatedCandidate] = []
+    lacking: list[EvaluatedCandidate] = []
+    most_s = inf
+    for leader in leaders:
+        if fitting and (leader.step_s > most_s or not fitting[0].node_host_bytes):
+            break
+        found = as_executed(leader)
+        if found.shortfall is not None:
+            lacking.append(found)
+            continue
+        most_s = min(most_s, leader.step_s / WORTH_IT)
+        fitting.append(found)
+    return sorted(fitting, key=lambda one: one.node_host_bytes), lacking
 
 
 def nearest_rejection(rejected: Sequence[Rejection]) -> Rejection | None:
@@ -175,18 +177,10 @@ def _short_bytes(rejection: Rejection) -> int:
     return rejection.shortfall.short_bytes
 
 
-def _simulated(fastest_first: Iterator[EvaluatedCandidate]) -> list[EvaluatedCandidate]:
-    """Simulate the first few candidates and all others that might be faster; fastest first.
+def _rank(evaluated: EvaluatedCandidate) -> tuple[float, int, int]:
+    """Return a sort key: the step time, then devices and pipeline ranks.
 
-    The closed form may exceed the simulation by a few percent (waits for copies, deferred weight
-    gradients, MSP). Beyond the first few, candidates stop at the first whose closed form exceeds
-    the fastest simulation.
+    Sums of equal terms in any order have nine digits in common.
     """
-    simulated: list[EvaluatedCandidate] = []
-    fastest_s = float("inf")
-    for place, evaluated in enumerate(fastest_first):
-        if place >= _SIMULATED and evaluated.step_s >= fastest_s:
-            break
-        simulated.append(simulate_candidate(evaluated))
-        fastest_s = min(fastest_s, simulated[-1].step_s)
-    return sorted(simulated, key=rank_of)
+    degrees = evaluated.degrees
+    return float(f"{evaluated.step_s:.9g}"), degrees.num_devices, degrees.pipeline_parallel

@@ -1,4 +1,4 @@
-"""Prices of a candidate's step: cost tables, closed form, and lower bounds of its seconds."""
+"""Prices of a candidate's step: cost tables, closed form, and a lower bound of its seconds."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from sppo.activations.placement import ActivationPlacement
 from sppo.cost.candidate import Candidate
 from sppo.cost.stage_cost import (
     StageSeconds,
-    message_bytes,
-    message_seconds,
-    pipeline_links,
     stage_costs,
+    stage_seconds,
 )
-from sppo.cost.step_bound import StepTables, least_compute_s, least_copies_s, step_tables
 from sppo.cost.step_time import StepTime, step_times
+from sppo.cost.values_of_ranks import of_ranks
 from sppo.schedule.costs import Costs
 from sppo.schedule.orders.names import DEFERRING_WEIGHTS, LOOPED
 
@@ -47,31 +45,6 @@ class StepPrices:
         """Time of the step, in closed form."""
         return times_of_placements([self])[0]
 
-    @cached_property
-    def least_s(self) -> float:
-        """Lower bound of the simulated step time, unless units are cut over ranks (MSP)."""
-        work = step_tables(self.candidate, self.costs)
-        return max(least_compute_s(work), least_copies_s(work, self.costs))
-
-    @property
-    def is_exact(self) -> bool:
-        """True if the simulated step time equals the closed form.
-
-        It does not if units are cut (MSP), weight gradients are deferred, stages of a rank
-        interleave, sequences overlap, or activations, K and V, weights or gradients are copied.
-        """
-        candidate, costs = self.candidate, self.costs
-        one_order = candidate.schedule == LOOPED or (
-            candidate.virtual_stages == 1
-            and candidate.schedule not in (*DEFERRING_WEIGHTS, "sppo_msp")
-        )
-        one_at_a_time = candidate.schedule == LOOPED or 1 in (
-            candidate.sequences,
-            candidate.pipeline_parallel_degree,
-        )
-        copies = costs.copies_stages or bool(costs.offload_bytes.any())
-        return one_order and one_at_a_time and not copies
-
 
 def times_of_placements(prices: Sequence[StepPrices]) -> list[StepTime]:
     """Return the times of one candidate's step under several placements, in closed form."""
@@ -93,24 +66,21 @@ def looped_ranks(candidate: Candidate) -> int | None:
     return candidate.pipeline_parallel_degree if looped else None
 
 
-def least_seconds(candidate: Candidate, *, seconds: StageSeconds) -> float:
+def least_seconds(candidate: Candidate) -> float:
     """Return a lower bound of the step time of a candidate over all activation policies.
 
-    Args:
-        candidate: Candidate to bound.
-        seconds: Seconds of the candidate's units, with everything retained.
+    The *way* through a rank is such a bound: the first unit travels down to the rank, the rank runs
+    all its work, and the backward of that unit, its last action unless weight halves are put off,
+    travels up to the first rank. Units that are cut over ranks (MSP) travel faster: then it is the
+    work of a mean rank.
     """
-    units, carried_s = seconds.units, message_seconds(candidate)
-    tables = StepTables(
-        schedule=candidate.schedule,
-        num_ranks=candidate.pipeline_parallel_degree,
-        num_sequences=candidate.sequences,
-        forward_s=units.forward + carried_s,
-        backward_s=units.backward + carried_s,
-        weight_s=units.weight,
-        kv_recompute_s=np.zeros_like(units.weight),
-        message_bytes=message_bytes(candidate),
-        links=pipeline_links(candidate),
-        reduce_s=seconds.reduce_s + seconds.update_s,
-    )
-    return least_compute_s(tables)
+    seconds, ranks = stage_seconds(candidate), candidate.pipeline_parallel_degree
+    units, updated_s = seconds.units, seconds.reduce_s + seconds.update_s
+    passes = units.forward + units.backward + units.weight
+    work_s = of_ranks(candidate, passes.sum(axis=1) + updated_s)
+    work_s = work_s - updated_s[:ranks] + updated_s[:ranks].min()
+    if candidate.schedule == "sppo_msp":
+        return float(work_s.mean())
+    defers = candidate.schedule in DEFERRING_WEIGHTS
+    way_s = units.forward[: ranks - 1, 0] if defers else passes[: ranks - 1, 0]
+    return float((work_s + np.concatenate([[0.0], np.cumsum(way_s)])).max())

@@ -9,8 +9,8 @@ import pytest
 from sppo.hardware.file import hardware_for
 from sppo.hardware.presets import PRESETS
 from sppo.planning.longest_sequence import with_length
-from sppo.planning.search.feasibility import fits_at_all, longest_sequence, quick_best
-from sppo.planning.search.solver import solve
+from sppo.planning.search.feasibility import fits_at_all, longest_sequence
+from sppo.planning.search.solver import quick_best, solve
 from sppo.units import GIB, MIB
 from tests.make import make_run
 from tests.planning.cases import machine, run_config, solved

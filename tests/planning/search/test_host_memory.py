@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from sppo.planning.search import solver
-from sppo.planning.search.candidate_search import WORTH_IT
 from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.choices import Degrees
+from sppo.planning.search.division import WORTH_IT
 from sppo.planning.search.evaluation import evaluate_candidate
-from sppo.planning.search.host_memory import with_less_host_memory
+from sppo.planning.search.executed_candidate import with_less_host_memory
 from sppo.units import GIB
 from tests.planning.cases import machine, run_config
 
@@ -54,21 +54,11 @@ def test_what_a_run_asks_to_offload_is_offloaded(written):
     ],
 )
 def test_of_steps_within_a_percent_the_least_host_memory_is_best(monkeypatch, leaders, best):
-    monkeypatch.setattr(solver, "scheduled", lambda run, leader: leader)
+    monkeypatch.setattr(solver, "as_executed", lambda leader: leader)
     steps = [
         SimpleNamespace(step_s=seconds, node_host_bytes=host, shortfall=None)
         for seconds, host in leaders
     ]
-    fitting, lacking = solver._scheduled(None, steps)
+    fitting, lacking = solver._executed(steps)
     assert fitting[0] is steps[best]
     assert not lacking
-
-
-def test_host_memory_is_not_saved_by_a_slower_step(monkeypatch):
-    """The second leader gains a tenth by another schedule, and takes more host memory."""
-    first = SimpleNamespace(step_s=100.0, node_host_bytes=4, shortfall=None)
-    second = SimpleNamespace(step_s=100.5, node_host_bytes=8, shortfall=None)
-    faster = SimpleNamespace(step_s=90.0, node_host_bytes=8, shortfall=None)
-    monkeypatch.setattr(solver, "scheduled", lambda run, one: faster if one is second else one)
-    fitting, _ = solver._scheduled(None, [first, second])
-    assert fitting == [faster, first]

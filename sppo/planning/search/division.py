@@ -1,0 +1,335 @@
+"""Search within one division of the devices: over subsequences, stages on a rank and schedules.
+
+Candidates are visited by a lower bound of their step time, until the bound exceeds the fastest
+simulation. Retaining everything takes as long as the bound says, so where memory is plentiful few
+candidates are evaluated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+
+from sppo.config.run import RunConfig
+from sppo.cost.candidate import Candidate
+from sppo.hardware.description import HardwareSpec
+from sppo.planning.search.candidates import (
+    OTHER_SCHEDULES,
+    candidates_of_degrees,
+    with_schedule,
+)
+from sppo.planning.search.choices import Degrees, degrees_to_try
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
+from sppo.planning.search.evaluation import evaluate_candidate
+from sppo.planning.search.memory_bounds import least_shortfall, may_fit
+from sppo.planning.search.shortfall import Shortfall
+from sppo.planning.search.simulated_candidate import simulate_candidate
+from sppo.planning.search.step_prices import least_seconds
+from sppo.schedule.orders.names import LOOPED
+
+WORTH_IT = 0.99
+"""Fraction of the step time at or below which several stages on a rank, or another schedule, are
+preferred. Predictions are not exact enough for smaller gains to count, and simpler programs are
+better to run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """Degrees that do not fit or cannot work.
+
+    Attributes:
+        degrees: Rejected degrees.
+        reason: Reason as text.
+        num_subsequences: N that came nearest to fitting, or has the lowest bound; None if memory
+            was not the reason.
+        policy: Activation policy that came nearest to fitting; None if memory was not the reason,
+            or no policy can fit.
+        shortfall: Shortfall of this candidate; None if memory was not the reason.
+        virtual_stages: Stages on each rank that came nearest to fitting, or have the lowest bound.
+        steps: Whether a step of the longest samples fits, but one drawn from the corpus does not.
+    """
+
+    degrees: Degrees
+    reason: str
+    num_subsequences: int | None = None
+    policy: str | None = None
+    shortfall: Shortfall | None = None
+    virtual_stages: int = 1
+    steps: bool = False
+
+
+class Division:
+    """One division of the devices, and the search for its best candidate.
+
+    Args:
+        run: Validated run configuration.
+        hardware: Description of the machine.
+        degrees: Degrees of parallelism.
+
+    Raises:
+        ValueError: Subsequences have fewer tokens than ranks need, for every N.
+    """
+
+    def __init__(self, run: RunConfig, *, hardware: HardwareSpec, degrees: Degrees) -> None:
+        self.degrees, self._run = degrees, run
+        self._plain = candidates_of_degrees(run, hardware=hardware, degrees=degrees)
+        self._counts = _few({len(one.lengths) for one in self._plain})
+        few = [one for one in self._plain if len(one.lengths) in self._counts]
+        self._few = [(least_seconds(candidate), candidate) for candidate in few]
+        self._evaluated: dict[Candidate, EvaluatedCandidate] = {}
+
+    @property
+    def plain_s(self) -> float:
+        """Lower bound of the step time in the plain order with few values of N."""
+        return min(bound_s for bound_s, _ in self._few)
+
+    @cached_property
+    def bound_s(self) -> float:
+        """Lower bound of the step time with any schedule with few values of N."""
+        cut = (with_schedule(self._run, one, "sppo_msp") for _, one in self._few)
+        return min([self.plain_s, *(least_seconds(one) for one in cut if one is not None)])
+
+    def best(self, *, below: float = inf) -> EvaluatedCandidate:
+        """Return the best candidate that fits, simulated; if none does, the nearest to fitting.
+
+        Few values of N are tried first, then those around the best of them.
+
+        Args:
+            below: Step time in seconds; what surely takes longer is not tried once any N fits.
+        """
+        if not self.may_fit:
+            return self.nearest
+        best = self._fastest(self._few)
+        if best.shortfall is not None:
+            return best
+        around = [
+            (bound_s, one)
+            for one in self._between(best)
+            if (bound_s := least_seconds(one)) <= below
+        ]
+        return self._in_best_schedule(self._fastest(around, best), below=below)
+
+    def _between(self, best: EvaluatedCandidate) -> list[Candidate]:
+        """Return the candidates between the one of the few N that is best and its neighbours."""
+        place = self._counts.index(len(best.candidate.lengths))
+        near = self._counts[max(0, place - 1) : place + 2]
+        return [
+            one
+            for one in self._plain
+            if one.virtual_stages == best.candidate.virtual_stages
+            and near[0] < len(one.lengths) < near[-1]
+            and len(one.lengths) not in near
+        ]
+
+    def _fastest(
+        self,
+        candidates: Sequence[tuple[float, Candidate]],
+        best: EvaluatedCandidate | None = None,
+    ) -> EvaluatedCandidate:
+        """Return the best candidate that fits, simulated; if none does, the nearest to fitting.
+
+        Args:
+            candidates: Candidates to try, with lower bounds of their step times.
+            best: Best candidate so far.
+        """
+        lacking = []
+        for bound_s, candidate in sorted(candidates, key=lambda one: one[0] * _handicap(one[1])):
+            if best is not None and bound_s * _handicap(candidate) > _handicapped_s(best):
+                break
+            if not may_fit(candidate):
+                continue
+            found = self._evaluate(candidate)
+            if found.shortfall is None:
+                found = simulate_candidate(found)
+                best = found if best is None else min(best, found, key=_handicapped_s)
+            elif best is None and self._lacks_device_memory:
+                break
+            else:
+                lacking.append(found)
+        return best or min((*lacking, self.nearest), key=_short_bytes)
+
+    def _in_best_schedule(self, plain: EvaluatedCandidate, *, below: float) -> EvaluatedCandidate:
+        """Return a candidate in the plain order, or with another schedule that saves 1 % or more.
+
+        Args:
+            plain: Simulated candidate in the plain order.
+            below: Step time in seconds; surely slower schedules are not tried.
+        """
+        candidate, best = plain.candidate, plain
+        most_s = min(plain.step_s * WORTH_IT, below)
+        for virtual in sorted({1, candidate.virtual_stages}):
+            for schedule in OTHER_SCHEDULES:
+                found = self._in_schedule(schedule, virtual, len(candidate.lengths), below=most_s)
+                if found is not None and found.step_s <= most_s:
+                    best, most_s = found, found.step_s
+        return best
+
+    def _in_schedule(
+        self, schedule: str, virtual_stages: int, most: int, *, below: float
+    ) -> EvaluatedCandidate | None:
+        """Return the fastest candidate with another schedule, simulated; None if none is tried.
+
+        With smaller bubbles, fewer subsequences may be faster than in the plain order: from `most`,
+        N is halved as long as the step becomes shorter. Those with a bound above `below` are left
+        out.
+        """
+        best = None
+        alike = [one for one in self._plain if one.virtual_stages == virtual_stages]
+        for turn in range(most.bit_length() if alike else 0):
+            near = min(alike, key=lambda one: abs(len(one.lengths) - (most >> turn)))
+            other = with_schedule(self._run, near, schedule)
+            if other is None or least_seconds(other) > below:
+                continue
+            found = self._evaluate(other) if may_fit(other) else None
+            if found is None or found.shortfall is not None:
+                break
+            found = simulate_candidate(found)
+            if best is not None and found.step_s >= best.step_s:
+                break
+            best = found
+        return best
+
+    @property
+    def may_fit(self) -> bool:
+        """True if any candidate may fit, for any placement of saved activations."""
+        return any(map(may_fit, self._likeliest))
+
+    @property
+    def fits(self) -> bool:
+        """True if any candidate fits."""
+        if not self.may_fit:
+            return False
+        if self.nearest.shortfall is None or self._lacks_device_memory:
+            return self.nearest.shortfall is None
+        return self.best().shortfall is None
+
+    @cached_property
+    def nearest(self) -> EvaluatedCandidate:
+        """Of the candidates that are likeliest to fit, the first that does, or lacks the least."""
+        found = []
+        for candidate in self._likeliest:
+            found.append(self._evaluate(candidate))
+            if found[-1].shortfall is None:
+                break
+        return min(found, key=_short_bytes)
+
+    @cached_property
+    def _likeliest(self) -> list[Candidate]:
+        """Candidates of which one fits if any does, unless host memory or the disk is short.
+
+        Memory shrinks as N and the stages on a rank grow. On a CPU, memory also grows with the code
+        compiled for subsequences of every length, so every N is likely.
+        """
+        every_n = self._plain[0].workload.hardware.device.kind == "cpu"
+        last: dict[int, Candidate] = {one.virtual_stages: one for one in self._plain}
+        some = self._plain if every_n else last.values()
+        ends = (min(last), max(last))
+        likely = [one for one in some if one.virtual_stages in ends]
+        return sorted(likely, key=lambda one: (one.virtual_stages, len(one.lengths)), reverse=True)
+
+    @property
+    def _lacks_device_memory(self) -> bool:
+        """True if no candidate fits, as the likeliest to fit lack memory of the device.
+
+        Host memory of a fixed offload ratio grows with N, since the last subsequence is not
+        offloaded, and what a rank holds under MSP depends on its program: False for these.
+        """
+        short = self.nearest.shortfall
+        cuts = self.nearest.candidate.schedule == "sppo_msp"
+        return short is not None and short.place == "device" and not cuts
+
+    def rejection(self, *, exact: bool) -> Rejection:
+        """Return why no candidate fits.
+
+        Args:
+            exact: Whether to evaluate a division that cannot fit under any placement of
+                activations, or to give a lower bound of what it lacks, which takes less time.
+        """
+        if exact or self.may_fit:
+            return rejection_of(self.best())
+        bounds = ((one, least_shortfall(one)) for one in self._likeliest)
+        short = [(one, shortfall) for one, shortfall in bounds if shortfall is not None]
+        candidate, shortfall = min(short, key=lambda one: one[1].short_bytes)
+        return Rejection(
+            self.degrees,
+            shortfall.reason,
+            num_subsequences=len(candidate.lengths),
+            shortfall=shortfall,
+            virtual_stages=candidate.virtual_stages,
+        )
+
+    def by_num_subsequences(self, best: EvaluatedCandidate) -> tuple[EvaluatedCandidate, ...]:
+        """Return the candidates of few N, and of every N that was tried, that fit; by N.
+
+        They have as many stages on a rank as the best, and its schedule unless that cuts units.
+        """
+        alike = (
+            replace(one, schedule=one.order)
+            for one in self._plain
+            if one.virtual_stages == best.candidate.virtual_stages
+        )
+        found = (
+            self._evaluate(one)
+            for one in alike
+            if one in self._evaluated or len(one.lengths) in self._counts
+        )
+        return tuple(one for one in found if one.shortfall is None)
+
+    def _evaluate(self, candidate: Candidate) -> EvaluatedCandidate:
+        if candidate not in self._evaluated:
+            self._evaluated[candidate] = evaluate_candidate(candidate)
+        return self._evaluated[candidate]
+
+
+def divide(run: RunConfig, *, hardware: HardwareSpec) -> tuple[list[Division], list[Rejection]]:
+    """Return the divisions of the machine that the run allows, and those that cannot work.
+
+    Raises:
+        ValueError: See :func:`sppo.planning.search.choices.degrees_to_try`.
+    """
+    possible, refused = degrees_to_try(run, hardware=hardware)
+    rejected = [Rejection(refusal.degrees, refusal.reason) for refusal in refused]
+    divisions = []
+    for degrees in possible:
+        try:
+            divisions.append(Division(run, hardware=hardware, degrees=degrees))
+        except ValueError as error:
+            rejected.append(Rejection(degrees, str(error)))
+    return divisions, rejected
+
+
+def rejection_of(nearest: EvaluatedCandidate) -> Rejection:
+    """Return the rejection of degrees of which even the nearest candidate does not fit."""
+    assert nearest.shortfall is not None, "only made of what does not fit"
+    candidate = nearest.candidate
+    return Rejection(
+        nearest.degrees,
+        nearest.shortfall.reason,
+        num_subsequences=len(candidate.lengths),
+        policy=candidate.policy,
+        shortfall=nearest.shortfall,
+        virtual_stages=candidate.virtual_stages,
+    )
+
+
+def _few(counts: Collection[int]) -> list[int]:
+    """Return the powers of two among numbers of subsequences, the first and the last; ascending."""
+    ends = min(counts), max(counts)
+    return sorted(count for count in counts if count & (count - 1) == 0 or count in ends)
+
+
+def _handicap(candidate: Candidate) -> float:
+    """Return the factor by which a candidate must be faster than a simpler program, 1 or more."""
+    several = candidate.virtual_stages > 1
+    other = candidate.schedule not in ("sppo", LOOPED)
+    return WORTH_IT ** -(several + other)
+
+
+def _handicapped_s(evaluated: EvaluatedCandidate) -> float:
+    return evaluated.step_s * _handicap(evaluated.candidate)
+
+
+def _short_bytes(evaluated: EvaluatedCandidate) -> int:
+    return evaluated.short_bytes
