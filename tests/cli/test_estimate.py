@@ -68,7 +68,8 @@ def test_every_stage_by_bucket():
     text = one_line(succeed("estimate", EXAMPLE, *AS_IN_THE_PAPER))
     assert "as it stands: SP 8 · PP 4 · DP 1" in text
     assert "rank 0 ranks 1-2 rank 3" in text
-    assert " fits host memory: " in text
+    offloading = one_line(succeed("estimate", EXAMPLE, "activations.policy=sppo"))
+    assert " fits host memory: " in offloading
 
 
 def test_degrees_left_out_are_those_that_solve_recommends(run):

@@ -110,7 +110,7 @@ def test_a_disk_is_taken_where_host_memory_alone_is_too_small(host):
 
 def test_a_plan_says_which_tier_and_runs_as_it_was_solved(tmp_path):
     run = request()
-    best = solve(run, hardware=one_gpu(host=17)).best
+    best = solve(run, hardware=one_gpu(host=16)).best
     assert best.candidate.tier == "disk"
     assert best.candidate.state.leaves_device
     plan = make_plan(run, best)

@@ -454,7 +454,8 @@ class Dependencies:
         more_s = np.maximum(block_s - out * layer_s, beyond * block_s - (layers - 1) * layer_s)
         later_s[self.inputs[forward]] = np.where(beyond > 0, more_s, 0.0)
         waiting = np.flatnonzero(later_s > 0)
-        origin = self._new_services(np.zeros(1), np.zeros(1, dtype=np.int64), turn=-1)
+        # Ahead of the first action, and of its start if a group of ranks runs it.
+        origin = self._new_services(np.zeros(1), np.zeros(1, dtype=np.int64), turn=-2)
         self._wait(np.repeat(origin, waiting.size), waiting)
         edges = self.edges
         is_later = later_s[edges.later] > 0
