@@ -37,7 +37,7 @@ from sppo.activations.policy_inputs import CopySlots, PolicyInputs
 from sppo.activations.tensor_classes import ATTENTION, CLASSES, LINEAR, X_IN
 from sppo.schedule.costs import Table
 
-WAITS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, np.inf)
+WAITS = (0.0, 0.5, 2.0, np.inf)
 """Waits for copies to compare, as shares of the forward that each copy overlaps."""
 _BISECTIONS = 16
 _RATES = 16
