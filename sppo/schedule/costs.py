@@ -86,51 +86,6 @@ class LayerCopies:
     out: int
     back: int
 
-    def forward_start_s(
-        self, start: float, *, seconds: float, copy_s: float, free_s: float, block_before_s: float
-    ) -> float:
-        """Return the earliest start of a forward that never waits for blocks on their way out.
-
-        Args:
-            start: Time at which all other inputs are ready.
-            seconds: Seconds of the forward.
-            copy_s: Seconds of the copies of all blocks of the forward.
-            free_s: Time at which the copies out that began earlier end.
-            block_before_s: Seconds of one block of these earlier copies.
-        """
-        layers, out = self.layers, self.out
-        layer_s, block_s, beyond = seconds / layers, copy_s / layers, layers - out
-        first_ends = free_s - (out - 1) * block_before_s + (layers - 1) * layer_s
-        if beyond <= 0:
-            return max(first_ends, free_s + beyond * block_before_s) - seconds
-        first = max(free_s, start + layer_s)
-        end = max(
-            first_ends,
-            free_s + beyond * layer_s,
-            first + block_s + (beyond - 1) * layer_s,
-            first + beyond * block_s,
-        )
-        return end - seconds
-
-    def backward_start_s(
-        self, start: float, *, first: float, layer_s: float, copy_s: float
-    ) -> tuple[float, float]:
-        """Return the earliest start of a backward without waits for blocks, and its last arrival.
-
-        Args:
-            start: Time at which all other inputs are ready.
-            first: Time at which the first block begins to come back.
-            layer_s: Seconds of one layer of the backward.
-            copy_s: Seconds of the copies of all blocks of the backward.
-
-        Returns:
-            Start of the backward, and the time at which its last block is back.
-        """
-        block_s, end, behind = copy_s / self.layers, first + copy_s, self.layers - 1
-        begin = max(start, first + block_s, end - behind * layer_s)
-        last = begin + max(0, behind - self.back) * layer_s + block_s
-        return begin, max(end, last)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Costs:
@@ -217,17 +172,6 @@ class Costs:
     def num_units(self) -> int:
         """Number of units of the tables."""
         return int(self.forward_s.shape[1])
-
-    @property
-    def copies_stages(self) -> bool:
-        """True if K and V, weights or gradients are copied, or K and V are recomputed."""
-        tables = (
-            self.kv_offload_bytes,
-            self.kv_recompute_s,
-            self.streamed_weight_bytes,
-            self.streamed_gradient_bytes,
-        )
-        return any(bool(table.any()) for table in tables)
 
     def of_first_units(self, count: int) -> Costs:
         """Return the costs of the first `count` units alone."""

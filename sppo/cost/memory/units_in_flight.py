@@ -98,12 +98,6 @@ class UnitsInFlight:
         )
         return most
 
-    def peak_beside_kv(self, saved: Table, *, deferred: Table) -> Table:
-        """Return the peak bytes of units, K and V and their gradients on each rank, [ranks]."""
-        held = self.kv + self.kv_gradients + self.held(saved, deferred=deferred)
-        most: Table = held.max(axis=1)
-        return most
-
     def counts(self, weights: Table) -> Counts:
         """Return how many units of each subsequence are held at the rank's peak, [stages, N].
 
