@@ -370,7 +370,9 @@ def _at_peak(
     """Return the bytes of each rank by bucket when it holds most, [ranks] each.
 
     Saved tensors, K and V and their gradients are those of the moment when most of them are held
-    together. Working set and messages count by as much as they raise the peak.
+    together. Working set and messages count by as much as they raise the peak. Sequences of equal
+    length leave the buffers of K and V and of their gradients to each other, from step to step, so
+    these are always as large as at their own peaks.
 
     Args:
         units: Units in flight on each rank.
@@ -378,11 +380,14 @@ def _at_peak(
         computing: Bytes of the working set of each action, [ranks, actions].
         sent: Bytes of the messages of each action, [ranks, actions].
     """
-    held = units.kv + units.kv_gradients + activations
+    of_sequences = [units.kv, units.kv_gradients]
+    if not units.candidate.packed:
+        of_sequences = [table.max(axis=1, keepdims=True) for table in of_sequences]
+    held = of_sequences[0] + of_sequences[1] + activations
     fullest = held.argmax(axis=1)[:, None]
     kv, gradients = (
-        np.rint(np.take_along_axis(table, fullest, axis=1)[:, 0])
-        for table in (units.kv, units.kv_gradients)
+        np.rint(np.take_along_axis(np.broadcast_to(table, held.shape), fullest, axis=1)[:, 0])
+        for table in of_sequences
     )
     most, beside, together = (
         np.rint(table.max(axis=1)) for table in (held, held + computing, held + computing + sent)

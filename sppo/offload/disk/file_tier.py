@@ -228,6 +228,8 @@ def _open(directory: Path, size_bytes: int) -> BinaryIO:
         file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - outlives this
         try:
             os.posix_fallocate(file.fileno(), 0, size_bytes)
+            # Without reading ahead, which would leave in the page cache what nobody asked for.
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         except BaseException:
             file.close()
             raise

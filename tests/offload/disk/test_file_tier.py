@@ -295,9 +295,11 @@ def test_a_waiter_hears_an_interrupt(opened, disk):
     disk(gate)
     asked = opened().write(0, some_bytes(MIB))
     main = threading.main_thread().ident
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a worker of pytest ignores
     threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         asked.wait()
+    signal.signal(signal.SIGINT, before)
     gate.open.set()
     asked.wait()
 
