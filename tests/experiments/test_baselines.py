@@ -69,6 +69,7 @@ def test_recomputing_goes_further_than_keeping_and_sharing_further_still(paper):
     assert longest[ULYSSES] < longest[ALST] < longest[FPDT]
 
 
+@pytest.mark.exhaustive
 def test_degrees_obey_the_rules_of_each_method(paper):
     assert paper[KEEPS_EVERYTHING].degrees == Degrees(32, 1, 1)
     assert paper[MEGATRON].degrees == Degrees(1, 4, 8)
@@ -150,6 +151,7 @@ def test_a_machine_that_is_too_small():
     assert found[SPPO].longest_tokens == 0
 
 
+@pytest.mark.exhaustive
 def test_cuts_written_for_another_length_are_left_out():
     cut = run_of(sequence={"length": 4096, "boundaries": [0, 2048, 4096]}, length=4096)
     assert rows(cut, A100S)[SPPO].longest_tokens > 512 * KIB
