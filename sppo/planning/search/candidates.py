@@ -32,9 +32,9 @@ OTHER_SCHEDULES = ("seq_zb_h1", "interleaved_seq1f1b", "sppo_msp")
 and with units cut over ranks (MSP)."""
 _NEITHER = {("seq_zb_h1", True), ("interleaved_seq1f1b", False)}
 """Schedules that there are not, with several stages on a rank and with one."""
-SCHEDULED_UNITS = 600
-"""Stages x units up to which other schedules are tried: programs that cut units (MSP) take long to
-make, and long pipelines that are full gain little."""
+CUT_UNITS = 600
+"""Stages x units up to which units are cut over ranks (MSP): such programs take long to make, and
+long pipelines that are full gain little."""
 _KV_PLACEMENTS: dict[str, KVPlacement | None] = {
     "auto": None,
     "retain": "retained",
@@ -140,14 +140,14 @@ def with_schedule(run: RunConfig, candidate: Candidate, schedule: str) -> Candid
     """
     units = candidate.num_stages * len(candidate.lengths) * candidate.sequences
     is_open = asked_schedule(run) == "auto" and not places_kv(run)
-    if not is_open or candidate.pipeline_parallel_degree == 1 or units > SCHEDULED_UNITS:
+    if not is_open or candidate.pipeline_parallel_degree == 1:
         return None
     if (schedule, candidate.virtual_stages > 1) in _NEITHER:
         return None
     streams = candidate.state.streams_weights or candidate.state.streams_gradients
     if streams and schedule != "interleaved_seq1f1b":
         return None
-    if schedule == "sppo_msp" and not _may_share(run, candidate):
+    if schedule == "sppo_msp" and (units > CUT_UNITS or not _may_share(run, candidate)):
         return None
     return replace(candidate, schedule=schedule, kv="retained")
 

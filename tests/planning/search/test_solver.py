@@ -343,3 +343,19 @@ def test_what_does_not_fit_is_explained():
     assert solution.best is None
     assert solution.runners_up == solution.by_num_subsequences == ()
     assert all(rejection.reason for rejection in solution.rejected)
+
+
+def test_a_written_schedule_is_not_faster_than_the_free_choice_of_many_units():
+    def step_s(**parallel):
+        run = run_config(
+            "llama-3.1-8b",
+            length="4Ki",
+            sequence={"num_subsequences": 5},
+            parallel={"data_parallel_degree": 2, "virtual_stages": 2, **parallel},
+            activations={"policy": "retain"},
+            train={"sequences_per_step": 16},
+            hardware={"preset": "b200", "nodes": 8},
+        )
+        return solved(run).best.step_s
+
+    assert step_s() <= 1.01 * step_s(schedule="interleaved_seq1f1b")
