@@ -139,7 +139,7 @@ class Dependencies:
 
     @property
     def edges(self) -> Edges:
-        """What each service waits for."""
+        """Edges of the step, which say what each service waits for."""
         return Edges.joined(self._edges)
 
     def action_of(self, service: int) -> int:

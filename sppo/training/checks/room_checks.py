@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import resource
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import repeat
 from pathlib import Path
+from typing import Literal
 
 from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, list_checkpoints
 from sppo.config import RunConfig
@@ -140,18 +142,7 @@ def _check_host(run: RunConfig, plan: ExecutionPlan, host_bytes: int) -> None:
         for buckets, copied in zip(plan.rank_tier_buckets("host"), saved, strict=False)
     ]
     fullest = max(ranks, key=lambda buckets: sum(buckets.values()))
-    if sum(fullest.values()) <= host_bytes:
-        return
-    raise MemoryError(
-        tier_too_small(
-            run,
-            plan.candidate(),
-            plan.placement(),
-            place="host",
-            buckets=fullest,
-            room_bytes=host_bytes,
-        )
-    )
+    _check_tier(run, plan, "host", buckets=fullest, room_bytes=host_bytes)
 
 
 def check_disk(run: RunConfig, plan: ExecutionPlan, free: FreeMemory) -> None:
@@ -178,14 +169,26 @@ def check_disk(run: RunConfig, plan: ExecutionPlan, free: FreeMemory) -> None:
             "limit (ulimit -f), or offload less"
         )
     room_bytes = free.disk.usable_bytes // free.local_ranks
-    if needed > room_bytes:
+    _check_tier(run, plan, "disk", buckets=fullest, room_bytes=room_bytes)
+
+
+def _check_tier(
+    run: RunConfig,
+    plan: ExecutionPlan,
+    place: Literal["host", "disk"],
+    *,
+    buckets: Mapping[str, int],
+    room_bytes: int,
+) -> None:
+    """Raise MemoryError if a rank stores more bytes in a tier, by bucket, than there is room."""
+    if sum(buckets.values()) > room_bytes:
         raise MemoryError(
             tier_too_small(
                 run,
                 plan.candidate(),
                 plan.placement(),
-                place="disk",
-                buckets=fullest,
+                place=place,
+                buckets=buckets,
                 room_bytes=room_bytes,
             )
         )
