@@ -208,7 +208,6 @@ def _each(
             launches[f"{named}, width {width}"] = partial(_elementwise, dtype, width)
         for count in words:
             launches[f"{named}, {count} words"] = partial(_cross_entropy, dtype, count)
-    launches["float32, gradients"] = _gradient_norm
     return launches
 
 
@@ -252,16 +251,6 @@ def _cross_entropy(dtype: Any, words: int) -> None:
         losses_to_gradient_(
             logits, labels, scale=1.0, label_smoothing=label_smoothing, z_loss=z_loss
         )
-
-
-def _gradient_norm() -> None:
-    import torch
-
-    from sppo.kernels.triton.gradient_norm import scale_, total_norm
-
-    for begin in (0, 1):  # aligned, and not
-        tensors = [torch.zeros(100)[begin:], torch.zeros(70000)]
-        scale_(tensors, total_norm(tensors))
 
 
 if __name__ == "__main__":

@@ -130,11 +130,6 @@ def _replace_kernels(stack: ExitStack, recorder: Recorder, attention: AttentionK
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
-    from sppo.kernels.triton import gradient_norm
-
-    gradient_norm._cached_table.cache_clear()
-    stack.callback(gradient_norm._cached_table.cache_clear)
-
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
         recorder.launch(self, dict(zip(self.arg_names, args, strict=False)) | named)
 

@@ -22,9 +22,6 @@ KERNELS = {
     "activation_backward_kernel",
     "merge_kernel",
     "cross_entropy_kernel",
-    "squares_kernel",
-    "root_kernel",
-    "scale_kernel",
 }
 SHARED_KIB = {80: 163, 86: 99, 90: 227, 100: 227, 120: 99}
 """Of one program, by compute capability without its point."""
