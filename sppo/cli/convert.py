@@ -23,7 +23,7 @@ from sppo.output_file import check_unused_directory
 from sppo.units import counted, format_bytes, format_count, parse_size
 
 if TYPE_CHECKING:
-    from sppo.model.hf import SavedWeights
+    from sppo.model.hf_writing import SavedWeights
 
 app = CommandGroup(help="Convert weights from and to Hugging Face.")
 
@@ -68,7 +68,8 @@ def from_hf(
         config = read_config(source)
         model = _model(model_fields(config), source=source)
         check_headers(source, model)
-        from sppo.model.hf import open_hf_weights, save_hf_weights
+        from sppo.model.hf_reading import open_hf_weights
+        from sppo.model.hf_writing import save_hf_weights
 
         weights = open_hf_weights(source, model)
         kind = _name_of(weights.dtype) if dtype is StoredType.KEEP else dtype.value
@@ -132,7 +133,7 @@ def to_hf(
         chosen = None if tokenizer is None else _chosen_extras(tokenizer)
         check_any(source)
         from sppo.checkpoint.checkpoint import read_model
-        from sppo.model.hf import save_hf_weights
+        from sppo.model.hf_writing import save_hf_weights
 
         metadata, weights = read_model(source)
         fields, trained_as = _trained(metadata, source=source)
@@ -218,7 +219,7 @@ def _run_extras(from_hf: str | None) -> tuple[Extras, str]:
 
 
 def _name_of(dtype: object) -> str:
-    from sppo.model.hf import DTYPES
+    from sppo.model.hf_writing import DTYPES
 
     return next(name for name, known in DTYPES.items() if known == dtype)
 
