@@ -10,7 +10,6 @@ from rich.console import Console
 
 from sppo.config import load_run
 from sppo.engine.engine import Engine
-from sppo.engine.executor import Executor
 from sppo.engine.stage import Stage
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.job import timed_call
@@ -63,7 +62,7 @@ def noted_when(monkeypatch, owner, name, record):
 
 
 def test_what_fails_in_a_step_is_noted_before_the_step_is_given_up(run, work, monkeypatch):
-    found = noted_when(monkeypatch, Executor, "_abort", work / "record")
+    found = noted_when(monkeypatch, Engine, "_give_up", work / "record")
     monkeypatch.setattr(Stage, "forward", fail)
     with pytest.raises(OddError):
         train(run, work / "record")
