@@ -181,7 +181,7 @@ def _build_engine(
     disk = None if run.activations.disk is None else Path(run.activations.disk)
     store = None
     if may_offload(run, plan):
-        store = device.offload_store(
+        store = device.block_store(
             plan,
             disk=disk,
             debug=run.activations.debug,

@@ -20,8 +20,8 @@ from sppo.engine.providers.streamed_weights import StreamedWeights
 from sppo.model.hf import open_hf_weights
 from sppo.model.initialize import generate_weights_ahead
 from sppo.offload.copy_report import CopyReport
+from sppo.offload.lane import Lane
 from sppo.offload.state_memory import DiskMemory, LockedHostMemory, StateMemory
-from sppo.offload.transfers import Transfers
 from sppo.optim.adamw import AdamW
 from sppo.optim.host_adamw import HostAdamW
 from sppo.optim.optimizer_rows import OptimizerRows
@@ -48,8 +48,8 @@ class StateTensors:
         streamed_gradients: Gradients that are copied from and to the device stage by stage; None
             if all gradients stay on the device.
         memory: Memory of the tier behind the device; None if all state stays on the device.
-        transfers: Copies to and from that tier, closed with the tensors; None if all state stays
-            on the device.
+        lane: Lane to and from that tier, closed with the tensors; None if all state stays on the
+            device.
     """
 
     tiers: StateTiers
@@ -59,7 +59,7 @@ class StateTensors:
     streamed_weights: StreamedWeights | None
     streamed_gradients: StreamedGradients | None
     memory: StateMemory | None
-    transfers: Transfers | None
+    lane: Lane | None
 
     @property
     def used_weights(self) -> Mapping[str, Tensor]:
@@ -78,8 +78,8 @@ class StateTensors:
 
     def close(self) -> None:
         """End threads and copies, and unlock host memory; a second call does nothing."""
-        if self.transfers is not None:
-            self.transfers.close()
+        if self.lane is not None:
+            self.lane.close()
 
     def add_tier_bytes(self, copies: CopyReport) -> CopyReport:
         """Return `copies` with the state behind the device added to its host or disk bytes."""
@@ -120,12 +120,12 @@ def make_state(job: Job, tiers: StateTiers, sharded: ShardedState) -> StateTenso
     """
     run, place, stages = job.run, job.device.torch_device, sharded.names_of_stages
     _say_what_stays(run, job.device)
-    memory, transfers = _tier(job, tiers)
+    memory, lane = _tier(job, tiers)
     on_disk = tiers.optimizer == "disk"
     streamed_weights = streamed_gradients = rows = None
     with ExitStack() as on_failure:
-        if transfers is not None:
-            on_failure.enter_context(closing(transfers))
+        if lane is not None:
+            on_failure.enter_context(closing(lane))
         if tiers.offloads_optimizer:
             rows = OptimizerRows(sharded.owned_shapes, memory=memory if on_disk else None)
         weights, masters = _start(run, tiers, sharded, memory=memory, rows=rows, place=place)
@@ -135,18 +135,14 @@ def make_state(job: Job, tiers: StateTiers, sharded: ShardedState) -> StateTenso
         if rows is None:
             optimizer = AdamW(owned, config=run.optimizer, masters=masters or None)
         else:
-            assert transfers is not None, "a tier has copies"
+            assert lane is not None, "a tier has a lane"
             bucket = {"bucket_elements": DISK_UPDATE_ELEMENTS} if on_disk else {}
-            optimizer = HostAdamW(
-                owned, config=run.optimizer, rows=rows, transfers=transfers, **bucket
-            )
-        if transfers is not None and tiers.streams_weights:
-            streamed_weights = StreamedWeights(
-                weights, stages=stages, device=place, transfers=transfers
-            )
-        if transfers is not None and tiers.streams_gradients:
+            optimizer = HostAdamW(owned, config=run.optimizer, rows=rows, lane=lane, **bucket)
+        if lane is not None and tiers.streams_weights:
+            streamed_weights = StreamedWeights(weights, stages=stages, device=place, lane=lane)
+        if lane is not None and tiers.streams_gradients:
             streamed_gradients = StreamedGradients(
-                gradients, stages=stages, device=place, transfers=transfers
+                gradients, stages=stages, device=place, lane=lane
             )
         on_failure.pop_all()
     return StateTensors(
@@ -157,7 +153,7 @@ def make_state(job: Job, tiers: StateTiers, sharded: ShardedState) -> StateTenso
         streamed_weights,
         streamed_gradients,
         memory,
-        transfers,
+        lane,
     )
 
 
@@ -218,17 +214,17 @@ def _say_what_stays(run: RunConfig, device: Device) -> None:
             _log.info("state.%s=host: it stays, for a CPU's memory is the host's", part)
 
 
-def _tier(job: Job, tiers: StateTiers) -> tuple[StateMemory | None, Transfers | None]:
-    """Return the memory of the tier behind the device, and the copies to and from it."""
+def _tier(job: Job, tiers: StateTiers) -> tuple[StateMemory | None, Lane | None]:
+    """Return the memory of the tier behind the device, and the lane to and from it."""
     if not tiers.leaves_device:
         return None, None
     limit_s, disk = job.failed_step_timeout_s, job.run.activations.disk
     if "disk" in (tiers.weights, tiers.gradients, tiers.optimizer):
         assert disk is not None, "checked with the run file"
         memory = DiskMemory(Path(disk))
-        return memory, job.device.transfers(memory, failed_step_timeout_s=limit_s)
-    transfers = job.device.transfers(None, failed_step_timeout_s=limit_s)
-    return LockedHostMemory(transfers), transfers
+        return memory, job.device.state_lane(memory, failed_step_timeout_s=limit_s)
+    lane = job.device.state_lane(None, failed_step_timeout_s=limit_s)
+    return LockedHostMemory(lane), lane
 
 
 def starting_weights(

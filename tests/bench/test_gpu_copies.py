@@ -16,11 +16,11 @@ from sppo.bench.operands import Operands
 from sppo.bench.overlap import MeasuredLayer, default_layer, measure_overlap
 from sppo.cli.output.bench_copies import copies_lines
 from sppo.config.model import ModelConfig
-from sppo.offload.queues import cuda_queues
-from sppo.offload.queues.cuda_queues import CudaQueues
+from sppo.offload import cuda_lane
+from sppo.offload.cuda_lane import CudaLane
 from sppo.units import MIB
 from tests.bench.test_timing import Watcher
-from tests.offload.queues.test_cuda_queues import on_gpu, runtime_without_a_gpu
+from tests.offload.test_cuda_lane import on_gpu, runtime_without_a_gpu
 
 CPU = torch.device("cpu")
 TWO = [torch.device("cuda", index) for index in range(2)]
@@ -32,7 +32,7 @@ def no_gpu(monkeypatch):
     runtime = runtime_without_a_gpu()
     runtime.get_device_name = lambda device: "no GPU"
     runtime.Stream.cuda_stream = 0
-    for module in (pcie, overlap, cuda_queues):
+    for module in (pcie, overlap, cuda_lane):
         monkeypatch.setattr(module, "_cuda", runtime)
     monkeypatch.setattr(pcie, "_TORCH_MEMORY", {"pageable": False})
     monkeypatch.setattr(pcie, "_QUICK_REQUESTS", (MIB,))
@@ -168,7 +168,7 @@ def test_a_failed_copy_is_not_lost(no_gpu):
 
 
 def test_overlap_with_everything_but_the_device(no_gpu, monkeypatch):
-    monkeypatch.setattr(overlap, "_queues", lambda device: CudaQueues(CPU))
+    monkeypatch.setattr(overlap, "_lane", lambda device: CudaLane(CPU))
     monkeypatch.setattr(overlap, "_QUICK_TOKENS", {"cuda": (64,)})
     monkeypatch.setattr(overlap, "_QUICK_CONTEXTS", {"cuda": (0, 64)})
     operands = Operands("cpu")

@@ -1,7 +1,6 @@
 """Saved tensors offloaded whole or in part: the gradients equal those with all retained."""
 
 import errno
-import os
 
 import pytest
 import torch
@@ -17,9 +16,8 @@ from sppo.engine.stage import Stage
 from sppo.engine.unit import units_of
 from sppo.model.gradients import zero_gradients
 from sppo.model.layer import Layer
+from sppo.offload.block_store import BlockStore
 from sppo.offload.device_stores import DeviceStore
-from sppo.offload.disk.file_tier import FileTier
-from sppo.offload.offload_store import OffloadStore
 from tests.engine.models import (
     VARIANTS,
     Trained,
@@ -29,8 +27,9 @@ from tests.engine.models import (
     random_weights,
     tiny_model,
 )
-from tests.engine.offloading import FixedRows, RatioRows, offloading_trained, queues_of
-from tests.offload.emulated_queues import SCHEDULERS
+from tests.engine.offloading import FixedRows, RatioRows, lane_of, offloading_trained
+from tests.offload.emulated_lane import SCHEDULERS
+from tests.offload.test_block_store import failing_disk
 from tests.tiers import each_once, examples, exhaustive
 
 CUTS = [(0, 4, 5, 17, 30, 37), (0, 13, 20)]
@@ -98,7 +97,7 @@ def test_any_rows_give_the_gradients_of_keeping_everything(data):
         weights,
         rows,
         directory=data.draw(st.sampled_from([None, "emulated"])),
-        queues=data.draw(st.sampled_from(sorted(SCHEDULERS))),
+        lane=data.draw(st.sampled_from(sorted(SCHEDULERS))),
         lag=data.draw(st.integers(0, 4)),
     )
     retained = Trained(model, weights).step([sequence] * 2, [cuts] * 2)
@@ -151,7 +150,7 @@ def test_a_layer_that_fails_leaves_the_engine_clean(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("verb", ["write", "read"])
-def test_a_disk_that_fails_ends_the_step_and_not_the_next(verb, tmp_path, monkeypatch):
+def test_a_disk_that_fails_ends_the_step_and_not_the_next(verb, tmp_path):
     model = tiny_model("gqa, q/k-norm")
     weights, data = random_weights(model), two_sequences(model)
     offloading = offloading_trained(
@@ -159,20 +158,12 @@ def test_a_disk_that_fails_ends_the_step_and_not_the_next(verb, tmp_path, monkey
     )
     expected = Trained(model, weights).step(data, CUTS)
     assert_equal_bits(offloading.step(data, CUTS), expected)
-    original = getattr(FileTier, verb)
-
-    def failing(self, offset_bytes, array):
-        if offset_bytes > 0:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return original(self, offset_bytes, array)
-
-    monkeypatch.setattr(FileTier, verb, failing)
-    with pytest.raises(OSError, match="the disk failed while (writing|reading)") as caught:
+    failure = pytest.raises(OSError, match="the disk failed while (writing|reading)")
+    with failing_disk(verb), failure as caught:
         offloading.step(data, CUTS)
     assert caught.value.errno == errno.EIO
     assert caught.value.filename == str(tmp_path)
     assert_idle(offloading)
-    monkeypatch.setattr(FileTier, verb, original)
     assert_equal_bits(offloading.step(data, CUTS), expected)
     offloading.engine.close()
 
@@ -213,15 +204,15 @@ def test_classes_are_cut_at_128_rows(ratio, dtype, tmp_path):
     offloading.engine.close()
 
 
-@pytest.mark.parametrize("queues", ["threads", *exhaustive("lazy", "random 1")])
-def test_sequences_in_flight_have_their_own_places(queues, tmp_path):
+@pytest.mark.parametrize("lane", ["threads", *exhaustive("lazy", "random 1")])
+def test_sequences_in_flight_have_their_own_places(lane, tmp_path):
     """Forwards of the next sequences between the backwards of the first, as in a pipeline."""
     model = tiny_model("gqa, q/k-norm", num_layers=3)
     weights = random_weights(model)
     data = [random_sequence(model, 23, seed=seed) for seed in range(5)]
     cuts = (0, 4, 9, 17, 23)
     gradients = zero_gradients(weights)
-    store = OffloadStore(queues_of(queues), disk=tmp_path, checksums=True)
+    store = BlockStore(lane_of(lane), disk=tmp_path, debug=True)
     stage = Stage(
         model,
         weights=ResidentWeights(weights),
@@ -245,7 +236,7 @@ def test_sequences_in_flight_have_their_own_places(queues, tmp_path):
         for key in forwards[:6]:
             stage.forward(units[key], None, loss_scale=scale)
         for i, key in enumerate(backwards):
-            store.start_reload(stage.layout.saved_keys(key))
+            store.permit(stage.layout.saved_keys(key))
             stage.backward(units[key], None)
             for later in forwards[6 + i : 7 + i]:
                 stage.forward(units[later], None, loss_scale=scale)

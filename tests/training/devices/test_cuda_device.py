@@ -165,7 +165,7 @@ def test_the_store_of_a_rank_has_two_streams():
         made = mock.Mock(side_effect=runtime.Stream)
         runtime.Stream = made
         options = {"disk": None, "debug": False, "failed_step_timeout_s": 5.0}
-        device.offload_store(plan, **options)
+        device.block_store(plan, **options)
         assert made.call_count == 2
 
 

@@ -11,8 +11,8 @@ import pytest
 from sppo.config import load_run
 from sppo.kernels.native.machine_memory import MemoryRoom
 from sppo.offload.disk import disk_room as disk
+from sppo.offload.disk import file_tier
 from sppo.offload.disk.disk_room import DiskRoom
-from sppo.offload.disk.file_tier import FileTier
 from sppo.planning.run_plan import USABLE_FRACTION
 from sppo.training.checks import room_checks
 from sppo.training.preflight import preflight
@@ -169,15 +169,14 @@ def test_a_full_disk_is_not_called_missing(work, monkeypatch, activations):
 
 
 def test_a_disk_that_fails_ends_the_run_and_the_next_goes_on(work, monkeypatch):
-    original = FileTier.write
 
-    def failing(self, offset_bytes, array):
+    def failing(*_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(FileTier, "write", failing)
-    error = refuse("train", offloading_run(work, policy="offload_all"), code=1)
+    with monkeypatch.context() as broken:
+        broken.setattr(file_tier, "_system_io", failing)
+        error = refuse("train", offloading_run(work, policy="offload_all"), code=1)
     assert "spill: the disk failed while writing" in error
-    monkeypatch.setattr(FileTier, "write", original)
     succeed("train", offloading_run(work, policy="offload_all"))
     succeed("train", offloading_run(work, output="kept", policy="retain"))
     assert losses(work / "out") == losses(work / "kept")
