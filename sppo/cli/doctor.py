@@ -412,7 +412,7 @@ def _attention() -> Iterator[Finding]:
     case = AttentionCase(device, torch.bfloat16, _HEAD_SIZE, _GROUP, window=False)
     subject = f"attention ({device.type}, bf16)"
     chosen = chosen_name("auto", case)
-    names = [name for name in preference(device) if CAPABILITIES[name].automatic]
+    names = preference(device)
     for name in names:
         if device.type not in CAPABILITIES[name].devices:
             continue

@@ -155,4 +155,4 @@ def test_a_named_back_end_is_never_replaced(gpu):
 
 def test_machines_name_the_back_ends_that_there_are():
     on_gpus = {name for name, able in choice.CAPABILITIES.items() if "cuda" in able.devices}
-    assert {*ATTENTION_BACKENDS} == on_gpus - {"reference"}
+    assert {*ATTENTION_BACKENDS} == on_gpus
