@@ -31,8 +31,8 @@ from sppo.kernels.labels import IGNORED_LABEL
 from sppo.planning.partition import lengths_of
 from sppo.planning.run_plan import evaluation_boundaries
 from sppo.quoting import quoted
-from sppo.training.checks.input_checks import check_weights, initial_weights
 from sppo.training.devices.device import Device
+from sppo.training.input_checks import check_weights, initial_weights
 from sppo.training.state_tensors import DTYPES, starting_weights
 from sppo.units import format_bytes
 
@@ -91,7 +91,7 @@ def evaluate(
 
     Args:
         run: Run configuration that passed
-            :func:`sppo.training.checks.input_checks.check_evaluation`.
+            :func:`sppo.training.input_checks.check_evaluation`.
         source: Path of a checkpoint, or of a run whose newest one is evaluated; None evaluates the
             initial weights of the run (``model.from_hf``, or random weights).
         device: Device that computes.

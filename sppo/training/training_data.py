@@ -12,6 +12,8 @@ from sppo.data.run_tokens import samples_of
 from sppo.data.samples.document_samples import DocumentSamples
 from sppo.data.sequences import TrainingData
 from sppo.data.tokens import LOSS_MASK_FILE, TOKENS_FILE, TokenData, open_tokens
+from sppo.parallel.job.rendezvous import difference_report
+from sppo.training.job import Job
 from sppo.units import KIB
 
 
@@ -83,13 +85,24 @@ _NUM_BLOCKS = 64
 _SHOWN_DIGITS = 16
 
 
-def input_facts(run: RunConfig, data: TokenData) -> dict[str, str]:
-    """Return the facts about a rank's inputs that all ranks compare, by name.
+def check_same_inputs(job: Job, data: TokenData) -> None:
+    """Raise ValueError unless all ranks read the same inputs. Collective.
 
     Args:
-        run: Validated run configuration.
+        job: Job that trains the run.
         data: Token data as this rank reads it.
+
+    Raises:
+        ValueError: On every rank; names the ranks and facts that differ, with both values.
     """
+    if job.ranks.mesh.is_distributed:
+        report = difference_report(job.ranks.peers.all_gather(input_facts(job.run, data)))
+        if report:
+            raise ValueError(report)
+
+
+def input_facts(run: RunConfig, data: TokenData) -> dict[str, str]:
+    """Return the facts about a rank's inputs that all ranks compare, by name."""
     meta, tokenizer = data.meta, data.meta.tokenizer
     documents = hashlib.sha256(data.document_offsets.data)
     facts = {

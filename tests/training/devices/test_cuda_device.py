@@ -26,9 +26,8 @@ from sppo.planning.plan import read_plan
 from sppo.schedule.actions import Action, ActionKind
 from sppo.training import preflight as preflight_module
 from sppo.training import trainer
-from sppo.training.devices import choose_device as choose_device_module
 from sppo.training.devices import cuda_device
-from sppo.training.devices.choose_device import check_devices, choose_device, device_kind
+from sppo.training.devices import device as devices
 from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.devices.cuda_device import (
     ALLOCATOR_VARIABLES,
@@ -36,10 +35,11 @@ from sppo.training.devices.cuda_device import (
     CudaDevice,
     prepare_cuda,
 )
+from sppo.training.devices.device import check_devices, choose_device, device_kind
 from sppo.training.preflight import preflight
 from sppo.training.run_checkpoints import RunCheckpoints
 from sppo.training.start import check_kind, followed_plan
-from sppo.training.steps.warm_up import warm_up
+from sppo.training.warm_up import warm_up
 from sppo.units import GIB, MIB
 from tests import fake_cuda
 from tests.conftest import refuse, succeed, write_run
@@ -70,9 +70,7 @@ def gpus(monkeypatch):
     """A machine on which torch sees two GPUs; none may be used."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: GPUS)
-    monkeypatch.setattr(
-        choose_device_module, "device_kind", device_kind
-    )  # whatever conftest makes of it
+    monkeypatch.setattr(devices, "device_kind", device_kind)  # whatever conftest makes of it
 
 
 def run_of(work, output="out", **sections):
@@ -341,7 +339,7 @@ def test_the_host_waits_for_the_device_only_between_steps(work, monkeypatch):
         job = job_alone(run, device=device)
         checked = preflight(job)
         monkeypatch.setattr(Engine, "accumulate", accumulate)
-        trainer.train(job, checked)
+        trainer.train(checked)
         assert runtime.counts.set_to == [device.torch_device]
         assert runtime.counts.waits > 0
     first, *others = waits
@@ -387,8 +385,8 @@ def test_evaluation_is_that_of_the_cpu(work):
 
 def test_the_command_says_what_it_trains_on_and_where_tensors_go(work, monkeypatch):
     with fake_gpu() as (device, _):
-        monkeypatch.setattr(choose_device_module, "device_kind", lambda run: "cuda")
-        monkeypatch.setattr(choose_device_module, "choose_device", lambda run, **_: device)
+        monkeypatch.setattr(devices, "device_kind", lambda run: "cuda")
+        monkeypatch.setattr(devices, "choose_device", lambda run, **_: device)
         offloading = ("train", "run.yaml", "activations.policy=offload_all")
         said = succeed(*offloading)
         assert f"fp32 on {NAME} (cpu), torch" in said

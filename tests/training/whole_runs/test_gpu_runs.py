@@ -13,8 +13,8 @@ from sppo.config import load_run
 from sppo.offload.transfers import CudaTransfers
 from sppo.training import trainer
 from sppo.training.devices import cuda_device
-from sppo.training.devices.choose_device import choose_device
 from sppo.training.devices.cpu_device import CpuDevice
+from sppo.training.devices.device import choose_device
 from sppo.training.job import FAILED_STEP_TIMEOUT_S
 from tests.fake_cuda import fake_gpu, steps_lock_nothing
 from tests.training.jobs import evaluate_initial, losses, summary, train_alone, train_rank

@@ -14,7 +14,7 @@ from sppo.offload.disk import disk_room as disk
 from sppo.offload.disk.disk_room import DiskRoom
 from sppo.offload.disk.file_tier import FileTier
 from sppo.planning.run_plan import USABLE_FRACTION
-from sppo.training.checks import room_checks
+from sppo.training import preflight as preflight_module
 from sppo.training.preflight import preflight
 from tests.conftest import refuse, succeed, write_run
 from tests.tiers import default_of, exhaustive
@@ -83,7 +83,7 @@ def test_a_plan_for_a_gpu_is_not_followed_on_the_cpu(work):
 def test_a_file_system_in_memory_counts_as_memory(work, monkeypatch):
     run_file = offloading_run(work, policy="offload_all")
     needed = preflight(job_alone(load_run(run_file))).plan.stages[0].memory
-    monkeypatch.setattr(room_checks, "is_memory", lambda directory: True)
+    monkeypatch.setattr(preflight_module, "is_memory", lambda directory: True)
     preflight(job_alone(load_run(run_file)))
     room = needed.device.total_bytes + needed.tier_activations_bytes
     monkeypatch.setattr(
@@ -192,7 +192,7 @@ def test_hybrid_moves_what_does_not_fit(work, monkeypatch):
     usable = device.total_bytes - device.activations_bytes // 3
     room = MemoryRoom(int(usable / USABLE_FRACTION) + 1)
     monkeypatch.setattr("sppo.training.devices.cpu_device.memory_room", lambda: room)
-    monkeypatch.setattr(room_checks, "REPORT_BYTES", 0)  # plots would need more than this run
+    monkeypatch.setattr(preflight_module, "REPORT_BYTES", 0)  # plots would need more than this run
     run_file = offloading_run(work, sequence=long)
     plan = preflight(job_alone(load_run(run_file))).plan
     assert plan.policy == "hybrid"

@@ -12,7 +12,7 @@ import torch
 from sppo.checkpoint.checkpoint import read_weights
 from sppo.offload.disk import mapped_file
 from sppo.offload.disk.disk_room import DiskRoom
-from sppo.training.checks import room_checks
+from sppo.training import preflight
 from sppo.training.interruption import StopRequest
 from tests.conftest import call, refuse, succeed, write_run
 from tests.tiers import each_once
@@ -104,9 +104,7 @@ def test_a_disk_without_room_is_refused_before_the_start(work, monkeypatch):
     assert not os.listdir(work / "spill")
     monkeypatch.undo()
     monkeypatch.chdir(work)
-    monkeypatch.setattr(
-        room_checks, "usable_directory", lambda directory: DiskRoom(free_bytes=1000)
-    )
+    monkeypatch.setattr(preflight, "usable_directory", lambda directory: DiskRoom(free_bytes=1000))
     text = refuse("train", run_of(work, "other", state=ALL), code=4)
     assert "the section state moves" in text
     assert "activations.disk=spill" in text

@@ -21,10 +21,10 @@ from sppo.planning.elastic.step_correction import (
 )
 from sppo.schedule.actions import Action, ActionKind
 from sppo.schedule.costs import abstract_costs
-from sppo.training.steps.corrections import Corrections, action_sums, saved_history
+from sppo.training.sample_steps import Corrections, action_sums, saved_history
 from tests.conftest import write_run, write_tokens
 from tests.training.jobs import records
-from tests.training.steps.test_planning_ahead import assert_same_training
+from tests.training.test_planning_ahead import assert_same_training
 from tests.training.whole_runs.test_parallel_runs import (
     MODEL,
     OPTIMIZER,
