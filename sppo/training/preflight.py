@@ -25,8 +25,7 @@ from sppo.cost.memory.process_growth import PLANNING_PROCESS_BYTES, REPORT_BYTES
 from sppo.cost.memory.stage_memory import checkpoint_bytes
 from sppo.cost.memory.tier_memory import SAVED_IN_BACKGROUND
 from sppo.cost.parameters import num_parameters
-from sppo.data.samples.document_samples import DocumentSamples
-from sppo.data.sequences import TrainingData
+from sppo.data.sample_rows import TrainingData
 from sppo.hardware.description import DeviceKind
 from sppo.offload.disk.disk_room import DiskRoom, is_memory, usable_directory
 from sppo.parallel.mesh_shape import MeshShape
@@ -47,7 +46,7 @@ from sppo.training.input_checks import check_inputs, check_weights
 from sppo.training.job import Job, mesh_shape
 from sppo.training.sample_steps import saved_history
 from sppo.training.state import may_offload
-from sppo.training.training_data import check_labels, check_same_inputs, training_data
+from sppo.training.training_data import check_labels, input_facts, training_data
 from sppo.units import format_bytes
 
 
@@ -66,7 +65,7 @@ class CheckedRun:
     """A run that passed all checks, with its training data and plan."""
 
     job: Job
-    data: TrainingData | DocumentSamples
+    data: TrainingData
     plan: ExecutionPlan
     """Plan of every step; in a run of samples, of a step of the longest samples."""
     attention: AttentionSummary
@@ -115,16 +114,17 @@ def preflight(
         ranks.decided_by_main(lambda: check_inputs(run))
     ranks.decided_by_main(lambda: check_weights(run))
     data = ranks.done_by_all(lambda: training_data(run))
-    check_same_inputs(job, data.data)
+    if ranks.mesh.is_distributed:
+        ranks.peers.check_same(input_facts(run, data.data))
     ranks.decided_by_main(lambda: check_labels(data, steps=run.train.steps))
-    if isinstance(data, DocumentSamples):
+    if run.data.samples == "documents":
         run = run_of_longest_samples(run, longest=int(data.table.lengths.max()))
     planned = replace(job, run=run)
     if device.kind == "cpu":
         load_libraries(tensorboard=run.train.tensorboard)
     load_attention(run, device)
     ranks.peers.barrier()  # free memory is meaningful once every rank has loaded its libraries
-    plans_ahead = isinstance(data, DocumentSamples) and run.planning.ahead
+    plans_ahead = run.data.samples == "documents" and run.planning.ahead
     free = find_free_memory(planned, plans_ahead=plans_ahead)
     plan = ranks.decided_by_main(lambda: _trainable_plan(planned, plan, data, free))
     # Every rank has read the free memory by now, and none has allocated any.
@@ -139,7 +139,7 @@ def preflight(
 
 
 def _trainable_plan(
-    job: Job, plan: ExecutionPlan | None, data: TrainingData | DocumentSamples, free: FreeMemory
+    job: Job, plan: ExecutionPlan | None, data: TrainingData, free: FreeMemory
 ) -> ExecutionPlan:
     """Return the plan of a run, made for the free memory unless one is given.
 
@@ -169,7 +169,7 @@ def _trainable_plan(
             "disk_bytes": free.disk.usable_bytes,  # of all ranks; the plan divides it
             "host_bytes": free.host_bytes,
         }
-        if isinstance(data, DocumentSamples):
+        if run.data.samples == "documents":
             plan = plan_samples(run, steps=tuple(_first_steps(data)), **limits)
         else:
             plan = plan_run(run, **limits)
@@ -177,7 +177,7 @@ def _trainable_plan(
     return plan
 
 
-def _first_steps(data: DocumentSamples) -> Iterator[tuple[int, ...]]:
+def _first_steps(data: TrainingData) -> Iterator[tuple[int, ...]]:
     """Yield the lengths of the samples of each of a run's first steps, in tokens.
 
     A resumed run uses these steps, too, so it gets the same stages and continues bit for bit.
@@ -225,9 +225,7 @@ def check_trainable(run: RunConfig, plan: ExecutionPlan, *, kind: DeviceKind) ->
         check_streams(mesh_shape(run), use)
 
 
-def _next_step(
-    run: RunConfig, data: TrainingData | DocumentSamples, plan: ExecutionPlan
-) -> NextStep | None:
+def _next_step(run: RunConfig, data: TrainingData, plan: ExecutionPlan) -> NextStep | None:
     """Return the plan of the first step of samples to execute, after the newest checkpoint if any.
 
     The checkpoint is not verified here, but when it is loaded. Returns None in a run of sequences,
@@ -236,7 +234,7 @@ def _next_step(
     Raises:
         MemoryError: The step does not fit.
     """
-    if not isinstance(data, DocumentSamples):
+    if run.data.samples == "stream":
         return None
     metadata = _newest_metadata(run)
     done, consumed = int(metadata["step"]), int(metadata["sequences_consumed"])

@@ -14,6 +14,7 @@ from sppo.cost.memory.tier_memory import SAVED_IN_BACKGROUND
 from sppo.cost.stage_cost import copy_bytes_per_s
 from sppo.offload.copy_report import CopyReport
 from sppo.planning.plan import ExecutionPlan
+from sppo.plots.chrome_trace import write_trace
 from sppo.plots.loss import loss_plot
 from sppo.plots.timeline import write_png
 from sppo.report.lines import print_line
@@ -29,7 +30,6 @@ from sppo.report.run_summary import (
     write_summary,
 )
 from sppo.report.summary_tables import print_summary
-from sppo.timeline.chrome_trace import write_trace
 from sppo.training.executed_step import StepTimelines
 from sppo.training.outcome import TrainingOutcome, predicted_and_measured
 from sppo.training.preflight import CheckedRun

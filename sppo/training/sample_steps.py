@@ -15,7 +15,7 @@ import torch
 from sppo.cost.flops import sample_flops
 from sppo.cost.memory.process_growth import code_bytes
 from sppo.cost.memory.stage_memory import MemoryBuckets
-from sppo.data.samples.document_samples import DocumentSamples
+from sppo.data.sample_rows import TrainingData
 from sppo.engine.step_programs import PlannedStep
 from sppo.engine.trace import ExecutedAction
 from sppo.engine.unit import SequenceData
@@ -58,7 +58,7 @@ class SampleSteps(StepSource):
     """
 
     def __init__(
-        self, job: Job, data: DocumentSamples, plan: ExecutionPlan, metadata: Mapping[str, Any]
+        self, job: Job, data: TrainingData, plan: ExecutionPlan, metadata: Mapping[str, Any]
     ) -> None:
         run, ranks = job.run, job.ranks
         self._run, self._data, self._mesh = run, data, ranks.mesh

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sppo.cost.flops import step_flops
 from sppo.cost.memory.stage_memory import MemoryBuckets
 from sppo.cost.stage_cost import executed_flops
-from sppo.data.sequences import TrainingData
+from sppo.data.sample_rows import TrainingData
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.simulated_run import simulated_plan
 from sppo.schedule.program import Case
@@ -100,10 +100,10 @@ class SequenceSteps(StepSource):
         """Fields of the work that are the same in all steps."""
 
     def work(self, step: int, *, consumed: int) -> StepWork:
-        """Return the work of a step; its data follows from the number of the step."""
-        indices = self._data.sequence_indices(step)
+        """Return the work of a step."""
+        indices = self._data.step_samples(consumed)
         first = self._mesh.at.data * self._count
-        own = [self._data.sequence(index) for index in indices[first : first + self._count]]
+        own = [self._data.row([index]) for index in indices[first : first + self._count]]
         num_valid = sum(sequence.num_valid for sequence in own)
         return StepWork(
             number=step + 1, sequences=own, num_valid=num_valid, consumed=indices, **self._same
@@ -111,7 +111,7 @@ class SequenceSteps(StepSource):
 
     def why_no_labels(self, step: int, *, consumed: int) -> str:
         """Return why a step has no valid label; called only for such a step."""
-        return self._data.why_no_labels(step)
+        return self._data.why_no_labels(consumed)
 
     def case(self, last: StepWork) -> Case:
         """Return the program of a step and its costs, the same for all steps."""

@@ -14,7 +14,6 @@ import time
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from sppo.data.samples.document_samples import DocumentSamples
 from sppo.optim.learning_rate import learning_rate
 from sppo.output_file import write_json
 from sppo.planning.plan import plan_json
@@ -117,7 +116,7 @@ def _train_into(output: Path, checked: CheckedRun, base: Baseline) -> TrainingOu
         outcome = TrainingOutcome(output, base, first_step, first_step)
         outcome.buckets.count_state(state)
         source: StepSource
-        if isinstance(data, DocumentSamples):
+        if run.data.samples == "documents":
             source = SampleSteps(job, data, plan, metadata)
         else:
             source = SequenceSteps(job, data, plan)
