@@ -50,7 +50,9 @@ def ordinary(run):
     for step in range(run.train.steps):
         optimizer.zero_grad()
         terms = LossTerms(run.train.label_smoothing, run.train.z_loss)
-        loss = reference_loss(run.model, weights, data.step(step), terms=terms)
+        consumed = step * run.train.sequences_per_step
+        sequences = [data.row([sample]) for sample in data.step_samples(consumed)]
+        loss = reference_loss(run.model, weights, sequences, terms=terms)
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(weights.values(), config.clip_norm)))
         for group in optimizer.param_groups:
