@@ -52,11 +52,6 @@ def with_attention_here(hardware: HardwareSpec, run: RunConfig, device: Device) 
 
     The back end of measured rates stays, as does one that the run file names, or one that this
     machine replaces by a better one without known rates.
-
-    Args:
-        hardware: Machine that the run names.
-        run: Validated run configuration.
-        device: Device of this process.
     """
     named = run.hardware != "auto" and run.hardware.attention != "auto"
     spec = hardware.device
@@ -72,11 +67,6 @@ def with_attention_here(hardware: HardwareSpec, run: RunConfig, device: Device) 
 
 def check_attention(run: RunConfig, plan: ExecutionPlan, device: Device) -> AttentionSummary:
     """Return the back ends that compute a run; refuse a plan that expects a better one.
-
-    Args:
-        run: Validated run configuration.
-        plan: Plan of the run.
-        device: Device of this process.
 
     Raises:
         ValueError: This machine cannot run the back end that the plan is priced with; names both,

@@ -132,14 +132,7 @@ class TrainingOutcome:
     """Timelines of the last step of the first pipeline; None except on rank 0."""
 
     def add(self, work: StepWork, done: DoneStep, phases_s: Phases, *, peak_bytes: int) -> None:
-        """Add a step: its copies, phases and peak, and as planned.
-
-        Args:
-            work: Work of the step.
-            done: Results of the step on this rank.
-            phases_s: Seconds by phase, of the slowest rank.
-            peak_bytes: Device memory that this rank held.
-        """
+        """Add a step: its copies, phases and peak, and as planned."""
         self.last_work, self.last_step = work, done.result
         self.copies.append(done.copies)
         self.peak_bytes = max(self.peak_bytes, peak_bytes)

@@ -192,11 +192,6 @@ def _first_steps(data: TrainingData) -> Iterator[tuple[int, ...]]:
 def check_trainable(run: RunConfig, plan: ExecutionPlan, *, kind: DeviceKind) -> None:
     """Raise ValueError if training does not support a plan; the solver recommends no such plan.
 
-    Args:
-        run: Run configuration with the degrees of the plan.
-        plan: Plan to follow.
-        kind: Kind of the devices.
-
     Raises:
         ValueError: The plan breaks a rule; names the rule and the fix.
     """
@@ -314,11 +309,6 @@ def _check_step_size(run: RunConfig, free: FreeMemory) -> None:
 
 def check_room(run: RunConfig, plan: ExecutionPlan, free: FreeMemory) -> None:
     """Raise an error if a plan, which may be older than the run, does not fit on this machine.
-
-    Args:
-        run: Run configuration with the degrees of the plan.
-        plan: Plan of the run.
-        free: Free memory of this machine.
 
     Raises:
         ValueError: The plan needs a disk, and the run names none.

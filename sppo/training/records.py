@@ -125,10 +125,6 @@ class StepRecords:
 
     A failure to write does not end the step: :attr:`failure` holds the first error, and the run
     ends after its state is saved.
-
-    Args:
-        job: Job that trains the run.
-        outcome: Outcome of the run, with its output directory.
     """
 
     def __init__(self, job: Job, outcome: TrainingOutcome) -> None:

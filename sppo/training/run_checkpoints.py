@@ -22,14 +22,7 @@ CHECKPOINT_TIMEOUT_FACTOR = 10
 
 
 class RunCheckpoints:
-    """Checkpoints of one run.
-
-    Args:
-        job: Job that trains the run.
-        state: Training state of this rank.
-        output: Output directory of the run.
-        tokens: Token data of the run.
-    """
+    """Checkpoints of one run."""
 
     def __init__(self, job: Job, state: TrainingState, *, output: Path, tokens: TokenData) -> None:
         run, ranks = job.run, job.ranks

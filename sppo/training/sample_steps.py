@@ -186,12 +186,7 @@ class Corrections:
         return self._history.current
 
     def learn(self, done: DoneStep, taken: TakenPlan) -> dict[str, Any]:
-        """Add the measured times of a step to the history, and return its metrics. Collective.
-
-        Args:
-            done: Results of the step on this rank.
-            taken: Plan of the step, with the prediction for this rank's replica.
-        """
+        """Add the measured times of a step to the history, and return its metrics. Collective."""
         prediction = taken.replica.prediction
         self.current = self._history.current
         self._history = self._history.after(self._figures(done, taken))
@@ -269,13 +264,7 @@ def _key(plan: ExecutionPlan) -> dict[str, Any]:
 def action_sums(
     trace: Sequence[ExecutedAction], costs: Costs, *, kinds: Collection[ActionKind]
 ) -> ActionSums:
-    """Return the sums over the actions of some kinds that one rank executed.
-
-    Args:
-        trace: Executed actions of the rank.
-        costs: Uncorrected costs of all actions.
-        kinds: Kinds of compute actions to sum over.
-    """
+    """Sum measured seconds and uncorrected costs of the actions of some kinds that a rank ran."""
     done = [one for one in trace if one.action.kind in kinds]
     halves = any(one.action.kind == ActionKind.W for one in done)
     seconds = {

@@ -235,13 +235,7 @@ def followed_plan(run: RunConfig, plan: ExecutionPlan) -> RunConfig:
 
 
 def check_kind(plan: ExecutionPlan, *, kind: DeviceKind, source: str) -> None:
-    """Raise ValueError if a plan was made for another kind of device than the run is trained on.
-
-    Args:
-        plan: Plan to follow.
-        kind: Kind of the device that trains the run.
-        source: Name of the plan in the error message.
-    """
+    """Raise ValueError if a plan was made for another kind of device than the run is trained on."""
     if plan.hardware.device.kind != kind:
         here, hint = (
             ("the CPU", "hardware.preset=laptop-cpu") if kind == "cpu" else ("a GPU", "its preset")

@@ -96,13 +96,7 @@ def _baseline(checked: CheckedRun) -> Baseline:
 
 
 def _train_into(output: Path, checked: CheckedRun, base: Baseline) -> TrainingOutcome:
-    """Build the state, load the newest checkpoint if there is one, and run the steps left.
-
-    Args:
-        output: Output directory of the run, which is locked.
-        checked: Run to train.
-        base: State of the device before the model is built.
-    """
+    """Build the state, load the newest checkpoint if there is one, and run the steps left."""
     job, plan, data = checked.job, checked.plan, checked.data
     run, ranks = job.run, job.ranks
     state = build_state(job, plan)
@@ -145,15 +139,7 @@ def _last_timelines(outcome: TrainingOutcome, job: Job, source: StepSource) -> S
 
 
 class StepLoop:
-    """The steps that one call of :func:`train` runs.
-
-    Args:
-        checked: Run to train.
-        state: Training state of this rank.
-        outcome: Outcome of the run, updated after each step.
-        checkpoints: Checkpoints of the run.
-        source: Source of the work of each step.
-    """
+    """The steps that one call of :func:`train` runs."""
 
     def __init__(
         self,

@@ -101,12 +101,6 @@ def machine_of_ranks(
 ) -> HardwareSpec:
     """Return the hardware that the run names, or this machine, as the ranks of a job see it.
 
-    Args:
-        run: Validated run configuration.
-        device: Device of this process.
-        num_ranks: Number of ranks of the job.
-        local_ranks: Number of ranks on this machine.
-
     Raises:
         ValueError: The hardware section cannot be used.
     """
@@ -148,10 +142,6 @@ def ranks_to_divide(run: RunConfig, environment: RankEnvironment | None) -> int:
 
     These are the ranks that a launcher has started, or else one on each device of this machine; a
     CPU is one device.
-
-    Args:
-        run: Validated run configuration.
-        environment: Place of this process among started ranks; None if there are none.
     """
     ranks = count_devices(run) if environment is None else environment.world_size
     written = prod(getattr(run.parallel, name) for name in DEGREES)  # those left out are 1
