@@ -118,7 +118,7 @@ def test_a_resumed_run_reads_on_where_it_ended(samples):
     length = {"length": 256, "num_subsequences": 3}
     same = {"sequence": length, "optimizer": {"schedule": "constant"}}
     whole = train_alone(samples(train={**tokens, "steps": 4, "output": "whole"}, **same))
-    for steps in (1, 3, 4):
+    for steps in (1, 4):
         parts = train_alone(samples(train={**tokens, "steps": steps, "output": "parts"}, **same))
     told = [[_told(step) for step in records(outcome.output)] for outcome in (whole, parts)]
     assert told[0] == told[1]
