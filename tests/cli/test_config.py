@@ -194,6 +194,6 @@ def test_check_ends_as_train_does_where_the_system_is_at_its_limits(run_yaml, mo
     def fail(*_):
         raise OSError(errno.EMFILE, "Too many open files", "tokens/meta.json")
 
-    monkeypatch.setattr("sppo.training.checks.input_checks.open_data", fail)
+    monkeypatch.setattr("sppo.training.input_checks.open_data", fail)
     for words in (("config", "check", run_yaml), ("train", run_yaml)):
         assert refuse(*words, code=4) == "error: tokens/meta.json: Too many open files\n"

@@ -1,24 +1,35 @@
-"""Measurements of the steps of a run on one rank: seconds by phase, and memory by bucket."""
+"""Outcome of one call of the training loop, and the measured memory of its steps."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from sppo.cost.memory.process_growth import POOL_FREE_BYTES
 from sppo.cost.memory.stage_memory import MemoryBuckets
-from sppo.engine.engine import EnginePeaks
-from sppo.training.devices.pool_use import PoolUse
+from sppo.engine.engine import EnginePeaks, StepResult
+from sppo.offload.copy_report import CopyReport
+from sppo.training.devices.cpu_device import PoolUse
+from sppo.training.executed_step import StepTimelines
 from sppo.training.state import TrainingState
+from sppo.training.step import DoneStep
+from sppo.training.step_work import Phases, StepWork
 
 
 @dataclass(frozen=True, slots=True)
-class StepPhases:
-    """Seconds of one step by phase, predicted or measured."""
+class Baseline:
+    """State of a rank's device before the model is built."""
 
-    forward_s: float
-    backward_s: float
-    rest_s: float
-    """Seconds for reading data, reducing gradients over ranks, clipping and the update."""
+    held_bytes: int = 0
+    """Device memory that the process holds after the warm-up; on a CPU, resident memory."""
+    warm_up_bytes: int = 0
+    """Part of `held_bytes` that the warm-up allocated permanently; 0 on a GPU."""
+    file_bytes: int = 0
+    """Resident pages of files before the warm-up; 0 on a GPU."""
+    capacity_bytes: int = 0
+    """Device memory that the process may use in total."""
+    peak_flops_per_s: float | None = None
+    """Measured FLOPs per second of matrix products on this device; None on a CPU."""
 
 
 @dataclass(slots=True)
@@ -81,6 +92,55 @@ class MeasuredBuckets:
             if pool.resident_peak_bytes is not None:
                 free = pool.resident_peak_bytes - pool.used_peak_bytes
                 self.free_bytes = max(self.free_bytes, free)
+
+
+@dataclass(slots=True)
+class TrainingOutcome:
+    """Steps, measurements and end of one call of :func:`sppo.training.trainer.train`."""
+
+    output: Path
+    base: Baseline
+    """State of the device before the model was built."""
+    first_step: int
+    """Number of steps done before this call."""
+    done_steps: int
+    """Number of steps done in total, those before this call included."""
+    interrupted_by: str | None = None
+    """Signal, or write error, that ended the run early; None if the run was not interrupted."""
+    saved: bool = True
+    """True if the state at the end is in a checkpoint."""
+    wall_s: float = 0.0
+    file_bytes: int = 0
+    """Growth of the resident pages of libraries since the beginning of the warm-up; on a CPU."""
+    peak_bytes: int = 0
+    """Largest device memory held by this rank in any step."""
+    phases_s: list[Phases] = field(default_factory=list)
+    """Measured seconds by phase, of the slowest rank, one entry per step of this call."""
+    planned_phases_s: list[Phases] = field(default_factory=list)
+    """Predicted seconds by phase, one entry per step of this call."""
+    buckets: MeasuredBuckets = field(default_factory=MeasuredBuckets)
+    """Measured peaks of memory by bucket."""
+    most_planned: MemoryBuckets | None = None
+    """Predicted memory of the step that is predicted to need most."""
+    copies: list[CopyReport] = field(default_factory=list)
+    """Copies of this rank, one entry per step of this call."""
+    last_work: StepWork | None = None
+    """Work of the last step of this call; None before the first."""
+    last_step: StepResult | None = None
+    """Actions that this rank executed in its last step, with their times."""
+    timelines: StepTimelines | None = None
+    """Timelines of the last step of the first pipeline; None except on rank 0."""
+
+    def add(self, work: StepWork, done: DoneStep, phases_s: Phases, *, peak_bytes: int) -> None:
+        """Add a step: its copies, phases and peak, and as planned."""
+        self.last_work, self.last_step = work, done.result
+        self.copies.append(done.copies)
+        self.peak_bytes = max(self.peak_bytes, peak_bytes)
+        self.phases_s.append(phases_s)
+        self.planned_phases_s.append(work.phases_s)
+        most = self.most_planned
+        if most is None or work.memory.total_bytes > most.total_bytes:
+            self.most_planned = work.memory
 
 
 def predicted_and_measured(

@@ -6,9 +6,9 @@ times and memory of a better kernel would be wrong without a sign of it: the run
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 from sppo.config import RunConfig
 from sppo.cost.attention_backend import planned_backend
@@ -33,18 +33,18 @@ _SAME_KERNEL = {"torch_flash": "flash_attn_2"}
 """Back end of the same kernel in a package of its own, by back end inside torch."""
 
 
-class AttentionInUse(AttentionSummary):
-    """Attention back end that a plan expects, and those that compute the run."""
-
-    def text(self) -> str:
-        """Return the back ends as text, for a line on the screen."""
-        as_planned = _same(self.used[0]) == _same(self.planned)
-        return " and ".join(self.used) + ("" if as_planned else f" (planned: {self.planned})")
+def attention_text(attention: AttentionSummary) -> str:
+    """Return the back ends that compute a run as text, and the planned one if it is another."""
+    as_planned = _same(attention.used[0]) == _same(attention.planned)
+    return " and ".join(attention.used) + ("" if as_planned else f" (planned: {attention.planned})")
 
 
-def load_attention(run: RunConfig, device: Device) -> None:
-    """Try the back ends of a run, which loads their libraries into the memory of a GPU."""
-    _names(run, device)
+def load_attention(run: RunConfig, device: Device) -> tuple[BackendName, ...]:
+    """Return the back ends of the spans that plans are priced for.
+
+    The first call tries them, which loads their libraries into the memory of a GPU.
+    """
+    return _chosen(_cases(run, device))
 
 
 def with_attention_here(hardware: HardwareSpec, run: RunConfig, device: Device) -> HardwareSpec:
@@ -52,17 +52,12 @@ def with_attention_here(hardware: HardwareSpec, run: RunConfig, device: Device) 
 
     The back end of measured rates stays, as does one that the run file names, or one that this
     machine replaces by a better one without known rates.
-
-    Args:
-        hardware: Machine that the run names.
-        run: Validated run configuration.
-        device: Device of this process.
     """
     named = run.hardware != "auto" and run.hardware.attention != "auto"
     spec = hardware.device
     if device.kind == "cpu" or spec.attention_points or named:
         return hardware
-    here = _last(_names(run, device), device)
+    here = _last(load_attention(run, device), device)
     known = _same(here) if _same(here) in spec.published_backends else here
     planned = planned_backend(Workload(run.model, hardware, dtype=run.train.dtype))
     if known not in spec.published_backends and _rank(here, device) <= _rank(planned, device):
@@ -70,32 +65,24 @@ def with_attention_here(hardware: HardwareSpec, run: RunConfig, device: Device) 
     return replace(hardware, device=replace(spec, attention_backend=known))
 
 
-def check_attention(run: RunConfig, plan: ExecutionPlan, device: Device) -> AttentionInUse:
+def check_attention(run: RunConfig, plan: ExecutionPlan, device: Device) -> AttentionSummary:
     """Return the back ends that compute a run; refuse a plan that expects a better one.
-
-    Args:
-        run: Validated run configuration.
-        plan: Plan of the run.
-        device: Device of this process.
 
     Raises:
         ValueError: This machine cannot run the back end that the plan is priced with; names both,
             the reason and the fix.
     """
-    planned = planned_backend(plan.candidate().workload)
-    names = _names(run, device)
+    planned, names = planned_backend(plan.candidate().workload), load_attention(run, device)
     here = _last(names, device)
     if _rank(here, device) > _rank(planned, device):
-        raise ValueError(_fall_back(run, plan, device, planned=planned, here=here))
-    others = (_name(case) for case in _cases(run, device, plan=plan))
-    return AttentionInUse(planned, tuple(dict.fromkeys((*names, *others))))
+        case = next(case for case in _cases(run, device) if _chosen([case]) == (here,))
+        raise ValueError(_fall_back(plan, case, planned=planned, here=here))
+    others = _chosen(_cases(run, device, plan=plan))
+    return AttentionSummary(planned, tuple(dict.fromkeys((*names, *others))))
 
 
-def _fall_back(
-    run: RunConfig, plan: ExecutionPlan, device: Device, *, planned: str, here: str
-) -> str:
+def _fall_back(plan: ExecutionPlan, case: AttentionCase, *, planned: str, here: str) -> str:
     """Return why a plan is refused whose back end this machine would replace by a later one."""
-    case = next(case for case in _cases(run, device) if _name(case) == here)
     reasons = [
         f"{name} {why_not_here(name, case)}"
         for name in CAPABILITIES
@@ -114,15 +101,6 @@ def _fall_back(
     )
 
 
-def _names(run: RunConfig, device: Device) -> tuple[BackendName, ...]:
-    """Return the back ends of the spans that plans are priced for."""
-    return tuple(dict.fromkeys(_name(case) for case in _cases(run, device)))
-
-
-def _name(case: AttentionCase) -> BackendName:
-    return chosen_name("auto", case)
-
-
 def _cases(
     run: RunConfig, device: Device, *, plan: ExecutionPlan | None = None
 ) -> Iterator[AttentionCase]:
@@ -139,16 +117,19 @@ def _cases(
         cuts = pairwise(plan.boundaries)
         some = any(may_have_single_tokens(end - start, end, (0,)) for start, end in cuts)
         single = [False] if not (some or has_documents(run)) else [False, True]
-    for window in windows:
-        for tokens in single:
-            yield AttentionCase(
-                device.torch_device,
-                DTYPES[run.train.dtype],
-                model.head_dim,
-                group=max(1, model.num_heads // degree) // max(1, model.kv_heads // degree),
-                window=window,
-                single_tokens=tokens,
-            )
+    for window, tokens in product(windows, single):
+        yield AttentionCase(
+            device.torch_device,
+            DTYPES[run.train.dtype],
+            model.head_dim,
+            group=max(1, model.num_heads // degree) // max(1, model.kv_heads // degree),
+            window=window,
+            single_tokens=tokens,
+        )
+
+
+def _chosen(cases: Iterable[AttentionCase]) -> tuple[BackendName, ...]:
+    return tuple(dict.fromkeys(chosen_name("auto", case) for case in cases))
 
 
 def _same(name: str) -> str:

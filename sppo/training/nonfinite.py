@@ -11,7 +11,7 @@ from torch import Tensor
 from sppo.checkpoint.state_block import StateBlock
 from sppo.config import RunConfig
 from sppo.parallel.host_collectives import HostCollectives
-from sppo.training.steps.step import StepSums
+from sppo.training.step import StepSums
 
 _NAMED = 4
 
@@ -54,11 +54,8 @@ class NonFiniteGuard:
         self._in_a_row += 1
         told = self._peers.all_gather(_nonfinite_names(sums.gradients))
         bad = sorted({name for names in told for name in names})
-        culprits = (
-            f"not finite in the gradients of {_first_of(bad)}"
-            if bad
-            else "every gradient is finite"
-        )
+        where = f"not finite in the gradients of {_first_of(bad)}"
+        culprits = where if bad else "every gradient is finite"
         report = f"step {step}: loss {sums.loss}, gradient norm {sums.norm}; {culprits}"
         if self._in_a_row > self._limit:
             raise NonFiniteError(

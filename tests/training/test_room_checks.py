@@ -11,7 +11,7 @@ from sppo.offload.copy_report import CopyReport
 from sppo.offload.disk.disk_room import DiskRoom
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.run_plan import plan_run
-from sppo.training.checks.room_checks import FreeMemory, check_memory
+from sppo.training.preflight import FreeMemory, check_room
 from sppo.training.report import copies_summary
 from sppo.units import GIB
 from tests.planning.cases import run_config
@@ -49,7 +49,7 @@ def plan() -> ExecutionPlan:
 
 def test_each_rank_has_its_own_sum_of_host_memory(plan):
     def check(host_bytes):
-        check_memory(RUN, plan, FreeMemory("cuda", 64 * GIB, host_bytes, DiskRoom(free_bytes=0), 2))
+        check_room(RUN, plan, FreeMemory("cuda", 64 * GIB, host_bytes, DiskRoom(free_bytes=0), 2))
 
     saved = {rank.background_save_bytes for rank in plan.rank_memory}
     assert len(saved) == 2

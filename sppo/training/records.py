@@ -7,16 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
+from sppo.planning.elastic.step_plan import StepPlan
 from sppo.report.display import TrainingDisplay
-from sppo.report.metrics import METRICS_FILE, JsonlSink, StepMetrics
+from sppo.report.metrics import METRICS_FILE, JsonlSink, StepMetrics, TensorBoardSink
 from sppo.report.step_line import step_line
-from sppo.report.tensorboard_sink import TensorBoardSink
 from sppo.training.job import Job, Ranks
+from sppo.training.outcome import TrainingOutcome
 from sppo.training.run_directory import TENSORBOARD_DIRECTORY
-from sppo.training.steps.measured import StepPhases
-from sppo.training.steps.outcome import TrainingOutcome
-from sppo.training.steps.step import DoneStep
-from sppo.training.steps.work import StepWork
+from sppo.training.step import DoneStep
+from sppo.training.step_work import StepWork
 
 
 def measure_step(
@@ -43,35 +42,23 @@ def measure_step(
     """
     peers, result, copies = job.ranks.peers, done.result, done.copies
     own_peak = job.device.peak_bytes()
-    forward_s, backward_s, rest_s, seconds, peak, exposed_s, predicted_s, planning_wait_s = (
-        peers.largest(
-            [
-                result.forward_s,
-                result.backward_s,
-                done.rest_s,
-                done.seconds,
-                own_peak,
-                copies.exposed_s,
-                work.step_s,
-                0.0 if work.samples is None else work.samples.wait_s,
-            ]
-        )
+    forward_s, backward_s, rest_s, seconds, peak, exposed_s, predicted_s, waited_s = peers.largest(
+        [
+            *(result.forward_s, result.backward_s, done.rest_s, done.seconds),
+            *(own_peak, copies.exposed_s, work.step_s),
+            0.0 if work.samples is None else work.samples.wait_s,
+        ]
     )
     offloaded, host_bytes, disk_bytes = peers.total(
         [copies.total_out_bytes, copies.host_bytes, copies.disk_bytes]
     )
-    outcome.add(work, done, StepPhases(forward_s, backward_s, rest_s), peak_bytes=own_peak)
+    outcome.add(work, done, (forward_s, backward_s, rest_s), peak_bytes=own_peak)
     tokens, model_flops, executed_flops = _of_replicas(
         job.ranks, work.tokens, work.model_flops, work.executed_flops
     )
-
-    def utilization(flops_per_s: float) -> float | None:
-        """Return the rate of all ranks over the peak of all devices; None if that is unknown."""
-        peak_flops_per_s = outcome.base.peak_flops_per_s
-        if peak_flops_per_s is None:
-            return None
-        return flops_per_s / peak_flops_per_s / job.ranks.mesh.shape.num_ranks
-
+    peak_flops_per_s = outcome.base.peak_flops_per_s
+    most_flops = peak_flops_per_s and peak_flops_per_s * job.ranks.mesh.shape.num_ranks * seconds
+    packing = {} if work.samples is None else _packing(work.samples.replica.plan, done, job.ranks)
     return StepMetrics(
         step=work.number,
         loss=done.sums.loss,
@@ -81,8 +68,8 @@ def measure_step(
         labels=done.sums.num_valid,
         step_s=seconds,
         tokens_per_s=tokens / seconds,
-        mfu=utilization(model_flops / seconds),
-        hfu=utilization(executed_flops / seconds),
+        mfu=most_flops and model_flops / most_flops,
+        hfu=most_flops and executed_flops / most_flops,
         predicted_step_s=predicted_s,
         device_peak_bytes=int(peak),
         host_peak_bytes=int(host_bytes),
@@ -92,27 +79,21 @@ def measure_step(
         copy_back_bytes_per_s=copies.back_bytes_per_s or None,
         disk_peak_bytes=int(disk_bytes),
         skipped=done.lr is None,
-        **_packing(work, done, job.ranks, planning_wait_s=planning_wait_s),
+        planning_wait_s=None if work.samples is None else waited_s,
+        **packing,
         **learnt,
     )
 
 
-def _packing(
-    work: StepWork, done: DoneStep, ranks: Ranks, *, planning_wait_s: float
-) -> dict[str, Any]:
-    """Return metrics of packing and idle time in a step of samples; {} without samples."""
-    if work.samples is None:
-        return {}
-    plan, shape = work.samples.replica.plan, ranks.mesh.shape
+def _packing(plan: StepPlan, done: DoneStep, ranks: Ranks) -> dict[str, Any]:
+    """Return metrics of packing and idle time in a step of samples. Collective."""
+    shape = ranks.mesh.shape
     busy_s, actions_s = ranks.peers.total(
         [done.result.forward_s + done.result.backward_s, done.seconds - done.rest_s]
     )
     samples, split, batched, hybrid, padding, bubble = _of_replicas(
         ranks,
-        plan.num_samples,
-        plan.num_split,
-        plan.num_batched,
-        plan.num_hybrid,
+        *(plan.num_samples, plan.num_split, plan.num_batched, plan.num_hybrid),
         plan.packed.padding_tokens,
         plan.bubble_fraction,
     )
@@ -127,7 +108,6 @@ def _packing(
         "hybrid_subsequences": int(hybrid),
         "padding_tokens": int(padding),
         **(bubbles if shape.pipeline_parallel > 1 else {}),
-        "planning_wait_s": planning_wait_s,
         "program_digest": ranks.peers.broadcast(plan.program.digest()),
     }
 
@@ -145,16 +125,11 @@ class StepRecords:
 
     A failure to write does not end the step: :attr:`failure` holds the first error, and the run
     ends after its state is saved.
-
-    Args:
-        job: Job that trains the run.
-        outcome: Outcome of the run, with its output directory.
     """
 
     def __init__(self, job: Job, outcome: TrainingOutcome) -> None:
-        self._run, self._ranks = job.run, job.ranks
-        self._output, self._first_step = outcome.output, outcome.first_step
-        self._capacity_bytes = outcome.base.capacity_bytes
+        self._run, self._ranks, self._outcome = job.run, job.ranks, outcome
+        self._first_step = outcome.first_step
         self._started = time.perf_counter()
         self._sinks: list[JsonlSink | TensorBoardSink] = []
         self.display = TrainingDisplay(
@@ -167,14 +142,32 @@ class StepRecords:
         """Open the files and the display for the duration of the context. Collective."""
         self._started = time.perf_counter()
         with ExitStack() as stack:
-            self._ranks.decided_by_main(lambda: self._sinks.extend(self._open_sinks(stack)))
+            self._ranks.decided_by_main(lambda: self._open_sinks(stack))
             stack.enter_context(self.display)
             yield
 
+    def _open_sinks(self, stack: ExitStack) -> None:
+        """Open the files of metrics, which ``stack`` closes."""
+        output, done = self._outcome.output, self._first_step
+        jsonl = JsonlSink(output / METRICS_FILE, resume_step=done)
+        self._sinks.append(stack.enter_context(closing(jsonl)))
+        if self._run.train.tensorboard:
+            events = TensorBoardSink(output / TENSORBOARD_DIRECTORY, resume_step=done)
+            self._sinks.append(stack.enter_context(closing(events)))
+
     def record(self, metrics: StepMetrics) -> None:
         """Write the metrics of a step to the files, and show them on the display."""
-        line = self._line(metrics)
-        with self._recording(str(self._output / METRICS_FILE)):
+        total = self._run.train.steps
+        done, left = metrics.step - self._first_step, total - metrics.step
+        per_step_s = (time.perf_counter() - self._started) / done
+        line = step_line(
+            metrics,
+            total_steps=total,
+            memory_capacity_bytes=self._outcome.base.capacity_bytes,
+            eta_s=per_step_s * left if left else None,
+            width=self.display.width,
+        )
+        with self._recording(str(self._outcome.output / METRICS_FILE)):
             for sink in self._sinks:
                 sink.write(metrics)
         with self._recording(_STANDARD_OUTPUT):
@@ -185,18 +178,6 @@ class StepRecords:
         with self._recording(_STANDARD_OUTPUT):
             self.display.say(text)
 
-    def _line(self, metrics: StepMetrics) -> str:
-        done, total = metrics.step - self._first_step, self._run.train.steps
-        per_step_s = (time.perf_counter() - self._started) / done
-        left = total - metrics.step
-        return step_line(
-            metrics,
-            total_steps=total,
-            memory_capacity_bytes=self._capacity_bytes,
-            eta_s=per_step_s * left if left else None,
-            width=self.display.width,
-        )
-
     @contextmanager
     def _recording(self, where: str) -> Iterator[None]:
         """Keep the first OSError raised in the context as :attr:`failure`."""
@@ -205,11 +186,3 @@ class StepRecords:
         except OSError as error:
             named = OSError(error.errno, error.strerror, error.filename or where)
             self.failure = self.failure or named
-
-    def _open_sinks(self, stack: ExitStack) -> Iterator[JsonlSink | TensorBoardSink]:
-        """Open and yield the metric sinks, which ``stack`` closes."""
-        output, done = self._output, self._first_step
-        yield stack.enter_context(closing(JsonlSink(output / METRICS_FILE, resume_step=done)))
-        if self._run.train.tensorboard:
-            sink = TensorBoardSink(output / TENSORBOARD_DIRECTORY, resume_step=done)
-            yield stack.enter_context(closing(sink))

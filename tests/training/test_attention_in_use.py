@@ -12,7 +12,11 @@ from sppo.hardware.description import ATTENTION_BACKENDS
 from sppo.hardware.file import hardware_for
 from sppo.kernels.attention import choice
 from sppo.training import preflight
-from sppo.training.checks.attention_in_use import check_attention, with_attention_here
+from sppo.training.attention_in_use import (
+    attention_text,
+    check_attention,
+    with_attention_here,
+)
 from tests.dry_run.cases import plan_for_gpu
 from tests.planning.cases import run_config
 from tests.training.jobs import job_alone
@@ -63,7 +67,7 @@ def checked(run):
 )
 def test_what_runs_is_said(gpu, preset, capability, installed, model, data, text):
     gpu.capability, gpu.installed = capability, {*installed}
-    assert checked(run_on(preset, model=model, data=data)).text() == text
+    assert attention_text(checked(run_on(preset, model=model, data=data))) == text
 
 
 def test_spans_that_the_kernel_does_not_take_are_said(gpu):

@@ -22,63 +22,51 @@ from sppo.training.state import TrainingState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInput:
-    """Sequences that a step of one replica trains on.
-
-    Attributes:
-        number: Number of the step, counted from 1.
-        sequences: Sequences of this replica.
-        boundaries: Subsequence boundaries of each sequence.
-        num_valid: Number of valid labels of this replica.
-        step_s: Predicted seconds of the step.
-        planned: Program and placements of this step; None to follow the engine's own plan.
-    """
+    """Sequences that a step of one replica trains on."""
 
     number: int
+    """Number of the step, counted from 1."""
     sequences: Sequence[SequenceData]
+    """Sequences of this replica."""
     boundaries: Sequence[Sequence[int]]
+    """Subsequence boundaries of each sequence."""
     num_valid: int
+    """Number of valid labels of this replica."""
     step_s: float
+    """Predicted seconds of the step."""
     planned: PlannedStep | None = None
+    """Program and placements of this step; None to follow the engine's own plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepSums:
-    """Loss and gradients of a step, reduced over all ranks, from which its update is decided.
-
-    Attributes:
-        num_valid: Number of valid labels of all replicas.
-        loss: Mean loss over these labels; NaN if there is none.
-        norm: Euclidean norm of the gradients of all ranks.
-        gradients: Gradients of the rows that this rank updates, by global name.
-    """
+    """Loss and gradients of a step, reduced over all ranks, from which its update is decided."""
 
     num_valid: int
+    """Number of valid labels of all replicas."""
     loss: float
+    """Mean loss over these labels; NaN if there is none."""
     norm: float
+    """Euclidean norm of the gradients of all ranks."""
     gradients: Mapping[str, Tensor]
+    """Gradients of the rows that this rank updates, by global name."""
 
 
 @dataclass(frozen=True, slots=True)
 class DoneStep:
-    """Results and times of one step on this rank.
-
-    Attributes:
-        result: Result of the engine.
-        sums: Loss and gradients, reduced over all ranks.
-        lr: Learning rate of the update; None if the update was skipped.
-        copies: Report of the copies of offloaded tensors, with the state behind the device.
-        peaks: Peaks of memory that the engine counted.
-        seconds: Duration of the whole step.
-        rest_s: Part of `seconds` outside of the program's actions.
-    """
+    """Results and times of one step on this rank."""
 
     result: StepResult
     sums: StepSums
     lr: float | None
+    """Learning rate of the update; None if the update was skipped."""
     copies: CopyReport
+    """Copies of offloaded tensors, with the state behind the device."""
     peaks: EnginePeaks
     seconds: float
+    """Duration of the whole step."""
     rest_s: float
+    """Part of `seconds` outside of the program's actions."""
 
 
 def run_step(

@@ -18,8 +18,8 @@ import torch
 from sppo.checkpoint.checkpoint import read_model
 from sppo.engine.engine import Engine
 from sppo.planning.elastic.replica_plan import StepRequest, plan_replica
-from sppo.training.steps import work as step_work
-from sppo.training.steps.planning_ahead import StepPlans
+from sppo.training import sample_steps
+from sppo.training.planning_ahead import StepPlans
 from tests.parallel.job.test_launch import wait_for
 from tests.planning.elastic.test_step_search import planner
 from tests.training.jobs import records
@@ -200,7 +200,7 @@ def watched_plans():
         found.append(StepPlans(*args, **kwargs))
         return found[-1]
 
-    with mock.patch.object(step_work, "StepPlans", watched):
+    with mock.patch.object(sample_steps, "StepPlans", watched):
         yield found
 
 
@@ -254,13 +254,13 @@ def as_rank(rank, directory, arguments, planned_otherwise_by):
                 wait_for(begun(plans[0]).done)
 
         if rank == planned_otherwise_by:
-            usual = step_work.step_planner
+            usual = sample_steps.step_planner
 
             def other(*args, **kwargs):
                 found = usual(*args, **kwargs)
                 return found.with_base(replace(found.base, schedule="gpipe"))
 
-            stack.enter_context(mock.patch.object(step_work, "step_planner", other))
+            stack.enter_context(mock.patch.object(sample_steps, "step_planner", other))
         stack.enter_context(each_step(begins))
         return train_as(rank, directory, arguments)
 

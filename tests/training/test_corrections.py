@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import multiprocessing
 import shutil
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
 
 from sppo.engine.trace import ExecutedAction
+from sppo.hardware.presets import PRESETS
 from sppo.planning.elastic import step_correction
-from sppo.planning.elastic.step_correction import (
-    CorrectionHistory,
-    StepFigures,
-)
+from sppo.planning.elastic.step_correction import CorrectionHistory, StepFigures
+from sppo.planning.run_plan import plan_run
 from sppo.schedule.actions import Action, ActionKind
 from sppo.schedule.costs import abstract_costs
-from sppo.training.steps.corrections import Corrections, action_sums, saved_history
+from sppo.training.sample_steps import Corrections, action_sums, saved_history
 from tests.conftest import write_run, write_tokens
+from tests.planning.cases import run_config
 from tests.training.jobs import records
-from tests.training.steps.test_planning_ahead import assert_same_training
+from tests.training.test_planning_ahead import assert_same_training
 from tests.training.whole_runs.test_parallel_runs import (
     MODEL,
     OPTIMIZER,
@@ -92,19 +90,21 @@ def test_every_step_says_what_its_prediction_rests_on(job, monkeypatch):
         error = step["predicted_step_s"] / step["step_s"] - 1
         assert step["prediction_error"] == pytest.approx(error)
     assert all(step["predicted_rest_s"] > 0 for step in steps)
-
-
-def test_corrected_predictions_leave_training_alone(job):
-    alone(job, overrides((1, 1, 1), STEPS))
-    with mock.patch.object(Corrections, "_figures", return_value=told(1)):
+    figures = map(told, range(STEPS))
+    with mock.patch.object(Corrections, "_figures", side_effect=figures):
         alone(job, overrides((1, 1, 1), STEPS, **{"train.output": "told"}))
     assert_same_training(job / "alone", job / "told")
 
 
-def test_a_resumed_run_plans_the_same(ranks, job):
-    on_two_ranks(ranks, job, "whole", **CORRECTED)
-    on_two_ranks(ranks, job, "halves", steps=3, **CORRECTED)
-    on_two_ranks(ranks, job, "halves", first_step=3, **CORRECTED)
+def corrected_alone(job, output, *, steps=STEPS, first_step=0):
+    arguments = overrides((1, 1, 1), steps, **{"train.output": output}, **CORRECTED)
+    assert as_rank(0, job, arguments, first_step) == steps
+
+
+def test_a_resumed_run_plans_the_same(job):
+    corrected_alone(job, "whole")
+    corrected_alone(job, "halves", steps=3)
+    corrected_alone(job, "halves", first_step=3)
     keys = ("correction_steps", "forward_correction", "backward_correction", "waiting_correction")
     for step, other in zip(records(job / "whole"), records(job / "halves"), strict=True):
         assert [step[key] for key in keys] == [other[key] for key in keys]
@@ -125,26 +125,18 @@ def test_what_was_measured_is_saved_for_two_steps_more(ranks, job):
     assert_same_training(job / "first", job / "again")
 
 
-def test_other_ranks_begin_without_correction(ranks, job):
-    on_two_ranks(ranks, job, "moving", steps=3)
-    alone(job, overrides((1, 1, 1), 5, **{"train.output": "moving"}))
-    assert [step["correction_steps"] for step in records(job / "moving")] == [0, 0, 1, 0, 0]
-
-
-def metadata(directory):
-    (path,) = sorted(Path(directory, "checkpoints").glob("step_*"))
-    return json.loads((path / "metadata.json").read_text())
-
-
-def test_a_history_that_cannot_be_read_is_told(job, caplog):
-    alone(job, overrides((1, 1, 1), 3))
-    saved = metadata(job / "alone")
-    plan = mock.Mock(**saved["step_correction"]["of"])
-    name, _, provenance = saved["step_correction"]["of"]["hardware"].rpartition(" ")
-    plan.hardware = mock.Mock(provenance=provenance.strip("()"))
-    plan.hardware.name = name
-    assert len(saved_history(saved, plan=plan).figures) == 3
+def test_a_history_of_other_ranks_or_that_cannot_be_read_is_not_used(caplog):
+    plan = plan_run(
+        run_config("tiny", parallel={"pipeline_parallel_degree": 2}),
+        hardware=PRESETS["h100"],
+        available_bytes=1 << 36,
+    )
+    history = CorrectionHistory((told(0), told(1), told(2)))
+    saved = Corrections(history, plan=plan, peers=None).saved()
+    assert saved_history(saved, plan=plan) == history
     assert saved_history({}, plan=plan) == CorrectionHistory()
+    other = replace(plan, data_parallel_degree=2)
+    assert saved_history(saved, plan=other) == CorrectionHistory()
     saved["step_correction"]["steps"][1] = ["x"]
     assert saved_history(saved, plan=plan) == CorrectionHistory()
     assert "predictions begin without correction: step_correction of the checkpoint" in caplog.text

@@ -13,9 +13,9 @@ from sppo.data.tokens import LOSS_MASK_FILE, META_FILE
 from sppo.planning.elastic.step_plan import StepPlanner, step_planner
 from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.training.announcement import announce
-from sppo.training.checks.input_checks import run_file_problems
+from sppo.training.input_checks import run_file_problems
 from sppo.training.preflight import preflight
-from sppo.training.step_loop import StepTooLargeError
+from sppo.training.trainer import StepTooLargeError
 from sppo.units import format_bytes
 from tests.conftest import LENGTH, write_tokens
 from tests.training.jobs import job_alone, records, train_alone
@@ -78,7 +78,7 @@ def test_announced_memory_says_of_which_step_it_is(samples):
     console = Console(record=True, width=500)
     job = job_alone(samples(), console=console)
     checked = preflight(job)
-    announce(job, checked)
+    announce(checked)
     lines = {line[:10].strip(): line for line in console.export_text().splitlines()}
     longest = format_bytes(checked.plan.predicted.device_peak_bytes)
     assert f"predicted peak of the longest samples alone {longest} (" in lines["policy"]
@@ -118,7 +118,7 @@ def test_a_resumed_run_reads_on_where_it_ended(samples):
     length = {"length": 256, "num_subsequences": 3}
     same = {"sequence": length, "optimizer": {"schedule": "constant"}}
     whole = train_alone(samples(train={**tokens, "steps": 4, "output": "whole"}, **same))
-    for steps in (1, 3, 4):
+    for steps in (1, 4):
         parts = train_alone(samples(train={**tokens, "steps": steps, "output": "parts"}, **same))
     told = [[_told(step) for step in records(outcome.output)] for outcome in (whole, parts)]
     assert told[0] == told[1]

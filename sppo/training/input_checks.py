@@ -49,9 +49,10 @@ def run_file_problems(run: RunConfig) -> list[Problem]:
     """Return the problems for which `sppo train` or `sppo eval` would fail with enough memory."""
     problems = list(_input_problems(run))
     if not problems:  # planning requires valid inputs
+        activations = run.activations.policy
         problems = [
-            *_problems(run, check_weights, key="model.from_hf", value=run.model.from_hf),
-            *_problems(run, _check_plan, key="activations", value=run.activations.policy),
+            *_problems("model.from_hf", run.model.from_hf, lambda: check_weights(run)),
+            *_problems("activations", activations, lambda: _check_plan(run)),
         ]
     return [replace(problem, rule=_on_one_line(problem.rule)) for problem in problems]
 
@@ -62,29 +63,27 @@ def _on_one_line(rule: str) -> str:
 
 
 def _input_problems(run: RunConfig) -> Iterator[Problem]:
-    parallel, config = run.parallel, run.hardware
+    """Yield the problems of each input that the run names."""
     for key, rule in degree_problems(run):
-        yield Problem(f"parallel.{key}", quoted(getattr(parallel, key)), rule)
-    hardware = config if config == "auto" else config.file or config.preset
-    checks: tuple[tuple[str, object, Callable[[RunConfig], object]], ...] = (
-        ("hardware", hardware, lambda run: hardware_for(run.hardware)),
-        ("data.tokens", run.data.tokens, lambda run: open_data(run, run.data.tokens)),
-        ("data.eval_tokens", run.data.eval_tokens, _check_held_out),
-        ("model.from_hf", run.model.from_hf, check_stored_weights),
-        ("activations.disk", run.activations.disk, _check_disk),
-        ("train.tensorboard", run.train.tensorboard, _check_tensorboard),
-        ("train.output", run.train.output, check_output),
-    )
-    for key, value, check in checks:
-        yield from _problems(run, check, key=key, value=value)
+        yield Problem(f"parallel.{key}", quoted(getattr(run.parallel, key)), rule)
+    data, hardware, disk = run.data, run.hardware, run.activations.disk
+    machine = hardware if hardware == "auto" else hardware.file or hardware.preset
+    yield from _problems("hardware", machine, lambda: hardware_for(hardware))
+    yield from _problems("data.tokens", data.tokens, lambda: open_data(run, data.tokens))
+    if data.eval_tokens is not None:
+        yield from _problems("data.eval_tokens", data.eval_tokens, lambda: open_evaluated(run))
+    yield from _problems("model.from_hf", run.model.from_hf, lambda: _check_headers(run))
+    if disk is not None:
+        yield from _problems("activations.disk", disk, lambda: usable_directory(Path(disk)))
+    if run.train.tensorboard:
+        yield from _problems("train.tensorboard", True, _check_tensorboard)
+    yield from _problems("train.output", run.train.output, lambda: check_output(run))
 
 
-def _problems(
-    run: RunConfig, check: Callable[[RunConfig], object], *, key: str, value: object
-) -> Iterator[Problem]:
+def _problems(key: str, value: object, check: Callable[[], object]) -> Iterator[Problem]:
     """Yield the error of a check, if there is one, as a problem of a key with its value."""
     try:
-        check(run)
+        check()
     except (ValueError, *_BAD_PATHS) as error:
         where = getattr(error, "filename", None)
         text = f"{where}: {error.strerror}" if isinstance(error, OSError) and where else str(error)
@@ -120,12 +119,8 @@ def degree_problems(run: RunConfig) -> Iterator[tuple[str, str]]:
         yield "sequence_parallel_degree", str(error)
 
 
-def check_stored_weights(run: RunConfig) -> None:
-    """Check the headers of the weight files in ``model.from_hf``, if given.
-
-    Raises:
-        ValueError: Tensors are missing or unknown, or have wrong shapes.
-    """
+def _check_headers(run: RunConfig) -> None:
+    """Check the headers of the weight files in ``model.from_hf``, if given, without torch."""
     if run.model.from_hf is not None:
         check_headers(Path(run.model.from_hf), run.model)
 
@@ -143,19 +138,7 @@ def check_weights(run: RunConfig) -> None:
         open_hf_weights(Path(run.model.from_hf), run.model)
 
 
-def _check_held_out(run: RunConfig) -> None:
-    if run.data.eval_tokens is not None:
-        open_evaluated(run)
-
-
-def _check_disk(run: RunConfig) -> None:
-    if run.activations.disk is not None:
-        usable_directory(Path(run.activations.disk))
-
-
-def _check_tensorboard(run: RunConfig) -> None:
-    if not run.train.tensorboard:
-        return
+def _check_tensorboard() -> None:
     try:
         import tensorboard  # noqa: F401
     except ImportError:
@@ -167,7 +150,7 @@ def _check_tensorboard(run: RunConfig) -> None:
 
 def _check_plan(run: RunConfig) -> None:
     """Make a plan for a machine with unlimited memory; its errors apply to every machine."""
-    from sppo.training.devices.choose_device import count_devices, device_kind
+    from sppo.training.devices.device import count_devices, device_kind
 
     if run.parallel.open_degrees and count_devices(run) > 1:
         return  # the solver chooses degrees that are possible, when training starts
@@ -196,15 +179,17 @@ def check_evaluation(run: RunConfig, *, checkpoint: Path | None, initial: bool) 
     Raises:
         ValueError: There is no checkpoint, or data, weights or hardware cannot be used.
     """
-    if not initial:
-        _check_checkpoint(run, checkpoint)
-    elif checkpoint is not None:
+    if initial and checkpoint is not None:
         raise ValueError(
             f"--initial and --checkpoint {checkpoint}: leave one of the two out (in Python "
             "initial and checkpoint)"
         )
+    if initial:
+        _check_headers(run)
+    elif checkpoint is not None:
+        check_any(checkpoint)
     else:
-        check_stored_weights(run)
+        _check_own_checkpoint(run)
     open_evaluated(run)
     hardware_for(run.hardware)
 
@@ -214,11 +199,8 @@ def initial_weights(run: RunConfig) -> str:
     return run.model.from_hf or f"random weights of seed {run.train.seed}"
 
 
-def _check_checkpoint(run: RunConfig, given: Path | None) -> None:
-    """Raise ValueError if the run, or the path `given`, has no checkpoint."""
-    if given is not None:
-        check_any(given)
-        return
+def _check_own_checkpoint(run: RunConfig) -> None:
+    """Raise ValueError if the run has no checkpoint."""
     try:
         check_any(run.train.output)
     except NoCheckpointError as error:

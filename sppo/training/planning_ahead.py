@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import partial
 
 from sppo.parallel.job.worker_process import WorkerLostError, WorkerProcess
 from sppo.planning.elastic.replica_plan import ReplicaPlan, StepRequest, plan_pickled, plan_replica
@@ -23,21 +22,14 @@ _PROCESSES = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TakenPlan:
-    """Plan of a step, with the time that the step waited for planning.
-
-    Attributes:
-        replica: Division of the samples over replicas, and the plan of this replica.
-        wait_s: Seconds that the step waited for the plan; 0 if it was ready.
-        note: Message on a failure of planning ahead; "" if none.
-    """
+    """Plan of a step, with the time that the step waited for planning."""
 
     replica: ReplicaPlan
+    """Division of the samples over replicas, and the plan of this replica."""
     wait_s: float
+    """Seconds that the step waited for the plan; 0 if it was ready."""
     note: str = ""
-
-
-class _NotThereError(Exception):
-    """The other process has no plan; the message says why, or is "" if none was requested."""
+    """Message on a failure of planning ahead; "" if none."""
 
 
 class StepPlans:
@@ -80,7 +72,7 @@ class StepPlans:
             )
             self._begun = request, future
         except WorkerLostError as error:
-            self._note = self._failed(str(error))
+            self._failed(str(error))
 
     def take(self, request: StepRequest) -> TakenPlan:
         """Return the plan of a step, equal to one made without a planning process.
@@ -90,66 +82,55 @@ class StepPlans:
         Raises:
             MemoryError: No plan fits.
         """
-        start = time.perf_counter()
-        found, late, waited = None, False, True
-        try:
-            found, waited = self._found(request)
-        except TimeoutError:
-            late = True
-            self._note = (
-                f"its plan was not there after {self._limit_s:g} s (planning.limit_s), so it "
-                "is planned by a smaller search"
-            )
-        except _NotThereError as why:
-            self._note = self._note or str(why)
-        plan = partial(plan_replica, request=request, replica=self._replica)
-        if late:
-            self._stop()
+        start, late, found = time.perf_counter(), False, None
+        begun, self._begun = self._begun, None
+        was_there = begun is not None and begun[0] == request and begun[1].done()
+        if begun is not None and begun[0] == request:
+            try:
+                found = self._result(begun[1])
+            except TimeoutError:
+                late = True
+                self._stop()
+                self._note = (
+                    f"its plan was not there after {self._limit_s:g} s (planning.limit_s), so it "
+                    "is planned by a smaller search"
+                )
+        planner = self._planner
         if self._ahead and self._any_rank(late):
-            found, waited = plan(replace(self._planner, quick=True)), True
-        elif found is None:
-            found = plan(self._planner)
+            planner, found = replace(planner, quick=True), None
+        waited = found is None or not was_there
+        if found is None:
+            found = plan_replica(planner, request, replica=self._replica)
         note, self._note = self._note, ""
         return TakenPlan(found, time.perf_counter() - start if waited else 0.0, note)
 
-    def close(self) -> None:
-        """End the planning process."""
-        self._stop()
-        self._worker = None
-
-    def _found(self, request: StepRequest) -> tuple[ReplicaPlan, bool]:
-        """Return the plan from the other process, and whether this process had to wait for it.
+    def _result(self, future: Future[ReplicaPlan]) -> ReplicaPlan | None:
+        """Return the plan from the other process; None if that process failed.
 
         Raises:
             TimeoutError: The plan was not ready within the limit.
-            _NotThereError: The other process failed, or has no plan for this request.
         """
-        begun, self._begun = self._begun, None
-        if begun is None or begun[0] != request:
-            raise _NotThereError
         assert self._worker is not None, "what was begun has a process"
-        future = begun[1]
-        is_there = future.done()
         try:
-            return self._worker.result(future, timeout_s=self._limit_s), not is_there
+            return self._worker.result(future, timeout_s=self._limit_s)
         except TimeoutError:
             raise
         except MemoryError:  # does not fit: planning here raises it again
-            raise _NotThereError from None
+            return None
         except WorkerLostError as error:
-            raise _NotThereError(self._failed(str(error))) from error
+            self._failed(str(error))
         except Exception as error:  # of any kind: the step is planned here
-            how = f"failed ({type(error).__name__}: {error})"
-            raise _NotThereError(self._failed(how)) from error
+            self._failed(f"failed ({type(error).__name__}: {error})")
+        return None
 
-    def _failed(self, how: str) -> str:
-        """Close the failed process, and return a message on the failure and its consequence."""
+    def _failed(self, how: str) -> None:
+        """Close the failed process, and note the failure and its consequence."""
         self._failures += 1
         self._stop()
         if self._failures == _PROCESSES:
             self._worker = None
         then = "another one is started" if self._worker is not None else "so is every other step"
-        return (
+        self._note = (
             f"the process that plans ahead {how}: this step is planned when it begins, and {then}"
         )
 
@@ -157,3 +138,8 @@ class StepPlans:
         self._begun = None
         if self._worker is not None:
             self._worker.close()
+
+    def close(self) -> None:
+        """End the planning process."""
+        self._stop()
+        self._worker = None
