@@ -264,17 +264,13 @@ def _as_files(run: RunConfig, plan: ExecutionPlan | None, directory: Path) -> li
     return [str(run_file), "--plan", str(plan_file)]
 
 
-def _say_nothing(_done: int, _total: int) -> None:
-    """Ignore the progress."""
-
-
 def evaluate(
     run: RunSource,
     *,
     checkpoint: Path | str | None = None,
     initial: bool = False,
     sequences: int | None = None,
-    on_sequence: Callable[[int, int], None] = _say_nothing,
+    on_sequence: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
     """Return the loss of a run's newest weights on ``data.eval_tokens``, or else ``data.tokens``.
 
@@ -307,5 +303,5 @@ def evaluate(
         None if initial else path or Path(run.train.output),
         device=choose_device(run),
         most=sequences,
-        on_sequence=on_sequence,
+        on_sequence=on_sequence or (lambda done, total: None),
     )

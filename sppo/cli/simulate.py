@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from sppo.cli.arguments.common import Json
-from sppo.cli.arguments.simulate_request import read_request, sort_words
-from sppo.cli.command_group import CommandGroup, KeyCommand
+from sppo.cli.arguments import Json
+from sppo.cli.command_group import CommandGroup, key_command
 from sppo.cli.exit_codes import exit_codes
-from sppo.cli.output.printing import emit, say_written
-from sppo.cli.output.simulation import SimulationReport
+from sppo.cli.memory import host_memory_text
+from sppo.cli.printing import Screen, emit, item_table, written
+from sppo.cli.simulate_request import read_request, sort_words
 from sppo.output_file import check_output_files, write_text
+from sppo.planning.simulated_run import SimulatedRun
 from sppo.plots.timeline import write_png
 from sppo.schedule.abstract import AbstractCase
 from sppo.schedule.program_text import format_program
 from sppo.schedule.simulation.simulate import simulate as play
+from sppo.schedule.timeline import RankTrack, Timeline
 from sppo.timeline.chrome_trace import write_trace
+from sppo.timeline.report import timeline_report
+from sppo.units import counted, format_bytes, format_duration
 
+_SHOWN_RANKS = 16
 _OUTPUT = "Output"
 
 app = CommandGroup()
 
 
-class SimulateCommand(KeyCommand):
-    """Command whose keys are those of an abstract case."""
-
-    keys = AbstractCase
-
-
-@app.command("simulate", cls=SimulateCommand)
+@app.command("simulate", cls=key_command(AbstractCase))
 def simulate(
     words: Annotated[
         list[str] | None,
@@ -96,18 +98,139 @@ def simulate(
             plots=["--png"],
             inputs=[path for path in (sorted_words.file, program) if path is not None],
         )
-        request = read_request(
-            sorted_words, program=program, compare=compare or (), forward_only=forward_only
-        )
-        timelines = [play(case.schedule, costs=case.costs) for case in request.cases]
+        request = read_request(sorted_words, program=program, compare=compare or ())
+        first = request.forward if forward_only else request.cases[0]
+        timelines = [play(case.schedule, costs=case.costs) for case in (first, *request.cases[1:])]
         alone = play(request.forward.schedule, costs=request.forward.costs)
         if png is not None:
-            write_png(png, timelines=timelines, is_abstract=request.devices is None)
+            write_png(png, timelines=timelines, is_abstract=request.run is None)
         if trace is not None:
             write_trace(trace, timelines=timelines)
         if write_program is not None:
             write_text(write_program, format_program(timelines[0].schedule))
-        report = SimulationReport(timelines, alone.makespan_s, request.devices)
-        emit(report, as_json=json_output)
-        if not json_output:
-            say_written(png, trace, write_program)
+    found = Simulated(timelines, alone.makespan_s, request.run, request.chosen, forward_only)
+    files = (png, trace, write_program)
+    emit(
+        lambda: _values(found), lambda: chain(_screen(found), written(*files)), as_json=json_output
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """Simulated schedules.
+
+    Attributes:
+        timelines: Timeline of the requested schedule, then those of the schedules to compare with.
+        forward_makespan_s: Makespan of the forward alone of the requested schedule.
+        run: Step of a run or a plan that the first timeline is of; None with abstract costs.
+        chosen: Keys that the run leaves out and the solver chose.
+        forward_only: Whether the first timeline is that of an evaluation, without a step's memory.
+    """
+
+    timelines: Sequence[Timeline]
+    forward_makespan_s: float
+    run: SimulatedRun | None
+    chosen: Sequence[str]
+    forward_only: bool
+
+    @property
+    def device_total_bytes(self) -> list[int]:
+        """Peak memory of one device of each rank, states included; [] if not known."""
+        if self.run is None or self.forward_only:
+            return []
+        tracks = zip(self.timelines[0].ranks, self.run.steady_bytes, strict=True)
+        return [steady + round(_peak_bytes(track)) for track, steady in tracks]
+
+    def time_text(self, seconds: float) -> str:
+        """Format a time, which is in the user's units with abstract costs."""
+        return f"{seconds:.6g}" if self.run is None else format_duration(seconds)
+
+    def size_text(self, size_bytes: float) -> str:
+        """Format an amount of memory, which is in the user's units with abstract costs."""
+        return f"{size_bytes:.4g}" if self.run is None else format_bytes(size_bytes)
+
+
+def _values(found: Simulated) -> dict[str, Any]:
+    """Return the first timeline as JSON values, with the others as its comparison."""
+    values, run = timeline_report(found.timelines[0]), found.run
+    if run is not None:
+        totals = found.device_total_bytes
+        values["hardware"] = run.hardware.name_and_origin
+        values["num_devices"] = run.num_devices
+        values["chosen_by_solve"] = list(found.chosen)
+        values["device_total_bytes"] = totals or None
+        if totals:
+            # The same name has the same meaning as in solve and estimate: states are counted.
+            values["saved_peak_bytes"] = values["device_peak_bytes"]
+            values["device_peak_bytes"] = totals
+            values["host_peak_bytes"] = run.host_peak_bytes
+            values["node_host_peak_bytes"] = run.node_host_bytes
+    values["forward_makespan_s"] = found.forward_makespan_s
+    if len(found.timelines) > 1:
+        values["compare"] = [timeline_report(timeline) for timeline in found.timelines[1:]]
+    return values
+
+
+def _screen(found: Simulated) -> Screen:
+    """Yield the step time, the idle time and its causes, and the memory of each rank."""
+    yield from _lines(found)
+    tracks, totals, run = found.timelines[0].ranks, found.device_total_bytes, found.run
+    memory = "peak memory" if run is None else "saved + K/V"
+    columns: dict[str, Callable[[int], str]] = {
+        "rank": str,
+        "idle": lambda rank: found.time_text(tracks[rank].idle_s()),
+        "bubble": lambda rank: found.time_text(tracks[rank].idle_s("bubble")),
+        "waits for messages": lambda rank: found.time_text(tracks[rank].idle_s("communication")),
+        "waits for copies": lambda rank: found.time_text(tracks[rank].idle_s("copy")),
+        "in flight": lambda rank: f"{round(tracks[rank].peak_in_flight, 1):.4g}",
+        memory: lambda rank: found.size_text(_peak_bytes(tracks[rank])),
+    }
+    if totals:
+        columns["one device"] = lambda rank: format_bytes(totals[rank])
+    # Headings break between words, so that values stay on one line in 80 columns.
+    broken = {heading.replace(" ", "\n"): cell for heading, cell in columns.items()}
+    yield item_table(range(len(tracks[:_SHOWN_RANKS])), broken, left=0)
+    if run is not None and totals and run.host_peak_bytes:
+        yield host_memory_text(run.host_peak_bytes, node_bytes=run.node_host_bytes)
+    hidden = len(tracks) - _SHOWN_RANKS
+    if hidden > 0:
+        yield f"and {counted(hidden, 'more rank')}; --json lists all of them"
+    if len(found.timelines) > 1:
+        first_s = found.timelines[0].makespan_s
+        compared: dict[str, Callable[[Timeline], str]] = {
+            "schedule": lambda other: other.schedule.name,
+            "step": lambda other: found.time_text(other.makespan_s),
+            "against the first": lambda other: (
+                f"{other.makespan_s / first_s:.2f}x" if first_s else "-"
+            ),
+            "idle": lambda other: f"{other.bubble_fraction:.1%}",
+            memory: lambda other: found.size_text(max(map(_peak_bytes, other.ranks))),
+        }
+        yield item_table(found.timelines, compared)
+
+
+def _lines(found: Simulated) -> Iterator[str]:
+    """Yield lines about the schedule, the step time, and the machine that the costs are of."""
+    first, run = found.timelines[0], found.run
+    schedule = first.schedule
+    ranks = counted(schedule.num_ranks, "rank")
+    if run is not None and run.num_devices > schedule.num_ranks:
+        ranks = f"{counted(schedule.num_ranks, 'pipeline rank')} on {run.num_devices} devices"
+    yield (
+        f"{schedule.name}: {ranks}, {counted(schedule.num_stages, 'stage')}, "
+        f"{counted(schedule.num_sequences, 'sequence')}, {counted(schedule.num_units, 'unit')} "
+        f"({first.provenance})"
+    )
+    yield (
+        f"step {found.time_text(first.makespan_s)} · forward alone "
+        f"{found.time_text(found.forward_makespan_s)} · idle {first.bubble_fraction:.1%} of all "
+        f"rank-time ({first.bubble_ratio:.1%} of busy time)"
+    )
+    if run is not None:
+        yield f"costs of {run.hardware.name_and_origin}"
+    if found.chosen:
+        yield f"chosen by solve: {', '.join(found.chosen)}"
+
+
+def _peak_bytes(track: RankTrack) -> float:
+    return track.memory["total"].peak_bytes if track.memory else 0.0

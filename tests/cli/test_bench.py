@@ -10,7 +10,7 @@ import pytest
 from sppo.bench import disk, suite
 from sppo.bench.attention_grid import attention_grid
 from sppo.bench.gemm import GemmGrid
-from sppo.cli.output import bench_report
+from sppo.cli import bench_tables
 from sppo.hardware import this_machine
 from sppo.hardware.file import hardware_json, read_hardware
 from sppo.hardware.presets import PRESETS
@@ -102,7 +102,7 @@ def test_a_second_subject_joins_the_first(measured):
 
 
 def test_unsteady_figures_are_doubted_where_they_are_written(measured, monkeypatch):
-    monkeypatch.setattr(bench_report, "_STEADY", 0.05)
+    monkeypatch.setattr(bench_tables, "_STEADY", 0.05)
     text = succeed("bench", "all", "-o", "hardware.json")
     assert "written hardware.json, with the unsteady figures above" in text
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from sppo.cli.output.candidate import launch_commands
+from sppo.cli.solve_report import launch_commands
 from sppo.config.yaml_file import format_yaml
 from sppo.planning.advice import Advice
 from sppo.planning.plan import read_plan
