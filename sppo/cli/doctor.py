@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import math
 import os
 import platform
 import resource
@@ -234,41 +235,32 @@ def _room(name: str, directory: Path, *, least: int, few: str, none: str) -> Fin
 def _limits() -> Iterator[Finding]:
     """Yield findings about limits that a run with many ranks, or on a GPU, may reach."""
     files = files_of_a_rank(_MANY_RANKS)
-    few = f"a rank of {_MANY_RANKS} opens about {files}: raise it (ulimit -Hn)"
-    yield _limit("open files", resource.RLIMIT_NOFILE, least=files, text=str, few=few)
-    few = (
-        "enough for page-locked host memory, which the driver locks; InfiniBand needs more: "
-        "ulimit -l unlimited"
-    )
-    yield _limit("locked memory", resource.RLIMIT_MEMLOCK, least=GIB, few=few)
+    least: dict[str, tuple[int, float, Callable[[int], str]]] = {
+        "open files": (resource.RLIMIT_NOFILE, files, str),
+        "locked memory": (resource.RLIMIT_MEMLOCK, GIB, format_bytes),
+        "file size": (resource.RLIMIT_FSIZE, math.inf, format_bytes),
+    }
+    few = {
+        "open files": f"a rank of {_MANY_RANKS} opens about {files}: raise it (ulimit -Hn)",
+        "locked memory": "enough for page-locked host memory, which the driver locks; InfiniBand "
+        "needs more: ulimit -l unlimited",
+        "file size": "a disk tier and checkpoints are files: raise it (ulimit -f) if they are "
+        "larger",
+    }
+    for name, (kind, enough, text) in least.items():
+        _, most = resource.getrlimit(kind)
+        if most == resource.RLIM_INFINITY:
+            yield Finding(name, "ok", "unlimited")
+        else:
+            yield _enough(name, most >= enough, f"{text(most)} at most", few[name])
     addresses = address_room()
     if addresses is not None:
-        few = "weights, activations and libraries need them: raise it (ulimit -v, ulimit -d)"
         state: State = "broken" if addresses < LIBRARY_ADDRESS_BYTES else "note"
-        yield Finding("addresses", state, f"{format_bytes(addresses)} left to a process", few)
-    few = "a disk tier and checkpoints are files: raise it (ulimit -f) if they are larger"
-    yield _limit("file size", resource.RLIMIT_FSIZE, least=None, few=few)
-    few = "NCCL between GPUs of a machine needs more: in a container start it with --shm-size=1g"
+        advice = "weights, activations and libraries need them: raise it (ulimit -v, ulimit -d)"
+        yield Finding("addresses", state, f"{format_bytes(addresses)} left to a process", advice)
+    less = "NCCL between GPUs of a machine needs more: in a container start it with --shm-size=1g"
     none = "NCCL between GPUs of a machine needs it: mount it"
-    yield _room("shared memory", Path("/dev/shm"), least=64 * MIB, few=few, none=none)
-
-
-def _limit(
-    name: str, kind: int, *, least: int | None, few: str, text: Callable[[int], str] = format_bytes
-) -> Finding:
-    """Return the finding about a limit of the process.
-
-    Args:
-        name: Name of the check.
-        kind: Limit, of :mod:`resource`.
-        least: Limit that is high enough; None if only no limit is.
-        few: What to do if it is lower.
-        text: Function that formats the limit.
-    """
-    _, most = resource.getrlimit(kind)
-    if most == resource.RLIM_INFINITY:
-        return Finding(name, "ok", "unlimited")
-    return _enough(name, least is not None and most >= least, f"{text(most)} at most", few)
+    yield _room("shared memory", Path("/dev/shm"), least=64 * MIB, few=less, none=none)
 
 
 def _packages() -> Iterator[Finding]:
