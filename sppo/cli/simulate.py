@@ -18,13 +18,13 @@ from sppo.cli.printing import Screen, emit, item_table, written
 from sppo.cli.simulate_request import read_request, sort_words
 from sppo.output_file import check_output_files, write_text
 from sppo.planning.simulated_run import SimulatedRun
+from sppo.plots.chrome_trace import write_trace
 from sppo.plots.timeline import write_png
+from sppo.plots.timeline_report import timeline_report
 from sppo.schedule.abstract import AbstractCase
 from sppo.schedule.program_text import format_program
 from sppo.schedule.simulation.simulate import simulate as play
 from sppo.schedule.timeline import RankTrack, Timeline
-from sppo.timeline.chrome_trace import write_trace
-from sppo.timeline.report import timeline_report
 from sppo.units import counted, format_bytes, format_duration
 
 _SHOWN_RANKS = 16
