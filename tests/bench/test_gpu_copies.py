@@ -13,7 +13,7 @@ from sppo.bench import overlap, pcie, processes
 from sppo.bench.copies import CopyMeasurements, CopyPoint
 from sppo.bench.operands import Operands
 from sppo.bench.overlap import MeasuredLayer, default_layer, measure_overlap
-from sppo.cli.output.bench_copies import copies_lines
+from sppo.cli.bench_tables import copies_screen
 from sppo.config.model import ModelConfig
 from sppo.offload.queues import cuda_queues
 from sppo.offload.queues.cuda_queues import CudaQueues
@@ -49,7 +49,7 @@ def test_everything_but_the_device(no_gpu, monkeypatch):
     assert [point.how for point in found.points] == ["arena", "arena"]
     assert found.planned in found.points
     assert not no_gpu.locked
-    assert any(line.startswith("page-locking an arena") for line in copies_lines(found))
+    assert any(str(line).startswith("page-locking an arena") for line in copies_screen(found))
 
 
 def test_a_node_without_memory_is_left_out(no_gpu, monkeypatch):

@@ -1,12 +1,12 @@
-"""What commands print: lines, tables, JSON, the names of written files, and signs of life."""
+"""What commands print: a screen of lines and tables, JSON, and signs of life."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import typer
 from rich import box
@@ -16,23 +16,23 @@ from rich.text import Text
 
 from sppo.report.lines import print_line
 
-
-class Report(Protocol):
-    """Answer of a command, for programs and for people."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the answer as JSON values."""
-
-    def show(self, console: Console) -> None:
-        """Print the answer as lines and tables."""
+_Item = TypeVar("_Item")
 
 
-def emit(report: Report, *, as_json: bool) -> None:
-    """Print a report on standard output: one JSON object, or lines and tables."""
+class Unbroken(str):
+    """Line that is never broken, such as a command, which could not be copied in two lines."""
+
+
+Screen = Iterator[str | Text | Table]
+"""Lines and tables in the order in which they are printed."""
+
+
+def emit(values: Callable[[], Any], screen: Callable[[], Screen], *, as_json: bool) -> None:
+    """Print the answer of a command on standard output: one JSON object, or lines and tables."""
     if as_json:
-        print_json(report.as_json())
+        print_json(values())
     else:
-        report.show(Console())
+        print_screen(screen(), Console())
 
 
 def print_json(values: Any, *, indent: int | None = None) -> None:
@@ -44,10 +44,20 @@ def print_json(values: Any, *, indent: int | None = None) -> None:
     typer.echo(json.dumps(values, indent=indent, allow_nan=False))
 
 
-def say(console: Console, *texts: str, wraps: bool = True) -> None:
-    """Print each text as a line, see :func:`sppo.report.lines.print_line`."""
-    for text in texts:
-        print_line(text, console, wraps=wraps)
+def print_screen(screen: Screen, console: Console) -> None:
+    """Print lines, which a terminal breaks between words, and tables."""
+    for part in screen:
+        if isinstance(part, str):
+            print_line(part, console, wraps=not isinstance(part, Unbroken))
+        else:
+            console.print(part, highlight=False, soft_wrap=isinstance(part, Text))
+
+
+def written(*files: Path | None) -> Screen:
+    """Yield a line for each file that was asked for."""
+    for file in files:
+        if file is not None:
+            yield Unbroken(f"written {file}")
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str] | None], *, left: int = 1) -> Table:
@@ -67,6 +77,20 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str] | None], *, left
     return _filled(made, rows)
 
 
+def item_table(
+    items: Iterable[_Item], columns: Mapping[str, Callable[[_Item], str]], *, left: int = 1
+) -> Table:
+    """Return a table of one row per item.
+
+    Args:
+        items: Items in order.
+        columns: Functions that return the cell of an item, by the heading of the column.
+        left: As in :func:`table`.
+    """
+    rows = ([text(item) for text in columns.values()] for item in items)
+    return table(tuple(columns), rows, left=left)
+
+
 def columns(rows: Iterable[Sequence[str] | None], *, right: int = 0) -> Table:
     """Return text in columns without headings, of which the first `right` end at the right."""
     made = Table(box=None, pad_edge=False, show_header=False)
@@ -82,13 +106,6 @@ def _filled(made: Table, rows: Iterable[Sequence[str] | None]) -> Table:
         else:
             made.add_row(*row)
     return made
-
-
-def say_written(*files: Path | None) -> None:
-    """Print a line for each file that was asked for."""
-    for file in files:
-        if file is not None:
-            typer.echo(f"written {file}")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Explanation of a step as table and JSON: seconds by part, and the rates behind the seconds."""
+"""Explanation of a step, on a screen and as JSON: seconds by part, and the rates behind them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
-
-from sppo.cli.output.printing import say, table
+from sppo.cli.printing import Screen, table
 from sppo.planning.explain import PARTS, RateUsed, rates_used, step_parts
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.units import format_duration
@@ -25,21 +23,22 @@ def explanation_json(evaluated: EvaluatedCandidate) -> dict[str, Any]:
     }
 
 
-def print_explanation(evaluated: EvaluatedCandidate, *, console: Console) -> None:
-    """Print the seconds by part on the first, the busiest and the last rank, and the rates."""
+def explanation_screen(evaluated: EvaluatedCandidate) -> Screen:
+    """Yield the seconds by part on the first, the busiest and the last rank, and the rates."""
     ranks, rates = step_parts(evaluated), rates_used(evaluated)
     waits = ("communication", "copy", "bubble")
     busiest = min(range(len(ranks)), key=lambda rank: sum(ranks[rank][w] for w in waits))
     shown = sorted({0, busiest, len(ranks) - 1})
-    console.print()
-    say(console, f"where the {format_duration(evaluated.step_s)} of a step go on each rank")
+    yield ""
+    yield f"where the {format_duration(evaluated.step_s)} of a step go on each rank"
     headings = ["", *(f"rank {rank}" for rank in shown), "share of all"]
-    console.print(table(headings, _part_rows(ranks, shown, step_s=evaluated.step_s)))
-    say(console, "how fast the machine was taken to be, and who says so")
+    yield table(headings, _part_rows(ranks, shown, step_s=evaluated.step_s))
+    yield "how fast the machine was taken to be, and who says so"
     width = max(len(rate.figure) for rate in rates)
     for rate in rates:
         share = "" if rate.peak is None else f"  {rate.value / rate.peak:.0%} of the peak"
-        say(console, f" {rate.figure:<{width}}  {_rate(rate):>13}{share}", f"     {rate.source}")
+        yield f" {rate.figure:<{width}}  {_rate_text(rate):>13}{share}"
+        yield f"     {rate.source}"
 
 
 def _part_rows(
@@ -55,14 +54,11 @@ def _part_rows(
     yield ["step", *(_seconds(step_s) for _ in shown), "100.0%"]
 
 
-def _rate(rate: RateUsed) -> str:
+def _rate_text(rate: RateUsed) -> str:
     if rate.unit == "B/s":
         return f"{rate.value / 1e9:.4g} GB/s"
-    return (
-        f"{rate.value / 1e12:.4g} TFLOP/s"
-        if rate.value > 1e11
-        else f"{rate.value / 1e9:.4g} GFLOP/s"
-    )
+    tera = rate.value > 1e11
+    return f"{rate.value / 1e12:.4g} TFLOP/s" if tera else f"{rate.value / 1e9:.4g} GFLOP/s"
 
 
 def _seconds(seconds: float) -> str:
