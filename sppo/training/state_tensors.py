@@ -17,7 +17,7 @@ from sppo.cost.parameters import parameter_shapes
 from sppo.cost.state_tiers import StateTiers
 from sppo.engine.providers.streamed_gradients import StreamedGradients
 from sppo.engine.providers.streamed_weights import StreamedWeights
-from sppo.model.hf import open_hf_weights
+from sppo.model.hf_reading import open_hf_weights
 from sppo.model.initialize import generate_weights_ahead
 from sppo.offload.copy_report import CopyReport
 from sppo.offload.state_memory import DiskMemory, LockedHostMemory, StateMemory
