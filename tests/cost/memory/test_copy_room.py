@@ -74,7 +74,7 @@ def test_tensors_are_packed_one_behind_the_other():
     assert packed_bytes([4096, 1]) == 8192
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.tuples(*[st.integers(0, 500)] * 3), st.integers(1, 4), st.integers(1, 3))
 def test_a_block_holds_the_rows_of_its_classes(rows, every, shard_count):
     model = run_of().model
