@@ -32,7 +32,7 @@ from sppo.planning.simulated_run import SimulatedRun, simulated_plan, simulated_
 from sppo.planning.why_nothing_fits import nothing_fits
 from sppo.schedule.simulation.simulate import simulate as play
 from sppo.schedule.timeline import Timeline
-from sppo.training.checks.input_checks import check_evaluation
+from sppo.training.input_checks import check_evaluation
 from sppo.training.start import prepare_run, start_ranks, train_as_rank
 from sppo.training.trained_run import RunFailedError, TrainedRun, trained_run
 
@@ -221,7 +221,7 @@ def train(
         MemoryError: The run does not fit into memory.
         RunFailedError: A rank that was started failed, or rank 0 of these refused the run for want
             of memory or because of its plan, weights or labels; stderr says why.
-        sppo.training.steps.nonfinite.NonFiniteError: Too many consecutive steps with NaN or inf.
+        sppo.training.nonfinite.NonFiniteError: Too many consecutive steps with NaN or inf.
         OSError: The disk is full or fails; files saved before are complete.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -277,7 +277,7 @@ def evaluate(
     path = None if checkpoint is None else Path(checkpoint)
     check_evaluation(run, checkpoint=path, initial=initial)
     log_run_warnings(run)
-    from sppo.training.devices.choose_device import choose_device
+    from sppo.training.devices.device import choose_device
     from sppo.training.evaluation import evaluate as evaluate_run
 
     return evaluate_run(

@@ -18,7 +18,7 @@ from sppo.config.problems import Problem
 from sppo.config.run import RunConfig
 from sppo.config.run_warnings import log_run_warnings
 from sppo.config.yaml_file import format_yaml
-from sppo.training.checks.input_checks import run_file_problems
+from sppo.training.input_checks import run_file_problems
 
 app = CommandGroup(help="Look at a run file without running it.")
 

@@ -370,7 +370,7 @@ def _attention() -> Iterator[Finding]:
     case = AttentionCase(device, torch.bfloat16, _HEAD_SIZE, _GROUP, window=False)
     chosen = chosen_name("auto", case)
     for name in preference(device):
-        if not CAPABILITIES[name].automatic or device.type not in CAPABILITIES[name].devices:
+        if device.type not in CAPABILITIES[name].devices:
             continue
         reason = why_not(name, case)
         found = f"taken by auto for bf16 on {device.type}" if name == chosen else reason or "there"

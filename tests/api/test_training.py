@@ -13,7 +13,7 @@ import torch
 
 import sppo
 from tests.conftest import succeed
-from tests.training.steps.test_planning_ahead import each_step
+from tests.training.test_planning_ahead import each_step
 from tests.unpainted import unpainted
 
 TWO = {"model.num_layers": 2, "parallel.pipeline_parallel_degree": 2}

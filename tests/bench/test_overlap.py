@@ -172,10 +172,10 @@ def test_a_slow_device_gets_shorter_units(operands, small, monkeypatch):
 def test_what_the_device_has_no_memory_for_is_left_out(operands, small, tmp_path, monkeypatch):
     whole = overlap.attention_forward
 
-    def attend(q, k, v):
-        if len(k) > 300:
+    def attend(call):
+        if call.num_keys > 300:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return whole(q, k, v)
+        return whole(call)
 
     monkeypatch.setattr(overlap, "attention_forward", attend)
     monkeypatch.setattr(overlap, "_QUICK_CONTEXTS", {"cpu": (0, 128)})

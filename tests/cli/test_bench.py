@@ -154,7 +154,6 @@ def test_shapes_are_passed_on(measured, shapes):
         (["heads=8/4/2"], "write query/key-value heads, such as 32/8, or 32"),
         (["head_size=1.5"], "1.5 is not a whole number"),
         (["backend=cudn"], "Did you mean 'cudnn'?"),
-        (["backend=triton"], "'triton' not one of cpu_flash, "),
         (["backend=flash_attn_2"], "backend=flash_attn_2: runs on cuda, tensors are on cpu"),
         (["tokens=1Ki"], "tokens: only sppo bench gemm and all use it"),
         (

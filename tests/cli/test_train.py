@@ -19,8 +19,7 @@ import pytest
 from sppo.checkpoint import checkpoint
 from sppo.kernels.native.machine_memory import MemoryRoom
 from sppo.report.metrics import JsonlSink
-from sppo.training import report, step_loop
-from sppo.training.checks import room_checks
+from sppo.training import preflight, report, trainer
 from tests.conftest import LENGTH, call, refuse, succeed, tree, write_run, write_tokens
 from tests.tiers import exhaustive
 
@@ -153,7 +152,7 @@ def test_the_lock_is_held_while_training(work, monkeypatch):
 
 def test_too_little_space_for_the_first_checkpoint_is_told_before_the_first_step(work, monkeypatch):
     full = shutil.disk_usage(work)._replace(free=1000)
-    monkeypatch.setattr(room_checks.shutil, "disk_usage", lambda path: full)
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: full)
     error = refuse_unchanged(work, code=4)
     assert "are free for out/checkpoints: free some space, or set train.output" in error
     succeed("train", "run.yaml", "checkpoint.at_end=false")  # nothing is saved
@@ -313,8 +312,8 @@ def test_the_end_saves_unless_told_not_to(work):
 
 
 def test_by_default_checkpoints_follow_the_clock(work, monkeypatch):
-    monkeypatch.setattr(step_loop, "AUTOMATIC_S", 0.0)
-    monkeypatch.setattr(step_loop, "SAVING_SHARE", math.inf)
+    monkeypatch.setattr(trainer, "AUTOMATIC_S", 0.0)
+    monkeypatch.setattr(trainer, "SAVING_SHARE", math.inf)
     words = ("checkpoint.at_end=false", "checkpoint.keep=9")
     succeed("train", "run.yaml", *words)
     names = sorted(path.name for path in (work / "out/checkpoints").iterdir())
@@ -322,7 +321,7 @@ def test_by_default_checkpoints_follow_the_clock(work, monkeypatch):
     again = succeed("train", "run.yaml", *words)
     assert "step 4/4" in again
     assert "step 3/4" not in again
-    monkeypatch.setattr(step_loop, "SAVING_SHARE", 1e-9)  # the first save was too slow for more
+    monkeypatch.setattr(trainer, "SAVING_SHARE", 1e-9)  # the first save was too slow for more
     succeed("train", "run.yaml", "train.output=slow", *words)
     assert [path.name for path in (work / "slow/checkpoints").iterdir()] == ["step_000001"]
 
