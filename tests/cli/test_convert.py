@@ -3,7 +3,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from sppo.checkpoint import checkpoint
@@ -278,19 +277,3 @@ def test_to_hf_refuses_bad_words(tmp_path):
         assert message in done.stderr
         assert len(done.stderr.splitlines()) < 24
     assert listing(tmp_path) == before
-
-
-def test_round_trip_of_a_run_that_changed_nothing(published, tmp_path):
-    """from-hf, a run of no steps, to-hf: the same tensors and the same settings."""
-    tensors = load_file(published / "model.safetensors")
-    save_file({name: tensor.float() for name, tensor in tensors.items()}, published / "w")
-    (published / "w").replace(published / "model.safetensors")
-    weights = {f"model.{n}": w for n, w in open_hf_weights(published, MODEL).items()}
-    manager = CheckpointManager(tmp_path / "run" / "checkpoints", keep=1, async_save=False)
-    manager.save(weights, step=0, metadata=run_metadata(run_config(), sequences_consumed=0))
-    words = ("--dtype", "fp32", "--tokenizer", published)
-    assert convert("to-hf", tmp_path / "run", tmp_path / "m", *words).exit_code == 0
-    after = load_file(tmp_path / "m" / "model.safetensors")
-    assert after.keys() == tensors.keys()
-    assert all(torch.equal(after[name], tensors[name].float()) for name in tensors)
-    assert read_model_fields(tmp_path / "m") == read_model_fields(published)
