@@ -10,12 +10,16 @@ from typing import Any
 
 import torch
 
-from sppo.bench.attention import attention_points, measure_attention
+from sppo.bench.attention import (
+    DocumentSeconds,
+    attention_points,
+    measure_attention,
+    measure_documents,
+)
 from sppo.bench.attention_backends import BackendComparison
 from sppo.bench.attention_grid import AttentionGrid, attention_grid
 from sppo.bench.copies import CopyMeasurements
 from sppo.bench.disk import measure_disk
-from sppo.bench.documents import DocumentSeconds, measure_documents
 from sppo.bench.elementwise import measure_elementwise
 from sppo.bench.gemm import GemmGrid, gemm_grid, measure_gemm
 from sppo.bench.messages import MessageMeasurements, measure_messages
