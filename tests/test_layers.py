@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PLANNING_CORE = (
-    *("sppo.units", "sppo.config", "sppo.schedule", "sppo.timeline"),
+    *("sppo.units", "sppo.config", "sppo.schedule"),
     *("sppo.activations", "sppo.hardware", "sppo.cost", "sppo.planning"),
 )
 HEAVY = ("torch", "numpy", "pydantic", "ruamel.yaml", "scipy", "matplotlib", "rich.table")

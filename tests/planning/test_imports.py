@@ -10,9 +10,8 @@ import sppo.activations
 import sppo.cost
 import sppo.hardware
 import sppo.planning
-import sppo.timeline
 
-PACKAGES = (sppo.timeline, sppo.activations, sppo.hardware, sppo.cost, sppo.planning)
+PACKAGES = (sppo.activations, sppo.hardware, sppo.cost, sppo.planning)
 MODULES = [
     info.name
     for package in PACKAGES
