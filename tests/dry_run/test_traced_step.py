@@ -122,7 +122,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("preset", ["a100-80g", *exhaustive("h100")])
 @pytest.mark.parametrize("name", default_of(LAYOUTS, "multiplexed"))
 def test_no_bucket_of_a_layout_holds_more_than_planned(name, preset):
-    """Where ranks exchange something the plan may be above the trace, and is by up to 10 %."""
+    """Where ranks exchange something the plan may be above the trace, and is by up to 12 %."""
     sections = LAYOUTS[name]
     degrees = {"data_parallel_degree": 1, "sequence_parallel_degree": 1}
     degrees |= {"pipeline_parallel_degree": 1, **sections.get("parallel", {})}
@@ -146,7 +146,7 @@ def test_no_bucket_of_a_layout_holds_more_than_planned(name, preset):
                 continue
             slack = UNCOUNTED_BYTES if bucket == "all" else 0
             assert held <= 1.001 * planned_bytes + slack, (rank, bucket)
-        assert held >= 0.9 * planned_bytes
+        assert held >= 0.88 * planned_bytes
 
 
 def test_one_step_waits_for_the_gpu_only_at_its_end():

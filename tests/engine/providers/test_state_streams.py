@@ -146,7 +146,7 @@ def test_what_a_device_that_no_longer_answers_may_use_stays():
     weights.fetch(0)
     sums.bring_back(1)
     sums.leave(0, complete=True)
-    StateStreams(weights, sums).abort()
+    assert not StateStreams(weights, sums).drain()
     assert weights.has(["first"])
     assert [*sums._here] == ["second"]
     assert sums._leaving is not None
