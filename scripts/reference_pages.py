@@ -43,8 +43,7 @@ def run_file_page() -> str:
     ]
     for section, entry in schema["properties"].items():
         name = _section_name(entry)
-        lines += [f"## `{section}`", _prose(entry["description"])]
-        lines.append(_prose(definitions[name].get("description", "")))
+        lines += [f"## `{section}`", _prose(definitions[name]["description"])]
         needed = () if section == "model" else definitions[name].get("required", ())
         lines.append(_keys(section, definitions[name]["properties"], needed))
         if section == "model":
