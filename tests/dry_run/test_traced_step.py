@@ -75,11 +75,10 @@ def test_one_rank_holds_what_is_planned(model, policy, preset):
     assert_as_planned(trace_step(run, plan_for_gpu(run)), between)
 
 
-@pytest.mark.parametrize("policy", ["retain", *exhaustive("recompute")])
-def test_fp32_holds_what_is_planned(policy):
-    run = run_of("llama", policy, train={"dtype": "fp32"})
+def test_fp32_holds_what_is_planned():
+    run = run_of("llama", "retain", train={"dtype": "fp32"}, length=3001)
     step = trace_step(run, plan_for_gpu(run))
-    assert step.backend == "triton"
+    assert step.backend == "torch_blocks"
     assert_as_planned(step)
 
 
