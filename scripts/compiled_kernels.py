@@ -25,7 +25,7 @@ from typing import Any
 from option_types import one_of, output_file, positive, several  # beside this file
 from rich.console import Console
 
-from sppo.cli.output.printing import table
+from sppo.cli.printing import table
 from sppo.output_file import write_text
 
 CAPABILITIES = (80, 90, 100)

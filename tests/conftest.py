@@ -161,7 +161,7 @@ def _cpu_unless_asked(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     """Run tests on the CPU on a machine with a GPU, except tests marked gpu or multigpu."""
     wants = request.node.get_closest_marker("gpu") or request.node.get_closest_marker("multigpu")
     if torch.cuda.is_available() and wants is None:
-        monkeypatch.setattr("sppo.training.devices.choose_device.device_kind", lambda run: "cpu")
+        monkeypatch.setattr("sppo.training.devices.device.device_kind", lambda run: "cpu")
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # of processes that a test starts
 
 

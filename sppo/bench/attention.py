@@ -24,6 +24,7 @@ from sppo.bench.attention_grid import AttentionGrid, AttentionShape, Heads
 from sppo.bench.operands import DTYPES, Operands
 from sppo.bench.timing import Call, KernelBench, TimedCase
 from sppo.hardware.rates import AttentionPoint
+from sppo.kernels.attention.call import AttentionCall
 from sppo.kernels.attention.choice import BackendName, chosen_name
 from sppo.kernels.attention.interface import Backend, attention_backward, attention_forward
 from sppo.kernels.attention.kv_layout import empty_keys
@@ -214,13 +215,12 @@ def _make(
     q, do = (operands.take(shape.queries, shape.heads.queries, size, dtype=of) for _ in range(2))
     keys = (shape.keys, shape.heads.kv, size)
     k, v = (operands.take_keys(*keys, dtype=of) for _ in range(2))
-    forward = partial(attention_forward, q, k, v, document_starts=starts, backend=name)
+    call = AttentionCall(q, k, v, document_starts=starts)
+    forward = partial(attention_forward, call, name)
     if direction == "forward":
         return forward
     o, lse = forward()
     dk, dv = (
         empty_keys(*keys, dtype=torch.float32, device=operands.device).zero_() for _ in range(2)
     )
-    return lambda: attention_backward(
-        do, q, k, v, o, lse, dk_TKD=dk, dv_TKD=dv, document_starts=starts, backend=name
-    )
+    return lambda: attention_backward(call, do, o, lse, dk_TKD=dk, dv_TKD=dv, backend=name)

@@ -16,10 +16,8 @@ from sppo.kernels.attention.choice import (
     why_not,
 )
 
-BACKENDS: tuple[BackendName, ...] = tuple(
-    name for name in get_args(BackendName) if CAPABILITIES[name].automatic
-)
-"""Back ends that can be timed; all but the reference, whose memory holds all scores."""
+BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
+"""All back ends."""
 BackendShape = tuple[BackendName, AttentionShape]
 
 

@@ -26,6 +26,7 @@ from sppo.bench.timing import Watcher
 from sppo.config.model import ModelConfig
 from sppo.config.presets import PRESETS
 from sppo.cost.parameters import layer_shapes
+from sppo.kernels.attention.call import AttentionCall
 from sppo.kernels.attention.interface import attention_forward
 from sppo.kernels.linear import linear
 from sppo.offload.disk.file_tier import whole_sectors
@@ -250,7 +251,7 @@ class _ForwardWork:
             for weight in self._weights:
                 linear(self._inputs[weight.shape[1]], weight)
             marks[-1].append(self._mark())
-            attention_forward(self._q, self._k, self._v)
+            attention_forward(AttentionCall(self._q, self._k, self._v))
             marks[-1].append(self._mark())
             after()
         if self._kind == "cuda":

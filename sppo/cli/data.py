@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -21,21 +22,22 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from sppo.cli.arguments.common import Json
+from sppo.cli.arguments import Json
 from sppo.cli.command_group import CommandGroup
 from sppo.cli.exit_codes import exit_codes
-from sppo.cli.output.length_table import print_lengths
-from sppo.cli.output.printing import print_json, say_written
+from sppo.cli.printing import Screen, emit, item_table, print_json, written
 from sppo.config.base import MOST_TOKENS
 from sppo.data.preparation.prepare import PreparedTokens, PrepareProgress, prepare_tokens
 from sppo.data.preparation.tokenizers import EndOfDocument
-from sppo.data.samples.length_stats import document_lengths, length_stats
+from sppo.data.samples.length_stats import LengthStats, document_lengths, length_stats
 from sppo.data.tokens import open_tokens
 from sppo.output_file import FULL_ERRNOS, check_output_files
 from sppo.plots.lengths import length_plot
 from sppo.quoting import one_line
 from sppo.report.lines import print_line
 from sppo.units import counted, format_bytes, format_count, format_tokens, parse_size
+
+_TELL_EVERY_S = 10.0
 
 app = CommandGroup(help="Write and describe the token data that runs read.")
 
@@ -114,9 +116,10 @@ def prepare(
             on_progress=on_progress,
         )
     if json_output:
-        print_json(_json(prepared), indent=2)
-        return
-    print_line(_report(prepared), Console(), indent=13)
+        fields = asdict(prepared)
+        print_json({**fields.pop("meta"), **fields}, indent=2)
+    else:
+        print_line(_report(prepared), Console(), indent=13)
 
 
 @app.command()
@@ -153,11 +156,48 @@ def stats(
         found = length_stats(tokens, distribution, length=limit)
         if output is not None:
             length_plot(found, distribution, output)
-    if json_output:
-        print_json(asdict(found), indent=2)
-    else:
-        print_lengths(found, console=Console())
-        say_written(output)
+    emit(lambda: asdict(found), lambda: chain(_screen(found), written(output)), as_json=json_output)
+
+
+def _screen(found: LengthStats) -> Screen:
+    """Yield percentiles and buckets of document lengths, and the effect of a length limit."""
+    percentiles = ", ".join(f"{name} {n:,}" for name, n in found.length_percentiles.items())
+    yield (
+        f"{found.directory}: {counted(found.num_documents, 'document')}, "
+        f"{counted(found.num_tokens, 'token')} to train on (all but one of each document)"
+    )
+    yield f"length: mean {found.mean_length:,.1f}, {percentiles} tokens"
+    yield _labels_text(found)
+    columns = {
+        "up to": lambda bucket: format_tokens(bucket.up_to),
+        "documents": lambda bucket: f"{bucket.num_documents:,}",
+        "share": lambda bucket: f"{bucket.documents_share:.2%}",
+        "tokens": lambda bucket: format_count(bucket.num_tokens),
+        "share of tokens": lambda bucket: f"{bucket.tokens_share:.2%}",
+        "longer documents": lambda bucket: f"{bucket.longer_documents_share:.2%}",
+        "with tokens": lambda bucket: f"{bucket.longer_tokens_share:.2%}",
+    }
+    yield item_table(found.buckets, columns, left=0)
+    limit = found.limit
+    if limit is not None:
+        yield (
+            f"sequence.length {format_tokens(limit.length)}: longer documents "
+            f"{limit.num_longer_documents:,} ({limit.longer_documents_share:.2%}), with "
+            f"{limit.longer_tokens_share:.2%} of the tokens; samples of an epoch: "
+            f"{limit.num_samples_cut:,} with sequence.longer=cut, {limit.num_samples_drop:,} with "
+            "drop"
+        )
+
+
+def _labels_text(found: LengthStats) -> str:
+    """Return the number of labels that count, and of documents without such labels, as text."""
+    if not found.num_tokens:
+        return "no labels: no document has two tokens, so there is nothing to train on"
+    counting = "all labels count"
+    if found.has_loss_mask:
+        share = found.num_counting_labels / max(1, found.num_tokens)
+        counting = f"{found.num_counting_labels:,} of the labels count ({share:.1%})"
+    return f"{counting}; documents without any that counts: {found.num_documents_without_labels:,}"
 
 
 def _length(text: str | None) -> int | None:
@@ -206,15 +246,10 @@ def _progress(*, quiet: bool) -> Iterator[Callable[[PrepareProgress], None] | No
     """Yield a progress callback: a bar on a terminal, else a line every ten seconds, on stderr."""
     if quiet:
         yield None
-    elif sys.stderr.isatty():
-        with _bar() as on_progress:
-            yield on_progress
-    else:
-        yield _lines()
-
-
-@contextmanager
-def _bar() -> Iterator[Callable[[PrepareProgress], None]]:
+        return
+    if not sys.stderr.isatty():
+        yield _Lines().show
+        return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -224,38 +259,27 @@ def _bar() -> Iterator[Callable[[PrepareProgress], None]]:
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("tokenizing", total=None)
-
-        def show(progress: PrepareProgress) -> None:
-            bar.update(
-                task,
-                completed=progress.done_bytes,
-                total=progress.total_bytes,
-                description=f"{format_count(progress.num_tokens)} tokens",
-            )
-
-        yield show
+        yield lambda progress: bar.update(
+            task,
+            completed=progress.done_bytes,
+            total=progress.total_bytes,
+            description=f"{format_count(progress.num_tokens)} tokens",
+        )
 
 
-def _lines(*, every_s: float = 10.0) -> Callable[[PrepareProgress], None]:
-    next_s = time.monotonic() + every_s
+class _Lines:
+    """Progress as a line every ten seconds."""
 
-    def show(progress: PrepareProgress) -> None:
-        nonlocal next_s
+    def __init__(self) -> None:
+        self._next_s = time.monotonic() + _TELL_EVERY_S
+
+    def show(self, progress: PrepareProgress) -> None:
+        """Print the progress if it is time."""
         now_s = time.monotonic()
-        if now_s >= next_s:
-            next_s = now_s + every_s
-            typer.echo(
-                f"{format_bytes(progress.done_bytes)} of {format_bytes(progress.total_bytes)},"
-                f" {format_count(progress.num_tokens)} tokens",
-                err=True,
-            )
-
-    return show
-
-
-def _json(prepared: PreparedTokens) -> dict[str, Any]:
-    fields = asdict(prepared)
-    return {**fields.pop("meta"), **fields}
+        if now_s >= self._next_s:
+            self._next_s = now_s + _TELL_EVERY_S
+            done, total = map(format_bytes, (progress.done_bytes, progress.total_bytes))
+            typer.echo(f"{done} of {total}, {format_count(progress.num_tokens)} tokens", err=True)
 
 
 def _report(prepared: PreparedTokens) -> str:

@@ -10,23 +10,15 @@ from __future__ import annotations
 import logging
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 
 from sppo.engine.engine import StepResult
-from sppo.plots.chrome_trace import write_trace
-from sppo.plots.timeline import write_png
 from sppo.schedule.actions import Action
 from sppo.schedule.timeline import Timeline, measured_timeline
 from sppo.training.job import Ranks
-from sppo.training.run_directory import TIMELINE_PLOT, TIMELINE_TRACE
 
 _log = logging.getLogger(__name__)
-
-_MOST_DRAWN = 4000
-"""Largest number of actions for which a PNG plot is drawn; the Chrome trace can be zoomed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +93,3 @@ def _timeline(executed: StepResult, steps: Sequence[_RankStep]) -> Timeline:
     ]
     program = executed.schedule.with_programs([step.actions for step in steps])
     return measured_timeline(program, times_s=times)
-
-
-def timeline_writers(step: StepTimelines) -> dict[str, Callable[[Path], None]]:
-    """Return the functions that draw planned and measured timeline, by the name of their file."""
-    both = (step.planned, step.measured)
-    writers: dict[str, Callable[[Path], None]] = {
-        TIMELINE_TRACE: partial(write_trace, timelines=both),
-    }
-    if sum(timeline.schedule.num_actions for timeline in both) <= _MOST_DRAWN:
-        writers[TIMELINE_PLOT] = partial(write_png, timelines=both)
-    return writers

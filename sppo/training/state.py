@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from sppo.activations.subsequence_placement import planned_placement
 from sppo.config import RunConfig
+from sppo.cost.memory.stage_memory import MemoryBuckets
 from sppo.engine.engine import Engine
 from sppo.engine.pipeline import Pipeline
 from sppo.kernels.cross_entropy import LossTerms
@@ -28,9 +30,11 @@ from sppo.parallel.pipeline_p2p import PipelineLinks
 from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.planning.plan import ExecutionPlan
 from sppo.schedule.msp_groups import msp_ranges
-from sppo.training.devices.communicator_memory import communicators_measured
 from sppo.training.job import Job
 from sppo.training.state_tensors import StateTensors, make_state
+from sppo.units import format_bytes
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +121,7 @@ def build_state(job: Job, plan: ExecutionPlan) -> TrainingState:
         plan: Plan of the run.
     """
     mesh, device = job.ranks.mesh, job.device
-    planned = plan.rank_memory[mesh.at.pipeline].device
-    with communicators_measured(mesh, device=device, planned=planned):
-        pipeline = _connect(job, plan)
+    pipeline = _connect(job, plan)
     sharded = ShardedState(
         job.run.model,
         mesh=mesh,
@@ -140,8 +142,13 @@ def build_state(job: Job, plan: ExecutionPlan) -> TrainingState:
 
 
 def _connect(job: Job, plan: ExecutionPlan) -> Pipeline:
-    """Connect the groups of the mesh, and return the rank's place in its pipeline."""
+    """Connect the groups of the mesh, and return the rank's place in its pipeline.
+
+    Raises:
+        MemoryError: See :func:`check_communicators`.
+    """
     run, mesh, place = job.run, job.ranks.mesh, job.device.torch_device
+    free_before = job.device.free_bytes(local_ranks=1)
     # Steps of samples are planned later, and may take much longer than a step of the longest ones.
     differ = run.data.samples == "documents"
     predicted_step_s = math.inf if differ else plan.predicted.step_s
@@ -158,6 +165,10 @@ def _connect(job: Job, plan: ExecutionPlan) -> Pipeline:
     msp_links = MspLinks(mesh, device=place) if plan.uses_msp else None
     if msp_links is not None:
         msp_links.connect(msp_ranges(program.msp_groups))
+    if mesh.uses_nccl:
+        planned = plan.rank_memory[mesh.at.pipeline].device
+        left_bytes = job.device.free_bytes(local_ranks=1)
+        check_communicators(free_before - left_bytes, left_bytes=left_bytes, planned=planned)
     return Pipeline(
         schedule=plan.schedule,
         num_ranks=mesh.shape.pipeline_parallel,
@@ -167,6 +178,39 @@ def _connect(job: Job, plan: ExecutionPlan) -> Pipeline:
         planned=program,
         msp_links=msp_links,
     )
+
+
+def check_communicators(taken_bytes: int, *, left_bytes: int, planned: MemoryBuckets) -> None:
+    """Compare the device memory that NCCL has taken for communicators with the plan.
+
+    Args:
+        taken_bytes: Device memory that the communicators took.
+        left_bytes: Free device memory after that.
+        planned: Memory of the rank's device in the plan.
+
+    Raises:
+        MemoryError: The memory that is left is less than the plan needs beside communicators.
+    """
+    expected = planned.communicators_bytes
+    needed = planned.total_bytes - expected
+    found = (
+        f"NCCL's communicators take {format_bytes(max(0, taken_bytes))} of the device, planned "
+        f"{format_bytes(expected)}"
+    )
+    remedy = (
+        "set NCCL_BUFFSIZE=2097152 in the environment of every rank (half of NCCL's largest "
+        "buffers), or solve again with a larger hardware.margin"
+    )
+    if needed > left_bytes:
+        raise MemoryError(
+            f"{found}; the plan needs {format_bytes(needed)} beside them, and "
+            f"{format_bytes(left_bytes)} are left: {remedy}, or with parallel.multiplexed=off if "
+            "it is on"
+        )
+    if taken_bytes > expected:
+        _log.warning("%s: if memory runs out, %s", found, remedy)
+    else:
+        _log.info("%s", found)
 
 
 def _build_engine(

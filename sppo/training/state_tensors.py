@@ -109,11 +109,6 @@ class StateTensors:
 def make_state(job: Job, tiers: StateTiers, sharded: ShardedState) -> StateTensors:
     """Build the state tensors of step 0: initial weights, zero gradients, zero moments.
 
-    Args:
-        job: Job that trains the run.
-        tiers: Tiers of weights, gradients and optimizer state.
-        sharded: Shard of the state that this rank holds.
-
     Raises:
         MemoryError: Host memory does not suffice, or may not be page-locked.
         OSError: Disk space does not suffice.

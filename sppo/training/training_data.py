@@ -62,12 +62,7 @@ _SHOWN_DIGITS = 16
 
 
 def input_facts(run: RunConfig, data: TokenData) -> dict[str, str]:
-    """Return the facts about a rank's inputs that all ranks compare, by name.
-
-    Args:
-        run: Validated run configuration.
-        data: Token data as this rank reads it.
-    """
+    """Return the facts about a rank's inputs that all ranks compare, by name."""
     meta, tokenizer = data.meta, data.meta.tokenizer
     documents = hashlib.sha256(data.document_offsets.data)
     facts = {

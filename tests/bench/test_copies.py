@@ -13,7 +13,7 @@ from sppo.bench import disk
 from sppo.bench.copies import CopyMeasurements, CopyPoint, busy_rates, measure_point
 from sppo.bench.hardware_description import describe
 from sppo.bench.suite import Measurements
-from sppo.cli.output.bench_copies import copies_lines
+from sppo.cli.bench_tables import copies_screen
 from sppo.hardware.file import hardware_json, read_hardware
 from sppo.hardware.presets import PRESETS
 from sppo.offload.disk.disk_room import DiskRoom
@@ -70,7 +70,7 @@ def test_a_real_disk(tmp_path):
     assert min(rates) > 1e6
     assert found.first_write_bytes_per_s > 1e6
     assert "page cache" in found.where
-    assert "both at once: " in copies_lines(found)[-1]
+    assert "both at once: " in list(copies_screen(found))[-1]
 
 
 def test_an_error_of_the_disk_is_not_lost():

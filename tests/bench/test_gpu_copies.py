@@ -11,7 +11,7 @@ from sppo.bench import overlap, pcie, processes
 from sppo.bench.copies import CopyMeasurements, CopyPoint
 from sppo.bench.operands import Operands
 from sppo.bench.overlap import MeasuredLayer, default_layer, measure_overlap
-from sppo.cli.output.bench_copies import copies_lines
+from sppo.cli.bench_tables import copies_screen
 from sppo.config.model import ModelConfig
 from sppo.hardware.numa import NumaNode
 from sppo.offload.queues import cuda_queues
@@ -79,7 +79,7 @@ def test_everything_but_the_device(no_gpu, near, gpus):
     assert found.where.endswith("the slowest of 2 GPUs at once") == (gpus == 2)
     assert sorted(near) == list(range(gpus))
     assert not no_gpu.locked
-    assert any(line.startswith("page-locking an arena") for line in copies_lines(found))
+    assert any(str(line).startswith("page-locking an arena") for line in copies_screen(found))
 
 
 def test_memory_that_cannot_be_locked_is_said(no_gpu, monkeypatch):

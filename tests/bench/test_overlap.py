@@ -15,8 +15,8 @@ from sppo.bench.hardware_description import describe
 from sppo.bench.operands import Operands
 from sppo.bench.overlap import MeasuredLayer, OverlapMeasurements, added_s_per_byte, measure_overlap
 from sppo.bench.suite import Measurements
-from sppo.cli.output.bench_copies import break_even_text, overlap_lines, print_overlap
-from sppo.cli.output.bench_report import unsteady_line
+from sppo.cli.bench_tables import break_even_text, overlap_screen, unsteady_line
+from sppo.cli.printing import print_screen
 from sppo.config.model import ModelConfig
 from sppo.hardware.presets import PRESETS
 from tests.bench.test_timing import Watcher
@@ -55,7 +55,7 @@ OVERLAP = OverlapMeasurements(
 def test_a_narrow_terminal_cuts_no_word():
     console = Console(file=io.StringIO(), width=80)
     far = point(65536, 1 << 20, slower=1.684)
-    print_overlap(replace(OVERLAP, points=(*OVERLAP.points, far)), console=console)
+    print_screen(overlap_screen(replace(OVERLAP, points=(*OVERLAP.points, far))), console)
     text = console.file.getvalue()
     assert "…" not in text
     heading = next(line for line in text.splitlines() if line.startswith(" tokens"))
@@ -94,7 +94,7 @@ def test_break_evens_are_told_by_context():
     assert (found[1].everything_tokens, found[1].kept_tokens) == (0.0, 0.0)
     texts = [break_even_text(t, measured=m) for t, m in ((0.0, True), (799.6, True), (0.2, False))]
     assert texts == ["any", "800", "~1"]
-    assert "~ beyond" in overlap_lines(OVERLAP)[-1]
+    assert "~ beyond" in list(overlap_screen(OVERLAP))[-1]
 
 
 def test_what_copies_cost_is_within_reason():
@@ -165,17 +165,17 @@ def test_a_slow_device_gets_shorter_units(operands, small, monkeypatch):
     assert set(shapes) == {(256, 0), (256, 4096), (256, 16384), (1024, 0)}
     assert len(left_out) == 5
     assert left_out[0][:2] == (1024, 4096)
-    lines = overlap_lines(replace(OVERLAP, left_out=tuple(left_out)))
+    lines = list(overlap_screen(replace(OVERLAP, left_out=tuple(left_out))))
     assert "left out: 1Ki tokens after 4Ki, would take 1.29 s a unit" in lines
 
 
 def test_what_the_device_has_no_memory_for_is_left_out(operands, small, tmp_path, monkeypatch):
     whole = overlap.attention_forward
 
-    def attend(q, k, v):
-        if len(k) > 300:
+    def attend(call):
+        if call.num_keys > 300:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return whole(q, k, v)
+        return whole(call)
 
     monkeypatch.setattr(overlap, "attention_forward", attend)
     monkeypatch.setattr(overlap, "_QUICK_CONTEXTS", {"cpu": (0, 128)})

@@ -130,15 +130,17 @@ def _key_sum_bytes(s: TensorSizes, block: Block, gradient_bytes: int) -> int:
 def _operand_bytes(s: TensorSizes, block: Block, *, is_cast: bool) -> int:
     """Return the bytes of the copies of a block's operands, and of its mask, in backward.
 
-    If the operands are cast, all but q are freed in half precision as soon as they are cast.
+    If the operands are cast, all but q and the mask are freed in half precision as soon as they are
+    cast.
     """
+    mask = _mask_bytes(s, block)
     if not is_cast:
-        return _gathered_bytes(s, block, tensors=3) + _mask_bytes(s, block)
+        return _gathered_bytes(s, block, tensors=3) + mask
     rows = _gathered_bytes(s, block, tensors=1)
     rows += 3 * _row_bytes(s, block.rows, ACCUMULATION_BYTES)
     of_head = s.model.head_dim * ACCUMULATION_BYTES
     keys = 2 * s.pooled(block.keys * _key_heads(s) * of_head)
-    return rows + keys + _mask_bytes(s, block) // s.element_bytes * ACCUMULATION_BYTES
+    return rows + keys + mask + mask // s.element_bytes * ACCUMULATION_BYTES
 
 
 def _multiplies_apart(s: TensorSizes, block: Block) -> bool:

@@ -37,7 +37,7 @@ from sppo.offload.state_memory import StateMemory
 from sppo.offload.transfers import CudaTransfers, Transfers
 from sppo.parallel.job.environment import RankEnvironment
 from sppo.planning.plan import ExecutionPlan
-from sppo.training.devices.pool_use import PoolUse
+from sppo.training.devices.cpu_device import PoolUse
 from sppo.units import format_bytes
 
 _cuda: Any = torch.cuda  # parts of it have no types

@@ -8,7 +8,8 @@ from sppo.cost.live_sets.cpu_attention_live_sets import attention_backward, atte
 from sppo.cost.live_sets.tensor_sizes import TensorSizes
 from sppo.kernels import half_products
 from sppo.kernels.attention import cpu_flash
-from sppo.kernels.attention.kernel import BlockAttention
+from sppo.kernels.attention.call import AttentionCall
+from sppo.kernels.attention.choice import KERNELS
 from sppo.kernels.native.cpu_allocator import install_cpu_allocator
 
 HEAD = 64
@@ -50,8 +51,7 @@ def test_it_is_what_the_allocator_hands_out(monkeypatch, threads, case, kind):
     q, do = (torch.randn(tokens, HEADS, HEAD).to(dtype) for _ in range(2))
     k, v = (torch.randn(prefix + tokens, key_heads, HEAD).to(dtype) for _ in range(2))
     dk, dv = (torch.zeros(k.shape) for _ in range(2))
-    attention = BlockAttention(cpu_flash.CpuFlash())
-    options = {"scale": 0.125, "window": window, "document_starts": (0,)}
+    attention, call = KERNELS["cpu_flash"], AttentionCall(q, k, v, window=window)
 
     def peak(function):
         before = allocator.memory().used_bytes
@@ -59,10 +59,8 @@ def test_it_is_what_the_allocator_hands_out(monkeypatch, threads, case, kind):
         kept = function()
         return allocator.memory().used_peak_bytes - before, kept
 
-    seen_forward, (o, lse) = peak(lambda: attention.forward(q, k, v, **options))
-    seen_backward, _ = peak(
-        lambda: attention.backward(do, q, k, v, o, lse, dk_TKD=dk, dv_TKD=dv, **options)
-    )
+    seen_forward, (o, lse) = peak(lambda: attention.forward(call))
+    seen_backward, _ = peak(lambda: attention.backward(call, do, o, lse, dk_TKD=dk, dv_TKD=dv))
 
     model = ModelConfig(
         vocab_size=64, hidden_size=HEADS * HEAD, num_layers=1, num_heads=HEADS,

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from sppo.kernels.attention import reference as attention_reference
+from sppo.kernels.attention.call import AttentionCall
+from sppo.kernels.attention.choice import KERNELS
 from sppo.kernels.attention.interface import (
     attention_backward,
     attention_forward,
     may_have_single_tokens,
 )
+from tests.kernels.attention.reference import Definition, computed, exactly
 from tests.kernels.operands import poison_fresh_memory
 from tests.kernels.places import ATTENTION_PLACES, need_backend
 
@@ -94,23 +96,14 @@ def operands(shape, *, dtype, device, seed=0):
     return [inside_nans(x.to(device, dtype))[1] for x in values]
 
 
-def definition(do, q, k, v, *, window=None, document_starts=(0,), scale=None):
-    do, q, k, v = (x.double().cpu() for x in (do, q, k, v))
-    options = {"window": window, "document_starts": document_starts}
-    options["scale"] = q.shape[2] ** -0.5 if scale is None else scale
-    o, lse = attention_reference.forward(q, k, v, **options)
-    dq, dk, dv = attention_reference.backward(do, q, k, v, **options)
-    return {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
-
-
-def attend(backend, do, q, k, v, **options):
+def attend(backend, call, do):
     """Everything by name; dk and dv as what was added."""
-    o, lse = attention_forward(q, k, v, backend=backend, **options)
-    acc_dtype = torch.promote_types(q.dtype, torch.float32)
-    totals = [torch.randn(x.shape, dtype=acc_dtype).to(x.device) for x in (k, v)]
+    o, lse = attention_forward(call, backend)
+    q, acc_dtype = call.q_CND, torch.promote_types(do.dtype, torch.float32)
+    totals = [torch.randn(x.shape, dtype=acc_dtype).to(x.device) for x in (call.k_TKD, call.v_TKD)]
     (dk_around, dk), (dv_around, dv) = (inside_nans(x) for x in totals)
     outside = torch.isnan(dk_around)
-    dq = attention_backward(do, q, k, v, o, lse, dk_TKD=dk, dv_TKD=dv, backend=backend, **options)
+    dq = attention_backward(call, do, o, lse, dk_TKD=dk, dv_TKD=dv, backend=backend)
     assert torch.equal(torch.isnan(dk_around), outside)
     assert torch.equal(torch.isnan(dv_around), outside)
     assert (o.dtype, dq.dtype, lse.dtype) == (q.dtype, q.dtype, acc_dtype)
@@ -120,22 +113,20 @@ def attend(backend, do, q, k, v, **options):
 
 def assert_right(place, shape, *, dtype=torch.float32, seed=0, **options):
     backend, device = place
-    group = shape.n // shape.k
-    window = options.get("window") is not None
     documents = options.get("document_starts", (0,))
     need_backend(
         backend,
         device,
         dtype=dtype,
         head_size=shape.d,
-        group=group,
-        window=window,
+        group=shape.n // shape.k,
+        window=options.get("window") is not None,
         single_tokens=may_have_single_tokens(shape.c, shape.t, documents),
     )
-    do, q, k, v = operands(shape, dtype=dtype, device=device, seed=seed)
-    exact = definition(do, q, k, v, **options)
-    ours = attend(backend, do, q, k, v, **options)
-    for name, value in exact.items():
+    do, *operands_ = operands(shape, dtype=dtype, device=device, seed=seed)
+    call = AttentionCall(*operands_, **options)
+    ours = attend(backend, call, do)
+    for name, value in computed(Definition(), exactly(call), do.cpu().double()).items():
         # The gradient of a query that sees one key is nothing but what cancelling left over.
         size = max(float(value.norm()), 0.2 * float(value.numel()) ** 0.5)
         error = float((ours[name].double().cpu() - value).norm()) / size
@@ -213,10 +204,11 @@ def test_large_scores_do_not_overflow(place):
     dtype = some_dtype(place)
     need_backend(backend, device, dtype=dtype, head_size=64)
     _, q, k, v = operands(Shape(20, 60, 1, 1, 64), dtype=dtype, device=device)
-    exact = definition(q, q * 200, k, v)
-    o, lse = attention_forward(q * 200, k, v, backend=backend)
+    call = AttentionCall(q * 200, k, v)
+    o, lse = attention_forward(call, backend)
     assert bool(torch.isfinite(o).all())
-    torch.testing.assert_close(lse.double().cpu(), exact["lse"], rtol=2**-7, atol=1e-3)
+    _, exact = Definition().forward(exactly(call))
+    torch.testing.assert_close(lse.double().cpu(), exact, rtol=2**-7, atol=1e-3)
 
 
 def test_a_span_in_pieces_is_the_whole(place):
@@ -225,15 +217,16 @@ def test_a_span_in_pieces_is_the_whole(place):
     dtype = some_dtype(place)
     need_backend(backend, device, dtype=dtype, head_size=64)
     do, q, k, v = operands(Shape(90, 90, 2, 1, 64), dtype=dtype, device=device)
-    exact = definition(do, q, k, v)
+    exact = computed(Definition(), exactly(AttentionCall(q, k, v)), do.cpu().double())
     cuts = (0, 33, 80, 90) if backend == "cudnn" else (0, 1, 33, 34, 80, 90)
     spans = list(zip(cuts, cuts[1:], strict=False))
-    kept = [attention_forward(q[a:b], k[:b], v[:b], backend=backend) for a, b in spans]
+    calls = [AttentionCall(q[a:b], k[:b], v[:b]) for a, b in spans]
+    kept = [attention_forward(call, backend) for call in calls]
     acc_dtype = torch.promote_types(dtype, torch.float32)
     dk, dv = (torch.zeros(x.shape, dtype=acc_dtype, device=device) for x in (k, v))
-    for (a, b), (o, lse) in reversed(list(zip(spans, kept, strict=True))):
+    for (a, b), call, outputs in reversed(list(zip(spans, calls, kept, strict=True))):
         totals = {"dk_TKD": dk[:b], "dv_TKD": dv[:b]}
-        attention_backward(do[a:b], q[a:b], k[:b], v[:b], o, lse, backend=backend, **totals)
+        attention_backward(call, do[a:b], *outputs, backend=backend, **totals)
     for name, total in (("dk", dk), ("dv", dv)):
         error = float((total.double().cpu() - exact[name]).norm() / exact[name].norm())
         assert error <= GRADIENT_TOLERANCE[dtype], f"{name}: {error:.2e}"
@@ -244,15 +237,18 @@ def test_two_runs_give_the_same_bits(place):
     backend, device = place
     if backend not in EXACT_BACKENDS:
         pytest.skip(f"{backend} sums dq in any order")
-    dtype = torch.bfloat16
-    need_backend(backend, device, dtype=dtype, head_size=64)
-    do, q, k, v = operands(Shape(70, 130, 4, 2, 64), dtype=dtype, device=device)
+    do, q, k, v = operands(Shape(70, 130, 4, 2, 64), dtype=torch.bfloat16, device=device)
+    first, second = (computed(KERNELS[backend], AttentionCall(q, k, v), do) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
-    def run():
-        o, lse = attention_forward(q, k, v, backend=backend)
-        dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=device) for x in (k, v))
-        totals = {"dk_TKD": dk, "dv_TKD": dv}
-        dq = attention_backward(do, q, k, v, o, lse, backend=backend, **totals)
-        return o, lse, dq, dk, dv
 
-    assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
+def test_what_makes_no_sense_is_refused():
+    q = torch.zeros(3, 4, 8)
+    with pytest.raises(ValueError, match="a span of 3 queries cannot end at key 2"):
+        AttentionCall(q, q[:2], q[:2])
+    with pytest.raises(ValueError, match="window 0 hides a query from itself"):
+        AttentionCall(q, q, q, window=0)
+    with pytest.raises(ValueError, match="heads must be a multiple of key/value heads"):
+        AttentionCall(q, q[:, :3], q[:, :3])
+    with pytest.raises(ValueError, match="shapes equal"):
+        AttentionCall(q, q, q[:2])
