@@ -30,7 +30,7 @@ from sppo.kernels.attention import cpu_flash, rectangle_attention
 from sppo.kernels.native.cpu_allocator import LEAST_POOLED_BYTES, install_cpu_allocator
 from sppo.model.gradients import zero_gradients
 from sppo.model.initialize import initial_weights
-from sppo.training.state_tensors import DTYPES
+from sppo.training.state import DTYPES
 from tests.tiers import each_once
 
 LLAMA = {"hidden_size": 512, "num_heads": 8, "num_kv_heads": 2, "mlp_size": 1408}
