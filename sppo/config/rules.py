@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sppo.config.huggingface_export import family_misfits
+from sppo.config.huggingface_families import FAMILIES
 from sppo.config.problems import MISSING, Problem
 from sppo.config.run import WITH_VIRTUAL_STAGES, RunConfig
 from sppo.quoting import quoted
@@ -276,7 +276,7 @@ def _window_fits(run: RunConfig) -> Iterator[Problem]:
 def _family_computes_it(run: RunConfig) -> Iterator[Problem]:
     """The family that ``model.family`` names computes exactly this model, so it can be exported."""
     family = run.model.family
-    reasons = family_misfits(run.model, family) if family is not None else ()
+    reasons = () if family is None else tuple(FAMILIES[family].misfits(run.model))
     if reasons:
         rule = f"does not compute this model: {'; '.join(reasons)}; use another family, or null"
         yield Problem("model.family", str(family), rule)
