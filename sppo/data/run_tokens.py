@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from sppo.config import RunConfig
 from sppo.data.preparation.model_tokenizer import check_same_vocabulary, check_tokenizer
-from sppo.data.samples.sample_table import SampleTable, check_samples, sample_table
-from sppo.data.tokens import TokenData, check_fits, open_tokens
+from sppo.data.samples.sample_table import (
+    SampleTable,
+    no_samples_problem,
+    sample_table,
+    stream_table,
+)
+from sppo.data.tokens import TokenData, open_tokens
 
 
 def open_data(run: RunConfig, directory: str) -> TokenData:
@@ -19,7 +26,7 @@ def open_data(run: RunConfig, directory: str) -> TokenData:
     """
     data = open_tokens(Path(directory))
     check_tokenizer(data, run.model)
-    _check_tokens(run, data)
+    check_tokens(run, data)
     return data
 
 
@@ -35,24 +42,45 @@ def open_evaluated(run: RunConfig) -> TokenData:
 
 
 def samples_of(run: RunConfig, tokens: TokenData) -> SampleTable:
-    """Return the table of samples for a run with ``data.samples=documents``.
+    """Return the table of the samples of a run.
 
     Raises:
         ValueError: Some samples are longer than the run allows.
     """
-    return sample_table(
-        tokens.document_offsets, length=run.sequence.length, longer=run.sequence.longer
-    )
+    length, longer = run.sequence.length, run.sequence.longer
+    if run.data.samples == "stream":
+        return stream_table(tokens.num_tokens, length=length)
+    return sample_table(tokens.document_offsets, length=length, longer=longer)
 
 
-def _check_tokens(run: RunConfig, tokens: TokenData) -> None:
-    """Raise ValueError unless the run's model can read the tokens, and a sequence or sample exists.
+def check_tokens(run: RunConfig, tokens: TokenData) -> None:
+    """Raise ValueError unless the run's model can read the tokens, and there is a sample.
 
     Raises:
         ValueError: Some rules are broken; lists all of them, one per line.
     """
-    vocab_size = run.model.vocab_size
+    problems = []
+    meta, vocab_size = tokens.meta, run.model.vocab_size
+    if meta.max_id >= vocab_size:
+        problems.append(
+            f"{tokens.directory}: ids up to {meta.max_id} (tokenizer {meta.tokenizer.name}, "
+            f"vocabulary of {meta.vocab_size}), but model.vocab_size is {vocab_size}; an id must "
+            f"be below it. Set model.vocab_size to at least {meta.max_id + 1}, or prepare the data "
+            "with the model's tokenizer"
+        )
+    if samples_of(run, tokens).num_samples == 0:
+        problems.append(_why_no_sample(run, tokens))
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def _why_no_sample(run: RunConfig, tokens: TokenData) -> str:
+    """Return why token data has no sample, and what to change."""
     if run.data.samples == "documents":
-        check_samples(tokens, samples_of(run, tokens), vocab_size=vocab_size)
-    else:
-        check_fits(tokens, vocab_size=vocab_size, length=run.sequence.length)
+        return no_samples_problem(tokens.directory, np.asarray(tokens.document_offsets))
+    length, shorter = run.sequence.length, tokens.num_tokens - 1
+    fix = f"Set sequence.length to at most {shorter}, or prepare" if shorter else "Prepare"
+    return (
+        f"{tokens.directory}: {tokens.num_tokens} tokens, but a sequence of sequence.length "
+        f"{length} needs {length + 1} (inputs, and labels one token on). {fix} more data"
+    )

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -213,45 +212,6 @@ def _verify(array: NDArray[Any], sha256: str, *, path: Path) -> None:
             f" {one_line(sha256, most=12)}...: the file has changed since it was written; copy it"
             " again or prepare it again with --force"
         )
-
-
-def check_fits(data: TokenData, *, vocab_size: int, length: int) -> None:
-    """Raise ValueError unless a model can read the ids and there is a training sequence.
-
-    Args:
-        data: Open token data.
-        vocab_size: Number of rows of the model's token embedding.
-        length: Number of tokens of one training sequence (S).
-
-    Raises:
-        ValueError: Some rules are broken; lists all of them, one per line.
-    """
-    problems = list(vocabulary_problems(data, vocab_size=vocab_size))
-    if data.num_tokens < length + 1:
-        problems.append(
-            f"{data.directory}: {data.num_tokens} tokens, but a sequence of"
-            f" sequence.length {length} needs {length + 1} (inputs, and labels one token on)."
-            f" {_shorter(data.num_tokens)}"
-        )
-    if problems:
-        raise ValueError("\n".join(problems))
-
-
-def vocabulary_problems(data: TokenData, *, vocab_size: int) -> Iterator[str]:
-    """Yield the reasons why a model with ``vocab_size`` embedding rows cannot read the ids."""
-    if data.meta.max_id >= vocab_size:
-        yield (
-            f"{data.directory}: ids up to {data.meta.max_id} (tokenizer"
-            f" {data.meta.tokenizer.name}, vocabulary of {data.vocab_size}), but model.vocab_size"
-            f" is {vocab_size}; an id must be below it. Set model.vocab_size to at least"
-            f" {data.meta.max_id + 1}, or prepare the data with the model's tokenizer"
-        )
-
-
-def _shorter(num_tokens: int) -> str:
-    if num_tokens < 2:
-        return "Prepare more data"
-    return f"Set sequence.length to at most {num_tokens - 1}, or prepare more data"
 
 
 def write_meta(path: Path, meta: TokenMeta) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from sppo.config import RunConfig
 from sppo.cost.parameters import num_parameters
-from sppo.data.samples.document_samples import DocumentSamples
+from sppo.data.sample_rows import TrainingData
 from sppo.parallel.mesh_shape import MeshShape
 from sppo.planning.plan import ExecutionPlan
 from sppo.report.lines import print_titled
@@ -42,12 +42,12 @@ def _lines(job: Job, checked: CheckedRun) -> Iterator[tuple[str, str]]:
     yield (
         "data",
         f"{format_count(data.data.num_tokens)} tokens in "
-        f"{counted(data.data.num_documents, 'document')}: {_epoch(checked)}"
+        f"{counted(data.data.num_documents, 'document')}: {_epoch(run, data)}"
         + (f"; ready-made ids, taken for those of {run.model.from_hf}" if made_elsewhere else ""),
     )
     if terms := run.train.beside_cross_entropy:
         yield "loss", f"cross entropy with {terms}; sppo eval reports the cross entropy alone"
-    if isinstance(data, DocumentSamples):
+    if run.data.samples == "documents":
         yield from _packing(run, plan, checked.next_step)
     else:
         yield "cut", _cut(run, plan.lengths)
@@ -72,11 +72,11 @@ def _lines(job: Job, checked: CheckedRun) -> Iterator[tuple[str, str]]:
     yield "attention", checked.attention.text()
 
 
-def _epoch(checked: CheckedRun) -> str:
+def _epoch(run: RunConfig, data: TrainingData) -> str:
     """Return the number and lengths of the sequences or samples of an epoch as text."""
-    data = checked.data
-    if not isinstance(data, DocumentSamples):
-        return f"{counted(data.num_sequences, 'sequence')} of {format_tokens(data.length)} an epoch"
+    if run.data.samples == "stream":
+        length = format_tokens(run.sequence.length)
+        return f"{counted(data.num_samples, 'sequence')} of {length} an epoch"
     lengths, left_out = data.table.lengths, data.table.num_left_out
     middle = np.percentile(lengths, (50, 90, 99), method="inverted_cdf").tolist()
     return (

@@ -19,9 +19,8 @@ from sppo.checkpoint.checkpoint import read_weights
 from sppo.config import RunConfig
 from sppo.cost.layer import Workload
 from sppo.cost.memory.stage_memory import evaluation_bytes
-from sppo.data.run_tokens import open_evaluated, samples_of
-from sppo.data.samples.document_samples import DocumentSamples
-from sppo.data.sequences import count_sequences, training_sequence
+from sppo.data.run_tokens import open_evaluated
+from sppo.data.sample_rows import TrainingData
 from sppo.data.tokens import TokenData
 from sppo.engine.engine import Engine
 from sppo.engine.unit import SequenceData, document_positions
@@ -259,27 +258,14 @@ def _evaluated_sequences(
         most: Largest number of sequences or samples, taken from the start of the data; None for
             all.
     """
+    samples = TrainingData.of(run, data)
+    count = samples.num_samples if most is None else min(most, samples.num_samples)
     if run.data.samples == "documents":
-        samples = DocumentSamples(
-            samples_of(run, data), data, seed=0, shuffle=False, samples_per_step=1
-        )
-        count = samples.num_samples if most is None else min(most, samples.num_samples)
         return count, _packed(samples, count, tokens=max(lengths_of(boundaries)))
-    count = count_sequences(data, length=run.sequence.length)
-    count = count if most is None else min(most, count)
-    return count, _stream(run, data, count, boundaries)
+    return count, (_Sequence(samples.row([index]), boundaries, 1) for index in range(count))
 
 
-def _stream(
-    run: RunConfig, data: TokenData, count: int, boundaries: tuple[int, ...]
-) -> Iterator[_Sequence]:
-    length, isolate = run.sequence.length, run.data.isolate_documents
-    for index in range(count):
-        sequence = training_sequence(data, index, length=length, isolate_documents=isolate)
-        yield _Sequence(sequence, boundaries, 1)
-
-
-def _packed(samples: DocumentSamples, count: int, *, tokens: int) -> Iterator[_Sequence]:
+def _packed(samples: TrainingData, count: int, *, tokens: int) -> Iterator[_Sequence]:
     """Yield sequences of at most `tokens` tokens of whole samples, and longer samples alone.
 
     Samples keep their order; a sample of more than `tokens` tokens is cut into subsequences.
@@ -296,7 +282,7 @@ def _packed(samples: DocumentSamples, count: int, *, tokens: int) -> Iterator[_S
         yield _sequence(samples, waiting, tokens)
 
 
-def _sequence(samples: DocumentSamples, own: Sequence[int], tokens: int) -> _Sequence:
+def _sequence(samples: TrainingData, own: Sequence[int], tokens: int) -> _Sequence:
     sequence = samples.row(own)
     length = sequence.tokens_S.shape[0]
     cuts = (*accumulate([tokens] * ((length - 1) // tokens), initial=0), length)

@@ -16,8 +16,7 @@ from sppo.activations.subsequence_placement import check_whole_classes
 from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, METADATA_FILE, list_checkpoints
 from sppo.config import RunConfig
 from sppo.config.json_file import read_json
-from sppo.data.samples.document_samples import DocumentSamples
-from sppo.data.sequences import TrainingData
+from sppo.data.sample_rows import TrainingData
 from sppo.hardware.description import DeviceKind, HardwareSpec
 from sppo.parallel.mesh_shape import MeshShape
 from sppo.parallel.stream_budget import StreamUse, check_streams
@@ -70,7 +69,7 @@ class NextStep:
 class CheckedRun:
     """Training data and plan of a run that passed all checks."""
 
-    data: TrainingData | DocumentSamples
+    data: TrainingData
     plan: ExecutionPlan
     """Plan of every step; in a run of samples, of a step of the longest samples."""
     attention: AttentionInUse
@@ -105,7 +104,7 @@ def preflight(
     training = ranks.done_by_all(lambda: training_data(run))
     ranks.check_same_facts(lambda: input_facts(run, training.data))
     ranks.decided_by_main(lambda: check_labels(training, steps=run.train.steps))
-    if isinstance(training, DocumentSamples):
+    if run.data.samples == "documents":
         run = run_of_longest_samples(run, longest=int(training.table.lengths.max()))
     if device.kind == "cpu":
         load_libraries(tensorboard=run.train.tensorboard)
@@ -115,7 +114,7 @@ def preflight(
         run,
         device,
         local_ranks=ranks.local_ranks,
-        plans_ahead=isinstance(training, DocumentSamples) and run.planning.ahead,
+        plans_ahead=run.data.samples == "documents" and run.planning.ahead,
     )
     plan = ranks.decided_by_main(lambda: _trainable_plan(job, run, plan, training, free=free))
     # Every rank has read the free memory by now, and none has allocated any.
@@ -129,7 +128,7 @@ def _trainable_plan(
     job: Job,
     run: RunConfig,
     plan: ExecutionPlan | None,
-    training: TrainingData | DocumentSamples,
+    training: TrainingData,
     *,
     free: FreeMemory,
 ) -> ExecutionPlan:
@@ -162,7 +161,7 @@ def _trainable_plan(
 
 def _planned(
     run: RunConfig,
-    training: TrainingData | DocumentSamples,
+    training: TrainingData,
     *,
     hardware: HardwareSpec,
     free: FreeMemory,
@@ -174,7 +173,7 @@ def _planned(
         "disk_bytes": free.disk.usable_bytes,  # of all ranks; the plan divides it
         "host_bytes": free.host_bytes,
     }
-    if not isinstance(training, DocumentSamples):
+    if run.data.samples == "stream":
         return plan_run(run, **limits)
     return plan_samples(run, steps=tuple(_first_steps(training)), **limits)
 
@@ -189,7 +188,7 @@ def _check_fits(
     return attention
 
 
-def _first_steps(training: DocumentSamples) -> Iterator[tuple[int, ...]]:
+def _first_steps(training: TrainingData) -> Iterator[tuple[int, ...]]:
     """Yield the lengths of the samples of each of a run's first steps, in tokens.
 
     A resumed run uses these steps, too, so it gets the same stages and continues bit for bit.
@@ -201,9 +200,7 @@ def _first_steps(training: DocumentSamples) -> Iterator[tuple[int, ...]]:
         yield training.lengths(samples)
 
 
-def _next_step(
-    run: RunConfig, training: TrainingData | DocumentSamples, plan: ExecutionPlan
-) -> NextStep | None:
+def _next_step(run: RunConfig, training: TrainingData, plan: ExecutionPlan) -> NextStep | None:
     """Return the plan of the first step of samples to execute, after the newest checkpoint if any.
 
     The checkpoint is not verified here, but when it is loaded. Returns None in a run of sequences,
@@ -212,7 +209,7 @@ def _next_step(
     Raises:
         MemoryError: The step does not fit.
     """
-    if not isinstance(training, DocumentSamples):
+    if run.data.samples == "stream":
         return None
     metadata = _newest_metadata(run)
     done, consumed = int(metadata["step"]), int(metadata["sequences_consumed"])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sppo.data.samples import length_stats as length_stats_module
 from sppo.data.samples.length_stats import LengthStats, document_lengths, length_stats
 from sppo.data.samples.sample_table import sample_table
-from tests.data.test_sequences import stream_of
+from tests.data.streams import stream_of
 
 documents = st.lists(st.integers(1, 1300), min_size=1, max_size=12)
 

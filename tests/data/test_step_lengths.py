@@ -7,9 +7,8 @@ import sys
 
 import pytest
 
-from sppo.data.samples.document_samples import DocumentSamples
+from sppo.data.sample_rows import TrainingData
 from sppo.data.samples.length_distributions import DISTRIBUTIONS
-from sppo.data.samples.sample_table import sample_table
 from sppo.data.samples.step_lengths import DRAWN_STEPS, drawn_steps, drawn_steps_if_there
 from sppo.data.tokens import open_tokens
 from tests.conftest import write_tokens
@@ -33,13 +32,7 @@ def tokens(tmp_path):
 def test_steps_are_the_first_that_training_runs(tokens, step):
     run = run_of(tokens, **step)
     data = open_tokens(tokens)
-    samples = DocumentSamples(
-        sample_table(data.document_offsets, length=32, longer="cut"),
-        data,
-        seed=0,
-        shuffle=True,
-        **step,
-    )
+    samples = TrainingData.of(run, data)
     found = drawn_steps(run)
     assert len(found.lengths) == DRAWN_STEPS
     position = 0

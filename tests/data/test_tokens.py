@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,18 +15,21 @@ import pytest
 from sppo.data import tokens
 from sppo.data.preparation import token_writer, tokenizers
 from sppo.data.preparation.prepare import prepare_tokens
-from sppo.data.sequences import IGNORED_LABEL, training_sequence
+from sppo.data.run_tokens import check_tokens
 from sppo.data.stream import counting_tokens
 from sppo.data.tokens import (
     DOCUMENTS_FILE,
     TOKEN_DATA_FILES,
     TOKENS_FILE,
-    TokenData,
-    check_fits,
     open_tokens,
     verify_tokens,
 )
+from sppo.kernels.labels import IGNORED_LABEL
 from tests.conftest import write_tokens
+from tests.data.streams import sequences_of, stream_of
+from tests.make import make_run
+
+DOCUMENTS = {"data": {"samples": "documents"}, "train": {"samples_per_step": 1}}
 
 
 def _prepare(tmp_path: Path, *documents: list[int], vocab_size: int | None = None) -> Path:
@@ -171,7 +176,7 @@ def test_loss_masks(tmp_path: Path) -> None:
     assert data.loss_mask.tolist() == [1, 1, 0, 1, 0, 1]
     assert isinstance(data.loss_mask, np.memmap)
     verify_tokens(data)
-    sequence = training_sequence(data, 0, length=5, isolate_documents=False)
+    sequence = sequences_of(data, 5).row([0])
     assert sequence.labels_S.tolist() == [6, IGNORED_LABEL, 8, IGNORED_LABEL, 1]
 
 
@@ -232,26 +237,40 @@ def test_a_loss_mask_has_no_other_bytes_than_0_and_1(tmp_path: Path) -> None:
         counting_tokens(data, 0, 3)
 
 
-@pytest.fixture
-def four_tokens(tmp_path: Path) -> TokenData:
-    return open_tokens(_prepare(tmp_path, [1, 2, 3, 40], vocab_size=1000))
-
-
-def test_fits(four_tokens: TokenData) -> None:
-    check_fits(four_tokens, vocab_size=41, length=3)
-
-
-def test_wrong_vocabulary(four_tokens: TokenData) -> None:
-    with pytest.raises(
-        ValueError, match=r"ids up to 40 .*model.vocab_size is 40; .*to at least 41"
-    ):
-        check_fits(four_tokens, vocab_size=40, length=3)
-
-
-def test_sequence_longer_than_the_data(four_tokens: TokenData) -> None:
-    with pytest.raises(ValueError, match=r"4 tokens, .*length 4 needs 5 .*to at most 3") as caught:
-        check_fits(four_tokens, vocab_size=10, length=4)
-    assert "model.vocab_size" in str(caught.value), "both problems at once"
+@pytest.mark.parametrize(
+    ("documents", "keys", "words"),
+    [
+        ([41], {"sequence": {"length": 40}}, []),
+        ([41], {"model": {"vocab_size": 40}}, ["ids up to 40 ", "vocab_size is 40; ", "least 41"]),
+        (
+            [41],
+            {"model": {"vocab_size": 10}, "sequence": {"length": 41}},
+            ["41 tokens, ", "length 41 needs 42 (", "at most 40, or", "model.vocab_size"],
+        ),
+        ([1], {}, ["Prepare more data"]),
+        ([1, 1, 9], {"sequence": {"length": 4, "longer": "cut"}, **DOCUMENTS}, []),
+        (
+            [1, 1, 9],
+            {"sequence": {"length": 4, "longer": "drop"}, **DOCUMENTS, "model": {"vocab_size": 5}},
+            [
+                "none of its 3 documents is a sample",
+                "dropped: 1, without a label as they have one token: 2",
+                "raise sequence.length to at least 8, or write sequence.longer=cut",
+                "model.vocab_size is 5",
+            ],
+        ),
+        ([1, 1], DOCUMENTS, ["at most one token, which has no label; prepare other data"]),
+    ],
+)
+def test_data_that_a_run_cannot_use(
+    documents: list[int], keys: dict[str, Any], words: list[str]
+) -> None:
+    model = {"preset": "tiny", **keys.get("model", {})}
+    run = make_run(**{**keys, "model": model})
+    with pytest.raises(ValueError, match=".") if words else nullcontext() as caught:
+        check_tokens(run, stream_of(documents))
+    for word in words:
+        assert word in str(caught.value), "all problems at once"
 
 
 @pytest.mark.parametrize("name", [TOKENS_FILE, DOCUMENTS_FILE])
@@ -262,4 +281,4 @@ def test_a_file_that_is_cut_while_it_is_in_use_is_named(tmp_path, name):
     data = open_tokens(tmp_path / "data")
     os.truncate(tmp_path / "data" / name, 4096)
     with pytest.raises(ValueError, match=f"{name}: 4096 bytes, and there were .* cut while"):
-        training_sequence(data, 1000, length=64, isolate_documents=True)
+        sequences_of(data, 64, isolate_documents=True).row([1000])

@@ -10,8 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sppo.config import load_run
-from sppo.data.sequences import training_sequence
-from sppo.data.tokens import open_tokens
 from sppo.kernels.labels import IGNORED_LABEL
 from sppo.kernels.native.machine_memory import MemoryRoom
 from sppo.training import evaluation
@@ -27,16 +25,11 @@ from tests.training.jobs import evaluate_initial
 def directly(run, *, sequences):
     """(losses, counts) at each position by the plain model."""
     weights = {name: weight.double() for name, weight in starting_weights(run)}
-    data = open_tokens(run.data.tokens)
+    data = training_data(run)
     losses = torch.zeros(run.sequence.length, dtype=torch.float64)
     counts = torch.zeros(run.sequence.length)
     for index in range(sequences):
-        sequence = training_sequence(
-            data,
-            index,
-            length=run.sequence.length,
-            isolate_documents=run.data.isolate_documents,
-        )
+        sequence = data.row([index])
         losses += reference_token_losses(run.model, weights, sequence)
         counts += sequence.labels_S != IGNORED_LABEL
     return losses, counts

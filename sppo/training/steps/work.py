@@ -13,8 +13,7 @@ from sppo.cost.flops import sample_flops, step_flops
 from sppo.cost.memory.process_growth import code_bytes
 from sppo.cost.memory.stage_memory import MemoryBuckets
 from sppo.cost.stage_cost import executed_flops
-from sppo.data.samples.document_samples import DocumentSamples
-from sppo.data.sequences import TrainingData
+from sppo.data.sample_rows import TrainingData
 from sppo.engine.step_programs import PlannedStep
 from sppo.engine.unit import SequenceData
 from sppo.kernels.labels import IGNORED_LABEL
@@ -104,10 +103,10 @@ class SequenceSteps(StepSource):
         self._phases = StepPhases(predicted.forward_s, predicted.backward_s, predicted.update_s)
 
     def work(self, step: int, *, consumed: int) -> StepWork:
-        """Return the work of a step; its data follows from the number of the step."""
-        indices = self._data.sequence_indices(step)
+        """Return the work of a step."""
+        indices = self._data.step_samples(consumed)
         first = self._mesh.at.data * self._count
-        own = [self._data.sequence(index) for index in indices[first : first + self._count]]
+        own = [self._data.row([index]) for index in indices[first : first + self._count]]
         return StepWork(
             number=step + 1,
             sequences=own,
@@ -124,7 +123,7 @@ class SequenceSteps(StepSource):
 
     def why_no_labels(self, step: int, *, consumed: int) -> str:
         """Return why a step has no valid label; called only for such a step."""
-        return self._data.why_no_labels(step)
+        return self._data.why_no_labels(consumed)
 
     def case(self, last: StepWork) -> Case:
         """Return the program of a step and its costs, the same for all steps."""
@@ -135,7 +134,7 @@ class SampleSteps(StepSource):
     """Source of steps of samples, which are divided over replicas, packed, and planned."""
 
     def __init__(
-        self, job: Job, data: DocumentSamples, plan: ExecutionPlan, history: CorrectionHistory
+        self, job: Job, data: TrainingData, plan: ExecutionPlan, history: CorrectionHistory
     ) -> None:
         run, ranks = job.run, job.ranks
         self._run, self._data, self._mesh = run, data, ranks.mesh
@@ -240,7 +239,7 @@ class SampleSteps(StepSource):
 
 def step_source(
     job: Job,
-    data: TrainingData | DocumentSamples,
+    data: TrainingData,
     plan: ExecutionPlan,
     metadata: Mapping[str, Any],
 ) -> StepSource:
@@ -252,6 +251,6 @@ def step_source(
         plan: Plan of the run.
         metadata: Metadata of the checkpoint from which the run resumes; {} without one.
     """
-    if isinstance(data, DocumentSamples):
+    if job.run.data.samples == "documents":
         return SampleSteps(job, data, plan, saved_history(metadata, plan=plan))
     return SequenceSteps(job, data, plan)
