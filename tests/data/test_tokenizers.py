@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+import sppo.data.preparation.ids_files as ids_module
 import sppo.data.preparation.tokenizers as tokenizers_module
+from sppo.data.preparation.ids_files import scan_ids
 from sppo.data.preparation.prepare import prepare_tokens
 from sppo.data.preparation.tokenizer_file import load_tokenizer_file
-from sppo.data.preparation.tokenizers import ByteTokenizer, EncodedShard, scan_ids
+from sppo.data.preparation.tokenizers import ByteTokenizer, EncodedShard
 
 hf = pytest.importorskip("tokenizers")
 
@@ -132,7 +134,7 @@ def _pieces_of_each_document(pieces: list[EncodedShard]) -> list[int]:
 
 def test_large_documents_pass_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizers_module, "_BLOCK_BYTES", 4)
-    monkeypatch.setattr(tokenizers_module, "_BLOCK_TOKENS", 4)
+    monkeypatch.setattr(ids_module, "_BLOCK_TOKENS", 4)
     (tmp_path / "a").write_bytes(bytes(range(10)))
     (tmp_path / "b").write_bytes(b"xy")
     np.save(tmp_path / "c.npy", np.arange(9))

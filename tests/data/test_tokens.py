@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from sppo.data import tokens
-from sppo.data.preparation import token_writer, tokenizers
+from sppo.data.preparation import ids_files, token_writer
 from sppo.data.preparation.prepare import prepare_tokens
 from sppo.data.run_tokens import check_tokens
 from sppo.data.stream import counting_tokens
@@ -189,7 +189,7 @@ def test_data_without_a_loss_mask_is_as_it_was(tmp_path: Path) -> None:
 
 def test_a_loss_mask_longer_than_a_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_writer, "_BUFFER_BYTES", 16)
-    monkeypatch.setattr(tokenizers, "_BLOCK_TOKENS", 7)
+    monkeypatch.setattr(ids_files, "_BLOCK_TOKENS", 7)
     mask = [number % 3 > 0 for number in range(50)]
     directory = _prepare_masked(tmp_path, ([1] * 100, None), ([2] * 50, mask))
     data = open_tokens(directory)

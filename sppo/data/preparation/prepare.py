@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from sppo.data.preparation.documents import check_text_files, find_files, reading
-from sppo.data.preparation.mask_files import without_masks
+from sppo.data.preparation.ids_files import scan_ids, without_masks
 from sppo.data.preparation.token_writer import (
     TokenWriter,
     check_destination,
@@ -24,7 +24,6 @@ from sppo.data.preparation.tokenizers import (
     EndOfDocument,
     Tokenizer,
     check_end_of_document,
-    scan_ids,
 )
 from sppo.data.tokens import META_FILE, TokenData, TokenMeta, open_tokens, verify_tokens
 from sppo.units import KIB, MIB, counted
