@@ -7,6 +7,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sppo.data.preparation.documents import check_text_files, find_files, reading
 from sppo.data.preparation.ids_files import scan_ids, without_masks
@@ -28,8 +29,8 @@ from sppo.data.preparation.tokenizers import (
 from sppo.data.tokens import META_FILE, TokenData, TokenMeta, open_tokens, verify_tokens
 from sppo.units import KIB, MIB, counted
 
-PERCENTILES = (0, 10, 50, 90, 99, 100)
-LONG_TOKENS = (16 * KIB, 128 * KIB, MIB)
+_PERCENTILES = (0, 10, 50, 90, 99, 100)
+_LONG_TOKENS = (16 * KIB, 128 * KIB, MIB)
 """Lengths in tokens above which long documents are counted."""
 
 
@@ -232,7 +233,6 @@ def _summary(
     data: TokenData, *, unchanged: bool, num_files: int, num_empty: int, source_bytes: int
 ) -> PreparedTokens:
     lengths = np.diff(data.document_offsets)
-    percentiles = np.percentile(lengths, PERCENTILES, method="inverted_cdf")
     return PreparedTokens(
         directory=str(data.directory),
         unchanged=unchanged,
@@ -241,14 +241,17 @@ def _summary(
         num_empty_documents=num_empty,
         source_bytes=source_bytes,
         tokens_bytes=data.num_tokens * data.tokens.itemsize,
-        document_tokens_percentiles={
-            f"p{percent}": int(value)
-            for percent, value in zip(PERCENTILES, percentiles, strict=True)
-        },
+        document_tokens_percentiles=percentiles(lengths),
         documents_longer_than={
-            str(tokens): int(np.count_nonzero(lengths > tokens)) for tokens in LONG_TOKENS
+            str(tokens): int(np.count_nonzero(lengths > tokens)) for tokens in _LONG_TOKENS
         },
         num_counting_tokens=(
             None if data.loss_mask is None else int(np.count_nonzero(data.loss_mask))
         ),
     )
+
+
+def percentiles(lengths: NDArray[np.int64]) -> dict[str, int]:
+    """Return the lengths at p0, p10, p50, p90, p99 and p100, each of which occurs."""
+    values = np.percentile(lengths, _PERCENTILES, method="inverted_cdf").tolist()
+    return {f"p{at}": int(value) for at, value in zip(_PERCENTILES, values, strict=True)}
