@@ -328,7 +328,7 @@ SECTIONS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=examples(60, all=150), deadline=None)
+@settings(max_examples=examples(30, all=150), deadline=None)
 @given(SECTIONS, st.booleans())
 def test_garbage_is_a_config_error_or_a_run(garbage, with_essentials):
     raw = {**RUN, **garbage} if with_essentials else garbage
@@ -336,7 +336,7 @@ def test_garbage_is_a_config_error_or_a_run(garbage, with_essentials):
         assert check_run(raw, source="run.yaml").digest()
 
 
-@settings(max_examples=examples(40, all=100), deadline=None)
+@settings(max_examples=examples(20, all=100), deadline=None)
 @given(st.lists(st.text(max_size=20) | st.from_regex(r"[a-z]+\.[a-z]+=.*"), max_size=3))
 def test_any_override_is_a_config_error_or_a_run(tmp_path_factory, overrides):
     path = tmp_path_factory.getbasetemp() / "any.yaml"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sppo.data.samples import length_stats as length_stats_module
 from sppo.data.samples.length_stats import LengthStats, document_lengths, length_stats
 from sppo.data.samples.sample_table import sample_table
 from tests.data.streams import stream_of
+from tests.tiers import examples
 
 documents = st.lists(st.integers(1, 1300), min_size=1, max_size=12)
 
@@ -47,6 +48,7 @@ def test_every_document_is_in_one_bucket(lengths: list[int], limit: int) -> None
     assert stats.limit.num_samples_drop == drop.num_samples
 
 
+@settings(max_examples=examples(30, all=100))
 @given(st.lists(st.lists(st.booleans(), min_size=1, max_size=5), min_size=1, max_size=20))
 def test_labels_that_count(masks: list[list[bool]]) -> None:
     flat = [counts for mask in masks for counts in mask]
