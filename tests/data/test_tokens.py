@@ -19,6 +19,8 @@ from sppo.data.run_tokens import check_tokens
 from sppo.data.stream import counting_tokens
 from sppo.data.tokens import (
     DOCUMENTS_FILE,
+    LOSS_MASK_FILE,
+    META_FILE,
     TOKEN_DATA_FILES,
     TOKENS_FILE,
     open_tokens,
@@ -41,9 +43,11 @@ def _prepare(tmp_path: Path, *documents: list[int], vocab_size: int | None = Non
     return out
 
 
-def _edit_meta(directory: Path, **changes: object) -> None:
-    path = directory / "meta.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+def _prepare_masked(tmp_path: Path, *documents: tuple[list[int], list[bool] | None]) -> Path:
+    for number, (_, mask) in enumerate(documents):
+        if mask is not None:
+            np.save(tmp_path / f"{number}.mask.npy", np.array(mask, dtype=bool))
+    return _prepare(tmp_path, *(ids for ids, _ in documents))
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -73,20 +77,51 @@ def test_missing_directory(tmp_path: Path) -> None:
         open_tokens(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("name", ["tokens.bin", "documents.npy", "meta.json"])
-def test_missing_file(tmp_path: Path, name: str) -> None:
-    directory = _prepare(tmp_path, [1, 2, 3])
-    (directory / name).unlink()
-    with pytest.raises(ValueError, match=f"{name} missing"):
-        open_tokens(directory)
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[2] ^= 1
+    path.write_bytes(content)
 
 
-def test_truncated_tokens(tmp_path: Path) -> None:
-    directory = _prepare(tmp_path, [1, 2, 3])
-    with (directory / "tokens.bin").open("r+b") as file:
-        file.truncate(4)
-    with pytest.raises(ValueError, match=r"4 bytes, but meta.json says 3 tokens of uint16 = 6"):
-        open_tokens(directory)
+def _append(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + bytes(16))
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        (TOKENS_FILE, Path.unlink, "tokens.bin missing"),
+        (DOCUMENTS_FILE, Path.unlink, "documents.npy missing"),
+        (META_FILE, Path.unlink, "meta.json missing"),
+        (TOKENS_FILE, _cut, r"2 bytes, but meta.json says 3 tokens of uint16 = 6"),
+        (TOKENS_FILE, _flip, r"tokens.bin: sha256 .* has changed since"),
+        (DOCUMENTS_FILE, _append, r"documents.npy: damaged: 16 bytes follow the array"),
+        (
+            DOCUMENTS_FILE,
+            lambda path: np.save(path, np.array([0, 2, 3])),
+            "sha256 of its starts .* the file has changed since",
+        ),
+        (LOSS_MASK_FILE, Path.unlink, "missing, and meta.json says that there is a loss mask"),
+        (LOSS_MASK_FILE, _cut, "2 bytes, but meta.json says 3 tokens, of one byte each"),
+        (
+            LOSS_MASK_FILE,
+            lambda path: path.write_bytes(bytes([1, 1, 1])),
+            r"loss_mask.bin: sha256 .* has changed since",
+        ),
+    ],
+)
+def test_damaged_files(
+    tmp_path: Path, name: str, damage: Callable[[Path], None], message: str
+) -> None:
+    directory = _prepare_masked(tmp_path, ([1], None), ([2, 3], [True, False]))
+    verify_tokens(open_tokens(directory))
+    damage(directory / name)
+    with pytest.raises(ValueError, match=message):
+        verify_tokens(open_tokens(directory))
 
 
 @pytest.mark.parametrize(
@@ -101,22 +136,16 @@ def test_truncated_tokens(tmp_path: Path) -> None:
         ({"num_tokens": 10**30}, r"num_tokens 10+: .* less than or equal to"),
         ({"tokens_sha256": 3}, r"tokens_sha256 3: .* valid string"),
         ({"tokenizer": None}, r"tokenizer None: "),
+        ({"loss_mask_sha256": None}, "is one of other data"),
+        ({"loss_mask_sha256": 5}, "loss_mask_sha256 5: .* valid string"),
     ],
 )
 def test_faulty_meta(tmp_path: Path, changes: dict[str, object], message: str) -> None:
-    directory = _prepare(tmp_path, [1, 2, 3])
-    _edit_meta(directory, **changes)
+    directory = _prepare_masked(tmp_path, ([1, 2, 3], [True, True, False]))
+    path = directory / META_FILE
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     with pytest.raises(ValueError, match=message):
         open_tokens(directory)
-
-
-def test_flipped_bit_is_found_by_verification(tmp_path: Path) -> None:
-    directory = _prepare(tmp_path, [1, 2, 3])
-    tokens = bytearray((directory / "tokens.bin").read_bytes())
-    tokens[2] ^= 1
-    (directory / "tokens.bin").write_bytes(tokens)
-    with pytest.raises(ValueError, match=r"tokens.bin: sha256 .* has changed since"):
-        verify_tokens(open_tokens(directory))
 
 
 @pytest.mark.parametrize(
@@ -141,30 +170,12 @@ def test_document_starts_ascend_inside_the_tokens(
         open_tokens(directory)
 
 
-def test_document_starts_end_with_their_file(tmp_path: Path) -> None:
-    directory = _prepare(tmp_path, [1], [2], [3])
-    with (directory / "documents.npy").open("ab") as file:
-        file.write(bytes(16))
-    with pytest.raises(ValueError, match=r"documents.npy: damaged: 16 bytes follow the array"):
-        open_tokens(directory)
-
-
-def test_other_starts_that_ascend_are_found_by_their_checksum(tmp_path: Path) -> None:
-    directory = _prepare(tmp_path, [1, 2], [3])
-    np.save(directory / "documents.npy", np.array([0, 1, 3]))
-    with pytest.raises(ValueError, match="sha256 of its starts .* the file has changed since"):
-        open_tokens(directory)
-    meta = json.loads((directory / "meta.json").read_text())
-    del meta["documents_sha256"]  # as in data from before there was one
-    (directory / "meta.json").write_text(json.dumps(meta))
-    assert open_tokens(directory).document_offsets.tolist() == [0, 1, 3]
-
-
-def _prepare_masked(tmp_path: Path, *documents: tuple[list[int], list[bool] | None]) -> Path:
-    for number, (_, mask) in enumerate(documents):
-        if mask is not None:
-            np.save(tmp_path / f"{number}.mask.npy", np.array(mask, dtype=bool))
-    return _prepare(tmp_path, *(ids for ids, _ in documents))
+def test_data_from_before_starts_were_summed_is_read(tmp_path: Path) -> None:
+    path = _prepare(tmp_path, [1, 2], [3]) / META_FILE
+    meta = json.loads(path.read_text())
+    del meta["documents_sha256"]
+    path.write_text(json.dumps(meta))
+    assert open_tokens(path.parent).document_offsets.tolist() == [0, 2, 3]
 
 
 def test_loss_masks(tmp_path: Path) -> None:
@@ -196,36 +207,6 @@ def test_a_loss_mask_longer_than_a_buffer(tmp_path: Path, monkeypatch: pytest.Mo
     assert data.loss_mask is not None
     assert data.loss_mask.tolist() == [1] * 100 + [int(counts) for counts in mask]
     verify_tokens(data)
-
-
-def _cut(path: Path) -> None:
-    os.truncate(path, 2)
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (Path.unlink, "missing, and meta.json says that there is a loss mask"),
-        (_cut, "2 bytes, but meta.json says 3 tokens, of one byte each"),
-        (lambda path: _edit_meta(path.parent, loss_mask_sha256=None), "is one of other data"),
-        (
-            lambda path: _edit_meta(path.parent, loss_mask_sha256=5),
-            "loss_mask_sha256 5: .* valid string",
-        ),
-    ],
-)
-def test_damaged_loss_masks(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
-    directory = _prepare_masked(tmp_path, ([1, 2, 3], [True, True, False]))
-    damage(directory / "loss_mask.bin")
-    with pytest.raises(ValueError, match=message):
-        open_tokens(directory)
-
-
-def test_a_changed_loss_mask_is_found_by_verification(tmp_path: Path) -> None:
-    directory = _prepare_masked(tmp_path, ([1, 2, 3], [True, True, False]))
-    (directory / "loss_mask.bin").write_bytes(bytes([1, 1, 1]))
-    with pytest.raises(ValueError, match=r"loss_mask.bin: sha256 .* has changed since"):
-        verify_tokens(open_tokens(directory))
 
 
 def test_a_loss_mask_has_no_other_bytes_than_0_and_1(tmp_path: Path) -> None:
