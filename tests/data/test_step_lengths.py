@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from sppo.data.sample_rows import TrainingData
@@ -76,11 +73,6 @@ def test_mistakes_are_told(tmp_path, tokens):
         drawn_steps(run_of(tmp_path / "none"))
     with pytest.raises(ValueError, match="none of its 6 documents is a sample"):
         drawn_steps(run_of(tokens, length=1, longer="drop"))
-
-
-def test_torch_is_not_loaded():
-    code = "import sys, sppo.data.samples.step_lengths; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_directory_that_holds_no_token_data_has_no_steps(tmp_path):
