@@ -21,7 +21,8 @@ from torch.distributed import ProcessGroup
 from sppo.checkpoint import checkpoint as checkpoint_module
 from sppo.checkpoint import manifest as checkpoint_manifest
 from sppo.checkpoint import tensors as checkpoint_tensors
-from sppo.checkpoint.checkpoint import CheckpointError, InvalidCheckpointError
+from sppo.checkpoint.checkpoint import CheckpointError
+from sppo.checkpoint.newest import InvalidCheckpointError
 from sppo.checkpoint.state_block import StateBlock
 from tests.checkpoint.resharding_ranks import (
     cut_state,

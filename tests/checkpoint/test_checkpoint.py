@@ -27,13 +27,11 @@ from sppo.checkpoint import newest as checkpoint_newest
 from sppo.checkpoint.checkpoint import (
     CheckpointError,
     CheckpointManager,
-    InvalidCheckpointError,
-    find_checkpoint,
     read_model,
     run_metadata,
 )
 from sppo.checkpoint.files import list_checkpoints
-from sppo.checkpoint.newest import held_checkpoint
+from sppo.checkpoint.newest import InvalidCheckpointError, find_checkpoint, held_checkpoint
 from sppo.config import RunConfig
 from tests.make import make_run
 from tests.tiers import exhaustive

@@ -13,8 +13,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_saver import save as save_plainly
 from typer.testing import CliRunner
 
-from sppo.checkpoint.checkpoint import CheckpointManager, find_checkpoint, read_model
+from sppo.checkpoint.checkpoint import CheckpointManager, read_model
 from sppo.checkpoint.manifest import sum_files, write_manifest
+from sppo.checkpoint.newest import find_checkpoint
 from sppo.checkpoint.state_block import StateBlock
 from sppo.checkpoint.tensors import read_tensors, saved_shapes
 from sppo.cli.convert import app

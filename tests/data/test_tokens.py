@@ -106,7 +106,7 @@ def _cut(path: Path) -> None:
             "sha256 of its starts .* the file has changed since",
         ),
         (LOSS_MASK_FILE, Path.unlink, "missing, and meta.json says that there is a loss mask"),
-        (LOSS_MASK_FILE, _cut, "2 bytes, but meta.json says 3 tokens, of one byte each"),
+        (LOSS_MASK_FILE, _cut, "2 bytes, but meta.json says 3 tokens of uint8 = 3"),
         (
             LOSS_MASK_FILE,
             lambda path: path.write_bytes(bytes([1, 1, 1])),
