@@ -13,7 +13,6 @@ import pytest
 import sppo.data.preparation.ids_files as ids_module
 import sppo.data.preparation.tokenizers as tokenizers_module
 from sppo.data.preparation.ids_files import scan_ids
-from sppo.data.preparation.prepare import prepare_tokens
 from sppo.data.preparation.tokenizer_file import load_tokenizer_file
 from sppo.data.preparation.tokenizers import ByteTokenizer, EncodedShard
 
@@ -57,17 +56,6 @@ def test_file_tokenizer_adds_and_cuts_nothing(tmp_path: Path) -> None:
     ]
     assert tokenizer.description.end_of_document == 4
     assert tokenizer.vocab_size == 5
-
-
-def test_file_tokenizer_end_to_end(tmp_path: Path) -> None:
-    _save_tokenizer(tmp_path / "t.json", added=["</s>"])
-    (tmp_path / "x.jsonl").write_text('{"text": "a b"}\n{"text": ""}\n{"text": "b"}\n')
-    prepared = prepare_tokens(
-        [tmp_path / "x.jsonl"], tokenizer=str(tmp_path / "t.json"), out=tmp_path / "out"
-    )
-    assert np.fromfile(tmp_path / "out/tokens.bin", np.uint16).tolist() == [1, 2, 4, 2, 4]
-    assert (prepared.meta.num_documents, prepared.num_empty_documents) == (2, 1)
-    assert prepared.meta.tokenizer.sha256 is not None
 
 
 @pytest.mark.parametrize(

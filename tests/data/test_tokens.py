@@ -26,7 +26,6 @@ from sppo.data.tokens import (
     open_tokens,
     verify_tokens,
 )
-from sppo.kernels.labels import IGNORED_LABEL
 from tests.conftest import write_tokens
 from tests.data.streams import sequences_of, stream_of
 from tests.make import make_run
@@ -176,19 +175,6 @@ def test_data_from_before_starts_were_summed_is_read(tmp_path: Path) -> None:
     del meta["documents_sha256"]
     path.write_text(json.dumps(meta))
     assert open_tokens(path.parent).document_offsets.tolist() == [0, 2, 3]
-
-
-def test_loss_masks(tmp_path: Path) -> None:
-    directory = _prepare_masked(
-        tmp_path, ([5, 6], None), ([7, 8, 9], [False, True, False]), ([], []), ([1], None)
-    )
-    data = open_tokens(directory)
-    assert data.loss_mask is not None
-    assert data.loss_mask.tolist() == [1, 1, 0, 1, 0, 1]
-    assert isinstance(data.loss_mask, np.memmap)
-    verify_tokens(data)
-    sequence = sequences_of(data, 5).row([0])
-    assert sequence.labels_S.tolist() == [6, IGNORED_LABEL, 8, IGNORED_LABEL, 1]
 
 
 def test_data_without_a_loss_mask_is_as_it_was(tmp_path: Path) -> None:
