@@ -129,7 +129,7 @@ def test_large_documents_pass_in_pieces(tmp_path: Path, monkeypatch: pytest.Monk
     pieces = list(ByteTokenizer().encode([tmp_path / "a", tmp_path / "b"]))
     assert _pieces_of_each_document(pieces) == [3, 1]
     assert sum(piece.source_bytes for piece in pieces) == 12
-    ids = scan_ids([tmp_path / "c.npy"], vocab_size=None, end_of_document=None)
+    ids = scan_ids([tmp_path / "c.npy"], vocab_size=None, end_of_document="auto")
     pieces = list(ids.encode([tmp_path / "c.npy"]))
     assert _pieces_of_each_document(pieces) == [3]
     assert np.concatenate([piece.ids for piece in pieces]).tolist() == list(range(9))

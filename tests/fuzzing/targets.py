@@ -235,7 +235,7 @@ def id_files(draw: st.DrawFn, directory: Path) -> None:
     data = damaged.read_bytes()
     damaged.unlink()
     damaged.write_bytes(draw(changed_bytes(data[:128])) + data[128:])
-    tokenizer = scan_ids([path], vocab_size=None, end_of_document=None)
+    tokenizer = scan_ids([path], vocab_size=None, end_of_document="auto")
     for _ in tokenizer.encode([path]):
         pass
 

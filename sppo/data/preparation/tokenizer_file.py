@@ -13,7 +13,7 @@ import numpy as np
 from sppo.config.json_file import read_json
 from sppo.data.preparation.documents import TextDocument, read_text, reading
 from sppo.data.preparation.model_tokenizer import TOKENIZER_FILE, vocabulary_identity
-from sppo.data.preparation.tokenizers import EncodedShard, EndOfDocument, check_end_of_document
+from sppo.data.preparation.tokenizers import EncodedShard, EndOfDocument, end_id
 from sppo.data.tokens import TokenizerDescription
 from sppo.quoting import one_line
 
@@ -86,12 +86,8 @@ def load_tokenizer_file(name: str, *, end_of_document: EndOfDocument) -> FileTok
         raise ValueError(f"{path}: its vocabulary is empty; give a trained tokenizer")
     # Ids may have gaps, so the count of tokens is not enough.
     vocab_size = max(vocabulary.values()) + 1
-    if end_of_document == "auto":
-        end = _end_of_text(backend, vocabulary=vocabulary, folder=path.parent)
-    elif end_of_document == "none":
-        end = None
-    else:
-        end = check_end_of_document(end_of_document, vocab_size=vocab_size)
+    own = _end_of_text(backend, vocabulary=vocabulary, folder=path.parent)
+    end = end_id(end_of_document, own=own, vocab_size=vocab_size)
     identity = vocabulary_identity(data)
     description = TokenizerDescription(
         name=name,
