@@ -97,6 +97,8 @@ def break_evens(points: Sequence[OverlapPoint], *, kept_ratio: float) -> tuple[B
 def break_even_tokens(row: Sequence[OverlapPoint], *, ratio: float) -> tuple[float, bool]:
     """Return the break-even length at one context, and whether it is within measured lengths.
 
+    It is calculated from the shortest measured subsequence whose copy is hidden, else the longest.
+
     Args:
         row: Timings at that context, by ascending length.
         ratio: Fraction of the bytes that is copied.
@@ -105,17 +107,11 @@ def break_even_tokens(row: Sequence[OverlapPoint], *, ratio: float) -> tuple[flo
         (tokens, or 0 if copies are hidden at any length; whether the result is within the measured
         lengths).
     """
-    # Per token, because the lateness per token is linear in the length.
-    late = [(ratio * p.copy_s - p.compute_copying_s) / p.tokens for p in row]
-    if late[0] <= 0:  # copies of shorter subsequences than measured may still be exposed
-        tokens = _closed_form(row[0], ratio=ratio)
-        return (tokens, False) if 1 <= tokens < row[0].tokens else (0.0, True)
-    for index in range(1, len(row)):
-        if late[index] <= 0:
-            before, here = row[index - 1], row[index]
-            part = late[index - 1] / (late[index - 1] - late[index])
-            return before.tokens + part * (here.tokens - before.tokens), True
-    return max(float(row[-1].tokens), _closed_form(row[-1], ratio=ratio)), False
+    nearest = next((p for p in row if ratio * p.copy_s <= p.compute_copying_s), row[-1])
+    tokens = _closed_form(nearest, ratio=ratio)
+    if tokens < 1:
+        return 0.0, True
+    return tokens, row[0].tokens <= tokens <= row[-1].tokens
 
 
 def _closed_form(point: OverlapPoint, *, ratio: float) -> float:

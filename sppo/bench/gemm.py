@@ -45,6 +45,12 @@ def gemm_grid(device: str, *, quick: bool) -> GemmGrid:
     return GemmGrid(tokens[device], widths[device])
 
 
+def gemm_bytes(dtype: str, *, tokens: int, width: int) -> int:
+    """Return the bytes of input, output gradient, weight, and fp32 sum of weight gradients."""
+    size = DTYPES[dtype].itemsize
+    return 2 * tokens * width * size + width * width * (size + torch.float32.itemsize)
+
+
 def measure_gemm(bench: KernelBench, grid: GemmGrid) -> tuple[GemmPoint, ...]:
     """Return the rates of products ``[tokens, width] x [width, width]``."""
     cases = [case for dtype in bench.dtypes for case in _cases(bench, grid, dtype=dtype)]

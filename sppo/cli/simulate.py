@@ -14,11 +14,11 @@ from sppo.cli.exit_codes import exit_codes
 from sppo.cli.output.printing import emit, say_written
 from sppo.cli.output.simulation import SimulationReport
 from sppo.output_file import check_output_files, write_text
+from sppo.plots.chrome_trace import write_trace
 from sppo.plots.timeline import write_png
 from sppo.schedule.abstract import AbstractCase
 from sppo.schedule.program_text import format_program
 from sppo.schedule.simulation.simulate import simulate as play
-from sppo.timeline.chrome_trace import write_trace
 
 _OUTPUT = "Output"
 

@@ -111,9 +111,9 @@ class Executor:
             units: Data of the step by (sequence, subsequence).
             loss_scale: Factor of the summed loss in the gradient; None for a forward-only program.
             before_action: Called with the position and the action before each action; an error
-                that it raises aborts the step cleanly.
-            on_failure: Called with the error that ends the step, before the step is aborted: the
-                abort may wait for a device that no longer answers.
+                that it raises ends the step.
+            on_failure: Called with the error that ends the step, before the engine drains its
+                lanes, which may wait for a device that no longer answers.
 
         Returns:
             Losses and trace of the step.
@@ -132,17 +132,13 @@ class Executor:
             except BaseException as error:
                 error.add_note(self._context(position))
                 on_failure(error)
-                self._abort()
                 raise
         self._finish()
         return StepOutput(self._losses, trace)
 
     def _begin(self) -> None:
-        if self._msp is None:
-            self._buffers.begin(_own_tokens(self._units))
-            return
-        self._msp.begin(self._units, training=self._training)
-        self._buffers.begin(self._msp.tokens)
+        tokens = _own_tokens(self._units) if self._msp is None else self._msp.tokens
+        self._buffers.begin(tokens)
 
     def _await_input(self, action: Action) -> None:
         """Wait for the input of F or B from other ranks; for a shard, also for its MSP group."""
@@ -173,7 +169,8 @@ class Executor:
             defer_weights=deferred,
             restore_kv=partial(self._restore_kv, stage),
         )
-        self._restore_kv(stage)
+        if action.num_shards == 1:
+            self._restore_kv(stage)
         if dx is not None:
             self._buffers.put("grad", action, dx, first=first)
 
@@ -245,14 +242,6 @@ class Executor:
         for stage in self._stages.values():
             stage.assert_idle()
         self._state.finish()
-
-    def _abort(self) -> None:
-        self._buffers.abort()
-        if self._msp is not None:
-            self._msp.abort()
-        for stage in self._stages.values():
-            stage.abort()
-        self._state.abort()
 
     def _context(self, position: int) -> str:
         first = max(0, position - _SHOWN_AROUND_FAILURE)

@@ -56,12 +56,6 @@ class SavedTensors:
         if self.offloaded is not None:
             self.offloaded.release(key)
 
-    def abort(self) -> None:
-        """Drop all entries after a failed step."""
-        if self.offloaded is not None:
-            self.offloaded.abort()  # first: copies in flight may read tensors freed below
-        self.retained.abort()
-
     @property
     def num_entries(self) -> int:
         """Number of keys saved and not yet taken, in both stores."""

@@ -414,20 +414,6 @@ class Stage:
             "weight gradients": len(self._deferred),
         }
         assert not any(leftovers.values()), f"left over after the step: {leftovers}"
-        self._weights.assert_idle()
-        if self._gradients is not None:
-            self._gradients.assert_idle()
-
-    def abort(self) -> None:
-        """Drop all state of a failed step."""
-        self._deferred_held.clear()  # before the store, whose count includes these bytes
-        self._saved.abort()
-        self.kv.abort()
-        self._token_losses.clear()
-        self._deferred.clear()
-        self._weights.abort()
-        if self._gradients is not None:
-            self._gradients.abort()
 
     def _retained_bytes(self, unit: Unit) -> int:
         """Return the bytes that forward of ``unit`` leaves in the store on the device."""

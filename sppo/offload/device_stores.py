@@ -56,10 +56,6 @@ class ActivationStore(Protocol):
         """Allow reuse of the memory of taken tensors, after compute has read them."""
         ...
 
-    def abort(self) -> None:
-        """Drop all entries after a failed step; no copy is in flight afterwards."""
-        ...
-
     @property
     def num_entries(self) -> int:
         """Number of keys saved and not yet taken (if memory is lent: not yet released)."""
@@ -101,11 +97,6 @@ class DeviceStore:
 
     def release(self, key: ActivationKey) -> None:
         """Do nothing: taken tensors belong to the caller."""
-
-    def abort(self) -> None:
-        """Drop all entries after a failed step."""
-        self._entries.clear()
-        self.held.clear()
 
     @property
     def num_entries(self) -> int:
@@ -185,13 +176,6 @@ class LifoArenaStore:
         """Allow the next save to overwrite taken tensors; with ``poison``, overwrite them now."""
         for tensor in self._lent.pop(key, {}).values():
             tensor.fill_(float("nan"))
-
-    def abort(self) -> None:
-        """Drop all entries after a failed step."""
-        self._entries.clear()
-        self._lent.clear()
-        self._top_bytes = 0
-        self.held.clear()
 
     @property
     def num_entries(self) -> int:

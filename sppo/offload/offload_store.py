@@ -207,15 +207,20 @@ class OffloadStore:
         slot.end_reading(Ordering.USED_BEFORE_RING_REWRITE, used)
         self._bring_back()
 
-    def abort(self) -> None:
-        """Drop all entries after a failed step, once the copies in flight have ended."""
-        self._queues.abort()
+    def drain(self) -> bool:
+        """Wait for the copies of a failed step, and drop all entries.
+
+        Returns:
+            Whether all copies have ended; if not, they may still use their memory, which is kept.
+        """
+        done = self._queues.abort()
         self._begin()
         self._slots.free()
         self._out_bytes.clear()
         self._back_bytes.clear()
         if self._checksums is not None:
             self._checksums.clear()
+        return done
 
     def take_report(self) -> CopyReport:
         """Return bytes and times of the copies since the last call, and the reserved memory."""

@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 
 from sppo.engine.engine import StepResult
+from sppo.plots.chrome_trace import write_trace
 from sppo.plots.timeline import write_png
 from sppo.schedule.actions import Action
 from sppo.schedule.timeline import Timeline, measured_timeline
-from sppo.timeline.chrome_trace import write_trace
 from sppo.training.job import Ranks
 from sppo.training.run_directory import TIMELINE_PLOT, TIMELINE_TRACE
 

@@ -16,9 +16,10 @@ from sppo.config import RunConfig
 from sppo.cost.sharding.heads import tensor_shard
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.job.environment import RankEnvironment
+from sppo.parallel.job.facts import flat_facts
 from sppo.parallel.job.flight_record import RankProgress
 from sppo.parallel.job.open_files import allow_connections
-from sppo.parallel.job.rendezvous import connect, difference_report, disconnect, flat_facts
+from sppo.parallel.job.rendezvous import connect, disconnect
 from sppo.parallel.job.timed_call import end_without_shutdown
 from sppo.parallel.mesh import Mesh, alone
 from sppo.parallel.mesh_shape import MeshShape
@@ -125,11 +126,8 @@ class Ranks:
         Raises:
             ValueError: On every rank; names the ranks and facts that differ, with both values.
         """
-        if not self.mesh.is_distributed:
-            return
-        report = difference_report(self.peers.all_gather(dict(read())))
-        if report:
-            raise ValueError(report)
+        if self.mesh.is_distributed:
+            self.peers.check_same(read())
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +207,7 @@ def joined(
 def _connected(
     run: RunConfig, environment: RankEnvironment, *, shape: MeshShape, device: Device
 ) -> Mesh:
-    """Connect the default process group and the groups of the mesh.
+    """Connect all ranks, and check that they run the same.
 
     If that fails or is interrupted, the process is marked to end without Python's shutdown, which
     would abort while it frees half-connected groups.
@@ -218,27 +216,20 @@ def _connected(
         ValueError: Ranks have different versions or configurations.
         PeerLostError: Another rank did not connect.
     """
+    timeout_s, on_device = run.parallel.timeout_s, device.group_device
+    versions = {
+        "SPPO": __version__,
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+    }
     try:
-        connect(
-            environment,
-            backend="gloo",
-            timeout_s=run.parallel.timeout_s,
-            facts={
-                "SPPO": __version__,
-                "torch": torch.__version__,
-                "Python": platform.python_version(),
-                **_configuration(run),
-            },
-        )
-        return Mesh(
-            shape,
-            rank=environment.rank,
-            timeout_s=run.parallel.timeout_s,
-            device=device.group_device,
-        )
+        connect(environment, timeout_s=timeout_s)
+        mesh = Mesh(shape, rank=environment.rank, timeout_s=timeout_s, device=on_device)
+        HostCollectives(mesh).check_same({**versions, **_configuration(run)})
     except BaseException:
         end_without_shutdown()
         raise
+    return mesh
 
 
 def _configuration(run: RunConfig) -> dict[str, str]:

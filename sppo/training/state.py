@@ -176,17 +176,17 @@ def _build_engine(
     sharded: ShardedState,
     pipeline: Pipeline,
 ) -> Engine:
-    """Build the engine of a rank, with the stores of its offloaded activations."""
+    """Build the engine of a rank, with the store of its offloaded activations."""
     run, device = job.run, job.device
     disk = None if run.activations.disk is None else Path(run.activations.disk)
-    shard_stages = range(len(plan.stages) if plan.uses_msp else 0)
-    stores = device.offload_stores(
-        plan,
-        count=(1 + len(shard_stages)) * may_offload(run, plan),
-        disk=disk,
-        debug=run.activations.debug,
-        failed_step_timeout_s=job.failed_step_timeout_s,
-    )
+    store = None
+    if may_offload(run, plan):
+        store = device.offload_store(
+            plan,
+            disk=disk,
+            debug=run.activations.debug,
+            failed_step_timeout_s=job.failed_step_timeout_s,
+        )
     return Engine(
         run.model,
         weights=sharded.provider(tensors.used_weights),
@@ -194,10 +194,9 @@ def _build_engine(
         streamed_weights=tensors.streamed_weights,
         streamed_gradients=tensors.streamed_gradients,
         placements={n: planned_placement(s.subsequences) for n, s in enumerate(plan.stages)},
-        offloaded=stores[0] if stores else None,
+        offloaded=store,
         kv_offloaded=[n for n, kv in enumerate(plan.kv_of_stages) if kv == "offloaded"],
         kv_recomputed=[n for n, kv in enumerate(plan.kv_of_stages) if kv == "recomputed"],
-        offloaded_shards=dict(zip(shard_stages, stores[1:], strict=False)),
         input_every=run.activations.input_every,
         pipeline=pipeline,
         exchange=_exchange(run, job.ranks.mesh),

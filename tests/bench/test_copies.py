@@ -173,9 +173,8 @@ def test_plans_count_what_copies_cost_the_compute(tmp_path):
     assert steps[1] - steps[0] == pytest.approx(2e-9 * moved, rel=0.05)
 
 
-def test_plans_use_an_arena_in_long_copies():
-    quick = CopyPoint("arena, cupy", 128 * MIB, 1, 9e9, 9e9, 9e9, 9e9)
-    small = replace(quick, how="arena", request_bytes=MIB)
-    near = replace(quick, how="arena", out_bytes_per_s=5e9, numa_node=1)
+def test_plans_use_long_copies_of_the_nearest_node():
+    near = CopyPoint("arena", 128 * MIB, 1, 9e9, 9e9, 5e9, 9e9, numa_node=1)
     far = replace(near, back_bytes_per_s=4e9, numa_node=0)
-    assert pcie.best_of_planned([quick, small, far, near]) is near
+    small = replace(near, request_bytes=MIB, out_bytes_per_s=9e9)
+    assert pcie.best_of_planned([small, far, near]) is near

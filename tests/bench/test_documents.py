@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sppo.bench.documents import DocumentSeconds, measure_documents
+from sppo.bench.attention import DocumentSeconds, measure_documents
 from sppo.bench.hardware_description import describe
 from sppo.bench.operands import Operands
 from sppo.bench.suite import Measurements
@@ -37,7 +37,7 @@ def test_documents_are_timed_one_by_one(monkeypatch):
         for case in cases:
             case.make()()
         seconds = {"forward": 64e-5, "backward": 128e-5}
-        return {case.key: Timing(*[seconds[case.key[1]]] * 3) for case in cases}
+        return {case.key: Timing(*[seconds[case.key[2]]] * 3) for case in cases}
 
     monkeypatch.setattr(KernelBench, "time", time)
     found = measure_documents(bench_of(Operands("cpu"), Rounds()))

@@ -153,11 +153,10 @@ def test_shapes_are_passed_on(measured, shapes):
         (["heads=32/6"], "32 query heads cannot share 6 key-value heads evenly; write N/K"),
         (["heads=8/4/2"], "write query/key-value heads, such as 32/8, or 32"),
         (["head_size=1.5"], "1.5 is not a whole number"),
-        (["backend=tritn"], "not one of cpu_flash, "),
-        (["backend=tritn"], "Did you mean 'triton'?"),
+        (["backend=triton"], "'triton' not one of cpu_flash, "),
+        (["backend=cudn"], "Did you mean 'cudnn'?"),
         (["backend=reference"], "'reference' not one of cpu_flash"),
         (["backend=flash_attn_2"], "backend=flash_attn_2: runs on cuda, tensors are on cpu"),
-        (["backend=triton"], "backend=triton: runs on cpu under its interpreter only"),
         (["tokens=1Ki"], "tokens: only sppo bench gemm and all use it"),
         (
             ["queries=1Ki,2Ki", "keys=4Ki", "-o", "a.json"],

@@ -144,7 +144,7 @@ def test_a_step_is_drawn(run):
     assert "plan.json is not written yet: add -o plan.json" in told
     image = Path("step.png").read_bytes()
     assert image[:4] == b"\x89PNG"
-    assert (int.from_bytes(image[16:20]), int.from_bytes(image[20:24])) == (1600, 1440)
+    assert (int.from_bytes(image[16:20]), int.from_bytes(image[20:24])) == (1600, 1120)
 
 
 def test_training_follows_the_plan(tmp_path, monkeypatch):

@@ -16,14 +16,13 @@ from sppo.kernels.attention.cudnn_blocks import CudnnBlocks
 from sppo.kernels.attention.flash_packages import TorchFlash
 from sppo.kernels.attention.kernel import AttentionKernel, BlockAttention
 from sppo.kernels.attention.rectangle_attention import RectangleAttention
+from sppo.kernels.attention.torch_blocks import TorchBlocks
 
 
 def fake_attention(backend: str) -> AttentionKernel:
     """Return the replacement of a back end that :mod:`sppo.cost.attention_backend` may choose."""
-    if backend == "triton":
-        from sppo.kernels.attention.triton_blocks import TritonAttention
-
-        return TritonAttention()
+    if backend == "torch_blocks":
+        return BlockAttention(TorchBlocks())
     kernel: Any = _WithScratch(CudnnBlocks() if backend == "cudnn" else TorchFlash(), backend)
     return BlockAttention(kernel) if backend == "cudnn" else RectangleAttention(kernel)
 

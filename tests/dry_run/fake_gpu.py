@@ -127,20 +127,8 @@ def _replace_ranks(stack: ExitStack, recorder: Recorder, rank: int) -> None:
 def _replace_kernels(stack: ExitStack, recorder: Recorder, attention: AttentionKernel) -> None:
     stack.enter_context(patch.object(interface, "choose", lambda backend, case: attention))
     stack.enter_context(patch.object(fused, "_triton_works", lambda device: True))
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
-
-    major, minor = _CAPABILITY
-    target = GPUTarget("cuda", 10 * major + minor, 32)
-    asked = SimpleNamespace(get_current_target=lambda: target)
-    stack.enter_context(patch.object(driver, "_active", asked, create=True))
-    from sppo.kernels.triton import gradient_norm, visible_keys
-
-    for tables in (gradient_norm._cached_table, visible_keys._bounded):
-        tables.cache_clear()
-        stack.callback(tables.cache_clear)
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
         recorder.launch(self, dict(zip(self.arg_names, args, strict=False)) | named)

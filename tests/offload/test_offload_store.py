@@ -198,7 +198,7 @@ def test_a_step_given_up_anywhere_leaves_the_store_clean(scheduler):
         with pytest.raises(GiveUpError):
             run_step(store, interleaved=True, alter=give_up_at(position))
         assert store.num_entries > 0
-        store.abort()
+        store.drain()
         assert store.num_entries == 0
         run_step(store, interleaved=True, step=position)
 
@@ -214,7 +214,7 @@ def test_an_error_of_a_disk_reaches_compute(queue):
     store = OffloadStore(EmulatedQueues(Lazy(), fail=fail), disk=DIRECTORIES["disk"])
     with pytest.raises(OSError, match="the disk failed"):
         run_step(store, interleaved=False)
-    store.abort()
+    store.drain()
     run_step(store, interleaved=False, step=1)
 
 

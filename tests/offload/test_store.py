@@ -62,11 +62,3 @@ def test_a_key_is_taken_once():
     store.take(KEY)
     with pytest.raises(KeyError):
         store.take(KEY)
-
-
-def test_discard_forgets_everything():
-    store = DeviceStore()
-    store.save(KEY, tensors(3))
-    store.abort()
-    assert (store.held.now, store.num_entries) == (0, 0)
-    store.save(KEY, tensors(3))

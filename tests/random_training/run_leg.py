@@ -129,7 +129,6 @@ class _Rank:
         if "gradients" in leg.streams:
             streamed_gradients = StreamedGradients(self._gradients, **how)
         self._streamed_gradients = streamed_gradients
-        lent = range(leg.num_stages) if msp_links is not None else ()
         self._engine = Engine(
             model,
             weights=shared.provider(streamed_weights or self._weights),
@@ -138,7 +137,6 @@ class _Rank:
             streamed_gradients=streamed_gradients,
             placements=dict.fromkeys(range(leg.num_stages), rows_of_leg(leg, model, dtype)),
             offloaded=_store(leg, disk) if leg.tier else None,
-            offloaded_shards={stage: _store(leg, disk) for stage in lent if leg.tier},
             kv_offloaded=leg.kv_offloaded,
             kv_recomputed=leg.kv_recomputed,
             input_every=leg.input_every,
@@ -256,7 +254,6 @@ def rows_of_leg(leg: Leg, model: ModelConfig, dtype: torch.dtype) -> PlacementOf
         leg.ratio,
         rest=leg.policy,
         last_too=leg.last_too,
-        alignment=1,
         input_every=leg.input_every,
     )
 

@@ -78,7 +78,7 @@ class BenchKeys(Section):
     head_size: _Sizes | None = None
     """attention: sizes of a head, such as 64,128."""
     backend: Annotated[tuple[_Backend, ...], *_LIST, AfterValidator(_each_once)] | None = None
-    """attention: back ends, such as triton,torch_blocks; all that can if left out."""
+    """attention: back ends, such as cudnn,torch_flash; all that can if left out."""
     tokens: _Sizes | None = None
     """gemm: rows of the input, such as 2Ki,8Ki."""
     width: _Sizes | None = None

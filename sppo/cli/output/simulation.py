@@ -11,8 +11,8 @@ from rich.console import Console
 from sppo.cli.arguments.simulate_request import SimulatedDevices
 from sppo.cli.output.memory import host_memory_text
 from sppo.cli.output.printing import say, table
+from sppo.plots.timeline_report import timeline_report
 from sppo.schedule.timeline import RankTrack, Timeline
-from sppo.timeline.report import timeline_report
 from sppo.units import counted, format_bytes, format_duration
 
 _SHOWN_RANKS = 16

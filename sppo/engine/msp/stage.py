@@ -132,12 +132,6 @@ class MspStage(Stage):
         self._msp_weights.begin(reversed(self._layers))
         return super().backward(unit, dy_CE)
 
-    def abort(self) -> None:
-        """Drop all state of a failed step."""
-        super().abort()
-        self._ahead.clear()
-        self._borrowed.clear()
-
     def embed(self, unit: Unit) -> Tensor:
         """Return this shard of the first stage's input, computed and scattered by the owner."""
         whole = None if self._owner is None else self._owner.embed(_shard(unit).whole)

@@ -38,7 +38,7 @@ class StreamedGradients(Mapping[str, Tensor]):
         transfers: Transfers,
     ) -> None:
         self.dtype, self.device = next(iter(sums.values())).dtype, device
-        self._sums, self._transfers = sums, transfers
+        self._sums, self.transfers = sums, transfers
         owners: dict[str, int] = {}
         users: dict[str, int] = {}
         for stage in sorted(stages):
@@ -84,7 +84,7 @@ class StreamedGradients(Mapping[str, Tensor]):
         names = [name for name in self._owned[stage] if complete or name not in self._shared]
         copies = [(self._sums[name], self[name]) for name in names]
         self._make_room()
-        self._leaving = self._transfers.to_tier(copies), [source for _, source in copies]
+        self._leaving = self.transfers.to_tier(copies), [source for _, source in copies]
         for name in names:
             del self._here[name]
 
@@ -94,14 +94,10 @@ class StreamedGradients(Mapping[str, Tensor]):
         names = [name for name in self._owned[stage] if name not in self._shared]
         for name in names:
             self._here[name] = torch.empty_like(self._sums[name], device=self.device)
-        self._coming[stage] = self._transfers.to_device(
+        self._coming[stage] = self.transfers.to_device(
             [(self._here[n], self._sums[n]) for n in names]
         )
         self._count()
-
-    def assert_idle(self) -> None:
-        """Assert that all sums have left; the last copies may be in flight until :meth:`arrive`."""
-        assert not self._here, f"gradients left on the device: {sorted(self._here)[:3]}"
 
     def arrive(self) -> None:
         """Block the host until all sums are in the other tier and may be read there.
@@ -112,10 +108,13 @@ class StreamedGradients(Mapping[str, Tensor]):
             self._leaving[0].wait()
         self._make_room()
 
-    def abort(self) -> None:
-        """Free device memory after a failed step, unless the device no longer answers."""
-        if not self._transfers.wait_for_device():
-            return
+    @property
+    def names_here(self) -> list[str]:
+        """Names of the sums on the device that are not leaving."""
+        return [*self._here]
+
+    def free_device_copies(self) -> None:
+        """Free all sums on the device, after a failed step."""
         for done in self._coming.values():
             done.before_compute()
         self._coming.clear()

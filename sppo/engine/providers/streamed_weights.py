@@ -36,7 +36,7 @@ class StreamedWeights(Mapping[str, Tensor]):
         transfers: Transfers,
     ) -> None:
         self.dtype, self.device = next(iter(rows.values())).dtype, device
-        self._rows, self._stages, self._transfers = rows, stages, transfers
+        self._rows, self._stages, self.transfers = rows, stages, transfers
         self._named: list[int] = []
         self._here: dict[str, Tensor] = {}
         self._coming: dict[int, CopyHandle] = {}
@@ -55,7 +55,7 @@ class StreamedWeights(Mapping[str, Tensor]):
             return
         for name in wanted:
             self._here[name] = torch.empty_like(self._rows[name], device=self.device)
-        self._coming[stage] = self._transfers.to_device(
+        self._coming[stage] = self.transfers.to_device(
             [(self._here[n], self._rows[n]) for n in wanted]
         )
         held = sum(tensor.numel() for tensor in self._here.values()) * self.dtype.itemsize
@@ -87,11 +87,6 @@ class StreamedWeights(Mapping[str, Tensor]):
         self._coming.clear()
         self._named.clear()
         self._here.clear()
-
-    def abort(self) -> None:
-        """Free device memory after a failed step, unless the device no longer answers."""
-        if self._transfers.wait_for_device():
-            self.free_device_copies()
 
     def take_peak_bytes(self) -> int:
         """Return the peak bytes on the device since the last call."""

@@ -30,7 +30,6 @@ BackendName = Literal[
     "flash_attn_2",
     "torch_flash",
     "cudnn",
-    "triton",
     "torch_blocks",
     "reference",
 ]
@@ -108,9 +107,7 @@ CAPABILITIES: Mapping[BackendName, Capability] = {
     "cudnn": Capability(
         ("cuda",), _HALF, None, 128, 8, window=False, single_tokens=False, compute_majors=_MAJORS
     ),
-    # On an H100 in fp32 they take 0.3 to 0.9 of the time of Triton's kernels (docs/results.md).
     "torch_blocks": Capability(("cpu", "cuda"), _ALL),
-    "triton": Capability(("cuda", "cpu"), _ALL, "triton", 256),
     "reference": Capability(("cpu", "cuda"), _ALL, automatic=False),
 }
 """Capabilities of all back ends, in ``auto``'s order of preference on devices except Hopper."""
@@ -197,7 +194,7 @@ def why_not(name: BackendName, case: AttentionCase) -> str | None:
         major, minor = torch.cuda.get_device_capability(case.device)
         if major not in able.compute_majors:
             return f"is not for compute capability {major}.{minor}"
-    return _why_not_triton(case.device) if name == "triton" else None
+    return None
 
 
 def why_not_here(name: BackendName, case: AttentionCase) -> str | None:
@@ -209,14 +206,6 @@ def why_not_here(name: BackendName, case: AttentionCase) -> str | None:
     if reason is None and case.device.type == "cuda":
         reason = error_on_a_small_case(name, case)
     return reason
-
-
-def _why_not_triton(device: torch.device) -> str | None:
-    if device.type == "cuda":
-        return None
-    from sppo.kernels.triton.launch import INTERPRETED
-
-    return None if INTERPRETED else "runs on cpu under its interpreter only"
 
 
 @lru_cache(maxsize=16)
@@ -235,10 +224,6 @@ def load(name: BackendName) -> AttentionKernel:
         return BlockAttention(CpuFlash())
     if name == "reference":
         return Reference()
-    if name == "triton":
-        from sppo.kernels.attention.triton_blocks import TritonAttention
-
-        return TritonAttention()
     if name == "cudnn":
         from sppo.kernels.attention.cudnn_blocks import CudnnBlocks
 

@@ -37,6 +37,7 @@ class TorchBlocks:
             lse[:, :, rows] = scores.logsumexp(-1)
             weights = scores.sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
             o[:, :, rows] = (weights @ v).to(o.dtype)
+            del scores, weights  # before the next tile is made
         return o, lse
 
     def backward(
@@ -66,6 +67,7 @@ class TorchBlocks:
             dscores = (do_rows @ v.transpose(-1, -2)).sub_(delta).mul_(weights).mul_(scale)
             dq[:, :, rows] = dscores @ k
             dk += dscores.transpose(-1, -2) @ q_rows
+            del scores, weights, dscores  # before the next tile is made
         return dq, dk, dv
 
 

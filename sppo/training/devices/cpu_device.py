@@ -155,21 +155,18 @@ class CpuDevice:
         assert memory is not None, "host memory is the device's own"
         return ThreadTransfers(memory.drop_pages)
 
-    def offload_stores(
+    def offload_store(
         self,
         plan: ExecutionPlan,
         *,
-        count: int,
         disk: Path | None,
         debug: bool,
         failed_step_timeout_s: float | None,
-    ) -> list[OffloadStore]:
-        """Return stores that offload to a disk, each with its own worker threads."""
-        if not count:
-            return []
+    ) -> OffloadStore:
+        """Return a store that offloads to a disk, with its own worker threads."""
         assert disk is not None, "checked before training"
         # Compute waits for each copy out (source_lag=0). Into a free staging slot that is a memory
         # copy, which takes the same cores either way. If the disk is slow and no slot is free,
         # running ahead would hold the offloaded tensors of one layer more than planned.
-        queues = (ThreadQueues(poison=debug) for _ in range(count))
-        return [OffloadStore(own, disk=disk, source_lag=0, checksums=debug) for own in queues]
+        queues = ThreadQueues(poison=debug)
+        return OffloadStore(queues, disk=disk, source_lag=0, checksums=debug)

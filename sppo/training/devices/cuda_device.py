@@ -242,38 +242,33 @@ class CudaDevice:
         assert memory is None, "what leaves a GPU goes to host memory"
         return CudaTransfers(self.torch_device, failed_step_timeout_s=failed_step_timeout_s)
 
-    def offload_stores(
+    def offload_store(
         self,
         plan: ExecutionPlan,
         *,
-        count: int,
         disk: Path | None,
         debug: bool,
         failed_step_timeout_s: float | None,
-    ) -> list[OffloadStore]:
-        """Return stores that offload to page-locked host memory, or through it to a disk.
+    ) -> OffloadStore:
+        """Return a store that offloads to page-locked host memory, or through it to a disk.
 
         Args:
             plan: Plan of the run.
-            count: Number of stores to return; 0 if nothing is offloaded.
             disk: Directory of a disk tier; None without one.
             debug: Verify checksums of the copies back, and overwrite each slot after its use.
             failed_step_timeout_s: Longest time in seconds to wait for the copies of a failed step;
                 None for no limit.
         """
-        if not count:
-            return []
         assert disk is not None or plan.activation_tier != "disk", "checked before training"
         streams = CopyStreams(_cuda, self.torch_device, failed_step_timeout_s=failed_step_timeout_s)
-        most_host_bytes = self.host_tier_bytes(local_ranks=1)
-        queues = (
-            CudaQueues(
-                self.torch_device, streams=streams, most_host_bytes=most_host_bytes, poison=debug
-            )
-            for _ in range(count)
+        queues = CudaQueues(
+            self.torch_device,
+            streams=streams,
+            most_host_bytes=self.host_tier_bytes(local_ranks=1),
+            poison=debug,
         )
         disk = disk if plan.activation_tier == "disk" else None
-        return [OffloadStore(own, disk=disk, checksums=debug) for own in queues]
+        return OffloadStore(queues, disk=disk, checksums=debug)
 
     def _put(self, tensor: Tensor) -> Tensor:
         """Copy `tensor` to the GPU asynchronously; torch frees the page-locked copy after that."""

@@ -81,6 +81,21 @@ def test_a_gpu_never_falls_back_to_quadratic_memory(gpu):
 
 
 @pytest.mark.parametrize(
+    ("capability", "options"),
+    [
+        ((9, 0), {"dtype": torch.float32}),
+        ((10, 0), {"dtype": torch.float64, "window": True, "single_tokens": True}),
+        ((8, 0), {"head_size": 36}),
+        ((9, 0), {"head_size": 264, "window": True}),
+        ((7, 5), {"dtype": torch.float16, "single_tokens": True}),
+    ],
+)
+def test_plain_operations_compute_what_no_fast_kernel_takes(gpu, monkeypatch, capability, options):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert chosen_name("auto", case(**options)) == "torch_blocks"
+
+
+@pytest.mark.parametrize(
     ("name", "options", "reason"),
     [
         ("cpu_flash", {}, "runs on cpu, tensors are on cuda"),
@@ -90,7 +105,6 @@ def test_a_gpu_never_falls_back_to_quadratic_memory(gpu):
         ("torch_flash", {"head_size": 36}, "takes head sizes divisible by 8, not 36"),
         ("cudnn", {"window": True}, "has no sliding window"),
         ("cudnn", {"single_tokens": True}, "takes no blocks of one token"),
-        ("triton", {"head_size": 512}, "takes heads of up to 256"),
     ],
 )
 def test_the_table_says_why_not(gpu, name, options, reason):
@@ -206,7 +220,7 @@ def test_the_small_case_finds_what_is_wrong(monkeypatch, dtype, window):
 
     def found(kernel):
         monkeypatch.setattr(attention_choice, "load", lambda name: kernel)
-        return attention_choice.error_on_a_small_case("triton", small)
+        return attention_choice.error_on_a_small_case("torch_blocks", small)
 
     assert found(Reference()) is None
     assert found(BlockAttention(TorchBlocks())) is None
@@ -234,13 +248,3 @@ def test_a_package_that_fails_to_import_is_not_installed(tmp_path, monkeypatch):
     assert not attention_choice.is_installed("broken_package.part")
     assert not attention_choice.is_installed("json.no_such_part")
     assert attention_choice.is_installed("json.decoder")
-
-
-def test_triton_on_a_cpu_needs_its_interpreter(monkeypatch):
-    pytest.importorskip("triton")
-    from sppo.kernels.triton import launch
-
-    monkeypatch.setattr(launch, "INTERPRETED", False)
-    assert why_not("triton", case("cpu")) == "runs on cpu under its interpreter only"
-    monkeypatch.setattr(launch, "INTERPRETED", True)
-    assert why_not("triton", case("cpu")) is None

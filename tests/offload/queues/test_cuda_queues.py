@@ -148,7 +148,7 @@ def test_a_device_that_no_longer_answers_is_left(no_gpu, monkeypatch, kind, tmp_
     DeviceThatStandsStill(monkeypatch, no_gpu)
     begin_s = time.monotonic()
     for store in stores:
-        store.abort()
+        store.drain()
         store.close()
     assert time.monotonic() - begin_s < 5
     assert streams.given_up
@@ -204,7 +204,7 @@ def test_a_device_that_answers_in_time_gives_everything_back(no_gpu, tmp_path):
     streams = CopyStreams(no_gpu, torch.device("cpu"), failed_step_timeout_s=5.0)
     store = OffloadStore(CudaQueues(torch.device("cpu"), streams=streams), disk=tmp_path)
     run_step(store, interleaved=True, step=0)
-    store.abort()
+    store.drain()
     run_step(store, interleaved=True, step=1)
     store.close()
     assert not streams.given_up
@@ -337,7 +337,7 @@ def test_a_failed_step_leaves_no_times_behind(no_gpu, verb, tmp_path):
     store.take_report()
     with failing_disk(verb), pytest.raises(OSError, match="the disk failed"):
         run_step(store, interleaved=True, step=1)
-    store.abort()
+    store.drain()
     run_step(store, interleaved=True, step=2)
     assert store.take_report().total_out_bytes > 0
     store.close()
@@ -376,7 +376,7 @@ def test_a_step_given_up_leaves_the_streams_idle():
     store = OffloadStore(queues)
     with pytest.raises(GiveUpError):
         run_step(store, interleaved=True, alter=give_up)
-    store.abort()
+    store.drain()
     run_step(store, interleaved=True, step=1)
     store.close()
 

@@ -84,9 +84,7 @@ def test_nothing_computes_while_what_was_saved_waits_for_a_slow_disk(tmp_path, m
 
     monkeypatch.setattr(FileTier, "write", slow)
     plan = SimpleNamespace(offloads_anything=True)
-    (store,) = CpuDevice().offload_stores(
-        plan, count=1, disk=tmp_path, debug=False, failed_step_timeout_s=None
-    )
+    store = CpuDevice().offload_store(plan, disk=tmp_path, debug=False, failed_step_timeout_s=None)
     keys = [ActivationKey(0, 0, layer) for layer in range(8)]
     places = {key: Extent(4096 * key.layer, 4096) for key in keys}
     store.prepare(OffloadSchedule(places, keys[::-1], staging_slots=2, ring_slots=3))
@@ -197,7 +195,7 @@ def test_a_report_is_of_the_step_that_followed_a_failed_one(verb, tmp_path):
     whole = store.take_report()
     with failing_disk(verb), pytest.raises(OSError, match="the disk failed"):
         run_step(store, interleaved=False, step=1)
-    store.abort()
+    store.drain()
     assert store.take_report().out_s == 0.0
     run_step(store, interleaved=False, step=2)
     report = store.take_report()

@@ -51,16 +51,6 @@ def test_the_ten_documented_cases(case, with_messages):
     assert timeline.bubble_fraction == pytest.approx(sum(idles) / (p * makespan))
 
 
-def test_latency_with_four_ranks():
-    assert play(make("seq1f1b", p=4, n=4, m=4), latency=0.5).makespan_s == pytest.approx(69)
-
-
-def test_even_lengths_lose_what_flops_balance_gains():
-    schedule = make("seq1f1b", p=4, n=4, m=4)
-    assert play(schedule, factors=(0.4, 0.8, 1.2, 1.6)).makespan_s == pytest.approx(84)
-    assert play(schedule).makespan_s == pytest.approx(57)
-
-
 durations = st.lists(st.integers(1, 9), min_size=1, max_size=8)
 
 
@@ -75,12 +65,6 @@ def test_time_of_a_single_sequence(p, costs, extra):
     f, b = costs, [2 * c + extra for c in costs]
     expected = sum(f) + sum(b) + (p - 1) * (max(f) + max(b))
     assert timeline.makespan_s == pytest.approx(expected)
-
-
-@settings(deadline=None, max_examples=examples(30, all=60))
-@given(st.integers(1, 8), st.integers(1, 12))
-def test_bubble_ratio_of_equal_units(p, n):
-    assert play(make("sppo", p=p, n=n, m=1)).bubble_ratio == pytest.approx((p - 1) / n)
 
 
 @settings(deadline=None, max_examples=examples(30, all=60))
@@ -106,12 +90,6 @@ def test_time_and_units_in_flight_of_the_looped_order(p, v, n, m):
     timeline = play(make("looped_bfs", p=p, v=v, n=n, m=m))
     assert timeline.makespan_s == 3 * m * (v * n + p - 1)
     assert in_flight(timeline) == [v * n] * p
-
-
-def test_the_looped_order_idles_less_the_more_stages_a_rank_has():
-    for v, share in ((1, 0.179), (5, 0.042)):
-        timeline = play(make("looped_bfs", p=8, v=v, n=32, m=1))
-        assert sum(idle(timeline)) / (8 * timeline.makespan_s) == pytest.approx(share, abs=5e-4)
 
 
 @settings(deadline=None, max_examples=examples(30, all=60))
@@ -309,13 +287,3 @@ def test_a_simulated_step_is_that_of_its_timeline(name, by_layer):
     assert step.idle_s == pytest.approx(np.array(idle_s))
     assert (step.idle_s.sum(axis=0) > 0).all()
     assert step.held_bytes.tolist() == peaks(timeline)
-
-
-def test_a_large_step_goes_through_every_pass():
-    """In miniature what 128 x 160 and 1024 x 512 are timed with; no wall clock here."""
-    p, n = 48, 64
-    schedule = make("sppo", p=p, n=n, m=1)
-    costs = abstract_costs(p, num_units=n)
-    lowered = lower(schedule, costs=costs)
-    assert lowered.num_actions == 2 * p * n + p + 4 * (p - 1) * n
-    assert simulate(lowered, costs=costs).makespan_s == 3 * (n + p - 1)

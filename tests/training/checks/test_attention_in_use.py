@@ -118,7 +118,7 @@ def test_a_fall_back_is_refused(gpu, preset, hardware, broken, message):
         ("h200", (9, 0), (), (), "cudnn"),
         ("h200", (9, 0), (FLASH_3,), (), "flash_attn_3"),
         ("h200", (9, 0), (), ("cudnn",), "flash_attn_2"),
-        ("h200", (9, 0), (), ("cudnn", "torch_flash", "triton"), "torch_blocks"),
+        ("h200", (9, 0), (), ("cudnn", "torch_flash"), "torch_blocks"),
         ("b200", (10, 0), (), (), "torch_flash"),
         ("a100-80g", (9, 0), (), (), "flash_attn_2"),  # cuDNN's rates are not known there
     ],

@@ -3,10 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from sppo.plots.timeline_report import timeline_report
 from sppo.schedule.costs import abstract_costs
 from sppo.schedule.simulation.simulate import simulate
 from sppo.schedule.timeline import Idle, measured_timeline
-from sppo.timeline.report import timeline_report
 from tests.schedule.cases import make, play
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from sppo.output_file import whole_file
+from sppo.plots import timeline_style as style
 from sppo.schedule.timeline import Lane, Timeline
-from sppo.timeline import style
 
 _MICROSECONDS = 1e6
 _LANES: dict[Lane | str, int] = {
@@ -66,13 +66,13 @@ def _rank_events(timeline: Timeline, *, rank: int, process: int) -> Iterator[Eve
             "tid": _LANES[span.lane],
             "ts": span.start_s * _MICROSECONDS,
             "dur": (span.finish_s - span.start_s) * _MICROSECONDS,
-            "args": {"kind": style.name_of(span.action), "stage": span.action.stage},
+            "args": {"kind": style.kind(span.action).name, "stage": span.action.stage},
         }
     for idle in timeline.ranks[rank].idle:
         used.add("idle")
         yield {
             "ph": "X",
-            "name": style.IDLE_NAMES[idle.cause],
+            "name": style.IDLE[idle.cause].name,
             "cat": "idle",
             "pid": process,
             "tid": _LANES["idle"],

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from sppo.plots import timeline as png
+from sppo.plots import timeline_style as style
+from sppo.plots.chrome_trace import write_trace
 from sppo.plots.timeline import binary_step, write_png
 from sppo.schedule.abstract import AbstractCase, abstract_case
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.generate import generate
 from sppo.schedule.simulation.simulate import simulate
-from sppo.timeline import style
-from sppo.timeline.chrome_trace import write_trace
 from sppo.units import GIB, MIB
 from tests.schedule.cases import make, play
 from tests.schedule.transfers.test_kv_placement import program
@@ -37,14 +39,15 @@ def offloaded():
 
 
 def pixels(path):
+    """The colours of a picture as numbers."""
     from matplotlib.image import imread
 
-    image = (imread(path)[:, :, :3] * 255).round().astype(int)
-    return {tuple(colour) for row in image[::3] for colour in row}
+    red, green, blue = (imread(path)[::3, :, :3] * 255).round().astype(int).transpose(2, 0, 1)
+    return set(np.unique(red << 16 | green << 8 | blue).tolist())
 
 
 def rgb(colour):
-    return tuple(int(colour[k : k + 2], 16) for k in (1, 3, 5))
+    return int(colour[1:], 16)
 
 
 def test_a_plot_shows_each_kind_and_each_cause_of_idle_time(tmp_path):
@@ -52,9 +55,8 @@ def test_a_plot_shows_each_kind_and_each_cause_of_idle_time(tmp_path):
     write_png(path, timelines=[offloaded()])
     seen = pixels(path)
     for kind in (ActionKind.F, ActionKind.B, ActionKind.D2H, ActionKind.H2D):
-        assert rgb(style.KIND_COLOURS[kind]) in seen
-    for colour in style.IDLE_COLOURS.values():
-        assert rgb(colour) in seen
+        assert rgb(style.KINDS[kind].colour) in seen
+    assert {rgb(look.colour) for look in style.IDLE.values()} <= seen
 
 
 def with_kv_copies(copy_s):
@@ -68,11 +70,11 @@ def test_copies_of_keys_have_their_colours_however_short_they_are(tmp_path, copy
     write_png(path, timelines=[with_kv_copies(copy_s)])
     seen = pixels(path)
     for kind in (ActionKind.D2H, ActionKind.H2D):
-        assert rgb(style.KIND_COLOURS[kind]) in seen
-        assert rgb(style.OTHER_COPY_COLOURS[kind, "kv"]) in seen
+        assert rgb(style.KINDS[kind].colour) in seen
+        assert rgb(style.OTHER_COPIES[kind, "kv"].colour) in seen
     # Those of another plot are not in its legend.
     write_png(path, timelines=[offloaded()])
-    assert not {rgb(colour) for colour in style.OTHER_COPY_COLOURS.values()} & pixels(path)
+    assert not {rgb(look.colour) for look in style.OTHER_COPIES.values()} & pixels(path)
 
 
 def test_copies_of_keys_have_their_name_in_a_trace(tmp_path):
@@ -86,34 +88,37 @@ def test_copies_of_keys_have_their_name_in_a_trace(tmp_path):
 def test_both_phases_of_msp_have_their_colours(tmp_path):
     path = tmp_path / "a.png"
     cut, plain = make("sppo_msp", p=4, n=8, m=1), make("sppo", p=4, n=8, m=1)
+    phases = {rgb(colour) for _, colours in style.PHASES.values() for colour in colours.values()}
     write_png(path, timelines=[play(plain), play(cut)])
-    seen = pixels(path)
-    assert {rgb(colour) for colour in style.PHASE_COLOURS.values()} <= seen
+    assert phases <= pixels(path)
     write_png(path, timelines=[play(plain)])
-    assert not {rgb(colour) for colour in style.PHASE_COLOURS.values()} & pixels(path)
+    assert not phases & pixels(path)
 
 
-def test_shards_of_msp_have_a_mark_and_are_counted_as_parts(tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(png, "write_figure", lambda path, figure, dpi: figures.append(figure))
-    timeline = play(make("sppo_msp", p=4, n=8, m=1))
-    png.write_png(tmp_path / "a.png", timelines=[timeline])
-    (legend,) = figures[0].legends
-    of_shards = [text.get_text().startswith("shard of stage 1") for text in legend.get_texts()]
-    markers = [getattr(mark, "get_marker", lambda: None)() for mark in legend.legend_handles]
-    assert [marker == "$s1$" for marker in markers] == of_shards
-    assert any(of_shards)
-    assert style.title(timeline, is_abstract=True).endswith(
+def test_the_legend_explains_shards_of_msp_where_there_are_some(monkeypatch):
+    names = []
+
+    def read(path, figure, dpi):
+        (legend,) = figure.legends
+        names.append([text.get_text() for text in legend.get_texts()])
+
+    monkeypatch.setattr(png, "write_figure", read)
+    cut, plain = make("sppo_msp", p=4, n=8, m=1), make("sppo", p=4, n=8, m=1)
+    for schedule in (cut, plain):
+        write_png(Path("a.png"), timelines=[play(schedule)])
+    assert [style.SHARD.name in of for of in names] == [True, False]
+    assert names[1] == ["forward", "backward", "idle: bubble"]
+    assert style.title(play(cut), is_abstract=True).endswith(
         "at most 8.4 units in flight, shards counted in part"
     )
 
 
-def test_a_step_of_too_many_bars_is_painted(tmp_path):
+def test_bars_of_less_than_a_pixel_are_drawn(tmp_path):
     path = tmp_path / "a.png"
     write_png(path, timelines=[play(make("interleaved_seq1f1b", p=8, v=2, n=8, m=64))])
     seen = pixels(path)
-    kinds = (style.KIND_COLOURS[ActionKind.F], style.SECOND_COLOURS[ActionKind.B])
-    assert {rgb(colour) for colour in (*kinds, style.IDLE_COLOURS["bubble"])} <= seen
+    drawn = (style.KINDS[ActionKind.F], style.KINDS[ActionKind.B], style.IDLE["bubble"])
+    assert {rgb(look.colour) for look in drawn} <= seen
 
 
 def test_an_empty_evaluation_and_a_single_rank_can_be_drawn(tmp_path):
@@ -123,27 +128,32 @@ def test_an_empty_evaluation_and_a_single_rank_can_be_drawn(tmp_path):
 
 
 def test_sequences_that_differ_alternate_between_dark_and_light():
+    def names(schedule):
+        found = style.Style(schedule)
+        return [
+            found.look(action).name
+            for action in schedule.programs[0]
+            if action.kind is ActionKind.F
+        ]
+
     packed = generate("sppo", num_ranks=2, lengths=((8, 4), (9,), (3,)))
-    colours = {
-        action.sequence: style.colour_of(action, schedule=packed, phases={})
-        for action in packed.programs[0]
-        if action.kind is ActionKind.B
-    }
-    dark, light = style.KIND_COLOURS[ActionKind.B], style.SECOND_COLOURS[ActionKind.B]
-    assert colours == {0: dark, 1: light, 2: dark}
-    assert style.shades(packed) == "every 2nd sequence"
-    assert style.shades(make("sppo", p=2, n=3, m=2)) is None
+    assert names(packed) == ["forward", "forward", "every 2nd sequence", "forward"]
+    assert set(names(make("sppo", p=2, n=3, m=2))) == {"forward"}
     looped = generate("looped_bfs", num_ranks=2, lengths=((8, 4),), num_virtual=2)
-    assert style.shades(looped) == "every 2nd stage of a rank"
+    assert names(looped) == ["forward"] * 2 + ["every 2nd stage of a rank"] * 2
 
 
-def test_labels_name_the_unit_and_no_more():
-    one, many = make("sppo", p=2, n=3, m=1), make("seq1f1b", p=2, n=3, m=2)
-    whole = make("1f1b", p=2, n=1, m=3)
-    assert style.unit_label(one.programs[0][1], schedule=one) == "1"
-    assert style.unit_label(many.programs[0][1], schedule=many) == "0.1"
-    assert style.unit_label(whole.programs[0][1], schedule=whole) == "1"
-    assert style.unit_label(one.programs[0][-1], schedule=one) == ""
+@pytest.mark.parametrize(
+    ("schedule", "place", "label"),
+    [
+        (make("sppo", p=2, n=3, m=1), 1, "1"),
+        (make("seq1f1b", p=2, n=3, m=2), 1, "0.1"),
+        (make("1f1b", p=2, n=1, m=3), 1, "1"),
+        (make("sppo", p=2, n=3, m=1), -1, ""),
+    ],
+)
+def test_labels_name_the_unit_and_no_more(schedule, place, label):
+    assert style.Style(schedule).unit_label(schedule.programs[0][place]) == label
 
 
 @pytest.mark.parametrize(
@@ -176,7 +186,9 @@ def test_a_trace_is_json_with_spans_idle_time_and_memory(tmp_path):
         (str(s.action), s.start_s * 1e6, pytest.approx((s.finish_s - s.start_s) * 1e6))
         for s in expected
     ]
-    assert {e["name"] for e in events if e.get("cat") == "idle"} == set(style.IDLE_NAMES.values())
+    assert {e["name"] for e in events if e.get("cat") == "idle"} == {
+        look.name for look in style.IDLE.values()
+    }
     counters = [e["args"]["bytes"] for e in events if e["ph"] == "C" and e["pid"] == 0]
     assert max(counters) == timeline.ranks[0].memory["activations"].peak_bytes
     lanes = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
