@@ -209,7 +209,6 @@ def load_layouts(
     for source in saved:
         manager = manager_of(group, f"{directory}/{source}")
         found = manager.latest_valid()
-        assert found is not None
         assert found.step == 3
         assert found.metadata["by"] == source
         for layout in layouts:
@@ -222,7 +221,6 @@ def load_and_compare(
 ) -> int:
     """Fill blocks that hold something else; how many were right."""
     found = manager.latest_valid()
-    assert found is not None
     assert found.step == step, found
     state = cut_state(group, layout, step=step, make=lambda block: torch.full_like(block, -1))
     manager.load_into(found, state)
@@ -236,7 +234,6 @@ def load_newest(group: ProcessGroup | None, directory: str, layout: str) -> int:
     """Load in ``layout``; the step of what was found."""
     manager = manager_of(group, directory)
     found = manager.latest_valid()
-    assert found is not None
     load_and_compare(group, manager, layout, step=found.step)
     return found.step
 
@@ -245,7 +242,6 @@ def load_views(group: ProcessGroup | None, directory: str) -> None:
     """Load into columns of larger tensors, which must stay as they were beside them."""
     manager = manager_of(group, directory)
     found = manager.latest_valid()
-    assert found is not None
     for name, tensor in tensors_of(found.step).items():
         if tensor.dim() != 2:
             continue

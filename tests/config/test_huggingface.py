@@ -159,7 +159,6 @@ def test_yarn_mscale_becomes_the_attention_factor():
         "original_max_position_embeddings": 64,
     }
     scaling = read("llama", rope_scaling=yarn).rope_scaling
-    assert scaling is not None
     log_factor = 0.1 * math.log(40.0)
     expected = (0.8 * log_factor + 1) / (0.5 * log_factor + 1)
     assert scaling.attention_factor == pytest.approx(expected, rel=1e-12)

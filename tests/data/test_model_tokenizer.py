@@ -49,7 +49,7 @@ def tokens_of(tmp_path: Path, tokenizer: str, *, out: str = "tokens") -> TokenDa
     return open_tokens(tmp_path / out)
 
 
-def test_bytes_for_weights_with_a_tokenizer_are_refused(tmp_path: Path) -> None:
+def test_bytes_for_weights_with_a_tokenizer_are_refused(tmp_path):
     path = write_tokenizer(tmp_path / "model")
     data = tokens_of(tmp_path, "bytes")
     with pytest.raises(
@@ -61,9 +61,7 @@ def test_bytes_for_weights_with_a_tokenizer_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json"])
-def test_bytes_for_weights_with_another_form_of_tokenizer_are_refused(
-    tmp_path: Path, name: str
-) -> None:
+def test_bytes_for_weights_with_another_form_of_tokenizer_are_refused(tmp_path, name):
     (tmp_path / name).write_bytes(b"anything")
     with pytest.raises(ValueError, match=f"know the ids of .*{name}"):
         check_tokenizer(tokens_of(tmp_path, "bytes"), model_of(tmp_path))
@@ -72,7 +70,7 @@ def test_bytes_for_weights_with_another_form_of_tokenizer_are_refused(
 @pytest.mark.parametrize(
     "words", [{"a": 0, "b": 1}, {"a": 0, "c": 1, "b": 2}, {"a": 0, "b": 1, "d": 2}]
 )
-def test_tokens_of_another_vocabulary_are_refused(tmp_path: Path, words: dict[str, int]) -> None:
+def test_tokens_of_another_vocabulary_are_refused(tmp_path, words):
     write_tokenizer(tmp_path / "model")
     other = write_tokenizer(tmp_path / "other", words)
     data = tokens_of(tmp_path, str(other))
@@ -80,7 +78,7 @@ def test_tokens_of_another_vocabulary_are_refused(tmp_path: Path, words: dict[st
         check_tokenizer(data, model_of(tmp_path / "model"))
 
 
-def test_the_same_words_in_another_file_are_the_same_vocabulary(tmp_path: Path) -> None:
+def test_the_same_words_in_another_file_are_the_same_vocabulary(tmp_path):
     path = write_tokenizer(tmp_path / "model", added="<chat>")
     path.write_text(json.dumps(json.loads(path.read_text())))
     other = write_tokenizer(tmp_path / "other")
@@ -91,16 +89,14 @@ def test_the_same_words_in_another_file_are_the_same_vocabulary(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("tokenizer", "has_tokenizer"), [("ids", True), ("bytes", False), ("bytes", None)]
 )
-def test_what_nobody_can_know_and_random_weights_are_allowed(
-    tmp_path: Path, tokenizer: str, has_tokenizer: bool | None
-) -> None:
+def test_what_nobody_can_know_and_random_weights_are_allowed(tmp_path, tokenizer, has_tokenizer):
     if has_tokenizer:
         write_tokenizer(tmp_path / "model")
     model = model_of(None if has_tokenizer is None else tmp_path / "model")
     check_tokenizer(tokens_of(tmp_path, tokenizer), model)
 
 
-def test_held_out_tokens_are_of_the_vocabulary_that_is_trained_on(tmp_path: Path) -> None:
+def test_held_out_tokens_are_of_the_vocabulary_that_is_trained_on(tmp_path):
     path = write_tokenizer(tmp_path / "model")
     other = write_tokenizer(tmp_path / "other", {"a": 0, "x": 1})
     same = write_tokenizer(tmp_path / "same", added="<chat>")
@@ -113,7 +109,7 @@ def test_held_out_tokens_are_of_the_vocabulary_that_is_trained_on(tmp_path: Path
     check_same_vocabulary(tokens_of(tmp_path, "ids", out="ids"), training=training)
 
 
-def test_a_vocabulary_is_its_words_by_id() -> None:
+def test_a_vocabulary_is_its_words_by_id():
     def identity(vocabulary: object, added: object = ()) -> object:
         content = {"model": {"vocab": vocabulary}, "added_tokens": added}
         return vocabulary_identity(json.dumps(content).encode())

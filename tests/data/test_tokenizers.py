@@ -44,7 +44,7 @@ def _encode(tokenizer: Any, *paths: Path) -> list[list[int]]:
     return documents
 
 
-def test_file_tokenizer_adds_and_cuts_nothing(tmp_path: Path) -> None:
+def test_file_tokenizer_adds_and_cuts_nothing(tmp_path):
     _save_tokenizer(tmp_path / "tokenizer.json", added=["<|endoftext|>"])
     (tmp_path / "x.txt").write_text("a b a b b\n")
     (tmp_path / "y.jsonl").write_text('{"text": "b"}\n\n{"text": ""}\n')
@@ -68,9 +68,7 @@ def test_file_tokenizer_adds_and_cuts_nothing(tmp_path: Path) -> None:
         (["<stop>"], ("a",), "<absent>", None),
     ],
 )
-def test_end_of_text(
-    tmp_path: Path, added: list[str], words: tuple[str, ...], configured: Any, end: str | None
-) -> None:
+def test_end_of_text(tmp_path, added, words, configured, end):
     made = _save_tokenizer(tmp_path / "tokenizer.json", added=added, words=words)
     if configured is not None:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": configured}))
@@ -79,7 +77,7 @@ def test_end_of_text(
     assert loaded.description.end_of_document == expected
 
 
-def test_end_of_document_given(tmp_path: Path) -> None:
+def test_end_of_document_given(tmp_path):
     _save_tokenizer(tmp_path / "tokenizer.json", added=["</s>"])
     name = str(tmp_path)
     assert load_tokenizer_file(name, end_of_document="none").description.end_of_document is None
@@ -88,7 +86,7 @@ def test_end_of_document_given(tmp_path: Path) -> None:
         load_tokenizer_file(name, end_of_document=5)
 
 
-def test_library_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_missing(tmp_path, monkeypatch):
     _save_tokenizer(tmp_path / "tokenizer.json", added=[])
     real_import = builtins.__import__
 
@@ -102,7 +100,7 @@ def test_library_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         load_tokenizer_file(str(tmp_path), end_of_document="auto")
 
 
-def test_not_a_tokenizer(tmp_path: Path) -> None:
+def test_not_a_tokenizer(tmp_path):
     with pytest.raises(ValueError, match="the directory holds no tokenizer.json"):
         load_tokenizer_file(str(tmp_path), end_of_document="auto")
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -120,7 +118,7 @@ def _pieces_of_each_document(pieces: list[EncodedShard]) -> list[int]:
     return counts
 
 
-def test_large_documents_pass_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_documents_pass_in_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizers_module, "_BLOCK_BYTES", 4)
     monkeypatch.setattr(ids_module, "_BLOCK_TOKENS", 4)
     (tmp_path / "a").write_bytes(bytes(range(10)))
