@@ -58,7 +58,7 @@ class TokenizerDescription:
     sha256: str | None = None
     """SHA-256 of the tokenizer file; None for the built-in tokenizers."""
     vocabulary_sha256: str | None = None
-    """Checksum of the vocabulary by id (:mod:`sppo.data.preparation.model_tokenizer`); None for the
+    """Checksum of the vocabulary by id (:mod:`sppo.data.preparation.tokenizer_file`); None for the
     built-in tokenizers, or if the file has no readable vocabulary."""
 
 

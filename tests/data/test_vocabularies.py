@@ -9,12 +9,9 @@ import numpy as np
 import pytest
 
 from sppo.config.model import ModelConfig
-from sppo.data.preparation.model_tokenizer import (
-    check_same_vocabulary,
-    check_tokenizer,
-    vocabulary_identity,
-)
 from sppo.data.preparation.prepare import prepare_tokens
+from sppo.data.preparation.tokenizer_file import vocabulary_identity
+from sppo.data.run_tokens import check_same_vocabulary, check_tokenizer
 from sppo.data.tokens import TokenData, open_tokens
 
 hf = pytest.importorskip("tokenizers")
