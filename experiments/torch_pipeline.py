@@ -8,7 +8,7 @@ the logits of a long sequence never exist at once.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers_training import tiled_loss  # of scripts/, which experiments.harness adds
 
 from sppo.config import ModelConfig
 from sppo.cost.candidate import layers_of_stages
-from sppo.kernels.cross_entropy import linear_cross_entropy_with_gradient
 from sppo.kernels.native.cpu_allocator import install_cpu_allocator
 from sppo.model.initialize import initial_weights
 from sppo.model.rope import rotary_table
@@ -143,12 +143,8 @@ class _Stage(nn.Module):
 
     def loss(self, hidden_1SE: Tensor, labels_1S: Tensor, *, scale: float) -> Tensor:
         """Return ``scale`` times the summed loss of one sequence."""
-        return cast(
-            "Tensor",
-            _TiledLoss.apply(  # type: ignore[no-untyped-call]
-                hidden_1SE[0], self.head.weight, labels_1S[0], scale
-            ),
-        )
+        loss: Tensor = tiled_loss(hidden_1SE[0], self.head.weight, labels_1S[0], scale=scale)
+        return loss
 
 
 class _Layer(nn.Module):
@@ -192,21 +188,3 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
     turned: Tensor = x * cos + torch.cat([-second, first], -1) * sin
     return turned
-
-
-class _TiledLoss(torch.autograd.Function):
-    """Tiled loss of SPPO's engine under autograd, so that both sides use the same loss."""
-
-    @staticmethod
-    def forward(context: Any, hidden: Tensor, weight: Tensor, labels: Tensor, scale: float) -> Any:
-        dweight = torch.zeros_like(weight, dtype=torch.float32)
-        losses, dhidden = linear_cross_entropy_with_gradient(
-            hidden, weight, labels, scale=scale, dweight_VE=dweight
-        )
-        context.save_for_backward(dhidden, dweight.to(weight.dtype))
-        return losses.sum() * scale
-
-    @staticmethod
-    def backward(context: Any, dloss: Tensor) -> Any:
-        dhidden, dweight = context.saved_tensors
-        return dhidden * dloss.to(dhidden.dtype), dweight * dloss.to(dweight.dtype), None, None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sppo.bench.copies import CopyMeasurements, CopyPoint, Times, measure_point
+from sppo.bench.copies import CopyMeasurements, CopyPoint, Times, each_way, measure_point
 from sppo.bench.timing import Watcher
 from sppo.offload.arena import HostArena
 from sppo.offload.disk.disk_room import disk_room, is_memory
@@ -159,23 +158,11 @@ class _Windows:
     def run(self, out: bool, back: bool) -> tuple[Times, Times]:
         """Return the completion times of (writes, reads) in one window."""
         times: tuple[list[float], list[float]] = ([], [])
-        errors: list[OSError] = []
-        start = time.perf_counter()
-
-        def transfer(index: int) -> None:
-            try:
-                self._move(index, start_s=start, times=times[index])
-            except OSError as error:
-                errors.append(error)
-
-        wanted = [index for index, asked in enumerate((out, back)) if asked]
-        threads = [threading.Thread(target=transfer, args=(index,)) for index in wanted]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
+        start_s = time.perf_counter()
+        each_way(
+            lambda index: self._move(index, start_s=start_s, times=times[index]),
+            [index for index, asked in enumerate((out, back)) if asked],
+        )
         return times
 
     def _move(self, index: int, *, start_s: float, times: list[float]) -> None:

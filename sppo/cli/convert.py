@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
 
 from sppo.checkpoint.newest import check_any
-from sppo.cli.arguments.common import Json
+from sppo.cli.arguments import Json
 from sppo.cli.command_group import CommandGroup
 from sppo.cli.exit_codes import exit_codes
-from sppo.cli.output.printing import print_json
+from sppo.cli.printing import print_json
 from sppo.config.huggingface import hf_config, ignored_settings, model_fields, read_config
 from sppo.config.model import ModelConfig
 from sppo.config.problems import ConfigError, problems_of
@@ -21,9 +22,6 @@ from sppo.model.hf_extras import Extras, read_extras
 from sppo.model.hf_files import check_headers
 from sppo.output_file import check_unused_directory
 from sppo.units import counted, format_bytes, format_count, parse_size
-
-if TYPE_CHECKING:
-    from sppo.model.hf import SavedWeights
 
 app = CommandGroup(help="Convert weights from and to Hugging Face.")
 
@@ -68,24 +66,16 @@ def from_hf(
         config = read_config(source)
         model = _model(model_fields(config), source=source)
         check_headers(source, model)
-        from sppo.model.hf import open_hf_weights, save_hf_weights
+        from sppo.model.hf_reading import open_hf_weights
+        from sppo.model.hf_writing import DTYPES
 
         weights = open_hf_weights(source, model)
-        kind = _name_of(weights.dtype) if dtype is StoredType.KEEP else dtype.value
-        extras = read_extras(source)
-        saved = save_hf_weights(
-            destination,
-            weights,
-            model,
-            dtype=kind,
-            max_shard_bytes=max_shard_bytes,
-            token_ids=extras.token_ids,
-            extra_files=extras.files,
-        )
-    report = _report(source, destination, model=model, dtype=kind, saved=saved)
-    report["copied"] = [path.name for path in extras.files]
-    report["ignored"] = list(ignored_settings(config))
-    _show(report, json_output=json_output)
+        kind = dtype.value
+        if dtype is StoredType.KEEP:
+            kind = next(name for name, known in DTYPES.items() if known == weights.dtype)
+        values = _write(destination, weights, model, kind, max_shard_bytes, read_extras(source))
+    values |= {"source": str(source), "ignored": list(ignored_settings(config))}
+    _show(values, json_output=json_output)
 
 
 @app.command("to-hf")
@@ -132,7 +122,6 @@ def to_hf(
         chosen = None if tokenizer is None else _chosen_extras(tokenizer)
         check_any(source)
         from sppo.checkpoint.checkpoint import read_model
-        from sppo.model.hf import save_hf_weights
 
         metadata, weights = read_model(source)
         fields, trained_as = _trained(metadata, source=source)
@@ -141,26 +130,47 @@ def to_hf(
             fields["family"] = None if family == "auto" else family
         model = _model(fields, source=source)
         kind = trained_as if dtype is StoredType.KEEP else dtype.value
-        saved = save_hf_weights(
-            destination,
-            weights,
-            model,
-            dtype=kind,
-            max_shard_bytes=max_shard_bytes,
-            token_ids=extras.token_ids,
-            extra_files=extras.files,
-        )
-    report = _report(source, destination, model=model, dtype=kind, saved=saved)
-    report["copied"] = [path.name for path in extras.files]
-    report["missing"] = dict.fromkeys(extras.missing, reason)
-    report["step"] = metadata.get("step")
-    _show(report, json_output=json_output)
+        values = _write(destination, weights, model, kind, max_shard_bytes, extras)
+    values |= {"source": str(source), "step": metadata.get("step")}
+    values["missing"] = dict.fromkeys(extras.missing, reason)
+    _show(values, json_output=json_output)
     if extras.endless:
         typer.echo(
             f"warning: {extras.endless} has no eos_token_id, so programs that load this model "
             "never stop generating; --tokenizer DIR takes it from another model",
             err=True,
         )
+
+
+def _write(
+    destination: Path,
+    weights: Mapping[str, Any],
+    model: ModelConfig,
+    dtype: str,
+    max_shard_bytes: int,
+    extras: Extras,
+) -> dict[str, Any]:
+    """Write weights as a Hugging Face directory; return what was written as JSON values."""
+    from sppo.model.hf_writing import save_hf_weights
+
+    saved = save_hf_weights(
+        destination,
+        weights,
+        model,
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+        token_ids=extras.token_ids,
+        extra_files=extras.files,
+    )
+    return {
+        "destination": str(destination),
+        "family": hf_config(model, dtype=dtype)["model_type"],
+        "dtype": dtype,
+        "num_parameters": saved.num_parameters,
+        "total_bytes": saved.total_bytes,
+        "files": list(saved.files),
+        "copied": [path.name for path in extras.files],
+    }
 
 
 def _model(fields: dict[str, Any], *, source: Path) -> ModelConfig:
@@ -215,26 +225,6 @@ def _run_extras(from_hf: str | None) -> tuple[Extras, str]:
         return read_extras(Path(from_hf)), f"none in model.from_hf, {from_hf}"
     except (OSError, ValueError) as error:
         return Extras(), f"model.from_hf: {error}"
-
-
-def _name_of(dtype: object) -> str:
-    from sppo.model.hf import DTYPES
-
-    return next(name for name, known in DTYPES.items() if known == dtype)
-
-
-def _report(
-    source: Path, destination: Path, *, model: ModelConfig, dtype: str, saved: SavedWeights
-) -> dict[str, Any]:
-    return {
-        "source": str(source),
-        "destination": str(destination),
-        "family": hf_config(model, dtype=dtype)["model_type"],
-        "dtype": dtype,
-        "num_parameters": saved.num_parameters,
-        "total_bytes": saved.total_bytes,
-        "files": list(saved.files),
-    }
 
 
 def _show(report: dict[str, Any], *, json_output: bool) -> None:

@@ -6,12 +6,13 @@ same order. A rank without peers gets its own values back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from sppo.parallel.job.facts import difference_report
 from sppo.parallel.job.peer_errors import peer_errors
 from sppo.parallel.mesh import Mesh
 
@@ -55,6 +56,20 @@ class HostCollectives:
             value = box[0]
         assert value is not None, "rank 0 has something to say"
         return value
+
+    def check_same(self, facts: Mapping[str, str]) -> None:
+        """Raise ValueError unless all ranks have the same facts.
+
+        Args:
+            facts: Facts of this rank by name, such as the version of SPPO.
+
+        Raises:
+            ValueError: On every rank the same; names the ranks and facts that differ, with both
+                values.
+        """
+        report = difference_report(self.all_gather(dict(facts)))
+        if report:
+            raise ValueError(report)
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""

@@ -9,45 +9,40 @@ import torch
 
 from sppo.config import RunConfig
 from sppo.cost.parameters import num_parameters
-from sppo.data.samples.document_samples import DocumentSamples
+from sppo.data.sample_rows import TrainingData
 from sppo.parallel.mesh_shape import MeshShape
 from sppo.planning.plan import ExecutionPlan
 from sppo.report.lines import print_titled
-from sppo.training.job import Job
+from sppo.training.attention_in_use import attention_text
 from sppo.training.preflight import CheckedRun, NextStep
 from sppo.units import counted, format_bytes, format_count, format_duration, format_tokens
 
 
-def announce(job: Job, checked: CheckedRun) -> None:
-    """Print the model, the data, the cuts, the parallelism and the predicted memory of a run.
-
-    Args:
-        job: Job that trains the run.
-        checked: Results of the checks before training.
-    """
-    for title, text in _lines(job, checked):
-        print_titled(title, text, job.console)
+def announce(checked: CheckedRun) -> None:
+    """Print the model, the data, the cuts, the parallelism and the predicted memory of a run."""
+    for title, text in _lines(checked):
+        print_titled(title, text, checked.job.console)
 
 
-def _lines(job: Job, checked: CheckedRun) -> Iterator[tuple[str, str]]:
+def _lines(checked: CheckedRun) -> Iterator[tuple[str, str]]:
     """Yield the title and the text of each line."""
-    run, plan, data = job.run, checked.plan, checked.data
+    run, plan, data = checked.job.run, checked.plan, checked.data
     name = run.model.preset or run.model.from_hf or "model"
     yield (
         "model",
         f"{name}: {format_count(num_parameters(run.model))} parameters, {run.train.dtype} on "
-        f"{job.device.describe()}, torch {torch.__version__}",
+        f"{checked.job.device.describe()}, torch {torch.__version__}",
     )
     made_elsewhere = data.data.meta.tokenizer.name == "ids" and run.model.from_hf is not None
     yield (
         "data",
         f"{format_count(data.data.num_tokens)} tokens in "
-        f"{counted(data.data.num_documents, 'document')}: {_epoch(checked)}"
+        f"{counted(data.data.num_documents, 'document')}: {_epoch(run, data)}"
         + (f"; ready-made ids, taken for those of {run.model.from_hf}" if made_elsewhere else ""),
     )
     if terms := run.train.beside_cross_entropy:
         yield "loss", f"cross entropy with {terms}; sppo eval reports the cross entropy alone"
-    if isinstance(data, DocumentSamples):
+    if run.data.samples == "documents":
         yield from _packing(run, plan, checked.next_step)
     else:
         yield "cut", _cut(run, plan.lengths)
@@ -69,14 +64,14 @@ def _lines(job: Job, checked: CheckedRun) -> Iterator[tuple[str, str]]:
     if plan.offloads_anything:
         yield "offload", _offloads(run, plan)
     yield "output", run.train.output
-    yield "attention", checked.attention.text()
+    yield "attention", attention_text(checked.attention)
 
 
-def _epoch(checked: CheckedRun) -> str:
+def _epoch(run: RunConfig, data: TrainingData) -> str:
     """Return the number and lengths of the sequences or samples of an epoch as text."""
-    data = checked.data
-    if not isinstance(data, DocumentSamples):
-        return f"{counted(data.num_sequences, 'sequence')} of {format_tokens(data.length)} an epoch"
+    if run.data.samples == "stream":
+        length = format_tokens(run.sequence.length)
+        return f"{counted(data.num_samples, 'sequence')} of {length} an epoch"
     lengths, left_out = data.table.lengths, data.table.num_left_out
     middle = np.percentile(lengths, (50, 90, 99), method="inverted_cdf").tolist()
     return (

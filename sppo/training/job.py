@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -16,14 +15,14 @@ from sppo.config import RunConfig
 from sppo.cost.sharding.heads import tensor_shard
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.job.environment import RankEnvironment
+from sppo.parallel.job.facts import flat_facts
 from sppo.parallel.job.flight_record import RankProgress
 from sppo.parallel.job.open_files import allow_connections
-from sppo.parallel.job.rendezvous import connect, difference_report, disconnect, flat_facts
+from sppo.parallel.job.rendezvous import connect, disconnect
 from sppo.parallel.job.timed_call import end_without_shutdown
 from sppo.parallel.mesh import Mesh, alone
 from sppo.parallel.mesh_shape import MeshShape
 from sppo.training.devices.device import Device
-from sppo.training.run_directory import locked_output
 from sppo.version import __version__
 
 T = TypeVar("T")
@@ -115,38 +114,16 @@ class Ranks:
                 "same versions of Python and numpy on the same kind of CPU?"
             )
 
-    def check_same_facts(self, read: Callable[[], Mapping[str, str]]) -> None:
-        """Raise ValueError unless all ranks read the same inputs.
-
-        Args:
-            read: Returns facts about the inputs by name, e.g. a checksum of the token data; called
-                only if there are other ranks.
-
-        Raises:
-            ValueError: On every rank; names the ranks and facts that differ, with both values.
-        """
-        if not self.mesh.is_distributed:
-            return
-        report = difference_report(self.peers.all_gather(dict(read())))
-        if report:
-            raise ValueError(report)
-
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Training of a run, as one of its ranks sees it.
-
-    Attributes:
-        run: Validated run configuration.
-        ranks: This process's place among the ranks of the run.
-        device: Device of this rank.
-        console: Console for progress and results; quiet except on rank 0.
-    """
+    """Training of a run, as one of its ranks sees it."""
 
     run: RunConfig
     ranks: Ranks
     device: Device
     console: Console
+    """Console for progress and results; quiet except on rank 0."""
 
     @property
     def failed_step_timeout_s(self) -> float | None:
@@ -209,7 +186,7 @@ def joined(
 def _connected(
     run: RunConfig, environment: RankEnvironment, *, shape: MeshShape, device: Device
 ) -> Mesh:
-    """Connect the default process group and the groups of the mesh.
+    """Connect all ranks, and check that they run the same.
 
     If that fails or is interrupted, the process is marked to end without Python's shutdown, which
     would abort while it frees half-connected groups.
@@ -218,41 +195,23 @@ def _connected(
         ValueError: Ranks have different versions or configurations.
         PeerLostError: Another rank did not connect.
     """
+    timeout_s, on_device = run.parallel.timeout_s, device.group_device
+    versions = {
+        "SPPO": __version__,
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+    }
     try:
-        connect(
-            environment,
-            backend="gloo",
-            timeout_s=run.parallel.timeout_s,
-            facts={
-                "SPPO": __version__,
-                "torch": torch.__version__,
-                "Python": platform.python_version(),
-                **_configuration(run),
-            },
-        )
-        return Mesh(
-            shape,
-            rank=environment.rank,
-            timeout_s=run.parallel.timeout_s,
-            device=device.group_device,
-        )
+        connect(environment, timeout_s=timeout_s)
+        mesh = Mesh(shape, rank=environment.rank, timeout_s=timeout_s, device=on_device)
+        HostCollectives(mesh).check_same({**versions, **_configuration(run)})
     except BaseException:
         end_without_shutdown()
         raise
+    return mesh
 
 
 def _configuration(run: RunConfig) -> dict[str, str]:
     """Return the configuration keys, flattened, whose values must be the same on all ranks."""
     facts = flat_facts(run.model_dump(mode="json"))
     return {name: value for name, value in facts.items() if name not in _MAY_DIFFER}
-
-
-@contextmanager
-def shared_output(run: RunConfig, ranks: Ranks) -> Iterator[Path]:
-    """Yield the output directory, created and locked by rank 0 for all ranks.
-
-    Raises:
-        ValueError: See :func:`sppo.training.run_directory.locked_output`.
-    """
-    with ExitStack() as stack:
-        yield ranks.decided_by_main(lambda: stack.enter_context(locked_output(run)))

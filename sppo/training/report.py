@@ -3,65 +3,82 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from statistics import median
 
 from rich.console import Console
 
 from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY
-from sppo.config import RunConfig
 from sppo.cost.memory.tier_memory import SAVED_IN_BACKGROUND
 from sppo.cost.stage_cost import copy_bytes_per_s
 from sppo.offload.copy_report import CopyReport
 from sppo.planning.plan import ExecutionPlan
+from sppo.plots.chrome_trace import write_trace
 from sppo.plots.loss import loss_plot
+from sppo.plots.timeline import write_png
 from sppo.report.lines import print_line
 from sppo.report.metrics import METRICS_FILE, StepMetrics, read_metrics
 from sppo.report.run_summary import (
     CopiesSummary,
     Pair,
-    RankPair,
     RunSummary,
-    TimelineSummary,
     read_summary,
     run_summary,
     write_summary,
 )
 from sppo.report.summary_tables import print_summary
-from sppo.training.executed_step import StepTimelines, timeline_writers
-from sppo.training.job import Job
+from sppo.training.executed_step import StepTimelines
+from sppo.training.outcome import TrainingOutcome, predicted_and_measured
 from sppo.training.preflight import CheckedRun
-from sppo.training.run_directory import LOSS_PLOT, RESULT_FILES, SUMMARY_FILE
-from sppo.training.steps.measured import predicted_and_measured
-from sppo.training.steps.outcome import TrainingOutcome
+from sppo.training.run_directory import (
+    LOSS_PLOT,
+    RESULT_FILES,
+    SUMMARY_FILE,
+    TIMELINE_PLOT,
+    TIMELINE_TRACE,
+)
 
+Writer = Callable[[Path], None]
+"""Function that writes a file."""
+
+_PHASES = ("forward", "backward", "data and update")
+_MOST_DRAWN = 4000
+"""Largest number of actions for which a PNG plot is drawn; the Chrome trace can be zoomed."""
 _WRITTEN = (*RESULT_FILES, CHECKPOINTS_DIRECTORY)
 """Names of entries of the output directory, in the order in which the report lists them."""
 
 
-def report(job: Job, checked: CheckedRun, outcome: TrainingOutcome, *, command: str) -> None:
+def report(checked: CheckedRun, outcome: TrainingOutcome, *, command: str) -> None:
     """Write the summary and the plots of a run, and print the report.
 
     A run whose steps were all done by an earlier call keeps its summary. The state is saved
     already, so a file that cannot be written only causes a warning.
 
     Args:
-        job: Job that trained the run.
-        checked: Result of the checks of the same run.
+        checked: Run that was trained.
         outcome: Outcome of training.
         command: Command that resumes the run, named in the report of an interrupted run.
     """
-    run, console = job.run, job.console
+    run, console, output = checked.job.run, checked.job.console, outcome.output
+    draw_loss = partial(loss_plot, output / METRICS_FILE, terms=run.train.beside_cross_entropy)
     if _was_done(outcome):
-        _report_nothing_to_do(run, outcome, console=console)
+        print_line(
+            f"{output}: all {run.train.steps} steps were done before, nothing to do; "
+            "raise train.steps to go on",
+            console,
+        )
+        if not (output / LOSS_PLOT).exists():
+            _write({LOSS_PLOT: draw_loss}, outcome, console=console)
         return
-    output = outcome.output
     steps = read_metrics(output / METRICS_FILE)
     summary = summarize(steps, checked, outcome)
-    missing = _write(_writers(run, steps, summary, outcome), outcome, console=console)
+    writers: dict[str, Writer] = {SUMMARY_FILE: partial(write_summary, summary)}
+    if steps:
+        writers[LOSS_PLOT] = draw_loss
+    if outcome.timelines is not None:
+        writers |= _timeline_writers(outcome.timelines)
+    missing = _write(writers, outcome, console=console)
     print_summary(summary, console=console)
     written = [name for name in _WRITTEN if name not in missing and (output / name).exists()]
     print_line(f"{output}: {', '.join(written)}", console)
@@ -74,39 +91,17 @@ def report(job: Job, checked: CheckedRun, outcome: TrainingOutcome, *, command: 
         print_line(command, console, wraps=False)
 
 
-def _report_nothing_to_do(run: RunConfig, outcome: TrainingOutcome, *, console: Console) -> None:
-    """Print that all steps were done by an earlier call; draw the loss plot if it is missing."""
-    print_line(
-        f"{outcome.output}: all {run.train.steps} steps were done before, nothing to do; "
-        "raise train.steps to go on",
-        console,
-    )
-    if not (outcome.output / LOSS_PLOT).exists():
-        _write({LOSS_PLOT: _loss_writer(run, outcome)}, outcome, console=console)
-
-
-def _writers(
-    run: RunConfig,
-    steps: Sequence[StepMetrics],
-    summary: RunSummary,
-    outcome: TrainingOutcome,
-) -> dict[str, Callable[[Path], None]]:
-    """Return the functions that write the files of a run, by file name."""
-    writers: dict[str, Callable[[Path], None]] = {SUMMARY_FILE: partial(write_summary, summary)}
-    if steps:
-        writers[LOSS_PLOT] = _loss_writer(run, outcome)
-    if outcome.timelines is not None:
-        writers |= timeline_writers(outcome.timelines)
+def _timeline_writers(step: StepTimelines) -> dict[str, Writer]:
+    """Return the functions that draw planned and measured timeline, by the name of their file."""
+    both = (step.planned, step.measured)
+    writers: dict[str, Writer] = {TIMELINE_TRACE: partial(write_trace, timelines=both)}
+    if sum(timeline.schedule.num_actions for timeline in both) <= _MOST_DRAWN:
+        writers[TIMELINE_PLOT] = partial(write_png, timelines=both)
     return writers
 
 
-def _loss_writer(run: RunConfig, outcome: TrainingOutcome) -> Callable[[Path], None]:
-    metrics = outcome.output / METRICS_FILE
-    return partial(loss_plot, metrics, terms=run.train.beside_cross_entropy)
-
-
 def _write(
-    writers: Mapping[str, Callable[[Path], None]], outcome: TrainingOutcome, *, console: Console
+    writers: Mapping[str, Writer], outcome: TrainingOutcome, *, console: Console
 ) -> list[str]:
     """Write all files; warn of each that cannot be written, and return the names of these."""
     missing = []
@@ -145,29 +140,20 @@ def _was_done(outcome: TrainingOutcome) -> bool:
 def summarize(
     steps: Sequence[StepMetrics], checked: CheckedRun, outcome: TrainingOutcome
 ) -> RunSummary:
-    """Return the summary of a run, with figures of its last step if a timeline was measured.
-
-    Args:
-        steps: Metrics of all steps of the run.
-        checked: Result of the checks of the same run.
-        outcome: Outcome of training.
-    """
+    """Return the summary of a run, with figures of its last step if a timeline was measured."""
     plan, last = checked.plan, outcome.timelines
-    summary = run_summary(
+    return run_summary(
         steps,
         name=outcome.output.name,
         wall_s=outcome.wall_s,
         memory_bytes=_memory(outcome),
         phases_s=_phases(outcome),
-    )
-    return replace(
-        summary,
         predicted_for=plan.hardware.name_and_origin,
         attention=checked.attention,
         copies=copies_summary(plan, outcome.copies),
         interrupted_by=outcome.interrupted_by,
         program_digest=None if last is None else last.measured.schedule.digest(),
-        timeline=None if last is None else _timeline_summary(last),
+        timeline=None if last is None else last.summary,
     )
 
 
@@ -184,13 +170,12 @@ def _memory(outcome: TrainingOutcome) -> Mapping[str, Pair]:
 
 def _phases(outcome: TrainingOutcome) -> dict[str, Pair]:
     """Return (predicted, measured) median seconds of each phase; {} if no step was run."""
-    if not outcome.phases:
+    planned, measured = outcome.planned_phases_s, outcome.phases_s
+    if not measured:
         return {}
-    fields = {"forward": "forward_s", "backward": "backward_s", "data and update": "rest_s"}
-    planned, measured = outcome.planned_phases, outcome.phases
     return {
-        phase: Pair(median(map(attrgetter(name), planned)), median(map(attrgetter(name), measured)))
-        for phase, name in fields.items()
+        phase: Pair(median(step[i] for step in planned), median(step[i] for step in measured))
+        for i, phase in enumerate(_PHASES)
     }
 
 
@@ -220,24 +205,4 @@ def copies_summary(plan: ExecutionPlan, reports: Sequence[CopyReport]) -> Copies
         exposed_s=Pair(predicted.exposed_copy_s, median(report.exposed_s for report in reports)),
         host_bytes=Pair(host_bytes, last.host_bytes),
         disk_bytes=Pair(predicted.disk_peak_bytes, last.disk_bytes),
-    )
-
-
-def _timeline_summary(step: StepTimelines) -> TimelineSummary:
-    """Return the figures of the last step of a run.
-
-    The measured `idle_fraction` includes waits for copies, as the simulated one does; the measured
-    `bubble_fraction` counts only the gaps between actions.
-    """
-    planned, measured = step.planned, step.measured
-    step_s = len(measured.ranks) * measured.makespan_s
-    exposed = sum(step.exposed_copy_s) / step_s if step_s else 0.0
-    planned_waits_s = tuple(track.idle_s("copy") for track in planned.ranks)
-    return TimelineSummary(
-        idle_fraction=Pair(planned.bubble_fraction, measured.bubble_fraction + exposed),
-        exposed_copy_s_by_rank=RankPair(planned_waits_s, step.exposed_copy_s),
-        pipeline_ranks=len(measured.ranks),
-        makespan_s=Pair(planned.makespan_s, measured.makespan_s),
-        with_measured_compute_s=step.with_measured_compute_s,
-        bubble_fraction=Pair(planned.bubble_fraction, measured.bubble_fraction),
     )

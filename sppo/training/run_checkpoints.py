@@ -11,9 +11,9 @@ from sppo.checkpoint.checkpoint import CheckpointManager, run_metadata
 from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, list_checkpoints
 from sppo.data.tokens import TokenData
 from sppo.training.job import Job
+from sppo.training.nonfinite import nonfinite_place, nonfinite_state
 from sppo.training.run_directory import require_output
 from sppo.training.state import TrainingState
-from sppo.training.steps.nonfinite import nonfinite_place, nonfinite_state
 
 _log = logging.getLogger(__name__)
 
@@ -22,14 +22,7 @@ CHECKPOINT_TIMEOUT_FACTOR = 10
 
 
 class RunCheckpoints:
-    """Checkpoints of one run.
-
-    Args:
-        job: Job that trains the run.
-        state: Training state of this rank.
-        output: Output directory of the run.
-        tokens: Token data of the run.
-    """
+    """Checkpoints of one run."""
 
     def __init__(self, job: Job, state: TrainingState, *, output: Path, tokens: TokenData) -> None:
         run, ranks = job.run, job.ranks
@@ -55,7 +48,7 @@ class RunCheckpoints:
         """
         step, metadata = self._load()
         self._check_finite()
-        self._state.tensors.drop_pages()
+        self._state.drop_pages()
         return step, metadata
 
     def _load(self) -> tuple[int, Mapping[str, Any]]:
@@ -112,7 +105,7 @@ class RunCheckpoints:
             more=more,
         )
         self._manager.save(self._state.sharded.saved(state), step=step, metadata=metadata)
-        self._state.tensors.drop_pages()
+        self._state.drop_pages()
         return None
 
     def wait(self) -> None:

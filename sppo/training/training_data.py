@@ -8,44 +8,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sppo.config import RunConfig
-from sppo.data.run_tokens import samples_of
-from sppo.data.samples.document_samples import DocumentSamples
-from sppo.data.sequences import TrainingData
+from sppo.data.sample_rows import TrainingData
 from sppo.data.tokens import LOSS_MASK_FILE, TOKENS_FILE, TokenData, open_tokens
 from sppo.units import KIB
 
 
-def training_data(run: RunConfig) -> TrainingData | DocumentSamples:
+def training_data(run: RunConfig) -> TrainingData:
     """Open the training data of a run, whose token files were checked before.
 
     Raises:
         ValueError: The data is missing or damaged, or has samples longer than the run allows.
     """
-    tokens = open_tokens(Path(run.data.tokens))
-    if run.data.samples == "documents":
-        return DocumentSamples(
-            samples_of(run, tokens),
-            tokens,
-            seed=run.train.seed,
-            shuffle=run.data.shuffle,
-            samples_per_step=run.train.samples_per_step,
-            tokens_per_step=run.train.tokens_per_step,
-        )
-    return TrainingData(
-        tokens,
-        length=run.sequence.length,
-        sequences_per_step=run.train.sequences_per_step,
-        seed=run.train.seed,
-        shuffle=run.data.shuffle,
-        isolate_documents=run.data.isolate_documents,
-    )
+    return TrainingData.of(run, open_tokens(Path(run.data.tokens)))
 
 
-def check_labels(training: TrainingData | DocumentSamples, *, steps: int) -> None:
+def check_labels(training: TrainingData, *, steps: int) -> None:
     """Raise ValueError if no step has a valid label; stops at the first step that has one."""
     tokens = training.data
-    isolates = isinstance(training, TrainingData) and training.isolate_documents
-    if tokens.loss_mask is None and not isolates:
+    if tokens.loss_mask is None and not training.isolate_documents:
         return
     if any(map(training.has_labels, _places_of_steps(training, steps=steps))):
         return
@@ -60,22 +40,20 @@ def check_labels(training: TrainingData | DocumentSamples, *, steps: int) -> Non
     )
 
 
-def _places_of_steps(training: TrainingData | DocumentSamples, *, steps: int) -> Iterator[int]:
+def _places_of_steps(training: TrainingData, *, steps: int) -> Iterator[int]:
     """Yield the position at which each step of a run begins, for at most one epoch.
 
-    The position is a sample, or the number of a step of sequences. Yields nothing if every document
-    of the token stream is a single token, whose sequences have no labels.
+    Yields nothing if every document is a single token, so that no sample has a label.
     """
-    if isinstance(training, DocumentSamples):
-        position = 0
-        for _ in range(steps):
-            if position >= training.num_samples:
-                return
-            yield position
-            position += len(training.step_samples(position))
-    elif training.data.num_documents < training.data.num_tokens:
-        epoch = -(-training.num_sequences // training.sequences_per_step)
-        yield from range(min(steps, epoch))
+    position = 0
+    for _ in range(steps):
+        if (
+            position >= training.num_samples
+            or training.data.num_documents >= training.data.num_tokens
+        ):
+            return
+        yield position
+        position += len(training.step_samples(position))
 
 
 _BLOCK_BYTES = 4 * KIB
@@ -84,12 +62,7 @@ _SHOWN_DIGITS = 16
 
 
 def input_facts(run: RunConfig, data: TokenData) -> dict[str, str]:
-    """Return the facts about a rank's inputs that all ranks compare, by name.
-
-    Args:
-        run: Validated run configuration.
-        data: Token data as this rank reads it.
-    """
+    """Return the facts about a rank's inputs that all ranks compare, by name."""
     meta, tokenizer = data.meta, data.meta.tokenizer
     documents = hashlib.sha256(data.document_offsets.data)
     facts = {

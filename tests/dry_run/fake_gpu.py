@@ -21,12 +21,12 @@ from sppo.cost.attention_backend import planned_backend
 from sppo.cost.layer import Workload
 from sppo.kernels import fused
 from sppo.kernels.attention import document_offsets, interface
-from sppo.kernels.attention.kernel import AttentionKernel
+from sppo.kernels.attention.call import AttentionKernel
 from sppo.model import rope
 from sppo.offload import cuda_lane
 from sppo.optim import optimizer_rows
 from sppo.optim.fused_adamw import MOMENTS
-from sppo.training import state_tensors
+from sppo.training import state
 from sppo.training.devices import cuda_device
 from tests.dry_run.attention import fake_attention
 from tests.dry_run.communication import REBOUND, FakeRanks
@@ -127,20 +127,8 @@ def _replace_ranks(stack: ExitStack, recorder: Recorder, rank: int) -> None:
 def _replace_kernels(stack: ExitStack, recorder: Recorder, attention: AttentionKernel) -> None:
     stack.enter_context(patch.object(interface, "choose", lambda backend, case: attention))
     stack.enter_context(patch.object(fused, "_triton_works", lambda device: True))
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
-
-    major, minor = _CAPABILITY
-    target = GPUTarget("cuda", 10 * major + minor, 32)
-    asked = SimpleNamespace(get_current_target=lambda: target)
-    stack.enter_context(patch.object(driver, "_active", asked, create=True))
-    from sppo.kernels.triton import gradient_norm, visible_keys
-
-    for tables in (gradient_norm._cached_table, visible_keys._bounded):
-        tables.cache_clear()
-        stack.callback(tables.cache_clear)
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
         recorder.launch(self, dict(zip(self.arg_names, args, strict=False)) | named)
@@ -167,7 +155,7 @@ def _replace_host(stack: ExitStack, recorder: Recorder) -> None:
         (cuda_lane, "FileTier", partial(FakeFile, recorder=recorder)),
         (optimizer_rows, "_rows", rows),
         (cuda_device, "_page_locked", recorder.ledger.page_lock),
-        (state_tensors, "generate_weights_ahead", empty_weights),
+        (state, "generate_weights_ahead", empty_weights),
     )
     for where, name, other in replaced:
         stack.enter_context(patch.object(where, name, other))

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from sppo.activations.activation_layout import BlockLayout
-from sppo.activations.placement import ROW_ALIGNMENT, prefix_rows
 from sppo.activations.subsequence_placement import SubsequencePlacement
 from sppo.activations.tensor_classes import (
     ATTENTION,
@@ -38,7 +35,7 @@ def with_offsets(model, rows, *, element_bytes, input_every=1):
 class RatioRows:
     """The first ``ratio`` of what each subsequence but the last saves moves, most valuable first.
 
-    ``alignment`` replaces the 128 rows of real plans, so that tiny subsequences can be cut.
+    Classes are cut at any row, and not at each 128th as in real plans.
     """
 
     model: object
@@ -46,7 +43,6 @@ class RatioRows:
     ratio: float
     rest: str = "kept"
     last_too: bool = False
-    alignment: int = ROW_ALIGNMENT
     input_every: int = 1
 
     def __call__(self, lengths):
@@ -66,14 +62,9 @@ class RatioRows:
         )
 
     def _offloaded(self, tokens, sizes):
-        wanted = np.array([self.ratio * tokens * sizes.sum()])
-        if self.alignment == ROW_ALIGNMENT:
-            found = prefix_rows(wanted, rows=np.full((1, 3), tokens), row_bytes=sizes)
-            return tuple(int(n) for n in found[0])
-        left, offloaded = float(wanted[0]), []
+        left, offloaded = float(self.ratio * tokens * sizes.sum()), []
         for size in sizes:
             rows = min(tokens, int(left / size + 1e-9))
-            rows = rows if rows == tokens else rows // self.alignment * self.alignment
             offloaded.append(rows)
             left = left - rows * size if rows == tokens else 0.0
         return tuple(offloaded)

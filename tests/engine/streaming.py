@@ -60,46 +60,29 @@ def names_of_stages(model, pipeline):
 
 
 class Streamed:
-    """As :class:`tests.engine.models.Trained`; weights, gradients or both live in another tier."""
+    """As :class:`tests.engine.models.Trained`; weights and gradients live in another tier."""
 
-    def __init__(
-        self,
-        model,
-        weights,
-        *,
-        pipeline,
-        streams=("weights", "gradients"),
-        lane=None,
-        **options,
-    ):
-        lane, stages = lane or LateLane(), names_of_stages(model, pipeline)
-        place = torch.device("cpu")
+    def __init__(self, model, weights, *, pipeline):
+        stages = names_of_stages(model, pipeline)
+        how = {"stages": stages, "device": torch.device("cpu"), "lane": LateLane()}
         self.gradients = zero_gradients(weights)
-        self.weights = self.sums = None
-        if "weights" in streams:
-            self.weights = StreamedWeights(weights, stages=stages, device=place, lane=lane)
-        if "gradients" in streams:
-            for total in self.gradients.values():
-                total.fill_(float("nan"))  # of the step before
-            self.sums = StreamedGradients(self.gradients, stages=stages, device=place, lane=lane)
+        for total in self.gradients.values():
+            total.fill_(float("nan"))  # of the step before
+        self.weights = StreamedWeights(weights, **how)
+        self.sums = StreamedGradients(self.gradients, **how)
         self.engine = Engine(
             model,
-            weights=ResidentWeights(weights if self.weights is None else self.weights),
-            gradients=ResidentGradients(self.gradients if self.sums is None else self.sums),
+            weights=ResidentWeights(self.weights),
+            gradients=ResidentGradients(self.sums),
             streamed_weights=self.weights,
             streamed_gradients=self.sums,
             pipeline=pipeline,
             debug=True,
-            **options,
         )
 
     def step(self, sequences, cuts, **options):
         """Mean loss and gradients of one step from zero."""
-        if self.sums is None:
-            for gradient in self.gradients.values():
-                gradient.zero_()
         done = self.engine.accumulate(sequences, cuts, **options)
-        if self.sums is not None:
-            self.sums.arrive()
+        self.sums.arrive()
         gradients = {name: gradient.clone() for name, gradient in self.gradients.items()}
         return done.total_loss / done.num_valid, gradients

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sppo.activations.policy import POLICIES
+from sppo.activations.tensor_classes import tensor_bytes_per_token
 from sppo.engine.engine import Engine
 from tests.engine.models import (
     VARIANTS,
@@ -186,3 +187,16 @@ def test_saved_tensors_hold_no_memory_but_their_own(policy, monkeypatch):
         assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size(), name
     storages = [tensor.untyped_storage().data_ptr() for _, tensor in held]
     assert len(set(storages)) == len(storages)
+
+
+def test_only_the_inputs_of_some_layers_are_kept():
+    model = tiny_model(num_layers=5)
+    weights = random_weights(model)
+    sizes = tensor_bytes_per_token(model, element_bytes=8)
+    retained = {}
+    for every in (1, 2, 5):
+        made = Trained(model, weights, policy="keep_attention", input_every=every)
+        made.step([random_sequence(model, 17)], [CUTS])
+        retained[every] = made.engine.take_peaks().activations_bytes
+    assert retained[1] - retained[2] == 2 * 17 * sizes["x_in"]
+    assert retained[1] - retained[5] == 4 * 17 * sizes["x_in"]

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from sppo.activations.tensor_classes import tensor_bytes_per_token
 from sppo.cost.parameters import layer_shapes
+from sppo.kernels.attention.call import AttentionCall
 from sppo.kernels.attention.interface import attention_backward, attention_forward
 from sppo.kernels.rotary import RotaryTable
 from sppo.model.gradients import GradientSum, zero_gradients
@@ -26,15 +27,17 @@ class WholeSequence:
 
     def forward(self, q, k, v):
         self._k, self._v = k.clone(), v.clone()
-        return attention_forward(q, self._k, self._v)
+        return attention_forward(AttentionCall(q, self._k, self._v))
 
     def recompute(self, q):
         self.attention_recomputed += 1
-        return attention_forward(q, self._k, self._v)
+        return attention_forward(AttentionCall(q, self._k, self._v))
 
     def backward(self, do, q, o, lse):
         dk, dv = torch.zeros_like(self._k), torch.zeros_like(self._v)
-        dq = attention_backward(do, q, self._k, self._v, o, lse, dk_TKD=dk, dv_TKD=dv)
+        dq = attention_backward(
+            AttentionCall(q, self._k, self._v), do, o, lse, dk_TKD=dk, dv_TKD=dv
+        )
         return dq, dk, dv
 
 

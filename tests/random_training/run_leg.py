@@ -254,7 +254,6 @@ def rows_of_leg(leg: Leg, model: ModelConfig, dtype: torch.dtype) -> PlacementOf
         leg.ratio,
         rest=leg.policy,
         last_too=leg.last_too,
-        alignment=1,
         input_every=leg.input_every,
     )
 

@@ -10,14 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sppo.config import load_run
-from sppo.data.sequences import training_sequence
-from sppo.data.tokens import open_tokens
 from sppo.kernels.labels import IGNORED_LABEL
 from sppo.kernels.native.machine_memory import MemoryRoom
 from sppo.training import evaluation
 from sppo.training.devices import cpu_device
 from sppo.training.evaluation import loss_by_position
-from sppo.training.state_tensors import starting_weights
+from sppo.training.state import starting_weights
 from sppo.training.training_data import training_data
 from tests.conftest import LENGTH, write_tokens
 from tests.engine.reference import reference_token_losses
@@ -27,16 +25,11 @@ from tests.training.jobs import evaluate_initial
 def directly(run, *, sequences):
     """(losses, counts) at each position by the plain model."""
     weights = {name: weight.double() for name, weight in starting_weights(run)}
-    data = open_tokens(run.data.tokens)
+    data = training_data(run)
     losses = torch.zeros(run.sequence.length, dtype=torch.float64)
     counts = torch.zeros(run.sequence.length)
     for index in range(sequences):
-        sequence = training_sequence(
-            data,
-            index,
-            length=run.sequence.length,
-            isolate_documents=run.data.isolate_documents,
-        )
+        sequence = data.row([index])
         losses += reference_token_losses(run.model, weights, sequence)
         counts += sequence.labels_S != IGNORED_LABEL
     return losses, counts

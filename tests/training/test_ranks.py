@@ -158,6 +158,7 @@ def test_a_fingerprint_of_a_large_file(tmp_path):
     assert fingerprint(file) != before
 
 
+@pytest.mark.exhaustive
 def test_what_rank_0_refuses_for_all_is_told_once(work, run_file):
     """Found on the ranks, which know of memory and tiers, and before anything is made."""
     run_file(model={"num_layers": 2})

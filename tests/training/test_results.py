@@ -9,11 +9,10 @@ from rich.console import Console
 
 from sppo.config import load_run
 from sppo.report.metrics import JsonlSink, StepMetrics
+from sppo.training.outcome import Baseline, MeasuredBuckets, TrainingOutcome
 from sppo.training.preflight import preflight
 from sppo.training.report import report
 from sppo.training.run_directory import note_configuration
-from sppo.training.steps.measured import MeasuredBuckets, StepPhases
-from sppo.training.steps.outcome import Baseline, TrainingOutcome
 from tests.conftest import tree
 from tests.training.jobs import job_alone, summary
 
@@ -45,7 +44,7 @@ def outcome_of(work, *, first=0, done=4, interrupted_by=None):
         interrupted_by,
         wall_s=2.0,
         peak_bytes=350,
-        phases=[StepPhases(0.1, 0.3, 0.05 * step) for step in range(first, done)],
+        phases_s=[(0.1, 0.3, 0.05 * step) for step in range(first, done)],
         buckets=MeasuredBuckets(1, 2, 3, 4, 5),
     )
 
@@ -55,10 +54,10 @@ def told(run, outcome):
     job = job_alone(run, console=Console(file=screen, width=120))
     checked = preflight(job)
     predicted = checked.plan.predicted
-    phases = StepPhases(predicted.forward_s, predicted.backward_s, predicted.update_s)
-    outcome.planned_phases = [phases] * len(outcome.phases)
+    phases_s = (predicted.forward_s, predicted.backward_s, predicted.update_s)
+    outcome.planned_phases_s = [phases_s] * len(outcome.phases_s)
     outcome.most_planned = checked.plan.stages[0].memory.device
-    report(job, checked, outcome, command="the same command")
+    report(checked, outcome, command="the same command")
     return screen.getvalue()
 
 

@@ -32,15 +32,6 @@ class TextDocument:
     """Bytes of input of the document, line ends included."""
 
 
-@dataclass(frozen=True, slots=True)
-class ByteBlock:
-    """Block of the bytes of a document."""
-
-    data: bytes
-    source_bytes: int
-    ends_document: bool
-
-
 def find_files(
     inputs: Sequence[Path], *, globs: Sequence[str] = (), exclude: Path | None = None
 ) -> tuple[Path, ...]:
@@ -58,7 +49,7 @@ def find_files(
     Raises:
         ValueError: A path does not exist or is not a regular file, or no file was found.
     """
-    missing = [str(path) for path in inputs if not _exists(path)]
+    missing = [str(path) for path in inputs if not exists(path)]
     if missing:
         more = f" and {len(missing) - _SHOWN_PATHS} more" if len(missing) > _SHOWN_PATHS else ""
         shown = ", ".join(map(one_line, missing[:_SHOWN_PATHS]))
@@ -82,7 +73,8 @@ def find_files(
     return tuple(found)
 
 
-def _exists(path: Path) -> bool:
+def exists(path: Path) -> bool:
+    """Return whether there is a file or directory; raise ValueError if this cannot be told."""
     with reading(path):
         return path.exists()
 
@@ -163,26 +155,6 @@ def read_text(paths: Sequence[Path]) -> Iterator[TextDocument]:
             with reading(path):
                 data = path.read_bytes()
             yield TextDocument(_decode(data, path), str(path), len(data))
-
-
-def read_bytes(paths: Sequence[Path], *, block_bytes: int) -> Iterator[ByteBlock]:
-    """Yield the documents of files as bytes, in blocks of at most ``block_bytes``.
-
-    A line of a ``.jsonl`` file is always one block.
-
-    Raises:
-        ValueError: A file is unreadable, or a line of a ``.jsonl`` file is invalid.
-    """
-    for path in paths:
-        if path.suffix == JSONL_SUFFIX:
-            for document in _read_lines(path):
-                data = document.text.encode("utf-8")
-                yield ByteBlock(data, document.source_bytes, ends_document=True)
-            continue
-        with reading(path), path.open("rb") as file:
-            while data := file.read(block_bytes):
-                yield ByteBlock(data, len(data), ends_document=False)
-        yield ByteBlock(b"", 0, ends_document=True)
 
 
 def _read_lines(path: Path) -> Iterator[TextDocument]:

@@ -31,8 +31,19 @@ from sppo.offload.lane import Lane
 from sppo.offload.state_memory import StateMemory
 from sppo.parallel.job.environment import RankEnvironment
 from sppo.planning.plan import ExecutionPlan
-from sppo.training.devices.pool_use import PoolUse
 from sppo.units import counted
+
+
+@dataclass(frozen=True, slots=True)
+class PoolUse:
+    """Memory that tensors use in the pool of the device's allocator."""
+
+    used_bytes: int
+    """Bytes used now."""
+    used_peak_bytes: int
+    """Peak of the bytes used since the device reset it."""
+    resident_peak_bytes: int | None = None
+    """Peak of the bytes that the pool has from the system, used or free; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ def train(run, record):
     mesh = alone()
     noted = Ranks(mesh, HostCollectives(mesh), RankProgress.create(record))
     job = Job(run, noted, CpuDevice(), Console(quiet=True))
-    trainer.train(job, preflight(job))
+    trainer.train(preflight(job))
 
 
 def noted_when(monkeypatch, owner, name, record):

@@ -15,8 +15,8 @@ import torch
 from sppo.checkpoint.checkpoint import read_model
 from sppo.config import load_run
 from sppo.planning.plan import plan_json, read_plan
-from sppo.training import step_loop
-from sppo.training.checks.input_checks import check_inputs
+from sppo.training import trainer
+from sppo.training.input_checks import check_inputs
 from sppo.training.job import mesh_shape
 from sppo.training.preflight import preflight
 from sppo.training.start import followed_plan
@@ -228,8 +228,8 @@ def test_references_are_what_they_should_be(reference):
 def save_by_own_clock(rank, directory, arguments):
     """A rank of a run; by the clock of rank 0 alone a checkpoint is due before every step."""
     with (
-        mock.patch.object(step_loop, "AUTOMATIC_S", 0.0 if rank == 0 else math.inf),
-        mock.patch.object(step_loop, "SAVING_SHARE", math.inf),
+        mock.patch.object(trainer, "AUTOMATIC_S", 0.0 if rank == 0 else math.inf),
+        mock.patch.object(trainer, "SAVING_SHARE", math.inf),
     ):
         return train_as(rank, directory, arguments)
 
