@@ -225,7 +225,7 @@ def test_copies_go_where_they_are_told(monkeypatch, tmp_path):
     assert [str(setup.directory) for setup in setups] == [".", "fast", "slow"]
     assert [setup.layer.dtype for setup in setups] == ["bf16", "fp32", "fp32"]
     assert setups[1].layer.model.vocab_size == 32
-    for words in ("write or read alone", "both at once: 0.00 GB/s out", "Break-even", "~300"):
+    for words in ("write or read alone", "both at once: 0.00 GB/s out"):
         assert words in text
     succeed("bench", "gemm")
     assert setups[-1] is None

@@ -11,7 +11,8 @@ from sppo.cli.convert import app
 from sppo.config import PRESETS, ModelConfig
 from sppo.config.huggingface import read_model_fields
 from sppo.model import hf_writing
-from sppo.model.hf import load_hf_weights, save_hf_weights
+from sppo.model.hf_reading import open_hf_weights
+from sppo.model.hf_writing import save_hf_weights
 from sppo.model.initialize import initial_weights
 from tests.make import make_run
 
@@ -84,7 +85,7 @@ def test_from_hf_checks_and_reshards(published, tmp_path):
     assert read_model_fields(tmp_path / "m") == read_model_fields(published)
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     assert config["eos_token_id"] == [1, 2]
-    before, after = (load_hf_weights(d, MODEL) for d in (published, tmp_path / "m"))
+    before, after = (open_hf_weights(d, MODEL) for d in (published, tmp_path / "m"))
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -95,7 +96,7 @@ def test_from_hf_changes_the_type(published, tmp_path):
     assert "in fp32" in done.stdout
     assert "in 1 file\n" in done.stdout
     assert "not applied in training: attention_dropout 0.1" in done.stdout
-    assert load_hf_weights(tmp_path / "m", MODEL)["embed.weight"].dtype is torch.float32
+    assert open_hf_weights(tmp_path / "m", MODEL)["embed.weight"].dtype is torch.float32
 
 
 @pytest.mark.parametrize(
@@ -151,7 +152,7 @@ def test_to_hf_takes_the_newest_checkpoint(tmp_path):
     report = json.loads(done.stdout)
     assert (report["step"], report["family"], report["dtype"]) == (5, "mistral", "bf16")
     expected = initial_weights(MODEL, seed=5)
-    stored = load_hf_weights(tmp_path / "m", MODEL)
+    stored = open_hf_weights(tmp_path / "m", MODEL)
     assert all(torch.equal(stored[name], w.bfloat16()) for name, w in expected.items())
 
 
@@ -162,7 +163,7 @@ def test_to_hf_takes_one_checkpoint_and_a_type(tmp_path):
     assert done.exit_code == 0, done.output
     assert "mistral after step 3, " in done.stdout
     expected = initial_weights(MODEL, seed=3)
-    stored = load_hf_weights(tmp_path / "m", MODEL)
+    stored = open_hf_weights(tmp_path / "m", MODEL)
     assert all(torch.equal(stored[name], w) for name, w in expected.items())
 
 
