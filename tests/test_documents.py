@@ -25,7 +25,7 @@ SHORTER = {
     "python -m experiments.pipelining": " --length 512 --subsequences 2 --sequences 2",
     "python -m experiments.orders": " --length 512 --steps 1",
     "sppo bench": " --quick",
-    "sppo solve configs/run/gpt_7b_512k_32gpu.yaml": " sequence.num_subsequences=8",
+    "sppo solve configs/run/gpt_7b": " sequence.num_subsequences=8 parallel.schedule=sppo",
     "sppo train run.yaml": f" {SHORT}",
     "sppo train configs/run/tutorial.yaml": f" {SHORT}",
     "sppo eval run.yaml": f" {SHORT}",

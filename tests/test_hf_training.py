@@ -203,9 +203,6 @@ def check(case, directory):
     assert_same_weights(ours, theirs, before)
 
 
-ONE_OF_EACH_FAMILY = ("llama, tied", "qwen2", "qwen3, tied", "mistral", "gpt2")
-
-
-@pytest.mark.parametrize("name", default_of(CASES, *ONE_OF_EACH_FAMILY))
+@pytest.mark.parametrize("name", default_of(CASES, "llama, tied", "qwen3, tied", "gpt2"))
 def test_five_steps_are_those_of_transformers(name, tmp_path):
     check(CASES[name], tmp_path)

@@ -50,11 +50,8 @@ def bench_json(found: Measurements, spec: HardwareSpec, output: Path | None) -> 
         values["attention_backends"] = [rate.as_json() for rate in found.backends.rates]
     if found.copies:
         values["copies"] = [asdict(copies) for copies in found.copies]
-    if found.messages is not None:
-        values["messages"] = asdict(found.messages)
-    if found.overlap is not None:
-        values["overlap"] = asdict(found.overlap)
-    return values
+    others = {"messages": found.messages, "overlap": found.overlap}
+    return values | {name: asdict(of) for name, of in others.items() if of is not None}
 
 
 def bench_screen(found: Measurements, output: Path | None) -> Screen:

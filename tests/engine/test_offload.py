@@ -72,7 +72,7 @@ def test_what_is_cut_is_not_copied():
     assert not saved
 
 
-@settings(deadline=None, max_examples=examples(15, all=40))
+@settings(max_examples=examples(15, all=40))
 @given(data=st.data())
 def test_any_rows_give_the_gradients_of_keeping_everything(data):
     model = tiny_model(

@@ -5,7 +5,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import sparse
 
@@ -43,7 +43,7 @@ def best_of_all(program):
     return min((program.added(choice) for choice in choices if program.fits(choice)), default=None)
 
 
-@settings(deadline=None, max_examples=examples(40, all=600))
+@settings(max_examples=examples(40, all=600))
 @given(programs())
 def test_what_is_found_fits_adds_no_less_than_possible_and_is_the_same_twice(program):
     best = best_of_all(program)
@@ -77,9 +77,7 @@ def test_what_is_found_adds_little_more_than_the_best_there_is():
     assert np.mean(lost) < 0.01
 
 
-@settings(
-    deadline=None, max_examples=examples(20, all=300), suppress_health_check=[HealthCheck.too_slow]
-)
+@settings(max_examples=examples(20, all=300))
 @given(packed_candidates(policies=("retain",)), st.integers(0, 2**32 - 1))
 def test_windows_hold_what_is_in_flight(candidate, seed):
     shape = candidate.num_stages, len(candidate.lengths)
