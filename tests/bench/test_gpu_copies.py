@@ -142,10 +142,6 @@ def test_overlap_with_everything_but_the_device(no_gpu, monkeypatch):
     assert not no_gpu.locked
 
 
-def test_a_gpu_gets_a_larger_model():
-    assert default_layer("cuda").model.hidden_size > default_layer("cpu").model.hidden_size
-
-
 @on_gpu
 def test_a_real_link():
     watcher = Watcher()
