@@ -17,7 +17,9 @@ if [ "${1:-}" = --all ]; then
     tier=all which=(-m "not gpu and not multigpu and not chaos")
 fi
 
-echo "== ruff" && "$venv/bin/ruff" check . && "$venv/bin/ruff" format --check .
+echo "== ruff"
+"$venv/bin/ruff" check .
+"$venv/bin/ruff" format --check .
 # Types are checked beside the tests: mypy has one thread, and a core would idle meanwhile.
 types=$(mktemp)
 trap 'rm -f "$types"' EXIT
