@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from sppo.activations.tensor_classes import class_bytes_per_token
-from sppo.bench.break_even import BreakEven, OverlapPoint, break_evens
 from sppo.bench.operands import DTYPES, Operands
 from sppo.bench.timing import Watcher
 from sppo.config.model import ModelConfig
@@ -54,6 +53,51 @@ LeftOut = tuple[int, int, str]
 
 
 @dataclass(frozen=True, slots=True)
+class OverlapPoint:
+    """Times of one unit's compute alone, its copy alone, and both; medians, seconds per unit.
+
+    Attributes:
+        tokens: Tokens of the subsequence.
+        context: Tokens before the subsequence.
+        moved_bytes: Bytes that one layer saves for the subsequence, all of which are copied.
+        products_s: Products with weights, without copies.
+        attention_s: Attention, without copies.
+        copy_s: Copies, without compute.
+        products_copying_s: Products while copies run.
+        attention_copying_s: Attention while copies run.
+        exposed_s: Time that compute waits for copies.
+        spread: Difference between the fastest and the slowest round of the unit with copies,
+            relative to the median.
+    """
+
+    tokens: int
+    context: int
+    moved_bytes: int
+    products_s: float
+    attention_s: float
+    copy_s: float
+    products_copying_s: float
+    attention_copying_s: float
+    exposed_s: float
+    spread: float = 0.0
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of the unit without copies."""
+        return self.products_s + self.attention_s
+
+    @property
+    def compute_copying_s(self) -> float:
+        """Seconds of the unit while copies run, without the time that compute waits."""
+        return self.products_copying_s + self.attention_copying_s
+
+    @property
+    def slowdown(self) -> float:
+        """Fraction by which copies slow the compute that hides them; noise may make it negative."""
+        return self.compute_copying_s / self.compute_s - 1
+
+
+@dataclass(frozen=True, slots=True)
 class OverlapMeasurements:
     """Results of one run of the overlap benchmark.
 
@@ -62,7 +106,6 @@ class OverlapMeasurements:
         dtype: Type of weights and activations.
         where: Target of the copies, for users.
         points: Timings by subsequence length and context.
-        break_evens: Break-even lengths by context.
         added_s_per_byte: Compute time that every copied byte costs: the median over the points.
         left_out: (tokens, context, time or memory needed) of units that were not measured.
     """
@@ -71,7 +114,6 @@ class OverlapMeasurements:
     dtype: str
     where: str
     points: tuple[OverlapPoint, ...]
-    break_evens: tuple[BreakEven, ...]
     added_s_per_byte: float
     left_out: tuple[LeftOut, ...] = ()
 
@@ -150,13 +192,11 @@ def measure_overlap(
             left_out.append((tokens, context, "more memory than the device has"))
         else:
             points.append(point)
-    parts = class_bytes_per_token(layer.model, element_bytes=DTYPES[layer.dtype].itemsize)
     return OverlapMeasurements(
         layer.name,
         layer.dtype,
         f"to a disk, in {directory}" if device == "cpu" else "to page-locked host memory",
         tuple(points),
-        break_evens(points, kept_ratio=float(parts[:2].sum() / parts.sum())),
         added_s_per_byte=added_s_per_byte(points),
         left_out=tuple(left_out),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -31,15 +31,6 @@ if TYPE_CHECKING:  # these modules import torch, which help does not wait for
     from sppo.bench.suite import CopySetup, Grids
 
 _Grid = TypeVar("_Grid", "AttentionGrid", "GemmGrid")
-_T = TypeVar("_T")
-
-
-def _each_once(values: Iterable[_T]) -> tuple[_T, ...]:
-    return tuple(dict.fromkeys(values))
-
-
-def _ascending(values: Iterable[int]) -> tuple[int, ...]:
-    return tuple(sorted(set(values)))
 
 
 def _head_counts(value: object) -> tuple[int, int]:
@@ -65,7 +56,9 @@ def _known_backend(name: str) -> str:
 
 
 _LIST: tuple[Any, ...] = (BeforeValidator(comma_list), Field(min_length=1))
-_Sizes = Annotated[tuple[Annotated[Size, Field(ge=1)], ...], *_LIST, AfterValidator(_ascending)]
+_EACH_ONCE = AfterValidator(lambda values: tuple(dict.fromkeys(values)))
+_ASCENDING = AfterValidator(lambda values: tuple(sorted(set(values))))
+_Sizes = Annotated[tuple[Annotated[Size, Field(ge=1)], ...], *_LIST, _ASCENDING]
 _Heads = Annotated[tuple[int, int], BeforeValidator(_head_counts)]
 _Backend = Annotated[str, AfterValidator(_known_backend)]
 
@@ -73,20 +66,17 @@ _Backend = Annotated[str, AfterValidator(_known_backend)]
 class BenchKeys(Section):
     """Precisions and shapes to measure, each a list with commas; None takes the default grid's."""
 
-    dtype: Annotated[tuple[ComputeDtype, ...], *_LIST, AfterValidator(_each_once)] = (
-        "bf16",
-        "fp32",
-    )
+    dtype: Annotated[tuple[ComputeDtype, ...], *_LIST, _EACH_ONCE] = ("bf16", "fp32")
     """Precisions."""
     queries: _Sizes | None = None
     """attention: queries of a span, such as 4Ki,16Ki; there are 1 to 8 times as many keys."""
     keys: _Sizes | None = None
     """attention: keys that the queries are the last of, such as 32Ki,64Ki."""
-    heads: Annotated[tuple[_Heads, ...], *_LIST, AfterValidator(_each_once)] | None = None
+    heads: Annotated[tuple[_Heads, ...], *_LIST, _EACH_ONCE] | None = None
     """attention: query/key-value heads, such as 32/8,32; plans take the first."""
     head_size: _Sizes | None = None
     """attention: sizes of a head, such as 64,128."""
-    backend: Annotated[tuple[_Backend, ...], *_LIST, AfterValidator(_each_once)] | None = None
+    backend: Annotated[tuple[_Backend, ...], *_LIST, _EACH_ONCE] | None = None
     """attention: back ends, such as cudnn,torch_flash; all that can if left out."""
     tokens: _Sizes | None = None
     """gemm: rows of the input, such as 2Ki,8Ki."""

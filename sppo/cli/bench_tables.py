@@ -28,8 +28,6 @@ _STEADY = 0.25
 _MOST_BEHIND = 0.03
 """Fraction of time by which ``auto``'s back end may exceed the fastest and count as equal."""
 _AUTOMATIC_MARK = "*"
-_LENGTH_MARK = "~"
-"""Mark before a length that was extrapolated."""
 
 
 def bench_json(found: Measurements, spec: HardwareSpec, output: Path | None) -> dict[str, Any]:
@@ -52,11 +50,8 @@ def bench_json(found: Measurements, spec: HardwareSpec, output: Path | None) -> 
         values["attention_backends"] = [rate.as_json() for rate in found.backends.rates]
     if found.copies:
         values["copies"] = [asdict(copies) for copies in found.copies]
-    if found.messages is not None:
-        values["messages"] = asdict(found.messages)
-    if found.overlap is not None:
-        values["overlap"] = asdict(found.overlap)
-    return values
+    others = {"messages": found.messages, "overlap": found.overlap}
+    return values | {name: asdict(of) for name, of in others.items() if of is not None}
 
 
 def bench_screen(found: Measurements, output: Path | None) -> Screen:
@@ -263,7 +258,7 @@ def copies_screen(found: CopyMeasurements) -> Screen:
 
 
 def overlap_screen(found: OverlapMeasurements) -> Screen:
-    """Yield the copies that overlap with a layer's forward, and the break-even lengths."""
+    """Yield the copies that overlap with a layer's forward, and what they cost its compute."""
     yield (
         "Compute alone, copy alone, and both: how much of the copy is exposed, and the change of "
         "compute's time: all of it, matrix products, attention; measured"
@@ -279,17 +274,6 @@ def overlap_screen(found: OverlapMeasurements) -> Screen:
         "attention": lambda point: f"{point.attention_copying_s / point.attention_s - 1:+.1%}",
     }
     yield item_table(found.points, changes, left=0)
-    yield "Break-even: tokens of the shortest subsequence whose copy hides"
-    lengths = {
-        "context": lambda row: format_tokens(row.context),
-        "everything saved": lambda row: break_even_text(
-            row.everything_tokens, measured=row.everything_measured
-        ),
-        "layer input + attention output": lambda row: break_even_text(
-            row.kept_tokens, measured=row.kept_measured
-        ),
-    }
-    yield item_table(found.break_evens, lengths, left=0)
     per_token = format_bytes(found.points[0].moved_bytes / found.points[0].tokens)
     yield (
         f"the forward of one layer of {found.model}, {found.dtype}; everything it saves, "
@@ -299,15 +283,6 @@ def overlap_screen(found: OverlapMeasurements) -> Screen:
     for tokens, context, reason in found.left_out:
         where = f"{format_tokens(tokens)} tokens after {format_tokens(context)}"
         yield f"left out: {where}, would take {reason}"
-    if any(not (b.everything_measured and b.kept_measured) for b in found.break_evens):
-        yield f"{_LENGTH_MARK} beyond the lengths measured: calculated from the nearest"
-
-
-def break_even_text(tokens: float, *, measured: bool) -> str:
-    """Return a break-even length as text; "any" for 0, marked if it was extrapolated."""
-    if tokens <= 0:
-        return "any"
-    return f"{'' if measured else _LENGTH_MARK}{max(1, round(tokens))}"
 
 
 def _giga(rate: float) -> str:

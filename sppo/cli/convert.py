@@ -66,7 +66,8 @@ def from_hf(
         config = read_config(source)
         model = _model(model_fields(config), source=source)
         check_headers(source, model)
-        from sppo.model.hf import DTYPES, open_hf_weights
+        from sppo.model.hf_reading import open_hf_weights
+        from sppo.model.hf_writing import DTYPES
 
         weights = open_hf_weights(source, model)
         kind = dtype.value
@@ -150,7 +151,7 @@ def _write(
     extras: Extras,
 ) -> dict[str, Any]:
     """Write weights as a Hugging Face directory; return what was written as JSON values."""
-    from sppo.model.hf import save_hf_weights
+    from sppo.model.hf_writing import save_hf_weights
 
     saved = save_hf_weights(
         destination,

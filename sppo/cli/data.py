@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import chain
@@ -13,14 +12,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
 from sppo.cli.arguments import Json
 from sppo.cli.command_group import CommandGroup
@@ -34,8 +25,9 @@ from sppo.data.tokens import open_tokens
 from sppo.output_file import FULL_ERRNOS, check_output_files
 from sppo.plots.lengths import length_plot
 from sppo.quoting import one_line
+from sppo.report.display import Display
 from sppo.report.lines import print_line
-from sppo.units import counted, format_bytes, format_count, format_tokens, parse_size
+from sppo.units import MIB, counted, format_bytes, format_count, format_tokens, parse_size
 
 _TELL_EVERY_S = 10.0
 
@@ -99,7 +91,8 @@ def prepare(
 
     Example: sppo data prepare --tokenizer bytes --out data/stdlib --glob '*.py' DIRECTORY
     """
-    with exit_codes(), _disk_full_explained(out), _progress(quiet=json_output) as on_progress:
+    console = Console(stderr=True, quiet=json_output)
+    with exit_codes(), _disk_full_explained(out), _Tokenizing(console) as display:
         if tokenizer is None:
             raise ValueError(
                 "--tokenizer: how does text become ids? Write bytes, the path of a tokenizer.json, "
@@ -113,11 +106,11 @@ def prepare(
             vocab_size=vocab_size,
             end_of_document=_end_of_document(end_of_document),
             force=force,
-            on_progress=on_progress,
+            on_progress=display.show,
         )
     if json_output:
         fields = asdict(prepared)
-        print_json({**fields.pop("meta"), **fields}, indent=2)
+        print_json({**fields.pop("meta"), **fields})
     else:
         print_line(_report(prepared), Console(), indent=13)
 
@@ -241,45 +234,30 @@ def _disk_full_explained(out: Path) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def _progress(*, quiet: bool) -> Iterator[Callable[[PrepareProgress], None] | None]:
-    """Yield a progress callback: a bar on a terminal, else a line every ten seconds, on stderr."""
-    if quiet:
-        yield None
-        return
-    if not sys.stderr.isatty():
-        yield _Lines().show
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("tokenizing", total=None)
-        yield lambda progress: bar.update(
-            task,
-            completed=progress.done_bytes,
-            total=progress.total_bytes,
-            description=f"{format_count(progress.num_tokens)} tokens",
-        )
+class _Tokenizing(Display):
+    """Progress of tokenizing: a bar in MiB on a terminal, else a line every ten seconds.
 
+    Args:
+        console: Console to write to.
+    """
 
-class _Lines:
-    """Progress as a line every ten seconds."""
-
-    def __init__(self) -> None:
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
         self._next_s = time.monotonic() + _TELL_EVERY_S
+        if self._progress is not None:
+            self._task = self._progress.add_task("MiB", total=None)
 
     def show(self, progress: PrepareProgress) -> None:
-        """Print the progress if it is time."""
-        now_s = time.monotonic()
-        if now_s >= self._next_s:
+        """Advance the bar, or print a line if it is time."""
+        now_s, tokens = time.monotonic(), f"{format_count(progress.num_tokens)} tokens"
+        if self._progress is not None:
+            done, total = progress.done_bytes // MIB, progress.total_bytes // MIB
+            text = f"{tokens}, of MiB"
+            self._progress.update(self._task, completed=done, total=total, description=text)
+        elif now_s >= self._next_s:
             self._next_s = now_s + _TELL_EVERY_S
-            done, total = map(format_bytes, (progress.done_bytes, progress.total_bytes))
-            typer.echo(f"{done} of {total}, {format_count(progress.num_tokens)} tokens", err=True)
+            done, total = progress.done_bytes, progress.total_bytes
+            print_line(f"{format_bytes(done)} of {format_bytes(total)}, {tokens}", self._console)
 
 
 def _report(prepared: PreparedTokens) -> str:

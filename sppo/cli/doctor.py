@@ -235,24 +235,23 @@ def _room(name: str, directory: Path, *, least: int, few: str, none: str) -> Fin
 def _limits() -> Iterator[Finding]:
     """Yield findings about limits that a run with many ranks, or on a GPU, may reach."""
     files = files_of_a_rank(_MANY_RANKS)
-    least: dict[str, tuple[int, float, Callable[[int], str]]] = {
-        "open files": (resource.RLIMIT_NOFILE, files, str),
-        "locked memory": (resource.RLIMIT_MEMLOCK, GIB, format_bytes),
-        "file size": (resource.RLIMIT_FSIZE, math.inf, format_bytes),
+    locks = (
+        "enough for page-locked host memory, which the driver locks; InfiniBand needs more: "
+        "ulimit -l unlimited"
+    )
+    opens = f"a rank of {_MANY_RANKS} opens about {files}: raise it (ulimit -Hn)"
+    writes = "a disk tier and checkpoints are files: raise it (ulimit -f) if they are larger"
+    limits: dict[str, tuple[int, float, Callable[[int], str], str]] = {
+        "open files": (resource.RLIMIT_NOFILE, files, str, opens),
+        "locked memory": (resource.RLIMIT_MEMLOCK, GIB, format_bytes, locks),
+        "file size": (resource.RLIMIT_FSIZE, math.inf, format_bytes, writes),
     }
-    few = {
-        "open files": f"a rank of {_MANY_RANKS} opens about {files}: raise it (ulimit -Hn)",
-        "locked memory": "enough for page-locked host memory, which the driver locks; InfiniBand "
-        "needs more: ulimit -l unlimited",
-        "file size": "a disk tier and checkpoints are files: raise it (ulimit -f) if they are "
-        "larger",
-    }
-    for name, (kind, enough, text) in least.items():
+    for name, (kind, least, text, few) in limits.items():
         _, most = resource.getrlimit(kind)
         if most == resource.RLIM_INFINITY:
             yield Finding(name, "ok", "unlimited")
         else:
-            yield _enough(name, most >= enough, f"{text(most)} at most", few[name])
+            yield _enough(name, most >= least, f"{text(most)} at most", few)
     addresses = address_room()
     if addresses is not None:
         state: State = "broken" if addresses < LIBRARY_ADDRESS_BYTES else "note"

@@ -27,7 +27,7 @@ from sppo.planning.plan import ExecutionPlan
 from sppo.planning.search.choices import has_documents
 from sppo.report.run_summary import AttentionSummary
 from sppo.training.devices.device import Device
-from sppo.training.state_tensors import DTYPES
+from sppo.training.state import DTYPES
 
 _SAME_KERNEL = {"torch_flash": "flash_attn_2"}
 """Back end of the same kernel in a package of its own, by back end inside torch."""

@@ -30,7 +30,7 @@ from sppo.planning.run_plan import evaluation_boundaries
 from sppo.quoting import quoted
 from sppo.training.devices.device import Device
 from sppo.training.input_checks import check_weights, initial_weights
-from sppo.training.state_tensors import DTYPES, starting_weights
+from sppo.training.state import DTYPES, starting_weights
 from sppo.units import format_bytes
 
 _FIRST_BIN_TOKENS = 64

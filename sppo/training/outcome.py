@@ -63,7 +63,7 @@ class MeasuredBuckets:
 
     def count_state(self, state: TrainingState) -> None:
         """Count the weights, gradients and optimizer states that stay on the device."""
-        weights, gradients, self.optimizer_bytes = state.tensors.device_bytes
+        weights, gradients, self.optimizer_bytes = state.device_bytes
         self.kept_weights_bytes = self.weights_bytes = weights
         self.kept_gradients_bytes = self.gradients_bytes = gradients
 

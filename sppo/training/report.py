@@ -22,9 +22,7 @@ from sppo.report.metrics import METRICS_FILE, StepMetrics, read_metrics
 from sppo.report.run_summary import (
     CopiesSummary,
     Pair,
-    RankPair,
     RunSummary,
-    TimelineSummary,
     read_summary,
     run_summary,
     write_summary,
@@ -155,7 +153,7 @@ def summarize(
         copies=copies_summary(plan, outcome.copies),
         interrupted_by=outcome.interrupted_by,
         program_digest=None if last is None else last.measured.schedule.digest(),
-        timeline=None if last is None else _timeline_summary(last),
+        timeline=None if last is None else last.summary,
     )
 
 
@@ -207,24 +205,4 @@ def copies_summary(plan: ExecutionPlan, reports: Sequence[CopyReport]) -> Copies
         exposed_s=Pair(predicted.exposed_copy_s, median(report.exposed_s for report in reports)),
         host_bytes=Pair(host_bytes, last.host_bytes),
         disk_bytes=Pair(predicted.disk_peak_bytes, last.disk_bytes),
-    )
-
-
-def _timeline_summary(step: StepTimelines) -> TimelineSummary:
-    """Return the figures of the last step of a run.
-
-    The measured `idle_fraction` includes waits for copies, as the simulated one does; the measured
-    `bubble_fraction` counts only the gaps between actions.
-    """
-    planned, measured = step.planned, step.measured
-    step_s = len(measured.ranks) * measured.makespan_s
-    exposed = sum(step.exposed_copy_s) / step_s if step_s else 0.0
-    planned_waits_s = tuple(track.idle_s("copy") for track in planned.ranks)
-    return TimelineSummary(
-        idle_fraction=Pair(planned.bubble_fraction, measured.bubble_fraction + exposed),
-        exposed_copy_s_by_rank=RankPair(planned_waits_s, step.exposed_copy_s),
-        pipeline_ranks=len(measured.ranks),
-        makespan_s=Pair(planned.makespan_s, measured.makespan_s),
-        with_measured_compute_s=step.with_measured_compute_s,
-        bubble_fraction=Pair(planned.bubble_fraction, measured.bubble_fraction),
     )

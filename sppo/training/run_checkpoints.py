@@ -48,7 +48,7 @@ class RunCheckpoints:
         """
         step, metadata = self._load()
         self._check_finite()
-        self._state.tensors.drop_pages()
+        self._state.drop_pages()
         return step, metadata
 
     def _load(self) -> tuple[int, Mapping[str, Any]]:
@@ -105,7 +105,7 @@ class RunCheckpoints:
             more=more,
         )
         self._manager.save(self._state.sharded.saved(state), step=step, metadata=metadata)
-        self._state.tensors.drop_pages()
+        self._state.drop_pages()
         return None
 
     def wait(self) -> None:

@@ -33,7 +33,6 @@ from sppo.planning.elastic.step_plan import StepPlan, step_planner
 from sppo.planning.plan import ExecutionPlan
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.costs import Costs
-from sppo.schedule.program import Case
 from sppo.training.job import Job
 from sppo.training.planning_ahead import StepPlans, TakenPlan
 from sppo.training.step import DoneStep
@@ -136,16 +135,6 @@ class SampleSteps(StepSource):
             torch.cat([row.labels_S, row.labels_S.new_full((missing,), IGNORED_LABEL)]),
             (*row.document_starts, tokens - missing),
         )
-
-    def why_no_labels(self, step: int, *, consumed: int) -> str:
-        """Return why a step has no valid label; called only for such a step."""
-        return self._data.why_no_labels(consumed)
-
-    def case(self, last: StepWork) -> Case:
-        """Return the program of a step and its costs."""
-        assert last.samples is not None, "every step of samples is planned"
-        plan = last.samples.replica.plan
-        return Case(plan.program, plan.evaluated.costs)
 
     def learn(self, work: StepWork, done: DoneStep) -> Mapping[str, Any]:
         """Correct the predictions of steps after the next; return metrics of this step."""

@@ -115,7 +115,7 @@ def run_step(
         state.update(sums.gradients, norm=norm, clip_norm=clip_norm, lr=lr)
     device.synchronize()
     seconds = time.perf_counter() - began_s
-    copies = state.tensors.add_tier_bytes(state.engine.take_copies())
+    copies = state.add_tier_bytes(state.engine.take_copies())
     copies = copies.without_host if device.kind == "cpu" else copies
     peaks = state.engine.take_peaks()
     return DoneStep(result, sums, lr, copies, peaks, seconds, seconds - actions_s)

@@ -12,8 +12,6 @@ from sppo.cost.memory.stage_memory import MemoryBuckets
 from sppo.cost.stage_cost import executed_flops
 from sppo.data.sample_rows import TrainingData
 from sppo.planning.plan import ExecutionPlan
-from sppo.planning.simulated_run import simulated_plan
-from sppo.schedule.program import Case
 from sppo.training.job import Job
 from sppo.training.step import DoneStep, StepInput
 
@@ -60,14 +58,6 @@ class StepSource(ABC):
             MemoryError: No plan of the step fits.
         """
 
-    @abstractmethod
-    def why_no_labels(self, step: int, *, consumed: int) -> str:
-        """Return why a step has no valid label; called only for such a step."""
-
-    @abstractmethod
-    def case(self, last: StepWork) -> Case:
-        """Return the program of a step and its costs."""
-
     def learn(self, work: StepWork, done: DoneStep) -> Mapping[str, Any]:
         """Learn from the measured times of a step, and return further metrics. Collective."""
         return {}
@@ -108,11 +98,3 @@ class SequenceSteps(StepSource):
         return StepWork(
             number=step + 1, sequences=own, num_valid=num_valid, consumed=indices, **self._same
         )
-
-    def why_no_labels(self, step: int, *, consumed: int) -> str:
-        """Return why a step has no valid label; called only for such a step."""
-        return self._data.why_no_labels(consumed)
-
-    def case(self, last: StepWork) -> Case:
-        """Return the program of a step and its costs, the same for all steps."""
-        return simulated_plan(self._plan).case

@@ -19,10 +19,8 @@ from sppo.output_file import write_json
 from sppo.planning.plan import plan_json
 from sppo.report.metrics import StepMetrics
 from sppo.schedule.actions import Action
-from sppo.schedule.simulation.simulate import simulate, step_seconds
-from sppo.training.executed_step import StepTimelines, executed_timeline
+from sppo.training.executed_step import step_timelines
 from sppo.training.interruption import Interrupted, StopRequest
-from sppo.training.job import Job
 from sppo.training.nonfinite import NonFiniteError, NonFiniteGuard
 from sppo.training.outcome import Baseline, TrainingOutcome
 from sppo.training.preflight import CheckedRun
@@ -30,8 +28,7 @@ from sppo.training.records import StepRecords, measure_step
 from sppo.training.run_checkpoints import RunCheckpoints
 from sppo.training.run_directory import PLAN_FILE, locked_output, note_configuration
 from sppo.training.sample_steps import SampleSteps
-from sppo.training.state import TrainingState, build_state
-from sppo.training.state_tensors import DTYPES
+from sppo.training.state import DTYPES, TrainingState, build_state
 from sppo.training.step import StepSums, run_step
 from sppo.training.step_work import SequenceSteps, StepSource, StepWork
 from sppo.training.warm_up import warm_up
@@ -118,24 +115,11 @@ def _train_into(output: Path, checked: CheckedRun, base: Baseline) -> TrainingOu
             loop = StepLoop(checked, state, outcome, checkpoints=checkpoints, source=source)
             loop.run(consumed=int(metadata.get("sequences_consumed", 0)))
         outcome.file_bytes = max(0, job.device.file_bytes() - base.file_bytes)
-        outcome.timelines = _last_timelines(outcome, job, source)
+        exposed_s = outcome.copies[-1].exposed_s if outcome.copies else 0.0
+        outcome.timelines = step_timelines(
+            ranks, plan, outcome.last_work, outcome.last_step, exposed_copy_s=exposed_s
+        )
     return outcome
-
-
-def _last_timelines(outcome: TrainingOutcome, job: Job, source: StepSource) -> StepTimelines | None:
-    """Return the timelines of the last step on rank 0, if this call ran any. Collective."""
-    ranks = job.ranks
-    measured = executed_timeline(outcome.last_step, ranks)
-    exposed_s = ranks.peers.all_gather(outcome.copies[-1].exposed_s if outcome.copies else 0.0)
-    if measured is None or outcome.last_work is None:
-        return None
-    case = source.case(outcome.last_work)
-    return StepTimelines(
-        simulate(case.schedule, costs=case.costs),
-        measured,
-        step_seconds(measured, costs=case.costs),
-        tuple(exposed_s[rank] for rank in ranks.mesh.pipeline_ranks),
-    )
 
 
 class StepLoop:
@@ -154,6 +138,7 @@ class StepLoop:
         run, ranks = job.run, job.ranks
         self._job, self._run, self._ranks, self._peers = job, run, ranks, ranks.peers
         self._state, self._outcome, self._source = state, outcome, source
+        self._data = checked.data
         self._checkpoints, self._records = checkpoints, StepRecords(job, outcome)
         self._consumed = 0
         """Number of sequences, or samples, that all earlier steps consumed."""
@@ -272,7 +257,7 @@ class StepLoop:
         if sums.num_valid:
             problem = self._guard.problem(step + 1, sums)
         else:
-            why = self._source.why_no_labels(step, consumed=self._consumed)
+            why = self._data.why_no_labels(self._consumed)
             problem = f"step {step + 1}: {why}. The update is skipped"
         if problem is not None:
             self._records.say(problem)

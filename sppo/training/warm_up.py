@@ -21,8 +21,7 @@ from sppo.engine.unit import SequenceData
 from sppo.model.gradients import zero_gradients
 from sppo.optim.adamw import AdamW, clip_, global_norm
 from sppo.training.devices.device import Device
-from sppo.training.state import loss_terms
-from sppo.training.state_tensors import DTYPES
+from sppo.training.state import DTYPES, loss_terms
 
 _TOKENS = 64
 _MOST_LENGTHS = 16

@@ -133,7 +133,7 @@ def test_shapes_are_passed_on(measured, shapes):
     assert shapes[-1].gemm == GemmGrid((512, 4096), (384,), fixed=True)
     assert shapes[-1].attention == attention_grid("cpu", quick=False)
     words = ["queries=2Ki, 256", "keys=8Ki", "heads=8/2,4", "head_size=96,32"]
-    succeed("bench", "all", "--quick", *words, "backend=torch_blocks,cpu_flash")
+    succeed("bench", "all", "--quick", "dtype=fp32", *words, "backend=torch_blocks,cpu_flash")
     asked = shapes[-1].attention
     assert (asked.queries, asked.keys, asked.head_sizes) == ((256, 2048), (8192,), (32, 96))
     assert asked.heads == ((8, 2), (4, 4))
@@ -225,7 +225,7 @@ def test_copies_go_where_they_are_told(monkeypatch, tmp_path):
     assert [str(setup.directory) for setup in setups] == [".", "fast", "slow"]
     assert [setup.layer.dtype for setup in setups] == ["bf16", "fp32", "fp32"]
     assert setups[1].layer.model.vocab_size == 32
-    for words in ("write or read alone", "both at once: 0.00 GB/s out", "Break-even", "~300"):
+    for words in ("write or read alone", "both at once: 0.00 GB/s out"):
         assert words in text
     succeed("bench", "gemm")
     assert setups[-1] is None

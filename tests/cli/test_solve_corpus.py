@@ -13,7 +13,7 @@ from sppo.data.samples.length_distributions import DISTRIBUTIONS
 from sppo.planning.advice import Advice
 from sppo.planning.plan import read_plan
 from tests.cli.answers import answer
-from tests.conftest import refuse, succeed, write_run, write_tokens
+from tests.conftest import refuse, succeed, write_tokens
 
 RUN = {
     "model": {
@@ -142,19 +142,3 @@ def test_a_step_is_drawn(run):
     image = Path("step.png").read_bytes()
     assert image[:4] == b"\x89PNG"
     assert (int.from_bytes(image[16:20]), int.from_bytes(image[20:24])) == (1600, 1120)
-
-
-def test_training_follows_the_plan(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_tokens(tmp_path / "tokens", num_tokens=600, documents=tuple(range(30, 600, 30)))
-    write_run(
-        tmp_path / "run.yaml",
-        data={"samples": "documents"},
-        sequence={"num_subsequences": "auto"},
-        train={"samples_per_step": 4, "steps": 2},
-        hardware={"preset": "laptop-cpu"},
-    )
-    succeed("solve", "run.yaml", "-o", "plan.json")
-    assert read_plan(tmp_path / "plan.json").boundaries[-1] == 64
-    told = succeed("train", "run.yaml", "--plan", "plan.json")
-    assert "step 2/2" in told

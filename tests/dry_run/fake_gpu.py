@@ -26,7 +26,7 @@ from sppo.model import rope
 from sppo.offload.queues import cuda_queues
 from sppo.optim import optimizer_rows
 from sppo.optim.fused_adamw import MOMENTS
-from sppo.training import state_tensors
+from sppo.training import state
 from sppo.training.devices import cuda_device
 from tests.dry_run.attention import fake_attention
 from tests.dry_run.communication import REBOUND, FakeRanks
@@ -155,7 +155,7 @@ def _replace_host(stack: ExitStack, recorder: Recorder) -> None:
         (cuda_queues, "FileTier", partial(FakeFile, recorder=recorder)),
         (optimizer_rows, "_rows", rows),
         (cuda_device, "_page_locked", recorder.ledger.page_lock),
-        (state_tensors, "generate_weights_ahead", empty_weights),
+        (state, "generate_weights_ahead", empty_weights),
     )
     for where, name, other in replaced:
         stack.enter_context(patch.object(where, name, other))

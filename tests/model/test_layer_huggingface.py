@@ -10,7 +10,7 @@ import torch
 
 from sppo.engine.unit import SequenceData
 from sppo.kernels.labels import IGNORED_LABEL
-from sppo.model.hf import load_hf_weights
+from sppo.model.hf_reading import open_hf_weights
 from tests.engine.models import engine_step
 from tests.model.hf_models import FAMILIES, tiny_hf_model
 
@@ -48,14 +48,14 @@ def gradients_in_our_layout(theirs, model, directory):
         for parameter in theirs.parameters():
             parameter.copy_(parameter.grad)
     theirs.save_pretrained(directory)
-    return load_hf_weights(directory, model)
+    return open_hf_weights(directory, model)
 
 
 def assert_same(family, options, tmp_path, *, dtype, tolerance):
     theirs, model = tiny_hf_model(family, seed=3, **options)
     theirs.to(dtype)
     theirs.save_pretrained(tmp_path / "weights")
-    weights = load_hf_weights(tmp_path / "weights", model)
+    weights = open_hf_weights(tmp_path / "weights", model)
     assert weights["embed.weight"].dtype is dtype
     generator = torch.Generator().manual_seed(5)
     stream = torch.randint(0, model.vocab_size, (48,), generator=generator)

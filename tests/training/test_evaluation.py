@@ -15,7 +15,7 @@ from sppo.kernels.native.machine_memory import MemoryRoom
 from sppo.training import evaluation
 from sppo.training.devices import cpu_device
 from sppo.training.evaluation import loss_by_position
-from sppo.training.state_tensors import starting_weights
+from sppo.training.state import starting_weights
 from sppo.training.training_data import training_data
 from tests.conftest import LENGTH, write_tokens
 from tests.engine.reference import reference_token_losses

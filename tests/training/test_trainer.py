@@ -14,8 +14,7 @@ from sppo.kernels.cross_entropy import LossTerms
 from sppo.optim.learning_rate import learning_rate
 from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.preflight import preflight
-from sppo.training.state import build_state
-from sppo.training.state_tensors import starting_weights
+from sppo.training.state import build_state, starting_weights
 from tests.conftest import LENGTH, VOCAB_SIZE, write_tokens
 from tests.engine.reference import reference_loss
 from tests.tiers import exhaustive

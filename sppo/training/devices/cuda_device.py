@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -35,7 +35,7 @@ from sppo.offload.queues.copy_streams import CopyStreams, wait_with_timeout
 from sppo.offload.queues.cuda_queues import CudaQueues
 from sppo.offload.state_memory import StateMemory
 from sppo.offload.transfers import CudaTransfers, Transfers
-from sppo.parallel.job.environment import RankEnvironment
+from sppo.parallel.job.environment import RankEnvironment, threads_of_gpu_rank
 from sppo.planning.plan import ExecutionPlan
 from sppo.training.devices.cpu_device import PoolUse
 from sppo.units import format_bytes
@@ -113,6 +113,7 @@ class CudaDevice:
         if environment is not None:
             threads = threads_of_gpu_rank(
                 environment,
+                os.environ,
                 cores=cores,
                 ranks_near=self._ranks_near(node, environment.local_world_size),
                 allowed_cores=allowed,
@@ -296,40 +297,3 @@ def _warn_of_far_cores(index: int) -> None:
 def _node_of(device: torch.device) -> NumaNode | None:
     """Return the NUMA node of a GPU; None if the machine does not tell it."""
     return node_of_pci_device(pci_address(_cuda.get_device_properties(device)))
-
-
-_THREADS = "OMP_NUM_THREADS"
-
-
-def threads_of_gpu_rank(
-    environment: RankEnvironment,
-    *,
-    cores: int,
-    ranks_near: int,
-    allowed_cores: int,
-    environ: Mapping[str, str] = os.environ,
-) -> int:
-    """Return OMP_NUM_THREADS if the user has set it, or the rank's share of its cores.
-
-    torchrun sets OMP_NUM_THREADS=1 unless it is set, which cannot be told from a 1 that the user
-    sets. Ranks that update on the CPU would be several times slower, so that 1 counts as not set.
-
-    Args:
-        environment: Place of the rank in its job.
-        cores: Cores that the rank uses.
-        ranks_near: Ranks of this machine that would use the same cores. Tasks to which srun gives
-            cores of their own share none.
-        allowed_cores: Cores that the launcher allows the rank to use.
-        environ: Environment variables.
-    """
-    launcher = environment.launcher
-    given = environ.get(_THREADS, "").split(",")[0].strip()
-    if given.isdecimal() and int(given) > (launcher == "torchrun"):
-        return min(int(given), cores)
-    of_node = environ.get("SLURM_CPUS_ON_NODE", "")
-    has_own = (
-        launcher == "slurm"
-        and of_node.isdecimal()
-        and allowed_cores * environment.local_world_size <= int(of_node)
-    )
-    return max(1, cores if has_own else cores // ranks_near)

@@ -30,7 +30,7 @@ from sppo.kernels.attention import cpu_flash, rectangle_attention
 from sppo.kernels.native.cpu_allocator import LEAST_POOLED_BYTES
 from sppo.model.gradients import zero_gradients
 from sppo.model.initialize import initial_weights
-from sppo.training.state_tensors import DTYPES
+from sppo.training.state import DTYPES
 from tests.cost.pool import peak_beyond, peak_of_step, threads
 from tests.tiers import each_once
 

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from sppo.config import load_run
-from sppo.training import state_tensors
+from sppo.training import state as state_module
 from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.preflight import preflight
-from sppo.training.state import build_state
-from sppo.training.state_tensors import starting_weights
+from sppo.training.state import build_state, starting_weights
 from tests.conftest import write_run
 from tests.fake_cuda import fake_gpu
 from tests.training.jobs import job_alone
@@ -31,7 +30,7 @@ def test_a_start_holds_one_parameter_beside_the_rows_of_the_optimizer(work, monk
             yield name, weight
             del weight
 
-    monkeypatch.setattr(state_tensors, "starting_weights", watched)
+    monkeypatch.setattr(state_module, "starting_weights", watched)
     (work / "spill").mkdir()
     run = load_run(
         write_run(
