@@ -213,14 +213,11 @@ def _elementwise(dtype: Any, width: int) -> None:
 
     acc_dtype = torch.promote_types(dtype, torch.float32)
     x = torch.zeros(8, width, dtype=dtype)
-    norms.rms_norm(x, x[0], eps=1e-6)
-    norms.rms_norm_backward(x, x, x[0], eps=1e-6)
-    norms.layer_norm(x, x[0], x[0], eps=1e-6)
-    norms.layer_norm_backward(x, x, x[0], x[0], eps=1e-6)
-    norms.add_rms_norm_(x.clone(), x, x[0], eps=1e-6)
-    norms.rms_norm_backward(x, x, x[0], eps=1e-6, dresidual_CE=x)
-    norms.add_layer_norm_(x.clone(), x, x[0], x[0], eps=1e-6)
-    norms.layer_norm_backward(x, x, x[0], x[0], eps=1e-6, dresidual_CE=x)
+    for bias in (None, x[0]):
+        norms.norm(x, x[0], bias, eps=1e-6)
+        norms.add_norm_(x.clone(), x, x[0], bias, eps=1e-6)
+        for residual in (None, x):
+            norms.norm_backward(x, x, x[0], bias, eps=1e-6, dresidual_CE=residual)
     heads, angles = x.view(8, -1, 64), torch.zeros(8, 1, 32, dtype=acc_dtype)
     rotary.turn(heads, angles, angles, sign=1.0)
     activations.activation(x, x.clone(), kind="swiglu")

@@ -302,7 +302,7 @@ class Layer:
     ) -> Tensor:
         if self.model.qk_norm:
             weight = weights[f"{name}_norm.weight"]
-            x_CHD = elementwise.rms_norm(x_CHD, weight, eps=self.model.norm_eps)
+            x_CHD = elementwise.norm(x_CHD, weight, eps=self.model.norm_eps)
         return x_CHD if rotary is None else rotate(x_CHD, rotary)
 
     def _attention_output(self, o_CQ: Tensor, weights: Weights) -> Tensor:
@@ -395,7 +395,7 @@ class Layer:
             return d_CHD
         weight = weights[f"{name}_norm.weight"]
         assert projected_CHD is not None, "q/k-norm needs its input"
-        d_CHD, dweight = elementwise.rms_norm_backward(
+        d_CHD, dweight, _ = elementwise.norm_backward(
             d_CHD, projected_CHD, weight, eps=self.model.norm_eps
         )
         gradients.add(f"{name}_norm.weight", dweight)
@@ -440,21 +440,15 @@ def _later(rotary: RotaryTable | None, row: int) -> RotaryTable | None:
 
 def norm(model: ModelConfig, name: str, x_CE: Tensor, weights: Weights) -> Tensor:
     """Return the model's norm of ``x_CE`` with the parameters called ``name``."""
-    weight = weights[f"{name}.weight"]
-    if model.norm == "rmsnorm":
-        return elementwise.rms_norm(x_CE, weight, eps=model.norm_eps)
-    return elementwise.layer_norm(x_CE, weight, weights[f"{name}.bias"], eps=model.norm_eps)
+    return elementwise.norm(x_CE, *_norm_parameters(name, weights), eps=model.norm_eps)
 
 
 def add_norm_(
     model: ModelConfig, name: str, total_CE: Tensor, x_CE: Tensor, weights: Weights
 ) -> Tensor:
     """Add ``x_CE`` to ``total_CE`` in place and return the :func:`norm` of the sum."""
-    weight = weights[f"{name}.weight"]
-    if model.norm == "rmsnorm":
-        return elementwise.add_rms_norm_(total_CE, x_CE, weight, eps=model.norm_eps)
-    bias = weights[f"{name}.bias"]
-    return elementwise.add_layer_norm_(total_CE, x_CE, weight, bias, eps=model.norm_eps)
+    parameters = _norm_parameters(name, weights)
+    return elementwise.add_norm_(total_CE, x_CE, *parameters, eps=model.norm_eps)
 
 
 def norm_backward(
@@ -471,16 +465,16 @@ def norm_backward(
 
     The result includes ``dresidual_CE``, the gradient through the residual connection.
     """
-    weight, eps = weights[f"{name}.weight"], model.norm_eps
-    if model.norm == "rmsnorm":
-        dx, dweight = elementwise.rms_norm_backward(
-            dy_CE, x_CE, weight, eps=eps, dresidual_CE=dresidual_CE
-        )
-    else:
-        bias = weights[f"{name}.bias"]
-        dx, dweight, dbias = elementwise.layer_norm_backward(
-            dy_CE, x_CE, weight, bias, eps=eps, dresidual_CE=dresidual_CE
-        )
-        gradients.add(f"{name}.bias", dbias)
+    parameters = _norm_parameters(name, weights)
+    dx, dweight, dbias = elementwise.norm_backward(
+        dy_CE, x_CE, *parameters, eps=model.norm_eps, dresidual_CE=dresidual_CE
+    )
     gradients.add(f"{name}.weight", dweight)
+    if dbias is not None:
+        gradients.add(f"{name}.bias", dbias)
     return dx
+
+
+def _norm_parameters(name: str, weights: Weights) -> tuple[Tensor, Tensor | None]:
+    """Return the weight, and the bias that LayerNorm has and RMSNorm has not."""
+    return weights[f"{name}.weight"], weights.get(f"{name}.bias")
