@@ -231,14 +231,14 @@ def _elementwise(dtype: Any, width: int) -> None:
 def _cross_entropy(dtype: Any, words: int) -> None:
     import torch
 
-    from sppo.kernels.triton.cross_entropy import losses_to_gradient_, token_losses
+    from sppo.kernels.triton.cross_entropy import cross_entropy
 
     logits, labels = torch.zeros(4, words, dtype=dtype), torch.zeros(4, dtype=torch.long)
     for label_smoothing, z_loss in ((0.0, 0.0), (0.1, 1e-4)):
-        token_losses(logits, labels, label_smoothing=label_smoothing, z_loss=z_loss)
-        losses_to_gradient_(
-            logits, labels, scale=1.0, label_smoothing=label_smoothing, z_loss=z_loss
-        )
+        for scale in (None, 1.0):
+            cross_entropy(
+                logits, labels, scale=scale, label_smoothing=label_smoothing, z_loss=z_loss
+            )
 
 
 if __name__ == "__main__":

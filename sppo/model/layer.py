@@ -171,7 +171,9 @@ class Layer:
         dk = self._unrotate_and_unnorm("k", dk, k_projected, weights, gradients, rotary)
         dn1 = self._projection_backward(dq, dk, dv, n1, weights, gradients)
         dn1 = self.tokens.scatter_sum(dn1)
-        return self._norm_backward("attention_norm", dn1, x_in, dx_mid, weights, gradients)
+        return norm_backward(
+            self.model, "attention_norm", dn1, x_in, weights, gradients, dresidual_CE=dx_mid
+        )
 
     def recompute_missing_rows(
         self,
@@ -191,7 +193,7 @@ class Layer:
         tokens = x_in.shape[0]
         cut = {name: rows for name, t in saved.items() if (rows := rows_of(name, t)) < tokens}
         for name in cut.keys() & {"q", "k"}:
-            n1 = self._norm("attention_norm", x_in[cut[name] :], weights)
+            n1 = norm(self.model, "attention_norm", x_in[cut[name] :], weights)
             rest = self._heads(name, n1, weights)
             if not self.model.qk_norm:
                 rest = self._norm_and_rotate(name, rest, weights, _later(rotary, cut[name]))
@@ -220,9 +222,8 @@ class Layer:
         done = saved["o"].shape[0] if "o" in saved else 0
         q = saved.get("q")
         if q is None:
-            q = self._heads(
-                "q", self._norm("attention_norm", saved["x_in"][done:], weights), weights
-            )
+            n1 = norm(self.model, "attention_norm", saved["x_in"][done:], weights)
+            q = self._heads("q", n1, weights)
         else:
             q = q[done:]
         if self.model.qk_norm or "q" not in saved:
@@ -361,7 +362,9 @@ class Layer:
             add_input_gradient_(dn2, inner.dgate_CF, weights["gate.weight"])
         del inner
         dn2 = self.tokens.scatter_sum(dn2)
-        return self._norm_backward("mlp_norm", dn2, x_mid_CE, dy_CE, weights, gradients)
+        return norm_backward(
+            self.model, "mlp_norm", dn2, x_mid_CE, weights, gradients, dresidual_CE=dy_CE
+        )
 
     def _projection_backward(
         self,
@@ -403,24 +406,7 @@ class Layer:
 
     def _gathered_norm(self, name: str, x_CE: Tensor, weights: Weights) -> Tensor:
         """Return the norm of all tokens, ``[C, E]``, gathered for the projections."""
-        return self.tokens.gather(self._norm(name, x_CE, weights))
-
-    def _norm(self, name: str, x_CE: Tensor, weights: Weights) -> Tensor:
-        return norm(self.model, name, x_CE, weights)
-
-    def _norm_backward(
-        self,
-        name: str,
-        dy_CE: Tensor,
-        x_CE: Tensor,
-        dresidual_CE: Tensor,
-        weights: Weights,
-        gradients: GradientSink,
-    ) -> Tensor:
-        """Return the gradient of ``x_CE`` through the norm and the residual connection."""
-        return norm_backward(
-            self.model, name, dy_CE, x_CE, weights, gradients, dresidual_CE=dresidual_CE
-        )
+        return self.tokens.gather(norm(self.model, name, x_CE, weights))
 
 
 def token_dimension(name: str) -> int:
