@@ -143,7 +143,8 @@ class _Stage(nn.Module):
 
     def loss(self, hidden_1SE: Tensor, labels_1S: Tensor, *, scale: float) -> Tensor:
         """Return ``scale`` times the summed loss of one sequence."""
-        return tiled_loss(hidden_1SE[0], self.head.weight, labels_1S[0], scale=scale)
+        loss: Tensor = tiled_loss(hidden_1SE[0], self.head.weight, labels_1S[0], scale=scale)
+        return loss
 
 
 class _Layer(nn.Module):

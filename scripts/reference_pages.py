@@ -12,13 +12,24 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from sppo.activations import policy, tensor_classes
+from sppo.cli.exit_codes import MEANINGS
+from sppo.config import rules
+from sppo.config.model import ModelConfig
+from sppo.config.presets import PRESETS
+from sppo.config.run import RunConfig
+from sppo.cost.parameters import num_parameters
+from sppo.hardware.presets import PRESETS as MACHINES
 from sppo.output_file import write_text
+from sppo.schedule.orders.names import DESCRIPTIONS, WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
+from sppo.units import SIZE_PATTERN, format_bytes, format_count
 
 RUN_FILE = Path(__file__).resolve().parents[1] / "docs/reference/run_file.md"
 _GENERATED = "<!-- Written by scripts/reference_pages.py from the code: change it there. -->\n\n"
@@ -27,8 +38,6 @@ _ROLE = re.compile(r":(?:class|func|meth|data|mod):`~?([^`]+)`")
 
 def run_file_page() -> str:
     """Return the page of all keys of a run file."""
-    from sppo.config.run import RunConfig
-
     schema = RunConfig.model_json_schema()
     definitions = schema["$defs"]
     lines = [
@@ -43,8 +52,7 @@ def run_file_page() -> str:
     ]
     for section, entry in schema["properties"].items():
         name = _section_name(entry)
-        lines += [f"## `{section}`", _prose(entry["description"])]
-        lines.append(_prose(definitions[name].get("description", "")))
+        lines += [f"## `{section}`", _prose(definitions[name]["description"])]
         needed = () if section == "model" else definitions[name].get("required", ())
         lines.append(_keys(section, definitions[name]["properties"], needed))
         if section == "model":
@@ -73,8 +81,6 @@ def _keys(section: str, properties: Mapping[str, Any], needed: Iterable[str]) ->
 
 
 def _default(section: str, key: str, entry: Mapping[str, Any]) -> str:
-    import json
-
     if "default" not in entry:
         return "from `preset` or `from_hf`" if section == "model" else "none"
     value = entry["default"]
@@ -83,8 +89,6 @@ def _default(section: str, key: str, entry: Mapping[str, Any]) -> str:
 
 def _type(entry: Mapping[str, Any]) -> str:
     """Return the type of a key in words."""
-    from sppo.units import SIZE_PATTERN
-
     choices = entry.get("anyOf", [entry])
     is_size = any(choice.get("pattern") == SIZE_PATTERN for choice in choices)
     words = []
@@ -123,8 +127,6 @@ def _bounds(entry: Mapping[str, Any]) -> Iterator[str]:
 
 def _rules_across_keys() -> str:
     """Return the docstrings of the rules about several keys as a list, in source order."""
-    from sppo.config import rules
-
     functions = [
         value
         for value in vars(rules).values()
@@ -141,8 +143,7 @@ def commands_page() -> str:
     from typer.cli import get_docs_for_click
 
     from sppo.cli.app import SUBCOMMANDS, app, subcommand
-    from sppo.cli.command_group import KeyCommand
-    from sppo.cli.output.key_table import key_rows
+    from sppo.cli.command_group import key_rows
 
     context = typer.Context(typer.main.get_command(app), info_name="sppo")
     parts = [
@@ -154,8 +155,8 @@ def commands_page() -> str:
         command = subcommand(name)
         text = get_docs_for_click(obj=command, ctx=context, indent=1, name=name, call_prefix="sppo")
         parts.append(text.strip())
-        if isinstance(command, KeyCommand):
-            rows = [(f"`{key}`", *row) for key, *row in key_rows(command.keys)]
+        if keys := getattr(command, "keys", None):
+            rows = [(f"`{key}`", *row) for key, *row in key_rows(keys)]
             parts.append(_table(("key", "default", ""), rows))
     # Docstrings lose the indentation of an example if it is all that follows the first line.
     return re.sub(r"\n\n(sppo [^\n]+)\n\n", r"\n\n    \1\n\n", "\n\n".join(parts))
@@ -163,8 +164,6 @@ def commands_page() -> str:
 
 def policies_page() -> str:
     """Return the page of activation policies."""
-    from sppo.activations import policy, tensor_classes
-
     cells = [(f"`{name}`", *words) for name, words in policy.DESCRIPTIONS.items()]
     return "\n\n".join(
         [
@@ -189,8 +188,6 @@ def _details(module: Any) -> str:
 
 def schedules_page() -> str:
     """Return the page of schedules."""
-    from sppo.schedule.orders.names import DESCRIPTIONS, WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
-
     cells = [
         (
             f"`{name}`",
@@ -214,8 +211,6 @@ def schedules_page() -> str:
 
 def presets_page() -> str:
     """Return the page of named models and machines."""
-    from sppo.hardware.presets import PRESETS as MACHINES
-
     return "\n\n".join(
         [
             "# Presets",
@@ -237,11 +232,6 @@ def presets_page() -> str:
 
 
 def _models_table() -> str:
-    from sppo.config.model import ModelConfig
-    from sppo.config.presets import PRESETS
-    from sppo.cost.parameters import num_parameters
-    from sppo.units import format_count
-
     rows = []
     for name, fields in PRESETS.items():
         model = ModelConfig(**fields)
@@ -263,8 +253,6 @@ def _models_table() -> str:
 
 
 def _machine_row(spec: Any) -> tuple[str, ...]:
-    from sppo.units import format_bytes
-
     device, node = spec.device, spec.node
     behind = (
         f"{format_bytes(node.host_memory_bytes)} of host memory"
@@ -284,8 +272,6 @@ def _machine_row(spec: Any) -> tuple[str, ...]:
 
 def exit_codes_page() -> str:
     """Return the page of exit codes."""
-    from sppo.cli.exit_codes import MEANINGS
-
     return "\n\n".join(
         [
             "# Exit codes",

@@ -161,8 +161,9 @@ def run_summary(
     wall_s: float,
     memory_bytes: Mapping[str, Pair],
     phases_s: Mapping[str, Pair],
+    **known: Any,
 ) -> RunSummary:
-    """Return the summary of a run, without what only the process knows that ran its last steps.
+    """Return the summary of a run.
 
     Args:
         steps: Metrics of all steps of the run, those before a resumption included; may be empty.
@@ -170,6 +171,7 @@ def run_summary(
         wall_s: Wall time of this process, start and checkpoints included.
         memory_bytes: Peak by bucket, e.g. ``activations``.
         phases_s: Time of one step by phase, e.g. ``forward``.
+        known: Fields that only the process knows that ran the last steps.
     """
     losses = _finite(m.loss for m in steps)
     ends = max(1, min(_MOST_ENDS, len(losses) // 2))
@@ -193,25 +195,21 @@ def run_summary(
         prediction_error=_prediction_error(steps),
         phases_s=_finite_pairs(phases_s),
         memory_bytes=_finite_pairs(memory_bytes),
+        **known,
     )
 
 
-def summary_json(summary: RunSummary) -> dict[str, Any]:
-    """Return the content of ``run_summary.json``."""
-    found = asdict(summary)
-    for key in ("program_digest", "timeline"):
-        if found[key] is None:
-            del found[key]
-    return found
-
-
 def write_summary(summary: RunSummary, path: Path) -> None:
-    """Write a summary atomically.
+    """Write a summary atomically, without figures of the last step if the process ran none.
 
     Raises:
         OSError: The disk is full, or failed.
     """
-    write_json(path, summary_json(summary))
+    found = asdict(summary)
+    for key in ("program_digest", "timeline"):
+        if found[key] is None:
+            del found[key]
+    write_json(path, found)
 
 
 def read_summary(path: Path) -> RunSummary:
@@ -229,16 +227,11 @@ def _prediction_error(steps: Sequence[StepMetrics]) -> PredictionError | None:
     corrected = [m for m in steps if m.correction_steps]
     if not corrected:
         return None
-    return PredictionError(
-        len(corrected),
-        _median(_error(m.predicted_step_s, m.step_s) for m in corrected),
-        _median(_error(m.uncorrected_step_s, m.step_s) for m in corrected),
+    errors = (
+        _median(abs(p / m.step_s - 1) for m in corrected if (p := getattr(m, name)) is not None)
+        for name in ("predicted_step_s", "uncorrected_step_s")
     )
-
-
-def _error(predicted_s: float | None, measured_s: float) -> float:
-    """Return the absolute error of a predicted time, relative to the measured; NaN if unknown."""
-    return math.nan if predicted_s is None else abs(predicted_s / measured_s - 1)
+    return PredictionError(len(corrected), *errors)
 
 
 def _finite_pairs(pairs: Mapping[str, Pair]) -> dict[str, Pair]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -24,14 +23,13 @@ from sppo.parallel.job.timed_call import end_without_shutdown
 from sppo.parallel.mesh import Mesh, alone
 from sppo.parallel.mesh_shape import MeshShape
 from sppo.training.devices.device import Device
-from sppo.training.run_directory import locked_output
 from sppo.version import __version__
 
 T = TypeVar("T")
 
 _MAY_DIFFER = frozenset({"data.tokens", "data.eval_tokens", "model.from_hf"})
 """Configuration keys that may differ between ranks: paths of files of which each node may have a
-copy. :func:`sppo.training.training_data.input_facts` compares the contents."""
+copy. :func:`sppo.training.input_checks.input_facts` compares the contents."""
 
 FAILED_STEP_TIMEOUT_S = 4.0
 """Seconds that a failed rank waits for its device, which may itself wait for other ranks in vain:
@@ -116,35 +114,16 @@ class Ranks:
                 "same versions of Python and numpy on the same kind of CPU?"
             )
 
-    def check_same_facts(self, read: Callable[[], Mapping[str, str]]) -> None:
-        """Raise ValueError unless all ranks read the same inputs.
-
-        Args:
-            read: Returns facts about the inputs by name, e.g. a checksum of the token data; called
-                only if there are other ranks.
-
-        Raises:
-            ValueError: On every rank; names the ranks and facts that differ, with both values.
-        """
-        if self.mesh.is_distributed:
-            self.peers.check_same(read())
-
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Training of a run, as one of its ranks sees it.
-
-    Attributes:
-        run: Validated run configuration.
-        ranks: This process's place among the ranks of the run.
-        device: Device of this rank.
-        console: Console for progress and results; quiet except on rank 0.
-    """
+    """Training of a run, as one of its ranks sees it."""
 
     run: RunConfig
     ranks: Ranks
     device: Device
     console: Console
+    """Console for progress and results; quiet except on rank 0."""
 
     @property
     def failed_step_timeout_s(self) -> float | None:
@@ -236,14 +215,3 @@ def _configuration(run: RunConfig) -> dict[str, str]:
     """Return the configuration keys, flattened, whose values must be the same on all ranks."""
     facts = flat_facts(run.model_dump(mode="json"))
     return {name: value for name, value in facts.items() if name not in _MAY_DIFFER}
-
-
-@contextmanager
-def shared_output(run: RunConfig, ranks: Ranks) -> Iterator[Path]:
-    """Yield the output directory, created and locked by rank 0 for all ranks.
-
-    Raises:
-        ValueError: See :func:`sppo.training.run_directory.locked_output`.
-    """
-    with ExitStack() as stack:
-        yield ranks.decided_by_main(lambda: stack.enter_context(locked_output(run)))

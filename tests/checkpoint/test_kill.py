@@ -17,7 +17,6 @@ def _whole(directory: Path) -> int:
     """Step of the newest checkpoint, all of which is there."""
     manager = CheckpointManager(directory, keep=KEEP, async_save=False)
     found = manager.latest_valid()
-    assert found is not None
     state = {key: torch.zeros_like(tensor) for key, tensor in state_of(0).items()}
     manager.load_into(found, state)
     for key, tensor in state_of(found.step).items():
@@ -25,7 +24,7 @@ def _whole(directory: Path) -> int:
     return found.step
 
 
-def test_a_run_killed_at_each_call_that_changes_the_disk(tmp_path: Path) -> None:
+def test_a_run_killed_at_each_call_that_changes_the_disk(tmp_path):
     command = [sys.executable, "-m", "tests.checkpoint.save_until_killed", str(tmp_path), "60"]
     root = Path(__file__).parents[2]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=100)

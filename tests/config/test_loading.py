@@ -1,15 +1,11 @@
 import json
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from sppo.config import ConfigError, RunConfig, check_run, load_run
 from tests.conftest import SCREEN_LINES
-from tests.tiers import examples
 
 MODEL = {"preset": "tiny-test"}
 RUN = {"model": MODEL, "data": {"tokens": "tok"}, "sequence": {"length": 64}}
@@ -293,56 +289,6 @@ def test_the_digest_is_of_the_meaning_not_the_spelling(tmp_path):
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_shipped_run_files_are_right(path):
     load_run(path)
-
-
-LEAVES = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=8)
-    | st.sampled_from(["auto", "32Ki", "tiny-test", "flops", "retain", "llama3"])
-)
-VALUES = st.recursive(
-    LEAVES,
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.text(max_size=5) | st.integers() | st.none(), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
-
-
-def section_keys(name):
-    annotation = RunConfig.model_fields[name].annotation
-    choices = getattr(annotation, "__args__", (annotation,))
-    return sorted(next(c for c in choices if hasattr(c, "model_fields")).model_fields)
-
-
-SECTIONS = st.fixed_dictionaries(
-    {},
-    optional={
-        name: VALUES | st.dictionaries(st.sampled_from(section_keys(name)), VALUES, max_size=6)
-        for name in RunConfig.model_fields
-    },
-)
-
-
-@settings(max_examples=examples(30, all=150), deadline=None)
-@given(SECTIONS, st.booleans())
-def test_garbage_is_a_config_error_or_a_run(garbage, with_essentials):
-    raw = {**RUN, **garbage} if with_essentials else garbage
-    with suppress(ConfigError):
-        assert check_run(raw, source="run.yaml").digest()
-
-
-@settings(max_examples=examples(20, all=100), deadline=None)
-@given(st.lists(st.text(max_size=20) | st.from_regex(r"[a-z]+\.[a-z]+=.*"), max_size=3))
-def test_any_override_is_a_config_error_or_a_run(tmp_path_factory, overrides):
-    path = tmp_path_factory.getbasetemp() / "any.yaml"
-    path.write_text(ESSENTIALS)
-    with suppress(ConfigError):
-        load_run(path, overrides)
 
 
 def test_values_of_numpy_are_taken():

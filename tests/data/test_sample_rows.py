@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -37,9 +36,7 @@ def walk(training: TrainingData, steps: int) -> tuple[list[tuple[int, ...]], lis
 
 @settings(max_examples=examples(30, all=100))
 @given(documents, st.integers(1, 50), st.booleans(), st.booleans())
-def test_every_epoch_has_each_sample_once(
-    lengths: list[int], samples_per_step: int, shuffle: bool, in_stream: bool
-) -> None:
+def test_every_epoch_has_each_sample_once(lengths, samples_per_step, shuffle, in_stream):
     training = documents_of(lengths, samples_per_step=samples_per_step, shuffle=shuffle)
     if in_stream:
         training = sequences_of(
@@ -56,9 +53,7 @@ def test_every_epoch_has_each_sample_once(
 
 @settings(deadline=None, max_examples=examples(30, all=100))
 @given(documents, st.fractions(0, 2), st.booleans())
-def test_tokens_of_a_step_are_as_many_as_fit(
-    lengths: list[int], epochs: Fraction, shuffle: bool
-) -> None:
+def test_tokens_of_a_step_are_as_many_as_fit(lengths, epochs, shuffle):
     tokens_per_step = math.ceil(epochs * sum(lengths)) or 1
     training = documents_of(lengths, tokens_per_step=tokens_per_step, shuffle=shuffle)
     taken, positions = walk(training, 4)
@@ -69,22 +64,20 @@ def test_tokens_of_a_step_are_as_many_as_fit(
         assert tokens + training.lengths([following])[0] > tokens_per_step
 
 
-def test_a_step_has_no_more_samples_than_are_packed_together(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_step_has_no_more_samples_than_are_packed_together(monkeypatch):
     """A step late in a corpus that is ordered by length must not end the run."""
     monkeypatch.setattr("sppo.data.samples.step_samples.MOST_SAMPLES", 100)
     training = documents_of([2] * 40, tokens_per_step=1000)
     assert len(training.step_samples(0)) == len(training.step_samples(100)) == 100
 
 
-def test_a_step_of_one_sample_that_is_longer_than_its_tokens() -> None:
+def test_a_step_of_one_sample_that_is_longer_than_its_tokens():
     training = documents_of([11, 3], shuffle=False, tokens_per_step=5)
     assert training.step_samples(0) == (0,)
     assert training.step_samples(1) == (1,)
 
 
-def test_thousands_of_samples_a_step_take_milliseconds() -> None:
+def test_thousands_of_samples_a_step_take_milliseconds():
     lengths = np.random.default_rng(0).integers(2, 100, 200_000)
     table = sample_table(np.concatenate([[0], np.cumsum(lengths)]), length=64, longer="cut")
     training = TrainingData(table, stream_of([2]), seed=0, shuffle=True, tokens_per_step=1 << 19)
@@ -96,10 +89,9 @@ def test_thousands_of_samples_a_step_take_milliseconds() -> None:
 # Rows
 
 
+@settings(max_examples=examples(30, all=100))
 @given(documents, st.integers(1, 30), st.data())
-def test_a_row_is_its_samples_side_by_side(
-    lengths: list[int], length: int, drawn: st.DataObject
-) -> None:
+def test_a_row_is_its_samples_side_by_side(lengths, length, drawn):
     training = documents_of(lengths, length=length, samples_per_step=1)
     chosen = drawn.draw(st.lists(st.integers(0, training.num_samples - 1), min_size=1, max_size=9))
     row = training.row(chosen)
@@ -124,10 +116,9 @@ def _examples(sequence: SequenceData) -> list[tuple[tuple[int, ...], int]]:
     return examples
 
 
+@settings(max_examples=examples(30, all=100))
 @given(few_documents, st.data())
-def test_isolated_sequence_equals_its_documents_trained_apart(
-    lengths: list[int], data: st.DataObject
-) -> None:
+def test_isolated_sequence_equals_its_documents_trained_apart(lengths, data):
     length = data.draw(st.integers(1, sum(lengths) - 1))
     stream = stream_of(lengths)
     training = sequences_of(stream, length, isolate_documents=True)
@@ -146,8 +137,9 @@ def test_isolated_sequence_equals_its_documents_trained_apart(
         assert packed.document_starts[-1] < length
 
 
+@settings(max_examples=examples(30, all=100))
 @given(few_documents, st.data())
-def test_joined_sequences_are_the_stream(lengths: list[int], data: st.DataObject) -> None:
+def test_joined_sequences_are_the_stream(lengths, data):
     length = data.draw(st.integers(1, sum(lengths) - 1))
     training = sequences_of(stream_of(lengths), length)
     count = training.num_samples
@@ -163,9 +155,7 @@ def test_joined_sequences_are_the_stream(lengths: list[int], data: st.DataObject
 
 @settings(max_examples=examples(30, all=100))
 @given(few_documents, st.sampled_from(["documents", "joined", "isolated"]), st.data())
-def test_a_loss_mask_excludes_labels_and_nothing_else(
-    lengths: list[int], kind: str, drawn: st.DataObject
-) -> None:
+def test_a_loss_mask_excludes_labels_and_nothing_else(lengths, kind, drawn):
     count = sum(lengths)
     mask = drawn.draw(st.lists(st.booleans(), min_size=count, max_size=count))
     length = drawn.draw(st.integers(1, count - 1))
@@ -188,7 +178,7 @@ def test_a_loss_mask_excludes_labels_and_nothing_else(
         assert masked.has_labels(position) is (b.num_valid > 0)
 
 
-def test_shapes_types_and_boundary_positions() -> None:
+def test_shapes_types_and_boundary_positions():
     #            0 1 2 | 3 4 | 5 6 7 | 8 ...: the second sequence of 4 is tokens 4..8
     sequence = sequences_of(stream_of([3, 2, 3, 9]), 4, isolate_documents=True).row([1])
     assert sequence.tokens_S.dtype == sequence.labels_S.dtype == torch.int64
@@ -202,7 +192,7 @@ def test_shapes_types_and_boundary_positions() -> None:
 # Labels and damage
 
 
-def test_why_no_label_counts() -> None:
+def test_why_no_label_counts():
     mask = [True] * 4 + [False] * 8
     training = documents_of([4, 8], shuffle=False, samples_per_step=1, loss_mask=mask)
     assert [training.has_labels(position) for position in range(2)] == [True, False]
@@ -224,7 +214,7 @@ def test_why_no_label_counts() -> None:
     assert "all documents there have one token, and with" in ones.why_no_labels(0)
 
 
-def test_a_damaged_id_is_reported_before_a_kernel_sees_it() -> None:
+def test_a_damaged_id_is_reported_before_a_kernel_sees_it():
     training = documents_of([4, 8], samples_per_step=1)
     damaged = replace(training, data=stream_of([4, 8], max_id=7))
     damaged.row([0])

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +24,6 @@ from sppo.data.tokens import (
     open_tokens,
     verify_tokens,
 )
-from sppo.kernels.labels import IGNORED_LABEL
 from tests.conftest import write_tokens
 from tests.data.streams import sequences_of, stream_of
 from tests.make import make_run
@@ -50,7 +47,7 @@ def _prepare_masked(tmp_path: Path, *documents: tuple[list[int], list[bool] | No
     return _prepare(tmp_path, *(ids for ids, _ in documents))
 
 
-def test_round_trip(tmp_path: Path) -> None:
+def test_round_trip(tmp_path):
     data = open_tokens(_prepare(tmp_path, [5, 6, 7], [8], [9, 1]))
     assert data.tokens.tolist() == [5, 6, 7, 8, 9, 1]
     assert data.tokens.dtype == np.uint16
@@ -63,16 +60,14 @@ def test_round_trip(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("largest", "dtype"), [(65535, np.uint16), (65536, np.uint32), (2**32 - 1, np.uint32)]
 )
-def test_the_narrowest_type_that_holds_the_vocabulary(
-    tmp_path: Path, largest: int, dtype: type
-) -> None:
+def test_the_narrowest_type_that_holds_the_vocabulary(tmp_path, largest, dtype):
     data = open_tokens(_prepare(tmp_path, [0, largest]))
     assert data.tokens.dtype == dtype
     assert data.tokens.tolist() == [0, largest]
     assert data.meta.max_id == largest
 
 
-def test_missing_directory(tmp_path: Path) -> None:
+def test_missing_directory(tmp_path):
     with pytest.raises(ValueError, match=r"nowhere: no such directory; .*sppo data prepare"):
         open_tokens(tmp_path / "nowhere")
 
@@ -106,7 +101,7 @@ def _cut(path: Path) -> None:
             "sha256 of its starts .* the file has changed since",
         ),
         (LOSS_MASK_FILE, Path.unlink, "missing, and meta.json says that there is a loss mask"),
-        (LOSS_MASK_FILE, _cut, "2 bytes, but meta.json says 3 tokens, of one byte each"),
+        (LOSS_MASK_FILE, _cut, "2 bytes, but meta.json says 3 tokens of uint8 = 3"),
         (
             LOSS_MASK_FILE,
             lambda path: path.write_bytes(bytes([1, 1, 1])),
@@ -114,9 +109,7 @@ def _cut(path: Path) -> None:
         ),
     ],
 )
-def test_damaged_files(
-    tmp_path: Path, name: str, damage: Callable[[Path], None], message: str
-) -> None:
+def test_damaged_files(tmp_path, name, damage, message):
     directory = _prepare_masked(tmp_path, ([1], None), ([2, 3], [True, False]))
     verify_tokens(open_tokens(directory))
     damage(directory / name)
@@ -140,7 +133,7 @@ def test_damaged_files(
         ({"loss_mask_sha256": 5}, "loss_mask_sha256 5: .* valid string"),
     ],
 )
-def test_faulty_meta(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+def test_faulty_meta(tmp_path, changes, message):
     directory = _prepare_masked(tmp_path, ([1, 2, 3], [True, True, False]))
     path = directory / META_FILE
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
@@ -160,9 +153,7 @@ def test_faulty_meta(tmp_path: Path, changes: dict[str, object], message: str) -
     ],
 )
 @pytest.mark.parametrize("block", [1, 2, 1 << 20])
-def test_document_starts_ascend_inside_the_tokens(
-    tmp_path: Path, starts: list[int], message: str, block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_document_starts_ascend_inside_the_tokens(tmp_path, starts, message, block, monkeypatch):
     directory = _prepare(tmp_path, [1], [2], [3])
     np.save(directory / "documents.npy", np.array(starts))
     monkeypatch.setattr(tokens, "_STARTS_BLOCK", block)
@@ -170,7 +161,7 @@ def test_document_starts_ascend_inside_the_tokens(
         open_tokens(directory)
 
 
-def test_data_from_before_starts_were_summed_is_read(tmp_path: Path) -> None:
+def test_data_from_before_starts_were_summed_is_read(tmp_path):
     path = _prepare(tmp_path, [1, 2], [3]) / META_FILE
     meta = json.loads(path.read_text())
     del meta["documents_sha256"]
@@ -178,38 +169,24 @@ def test_data_from_before_starts_were_summed_is_read(tmp_path: Path) -> None:
     assert open_tokens(path.parent).document_offsets.tolist() == [0, 2, 3]
 
 
-def test_loss_masks(tmp_path: Path) -> None:
-    directory = _prepare_masked(
-        tmp_path, ([5, 6], None), ([7, 8, 9], [False, True, False]), ([], []), ([1], None)
-    )
-    data = open_tokens(directory)
-    assert data.loss_mask is not None
-    assert data.loss_mask.tolist() == [1, 1, 0, 1, 0, 1]
-    assert isinstance(data.loss_mask, np.memmap)
-    verify_tokens(data)
-    sequence = sequences_of(data, 5).row([0])
-    assert sequence.labels_S.tolist() == [6, IGNORED_LABEL, 8, IGNORED_LABEL, 1]
-
-
-def test_data_without_a_loss_mask_is_as_it_was(tmp_path: Path) -> None:
+def test_data_without_a_loss_mask_is_as_it_was(tmp_path):
     directory = _prepare(tmp_path, [1, 2, 3])
     assert {path.name for path in directory.iterdir()} == TOKEN_DATA_FILES
     assert "loss_mask_sha256" not in json.loads((directory / "meta.json").read_text())
     assert open_tokens(directory).loss_mask is None
 
 
-def test_a_loss_mask_longer_than_a_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_mask_longer_than_a_buffer(tmp_path, monkeypatch):
     monkeypatch.setattr(token_writer, "_BUFFER_BYTES", 16)
     monkeypatch.setattr(ids_files, "_BLOCK_TOKENS", 7)
     mask = [number % 3 > 0 for number in range(50)]
     directory = _prepare_masked(tmp_path, ([1] * 100, None), ([2] * 50, mask))
     data = open_tokens(directory)
-    assert data.loss_mask is not None
     assert data.loss_mask.tolist() == [1] * 100 + [int(counts) for counts in mask]
     verify_tokens(data)
 
 
-def test_a_loss_mask_has_no_other_bytes_than_0_and_1(tmp_path: Path) -> None:
+def test_a_loss_mask_has_no_other_bytes_than_0_and_1(tmp_path):
     directory = _prepare_masked(tmp_path, ([1, 2, 3], [True, True, False]))
     (directory / "loss_mask.bin").write_bytes(bytes([1, 7, 0]))
     data = open_tokens(directory)
@@ -243,9 +220,7 @@ def test_a_loss_mask_has_no_other_bytes_than_0_and_1(tmp_path: Path) -> None:
         ([1, 1], DOCUMENTS, ["at most one token, which has no label; prepare other data"]),
     ],
 )
-def test_data_that_a_run_cannot_use(
-    documents: list[int], keys: dict[str, Any], words: list[str]
-) -> None:
+def test_data_that_a_run_cannot_use(documents, keys, words):
     model = {"preset": "tiny", **keys.get("model", {})}
     run = make_run(**{**keys, "model": model})
     with pytest.raises(ValueError, match=".") if words else nullcontext() as caught:

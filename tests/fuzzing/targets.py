@@ -18,9 +18,8 @@ from sppo.config.loading import check_run, load_run
 from sppo.config.yaml_file import format_yaml, read_yaml
 from sppo.data.preparation.documents import read_text
 from sppo.data.preparation.ids_files import scan_ids
-from sppo.data.preparation.model_tokenizer import vocabulary_identity
 from sppo.data.preparation.prepare import prepare_tokens
-from sppo.data.preparation.tokenizer_file import load_tokenizer_file
+from sppo.data.preparation.tokenizer_file import load_tokenizer_file, vocabulary_identity
 from sppo.data.run_tokens import check_tokens
 from sppo.data.sample_rows import TrainingData
 from sppo.data.tokens import open_tokens
@@ -235,7 +234,7 @@ def id_files(draw: st.DrawFn, directory: Path) -> None:
     data = damaged.read_bytes()
     damaged.unlink()
     damaged.write_bytes(draw(changed_bytes(data[:128])) + data[128:])
-    tokenizer = scan_ids([path], vocab_size=None, end_of_document=None)
+    tokenizer = scan_ids([path], vocab_size=None, end_of_document="auto")
     for _ in tokenizer.encode([path]):
         pass
 

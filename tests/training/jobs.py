@@ -21,9 +21,9 @@ from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.devices.device import Device
 from sppo.training.evaluation import Evaluation, evaluate
 from sppo.training.job import Job, Ranks, mesh_shape
+from sppo.training.outcome import TrainingOutcome
 from sppo.training.preflight import CheckedRun, preflight
 from sppo.training.report import report
-from sppo.training.steps.outcome import TrainingOutcome
 
 
 def job_alone(
@@ -58,9 +58,9 @@ def train_alone(
     """Train in this process, and write the report if asked."""
     job = job_alone(run, device=device, console=console)
     checked = preflight(job)
-    outcome = trainer.train(job, checked)
+    outcome = trainer.train(checked)
     if reports:
-        report(job, checked, outcome, command="the same command")
+        report(checked, outcome, command="the same command")
     return outcome
 
 
@@ -79,9 +79,9 @@ def train_rank(
     ):
         job = job_of_rank(load_run(Path("run.yaml"), arguments), rank, device=device)
         checked = preflight(job)
-        outcome = trainer.train(job, checked)
+        outcome = trainer.train(checked)
         if reports and job.ranks.is_main:
-            report(job, checked, outcome, command="the same command")
+            report(checked, outcome, command="the same command")
         return checked, outcome
 
 

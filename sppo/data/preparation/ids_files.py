@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from sppo.data.array_file import map_array
 from sppo.data.preparation.documents import exists, reading
-from sppo.data.preparation.tokenizers import EncodedShard, check_end_of_document
+from sppo.data.preparation.tokenizers import EncodedShard, EndOfDocument, end_id
 from sppo.data.tokens import MAX_VOCAB_SIZE, TokenizerDescription
 from sppo.quoting import one_line
 
@@ -53,14 +53,14 @@ class IdsTokenizer:
 
 
 def scan_ids(
-    paths: Sequence[Path], *, vocab_size: int | None, end_of_document: int | None
+    paths: Sequence[Path], *, vocab_size: int | None, end_of_document: EndOfDocument
 ) -> IdsTokenizer:
     """Check every id in the files, and their loss masks; return a tokenizer with their vocabulary.
 
     Args:
         paths: Paths of ``.npy`` files of ids.
         vocab_size: Size of the vocabulary; None for the largest id + 1.
-        end_of_document: Id appended to every document, or None.
+        end_of_document: Id appended to every document; see :data:`EndOfDocument`.
 
     Raises:
         ValueError: An array is not 1-D integers, an id is below 0 or not below the vocabulary
@@ -74,9 +74,9 @@ def scan_ids(
     largest = -1
     for path in paths:
         largest = max(largest, _check_ids(path, limit=limit, given=vocab_size is not None))
-    if end_of_document is not None:
-        largest = max(largest, check_end_of_document(end_of_document, vocab_size=limit))
-    return IdsTokenizer(vocab_size or largest + 1, end_of_document=end_of_document)
+    end = end_id(end_of_document, own=None, vocab_size=limit)
+    largest = largest if end is None else max(largest, end)
+    return IdsTokenizer(vocab_size or largest + 1, end_of_document=end)
 
 
 def without_masks(paths: Sequence[Path]) -> tuple[Path, ...]:

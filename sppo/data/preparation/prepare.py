@@ -24,7 +24,7 @@ from sppo.data.preparation.tokenizers import (
     ByteTokenizer,
     EndOfDocument,
     Tokenizer,
-    check_end_of_document,
+    end_id,
 )
 from sppo.data.tokens import META_FILE, TokenData, TokenMeta, open_tokens, verify_tokens
 from sppo.units import KIB, MIB, counted
@@ -103,7 +103,7 @@ def prepare_tokens(
     paths = find_files([Path(path) for path in inputs], globs=globs, exclude=out)
     if tokenizer == "ids":
         paths = without_masks(paths)
-    source_bytes = _total_bytes(paths)
+    source_bytes = sum(map(_size_bytes, paths))
     with temporary_sibling(out) as temporary:
         chosen = choose_tokenizer(
             tokenizer, paths=paths, vocab_size=vocab_size, end_of_document=end_of_document
@@ -142,28 +142,21 @@ def choose_tokenizer(
         ValueError: There is no such tokenizer, or another option does not apply to it.
     """
     if name == "ids":
-        end = None if isinstance(end_of_document, str) else end_of_document
-        return scan_ids(paths, vocab_size=vocab_size, end_of_document=end)
+        return scan_ids(paths, vocab_size=vocab_size, end_of_document=end_of_document)
     if vocab_size is not None:
         raise ValueError(
             f"--vocab-size {vocab_size}: only for --tokenizer ids; --tokenizer {name} has its own"
             " vocabulary. Leave it out"
         )
-    if name != "bytes":
-        return load_tokenizer_file(name, end_of_document=end_of_document)
-    if end_of_document == "auto":
-        return ByteTokenizer(BYTE_END_OF_DOCUMENT)
-    if end_of_document == "none":
-        return ByteTokenizer(None)
-    return ByteTokenizer(check_end_of_document(end_of_document, vocab_size=BYTE_VOCAB_SIZE))
+    if name == "bytes":
+        own, size = BYTE_END_OF_DOCUMENT, BYTE_VOCAB_SIZE
+        return ByteTokenizer(end_id(end_of_document, own=own, vocab_size=size))
+    return load_tokenizer_file(name, end_of_document=end_of_document)
 
 
-def _total_bytes(paths: Sequence[Path]) -> int:
-    total_bytes = 0
-    for path in paths:
-        with reading(path):
-            total_bytes += path.stat().st_size
-    return total_bytes
+def _size_bytes(path: Path) -> int:
+    with reading(path):
+        return path.stat().st_size
 
 
 def _write(

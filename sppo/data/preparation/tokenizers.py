@@ -88,15 +88,22 @@ def _bytes_shard(data: bytes, ends_document: bool, source_bytes: int) -> Encoded
     return EncodedShard(np.frombuffer(data, dtype=np.uint8), ends_document, source_bytes)
 
 
-def check_end_of_document(end_of_document: int, *, vocab_size: int) -> int:
-    """Return ``end_of_document`` if it is an id of the vocabulary.
+def end_id(asked: EndOfDocument, *, own: int | None, vocab_size: int) -> int | None:
+    """Return the id that ends a document; None if nothing does.
+
+    Args:
+        asked: Id that was asked for.
+        own: Id that the tokenizer has for it, for ``auto``.
+        vocab_size: Size of the vocabulary.
 
     Raises:
         ValueError: The id is below 0, or not below ``vocab_size``.
     """
-    if not 0 <= end_of_document < vocab_size:
+    if isinstance(asked, str):
+        return own if asked == "auto" else None
+    if not 0 <= asked < vocab_size:
         raise ValueError(
-            f"--end-of-document {end_of_document}: an id is between 0 and {vocab_size - 1} in a"
-            f" vocabulary of {vocab_size}; give one of those, or none"
+            f"--end-of-document {asked}: an id is between 0 and {vocab_size - 1} in a vocabulary of"
+            f" {vocab_size}; give one of those, or none"
         )
-    return end_of_document
+    return asked
