@@ -35,9 +35,7 @@ class TensorStack:
             self._arena is not None and capacity_bytes <= self._arena.size_bytes
         ):
             return
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
+        self._arena = None  # free first: both may not fit
         self._arena = HostArena(capacity_bytes)
 
     def push(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
