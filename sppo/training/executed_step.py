@@ -22,7 +22,7 @@ from sppo.schedule.program import Case
 from sppo.schedule.simulation.simulate import simulate, step_seconds
 from sppo.schedule.timeline import Timeline, measured_timeline
 from sppo.training.job import Ranks
-from sppo.training.step_work import StepWork
+from sppo.training.step import StepWork
 
 _log = logging.getLogger(__name__)
 

@@ -40,7 +40,7 @@ from sppo.training.interruption import StopRequest
 
 if TYPE_CHECKING:
     from sppo.hardware.description import DeviceKind
-    from sppo.training.outcome import TrainingOutcome
+    from sppo.training.records import TrainingOutcome
 
 
 @dataclass(frozen=True, slots=True)

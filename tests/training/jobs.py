@@ -21,8 +21,8 @@ from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.devices.device import Device
 from sppo.training.evaluation import Evaluation, evaluate
 from sppo.training.job import Job, Ranks, mesh_shape
-from sppo.training.outcome import TrainingOutcome
 from sppo.training.preflight import CheckedRun, preflight
+from sppo.training.records import TrainingOutcome
 from sppo.training.report import report
 
 
