@@ -143,8 +143,7 @@ def commands_page() -> str:
     from typer.cli import get_docs_for_click
 
     from sppo.cli.app import SUBCOMMANDS, app, subcommand
-    from sppo.cli.command_group import KeyCommand
-    from sppo.cli.output.key_table import key_rows
+    from sppo.cli.command_group import key_rows
 
     context = typer.Context(typer.main.get_command(app), info_name="sppo")
     parts = [
@@ -156,8 +155,8 @@ def commands_page() -> str:
         command = subcommand(name)
         text = get_docs_for_click(obj=command, ctx=context, indent=1, name=name, call_prefix="sppo")
         parts.append(text.strip())
-        if isinstance(command, KeyCommand):
-            rows = [(f"`{key}`", *row) for key, *row in key_rows(command.keys)]
+        if keys := getattr(command, "keys", None):
+            rows = [(f"`{key}`", *row) for key, *row in key_rows(keys)]
             parts.append(_table(("key", "default", ""), rows))
     # Docstrings lose the indentation of an example if it is all that follows the first line.
     return re.sub(r"\n\n(sppo [^\n]+)\n\n", r"\n\n    \1\n\n", "\n\n".join(parts))

@@ -22,7 +22,7 @@ from sppo.bench.attention_backends import (
 )
 from sppo.bench.attention_grid import AttentionGrid, AttentionShape, Heads
 from sppo.bench.operands import DTYPES, Operands
-from sppo.bench.timing import Call, KernelBench, TimedCase
+from sppo.bench.timing import Call, KernelBench
 from sppo.hardware.rates import AttentionPoint
 from sppo.kernels.attention.call import AttentionCall
 from sppo.kernels.attention.choice import BackendName, chosen_name
@@ -30,7 +30,6 @@ from sppo.kernels.attention.interface import Backend, attention_backward, attent
 from sppo.kernels.attention.kv_layout import empty_keys
 
 Direction = Literal["forward", "backward"]
-AttentionKey = tuple[Backend, AttentionShape, Direction]
 
 _MOST_TRIED = {"cpu": 256, "cuda": 1024}
 """Most queries of the call that estimates the speed of a back end."""
@@ -70,7 +69,11 @@ def measure_attention(bench: KernelBench, grid: AttentionGrid) -> BackendCompari
     chosen = [pair for pair, reason in reasons.items() if reason is None]
     timings = bench.time(
         "attention",
-        [_case(bench, *pair, direction) for pair in chosen for direction in get_args(Direction)],
+        {
+            (name, shape, way): partial(_make, bench.operands, name, shape, way)
+            for name, shape in chosen
+            for way in get_args(Direction)
+        },
     )
     rates = []
     for name, shape in chosen:
@@ -92,10 +95,14 @@ def measure_documents(bench: KernelBench) -> DocumentSeconds:
     starts = tuple(range(0, tokens, _DOCUMENT_TOKENS))
     timings = bench.time(
         "documents",
-        [_case(bench, "auto", s, way, starts) for s in shapes for way in get_args(Direction)],
+        {
+            (shape, way): partial(_make, bench.operands, "auto", shape, way, starts)
+            for shape in shapes
+            for way in get_args(Direction)
+        },
     )
     forward_s, backward_s = (
-        max(timings["auto", shape, way].median_s for shape in shapes) / _DOCUMENTS
+        max(timings[shape, way].median_s for shape in shapes) / _DOCUMENTS
         for way in get_args(Direction)
     )
     return DocumentSeconds(forward_s, backward_s)
@@ -188,17 +195,6 @@ def _gap(
 def _try(bench: KernelBench, name: BackendName, shape: AttentionShape) -> float:
     """Return the seconds of one warm backward."""
     return bench.time_once(_make(bench.operands, name, shape, "backward"))
-
-
-def _case(
-    bench: KernelBench,
-    name: Backend,
-    shape: AttentionShape,
-    direction: Direction,
-    starts: tuple[int, ...] = (0,),
-) -> TimedCase[AttentionKey]:
-    make = partial(_make, bench.operands, name, shape, direction, starts)
-    return TimedCase((name, shape, direction), make)
 
 
 @torch.no_grad()

@@ -33,7 +33,7 @@ class CopyPoint:
         back_alone_bytes_per_s: Rate back to the device, without copies out.
         out_bytes_per_s: Rate out of the device during copies back.
         back_bytes_per_s: Rate back to the device during copies out.
-        numa_node: NUMA node that the host memory is taken from; None for any.
+        numa_node: NUMA node of the GPU, from which host memory is taken; None if not known.
         spread: Largest difference between the fastest and the slowest round of any of the four
             rates, relative to the rate's median.
     """
@@ -109,7 +109,7 @@ def measure_point(
     in_flight: int,
     rounds: int,
     numa_node: int | None = None,
-    advance: Callable[[], None],
+    advance: Callable[[], None] = lambda: None,
 ) -> CopyPoint:
     """Time copies out, copies back, and both together, each once in every round."""
     found: list[tuple[float, float, float, float]] = []

@@ -1,10 +1,8 @@
-"""Rates of copies between host memory and a CUDA device, by size and NUMA node.
+"""Rates of copies between host memory and CUDA devices, by size of a request.
 
-Host memory is an arena as in training: huge pages, bound to a NUMA node if there are several,
-registered with CUDA.
-
-The GPUs of a machine share its memory, and some share a link to it. They are measured at the same
-time, by one process each, which stays near its GPU as in training.
+Everything is as in training: host memory is an arena of huge pages registered with CUDA, and each
+GPU has a process, which stays at the NUMA node of its GPU. The GPUs of a machine share its memory,
+and some share a link to it, so they are measured at the same time.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,7 +22,7 @@ from torch import Tensor
 from sppo.bench.copies import CopyMeasurements, CopyPoint, Times, each_way, measure_point
 from sppo.bench.processes import at_once
 from sppo.bench.timing import Watcher
-from sppo.hardware.numa import memory_of, node_of_pci_device, pci_address, stay_near
+from sppo.hardware.numa import node_of_pci_device, pci_address, stay_near
 from sppo.hardware.this_machine import count_numa_nodes
 from sppo.offload.arena import HostArena
 from sppo.offload.page_lock import lock_pages, unlock_pages
@@ -51,116 +49,72 @@ def measure_pcie(
     """Measure copies between the host and all of its GPUs at once; return those of the slowest.
 
     Args:
-        devices: CUDA devices of this machine; a single one must be the current one.
+        devices: CUDA devices of this machine, each with its index.
         quick: Measure one size in one round.
-        watcher: Receiver of the progress: of every round, or of every GPU if there are several.
+        watcher: Receiver of the progress, notified of every GPU.
 
     Raises:
         MemoryError: A host that lacks the memory, or may not lock it.
         RuntimeError: The process of a GPU ended, or did not answer in time.
     """
-    if len(devices) == 1:
-        return _measure(devices[0], nodes=_numa_nodes(), quick=quick, watcher=watcher)
     watcher.begin("pcie", total=len(devices))
     with held_back(STOP_SIGNALS), without_script():
         manager = multiprocessing.get_context("spawn").Manager()
     with manager:
         barrier = manager.Barrier(len(devices))
         found = at_once(
-            _measure_beside_others,
+            _measure,
             [(device, barrier, quick) for device in devices],
             timeout_s=_MEASURE_S,
             advance=watcher.advance,
         )
     slowest = min(found, key=lambda one: _slower_way(one.planned))
+    if len(devices) == 1:
+        return slowest
     return replace(slowest, where=f"{slowest.where}, the slowest of {len(devices)} GPUs at once")
 
 
-def _measure_beside_others(device: torch.device, barrier: Any, quick: bool) -> CopyMeasurements:
+def _measure(device: torch.device, barrier: Any, quick: bool) -> CopyMeasurements:
     """Measure one GPU in a process of its own, in every round together with the other GPUs."""
     _cuda.set_device(device)
     node = node_of_pci_device(pci_address(_cuda.get_device_properties(device)))
     if node is not None:
         stay_near(node)
-    meet = partial(barrier.wait, _MEET_S)
-    try:
-        return _measure(device, nodes=[None], quick=quick, watcher=_Nobody(), meet=meet)
-    except threading.BrokenBarrierError:
-        raise RuntimeError(f"measuring copies: a GPU was not ready within {_MEET_S:g} s") from None
-
-
-class _Nobody:
-    """Watcher that ignores all progress."""
-
-    def begin(self, subject: str, *, total: int) -> None:
-        """Ignore the number of timings."""
-
-    def advance(self) -> None:
-        """Ignore a timing."""
-
-
-def _measure(
-    device: torch.device,
-    *,
-    nodes: Sequence[int | None],
-    quick: bool,
-    watcher: Watcher,
-    meet: Callable[[], object] = lambda: None,
-) -> CopyMeasurements:
-    """Measure copies between the host and the current CUDA device.
-
-    Args:
-        device: Current CUDA device.
-        nodes: NUMA nodes to bind arenas to; None does not bind.
-        quick: Measure one size in one round.
-        watcher: Receiver of the progress, notified of every round.
-        meet: Called before all copies; returns when the other GPUs are ready, too.
-    """
     requests = _QUICK_REQUESTS if quick else _REQUESTS
-    rounds = _QUICK_ROUNDS if quick else _ROUNDS
     most_bytes = _QUICK_MOST_BYTES if quick else _MOST_BYTES
     size_bytes = 2 * max(requests)
-    watcher.begin("pcie", total=len(nodes) * len(requests) * rounds)
     on_device = torch.empty(size_bytes, dtype=torch.uint8, device=device)
     points: list[CopyPoint] = []
-    register_s, refused = [], {}
-    for node in nodes:
-        try:
-            with _registered_arena(size_bytes, device, numa_node=node) as (memory, seconds):
-                register_s.append(seconds * GIB / size_bytes)
-                for size in requests:
-                    count = max(_FEWEST, min(_MOST, most_bytes // size))
-                    copies = _Streams(memory, on_device, request_bytes=size, count=count, meet=meet)
-                    copies.run(True, True)  # warm
-                    point = measure_point(
-                        copies.run,
-                        copy_kind="arena",
-                        request_bytes=size,
-                        in_flight=1,
-                        rounds=rounds,
-                        numa_node=node,
-                        advance=watcher.advance,
-                    )
-                    points.append(point)
-        except MemoryError as error:
-            if node == nodes[-1] and not register_s:
-                raise
-            refused[node] = error  # a node may have no memory, or be a GPU's
-    without = "".join(f"; not on NUMA node {node}: {error}" for node, error in refused.items())
+    try:
+        with _registered_arena(size_bytes, device) as (memory, register_s):
+            for size in requests:
+                copies = _Streams(
+                    memory,
+                    on_device,
+                    request_bytes=size,
+                    count=max(_FEWEST, min(_MOST, most_bytes // size)),
+                    meet=partial(barrier.wait, _MEET_S),
+                )
+                copies.run(True, True)  # warm
+                point = measure_point(
+                    copies.run,
+                    copy_kind="arena",
+                    request_bytes=size,
+                    in_flight=1,
+                    rounds=_QUICK_ROUNDS if quick else _ROUNDS,
+                    numa_node=None if node is None else node.index,
+                )
+                points.append(point)
+    except threading.BrokenBarrierError:
+        raise RuntimeError(f"measuring copies: a GPU was not ready within {_MEET_S:g} s") from None
     return CopyMeasurements(
         "host",
         f"host memory and {_cuda.get_device_name(device)}, NUMA nodes of the host: "
-        f"{count_numa_nodes()}{without}",
+        f"{count_numa_nodes()}",
         tuple(points),
-        planned=best_of_planned(points),
-        register_s_per_gib=min(register_s),
+        planned=max(points, key=lambda point: point.request_bytes),
+        register_s_per_gib=register_s * GIB / size_bytes,
     )
-
-
-def best_of_planned(points: list[CopyPoint]) -> CopyPoint:
-    """Return the point of copies as in training: the largest requests, the best NUMA node."""
-    longest = max(point.request_bytes for point in points)
-    return max((point for point in points if point.request_bytes == longest), key=_slower_way)
 
 
 def _slower_way(point: CopyPoint) -> float:
@@ -180,7 +134,7 @@ class _Streams:
         *,
         request_bytes: int,
         count: int,
-        meet: Callable[[], object] = lambda: None,
+        meet: Callable[[], object],
     ) -> None:
         self._count, self._device, self._meet = count, device.device, meet
         half = device.numel() // 2
@@ -225,13 +179,9 @@ class _Streams:
 
 
 @contextmanager
-def _registered_arena(
-    size_bytes: int, device: torch.device, *, numa_node: int | None
-) -> Iterator[tuple[Tensor, float]]:
+def _registered_arena(size_bytes: int, device: torch.device) -> Iterator[tuple[Tensor, float]]:
     """Yield the memory of a page-locked arena, and the seconds that page-locking took."""
-    with nullcontext() if numa_node is None else memory_of(numa_node):
-        arena = HostArena(size_bytes)
-    with arena:
+    with HostArena(size_bytes) as arena:
         memory = arena.tensor(0, (size_bytes,), torch.uint8)
         runtime = _cuda.cudart()
         start = time.perf_counter()
@@ -242,9 +192,3 @@ def _registered_arena(
         finally:
             _cuda.synchronize(device)
             unlock_pages(runtime, memory)
-
-
-def _numa_nodes() -> list[int | None]:
-    """Return the NUMA nodes to take memory from; only None if there is one node."""
-    count = count_numa_nodes()
-    return [None] if count == 1 else list(range(count))

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import typer
 
-from sppo.cli.arguments.common import Json, Overrides, RunFile
+from sppo.cli.arguments import Json, Overrides, RunFile
 from sppo.cli.command_group import CommandGroup
 from sppo.cli.exit_codes import exit_codes
-from sppo.cli.output.printing import print_json
+from sppo.cli.printing import print_json
 from sppo.config import ConfigError, load_run
 from sppo.config.huggingface_rope import ROPE_KEYS
 from sppo.config.problems import Problem

@@ -144,7 +144,7 @@ def check_weights(run: RunConfig) -> None:
             differs from the embedding to which it is tied.
     """
     if run.model.from_hf is not None:
-        from sppo.model.hf import open_hf_weights
+        from sppo.model.hf_reading import open_hf_weights
 
         open_hf_weights(Path(run.model.from_hf), run.model)
 

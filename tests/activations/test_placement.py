@@ -99,7 +99,7 @@ def is_whole(placement, tokens):
     return (fates == tokens[:, None]).any(axis=0)
 
 
-@settings(deadline=None, max_examples=examples(15, all=40))
+@settings(max_examples=examples(15, all=40))
 @given(seeds)
 def test_every_row_has_one_fate_and_one_class_at_most_is_cut(seed):
     inputs = random_inputs(seed)
@@ -119,7 +119,7 @@ def test_every_row_has_one_fate_and_one_class_at_most_is_cut(seed):
         assert not placement.offloaded[:, -1].any()
 
 
-@settings(deadline=None, max_examples=examples(15, all=40))
+@settings(max_examples=examples(15, all=40))
 @given(seeds)
 def test_nothing_is_cut_where_that_is_not_allowed(seed):
     inputs = random_inputs(seed, allow_partial=False)
@@ -127,7 +127,7 @@ def test_nothing_is_cut_where_that_is_not_allowed(seed):
         assert is_whole(placement, inputs.tokens).all()
 
 
-@settings(deadline=None, max_examples=examples(15, all=40))
+@settings(max_examples=examples(15, all=40))
 @given(seeds)
 def test_hybrid_leaves_everything_where_it_fits(seed):
     inputs = random_inputs(seed, room=1.001)
@@ -138,7 +138,7 @@ def test_hybrid_leaves_everything_where_it_fits(seed):
     assert not placement.offloads_anything
 
 
-@settings(deadline=None, max_examples=examples(30, all=100))
+@settings(max_examples=examples(30, all=100))
 @given(seeds)
 def test_all_choices_of_hybrid_stay_within_its_room(seed):
     inputs = random_inputs(seed)
@@ -148,7 +148,7 @@ def test_all_choices_of_hybrid_stay_within_its_room(seed):
         assert (in_tier <= inputs.tier_bytes).all()
 
 
-@settings(deadline=None, max_examples=examples(10, all=50))
+@settings(max_examples=examples(10, all=50))
 @given(seeds)
 def test_the_least_placement_keeps_nothing_that_frees_memory(seed):
     inputs = random_inputs(seed)
@@ -173,7 +173,7 @@ def value_of_rows(inputs):
     return np.where(held > 0, seconds / np.maximum(held, 1e-9), np.inf)
 
 
-@settings(deadline=None, max_examples=examples(30, all=200))
+@settings(max_examples=examples(30, all=200))
 @given(seeds)
 def test_no_exchange_of_rows_would_recompute_less(seed):
     """Whatever the device retains costs more to recompute per byte than what is recomputed."""
@@ -218,7 +218,7 @@ def test_half_of_the_attention_outputs_leave_a_quarter_of_attention_to_recompute
     assert recomputed <= inputs.attention_recompute_s.sum() / 4
 
 
-@settings(deadline=None, max_examples=examples(15, all=40))
+@settings(max_examples=examples(15, all=40))
 @given(seeds)
 def test_what_hides_is_what_the_paper_moves(seed):
     """alpha_i A_i = BW T_c, in whole rows: at most that, and less than a cut below it."""
@@ -307,7 +307,7 @@ def evaluated_by_policy(candidate, seconds):
     }
 
 
-@settings(deadline=None, max_examples=examples(10, all=25))
+@settings(max_examples=examples(10, all=25))
 @given(candidates())
 def test_hybrid_is_never_slower_than_what_else_fits(candidate):
     """It waits and recomputes only where moving what hides does not do."""
@@ -329,7 +329,7 @@ def test_hybrid_is_never_slower_than_what_else_fits(candidate):
         assert hybrid.effective_policy == "retain"
 
 
-@settings(deadline=None, max_examples=examples(15, all=60))
+@settings(max_examples=examples(15, all=60))
 @given(candidates(), st.sampled_from(EVERY_POLICY[:-1]), st.floats(0, 0.1))
 def test_hybrid_fits_and_is_as_fast_where_another_fits_by_a_hair(candidate, policy, share):
     """Whatever room it decides in: that allows for the largest working set of any placement.
@@ -350,7 +350,7 @@ def test_hybrid_fits_and_is_as_fast_where_another_fits_by_a_hair(candidate, poli
         assert simulate_candidate(hybrid).step_s <= min(seconds) * 1.03
 
 
-@settings(deadline=None, max_examples=examples(8, all=100))
+@settings(max_examples=examples(8, all=100))
 @given(candidates(), st.floats(0.1, 0.9), st.randoms(use_true_random=False))
 def test_no_exchange_of_rows_makes_a_step_faster(candidate, share, random):
     """Rows that are kept for others that are recomputed, of any two stages or subsequences.

@@ -20,7 +20,8 @@ from sppo.bench.attention_backends import (
 from sppo.bench.attention_grid import AttentionGrid, AttentionShape, Heads, attention_grid
 from sppo.bench.operands import Operands
 from sppo.bench.timing import KernelBench, Rounds, Timing
-from sppo.cli.output.bench_attention import automatic_line, print_attention
+from sppo.cli.bench_tables import attention_screen, automatic_line
+from sppo.cli.printing import print_screen
 from tests.bench.test_timing import Watcher, bench_of
 
 ONCE = Rounds(count=1, window_s=0.0)
@@ -46,7 +47,7 @@ def measured(rates, *, automatic, left_out=None):
 
 def printed(found):
     console = Console(file=io.StringIO(), width=160)
-    print_attention(found, console=console)
+    print_screen(attention_screen(found), console)
     return console.file.getvalue()
 
 
@@ -113,8 +114,8 @@ def clock(monkeypatch):
             KernelBench,
             "time",
             lambda bench, subject, cases: {
-                case.key: Timing(*[s_per_flop[case.key[0]] * case.key[1].forward_flops] * 3)
-                for case in cases
+                (name, shape, way): Timing(*[s_per_flop[name] * shape.forward_flops] * 3)
+                for name, shape, way in cases
             },
         )
         return tried

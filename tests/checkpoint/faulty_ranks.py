@@ -115,7 +115,7 @@ def save_with_fault(
     load_and_compare(group, manager, "rows", step=1)
     manager.save(cut_state(group, "grid", step=3), step=3, metadata={})
     manager.wait()
-    load_and_compare(group, manager, "columns", step=3)
+    load_and_compare(group, manager, "grid", step=3)
     return {
         "type": type(raised).__name__,
         "text": str(raised),

@@ -62,21 +62,12 @@ def box_of(layout: str, name: str, shape: torch.Size, *, rank: int, size: int) -
         return box
     if layout == "rows":
         box[0] = cut(shape[0], size)[rank]
-    elif layout == "columns":
-        box[-1] = cut(shape[-1], size)[rank]
     elif layout == "grid":  # two columns as far as there are ranks, replicas on an odd last one
         across = cut(shape[-1], min(size, 2))
         box[-1] = across[rank % len(across)]
         if len(shape) > 1:
             down = cut(shape[0], max(size // 2, 1))
             box[0] = down[rank // 2 % len(down)]
-    elif layout == "stages":  # each name on two neighbouring ranks: in halves or as replicas
-        first = len(name) % size
-        place = (rank - first) % size
-        if place > 1:
-            return None
-        if len(name) % 2 == 0 and size > 1:
-            box[0] = cut(shape[0], 2)[place]
     else:
         raise ValueError(layout)
     return box

@@ -25,8 +25,8 @@ from tests.checkpoint import resharding_ranks as work
 from tests.ranks import RankPool
 from tests.tiers import each_once, exhaustive
 
-LAYOUTS = ["whole", "rows", "columns", "grid", "stages", *(f"random {i}" for i in range(4))]
-SOME_LAYOUTS = ["grid", "stages", "random 1"]
+LAYOUTS = ["whole", "rows", "grid", *(f"random {i}" for i in range(4))]
+SOME_LAYOUTS = ["grid", "random 1", "random 2"]
 """What the default tier loads in."""
 SAVING_RANKS, DEFAULT_SIZE = 4, 3
 
@@ -103,7 +103,7 @@ def test_one_process_reads_the_model(saved, layout):
     assert torch.equal(moment, state["optimizer.exp_avg.embed.weight"].float())
 
 
-@pytest.mark.parametrize("layout", ["random 1", *exhaustive("grid", "stages")])
+@pytest.mark.parametrize("layout", ["random 1", *exhaustive("grid")])
 def test_to_hugging_face_from_any_layout(ranks, tmp_path, layout):
     ranks(work.save_model, str(tmp_path / "many"), layout, size=SAVING_RANKS)
     ranks(work.save_model, str(tmp_path / "one"), "whole", size=0)
@@ -235,13 +235,14 @@ def test_a_rank_killed_in_a_save_loses_only_that_save(ranks, tmp_path, on):
         ranks(faulty.die_in_save, str(tmp_path), on, size=3)
     assert str(failed.value).count("sppo.parallel.job.peer_errors.PeerLostError: ") == 2
     assert "step_000002" not in work.names(str(tmp_path))
-    assert ranks(work.load_newest, str(tmp_path), "columns", size=2) == [1, 1]
+    assert ranks(work.load_newest, str(tmp_path), "grid", size=2) == [1, 1]
     listed = ranks(work.save, str(tmp_path), "grid", 2, size=4)
     assert listed[0] == ["step_000001", "step_000002"]
     assert ranks(work.load_newest, str(tmp_path), "whole", size=0) == [2]
 
 
 def test_a_damaged_file_is_reported_alike_by_all(ranks, tmp_path):
+    assert ranks(faulty.find, str(tmp_path), size=3) == [{"found": None}] * 3
     ranks(work.save, str(tmp_path), "rows", 1, 2, size=4)
     _flip_a_bit(_step(tmp_path, 2) / "__2_0.distcp")
     answers = ranks(faulty.find, str(tmp_path), size=3)
@@ -252,10 +253,6 @@ def test_a_damaged_file_is_reported_alike_by_all(ranks, tmp_path):
     (message,) = {answer["error"] for answer in answers}
     assert "step_000001: __3_0.distcp: bytes" in message
     assert "step_000002: __2_0.distcp: bytes" in message
-
-
-def test_no_checkpoint_is_none_on_all(ranks, tmp_path):
-    assert ranks(faulty.find, str(tmp_path), size=2) == [{"found": None}] * 2
 
 
 @pytest.mark.parametrize(

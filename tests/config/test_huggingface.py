@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from sppo.config import PRESETS, ModelConfig, RopeScaling
 from sppo.config.huggingface import hf_config, ignored_settings, model_fields, read_model_fields
+from tests.tiers import examples
 
 SIZES = {
     "vocab_size": 61,
@@ -313,7 +314,7 @@ def rotary_models(draw):
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(50, all=150), deadline=None)
 @given(rotary_models())
 def test_every_rotary_model_of_a_family_survives_the_round_trip(model):
     text = json.dumps(hf_config(model, dtype="fp32"))

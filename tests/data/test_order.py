@@ -55,9 +55,9 @@ def test_order_is_pinned():
 
 
 def test_all_orders_of_few_sequences_are_about_equally_likely():
-    num_epochs = 1200
+    num_epochs = 600
     order = SequenceOrder(3, seed=5, shuffle=True)
     counts = Counter(tuple(_epoch(order, epoch)) for epoch in range(num_epochs))
-    # 200 expected of each of the 6; the standard deviation is 13.
+    # 100 expected of each of the 6; the standard deviation is 9.
     assert len(counts) == 6
-    assert all(150 <= count <= 250 for count in counts.values()), counts
+    assert all(64 <= count <= 136 for count in counts.values()), counts

@@ -89,6 +89,7 @@ def test_thousands_of_samples_a_step_take_milliseconds():
 # Rows
 
 
+@settings(max_examples=examples(30, all=100))
 @given(documents, st.integers(1, 30), st.data())
 def test_a_row_is_its_samples_side_by_side(lengths, length, drawn):
     training = documents_of(lengths, length=length, samples_per_step=1)
@@ -115,6 +116,7 @@ def _examples(sequence: SequenceData) -> list[tuple[tuple[int, ...], int]]:
     return examples
 
 
+@settings(max_examples=examples(30, all=100))
 @given(few_documents, st.data())
 def test_isolated_sequence_equals_its_documents_trained_apart(lengths, data):
     length = data.draw(st.integers(1, sum(lengths) - 1))
@@ -135,6 +137,7 @@ def test_isolated_sequence_equals_its_documents_trained_apart(lengths, data):
         assert packed.document_starts[-1] < length
 
 
+@settings(max_examples=examples(30, all=100))
 @given(few_documents, st.data())
 def test_joined_sequences_are_the_stream(lengths, data):
     length = data.draw(st.integers(1, sum(lengths) - 1))

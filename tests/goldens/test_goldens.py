@@ -77,7 +77,7 @@ def test_programs_and_their_simulated_times():
 
 
 @pytest.mark.parametrize(
-    ("kind", "most"), [("short_losses", examples(20, all=100)), ("trained_losses", 6)]
+    ("kind", "most"), [("short_losses", examples(10, all=100)), ("trained_losses", 6)]
 )
 def test_losses(kind, most):
     golden = read(kind)

@@ -56,7 +56,7 @@ def assert_tiles(boundaries, length, num_subsequences):
     assert all(type(b) is int for b in boundaries)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(requests, costs, costs)
 def test_any_request_is_tiled(request, linear, quadratic):
     length, num_subsequences, alignment = request
@@ -70,7 +70,7 @@ def test_any_request_is_tiled(request, linear, quadratic):
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(1000, 10**7), st.integers(1, 64), st.integers(0, 9))
 def test_pieces_cost_the_same_but_for_rounding(length, num_subsequences, power):
     """Each cut moves by half an alignment at most, where a token costs a + bS at most."""
@@ -84,7 +84,7 @@ def test_pieces_cost_the_same_but_for_rounding(length, num_subsequences, power):
     assert all(abs(cost(b) - cost(a) - share) <= slack for a, b in pairwise(boundaries))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(1, 10**6), st.integers(1, 200))
 def test_equal_lengths_differ_by_one_token(length, num_subsequences):
     if num_subsequences > length:
@@ -93,7 +93,7 @@ def test_equal_lengths_differ_by_one_token(length, num_subsequences):
     assert max(lengths) - min(lengths) <= 1
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(requests)
 def test_alignment_is_halved_only_until_pieces_fit(request):
     length, num_subsequences, alignment = request

@@ -28,7 +28,7 @@ def order(schedule, rank, kinds="FBW"):
     return [str(a) for a in schedule.programs[rank] if a.kind.value in kinds]
 
 
-@settings(deadline=None, max_examples=examples(60, all=400))
+@settings(max_examples=examples(60, all=400))
 @given(st.sampled_from(schedule_names()), st.integers(1, 6), st.integers(1, 4), ragged)
 def test_any_ragged_request_gives_a_valid_program_that_no_queue_blocks(name, p, v, lengths):
     v = v if name in WITH_VIRTUAL_STAGES else 1
@@ -44,7 +44,7 @@ def test_any_ragged_request_gives_a_valid_program_that_no_queue_blocks(name, p, 
     assert counts[ActionKind.REDUCE] == p * v
 
 
-@settings(deadline=None, max_examples=examples(25, all=60))
+@settings(max_examples=examples(25, all=60))
 @given(st.sampled_from(SUBSEQUENCE_SCHEDULES), st.integers(1, 5), st.integers(1, 3), ragged)
 def test_forward_only_programs_are_valid_and_hold_only_forwards(name, p, v, lengths):
     v = v if name in WITH_VIRTUAL_STAGES else 1
@@ -53,7 +53,7 @@ def test_forward_only_programs_are_valid_and_hold_only_forwards(name, p, v, leng
     assert {a.kind for program in schedule.programs for a in program} == {ActionKind.F}
 
 
-@settings(deadline=None, max_examples=examples(25, all=60))
+@settings(max_examples=examples(25, all=60))
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 8))
 def test_peak_in_flight_of_seq1f1b(p, m, n):
     schedule = make("seq1f1b", p=p, m=m, n=n)
@@ -83,7 +83,7 @@ def test_a_long_sequence_holds_no_more_once_it_is_through_on_several_stages():
     assert max(held[kinds.index("B") + 9 :]) == 5
 
 
-@settings(deadline=None, max_examples=examples(25, all=100))
+@settings(max_examples=examples(25, all=100))
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 6), st.integers(1, 8))
 def test_equal_sequences_pair_up_after_a_constant_warm_up(p, v, m, n):
     """With groups of G units, (v - 1) * G + N - 1 forwards on the last rank, more on others."""
@@ -97,7 +97,7 @@ def test_equal_sequences_pair_up_after_a_constant_warm_up(p, v, m, n):
         assert own == [F] * warmup + [F, B] * pairs + [B] * warmup
 
 
-@settings(deadline=None, max_examples=examples(25, all=150))
+@settings(max_examples=examples(25, all=150))
 @given(
     st.sampled_from(["sppo", "seq1f1b", "seq_zb_h1", "gpipe"]),
     st.integers(1, 5),

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from sppo.checkpoint.checkpoint import read_model
 from sppo.config import load_run
-from sppo.model.hf import save_hf_weights
+from sppo.model.hf_writing import save_hf_weights
 from sppo.model.initialize import initial_weights
 from sppo.optim import sharded_state as sharded_state
 from sppo.optim.adamw import AdamW

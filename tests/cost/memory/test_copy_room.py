@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import replace
 
 import numpy as np
@@ -30,14 +29,14 @@ from sppo.engine.engine import Engine
 from sppo.engine.unit import SequenceData
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.this_machine import has_half_products
-from sppo.kernels.native.cpu_allocator import install_cpu_allocator
 from sppo.model.gradients import zero_gradients
 from sppo.model.initialize import initial_weights
-from sppo.offload.offload_store import OffloadStore
-from sppo.offload.queues.thread_queues import ThreadQueues
+from sppo.offload.block_store import BlockStore
+from sppo.offload.cpu_lane import CpuLane
 from sppo.planning.run_plan import plan_run
 from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.units import MIB
+from tests.cost.pool import peak_of_step
 from tests.engine.offloading import with_offsets
 from tests.planning.cases import run_config
 
@@ -74,7 +73,7 @@ def test_tensors_are_packed_one_behind_the_other():
     assert packed_bytes([4096, 1]) == 8192
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.tuples(*[st.integers(0, 500)] * 3), st.integers(1, 4), st.integers(1, 3))
 def test_a_block_holds_the_rows_of_its_classes(rows, every, shard_count):
     model = run_of().model
@@ -160,13 +159,9 @@ def rows_cut_by(fate, tensor_class):
 )
 def test_cut_tensors_take_the_memory_that_is_predicted(fate, tensor_class, every, tmp_path):
     """Peak of a step beyond what outlives it, after a first step that builds what stays."""
-    allocator = install_cpu_allocator()
-    if allocator is None:
-        pytest.skip("torch's CPU tensors live in the C heap here")
     sizes = {"hidden_size": 256, "num_heads": 4, "mlp_size": 704, "num_layers": 4}
     model = run_config({"vocab_size": 512, **sizes}).model
     rows = rows_cut_by(fate, tensor_class)
-    gc.collect()  # engines of earlier tests, which would go during the step
     weights = {name: w.bfloat16() for name, w in initial_weights(model, seed=0).items()}
     engine = Engine(
         model,
@@ -177,21 +172,12 @@ def test_cut_tensors_take_the_memory_that_is_predicted(fate, tensor_class, every
                 with_offsets(model, [rows] * 2, element_bytes=2, input_every=every)
             )
         },
-        offloaded=OffloadStore(ThreadQueues(), disk=tmp_path, source_lag=0),
+        offloaded=BlockStore(CpuLane(), disk=tmp_path, source_lag=0),
         input_every=every,
     )
     tokens = torch.arange(1025) % 512
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        for _ in range(2):
-            allocator.reset_peak()
-            engine.accumulate([SequenceData(tokens[:-1], tokens[1:])], [(0, 512, 1024)])
-    finally:
-        torch.set_num_threads(threads)
-        engine.close()
-    memory = allocator.memory()
-    seen = memory.used_peak_bytes - memory.used_bytes
+    seen = peak_of_step(engine, SequenceData(tokens[:-1], tokens[1:]), (0, 512, 1024))
+    engine.close()
     placement = ActivationPlacement(*(np.array([[part] * 2]) for part in rows))
     # With products in half precision as on this machine.
     device = replace(LAPTOP.device, half_products=has_half_products())

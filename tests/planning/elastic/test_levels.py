@@ -8,7 +8,7 @@ from dataclasses import replace
 from unittest import mock
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from sppo.activations.tensor_classes import ATTENTION, LINEAR
@@ -61,9 +61,7 @@ def pressed(samples=64, *, ranks=4, share=0.5, longest=65536, host=False):
     return with_room(base.with_packed(packed.sequences), share)
 
 
-@settings(
-    deadline=None, max_examples=examples(15, all=300), suppress_health_check=[HealthCheck.too_slow]
-)
+@settings(max_examples=examples(15, all=300))
 @given(
     packed_candidates(policies=("auto",), schedules=SCHEDULES),
     st.floats(-0.5, 1),
@@ -96,9 +94,7 @@ def pressed_steps(draw):
     return planner.with_base(base), lengths
 
 
-@settings(
-    deadline=None, max_examples=examples(6, all=300), suppress_health_check=[HealthCheck.too_slow]
-)
+@settings(max_examples=examples(6, all=300))
 @given(pressed_steps())
 def test_no_rank_holds_more_than_it_may_and_no_step_is_slower_than_without_levels(step):
     planner, lengths = step
@@ -117,9 +113,7 @@ def test_no_rank_holds_more_than_it_may_and_no_step_is_slower_than_without_level
     assert plan.step_s <= without.step_s
 
 
-@settings(
-    deadline=None, max_examples=examples(3, all=200), suppress_health_check=[HealthCheck.too_slow]
-)
+@settings(max_examples=examples(3, all=200))
 @given(pressed_steps())
 def test_what_does_not_fit_says_which_sample_which_stage_and_how_much(step):
     planner, lengths = step
@@ -140,9 +134,7 @@ def test_what_does_not_fit_says_which_sample_which_stage_and_how_much(step):
         assert planner.with_base(with_bytes(tight, tight.budget_bytes + short)).plan(lengths)
 
 
-@settings(
-    deadline=None, max_examples=examples(6, all=200), suppress_health_check=[HealthCheck.too_slow]
-)
+@settings(max_examples=examples(6, all=200))
 @given(packed_candidates(policies=("auto",), schedules=SCHEDULES), st.floats(1, 1.5))
 def test_where_everything_can_be_retained_it_is(candidate, share):
     candidate = with_room(candidate, share)

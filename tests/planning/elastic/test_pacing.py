@@ -5,7 +5,7 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from sppo.cost.deferred_weights import weight_operand_bytes
@@ -82,9 +82,7 @@ def small_steps(draw):
     )
 
 
-@settings(
-    deadline=None, max_examples=examples(6, all=150), suppress_health_check=[HealthCheck.too_slow]
-)
+@settings(max_examples=examples(6, all=150))
 @given(small_steps())
 def test_a_paced_step_is_as_fast_as_any_grouping_into_pipelines(candidate):
     """Where not everything recomputed fits at once; InfiniPipe groups sequences there."""
@@ -146,9 +144,7 @@ def paced_candidates(draw):
     return replace(candidate, forwards_before_backward=counts)
 
 
-@settings(
-    deadline=None, max_examples=examples(15, all=300), suppress_health_check=[HealthCheck.too_slow]
-)
+@settings(max_examples=examples(15, all=300))
 @given(paced_candidates(), st.integers(0, 2**32 - 1))
 def test_what_paced_ranks_hold_is_what_their_program_does(candidate, seed):
     schedule = generate(
@@ -165,9 +161,7 @@ def test_what_paced_ranks_hold_is_what_their_program_does(candidate, seed):
     assert [most.max() for most in windows] == pytest.approx(peaks)
 
 
-@settings(
-    deadline=None, max_examples=examples(20, all=300), suppress_health_check=[HealthCheck.too_slow]
-)
+@settings(max_examples=examples(20, all=300))
 @given(paced_candidates(), st.integers(0, 2**32 - 1), st.floats(0, 1.1))
 def test_ranks_begin_as_much_as_there_is_room_for(candidate, seed, share):
     """Counted along the program: it fits where anything does, and the first rank has no room left.

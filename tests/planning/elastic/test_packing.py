@@ -59,7 +59,7 @@ def placed(packed: PackedSamples):
     ]
 
 
-@settings(deadline=None, max_examples=examples(20, all=300))
+@settings(max_examples=examples(20, all=300))
 @given(meshes())
 def test_a_mesh_ends_with_the_longest_sample(made):
     _, mesh, longest, degree = made
@@ -68,7 +68,7 @@ def test_a_mesh_ends_with_the_longest_sample(made):
     assert min(mesh.slices[:-1], default=degree) >= degree  # a short last one joins another
 
 
-@settings(deadline=None, max_examples=examples(25, all=300))
+@settings(max_examples=examples(25, all=300))
 @given(packings())
 def test_samples_are_whole_once_and_cut_at_the_mesh(packing):
     lengths, packed, mesh, degree = packing
@@ -91,7 +91,7 @@ def test_samples_are_whole_once_and_cut_at_the_mesh(packing):
         assert sum(len(parts) - 1 for parts in sequence.parts()[:-1]) == 0
 
 
-@settings(deadline=None, max_examples=examples(15, all=150))
+@settings(max_examples=examples(15, all=150))
 @given(meshes(), st.data())
 def test_packing_depends_on_lengths_alone(made, data):
     cost, mesh, longest, degree = made

@@ -19,7 +19,7 @@ ONE_BUCKET_ONLY = ("gpipe", "1f1b", "sppo", "seq1f1b", "looped_bfs")
 """Schedules whose ranks reach the peaks of all buckets in the same moment if they retain all."""
 
 
-@settings(deadline=None, max_examples=examples(20, all=60))
+@settings(max_examples=examples(20, all=60))
 @given(candidates())
 def test_a_simulation_never_holds_more_than_the_plan_says(candidate: Candidate):
     evaluated = simulate_candidate(evaluate_candidate(candidate))
@@ -29,7 +29,7 @@ def test_a_simulation_never_holds_more_than_the_plan_says(candidate: Candidate):
         assert peak <= stage.device.total_bytes + 8
 
 
-@settings(deadline=None, max_examples=examples(8, all=20))
+@settings(max_examples=examples(8, all=20))
 @given(candidates(schedules=ONE_BUCKET_ONLY, policies=("retain",)))
 def test_what_retains_everything_holds_exactly_what_the_plan_says(candidate: Candidate):
     evaluated = evaluate_candidate(candidate)

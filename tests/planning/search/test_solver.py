@@ -151,7 +151,7 @@ better_machines = (
 )
 
 
-@settings(deadline=None, max_examples=examples(2, all=5))
+@settings(max_examples=examples(2, all=5))
 @given(*better_machines)
 def test_a_better_machine_is_not_slower(asked, what, factor):
     """By more than closed forms are off, which choose placements, or by few values of N."""

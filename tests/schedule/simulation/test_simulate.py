@@ -54,7 +54,7 @@ def test_the_ten_documented_cases(case, with_messages):
 durations = st.lists(st.integers(1, 9), min_size=1, max_size=8)
 
 
-@settings(deadline=None, max_examples=examples(30, all=80))
+@settings(max_examples=examples(30, all=80))
 @given(st.integers(1, 6), durations, st.integers(0, 4))
 def test_time_of_a_single_sequence(p, costs, extra):
     """T = sum(f + b) + (p - 1)(max f + max b): a proportionate flow shop."""
@@ -67,13 +67,13 @@ def test_time_of_a_single_sequence(p, costs, extra):
     assert timeline.makespan_s == pytest.approx(expected)
 
 
-@settings(deadline=None, max_examples=examples(30, all=60))
+@settings(max_examples=examples(30, all=60))
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 6))
 def test_time_of_seq1f1b(p, m, n):
     assert play(make("seq1f1b", p=p, n=n, m=m)).makespan_s == 3 * (m * n + p - 1)
 
 
-@settings(deadline=None, max_examples=examples(30, all=60))
+@settings(max_examples=examples(30, all=60))
 @given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 6), st.integers(1, 4))
 def test_time_of_interleaving_when_the_groups_divide_the_sequences(p, v, n, groups):
     m = groups * -(-p // n)
@@ -82,7 +82,7 @@ def test_time_of_interleaving_when_the_groups_divide_the_sequences(p, v, n, grou
     assert timeline.makespan_s == 3 * (m * n * v + p - 1)
 
 
-@settings(deadline=None, max_examples=examples(30, all=60))
+@settings(max_examples=examples(30, all=60))
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 6), st.integers(1, 3))
 def test_time_and_units_in_flight_of_the_looped_order(p, v, n, m):
     """Sequences of at least one subsequence for each rank follow one another."""
@@ -92,7 +92,7 @@ def test_time_and_units_in_flight_of_the_looped_order(p, v, n, m):
     assert in_flight(timeline) == [v * n] * p
 
 
-@settings(deadline=None, max_examples=examples(30, all=60))
+@settings(max_examples=examples(30, all=60))
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 6), st.sampled_from((1.0, 0.6, 1 / 3)))
 def test_time_of_the_zero_bubble_schedule(p, n, m, weight):
     units = n * m
@@ -103,7 +103,7 @@ def test_time_of_the_zero_bubble_schedule(p, n, m, weight):
         assert timeline.makespan_s == 3 * units + (p - 1) + max(0, p - 1 + n - units)
 
 
-@settings(deadline=None, max_examples=examples(30, all=80))
+@settings(max_examples=examples(30, all=80))
 @given(
     st.sampled_from([name for name in SUBSEQUENCE_SCHEDULES if name != "sppo_msp"]),
     st.integers(1, 5),
@@ -133,7 +133,7 @@ def test_time_is_bounded_below_and_grows_with_every_cost(name, p, m, n, data):
     assert play(schedule, latency=1).makespan_s >= play(schedule).makespan_s
 
 
-@settings(deadline=None, max_examples=examples(30, all=80))
+@settings(max_examples=examples(30, all=80))
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_no_valid_order_beats_the_bound(p, m, n, random):
     """T >= (p - 1) F + U (F + B): the last rank starts late and has all that work."""
@@ -163,7 +163,7 @@ def test_no_valid_order_beats_the_bound(p, m, n, random):
     assert timeline.makespan_s >= (p - 1) + 3 * m * n
 
 
-@settings(deadline=None, max_examples=examples(20, all=40))
+@settings(max_examples=examples(20, all=40))
 @given(
     st.sampled_from(SUBSEQUENCE_SCHEDULES), st.integers(1, 4), st.integers(1, 3), st.integers(1, 5)
 )
@@ -177,7 +177,7 @@ def test_busy_and_idle_add_up_on_every_rank(name, p, m, n):
         assert all(i.start_s < i.finish_s for i in track.idle)
 
 
-@settings(deadline=None, max_examples=examples(30, all=60))
+@settings(max_examples=examples(30, all=60))
 @given(
     st.sampled_from(SUBSEQUENCE_SCHEDULES),
     st.integers(1, 4),

@@ -153,6 +153,16 @@ def test_settings_of_the_user_stay(monkeypatch, no_settings, given):
         assert said.endswith(f"allocator, {given}=mine")
 
 
+def test_the_store_of_a_rank_has_two_streams():
+    plan = SimpleNamespace(offloads_anything=True, activation_tier="host")
+    with fake_gpu() as (device, runtime):
+        made = mock.Mock(side_effect=runtime.Stream)
+        runtime.Stream = made
+        options = {"disk": None, "debug": False, "failed_step_timeout_s": 5.0}
+        device.block_store(plan, **options)
+        assert made.call_count == 2
+
+
 def test_a_rank_stays_next_to_its_gpu(monkeypatch):
     node, threads = NumaNode(1, frozenset({4, 5})), [8]
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
