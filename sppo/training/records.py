@@ -19,7 +19,7 @@ from sppo.report.metrics import METRICS_FILE, JsonlSink, StepMetrics, TensorBoar
 from sppo.report.step_line import step_line
 from sppo.training.devices.cpu_device import PoolUse
 from sppo.training.executed_step import StepTimelines
-from sppo.training.job import Job, Ranks
+from sppo.training.job import Job
 from sppo.training.run_directory import TENSORBOARD_DIRECTORY
 from sppo.training.state import TrainingState
 from sppo.training.step import DoneStep, Phases, StepWork
@@ -229,7 +229,7 @@ def measure_step(
         lr: Scheduled learning rate, also if the update was skipped.
         learnt: Metrics of the correction of predicted times.
     """
-    peers, result, copies = job.ranks.peers, done.result, done.copies
+    peers, result, copies = job.peers, done.result, done.copies
     own_peak = job.device.peak_bytes()
     forward_s, backward_s, rest_s, seconds, peak, exposed_s, predicted_s, waited_s = peers.largest(
         [
@@ -243,11 +243,11 @@ def measure_step(
     )
     outcome.add(work, done, (forward_s, backward_s, rest_s), peak_bytes=own_peak)
     tokens, model_flops, executed_flops = _of_replicas(
-        job.ranks, work.tokens, work.model_flops, work.executed_flops
+        job, work.tokens, work.model_flops, work.executed_flops
     )
     peak_flops_per_s = outcome.base.peak_flops_per_s
-    most_flops = peak_flops_per_s and peak_flops_per_s * job.ranks.mesh.shape.num_ranks * seconds
-    packing = {} if work.samples is None else _packing(work.samples.replica.plan, done, job.ranks)
+    most_flops = peak_flops_per_s and peak_flops_per_s * job.mesh.shape.num_ranks * seconds
+    packing = {} if work.samples is None else _packing(work.samples.replica.plan, done, job)
     return StepMetrics(
         step=work.number,
         loss=done.sums.loss,
@@ -274,14 +274,14 @@ def measure_step(
     )
 
 
-def _packing(plan: StepPlan, done: DoneStep, ranks: Ranks) -> dict[str, Any]:
+def _packing(plan: StepPlan, done: DoneStep, job: Job) -> dict[str, Any]:
     """Return metrics of packing and idle time in a step of samples. Collective."""
-    shape = ranks.mesh.shape
-    busy_s, actions_s = ranks.peers.total(
+    shape = job.mesh.shape
+    busy_s, actions_s = job.peers.total(
         [done.result.forward_s + done.result.backward_s, done.seconds - done.rest_s]
     )
     samples, split, batched, hybrid, padding, bubble = _of_replicas(
-        ranks,
+        job,
         *(plan.num_samples, plan.num_split, plan.num_batched, plan.num_hybrid),
         plan.packed.padding_tokens,
         plan.bubble_fraction,
@@ -297,13 +297,13 @@ def _packing(plan: StepPlan, done: DoneStep, ranks: Ranks) -> dict[str, Any]:
         "hybrid_subsequences": int(hybrid),
         "padding_tokens": int(padding),
         **(bubbles if shape.pipeline_parallel > 1 else {}),
-        "program_digest": ranks.peers.broadcast(plan.program.digest()),
+        "program_digest": job.peers.broadcast(plan.program.digest()),
     }
 
 
-def _of_replicas(ranks: Ranks, *values: float) -> Sequence[float]:
+def _of_replicas(job: Job, *values: float) -> Sequence[float]:
     """Return the sum of each value over all replicas. Collective."""
-    return ranks.peers.total([value * ranks.mesh.speaks_for_replica for value in values])
+    return job.peers.total([value * job.mesh.speaks_for_replica for value in values])
 
 
 _STANDARD_OUTPUT = "standard output"
@@ -317,7 +317,7 @@ class StepRecords:
     """
 
     def __init__(self, job: Job, outcome: TrainingOutcome) -> None:
-        self._run, self._ranks, self._outcome = job.run, job.ranks, outcome
+        self._run, self._peers, self._outcome = job.run, job.peers, outcome
         self._first_step = outcome.first_step
         self._started = time.perf_counter()
         self._sinks: list[JsonlSink | TensorBoardSink] = []
@@ -331,7 +331,7 @@ class StepRecords:
         """Open the files and the display for the duration of the context. Collective."""
         self._started = time.perf_counter()
         with ExitStack() as stack:
-            self._ranks.decided_by_main(lambda: self._open_sinks(stack))
+            self._peers.decided_by_main(lambda: self._open_sinks(stack))
             stack.enter_context(self.display)
             yield
 

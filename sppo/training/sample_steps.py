@@ -180,17 +180,17 @@ class SampleSteps(StepSource):
     def __init__(
         self, job: Job, data: TrainingData, plan: ExecutionPlan, metadata: Mapping[str, Any]
     ) -> None:
-        run, ranks = job.run, job.ranks
-        self._run, self._data, self._mesh = run, data, ranks.mesh
+        run, mesh, peers = job.run, job.mesh, job.peers
+        self._run, self._data, self._mesh = run, data, mesh
         history = saved_history(metadata, plan=plan)
-        self._corrections = Corrections(history, plan=plan, peers=ranks.peers)
+        self._corrections = Corrections(history, plan=plan, peers=peers)
         self._plans = StepPlans(
             step_planner(plan, background_saves=run.checkpoint.async_save),
-            replica=ranks.mesh.at.data,
+            replica=mesh.at.data,
             ahead=run.planning.ahead,
             # A rank that plans after the limit needs time before the other ranks time out.
             limit_s=min(run.planning.limit_s, run.parallel.timeout_s / 2),
-            any_rank=ranks.peers.any,
+            any_rank=peers.any,
         )
         self._lengths: set[int] = set()
 

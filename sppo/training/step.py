@@ -107,8 +107,8 @@ def run_step(
     Raises:
         PeerLostError: The device, which may wait for other ranks, made no progress for too long.
     """
-    device, peers = job.device, job.ranks.peers
-    (num_valid,) = map(int, peers.total([work.num_valid * job.ranks.mesh.speaks_for_replica]))
+    device, peers = job.device, job.peers
+    (num_valid,) = map(int, peers.total([work.num_valid * job.mesh.speaks_for_replica]))
     state.zero_gradients()
     begin = time.perf_counter()
     result = state.engine.accumulate(
@@ -117,7 +117,7 @@ def run_step(
         num_valid=num_valid,
         planned=work.planned,
         before_action=before_action,
-        on_failure=job.ranks.progress.failed,
+        on_failure=job.progress.failed,
     )
     actions_s = time.perf_counter() - begin
     state.finish_gradients(lambda: _await_device(job, work, result))
@@ -143,7 +143,7 @@ def _await_device(job: Job, work: StepInput, result: StepResult) -> None:
     Raises:
         PeerLostError: The device made no progress for too long.
     """
-    if not job.ranks.mesh.is_distributed:
+    if not job.mesh.is_distributed:
         return
     limit_s = device_timeouts(
         job.run.parallel.timeout_s, predicted_step_s=work.step_s
@@ -293,7 +293,7 @@ class SequenceSteps(StepSource):
     """Source of steps of the token stream, whose sequences have one length; all steps are alike."""
 
     def __init__(self, job: Job, data: TrainingData, plan: ExecutionPlan) -> None:
-        run, mesh = job.run, job.ranks.mesh
+        run, mesh = job.run, job.mesh
         self._data, self._plan, self._mesh = data, plan, mesh
         self._count = run.train.sequences_per_step // mesh.shape.data_parallel
         length, predicted = run.sequence.length, plan.predicted

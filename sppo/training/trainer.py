@@ -80,7 +80,7 @@ def train(checked: CheckedRun) -> TrainingOutcome:
     job, started = checked.job, time.perf_counter()
     base = _baseline(checked)
     with ExitStack() as locked:
-        output = job.ranks.decided_by_main(lambda: locked.enter_context(locked_output(job.run)))
+        output = job.peers.decided_by_main(lambda: locked.enter_context(locked_output(job.run)))
         outcome = _train_into(output, checked, base)
         # The report that follows draws plots in the memory that training used.
         gc.collect()  # the engine's parts refer to each other
@@ -111,15 +111,15 @@ def _baseline(checked: CheckedRun) -> Baseline:
 def _train_into(output: Path, checked: CheckedRun, base: Baseline) -> TrainingOutcome:
     """Build the state, load the newest checkpoint if there is one, and run the steps left."""
     job, plan, data = checked.job, checked.plan, checked.data
-    run, ranks = job.run, job.ranks
+    run, peers = job.run, job.peers
     state = build_state(job, plan)
     # Failures are recorded first: closing the state may wait for a device that hangs.
-    with closing(state), ranks.progress.failing():
+    with closing(state), job.progress.failing():
         checkpoints = RunCheckpoints(job, state, output=output, tokens=data.data)
         first_step, metadata = checkpoints.resume()
-        ranks.decided_by_main(lambda: note_configuration(run, output))
+        peers.decided_by_main(lambda: note_configuration(run, output))
         if first_step < run.train.steps:
-            ranks.decided_by_main(lambda: write_json(output / PLAN_FILE, plan_json(plan)))
+            peers.decided_by_main(lambda: write_json(output / PLAN_FILE, plan_json(plan)))
         outcome = TrainingOutcome(output, base, first_step, first_step)
         outcome.buckets.count_state(state)
         source: StepSource
@@ -127,13 +127,13 @@ def _train_into(output: Path, checked: CheckedRun, base: Baseline) -> TrainingOu
             source = SampleSteps(job, data, plan, metadata)
         else:
             source = SequenceSteps(job, data, plan)
-        with closing(source), ranks.progress.failing():
+        with closing(source), job.progress.failing():
             loop = StepLoop(checked, state, outcome, checkpoints=checkpoints, source=source)
             loop.run(consumed=int(metadata.get("sequences_consumed", 0)))
         outcome.file_bytes = max(0, job.device.file_bytes() - base.file_bytes)
         exposed_s = outcome.copies[-1].exposed_s if outcome.copies else 0.0
         outcome.timelines = step_timelines(
-            ranks, plan, outcome.last_work, outcome.last_step, exposed_copy_s=exposed_s
+            job, plan, outcome.last_work, outcome.last_step, exposed_copy_s=exposed_s
         )
     return outcome
 
@@ -151,21 +151,21 @@ class StepLoop:
         source: StepSource,
     ) -> None:
         job, plan = checked.job, checked.plan
-        run, ranks = job.run, job.ranks
-        self._job, self._run, self._ranks, self._peers = job, run, ranks, ranks.peers
+        run, peers = job.run, job.peers
+        self._job, self._run, self._peers = job, run, peers
         self._state, self._outcome, self._source = state, outcome, source
         self._data = checked.data
         self._checkpoints, self._records = checkpoints, StepRecords(job, outcome)
         self._consumed = 0
         """Number of sequences, or samples, that all earlier steps consumed."""
-        self._guard = NonFiniteGuard(run, ranks.peers)
+        self._guard = NonFiniteGuard(run, peers)
         self._schedule = state.engine.schedule([plan.lengths] * plan.sequences)
-        ranks.check_same("schedule", self._schedule.digest())
-        ranks.progress.note(
+        peers.check_same_result("schedule", self._schedule.digest())
+        job.progress.note(
             step=outcome.first_step,
             position=0,
             action="",
-            num_actions=len(self._schedule.programs[ranks.mesh.at.pipeline]),
+            num_actions=len(self._schedule.programs[job.mesh.at.pipeline]),
         )
         self._stopped_by: str | None = None
         self._saved_step, self._saved_at, self._saving_s = outcome.first_step, time.monotonic(), 0.0
@@ -239,13 +239,13 @@ class StepLoop:
 
     def _step(self, step: int, stop: StopRequest) -> StepMetrics:
         """Run step number ``step``, counted from 0."""
-        progress, alone = self._ranks.progress, not self._ranks.mesh.is_distributed
+        progress, alone = self._job.progress, not self._job.mesh.is_distributed
         display, device = self._records.display, self._job.device
         began_s = time.perf_counter()
         device.reset_peak()
         work = self._agreed_work(step)
         program = work.planned.program if work.planned else self._schedule
-        display.step_begins(num_actions=len(program.programs[self._ranks.mesh.at.pipeline]))
+        display.step_begins(num_actions=len(program.programs[self._job.mesh.at.pipeline]))
         lr = learning_rate(step, config=self._run.optimizer, total_steps=self._run.train.steps)
 
         def before_action(position: int, action: Action) -> None:
@@ -297,7 +297,7 @@ class StepLoop:
         told = self._peers.all_gather((problem, note))
         for rank, (_, said) in enumerate(told):
             if said:
-                where = f"rank {rank}: " if self._ranks.mesh.is_distributed else ""
+                where = f"rank {rank}: " if self._job.mesh.is_distributed else ""
                 self._records.say(f"step {step + 1}: {where}{said}")
         for problem, _ in told:
             if problem is not None:
@@ -305,11 +305,13 @@ class StepLoop:
         assert work is not None, "a step without a problem has work"
         if taken is not None:
             plan, division = taken.replica.plan, (work.consumed, taken.replica.replicas)
-            self._ranks.check_same(
+            self._peers.check_same_result(
                 f"division of the samples of step {step + 1}",
                 hashlib.sha256(repr(division).encode()).hexdigest(),
             )
-            self._ranks.check_same(f"plan of step {step + 1}", plan.digest, in_replica=True)
+            self._peers.check_same_result(
+                f"plan of step {step + 1}", plan.digest, replica=self._job.mesh.at.data
+            )
         return work
 
     # Checkpoints
