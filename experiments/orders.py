@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments import harness
+from experiments.planned_rank import PlannedRank
+from sppo.plots.timeline import write_png
 
 SCHEDULES = ("sppo", "sppo_msp", "looped_bfs")
 NARROW = {
@@ -98,8 +100,6 @@ def _keys(options: argparse.Namespace, side: str) -> dict[str, Any]:
 
 def _serve(rank: int, options: argparse.Namespace) -> dict[str, Any]:
     """Run one rank; return the figures, complete on rank 0."""
-    from experiments.planned_rank import PlannedRank
-
     sides = {side: PlannedRank(_keys(options, side), rank=rank) for side in options.sides}
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     timelines: dict[str, list[Any]] = {side: [] for side in sides}
@@ -142,8 +142,6 @@ def _serve(rank: int, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _draw(path: Path, timelines: list[Any]) -> None:
-    from sppo.plots.timeline import write_png
-
     write_png(path, timelines=timelines)
 
 

@@ -20,7 +20,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
 from experiments import harness
+from experiments.planned_rank import PlannedRank, random_tokens
+from experiments.torch_pipeline import TorchPipeline
+from sppo.config import ModelConfig
+from sppo.training.devices.cpu_device import CpuDevice
 
 SIDES = ("sppo", "torch")
 RANKS = 2
@@ -120,10 +126,6 @@ def _measured(pipeline: Any, meter: harness.Meter) -> dict[str, Any]:
 
 
 def _torch(rank: int, options: argparse.Namespace, sequences: int) -> Any:
-    from experiments.planned_rank import random_tokens
-    from experiments.torch_pipeline import TorchPipeline
-    from sppo.config import ModelConfig
-
     model = ModelConfig.model_validate(harness.MODEL)
     tokens_MT = random_tokens(sequences, options.length)
     return TorchPipeline(model, tokens_MT, rank=rank, pool=options.pool_for_torch)
@@ -133,8 +135,6 @@ class _sppo:  # noqa: N801 - made like the other side
     """One rank of SPPO's pipeline, which retains everything."""
 
     def __init__(self, rank: int, options: argparse.Namespace, sequences: int) -> None:
-        from experiments.planned_rank import PlannedRank
-
         keys = {
             "model": harness.MODEL,
             "sequence": {
@@ -161,14 +161,10 @@ class _sppo:  # noqa: N801 - made like the other side
 
     def trim(self) -> None:
         """Return unused memory of the pool to the system."""
-        from sppo.training.devices.cpu_device import CpuDevice
-
         CpuDevice().trim()
 
     def findings(self) -> dict[str, Any]:
         """Return figures of the last step."""
-        import torch
-
         rank, done, timeline = self._rank, self._rank.done, self._rank.timeline()
         assert done is not None, "after a step"
         norms = torch._foreach_norm(list(rank.state.gradients.values()))

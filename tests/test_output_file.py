@@ -53,7 +53,7 @@ def assert_kept(path: Path, error: OSError) -> None:
 # Whole or absent
 
 
-@pytest.mark.parametrize("written", range(len(NEW)))
+@pytest.mark.parametrize("written", [0, 1, len(NEW) - 1])
 def test_a_write_that_fails_at_any_byte(path, written):
     with pytest.raises(OSError, match="File too large") as caught, file_size_limit(written):
         write_bytes(path, NEW)
@@ -193,6 +193,12 @@ def test_what_cannot_be_written_is_refused_and_untouched(tmp_path, monkeypatch, 
 def test_two_options_with_one_file_are_refused(tmp_path):
     with pytest.raises(ValueError, match="--trace .* --png is another file of this command"):
         check_output_files({"--png": tmp_path / "a.png", "--trace": tmp_path / "x/../a.png"})
+
+
+def test_a_directory_that_cannot_be_written_to_is_refused(path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda name, mode: Path(name) != path.parent)
+    with pytest.raises(ValueError, match=f"the directory {path.parent} cannot be written to"):
+        check_output_files({"-o": path})
 
 
 def test_devices_and_new_names_pass(path):

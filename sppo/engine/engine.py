@@ -30,10 +30,10 @@ from sppo.engine.trace import ExecutedAction, Stopwatch, Trace
 from sppo.engine.unit import SequenceData, SequenceShard, Unit, units_of
 from sppo.kernels.attention.interface import Backend
 from sppo.kernels.cross_entropy import CROSS_ENTROPY, LossTerms
+from sppo.offload.block_store import BlockStore
 from sppo.offload.copy_report import CopyReport
 from sppo.offload.device_stores import ActivationStore, DeviceStore, LifoArenaStore
 from sppo.offload.held_bytes import HeldBytes
-from sppo.offload.offload_store import OffloadStore
 from sppo.parallel.megatron import MegatronSequenceParallel
 from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.planning.partition import lengths_of
@@ -140,7 +140,7 @@ class Engine:
         gradients: Mapping[str, Tensor] | GradientProvider | None,
         policy: str = "retain",
         placements: Mapping[int, PlacementOf] | None = None,
-        offloaded: OffloadStore | None = None,
+        offloaded: BlockStore | None = None,
         kv_offloaded: Collection[int] = (),
         kv_recomputed: Collection[int] = (),
         streamed_weights: StreamedWeights | None = None,
@@ -373,7 +373,7 @@ class Engine:
             units |= units_of(index, SequenceData(no_tokens_S, no_tokens_S), cuts, self._shard)
         lengths = tuple(lengths_of(tuple(cuts)) for cuts in boundaries)
         step = self._programs.step(lengths, forward_only=False)
-        self._prepare(step, units, reserve=OffloadStore.reserve_host)
+        self._prepare(step, units, reserve=BlockStore.reserve_host)
 
     def take_peaks(self) -> EnginePeaks:
         """Return the peaks since the last call, and reset them."""
@@ -499,7 +499,7 @@ class Engine:
         step: PlannedStep,
         units: Mapping[tuple[int, int], Unit],
         *,
-        reserve: Callable[[OffloadStore, OffloadSchedule], None] = OffloadStore.prepare,
+        reserve: Callable[[BlockStore, OffloadSchedule], None] = BlockStore.prepare,
     ) -> None:
         """Lay out what each stage saves, reserve memory for it, and prepare the offloads."""
         schedule = step.program

@@ -9,8 +9,8 @@ import torch
 
 from sppo.activations.activation_layout import ActivationKey
 from sppo.model.layer import Saved, token_dimension
+from sppo.offload.block_store import BlockStore
 from sppo.offload.device_stores import ActivationStore
-from sppo.offload.offload_store import OffloadStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class SavedTensors:
     """
 
     retained: ActivationStore
-    offloaded: OffloadStore | None
+    offloaded: BlockStore | None
 
     def save(
         self,
@@ -37,16 +37,16 @@ class SavedTensors:
         offloaded, retained = cut(saved, offloaded_rows, retained_rows)
         self.retained.save(key, retained)
         if self.offloaded is not None:
-            self.offloaded.save(key, offloaded)
+            self.offloaded.put(key, offloaded)
 
     def take(self, key: ActivationKey) -> Saved:
         """Return the tensors saved under ``key``, valid until :meth:`release`."""
-        offloaded = {} if self.offloaded is None else self.offloaded.take(key)
+        offloaded = {} if self.offloaded is None else self.offloaded.get(key)
         return join(offloaded, self.retained.take(key))
 
     def take_owned(self, key: ActivationKey) -> Saved:
         """Return the tensors saved under ``key``, copied unless the caller may keep them."""
-        offloaded = {} if self.offloaded is None else _copied(self.offloaded.take(key))
+        offloaded = {} if self.offloaded is None else _copied(self.offloaded.get(key))
         retained = self.retained.take(key)
         return join(offloaded, _copied(retained) if self.retained.lends_memory else retained)
 
@@ -54,7 +54,7 @@ class SavedTensors:
         """Allow reuse of the memory taken under ``key``, after compute has read the tensors."""
         self.retained.release(key)
         if self.offloaded is not None:
-            self.offloaded.release(key)
+            self.offloaded.free(key)
 
     @property
     def num_entries(self) -> int:

@@ -38,9 +38,9 @@ from sppo.kernels.rotary import RotaryTable
 from sppo.model.gradients import DeferredGradients, GradientSink, GradientSum
 from sppo.model.layer import Layer, Saved, SubsequenceAttention, Weights, norm, norm_backward
 from sppo.model.rope import rotary_table
+from sppo.offload.block_store import BlockStore
 from sppo.offload.device_stores import ActivationStore, slot_bytes
 from sppo.offload.held_bytes import HeldBytes
-from sppo.offload.offload_store import OffloadStore
 from sppo.parallel.megatron import MegatronSequenceParallel, ShardedTokens
 from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.schedule.actions import ActionKind, UnitKey
@@ -78,7 +78,7 @@ class Stage:
         weights: WeightProvider,
         gradients: GradientProvider | None,
         activations: ActivationStore,
-        offloaded: OffloadStore | None = None,
+        offloaded: BlockStore | None = None,
         kv: KVStore | None = None,
         input_every: int = 1,
         layers: range | None = None,
@@ -128,7 +128,7 @@ class Stage:
         return self._layers.stop == self.model.num_layers
 
     @property
-    def offloaded(self) -> OffloadStore | None:
+    def offloaded(self) -> BlockStore | None:
         """Store of saved tensors that leave the device; None if none leaves."""
         return self._saved.offloaded
 
@@ -167,9 +167,9 @@ class Stage:
             span: Span of the unit.
         """
         assert self.offloaded is not None, "K and V come back from another tier"
-        kv = self.offloaded.take(key)
+        kv = self.offloaded.get(key)
         self._store_kv(key.layer, key.sequence, span, kv["keys"], kv["values"])
-        self.offloaded.release(key)
+        self.offloaded.free(key)
 
     def _step_layout(
         self,
@@ -444,7 +444,7 @@ class Stage:
         if saves_kv and self._kv_placement == "offloaded":
             assert self.offloaded is not None, "K and V go to another tier"
             key = ActivationKey(*unit.key, index, is_kv=True)
-            offload = partial(self.offloaded.save, key)
+            offload = partial(self.offloaded.put, key)
         stored = KVCacheAttention(
             self.kv, index, unit.sequence, unit.span, window, self._backend, offload
         )

@@ -3,7 +3,7 @@
 The engine saves named tensors under a key and takes them once. :class:`DeviceStore` leaves them in
 the memory of torch's allocator. :class:`LifoArenaStore`, for a CPU that takes units in reverse
 order of saving, copies them to one mapping of exactly their size.
-:mod:`sppo.offload.offload_store` has the store of tensors that leave the device.
+:mod:`sppo.offload.block_store` has the store of tensors that leave the device.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sppo.offload.arena import ALIGNMENT_BYTES
 from sppo.offload.disk.mapped_file import MappedFile
-from sppo.offload.transfers import Transfers
+from sppo.offload.lane import Lane
 from sppo.units import format_bytes
 
 
@@ -40,17 +40,19 @@ class LockedHostMemory:
     """:class:`StateMemory` in page-locked host memory, so that copies are asynchronous.
 
     Args:
-        transfers: Transfers of the device that computes.
+        lane: Lane of the device that computes.
     """
 
-    def __init__(self, transfers: Transfers) -> None:
-        self._transfers = transfers
+    def __init__(self, lane: Lane) -> None:
+        self._lane, self._blocks = lane, 0
 
     def tensors(
         self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
     ) -> dict[str, Tensor]:
         """Allocate tensors in page-locked host memory."""
-        return _views(self._transfers.memory(_block_bytes(shapes, dtype)), shapes, dtype)
+        self._blocks += 1
+        size_bytes = _block_bytes(shapes, dtype)
+        return _views(self._lane.host_memory(f"state {self._blocks}", size_bytes), shapes, dtype)
 
     def drop_pages(self) -> None:
         """Do nothing: page-locked memory stays resident."""

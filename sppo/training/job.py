@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 _MAY_DIFFER = frozenset({"data.tokens", "data.eval_tokens", "model.from_hf"})
 """Configuration keys that may differ between ranks: paths of files of which each node may have a
-copy. :func:`sppo.training.training_data.input_facts` compares the contents."""
+copy. :func:`sppo.training.input_checks.input_facts` compares the contents."""
 
 FAILED_STEP_TIMEOUT_S = 4.0
 """Seconds that a failed rank waits for its device, which may itself wait for other ranks in vain:

@@ -26,6 +26,7 @@ from sppo.cost.memory.stage_memory import checkpoint_bytes
 from sppo.cost.memory.tier_memory import SAVED_IN_BACKGROUND
 from sppo.cost.parameters import num_parameters
 from sppo.data.sample_rows import TrainingData
+from sppo.data.tokens import open_tokens
 from sppo.hardware.description import DeviceKind
 from sppo.offload.disk.disk_room import DiskRoom, is_memory, usable_directory
 from sppo.parallel.mesh_shape import MeshShape
@@ -42,11 +43,10 @@ from sppo.report.run_summary import AttentionSummary
 from sppo.schedule.msp_groups import msp_ranges
 from sppo.training.attention_in_use import check_attention, load_attention, with_attention_here
 from sppo.training.devices.device import machine_of_ranks
-from sppo.training.input_checks import check_inputs, check_weights
+from sppo.training.input_checks import check_inputs, check_labels, check_weights, input_facts
 from sppo.training.job import Job, mesh_shape
 from sppo.training.sample_steps import saved_history
 from sppo.training.state import may_offload
-from sppo.training.training_data import check_labels, input_facts, training_data
 from sppo.units import format_bytes
 
 
@@ -113,7 +113,7 @@ def preflight(
     if checks_inputs:
         ranks.decided_by_main(lambda: check_inputs(run))
     ranks.decided_by_main(lambda: check_weights(run))
-    data = ranks.done_by_all(lambda: training_data(run))
+    data = ranks.done_by_all(lambda: TrainingData.of(run, open_tokens(Path(run.data.tokens))))
     if ranks.mesh.is_distributed:
         ranks.peers.check_same(input_facts(run, data.data))
     ranks.decided_by_main(lambda: check_labels(data, steps=run.train.steps))

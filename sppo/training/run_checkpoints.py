@@ -7,13 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from sppo.checkpoint.checkpoint import CheckpointManager, run_metadata
 from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, list_checkpoints
+from sppo.checkpoint.state_block import StateBlock
 from sppo.data.tokens import TokenData
 from sppo.training.job import Job
-from sppo.training.nonfinite import nonfinite_place, nonfinite_state
 from sppo.training.run_directory import require_output
 from sppo.training.state import TrainingState
+from sppo.training.step import first_of, is_finite, nonfinite_names
 
 _log = logging.getLogger(__name__)
 
@@ -116,3 +120,21 @@ class RunCheckpoints:
         """Return whether the run has no checkpoint yet. Collective."""
         directory = self._manager.directory
         return self._ranks.decided_by_main(lambda: not list_checkpoints(directory))
+
+
+def nonfinite_state(state: Mapping[str, Tensor]) -> str | None:
+    """Return the names of tensors with NaN or infinity, as a message; None if all are finite."""
+    bad = nonfinite_names(state)
+    return f"not finite: {first_of(bad)}" if bad else None
+
+
+def nonfinite_place(state: Mapping[str, StateBlock]) -> str | None:
+    """Return tensor and row of the first NaN or infinite value; None if all are finite."""
+    for name, block in state.items():
+        if block.tensor.numel() and not is_finite(block.tensor):
+            bad = ~torch.isfinite(block.tensor)
+            rows = bad.reshape(bad.shape[0], -1).any(1) if bad.dim() else bad.reshape(1)
+            first = int(rows.nonzero()[0]) + (block.offsets[0] if block.offsets else 0)
+            more = f" and {int(rows.sum()) - 1} more" if rows.sum() > 1 else ""
+            return f"{name} is not finite in row {first}{more} of {(*block.global_shape, 1)[0]}"
+    return None

@@ -181,11 +181,10 @@ def train_as_rank(ready: ReadyRun, *, console: Console, command: str) -> Trainin
         OSError: The disk is full or fails.
     """
     with torch_kept_quiet(os.environ):
-        from sppo.training.announcement import announce
         from sppo.training.devices.device import choose_device
         from sppo.training.job import Job, joined
         from sppo.training.preflight import preflight
-        from sppo.training.report import report
+        from sppo.training.report import announce, report
         from sppo.training.trainer import train as train_run
 
     run, environment = ready.run, ready.environment

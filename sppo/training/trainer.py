@@ -21,7 +21,6 @@ from sppo.report.metrics import StepMetrics
 from sppo.schedule.actions import Action
 from sppo.training.executed_step import step_timelines
 from sppo.training.interruption import Interrupted, StopRequest
-from sppo.training.nonfinite import NonFiniteError, NonFiniteGuard
 from sppo.training.outcome import Baseline, TrainingOutcome
 from sppo.training.preflight import CheckedRun
 from sppo.training.records import StepRecords, measure_step
@@ -29,7 +28,7 @@ from sppo.training.run_checkpoints import RunCheckpoints
 from sppo.training.run_directory import PLAN_FILE, locked_output, note_configuration
 from sppo.training.sample_steps import SampleSteps
 from sppo.training.state import DTYPES, TrainingState, build_state
-from sppo.training.step import StepSums, run_step
+from sppo.training.step import NonFiniteError, NonFiniteGuard, StepSums, run_step
 from sppo.training.step_work import SequenceSteps, StepSource, StepWork
 from sppo.training.warm_up import warm_up
 

@@ -45,7 +45,7 @@ UNCOUNTED_BYTES = 8 * MIB
 """Tokens, positions, losses, tables of addresses."""
 
 
-def run_of(model, policy, *, preset="h100", length=24001, pieces=3, **sections):
+def run_of(model, policy, *, preset="h100", length=16001, pieces=2, **sections):
     return run_config(
         TWO_LAYERS[model] if isinstance(model, str) else model,
         length=length,

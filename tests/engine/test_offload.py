@@ -1,7 +1,6 @@
 """Saved tensors offloaded whole or in part: the gradients equal those with all retained."""
 
 import errno
-import os
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from hypothesis import strategies as st
 
 from sppo.engine.saved_tensors import cut
 from sppo.model.layer import Layer
-from sppo.offload.disk.file_tier import FileTier
 from tests.engine.models import (
     VARIANTS,
     Trained,
@@ -21,7 +19,8 @@ from tests.engine.models import (
     tiny_model,
 )
 from tests.engine.offloading import FixedRows, RatioRows, offloading_trained
-from tests.offload.emulated_queues import SCHEDULERS
+from tests.offload.emulated_lane import SCHEDULERS
+from tests.offload.test_block_store import failing_disk
 from tests.tiers import examples
 
 CUTS = [(0, 4, 5, 17, 30, 37), (0, 13, 20)]
@@ -89,7 +88,7 @@ def test_any_rows_give_the_gradients_of_keeping_everything(data):
         weights,
         rows,
         directory=data.draw(st.sampled_from([None, "emulated"])),
-        queues=data.draw(st.sampled_from(sorted(SCHEDULERS))),
+        lane=data.draw(st.sampled_from(sorted(SCHEDULERS))),
         lag=data.draw(st.integers(0, 4)),
     )
     retained = Trained(model, weights).step([sequence] * 2, [cuts] * 2)
@@ -98,15 +97,15 @@ def test_any_rows_give_the_gradients_of_keeping_everything(data):
 
 
 def test_a_layer_that_fails_leaves_the_engine_clean(tmp_path, monkeypatch):
-    """Forward or backward of layer 7, copies under way: the next step is as if it never was."""
-    model = tiny_model("gqa, q/k-norm", num_layers=9)
+    """Forward or backward of layer 2, copies under way: the next step is as if it never was."""
+    model = tiny_model("gqa, q/k-norm", num_layers=4)
     weights, data = random_weights(model), two_sequences(model)
     offloading = offloading_trained(
         model, weights, RatioRows(model, ELEMENT, 0.9), directory=tmp_path
     )
     expected = Trained(model, weights).step(data, CUTS)
     for verb in ("forward", "backward"):
-        for at in (7, 9 + 7, 9 * 4 + 2):
+        for at in (2, 4 + 2, 4 * 4 + 2):
             original, calls = getattr(Layer, verb), iter(range(1000))
 
             def failing(self, *args, original=original, calls=calls, at=at, **options):
@@ -124,7 +123,7 @@ def test_a_layer_that_fails_leaves_the_engine_clean(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("verb", ["write", "read"])
-def test_a_disk_that_fails_ends_the_step_and_not_the_next(verb, tmp_path, monkeypatch):
+def test_a_disk_that_fails_ends_the_step_and_not_the_next(verb, tmp_path):
     model = tiny_model("gqa, q/k-norm")
     weights, data = random_weights(model), two_sequences(model)
     offloading = offloading_trained(
@@ -132,20 +131,12 @@ def test_a_disk_that_fails_ends_the_step_and_not_the_next(verb, tmp_path, monkey
     )
     expected = Trained(model, weights).step(data, CUTS)
     assert_equal_bits(offloading.step(data, CUTS), expected)
-    original = getattr(FileTier, verb)
-
-    def failing(self, offset_bytes, array):
-        if offset_bytes > 0:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return original(self, offset_bytes, array)
-
-    monkeypatch.setattr(FileTier, verb, failing)
-    with pytest.raises(OSError, match="the disk failed while (writing|reading)") as caught:
+    failure = pytest.raises(OSError, match="the disk failed while (writing|reading)")
+    with failing_disk(verb), failure as caught:
         offloading.step(data, CUTS)
     assert caught.value.errno == errno.EIO
     assert caught.value.filename == str(tmp_path)
     assert_idle(offloading)
-    monkeypatch.setattr(FileTier, verb, original)
     assert_equal_bits(offloading.step(data, CUTS), expected)
     offloading.engine.close()
 

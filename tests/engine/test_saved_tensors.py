@@ -10,9 +10,9 @@ from sppo.activations.activation_layout import (
     packed_offsets,
 )
 from sppo.engine.saved_tensors import SavedTensors
+from sppo.offload.block_store import BlockStore
+from sppo.offload.cpu_lane import CpuLane
 from sppo.offload.device_stores import DeviceStore, LifoArenaStore, slot_bytes
-from sppo.offload.offload_store import OffloadStore
-from sppo.offload.queues.thread_queues import ThreadQueues
 
 KEY = ActivationKey(0, 0, 0)
 X_IN = torch.arange(12.0).view(4, 3)
@@ -26,7 +26,7 @@ def stack():
 
 def disk(directory, offloaded_rows):
     _, size = packed_offsets({"x_in": X_IN[:offloaded_rows].numel() * 4})
-    store = OffloadStore(ThreadQueues(poison=True), disk=directory, source_lag=0)
+    store = BlockStore(CpuLane(), disk=directory, source_lag=0, debug=True)
     store.prepare(OffloadSchedule({KEY: Extent(0, size)}, [KEY], staging_slots=2, ring_slots=2))
     return store
 
@@ -48,7 +48,7 @@ def saved(tmp_path):
             retained_rows={"x_in": rest} if (rest := len(X_IN) - offloaded_rows) else {},
         )
         for store in on_disk:
-            store.start_reload([KEY])
+            store.permit([KEY])
         return stores
 
     yield save

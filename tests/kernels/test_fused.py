@@ -11,9 +11,10 @@ from sppo.kernels import (
     fused,
     rotary,
 )
-from sppo.kernels.attention import block_attention, merged_output
 from sppo.kernels.attention import blocks as attention_blocks
-from sppo.kernels.attention.torch_blocks import TorchBlocks
+from sppo.kernels.attention import merged_output
+from sppo.kernels.attention.call import AttentionCall
+from sppo.kernels.attention.choice import KERNELS
 from sppo.kernels.rotary import RotaryTable
 from tests.kernels.places import need_triton
 
@@ -47,8 +48,6 @@ def everything():
     heads, angle = random(13, 3, 16), random(13, 1, 8)
     table = RotaryTable(angle.cos(), angle.sin())
     results = {
-        "rms_norm": elementwise.rms_norm(x, weight, eps=1e-5),
-        "layer_norm": elementwise.layer_norm(x, weight, bias, eps=1e-5),
         "rotate": rotary.rotate(heads, table),
         "rotate_backward": rotary.rotate_backward(heads, table),
     }
@@ -61,19 +60,16 @@ def everything():
         results |= {f"{kind} hidden": inner.hidden_CF, f"{kind} dup": inner.dup_CF}
         if inner.dgate_CF is not None:
             results[f"{kind} dgate"] = inner.dgate_CF
-    for way, options in (("", {}), (" around", {"dresidual_CE": dresidual})):
-        named = (f"rms dx{way}", f"rms dweight{way}")
-        gradients = elementwise.rms_norm_backward(dy, x, weight, eps=1e-5, **options)
-        results |= dict(zip(named, gradients, strict=True))
-        named = (f"layer dx{way}", f"layer dweight{way}", f"layer dbias{way}")
-        gradients = elementwise.layer_norm_backward(dy, x, weight, bias, eps=1e-5, **options)
-        results |= dict(zip(named, gradients, strict=True))
-    for name, parameters in (("rms", (weight,)), ("layer", (weight, bias))):
+    for name, parameters in {"rms": (weight, None), "layer": (weight, bias)}.items():
         total = dy.clone()
-        results[f"added {name}"] = getattr(elementwise, f"add_{name}_norm_")(
-            total, x, *parameters, eps=1e-5
-        )
-        results[f"sum for {name}"] = total
+        results[f"{name} norm"] = elementwise.norm(x, *parameters, eps=1e-5)
+        results[f"{name} after adding"] = elementwise.add_norm_(total, x, *parameters, eps=1e-5)
+        results[f"{name} sum"] = total
+        for around in (None, dresidual):
+            gradients = elementwise.norm_backward(dy, x, *parameters, eps=1e-5, dresidual_CE=around)
+            for what, value in zip(("dx", "dweight", "dbias"), gradients, strict=True):
+                if value is not None:
+                    results[f"{name} {what}{'' if around is None else ' around'}"] = value
     terms = cross_entropy.LossTerms(label_smoothing=0.1, z_loss=0.02)
     labels = torch.arange(13).masked_fill(torch.arange(13) % 4 == 0, cross_entropy.IGNORED_LABEL)
     logits = x.clone()
@@ -94,13 +90,16 @@ def test_every_function_has_its_kernel(as_on_a_gpu, monkeypatch):
 def test_partial_attentions_merge_in_their_kernel(as_on_a_gpu, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     shapes = [(50, 6, 8), (120, 2, 8), (120, 2, 8)]
-    q, k, v = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
+    call = AttentionCall(
+        *(torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
+    )
     monkeypatch.setattr(attention_blocks, "MAX_FULL_KEYS", 30)
-    options = {"blocks": attention_blocks.attention_blocks.__wrapped__(50, 120), "window": None}
-    ours = block_attention.forward(TorchBlocks(), q, k, v, scale=0.3, **options)
-    assert len(as_on_a_gpu) == len(options["blocks"]) - 1
+    attention_blocks.attention_blocks.cache_clear()
+    ours = KERNELS["torch_blocks"].forward(call)
+    assert len(as_on_a_gpu) == 3  # of a prefix of 70 keys in three parts, and the diagonal
     monkeypatch.setattr(merged_output, "fused", lambda x: False)
-    theirs = block_attention.forward(TorchBlocks(), q, k, v, scale=0.3, **options)
+    theirs = KERNELS["torch_blocks"].forward(call)
+    attention_blocks.attention_blocks.cache_clear()
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
@@ -117,10 +116,10 @@ def test_what_cannot_be_written_over_is_left_to_torch(as_on_a_gpu):
 def test_a_sum_that_cannot_be_written_over_is_left_to_torch(as_on_a_gpu):
     total, x, weight = torch.randn(3, 6, 8, dtype=torch.float64)
     expected, total = total + x, total.repeat_interleave(2, 1)[:, ::2]
-    normed = elementwise.add_rms_norm_(total, x, weight[0], eps=1e-5)
+    normed = elementwise.add_norm_(total, x, weight[0], eps=1e-5)
     assert torch.equal(total, expected)
     torch.testing.assert_close(
-        normed, elementwise.rms_norm(expected, weight[0], eps=1e-5), rtol=1e-12, atol=1e-12
+        normed, elementwise.norm(expected, weight[0], eps=1e-5), rtol=1e-12, atol=1e-12
     )
 
 

@@ -25,9 +25,9 @@ from sppo.engine.stage import Stage
 from sppo.engine.unit import Unit
 from sppo.kernels.attention.interface import Backend
 from sppo.model.gradients import GradientSink
+from sppo.offload.block_store import BlockStore
 from sppo.offload.device_stores import ActivationStore
 from sppo.offload.held_bytes import HeldBytes
-from sppo.offload.offload_store import OffloadStore
 from sppo.parallel.msp_exchange import TokenMembers
 from sppo.parallel.ulysses import UlyssesAllToAll
 
@@ -68,7 +68,7 @@ class MspStage(Stage):
         owner: Stage | None,
         gradients: GradientProvider | None,
         activations: ActivationStore,
-        offloaded: OffloadStore | None = None,
+        offloaded: BlockStore | None = None,
         heads: UlyssesAllToAll | None,
         members: TokenMembers,
         dtype: torch.dtype,

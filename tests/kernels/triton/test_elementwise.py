@@ -39,127 +39,83 @@ def _fresh_memory_is_poisoned(monkeypatch):
     poison_fresh_memory(monkeypatch)
 
 
-@every_dtype
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rms_norm(shape, dtype, device):
+each_norm = pytest.mark.parametrize("has_bias", [False, True], ids=["rms", "layer"])
+
+
+def norm_operands(shape, *, has_bias, dtype, device):
+    """(x, dy, dresidual, weight, bias or None)."""
+    *operands, bias = random(*[shape] * 3, *[shape[-1:]] * 2, dtype=dtype, device=device)
+    return *operands, bias if has_bias else None
+
+
+@each_norm
+@pytest.mark.parametrize(("shape", "dtype"), each_once(SHAPES, DTYPES), ids=str)
+def test_norms(shape, dtype, has_bias, device):
     from sppo.kernels.triton import norms
 
-    x, dy, weight = random(shape, shape, shape[-1:], dtype=dtype, device=device)
-    y = norms.rms_norm(x, weight, eps=EPS)
-    dx, dweight = norms.rms_norm_backward(dy, x, weight, eps=EPS)
-    dy, x, weight = exact(dy, x, weight)
-    expected = elementwise.rms_norm_backward(dy, x, weight, eps=EPS)
-    assert (y.dtype, dx.dtype, dweight.dtype) == (
-        dtype,
-        dtype,
-        elementwise.accumulation_dtype(dtype),
+    x, dy, dresidual, *parameters = norm_operands(
+        shape, has_bias=has_bias, dtype=dtype, device=device
     )
-    assert_close(y, elementwise.rms_norm(x, weight, eps=EPS), tolerance=TOLERANCE[dtype])
-    assert_close(dx, expected[0], tolerance=TOLERANCE[dtype])
-    assert_close(dweight, expected[1], tolerance=accumulation_tolerance(dtype))
-
-
-@every_dtype
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_layer_norm(shape, dtype, device):
-    from sppo.kernels.triton import norms
-
-    shapes = (shape, shape, shape[-1:], shape[-1:])
-    x, dy, weight, bias = random(*shapes, dtype=dtype, device=device)
-    x += 3
-    y = norms.layer_norm(x, weight, bias, eps=EPS)
-    dx, dweight, dbias = norms.layer_norm_backward(dy, x, weight, bias, eps=EPS)
-    dy, x, weight, bias = exact(dy, x, weight, bias)
-    expected = elementwise.layer_norm_backward(dy, x, weight, bias, eps=EPS)
-    room = 2 if dtype == torch.float32 else 1  # the mean is taken off
-    assert_close(
-        y, elementwise.layer_norm(x, weight, bias, eps=EPS), tolerance=room * TOLERANCE[dtype]
-    )
-    assert_close(dx, expected[0], tolerance=room * TOLERANCE[dtype])
-    assert_close(dweight, expected[1], tolerance=2 * accumulation_tolerance(dtype))
-    assert_close(dbias, expected[2], tolerance=accumulation_tolerance(dtype))
-
-
-def norm_functions(name):
-    """(the norm, with an addition, its backward) of Triton, and the number of its parameters."""
-    from sppo.kernels.triton import norms
-
-    functions = (getattr(norms, f) for f in (name, f"add_{name}_", f"{name}_backward"))
-    return *functions, 1 if name == "rms_norm" else 2
-
-
-@every_dtype
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
-def test_an_addition_before_a_norm(name, shape, dtype, device):
-    """The norm is that of the sum as it was rounded, to the last bit."""
-    norm, add_norm_, _backward, num_parameters = norm_functions(name)
-    total, x, *parameters = random(
-        shape, shape, *[shape[-1:]] * num_parameters, dtype=dtype, device=device
-    )
-    before, (expected,) = x.clone(), exact(total.double() + x.double())
-    normed = add_norm_(total, x, *parameters, eps=EPS)
-    assert (total.dtype, normed.dtype) == (dtype, dtype)
-    assert_close(total, expected, tolerance=TOLERANCE[dtype])
-    assert torch.equal(normed, norm(total, *parameters, eps=EPS))
-    assert torch.equal(x, before)
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "dtype"), each_once(["rms_norm", "layer_norm"], SHAPES, DTYPES), ids=str
-)
-def test_a_gradient_around_a_norm(name, shape, dtype, device):
-    """Rounded once; parameters' gradients do not depend on it."""
-    _norm, _add_norm, backward, num_parameters = norm_functions(name)
-    x, dy, dresidual, *parameters = random(
-        *[shape] * 3, *[shape[-1:]] * num_parameters, dtype=dtype, device=device
-    )
+    x += 3 * has_bias
     before = dresidual.clone()
-    dx, *sums = backward(dy, x, *parameters, eps=EPS, dresidual_CE=dresidual)
-    plain, *plain_sums = backward(dy, x, *parameters, eps=EPS)
-    expected = getattr(elementwise, f"{name}_backward")(*exact(dy, x, *parameters), eps=EPS)[0]
-    assert dx.dtype == plain.dtype == dtype
-    assert_close(dx, expected + exact(dresidual)[0], tolerance=TOLERANCE[dtype])
-    assert all(torch.equal(a, b) for a, b in zip(sums, plain_sums, strict=True))
+    y = norms.norm(x, *parameters, eps=EPS)
+    results = norms.norm_backward(dy, x, *parameters, eps=EPS)
+    x_, dy_, *parameters_ = exact(x, dy, *parameters)
+    expected = elementwise.norm_backward(dy_, x_, *parameters_, eps=EPS)
+    acc_dtype = elementwise.accumulation_dtype(dtype)
+    assert [r.dtype for r in (y, *results) if r is not None] == [dtype] * 2 + [acc_dtype] * (
+        1 + has_bias
+    )
+    room = 2 if dtype == torch.float32 and has_bias else 1  # the mean is taken off
+    assert_close(y, elementwise.norm(x_, *parameters_, eps=EPS), tolerance=room * TOLERANCE[dtype])
+    assert_close(results[0], expected[0], tolerance=room * TOLERANCE[dtype])
+    for sums, exact_sums in zip(results[1:], expected[1:], strict=True):
+        if sums is not None:
+            assert_close(sums, exact_sums, tolerance=2 * accumulation_tolerance(dtype))
+    # A gradient around the norm is added before rounding, and changes no sum.
+    dx, *sums = norms.norm_backward(dy, x, *parameters, eps=EPS, dresidual_CE=dresidual)
+    assert_close(dx, expected[0] + exact(dresidual)[0], tolerance=room * TOLERANCE[dtype])
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(sums, results[1:], strict=True))
     assert torch.equal(dresidual, before)
 
 
-@every_dtype
-@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
-def test_additions_beside_norms_keep_to_their_rows(name, dtype, device):
-    _norm, add_norm_, backward, num_parameters = norm_functions(name)
-    shape = (9, 48)
-    total, x, dy, dresidual, *parameters = random(
-        *[shape] * 4, *[shape[-1:]] * num_parameters, dtype=dtype, device=device
-    )
-    guarded = [Guarded(t) for t in (x, dy, dresidual)]
-    around = Guarded(total.view(1, -1))  # rows in place are contiguous
-    ours, theirs = around.inside.view(shape), total.clone()
-    normed = add_norm_(ours, guarded[0].inside, *parameters, eps=EPS)
-    assert torch.equal(normed, add_norm_(theirs, x, *parameters, eps=EPS))
-    assert torch.equal(ours, theirs)
-    options = {"eps": EPS, "dresidual_CE": guarded[2].inside}
-    gradients = backward(guarded[1].inside, guarded[0].inside, *parameters, **options)
-    dense = backward(dy, x, *parameters, eps=EPS, dresidual_CE=dresidual)
-    assert all(torch.equal(a, b) for a, b in zip(gradients, dense, strict=True))
-    assert all(g.intact() for g in (*guarded, around))
-    with pytest.raises(AssertionError, match="in place"):
-        add_norm_(guarded[0].inside, x, *parameters, eps=EPS)
-
-
-@every_dtype
-def test_norms_of_rows_that_are_not_neighbours(dtype, device):
+@each_norm
+@pytest.mark.parametrize(("shape", "dtype"), each_once(SHAPES, DTYPES), ids=str)
+def test_an_addition_before_a_norm(shape, dtype, has_bias, device):
+    """The norm is that of the sum as it was rounded, to the last bit."""
     from sppo.kernels.triton import norms
 
-    around, dy_around, weight = random((9, 48), (9, 50), (16,), dtype=dtype, device=device)
-    x, dy = around[:, 16:32], dy_around[:, 3:19]
-    ours = [norms.rms_norm(x, weight, eps=EPS), *norms.rms_norm_backward(dy, x, weight, eps=EPS)]
-    dense = [x.contiguous(), dy.contiguous()]
-    theirs = [
-        norms.rms_norm(dense[0], weight, eps=EPS),
-        *norms.rms_norm_backward(dense[1], dense[0], weight, eps=EPS),
-    ]
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    total, x, _, *parameters = norm_operands(shape, has_bias=has_bias, dtype=dtype, device=device)
+    before, (expected,) = x.clone(), exact(total.double() + x.double())
+    normed = norms.add_norm_(total, x, *parameters, eps=EPS)
+    assert (total.dtype, normed.dtype) == (dtype, dtype)
+    assert_close(total, expected, tolerance=TOLERANCE[dtype])
+    assert torch.equal(normed, norms.norm(total, *parameters, eps=EPS))
+    assert torch.equal(x, before)
+
+
+@each_norm
+@every_dtype
+def test_norms_keep_to_their_rows(dtype, has_bias, device):
+    from sppo.kernels.triton import norms
+
+    x, dy, dresidual, *parameters = norm_operands(
+        (9, 48), has_bias=has_bias, dtype=dtype, device=device
+    )
+    guarded = [Guarded(t) for t in (x, dy, dresidual)]
+    around = Guarded(dy.view(1, -1))  # rows in place are contiguous
+    ours, theirs = around.inside.view(9, 48), dy.clone()
+    found = [norms.add_norm_(ours, guarded[0].inside, *parameters, eps=EPS), ours]
+    dense = [norms.add_norm_(theirs, x, *parameters, eps=EPS), theirs]
+    x_, dy_, dresidual_ = (g.inside for g in guarded)
+    found += norms.norm_backward(dy_, x_, *parameters, eps=EPS, dresidual_CE=dresidual_)
+    dense += norms.norm_backward(dy, x, *parameters, eps=EPS, dresidual_CE=dresidual)
+    found.append(norms.norm(x_, *parameters, eps=EPS))
+    dense.append(norms.norm(x, *parameters, eps=EPS))
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(found, dense, strict=True))
+    assert all(g.intact() for g in (*guarded, around))
+    with pytest.raises(AssertionError, match="in place"):
+        norms.add_norm_(x_, x, *parameters, eps=EPS)
 
 
 @pytest.mark.parametrize(

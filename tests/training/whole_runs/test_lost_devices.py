@@ -10,7 +10,6 @@ from rich.console import Console
 
 from sppo.config import load_run
 from sppo.engine.engine import Engine
-from sppo.engine.executor import Executor
 from sppo.engine.stage import Stage
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.job import timed_call
@@ -43,39 +42,25 @@ def run(work, monkeypatch):
     return load_run(write_run(work / "run.yaml", model={"num_layers": 2}))
 
 
-def train(run, record):
-    mesh = alone()
-    noted = Ranks(mesh, HostCollectives(mesh), RankProgress.create(record))
-    job = Job(run, noted, CpuDevice(), Console(quiet=True))
-    trainer.train(preflight(job))
-
-
-def noted_when(monkeypatch, owner, name, record):
-    """What the record says at the first call of a method that may wait for a device."""
-    original, found = getattr(owner, name), []
+@pytest.mark.parametrize(
+    ("owner", "part", "waits"), [(Stage, "forward", "_give_up"), (state, "clip_", "close")]
+)
+def test_a_failure_is_noted_before_the_device_is_waited_for(
+    run, work, monkeypatch, owner, part, waits
+):
+    """In a step before what it holds is dropped, after one before the engine is closed."""
+    record, original, found = work / "record", getattr(Engine, waits), []
 
     def look(self):
         found.append(read_progress(record))
         return original(self)
 
-    monkeypatch.setattr(owner, name, look)
-    return found
-
-
-def test_what_fails_in_a_step_is_noted_before_the_step_is_given_up(run, work, monkeypatch):
-    found = noted_when(monkeypatch, Executor, "_abort", work / "record")
-    monkeypatch.setattr(Stage, "forward", fail)
+    monkeypatch.setattr(Engine, waits, look)
+    monkeypatch.setattr(owner, part, fail)
+    mesh = alone()
+    noted = Ranks(mesh, HostCollectives(mesh), RankProgress.create(record))
     with pytest.raises(OddError):
-        train(run, work / "record")
-    assert [(note.state, note.message) for note in found] == [("failed", "OddError: at odds")]
-    assert found[0].action == "0F0.0"
-
-
-def test_what_fails_between_steps_is_noted_before_the_engine_is_closed(run, work, monkeypatch):
-    found = noted_when(monkeypatch, Engine, "close", work / "record")
-    monkeypatch.setattr(state, "clip_", fail)
-    with pytest.raises(OddError):
-        train(run, work / "record")
+        trainer.train(preflight(Job(run, noted, CpuDevice(), Console(quiet=True))))
     assert [(note.state, note.message) for note in found] == [("failed", "OddError: at odds")]
 
 

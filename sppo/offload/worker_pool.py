@@ -1,4 +1,4 @@
-"""Worker queues: in-order queues of host work, each served by one thread.
+"""Threads that run host work which waits for events.
 
 Work waits for the events it depends on and then runs; its future is an event for later work. If an
 event failed, the dependent work fails, too, so work never runs on wrong data.
@@ -14,19 +14,76 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, wait
+from itertools import cycle
 from queue import SimpleQueue
 
-from sppo.offload.queues.copy_queues import Event
+from sppo.offload.lane import Event
 
+THREADS = 4
+"""Threads of a pool: pieces that a disk serves at once."""
 _CANCELLED = "left out: the step failed"
 
 
-class WorkerQueue:
+class WorkerPool:
+    """Threads that share work; the work given to one thread runs in order.
+
+    Args:
+        name: Name of the threads.
+        begin: Function that every thread calls first; None for none.
+    """
+
+    def __init__(self, name: str, *, begin: Callable[[], None] | None = None) -> None:
+        self._workers = [Worker(f"{name} {index}") for index in range(THREADS)]
+        self._turns = cycle(self._workers)
+        for worker in self._workers:
+            if begin is not None:
+                worker.submit(begin)
+
+    def submit(self, work: Callable[[], None], *, after: Sequence[Event] = ()) -> Future[None]:
+        """Give ``work`` to the next thread, see :meth:`Worker.submit`."""
+        return next(self._turns).submit(work, after=after)
+
+    def check(self) -> None:
+        """Raise the first error of each thread since the last :meth:`drain`, if any."""
+        for worker in self._workers:
+            worker.check()
+
+    def drain(self, *, limit_s: float | None = None) -> bool:
+        """Skip all work that has not started, wait for the other work, and drop errors.
+
+        Args:
+            limit_s: Longest wait in seconds; None for no limit.
+
+        Returns:
+            Whether all work has ended. If not, work that has not started is still skipped.
+        """
+        deadline_s = None if limit_s is None else time.monotonic() + limit_s
+        for worker in self._workers:
+            worker.cancel()
+        ended = True
+        for worker in self._workers:
+            left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+            ended = worker.wait_all(limit_s=left_s) and ended
+        return ended
+
+    def close(self, *, waits: bool = True) -> None:
+        """Skip all work that has not started, and end the threads; may be repeated.
+
+        Args:
+            waits: Whether to wait until the threads have ended.
+        """
+        for worker in self._workers:
+            worker.cancel()
+        for worker in self._workers:
+            worker.close(waits=waits)
+
+
+class Worker:
     """Thread that runs work in the order in which another thread submits it.
 
-    When the queue is garbage-collected, the thread ends after all submitted work. The interpreter
+    When the worker is garbage-collected, the thread ends after all submitted work. The interpreter
     does not wait for the thread at exit.
 
     Args:
@@ -35,14 +92,10 @@ class WorkerQueue:
 
     def __init__(self, name: str) -> None:
         self._cancelled = False
-        self._lock = threading.Lock()
-        """Guards the first error and the busy seconds, which both threads write."""
         self._error: BaseException | None = None
-        self._busy_s = 0.0
-        # Entries refer to their queue and the thread does not, so an idle queue can be collected.
-        self._entries: SimpleQueue[
-            tuple[Future[None], Callable[[], None], Sequence[Event], WorkerQueue] | None
-        ] = SimpleQueue()
+        # Entries refer to their worker and the thread does not, so that an idle worker can be
+        # collected.
+        self._entries: SimpleQueue[_Entry | None] = SimpleQueue()
         self._thread = threading.Thread(
             target=_serve, args=(self._entries,), name=name, daemon=True
         )
@@ -59,10 +112,10 @@ class WorkerQueue:
             :class:`concurrent.futures.CancelledError` means that the work was skipped.
 
         Raises:
-            RuntimeError: The queue is closed, or belongs to the process that forked this one.
+            RuntimeError: The worker is closed, or belongs to the process that forked this one.
         """
         if not self._has_thread:
-            raise RuntimeError(f"the queue {self._thread.name} has no thread any more")
+            raise RuntimeError(f"the worker {self._thread.name} has no thread any more")
         future: Future[None] = Future()
         self._entries.put((future, work, after, self))
         return future
@@ -89,16 +142,8 @@ class WorkerQueue:
         # Submit new work: a caller that was interrupted while submitting has no last future.
         if self._has_thread and wait([self.submit(_nothing)], timeout=limit_s).not_done:
             return False
-        with self._lock:
-            self._error = None
-        self._cancelled = False
+        self._error, self._cancelled = None, False
         return True
-
-    def take_busy_s(self) -> float:
-        """Return the seconds spent in work since the last call, without waits for events."""
-        with self._lock:
-            busy_s, self._busy_s = self._busy_s, 0.0
-        return busy_s
 
     def close(self, *, waits: bool = True) -> None:
         """Skip all work that has not started, and end the thread.
@@ -114,7 +159,7 @@ class WorkerQueue:
 
     @property
     def _has_thread(self) -> bool:
-        """True if the queue is open and belongs to this process: forks do not inherit threads."""
+        """True if the worker is open and belongs to this process: forks do not inherit threads."""
         return self._process == os.getpid()
 
     def _error_of(self, work: Callable[[], None], after: Sequence[Event]) -> BaseException | None:
@@ -128,26 +173,17 @@ class WorkerQueue:
                 wait_for(event)
             if self._cancelled:
                 raise CancelledError(_CANCELLED)
-            start = time.perf_counter()
             work()
-            with self._lock:
-                self._busy_s += time.perf_counter() - start
         except BaseException as error:
             # Drop frames, also those of chained errors, because they keep tensors alive.
             error.__traceback__ = error.__context__ = error.__cause__ = None
-            with self._lock:
-                if self._error is None:
-                    self._error = error
+            if self._error is None:
+                self._error = error
             return error
         return None
 
 
-def close_queues(queues: Collection[WorkerQueue], *, waits: bool = True) -> None:
-    """Close queues whose work may wait for each other's; see :meth:`WorkerQueue.close`."""
-    for queue in queues:
-        queue.cancel()
-    for queue in queues:
-        queue.close(waits=waits)
+_Entry = tuple[Future[None], Callable[[], None], Sequence[Event], Worker]
 
 
 def wait_for(event: Event) -> None:
@@ -165,19 +201,15 @@ def wait_for(event: Event) -> None:
             del error  # breaks the reference cycle of frame and error
 
 
-def _serve(
-    entries: SimpleQueue[
-        tuple[Future[None], Callable[[], None], Sequence[Event], WorkerQueue] | None
-    ],
-) -> None:
-    """Run the work of a queue until it is dropped or closed; the body of its thread.
+def _serve(entries: SimpleQueue[_Entry | None]) -> None:
+    """Run the work of a worker until it is dropped or closed; the body of its thread.
 
     References to work and events are dropped before the future is done, and the future has none.
     """
     while (entry := entries.get()) is not None:
-        future, work, after, queue = entry
-        error = queue._error_of(work, after)
-        del entry, work, after, queue
+        future, work, after, worker = entry
+        error = worker._error_of(work, after)
+        del entry, work, after, worker
         if error is None:
             future.set_result(None)
         else:
@@ -190,7 +222,7 @@ def _nothing() -> None:
 
 
 def _copied(error: BaseException) -> BaseException:
-    """Return a copy of a queue's error to raise in another thread.
+    """Return a copy of a worker's error to raise in another thread.
 
     The original would accumulate the frames of every thread that raises it, and keep their tensors
     alive. Errors of other types than OSError and CancelledError are not copied.
