@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import resource
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import repeat
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any, Literal
 
@@ -170,23 +170,13 @@ def _trainable_plan(
             "host_bytes": free.host_bytes,
         }
         if run.data.samples == "documents":
-            plan = plan_samples(run, steps=tuple(_first_steps(data)), **limits)
+            # Also in a resumed run, so that it gets the same stages and continues bit for bit.
+            first = map(data.lengths, islice(data.steps(), STEPS))
+            plan = plan_samples(run, steps=tuple(first), **limits)
         else:
             plan = plan_run(run, **limits)
     check_trainable(run, plan, kind=device.kind)
     return plan
-
-
-def _first_steps(data: TrainingData) -> Iterator[tuple[int, ...]]:
-    """Yield the lengths of the samples of each of a run's first steps, in tokens.
-
-    A resumed run uses these steps, too, so it gets the same stages and continues bit for bit.
-    """
-    consumed = 0
-    for _ in range(STEPS):
-        samples = data.step_samples(consumed)
-        consumed += len(samples)
-        yield data.lengths(samples)
 
 
 def check_trainable(run: RunConfig, plan: ExecutionPlan, *, kind: DeviceKind) -> None:

@@ -27,7 +27,7 @@ from sppo.model.hf_reading import open_hf_weights
 from sppo.model.initialize import generate_weights_ahead
 from sppo.offload.copy_report import CopyReport
 from sppo.offload.lane import Lane
-from sppo.offload.state_memory import DiskMemory, LockedHostMemory, StateMemory
+from sppo.offload.state_memory import DiskMemory, StateMemory
 from sppo.optim.adamw import AdamW, clip_
 from sppo.optim.host_adamw import HostAdamW
 from sppo.optim.optimizer_rows import OptimizerRows
@@ -352,7 +352,7 @@ def _tier(job: Job, tiers: StateTiers) -> tuple[StateMemory | None, Lane | None]
         memory = DiskMemory(Path(run.activations.disk))
         return memory, device.state_lane(memory, failed_step_timeout_s=limit_s)
     lane = device.state_lane(None, failed_step_timeout_s=limit_s)
-    return LockedHostMemory(lane), lane
+    return StateMemory(lane), lane
 
 
 def _weights_and_optimizer(

@@ -5,17 +5,7 @@ import logging
 import pytest
 import torch
 
-from sppo.kernels import (
-    cross_entropy,
-    elementwise,
-    fused,
-    rotary,
-)
-from sppo.kernels.attention import blocks as attention_blocks
-from sppo.kernels.attention import merged_output
-from sppo.kernels.attention.call import AttentionCall
-from sppo.kernels.attention.choice import KERNELS
-from sppo.kernels.rotary import RotaryTable
+from sppo.kernels import cross_entropy, elementwise, fused
 from tests.kernels.places import need_triton
 
 
@@ -30,77 +20,26 @@ def as_on_a_gpu(monkeypatch):
         return True
 
     monkeypatch.setattr(fused, "fused", always)
-    for module in (elementwise, rotary, merged_output, cross_entropy):
+    for module in (elementwise, cross_entropy):
         monkeypatch.setattr(module, "fused", always)
     return launched
 
 
-def everything():
-    """Results of all functions by name, in float64."""
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape):
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    x, dy, weight, bias = random(13, 48), random(13, 48), random(48), random(48)
-    dresidual = random(13, 48)
-    gate, up, dhidden = random(13, 40), random(13, 40), random(13, 40)
-    heads, angle = random(13, 3, 16), random(13, 1, 8)
-    table = RotaryTable(angle.cos(), angle.sin())
-    results = {
-        "rotate": rotary.rotate(heads, table),
-        "rotate_backward": rotary.rotate_backward(heads, table),
-    }
-    for kind in ("swiglu", "gelu", "gelu_tanh"):
-        its_gate = gate if kind == "swiglu" else None
-        results[kind] = elementwise.activation(its_gate, up, kind=kind)
-        inner = elementwise.activation_backward_(
-            dhidden.clone(), None if its_gate is None else gate.clone(), up.clone(), kind=kind
-        )
-        results |= {f"{kind} hidden": inner.hidden_CF, f"{kind} dup": inner.dup_CF}
-        if inner.dgate_CF is not None:
-            results[f"{kind} dgate"] = inner.dgate_CF
-    for name, parameters in {"rms": (weight, None), "layer": (weight, bias)}.items():
-        total = dy.clone()
-        results[f"{name} norm"] = elementwise.norm(x, *parameters, eps=1e-5)
-        results[f"{name} after adding"] = elementwise.add_norm_(total, x, *parameters, eps=1e-5)
-        results[f"{name} sum"] = total
-        for around in (None, dresidual):
-            gradients = elementwise.norm_backward(dy, x, *parameters, eps=1e-5, dresidual_CE=around)
-            for what, value in zip(("dx", "dweight", "dbias"), gradients, strict=True):
-                if value is not None:
-                    results[f"{name} {what}{'' if around is None else ' around'}"] = value
-    terms = cross_entropy.LossTerms(label_smoothing=0.1, z_loss=0.02)
+def test_the_loss_has_its_kernel(as_on_a_gpu, monkeypatch):
+    logits = torch.randn(13, 48, dtype=torch.float64)
     labels = torch.arange(13).masked_fill(torch.arange(13) % 4 == 0, cross_entropy.IGNORED_LABEL)
-    logits = x.clone()
-    results["losses alone"] = cross_entropy.token_losses(x.clone(), labels, terms=terms)
-    results["losses"] = cross_entropy.losses_to_gradient_(logits, labels, scale=0.3, terms=terms)
-    return results | {"logits": logits}
+    terms = cross_entropy.LossTerms(label_smoothing=0.1, z_loss=0.02)
 
+    def results():
+        gradient = logits.clone()
+        alone = cross_entropy.token_losses(logits.clone(), labels, terms=terms)
+        losses = cross_entropy.losses_to_gradient_(gradient, labels, scale=0.3, terms=terms)
+        return alone, losses, gradient
 
-def test_every_function_has_its_kernel(as_on_a_gpu, monkeypatch):
-    fused_results = everything()
-    assert len(as_on_a_gpu) == 18  # calls of functions
-    for module in (elementwise, rotary, cross_entropy, fused):
-        monkeypatch.setattr(module, "fused", lambda x: False)
-    for name, value in everything().items():
-        torch.testing.assert_close(fused_results[name], value, rtol=1e-12, atol=1e-12, msg=name)
-
-
-def test_partial_attentions_merge_in_their_kernel(as_on_a_gpu, monkeypatch):
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(50, 6, 8), (120, 2, 8), (120, 2, 8)]
-    call = AttentionCall(
-        *(torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
-    )
-    monkeypatch.setattr(attention_blocks, "MAX_FULL_KEYS", 30)
-    attention_blocks.attention_blocks.cache_clear()
-    ours = KERNELS["torch_blocks"].forward(call)
-    assert len(as_on_a_gpu) == 3  # of a prefix of 70 keys in three parts, and the diagonal
-    monkeypatch.setattr(merged_output, "fused", lambda x: False)
-    theirs = KERNELS["torch_blocks"].forward(call)
-    attention_blocks.attention_blocks.cache_clear()
-    for a, b in zip(ours, theirs, strict=True):
+    ours = results()
+    assert len(as_on_a_gpu) == 2
+    monkeypatch.setattr(cross_entropy, "fused", lambda x: False)
+    for a, b in zip(ours, results(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
