@@ -261,6 +261,9 @@ def _finite(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None and math.isfinite(value)]
 
 
+# Tables
+
+
 def print_summary(summary: RunSummary, *, console: Console) -> None:
     """Print a summary as two tables: results, and predicted against measured figures."""
     reached = _table(title=Text(f"Run {summary.name}", style="bold"))

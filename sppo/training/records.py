@@ -207,73 +207,6 @@ def predicted_and_measured(
     }
 
 
-def measure_step(
-    job: Job,
-    outcome: TrainingOutcome,
-    work: StepWork,
-    done: DoneStep,
-    *,
-    lr: float,
-    learnt: Mapping[str, Any],
-) -> StepMetrics:
-    """Return the metrics of a step, and add its measurements to the outcome. Collective.
-
-    Times, device memory and waits are maxima over all ranks; offloaded bytes and the bytes in host
-    memory and on disks are sums over all ranks. Only the rates of copies are those of this rank.
-
-    Args:
-        job: Job that trains the run.
-        outcome: Outcome of the run.
-        work: Work of the step.
-        done: Results of the step on this rank.
-        lr: Scheduled learning rate, also if the update was skipped.
-        learnt: Metrics of the correction of predicted times.
-    """
-    peers, result, copies = job.peers, done.result, done.copies
-    own_peak = job.device.peak_bytes()
-    forward_s, backward_s, rest_s, seconds, peak, exposed_s, predicted_s, waited_s = peers.largest(
-        [
-            *(result.forward_s, result.backward_s, done.rest_s, done.seconds),
-            *(own_peak, copies.exposed_s, work.step_s),
-            0.0 if work.samples is None else work.samples.wait_s,
-        ]
-    )
-    offloaded, host_bytes, disk_bytes = peers.total(
-        [copies.total_out_bytes, copies.host_bytes, copies.disk_bytes]
-    )
-    outcome.add(work, done, (forward_s, backward_s, rest_s), peak_bytes=own_peak)
-    tokens, model_flops, executed_flops = _of_replicas(
-        job, work.tokens, work.model_flops, work.executed_flops
-    )
-    peak_flops_per_s = outcome.base.peak_flops_per_s
-    most_flops = peak_flops_per_s and peak_flops_per_s * job.mesh.shape.num_ranks * seconds
-    packing = {} if work.samples is None else _packing(work.samples.replica.plan, done, job)
-    return StepMetrics(
-        step=work.number,
-        loss=done.sums.loss,
-        grad_norm=done.sums.norm,
-        lr=lr,
-        tokens=int(tokens),
-        labels=done.sums.num_valid,
-        step_s=seconds,
-        tokens_per_s=tokens / seconds,
-        mfu=most_flops and model_flops / most_flops,
-        hfu=most_flops and executed_flops / most_flops,
-        predicted_step_s=predicted_s,
-        device_peak_bytes=int(peak),
-        host_peak_bytes=int(host_bytes),
-        offloaded_bytes=int(offloaded),
-        exposed_copy_s=exposed_s,
-        copy_out_bytes_per_s=copies.out_bytes_per_s or None,
-        copy_back_bytes_per_s=copies.back_bytes_per_s or None,
-        disk_peak_bytes=int(disk_bytes),
-        skipped=done.lr is None,
-        planning_wait_s=None if work.samples is None else waited_s,
-        **packing,
-        **learnt,
-    )
-
-
 def _packing(plan: StepPlan, done: DoneStep, job: Job) -> dict[str, Any]:
     """Return metrics of packing and idle time in a step of samples. Collective."""
     shape = job.mesh.shape
@@ -317,7 +250,7 @@ class StepRecords:
     """
 
     def __init__(self, job: Job, outcome: TrainingOutcome) -> None:
-        self._run, self._peers, self._outcome = job.run, job.peers, outcome
+        self._job, self._run, self._outcome = job, job.run, outcome
         self._first_step = outcome.first_step
         self._started = time.perf_counter()
         self._sinks: list[JsonlSink | TensorBoardSink] = []
@@ -331,7 +264,7 @@ class StepRecords:
         """Open the files and the display for the duration of the context. Collective."""
         self._started = time.perf_counter()
         with ExitStack() as stack:
-            self._peers.decided_by_main(lambda: self._open_sinks(stack))
+            self._job.peers.decided_by_main(lambda: self._open_sinks(stack))
             stack.enter_context(self.display)
             yield
 
@@ -343,6 +276,71 @@ class StepRecords:
         if self._run.train.tensorboard:
             events = TensorBoardSink(output / TENSORBOARD_DIRECTORY, resume_step=done)
             self._sinks.append(stack.enter_context(closing(events)))
+
+    def measured(
+        self, work: StepWork, done: DoneStep, *, lr: float, learnt: Mapping[str, Any]
+    ) -> StepMetrics:
+        """Return the metrics of a step, and add its measurements to the outcome. Collective.
+
+        Times, device memory and waits are maxima over all ranks; offloaded bytes and the bytes in
+        host memory and on disks are sums over all ranks. Only the rates of copies are those of this
+        rank.
+
+        Args:
+            work: Work of the step.
+            done: Results of the step on this rank.
+            lr: Scheduled learning rate, also if the update was skipped.
+            learnt: Metrics of the correction of predicted times.
+        """
+        peers, result, copies = self._job.peers, done.result, done.copies
+        own_peak = self._job.device.peak_bytes()
+        forward_s, backward_s, rest_s, seconds, peak, exposed_s, predicted_s, waited_s = (
+            peers.largest(
+                [
+                    *(result.forward_s, result.backward_s, done.rest_s, done.seconds),
+                    *(own_peak, copies.exposed_s, work.step_s),
+                    0.0 if work.samples is None else work.samples.wait_s,
+                ]
+            )
+        )
+        offloaded, host_bytes, disk_bytes = peers.total(
+            [copies.total_out_bytes, copies.host_bytes, copies.disk_bytes]
+        )
+        self._outcome.add(work, done, (forward_s, backward_s, rest_s), peak_bytes=own_peak)
+        tokens, model_flops, executed_flops = _of_replicas(
+            self._job, work.tokens, work.model_flops, work.executed_flops
+        )
+        peak_flops_per_s = self._outcome.base.peak_flops_per_s
+        most_flops = (
+            peak_flops_per_s and peak_flops_per_s * self._job.mesh.shape.num_ranks * seconds
+        )
+        packing = (
+            {} if work.samples is None else _packing(work.samples.replica.plan, done, self._job)
+        )
+        return StepMetrics(
+            step=work.number,
+            loss=done.sums.loss,
+            grad_norm=done.sums.norm,
+            lr=lr,
+            tokens=int(tokens),
+            labels=done.sums.num_valid,
+            step_s=seconds,
+            tokens_per_s=tokens / seconds,
+            mfu=most_flops and model_flops / most_flops,
+            hfu=most_flops and executed_flops / most_flops,
+            predicted_step_s=predicted_s,
+            device_peak_bytes=int(peak),
+            host_peak_bytes=int(host_bytes),
+            offloaded_bytes=int(offloaded),
+            exposed_copy_s=exposed_s,
+            copy_out_bytes_per_s=copies.out_bytes_per_s or None,
+            copy_back_bytes_per_s=copies.back_bytes_per_s or None,
+            disk_peak_bytes=int(disk_bytes),
+            skipped=done.lr is None,
+            planning_wait_s=None if work.samples is None else waited_s,
+            **packing,
+            **learnt,
+        )
 
     def record(self, metrics: StepMetrics) -> None:
         """Write the metrics of a step to the files, and show them on the display."""

@@ -54,6 +54,103 @@ class StepInput:
     """Program and placements of this step; None to follow the engine's own plan."""
 
 
+Phases = tuple[float, float, float]
+"""Seconds of the forwards, of the backwards, and of the rest of a step: reading data, reducing
+gradients over ranks, clipping and the update."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TakenPlan:
+    """Plan of a step, with the time that the step waited for planning."""
+
+    replica: ReplicaPlan
+    """Division of the samples over replicas, and the plan of this replica."""
+    wait_s: float
+    """Seconds that the step waited for the plan; 0 if it was ready."""
+    note: str = ""
+    """Message on a failure of planning ahead; "" if none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWork(StepInput):
+    """Work of one step of one replica: its data, plan and predictions."""
+
+    consumed: Sequence[int]
+    """Numbers of the sequences, or samples, that all replicas consume."""
+    tokens: int
+    """Number of tokens of this replica, without padding."""
+    model_flops: int
+    """Model FLOPs of this replica's step."""
+    executed_flops: int
+    """FLOPs of this replica's step, recomputation included."""
+    phases_s: Phases
+    """Predicted seconds by phase."""
+    memory: MemoryBuckets
+    """Predicted memory of this rank's device."""
+    samples: TakenPlan | None = None
+    """Plan of this step of samples; None if all steps are alike."""
+
+
+class StepSource(ABC):
+    """Source of the work of every step, for one rank."""
+
+    @abstractmethod
+    def work(self, step: int, *, consumed: int) -> StepWork:
+        """Return the work of a step.
+
+        Args:
+            step: Number of the step, counted from 0.
+            consumed: Number of sequences, or samples, that all earlier steps consumed.
+
+        Raises:
+            MemoryError: No plan of the step fits.
+        """
+
+    def learn(self, work: StepWork, done: DoneStep) -> Mapping[str, Any]:
+        """Learn from the measured times of a step, and return further metrics. Collective."""
+        return {}
+
+    def saved(self) -> Mapping[str, Any]:
+        """Return the state that a resumed run needs, for the metadata of a checkpoint."""
+        return {}
+
+    def close(self) -> None:  # noqa: B027 - most sources prepare nothing
+        """End the preparation of further steps; no work may be requested after that."""
+
+
+class SequenceSteps(StepSource):
+    """Source of steps of the token stream, whose sequences have one length; all steps are alike."""
+
+    def __init__(self, job: Job, data: TrainingData, plan: ExecutionPlan) -> None:
+        run, mesh = job.run, job.mesh
+        self._data, self._plan, self._mesh = data, plan, mesh
+        self._count = run.train.sequences_per_step // mesh.shape.data_parallel
+        length, predicted = run.sequence.length, plan.predicted
+        self._same: dict[str, Any] = {
+            "boundaries": [plan.boundaries] * self._count,
+            "tokens": self._count * length,
+            "model_flops": step_flops(run.model, length=length, sequences=self._count),
+            "executed_flops": executed_flops(plan.candidate(), plan.placement()),
+            "step_s": predicted.step_s,
+            "phases_s": (predicted.forward_s, predicted.backward_s, predicted.update_s),
+            "memory": plan.rank_memory[mesh.at.pipeline].device,
+        }
+        """Fields of the work that are the same in all steps."""
+
+    def work(self, step: int, *, consumed: int) -> StepWork:
+        """Return the work of a step."""
+        indices = self._data.step_samples(consumed)
+        first = self._mesh.at.data * self._count
+        own = [self._data.row([index]) for index in indices[first : first + self._count]]
+        num_valid = sum(sequence.num_valid for sequence in own)
+        return StepWork(
+            number=step + 1, sequences=own, num_valid=num_valid, consumed=indices, **self._same
+        )
+
+
+# The run of a step
+
+
 @dataclass(frozen=True, slots=True)
 class StepSums:
     """Loss and gradients of a step, reduced over all ranks, from which its update is decided."""
@@ -155,6 +252,9 @@ def _await_device(job: Job, work: StepInput, result: StepResult) -> None:
         )
 
 
+# Steps that are not finite
+
+
 class NonFiniteError(RuntimeError):
     """Training stopped because losses, gradients or the state were not finite."""
 
@@ -223,97 +323,3 @@ def first_of(names: Sequence[str]) -> str:
     """Return the first few of some names as text, and how many more there are."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f"{', '.join(names[:_NAMED])}{more}"
-
-
-Phases = tuple[float, float, float]
-"""Seconds of the forwards, of the backwards, and of the rest of a step: reading data, reducing
-gradients over ranks, clipping and the update."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TakenPlan:
-    """Plan of a step, with the time that the step waited for planning."""
-
-    replica: ReplicaPlan
-    """Division of the samples over replicas, and the plan of this replica."""
-    wait_s: float
-    """Seconds that the step waited for the plan; 0 if it was ready."""
-    note: str = ""
-    """Message on a failure of planning ahead; "" if none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepWork(StepInput):
-    """Work of one step of one replica: its data, plan and predictions."""
-
-    consumed: Sequence[int]
-    """Numbers of the sequences, or samples, that all replicas consume."""
-    tokens: int
-    """Number of tokens of this replica, without padding."""
-    model_flops: int
-    """Model FLOPs of this replica's step."""
-    executed_flops: int
-    """FLOPs of this replica's step, recomputation included."""
-    phases_s: Phases
-    """Predicted seconds by phase."""
-    memory: MemoryBuckets
-    """Predicted memory of this rank's device."""
-    samples: TakenPlan | None = None
-    """Plan of this step of samples; None if all steps are alike."""
-
-
-class StepSource(ABC):
-    """Source of the work of every step, for one rank."""
-
-    @abstractmethod
-    def work(self, step: int, *, consumed: int) -> StepWork:
-        """Return the work of a step.
-
-        Args:
-            step: Number of the step, counted from 0.
-            consumed: Number of sequences, or samples, that all earlier steps consumed.
-
-        Raises:
-            MemoryError: No plan of the step fits.
-        """
-
-    def learn(self, work: StepWork, done: DoneStep) -> Mapping[str, Any]:
-        """Learn from the measured times of a step, and return further metrics. Collective."""
-        return {}
-
-    def saved(self) -> Mapping[str, Any]:
-        """Return the state that a resumed run needs, for the metadata of a checkpoint."""
-        return {}
-
-    def close(self) -> None:  # noqa: B027 - most sources prepare nothing
-        """End the preparation of further steps; no work may be requested after that."""
-
-
-class SequenceSteps(StepSource):
-    """Source of steps of the token stream, whose sequences have one length; all steps are alike."""
-
-    def __init__(self, job: Job, data: TrainingData, plan: ExecutionPlan) -> None:
-        run, mesh = job.run, job.mesh
-        self._data, self._plan, self._mesh = data, plan, mesh
-        self._count = run.train.sequences_per_step // mesh.shape.data_parallel
-        length, predicted = run.sequence.length, plan.predicted
-        self._same: dict[str, Any] = {
-            "boundaries": [plan.boundaries] * self._count,
-            "tokens": self._count * length,
-            "model_flops": step_flops(run.model, length=length, sequences=self._count),
-            "executed_flops": executed_flops(plan.candidate(), plan.placement()),
-            "step_s": predicted.step_s,
-            "phases_s": (predicted.forward_s, predicted.backward_s, predicted.update_s),
-            "memory": plan.rank_memory[mesh.at.pipeline].device,
-        }
-        """Fields of the work that are the same in all steps."""
-
-    def work(self, step: int, *, consumed: int) -> StepWork:
-        """Return the work of a step."""
-        indices = self._data.step_samples(consumed)
-        first = self._mesh.at.data * self._count
-        own = [self._data.row([index]) for index in indices[first : first + self._count]]
-        num_valid = sum(sequence.num_valid for sequence in own)
-        return StepWork(
-            number=step + 1, sequences=own, num_valid=num_valid, consumed=indices, **self._same
-        )

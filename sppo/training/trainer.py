@@ -34,7 +34,7 @@ from sppo.training.devices.device import Device
 from sppo.training.executed_step import step_timelines
 from sppo.training.interruption import Interrupted, StopRequest
 from sppo.training.preflight import CheckedRun
-from sppo.training.records import Baseline, StepRecords, TrainingOutcome, measure_step
+from sppo.training.records import Baseline, StepRecords, TrainingOutcome
 from sppo.training.run_checkpoints import RunCheckpoints
 from sppo.training.run_directory import PLAN_FILE, locked_output, note_configuration
 from sppo.training.sample_steps import SampleSteps
@@ -266,7 +266,7 @@ class StepLoop:
         self._outcome.buckets.count_step(done.peaks, copies_bytes=copies_bytes, pool=device.pool())
         self._consumed += len(work.consumed)
         learnt = self._source.learn(work, done)
-        return measure_step(self._job, self._outcome, work, done, lr=lr, learnt=learnt)
+        return self._records.measured(work, done, lr=lr, learnt=learnt)
 
     def _may_update(self, step: int, sums: StepSums) -> bool:
         """Return whether the update of a step may be applied; print why if not."""

@@ -163,8 +163,9 @@ def test_the_store_of_a_rank_has_two_streams():
         assert made.call_count == 2
 
 
-def test_a_rank_stays_next_to_its_gpu(monkeypatch):
+def test_a_rank_stays_next_to_its_gpu_and_shares_its_cores(monkeypatch):
     node, threads = NumaNode(1, frozenset({4, 5})), [8]
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     monkeypatch.setattr(
@@ -172,9 +173,11 @@ def test_a_rank_stays_next_to_its_gpu(monkeypatch):
     )
     with fake_gpu() as (device, runtime):
         device.begin()
-    assert runtime.counts.set_to == [device.torch_device]
-    assert runtime.counts.near == [node]
-    assert threads == [8, 2], "no more than there are cores"
+        runtime.device_count = lambda: 2  # both next to the same node
+        device.begin(place(local_ranks=2))
+    assert runtime.counts.set_to == [device.torch_device] * 2
+    assert runtime.counts.near == [node, node]
+    assert threads == [8, 2, 1], "no more than there are cores"
 
 
 def test_a_rank_that_is_bound_far_from_its_gpu_says_so(monkeypatch, caplog):
@@ -187,42 +190,6 @@ def test_a_rank_that_is_bound_far_from_its_gpu_says_so(monkeypatch, caplog):
         device.begin()
     assert caplog.text.count("no core of NUMA node 1, which is next to the GPU") == 1
     assert "--distribution=block:block" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("launcher", "given", "allowed", "threads"),
-    [
-        ("torchrun", "1", 112, 14),  # torchrun's 1
-        ("torchrun", "8", 112, 8),
-        ("torchrun", None, 112, 14),
-        ("sppo", "14", 112, 14),
-        ("sppo", "1", 112, 1),
-        ("slurm", None, 112, 14),  # --cpu-bind=none
-        ("slurm", None, 14, 14),
-        ("slurm", "4,2", 112, 4),
-        ("slurm", "99", 14, 14),
-    ],
-)
-def test_ranks_share_the_cores_next_to_their_gpus(monkeypatch, launcher, given, allowed, threads):
-    """Eight ranks on two sockets of 56 cores, with four GPUs each."""
-    monkeypatch.setenv("OMP_NUM_THREADS", given or "")
-    monkeypatch.setenv("SLURM_CPUS_ON_NODE", "112")
-    place = RankEnvironment(1, 8, 1, 8, "127.0.0.1", 1, launcher)
-    nodes = [NumaNode(0, frozenset(range(56))), NumaNode(1, frozenset(range(56, 112)))]
-    addresses = {f"0000:{index:02x}:00.0": nodes[index // 4] for index in range(8)}
-    monkeypatch.setattr(cuda_device, "node_of_pci_device", addresses.get)
-    monkeypatch.setattr(cuda_device, "count_cores", lambda: allowed)
-    chosen = []
-    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    kept = nodes[0] if allowed == 112 else NumaNode(0, frozenset(range(allowed)))
-    with fake_gpu() as (_, runtime):
-        monkeypatch.setattr(cuda_device, "stay_near", lambda node: kept)
-        runtime.device_count = lambda: 8
-        runtime.get_device_properties = lambda device: SimpleNamespace(
-            pci_domain_id=0, pci_bus_id=device.index, pci_device_id=0
-        )
-        CudaDevice(torch.device("cuda", 1)).begin(place)
-    assert chosen == [threads]
 
 
 # What a run does with it
