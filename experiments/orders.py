@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from pathlib import Path
 from typing import Any
 
 from experiments import harness
@@ -116,7 +115,7 @@ def _serve(rank: int, options: argparse.Namespace) -> dict[str, Any]:
     if rank:
         return {}
     if options.plot is not None:
-        _draw(options.plot, [of_side[-1] for of_side in timelines.values()])
+        write_png(options.plot, timelines=[of_side[-1] for of_side in timelines.values()])
     first, *_ = sides
     medians = {side: statistics.median(times) for side, times in seconds.items()}
     planned = {side: one.plan.predicted for side, one in sides.items()}
@@ -139,10 +138,6 @@ def _serve(rank: int, options: argparse.Namespace) -> dict[str, Any]:
             for side in sides
         },
     }
-
-
-def _draw(path: Path, timelines: list[Any]) -> None:
-    write_png(path, timelines=timelines)
 
 
 if __name__ == "__main__":

@@ -254,7 +254,7 @@ class _Side:
             "tokens_per_s": sum(map(sum, lengths)) / sum(step_s),
             "idle_share": statistics.median(self._idle_shares) if self._idle_shares else None,
             "losses": self._losses,
-            "peak_bytes": [*self._rank.ranks.peers.all_gather(self._saved_bytes + held)],
+            "peak_bytes": [*self._rank.job.peers.all_gather(self._saved_bytes + held)],
             "predicted_peak_bytes": _predicted_bytes(self._steps),
         }
 

@@ -112,7 +112,7 @@ def _measurement(turns: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
 def _make(rank: int, arguments: tuple[str, argparse.Namespace, int]) -> Callable[[], Any]:
     """Set up a rank of one side, and run a step without counting it."""
     side, options, sequences = arguments
-    pipeline = (_sppo if side == "sppo" else _torch)(rank, options, sequences)
+    pipeline = (_SppoPipeline if side == "sppo" else _torch)(rank, options, sequences)
     pipeline.step()
     pipeline.findings()
     gc.collect()
@@ -131,7 +131,7 @@ def _torch(rank: int, options: argparse.Namespace, sequences: int) -> Any:
     return TorchPipeline(model, tokens_MT, rank=rank, pool=options.pool_for_torch)
 
 
-class _sppo:  # noqa: N801 - made like the other side
+class _SppoPipeline(PlannedRank):
     """One rank of SPPO's pipeline, which retains everything."""
 
     def __init__(self, rank: int, options: argparse.Namespace, sequences: int) -> None:
@@ -151,13 +151,12 @@ class _sppo:  # noqa: N801 - made like the other side
             "activations": {"policy": "retain"},
             "train": {"sequences_per_step": sequences},
         }
-        self._rank = PlannedRank(keys, rank=rank)
-        self.step = self._rank.step
+        super().__init__(keys, rank=rank)
 
     @property
     def gradient_bytes(self) -> int:
         """Bytes of the fp32 gradient sums, which exist between steps."""
-        return sum(gradient.nbytes for gradient in self._rank.state.gradients.values())
+        return sum(gradient.nbytes for gradient in self.state.gradients.values())
 
     def trim(self) -> None:
         """Return unused memory of the pool to the system."""
@@ -165,16 +164,15 @@ class _sppo:  # noqa: N801 - made like the other side
 
     def findings(self) -> dict[str, Any]:
         """Return figures of the last step."""
-        rank, done, timeline = self._rank, self._rank.done, self._rank.timeline()
-        assert done is not None, "after a step"
-        norms = torch._foreach_norm(list(rank.state.gradients.values()))
+        timeline, gradients = self.timeline(), list(self.state.gradients.values())
+        assert self.done is not None, "after a step"
         return {
-            "schedule": rank.plan.schedule,
-            "boundaries": rank.plan.boundaries,
-            "planned_idle_share": rank.plan.predicted.bubble_fraction,
+            "schedule": self.plan.schedule,
+            "boundaries": self.plan.boundaries,
+            "planned_idle_share": self.plan.predicted.bubble_fraction,
             "idle_share": None if timeline is None else timeline.bubble_fraction,
-            "loss": float(done.total_loss) / done.num_valid,
-            "gradient_norm": float(torch.stack(list(norms)).norm()),
+            "loss": float(self.done.total_loss) / self.done.num_valid,
+            "gradient_norm": float(torch.stack(list(torch._foreach_norm(gradients))).norm()),
         }
 
 

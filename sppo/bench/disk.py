@@ -57,11 +57,9 @@ def measure_disk(directory: Path, *, quick: bool, watcher: Watcher) -> CopyMeasu
     window_s = _QUICK_WINDOW_S if quick else _WINDOW_S
     cases = [(size, depth) for size in requests for depth in depths]
     watcher.begin("disk", total=1 + len(cases) * rounds)
-    with (
-        HostArena(2 * max(size * depth for size, depth in cases)) as arena,
-        opened_tier(directory, file_bytes) as tier,
-    ):
-        memory = arena.tensor(0, (arena.size_bytes,), torch.uint8).numpy()
+    memory_bytes = 2 * max(size * depth for size, depth in cases)
+    memory = HostArena(memory_bytes).tensor(0, (memory_bytes,), torch.uint8).numpy()
+    with opened_tier(directory, file_bytes) as tier:
         _fill_with_noise(memory)
         halves = np.split(memory, 2)
         first = first_write(tier, halves[0])

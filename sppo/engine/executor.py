@@ -207,13 +207,11 @@ class Executor:
             return
         stage = self._stage_of(action)
         keys = stage.layout.kv_keys if action.wire == "kv" else stage.layout.saved_keys
-        assert stage.offloaded is not None, f"{action} on a stage without another tier"
-        stage.offloaded.permit(keys(action.unit))
+        stage.store.permit(keys(action.unit))
 
     def _restore_kv(self, stage: Stage) -> None:
         """Restore the K and V, of any stage of the rank, whose blocks are the next to be used."""
-        store = stage.offloaded
-        while store is not None and (key := store.next_kv) is not None:
+        while (key := stage.store.next_kv) is not None:
             stage.restore_kv(key, self._units[key.sequence, key.subsequence].span)
 
     def _stage_of(self, action: Action) -> Stage:

@@ -1,5 +1,8 @@
 """Store of the tensors that layers save: some rows stay on the device, the others leave it.
 
+Rows that stay are kept where they are, in the memory of torch's allocator. On a CPU that gets them
+back in reverse order of saving, they are copied to a stack.
+
 The rows that leave of one layer of one unit are packed into one block. The extents of the blocks
 in the tier, and the order in which backward uses them, are planned before the step
 (:mod:`sppo.activations.activation_layout`); the store only starts the copies. With a host tier,
@@ -42,9 +45,10 @@ from sppo.activations.activation_layout import (
 )
 from sppo.activations.tensor_classes import CLASSES, class_of
 from sppo.offload.copy_report import CopyReport
-from sppo.offload.device_stores import on_its_own
+from sppo.offload.held_bytes import HeldBytes
 from sppo.offload.integrity import Checksums
 from sppo.offload.lane import Event, Lane
+from sppo.offload.tensor_stack import TensorStack
 
 _NOTHING = OffloadSchedule({}, (), staging_slots=0, ring_slots=0)
 POISON = 0xFF
@@ -97,13 +101,10 @@ class _PackedBlock:
 
 
 class BlockStore:
-    """Store of saved tensors that leave the device.
-
-    On the device the store owns only the ring, which :meth:`take_report` counts; :meth:`get`
-    returns views of the ring. :mod:`sppo.offload.device_stores` has the stores of other tensors.
+    """Store of the saved tensors of one rank; every key is put once and got once.
 
     Args:
-        lane: Lane of the copies, closed with the store.
+        lane: Lane of the copies, closed with the store; None if all tensors stay on the device.
         disk: Directory of a disk to write blocks to; None keeps them in host memory.
         source_lag: Most layers whose copies out may be in flight when the next layer is saved: how
             far compute may run ahead of the copies.
@@ -113,13 +114,19 @@ class BlockStore:
 
     def __init__(
         self,
-        lane: Lane,
+        lane: Lane | None = None,
         *,
         disk: Path | None = None,
         source_lag: int = MAX_BLOCKS_IN_FLIGHT_OUT - 1,
         debug: bool = False,
     ) -> None:
-        self._lane, self._disk, self._source_lag, self._debug = lane, disk, source_lag, debug
+        self._lane_if_any, self._disk, self._source_lag, self._debug = lane, disk, source_lag, debug
+        self._retained: dict[ActivationKey, dict[str, Tensor]] = {}
+        self._stack: TensorStack | None = None
+        self._lent: dict[ActivationKey, list[Tensor]] = {}
+        self._poisons_stack = False
+        self.held = HeldBytes()
+        """Bytes of the tensors that stay on the device; the caller adds those of its own."""
         self._checksums = Checksums() if debug else None
         self._memory: dict[str, Tensor] = {}
         self._slot_bytes = self._file_bytes = 0
@@ -129,6 +136,23 @@ class BlockStore:
         self._out_bytes: Counter[str] = Counter()
         self._back_bytes: Counter[str] = Counter()
         self._begin()
+
+    def keep_in_stack(self, *, poison: bool) -> None:
+        """Copy tensors that stay onto a stack: keys are got in reverse order of putting.
+
+        Args:
+            poison: Overwrite tensors with NaN when they are freed, so that a late reader gets NaN.
+        """
+        self._stack, self._poisons_stack = TensorStack(), poison
+
+    def reserve(self, retained_bytes: int) -> None:
+        """Reserve the stack, if any, for ``retained_bytes`` of tensors; call between steps.
+
+        Raises:
+            MemoryError: The machine lacks memory.
+        """
+        if self._stack is not None:
+            self._stack.reserve(retained_bytes)
 
     def reserve_host(self, schedule: OffloadSchedule) -> None:
         """Take the host memory of a step, which page-locking makes slow, before the first step.
@@ -151,7 +175,8 @@ class BlockStore:
             OSError: The disk lacks space.
             RuntimeError: The device has not finished the copies of an earlier step.
         """
-        assert self.num_entries == 0, "extents of blocks that are away stay as they are"
+        assert not self._blocks, "extents of blocks that are away stay as they are"
+        assert not self._in_use, "slots of blocks that are in use stay as they are"
         self._step += 1
         if schedule is not self._offloads and schedule.largest_bytes > 0:
             self._offloads = _NOTHING  # so that the next step tries again if this fails
@@ -159,12 +184,43 @@ class BlockStore:
         self._offloads = schedule
         self._begin()
 
-    def put(self, key: ActivationKey, tensors: dict[str, Tensor]) -> None:
-        """Start to copy ``tensors`` out; the dictionary may be empty.
+    @property
+    def offloads(self) -> bool:
+        """True if tensors can leave the device."""
+        return self._lane_if_any is not None
+
+    def put(
+        self,
+        key: ActivationKey,
+        *,
+        retained: dict[str, Tensor] | None = None,
+        offloaded: dict[str, Tensor] | None = None,
+    ) -> None:
+        """Save tensors, to which the caller must keep no reference.
+
+        Args:
+            key: Key of the tensors.
+            retained: Tensors that stay on the device; None for none. A view of a larger tensor does
+                not keep the memory of the larger tensor.
+            offloaded: Tensors that leave the device, whose copies are started; empty if the block
+                of the key is planned to be empty, None if none is planned.
 
         Raises:
             OSError: The disk failed in an earlier copy.
         """
+        assert key not in self._retained, f"{key} is saved already"
+        if retained is not None:
+            if self._stack is None:
+                kept = {name: on_its_own(tensor) for name, tensor in retained.items()}
+            else:
+                kept = self._stack.push(retained)
+            self._retained[key] = kept
+            self.held.add_tensors(kept.values())
+        if self._lane_if_any is not None and offloaded is not None:
+            self._put_away(key, offloaded)
+
+    def _put_away(self, key: ActivationKey, tensors: dict[str, Tensor]) -> None:
+        """Start to copy ``tensors`` out; the dictionary may be empty."""
         assert key not in self._blocks, f"{key} is saved already"
         self._lane.check()
         extent = self._offloads.extents[key]
@@ -204,15 +260,44 @@ class BlockStore:
         key = order[self._next_use]
         return key if key.is_kv and key in self._permitted else None
 
-    def get(self, key: ActivationKey) -> dict[str, Tensor]:
-        """Return the tensors of ``key``, which must be the next in the planned order.
+    def get(
+        self, key: ActivationKey, *, owned: bool = False
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the (offloaded, retained) tensors of ``key``, valid until :meth:`free`.
 
-        The tensors are views of the ring, valid until :meth:`free`. Compute waits for them.
+        Compute waits for offloaded tensors, whose keys must be got in the planned order.
+
+        Args:
+            key: Key of the tensors.
+            owned: Copy tensors whose memory :meth:`free` gives back, because the caller keeps them.
 
         Raises:
             OSError: The disk failed.
             CorruptActivationError: In debugging: a tensor was altered.
         """
+        assert key in self._retained or key in self._blocks, f"{key} is not saved"
+        offloaded = self._get_back(key) if key in self._blocks else {}
+        retained: dict[str, Tensor] = {}
+        if key in self._retained:
+            last = next(reversed(self._retained))
+            retained = self._retained.pop(key)
+            self.held.remove_tensors(retained.values())
+            if self._stack is not None:
+                assert last == key, f"{key} is taken before {last}, which was saved later"
+                self._stack.pop()
+                if self._poisons_stack:
+                    self._lent[key] = [*retained.values()]
+        if owned:
+            offloaded = _copied(offloaded)
+            retained = retained if self._stack is None else _copied(retained)
+        return offloaded, retained
+
+    def peek(self, key: ActivationKey, name: str) -> Tensor | None:
+        """Return one retained tensor, which stays in the store; None if it is not saved."""
+        return self._retained[key].get(name)
+
+    def _get_back(self, key: ActivationKey) -> dict[str, Tensor]:
+        """Return the tensors of ``key`` as views of the ring."""
         expected = self._offloads.order[self._next_use]
         assert key == expected, f"{key} is taken before {expected}"
         self._next_use += 1
@@ -236,7 +321,9 @@ class BlockStore:
         return tensors
 
     def free(self, key: ActivationKey) -> None:
-        """Free the ring slot of ``key``, after all compute that reads the tensors was issued."""
+        """Allow reuse of the memory of ``key``, after all compute that reads it was issued."""
+        for tensor in self._lent.pop(key, ()):
+            tensor.fill_(float("nan"))
         slot = self._in_use.pop(key, None)
         if slot is None:
             return
@@ -251,9 +338,14 @@ class BlockStore:
         Returns:
             Whether all copies have ended; if not, they may still use their memory, which is kept.
         """
-        if not self._lane.drain():
+        if self._lane_if_any is not None and not self._lane_if_any.drain():
             return False
         self._begin()
+        self._retained.clear()
+        self._lent.clear()
+        self.held.clear()
+        if self._stack is not None:
+            self._stack.clear()
         self._staging = [Slot(slot.data) for slot in self._staging]
         self._ring = [Slot(slot.data) for slot in self._ring]
         self._out_bytes.clear()
@@ -264,6 +356,8 @@ class BlockStore:
 
     def take_report(self) -> CopyReport:
         """Return bytes and times of the copies since the last call, and the reserved memory."""
+        if self._lane_if_any is None:
+            return CopyReport()
         out_bytes, back_bytes = dict(self._out_bytes), dict(self._back_bytes)
         self._out_bytes.clear()
         self._back_bytes.clear()
@@ -279,14 +373,20 @@ class BlockStore:
 
     def close(self) -> None:
         """End all copies and free memory and file; repeated calls do nothing."""
-        self._lane.close()
+        if self._lane_if_any is not None:
+            self._lane_if_any.close()
         self._memory.clear()
         self._staging, self._ring = [], []
 
     @property
     def num_entries(self) -> int:
-        """Number of keys put and not yet freed."""
-        return len(self._blocks) + len(self._in_use)
+        """Number of keys put and not yet got, or whose slots are not yet freed."""
+        return len(self._retained | self._blocks) + len(self._in_use)
+
+    @property
+    def _lane(self) -> Lane:
+        assert self._lane_if_any is not None, "what leaves the device has a lane"
+        return self._lane_if_any
 
     def _send(self, block: _PackedBlock, tensors: Mapping[str, Tensor]) -> None:
         """Enqueue the copies of ``block`` to the tier."""
@@ -422,3 +522,13 @@ def _count(counts: Counter[str], key: ActivationKey, block: _PackedBlock) -> Non
     """Add the bytes of a block's tensors to the counts of their classes; K and V count as "kv"."""
     for name, (part, _, _) in block.tensors.items():
         counts["kv" if key.is_kv else CLASSES[class_of(name)]] += part.stop - part.start
+
+
+def on_its_own(tensor: Tensor) -> Tensor:
+    """Return ``tensor``, or a copy if it is a view that keeps a larger storage alive."""
+    size = tensor.numel() * tensor.element_size()
+    return tensor if tensor.untyped_storage().nbytes() == size else tensor.clone()
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}

@@ -38,8 +38,7 @@ class CpuLane:
 
     def host_memory(self, name: str, size_bytes: int) -> Tensor:
         """Map host memory, which is returned to the system with its last view."""
-        with HostArena(size_bytes) as arena:
-            return arena.tensor(0, (size_bytes,), torch.uint8)
+        return HostArena(size_bytes).tensor(0, (size_bytes,), torch.uint8)
 
     def device_memory(self, size_bytes: int) -> Tensor:
         """Map host memory, which on a CPU is device memory."""

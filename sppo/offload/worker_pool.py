@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, wait
@@ -27,28 +26,57 @@ _CANCELLED = "left out: the step failed"
 
 
 class WorkerPool:
-    """Threads that share work; the work given to one thread runs in order.
+    """Threads that run work in turn; the work given to one thread runs in order.
+
+    When the pool is garbage-collected, the threads end after all submitted work. The interpreter
+    does not wait for the threads at exit.
 
     Args:
         name: Name of the threads.
+        threads: Number of threads.
         begin: Function that every thread calls first; None for none.
     """
 
-    def __init__(self, name: str, *, begin: Callable[[], None] | None = None) -> None:
-        self._workers = [Worker(f"{name} {index}") for index in range(THREADS)]
-        self._turns = cycle(self._workers)
-        for worker in self._workers:
-            if begin is not None:
-                worker.submit(begin)
+    def __init__(
+        self, name: str, *, threads: int = THREADS, begin: Callable[[], None] | None = None
+    ) -> None:
+        self._cancelled = False
+        self._error: BaseException | None = None
+        # Entries refer to the pool and threads do not, so that an idle pool can be collected.
+        self._queues: list[_Queue] = [SimpleQueue() for _ in range(threads)]
+        self._turns = cycle(self._queues)
+        self._threads = [
+            threading.Thread(target=_serve, args=(queue,), name=f"{name} {index}", daemon=True)
+            for index, queue in enumerate(self._queues)
+        ]
+        for thread, queue in zip(self._threads, self._queues, strict=True):
+            thread.start()
+            weakref.finalize(self, queue.put, None).atexit = False
+        # Thread.is_alive is not safe in code that signal handlers may interrupt.
+        self._process: int | None = os.getpid()
+        if begin is not None:
+            for queue in self._queues:
+                self._enqueue(queue, begin)
 
     def submit(self, work: Callable[[], None], *, after: Sequence[Event] = ()) -> Future[None]:
-        """Give ``work`` to the next thread, see :meth:`Worker.submit`."""
-        return next(self._turns).submit(work, after=after)
+        """Give ``work`` to the next thread, to run after its earlier work and the events ``after``.
+
+        Returns:
+            Future of the work. :func:`wait_for` raises its error; a
+            :class:`concurrent.futures.CancelledError` means that the work was skipped.
+
+        Raises:
+            RuntimeError: The pool is closed, or belongs to the process that forked this one.
+        """
+        if not self._has_threads:
+            raise RuntimeError("the pool has no threads any more")
+        return self._enqueue(next(self._turns), work, after)
 
     def check(self) -> None:
-        """Raise the first error of each thread since the last :meth:`drain`, if any."""
-        for worker in self._workers:
-            worker.check()
+        """Raise the first error since the last :meth:`drain`, if any."""
+        error = self._error
+        if error is not None:
+            raise _copied(error)
 
     def drain(self, *, limit_s: float | None = None) -> bool:
         """Skip all work that has not started, wait for the other work, and drop errors.
@@ -59,14 +87,14 @@ class WorkerPool:
         Returns:
             Whether all work has ended. If not, work that has not started is still skipped.
         """
-        deadline_s = None if limit_s is None else time.monotonic() + limit_s
-        for worker in self._workers:
-            worker.cancel()
-        ended = True
-        for worker in self._workers:
-            left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
-            ended = worker.wait_all(limit_s=left_s) and ended
-        return ended
+        self._cancelled = True
+        if self._has_threads:
+            # New work: a caller that was interrupted while submitting has no last future.
+            marks = [self._enqueue(queue, _nothing) for queue in self._queues]
+            if wait(marks, timeout=limit_s).not_done:
+                return False
+        self._error, self._cancelled = None, False
+        return True
 
     def close(self, *, waits: bool = True) -> None:
         """Skip all work that has not started, and end the threads; may be repeated.
@@ -74,99 +102,29 @@ class WorkerPool:
         Args:
             waits: Whether to wait until the threads have ended.
         """
-        for worker in self._workers:
-            worker.cancel()
-        for worker in self._workers:
-            worker.close(waits=waits)
-
-
-class Worker:
-    """Thread that runs work in the order in which another thread submits it.
-
-    When the worker is garbage-collected, the thread ends after all submitted work. The interpreter
-    does not wait for the thread at exit.
-
-    Args:
-        name: Name of the thread.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._cancelled = False
-        self._error: BaseException | None = None
-        # Entries refer to their worker and the thread does not, so that an idle worker can be
-        # collected.
-        self._entries: SimpleQueue[_Entry | None] = SimpleQueue()
-        self._thread = threading.Thread(
-            target=_serve, args=(self._entries,), name=name, daemon=True
-        )
-        self._thread.start()
-        # Thread.is_alive is not safe in code that signal handlers may interrupt.
-        self._process: int | None = os.getpid()
-        weakref.finalize(self, self._entries.put, None).atexit = False
-
-    def submit(self, work: Callable[[], None], *, after: Sequence[Event] = ()) -> Future[None]:
-        """Enqueue ``work``, to run after all earlier work and after the events ``after``.
-
-        Returns:
-            Future of the work. :func:`wait_for` raises its error; a
-            :class:`concurrent.futures.CancelledError` means that the work was skipped.
-
-        Raises:
-            RuntimeError: The worker is closed, or belongs to the process that forked this one.
-        """
-        if not self._has_thread:
-            raise RuntimeError(f"the worker {self._thread.name} has no thread any more")
-        future: Future[None] = Future()
-        self._entries.put((future, work, after, self))
-        return future
-
-    def check(self) -> None:
-        """Raise the first error since the last :meth:`wait_all`, if any."""
-        error = self._error
-        if error is not None:
-            raise _copied(error)
-
-    def cancel(self) -> None:
-        """Skip all work that has not started, until :meth:`wait_all`."""
-        self._cancelled = True
-
-    def wait_all(self, *, limit_s: float | None = None) -> bool:
-        """Wait until all work has ended; then drop errors and stop skipping work.
-
-        Args:
-            limit_s: Longest wait in seconds; None for no limit.
-
-        Returns:
-            Whether all work has ended. If not, cancelled work is still skipped.
-        """
-        # Submit new work: a caller that was interrupted while submitting has no last future.
-        if self._has_thread and wait([self.submit(_nothing)], timeout=limit_s).not_done:
-            return False
-        self._error, self._cancelled = None, False
-        return True
-
-    def close(self, *, waits: bool = True) -> None:
-        """Skip all work that has not started, and end the thread.
-
-        Args:
-            waits: Whether to wait until the thread has ended.
-        """
-        self.cancel()
-        self._process = None
-        self._entries.put(None)
-        if waits:
-            self._thread.join()
+        self._cancelled, self._process = True, None
+        for queue in self._queues:
+            queue.put(None)
+        for thread in self._threads if waits else ():
+            thread.join()
 
     @property
-    def _has_thread(self) -> bool:
-        """True if the worker is open and belongs to this process: forks do not inherit threads."""
+    def _has_threads(self) -> bool:
+        """True if the pool is open and belongs to this process: forks do not inherit threads."""
         return self._process == os.getpid()
 
-    def _error_of(self, work: Callable[[], None], after: Sequence[Event]) -> BaseException | None:
-        """Run work in the thread and return its error, None if there was none.
+    def _enqueue(
+        self, queue: _Queue, work: Callable[[], None], after: Sequence[Event] = ()
+    ) -> Future[None]:
+        future: Future[None] = Future()
+        queue.put((future, work, after, self))
+        return future
 
-        The error is recorded before the future is done: the waiter may call :meth:`wait_all`, and
-        an error recorded later would fail the next step.
+    def _error_of(self, work: Callable[[], None], after: Sequence[Event]) -> BaseException | None:
+        """Run work in a thread and return its error, None if there was none.
+
+        The error is recorded before the future is done: the waiter may call :meth:`drain`, and an
+        error recorded later would fail the next step.
         """
         try:
             for event in after:
@@ -183,7 +141,7 @@ class Worker:
         return None
 
 
-_Entry = tuple[Future[None], Callable[[], None], Sequence[Event], Worker]
+_Queue = SimpleQueue[tuple[Future[None], Callable[[], None], Sequence[Event], WorkerPool] | None]
 
 
 def wait_for(event: Event) -> None:
@@ -201,15 +159,15 @@ def wait_for(event: Event) -> None:
             del error  # breaks the reference cycle of frame and error
 
 
-def _serve(entries: SimpleQueue[_Entry | None]) -> None:
-    """Run the work of a worker until it is dropped or closed; the body of its thread.
+def _serve(queue: _Queue) -> None:
+    """Run the work of a queue until the pool is dropped or closed; the body of a thread.
 
     References to work and events are dropped before the future is done, and the future has none.
     """
-    while (entry := entries.get()) is not None:
-        future, work, after, worker = entry
-        error = worker._error_of(work, after)
-        del entry, work, after, worker
+    while (entry := queue.get()) is not None:
+        future, work, after, pool = entry
+        error = pool._error_of(work, after)
+        del entry, work, after, pool
         if error is None:
             future.set_result(None)
         else:
@@ -222,7 +180,7 @@ def _nothing() -> None:
 
 
 def _copied(error: BaseException) -> BaseException:
-    """Return a copy of a worker's error to raise in another thread.
+    """Return a copy of a thread's error to raise in another thread.
 
     The original would accumulate the frames of every thread that raises it, and keep their tensors
     alive. Errors of other types than OSError and CancelledError are not copied.

@@ -29,15 +29,15 @@ from sppo.report.run_summary import (
     CopiesSummary,
     Pair,
     RunSummary,
+    print_summary,
     read_summary,
     run_summary,
     write_summary,
 )
-from sppo.report.summary_tables import print_summary
 from sppo.training.attention_in_use import attention_text
 from sppo.training.executed_step import StepTimelines
-from sppo.training.outcome import TrainingOutcome, predicted_and_measured
 from sppo.training.preflight import CheckedRun, NextStep
+from sppo.training.records import TrainingOutcome, predicted_and_measured
 from sppo.training.run_directory import (
     LOSS_PLOT,
     RESULT_FILES,

@@ -29,14 +29,14 @@ class RunCheckpoints:
     """Checkpoints of one run."""
 
     def __init__(self, job: Job, state: TrainingState, *, output: Path, tokens: TokenData) -> None:
-        run, ranks = job.run, job.ranks
-        self._run, self._ranks, self._state = run, ranks, state
+        run = job.run
+        self._run, self._peers, self._state = run, job.peers, state
         self._output, self._tokens = output, tokens
         self._manager = CheckpointManager(
             output / CHECKPOINTS_DIRECTORY,
             keep=run.checkpoint.keep,
             async_save=run.checkpoint.async_save,
-            group=ranks.mesh.groups.world,
+            group=job.mesh.groups.world,
             timeout_s=CHECKPOINT_TIMEOUT_FACTOR * run.parallel.timeout_s,
         )
 
@@ -81,7 +81,7 @@ class RunCheckpoints:
         """
         run = self._run
         own = nonfinite_place(self._state.sharded.blocks(self._state.optimizer.state()))
-        found = [place for place in self._ranks.peers.all_gather(own) if place is not None]
+        found = [place for place in self._peers.all_gather(own) if place is not None]
         if found:
             raise ValueError(
                 f"{run.model.from_hf or run.train.output}: {found[0]}; training would keep it, and "
@@ -96,9 +96,9 @@ class RunCheckpoints:
             sequences_consumed: Number of sequences, or samples, that these steps consumed.
             more: Further metadata that the next steps need to resume.
         """
-        self._ranks.decided_by_main(lambda: require_output(self._output))
+        self._peers.decided_by_main(lambda: require_output(self._output))
         state = self._state.optimizer.state()
-        told = self._ranks.peers.all_gather(nonfinite_state(state))
+        told = self._peers.all_gather(nonfinite_state(state))
         problems = [problem for problem in told if problem is not None]
         if problems:
             return f"the state after step {step} is not saved; {problems[0]}"
@@ -119,7 +119,7 @@ class RunCheckpoints:
     def are_missing(self) -> bool:
         """Return whether the run has no checkpoint yet. Collective."""
         directory = self._manager.directory
-        return self._ranks.decided_by_main(lambda: not list_checkpoints(directory))
+        return self._peers.decided_by_main(lambda: not list_checkpoints(directory))
 
 
 def nonfinite_state(state: Mapping[str, Tensor]) -> str | None:

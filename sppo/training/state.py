@@ -27,7 +27,7 @@ from sppo.model.hf_reading import open_hf_weights
 from sppo.model.initialize import generate_weights_ahead
 from sppo.offload.copy_report import CopyReport
 from sppo.offload.lane import Lane
-from sppo.offload.state_memory import DiskMemory, LockedHostMemory, StateMemory
+from sppo.offload.state_memory import DiskMemory, StateMemory
 from sppo.optim.adamw import AdamW, clip_
 from sppo.optim.host_adamw import HostAdamW
 from sppo.optim.optimizer_rows import OptimizerRows
@@ -164,7 +164,7 @@ def build_state(job: Job, plan: ExecutionPlan) -> TrainingState:
     run, device, tiers = job.run, job.device, plan.state
     place, pipeline = device.torch_device, _connect(job, plan)
     sharded = ShardedState(
-        run.model, mesh=job.ranks.mesh, pipeline=pipeline, device=place, zero=run.parallel.zero
+        run.model, mesh=job.mesh, pipeline=pipeline, device=place, zero=run.parallel.zero
     )
     streamed: dict[str, Any] = {"stages": sharded.names_of_stages, "device": place}
     streamed_weights = streamed_gradients = None
@@ -213,7 +213,7 @@ def _connect(job: Job, plan: ExecutionPlan) -> Pipeline:
     Raises:
         MemoryError: See :func:`check_communicators`.
     """
-    run, mesh, place = job.run, job.ranks.mesh, job.device.torch_device
+    run, mesh, place = job.run, job.mesh, job.device.torch_device
     free_before = job.device.free_bytes(local_ranks=1)
     # Steps of samples are planned later, and may take much longer than a step of the longest ones.
     differ = run.data.samples == "documents"
@@ -296,7 +296,7 @@ def _engine_options(job: Job, plan: ExecutionPlan) -> dict[str, Any]:
         "kv_offloaded": [n for n, kv in enumerate(plan.kv_of_stages) if kv == "offloaded"],
         "kv_recomputed": [n for n, kv in enumerate(plan.kv_of_stages) if kv == "recomputed"],
         "input_every": run.activations.input_every,
-        "exchange": _exchange(run, job.ranks.mesh),
+        "exchange": _exchange(run, job.mesh),
         "loss_terms": loss_terms(run),
         "stopwatch": device.stopwatch(),
         "debug": run.activations.debug,
@@ -352,7 +352,7 @@ def _tier(job: Job, tiers: StateTiers) -> tuple[StateMemory | None, Lane | None]
         memory = DiskMemory(Path(run.activations.disk))
         return memory, device.state_lane(memory, failed_step_timeout_s=limit_s)
     lane = device.state_lane(None, failed_step_timeout_s=limit_s)
-    return LockedHostMemory(lane), lane
+    return StateMemory(lane), lane
 
 
 def _weights_and_optimizer(

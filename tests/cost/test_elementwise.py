@@ -33,7 +33,7 @@ from sppo.kernels import elementwise
 from sppo.model import gradients, layer
 from sppo.model.gradients import zero_gradients
 from sppo.model.initialize import initial_weights
-from sppo.offload.device_stores import LifoArenaStore
+from sppo.offload.tensor_stack import TensorStack
 
 BASE = {
     "vocab_size": 48,
@@ -112,9 +112,9 @@ def counted(monkeypatch):
         lambda *a, k_CKD, v_CKD, **k: ("copy", k_CKD.numel() + v_CKD.numel()),
     )
     watch(
-        LifoArenaStore,
-        "save",
-        lambda store, key, tensors: (
+        TensorStack,
+        "push",
+        lambda stack, tensors: (
             "save",
             sum(t.numel() for name, t in tensors.items() if name not in ("lse", "dx")),
         ),

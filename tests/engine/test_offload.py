@@ -60,7 +60,8 @@ def test_what_is_cut_is_not_copied():
     """The store that takes it copies it, or what it needs of it."""
     saved = {"o": torch.randn(6, 8), "lse": torch.randn(4, 6)}
     o, lse = saved["o"], saved["lse"]
-    offloaded, retained = cut(saved, {"o": 2}, {"o": 3, "lse": 4})
+    parts = cut(saved, {"o": 2}, {"o": 3, "lse": 4})
+    offloaded, retained = parts["offloaded"], parts["retained"]
     assert offloaded.keys() == {"o"}
     assert torch.equal(offloaded["o"], o[:2])
     assert torch.equal(retained["o"], o[2:5])

@@ -99,9 +99,9 @@ def run_step(store, *, interleaved, step=0, staging_slots=3, alter=lambda key, t
     for is_forward, sequence, subsequence in units:
         for key in unit_keys(sequence, subsequence, backward=not is_forward):
             if is_forward:
-                store.put(key, tensors_of(key, step=step))
+                store.put(key, offloaded=tensors_of(key, step=step))
                 continue
-            taken, wanted = store.get(key), tensors_of(key, step=step)
+            (taken, _), wanted = store.get(key), tensors_of(key, step=step)
             alter(key, taken)
             assert taken.keys() == wanted.keys()
             for name, tensor in wanted.items():
@@ -199,7 +199,7 @@ def test_a_corrupted_tensor_is_named():
     order = unit_keys(0, 0, backward=True)
     store.prepare(schedule(order))
     for key in unit_keys(0, 0):
-        store.put(key, tensors_of(key))
+        store.put(key, offloaded=tensors_of(key))
     store.permit(unit_keys(0, 0))
     for write in list(lane._pending["write"]):
         lane.force(write)
@@ -276,7 +276,7 @@ def test_keys_are_taken_in_the_planned_order():
     order = unit_keys(0, 0, backward=True)
     store.prepare(schedule(order))
     for key in unit_keys(0, 0):
-        store.put(key, tensors_of(key))
+        store.put(key, offloaded=tensors_of(key))
     with pytest.raises(AssertionError, match="is taken before"):
         store.get(order[1])
     with pytest.raises(AssertionError, match="stay as they are"):
@@ -288,10 +288,10 @@ def test_nothing_comes_back_before_it_may():
     order = [*unit_keys(0, 1, backward=True), *unit_keys(0, 0, backward=True)]
     store.prepare(schedule(order))
     for key in sorted(order):
-        store.put(key, tensors_of(key))
+        store.put(key, offloaded=tensors_of(key))
     store.permit(unit_keys(0, 1))
     for key in order[:LAYERS]:
-        assert torch.equal(store.get(key).get("lse", LONE), tensors_of(key).get("lse", LONE))
+        assert torch.equal(store.get(key)[0].get("lse", LONE), tensors_of(key).get("lse", LONE))
         store.free(key)
     with pytest.raises(AssertionError, match="has no ring slot"):
         store.get(order[LAYERS])
@@ -302,7 +302,7 @@ def test_a_block_of_another_size_than_planned_is_refused():
     order = unit_keys(0, 0, backward=True)
     store.prepare(schedule(order))
     with pytest.raises(AssertionError, match="moves 8192 bytes, planned 4096"):
-        store.put(order[0], {"x_in": torch.zeros(2048)})
+        store.put(order[0], offloaded={"x_in": torch.zeros(2048)})
 
 
 def test_a_place_that_is_taken_is_refused():
@@ -311,9 +311,9 @@ def test_a_place_that_is_taken_is_refused():
     first, second = ActivationKey(0, 0, 0), ActivationKey(1, 0, 0)
     places = dict.fromkeys((first, second), Extent(0, 4096))
     store.prepare(OffloadSchedule(places, [first, second], staging_slots=3, ring_slots=3))
-    store.put(first, {"x_in": torch.zeros(1024)})
+    store.put(first, offloaded={"x_in": torch.zeros(1024)})
     with pytest.raises(AssertionError, match="is saved where ActivationKey.* still lies"):
-        store.put(second, {"x_in": torch.zeros(1024)})
+        store.put(second, offloaded={"x_in": torch.zeros(1024)})
 
 
 def test_the_ring_takes_as_many_layers_as_may_be_in_use_at_once():
@@ -322,13 +322,13 @@ def test_the_ring_takes_as_many_layers_as_may_be_in_use_at_once():
     order = [ActivationKey(0, n, layer) for n in (3, 2, 1, 0) for layer in (2, 0)]
     store.prepare(schedule(order, ring_slots=2 + 3))
     for key in reversed(order):
-        store.put(key, tensors_of(key))
+        store.put(key, offloaded=tensors_of(key))
     for n in (3, 2, 1, 0):
         store.permit(unit_keys(0, n))
     for first in range(0, 6, 3):
         for key in order[first : first + 3]:
             wanted = tensors_of(key)
-            assert torch.equal(store.get(key)["lse"], wanted["lse"])
+            assert torch.equal(store.get(key)[0]["lse"], wanted["lse"])
         for key in order[first : first + 3]:
             store.free(key)
 
@@ -338,7 +338,7 @@ def test_k_and_v_are_next_only_at_their_place_and_once_they_may_return():
     saved, kv = ActivationKey(0, 0, 0), ActivationKey(0, 0, 0, is_kv=True)
     store.prepare(schedule([saved, kv]))
     for key in (kv, saved):
-        store.put(key, tensors_of(key))
+        store.put(key, offloaded=tensors_of(key))
     store.permit([saved])
     assert store.next_kv is None, "saved tensors come first"
     store.get(saved)

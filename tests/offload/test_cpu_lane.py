@@ -74,7 +74,7 @@ def test_nothing_computes_while_what_was_saved_waits_for_a_slow_disk(tmp_path, s
     for key in keys:
         tensors = {"x_in": torch.full((1024,), float(key.layer))}
         alive = weakref.ref(tensors["x_in"])
-        store.put(key, tensors)
+        store.put(key, offloaded=tensors)
         del tensors
         assert alive() is None, f"layer {key.layer} is still there when the next one runs"
     store.close()

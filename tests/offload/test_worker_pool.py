@@ -14,12 +14,13 @@ from random import Random
 import pytest
 import torch
 
-from sppo.offload.worker_pool import THREADS, Worker, WorkerPool, wait_for
+from sppo.offload.worker_pool import THREADS, WorkerPool, wait_for
 
 
 @pytest.fixture
 def worker():
-    made = Worker("test")
+    """A pool of one thread."""
+    made = WorkerPool("test", threads=1)
     yield made
     made.close()
 
@@ -41,7 +42,7 @@ def test_threads_end_with_the_pool():
     assert threading.active_count() == before
 
 
-def test_work_of_a_pool_runs_at_once_and_is_drained():
+def test_a_drained_pool_has_ended_its_work_and_skipped_the_rest():
     pool, gate, begun = WorkerPool("test"), threading.Event(), threading.Barrier(THREADS + 1)
     ran = []
 
@@ -50,36 +51,25 @@ def test_work_of_a_pool_runs_at_once_and_is_drained():
         gate.wait(30)
         ran.append(1)
 
-    for _ in range(THREADS):
-        pool.submit(work)
+    held = [pool.submit(work) for _ in range(THREADS)]
     begun.wait(30)
-    left = [pool.submit(lambda: ran.append(2)) for _ in range(THREADS)]
+    left = [pool.submit(lambda: ran.append(2), after=held) for _ in range(3 * THREADS)]
     assert not pool.drain(limit_s=0.05)
     threading.Timer(0.05, gate.set).start()
     assert pool.drain()
     assert ran == [1] * THREADS
-    assert all(isinstance(future.exception(), CancelledError) for future in left)
+    for future in left:
+        with pytest.raises(CancelledError):
+            wait_for(future)
     wait_for(pool.submit(lambda: ran.append(3)))
     assert ran[-1] == 3
     pool.close()
 
 
-def test_workers_that_wait_for_one_another_are_closed_together():
-    pool, gate, begun = WorkerPool("test"), threading.Event(), threading.Event()
-    ran = []
-    held = pool.submit(lambda: (begun.set(), gate.wait()))
-    begun.wait()
-    for _ in range(3 * THREADS):
-        held = pool.submit(lambda: ran.append(1), after=[held])
-    threading.Timer(0.05, gate.set).start()
-    pool.close()
-    assert not ran
-
-
 SCRIPT = """
 import os, threading, time
-from sppo.offload.worker_pool import Worker
-one, other = Worker("one"), Worker("other")
+from sppo.offload.worker_pool import WorkerPool
+one, other = WorkerPool("one", threads=1), WorkerPool("other", threads=1)
 begun, gate = threading.Event(), threading.Event()
 def hold():
     begun.set()
@@ -93,8 +83,8 @@ CANCELLED = """
 one.submit(hold)
 begun.wait()
 other.submit(lambda: print("done", flush=True), after=[one.submit(lambda: None)])
-one.cancel()
-other.cancel()
+one.drain(limit_s=0)
+other.drain(limit_s=0)
 gate.set()
 raise ZeroDivisionError
 """
@@ -124,7 +114,7 @@ def test_a_signal_may_interrupt_the_submission_of_work():
     gc.disable()  # what a signal raises within a collection is lost
     try:
         for _ in range(150):
-            interrupted = Worker("interrupted")
+            interrupted = WorkerPool("interrupted", threads=1)
             try:
                 signal.setitimer(signal.ITIMER_REAL, random_s(2e-5, 3e-4))
                 for _ in range(1000):
@@ -132,8 +122,7 @@ def test_a_signal_may_interrupt_the_submission_of_work():
                 signal.setitimer(signal.ITIMER_REAL, 0)
             except Interrupted:
                 hit += 1
-            interrupted.cancel()
-            interrupted.wait_all()
+            interrupted.drain()
             wait_for(interrupted.submit(lambda: ran.append("next")))
             interrupted.close()
     finally:
@@ -146,7 +135,7 @@ def test_a_signal_may_interrupt_the_submission_of_work():
 
 def test_a_closed_queue_takes_no_work(worker):
     worker.close()
-    worker.wait_all()
+    worker.drain()
     with pytest.raises(RuntimeError, match="no thread"):
         worker.submit(lambda: None)
 
@@ -166,7 +155,7 @@ def test_what_work_held_is_free_before_anyone_hears_of_its_end(worker, fails):
     ended.add_done_callback(lambda _: seen.append(alive()))
     del work, tensor
     gate.set()
-    worker.wait_all()
+    worker.drain()
     assert seen == [None]
 
 
@@ -200,7 +189,7 @@ def test_work_is_done_in_the_order_of_its_coming(worker):
 
 
 def test_work_waits_for_its_events(worker):
-    other, gate = Worker("other"), threading.Event()
+    other, gate = WorkerPool("other", threads=1), threading.Event()
     first = other.submit(gate.wait)
     second = worker.submit(lambda: None, after=[first])
     assert not second.done()
@@ -214,7 +203,7 @@ def test_what_depends_on_failed_work_fails_with_it(worker):
     def fail():
         raise OSError(errno.EIO, "the disk failed", "spill")
 
-    other, ran = Worker("other"), []
+    other, ran = WorkerPool("other", threads=1), []
     first = other.submit(fail)
     second = worker.submit(lambda: ran.append(1), after=[first])
     for _ in range(2):
@@ -224,25 +213,11 @@ def test_what_depends_on_failed_work_fails_with_it(worker):
     assert not ran
     with pytest.raises(OSError, match="the disk failed"):
         worker.check()
-    worker.wait_all()
+    worker.drain()
     worker.check()
     wait_for(worker.submit(lambda: ran.append(1)))
     assert ran
     other.close()
-
-
-def test_cancelled_work_is_left_out(worker):
-    gate, ran = threading.Event(), []
-    worker.submit(gate.wait)
-    waiting = worker.submit(lambda: ran.append(1))
-    worker.cancel()
-    gate.set()
-    worker.wait_all()
-    with pytest.raises(CancelledError):
-        wait_for(waiting)
-    assert not ran
-    wait_for(worker.submit(lambda: ran.append(1)))
-    assert ran
 
 
 def test_an_error_is_forgotten_for_good(worker, monkeypatch):
@@ -258,10 +233,8 @@ def test_an_error_is_forgotten_for_good(worker, monkeypatch):
     def fail():
         raise OSError(errno.EIO, "the disk failed")
 
-    gate = threading.Event()
-    worker.submit(gate.wait)
-    worker.submit(fail)
-    gate.set()
-    worker.wait_all()
+    with pytest.raises(OSError, match="the disk failed"):
+        wait_for(worker.submit(fail))
+    worker.drain()
     time.sleep(0.1)
     worker.check()

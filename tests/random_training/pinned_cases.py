@@ -38,7 +38,6 @@ LOOPED = {
     "cuts": (0, 6, 9, 13, 16, 19),
     "other_cuts": (0, 4, 7, 9),
     "replica_sequences": 2,
-    "steps": 2,
 }
 """Five subsequences, then three: no multiple of two or of four ranks."""
 PIECES = (0, 9, 14, 21, 30)
@@ -100,17 +99,18 @@ ONE_RANK = {
     "loss terms, tied": replace(case(TIED, **TWO), label_smoothing=0.2, z_loss=0.01, documents=2),
     "stages of one rank": case(GQA, 5, virtual=4, policy="recompute", **LOOPED),
     "stages that share inputs": case(TIED, 5, virtual=2, input_every=3, **LOOPED),
-    "stages that offload": case(GQA, 5, virtual=4, ratio=0.4, last_too=True, **LOOPED),
+    "stages that offload": case(GQA, 5, virtual=4, ratio=0.4, last_too=True, steps=2, **LOOPED),
     "stages whose keys leave": case(
-        MQA, 5, virtual=3, ratio=0.5, policy="rebuilt", kv_offloaded=(0, 2), queues="lazy", **LOOPED
+        MQA, 5, virtual=3, ratio=0.5, policy="rebuilt", kv_offloaded=(0, 2), queues="lazy",
+        steps=2, **LOOPED,
     ),
     "stages that recompute keys": case(
         TIED, 4, virtual=4, policy="recompute", kv_recomputed=(0, 1, 3), **LOOPED
     ),
-    "streamed weights": case(GQA, 4, virtual=4, streams=("weights",), **LOOPED),
-    "streamed gradients": case(MQA, 5, virtual=3, streams=("gradients",), **LOOPED),
+    "streamed weights": case(GQA, 4, virtual=4, streams=("weights",), steps=2, **LOOPED),
+    "streamed gradients": case(MQA, 5, virtual=3, streams=("gradients",), steps=2, **LOOPED),
     "streamed, keys recomputed": case(
-        TIED, 4, virtual=2, streams=("weights", "gradients"), kv_recomputed=(0,), **LOOPED
+        TIED, 4, virtual=2, streams=("weights", "gradients"), kv_recomputed=(0,), steps=2, **LOOPED
     ),
     "streamed, stages in turn": case(
         GQA, 4, virtual=2, streams=("weights", "gradients"),

@@ -18,11 +18,11 @@ from sppo.report.run_summary import (
     RankPair,
     RunSummary,
     TimelineSummary,
+    print_summary,
     read_summary,
     run_summary,
     write_summary,
 )
-from sppo.report.summary_tables import print_summary
 
 
 def _steps(count: int, **changes: Any) -> list[StepMetrics]:

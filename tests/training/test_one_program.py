@@ -133,7 +133,7 @@ def execute(rank, run, plan):
             done = state.engine.accumulate(data, [plan.boundaries] * plan.sequences)
         finally:
             state.close()
-        return job.ranks.mesh.at.pipeline, tuple(executed.action for executed in done.trace)
+        return job.mesh.at.pipeline, tuple(executed.action for executed in done.trace)
 
 
 def executed_digests(run, plan):

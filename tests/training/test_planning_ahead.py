@@ -19,7 +19,7 @@ from sppo.checkpoint.checkpoint import read_model
 from sppo.engine.engine import Engine
 from sppo.planning.elastic.replica_plan import StepRequest, plan_replica
 from sppo.training import sample_steps
-from sppo.training.planning_ahead import StepPlans
+from sppo.training.sample_steps import StepPlans
 from tests.parallel.job.test_launch import wait_for
 from tests.planning.elastic.test_step_search import planner
 from tests.training.jobs import records

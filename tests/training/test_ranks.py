@@ -9,18 +9,16 @@ import pytest
 from sppo.config import load_run
 from sppo.data.tokens import open_tokens
 from sppo.parallel.host_collectives import HostCollectives
-from sppo.parallel.job.flight_record import RankProgress
 from sppo.parallel.mesh import Mesh
 from sppo.parallel.mesh_shape import MeshShape
 from sppo.training.input_checks import fingerprint, input_facts
-from sppo.training.job import Ranks, _configuration
+from sppo.training.job import _configuration
 from tests.conftest import write_tokens
 from tests.training.whole_runs.test_parallel_runs import overrides, train_as
 
 
 def ranks_of(rank, count):
-    mesh = Mesh(MeshShape(data_parallel=count), rank=rank, timeout_s=30.0)
-    return Ranks(mesh, HostCollectives(mesh), RankProgress.create(None), count)
+    return HostCollectives(Mesh(MeshShape(data_parallel=count), rank=rank, timeout_s=30.0))
 
 
 def refusal(act):
@@ -31,8 +29,8 @@ def refusal(act):
 
 def different_schedules(rank):
     ranks = ranks_of(rank, 3)
-    ranks.check_same("schedule", "the same")
-    return refusal(lambda: ranks.check_same("schedule", "odd" if rank == 1 else "usual"))
+    ranks.check_same_result("schedule", "the same")
+    return refusal(lambda: ranks.check_same_result("schedule", "odd" if rank == 1 else "usual"))
 
 
 def main_fails(rank):

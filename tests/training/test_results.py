@@ -9,8 +9,8 @@ from rich.console import Console
 
 from sppo.config import load_run
 from sppo.report.metrics import JsonlSink, StepMetrics
-from sppo.training.outcome import Baseline, MeasuredBuckets, TrainingOutcome
 from sppo.training.preflight import preflight
+from sppo.training.records import Baseline, MeasuredBuckets, TrainingOutcome
 from sppo.training.report import report
 from sppo.training.run_directory import note_configuration
 from tests.conftest import tree

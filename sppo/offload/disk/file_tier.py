@@ -119,9 +119,6 @@ class FileTier:
             array: Whole sectors, in memory that begins at a multiple of their size.
             after: Events that the transfer waits for.
 
-        Raises:
-            ValueError: The tier is closed, the range is not within the tier, or ``array`` does not
-                consist of whole sectors of contiguous uint8.
         """
         return self._start(offset_bytes, array, after, write=True)
 
@@ -130,17 +127,16 @@ class FileTier:
     ) -> Transfer:
         """Start to read into all of ``array``, which is undefined until the transfer is done.
 
-        Bytes that were never written read as zeros. Takes the arguments of :meth:`write`, and
-        raises its errors.
+        Bytes that were never written read as zeros. Takes the arguments of :meth:`write`.
         """
         return self._start(offset_bytes, array, after, write=False)
 
     def _start(
         self, offset_bytes: int, array: NDArray[np.uint8], after: Sequence[Event], *, write: bool
     ) -> Transfer:
-        if self._file.closed:
-            raise ValueError("the file tier is closed; it moves no more bytes")
-        self._check(offset_bytes, array)
+        sizes = (offset_bytes, array.nbytes, array.ctypes.data)
+        assert not any(n % SECTOR_BYTES for n in sizes), f"{sizes} are not whole sectors"
+        assert 0 <= offset_bytes <= self.size_bytes - array.nbytes, "a range of the tier"
         memory, failed = array.reshape(-1).data, threading.Event()
         return Transfer(
             [
@@ -157,21 +153,6 @@ class FileTier:
                 for begin in range(0, array.nbytes, PIECE_BYTES)
             ]
         )
-
-    def _check(self, offset_bytes: int, array: NDArray[np.uint8]) -> None:
-        """Raise ValueError unless a range of the file and an array can be transferred."""
-        if array.dtype != np.uint8 or not array.flags.c_contiguous:
-            raise ValueError(f"a file tier moves contiguous bytes, not {array.dtype} as it is here")
-        if any(n % SECTOR_BYTES for n in (offset_bytes, array.nbytes, array.ctypes.data)):
-            raise ValueError(
-                f"{array.nbytes} bytes from byte {offset_bytes}, address {array.ctypes.data}: a "
-                f"file tier moves whole sectors of {SECTOR_BYTES} bytes"
-            )
-        end_bytes = offset_bytes + array.nbytes
-        if offset_bytes < 0 or end_bytes > self.size_bytes:
-            raise ValueError(
-                f"bytes {offset_bytes} to {end_bytes} are not within the tier's {self.size_bytes}"
-            )
 
     def _move(
         self, piece: memoryview, offset_bytes: int, *, write: bool, failed: threading.Event

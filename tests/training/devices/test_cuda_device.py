@@ -39,7 +39,7 @@ from sppo.training.devices.device import check_devices, choose_device, device_ki
 from sppo.training.preflight import preflight
 from sppo.training.run_checkpoints import RunCheckpoints
 from sppo.training.start import check_kind
-from sppo.training.warm_up import warm_up
+from sppo.training.trainer import warm_up
 from sppo.units import GIB, MIB
 from tests import fake_cuda
 from tests.conftest import refuse, succeed, write_run

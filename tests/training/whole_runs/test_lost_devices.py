@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -11,7 +12,6 @@ from rich.console import Console
 from sppo.config import load_run
 from sppo.engine.engine import Engine
 from sppo.engine.stage import Stage
-from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.job import timed_call
 from sppo.parallel.job.environment import RankEnvironment
 from sppo.parallel.job.failure_report import RankEnd
@@ -22,9 +22,10 @@ from sppo.training import job as job_module
 from sppo.training import state, trainer
 from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.devices.cuda_device import CudaDevice
-from sppo.training.job import Job, Ranks, joined
+from sppo.training.job import joined
 from sppo.training.preflight import preflight
 from tests.conftest import write_run
+from tests.training.jobs import job_alone
 from tests.training.whole_runs.test_gpu_runs import train_on_a_fake_gpu
 
 
@@ -57,10 +58,9 @@ def test_a_failure_is_noted_before_the_device_is_waited_for(
 
     monkeypatch.setattr(Engine, waits, look)
     monkeypatch.setattr(owner, part, fail)
-    mesh = alone()
-    noted = Ranks(mesh, HostCollectives(mesh), RankProgress.create(record))
+    job = replace(job_alone(run), progress=RankProgress.create(record))
     with pytest.raises(OddError):
-        trainer.train(preflight(Job(run, noted, CpuDevice(), Console(quiet=True))))
+        trainer.train(preflight(job))
     assert [(note.state, note.message) for note in found] == [("failed", "OddError: at odds")]
 
 
@@ -88,6 +88,7 @@ def test_a_device_that_waits_for_another_rank_for_too_long_is_a_lost_rank(ranks,
     assert RankEnd(0, 1, 0.0, False, read_progress(path)).timeout == "timed out after 50000 s"
 
 
+QUIET = Console(quiet=True)
 PLACE = RankEnvironment(0, 2, 0, 2, "here", 1, "torchrun")
 
 
@@ -101,7 +102,8 @@ def test_a_rank_that_is_half_connected_ends_without_pythons_shutdown(run, monkey
     monkeypatch.setattr(timed_call, "_without_shutdown", timed_call.Event())
     monkeypatch.setattr(job_module, "connect", lambda *_, **__: None)
     monkeypatch.setattr(job_module, part, lambda *_, **__: fail())
-    with pytest.raises(OddError), joined(of_two_ranks(run), PLACE, device=CpuDevice()):
+    two, device = of_two_ranks(run), CpuDevice()
+    with pytest.raises(OddError), joined(two, PLACE, device=device, console=QUIET):
         pass
     assert timed_call._ends_at_once()
 
@@ -114,9 +116,9 @@ def test_only_ranks_with_a_gpu_end_without_pythons_shutdown(run, monkeypatch, on
     monkeypatch.setattr(job_module, "Mesh", lambda *_, **__: alone())
     device = CpuDevice(group_device=torch.device("cuda", 0) if on_gpu else None)
     two = of_two_ranks(run)
-    with joined(two, PLACE, device=device):
+    with joined(two, PLACE, device=device, console=QUIET):
         pass
     assert not timed_call._ends_at_once()
-    with pytest.raises(OddError), joined(two, PLACE, device=device):
+    with pytest.raises(OddError), joined(two, PLACE, device=device, console=QUIET):
         fail()
     assert timed_call._ends_at_once() == on_gpu
