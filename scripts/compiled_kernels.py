@@ -32,7 +32,16 @@ CAPABILITIES = (80, 90, 100)
 """Compute capabilities of Ampere, Hopper and Blackwell in data centres, without the point."""
 _WIDTH = 150
 """Columns of the table, also when it is written to a file."""
-LAUNCHES = ("few", "training", "all")
+LAUNCHES = {
+    "few": (("bfloat16",), (4096,), (32000,)),
+    "training": (("bfloat16",), (2048, 4096, 8192), (32000, 128256)),
+    "all": (
+        ("bfloat16", "float16", "float32", "float64"),
+        (64, 4096, 16384),
+        (1, 50257, 262144),
+    ),
+}
+"""Dtypes, widths and sizes of the vocabulary of the launches, by the name of the choice."""
 _SIZES = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _LOAD = re.compile(r"ld\.global[\w.:]*?(?:\.v(\d))?\.[bsuf](\d+)")
@@ -183,36 +192,18 @@ def _widest_load(ptx: str) -> int:
 
 
 def _launches(which: str) -> Mapping[str, Callable[[], None]]:
-    """Return the launches to compile, by name."""
+    """Return the launches to compile, by name: every dtype with every width and vocabulary."""
     import torch
 
-    if which == "few":
-        return _each([torch.bfloat16], widths=(4096,), words=(32000,))
-    if which == "training":
-        return _each([torch.bfloat16], widths=(2048, 4096, 8192), words=(32000, 128256))
-    return _each(
-        [torch.bfloat16, torch.float16, torch.float32, torch.float64],
-        widths=(64, 4096, 16384),
-        words=(1, 50257, 262144),
-    )
-
-
-def _each(
-    dtypes: list[Any], *, widths: tuple[int, ...], words: tuple[int, ...]
-) -> Mapping[str, Callable[[], None]]:
-    """Return launches for every dtype, width and vocabulary, by name."""
+    dtypes, widths, words = LAUNCHES[which]
     launches: dict[str, Callable[[], None]] = {}
-    for dtype in dtypes:
-        named = _name(dtype)
+    for name in dtypes:
+        dtype = getattr(torch, name)
         for width in widths:
-            launches[f"{named}, width {width}"] = partial(_elementwise, dtype, width)
+            launches[f"{name}, width {width}"] = partial(_elementwise, dtype, width)
         for count in words:
-            launches[f"{named}, {count} words"] = partial(_cross_entropy, dtype, count)
+            launches[f"{name}, {count} words"] = partial(_cross_entropy, dtype, count)
     return launches
-
-
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _elementwise(dtype: Any, width: int) -> None:
@@ -222,14 +213,11 @@ def _elementwise(dtype: Any, width: int) -> None:
 
     acc_dtype = torch.promote_types(dtype, torch.float32)
     x = torch.zeros(8, width, dtype=dtype)
-    norms.rms_norm(x, x[0], eps=1e-6)
-    norms.rms_norm_backward(x, x, x[0], eps=1e-6)
-    norms.layer_norm(x, x[0], x[0], eps=1e-6)
-    norms.layer_norm_backward(x, x, x[0], x[0], eps=1e-6)
-    norms.add_rms_norm_(x.clone(), x, x[0], eps=1e-6)
-    norms.rms_norm_backward(x, x, x[0], eps=1e-6, dresidual_CE=x)
-    norms.add_layer_norm_(x.clone(), x, x[0], x[0], eps=1e-6)
-    norms.layer_norm_backward(x, x, x[0], x[0], eps=1e-6, dresidual_CE=x)
+    for bias in (None, x[0]):
+        norms.norm(x, x[0], bias, eps=1e-6)
+        norms.add_norm_(x.clone(), x, x[0], bias, eps=1e-6)
+        for residual in (None, x):
+            norms.norm_backward(x, x, x[0], bias, eps=1e-6, dresidual_CE=residual)
     heads, angles = x.view(8, -1, 64), torch.zeros(8, 1, 32, dtype=acc_dtype)
     rotary.turn(heads, angles, angles, sign=1.0)
     activations.activation(x, x.clone(), kind="swiglu")
@@ -243,14 +231,14 @@ def _elementwise(dtype: Any, width: int) -> None:
 def _cross_entropy(dtype: Any, words: int) -> None:
     import torch
 
-    from sppo.kernels.triton.cross_entropy import losses_to_gradient_, token_losses
+    from sppo.kernels.triton.cross_entropy import cross_entropy
 
     logits, labels = torch.zeros(4, words, dtype=dtype), torch.zeros(4, dtype=torch.long)
     for label_smoothing, z_loss in ((0.0, 0.0), (0.1, 1e-4)):
-        token_losses(logits, labels, label_smoothing=label_smoothing, z_loss=z_loss)
-        losses_to_gradient_(
-            logits, labels, scale=1.0, label_smoothing=label_smoothing, z_loss=z_loss
-        )
+        for scale in (None, 1.0):
+            cross_entropy(
+                logits, labels, scale=scale, label_smoothing=label_smoothing, z_loss=z_loss
+            )
 
 
 if __name__ == "__main__":

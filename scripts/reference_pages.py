@@ -61,7 +61,7 @@ def run_file_page() -> str:
             needed = scaling.get("required", ())
             lines.append(_keys("model.rope_scaling", scaling["properties"], needed))
     lines += ["## Rules across keys", _rules_across_keys()]
-    return "\n\n".join(line for line in lines if line)
+    return _page(*lines)
 
 
 def _section_name(entry: Mapping[str, Any]) -> str:
@@ -165,18 +165,16 @@ def commands_page() -> str:
 def policies_page() -> str:
     """Return the page of activation policies."""
     cells = [(f"`{name}`", *words) for name, words in policy.DESCRIPTIONS.items()]
-    return "\n\n".join(
-        [
-            "# Activation policies",
-            "`activations.policy` says what becomes of saved tensors between forward and backward. "
-            "`auto`, the default, is `hybrid`; where everything fits that is `retain`. How to "
-            "think of them: [subsequences and the two-level "
-            "policy](../explanation/subsequences.md).",
-            _table(("policy", "retains", "offloads", "recomputes in backward"), cells),
-            _details(policy),
-            "## Classes of tensors",
-            _details(tensor_classes),
-        ]
+    return _page(
+        "# Activation policies",
+        "`activations.policy` says what becomes of saved tensors between forward and backward. "
+        "`auto`, the default, is `hybrid`; where everything fits that is `retain`. How to "
+        "think of them: [subsequences and the two-level "
+        "policy](../explanation/subsequences.md).",
+        _table(("policy", "retains", "offloads", "recomputes in backward"), cells),
+        _details(policy),
+        "## Classes of tensors",
+        _details(tensor_classes),
     )
 
 
@@ -197,37 +195,33 @@ def schedules_page() -> str:
         )
         for name in DESCRIPTIONS
     ]
-    return "\n\n".join(
-        [
-            "# Schedules",
-            "`parallel.schedule` and `sppo simulate schedule=NAME` take these names; `auto` is the "
-            "fastest one simulated. [Schedules, with drawn examples](../explanation/schedules.md) "
-            "says how to read them and what they are worth, [add a "
-            "schedule](../howto/schedule.md) how to write one.",
-            _table(("name", "order", "units", "stages on a rank"), cells),
-        ]
+    return _page(
+        "# Schedules",
+        "`parallel.schedule` and `sppo simulate schedule=NAME` take these names; `auto` is the "
+        "fastest one simulated. [Schedules, with drawn examples](../explanation/schedules.md) "
+        "says how to read them and what they are worth, [add a "
+        "schedule](../howto/schedule.md) how to write one.",
+        _table(("name", "order", "units", "stages on a rank"), cells),
     )
 
 
 def presets_page() -> str:
     """Return the page of named models and machines."""
-    return "\n\n".join(
-        [
-            "# Presets",
-            "## Models",
-            "`model.preset`. Shapes as published in each model's own config.json; `gpt-*` are "
-            "those of the SPPO paper with rotary positions, `tiny*` byte-level ones for a laptop. "
-            "Fields given beside a preset replace its own.",
-            _models_table(),
-            "## Machines",
-            "`hardware.preset`, with `nodes` and `devices_per_node`. All figures are *analytic*, "
-            "those of vendors and others; rates that plans use, and their sources, stand in "
-            "[planning](../planning.md#rates-of-presets).",
-            _table(
-                ("preset", "kind", "memory", "of it usable", "bf16 peak", "a node", "behind it"),
-                [_machine_row(spec) for spec in MACHINES.values()],
-            ),
-        ]
+    return _page(
+        "# Presets",
+        "## Models",
+        "`model.preset`. Shapes as published in each model's own config.json; `gpt-*` are "
+        "those of the SPPO paper with rotary positions, `tiny*` byte-level ones for a laptop. "
+        "Fields given beside a preset replace its own.",
+        _models_table(),
+        "## Machines",
+        "`hardware.preset`, with `nodes` and `devices_per_node`. All figures are *analytic*, "
+        "those of vendors and others; rates that plans use, and their sources, stand in "
+        "[planning](../planning.md#rates-of-presets).",
+        _table(
+            ("preset", "kind", "memory", "of it usable", "bf16 peak", "a node", "behind it"),
+            [_machine_row(spec) for spec in MACHINES.values()],
+        ),
     )
 
 
@@ -236,18 +230,9 @@ def _models_table() -> str:
     for name, fields in PRESETS.items():
         model = ModelConfig(**fields)
         heads = f"{model.num_heads} / {model.kv_heads} x {model.head_dim}"
-        rows.append(
-            (
-                f"`{name}`",
-                format_count(num_parameters(model)),
-                str(model.num_layers),
-                str(model.hidden_size),
-                heads,
-                str(model.mlp_size),
-                str(model.vocab_size),
-                str(model.max_positions),
-            )
-        )
+        sizes = model.num_layers, model.hidden_size, heads, model.mlp_size, model.vocab_size
+        parameters = format_count(num_parameters(model))
+        rows.append((f"`{name}`", parameters, *map(str, (*sizes, model.max_positions))))
     header = "preset", "parameters", "layers", "hidden", "heads / K/V x size", "MLP", "words"
     return _table((*header, "positions"), rows)
 
@@ -272,16 +257,14 @@ def _machine_row(spec: Any) -> tuple[str, ...]:
 
 def exit_codes_page() -> str:
     """Return the page of exit codes."""
-    return "\n\n".join(
-        [
-            "# Exit codes",
-            _table(("code", "meaning"), [(f"`{code}`", text) for code, text in MEANINGS.items()]),
-            "Of a job of several ranks it is that of the rank that broke it. Errors go to standard "
-            "error, as one message that names the value, the rule and the fix. The first SIGINT or "
-            "SIGTERM saves before a training ends; a second one ends it unsaved, once the "
-            "operation under way returns. [When a run fails](../howto/failures.md) has the "
-            "messages.",
-        ]
+    return _page(
+        "# Exit codes",
+        _table(("code", "meaning"), [(f"`{code}`", text) for code, text in MEANINGS.items()]),
+        "Of a job of several ranks it is that of the rank that broke it. Errors go to standard "
+        "error, as one message that names the value, the rule and the fix. The first SIGINT or "
+        "SIGTERM saves before a training ends; a second one ends it unsaved, once the "
+        "operation under way returns. [When a run fails](../howto/failures.md) has the "
+        "messages.",
     )
 
 
@@ -302,6 +285,11 @@ def is_stale() -> bool:
 
 def _whole_run_file_page() -> str:
     return f"{_GENERATED}{run_file_page().rstrip()}\n"
+
+
+def _page(*parts: str) -> str:
+    """Return the text of a page, its parts separated by empty lines."""
+    return "\n\n".join(part for part in parts if part)
 
 
 def _flat(text: str) -> str:

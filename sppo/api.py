@@ -221,7 +221,7 @@ def train(
         MemoryError: The run does not fit into memory.
         RunFailedError: A rank that was started failed, or rank 0 of these refused the run for want
             of memory or because of its plan, weights or labels; stderr says why.
-        sppo.training.nonfinite.NonFiniteError: Too many consecutive steps with NaN or inf.
+        sppo.training.step.NonFiniteError: Too many consecutive steps with NaN or inf.
         OSError: The disk is full or fails; files saved before are complete.
     """
     if threading.current_thread() is not threading.main_thread():

@@ -187,8 +187,10 @@ def _check_place(option: str, path: Path) -> None:
     parent = Path(os.path.realpath(path)).parent if os.path.islink(path) else path.parent
     if not os.path.isdir(parent):
         raise ValueError(f"{option} {path}: there is no directory {parent}")
-    if not os.access(path if path.exists() else parent, os.W_OK):
+    if os.path.exists(path) and not os.access(path, os.W_OK):
         raise ValueError(f"{option} {path}: is write-protected; give another name")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ValueError(f"{option} {path}: the directory {parent} cannot be written to")
 
 
 def _check_name(path: Path) -> None:

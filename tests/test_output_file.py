@@ -195,6 +195,12 @@ def test_two_options_with_one_file_are_refused(tmp_path):
         check_output_files({"--png": tmp_path / "a.png", "--trace": tmp_path / "x/../a.png"})
 
 
+def test_a_directory_that_cannot_be_written_to_is_refused(path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda name, mode: Path(name) != path.parent)
+    with pytest.raises(ValueError, match=f"the directory {path.parent} cannot be written to"):
+        check_output_files({"-o": path})
+
+
 def test_devices_and_new_names_pass(path):
     files = {"-o": path, "--png": Path("/dev/stdout"), "--trace": Path("/dev/null"), "--x": None}
     check_output_files(files, plots=["--png"])

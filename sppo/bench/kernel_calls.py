@@ -67,14 +67,8 @@ def _kernel(
     return make
 
 
-def _add_rms_norm_backward(dy: Tensor, x: Tensor, dresidual: Tensor, weight: Tensor) -> object:
-    return elementwise.rms_norm_backward(dy, x, weight, eps=_EPS, dresidual_CE=dresidual)
-
-
-def _add_layer_norm_backward(
-    dy: Tensor, x: Tensor, dresidual: Tensor, weight: Tensor, bias: Tensor
-) -> object:
-    return elementwise.layer_norm_backward(dy, x, weight, bias, eps=_EPS, dresidual_CE=dresidual)
+def _add_norm_backward(dy: Tensor, x: Tensor, dresidual: Tensor, *parameters: Tensor) -> object:
+    return elementwise.norm_backward(dy, x, *parameters, eps=_EPS, dresidual_CE=dresidual)
 
 
 def _rotary(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
@@ -148,24 +142,21 @@ def _adamw(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
     return step
 
 
-_rms_norm = partial(elementwise.rms_norm, eps=_EPS)
-_rms_norm_backward = partial(elementwise.rms_norm_backward, eps=_EPS)
-_layer_norm = partial(elementwise.layer_norm, eps=_EPS)
-_layer_norm_backward = partial(elementwise.layer_norm_backward, eps=_EPS)
-_add_rms_norm = partial(elementwise.add_rms_norm_, eps=_EPS)
-_add_layer_norm = partial(elementwise.add_layer_norm_, eps=_EPS)
+_norm = partial(elementwise.norm, eps=_EPS)
+_norm_backward = partial(elementwise.norm_backward, eps=_EPS)
+_add_norm = partial(elementwise.add_norm_, eps=_EPS)
 
 MAKERS: Mapping[str, Maker] = {
-    "rmsnorm": _kernel(_rms_norm, tensors=1, vectors=1),
-    "rmsnorm_backward": _kernel(_rms_norm_backward, tensors=2, vectors=1),
-    "rmsnorm_add": _kernel(_add_rms_norm, tensors=2, vectors=1),
-    "rmsnorm_add_backward": _kernel(_add_rms_norm_backward, tensors=3, vectors=1),
-    "layernorm": _kernel(_layer_norm, tensors=1, vectors=2),
-    "layernorm_backward": _kernel(_layer_norm_backward, tensors=2, vectors=2),
-    "layernorm_add": _kernel(_add_layer_norm, tensors=2, vectors=2),
-    "layernorm_add_backward": _kernel(_add_layer_norm_backward, tensors=3, vectors=2),
-    "head_norm": _kernel(_rms_norm, tensors=1, vectors=1, shape=_heads),
-    "head_norm_backward": _kernel(_rms_norm_backward, tensors=2, vectors=1, shape=_heads),
+    "rmsnorm": _kernel(_norm, tensors=1, vectors=1),
+    "rmsnorm_backward": _kernel(_norm_backward, tensors=2, vectors=1),
+    "rmsnorm_add": _kernel(_add_norm, tensors=2, vectors=1),
+    "rmsnorm_add_backward": _kernel(_add_norm_backward, tensors=3, vectors=1),
+    "layernorm": _kernel(_norm, tensors=1, vectors=2),
+    "layernorm_backward": _kernel(_norm_backward, tensors=2, vectors=2),
+    "layernorm_add": _kernel(_add_norm, tensors=2, vectors=2),
+    "layernorm_add_backward": _kernel(_add_norm_backward, tensors=3, vectors=2),
+    "head_norm": _kernel(_norm, tensors=1, vectors=1, shape=_heads),
+    "head_norm_backward": _kernel(_norm_backward, tensors=2, vectors=1, shape=_heads),
     "rotary": _rotary,
     "add": _kernel(Tensor.add_, tensors=2),
     "copy": _kernel(Tensor.copy_, tensors=2),

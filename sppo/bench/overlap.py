@@ -2,7 +2,7 @@
 
 A unit is the forward of one layer on one subsequence: the products with the layer's weights, and
 attention over the whole prefix. While a unit runs, the bytes that the layer would save are copied
-to the next tier, through the same queues as in training. Backward copies the same bytes back and
+to the next tier, through the same lane as in training. Backward copies the same bytes back and
 takes about twice as long, so copies are harder to hide in forward.
 """
 
@@ -28,10 +28,10 @@ from sppo.cost.parameters import layer_shapes
 from sppo.kernels.attention.call import AttentionCall
 from sppo.kernels.attention.interface import attention_forward
 from sppo.kernels.linear import linear
+from sppo.offload.cpu_lane import CpuLane
+from sppo.offload.cuda_lane import CudaLane
 from sppo.offload.disk.file_tier import whole_sectors
-from sppo.offload.queues.copy_queues import CopyQueues, Dependency, Event, Ordering, Region
-from sppo.offload.queues.cuda_queues import CudaQueues
-from sppo.offload.queues.thread_queues import ThreadQueues
+from sppo.offload.lane import Event, Lane
 from sppo.units import GIB, format_duration
 
 _cuda: Any = torch.cuda  # parts of torch.cuda have no types
@@ -182,9 +182,9 @@ def measure_overlap(
         unit = _ForwardWork(operands, layer, tokens=tokens, context=context)
         size = tokens * saved_bytes_per_token(layer)
         try:
-            with closing(_queues(device)) as queues:
+            with closing(_lane(device)) as lane:
                 disk = directory if device == "cpu" else None
-                mover = _Copier(queues, disk, size_bytes=size, device=unit.device)
+                mover = _Copier(lane, disk, size_bytes=size, device=unit.device)
                 point = _measure(unit, mover, rounds=rounds, quick=quick, advance=watcher.advance)
         except torch.OutOfMemoryError:
             if not points:
@@ -202,8 +202,8 @@ def measure_overlap(
     )
 
 
-def _queues(device: str) -> CopyQueues:
-    return CudaQueues(torch.device(device)) if device == "cuda" else ThreadQueues()
+def _lane(device: str) -> Lane:
+    return CudaLane(torch.device(device)) if device == "cuda" else CpuLane()
 
 
 def saved_bytes_per_token(layer: MeasuredLayer) -> int:
@@ -318,19 +318,15 @@ class _Copier:
 
     def __init__(
         self,
-        queues: CopyQueues,
+        lane: Lane,
         directory: Path | None,
         *,
         size_bytes: int,
         device: torch.device,
     ) -> None:
-        self._queues, self._size_bytes = queues, size_bytes
-        self._slot_bytes = slot_bytes = whole_sectors(size_bytes)
-        memory = queues.host_memory(_SLOTS * slot_bytes)
-        self._slots = [
-            Region("host", index, memory[index * slot_bytes : (index + 1) * slot_bytes])
-            for index in range(_SLOTS)
-        ]
+        self._lane, self._size_bytes = lane, size_bytes
+        slot_bytes = whole_sectors(size_bytes)
+        self._slots = lane.host_memory("blocks", _SLOTS * slot_bytes).view(_SLOTS, slot_bytes)
         noise = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, device=device)
         repeats = math.ceil(size_bytes / len(noise))
         self._sources = [noise.repeat(repeats)[:size_bytes] for _ in range(2)]
@@ -338,7 +334,7 @@ class _Copier:
         if directory is not None:
             count = max(_SLOTS, min(8, _MOST_FILE_BYTES // slot_bytes))
             self._places = [index * slot_bytes for index in range(count)]
-            queues.open_file(directory, count * slot_bytes)
+            lane.open_file(directory, count * slot_bytes)
         self._turn = 0
         self._copied: Event | None = None
         self._written: list[Event | None] = [None] * _SLOTS
@@ -357,31 +353,26 @@ class _Copier:
         """Start the copy of one unit's bytes."""
         slot = self._turn % _SLOTS
         source, written = self._sources[slot], self._written[slot]
-        after: list[Dependency] = [
-            (Ordering.PRODUCED_BEFORE_OUT, self._queues.produced([source])),
-        ]
-        if written is not None:
-            after.append((Ordering.WRITTEN_BEFORE_SLOT_REUSE, written))
-        region = self._slots[slot]
-        self._copied = self._queues.copy_out(region, [(0, source)], after=after)
+        after = [self._lane.computed([source]), *([] if written is None else [written])]
+        memory = self._slots[slot]
+        self._copied = self._lane.out([(memory[: self._size_bytes], source)], after=after)
         if self._places:
-            filled: list[Dependency] = [(Ordering.FILLED_BEFORE_READ, self._copied)]
             place = self._places[self._turn % len(self._places)]
-            self._written[slot] = self._queues.write(place, region, self._slot_bytes, after=filled)
+            self._written[slot] = self._lane.write(place, memory, after=[self._copied])
         self._turn += 1
 
     def end(self) -> None:
         """Make compute wait until the last copy out is done, as if it overwrote the source."""
         assert self._copied is not None, "begin() comes first"
-        self._queues.reusable(self._copied)
+        self._lane.before_compute(self._copied)
 
     def drain(self) -> float:
         """Wait for all copies; return the seconds that compute waited since the last call."""
         last = self._written[(self._turn - 1) % _SLOTS]
         if last is not None:
-            self._queues.reusable(last)
-        self._queues.check()
-        return self._queues.take_times().exposed_s
+            self._lane.before_compute(last)
+        self._lane.check()
+        return self._lane.take_times().exposed_s
 
 
 def _measure(

@@ -181,14 +181,13 @@ class _Streams:
 @contextmanager
 def _registered_arena(size_bytes: int, device: torch.device) -> Iterator[tuple[Tensor, float]]:
     """Yield the memory of a page-locked arena, and the seconds that page-locking took."""
-    with HostArena(size_bytes) as arena:
-        memory = arena.tensor(0, (size_bytes,), torch.uint8)
-        runtime = _cuda.cudart()
-        start = time.perf_counter()
-        lock_pages(runtime, memory)
-        seconds = time.perf_counter() - start
-        try:
-            yield memory, seconds
-        finally:
-            _cuda.synchronize(device)
-            unlock_pages(runtime, memory)
+    memory = HostArena(size_bytes).tensor(0, (size_bytes,), torch.uint8)
+    runtime = _cuda.cudart()
+    start = time.perf_counter()
+    lock_pages(runtime, memory)
+    seconds = time.perf_counter() - start
+    try:
+        yield memory, seconds
+    finally:
+        _cuda.synchronize(device)
+        unlock_pages(runtime, memory)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,10 +163,31 @@ def _rates_text(rates: Iterable[float], *, unit: float = 1e9) -> str:
 def attention_screen(found: BackendComparison) -> Screen:
     """Yield a row per shape and a column per back end, then the loss of ``auto`` and the gaps."""
     unit, name = _flops_unit(rate.forward_flops_per_s for rate in found.rates)
+    by_shape = found.by_shape
+
+    def cell(shape: AttentionShape, backend: BackendName) -> str:
+        rates = by_shape[shape]
+        if backend not in rates:
+            return NOT_MEASURED
+        rate = rates[backend]
+        text = _rates_text((rate.forward_flops_per_s, rate.backward_flops_per_s), unit=unit)
+        if rate is _fastest(rates) and len(rates) > 1:
+            text = f"[bold]{text}[/bold]"
+        # A blank in place of the mark keeps the figures aligned.
+        return f"{text} {_AUTOMATIC_MARK if backend == found.automatic[shape] else ' '}"
+
     title = f"Attention over visible pairs, {name}, measured: forward / backward"
     yield f"{title}; the fastest in bold"
-    headings = ("dtype", "heads", "size", "queries", "keys", *found.backends)
-    yield table(headings, _attention_rows(found, unit))
+    columns: dict[str, Callable[[AttentionShape], str]] = {
+        "dtype": lambda shape: shape.dtype,
+        "heads": lambda shape: str(shape.heads),
+        "size": lambda shape: str(shape.head_size),
+        "queries": lambda shape: format_tokens(shape.queries),
+        "keys": lambda shape: format_tokens(shape.keys),
+    }
+    for backend in found.backends:
+        columns[backend] = partial(cell, backend=backend)
+    yield item_table(by_shape, columns)
     yield automatic_line(found)
     gaps = Counter((name, reason) for (name, _), reason in found.left_out.items())
     for (name, reason), count in gaps.items():
@@ -189,35 +211,6 @@ def automatic_line(found: BackendComparison) -> str:
     worst = max(behind, key=lambda shape: behind[shape])
     fastest = _fastest(found.by_shape[worst]).backend
     return f"{line}, at worst {behind[worst]:.0%} slower than {fastest} ({worst})"
-
-
-def _attention_rows(found: BackendComparison, unit: float) -> Iterator[list[str]]:
-    for shape, rates in found.by_shape.items():
-        yield [
-            shape.dtype,
-            str(shape.heads),
-            str(shape.head_size),
-            format_tokens(shape.queries),
-            format_tokens(shape.keys),
-            *(_attention_cell(found, shape, rates, backend, unit) for backend in found.backends),
-        ]
-
-
-def _attention_cell(
-    found: BackendComparison,
-    shape: AttentionShape,
-    rates: Mapping[BackendName, BackendRate],
-    backend: BackendName,
-    unit: float,
-) -> str:
-    if backend not in rates:
-        return NOT_MEASURED
-    rate = rates[backend]
-    text = _rates_text((rate.forward_flops_per_s, rate.backward_flops_per_s), unit=unit)
-    if rate is _fastest(rates) and len(rates) > 1:
-        text = f"[bold]{text}[/bold]"
-    # A blank in place of the mark keeps the figures aligned.
-    return f"{text} {_AUTOMATIC_MARK if backend == found.automatic[shape] else ' '}"
 
 
 def _fastest(rates: Mapping[BackendName, BackendRate]) -> BackendRate:

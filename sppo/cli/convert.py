@@ -14,7 +14,7 @@ from sppo.checkpoint.newest import check_any
 from sppo.cli.arguments import Json
 from sppo.cli.command_group import CommandGroup
 from sppo.cli.exit_codes import exit_codes
-from sppo.cli.printing import print_json
+from sppo.cli.printing import Screen, Unbroken, emit
 from sppo.config.huggingface import hf_config, ignored_settings, model_fields, read_config
 from sppo.config.model import ModelConfig
 from sppo.config.problems import ConfigError, problems_of
@@ -75,7 +75,7 @@ def from_hf(
             kind = next(name for name, known in DTYPES.items() if known == weights.dtype)
         values = _write(destination, weights, model, kind, max_shard_bytes, read_extras(source))
     values |= {"source": str(source), "ignored": list(ignored_settings(config))}
-    _show(values, json_output=json_output)
+    emit(lambda: values, lambda: _screen(values), as_json=json_output)
 
 
 @app.command("to-hf")
@@ -133,7 +133,7 @@ def to_hf(
         values = _write(destination, weights, model, kind, max_shard_bytes, extras)
     values |= {"source": str(source), "step": metadata.get("step")}
     values["missing"] = dict.fromkeys(extras.missing, reason)
-    _show(values, json_output=json_output)
+    emit(lambda: values, lambda: _screen(values), as_json=json_output)
     if extras.endless:
         typer.echo(
             f"warning: {extras.endless} has no eos_token_id, so programs that load this model "
@@ -227,20 +227,17 @@ def _run_extras(from_hf: str | None) -> tuple[Extras, str]:
         return Extras(), f"model.from_hf: {error}"
 
 
-def _show(report: dict[str, Any], *, json_output: bool) -> None:
-    if json_output:
-        print_json(report, indent=2)
-        return
-    count = len(report["files"])
-    step = f" after step {report['step']}" if report.get("step") is not None else ""
-    typer.echo(
-        f"{report['destination']}: {report['family']}{step}, "
-        f"{format_count(report['num_parameters'])} parameters in {report['dtype']}, "
-        f"{format_bytes(report['total_bytes'])} in {counted(count, 'file')}"
+def _screen(values: dict[str, Any]) -> Screen:
+    """Yield what was written, taken along, missing and ignored."""
+    step = f" after step {values['step']}" if values.get("step") is not None else ""
+    yield Unbroken(
+        f"{values['destination']}: {values['family']}{step}, "
+        f"{format_count(values['num_parameters'])} parameters in {values['dtype']}, "
+        f"{format_bytes(values['total_bytes'])} in {counted(len(values['files']), 'file')}"
     )
-    if report["copied"]:
-        typer.echo(f"copied: {', '.join(report['copied'])}")
-    for name, reason in report.get("missing", {}).items():
-        typer.echo(f"missing: {name} ({reason})")
-    if report.get("ignored"):
-        typer.echo(f"not applied in training: {', '.join(report['ignored'])}")
+    if values["copied"]:
+        yield f"copied: {', '.join(values['copied'])}"
+    for name, reason in values.get("missing", {}).items():
+        yield f"missing: {name} ({reason})"
+    if values.get("ignored"):
+        yield f"not applied in training: {', '.join(values['ignored'])}"

@@ -145,13 +145,12 @@ def examine(hardware: Path | None = None) -> tuple[Finding, ...]:
     Args:
         hardware: File of ``sppo bench`` whose figures are reported as well.
     """
+    with_torch = {"native parts": _native_parts, "GPU": _gpus, "attention": _attention}
     checks: Mapping[str, Callable[[], Iterator[Finding]]] = {
         "machine": _machine,
         "limits": _limits,
         "packages": _packages,
-        "native parts": _native_parts,
-        "GPU": _gpus,
-        "attention": _attention,
+        **(with_torch if _torch_works() else {}),
         "measured": partial(_measured, hardware),
     }
     return tuple(
@@ -302,20 +301,18 @@ def _torch() -> Any:
     return torch
 
 
-def _torch_or_none() -> Any:
-    """Import torch; return None if it cannot be used, which the findings about packages say."""
+def _torch_works() -> bool:
+    """Return whether torch can be imported; the findings about packages say why not."""
     try:
-        return _torch()
+        _torch()
     except _ANYTHING:
-        return None
+        return False
+    return True
 
 
 def _native_parts() -> Iterator[Finding]:
     """Yield findings about the memory pool, which is compiled now if it is missing."""
     native_build.forget_failure()
-    if _torch_or_none() is None:
-        yield Finding("memory pool", "missing", "it works with torch alone", "mend torch")
-        return
     from sppo.kernels.native.cpu_allocator import describe_cpu_allocator, install_cpu_allocator
 
     if install_cpu_allocator() is not None:
@@ -328,9 +325,7 @@ def _native_parts() -> Iterator[Finding]:
 
 def _gpus() -> Iterator[Finding]:
     """Yield findings about the GPUs that torch sees, NCCL, and what a run on a GPU lacks."""
-    torch = _torch_or_none()
-    if torch is None:
-        return
+    torch = _torch()
     if torch.version.cuda is None or not torch.cuda.is_available():
         found = "torch sees no GPU"
         advice = "nvidia-smi says whether the driver sees one; CUDA_VISIBLE_DEVICES may hide it"
@@ -354,9 +349,7 @@ def _gpus() -> Iterator[Finding]:
 
 def _attention() -> Iterator[Finding]:
     """Yield findings about attention back ends, in order of preference on the device of a run."""
-    torch = _torch_or_none()
-    if torch is None:
-        return
+    torch = _torch()
     from sppo.kernels.attention.choice import (
         CAPABILITIES,
         AttentionCase,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 
@@ -110,13 +110,14 @@ def simulate(
         sppo simulate --program by_hand.txt latency=0.1
     """
     with exit_codes():
-        sorted_words = sort_words(words or ())
+        file, values, names = sort_words(words or ())
         check_output_files(
             {"--png": png, "--trace": trace, "--write-program": write_program},
             plots=["--png"],
-            inputs=[path for path in (sorted_words.file, program) if path is not None],
+            inputs=[path for path in (file, program) if path is not None],
         )
-        found = read_request(sorted_words, program=program, compare=compare or ())
+        names = [name for given in compare or () for name in given.split(",") if name] + names
+        found = read_request(file, values, program=program, names=names)
         found = replace(found, forward_only=forward_only)
         if png is not None:
             write_png(png, timelines=found.timelines, is_abstract=found.run is None)
@@ -178,19 +179,12 @@ class Simulation:
         return f"{size_bytes:.4g}" if self.run is None else format_bytes(size_bytes)
 
 
-class Words(NamedTuple):
-    """Positional arguments of ``sppo simulate``, sorted by kind."""
+def sort_words(words: Sequence[str]) -> tuple[Path | None, list[str], list[str]]:
+    """Sort positional arguments by kind.
 
-    file: Path | None
-    """Run file or plan; None for an abstract case or a program."""
-    values: list[str]
-    """``KEY=VALUE`` words."""
-    names: list[str]
-    """Names of schedules to compare with."""
-
-
-def sort_words(words: Sequence[str]) -> Words:
-    """Sort positional arguments into a run file or plan, values, and names of schedules.
+    Returns:
+        (run file or plan, None for an abstract case or a program; ``KEY=VALUE`` words; names of
+        schedules to compare with).
 
     Raises:
         ValueError: Two files, or a word of no known kind.
@@ -210,37 +204,34 @@ def sort_words(words: Sequence[str]) -> Words:
             raise ValueError(f"two files, {file} and {Path(word)}: simulate one at a time")
         else:
             file = Path(word)
-    return Words(file, values, names)
+    return file, values, names
 
 
-def read_request(words: Words, *, program: Path | None, compare: Sequence[str]) -> Simulation:
+def read_request(
+    file: Path | None, values: Sequence[str], *, program: Path | None, names: Sequence[str]
+) -> Simulation:
     """Return the requested simulation.
 
     Args:
-        words: Positional arguments.
+        file: Run file or plan; None for an abstract case or a program.
+        values: ``KEY=VALUE`` words.
         program: File of a program written by hand.
-        compare: Names of schedules to compare with, some of them with commas between.
+        names: Names of schedules to compare with.
 
     Raises:
         ValueError: Arguments contradict each other or are missing; the message says what to write.
     """
-    names = [name for given in compare for name in given.split(",") if name]
     for name in names:
         if name not in schedule_names():
             raise ValueError(
                 f"--compare {quoted(name)}: not one of {', '.join(schedule_names())}."
                 f"{nearest(name, schedule_names())}"
             )
-    names += words.names
-    if program is not None:
-        if words.file or names:
-            raise ValueError(
-                "--program simulates the file alone: leave out the run file and --compare"
-            )
-        return _program(program, words.values)
-    if words.file is None:
-        return _abstract(words.values, names=names)
-    return _step(words.file, words.values, names=names)
+    if program is None:
+        return _abstract(values, names=names) if file is None else _step(file, values, names=names)
+    if file is not None or names:
+        raise ValueError("--program simulates the file alone: leave out the run file and --compare")
+    return _program(program, values)
 
 
 def _abstract(values: Sequence[str], *, names: Sequence[str]) -> Simulation:

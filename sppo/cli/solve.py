@@ -106,10 +106,10 @@ def solve(
         elif explain:
             with working("comparing with what was not asked for"):
                 paying = improvements(solution)
-    train = train_command(run_file, overrides or [], output=output)
-    answer = Answer(solution, (), train, output, png, paying)
-    screen = corpus_screen if isinstance(solution, CorpusSolution) else stream_screen
-    emit(partial(_values, answer), partial(screen, answer), as_json=json_output)
+        train = train_command(run_file, overrides or [], output=output)
+        answer = Answer(solution, (), train, output, png, paying)
+        screen = corpus_screen if isinstance(solution, CorpusSolution) else stream_screen
+        emit(partial(_values, answer), partial(screen, answer), as_json=json_output)
 
 
 def _values(answer: Answer) -> dict[str, Any]:

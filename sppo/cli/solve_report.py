@@ -22,6 +22,11 @@ from sppo.units import format_duration
 
 Rows = Mapping[str, Callable[[Any], str]]
 """Functions that return the cell of a way to divide the devices, by the name of the row."""
+DEGREES: Rows = {
+    "sequence parallel": lambda way: str(way.degrees.sequence_parallel),
+    "pipeline parallel": lambda way: str(way.degrees.pipeline_parallel),
+    "data parallel": lambda way: str(way.degrees.data_parallel),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +109,6 @@ def ways_table(answer: Answer, *sections: Rows) -> Table:
         rows.append(None)
     headings = ["", "best", *(f"next {place}" for place in range(1, len(answer.ways)))]
     return table(headings, rows)
-
-
-DEGREES: Rows = {
-    "sequence parallel": lambda way: str(way.degrees.sequence_parallel),
-    "pipeline parallel": lambda way: str(way.degrees.pipeline_parallel),
-    "data parallel": lambda way: str(way.degrees.data_parallel),
-}
 
 
 def launch_lines(answer: Answer) -> Screen:

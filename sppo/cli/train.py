@@ -60,7 +60,7 @@ def train(
 
 def _train_as_rank(ready: ReadyRun, console: Console) -> None:
     """Train as one rank of the run, or as its only rank, and end with the exit code of the run."""
-    from sppo.training.nonfinite import NonFiniteError
+    from sppo.training.step import NonFiniteError
 
     environment = ready.environment
     is_ours = environment is None or environment.launcher == "sppo"

@@ -30,7 +30,6 @@ _OFF: tuple[tuple[str, tuple[object, ...], str], ...] = (
 """Keys that must be absent, null, or have one of the given values; the text names what is
 supported."""
 
-_DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop")
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
 
@@ -98,7 +97,8 @@ def model_fields(config: Json) -> dict[str, Any]:
 
 def ignored_settings(config: Json) -> tuple[str, ...]:
     """Return the settings in a ``config.json`` that training ignores, as ``key value`` texts."""
-    return tuple(f"{key} {quoted(config[key])}" for key in _DROPOUTS if config.get(key))
+    dropouts = sorted({key for family in FAMILIES.values() for key in family.no_dropout})
+    return tuple(f"{key} {quoted(config[key])}" for key in dropouts if config.get(key))
 
 
 def hf_config(model: ModelConfig, *, dtype: str) -> dict[str, Any]:

@@ -30,10 +30,8 @@ from sppo.engine.trace import ExecutedAction, Stopwatch, Trace
 from sppo.engine.unit import SequenceData, SequenceShard, Unit, units_of
 from sppo.kernels.attention.interface import Backend
 from sppo.kernels.cross_entropy import CROSS_ENTROPY, LossTerms
+from sppo.offload.block_store import BlockStore
 from sppo.offload.copy_report import CopyReport
-from sppo.offload.device_stores import ActivationStore, DeviceStore, LifoArenaStore
-from sppo.offload.held_bytes import HeldBytes
-from sppo.offload.offload_store import OffloadStore
 from sppo.parallel.megatron import MegatronSequenceParallel
 from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.planning.partition import lengths_of
@@ -140,7 +138,7 @@ class Engine:
         gradients: Mapping[str, Tensor] | GradientProvider | None,
         policy: str = "retain",
         placements: Mapping[int, PlacementOf] | None = None,
-        offloaded: OffloadStore | None = None,
+        offloaded: BlockStore | None = None,
         kv_offloaded: Collection[int] = (),
         kv_recomputed: Collection[int] = (),
         streamed_weights: StreamedWeights | None = None,
@@ -160,12 +158,18 @@ class Engine:
         self._shard = (
             SequenceShard() if exchange is None else SequenceShard(exchange.rank, exchange.degree)
         )
-        self._offloaded = offloaded
+        # A single stage takes saved tensors in reverse order of saving, so a stack fits. With
+        # several stages, the output of one stage is the saved input of the next, without a copy.
+        alone = pipeline.placement.num_stages == 1 and pipeline.schedule == ALONE.schedule
+        self._store = offloaded or BlockStore()
         self._offloads: tuple[Schedule, OffloadSchedule] | None = None
         self._weights = ResidentWeights(weights) if isinstance(weights, Mapping) else weights
         self._gradients = (
             ResidentGradients(gradients) if isinstance(gradients, Mapping) else gradients
         )
+        self._stacks = alone and self._weights.device.type == "cpu"
+        if self._stacks:
+            self._store.keep_in_stack(poison=debug)
         self._state = StateStreams(
             streamed_weights,
             streamed_gradients,
@@ -196,9 +200,7 @@ class Engine:
         self._start_anew()
 
     def _start_anew(self) -> None:
-        """Build the stages and the stores of what they hold during a step, all empty."""
-        self._held = HeldBytes()
-        self._pooled = HeldBytes(self._held)
+        """Build the stages and their K/V store, all empty."""
         self._stages = self._build_stages()
         self._kv = next(iter(self._stages.values())).kv
         self._msp_stages = self._build_msp_stages()
@@ -216,23 +218,14 @@ class Engine:
     ) -> dict[int, Stage]:
         """Return new stages of this rank, which share a K/V store."""
         pipeline = self._pipeline
-        # A single stage takes saved tensors in reverse order of saving, so a stack fits. With
-        # several stages, the output of one stage is the saved input of the next, without a copy.
-        alone = pipeline.placement.num_stages == 1 and pipeline.schedule == ALONE.schedule
-        stacked = alone and self._weights.device.type == "cpu"
         stages: dict[int, Stage] = {}
         kv: KVStore | None = None
         for index, layers in pipeline.layers(model.num_layers).items():
-            if stacked:
-                store: ActivationStore = LifoArenaStore(self._held, poison=debug)
-            else:
-                store = DeviceStore(self._pooled)
             stages[index] = Stage(
                 model,
                 weights=self._weights,
                 gradients=self._gradients,
-                activations=store,
-                offloaded=self._offloaded,
+                store=self._store,
                 kv=kv,
                 input_every=input_every,
                 layers=layers,
@@ -257,15 +250,13 @@ class Engine:
         if pipeline.msp_links is None:
             return {}
         assert not isinstance(exchange, MegatronSequenceParallel), "checked before training"
-        shard_store = DeviceStore(self._pooled)
         return {
             index: MspStage(
                 model,
                 layers=layers,
                 owner=self._stages.get(index),
                 gradients=self._gradients,
-                activations=shard_store,
-                offloaded=self._offloaded,
+                store=self._store,
                 heads=exchange,
                 members=pipeline.msp_links.members,
                 dtype=self._weights.dtype,
@@ -365,7 +356,7 @@ class Engine:
         Raises:
             MemoryError: The host lacks memory.
         """
-        if self._offloaded is None:
+        if not self._store.offloads:
             return
         units: dict[tuple[int, int], Unit] = {}
         for index, cuts in enumerate(boundaries):
@@ -373,18 +364,18 @@ class Engine:
             units |= units_of(index, SequenceData(no_tokens_S, no_tokens_S), cuts, self._shard)
         lengths = tuple(lengths_of(tuple(cuts)) for cuts in boundaries)
         step = self._programs.step(lengths, forward_only=False)
-        self._prepare(step, units, reserve=OffloadStore.reserve_host)
+        self._prepare(step, units, reserve=BlockStore.reserve_host)
 
     def take_peaks(self) -> EnginePeaks:
         """Return the peaks since the last call, and reset them."""
         peaks = EnginePeaks(
-            self._held.peak,
+            self._store.held.peak,
             self._kv.held.peak,
-            self._pooled.peak,
+            0 if self._stacks else self._store.held.peak,
             self._weights.take_peak_bytes(),
             0 if self._gradients is None else self._gradients.take_peak_bytes(),
         )
-        for held in (self._held, self._pooled, self._kv.held):
+        for held in (self._store.held, self._kv.held):
             held.reset_peak()
         return peaks
 
@@ -395,12 +386,11 @@ class Engine:
 
     def take_copies(self) -> CopyReport:
         """Return the report of copies of offloaded tensors since the last call."""
-        return CopyReport() if self._offloaded is None else self._offloaded.take_report()
+        return self._store.take_report()
 
     def close(self) -> None:
         """Free threads, memory and file of the offload store; repeated calls do nothing."""
-        if self._offloaded is not None:
-            self._offloaded.close()
+        self._store.close()
 
     def _check(
         self,
@@ -463,8 +453,8 @@ class Engine:
 
     def _give_up(self) -> None:
         """Drop all that a failed step holds, unless the device does not answer and may use it."""
-        offloaded_nothing = self._offloaded is None or self._offloaded.drain()
-        if self._state.drain() and offloaded_nothing:
+        drained = [self._store.drain(), self._state.drain()]
+        if all(drained):
             self._start_anew()
 
     def _visits(
@@ -499,7 +489,7 @@ class Engine:
         step: PlannedStep,
         units: Mapping[tuple[int, int], Unit],
         *,
-        reserve: Callable[[OffloadStore, OffloadSchedule], None] = OffloadStore.prepare,
+        reserve: Callable[[BlockStore, OffloadSchedule], None] = BlockStore.prepare,
     ) -> None:
         """Lay out what each stage saves, reserve memory for it, and prepare the offloads."""
         schedule = step.program
@@ -514,11 +504,11 @@ class Engine:
         msp = self._msp_executor(step)
         if msp is not None:
             msp.begin(units, training=True)
-        if self._offloaded is None:
+        if not self._store.offloads:
             return
         if self._offloads is None or self._offloads[0] is not schedule:
             self._offloads = schedule, self._offload_schedule(schedule, msp)
-        reserve(self._offloaded, self._offloads[1])  # same object for equal steps: store reuses it
+        reserve(self._store, self._offloads[1])  # same object for equal steps: store reuses it
 
     def _offload_schedule(self, schedule: Schedule, msp: MspExecutor | None) -> OffloadSchedule:
         """Return the offload schedule of all stages, with blocks in the order of their use."""

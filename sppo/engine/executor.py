@@ -22,7 +22,6 @@ from sppo.engine.stage import Stage
 from sppo.engine.stage_buffers import LocalTokens, StageBuffers
 from sppo.engine.trace import HostStopwatch, Stopwatch, Trace
 from sppo.engine.unit import Unit
-from sppo.offload.offload_store import OffloadStore
 from sppo.parallel.pipeline_p2p import PipelineP2P
 from sppo.schedule.actions import WHOLE_STAGE_ACTIONS, Action, ActionKind
 from sppo.schedule.schedule import Schedule
@@ -197,13 +196,9 @@ class Executor:
         self._buffers.receive(action, width=width, dtype=dtype)
 
     def _finish_offload(self, action: Action) -> None:
-        """Run a D2H: check that F has handed all layers of the unit to the copy queues."""
+        """Run a D2H; that of saved tensors was started layer by layer, by F."""
         if (action.kind, action.wire) in WHOLE_STAGE_ACTIONS:
             self._state.run(action)
-            return
-        stage = self._stage_of(action)
-        keys = stage.layout.kv_keys if action.wire == "kv" else stage.layout.saved_keys
-        _offloaded(stage, action).finish_offload(keys(action.unit))
 
     def _start_reload(self, action: Action) -> None:
         """Run an H2D: permit the unit's layers to return, as far ahead of B as memory allows."""
@@ -212,12 +207,11 @@ class Executor:
             return
         stage = self._stage_of(action)
         keys = stage.layout.kv_keys if action.wire == "kv" else stage.layout.saved_keys
-        _offloaded(stage, action).start_reload(keys(action.unit))
+        stage.store.permit(keys(action.unit))
 
     def _restore_kv(self, stage: Stage) -> None:
         """Restore the K and V, of any stage of the rank, whose blocks are the next to be used."""
-        store = stage.offloaded
-        while store is not None and (key := store.next_kv) is not None:
+        while (key := stage.store.next_kv) is not None:
             stage.restore_kv(key, self._units[key.sequence, key.subsequence].span)
 
     def _stage_of(self, action: Action) -> Stage:
@@ -251,11 +245,6 @@ class Executor:
             for i, action in enumerate(shown)
         ]
         return f"failed in action {position + 1} of {len(self._program)}: {' '.join(names)}"
-
-
-def _offloaded(stage: Stage, action: Action) -> OffloadStore:
-    assert stage.offloaded is not None, f"{action} on a stage without another tier"
-    return stage.offloaded
 
 
 def _own_tokens(units: Mapping[tuple[int, int], Unit]) -> LocalTokens:

@@ -99,8 +99,8 @@ class Grid:
 
     def at(self, row: Floats, column: Floats) -> Floats:
         """Return values at (row, column), interpolated in logarithms, constant beyond the ends."""
-        low_r, share_r = _place(self.rows, row)
-        low_c, share_c = _place(self.columns, column)
+        low_r, share_r = place(self.rows, row)
+        low_c, share_c = place(self.columns, column)
         high_r = np.minimum(low_r + 1, len(self.rows) - 1)
         high_c = np.minimum(low_c + 1, len(self.columns) - 1)
         logs = np.log(self.values)
@@ -110,7 +110,7 @@ class Grid:
         return result
 
 
-def _place(axis: Floats, value: Floats) -> tuple[npt.NDArray[np.intp], Floats]:
+def place(axis: Floats, value: Floats) -> tuple[npt.NDArray[np.intp], Floats]:
     """Return the index of the axis point at or below ``value``, and the next point's weight."""
     clamped = np.clip(value, axis[0], axis[-1])
     low = np.clip(np.searchsorted(axis, clamped, side="right") - 1, 0, max(0, len(axis) - 2))
@@ -190,7 +190,7 @@ def attention_rates(
     is divided into parts of measured length: see :func:`typical_keys`.
     """
     sizes = list(grids)
-    low, weight = _place(np.array(sizes, dtype=np.float64), np.array(float(head_size)))
+    low, weight = place(np.array(sizes, dtype=np.float64), np.array(float(head_size)))
     near = (sizes[int(low)], sizes[min(int(low) + 1, len(sizes) - 1)])
     below, above = (_span_rates(grids[size], queries=queries, keys=keys) for size in near)
     rates: Floats = below ** (1 - weight) * above**weight

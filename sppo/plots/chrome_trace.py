@@ -43,45 +43,40 @@ def write_trace(path: Path, *, timelines: Sequence[Timeline]) -> None:
 
 
 def _events(timelines: Sequence[Timeline]) -> Iterator[Event]:
-    process = 0
-    for timeline in timelines:
-        for rank in range(len(timeline.ranks)):
-            name = f"{timeline.schedule.name} rank {rank} ({timeline.provenance})"
-            yield _named("process_name", process, 0, name)
-            yield {"ph": "M", "name": "process_sort_index", "pid": process, "tid": 0,
-                   "args": {"sort_index": process}}  # fmt: skip
-            yield from _rank_events(timeline, rank=rank, process=process)
-            process += 1
+    ranks = [(timeline, rank) for timeline in timelines for rank in range(len(timeline.ranks))]
+    for process, (timeline, rank) in enumerate(ranks):
+        name = f"{timeline.schedule.name} rank {rank} ({timeline.provenance})"
+        yield _named("process_name", process, 0, name)
+        order = {"sort_index": process}
+        yield {"ph": "M", "name": "process_sort_index", "pid": process, "tid": 0, "args": order}
+        yield from _rank_events(timeline, rank=rank, process=process)
 
 
 def _rank_events(timeline: Timeline, *, rank: int, process: int) -> Iterator[Event]:
-    used: set[str] = set()
+    used: set[Lane | str] = set()
     for span in timeline.spans(rank):
         used.add(span.lane)
-        yield {
-            "ph": "X",
-            "name": str(span.action),
-            "cat": span.lane,
-            "pid": process,
-            "tid": _LANES[span.lane],
-            "ts": span.start_s * _MICROSECONDS,
-            "dur": (span.finish_s - span.start_s) * _MICROSECONDS,
-            "args": {"kind": style.kind(span.action).name, "stage": span.action.stage},
-        }
+        args = {"kind": style.kind(span.action).name, "stage": span.action.stage}
+        event = _span(str(span.action), span.lane, process, span.start_s, span.finish_s)
+        yield {**event, "args": args}
     for idle in timeline.ranks[rank].idle:
         used.add("idle")
-        yield {
-            "ph": "X",
-            "name": style.IDLE[idle.cause].name,
-            "cat": "idle",
-            "pid": process,
-            "tid": _LANES["idle"],
-            "ts": idle.start_s * _MICROSECONDS,
-            "dur": (idle.finish_s - idle.start_s) * _MICROSECONDS,
-        }
+        yield _span(style.IDLE[idle.cause].name, "idle", process, idle.start_s, idle.finish_s)
     for lane in sorted(used, key=lambda lane: _LANES[lane]):
         yield _named("thread_name", process, _LANES[lane], lane)
     yield from _memory_events(timeline, rank=rank, process=process)
+
+
+def _span(name: str, lane: Lane | str, process: int, start_s: float, finish_s: float) -> Event:
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": lane,
+        "pid": process,
+        "tid": _LANES[lane],
+        "ts": start_s * _MICROSECONDS,
+        "dur": (finish_s - start_s) * _MICROSECONDS,
+    }
 
 
 def _memory_events(timeline: Timeline, *, rank: int, process: int) -> Iterator[Event]:

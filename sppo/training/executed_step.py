@@ -21,8 +21,8 @@ from sppo.schedule.actions import Action
 from sppo.schedule.program import Case
 from sppo.schedule.simulation.simulate import simulate, step_seconds
 from sppo.schedule.timeline import Timeline, measured_timeline
-from sppo.training.job import Ranks
-from sppo.training.step_work import StepWork
+from sppo.training.job import Job
+from sppo.training.step import StepWork
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class StepTimelines:
 
 
 def step_timelines(
-    ranks: Ranks,
+    job: Job,
     plan: ExecutionPlan,
     work: StepWork | None,
     executed: StepResult | None,
@@ -53,14 +53,14 @@ def step_timelines(
     `bubble_fraction` counts only the gaps between actions.
 
     Args:
-        ranks: Ranks that executed the step.
+        job: Job that trains the run.
         plan: Plan of the run.
         work: Work of the step; None if no step was executed.
         executed: Actions that this rank executed; None if no step was executed.
         exposed_copy_s: Seconds that this rank waited for copies.
     """
-    measured = executed_timeline(executed, ranks)
-    waited_s = ranks.peers.all_gather(exposed_copy_s)
+    measured = executed_timeline(executed, job)
+    waited_s = job.peers.all_gather(exposed_copy_s)
     if measured is None or work is None:
         return None
     if work.samples is None:
@@ -69,7 +69,7 @@ def step_timelines(
         step = work.samples.replica.plan
         case = Case(step.program, step.evaluated.costs)
     planned = simulate(case.schedule, costs=case.costs)
-    exposed_s = tuple(waited_s[rank] for rank in ranks.mesh.pipeline_ranks)
+    exposed_s = tuple(waited_s[rank] for rank in job.mesh.pipeline_ranks)
     all_ranks_s = len(measured.ranks) * measured.makespan_s
     exposed = sum(exposed_s) / all_ranks_s if all_ranks_s else 0.0
     planned_waits_s = tuple(track.idle_s("copy") for track in planned.ranks)
@@ -98,26 +98,26 @@ class _RankStep:
     """(start, end) of each action on the clock of the rank."""
 
 
-def executed_timeline(executed: StepResult | None, ranks: Ranks) -> Timeline | None:
+def executed_timeline(executed: StepResult | None, job: Job) -> Timeline | None:
     """Return the measured timeline of the first pipeline on rank 0, and None on other ranks.
 
     Collective: every rank must call it. Returns None on all ranks if no step was executed.
     """
-    if not ranks.peers.any(executed is not None):
+    if not job.peers.any(executed is not None):
         return None
     assert executed is not None, "all ranks have done the same steps"
-    ranks.peers.barrier()
+    job.peers.barrier()
     own = _RankStep(
         platform.node(),
         time.perf_counter(),
-        ranks.mesh.at.pipeline,
+        job.mesh.at.pipeline,
         tuple(done.action for done in executed.trace),
         tuple((done.start_s, done.finish_s) for done in executed.trace),
     )
-    steps = ranks.peers.all_gather(own)
-    if not ranks.is_main:
+    steps = job.peers.all_gather(own)
+    if not job.mesh.is_main:
         return None
-    pipeline = [steps[rank] for rank in ranks.mesh.pipeline_ranks]
+    pipeline = [steps[rank] for rank in job.mesh.pipeline_ranks]
     others = [n for n, s in enumerate(steps) if s.actions != pipeline[s.pipeline_rank].actions]
     if others:
         _log.warning("ranks %s executed another program than the first pipeline", others)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import resource
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import repeat
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from sppo.cost.memory.stage_memory import checkpoint_bytes
 from sppo.cost.memory.tier_memory import SAVED_IN_BACKGROUND
 from sppo.cost.parameters import num_parameters
 from sppo.data.sample_rows import TrainingData
+from sppo.data.tokens import open_tokens
 from sppo.hardware.description import DeviceKind
 from sppo.offload.disk.disk_room import DiskRoom, is_memory, usable_directory
 from sppo.parallel.mesh_shape import MeshShape
@@ -42,11 +43,10 @@ from sppo.report.run_summary import AttentionSummary
 from sppo.schedule.msp_groups import msp_ranges
 from sppo.training.attention_in_use import check_attention, load_attention, with_attention_here
 from sppo.training.devices.device import machine_of_ranks
-from sppo.training.input_checks import check_inputs, check_weights
+from sppo.training.input_checks import check_inputs, check_labels, check_weights, input_facts
 from sppo.training.job import Job, mesh_shape
 from sppo.training.sample_steps import saved_history
 from sppo.training.state import may_offload
-from sppo.training.training_data import check_labels, input_facts, training_data
 from sppo.units import format_bytes
 
 
@@ -109,29 +109,29 @@ def preflight(
         ValueError: An input or the plan breaks a rule; names the rule and the fix.
         MemoryError: The run does not fit in the memory of a rank.
     """
-    run, ranks, device = job.run, job.ranks, job.device
+    run, peers, device = job.run, job.peers, job.device
     if checks_inputs:
-        ranks.decided_by_main(lambda: check_inputs(run))
-    ranks.decided_by_main(lambda: check_weights(run))
-    data = ranks.done_by_all(lambda: training_data(run))
-    if ranks.mesh.is_distributed:
-        ranks.peers.check_same(input_facts(run, data.data))
-    ranks.decided_by_main(lambda: check_labels(data, steps=run.train.steps))
+        peers.decided_by_main(lambda: check_inputs(run))
+    peers.decided_by_main(lambda: check_weights(run))
+    data = peers.done_by_all(lambda: TrainingData.of(run, open_tokens(Path(run.data.tokens))))
+    if job.mesh.is_distributed:
+        peers.check_same(input_facts(run, data.data))
+    peers.decided_by_main(lambda: check_labels(data, steps=run.train.steps))
     if run.data.samples == "documents":
         run = run_of_longest_samples(run, longest=int(data.table.lengths.max()))
     planned = replace(job, run=run)
     if device.kind == "cpu":
         load_libraries(tensorboard=run.train.tensorboard)
     load_attention(run, device)
-    ranks.peers.barrier()  # free memory is meaningful once every rank has loaded its libraries
+    peers.barrier()  # free memory is meaningful once every rank has loaded its libraries
     plans_ahead = run.data.samples == "documents" and run.planning.ahead
     free = find_free_memory(planned, plans_ahead=plans_ahead)
-    plan = ranks.decided_by_main(lambda: _trainable_plan(planned, plan, data, free))
+    plan = peers.decided_by_main(lambda: _trainable_plan(planned, plan, data, free))
     # Every rank has read the free memory by now, and none has allocated any.
-    attention = ranks.done_by_all(lambda: check_attention(run, plan, device))
-    ranks.done_by_all(lambda: check_room(run, plan, free))
-    ranks.decided_by_main(lambda: check_first_checkpoint(run))
-    next_step = ranks.decided_by_main(lambda: _next_step(run, data, plan))
+    attention = peers.done_by_all(lambda: check_attention(run, plan, device))
+    peers.done_by_all(lambda: check_room(run, plan, free))
+    peers.decided_by_main(lambda: check_first_checkpoint(run))
+    next_step = peers.decided_by_main(lambda: _next_step(run, data, plan))
     return CheckedRun(job, data, plan, attention, next_step)
 
 
@@ -157,7 +157,7 @@ def _trainable_plan(
     if device.kind == "cpu":
         _check_step_size(run, free)
     if plan is None:
-        num_ranks, local_ranks = MeshShape.of(run.parallel).num_ranks, job.ranks.local_ranks
+        num_ranks, local_ranks = MeshShape.of(run.parallel).num_ranks, job.local_ranks
         hardware = machine_of_ranks(run, device, num_ranks=num_ranks, local_ranks=local_ranks)
         hardware = with_attention_here(hardware, run, device)
         available = free.device_bytes
@@ -170,23 +170,13 @@ def _trainable_plan(
             "host_bytes": free.host_bytes,
         }
         if run.data.samples == "documents":
-            plan = plan_samples(run, steps=tuple(_first_steps(data)), **limits)
+            # Also in a resumed run, so that it gets the same stages and continues bit for bit.
+            first = map(data.lengths, islice(data.steps(), STEPS))
+            plan = plan_samples(run, steps=tuple(first), **limits)
         else:
             plan = plan_run(run, **limits)
     check_trainable(run, plan, kind=device.kind)
     return plan
-
-
-def _first_steps(data: TrainingData) -> Iterator[tuple[int, ...]]:
-    """Yield the lengths of the samples of each of a run's first steps, in tokens.
-
-    A resumed run uses these steps, too, so it gets the same stages and continues bit for bit.
-    """
-    consumed = 0
-    for _ in range(STEPS):
-        samples = data.step_samples(consumed)
-        consumed += len(samples)
-        yield data.lengths(samples)
 
 
 def check_trainable(run: RunConfig, plan: ExecutionPlan, *, kind: DeviceKind) -> None:
@@ -280,7 +270,7 @@ def find_free_memory(job: Job, *, plans_ahead: bool) -> FreeMemory:
         job: Job that trains the run.
         plans_ahead: Each rank has another process that plans its next step.
     """
-    device, local_ranks, path = job.device, job.ranks.local_ranks, job.run.activations.disk
+    device, local_ranks, path = job.device, job.local_ranks, job.run.activations.disk
     available = device.free_bytes(local_ranks=local_ranks)
     host_bytes = device.host_tier_bytes(local_ranks=local_ranks)
     if plans_ahead:

@@ -1,12 +1,17 @@
-"""Work of steps of samples, and the correction of their predicted times by measured ones.
+"""Steps of samples: their work, planned while the step before runs, and corrected predictions.
 
-Corrections are the same on all ranks, and are saved in checkpoints.
+Another process gets only the planner and the request, so its plan equals the one that this process
+would make. If there is no plan when a step begins, this process makes it. Corrections of predicted
+times by measured ones are the same on all ranks, and are saved in checkpoints.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+import pickle
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import astuple, replace
 from typing import Any
 
@@ -21,22 +26,138 @@ from sppo.engine.trace import ExecutedAction
 from sppo.engine.unit import SequenceData
 from sppo.kernels.labels import IGNORED_LABEL
 from sppo.parallel.host_collectives import HostCollectives
+from sppo.parallel.job.worker_process import WorkerLostError, WorkerProcess
 from sppo.planning.elastic.packing import PADDING
-from sppo.planning.elastic.replica_plan import StepRequest
+from sppo.planning.elastic.replica_plan import ReplicaPlan, StepRequest, plan_pickled, plan_replica
 from sppo.planning.elastic.step_correction import (
     ActionSums,
     CorrectionHistory,
     StepCorrection,
     StepFigures,
 )
-from sppo.planning.elastic.step_plan import StepPlan, step_planner
+from sppo.planning.elastic.step_plan import StepPlan, StepPlanner, step_planner
 from sppo.planning.plan import ExecutionPlan
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.costs import Costs
 from sppo.training.job import Job
-from sppo.training.planning_ahead import StepPlans, TakenPlan
-from sppo.training.step import DoneStep
-from sppo.training.step_work import StepSource, StepWork
+from sppo.training.step import DoneStep, StepSource, StepWork, TakenPlan
+
+_PROCESSES = 2
+"""Number of failed processes after which no other is started."""
+
+
+class StepPlans:
+    """Source of the plans of one replica's steps; must be closed at the end of the run.
+
+    Args:
+        planner: Planner of the run's steps.
+        replica: Index of the replica.
+        ahead: Whether another process makes plans while steps run.
+        limit_s: Longest time in seconds that a step waits for that process.
+        any_rank: Returns whether its argument is true on any rank. Collective.
+    """
+
+    def __init__(
+        self,
+        planner: StepPlanner,
+        *,
+        replica: int,
+        ahead: bool,
+        limit_s: float,
+        any_rank: Callable[[bool], bool],
+    ) -> None:
+        self._planner, self._replica = planner, replica
+        self._pickled = pickle.dumps(planner)
+        self._limit_s, self._any_rank = limit_s, any_rank
+        self._ahead = ahead
+        self._worker = WorkerProcess() if ahead else None
+        self._failures = 0
+        self._begun: tuple[StepRequest, Future[ReplicaPlan]] | None = None
+        self._note = ""
+        """Message on a failure since the last plan was taken; "" if none."""
+
+    def begin(self, request: StepRequest) -> None:
+        """Submit a step to the planning process; does nothing without one."""
+        if self._worker is None:
+            return
+        try:
+            future = self._worker.submit(
+                plan_pickled, self._pickled, request, replica=self._replica
+            )
+            self._begun = request, future
+        except WorkerLostError as error:
+            self._failed(str(error))
+
+    def take(self, request: StepRequest) -> TakenPlan:
+        """Return the plan of a step, equal to one made without a planning process.
+
+        If planning exceeds the limit on any rank, all ranks plan by a smaller search instead.
+
+        Raises:
+            MemoryError: No plan fits.
+        """
+        start, late, found = time.perf_counter(), False, None
+        begun, self._begun = self._begun, None
+        was_there = begun is not None and begun[0] == request and begun[1].done()
+        if begun is not None and begun[0] == request:
+            try:
+                found = self._result(begun[1])
+            except TimeoutError:
+                late = True
+                self._stop()
+                self._note = (
+                    f"its plan was not there after {self._limit_s:g} s (planning.limit_s), so it "
+                    "is planned by a smaller search"
+                )
+        planner = self._planner
+        if self._ahead and self._any_rank(late):
+            planner, found = replace(planner, quick=True), None
+        waited = found is None or not was_there
+        if found is None:
+            found = plan_replica(planner, request, replica=self._replica)
+        note, self._note = self._note, ""
+        return TakenPlan(found, time.perf_counter() - start if waited else 0.0, note)
+
+    def _result(self, future: Future[ReplicaPlan]) -> ReplicaPlan | None:
+        """Return the plan from the other process; None if that process failed.
+
+        Raises:
+            TimeoutError: The plan was not ready within the limit.
+        """
+        assert self._worker is not None, "what was begun has a process"
+        try:
+            return self._worker.result(future, timeout_s=self._limit_s)
+        except TimeoutError:
+            raise
+        except MemoryError:  # does not fit: planning here raises it again
+            return None
+        except WorkerLostError as error:
+            self._failed(str(error))
+        except Exception as error:  # of any kind: the step is planned here
+            self._failed(f"failed ({type(error).__name__}: {error})")
+        return None
+
+    def _failed(self, how: str) -> None:
+        """Close the failed process, and note the failure and its consequence."""
+        self._failures += 1
+        self._stop()
+        if self._failures == _PROCESSES:
+            self._worker = None
+        then = "another one is started" if self._worker is not None else "so is every other step"
+        self._note = (
+            f"the process that plans ahead {how}: this step is planned when it begins, and {then}"
+        )
+
+    def _stop(self) -> None:
+        self._begun = None
+        if self._worker is not None:
+            self._worker.close()
+
+    def close(self) -> None:
+        """End the planning process."""
+        self._stop()
+        self._worker = None
+
 
 _log = logging.getLogger(__name__)
 
@@ -59,17 +180,17 @@ class SampleSteps(StepSource):
     def __init__(
         self, job: Job, data: TrainingData, plan: ExecutionPlan, metadata: Mapping[str, Any]
     ) -> None:
-        run, ranks = job.run, job.ranks
-        self._run, self._data, self._mesh = run, data, ranks.mesh
+        run, mesh, peers = job.run, job.mesh, job.peers
+        self._run, self._data, self._mesh = run, data, mesh
         history = saved_history(metadata, plan=plan)
-        self._corrections = Corrections(history, plan=plan, peers=ranks.peers)
+        self._corrections = Corrections(history, plan=plan, peers=peers)
         self._plans = StepPlans(
             step_planner(plan, background_saves=run.checkpoint.async_save),
-            replica=ranks.mesh.at.data,
+            replica=mesh.at.data,
             ahead=run.planning.ahead,
             # A rank that plans after the limit needs time before the other ranks time out.
             limit_s=min(run.planning.limit_s, run.parallel.timeout_s / 2),
-            any_rank=ranks.peers.any,
+            any_rank=peers.any,
         )
         self._lengths: set[int] = set()
 

@@ -40,7 +40,7 @@ from sppo.training.interruption import StopRequest
 
 if TYPE_CHECKING:
     from sppo.hardware.description import DeviceKind
-    from sppo.training.outcome import TrainingOutcome
+    from sppo.training.records import TrainingOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,11 +181,10 @@ def train_as_rank(ready: ReadyRun, *, console: Console, command: str) -> Trainin
         OSError: The disk is full or fails.
     """
     with torch_kept_quiet(os.environ):
-        from sppo.training.announcement import announce
         from sppo.training.devices.device import choose_device
-        from sppo.training.job import Job, joined
+        from sppo.training.job import joined
         from sppo.training.preflight import preflight
-        from sppo.training.report import report
+        from sppo.training.report import announce, report
         from sppo.training.trainer import train as train_run
 
     run, environment = ready.run, ready.environment
@@ -194,9 +193,8 @@ def train_as_rank(ready: ReadyRun, *, console: Console, command: str) -> Trainin
     device = choose_device(run, environment=environment)
     with (
         logging_to(None if console.quiet else console),
-        joined(run, environment, device=device) as ranks,
+        joined(run, environment, device=device, console=console) as job,
     ):
-        job = Job(run, ranks, device, console)
         of_others = environment is not None and environment.launcher != "sppo"
         checked = preflight(job, ready.plan, checks_inputs=of_others)
         announce(checked)

@@ -26,8 +26,8 @@ from sppo.kernels.cross_entropy import LossTerms
 from sppo.model.hf_reading import open_hf_weights
 from sppo.model.initialize import generate_weights_ahead
 from sppo.offload.copy_report import CopyReport
-from sppo.offload.state_memory import DiskMemory, LockedHostMemory, StateMemory
-from sppo.offload.transfers import Transfers
+from sppo.offload.lane import Lane
+from sppo.offload.state_memory import DiskMemory, StateMemory
 from sppo.optim.adamw import AdamW, clip_
 from sppo.optim.host_adamw import HostAdamW
 from sppo.optim.optimizer_rows import OptimizerRows
@@ -67,8 +67,8 @@ class TrainingState:
     """Optimizer of the rows that this rank updates."""
     memory: StateMemory | None
     """Memory of the tier behind the device; None if all state stays on the device."""
-    transfers: Transfers | None
-    """Copies to and from that tier; None if all state stays on the device."""
+    lane: Lane | None
+    """Lane to and from that tier; None if all state stays on the device."""
     engine: Engine
 
     def zero_gradients(self) -> None:
@@ -124,8 +124,8 @@ class TrainingState:
     def close(self) -> None:
         """Free the threads, files and locked memory of the tiers; a second call does nothing."""
         with ExitStack() as stack:
-            if self.transfers is not None:
-                stack.enter_context(closing(self.transfers))
+            if self.lane is not None:
+                stack.enter_context(closing(self.lane))
             self.engine.close()
 
     def add_tier_bytes(self, copies: CopyReport) -> CopyReport:
@@ -164,20 +164,20 @@ def build_state(job: Job, plan: ExecutionPlan) -> TrainingState:
     run, device, tiers = job.run, job.device, plan.state
     place, pipeline = device.torch_device, _connect(job, plan)
     sharded = ShardedState(
-        run.model, mesh=job.ranks.mesh, pipeline=pipeline, device=place, zero=run.parallel.zero
+        run.model, mesh=job.mesh, pipeline=pipeline, device=place, zero=run.parallel.zero
     )
     streamed: dict[str, Any] = {"stages": sharded.names_of_stages, "device": place}
     streamed_weights = streamed_gradients = None
     with ExitStack() as on_failure:
-        memory, transfers = _tier(job, tiers)
-        if transfers is not None:
-            on_failure.enter_context(closing(transfers))
-        weights, optimizer = _weights_and_optimizer(job, tiers, sharded, memory, transfers)
+        memory, lane = _tier(job, tiers)
+        if lane is not None:
+            on_failure.enter_context(closing(lane))
+        weights, optimizer = _weights_and_optimizer(job, tiers, sharded, memory, lane)
         gradients = _zero_gradients(tiers, sharded, memory=memory, place=place)
-        if transfers is not None and tiers.streams_weights:
-            streamed_weights = StreamedWeights(weights, transfers=transfers, **streamed)
-        if transfers is not None and tiers.streams_gradients:
-            streamed_gradients = StreamedGradients(gradients, transfers=transfers, **streamed)
+        if lane is not None and tiers.streams_weights:
+            streamed_weights = StreamedWeights(weights, lane=lane, **streamed)
+        if lane is not None and tiers.streams_gradients:
+            streamed_gradients = StreamedGradients(gradients, lane=lane, **streamed)
         device.trim()  # frees memory that only the initialization used
         used = weights if streamed_weights is None else streamed_weights
         summed = gradients if streamed_gradients is None else streamed_gradients
@@ -202,7 +202,7 @@ def build_state(job: Job, plan: ExecutionPlan) -> TrainingState:
         streamed_gradients,
         optimizer,
         memory,
-        transfers,
+        lane,
         engine,
     )
 
@@ -213,7 +213,7 @@ def _connect(job: Job, plan: ExecutionPlan) -> Pipeline:
     Raises:
         MemoryError: See :func:`check_communicators`.
     """
-    run, mesh, place = job.run, job.ranks.mesh, job.device.torch_device
+    run, mesh, place = job.run, job.mesh, job.device.torch_device
     free_before = job.device.free_bytes(local_ranks=1)
     # Steps of samples are planned later, and may take much longer than a step of the longest ones.
     differ = run.data.samples == "documents"
@@ -284,7 +284,7 @@ def _engine_options(job: Job, plan: ExecutionPlan) -> dict[str, Any]:
     run, device, disk = job.run, job.device, job.run.activations.disk
     store = None
     if may_offload(run, plan):
-        store = device.offload_store(
+        store = device.block_store(
             plan,
             disk=None if disk is None else Path(disk),
             debug=run.activations.debug,
@@ -296,7 +296,7 @@ def _engine_options(job: Job, plan: ExecutionPlan) -> dict[str, Any]:
         "kv_offloaded": [n for n, kv in enumerate(plan.kv_of_stages) if kv == "offloaded"],
         "kv_recomputed": [n for n, kv in enumerate(plan.kv_of_stages) if kv == "recomputed"],
         "input_every": run.activations.input_every,
-        "exchange": _exchange(run, job.ranks.mesh),
+        "exchange": _exchange(run, job.mesh),
         "loss_terms": loss_terms(run),
         "stopwatch": device.stopwatch(),
         "debug": run.activations.debug,
@@ -336,8 +336,8 @@ def loss_terms(run: RunConfig) -> LossTerms:
 # Tensors in their tiers
 
 
-def _tier(job: Job, tiers: StateTiers) -> tuple[StateMemory | None, Transfers | None]:
-    """Return the memory of the tier behind the device, and the copies to and from it."""
+def _tier(job: Job, tiers: StateTiers) -> tuple[StateMemory | None, Lane | None]:
+    """Return the memory of the tier behind the device, and the lane to and from it."""
     run, device, limit_s = job.run, job.device, job.failed_step_timeout_s
     asked = {part: getattr(run.state, part) for part in ("weights", "gradients", "optimizer")}
     if run.optimizer.offload:
@@ -350,9 +350,9 @@ def _tier(job: Job, tiers: StateTiers) -> tuple[StateMemory | None, Transfers | 
     if "disk" in (tiers.weights, tiers.gradients, tiers.optimizer):
         assert run.activations.disk is not None, "checked with the run file"
         memory = DiskMemory(Path(run.activations.disk))
-        return memory, device.transfers(memory, failed_step_timeout_s=limit_s)
-    transfers = device.transfers(None, failed_step_timeout_s=limit_s)
-    return LockedHostMemory(transfers), transfers
+        return memory, device.state_lane(memory, failed_step_timeout_s=limit_s)
+    lane = device.state_lane(None, failed_step_timeout_s=limit_s)
+    return StateMemory(lane), lane
 
 
 def _weights_and_optimizer(
@@ -360,7 +360,7 @@ def _weights_and_optimizer(
     tiers: StateTiers,
     sharded: ShardedState,
     memory: StateMemory | None,
-    transfers: Transfers | None,
+    lane: Lane | None,
 ) -> tuple[Mapping[str, Tensor], AdamW | HostAdamW]:
     """Return the weights of step 0 in their tier, and the optimizer of the rows of this rank.
 
@@ -389,9 +389,9 @@ def _weights_and_optimizer(
     owned, config = sharded.owned_rows(weights), run.optimizer
     if rows is None:
         return weights, AdamW(owned, config=config, masters=masters or None)
-    assert transfers is not None, "a tier has copies"
+    assert lane is not None, "a tier has a lane"
     bucket = {"bucket_elements": DISK_UPDATE_ELEMENTS} if on_disk else {}
-    return weights, HostAdamW(owned, config=config, rows=rows, transfers=transfers, **bucket)
+    return weights, HostAdamW(owned, config=config, rows=rows, lane=lane, **bucket)
 
 
 def _zero_gradients(

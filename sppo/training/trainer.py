@@ -11,27 +11,43 @@ import gc
 import hashlib
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from math import ceil
 from pathlib import Path
 
+import torch
+
+from sppo.config import RunConfig
+from sppo.config.model import ModelConfig
+from sppo.cost.parameters import parameter_shapes
+from sppo.engine.engine import Engine
+from sppo.engine.unit import SequenceData
+from sppo.model.gradients import zero_gradients
+from sppo.optim.adamw import AdamW, clip_, global_norm
 from sppo.optim.learning_rate import learning_rate
 from sppo.output_file import write_json
 from sppo.planning.plan import plan_json
 from sppo.report.metrics import StepMetrics
 from sppo.schedule.actions import Action
+from sppo.training.devices.device import Device
 from sppo.training.executed_step import step_timelines
 from sppo.training.interruption import Interrupted, StopRequest
-from sppo.training.nonfinite import NonFiniteError, NonFiniteGuard
-from sppo.training.outcome import Baseline, TrainingOutcome
 from sppo.training.preflight import CheckedRun
-from sppo.training.records import StepRecords, measure_step
+from sppo.training.records import Baseline, StepRecords, TrainingOutcome, measure_step
 from sppo.training.run_checkpoints import RunCheckpoints
 from sppo.training.run_directory import PLAN_FILE, locked_output, note_configuration
 from sppo.training.sample_steps import SampleSteps
-from sppo.training.state import DTYPES, TrainingState, build_state
-from sppo.training.step import StepSums, run_step
-from sppo.training.step_work import SequenceSteps, StepSource, StepWork
-from sppo.training.warm_up import warm_up
+from sppo.training.state import DTYPES, TrainingState, build_state, loss_terms
+from sppo.training.step import (
+    NonFiniteError,
+    NonFiniteGuard,
+    SequenceSteps,
+    StepSource,
+    StepSums,
+    StepWork,
+    run_step,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +80,7 @@ def train(checked: CheckedRun) -> TrainingOutcome:
     job, started = checked.job, time.perf_counter()
     base = _baseline(checked)
     with ExitStack() as locked:
-        output = job.ranks.decided_by_main(lambda: locked.enter_context(locked_output(job.run)))
+        output = job.peers.decided_by_main(lambda: locked.enter_context(locked_output(job.run)))
         outcome = _train_into(output, checked, base)
         # The report that follows draws plots in the memory that training used.
         gc.collect()  # the engine's parts refer to each other
@@ -95,15 +111,15 @@ def _baseline(checked: CheckedRun) -> Baseline:
 def _train_into(output: Path, checked: CheckedRun, base: Baseline) -> TrainingOutcome:
     """Build the state, load the newest checkpoint if there is one, and run the steps left."""
     job, plan, data = checked.job, checked.plan, checked.data
-    run, ranks = job.run, job.ranks
+    run, peers = job.run, job.peers
     state = build_state(job, plan)
     # Failures are recorded first: closing the state may wait for a device that hangs.
-    with closing(state), ranks.progress.failing():
+    with closing(state), job.progress.failing():
         checkpoints = RunCheckpoints(job, state, output=output, tokens=data.data)
         first_step, metadata = checkpoints.resume()
-        ranks.decided_by_main(lambda: note_configuration(run, output))
+        peers.decided_by_main(lambda: note_configuration(run, output))
         if first_step < run.train.steps:
-            ranks.decided_by_main(lambda: write_json(output / PLAN_FILE, plan_json(plan)))
+            peers.decided_by_main(lambda: write_json(output / PLAN_FILE, plan_json(plan)))
         outcome = TrainingOutcome(output, base, first_step, first_step)
         outcome.buckets.count_state(state)
         source: StepSource
@@ -111,13 +127,13 @@ def _train_into(output: Path, checked: CheckedRun, base: Baseline) -> TrainingOu
             source = SampleSteps(job, data, plan, metadata)
         else:
             source = SequenceSteps(job, data, plan)
-        with closing(source), ranks.progress.failing():
+        with closing(source), job.progress.failing():
             loop = StepLoop(checked, state, outcome, checkpoints=checkpoints, source=source)
             loop.run(consumed=int(metadata.get("sequences_consumed", 0)))
         outcome.file_bytes = max(0, job.device.file_bytes() - base.file_bytes)
         exposed_s = outcome.copies[-1].exposed_s if outcome.copies else 0.0
         outcome.timelines = step_timelines(
-            ranks, plan, outcome.last_work, outcome.last_step, exposed_copy_s=exposed_s
+            job, plan, outcome.last_work, outcome.last_step, exposed_copy_s=exposed_s
         )
     return outcome
 
@@ -135,21 +151,21 @@ class StepLoop:
         source: StepSource,
     ) -> None:
         job, plan = checked.job, checked.plan
-        run, ranks = job.run, job.ranks
-        self._job, self._run, self._ranks, self._peers = job, run, ranks, ranks.peers
+        run, peers = job.run, job.peers
+        self._job, self._run, self._peers = job, run, peers
         self._state, self._outcome, self._source = state, outcome, source
         self._data = checked.data
         self._checkpoints, self._records = checkpoints, StepRecords(job, outcome)
         self._consumed = 0
         """Number of sequences, or samples, that all earlier steps consumed."""
-        self._guard = NonFiniteGuard(run, ranks.peers)
+        self._guard = NonFiniteGuard(run, peers)
         self._schedule = state.engine.schedule([plan.lengths] * plan.sequences)
-        ranks.check_same("schedule", self._schedule.digest())
-        ranks.progress.note(
+        peers.check_same_result("schedule", self._schedule.digest())
+        job.progress.note(
             step=outcome.first_step,
             position=0,
             action="",
-            num_actions=len(self._schedule.programs[ranks.mesh.at.pipeline]),
+            num_actions=len(self._schedule.programs[job.mesh.at.pipeline]),
         )
         self._stopped_by: str | None = None
         self._saved_step, self._saved_at, self._saving_s = outcome.first_step, time.monotonic(), 0.0
@@ -223,13 +239,13 @@ class StepLoop:
 
     def _step(self, step: int, stop: StopRequest) -> StepMetrics:
         """Run step number ``step``, counted from 0."""
-        progress, alone = self._ranks.progress, not self._ranks.mesh.is_distributed
+        progress, alone = self._job.progress, not self._job.mesh.is_distributed
         display, device = self._records.display, self._job.device
         began_s = time.perf_counter()
         device.reset_peak()
         work = self._agreed_work(step)
         program = work.planned.program if work.planned else self._schedule
-        display.step_begins(num_actions=len(program.programs[self._ranks.mesh.at.pipeline]))
+        display.step_begins(num_actions=len(program.programs[self._job.mesh.at.pipeline]))
         lr = learning_rate(step, config=self._run.optimizer, total_steps=self._run.train.steps)
 
         def before_action(position: int, action: Action) -> None:
@@ -281,7 +297,7 @@ class StepLoop:
         told = self._peers.all_gather((problem, note))
         for rank, (_, said) in enumerate(told):
             if said:
-                where = f"rank {rank}: " if self._ranks.mesh.is_distributed else ""
+                where = f"rank {rank}: " if self._job.mesh.is_distributed else ""
                 self._records.say(f"step {step + 1}: {where}{said}")
         for problem, _ in told:
             if problem is not None:
@@ -289,11 +305,13 @@ class StepLoop:
         assert work is not None, "a step without a problem has work"
         if taken is not None:
             plan, division = taken.replica.plan, (work.consumed, taken.replica.replicas)
-            self._ranks.check_same(
+            self._peers.check_same_result(
                 f"division of the samples of step {step + 1}",
                 hashlib.sha256(repr(division).encode()).hexdigest(),
             )
-            self._ranks.check_same(f"plan of step {step + 1}", plan.digest, in_replica=True)
+            self._peers.check_same_result(
+                f"plan of step {step + 1}", plan.digest, replica=self._job.mesh.at.data
+            )
         return work
 
     # Checkpoints
@@ -339,3 +357,88 @@ class StepLoop:
         if unsaved is not None:
             self._records.say(unsaved)
         return unsaved
+
+
+# Warm-up
+
+_WARM_UP_TOKENS = 64
+_MOST_LENGTHS = 16
+"""Largest number of distinct lengths with a step each; equal cuts have one or two lengths."""
+_TINY = {
+    "preset": None,
+    "from_hf": None,
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_layers": 1,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "mlp_size": 32,
+    "max_positions": 2 * _WARM_UP_TOKENS,
+    "sliding_window_first_layer": 0,
+}
+
+
+def warm_up(run: RunConfig, *, lengths: Sequence[int], device: Device) -> None:
+    """Train a step of a tiny model, then one of a single layer for each length on this rank.
+
+    The first step of a process loads libraries, starts threads, and compiles kernels for every
+    shape of a matrix product (on a CPU with bf16 two thirds of a MiB each): tens of MiB and tenths
+    of a second that belong to no bucket and no phase of a run. Thus they are part of the baseline,
+    before memory and time are measured. The models are discarded.
+
+    Args:
+        run: Validated run configuration.
+        lengths: Lengths of the subsequences, in tokens.
+        device: Device that computes.
+    """
+    tiny = run.model.model_copy(update=_TINY)
+    _warm_up_step(
+        run,
+        tiny,
+        cuts=(0, _WARM_UP_TOKENS, 2 * _WARM_UP_TOKENS),
+        with_optimizer=True,
+        device=device,
+    )
+    # Each sequence-parallel rank holds a shard of a subsequence.
+    own = {ceil(tokens / run.parallel.sequence_parallel_degree) for tokens in lengths}
+    for tokens in sorted(own, reverse=True)[:_MOST_LENGTHS]:
+        # Two subsequences, so that the second has a prefix.
+        cuts = (0, tokens, 2 * tokens) if len(lengths) > 1 else (0, tokens)
+        update = {
+            "num_layers": 1,
+            "sliding_window_first_layer": 0,
+            "max_positions": max(run.model.max_positions or 0, cuts[-1]),
+        }
+        model = run.model.model_copy(update=update)
+        _warm_up_step(run, model, cuts=cuts, with_optimizer=False, device=device)
+    gc.collect()  # the engine's parts refer to each other
+    device.trim()
+
+
+def _warm_up_step(
+    run: RunConfig,
+    model: ModelConfig,
+    *,
+    cuts: tuple[int, ...],
+    with_optimizer: bool,
+    device: Device,
+) -> None:
+    dtype, place = DTYPES[run.train.dtype], device.torch_device
+    weights = {
+        name: torch.zeros(shape, dtype=dtype, device=place)
+        for name, shape in parameter_shapes(model).items()
+    }
+    gradients = zero_gradients(weights)
+    engine = Engine(
+        model,
+        weights=weights,
+        gradients=gradients,
+        policy="keep_attention",
+        loss_terms=loss_terms(run),  # kernels are compiled for these terms
+    )
+    tokens = torch.arange(cuts[-1] + 1) % model.vocab_size
+    engine.accumulate([device.put(SequenceData(tokens[:-1], tokens[1:]))], [cuts])
+    if with_optimizer:
+        optimizer = AdamW(weights, config=run.optimizer)
+        clip_(gradients, norm=global_norm(gradients), clip_norm=run.optimizer.clip_norm or 1.0)
+        optimizer.step(gradients, lr=0.0)

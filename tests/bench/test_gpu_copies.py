@@ -14,11 +14,11 @@ from sppo.bench.overlap import MeasuredLayer, default_layer, measure_overlap
 from sppo.cli.bench_tables import copies_screen
 from sppo.config.model import ModelConfig
 from sppo.hardware.numa import NumaNode
-from sppo.offload.queues import cuda_queues
-from sppo.offload.queues.cuda_queues import CudaQueues
+from sppo.offload import cuda_lane
+from sppo.offload.cuda_lane import CudaLane
 from sppo.units import MIB
 from tests.bench.test_timing import Watcher
-from tests.offload.queues.test_cuda_queues import on_gpu, runtime_without_a_gpu
+from tests.offload.test_cuda_lane import on_gpu, runtime_without_a_gpu
 
 CPU = torch.device("cpu")
 TWO = [torch.device("cuda", index) for index in range(2)]
@@ -56,7 +56,7 @@ def no_gpu(monkeypatch, near):
     runtime = runtime_without_a_gpu()
     runtime.get_device_name = lambda device: "no GPU"
     runtime.get_device_properties = lambda device: device.index or 0
-    for module in (pcie, overlap, cuda_queues):
+    for module in (pcie, overlap, cuda_lane):
         monkeypatch.setattr(module, "_cuda", runtime)
     monkeypatch.setattr(processes, "WorkerProcess", WorkerThread)
     monkeypatch.setattr(pcie, "_QUICK_REQUESTS", (MIB // 2, MIB))
@@ -121,7 +121,7 @@ def test_a_gpu_that_fails_ends_the_others(two_gpus, monkeypatch):
 
 
 def test_overlap_with_everything_but_the_device(no_gpu, monkeypatch):
-    monkeypatch.setattr(overlap, "_queues", lambda device: CudaQueues(CPU))
+    monkeypatch.setattr(overlap, "_lane", lambda device: CudaLane(CPU))
     monkeypatch.setattr(overlap, "_QUICK_TOKENS", {"cuda": (64,)})
     monkeypatch.setattr(overlap, "_QUICK_CONTEXTS", {"cuda": (0, 64)})
     operands = Operands("cpu")
@@ -140,10 +140,6 @@ def test_overlap_with_everything_but_the_device(no_gpu, monkeypatch):
     assert [point.context for point in found.points] == [0, 64]
     assert all(point.copy_s > 0 < point.compute_s for point in found.points)
     assert not no_gpu.locked
-
-
-def test_a_gpu_gets_a_larger_model():
-    assert default_layer("cuda").model.hidden_size > default_layer("cpu").model.hidden_size
 
 
 @on_gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from dataclasses import replace
 
 import pytest
@@ -24,6 +25,7 @@ from sppo.cli.bench_tables import overlap_screen, unsteady_line
 from sppo.cli.printing import print_screen
 from sppo.config.model import ModelConfig
 from sppo.hardware.presets import PRESETS
+from sppo.offload.disk import file_tier
 from tests.bench.test_timing import Watcher
 
 PRODUCTS_S, PAIR_S, COPY_S = 1e-6, 1e-8, 5e-6
@@ -109,17 +111,14 @@ def test_a_real_layer_and_a_real_disk(operands, small, tmp_path):
 
 
 def test_copies_that_take_longer_than_compute_are_exposed(operands, small, tmp_path, monkeypatch):
-    """A disk that needs 30 ms for a write, behind a unit that takes less."""
-    from sppo.offload.queues.thread_queues import ThreadQueues
+    """A disk that needs 60 ms for each of two writes at once, behind a unit that takes less."""
+    system_io = file_tier._system_io
 
-    class Slow(ThreadQueues):
-        def _transfer(self, offset_bytes, data, *, write):
-            import time
+    def slow(*arguments):
+        time.sleep(0.06)
+        return system_io(*arguments)
 
-            time.sleep(0.03)
-            super()._transfer(offset_bytes, data, write=write)
-
-    monkeypatch.setattr(overlap, "_queues", lambda device: Slow())
+    monkeypatch.setattr(file_tier, "_system_io", slow)
     monkeypatch.setattr(overlap, "_MOST_UNITS", 4)
     monkeypatch.setattr(overlap, "_QUICK_TOKENS", {"cpu": (64,)})
     monkeypatch.setattr(overlap, "_QUICK_CONTEXTS", {"cpu": (0,)})

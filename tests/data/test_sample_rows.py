@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import accumulate, islice
 
 import numpy as np
 import pytest
@@ -24,11 +25,8 @@ few_documents = st.lists(st.integers(1, 30), min_size=1, max_size=12).filter(lam
 
 def walk(training: TrainingData, steps: int) -> tuple[list[tuple[int, ...]], list[int]]:
     """Samples and position of each of the first ``steps`` steps."""
-    taken, positions = [], [0]
-    for _ in range(steps):
-        taken.append(training.step_samples(positions[-1]))
-        positions.append(positions[-1] + len(taken[-1]))
-    return taken, positions[:-1]
+    taken = list(islice(training.steps(), steps))
+    return taken, list(accumulate(map(len, taken[:-1]), initial=0))
 
 
 # Steps

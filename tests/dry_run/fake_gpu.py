@@ -23,14 +23,14 @@ from sppo.kernels import fused
 from sppo.kernels.attention import document_offsets, interface
 from sppo.kernels.attention.call import AttentionKernel
 from sppo.model import rope
-from sppo.offload.queues import cuda_queues
+from sppo.offload import cuda_lane
 from sppo.optim import optimizer_rows
 from sppo.optim.fused_adamw import MOMENTS
 from sppo.training import state
 from sppo.training.devices import cuda_device
 from tests.dry_run.attention import fake_attention
 from tests.dry_run.communication import REBOUND, FakeRanks
-from tests.dry_run.disk_threads import FakeFile, InlineQueue
+from tests.dry_run.disk_threads import FakeFile, InlinePool
 from tests.dry_run.orderings import OrderingCheck
 from tests.dry_run.recorder import Recorder
 from tests.dry_run.streams import Runtime, Wait
@@ -138,7 +138,7 @@ def _replace_kernels(stack: ExitStack, recorder: Recorder, attention: AttentionK
 
 
 def _replace_host(stack: ExitStack, recorder: Recorder) -> None:
-    def host_memory(queues: Any, size_bytes: int) -> Tensor:
+    def host_memory(lane: Any, name: str, size_bytes: int) -> Tensor:
         return recorder.ledger.page_lock(torch.empty(size_bytes, dtype=torch.uint8))
 
     def rows(elements: int) -> list[Tensor]:
@@ -150,9 +150,9 @@ def _replace_host(stack: ExitStack, recorder: Recorder) -> None:
         return ((name, torch.empty(shape)) for name, shape in shapes.items())
 
     replaced = (
-        (cuda_queues.CudaQueues, "host_memory", host_memory),
-        (cuda_queues, "WorkerQueue", partial(InlineQueue, runtime=recorder.runtime)),
-        (cuda_queues, "FileTier", partial(FakeFile, recorder=recorder)),
+        (cuda_lane.CudaLane, "host_memory", host_memory),
+        (cuda_lane, "WorkerPool", partial(InlinePool, runtime=recorder.runtime)),
+        (cuda_lane, "FileTier", partial(FakeFile, recorder=recorder)),
         (optimizer_rows, "_rows", rows),
         (cuda_device, "_page_locked", recorder.ledger.page_lock),
         (state, "generate_weights_ahead", empty_weights),

@@ -11,10 +11,10 @@ from sppo.activations.tensor_classes import (
     class_bytes_per_token,
     tensor_bytes_per_token,
 )
-from sppo.offload.offload_store import OffloadStore
-from sppo.offload.queues.thread_queues import ThreadQueues
+from sppo.offload.block_store import BlockStore
+from sppo.offload.cpu_lane import CpuLane
 from tests.engine.models import Trained
-from tests.offload.emulated_queues import SCHEDULERS, EmulatedQueues
+from tests.offload.emulated_lane import SCHEDULERS, EmulatedLane
 
 
 def with_offsets(model, rows, *, element_bytes, input_every=1):
@@ -82,12 +82,12 @@ class FixedRows:
         return with_offsets(self.model, self.rows, element_bytes=self.element_bytes)
 
 
-def queues_of(name, *, directory=None, poison=True):
-    return ThreadQueues(poison=poison) if name == "threads" else EmulatedQueues(SCHEDULERS[name]())
+def lane_of(name):
+    return CpuLane() if name == "threads" else EmulatedLane(SCHEDULERS[name]())
 
 
-def offloading_trained(model, weights, rows, *, directory=None, queues="threads", lag=1, **options):
+def offloading_trained(model, weights, rows, *, directory=None, lane="threads", lag=1, **options):
     """An engine that moves what ``rows`` says, to a disk if there is a directory."""
-    store = OffloadStore(queues_of(queues), disk=directory, source_lag=lag, checksums=True)
+    store = BlockStore(lane_of(lane), disk=directory, source_lag=lag, debug=True)
     options.setdefault("placements", {0: rows})
     return Trained(model, weights, offloaded=store, **options)

@@ -13,25 +13,28 @@ from sppo.model.gradients import zero_gradients
 from sppo.parallel.megatron import WeightSharding
 
 
-class LateTransfers:
+class LateLane:
     """Copies run when they are waited for and not before; until then targets are NaN."""
 
     def __init__(self):
         self._waiting = []
 
-    def to_tier(self, copies):
-        return self.to_device(copies)
+    def computed(self, tensors):
+        return None
 
-    def to_device(self, copies):
+    def out(self, copies, *, after):
         for target, _ in copies:
             target.fill_(float("nan"))
         return _Late(self._waiting, list(copies))
 
-    def finish(self):
-        while self._waiting:
-            self._waiting[0].wait()
+    back = out
 
-    def wait_for_device(self):
+    def before_compute(self, event):
+        event.exception()
+
+    def drain(self):
+        while self._waiting:
+            self._waiting[0].exception()
         return True
 
 
@@ -40,13 +43,11 @@ class _Late:
         self._waiting, self._copies = waiting, copies
         waiting.append(self)
 
-    def wait(self):
+    def exception(self):
         """Run this and what was asked for before it."""
         while self in self._waiting:
             for target, source in self._waiting.pop(0)._copies:
                 target.copy_(source)
-
-    before_compute = wait
 
 
 def names_of_stages(model, pipeline):
@@ -63,7 +64,7 @@ class Streamed:
 
     def __init__(self, model, weights, *, pipeline):
         stages = names_of_stages(model, pipeline)
-        how = {"stages": stages, "device": torch.device("cpu"), "transfers": LateTransfers()}
+        how = {"stages": stages, "device": torch.device("cpu"), "lane": LateLane()}
         self.gradients = zero_gradients(weights)
         for total in self.gradients.values():
             total.fill_(float("nan"))  # of the step before

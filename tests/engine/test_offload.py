@@ -1,7 +1,6 @@
 """Saved tensors offloaded whole or in part: the gradients equal those with all retained."""
 
 import errno
-import os
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from hypothesis import strategies as st
 
 from sppo.engine.saved_tensors import cut
 from sppo.model.layer import Layer
-from sppo.offload.disk.file_tier import FileTier
 from tests.engine.models import (
     VARIANTS,
     Trained,
@@ -21,7 +19,8 @@ from tests.engine.models import (
     tiny_model,
 )
 from tests.engine.offloading import FixedRows, RatioRows, offloading_trained
-from tests.offload.emulated_queues import SCHEDULERS
+from tests.offload.emulated_lane import SCHEDULERS
+from tests.offload.test_block_store import failing_disk
 from tests.tiers import examples
 
 CUTS = [(0, 4, 5, 17, 30, 37), (0, 13, 20)]
@@ -61,7 +60,8 @@ def test_what_is_cut_is_not_copied():
     """The store that takes it copies it, or what it needs of it."""
     saved = {"o": torch.randn(6, 8), "lse": torch.randn(4, 6)}
     o, lse = saved["o"], saved["lse"]
-    offloaded, retained = cut(saved, {"o": 2}, {"o": 3, "lse": 4})
+    parts = cut(saved, {"o": 2}, {"o": 3, "lse": 4})
+    offloaded, retained = parts["offloaded"], parts["retained"]
     assert offloaded.keys() == {"o"}
     assert torch.equal(offloaded["o"], o[:2])
     assert torch.equal(retained["o"], o[2:5])
@@ -89,7 +89,7 @@ def test_any_rows_give_the_gradients_of_keeping_everything(data):
         weights,
         rows,
         directory=data.draw(st.sampled_from([None, "emulated"])),
-        queues=data.draw(st.sampled_from(sorted(SCHEDULERS))),
+        lane=data.draw(st.sampled_from(sorted(SCHEDULERS))),
         lag=data.draw(st.integers(0, 4)),
     )
     retained = Trained(model, weights).step([sequence] * 2, [cuts] * 2)
@@ -124,7 +124,7 @@ def test_a_layer_that_fails_leaves_the_engine_clean(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("verb", ["write", "read"])
-def test_a_disk_that_fails_ends_the_step_and_not_the_next(verb, tmp_path, monkeypatch):
+def test_a_disk_that_fails_ends_the_step_and_not_the_next(verb, tmp_path):
     model = tiny_model("gqa, q/k-norm")
     weights, data = random_weights(model), two_sequences(model)
     offloading = offloading_trained(
@@ -132,20 +132,12 @@ def test_a_disk_that_fails_ends_the_step_and_not_the_next(verb, tmp_path, monkey
     )
     expected = Trained(model, weights).step(data, CUTS)
     assert_equal_bits(offloading.step(data, CUTS), expected)
-    original = getattr(FileTier, verb)
-
-    def failing(self, offset_bytes, array):
-        if offset_bytes > 0:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return original(self, offset_bytes, array)
-
-    monkeypatch.setattr(FileTier, verb, failing)
-    with pytest.raises(OSError, match="the disk failed while (writing|reading)") as caught:
+    failure = pytest.raises(OSError, match="the disk failed while (writing|reading)")
+    with failing_disk(verb), failure as caught:
         offloading.step(data, CUTS)
     assert caught.value.errno == errno.EIO
     assert caught.value.filename == str(tmp_path)
     assert_idle(offloading)
-    monkeypatch.setattr(FileTier, verb, original)
     assert_equal_bits(offloading.step(data, CUTS), expected)
     offloading.engine.close()
 

@@ -139,8 +139,9 @@ def test_a_failure_inside_a_kernel_leaves_the_engine_clean(trained):
 def test_what_is_left_over_is_noticed(trained):
     from sppo.activations.activation_layout import ActivationKey
 
-    trained.engine._stages[0]._saved.retained.reserve(64)
-    trained.engine._stages[0]._saved.retained.save(ActivationKey(0, 0, 0), {"x_in": torch.zeros(1)})
+    store = trained.engine._stages[0].store
+    store.reserve(64)
+    store.put(ActivationKey(0, 0, 0), retained={"x_in": torch.zeros(1)})
     with pytest.raises(AssertionError, match="left over after the step: {'activations': 1"):
         trained.engine._stages[0].assert_idle()
     data = two_sequences(trained.model)[1:]
@@ -174,13 +175,14 @@ def test_saved_tensors_hold_no_memory_but_their_own(policy, monkeypatch):
     """A view of something larger would make the count a lie."""
     model = tiny_model("gqa, q/k-norm")
     made = Trained(model, random_weights(model), policy=policy)
-    held, save = [], made.engine._stages[0]._saved.retained.save
+    store = made.engine._stages[0].store
+    held, put = [], store.put
 
-    def watch(key, tensors):
-        held.extend(tensors.items())
-        save(key, tensors)
+    def watch(key, *, retained, offloaded=None):
+        held.extend(retained.items())
+        put(key, retained=retained, offloaded=offloaded)
 
-    monkeypatch.setattr(made.engine._stages[0]._saved.retained, "save", watch)
+    monkeypatch.setattr(store, "put", watch)
     made.step([random_sequence(model, 17)], [CUTS])
     assert held
     for name, tensor in held:

@@ -8,7 +8,7 @@ from sppo.config.model import ModelConfig
 from sppo.cost.parameters import parameter_shapes
 from sppo.model.hf_reading import open_hf_weights
 from sppo.model.hf_writing import save_hf_weights
-from tests.model.hf_models import FAMILIES, tiny_hf_model
+from tests.model.hf_models import tiny_hf_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -121,7 +121,7 @@ def test_gpt2_is_transposed_and_split(tmp_path):
     assert all(weight.is_contiguous() for weight in weights.values())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_stored_type_is_kept(family, tmp_path):
     theirs, model = tiny_hf_model(family)
     theirs.to(torch.bfloat16).save_pretrained(tmp_path / "published")

@@ -17,8 +17,8 @@ import torch
 from sppo.engine import engine, stage
 from sppo.engine.attention import subsequence_attention as span_attention
 from sppo.engine.providers.sharded_gradients import ShardedGradients
-from sppo.engine.saved_tensors import SavedTensors
 from sppo.model.gradients import DeferredGradients
+from sppo.offload.block_store import BlockStore
 from sppo.optim.adamw import AdamW
 from sppo.optim.sharded_state import ShardedState
 from sppo.parallel import pipeline_p2p
@@ -57,7 +57,8 @@ def lent_operands() -> Iterator[None]:
 
 def lent_saved_tensors() -> Any:
     """Deferred weight gradients keep saved tensors that a store lends."""
-    return patch.object(SavedTensors, "take_owned", SavedTensors.take)
+    get = BlockStore.get
+    return patch.object(BlockStore, "get", lambda store, key, *, owned=False: get(store, key))
 
 
 def message_not_awaited() -> Any:

@@ -96,20 +96,15 @@ def test_a_line_torn_by_a_kill_is_dropped(tmp_path: Path, torn: str) -> None:
     assert _steps(path) == [1, 2, 3, 4]
 
 
-def test_a_last_line_without_its_newline_is_kept_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", ["\n", ""])
+def test_a_file_that_needs_no_repair_is_not_rewritten(tmp_path: Path, ending: str) -> None:
     path = tmp_path / "metrics.jsonl"
     _write(path, 1, 2)
-    path.write_text(path.read_text().rstrip("\n"))
-    _write(path, 3, resume_step=2)
-    assert _steps(path) == [1, 2, 3]
-
-
-def test_a_file_that_needs_no_repair_is_not_rewritten(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    _write(path, 1, 2)
+    path.write_text(path.read_text().rstrip("\n") + ending)
     before = path.stat().st_ino
     _write(path, 3, resume_step=2)
-    assert path.stat().st_ino == before
+    assert _steps(path) == [1, 2, 3]
+    assert (path.stat().st_ino == before) == bool(ending)
 
 
 def test_reading_names_what_is_wrong(tmp_path: Path) -> None:

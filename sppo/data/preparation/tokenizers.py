@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from sppo.data.preparation.documents import JSONL_SUFFIX, read_text, reading
+from sppo.data.preparation.documents import holds_rows, read_text, reading
 from sppo.data.tokens import TokenizerDescription
 
 EndOfDocument = int | Literal["auto", "none"]
@@ -72,9 +72,9 @@ class ByteTokenizer:
         return TokenizerDescription(name="bytes", end_of_document=self.end_of_document)
 
     def encode(self, paths: Sequence[Path]) -> Iterator[EncodedShard]:
-        """Yield the bytes of files in blocks, and the text of ``.jsonl`` lines as UTF-8."""
+        """Yield the bytes of files in blocks, and the text of rows as UTF-8."""
         for path in paths:
-            if path.suffix == JSONL_SUFFIX:
+            if holds_rows(path):
                 for document in read_text([path]):
                     yield _bytes_shard(document.text.encode(), True, document.source_bytes)
                 continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
@@ -56,6 +56,14 @@ class StepSamples:
         """
         count = self.samples_per_step or self._samples_within_limit(position)
         return tuple(self.order.sequence_indices(position, count).tolist())
+
+    def steps(self) -> Iterator[tuple[int, ...]]:
+        """Yield the samples of each step from the beginning of the run on, without an end."""
+        position = 0
+        while True:
+            samples = self.step_samples(position)
+            yield samples
+            position += len(samples)
 
     def _samples_within_limit(self, position: int) -> int:
         """Return the number of samples from ``position`` on within the limits of a step, or 1."""

@@ -77,7 +77,7 @@ class StateStreams:
         self._reduced.clear()
         for streamed in (self.weights, self.gradients):
             if streamed is not None:
-                if not streamed.transfers.wait_for_device():
+                if not streamed.lane.drain():
                     return False
                 streamed.free_device_copies()
         return True

@@ -25,10 +25,10 @@ from sppo.kernels.native.process_memory import (
     reset_peak,
     resident_bytes,
 )
-from sppo.offload.offload_store import OffloadStore
-from sppo.offload.queues.thread_queues import ThreadQueues
+from sppo.offload.block_store import BlockStore
+from sppo.offload.cpu_lane import CpuLane, MappedFileLane
+from sppo.offload.lane import Lane
 from sppo.offload.state_memory import StateMemory
-from sppo.offload.transfers import ThreadTransfers, Transfers
 from sppo.parallel.job.environment import RankEnvironment
 from sppo.planning.plan import ExecutionPlan
 from sppo.units import counted
@@ -154,30 +154,28 @@ class CpuDevice:
         """Return a stopwatch that reads the host's clock."""
         return HostStopwatch()
 
-    def transfers(
+    def state_lane(
         self, memory: StateMemory | None, *, failed_step_timeout_s: float | None
-    ) -> Transfers:
-        """Return the copies of training state to and from a file, by threads.
+    ) -> Lane:
+        """Return the lane of training state to and from a file.
 
         Args:
             memory: Memory of the state in a file.
             failed_step_timeout_s: Has no effect: threads never wait for another rank.
         """
         assert memory is not None, "host memory is the device's own"
-        return ThreadTransfers(memory.drop_pages)
+        return MappedFileLane(memory.drop_pages)
 
-    def offload_store(
+    def block_store(
         self,
         plan: ExecutionPlan,
         *,
         disk: Path | None,
         debug: bool,
         failed_step_timeout_s: float | None,
-    ) -> OffloadStore:
-        """Return a store that offloads to a disk, with its own worker threads."""
+    ) -> BlockStore:
+        """Return a store that offloads to a disk."""
         assert disk is not None, "checked before training"
-        # Compute waits for each copy out (source_lag=0). Into a free staging slot that is a memory
-        # copy, which takes the same cores either way. If the disk is slow and no slot is free,
-        # running ahead would hold the offloaded tensors of one layer more than planned.
-        queues = ThreadQueues(poison=debug)
-        return OffloadStore(queues, disk=disk, source_lag=0, checksums=debug)
+        # Compute waits for each copy out. If it ran ahead where the disk is slow and no slot is
+        # free, it would hold the offloaded tensors of one layer more than planned.
+        return BlockStore(CpuLane(), disk=disk, source_lag=0, debug=debug)

@@ -30,11 +30,11 @@ from sppo.hardware.this_machine import (
 )
 from sppo.kernels.native.machine_memory import memory_room
 from sppo.kernels.peak import measure_matmul_flops_per_s
-from sppo.offload.offload_store import OffloadStore
-from sppo.offload.queues.copy_streams import CopyStreams, wait_with_timeout
-from sppo.offload.queues.cuda_queues import CudaQueues
+from sppo.offload.block_store import BlockStore
+from sppo.offload.cuda_lane import CudaLane
+from sppo.offload.device_wait import wait_with_timeout
+from sppo.offload.lane import Lane
 from sppo.offload.state_memory import StateMemory
-from sppo.offload.transfers import CudaTransfers, Transfers
 from sppo.parallel.job.environment import RankEnvironment, threads_of_gpu_rank
 from sppo.planning.plan import ExecutionPlan
 from sppo.training.devices.cpu_device import PoolUse
@@ -230,10 +230,10 @@ class CudaDevice:
         """Return a stopwatch that records CUDA events."""
         return CudaStopwatch(self.torch_device)
 
-    def transfers(
+    def state_lane(
         self, memory: StateMemory | None, *, failed_step_timeout_s: float | None
-    ) -> Transfers:
-        """Return the copies of training state to and from page-locked host memory, on two streams.
+    ) -> Lane:
+        """Return the lane of training state to and from page-locked host memory.
 
         Args:
             memory: None: the tier is host memory, not a file.
@@ -241,16 +241,18 @@ class CudaDevice:
                 None for no limit.
         """
         assert memory is None, "what leaves a GPU goes to host memory"
-        return CudaTransfers(self.torch_device, failed_step_timeout_s=failed_step_timeout_s)
+        return CudaLane(
+            self.torch_device, is_timed=False, failed_step_timeout_s=failed_step_timeout_s
+        )
 
-    def offload_store(
+    def block_store(
         self,
         plan: ExecutionPlan,
         *,
         disk: Path | None,
         debug: bool,
         failed_step_timeout_s: float | None,
-    ) -> OffloadStore:
+    ) -> BlockStore:
         """Return a store that offloads to page-locked host memory, or through it to a disk.
 
         Args:
@@ -261,15 +263,13 @@ class CudaDevice:
                 None for no limit.
         """
         assert disk is not None or plan.activation_tier != "disk", "checked before training"
-        streams = CopyStreams(_cuda, self.torch_device, failed_step_timeout_s=failed_step_timeout_s)
-        queues = CudaQueues(
+        lane = CudaLane(
             self.torch_device,
-            streams=streams,
             most_host_bytes=self.host_tier_bytes(local_ranks=1),
-            poison=debug,
+            failed_step_timeout_s=failed_step_timeout_s,
         )
         disk = disk if plan.activation_tier == "disk" else None
-        return OffloadStore(queues, disk=disk, checksums=debug)
+        return BlockStore(lane, disk=disk, debug=debug)
 
     def _put(self, tensor: Tensor) -> Tensor:
         """Copy `tensor` to the GPU asynchronously; torch frees the page-locked copy after that."""

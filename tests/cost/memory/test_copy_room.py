@@ -31,8 +31,8 @@ from sppo.hardware.presets import PRESETS
 from sppo.hardware.this_machine import has_half_products
 from sppo.model.gradients import zero_gradients
 from sppo.model.initialize import initial_weights
-from sppo.offload.offload_store import OffloadStore
-from sppo.offload.queues.thread_queues import ThreadQueues
+from sppo.offload.block_store import BlockStore
+from sppo.offload.cpu_lane import CpuLane
 from sppo.planning.run_plan import plan_run
 from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.units import MIB
@@ -172,7 +172,7 @@ def test_cut_tensors_take_the_memory_that_is_predicted(fate, tensor_class, every
                 with_offsets(model, [rows] * 2, element_bytes=2, input_every=every)
             )
         },
-        offloaded=OffloadStore(ThreadQueues(), disk=tmp_path, source_lag=0),
+        offloaded=BlockStore(CpuLane(), disk=tmp_path, source_lag=0),
         input_every=every,
     )
     tokens = torch.arange(1025) % 512

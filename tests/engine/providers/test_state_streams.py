@@ -122,27 +122,28 @@ def test_a_step_that_fails_leaves_nothing_behind():
 
 
 class NoAnswer:
-    """Copies of a device that no longer answers: to wait for one, or let compute wait, may hang."""
+    """Lane of a device that no longer answers: a wait for a copy may hang, also one of compute."""
 
-    def to_device(self, copies):
+    def computed(self, tensors):
         return self
 
-    to_tier = to_device
+    def out(self, copies, *, after):
+        return self
 
-    def wait(self):
+    back = out
+
+    def before_compute(self, event):
         raise AssertionError("waits for a device that no longer answers")
 
-    before_compute = wait
-
-    def wait_for_device(self):
+    def drain(self):
         return False
 
 
 def test_what_a_device_that_no_longer_answers_may_use_stays():
     rows = {"first": torch.ones(3), "second": torch.ones(3)}
     how = {"stages": {0: ["first"], 1: ["second"]}, "device": torch.device("cpu")}
-    weights = StreamedWeights(rows, **how, transfers=NoAnswer())
-    sums = StreamedGradients(rows, **how, transfers=NoAnswer())
+    weights = StreamedWeights(rows, **how, lane=NoAnswer())
+    sums = StreamedGradients(rows, **how, lane=NoAnswer())
     weights.fetch(0)
     sums.bring_back(1)
     sums.leave(0, complete=True)

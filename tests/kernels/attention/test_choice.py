@@ -115,13 +115,6 @@ def test_the_table_says_why_not(gpu, name, options, reason):
         choose(name, case(**options))
 
 
-def test_compute_capability_counts(gpu, monkeypatch):
-    assert why_not("flash_attn_3", case()) is None
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert why_not("flash_attn_3", case()) == "is not for compute capability 8.0"
-    assert why_not("flash_attn_2", case()) is None
-
-
 @pytest.mark.parametrize(
     ("queries", "keys", "documents", "single"),
     [

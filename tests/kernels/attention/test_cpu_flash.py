@@ -44,6 +44,7 @@ def step(engine, seed):
     engine.accumulate([data], [(0, LENGTH // 2, LENGTH)])
 
 
+@pytest.mark.exhaustive
 def test_many_document_lengths_do_not_grow_the_process():
     """oneDNN compiles for every shape of a product and frees nothing."""
     model = ModelConfig(

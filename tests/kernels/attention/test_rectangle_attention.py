@@ -359,25 +359,3 @@ def test_offsets_are_made_once_for_all_layers():
 def test_cudnn_composes_to_the_definition(lse_columns, case, monkeypatch):
     monkeypatch.setattr(torch.ops, "aten", Operators(lse_columns=lse_columns))
     assert_is_the_definition(KERNELS["cudnn"], case)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "_flash_attention_forward",
-        "_flash_attention_backward",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_cudnn_attention_backward",
-    ],
-)
-def test_the_stand_ins_are_called_as_the_operators_are(name):
-    """Every argument that we leave out has a default in this torch; the names that we use exist."""
-    arguments = getattr(torch.ops.aten, name).default._schema.arguments
-    ours = set(getattr(Operators, name).__code__.co_varnames) & {
-        "scale",
-        "window_size_left",
-        "window_size_right",
-    }
-    assert ours <= {argument.name for argument in arguments if argument.kwarg_only}
-    positional = [a for a in arguments if not a.kwarg_only]
-    assert len(positional) == getattr(Operators, name).__code__.co_argcount - 1

@@ -76,18 +76,3 @@ def test_spills_end_the_script_with_an_error(monkeypatch, capsys, bytes_stored):
     with ends if bytes_stored else nullcontext():
         names["main"]()
     assert "norm_kernel" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("line", "bits"),
-    [
-        ("ld.global.v4.b32 {%r1}, [%rd1];", 128),
-        ("ld.global.L1::evict_first.v2.b32 {%r1}, [%rd1];", 64),
-        ("ld.global.b16 {%rs1}, [%rd1];", 16),
-        ("cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;", 128),
-        ("st.global.v4.b32 [%rd1], {%r1};", 0),
-    ],
-)
-def test_the_width_of_a_load_is_read_from_ptx(monkeypatch, line, bits):
-    monkeypatch.syspath_prepend(SCRIPT.parent)
-    assert runpy.run_path(str(SCRIPT))["_widest_load"](line) == bits

@@ -61,13 +61,13 @@ def by_definition(logits, labels, smoothing, z_loss):
 
 def both(logits, labels, smoothing, z_loss):
     """(losses alone, losses with the gradient, the gradient)."""
-    from sppo.kernels.triton.cross_entropy import losses_to_gradient_, token_losses
+    from sppo.kernels.triton.cross_entropy import cross_entropy
 
     terms = {"label_smoothing": smoothing, "z_loss": z_loss}
     before, guarded = logits.clone(), Guarded(logits)
-    alone = token_losses(guarded.inside, labels, **terms)
+    alone = cross_entropy(guarded.inside, labels, **terms)
     assert torch.equal(guarded.inside.nan_to_num(0.5), before.nan_to_num(0.5))
-    losses = losses_to_gradient_(guarded.inside, labels, scale=SCALE, **terms)
+    losses = cross_entropy(guarded.inside, labels, scale=SCALE, **terms)
     assert guarded.intact()
     return alone, losses, guarded.inside.clone()
 
@@ -103,15 +103,13 @@ def test_one_word(terms, dtype, device):
 @every_dtype
 def test_all_ignored(dtype, device):
     """Whatever the rows hold, NaN and infinity included."""
-    from sppo.kernels.triton.cross_entropy import losses_to_gradient_
+    from sppo.kernels.triton.cross_entropy import cross_entropy
 
     (logits,) = random((7, 300), dtype=dtype, device=device)
     logits[1], logits[2] = float("nan"), float("inf")
     labels = torch.full((7,), IGNORED_LABEL, device=device)
     guarded = Guarded(logits)
-    losses = losses_to_gradient_(
-        guarded.inside, labels, scale=SCALE, label_smoothing=0.1, z_loss=0.1
-    )
+    losses = cross_entropy(guarded.inside, labels, scale=SCALE, label_smoothing=0.1, z_loss=0.1)
     assert torch.equal(losses, torch.zeros_like(losses))
     assert torch.equal(guarded.inside, torch.zeros_like(guarded.inside))
     assert guarded.intact()
@@ -157,12 +155,12 @@ def test_what_is_not_finite_shows(dtype, device):
 
 @every_dtype
 def test_logits_that_are_not_row_major(dtype, device):
-    from sppo.kernels.triton.cross_entropy import losses_to_gradient_, token_losses
+    from sppo.kernels.triton.cross_entropy import cross_entropy
 
     (across,) = random((50, 7), dtype=dtype, device=device)
     labels = random_labels(7, 50, device=device)
     terms = {"label_smoothing": 0.0, "z_loss": 0.0}
-    expected = token_losses(across.T.contiguous(), labels, **terms)
-    assert torch.equal(token_losses(across.T, labels, **terms), expected)
+    expected = cross_entropy(across.T.contiguous(), labels, **terms)
+    assert torch.equal(cross_entropy(across.T, labels, **terms), expected)
     with pytest.raises(AssertionError, match="in place"):
-        losses_to_gradient_(across.T, labels, scale=1.0, **terms)
+        cross_entropy(across.T, labels, scale=1.0, **terms)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sppo.config import load_run
-from sppo.offload.transfers import CudaTransfers
+from sppo.offload.cuda_lane import CudaLane
 from sppo.training import trainer
 from sppo.training.devices import cuda_device
 from sppo.training.devices.cpu_device import CpuDevice
@@ -86,7 +86,7 @@ IN_HOST_MEMORY = {
 
 def train_with_state_in_host_memory(rank, directory, arguments):
     """Steps done by one rank, and how long it would wait for a device that stands still."""
-    with mock.patch.object(cuda_device, "CudaTransfers", wraps=CudaTransfers) as made:
+    with mock.patch.object(cuda_device, "CudaLane", wraps=CudaLane) as made:
         _, steps, _ = train_on_a_fake_gpu(rank, directory, arguments)
     return steps, made.call_args.kwargs["failed_step_timeout_s"]
 

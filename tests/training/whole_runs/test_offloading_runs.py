@@ -11,9 +11,8 @@ import pytest
 from sppo.config import load_run
 from sppo.kernels.native.machine_memory import MemoryRoom
 from sppo.offload.disk import disk_room as disk
-from sppo.offload.disk import mapped_file
+from sppo.offload.disk import file_tier, mapped_file
 from sppo.offload.disk.disk_room import DiskRoom
-from sppo.offload.disk.file_tier import FileTier
 from sppo.planning.run_plan import USABLE_FRACTION
 from sppo.training import preflight as preflight_module
 from sppo.training import trainer
@@ -222,30 +221,29 @@ def test_hybrid_moves_what_does_not_fit(work, monkeypatch):
 # During the run
 
 
-@pytest.mark.parametrize("method", ["write", *exhaustive("read")])
-def test_a_disk_that_fails_ends_the_run_and_the_next_goes_on(work, monkeypatch, method):
+@pytest.mark.parametrize("verb", ["writing", *exhaustive("reading")])
+def test_a_disk_that_fails_ends_the_run_and_the_next_goes_on(work, monkeypatch, verb):
     """The first step that is lost is the one under way: the third, behind a checkpoint."""
     succeed("train", run_of(work, "plain", policy="keep_attention"))
     run_file, calls = run_of(work, stages=3, **KV), 0
-    original = getattr(FileTier, method)
+    original = file_tier._system_io
 
-    def failing(tier, offset_bytes, array):
+    def failing(file, write, memory, offset_bytes):
         nonlocal calls
-        calls += 1
+        calls += write == (verb == "writing")
         if calls > 2 * BLOCKS_OF_A_STEP + 3:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return original(tier, offset_bytes, array)
+        return original(file, write, memory, offset_bytes)
 
     monkeypatch.setattr(trainer, "warm_up", lambda run, **_: None)  # a step of another model
-    monkeypatch.setattr(FileTier, method, failing)
+    monkeypatch.setattr(file_tier, "_system_io", failing)
     ended = call("train", run_file, "checkpoint.every=1")
     assert ended.exit_code == 4  # as on every full disk
     (error,) = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
-    verb = {"write": "writing", "read": "reading"}[method]
     assert f"spill: the disk failed while {verb}" in error
     assert "No space left on device" in error
     assert "Traceback" not in ended.output
-    monkeypatch.setattr(FileTier, method, original)
+    monkeypatch.setattr(file_tier, "_system_io", original)
     said = succeed("train", run_file, "checkpoint.every=1")
     assert "step 3/4" in said
     assert "step 2/4" not in said

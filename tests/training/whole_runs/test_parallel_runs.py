@@ -278,16 +278,14 @@ def test_weights_that_cannot_be_shared_out_are_refused(work, run_file, fields, d
     assert not Path("out").exists()
 
 
-def megatron_plan():
-    """A run with sharded weights, and its plan."""
+def test_a_plan_with_weights_shared_out_is_taken_unless_it_recomputes_part_of_a_class(work):
     layers = {"model.num_layers": 1}
     run = load_run(Path("run.yaml"), overrides((1, 1, 2), 1, **MEGATRON, **layers))
-    return run, preflight(job_alone(run)).plan
-
-
-def test_a_plan_that_recomputes_part_of_a_class_is_refused(work):
-    run, plan = megatron_plan()
-    assert plan.sequence_parallel == "megatron"
+    plan = preflight(job_alone(run)).plan
+    Path("plan.json").write_text(json.dumps(plan_json(plan)))
+    read = read_plan(Path("plan.json"))
+    assert read == plan
+    assert followed_plan(run, read).parallel.sequence_parallel == "megatron"
     (stage,) = plan.stages
     first, *others = stage.subsequences
     tokens = first.retained[0]
@@ -297,11 +295,3 @@ def test_a_plan_that_recomputes_part_of_a_class_is_refused(work):
     plan = replace(plan, stages=(replace(stage, subsequences=(cut, *others)),))
     with pytest.raises(ValueError, match=f"recomputes {tokens - 8} of {tokens} rows of linear"):
         preflight(job_alone(run), plan)
-
-
-def test_a_plan_with_weights_shared_out_is_taken(work, tmp_path):
-    run, plan = megatron_plan()
-    (tmp_path / "plan.json").write_text(json.dumps(plan_json(plan)))
-    read = read_plan(tmp_path / "plan.json")
-    assert read == plan
-    assert followed_plan(run, read).parallel.sequence_parallel == "megatron"

@@ -1,25 +1,26 @@
 """Copy streams of a GPU: blocks come back unchanged, however late every copy runs."""
 
+import mmap
 import os
 import threading
 import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from sppo.activations.activation_layout import ActivationKey, Extent, OffloadSchedule
-from sppo.offload import page_lock
-from sppo.offload.offload_store import OffloadStore
+from sppo.offload import cuda_lane, page_lock
+from sppo.offload.block_store import BlockStore
+from sppo.offload.cuda_lane import CudaLane
+from sppo.offload.device_wait import wait_with_timeout
 from sppo.offload.page_lock import PIECE_BYTES
-from sppo.offload.queues import cuda_queues
-from sppo.offload.queues.copy_queues import Ordering, Region
-from sppo.offload.queues.copy_streams import CopyStreams, wait_with_timeout
-from sppo.offload.queues.cuda_queues import CudaQueues
+from sppo.offload.worker_pool import THREADS, wait_for
 from sppo.units import GIB
-from tests.offload import test_offload_store as test_moving_store
-from tests.offload.test_offload_store import failing_disk, run_step
+from tests.offload import test_block_store
+from tests.offload.test_block_store import failing_disk, run_step
 
 OUT_OF_MEMORY, LOCKED_ALREADY = 2, 712
 """``cudaErrorMemoryAllocation`` and ``cudaErrorHostMemoryAlreadyRegistered``."""
@@ -71,7 +72,7 @@ class StreamOfNow:
 
 
 def runtime_without_a_gpu(*, register_fails=False):
-    """What the queues ask of torch.cuda, on this process's memory: the bookkeeping is the same."""
+    """What a lane asks of torch.cuda, on this process's memory: the bookkeeping is the same."""
     locked, sizes, ends = set(), [], {}
 
     def register(address, size_bytes, flags):
@@ -119,7 +120,7 @@ def offloads(key, *, size_bytes):
 @pytest.fixture
 def no_gpu(monkeypatch):
     runtime = runtime_without_a_gpu()
-    monkeypatch.setattr(cuda_queues, "_cuda", runtime)
+    monkeypatch.setattr(cuda_lane, "_cuda", runtime)
     return runtime
 
 
@@ -138,26 +139,21 @@ class DeviceThatStandsStill:
 
 @pytest.mark.parametrize("kind", ["host", "disk"])
 def test_a_device_that_no_longer_answers_is_left(no_gpu, monkeypatch, kind, tmp_path):
-    streams = CopyStreams(no_gpu, torch.device("cpu"), failed_step_timeout_s=0.1)
-    disk = tmp_path if kind == "disk" else None
-    stores = [
-        OffloadStore(CudaQueues(torch.device("cpu"), streams=streams), disk=disk) for _ in range(2)
-    ]
-    for store in stores:
-        run_step(store, interleaved=True, step=0)
+    lane = CudaLane(torch.device("cpu"), failed_step_timeout_s=0.1)
+    store = BlockStore(lane, disk=tmp_path if kind == "disk" else None)
+    run_step(store, interleaved=True, step=0)
     DeviceThatStandsStill(monkeypatch, no_gpu)
     begin_s = time.monotonic()
-    for store in stores:
-        store.drain()
-        store.close()
+    assert not store.drain()
+    store.close()
     assert time.monotonic() - begin_s < 5
-    assert streams.given_up
-    assert len(no_gpu.locked) == 2, "the device may still copy to it"
+    assert lane.given_up
+    assert len(no_gpu.locked) == 1, "the device may still copy to it"
 
 
 def test_steps_of_growing_size_lock_each_byte_once(no_gpu):
     """And nothing at all in a step whose host memory was taken before."""
-    store = OffloadStore(CudaQueues(torch.device("cpu"), most_host_bytes=GIB))
+    store = BlockStore(CudaLane(torch.device("cpu"), most_host_bytes=GIB))
     steps = [offloads(ActivationKey(0, 0, 0), size_bytes=n * 4096) for n in (1, 2, 9000, 9001)]
     for step in steps:
         store.reserve_host(step)
@@ -168,9 +164,18 @@ def test_steps_of_growing_size_lock_each_byte_once(no_gpu):
     store.close()
 
 
+def test_memory_of_each_name_is_locked_once_and_unlocked_once(no_gpu):
+    lane = CudaLane(torch.device("cpu"))
+    kept = [lane.host_memory(name, 4096) for name in ("weights", "gradients")]
+    assert no_gpu.locked == {memory.data_ptr() for memory in kept}
+    for _ in range(2):
+        lane.close()
+        assert no_gpu.locked == set()
+    assert all(memory.sum() == 0 for memory in kept), "views stay valid"
+
+
 def test_memory_that_a_device_may_still_use_is_not_replaced(no_gpu, monkeypatch):
-    streams = CopyStreams(no_gpu, torch.device("cpu"), failed_step_timeout_s=0.1)
-    store = OffloadStore(CudaQueues(torch.device("cpu"), streams=streams))
+    store = BlockStore(CudaLane(torch.device("cpu"), failed_step_timeout_s=0.1))
     small, large = (offloads(ActivationKey(0, 0, 0), size_bytes=n * 4096) for n in (1, 2))
     store.prepare(small)
     locked = set(no_gpu.locked)
@@ -183,32 +188,41 @@ def test_memory_that_a_device_may_still_use_is_not_replaced(no_gpu, monkeypatch)
 
 def test_a_thread_that_waits_for_the_device_is_left(no_gpu, monkeypatch, tmp_path):
     """The write to the disk waits for a copy out that waits for another rank."""
-    device, gate = torch.device("cpu"), threading.Event()
-    streams = CopyStreams(no_gpu, device, failed_step_timeout_s=0.1)
-    queues = CudaQueues(device, streams=streams)
-    queues.open_file(tmp_path, 4096)
+    gate = threading.Event()
+    lane = CudaLane(torch.device("cpu"), failed_step_timeout_s=0.1)
+    lane.open_file(tmp_path, 4096)
     monkeypatch.setattr(EventOfNow, "synchronize", lambda event: gate.wait(20))
-    host = Region("host", 0, torch.zeros(4096, dtype=torch.uint8))
-    copied = queues.copy_out(host, [(0, torch.ones(1024))], after=[])
-    queues.write(0, host, 4096, after=[(Ordering.FILLED_BEFORE_READ, copied)])
-    copied.wait_until_issued()
+    host = page_aligned(4096)
+    copied = lane.out([(host, torch.ones(1024).view(torch.uint8))], after=[])
+    lane.write(0, host, after=[copied])
     begin_s = time.monotonic()
-    queues.abort()
-    queues.close()
+    assert not lane.drain()
+    lane.close()
     assert time.monotonic() - begin_s < 5
-    assert streams.given_up
+    assert lane.given_up
     gate.set()
 
 
 def test_a_device_that_answers_in_time_gives_everything_back(no_gpu, tmp_path):
-    streams = CopyStreams(no_gpu, torch.device("cpu"), failed_step_timeout_s=5.0)
-    store = OffloadStore(CudaQueues(torch.device("cpu"), streams=streams), disk=tmp_path)
+    lane = CudaLane(torch.device("cpu"), failed_step_timeout_s=5.0)
+    store = BlockStore(lane, disk=tmp_path)
     run_step(store, interleaved=True, step=0)
-    store.drain()
+    assert store.drain()
     run_step(store, interleaved=True, step=1)
     store.close()
-    assert not streams.given_up
+    assert not lane.given_up
     assert not no_gpu.locked
+
+
+def page_aligned(size_bytes):
+    return torch.from_numpy(np.frombuffer(mmap.mmap(-1, size_bytes), dtype=np.uint8))
+
+
+class LaneOnTheCpu(CudaLane):
+    """Whose device memory is page-aligned host memory."""
+
+    def device_memory(self, size_bytes):
+        return page_aligned(size_bytes)
 
 
 def test_threads_of_the_disk_compute_on_the_device_and_sleep_while_they_wait(
@@ -221,16 +235,35 @@ def test_threads_of_the_disk_compute_on_the_device_and_sleep_while_they_wait(
 
     def note(event):
         if threading.current_thread() is not threading.main_thread():
-            waited.append((event.blocking, threading.current_thread().name))
+            waited.append(event.blocking)
         synchronize(event)
 
     monkeypatch.setattr(EventOfNow, "synchronize", note)
-    queues = CudaQueues(device)
-    queues.device_memory = lambda size_bytes: torch.empty(size_bytes, dtype=torch.uint8)
-    bring_back(queues, kind="disk", lag=0, interleaved=False, directory=tmp_path)
-    assert set_by == {(f"sppo {name}", device) for name in ("out", "write", "read", "back")}
-    on_host = {blocking for blocking, thread in waited if thread in ("sppo write", "sppo read")}
-    assert on_host == {True}
+    bring_back(LaneOnTheCpu(device), kind="disk", lag=0, interleaved=False, directory=tmp_path)
+    assert set_by == {(f"sppo disk {index}", device) for index in range(THREADS)}
+    assert set(waited) == {True}
+
+
+def test_a_host_that_waits_for_copies_sleeps(no_gpu, monkeypatch):
+    waited = []
+    monkeypatch.setattr(EventOfNow, "synchronize", lambda event: waited.append(event.blocking))
+    lane = CudaLane(torch.device("cpu"), is_timed=False)
+    wait_for(lane.out([], after=[]))
+    assert waited == [True]
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (64,), (7, 9), (5, 4, 13)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_long_copies_are_cut_and_copy_every_byte(no_gpu, monkeypatch, shape, dtype):
+    """So that activations, which are copied in other streams, need not wait for a whole stage."""
+    for module in (cuda_lane, page_lock):
+        monkeypatch.setattr(module, "PIECE_BYTES", 256)
+    lane = CudaLane(torch.device("cpu"))
+    source = torch.randn(shape).to(dtype)
+    host, back = torch.empty_like(source), torch.empty_like(source)
+    wait_for(lane.out([(host, source)], after=[]))
+    wait_for(lane.back([(back, host)], after=[]))
+    assert torch.equal(back, source)
 
 
 def test_the_runtime_forgets_an_error_that_was_told(monkeypatch):
@@ -243,9 +276,9 @@ def test_the_runtime_forgets_an_error_that_was_told(monkeypatch):
 
     monkeypatch.setattr(page_lock.ctypes, "CDLL", library)
     monkeypatch.setattr(page_lock.torch.version, "cuda", "13.0")
-    monkeypatch.setattr(cuda_queues, "_cuda", runtime_without_a_gpu(register_fails=True))
+    monkeypatch.setattr(cuda_lane, "_cuda", runtime_without_a_gpu(register_fails=True))
     with pytest.raises(MemoryError):
-        CudaQueues(torch.device("cpu")).host_memory(4096)
+        CudaLane(torch.device("cpu")).host_memory("blocks", 4096)
     assert asked == ["libcudart.so.13", "asked"]
 
 
@@ -300,20 +333,19 @@ def test_what_a_device_fails_with_is_raised(no_gpu):
 
 @pytest.fixture
 def tensors_on_the_gpu(monkeypatch):
-    original = test_moving_store.tensors_of
+    original = test_block_store.tensors_of
     monkeypatch.setattr(
-        test_moving_store,
+        test_block_store,
         "tensors_of",
         lambda key, **options: {n: t.cuda() for n, t in original(key, **options).items()},
     )
 
 
-def bring_back(queues, *, kind, lag, interleaved, directory):
-    disk = directory if kind == "disk" else None
-    store = OffloadStore(queues, disk=disk, source_lag=lag)
+def bring_back(lane, *, kind, lag, interleaved, directory):
+    store = BlockStore(lane, disk=directory if kind == "disk" else None, source_lag=lag, debug=True)
     for step in range(3):
         run_step(store, interleaved=interleaved, step=step)
-    assert not queues._sources
+    assert not store._copied
     report = store.take_report()
     assert report.out_bytes == report.back_bytes
     assert report.out_s > 0 < report.back_s
@@ -324,15 +356,15 @@ def bring_back(queues, *, kind, lag, interleaved, directory):
 @pytest.mark.parametrize("lag", [0, 5])
 @pytest.mark.parametrize("kind", ["host", "disk"])
 def test_the_bookkeeping_needs_no_gpu(no_gpu, kind, lag, interleaved, tmp_path):
-    queues = CudaQueues(torch.device("cpu"), poison=True)
-    bring_back(queues, kind=kind, lag=lag, interleaved=interleaved, directory=tmp_path)
+    lane = CudaLane(torch.device("cpu"))
+    bring_back(lane, kind=kind, lag=lag, interleaved=interleaved, directory=tmp_path)
     assert not no_gpu.locked
 
 
 @pytest.mark.parametrize("verb", ["write", "read"])
 def test_a_failed_step_leaves_no_times_behind(no_gpu, verb, tmp_path):
     """Events of copies that were left out have none; the next report asks only for its own."""
-    store = OffloadStore(CudaQueues(torch.device("cpu")), disk=tmp_path, source_lag=5)
+    store = BlockStore(CudaLane(torch.device("cpu")), disk=tmp_path, source_lag=5)
     run_step(store, interleaved=True, step=0)
     store.take_report()
     with failing_disk(verb), pytest.raises(OSError, match="the disk failed"):
@@ -344,12 +376,12 @@ def test_a_failed_step_leaves_no_times_behind(no_gpu, verb, tmp_path):
 
 
 def test_memory_that_cannot_be_locked_is_said(monkeypatch):
-    monkeypatch.setattr(cuda_queues, "_cuda", runtime_without_a_gpu(register_fails=True))
+    monkeypatch.setattr(cuda_lane, "_cuda", runtime_without_a_gpu(register_fails=True))
     refused = (
         r"NVIDIA driver refuses to page-lock 4.0 KiB of .*in all \(out of memory\); offload less"
     )
     with pytest.raises(MemoryError, match=refused):
-        CudaQueues(torch.device("cpu")).host_memory(4096)
+        CudaLane(torch.device("cpu")).host_memory("blocks", 4096)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -359,8 +391,8 @@ def test_memory_that_cannot_be_locked_is_said(monkeypatch):
 @pytest.mark.usefixtures("tensors_on_the_gpu")
 @on_gpu
 def test_streams_bring_back_what_was_sent(delay_cycles, kind, lag, interleaved, tmp_path):
-    queues = CudaQueues(torch.device("cuda", 0), poison=True, delay_cycles=delay_cycles)
-    bring_back(queues, kind=kind, lag=lag, interleaved=interleaved, directory=tmp_path)
+    lane = CudaLane(torch.device("cuda", 0), delay_cycles=delay_cycles)
+    bring_back(lane, kind=kind, lag=lag, interleaved=interleaved, directory=tmp_path)
 
 
 @pytest.mark.usefixtures("tensors_on_the_gpu")
@@ -372,8 +404,8 @@ def test_a_step_given_up_leaves_the_streams_idle():
     def give_up(key, tensors):
         raise GiveUpError
 
-    queues = CudaQueues(torch.device("cuda", 0), poison=True, delay_cycles=4_000_000)
-    store = OffloadStore(queues)
+    lane = CudaLane(torch.device("cuda", 0), delay_cycles=4_000_000)
+    store = BlockStore(lane, debug=True)
     with pytest.raises(GiveUpError):
         run_step(store, interleaved=True, alter=give_up)
     store.drain()
@@ -383,25 +415,22 @@ def test_a_step_given_up_leaves_the_streams_idle():
 
 @on_gpu
 def test_host_memory_is_page_locked():
-    queues = CudaQueues(torch.device("cuda", 0))
-    memory = queues.host_memory(1 << 20)
+    lane = CudaLane(torch.device("cuda", 0))
+    memory = lane.host_memory("blocks", 1 << 20)
     assert memory.is_pinned()
-    queues.close()
+    lane.close()
     assert not memory.is_pinned()
 
 
 @on_gpu
 def test_copies_cross_the_border_of_two_locked_chunks(monkeypatch):
     monkeypatch.setattr(page_lock, "CHUNK_BYTES", page_lock.PIECE_BYTES)
-    queues = CudaQueues(torch.device("cuda", 0))
+    lane = CudaLane(torch.device("cuda", 0))
     size = 3 * page_lock.PIECE_BYTES
-    host = Region("host", 0, queues.host_memory(size))
+    host = lane.host_memory("blocks", size)
     sent = torch.randint(256, (size,), dtype=torch.uint8, device="cuda")
-    ring = Region("ring", 0, torch.zeros_like(sent))
-    made = (Ordering.PRODUCED_BEFORE_OUT, queues.produced([sent, ring.data]))
-    copied = queues.copy_out(host, [(0, sent)], after=[made])
-    arrived = (Ordering.FILLED_BEFORE_READ, copied)
-    back = queues.copy_back(ring, host, size, after=[made, arrived])
-    queues.use(ring, back)
-    assert torch.equal(ring.data, sent)
-    queues.close()
+    ring = torch.zeros_like(sent)
+    copied = lane.out([(host, sent)], after=[lane.computed([sent])])
+    lane.before_compute(lane.back([(ring, host)], after=[copied]))
+    assert torch.equal(ring, sent)
+    lane.close()

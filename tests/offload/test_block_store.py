@@ -1,6 +1,7 @@
 """Offload store: blocks come back bit for bit, whatever the queues do in the meantime."""
 
 import errno
+import os
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -9,12 +10,10 @@ import pytest
 import torch
 
 from sppo.activations.activation_layout import ActivationKey, Extent, OffloadSchedule, packed_bytes
-from sppo.offload.disk.file_tier import FileTier
+from sppo.offload.block_store import BlockStore
+from sppo.offload.disk import file_tier
 from sppo.offload.integrity import CorruptActivationError
-from sppo.offload.offload_store import OffloadStore
-from sppo.offload.queues.copy_queues import Ordering
-from sppo.offload.slots import Slot
-from tests.offload.emulated_queues import SCHEDULERS, EmulatedQueues, Lazy
+from tests.offload.emulated_lane import SCHEDULERS, EmulatedLane, Lazy
 from tests.offload.vector_clocks import RaceError
 
 LAYERS, SUBSEQUENCES, SEQUENCES = 3, 4, 3
@@ -25,12 +24,15 @@ LONE = torch.zeros(1)
 @contextmanager
 def failing_disk(verb):
     """Every "write" or "read" of a disk tier fails within."""
+    system_io = file_tier._system_io
 
-    def fail(self, offset_bytes, array):
-        raise OSError(errno.EIO, "the disk failed")
+    def io(file, write, memory, offset_bytes):
+        if write == (verb == "write"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return system_io(file, write, memory, offset_bytes)
 
     with pytest.MonkeyPatch.context() as broken:
-        broken.setattr(FileTier, verb, fail)
+        broken.setattr(file_tier, "_system_io", io)
         yield
 
 
@@ -97,84 +99,116 @@ def run_step(store, *, interleaved, step=0, staging_slots=3, alter=lambda key, t
     for is_forward, sequence, subsequence in units:
         for key in unit_keys(sequence, subsequence, backward=not is_forward):
             if is_forward:
-                store.save(key, tensors_of(key, step=step))
+                store.put(key, offloaded=tensors_of(key, step=step))
                 continue
-            taken, wanted = store.take(key), tensors_of(key, step=step)
+            (taken, _), wanted = store.get(key), tensors_of(key, step=step)
             alter(key, taken)
             assert taken.keys() == wanted.keys()
             for name, tensor in wanted.items():
                 assert taken[name].dtype == tensor.dtype
                 assert torch.equal(taken[name], tensor), f"{key} {name}"
-            store.release(key)
+            store.free(key)
         if is_forward:
-            store.finish_offload(unit_keys(sequence, subsequence))
             done.add((sequence, subsequence))
         else:
             backwards.remove([sequence, subsequence])
         for unit in done.intersection(map(tuple, backwards[:2])):  # one ahead, as in a program
-            store.start_reload(unit_keys(*unit))
+            store.permit(unit_keys(*unit))
     assert store.num_entries == 0
 
 
-DIRECTORIES = {"host": None, "disk": Path("anywhere")}
+DISK = Path("anywhere")
+TIERS = {
+    "host": {"disk": None},
+    "disk": {"disk": DISK},
+    "disk of a cpu": {"disk": DISK, "reads_to_device": True},
+}
+WAITS = {
+    "host": {
+        *(("out", "compute"), ("compute", "out"), ("back", "out"), ("compute", "back")),
+        ("back", "compute"),
+    },
+    "disk": {
+        *(("out", "compute"), ("compute", "out"), ("write", "out"), ("read", "write")),
+        *(("back", "read"), ("compute", "back"), ("back", "compute"), ("out", "write")),
+        *(("read", "back"), ("out", "back")),
+    },
+    "disk of a cpu": {
+        *(("out", "compute"), ("compute", "out"), ("write", "out"), ("read", "write")),
+        *(("compute", "read"), ("read", "compute"), ("out", "write")),
+    },
+}
+"""Who waits for whom, by tier."""
+
+
+def made(tier, scheduler, *, lag=1, debug=False, **options):
+    """A lane and a store of it."""
+    how = dict(TIERS[tier])
+    disk = how.pop("disk")
+    lane = EmulatedLane(SCHEDULERS[scheduler](), **how, **options)
+    return lane, BlockStore(lane, disk=disk, source_lag=lag, debug=debug)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("tier", DIRECTORIES)
+@pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("lag", [0, 1, 5])
 def test_every_order_of_copies_brings_back_what_was_sent(scheduler, tier, interleaved, lag):
-    queues = EmulatedQueues(SCHEDULERS[scheduler]())
-    store = OffloadStore(queues, disk=DIRECTORIES[tier], source_lag=lag, checksums=True)
+    lane, store = made(tier, scheduler, lag=lag, debug=True)
     for step in range(3):
         run_step(store, interleaved=interleaved, step=step)
-    on_disk = {Ordering.WRITTEN_BEFORE_SLOT_REUSE, Ordering.READ_BEFORE_BACK}
-    wanted = set(Ordering) if tier == "disk" else set(Ordering) - on_disk
-    assert queues.seen >= wanted
+    assert lane.seen >= WAITS[tier] - {("out", "back")}
+    assert lane.seen <= WAITS[tier]
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("ordering", list(Ordering), ids=lambda o: f"{o.value} {o.name.lower()}")
-def test_no_ordering_can_be_dropped(ordering, scheduler):
-    """The checker finds each of the eight missing, whenever the copies happen to run."""
-    queues = EmulatedQueues(SCHEDULERS[scheduler](), ignored=ordering)
-    store = OffloadStore(queues, disk=DIRECTORIES["disk"])
+@pytest.mark.parametrize(
+    ("tier", "wait"), [(tier, wait) for tier, waits in WAITS.items() for wait in sorted(waits)]
+)
+def test_no_wait_can_be_dropped(tier, wait, scheduler):
+    """The checker finds each one missing, whenever the copies happen to run."""
+    _, store = made(tier, scheduler, ignored=wait)
     with pytest.raises(RaceError, match="nothing (orders the two|was written there before)"):
-        run_step(store, interleaved=False)
+        run_step(store, interleaved=True)
 
 
-OF_COMPUTE = {Ordering.PRODUCED_BEFORE_OUT, Ordering.USED_BEFORE_RING_REWRITE}
-"""Compute runs at once in these tests: what it does is never late, though nothing ensures it."""
+NEVER_LATE = {"compute": "it runs at once in these tests", "back": "its stream is in order"}
 
 
 @pytest.mark.parametrize(
-    "ordering", [o for o in Ordering if o not in OF_COMPUTE], ids=lambda o: o.name.lower()
+    ("tier", "wait"),
+    [
+        (tier, wait)
+        for tier, waits in WAITS.items()
+        for wait in sorted(waits)
+        if wait[0] == "compute" or wait[1] not in NEVER_LATE
+    ],
 )
-def test_checksums_find_what_a_dropped_ordering_breaks(ordering):
+def test_checksums_find_what_a_dropped_wait_breaks(tier, wait):
     """Without the checker: copies as late as can be, released slots poisoned."""
-    queues = EmulatedQueues(Lazy(), ignored=ordering, checked=False)
-    late = ordering is Ordering.FILLED_BEFORE_READ  # so late that no other ordering steps in
+    late = wait[1] == "out" and wait[0] != "compute"  # so late that no other wait steps in
     lag, slots = (50, 50) if late else (0, 3)
-    store = OffloadStore(queues, disk=DIRECTORIES["disk"], source_lag=lag, checksums=True)
+    _, store = made(tier, "lazy", lag=lag, debug=True, ignored=wait, checked=False)
     with pytest.raises(CorruptActivationError, match=r"(x_in|lse) of layer \d, subsequence \d"):
         run_step(store, interleaved=True, staging_slots=slots)
 
 
 def test_a_corrupted_tensor_is_named():
-    queues = EmulatedQueues(Lazy())
-    store = OffloadStore(queues, disk=DIRECTORIES["disk"], checksums=True)
+    lane = EmulatedLane(Lazy())
+    store = BlockStore(lane, disk=DISK, debug=True)
     order = unit_keys(0, 0, backward=True)
     store.prepare(schedule(order))
     for key in unit_keys(0, 0):
-        store.save(key, tensors_of(key))
-    store.start_reload(unit_keys(0, 0))
-    queues.force(queues._pending["write"][-1])
-    queues._file[3] ^= 1
+        store.put(key, offloaded=tensors_of(key))
+    store.permit(unit_keys(0, 0))
+    for write in list(lane._pending["write"]):
+        lane.force(write)
+    lane._file[3] ^= 1
     for key in order[:-1]:
-        store.take(key)
-        store.release(key)
+        store.get(key)
+        store.free(key)
     with pytest.raises(CorruptActivationError, match="x_in of layer 0, subsequence 0, sequence 0"):
-        store.take(order[-1])
+        store.get(order[-1])
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
@@ -182,8 +216,8 @@ def test_a_step_given_up_anywhere_leaves_the_store_clean(scheduler):
     class GiveUpError(Exception):
         pass
 
-    queues = EmulatedQueues(SCHEDULERS[scheduler]())
-    store = OffloadStore(queues, disk=DIRECTORIES["disk"], checksums=True)
+    lane = EmulatedLane(SCHEDULERS[scheduler]())
+    store = BlockStore(lane, disk=DISK, debug=True)
 
     def give_up_at(position):
         count = iter(range(10_000))
@@ -203,7 +237,7 @@ def test_a_step_given_up_anywhere_leaves_the_store_clean(scheduler):
         run_step(store, interleaved=True, step=position)
 
 
-@pytest.mark.parametrize("queue", ["copy out", "write", "read", "copy back"])
+@pytest.mark.parametrize("queue", ["out", "write", "read", "back"])
 def test_an_error_of_a_disk_reaches_compute(queue):
     count = iter(range(10_000))
 
@@ -211,7 +245,7 @@ def test_an_error_of_a_disk_reaches_compute(queue):
         if name == queue and next(count) == 5:
             raise OSError(errno.EIO, "the disk failed")
 
-    store = OffloadStore(EmulatedQueues(Lazy(), fail=fail), disk=DIRECTORIES["disk"])
+    store = BlockStore(EmulatedLane(Lazy(), fail=fail), disk=DISK)
     with pytest.raises(OSError, match="the disk failed"):
         run_step(store, interleaved=False)
     store.drain()
@@ -221,8 +255,8 @@ def test_an_error_of_a_disk_reaches_compute(queue):
 @pytest.mark.parametrize("verb", ["open_file", "host_memory", "device_memory"])
 def test_a_step_without_room_leaves_the_next_its_own(verb, monkeypatch):
     """Smaller steps before and after the one that does not fit."""
-    queues = EmulatedQueues(Lazy())
-    store = OffloadStore(queues, disk=DIRECTORIES["disk"], checksums=True)
+    lane = EmulatedLane(Lazy())
+    store = BlockStore(lane, disk=DISK, debug=True)
     run_step(store, interleaved=False)
     larger = schedule(step_offloads(interleaved=False, staging_slots=3).order, staging_slots=9)
     extents = {k: Extent(2 * e.offset_bytes, 2 * e.size_bytes) for k, e in larger.extents.items()}
@@ -231,104 +265,92 @@ def test_a_step_without_room_leaves_the_next_its_own(verb, monkeypatch):
         raise OSError(errno.ENOSPC, "no room")
 
     with monkeypatch.context() as patched:
-        patched.setattr(queues, verb, refuse)
+        patched.setattr(lane, verb, refuse)
         with pytest.raises(OSError, match="no room"):
             store.prepare(OffloadSchedule(extents, larger.order, staging_slots=9, ring_slots=9))
     run_step(store, interleaved=False, step=1)
 
 
 def test_keys_are_taken_in_the_planned_order():
-    store = OffloadStore(EmulatedQueues(Lazy()))
+    store = BlockStore(EmulatedLane(Lazy()))
     order = unit_keys(0, 0, backward=True)
     store.prepare(schedule(order))
     for key in unit_keys(0, 0):
-        store.save(key, tensors_of(key))
+        store.put(key, offloaded=tensors_of(key))
     with pytest.raises(AssertionError, match="is taken before"):
-        store.take(order[1])
+        store.get(order[1])
     with pytest.raises(AssertionError, match="stay as they are"):
         store.prepare(schedule(order))
 
 
-def test_a_unit_has_left_once_all_of_its_layers_are_saved():
-    store = OffloadStore(EmulatedQueues(Lazy()))
-    first, *others = unit_keys(0, 0)
-    store.prepare(schedule(unit_keys(0, 0, backward=True)))
-    store.save(first, tensors_of(first))
-    with pytest.raises(AssertionError, match=r"layer=1, .*layer=2, .* are not saved yet"):
-        store.finish_offload(unit_keys(0, 0))
-    for key in others:
-        store.save(key, tensors_of(key))
-    store.finish_offload(unit_keys(0, 0))
-
-
 def test_nothing_comes_back_before_it_may():
-    store = OffloadStore(EmulatedQueues(Lazy()))
+    store = BlockStore(EmulatedLane(Lazy()))
     order = [*unit_keys(0, 1, backward=True), *unit_keys(0, 0, backward=True)]
     store.prepare(schedule(order))
     for key in sorted(order):
-        store.save(key, tensors_of(key))
-    store.start_reload(unit_keys(0, 1))
+        store.put(key, offloaded=tensors_of(key))
+    store.permit(unit_keys(0, 1))
     for key in order[:LAYERS]:
-        assert torch.equal(store.take(key).get("lse", LONE), tensors_of(key).get("lse", LONE))
-        store.release(key)
+        assert torch.equal(store.get(key)[0].get("lse", LONE), tensors_of(key).get("lse", LONE))
+        store.free(key)
     with pytest.raises(AssertionError, match="has no ring slot"):
-        store.take(order[LAYERS])
+        store.get(order[LAYERS])
 
 
 def test_a_block_of_another_size_than_planned_is_refused():
-    store = OffloadStore(EmulatedQueues(Lazy()))
+    store = BlockStore(EmulatedLane(Lazy()))
     order = unit_keys(0, 0, backward=True)
     store.prepare(schedule(order))
     with pytest.raises(AssertionError, match="moves 8192 bytes, planned 4096"):
-        store.save(order[0], {"x_in": torch.zeros(2048)})
+        store.put(order[0], offloaded={"x_in": torch.zeros(2048)})
 
 
 def test_a_place_that_is_taken_is_refused():
     """Two sequences in flight where the plan has places for one."""
-    store = OffloadStore(EmulatedQueues(Lazy()))
+    store = BlockStore(EmulatedLane(Lazy()))
     first, second = ActivationKey(0, 0, 0), ActivationKey(1, 0, 0)
     places = dict.fromkeys((first, second), Extent(0, 4096))
     store.prepare(OffloadSchedule(places, [first, second], staging_slots=3, ring_slots=3))
-    store.save(first, {"x_in": torch.zeros(1024)})
+    store.put(first, offloaded={"x_in": torch.zeros(1024)})
     with pytest.raises(AssertionError, match="is saved where ActivationKey.* still lies"):
-        store.save(second, {"x_in": torch.zeros(1024)})
+        store.put(second, offloaded={"x_in": torch.zeros(1024)})
 
 
 def test_the_ring_takes_as_many_layers_as_may_be_in_use_at_once():
     """Layers that recompute one another's input are in use together."""
-    store = OffloadStore(EmulatedQueues(Lazy()), disk=DIRECTORIES["disk"])
+    store = BlockStore(EmulatedLane(Lazy()), disk=DISK)
     order = [ActivationKey(0, n, layer) for n in (3, 2, 1, 0) for layer in (2, 0)]
     store.prepare(schedule(order, ring_slots=2 + 3))
     for key in reversed(order):
-        store.save(key, tensors_of(key))
+        store.put(key, offloaded=tensors_of(key))
     for n in (3, 2, 1, 0):
-        store.start_reload(unit_keys(0, n))
+        store.permit(unit_keys(0, n))
     for first in range(0, 6, 3):
         for key in order[first : first + 3]:
             wanted = tensors_of(key)
-            assert torch.equal(store.take(key)["lse"], wanted["lse"])
+            assert torch.equal(store.get(key)[0]["lse"], wanted["lse"])
         for key in order[first : first + 3]:
-            store.release(key)
+            store.free(key)
 
 
 def test_k_and_v_are_next_only_at_their_place_and_once_they_may_return():
-    store = OffloadStore(EmulatedQueues(Lazy()))
+    store = BlockStore(EmulatedLane(Lazy()))
     saved, kv = ActivationKey(0, 0, 0), ActivationKey(0, 0, 0, is_kv=True)
     store.prepare(schedule([saved, kv]))
     for key in (kv, saved):
-        store.save(key, tensors_of(key))
-    store.start_reload([saved])
+        store.put(key, offloaded=tensors_of(key))
+    store.permit([saved])
     assert store.next_kv is None, "saved tensors come first"
-    store.take(saved)
+    store.get(saved)
     assert store.next_kv is None, "no H2D yet"
-    store.start_reload([kv])
+    store.permit([kv])
     assert store.next_kv == kv
-    store.take(kv)
+    store.get(kv)
     assert store.next_kv is None, "nothing is left"
 
 
 def test_bytes_are_counted_by_class():
-    store = OffloadStore(EmulatedQueues(Lazy()), disk=DIRECTORIES["disk"])
+    store = BlockStore(EmulatedLane(Lazy()), disk=DISK)
     run_step(store, interleaved=False)
     report = store.take_report()
     keys = [k for s in range(SEQUENCES) for n in range(SUBSEQUENCES) for k in unit_keys(s, n)]
@@ -343,25 +365,3 @@ def test_bytes_are_counted_by_class():
     assert report.device_bytes == 3 * 4096
     assert report.disk_bytes == SEQUENCES * SUBSEQUENCES * 2 * 4096
     assert store.take_report().out_bytes == {}
-
-
-def test_slots_go_round_in_one_direction():
-    store = OffloadStore(EmulatedQueues(Lazy()))
-    order = unit_keys(0, 0, backward=True)
-    store.prepare(schedule(order))
-    (slot, *_) = store._slots.ring
-    assert isinstance(slot, Slot)
-    assert slot.state == "free"
-    for key in unit_keys(0, 0):
-        store.save(key, tensors_of(key))
-    assert slot.state == "free"
-    store.start_reload(unit_keys(0, 0))
-    assert slot.state == "filling"
-    with pytest.raises(AssertionError, match="nobody has read yet"):
-        slot.before_filling()
-    store.take(order[0])
-    assert slot.state == "reading"
-    store.release(order[0])
-    assert slot.state == "free"
-    with pytest.raises(AssertionError, match="nothing is in it"):
-        slot.begin_reading()
