@@ -2,7 +2,8 @@
 
 Everything is as in training: host memory is an arena of huge pages registered with CUDA, and each
 GPU has a process, which stays at the NUMA node of its GPU. The GPUs of a machine share its memory,
-and some share a link to it, so they are measured at the same time.
+and some share a link to it, so they are measured at the same time. If cupy is installed, its raw
+runtime copies, too: a difference would be the overhead of torch.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -32,6 +34,12 @@ from sppo.parallel.job.worker_process import without_script
 from sppo.units import GIB, MIB
 
 _cuda: Any = torch.cuda  # parts of torch.cuda have no types
+
+_Copy = Callable[[Tensor, Tensor, Any], object]
+"""Function that starts to copy to a tensor from another one in a stream."""
+_BY_TORCH, _BY_CUPY = "arena", "arena, cupy"
+_MEMCPY_DEFAULT = 4
+"""Value of cudaMemcpyKind that finds the direction from the addresses."""
 
 _REQUESTS = (MIB, 16 * MIB, 128 * MIB)
 _QUICK_REQUESTS = (16 * MIB,)
@@ -87,10 +95,11 @@ def _measure(device: torch.device, barrier: Any, quick: bool) -> CopyMeasurement
     points: list[CopyPoint] = []
     try:
         with _registered_arena(size_bytes, device) as (memory, register_s):
-            for size in requests:
+            for (copy_kind, copy), size in product(_ways_to_copy().items(), requests):
                 copies = _Streams(
                     memory,
                     on_device,
+                    copy=copy,
                     request_bytes=size,
                     count=max(_FEWEST, min(_MOST, most_bytes // size)),
                     meet=partial(barrier.wait, _MEET_S),
@@ -98,7 +107,7 @@ def _measure(device: torch.device, barrier: Any, quick: bool) -> CopyMeasurement
                 copies.run(True, True)  # warm
                 point = measure_point(
                     copies.run,
-                    copy_kind="arena",
+                    copy_kind=copy_kind,
                     request_bytes=size,
                     in_flight=1,
                     rounds=_QUICK_ROUNDS if quick else _ROUNDS,
@@ -112,9 +121,30 @@ def _measure(device: torch.device, barrier: Any, quick: bool) -> CopyMeasurement
         f"host memory and {_cuda.get_device_name(device)}, NUMA nodes of the host: "
         f"{count_numa_nodes()}",
         tuple(points),
-        planned=max(points, key=lambda point: point.request_bytes),
+        planned=max(
+            (point for point in points if point.how == _BY_TORCH),
+            key=lambda point: point.request_bytes,
+        ),
         register_s_per_gib=register_s * GIB / size_bytes,
     )
+
+
+def _ways_to_copy() -> dict[str, _Copy]:
+    """Return the functions that copy, by the name of the memory and the library."""
+
+    def by_torch(target: Tensor, source: Tensor, _: Any) -> object:
+        return target.copy_(source, non_blocking=True)
+
+    try:
+        from cupy.cuda import runtime
+    except ImportError:
+        return {_BY_TORCH: by_torch}
+
+    def by_cupy(target: Tensor, source: Tensor, stream: Any) -> object:
+        addresses, size = (target.data_ptr(), source.data_ptr()), target.numel()
+        return runtime.memcpyAsync(*addresses, size, _MEMCPY_DEFAULT, stream.cuda_stream)
+
+    return {_BY_TORCH: by_torch, _BY_CUPY: by_cupy}
 
 
 def _slower_way(point: CopyPoint) -> float:
@@ -132,11 +162,12 @@ class _Streams:
         host: Tensor,
         device: Tensor,
         *,
+        copy: _Copy,
         request_bytes: int,
         count: int,
         meet: Callable[[], object],
     ) -> None:
-        self._count, self._device, self._meet = count, device.device, meet
+        self._copy, self._count, self._device, self._meet = copy, count, device.device, meet
         half = device.numel() // 2
         ends = [(0, request_bytes), (half, half + request_bytes)]
         (host_out, host_back), (device_out, device_back) = (
@@ -172,7 +203,7 @@ class _Streams:
         with _cuda.stream(stream):
             begin.record(stream)
             for _ in range(self._count):
-                target.copy_(source, non_blocking=True)
+                self._copy(target, source, stream)
                 event = _cuda.Event(enable_timing=True)
                 event.record(stream)
                 done.append(event)

@@ -13,8 +13,6 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
-from sppo.cli.printing import table
-
 if TYPE_CHECKING:
     from sppo.config.base import Section
 
@@ -84,6 +82,8 @@ class Command(TyperCommand):
         """Print the help, then the keys."""
         super().format_help(ctx, formatter)
         if self.keys is not None:
+            from sppo.cli.printing import table  # tables take long to import
+
             console = Console()
             console.print("Keys", style="bold")
             console.print(table(("key", "default", "meaning"), key_rows(self.keys), left=3))

@@ -54,7 +54,7 @@ def train(
                 raise typer.Exit(start_ranks(ready, sys.argv[1:]))
             _train_as_rank(ready, console)
         except Stopped as stopped:
-            stopped.add_note(_GOES_ON)
+            stopped.advice = _GOES_ON
             raise
 
 

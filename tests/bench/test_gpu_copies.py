@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,14 +71,25 @@ def measured_by(watcher):
     return watcher.advanced == sum(total for _, total in watcher.begun)
 
 
+def copy_by_address(target, source, size, kind, stream):
+    """In place of cupy's `memcpyAsync`."""
+    assert kind == 4
+    ctypes.memmove(target, source, size)
+
+
 @pytest.mark.parametrize("gpus", [1, 2])
-def test_everything_but_the_device(no_gpu, near, gpus):
+def test_everything_but_the_device(no_gpu, near, gpus, monkeypatch):
+    runtime = SimpleNamespace(memcpyAsync=copy_by_address)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(runtime=runtime))
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace())
     watcher = Watcher()
     devices = [torch.device("cpu", index) for index in range(gpus)]
     found = pcie.measure_pcie(devices, quick=True, watcher=watcher)
     assert measured_by(watcher)
-    assert [point.request_bytes for point in found.points] == [MIB // 2, MIB]
-    assert found.planned is found.points[-1]
+    assert [(point.how, point.request_bytes) for point in found.points] == [
+        (how, size) for how in ("arena", "arena, cupy") for size in (MIB // 2, MIB)
+    ]
+    assert found.planned is found.points[1]
     assert found.where.endswith("the slowest of 2 GPUs at once") == (gpus == 2)
     assert sorted(near) == list(range(gpus))
     assert not no_gpu.locked

@@ -61,6 +61,8 @@ class EventOfNow:
 class StreamOfNow:
     """Runs everything at once; may only wait for what has been recorded."""
 
+    cuda_stream = 0
+
     def __init__(self, device):
         pass
 

@@ -14,6 +14,7 @@ of a block.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,10 +48,6 @@ class BlockCall:
 class BlockKernel(Protocol):
     """Kernel of one block of attention."""
 
-    def backward_token_multiple(self, dtype: torch.dtype) -> int | None:
-        """Return the tokens of which backward prefers whole multiples; None for no preference."""
-        ...
-
     def forward(self, call: BlockCall) -> tuple[Tensor, Tensor]:
         """Return (o like q, lse ``[batch, heads, r]`` in fp32 or better)."""
         ...
@@ -67,6 +64,8 @@ class BlockAttention:
     """:class:`sppo.kernels.attention.call.AttentionKernel` over a :class:`BlockKernel`."""
 
     kernel: BlockKernel
+    backward_multiple: Callable[[torch.dtype], int | None] = lambda dtype: None
+    """Function of the tokens of which backward prefers whole multiples; None for no preference."""
 
     def forward(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
         """Return (o_CND, lse_NC), computed in blocks that are merged by log-sum-exp."""
@@ -89,7 +88,7 @@ class BlockAttention:
     ) -> Tensor:
         """Return dq_CND, computed block by block; add to ``dk_TKD`` and ``dv_TKD``."""
         blocks = _blocks(call)
-        multiple = self.kernel.backward_token_multiple(call.q_CND.dtype)
+        multiple = self.backward_multiple(call.q_CND.dtype)
         if multiple is not None:
             blocks = cut_to_token_multiples(blocks, multiple, window=call.window)
         q_NCD, o_NCD, do_NCD = (_heads_first(x) for x in (call.q_CND, o_CND, do_CND))

@@ -23,7 +23,7 @@ from math import ceil
 # query groups. Limits from 1024 to 8192 measured alike on a CPU, within its noise.
 MAX_CAUSAL_TOKENS = 2048
 # Squares are halved at a multiple of this number, so that tokens beyond the multiples of a kernel
-# (`BlockKernel.backward_token_multiple`) are at the end of a span only.
+# (`BlockAttention.backward_multiple`) are at the end of a span only.
 HALF_UNIT_TOKENS = 256
 # A longer prefix is read in parts of this many keys. Temporaries of a kernel are as long as its
 # keys; if they grew with every subsequence, an allocator could never reuse the freed ones.

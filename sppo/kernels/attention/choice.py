@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sppo.kernels.attention.block_attention import BlockAttention
 from sppo.kernels.attention.call import AttentionCall, AttentionKernel
-from sppo.kernels.attention.cpu_flash import CpuFlash
+from sppo.kernels.attention.cpu_flash import CpuFlash, backward_multiple
 from sppo.kernels.attention.cudnn_blocks import CudnnBlocks
 from sppo.kernels.attention.flash_packages import (
     FLASH_ATTN_2,
@@ -119,7 +119,7 @@ CAPABILITIES: Mapping[BackendName, Capability] = {
 
 
 KERNELS: Mapping[BackendName, AttentionKernel] = {
-    "cpu_flash": BlockAttention(CpuFlash()),
+    "cpu_flash": BlockAttention(CpuFlash(), backward_multiple),
     "flash_attn_3": RectangleAttention(FLASH_ATTN_3),
     "flash_attn_4": RectangleAttention(FLASH_ATTN_4),
     "flash_attn_2": RectangleAttention(FLASH_ATTN_2),

@@ -33,12 +33,13 @@ HALF_BACKWARD_TOKENS = 256
 _HALF = (torch.bfloat16, torch.float16)
 
 
+def backward_multiple(dtype: torch.dtype) -> int | None:
+    """Return HALF_BACKWARD_TOKENS if backward multiplies in half precision, else None."""
+    return HALF_BACKWARD_TOKENS if dtype in _HALF and cpu_multiplies(dtype) else None
+
+
 class CpuFlash:
     """Block kernel over ``aten::_scaled_dot_product_flash_attention_for_cpu``."""
-
-    def backward_token_multiple(self, dtype: torch.dtype) -> int | None:
-        """Return HALF_BACKWARD_TOKENS if backward multiplies in half precision, else None."""
-        return HALF_BACKWARD_TOKENS if dtype in _HALF and cpu_multiplies(dtype) else None
 
     def forward(self, call: BlockCall) -> tuple[Tensor, Tensor]:
         """Return (o, lse) of one block by torch's CPU flash attention."""
@@ -57,7 +58,7 @@ class CpuFlash:
         precision; dq of a backward in parts of keys is fp32 or better.
         """
         q, k, v, mask = call.q, call.k, call.v, call.mask
-        if q.dtype in _HALF and not self._multiplies(q, k):
+        if q.dtype in _HALF and not _multiplies(q, k):
             do, q, k, v, o = (_cast(x) for x in (do, q, k, v, o))
             mask = None if mask is None else _cast(mask)
         parts = 1 if call.causal or mask is not None else _key_parts(q, k)
@@ -68,10 +69,11 @@ class CpuFlash:
             return dq, dk, dv
         return _backward_in_parts(do, q, k, v, o, lse, scale=call.scale, parts=parts)
 
-    def _multiplies(self, q: Tensor, k: Tensor) -> bool:
-        """Return whether backward multiplies the rows and keys of a block in half precision."""
-        multiple = self.backward_token_multiple(q.dtype)
-        return multiple is not None and not (q.shape[2] % multiple or k.shape[2] % multiple)
+
+def _multiplies(q: Tensor, k: Tensor) -> bool:
+    """Return whether backward multiplies the rows and keys of a block in half precision."""
+    multiple = backward_multiple(q.dtype)
+    return multiple is not None and not (q.shape[2] % multiple or k.shape[2] % multiple)
 
 
 def _cast(x: Tensor) -> Tensor:

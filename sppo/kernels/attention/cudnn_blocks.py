@@ -17,10 +17,6 @@ class CudnnBlocks:
     def __init__(self) -> None:
         self._lse_columns = True
 
-    def backward_token_multiple(self, dtype: torch.dtype) -> int | None:
-        """Return None: backward supports any number of tokens."""
-        return None
-
     def forward(self, call: BlockCall) -> tuple[Tensor, Tensor]:
         """Return (o, lse) of one block by torch's cuDNN attention."""
         q, k, v = call.q, _dense(call.k), _dense(call.v)

@@ -21,10 +21,6 @@ TILE_BYTES = 64 * MIB
 class TorchBlocks:
     """Block kernel of matrix products, computed in fp32 or better."""
 
-    def backward_token_multiple(self, dtype: torch.dtype) -> int | None:
-        """Return None: backward supports any number of tokens."""
-        return None
-
     def forward(self, call: BlockCall) -> tuple[Tensor, Tensor]:
         """Return (o, lse) of one block by plain torch operations, tile by tile."""
         q, acc_dtype = call.q, torch.promote_types(call.q.dtype, torch.float32)

@@ -91,7 +91,7 @@ def test_replicas_have_a_sample_each():
 
 
 def test_a_longest_sample_that_fits_nowhere_is_told():
-    found = solved(memory_gib=0.25)
+    found = solved(devices=2, memory_gib=0.25)
     assert found.best is None
     nearest = found.rejected[0]
     assert nearest.shortfall.short_bytes == min(

@@ -1,12 +1,12 @@
-"""Triton's cross entropy against its definition in float64.
+"""Losses and gradients of a tile of logits, in torch and in Triton, against float64.
 
-How far results may be off: see :mod:`tests.kernels.operands`. Twice that is allowed where the loss
-is a small difference of large logits.
+How far results may be off: see :mod:`tests.kernels.operands`.
 """
 
 import pytest
 import torch
 
+from sppo.kernels.cross_entropy import LossTerms, losses_to_gradient_, token_losses
 from sppo.kernels.labels import IGNORED_LABEL
 from tests.kernels.operands import (
     DTYPES,
@@ -16,10 +16,8 @@ from tests.kernels.operands import (
     assert_close,
     dtype_name,
     exact,
-    poison_fresh_memory,
     random,
 )
-from tests.kernels.places import DEVICES, need_triton
 from tests.tiers import each_once
 
 SCALE = 0.37
@@ -28,17 +26,8 @@ TERMS = [(0.0, 0.0), (0.1, 0.0), (0.0, 0.02), (0.3, 0.5)]
 SHAPES = [(1, 2), (5, 3), (37, 101), (4, 1024), (3, 4097), (2, 9001)]
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-pytestmark = pytest.mark.parametrize("device", DEVICES)
-
-
-@pytest.fixture(autouse=True)
-def _triton(device):
-    need_triton(device)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_memory_is_poisoned(monkeypatch):
-    poison_fresh_memory(monkeypatch)
+in_triton = pytest.mark.parametrize("device", ["triton-cpu"], indirect=True)
+pytestmark = pytest.mark.usefixtures("_fresh_memory_is_poisoned")
 
 
 def random_labels(tokens, words, *, device, ignored=0.3):
@@ -61,13 +50,9 @@ def by_definition(logits, labels, smoothing, z_loss):
 
 def both(logits, labels, smoothing, z_loss):
     """(losses alone, losses with the gradient, the gradient)."""
-    from sppo.kernels.triton.cross_entropy import cross_entropy
-
-    terms = {"label_smoothing": smoothing, "z_loss": z_loss}
-    before, guarded = logits.clone(), Guarded(logits)
-    alone = cross_entropy(guarded.inside, labels, **terms)
-    assert torch.equal(guarded.inside.nan_to_num(0.5), before.nan_to_num(0.5))
-    losses = cross_entropy(guarded.inside, labels, scale=SCALE, **terms)
+    terms, guarded = LossTerms(smoothing, z_loss), Guarded(logits)
+    alone = token_losses(logits.clone(), labels, terms=terms)
+    losses = losses_to_gradient_(guarded.inside, labels, scale=SCALE, terms=terms)
     assert guarded.intact()
     return alone, losses, guarded.inside.clone()
 
@@ -94,22 +79,21 @@ def test_one_word(terms, dtype, device):
     (logits,) = random((9, 1), dtype=dtype, device=device)
     _alone, losses, gradient = both(logits, torch.zeros(9, dtype=torch.long).to(device), *terms)
     (z,) = exact(logits)
-    assert_close(losses, terms[1] * z.square().squeeze(1), tolerance=accumulation_tolerance(dtype))
-    expected = 2 * SCALE * terms[1] * z
-    error = float((gradient.double().cpu() - expected).norm())
-    assert error <= TOLERANCE[dtype] * float(expected.norm()) + accumulation_tolerance(dtype)
+    exact_losses, exact_gradient = terms[1] * z.square().squeeze(1), 2 * SCALE * terms[1] * z
+    for found, value in ((losses, exact_losses), (gradient, exact_gradient)):
+        error = float((found.double().cpu() - value).norm())
+        assert error <= TOLERANCE[dtype] * float(value.norm()) + accumulation_tolerance(dtype)
 
 
+@in_triton
 @every_dtype
 def test_all_ignored(dtype, device):
     """Whatever the rows hold, NaN and infinity included."""
-    from sppo.kernels.triton.cross_entropy import cross_entropy
-
     (logits,) = random((7, 300), dtype=dtype, device=device)
     logits[1], logits[2] = float("nan"), float("inf")
     labels = torch.full((7,), IGNORED_LABEL, device=device)
     guarded = Guarded(logits)
-    losses = cross_entropy(guarded.inside, labels, scale=SCALE, label_smoothing=0.1, z_loss=0.1)
+    losses = losses_to_gradient_(guarded.inside, labels, scale=SCALE, terms=LossTerms(0.1, 0.1))
     assert torch.equal(losses, torch.zeros_like(losses))
     assert torch.equal(guarded.inside, torch.zeros_like(guarded.inside))
     assert guarded.intact()
@@ -153,14 +137,12 @@ def test_what_is_not_finite_shows(dtype, device):
     assert bool(gradient[1].isfinite().all())
 
 
+@in_triton
 @every_dtype
 def test_logits_that_are_not_row_major(dtype, device):
-    from sppo.kernels.triton.cross_entropy import cross_entropy
-
     (across,) = random((50, 7), dtype=dtype, device=device)
     labels = random_labels(7, 50, device=device)
-    terms = {"label_smoothing": 0.0, "z_loss": 0.0}
-    expected = cross_entropy(across.T.contiguous(), labels, **terms)
-    assert torch.equal(cross_entropy(across.T, labels, **terms), expected)
+    expected = token_losses(across.T.contiguous(), labels)
+    assert torch.equal(token_losses(across.T, labels), expected)
     with pytest.raises(AssertionError, match="in place"):
-        cross_entropy(across.T, labels, scale=1.0, **terms)
+        losses_to_gradient_(across.T, labels, scale=1.0)
