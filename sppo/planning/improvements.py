@@ -93,10 +93,7 @@ def _improvement(
     known = _best(solution)
     least = WORTH_IT * _rate(solution.run, solution.hardware, known.step_s)
     most_s = min(most_s, _tokens(change.run) / (least * change.hardware.num_devices))
-    try:
-        best = quick_best(change.run, change.hardware, below=most_s)
-    except ValueError:
-        return None
+    best = quick_best(change.run, change.hardware, below=most_s)
     if best is None or best.step_s > most_s:
         return None
     rate = _rate(change.run, change.hardware, best.step_s)

@@ -33,8 +33,11 @@ class Violation:
         return f"{where}{self.text} (rule: {self.rule})"
 
 
-class ScheduleError(ValueError):
-    """Error of a schedule that breaks rules; the message lists the first violations."""
+class ScheduleError(RuntimeError):
+    """Error of a schedule that breaks rules; the message lists the first violations.
+
+    No request causes it, but a bug of what made the programs.
+    """
 
     def __init__(self, name: str, *, violations: Sequence[Violation]) -> None:
         self.violations = tuple(violations)

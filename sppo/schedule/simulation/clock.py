@@ -16,8 +16,10 @@ from sppo.schedule.simulation.dependencies import BUBBLE, COMMUNICATION, COPY, D
 _SHOWN = 4
 
 
-class DeadlockError(ValueError):
+class DeadlockError(RuntimeError):
     """Error of a schedule whose ranks wait for each other: the order of the programs has a cycle.
+
+    No request causes it, but a bug of what made the programs.
 
     Attributes:
         rank: First rank that cannot proceed.

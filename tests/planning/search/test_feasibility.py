@@ -9,8 +9,10 @@ import pytest
 from sppo.hardware.file import hardware_for
 from sppo.hardware.presets import PRESETS
 from sppo.planning.longest_sequence import with_length
+from sppo.planning.search import simulated_candidate
 from sppo.planning.search.feasibility import fits_at_all, longest_sequence
 from sppo.planning.search.solver import quick_best, solve
+from sppo.schedule.simulation.clock import DeadlockError
 from sppo.units import GIB, MIB
 from tests.make import make_run
 from tests.planning.cases import machine, run_config, solved
@@ -85,6 +87,17 @@ def test_what_cannot_be_asked_does_not_fit(sections):
     bare = replace(NODE, node=replace(NODE.node, host_memory_bytes=0))
     assert not fits_at_all(run, bare)
     assert quick_best(run, bare) is None
+
+
+def test_a_deadlock_is_no_request_that_does_not_fit(monkeypatch):
+    """It is a bug, which nothing that tries many requests may swallow."""
+
+    def deadlocked(*_, **__):
+        raise DeadlockError("ranks wait for each other", 0, 0)
+
+    monkeypatch.setattr(simulated_candidate, "simulate_step", deadlocked)
+    with pytest.raises(DeadlockError):
+        quick_best(run_of(), NODE)
 
 
 @pytest.mark.parametrize("policy", ["retain", "recompute"])
