@@ -15,7 +15,7 @@ from sppo.planning.make_plan import make_plan
 from sppo.planning.plan import plan_json
 from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.choices import Degrees
-from sppo.planning.search.division import divide
+from sppo.planning.search.division import divide, rejection_of
 from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.search.simulated_candidate import simulate_candidate
 from sppo.planning.search.solver import solve
@@ -246,18 +246,12 @@ def test_what_cannot_fit_lacks_at_least_the_bound(model, sections):
     run = request(model, **sections)
     divisions, _ = divide(run, hardware=hardware_for_request())
     lacking = [division for division in divisions if not division.fits]
-    exact, quick = ([one.rejection(exact=exact) for one in lacking] for exact in (True, False))
-    bounds = [
-        (bound, rejection)
-        for bound, rejection in zip(quick, exact, strict=True)
-        if bound.shortfall is not None and bound.shortfall.at_least
-    ]
+    bounds = [(one, bound) for one in lacking if (bound := one.least_rejection()) is not None]
     assert bounds
-    for bound, rejection in bounds:
-        assert 0 < bound.shortfall.short_bytes <= rejection.shortfall.short_bytes
+    for division, bound in bounds:
+        exact = rejection_of(division.best())
+        assert 0 < bound.shortfall.short_bytes <= exact.shortfall.short_bytes
         assert "short by at least " in bound.reason
-    others = [pair for pair in zip(quick, exact, strict=True) if pair not in bounds]
-    assert all(one == other for one, other in others)
 
 
 # What a run writes is a condition.
