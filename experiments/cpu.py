@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from experiments import harness
+from experiments.planned_rank import PlannedRank, random_tokens
 
 LOOPED = {"virtual_stages": harness.MODEL["num_layers"], "schedule": "looped_bfs"}
 """Section ``parallel`` of a stage for every layer."""
@@ -117,8 +118,6 @@ def _measured(meter: harness.Meter, step: Callable[[], float]) -> dict[str, Any]
 
 
 def _sppo(side: str, length: int, disk: Path | None) -> Callable[[], float]:
-    from experiments.planned_rank import PlannedRank
-
     activations = SPPO_SIDES[side]["activations"]
     if side in DISK_SIDES:
         activations = {**activations, "disk": str(disk)}
@@ -144,8 +143,6 @@ def _sppo(side: str, length: int, disk: Path | None) -> Callable[[], float]:
 def _transformers(side: str, length: int, _disk: Path | None) -> Callable[[], float]:
     from transformers import LlamaConfig
     from transformers_training import TransformersTraining  # of scripts/
-
-    from experiments.planned_rank import random_tokens
 
     shape = harness.MODEL
     config = LlamaConfig(

@@ -112,7 +112,7 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> No
     """Print a table; all columns but the first are right-aligned."""
     from rich.console import Console
 
-    from sppo.cli.output.printing import table
+    from sppo.cli.printing import table
 
     cells = [[str(cell) for cell in row] for row in rows]
     Console(width=_WIDTH).print(table(headings, cells))

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from pathlib import Path
 from typing import Any
 
 from experiments import harness
+from experiments.planned_rank import PlannedRank
+from sppo.plots.timeline import write_png
 
 SCHEDULES = ("sppo", "sppo_msp", "looped_bfs")
 NARROW = {
@@ -98,8 +99,6 @@ def _keys(options: argparse.Namespace, side: str) -> dict[str, Any]:
 
 def _serve(rank: int, options: argparse.Namespace) -> dict[str, Any]:
     """Run one rank; return the figures, complete on rank 0."""
-    from experiments.planned_rank import PlannedRank
-
     sides = {side: PlannedRank(_keys(options, side), rank=rank) for side in options.sides}
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     timelines: dict[str, list[Any]] = {side: [] for side in sides}
@@ -116,7 +115,7 @@ def _serve(rank: int, options: argparse.Namespace) -> dict[str, Any]:
     if rank:
         return {}
     if options.plot is not None:
-        _draw(options.plot, [of_side[-1] for of_side in timelines.values()])
+        write_png(options.plot, timelines=[of_side[-1] for of_side in timelines.values()])
     first, *_ = sides
     medians = {side: statistics.median(times) for side, times in seconds.items()}
     planned = {side: one.plan.predicted for side, one in sides.items()}
@@ -139,12 +138,6 @@ def _serve(rank: int, options: argparse.Namespace) -> dict[str, Any]:
             for side in sides
         },
     }
-
-
-def _draw(path: Path, timelines: list[Any]) -> None:
-    from sppo.plots.timeline import write_png
-
-    write_png(path, timelines=timelines)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from experiments import harness
 from experiments.packing_sides import (
@@ -33,16 +36,16 @@ from experiments.packing_sides import (
     figures,
     side_steps,
 )
+from experiments.planned_rank import PlannedRank
 from sppo.data.samples.length_distributions import DISTRIBUTIONS, draw
+from sppo.engine.step_programs import PlannedStep
+from sppo.engine.unit import SequenceData
 from sppo.hardware.file import read_hardware
 from sppo.hardware.this_machine import detect_machine, divide_cpu, usable_memory_bytes
+from sppo.kernels.labels import IGNORED_LABEL
+from sppo.plots.timeline import write_png
+from sppo.schedule.simulation.simulate import simulate
 from sppo.units import MIB
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from experiments.planned_rank import PlannedRank
-    from sppo.engine.unit import SequenceData
 
 MODEL = {
     "vocab_size": 512,
@@ -187,8 +190,6 @@ def _serve(rank: int, given: tuple[argparse.Namespace, Request]) -> dict[str, An
 
 def _engine(options: argparse.Namespace, virtual: int, *, rank: int) -> PlannedRank:
     """Return the engine of a rank with `virtual` stages; every step has a program of its own."""
-    from experiments.planned_rank import PlannedRank
-
     keys = {
         "model": MODEL,
         "sequence": {"length": options.longest},
@@ -217,8 +218,6 @@ class _Side:
 
     def run(self, step: int, samples: Sequence[Tensor], *, counts: bool) -> float:
         """Run a step, record it if it counts, and return its seconds; a call on every rank."""
-        from sppo.engine.step_programs import PlannedStep
-
         plan, packing = self._steps[step].plan, self._steps[step].packing
         data = [
             _sequence_data(sequence.tokens, sequence.samples, pieces, samples)
@@ -240,9 +239,6 @@ class _Side:
 
     def draw(self, path: Path) -> None:
         """Draw the simulated and the executed timeline of the last step."""
-        from sppo.plots.timeline import write_png
-        from sppo.schedule.simulation.simulate import simulate
-
         plan = self._steps[-1].plan
         simulated = simulate(plan.program, costs=plan.evaluated.costs)
         write_png(path, timelines=[simulated, self._timeline])
@@ -258,7 +254,7 @@ class _Side:
             "tokens_per_s": sum(map(sum, lengths)) / sum(step_s),
             "idle_share": statistics.median(self._idle_shares) if self._idle_shares else None,
             "losses": self._losses,
-            "peak_bytes": [*self._rank.ranks.peers.all_gather(self._saved_bytes + held)],
+            "peak_bytes": [*self._rank.job.peers.all_gather(self._saved_bytes + held)],
             "predicted_peak_bytes": _predicted_bytes(self._steps),
         }
 
@@ -274,8 +270,6 @@ def _predicted_bytes(steps: Sequence[SideStep]) -> list[int]:
 
 def _samples(lengths: Sequence[int], *, seed: int) -> list[Tensor]:
     """Return random token ids of each sample, one more than its tokens: the last is a label."""
-    import torch
-
     generator = torch.Generator().manual_seed(seed)
     vocab_size = MODEL["vocab_size"]
     return [torch.randint(vocab_size, (tokens + 1,), generator=generator) for tokens in lengths]
@@ -285,11 +279,6 @@ def _sequence_data(
     tokens: int, documents: Sequence[int], pieces: Sequence[Any], samples: Sequence[Tensor]
 ) -> SequenceData:
     """Return the data of a sequence of pieces of samples, padded to its tokens."""
-    import torch
-
-    from sppo.engine.unit import SequenceData
-    from sppo.kernels.labels import IGNORED_LABEL
-
     nothing = samples[0].new_zeros(tokens - sum(piece.tokens for piece in pieces))
     inputs = [samples[sample][begin:end] for sample, begin, end in pieces]
     labels = [samples[sample][begin + 1 : end + 1] for sample, begin, end in pieces]

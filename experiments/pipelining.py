@@ -20,7 +20,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
 from experiments import harness
+from experiments.planned_rank import PlannedRank, random_tokens
+from experiments.torch_pipeline import TorchPipeline
+from sppo.config import ModelConfig
+from sppo.training.devices.cpu_device import CpuDevice
 
 SIDES = ("sppo", "torch")
 RANKS = 2
@@ -106,7 +112,7 @@ def _measurement(turns: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
 def _make(rank: int, arguments: tuple[str, argparse.Namespace, int]) -> Callable[[], Any]:
     """Set up a rank of one side, and run a step without counting it."""
     side, options, sequences = arguments
-    pipeline = (_sppo if side == "sppo" else _torch)(rank, options, sequences)
+    pipeline = (_SppoPipeline if side == "sppo" else _torch)(rank, options, sequences)
     pipeline.step()
     pipeline.findings()
     gc.collect()
@@ -120,21 +126,15 @@ def _measured(pipeline: Any, meter: harness.Meter) -> dict[str, Any]:
 
 
 def _torch(rank: int, options: argparse.Namespace, sequences: int) -> Any:
-    from experiments.planned_rank import random_tokens
-    from experiments.torch_pipeline import TorchPipeline
-    from sppo.config import ModelConfig
-
     model = ModelConfig.model_validate(harness.MODEL)
     tokens_MT = random_tokens(sequences, options.length)
     return TorchPipeline(model, tokens_MT, rank=rank, pool=options.pool_for_torch)
 
 
-class _sppo:  # noqa: N801 - made like the other side
+class _SppoPipeline(PlannedRank):
     """One rank of SPPO's pipeline, which retains everything."""
 
     def __init__(self, rank: int, options: argparse.Namespace, sequences: int) -> None:
-        from experiments.planned_rank import PlannedRank
-
         keys = {
             "model": harness.MODEL,
             "sequence": {
@@ -151,34 +151,28 @@ class _sppo:  # noqa: N801 - made like the other side
             "activations": {"policy": "retain"},
             "train": {"sequences_per_step": sequences},
         }
-        self._rank = PlannedRank(keys, rank=rank)
-        self.step = self._rank.step
+        super().__init__(keys, rank=rank)
 
     @property
     def gradient_bytes(self) -> int:
         """Bytes of the fp32 gradient sums, which exist between steps."""
-        return sum(gradient.nbytes for gradient in self._rank.state.gradients.values())
+        return sum(gradient.nbytes for gradient in self.state.gradients.values())
 
     def trim(self) -> None:
         """Return unused memory of the pool to the system."""
-        from sppo.training.devices.cpu_device import CpuDevice
-
         CpuDevice().trim()
 
     def findings(self) -> dict[str, Any]:
         """Return figures of the last step."""
-        import torch
-
-        rank, done, timeline = self._rank, self._rank.done, self._rank.timeline()
-        assert done is not None, "after a step"
-        norms = torch._foreach_norm(list(rank.state.gradients.values()))
+        timeline, gradients = self.timeline(), list(self.state.gradients.values())
+        assert self.done is not None, "after a step"
         return {
-            "schedule": rank.plan.schedule,
-            "boundaries": rank.plan.boundaries,
-            "planned_idle_share": rank.plan.predicted.bubble_fraction,
+            "schedule": self.plan.schedule,
+            "boundaries": self.plan.boundaries,
+            "planned_idle_share": self.plan.predicted.bubble_fraction,
             "idle_share": None if timeline is None else timeline.bubble_fraction,
-            "loss": float(done.total_loss) / done.num_valid,
-            "gradient_norm": float(torch.stack(list(norms)).norm()),
+            "loss": float(self.done.total_loss) / self.done.num_valid,
+            "gradient_norm": float(torch.stack(list(torch._foreach_norm(gradients))).norm()),
         }
 
 

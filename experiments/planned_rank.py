@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from rich.console import Console
 
 from experiments.harness import TIMEOUT
-from sppo.config import check_run
+from sppo.config import RunConfig, check_run
 from sppo.engine.engine import StepResult
 from sppo.engine.step_programs import PlannedStep
 from sppo.engine.unit import SequenceData
@@ -18,26 +19,27 @@ from sppo.hardware.this_machine import as_seen_by_ranks, detect_machine
 from sppo.kernels.native.machine_memory import memory_room
 from sppo.offload.disk.disk_room import usable_directory
 from sppo.parallel.host_collectives import HostCollectives
-from sppo.parallel.job.flight_record import RankProgress
-from sppo.parallel.mesh import Mesh, alone
+from sppo.parallel.mesh import Mesh
 from sppo.parallel.mesh_shape import MeshShape
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.run_plan import plan_run
 from sppo.schedule.timeline import Timeline
 from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.executed_step import executed_timeline
-from sppo.training.job import Job, Ranks
+from sppo.training.job import Job
 from sppo.training.state import build_state
-from sppo.training.steps.warm_up import warm_up
+from sppo.training.trainer import warm_up
 
 
-def connected(rank: int, ranks: int) -> Ranks:
-    """Return this process as a rank of a pipeline, which is the default process group."""
-    mesh = alone()
-    if ranks > 1:
-        shape = MeshShape(pipeline_parallel=ranks)
-        mesh = Mesh(shape, rank=rank, timeout_s=TIMEOUT.total_seconds())
-    return Ranks(mesh, HostCollectives(mesh), RankProgress.create(None), local_ranks=ranks)
+def joined_job(run: RunConfig, rank: int, device: CpuDevice) -> Job:
+    """Return the job of a rank of a pipeline, which is the default process group."""
+    job = Job.alone(run, device=device, console=Console(quiet=True))
+    count = run.parallel.pipeline_parallel_degree
+    if count == 1:
+        return job
+    shape = MeshShape(pipeline_parallel=count)
+    mesh = Mesh(shape, rank=rank, timeout_s=TIMEOUT.total_seconds())
+    return replace(job, mesh=mesh, peers=HostCollectives(mesh), local_ranks=count)
 
 
 class PlannedRank:
@@ -53,9 +55,9 @@ class PlannedRank:
         device = CpuDevice()
         device.begin()
         run = check_run({"data": {"tokens": "."}, **keys}, source="experiments")
-        self.ranks = connected(rank, run.parallel.pipeline_parallel_degree)
-        count, disk = self.ranks.local_ranks, run.activations.disk
-        self.plan: ExecutionPlan = self.ranks.decided_by_main(
+        self.job = job = joined_job(run, rank, device)
+        count, disk = job.local_ranks, run.activations.disk
+        self.plan: ExecutionPlan = job.peers.decided_by_main(
             lambda: plan_run(
                 run,
                 hardware=as_seen_by_ranks(detect_machine(), count, is_here=True),
@@ -64,7 +66,6 @@ class PlannedRank:
             )
         )
         warm_up(run, lengths=self.plan.lengths, device=device)
-        job = Job(run, self.ranks, device, Console(quiet=True))
         self.state = build_state(job, self.plan)
         self._data = [
             SequenceData(tokens[:-1], tokens[1:])
@@ -92,11 +93,11 @@ class PlannedRank:
     def loss(self) -> float:
         """Return the mean loss of the last step; every rank must call this method."""
         assert self.done is not None, "after a step"
-        return self.ranks.peers.total([float(self.done.total_loss)])[0] / self.done.num_valid
+        return self.job.peers.total([float(self.done.total_loss)])[0] / self.done.num_valid
 
     def timeline(self) -> Timeline | None:
         """Return the timeline of the last step on rank 0; every rank must call this method."""
-        return executed_timeline(self.done, self.ranks)
+        return executed_timeline(self.done, self.job)
 
 
 def random_tokens(sequences: int, length: int) -> torch.Tensor:

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from experiments import harness
-from experiments.baseline_cost import method_memory
 from experiments.baseline_methods import METHODS, Method
 from sppo.activations.placement import ActivationPlacement
 from sppo.activations.policy import saved_bytes_per_token
@@ -257,9 +256,9 @@ def _memory(published: Published) -> dict[str, float]:
 
 
 def _method_memory(candidate: Candidate, method: Method) -> dict[str, float]:
-    """Return the bytes of the fullest device by bucket, of a method of `sppo estimate`."""
+    """Return the bytes of the fullest device by bucket, of a baseline method."""
     device = max(
-        (stage.device for stage in method_memory(candidate, method)),
+        (stage.device for stage in method.memory(candidate)),
         key=lambda buckets: buckets.total_bytes,
     )
     kv = device.kv_bytes + device.kv_gradients_bytes

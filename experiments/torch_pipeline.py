@@ -8,7 +8,8 @@ the logits of a long sequence never exist at once.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,10 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers_training import tiled_loss  # of scripts/, which experiments.harness adds
 
 from sppo.config import ModelConfig
 from sppo.cost.candidate import layers_of_stages
-from sppo.kernels.cross_entropy import linear_cross_entropy_with_gradient
 from sppo.kernels.native.cpu_allocator import install_cpu_allocator
 from sppo.model.initialize import initial_weights
 from sppo.model.rope import rotary_table
@@ -41,12 +42,13 @@ class TorchPipeline:
 
     def __init__(self, model: ModelConfig, tokens_MT: Tensor, *, rank: int, pool: bool) -> None:
         self._pool = install_cpu_allocator() if pool else None
-        self._model, self._tokens_MT, self._rank = model, tokens_MT, rank
-        self._num_stages = dist.get_world_size()
-        self._stage = _Stage(model, rank=rank, num_stages=self._num_stages).bfloat16()
+        self._inputs_MS, self._labels_MS = tokens_MT[:, :-1], tokens_MT[:, 1:]
+        stages = dist.get_world_size()
+        self._is_first, self._is_last = rank == 0, rank == stages - 1
+        self._stage = _Stage(model, rank=rank, num_stages=stages).bfloat16()
         weights = initial_weights(model, seed=0)
         self._stage.load_state_dict({name: weights[name] for name in self._stage.state_dict()})
-        self._schedules: dict[tuple[int, int], Any] = {}
+        self._schedule = _schedule(self._stage, model, self._inputs_MS, rank=rank, stages=stages)
         self._loss = 0.0
 
     def trim(self) -> None:
@@ -55,64 +57,47 @@ class TorchPipeline:
             self._pool.trim()
 
     def step(self) -> None:
-        """Run forward and backward of all sequences."""
-        self._loss = self._accumulate(self._tokens_MT)
+        """Run forward and backward of the mean loss of all sequences."""
+        losses: list[Tensor] = []
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # no fallback to another kernel
+            self._schedule.step(
+                *((self._inputs_MS,) if self._is_first else ()),
+                target=self._labels_MS if self._is_last else None,
+                losses=losses,
+                return_outputs=False,
+            )
+        self._loss = float(torch.stack(losses).detach().sum()) if self._is_last else 0.0
 
     def findings(self) -> dict[str, Any]:
         """Return figures of the last step, and free its gradients."""
         gradients = [p.grad.float() for p in self._stage.parameters() if p.grad is not None]
         norm = float(torch.stack(list(torch._foreach_norm(gradients))).norm())
         self._stage.zero_grad(set_to_none=True)
-        name = "GPipe" if len(self._tokens_MT) == 1 else "1F1B"
+        name = "GPipe" if len(self._inputs_MS) == 1 else "1F1B"
         return {"schedule": name, "loss": self._loss, "gradient_norm": norm}
 
-    def _accumulate(self, tokens_MT: Tensor) -> float:
-        """Compute gradients of the mean loss of M sequences; return the loss on the last rank.
 
-        Other ranks return 0.
-        """
-        inputs_MS, labels_MS = tokens_MT[:, :-1], tokens_MT[:, 1:]
-        schedule = self._schedule(*inputs_MS.shape)
-        losses: list[Tensor] = []
-        last = self._rank == self._num_stages - 1
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # no fallback to another kernel
-            schedule.step(
-                *((inputs_MS,) if self._rank == 0 else ()),
-                target=labels_MS if last else None,
-                losses=losses,
-                return_outputs=False,
-            )
-        return float(torch.stack(losses).detach().sum()) if last else 0.0
+def _schedule(
+    module: _Stage, model: ModelConfig, inputs_MS: Tensor, *, rank: int, stages: int
+) -> Any:
+    """Return a schedule for given shapes, so that no step is spent on finding them.
 
-    def _schedule(self, sequences: int, length: int) -> Any:
-        """Return a schedule with given shapes, so that no step is spent on finding them.
-
-        The schedule is GPipe for a single micro-batch: torch's 1F1B needs at least as many as
-        stages.
-        """
-        key = sequences, length
-        if key not in self._schedules:
-            hidden = torch.empty(
-                1, length, self._model.hidden_size, dtype=torch.bfloat16, device="meta"
-            )
-            hidden.requires_grad_()
-            tokens = torch.empty(1, length, dtype=torch.int64, device="meta")
-            stage = PipelineStage(
-                self._stage,
-                stage_index=self._rank,
-                num_stages=self._num_stages,
-                device=torch.device("cpu"),
-                input_args=tokens if self._rank == 0 else hidden,
-                output_args=hidden,
-            )
-            scale = 1.0 / (sequences * length)
-
-            def loss(output_1SE: Tensor, labels_1S: Tensor) -> Tensor:
-                return self._stage.loss(output_1SE, labels_1S, scale=scale)
-
-            kind = ScheduleGPipe if sequences == 1 else Schedule1F1B
-            self._schedules[key] = kind(stage, sequences, loss_fn=loss, scale_grads=False)
-        return self._schedules[key]
+    The schedule is GPipe for a single micro-batch: torch's 1F1B needs at least as many as stages.
+    """
+    sequences, length = inputs_MS.shape
+    hidden = torch.empty(1, length, model.hidden_size, dtype=torch.bfloat16, device="meta")
+    hidden.requires_grad_()
+    stage = PipelineStage(
+        module,
+        stage_index=rank,
+        num_stages=stages,
+        device=torch.device("cpu"),
+        input_args=inputs_MS[:1].to("meta") if rank == 0 else hidden,
+        output_args=hidden,
+    )
+    kind = ScheduleGPipe if sequences == 1 else Schedule1F1B
+    loss = partial(module.loss, scale=1.0 / (sequences * length))
+    return kind(stage, sequences, loss_fn=loss, scale_grads=False)
 
 
 class _Stage(nn.Module):
@@ -143,12 +128,8 @@ class _Stage(nn.Module):
 
     def loss(self, hidden_1SE: Tensor, labels_1S: Tensor, *, scale: float) -> Tensor:
         """Return ``scale`` times the summed loss of one sequence."""
-        return cast(
-            "Tensor",
-            _TiledLoss.apply(  # type: ignore[no-untyped-call]
-                hidden_1SE[0], self.head.weight, labels_1S[0], scale
-            ),
-        )
+        loss: Tensor = tiled_loss(hidden_1SE[0], self.head.weight, labels_1S[0], scale=scale)
+        return loss
 
 
 class _Layer(nn.Module):
@@ -192,21 +173,3 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
     turned: Tensor = x * cos + torch.cat([-second, first], -1) * sin
     return turned
-
-
-class _TiledLoss(torch.autograd.Function):
-    """Tiled loss of SPPO's engine under autograd, so that both sides use the same loss."""
-
-    @staticmethod
-    def forward(context: Any, hidden: Tensor, weight: Tensor, labels: Tensor, scale: float) -> Any:
-        dweight = torch.zeros_like(weight, dtype=torch.float32)
-        losses, dhidden = linear_cross_entropy_with_gradient(
-            hidden, weight, labels, scale=scale, dweight_VE=dweight
-        )
-        context.save_for_backward(dhidden, dweight.to(weight.dtype))
-        return losses.sum() * scale
-
-    @staticmethod
-    def backward(context: Any, dloss: Tensor) -> Any:
-        dhidden, dweight = context.saved_tensors
-        return dhidden * dloss.to(dhidden.dtype), dweight * dloss.to(dweight.dtype), None, None

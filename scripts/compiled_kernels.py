@@ -1,9 +1,9 @@
-r"""Report registers, spills, shared memory, products and loads of the compiled Triton kernels.
+r"""Report registers, spills, shared memory and loads of the compiled Triton kernels.
 
 Compiles the kernels that the launchers launch, for GPUs that need not be present: tensors are on
 the CPU, and Triton does everything for a launch except the launch itself. Prints a table, and
 writes the figures to ``--json``. The exit code is 1 if a kernel that a bf16 training launches
-spills registers, or attention in fp32 or fp64 does.
+spills registers.
 
     python scripts/compiled_kernels.py --capabilities 90 --launches few --json kernels.json
 """
@@ -25,17 +25,25 @@ from typing import Any
 from option_types import one_of, output_file, positive, several  # beside this file
 from rich.console import Console
 
-from sppo.cli.output.printing import table
+from sppo.cli.printing import table
 from sppo.output_file import write_text
 
 CAPABILITIES = (80, 90, 100)
 """Compute capabilities of Ampere, Hopper and Blackwell in data centres, without the point."""
 _WIDTH = 150
 """Columns of the table, also when it is written to a file."""
-LAUNCHES = ("few", "training", "all")
+LAUNCHES = {
+    "few": (("bfloat16",), (4096,), (32000,)),
+    "training": (("bfloat16",), (2048, 4096, 8192), (32000, 128256)),
+    "all": (
+        ("bfloat16", "float16", "float32", "float64"),
+        (64, 4096, 16384),
+        (1, 50257, 262144),
+    ),
+}
+"""Dtypes, widths and sizes of the vocabulary of the launches, by the name of the choice."""
 _SIZES = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
-_PRODUCT = re.compile(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma")
 _LOAD = re.compile(r"ld\.global[\w.:]*?(?:\.v(\d))?\.[bsuf](\d+)")
 _COPY = re.compile(r"cp\.async\.c[ag][\w.:]*\s+\[[^]]+\],\s*\[[^]]+\],\s*(?:0x)?([0-9a-f]+)")
 
@@ -55,8 +63,6 @@ class CompiledKernel:
     spill_store_bytes: int
     spill_load_bytes: int
     shared_bytes: int
-    products: int
-    """Number of tensor core instructions: wgmma, mma or tcgen05.mma."""
     widest_load_bits: int
     """Widest load from global memory, copies to shared memory included."""
 
@@ -81,8 +87,8 @@ def main() -> None:
         "--launches",
         type=one_of(*LAUNCHES),
         default="training",
-        help="few: one launch of each kernel; training: what a bf16 training launches, and"
-        " attention in fp32 and fp64; all: every dtype, where spills are reported and no failure",
+        help="few: one launch of each kernel; training: what a bf16 training launches;"
+        " all: every dtype, where spills are reported and no failure",
     )
     parser.add_argument("--json", type=output_file, help="write the figures to this file")
     arguments = parser.parse_args()
@@ -162,7 +168,6 @@ class _Recorder:
         spills, registers = _SIZES.search(log), _REGISTERS.search(log)
         assert spills is not None, f"ptxas reports no spills: {log}"
         assert registers is not None, f"ptxas reports no registers: {log}"
-        ptx = compiled.asm["ptx"]
         self.kernels.append(
             CompiledKernel(
                 kernel=name,
@@ -174,8 +179,7 @@ class _Recorder:
                 spill_store_bytes=int(spills[1]),
                 spill_load_bytes=int(spills[2]),
                 shared_bytes=compiled.metadata.shared,
-                products=len(_PRODUCT.findall(ptx)),
-                widest_load_bits=_widest_load(ptx),
+                widest_load_bits=_widest_load(compiled.asm["ptx"]),
             )
         )
 
@@ -188,80 +192,18 @@ def _widest_load(ptx: str) -> int:
 
 
 def _launches(which: str) -> Mapping[str, Callable[[], None]]:
-    """Return the launches to compile, by name."""
+    """Return the launches to compile, by name: every dtype with every width and vocabulary."""
     import torch
 
-    if which == "few":
-        return _each([torch.bfloat16], heads=(64,), windows=(40,), widths=(4096,), words=(32000,))
-    if which == "training":
-        bf16 = _each(
-            [torch.bfloat16],
-            heads=(64, 128, 256),
-            windows=(None, 40),
-            widths=(2048, 4096, 8192),
-            words=(32000, 128256),
-        )
-        others = [torch.float32, torch.float64]
-        return {**bf16, **_attention_launches(others, heads=(64, 128), windows=(None, 40))}
-    return _each(
-        [torch.bfloat16, torch.float16, torch.float32, torch.float64],
-        heads=(64, 96, 128, 256),
-        windows=(None, 40),
-        widths=(64, 4096, 16384),
-        words=(1, 50257, 262144),
-    )
-
-
-def _each(
-    dtypes: list[Any],
-    *,
-    heads: tuple[int, ...],
-    windows: tuple[int | None, ...],
-    widths: tuple[int, ...],
-    words: tuple[int, ...],
-) -> Mapping[str, Callable[[], None]]:
-    """Return launches for every dtype, head size, window, width and vocabulary, by name."""
-    launches = _attention_launches(dtypes, heads=heads, windows=windows)
-    for dtype in dtypes:
-        named = _name(dtype)
+    dtypes, widths, words = LAUNCHES[which]
+    launches: dict[str, Callable[[], None]] = {}
+    for name in dtypes:
+        dtype = getattr(torch, name)
         for width in widths:
-            launches[f"{named}, width {width}"] = partial(_elementwise, dtype, width)
+            launches[f"{name}, width {width}"] = partial(_elementwise, dtype, width)
         for count in words:
-            launches[f"{named}, {count} words"] = partial(_cross_entropy, dtype, count)
-    launches["float32, gradients"] = _gradient_norm
+            launches[f"{name}, {count} words"] = partial(_cross_entropy, dtype, count)
     return launches
-
-
-def _attention_launches(
-    dtypes: list[Any], *, heads: tuple[int, ...], windows: tuple[int | None, ...]
-) -> dict[str, Callable[[], None]]:
-    return {
-        f"{_name(dtype)}, heads of {size}{', window' if window else ''}": partial(
-            _attention, dtype, size, window
-        )
-        for dtype in dtypes
-        for size in heads
-        for window in windows
-    }
-
-
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _attention(dtype: Any, head_size: int, window: int | None) -> None:
-    import torch
-
-    from sppo.kernels.triton.attention_backward import attention_backward
-    from sppo.kernels.triton.attention_forward import attention_forward
-
-    acc_dtype = torch.promote_types(dtype, torch.float32)
-    q = torch.zeros(64, 4, head_size, dtype=dtype)
-    k = torch.zeros(128, 2, head_size, dtype=dtype)
-    options: dict[str, Any] = {"scale": 0.1, "window": window, "document_starts": (0,)}
-    o, lse = attention_forward(q, k, k, **options)
-    dk, dv = k.to(acc_dtype), k.to(acc_dtype)
-    attention_backward(q, q, k, k, o, lse, dk_TKD=dk, dv_TKD=dv, **options)
 
 
 def _elementwise(dtype: Any, width: int) -> None:
@@ -271,14 +213,11 @@ def _elementwise(dtype: Any, width: int) -> None:
 
     acc_dtype = torch.promote_types(dtype, torch.float32)
     x = torch.zeros(8, width, dtype=dtype)
-    norms.rms_norm(x, x[0], eps=1e-6)
-    norms.rms_norm_backward(x, x, x[0], eps=1e-6)
-    norms.layer_norm(x, x[0], x[0], eps=1e-6)
-    norms.layer_norm_backward(x, x, x[0], x[0], eps=1e-6)
-    norms.add_rms_norm_(x.clone(), x, x[0], eps=1e-6)
-    norms.rms_norm_backward(x, x, x[0], eps=1e-6, dresidual_CE=x)
-    norms.add_layer_norm_(x.clone(), x, x[0], x[0], eps=1e-6)
-    norms.layer_norm_backward(x, x, x[0], x[0], eps=1e-6, dresidual_CE=x)
+    for bias in (None, x[0]):
+        norms.norm(x, x[0], bias, eps=1e-6)
+        norms.add_norm_(x.clone(), x, x[0], bias, eps=1e-6)
+        for residual in (None, x):
+            norms.norm_backward(x, x, x[0], bias, eps=1e-6, dresidual_CE=residual)
     heads, angles = x.view(8, -1, 64), torch.zeros(8, 1, 32, dtype=acc_dtype)
     rotary.turn(heads, angles, angles, sign=1.0)
     activations.activation(x, x.clone(), kind="swiglu")
@@ -292,24 +231,14 @@ def _elementwise(dtype: Any, width: int) -> None:
 def _cross_entropy(dtype: Any, words: int) -> None:
     import torch
 
-    from sppo.kernels.triton.cross_entropy import losses_to_gradient_, token_losses
+    from sppo.kernels.triton.cross_entropy import cross_entropy
 
     logits, labels = torch.zeros(4, words, dtype=dtype), torch.zeros(4, dtype=torch.long)
     for label_smoothing, z_loss in ((0.0, 0.0), (0.1, 1e-4)):
-        token_losses(logits, labels, label_smoothing=label_smoothing, z_loss=z_loss)
-        losses_to_gradient_(
-            logits, labels, scale=1.0, label_smoothing=label_smoothing, z_loss=z_loss
-        )
-
-
-def _gradient_norm() -> None:
-    import torch
-
-    from sppo.kernels.triton.gradient_norm import scale_, total_norm
-
-    for begin in (0, 1):  # aligned, and not
-        tensors = [torch.zeros(100)[begin:], torch.zeros(70000)]
-        scale_(tensors, total_norm(tensors))
+        for scale in (None, 1.0):
+            cross_entropy(
+                logits, labels, scale=scale, label_smoothing=label_smoothing, z_loss=z_loss
+            )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,15 @@ TEXT = ("asyncio", "email", "http", "json", "logging", "unittest")
 TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2}
 """Largest relative difference of losses with retained and offloaded activations. They may differ by
 the order in which gradients of embeddings are added."""
+SUMMARY_KEYS = (
+    "predicted_for",
+    "mfu",
+    "copies",
+    "memory_bytes",
+    "device_peak_bytes",
+    "host_peak_bytes",
+)
+"""Figures of a run's summary that the report repeats."""
 _SHOWN = 2000
 
 
@@ -57,14 +65,6 @@ class Place:
     hardware: Path | None = None
     """Description of the machine by ``sppo bench all``; None for the rates of a preset."""
 
-    def sppo(self, *words: str, timeout_s: float) -> str:
-        """Return the output of a command of ``sppo``.
-
-        Raises:
-            RuntimeError: The command failed; the message has the end of its output.
-        """
-        return self.python("-m", "sppo", *words, timeout_s=timeout_s)
-
     def python(self, *words: str, timeout_s: float) -> str:
         """Return the output of a call of the Python interpreter.
 
@@ -86,9 +86,10 @@ class Place:
     def train(self, case: Case, *, policy: str, timeout_s: float) -> dict[str, Any]:
         """Train a run; return its metrics and summary."""
         name = f"{case.name}-{policy}"
+        machine = "auto" if self.hardware is None else {"file": str(self.hardware)}
         moves: dict[str, Any] = {"policy": policy}
         if self.rehearse:
-            moves["disk"] = str(self.directory)
+            machine, moves["disk"] = {"preset": "laptop-cpu"}, str(self.directory)
         sections = {
             "model": case.model,
             "data": {"tokens": "tokens", "shuffle": False},
@@ -98,12 +99,12 @@ class Place:
             "optimizer": {"lr": 1e-3},
             "checkpoint": {"every": 0, "at_end": False},
             "train": {"steps": case.steps, "dtype": case.dtype, "output": f"runs/{name}"},
-            "hardware": self._machine(),
+            "hardware": machine,
         }
         file = self.directory / f"{name}.json"  # JSON is YAML
         write_text(file, json.dumps(sections))
         start = time.perf_counter()
-        self.sppo("train", file.name, timeout_s=timeout_s)
+        self.python("-m", "sppo", "train", file.name, timeout_s=timeout_s)
         output = self.directory / "runs" / name
         lines = (output / "metrics.jsonl").read_text().splitlines()
         return {
@@ -111,11 +112,6 @@ class Place:
             "summary": json.loads((output / "run_summary.json").read_text()),
             "process_s": time.perf_counter() - start,
         }
-
-    def _machine(self) -> str | dict[str, str]:
-        if self.rehearse:
-            return {"preset": "laptop-cpu"}
-        return "auto" if self.hardware is None else {"file": str(self.hardware)}
 
 
 def cases(*, rehearse: bool, quick: bool) -> tuple[Case, ...]:
@@ -141,9 +137,13 @@ def cases(*, rehearse: bool, quick: bool) -> tuple[Case, ...]:
     )
 
 
-def losses_beside(case: Case, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the losses of the runs of a case, and their largest difference from those retained."""
+def compared(case: Case, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures of the runs of a case, and their largest difference in loss.
+
+    Step times are medians without the first step of each run.
+    """
     losses = {name: [step["loss"] for step in run["steps"]] for name, run in runs.items()}
+    seconds = {name: _step_s(run) for name, run in runs.items()}
     reference = next(iter(losses.values()))
     difference = max(
         abs(a - b) / abs(a)
@@ -152,46 +152,21 @@ def losses_beside(case: Case, runs: dict[str, dict[str, Any]]) -> dict[str, Any]
     )
     return {
         "case": case.name,
-        "dtype": case.dtype,
-        "losses": losses,
-        "largest_difference": difference,
-        "within_tolerance": difference <= TOLERANCE[case.dtype],
-    }
-
-
-def memory_beside(case: Case, runs: dict[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield predicted and measured memory by bucket of every run."""
-    for name, run in runs.items():
-        summary = run["summary"]
-        yield {
-            "case": case.name,
-            "run": name,
-            "predicted_for": summary["predicted_for"],
-            "device_peak_bytes": summary["device_peak_bytes"],
-            "host_peak_bytes": summary["host_peak_bytes"],
-            "memory_bytes": summary["memory_bytes"],
-        }
-
-
-def times_beside(case: Case, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return step times by policy, without the first step of each run."""
-    seconds = {name: _step_s(run) for name, run in runs.items()}
-    return {
-        "case": case.name,
         "tokens": case.length,
         "subsequences": case.num_subsequences,
-        "step_s": seconds,
-        "mfu": {name: run["summary"]["mfu"] for name, run in runs.items()},
-        "device_peak_bytes": {
-            name: run["summary"]["device_peak_bytes"] for name, run in runs.items()
-        },
-        "predicted_step_s": {
-            name: run["summary"]["step_s"]["predicted"] for name, run in runs.items()
-        },
-        "copies": {name: run["summary"]["copies"] for name, run in runs.items()},
-        "process_s": {name: run["process_s"] for name, run in runs.items()},
-        "over_least_step_s": {
-            name: step_s / min(seconds.values()) for name, step_s in seconds.items()
+        "dtype": case.dtype,
+        "largest_difference": difference,
+        "within_tolerance": difference <= TOLERANCE[case.dtype],
+        "runs": {
+            name: {
+                "losses": losses[name],
+                "step_s": seconds[name],
+                "over_least_step_s": seconds[name] / min(seconds.values()),
+                "predicted_step_s": run["summary"]["step_s"]["predicted"],
+                "process_s": run["process_s"],
+                **{key: run["summary"][key] for key in SUMMARY_KEYS},
+            }
+            for name, run in runs.items()
         },
     }
 
@@ -224,9 +199,7 @@ def check(place: Place, *, quick: bool, seconds: float, out: Path) -> bool:
     until = time.monotonic() + seconds
     result: dict[str, Any] = {
         "about": "measured, but for what is called predicted",
-        "losses": [],
-        "memory": [],
-        "times": [],
+        "cases": [],
         "transformers": [],
         "failed": [],
     }
@@ -244,9 +217,7 @@ def check(place: Place, *, quick: bool, seconds: float, out: Path) -> bool:
             except failures as error:
                 result["failed"].append({"case": case.name, "policy": policy, "why": str(error)})
         if runs:
-            result["losses"].append(losses_beside(case, runs))
-            result["memory"].extend(memory_beside(case, runs))
-            result["times"].append(times_beside(case, runs))
+            result["cases"].append(compared(case, runs))
         write_text(out, json.dumps(result, indent=1) + "\n")
         if case.with_transformers:
             try:
@@ -255,15 +226,15 @@ def check(place: Place, *, quick: bool, seconds: float, out: Path) -> bool:
                 beside = {"case": case.name, "failed": str(error)}
             result["transformers"].append(beside)
         write_text(out, json.dumps(result, indent=1) + "\n")
-    return not result["failed"] and all(row["within_tolerance"] for row in result["losses"])
+    return not result["failed"] and all(row["within_tolerance"] for row in result["cases"])
 
 
 def prepare_tokens(place: Place) -> None:
     """Write token data from the source of the standard library, as bytes."""
     library = Path(sysconfig.get_paths()["stdlib"])
     paths = [str(library / name) for name in TEXT if (library / name).exists()]
-    words = ("data", "prepare", "--tokenizer", "bytes", "--glob", "*.py", "--out", "tokens")
-    place.sppo(*words, *paths, timeout_s=60)
+    words = ("-m", "sppo", "data", "prepare", "--tokenizer", "bytes", "--glob", "*.py")
+    place.python(*words, "--out", "tokens", *paths, timeout_s=60)
 
 
 def main() -> int:

@@ -41,8 +41,6 @@ def _writable(text: str, *, plots: tuple[str, ...]) -> Path:
             check_output_files({"file": path}, plots=plots)
         else:
             check_new_directory(path)
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{error.filename}: {error.strerror}") from None
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return path

@@ -12,13 +12,24 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from sppo.activations import policy, tensor_classes
+from sppo.cli.exit_codes import MEANINGS
+from sppo.config import rules
+from sppo.config.model import ModelConfig
+from sppo.config.presets import PRESETS
+from sppo.config.run import RunConfig
+from sppo.cost.parameters import num_parameters
+from sppo.hardware.presets import PRESETS as MACHINES
 from sppo.output_file import write_text
+from sppo.schedule.orders.names import DESCRIPTIONS, WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
+from sppo.units import SIZE_PATTERN, format_bytes, format_count
 
 RUN_FILE = Path(__file__).resolve().parents[1] / "docs/reference/run_file.md"
 _GENERATED = "<!-- Written by scripts/reference_pages.py from the code: change it there. -->\n\n"
@@ -27,8 +38,6 @@ _ROLE = re.compile(r":(?:class|func|meth|data|mod):`~?([^`]+)`")
 
 def run_file_page() -> str:
     """Return the page of all keys of a run file."""
-    from sppo.config.run import RunConfig
-
     schema = RunConfig.model_json_schema()
     definitions = schema["$defs"]
     lines = [
@@ -43,8 +52,7 @@ def run_file_page() -> str:
     ]
     for section, entry in schema["properties"].items():
         name = _section_name(entry)
-        lines += [f"## `{section}`", _prose(entry["description"])]
-        lines.append(_prose(definitions[name].get("description", "")))
+        lines += [f"## `{section}`", _prose(definitions[name]["description"])]
         needed = () if section == "model" else definitions[name].get("required", ())
         lines.append(_keys(section, definitions[name]["properties"], needed))
         if section == "model":
@@ -53,7 +61,7 @@ def run_file_page() -> str:
             needed = scaling.get("required", ())
             lines.append(_keys("model.rope_scaling", scaling["properties"], needed))
     lines += ["## Rules across keys", _rules_across_keys()]
-    return "\n\n".join(line for line in lines if line)
+    return _page(*lines)
 
 
 def _section_name(entry: Mapping[str, Any]) -> str:
@@ -73,8 +81,6 @@ def _keys(section: str, properties: Mapping[str, Any], needed: Iterable[str]) ->
 
 
 def _default(section: str, key: str, entry: Mapping[str, Any]) -> str:
-    import json
-
     if "default" not in entry:
         return "from `preset` or `from_hf`" if section == "model" else "none"
     value = entry["default"]
@@ -83,8 +89,6 @@ def _default(section: str, key: str, entry: Mapping[str, Any]) -> str:
 
 def _type(entry: Mapping[str, Any]) -> str:
     """Return the type of a key in words."""
-    from sppo.units import SIZE_PATTERN
-
     choices = entry.get("anyOf", [entry])
     is_size = any(choice.get("pattern") == SIZE_PATTERN for choice in choices)
     words = []
@@ -123,8 +127,6 @@ def _bounds(entry: Mapping[str, Any]) -> Iterator[str]:
 
 def _rules_across_keys() -> str:
     """Return the docstrings of the rules about several keys as a list, in source order."""
-    from sppo.config import rules
-
     functions = [
         value
         for value in vars(rules).values()
@@ -141,8 +143,7 @@ def commands_page() -> str:
     from typer.cli import get_docs_for_click
 
     from sppo.cli.app import SUBCOMMANDS, app, subcommand
-    from sppo.cli.command_group import KeyCommand
-    from sppo.cli.output.key_table import key_rows
+    from sppo.cli.command_group import key_rows
 
     context = typer.Context(typer.main.get_command(app), info_name="sppo")
     parts = [
@@ -154,8 +155,8 @@ def commands_page() -> str:
         command = subcommand(name)
         text = get_docs_for_click(obj=command, ctx=context, indent=1, name=name, call_prefix="sppo")
         parts.append(text.strip())
-        if isinstance(command, KeyCommand):
-            rows = [(f"`{key}`", *row) for key, *row in key_rows(command.keys)]
+        if keys := getattr(command, "keys", None):
+            rows = [(f"`{key}`", *row) for key, *row in key_rows(keys)]
             parts.append(_table(("key", "default", ""), rows))
     # Docstrings lose the indentation of an example if it is all that follows the first line.
     return re.sub(r"\n\n(sppo [^\n]+)\n\n", r"\n\n    \1\n\n", "\n\n".join(parts))
@@ -163,21 +164,17 @@ def commands_page() -> str:
 
 def policies_page() -> str:
     """Return the page of activation policies."""
-    from sppo.activations import policy, tensor_classes
-
     cells = [(f"`{name}`", *words) for name, words in policy.DESCRIPTIONS.items()]
-    return "\n\n".join(
-        [
-            "# Activation policies",
-            "`activations.policy` says what becomes of saved tensors between forward and backward. "
-            "`auto`, the default, is `hybrid`; where everything fits that is `retain`. How to "
-            "think of them: [subsequences and the two-level "
-            "policy](../explanation/subsequences.md).",
-            _table(("policy", "retains", "offloads", "recomputes in backward"), cells),
-            _details(policy),
-            "## Classes of tensors",
-            _details(tensor_classes),
-        ]
+    return _page(
+        "# Activation policies",
+        "`activations.policy` says what becomes of saved tensors between forward and backward. "
+        "`auto`, the default, is `hybrid`; where everything fits that is `retain`. How to "
+        "think of them: [subsequences and the two-level "
+        "policy](../explanation/subsequences.md).",
+        _table(("policy", "retains", "offloads", "recomputes in backward"), cells),
+        _details(policy),
+        "## Classes of tensors",
+        _details(tensor_classes),
     )
 
 
@@ -189,8 +186,6 @@ def _details(module: Any) -> str:
 
 def schedules_page() -> str:
     """Return the page of schedules."""
-    from sppo.schedule.orders.names import DESCRIPTIONS, WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
-
     cells = [
         (
             f"`{name}`",
@@ -200,71 +195,49 @@ def schedules_page() -> str:
         )
         for name in DESCRIPTIONS
     ]
-    return "\n\n".join(
-        [
-            "# Schedules",
-            "`parallel.schedule` and `sppo simulate schedule=NAME` take these names; `auto` is the "
-            "fastest one simulated. [Schedules, with drawn examples](../explanation/schedules.md) "
-            "says how to read them and what they are worth, [add a "
-            "schedule](../howto/schedule.md) how to write one.",
-            _table(("name", "order", "units", "stages on a rank"), cells),
-        ]
+    return _page(
+        "# Schedules",
+        "`parallel.schedule` and `sppo simulate schedule=NAME` take these names; `auto` is the "
+        "fastest one simulated. [Schedules, with drawn examples](../explanation/schedules.md) "
+        "says how to read them and what they are worth, [add a "
+        "schedule](../howto/schedule.md) how to write one.",
+        _table(("name", "order", "units", "stages on a rank"), cells),
     )
 
 
 def presets_page() -> str:
     """Return the page of named models and machines."""
-    from sppo.hardware.presets import PRESETS as MACHINES
-
-    return "\n\n".join(
-        [
-            "# Presets",
-            "## Models",
-            "`model.preset`. Shapes as published in each model's own config.json; `gpt-*` are "
-            "those of the SPPO paper with rotary positions, `tiny*` byte-level ones for a laptop. "
-            "Fields given beside a preset replace its own.",
-            _models_table(),
-            "## Machines",
-            "`hardware.preset`, with `nodes` and `devices_per_node`. All figures are *analytic*, "
-            "those of vendors and others; rates that plans use, and their sources, stand in "
-            "[planning](../planning.md#rates-of-presets).",
-            _table(
-                ("preset", "kind", "memory", "of it usable", "bf16 peak", "a node", "behind it"),
-                [_machine_row(spec) for spec in MACHINES.values()],
-            ),
-        ]
+    return _page(
+        "# Presets",
+        "## Models",
+        "`model.preset`. Shapes as published in each model's own config.json; `gpt-*` are "
+        "those of the SPPO paper with rotary positions, `tiny*` byte-level ones for a laptop. "
+        "Fields given beside a preset replace its own.",
+        _models_table(),
+        "## Machines",
+        "`hardware.preset`, with `nodes` and `devices_per_node`. All figures are *analytic*, "
+        "those of vendors and others; rates that plans use, and their sources, stand in "
+        "[planning](../planning.md#rates-of-presets).",
+        _table(
+            ("preset", "kind", "memory", "of it usable", "bf16 peak", "a node", "behind it"),
+            [_machine_row(spec) for spec in MACHINES.values()],
+        ),
     )
 
 
 def _models_table() -> str:
-    from sppo.config.model import ModelConfig
-    from sppo.config.presets import PRESETS
-    from sppo.cost.parameters import num_parameters
-    from sppo.units import format_count
-
     rows = []
     for name, fields in PRESETS.items():
         model = ModelConfig(**fields)
         heads = f"{model.num_heads} / {model.kv_heads} x {model.head_dim}"
-        rows.append(
-            (
-                f"`{name}`",
-                format_count(num_parameters(model)),
-                str(model.num_layers),
-                str(model.hidden_size),
-                heads,
-                str(model.mlp_size),
-                str(model.vocab_size),
-                str(model.max_positions),
-            )
-        )
+        sizes = model.num_layers, model.hidden_size, heads, model.mlp_size, model.vocab_size
+        parameters = format_count(num_parameters(model))
+        rows.append((f"`{name}`", parameters, *map(str, (*sizes, model.max_positions))))
     header = "preset", "parameters", "layers", "hidden", "heads / K/V x size", "MLP", "words"
     return _table((*header, "positions"), rows)
 
 
 def _machine_row(spec: Any) -> tuple[str, ...]:
-    from sppo.units import format_bytes
-
     device, node = spec.device, spec.node
     behind = (
         f"{format_bytes(node.host_memory_bytes)} of host memory"
@@ -284,18 +257,14 @@ def _machine_row(spec: Any) -> tuple[str, ...]:
 
 def exit_codes_page() -> str:
     """Return the page of exit codes."""
-    from sppo.cli.exit_codes import MEANINGS
-
-    return "\n\n".join(
-        [
-            "# Exit codes",
-            _table(("code", "meaning"), [(f"`{code}`", text) for code, text in MEANINGS.items()]),
-            "Of a job of several ranks it is that of the rank that broke it. Errors go to standard "
-            "error, as one message that names the value, the rule and the fix. The first SIGINT or "
-            "SIGTERM saves before a training ends; a second one ends it unsaved, once the "
-            "operation under way returns. [When a run fails](../howto/failures.md) has the "
-            "messages.",
-        ]
+    return _page(
+        "# Exit codes",
+        _table(("code", "meaning"), [(f"`{code}`", text) for code, text in MEANINGS.items()]),
+        "Of a job of several ranks it is that of the rank that broke it. Errors go to standard "
+        "error, as one message that names the value, the rule and the fix. The first SIGINT or "
+        "SIGTERM saves before a training ends; a second one ends it unsaved, once the "
+        "operation under way returns. [When a run fails](../howto/failures.md) has the "
+        "messages.",
     )
 
 
@@ -316,6 +285,11 @@ def is_stale() -> bool:
 
 def _whole_run_file_page() -> str:
     return f"{_GENERATED}{run_file_page().rstrip()}\n"
+
+
+def _page(*parts: str) -> str:
+    """Return the text of a page, its parts separated by empty lines."""
+    return "\n\n".join(part for part in parts if part)
 
 
 def _flat(text: str) -> str:

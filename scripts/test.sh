@@ -17,8 +17,18 @@ if [ "${1:-}" = --all ]; then
     tier=all which=(-m "not gpu and not multigpu and not chaos")
 fi
 
-echo "== ruff" && "$venv/bin/ruff" check . && "$venv/bin/ruff" format --check .
-echo "== mypy" && "$venv/bin/mypy"
+echo "== ruff"
+"$venv/bin/ruff" check .
+"$venv/bin/ruff" format --check .
+# Types are checked beside the tests: mypy has one thread, and a core would idle meanwhile.
+types=$(mktemp)
+trap 'rm -f "$types"' EXIT
+"$venv/bin/mypy" >"$types" 2>&1 &
+checker=$! failed=
 echo "== pytest, tier: $tier"
-"$venv/bin/python" -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile "${which[@]}" "$@"
+"$venv/bin/python" -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile "${which[@]}" "$@" || failed=1
+echo "== mypy"
+wait "$checker" || failed=1
+cat "$types"
+[ -z "$failed" ] || exit 1
 echo "passed: lint, types, contracts and tests of tier $tier"

@@ -17,7 +17,37 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from option_types import positive  # beside this file
+from torch import Tensor
+
+from sppo.config.run import OptimizerConfig
+from sppo.kernels.cross_entropy import linear_cross_entropy_with_gradient
+from sppo.optim.adamw import AdamW
+
+
+class _TiledLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, hidden: Tensor, weight: Tensor, labels: Tensor, scale: float) -> Any:
+        dweight = torch.zeros_like(weight, dtype=torch.float32)
+        losses, dhidden = linear_cross_entropy_with_gradient(
+            hidden, weight, labels, scale=scale, dweight_VE=dweight
+        )
+        context.save_for_backward(dhidden, dweight.to(weight.dtype))
+        return losses.sum() * scale
+
+    @staticmethod
+    def backward(context: Any, dloss: Any) -> Any:
+        dhidden, dweight = context.saved_tensors
+        return dhidden * dloss.to(dhidden.dtype), dweight * dloss.to(dweight.dtype), None, None
+
+
+def tiled_loss(hidden: Tensor, weight: Tensor, labels: Tensor, *, scale: float) -> Tensor:
+    """Return `scale` times the summed loss, in tiles as in SPPO's engine but under autograd."""
+    loss: Tensor = _TiledLoss.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, labels, scale
+    )
+    return loss
 
 
 class TransformersTraining:
@@ -29,12 +59,8 @@ class TransformersTraining:
         checkpointing: Recompute every layer in backward.
     """
 
-    def __init__(self, config: Any, tokens: Any, *, checkpointing: bool) -> None:
-        import torch
+    def __init__(self, config: Any, tokens: Tensor, *, checkpointing: bool) -> None:
         from transformers import LlamaForCausalLM
-
-        from sppo.config.run import OptimizerConfig
-        from sppo.optim.adamw import AdamW
 
         torch.manual_seed(0)
         self._model = LlamaForCausalLM._from_config(  # type: ignore[no-untyped-call]
@@ -55,7 +81,7 @@ class TransformersTraining:
     def step(self) -> float:
         """Run one training step and return the loss."""
         loss = self._loss()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         for name, parameter in self._model.named_parameters():
             assert parameter.grad is not None, f"{name} got no gradient"
             self._gradients[name].copy_(parameter.grad)
@@ -63,33 +89,11 @@ class TransformersTraining:
         self._optimizer.step(self._gradients, lr=3e-4)
         return float(loss.detach())
 
-    def _loss(self) -> Any:
+    def _loss(self) -> Tensor:
         hidden = self._model.model(self._inputs, use_cache=False).last_hidden_state[0]
-        return _tiled_loss(hidden, self._model.lm_head.weight, self._labels)
-
-
-def _tiled_loss(hidden: Any, weight: Any, labels: Any) -> Any:
-    """Return the tiled loss of SPPO's engine, which both sides share, as an autograd function."""
-    import torch
-
-    from sppo.kernels.cross_entropy import linear_cross_entropy_with_gradient
-
-    class TiledLoss(torch.autograd.Function):
-        @staticmethod
-        def forward(context: Any, hidden: Any, weight: Any) -> Any:
-            dweight = torch.zeros_like(weight, dtype=torch.float32)
-            losses, dhidden = linear_cross_entropy_with_gradient(
-                hidden, weight, labels, scale=1.0 / len(labels), dweight_VE=dweight
-            )
-            context.save_for_backward(dhidden, dweight.to(weight.dtype))
-            return losses.mean()
-
-        @staticmethod
-        def backward(context: Any, dloss: Any) -> Any:
-            dhidden, dweight = context.saved_tensors
-            return dhidden * dloss.to(dhidden.dtype), dweight * dloss.to(dweight.dtype)
-
-    return TiledLoss.apply(hidden, weight)  # type: ignore[no-untyped-call]
+        return tiled_loss(
+            hidden, self._model.lm_head.weight, self._labels, scale=1 / len(self._labels)
+        )
 
 
 def trained(preset: str, *, tokens: Path, length: int, steps: int) -> dict[str, Any]:
@@ -104,11 +108,10 @@ def trained(preset: str, *, tokens: Path, length: int, steps: int) -> dict[str, 
     Returns:
         Seconds and loss of each step, and peak bytes of tensors on a GPU; 0 on a CPU.
     """
-    import torch
     from transformers import LlamaConfig
 
     from sppo.config import ModelConfig
-    from sppo.config.huggingface_export import hf_config
+    from sppo.config.huggingface import hf_config
     from sppo.config.presets import PRESETS
     from sppo.data.tokens import open_tokens
 

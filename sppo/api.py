@@ -32,7 +32,7 @@ from sppo.planning.simulated_run import SimulatedRun, simulated_plan, simulated_
 from sppo.planning.why_nothing_fits import nothing_fits
 from sppo.schedule.simulation.simulate import simulate as play
 from sppo.schedule.timeline import Timeline
-from sppo.training.checks.input_checks import check_evaluation
+from sppo.training.input_checks import check_evaluation
 from sppo.training.start import prepare_run, start_ranks, train_as_rank
 from sppo.training.trained_run import RunFailedError, TrainedRun, trained_run
 
@@ -50,16 +50,7 @@ def _run_of(source: RunSource) -> RunConfig:
 
 
 def find_solution(run: RunConfig, *, lengths: str | None = None) -> Solution | CorpusSolution:
-    """Return the answer of the solver to a request, with the runners-up and what does not work.
-
-    Args:
-        run: Validated run configuration, see :func:`solve`.
-        lengths: Name of a distribution of lengths of samples; None draws from ``data.tokens``.
-
-    Raises:
-        NothingFitsError: No plan fits.
-        ValueError: The run asks for something that the machine or the model cannot do.
-    """
+    """Return the best plan with the runners-up and what does not work; raise as :func:`solve`."""
     log_run_warnings(run)
     hardware = run_hardware(run)
     solution: Solution | CorpusSolution
@@ -146,9 +137,6 @@ def steps_to_simulate(
     Returns:
         The step, then the steps under the other schedules; and the keys of the run that the solver
         has chosen.
-
-    Raises:
-        ValueError: Degrees or schedule do not fit the run.
     """
     if isinstance(what, ExecutionPlan):
         plans = [what, *(replace(what, schedule=name) for name in schedules)]
@@ -233,7 +221,7 @@ def train(
         MemoryError: The run does not fit into memory.
         RunFailedError: A rank that was started failed, or rank 0 of these refused the run for want
             of memory or because of its plan, weights or labels; stderr says why.
-        sppo.training.steps.nonfinite.NonFiniteError: Too many consecutive steps with NaN or inf.
+        sppo.training.step.NonFiniteError: Too many consecutive steps with NaN or inf.
         OSError: The disk is full or fails; files saved before are complete.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -245,27 +233,17 @@ def train(
         outcome = train_as_rank(ready, console=console, command="the same call")
         return trained_run(ready.run, interrupted_by=outcome.interrupted_by)
     with tempfile.TemporaryDirectory(prefix="sppo-") as directory:
-        words = ["train", *_as_files(run, plan, Path(directory))]
-        words += [] if progress else ["--quiet"]
+        run_file, plan_file = Path(directory, "run.yaml"), Path(directory, "plan.json")
+        write_json(run_file, run_sections(run))  # JSON is YAML
+        words = ["train", str(run_file)] + ([] if progress else ["--quiet"])
+        if plan is not None:
+            write_json(plan_file, plan_json(plan))
+            words += ["--plan", str(plan_file)]
         code = start_ranks(ready, words)
     stopped = STOP_CODES.get(code)
     if code != 0 and stopped is None:
         raise RunFailedError(code)
     return trained_run(ready.run, interrupted_by=stopped)
-
-
-def _as_files(run: RunConfig, plan: ExecutionPlan | None, directory: Path) -> list[str]:
-    """Write a run and its plan as files; return the command-line arguments that name the files."""
-    run_file, plan_file = directory / "run.yaml", directory / "plan.json"
-    write_json(run_file, run_sections(run))  # JSON is YAML
-    if plan is None:
-        return [str(run_file)]
-    write_json(plan_file, plan_json(plan))
-    return [str(run_file), "--plan", str(plan_file)]
-
-
-def _say_nothing(_done: int, _total: int) -> None:
-    """Ignore the progress."""
 
 
 def evaluate(
@@ -274,7 +252,7 @@ def evaluate(
     checkpoint: Path | str | None = None,
     initial: bool = False,
     sequences: int | None = None,
-    on_sequence: Callable[[int, int], None] = _say_nothing,
+    on_sequence: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
     """Return the loss of a run's newest weights on ``data.eval_tokens``, or else ``data.tokens``.
 
@@ -299,7 +277,7 @@ def evaluate(
     path = None if checkpoint is None else Path(checkpoint)
     check_evaluation(run, checkpoint=path, initial=initial)
     log_run_warnings(run)
-    from sppo.training.devices.choose_device import choose_device
+    from sppo.training.devices.device import choose_device
     from sppo.training.evaluation import evaluate as evaluate_run
 
     return evaluate_run(
@@ -307,5 +285,5 @@ def evaluate(
         None if initial else path or Path(run.train.output),
         device=choose_device(run),
         most=sequences,
-        on_sequence=on_sequence,
+        on_sequence=on_sequence or (lambda done, total: None),
     )

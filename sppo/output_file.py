@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any, BinaryIO
 
 PARTIAL = ".partial-"
@@ -131,7 +130,6 @@ def check_output_files(
 
     Raises:
         ValueError: A file that cannot be written; the message says why.
-        OSError: A full disk.
     """
     named = {os.path.realpath(path): f"{path} is read by this command" for path in inputs}
     for option, path in files.items():
@@ -186,21 +184,13 @@ def _check_place(option: str, path: Path) -> None:
         _check_name(path)
     except OSError as error:
         raise ValueError(f"{option} {path}: {error.strerror}; give another name") from None
-    target = Path(os.path.realpath(path))
-    parent = target.parent if os.path.islink(path) else path.parent
+    parent = Path(os.path.realpath(path)).parent if os.path.islink(path) else path.parent
     if not os.path.isdir(parent):
         raise ValueError(f"{option} {path}: there is no directory {parent}")
-    if os.path.exists(target) and not os.access(target, os.W_OK):
+    if os.path.exists(path) and not os.access(path, os.W_OK):
         raise ValueError(f"{option} {path}: is write-protected; give another name")
-    try:
-        with TemporaryFile(dir=parent) as file:
-            file.write(b"\0")
-    except OSError as error:
-        if error.errno in FULL_ERRNOS:
-            raise OSError(error.errno, error.strerror, f"{option} {path}") from None
-        raise ValueError(
-            f"{option} {path}: the directory {parent} cannot be written to: {error.strerror}"
-        ) from None
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ValueError(f"{option} {path}: the directory {parent} cannot be written to")
 
 
 def _check_name(path: Path) -> None:

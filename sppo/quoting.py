@@ -41,12 +41,12 @@ def quoted(value: object) -> str:
 def one_line(text: object, *, most: int = QUOTE_CHARACTERS) -> str:
     """Return `text` with control characters escaped, cut in the middle to `most` characters."""
     whole = str(text)
+    # Escaping never shortens text, so both ends of a long one suffice.
+    escaped = _escaped(whole if len(whole) <= 2 * most else whole[:most] + whole[-most:])
+    if len(escaped) <= most:
+        return escaped
     head = most * 2 // 3
-    tail = most - head - len(_DOTS)
-    if len(whole) > most:  # escaping never shortens text, so both ends suffice
-        return _cut(_escaped(whole[:most]) + _escaped(whole[-most:]), head=head, tail=tail)
-    escaped = _escaped(whole)
-    return escaped if len(escaped) <= most else _cut(escaped, head=head, tail=tail)
+    return f"{escaped[:head]}{_DOTS}{escaped[head + len(_DOTS) - most :]}"
 
 
 def readable(message: str) -> str:
@@ -58,13 +58,5 @@ def readable(message: str) -> str:
     return "\n".join(one_line(line, most=_LINE_CHARACTERS) for line in message.split("\n"))
 
 
-def _cut(text: str, *, head: int, tail: int) -> str:
-    return f"{text[:head]}{_DOTS}{text[-tail:]}"
-
-
 def _escaped(text: str) -> str:
-    return text if text.isprintable() else "".join(map(_printable, text))
-
-
-def _printable(character: str) -> str:
-    return character if character.isprintable() else repr(character)[1:-1]
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

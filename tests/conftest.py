@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import Result
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from typer.testing import CliRunner
 
 from sppo.config.yaml_file import format_yaml
@@ -46,8 +46,9 @@ if not torch.cuda.is_available():
 
 # No deadline: the time of an example varies on a shared machine. The default tier draws the same
 # examples every time, so that a failure is caused by a change; --all draws new ones.
-settings.register_profile("all", deadline=None)
-settings.register_profile("default", deadline=None, derandomize=True)
+_PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("all", **_PATIENT)
+settings.register_profile("default", **_PATIENT, derandomize=True)
 
 # Compiled before the tests: one that needs it first would see the message on stderr.
 built()
@@ -161,7 +162,7 @@ def _cpu_unless_asked(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     """Run tests on the CPU on a machine with a GPU, except tests marked gpu or multigpu."""
     wants = request.node.get_closest_marker("gpu") or request.node.get_closest_marker("multigpu")
     if torch.cuda.is_available() and wants is None:
-        monkeypatch.setattr("sppo.training.devices.choose_device.device_kind", lambda run: "cpu")
+        monkeypatch.setattr("sppo.training.devices.device.device_kind", lambda run: "cpu")
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # of processes that a test starts
 
 

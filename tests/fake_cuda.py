@@ -17,12 +17,11 @@ import torch
 from sppo.engine import trace
 from sppo.engine.engine import Engine, StepResult
 from sppo.hardware.numa import NumaNode
-from sppo.offload import transfers
-from sppo.offload.queues import cuda_queues
+from sppo.offload import cuda_lane
 from sppo.training.devices import cuda_device
 from sppo.training.devices.cuda_device import CudaDevice
 from sppo.units import GIB, MIB
-from tests.offload.queues.test_cuda_queues import EventOfNow, runtime_without_a_gpu
+from tests.offload.test_cuda_lane import EventOfNow, runtime_without_a_gpu
 
 NAME = "NVIDIA H200"
 TOTAL_BYTES = 141 * GIB
@@ -88,7 +87,7 @@ def fake_gpu(*, free_bytes: int = TOTAL_BYTES) -> Iterator[tuple[FakeGpu, Any]]:
         }
     )
     with ExitStack() as stack:
-        for module in (cuda_queues, transfers, cuda_device, trace):
+        for module in (cuda_lane, cuda_device, trace):
             stack.enter_context(patch.object(module, "_cuda", found))
         stack.enter_context(patch.object(cuda_device, "_page_locked", lambda tensor: tensor))
         stack.enter_context(patch.object(cuda_device, "stay_near", stay_near))

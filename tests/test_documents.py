@@ -2,7 +2,8 @@
 
 What is fenced as ``bash`` is run in order, in a directory of the page. What is fenced as ``python``
 is one program, run where its first block stands. ``sh`` cannot run here, or is not for a test. Long
-commands get arguments that make them short; nothing else is changed.
+commands get arguments that make them short; nothing else is changed. The default tier runs what a
+page begins with, of the README the quickstart: later commands are those of tests/cli.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.documents import ROOT, blocks, pages, statements
-from tests.tiers import default_of
+from tests.tiers import default_of, examples
 
 SHORT = "sequence.length=1Ki"  # of all commands that share a run
 STRETCHED = "sequence.length=2Ki"  # the same of a model that was trained on 1Ki tokens
@@ -25,6 +26,7 @@ SHORTER = {
     "python -m experiments.pipelining": " --length 512 --subsequences 2 --sequences 2",
     "python -m experiments.orders": " --length 512 --steps 1",
     "sppo bench": " --quick",
+    "sppo solve configs/run/gpt_7b": " sequence.num_subsequences=8 parallel.schedule=sppo",
     "sppo train run.yaml": f" {SHORT}",
     "sppo train configs/run/tutorial.yaml": f" {SHORT}",
     "sppo eval run.yaml": f" {SHORT}",
@@ -33,6 +35,8 @@ SHORTER = {
     "sppo eval long.yaml": f" {STRETCHED} --sequences 1",
 }
 """Arguments appended to a command that takes minutes."""
+FIRST_PARTS = 2
+"""Of a page, run in the default tier."""
 NOT_RUN = {"bash scripts/test.sh"}
 """What runs this test."""
 LANGUAGES = {"bash", "sh", "text", "yaml", "python", "pycon", "bibtex"}
@@ -71,7 +75,7 @@ def test_code_of_a_page(page: Path, tmp_path: Path) -> None:
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    for language, code in parts_of(page):
+    for language, code in parts_of(page)[: examples(FIRST_PARTS, all=99)]:
         shell = ["bash", "-euo", "pipefail", "-c", shortened(code)]
         done = subprocess.run(
             shell if language == "bash" else [sys.executable, "-c", code],

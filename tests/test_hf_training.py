@@ -41,16 +41,12 @@ class Case:
 
 # hf_models: 24 or 26 wide with six heads of ten on two key/value heads, where a family allows it.
 CASES = {
-    "llama": Case("llama"),
     "llama, tied": Case(
         "llama", {"tie_word_embeddings": True, "attention_bias": False}, policy="recompute"
     ),
     "qwen2": Case("qwen2", cut="even", policy="keep_attention"),
-    "qwen2, tied": Case("qwen2", {"tie_word_embeddings": True}, rates=WARM_UP_COSINE),
-    "qwen3": Case("qwen3", {"tie_word_embeddings": False}, sequences_per_step=2),
     "qwen3, tied": Case("qwen3", cut="flops", policy="keep_attention", rates=WARM_UP_COSINE),
     "mistral": Case("mistral", cut="flops", sequences_per_step=2, policy="recompute"),
-    "mistral, tied": Case("mistral", {"tie_word_embeddings": True}, policy="keep_attention"),
     "gpt2": Case("gpt2", cut="flops", rates=WARM_UP_COSINE, sequences_per_step=2),
     "gpt2, untied": Case("gpt2", {"tie_word_embeddings": False}, policy="recompute"),
 }
@@ -203,9 +199,6 @@ def check(case, directory):
     assert_same_weights(ours, theirs, before)
 
 
-ONE_OF_EACH_FAMILY = ("llama, tied", "qwen2", "qwen3, tied", "mistral", "gpt2")
-
-
-@pytest.mark.parametrize("name", default_of(CASES, *ONE_OF_EACH_FAMILY))
+@pytest.mark.parametrize("name", default_of(CASES, "llama, tied", "qwen3, tied", "gpt2"))
 def test_five_steps_are_those_of_transformers(name, tmp_path):
     check(CASES[name], tmp_path)

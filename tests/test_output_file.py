@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from sppo import output_file
 from sppo.output_file import (
     check_output_files,
     whole_file,
@@ -54,7 +53,7 @@ def assert_kept(path: Path, error: OSError) -> None:
 # Whole or absent
 
 
-@pytest.mark.parametrize("written", range(len(NEW)))
+@pytest.mark.parametrize("written", [0, 1, len(NEW) - 1])
 def test_a_write_that_fails_at_any_byte(path, written):
     with pytest.raises(OSError, match="File too large") as caught, file_size_limit(written):
         write_bytes(path, NEW)
@@ -179,7 +178,6 @@ print("before", flush=True); write_text(Path("/dev/stdout"), "file\\n"); print("
         ("input.png", "is read by this command"),
         ("n" * 300 + ".png", "File name too long"),
         ("loop.png", "Too many levels of symbolic links"),
-        ("/proc/file.png", "the directory /proc cannot be written to"),
     ],
 )
 def test_what_cannot_be_written_is_refused_and_untouched(tmp_path, monkeypatch, name, says):
@@ -197,13 +195,10 @@ def test_two_options_with_one_file_are_refused(tmp_path):
         check_output_files({"--png": tmp_path / "a.png", "--trace": tmp_path / "x/../a.png"})
 
 
-def test_a_full_disk_is_found_before_the_work(path, monkeypatch):
-    monkeypatch.setattr(output_file, "FULL_ERRNOS", {errno.EFBIG})
-    with pytest.raises(OSError, match="File too large") as caught, file_size_limit(0):
+def test_a_directory_that_cannot_be_written_to_is_refused(path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda name, mode: Path(name) != path.parent)
+    with pytest.raises(ValueError, match=f"the directory {path.parent} cannot be written to"):
         check_output_files({"-o": path})
-    assert caught.value.filename == f"-o {path}"
-    assert path.read_bytes() == OLD
-    assert len(list(path.parent.iterdir())) == 1
 
 
 def test_devices_and_new_names_pass(path):

@@ -320,7 +320,10 @@ def offload_schedule(
 
 
 def order_of_use(
-    program: Iterable[Action], stages: Mapping[int, ActivationLayout]
+    program: Iterable[Action],
+    stages: Mapping[int, ActivationLayout],
+    *,
+    shards: Mapping[int, ActivationLayout] | None = None,
 ) -> list[ActivationKey]:
     """Return the keys of all blocks of a rank, in the order in which backward uses them.
 
@@ -330,14 +333,20 @@ def order_of_use(
     all of them first.
 
     Args:
-        program: Program of the rank; MSP shards are skipped, because their stores are separate.
-        stages: Layout of each stage of the rank, by stage index.
+        program: Program of the rank.
+        stages: Layout of the whole units of each stage of the rank, by stage index.
+        shards: Layout of the MSP shards that the rank runs of each stage, by stage index; None if
+            no unit is cut. K and V do not return between the layers of a shard.
     """
     order: list[ActivationKey] = []
     waiting: deque[ActivationKey] = deque()
     for action in program:
+        if action.num_shards > 1:
+            if action.kind is ActionKind.B and shards is not None:
+                order += shards[action.stage].saved_keys(action.unit)
+            continue
         stage = stages.get(action.stage)
-        if stage is None or action.num_shards > 1:
+        if stage is None:
             continue
         if action.kind is ActionKind.H2D and action.wire == "kv":
             waiting.extend(stage.kv_keys(action.unit))

@@ -2,14 +2,14 @@
 
 The backward adds to fp32 gradients of all keys, as in training. The back end that ``auto`` chooses
 is timed on all shapes; other back ends only on shapes for which a call does not take too long, as
-predicted from shorter calls.
+predicted from a call of fewer queries.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -20,23 +20,38 @@ from sppo.bench.attention_backends import (
     backends_to_try,
     why_not_timed,
 )
-from sppo.bench.attention_grid import AttentionGrid, AttentionShape
+from sppo.bench.attention_grid import AttentionGrid, AttentionShape, Heads
 from sppo.bench.operands import DTYPES, Operands
-from sppo.bench.timing import Call, KernelBench, TimedCase, Timing
+from sppo.bench.timing import Call, KernelBench
 from sppo.hardware.rates import AttentionPoint
+from sppo.kernels.attention.call import AttentionCall
 from sppo.kernels.attention.choice import BackendName, chosen_name
-from sppo.kernels.attention.interface import attention_backward, attention_forward
+from sppo.kernels.attention.interface import Backend, attention_backward, attention_forward
 from sppo.kernels.attention.kv_layout import empty_keys
 
 Direction = Literal["forward", "backward"]
-AttentionKey = tuple[BackendName, AttentionShape, Direction]
 
-_FIRST_PROBE = {"cpu": 256, "cuda": 1024}
-"""Most queries and keys of the first call that estimates the speed of a back end."""
+_MOST_TRIED = {"cpu": 256, "cuda": 1024}
+"""Most queries of the call that estimates the speed of a back end."""
 _LONGEST_S = {"cpu": 0.2, "cuda": 0.05}
 """Most seconds of a call of a back end that ``auto`` does not choose."""
 _LONGEST_ASKED_S = 2.0
 _LONGEST_AUTOMATIC_S = 0.4
+_DOCUMENTS, _DOCUMENT_TOKENS = 64, 8
+"""Short documents of one call, and tokens of each: too few for their products to take time."""
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentSeconds:
+    """Seconds that each short document adds to an attention call.
+
+    Attributes:
+        forward_s: Seconds per document and forward.
+        backward_s: Seconds per document and backward.
+    """
+
+    forward_s: float
+    backward_s: float
 
 
 def measure_attention(bench: KernelBench, grid: AttentionGrid) -> BackendComparison:
@@ -52,18 +67,45 @@ def measure_attention(bench: KernelBench, grid: AttentionGrid) -> BackendCompari
         reasons |= found
         automatic |= {shape: taken for (_, shape), reason in found.items() if reason is None}
     chosen = [pair for pair, reason in reasons.items() if reason is None]
-    directions: tuple[Direction, ...] = ("forward", "backward")
-    cases: list[TimedCase[AttentionKey]] = [
-        TimedCase((*pair, direction), partial(_make, bench.operands, *pair, direction))
-        for pair in chosen
-        for direction in directions
-    ]
-    timings = bench.time("attention", cases)
-    rates = tuple(
-        _rate(*pair, timings[*pair, "forward"], timings[*pair, "backward"]) for pair in chosen
+    timings = bench.time(
+        "attention",
+        {
+            (name, shape, way): partial(_make, bench.operands, name, shape, way)
+            for name, shape in chosen
+            for way in get_args(Direction)
+        },
     )
+    rates = []
+    for name, shape in chosen:
+        forward, backward = (timings[name, shape, way] for way in get_args(Direction))
+        spread = max(forward.spread, backward.spread)
+        rates.append(BackendRate(name, shape, forward.median_s, backward.median_s, spread))
     left_out = {pair: reason for pair, reason in reasons.items() if reason is not None}
-    return BackendComparison(rates, automatic, left_out)
+    return BackendComparison(tuple(rates), automatic, left_out)
+
+
+def measure_documents(bench: KernelBench) -> DocumentSeconds:
+    """Time attention over short documents, which a CPU computes one by one.
+
+    A call of a few tokens takes as long as its calls of torch, whatever it computes, which rates of
+    hundreds of tokens do not show. The slowest dtype counts.
+    """
+    tokens = _DOCUMENTS * _DOCUMENT_TOKENS
+    shapes = [AttentionShape(dtype, tokens, tokens, Heads(2, 2), 64) for dtype in bench.dtypes]
+    starts = tuple(range(0, tokens, _DOCUMENT_TOKENS))
+    timings = bench.time(
+        "documents",
+        {
+            (shape, way): partial(_make, bench.operands, "auto", shape, way, starts)
+            for shape in shapes
+            for way in get_args(Direction)
+        },
+    )
+    forward_s, backward_s = (
+        max(timings[shape, way].median_s for shape in shapes) / _DOCUMENTS
+        for way in get_args(Direction)
+    )
+    return DocumentSeconds(forward_s, backward_s)
 
 
 def attention_points(
@@ -108,37 +150,13 @@ def _why_left_out(
     if first is not None and not grid.fixed:
         shapes = _shorter(bench, first, shapes)
     longest_s = _LONGEST_ASKED_S if grid.fixed else _LONGEST_S[device]
-    found: dict[BackendShape, str | None] = {}
-    for name, reason in reasons.items():
-        gaps = dict.fromkeys(shapes, reason)
-        if reason is None and name != first:
-            gaps = _gaps(bench, name, shapes, longest_s)
-        found |= {(name, shape): why for shape, why in gaps.items()}
-    return found
-
-
-def _gaps(
-    bench: KernelBench, name: BackendName, shapes: list[AttentionShape], longest_s: float
-) -> dict[AttentionShape, str | None]:
-    """Return by shape why a back end is not timed, None if it is; for all but ``auto``'s choice.
-
-    A package may compute a small case correctly and fail on a larger one: only that shape of that
-    back end is left out.
-    """
-    gaps: dict[AttentionShape, str | None] = dict.fromkeys(shapes)
-    try:
-        in_time = _in_time(bench, name, shapes, longest_s)
-    except Exception as error:  # third-party packages may raise anything
-        return dict.fromkeys(shapes, _failure(error))
-    for shape in shapes:
-        if shape not in in_time:
-            gaps[shape] = f"would take longer than {longest_s:g} s a call"
-            continue
-        try:
-            bench.time_once(_make(bench.operands, name, shape, "backward"))
-        except Exception as error:  # as above
-            gaps[shape] = _failure(error)
-    return gaps
+    return {
+        (name, shape): _gap(bench, name, shape, longest_s)
+        if reason is None and name != first
+        else reason
+        for name, reason in reasons.items()
+        for shape in shapes
+    }
 
 
 def _shorter(
@@ -146,67 +164,59 @@ def _shorter(
 ) -> list[AttentionShape]:
     """Return ``shapes`` without those whose queries take too long; keep two numbers of queries."""
     queries = sorted({shape.queries for shape in shapes})
-    probe = max((shape for shape in shapes if shape.queries == queries[0]), key=lambda s: s.keys)
-    seconds = _probe(bench, name, probe)
-    while len(queries) > 2 and seconds * (queries[-1] / probe.queries) ** 2 > _LONGEST_AUTOMATIC_S:
+    tried = max((shape for shape in shapes if shape.queries == queries[0]), key=lambda s: s.keys)
+    seconds = _try(bench, name, tried)
+    while len(queries) > 2 and seconds * (queries[-1] / tried.queries) ** 2 > _LONGEST_AUTOMATIC_S:
         queries.pop()
     return [shape for shape in shapes if shape.queries in queries]
 
 
-def _in_time(
-    bench: KernelBench, name: BackendName, shapes: list[AttentionShape], longest_s: float
-) -> list[AttentionShape]:
-    """Return the shapes whose backward is predicted to take at most ``longest_s``.
+def _gap(
+    bench: KernelBench, name: BackendName, shape: AttentionShape, longest_s: float
+) -> str | None:
+    """Return why a back end is not timed on one shape, None if it is; not for ``auto``'s choice.
 
-    Predictions come from shorter shapes, which need more time per FLOP than long ones. So before a
-    shape is left out, a part of its queries is timed that should take a quarter of ``longest_s``.
+    A call of few queries predicts the time, with more seconds per FLOP than one of many. A package
+    may compute a small case correctly and fail on a larger one, so that is tried, too.
     """
-    most = _FIRST_PROBE[bench.operands.device]
-    rising = sorted(shapes, key=lambda shape: shape.forward_flops)
-    tried = replace(rising[0], queries=min(rising[0].queries, most), keys=min(rising[0].keys, most))
-    s_per_flop = _probe(bench, name, tried) / tried.forward_flops
-    for count, shape in enumerate(rising):
-        foretold_s = s_per_flop * shape.forward_flops
-        if foretold_s > longest_s:
-            some = max(1, int(shape.queries * longest_s / (4 * foretold_s)))
-            tried = replace(shape, queries=some)
-            s_per_flop = _probe(bench, name, tried) / tried.forward_flops
+    few = replace(shape, queries=min(shape.queries, _MOST_TRIED[bench.operands.device]))
+    try:
+        s_per_flop = _try(bench, name, few) / few.forward_flops
         if s_per_flop * shape.forward_flops > longest_s:
-            return rising[:count]
-    return rising
+            return f"would take longer than {longest_s:g} s a call"
+        if few != shape:
+            _try(bench, name, shape)
+    except Exception as error:  # third-party packages may raise anything
+        first_line = (str(error).splitlines() or [""])[0]
+        return f"fails with {type(error).__name__}: {first_line}"
+    return None
 
 
-def _probe(bench: KernelBench, name: BackendName, shape: AttentionShape) -> float:
+def _try(bench: KernelBench, name: BackendName, shape: AttentionShape) -> float:
     """Return the seconds of one warm backward."""
     return bench.time_once(_make(bench.operands, name, shape, "backward"))
 
 
-def _failure(error: Exception) -> str:
-    """Return a description of a back end's error, as the end of a sentence."""
-    first_line = (str(error).splitlines() or [""])[0]
-    return f"fails with {type(error).__name__}: {first_line}"
-
-
-def _rate(
-    name: BackendName, shape: AttentionShape, forward: Timing, backward: Timing
-) -> BackendRate:
-    spread = max(forward.spread, backward.spread)
-    return BackendRate(name, shape, forward.median_s, backward.median_s, spread)
-
-
 @torch.no_grad()
 def _make(
-    operands: Operands, name: BackendName, shape: AttentionShape, direction: Direction
+    operands: Operands,
+    name: Backend,
+    shape: AttentionShape,
+    direction: Direction,
+    starts: tuple[int, ...] = (0,),
 ) -> Call:
+    """Return one call of a back end on documents that begin at ``starts``."""
     operands.begin()
     of, size = DTYPES[shape.dtype], shape.head_size
     q, do = (operands.take(shape.queries, shape.heads.queries, size, dtype=of) for _ in range(2))
     keys = (shape.keys, shape.heads.kv, size)
     k, v = (operands.take_keys(*keys, dtype=of) for _ in range(2))
+    call = AttentionCall(q, k, v, document_starts=starts)
+    forward = partial(attention_forward, call, name)
     if direction == "forward":
-        return lambda: attention_forward(q, k, v, backend=name)
-    o, lse = attention_forward(q, k, v, backend=name)
+        return forward
+    o, lse = forward()
     dk, dv = (
         empty_keys(*keys, dtype=torch.float32, device=operands.device).zero_() for _ in range(2)
     )
-    return lambda: attention_backward(do, q, k, v, o, lse, dk_TKD=dk, dv_TKD=dv, backend=name)
+    return lambda: attention_backward(call, do, o, lse, dk_TKD=dk, dv_TKD=dv, backend=name)

@@ -16,10 +16,8 @@ from sppo.kernels.attention.choice import (
     why_not,
 )
 
-BACKENDS: tuple[BackendName, ...] = tuple(
-    name for name in get_args(BackendName) if CAPABILITIES[name].automatic
-)
-"""Back ends that can be timed; all but the reference, whose memory holds all scores."""
+BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
+"""All back ends."""
 BackendShape = tuple[BackendName, AttentionShape]
 
 
@@ -109,17 +107,11 @@ def backends_to_try(grid: AttentionGrid, *, device: str) -> tuple[BackendName, .
     """Return the requested attention back ends, or all that support ``device``."""
     if grid.backends is not None:
         return grid.backends
-    return tuple(
-        name
-        for name in BACKENDS
-        if device in CAPABILITIES[name].devices and not _interpreted(name, device)
-    )
+    return tuple(name for name in BACKENDS if device in CAPABILITIES[name].devices)
 
 
 def why_not_timed(name: BackendName, case: AttentionCase) -> str | None:
     """Return why a back end is not timed on ``case``, as the end of a sentence; None if it is."""
-    if _interpreted(name, case.device.type):
-        return f"runs on {case.device.type} under its interpreter only, whose times say nothing"
     return why_not(name, case) or error_on_a_small_case(name, case)
 
 
@@ -129,7 +121,3 @@ def why_never_timed(
     """Return the first reason why a back end supports no problem of ``grid``; None if it does."""
     reasons = [why_not_timed(name, shapes[0].case(device)) for shapes in grid.problems(dtypes)]
     return None if None in reasons else reasons[0]
-
-
-def _interpreted(name: BackendName, device: str) -> bool:
-    return name == "triton" and device == "cpu"

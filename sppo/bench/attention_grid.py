@@ -49,6 +49,14 @@ class AttentionShape:
         pairs = causal_pairs(self.keys - self.queries, self.keys)
         return 4 * self.heads.queries * self.head_size * pairs
 
+    @property
+    def least_bytes(self) -> int:
+        """Bytes of q, k, v, o, do, dq, and the fp32 sums of dk and dv."""
+        size = DTYPES[self.dtype].itemsize
+        queries = self.queries * self.heads.queries * self.head_size
+        keys = self.keys * self.heads.kv * self.head_size
+        return 4 * queries * size + 2 * keys * (size + torch.float32.itemsize)
+
     def case(self, device: str) -> AttentionCase:
         """Return the case that a back end must support to compute this shape on ``device``."""
         group = self.heads.queries // self.heads.kv

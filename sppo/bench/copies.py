@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,14 +26,14 @@ class CopyPoint:
     """Rates of one kind of copy, bytes/s; medians over rounds.
 
     Attributes:
-        how: Name of the kind of copy: the memory and the library, or "disk".
+        how: Name of the kind of copy, "arena" or "disk".
         request_bytes: Bytes of one request.
         in_flight: Requests per direction in flight at the disk; one for copies of a stream.
         out_alone_bytes_per_s: Rate out of the device, without copies back.
         back_alone_bytes_per_s: Rate back to the device, without copies out.
         out_bytes_per_s: Rate out of the device during copies back.
         back_bytes_per_s: Rate back to the device during copies out.
-        numa_node: NUMA node that the host memory is taken from; None for any.
+        numa_node: NUMA node of the GPU, from which host memory is taken; None if not known.
         spread: Largest difference between the fastest and the slowest round of any of the four
             rates, relative to the rate's median.
     """
@@ -71,14 +72,24 @@ class CopyMeasurements:
     register_s_per_gib: float = 0.0
 
 
+def each_way(move: Callable[[int], None], ways: Sequence[int]) -> None:
+    """Call ``move`` with each of ``ways``, 0 for out and 1 for back, in threads of their own.
+
+    Raises:
+        Exception: The first exception that a call raised, once all have ended.
+    """
+    with ThreadPoolExecutor(len(ways)) as threads:
+        moving = [threads.submit(move, way) for way in ways]
+    for one in moving:
+        one.result()
+
+
 def busy_rates(out: Times, back: Times, *, request_bytes: int) -> tuple[float, float]:
     """Return the rates (out, back) in bytes/s while all directions that ran were busy.
 
     The time after one direction has ended is excluded, because the other is faster alone.
     """
-    ran = [times for times in (out, back) if times]
-    assert ran, "at least one direction ran"
-    end = min(times[-1] for times in ran)
+    end = min(times[-1] for times in (out, back) if times)
     return _rate(out, end, request_bytes), _rate(back, end, request_bytes)
 
 
@@ -98,7 +109,7 @@ def measure_point(
     in_flight: int,
     rounds: int,
     numa_node: int | None = None,
-    advance: Callable[[], None],
+    advance: Callable[[], None] = lambda: None,
 ) -> CopyPoint:
     """Time copies out, copies back, and both together, each once in every round."""
     found: list[tuple[float, float, float, float]] = []

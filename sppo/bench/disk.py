@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sppo.bench.copies import CopyMeasurements, CopyPoint, Times, measure_point
+from sppo.bench.copies import CopyMeasurements, CopyPoint, Times, each_way, measure_point
 from sppo.bench.timing import Watcher
 from sppo.offload.arena import HostArena
 from sppo.offload.disk.disk_room import disk_room, is_memory
-from sppo.offload.disk.file_tier import THREADS, FileTier, Transfer
+from sppo.offload.disk.file_tier import FileTier, Transfer
+from sppo.offload.worker_pool import THREADS, WorkerPool, wait_for
 from sppo.units import MIB, format_bytes
 
 _FILE_BYTES, _QUICK_FILE_BYTES = 1024 * MIB, 128 * MIB
@@ -55,11 +57,9 @@ def measure_disk(directory: Path, *, quick: bool, watcher: Watcher) -> CopyMeasu
     window_s = _QUICK_WINDOW_S if quick else _WINDOW_S
     cases = [(size, depth) for size in requests for depth in depths]
     watcher.begin("disk", total=1 + len(cases) * rounds)
-    with (
-        HostArena(2 * max(size * depth for size, depth in cases)) as arena,
-        FileTier(directory, file_bytes) as tier,
-    ):
-        memory = arena.tensor(0, (arena.size_bytes,), torch.uint8).numpy()
+    memory_bytes = 2 * max(size * depth for size, depth in cases)
+    memory = HostArena(memory_bytes).tensor(0, (memory_bytes,), torch.uint8).numpy()
+    with opened_tier(directory, file_bytes) as tier:
         _fill_with_noise(memory)
         halves = np.split(memory, 2)
         first = first_write(tier, halves[0])
@@ -84,6 +84,19 @@ def measure_disk(directory: Path, *, quick: bool, watcher: Watcher) -> CopyMeasu
         room_bytes=disk_room(directory).usable_bytes,
         first_write_bytes_per_s=first,
     )
+
+
+@contextmanager
+def opened_tier(directory: Path, size_bytes: int) -> Iterator[FileTier]:
+    """Open a file tier with threads of its own for the duration of the context."""
+    with (
+        closing(WorkerPool("sppo disk")) as pool,
+        closing(FileTier(directory, size_bytes, pool)) as tier,
+    ):
+        try:
+            yield tier
+        finally:
+            pool.drain()
 
 
 def file_size_bytes(*, quick: bool) -> int:
@@ -118,7 +131,7 @@ def first_write(tier: FileTier, memory: NDArray[np.uint8]) -> float:
     size = min(_PLANNED[0], len(memory))
     start = time.perf_counter()
     for offset in range(0, tier.size_bytes, size):
-        tier.write(offset, memory[: min(size, tier.size_bytes - offset)]).wait()
+        wait_for(tier.write(offset, memory[: min(size, tier.size_bytes - offset)]))
     return tier.size_bytes / (time.perf_counter() - start)
 
 
@@ -143,23 +156,11 @@ class _Windows:
     def run(self, out: bool, back: bool) -> tuple[Times, Times]:
         """Return the completion times of (writes, reads) in one window."""
         times: tuple[list[float], list[float]] = ([], [])
-        errors: list[OSError] = []
-        start = time.perf_counter()
-
-        def transfer(index: int) -> None:
-            try:
-                self._move(index, start_s=start, times=times[index])
-            except OSError as error:
-                errors.append(error)
-
-        wanted = [index for index, asked in enumerate((out, back)) if asked]
-        threads = [threading.Thread(target=transfer, args=(index,)) for index in wanted]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
+        start_s = time.perf_counter()
+        each_way(
+            lambda index: self._move(index, start_s=start_s, times=times[index]),
+            [index for index, asked in enumerate((out, back)) if asked],
+        )
         return times
 
     def _move(self, index: int, *, start_s: float, times: list[float]) -> None:
@@ -175,10 +176,10 @@ class _Windows:
             under_way.append(start(place, self._memory[index][slot : slot + size]))
             turn += 1
             if len(under_way) == self._in_flight:
-                under_way.popleft().wait()
+                wait_for(under_way.popleft())
                 times.append(time.perf_counter() - start_s)
         while under_way:
-            under_way.popleft().wait()
+            wait_for(under_way.popleft())
             times.append(time.perf_counter() - start_s)
 
 

@@ -11,7 +11,7 @@ from functools import partial
 
 from sppo.bench.kernel_calls import MAKERS
 from sppo.bench.operands import DTYPES, Operands
-from sppo.bench.timing import Call, KernelBench, TimedCase, Timing
+from sppo.bench.timing import Call, KernelBench, Timing
 from sppo.cost.elementwise import PASSES, bytes_per_element
 from sppo.hardware.rates import ElementwisePoint
 
@@ -26,12 +26,12 @@ def measure_elementwise(bench: KernelBench, *, quick: bool) -> tuple[Elementwise
     """Return the rates of every kernel on tensors of several sizes; few of them if ``quick``."""
     operands = bench.operands
     sizes = (_QUICK_ELEMENTS if quick else _ELEMENTS)[operands.device]
-    cases = [
-        TimedCase((kernel, dtype, elements), partial(_make, operands, kernel, dtype, elements))
+    cases = {
+        (kernel, dtype, elements): partial(_make, operands, kernel, dtype, elements)
         for dtype in bench.dtypes
         for kernel in kernels_of(dtype, device=operands.device)
         for elements in sizes
-    ]
+    }
     return elementwise_points(bench.time("elementwise", cases))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import get_args
@@ -10,7 +10,7 @@ from typing import get_args
 import torch
 
 from sppo.bench.operands import DTYPES, Operands
-from sppo.bench.timing import Call, KernelBench, TimedCase, Timing
+from sppo.bench.timing import Call, KernelBench, Timing
 from sppo.hardware.rates import GemmPoint, Product
 from sppo.kernels.linear import accumulate_weight_gradient, input_gradient, linear
 
@@ -45,9 +45,23 @@ def gemm_grid(device: str, *, quick: bool) -> GemmGrid:
     return GemmGrid(tokens[device], widths[device])
 
 
+def gemm_bytes(dtype: str, *, tokens: int, width: int) -> int:
+    """Return the bytes of input, output gradient, weight, and fp32 sum of weight gradients."""
+    size = DTYPES[dtype].itemsize
+    return 2 * tokens * width * size + width * width * (size + torch.float32.itemsize)
+
+
 def measure_gemm(bench: KernelBench, grid: GemmGrid) -> tuple[GemmPoint, ...]:
     """Return the rates of products ``[tokens, width] x [width, width]``."""
-    cases = [case for dtype in bench.dtypes for case in _cases(bench, grid, dtype=dtype)]
+    cases = {
+        (dtype, tokens, width, product): partial(
+            _make, bench.operands, dtype, tokens, width, product
+        )
+        for dtype in bench.dtypes
+        for width in (grid.widths if grid.fixed else _narrower(bench, grid, dtype=dtype))
+        for tokens in grid.tokens
+        for product in get_args(Product)
+    }
     return gemm_points(bench.time("gemm", cases))
 
 
@@ -61,15 +75,6 @@ def gemm_points(timings: Mapping[GemmKey, Timing]) -> tuple[GemmPoint, ...]:
         )
         points.append(GemmPoint(dtype, tokens, width, forward, from_output, weight))
     return tuple(points)
-
-
-def _cases(bench: KernelBench, grid: GemmGrid, *, dtype: str) -> Iterator[TimedCase[GemmKey]]:
-    widths = grid.widths if grid.fixed else _narrower(bench, grid, dtype=dtype)
-    for tokens in grid.tokens:
-        for width in widths:
-            for product in get_args(Product):
-                key = (dtype, tokens, width, product)
-                yield TimedCase(key, partial(_make, bench.operands, *key))
 
 
 def _narrower(bench: KernelBench, grid: GemmGrid, *, dtype: str) -> tuple[int, ...]:

@@ -88,8 +88,7 @@ def describe(base: HardwareSpec, measurements: Measurements) -> HardwareSpec:
     if measurements.gemm:
         device = _with_peaks(device, measurements.gemm)
     if measurements.attention:
-        device = _with_attention(device, measurements.attention)
-        device = replace(device, attention_backend=_measured_backend(device, measurements))
+        device = _with_attention(device, measurements)
     if measurements.documents is not None:
         device = replace(
             device,
@@ -159,26 +158,25 @@ def _with_peaks(device: DeviceSpec, points: Sequence[GemmPoint]) -> DeviceSpec:
     )
 
 
-def _with_attention(device: DeviceSpec, points: Sequence[AttentionPoint]) -> DeviceSpec:
+def _with_attention(device: DeviceSpec, measurements: Measurements) -> DeviceSpec:
+    """Return ``device`` with the best rates of attention, and the back end of a GPU's rates.
+
+    Rates in bf16 count if there are some.
+    """
+    points = measurements.attention
     dtype = "bf16" if any(point.dtype == "bf16" for point in points) else "fp32"
     peak = device.flops_per_s(dtype)
     chosen = [point for point in points if point.dtype == dtype]
-    forward = max(point.forward_flops_per_s for point in chosen)
-    backward = max(point.backward_flops_per_s for point in chosen)
+    backend = device.attention_backend
+    if device.kind == "cuda" and measurements.backends is not None:
+        automatic = measurements.backends.automatic
+        backend = next((name for shape, name in automatic.items() if shape.dtype == dtype), backend)
     return replace(
         device,
-        attention_efficiency=min(1.0, forward / peak),
-        attention_backward_efficiency=min(1.0, backward / peak),
+        attention_efficiency=min(1.0, max(p.forward_flops_per_s for p in chosen) / peak),
+        attention_backward_efficiency=min(1.0, max(p.backward_flops_per_s for p in chosen) / peak),
+        attention_backend=backend,
     )
-
-
-def _measured_backend(device: DeviceSpec, measurements: Measurements) -> str:
-    """Return the back end of a GPU's measured rates, in bf16 if that was measured."""
-    if device.kind == "cpu" or measurements.backends is None:
-        return device.attention_backend
-    automatic = measurements.backends.automatic
-    in_bf16 = [name for shape, name in automatic.items() if shape.dtype == "bf16"]
-    return (in_bf16 or [*automatic.values()])[0]
 
 
 def _with_bandwidth(device: DeviceSpec, points: Sequence[ElementwisePoint]) -> DeviceSpec:

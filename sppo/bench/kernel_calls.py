@@ -25,6 +25,8 @@ from sppo.kernels.rotary import RotaryTable, rotate
 from sppo.optim.fused_adamw import FusedAdamW
 
 Maker = Callable[[Operands, torch.dtype, int], Call]
+Shape = Callable[[str, int], tuple[int, ...]]
+"""Function of a device and a number of elements that returns the shape of a kernel's operands."""
 
 _WIDTH = {"cpu": 512, "cuda": 4096}
 _HEAD_SIZE = {"cpu": 64, "cuda": 128}
@@ -37,112 +39,72 @@ _STACK_BYTES = 1 << 28
 _EPS = 1e-6
 
 
-def _rows(operands: Operands, dtype: torch.dtype, elements: int) -> Tensor:
-    width = _WIDTH[operands.device]
-    return operands.take(elements // width, width, dtype=dtype)
+def _rows(device: str, elements: int) -> tuple[int, ...]:
+    return elements // _WIDTH[device], _WIDTH[device]
 
 
-def _heads(operands: Operands, dtype: torch.dtype, elements: int) -> Tensor:
-    size = _HEAD_SIZE[operands.device]
-    return operands.take(elements // (_HEADS * size), _HEADS, size, dtype=dtype)
+def _heads(device: str, elements: int) -> tuple[int, ...]:
+    return elements // (_HEADS * _HEAD_SIZE[device]), _HEADS, _HEAD_SIZE[device]
 
 
-def _rmsnorm(operands: Operands, dtype: torch.dtype, elements: int, *, by_head: bool) -> Call:
-    x = (_heads if by_head else _rows)(operands, dtype, elements)
-    weight = operands.take(x.shape[-1], dtype=dtype)
-    return lambda: elementwise.rms_norm(x, weight, eps=_EPS)
+def _kernel(
+    call: Callable[..., object], *, tensors: int = 0, vectors: int = 0, shape: Shape = _rows
+) -> Maker:
+    """Return the maker of a kernel's call.
+
+    Args:
+        call: Kernel, called with the tensors and then the vectors.
+        tensors: Number of operands of all elements.
+        vectors: Number of operands as wide as the last dimension, such as a norm's weight and bias.
+        shape: Shape of the tensors.
+    """
+
+    def make(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
+        full = shape(operands.device, elements)
+        shapes = [full] * tensors + [full[-1:]] * vectors
+        return partial(call, *(operands.take(*of, dtype=dtype) for of in shapes))
+
+    return make
 
 
-def _rmsnorm_backward(
-    operands: Operands, dtype: torch.dtype, elements: int, *, by_head: bool
-) -> Call:
-    x, dy = ((_heads if by_head else _rows)(operands, dtype, elements) for _ in range(2))
-    weight = operands.take(x.shape[-1], dtype=dtype)
-    return lambda: elementwise.rms_norm_backward(dy, x, weight, eps=_EPS)
-
-
-def _add_rmsnorm(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
-    total, x = (_rows(operands, dtype, elements) for _ in range(2))
-    weight = operands.take(x.shape[-1], dtype=dtype)
-    return lambda: elementwise.add_rms_norm_(total, x, weight, eps=_EPS)
-
-
-def _add_rmsnorm_backward(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
-    x, dy, dresidual = (_rows(operands, dtype, elements) for _ in range(3))
-    weight = operands.take(x.shape[-1], dtype=dtype)
-    return lambda: elementwise.rms_norm_backward(dy, x, weight, eps=_EPS, dresidual_CE=dresidual)
-
-
-def _layernorm(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
-    x = _rows(operands, dtype, elements)
-    weight, bias = (operands.take(x.shape[-1], dtype=dtype) for _ in range(2))
-    return lambda: elementwise.layer_norm(x, weight, bias, eps=_EPS)
-
-
-def _layernorm_backward(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
-    x, dy = (_rows(operands, dtype, elements) for _ in range(2))
-    weight, bias = (operands.take(x.shape[-1], dtype=dtype) for _ in range(2))
-    return lambda: elementwise.layer_norm_backward(dy, x, weight, bias, eps=_EPS)
-
-
-def _add_layernorm(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
-    total, x = (_rows(operands, dtype, elements) for _ in range(2))
-    weight, bias = (operands.take(x.shape[-1], dtype=dtype) for _ in range(2))
-    return lambda: elementwise.add_layer_norm_(total, x, weight, bias, eps=_EPS)
-
-
-def _add_layernorm_backward(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
-    x, dy, dresidual = (_rows(operands, dtype, elements) for _ in range(3))
-    weight, bias = (operands.take(x.shape[-1], dtype=dtype) for _ in range(2))
-    return lambda: elementwise.layer_norm_backward(
-        dy, x, weight, bias, eps=_EPS, dresidual_CE=dresidual
-    )
+def _add_norm_backward(dy: Tensor, x: Tensor, dresidual: Tensor, *parameters: Tensor) -> object:
+    return elementwise.norm_backward(dy, x, *parameters, eps=_EPS, dresidual_CE=dresidual)
 
 
 def _rotary(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
-    x = _heads(operands, dtype, elements)
-    cos, sin = (
-        operands.take(x.shape[0], 1, x.shape[2] // 2, dtype=torch.float32) for _ in range(2)
-    )
-    table = RotaryTable(cos, sin)
+    x = operands.take(*_heads(operands.device, elements), dtype=dtype)
+    angles = x.shape[0], 1, x.shape[2] // 2
+    table = RotaryTable(*(operands.take(*angles, dtype=torch.float32) for _ in range(2)))
     return lambda: rotate(x, table)
 
 
-def _activation(operands: Operands, dtype: torch.dtype, elements: int, *, kind: Activation) -> Call:
-    up = _rows(operands, dtype, elements)
-    gate = _rows(operands, dtype, elements) if kind == "swiglu" else None
-    return lambda: elementwise.activation(gate, up, kind=kind)
+def _activation(kind: Activation) -> Maker:
+    if kind == "swiglu":
+        return _kernel(partial(elementwise.activation, kind=kind), tensors=2)
+    return _kernel(partial(elementwise.activation, None, kind=kind), tensors=1)
 
 
-def _activation_backward(
-    operands: Operands, dtype: torch.dtype, elements: int, *, kind: Activation
-) -> Call:
-    """Return the call on zeros: in place, other values would shrink to slow denormals."""
-    shape = _rows(operands, dtype, elements).shape
-    dhidden, gate, up = (operands.zeros(*shape, dtype=dtype) for _ in range(3))
-    return lambda: elementwise.activation_backward_(
-        dhidden, gate if kind == "swiglu" else None, up, kind=kind
-    )
+def _activation_backward(kind: Activation) -> Maker:
+    """Return the maker of calls on zeros: in place, other values would shrink to slow denormals."""
 
+    def make(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
+        shape = _rows(operands.device, elements)
+        dhidden, gate, up = (operands.zeros(*shape, dtype=dtype) for _ in range(3))
+        gates = gate if kind == "swiglu" else None
+        return lambda: elementwise.activation_backward_(dhidden, gates, up, kind=kind)
 
-def _add(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
-    total, x = (_rows(operands, dtype, elements) for _ in range(2))
-    return lambda: total.add_(x)
-
-
-def _copy(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
-    target, x = (_rows(operands, dtype, elements) for _ in range(2))
-    return lambda: target.copy_(x)
+    return make
 
 
 def _narrow(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
-    target, x = (_rows(operands, of, elements) for of in (dtype, torch.float32))
+    shape = _rows(operands.device, elements)
+    target, x = (operands.take(*shape, dtype=of) for of in (dtype, torch.float32))
     return lambda: target.copy_(x)
 
 
 def _save(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
     """Return a call that copies to the next place of a long stack each time."""
-    x = _rows(operands, dtype, elements)
+    x = operands.take(*_rows(operands.device, elements), dtype=dtype)
     places = max(2, _STACK_BYTES // (elements * dtype.itemsize))
     stack = operands.zeros(places, *x.shape, dtype=dtype)
     turn = iter(range(1 << 62))
@@ -150,7 +112,7 @@ def _save(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
 
 
 def _bias_gradient(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
-    dy = _rows(operands, dtype, elements)
+    dy = operands.take(*_rows(operands.device, elements), dtype=dtype)
     total = operands.zeros(dy.shape[1], dtype=torch.float32)
     return lambda: accumulate_bias_gradient(total, dy)
 
@@ -180,28 +142,29 @@ def _adamw(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
     return step
 
 
+_norm = partial(elementwise.norm, eps=_EPS)
+_norm_backward = partial(elementwise.norm_backward, eps=_EPS)
+_add_norm = partial(elementwise.add_norm_, eps=_EPS)
+
 MAKERS: Mapping[str, Maker] = {
-    "rmsnorm": partial(_rmsnorm, by_head=False),
-    "rmsnorm_backward": partial(_rmsnorm_backward, by_head=False),
-    "rmsnorm_add": _add_rmsnorm,
-    "rmsnorm_add_backward": _add_rmsnorm_backward,
-    "layernorm": _layernorm,
-    "layernorm_backward": _layernorm_backward,
-    "layernorm_add": _add_layernorm,
-    "layernorm_add_backward": _add_layernorm_backward,
-    "head_norm": partial(_rmsnorm, by_head=True),
-    "head_norm_backward": partial(_rmsnorm_backward, by_head=True),
+    "rmsnorm": _kernel(_norm, tensors=1, vectors=1),
+    "rmsnorm_backward": _kernel(_norm_backward, tensors=2, vectors=1),
+    "rmsnorm_add": _kernel(_add_norm, tensors=2, vectors=1),
+    "rmsnorm_add_backward": _kernel(_add_norm_backward, tensors=3, vectors=1),
+    "layernorm": _kernel(_norm, tensors=1, vectors=2),
+    "layernorm_backward": _kernel(_norm_backward, tensors=2, vectors=2),
+    "layernorm_add": _kernel(_add_norm, tensors=2, vectors=2),
+    "layernorm_add_backward": _kernel(_add_norm_backward, tensors=3, vectors=2),
+    "head_norm": _kernel(_norm, tensors=1, vectors=1, shape=_heads),
+    "head_norm_backward": _kernel(_norm_backward, tensors=2, vectors=1, shape=_heads),
     "rotary": _rotary,
-    "add": _add,
-    "copy": _copy,
+    "add": _kernel(Tensor.add_, tensors=2),
+    "copy": _kernel(Tensor.copy_, tensors=2),
     "narrow": _narrow,
     "save": _save,
     "bias_gradient": _bias_gradient,
-    **{kind: partial(_activation, kind=kind) for kind in get_args(Activation)},
-    **{
-        f"{kind}_backward": partial(_activation_backward, kind=kind)
-        for kind in get_args(Activation)
-    },
+    **{kind: _activation(kind) for kind in get_args(Activation)},
+    **{f"{kind}_backward": _activation_backward(kind) for kind in get_args(Activation)},
     "loss_gradient": _loss_gradient,
     "adamw": _adamw,
 }

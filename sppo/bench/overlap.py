@@ -2,7 +2,7 @@
 
 A unit is the forward of one layer on one subsequence: the products with the layer's weights, and
 attention over the whole prefix. While a unit runs, the bytes that the layer would save are copied
-to the next tier, through the same queues as in training. Backward copies the same bytes back and
+to the next tier, through the same lane as in training. Backward copies the same bytes back and
 takes about twice as long, so copies are harder to hide in forward.
 """
 
@@ -20,18 +20,18 @@ from typing import Any
 import torch
 
 from sppo.activations.tensor_classes import class_bytes_per_token
-from sppo.bench.break_even import BreakEven, OverlapPoint, break_evens
 from sppo.bench.operands import DTYPES, Operands
 from sppo.bench.timing import Watcher
 from sppo.config.model import ModelConfig
 from sppo.config.presets import PRESETS
 from sppo.cost.parameters import layer_shapes
+from sppo.kernels.attention.call import AttentionCall
 from sppo.kernels.attention.interface import attention_forward
 from sppo.kernels.linear import linear
+from sppo.offload.cpu_lane import CpuLane
+from sppo.offload.cuda_lane import CudaLane
 from sppo.offload.disk.file_tier import whole_sectors
-from sppo.offload.queues.copy_queues import CopyQueues, Dependency, Event, Ordering, Region
-from sppo.offload.queues.cuda_queues import CudaQueues
-from sppo.offload.queues.thread_queues import ThreadQueues
+from sppo.offload.lane import Event, Lane
 from sppo.units import GIB, format_duration
 
 _cuda: Any = torch.cuda  # parts of torch.cuda have no types
@@ -53,6 +53,51 @@ LeftOut = tuple[int, int, str]
 
 
 @dataclass(frozen=True, slots=True)
+class OverlapPoint:
+    """Times of one unit's compute alone, its copy alone, and both; medians, seconds per unit.
+
+    Attributes:
+        tokens: Tokens of the subsequence.
+        context: Tokens before the subsequence.
+        moved_bytes: Bytes that one layer saves for the subsequence, all of which are copied.
+        products_s: Products with weights, without copies.
+        attention_s: Attention, without copies.
+        copy_s: Copies, without compute.
+        products_copying_s: Products while copies run.
+        attention_copying_s: Attention while copies run.
+        exposed_s: Time that compute waits for copies.
+        spread: Difference between the fastest and the slowest round of the unit with copies,
+            relative to the median.
+    """
+
+    tokens: int
+    context: int
+    moved_bytes: int
+    products_s: float
+    attention_s: float
+    copy_s: float
+    products_copying_s: float
+    attention_copying_s: float
+    exposed_s: float
+    spread: float = 0.0
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of the unit without copies."""
+        return self.products_s + self.attention_s
+
+    @property
+    def compute_copying_s(self) -> float:
+        """Seconds of the unit while copies run, without the time that compute waits."""
+        return self.products_copying_s + self.attention_copying_s
+
+    @property
+    def slowdown(self) -> float:
+        """Fraction by which copies slow the compute that hides them; noise may make it negative."""
+        return self.compute_copying_s / self.compute_s - 1
+
+
+@dataclass(frozen=True, slots=True)
 class OverlapMeasurements:
     """Results of one run of the overlap benchmark.
 
@@ -61,7 +106,6 @@ class OverlapMeasurements:
         dtype: Type of weights and activations.
         where: Target of the copies, for users.
         points: Timings by subsequence length and context.
-        break_evens: Break-even lengths by context.
         added_s_per_byte: Compute time that every copied byte costs: the median over the points.
         left_out: (tokens, context, time or memory needed) of units that were not measured.
     """
@@ -70,7 +114,6 @@ class OverlapMeasurements:
     dtype: str
     where: str
     points: tuple[OverlapPoint, ...]
-    break_evens: tuple[BreakEven, ...]
     added_s_per_byte: float
     left_out: tuple[LeftOut, ...] = ()
 
@@ -139,9 +182,9 @@ def measure_overlap(
         unit = _ForwardWork(operands, layer, tokens=tokens, context=context)
         size = tokens * saved_bytes_per_token(layer)
         try:
-            with closing(_queues(device)) as queues:
+            with closing(_lane(device)) as lane:
                 disk = directory if device == "cpu" else None
-                mover = _Copier(queues, disk, size_bytes=size, device=unit.device)
+                mover = _Copier(lane, disk, size_bytes=size, device=unit.device)
                 point = _measure(unit, mover, rounds=rounds, quick=quick, advance=watcher.advance)
         except torch.OutOfMemoryError:
             if not points:
@@ -149,20 +192,18 @@ def measure_overlap(
             left_out.append((tokens, context, "more memory than the device has"))
         else:
             points.append(point)
-    parts = class_bytes_per_token(layer.model, element_bytes=DTYPES[layer.dtype].itemsize)
     return OverlapMeasurements(
         layer.name,
         layer.dtype,
         f"to a disk, in {directory}" if device == "cpu" else "to page-locked host memory",
         tuple(points),
-        break_evens(points, kept_ratio=float(parts[:2].sum() / parts.sum())),
         added_s_per_byte=added_s_per_byte(points),
         left_out=tuple(left_out),
     )
 
 
-def _queues(device: str) -> CopyQueues:
-    return CudaQueues(torch.device(device)) if device == "cuda" else ThreadQueues()
+def _lane(device: str) -> Lane:
+    return CudaLane(torch.device(device)) if device == "cuda" else CpuLane()
 
 
 def saved_bytes_per_token(layer: MeasuredLayer) -> int:
@@ -250,7 +291,7 @@ class _ForwardWork:
             for weight in self._weights:
                 linear(self._inputs[weight.shape[1]], weight)
             marks[-1].append(self._mark())
-            attention_forward(self._q, self._k, self._v)
+            attention_forward(AttentionCall(self._q, self._k, self._v))
             marks[-1].append(self._mark())
             after()
         if self._kind == "cuda":
@@ -277,19 +318,15 @@ class _Copier:
 
     def __init__(
         self,
-        queues: CopyQueues,
+        lane: Lane,
         directory: Path | None,
         *,
         size_bytes: int,
         device: torch.device,
     ) -> None:
-        self._queues, self._size_bytes = queues, size_bytes
-        self._slot_bytes = slot_bytes = whole_sectors(size_bytes)
-        memory = queues.host_memory(_SLOTS * slot_bytes)
-        self._slots = [
-            Region("host", index, memory[index * slot_bytes : (index + 1) * slot_bytes])
-            for index in range(_SLOTS)
-        ]
+        self._lane, self._size_bytes = lane, size_bytes
+        slot_bytes = whole_sectors(size_bytes)
+        self._slots = lane.host_memory("blocks", _SLOTS * slot_bytes).view(_SLOTS, slot_bytes)
         noise = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, device=device)
         repeats = math.ceil(size_bytes / len(noise))
         self._sources = [noise.repeat(repeats)[:size_bytes] for _ in range(2)]
@@ -297,7 +334,7 @@ class _Copier:
         if directory is not None:
             count = max(_SLOTS, min(8, _MOST_FILE_BYTES // slot_bytes))
             self._places = [index * slot_bytes for index in range(count)]
-            queues.open_file(directory, count * slot_bytes)
+            lane.open_file(directory, count * slot_bytes)
         self._turn = 0
         self._copied: Event | None = None
         self._written: list[Event | None] = [None] * _SLOTS
@@ -316,31 +353,26 @@ class _Copier:
         """Start the copy of one unit's bytes."""
         slot = self._turn % _SLOTS
         source, written = self._sources[slot], self._written[slot]
-        after: list[Dependency] = [
-            (Ordering.PRODUCED_BEFORE_OUT, self._queues.produced([source])),
-        ]
-        if written is not None:
-            after.append((Ordering.WRITTEN_BEFORE_SLOT_REUSE, written))
-        region = self._slots[slot]
-        self._copied = self._queues.copy_out(region, [(0, source)], after=after)
+        after = [self._lane.computed([source]), *([] if written is None else [written])]
+        memory = self._slots[slot]
+        self._copied = self._lane.out([(memory[: self._size_bytes], source)], after=after)
         if self._places:
-            filled: list[Dependency] = [(Ordering.FILLED_BEFORE_READ, self._copied)]
             place = self._places[self._turn % len(self._places)]
-            self._written[slot] = self._queues.write(place, region, self._slot_bytes, after=filled)
+            self._written[slot] = self._lane.write(place, memory, after=[self._copied])
         self._turn += 1
 
     def end(self) -> None:
         """Make compute wait until the last copy out is done, as if it overwrote the source."""
         assert self._copied is not None, "begin() comes first"
-        self._queues.reusable(self._copied)
+        self._lane.before_compute(self._copied)
 
     def drain(self) -> float:
         """Wait for all copies; return the seconds that compute waited since the last call."""
         last = self._written[(self._turn - 1) % _SLOTS]
         if last is not None:
-            self._queues.reusable(last)
-        self._queues.check()
-        return self._queues.take_times().exposed_s
+            self._lane.before_compute(last)
+        self._lane.check()
+        return self._lane.take_times().exposed_s
 
 
 def _measure(

@@ -1,11 +1,9 @@
-"""Rates of copies between host memory and a CUDA device, by size, kind of host memory and library.
+"""Rates of copies between host memory and CUDA devices, by size of a request.
 
-Host memory is pageable, page-locked by torch, or an arena as in training: huge pages, bound to a
-NUMA node if there are several, registered with CUDA. If cupy is installed, the arena is also copied
-with cupy's raw runtime: a difference would be the overhead of torch.
-
-The GPUs of a machine share its memory, and some share a link to it. They are measured at the same
-time, by one process each, which stays near its GPU as in training.
+Everything is as in training: host memory is an arena of huge pages registered with CUDA, and each
+GPU has a process, which stays at the NUMA node of its GPU. The GPUs of a machine share its memory,
+and some share a link to it, so they are measured at the same time. If cupy is installed, its raw
+runtime copies, too: a difference would be the overhead of torch.
 """
 
 from __future__ import annotations
@@ -14,26 +12,34 @@ import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sppo.bench.copies import CopyMeasurements, CopyPoint, Times, measure_point
+from sppo.bench.copies import CopyMeasurements, CopyPoint, Times, each_way, measure_point
+from sppo.bench.processes import at_once
 from sppo.bench.timing import Watcher
-from sppo.hardware.numa import memory_of, node_of_pci_device, pci_address, stay_near
+from sppo.hardware.numa import node_of_pci_device, pci_address, stay_near
 from sppo.hardware.this_machine import count_numa_nodes
 from sppo.offload.arena import HostArena
 from sppo.offload.page_lock import lock_pages, unlock_pages
 from sppo.parallel.job.launch import held_back
 from sppo.parallel.job.signals import STOP_SIGNALS
-from sppo.parallel.job.worker_process import WorkerProcess, without_script
+from sppo.parallel.job.worker_process import without_script
 from sppo.units import GIB, MIB
 
 _cuda: Any = torch.cuda  # parts of torch.cuda have no types
+
+_Copy = Callable[[Tensor, Tensor, Any], object]
+"""Function that starts to copy to a tensor from another one in a stream."""
+_BY_TORCH, _BY_CUPY = "arena", "arena, cupy"
+_MEMCPY_DEFAULT = 4
+"""Value of cudaMemcpyKind that finds the direction from the addresses."""
 
 _REQUESTS = (MIB, 16 * MIB, 128 * MIB)
 _QUICK_REQUESTS = (16 * MIB,)
@@ -41,29 +47,8 @@ _MOST_BYTES, _QUICK_MOST_BYTES = 2 * GIB, 256 * MIB
 _FEWEST, _MOST = 4, 256
 """Fewest and most requests of one direction in one round."""
 _ROUNDS, _QUICK_ROUNDS = 3, 1
-_TORCH_MEMORY = {"pageable": False, "page-locked": True}
-_ARENA = "arena"
-_TO_DEVICE, _TO_HOST = 1, 2
-"""Values of cudaMemcpyKind."""
 _MEET_S, _MEASURE_S = 120.0, 1800.0
 """Longest times that a process waits for those of other GPUs, and that measuring may take."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Host:
-    """Host memory of one kind.
-
-    Attributes:
-        copy_kind: Name of the kind of memory and the library.
-        memory: Bytes of the memory, one half per direction.
-        numa_node: NUMA node that the memory is taken from; None for any.
-        raw: Whether to copy with cupy instead of torch.
-    """
-
-    copy_kind: str
-    memory: Tensor
-    numa_node: int | None = None
-    raw: bool = False
 
 
 def measure_pcie(
@@ -72,141 +57,94 @@ def measure_pcie(
     """Measure copies between the host and all of its GPUs at once; return those of the slowest.
 
     Args:
-        devices: CUDA devices of this machine; a single one must be the current one.
+        devices: CUDA devices of this machine, each with its index.
         quick: Measure one size in one round.
-        watcher: Receiver of the progress: of every round, or of every GPU if there are several.
+        watcher: Receiver of the progress, notified of every GPU.
 
     Raises:
         MemoryError: A host that lacks the memory, or may not lock it.
         RuntimeError: The process of a GPU ended, or did not answer in time.
     """
-    if len(devices) == 1:
-        return _measure(devices[0], nodes=_numa_nodes(), quick=quick, watcher=watcher)
     watcher.begin("pcie", total=len(devices))
-    found: list[CopyMeasurements] = []
-    with ExitStack() as processes:
-        with held_back(STOP_SIGNALS), without_script():
-            manager = processes.enter_context(multiprocessing.get_context("spawn").Manager())
+    with held_back(STOP_SIGNALS), without_script():
+        manager = multiprocessing.get_context("spawn").Manager()
+    with manager:
         barrier = manager.Barrier(len(devices))
-        workers = [processes.enter_context(closing(WorkerProcess())) for _ in devices]
-        measuring = [
-            worker.submit(_measure_beside_others, device, barrier, quick=quick)
-            for worker, device in zip(workers, devices, strict=True)
-        ]
-        for worker, future in zip(workers, measuring, strict=True):
-            try:
-                found.append(worker.result(future, timeout_s=_MEASURE_S))
-            except threading.BrokenBarrierError:
-                continue  # another one failed, and its error is the reason
-            watcher.advance()
-    if len(found) < len(devices):
-        raise RuntimeError(f"measuring copies: a GPU was not ready within {_MEET_S:g} s")
+        found = at_once(
+            _measure,
+            [(device, barrier, quick) for device in devices],
+            timeout_s=_MEASURE_S,
+            advance=watcher.advance,
+        )
     slowest = min(found, key=lambda one: _slower_way(one.planned))
+    if len(devices) == 1:
+        return slowest
     return replace(slowest, where=f"{slowest.where}, the slowest of {len(devices)} GPUs at once")
 
 
-def _measure_beside_others(device: torch.device, barrier: Any, *, quick: bool) -> CopyMeasurements:
+def _measure(device: torch.device, barrier: Any, quick: bool) -> CopyMeasurements:
     """Measure one GPU in a process of its own, in every round together with the other GPUs."""
     _cuda.set_device(device)
     node = node_of_pci_device(pci_address(_cuda.get_device_properties(device)))
     if node is not None:
         stay_near(node)
-    meet = partial(barrier.wait, _MEET_S)
-    try:
-        return _measure(device, nodes=[None], quick=quick, watcher=_Nobody(), meet=meet)
-    except BaseException:
-        barrier.abort()
-        raise
-
-
-class _Nobody:
-    """Watcher that ignores all progress."""
-
-    def begin(self, subject: str, *, total: int) -> None:
-        """Ignore the number of timings."""
-
-    def advance(self) -> None:
-        """Ignore a timing."""
-
-
-def _measure(
-    device: torch.device,
-    *,
-    nodes: Sequence[int | None],
-    quick: bool,
-    watcher: Watcher,
-    meet: Callable[[], object] = lambda: None,
-) -> CopyMeasurements:
-    """Measure copies between the host and the current CUDA device.
-
-    Args:
-        device: Current CUDA device.
-        nodes: NUMA nodes to bind arenas to; None does not bind.
-        quick: Measure one size in one round.
-        watcher: Receiver of the progress, notified of every round.
-        meet: Called before all copies; returns when the other GPUs are ready, too.
-    """
     requests = _QUICK_REQUESTS if quick else _REQUESTS
-    rounds = _QUICK_ROUNDS if quick else _ROUNDS
     most_bytes = _QUICK_MOST_BYTES if quick else _MOST_BYTES
-    half = max(requests)
-    arenas = len(nodes) * (2 if _cupy() is not None else 1)
-    watcher.begin("pcie", total=(len(_TORCH_MEMORY) + arenas) * len(requests) * rounds)
-    on_device = torch.empty(2 * half, dtype=torch.uint8, device=device)
+    size_bytes = 2 * max(requests)
+    on_device = torch.empty(size_bytes, dtype=torch.uint8, device=device)
     points: list[CopyPoint] = []
-
-    def measure_host(host: _Host) -> None:
-        for size in requests:
-            count = max(_FEWEST, min(_MOST, most_bytes // size))
-            copies = _Streams(host, on_device, request_bytes=size, count=count, meet=meet)
-            copies.run(True, True)  # warm
-            points.append(
-                measure_point(
+    try:
+        with _registered_arena(size_bytes, device) as (memory, register_s):
+            for (copy_kind, copy), size in product(_ways_to_copy().items(), requests):
+                copies = _Streams(
+                    memory,
+                    on_device,
+                    copy=copy,
+                    request_bytes=size,
+                    count=max(_FEWEST, min(_MOST, most_bytes // size)),
+                    meet=partial(barrier.wait, _MEET_S),
+                )
+                copies.run(True, True)  # warm
+                point = measure_point(
                     copies.run,
-                    copy_kind=host.copy_kind,
+                    copy_kind=copy_kind,
                     request_bytes=size,
                     in_flight=1,
-                    rounds=rounds,
-                    numa_node=host.numa_node,
-                    advance=watcher.advance,
+                    rounds=_QUICK_ROUNDS if quick else _ROUNDS,
+                    numa_node=None if node is None else node.index,
                 )
-            )
-
-    for copy_kind, locked in _TORCH_MEMORY.items():
-        memory = torch.empty(2 * half, dtype=torch.uint8, pin_memory=locked).fill_(1)
-        measure_host(_Host(copy_kind, memory))
-        del memory
-    register_s, refused = [], {}
-    for node in nodes:
-        try:
-            with _registered_arena(2 * half, device, numa_node=node) as (memory, seconds):
-                register_s.append(seconds * GIB / (2 * half))
-                measure_host(_Host(_ARENA, memory, node))
-                if _cupy() is not None:
-                    measure_host(_Host(f"{_ARENA}, cupy", memory, node, raw=True))
-        except MemoryError as error:
-            if node == nodes[-1] and not register_s:
-                raise
-            refused[node] = error  # a node may have no memory, or be a GPU's
-    without = "".join(f"; not on NUMA node {node}: {error}" for node, error in refused.items())
+                points.append(point)
+    except threading.BrokenBarrierError:
+        raise RuntimeError(f"measuring copies: a GPU was not ready within {_MEET_S:g} s") from None
     return CopyMeasurements(
         "host",
         f"host memory and {_cuda.get_device_name(device)}, NUMA nodes of the host: "
-        f"{count_numa_nodes()}{without}",
+        f"{count_numa_nodes()}",
         tuple(points),
-        planned=best_of_planned(points),
-        register_s_per_gib=min(register_s),
+        planned=max(
+            (point for point in points if point.how == _BY_TORCH),
+            key=lambda point: point.request_bytes,
+        ),
+        register_s_per_gib=register_s * GIB / size_bytes,
     )
 
 
-def best_of_planned(points: list[CopyPoint]) -> CopyPoint:
-    """Return the point of copies as in training: arena, torch, largest requests, best NUMA node."""
-    arena = [point for point in points if point.how == _ARENA]
-    longest = max(point.request_bytes for point in arena)
-    return max(
-        (point for point in arena if point.request_bytes == longest),
-        key=_slower_way,
-    )
+def _ways_to_copy() -> dict[str, _Copy]:
+    """Return the functions that copy, by the name of the memory and the library."""
+
+    def by_torch(target: Tensor, source: Tensor, _: Any) -> object:
+        return target.copy_(source, non_blocking=True)
+
+    try:
+        from cupy.cuda import runtime
+    except ImportError:
+        return {_BY_TORCH: by_torch}
+
+    def by_cupy(target: Tensor, source: Tensor, stream: Any) -> object:
+        addresses, size = (target.data_ptr(), source.data_ptr()), target.numel()
+        return runtime.memcpyAsync(*addresses, size, _MEMCPY_DEFAULT, stream.cuda_stream)
+
+    return {_BY_TORCH: by_torch, _BY_CUPY: by_cupy}
 
 
 def _slower_way(point: CopyPoint) -> float:
@@ -216,25 +154,27 @@ def _slower_way(point: CopyPoint) -> float:
 class _Streams:
     """Copies in both directions, each with its own stream and thread, ``count`` per direction.
 
-    Each direction has a thread because copies of pageable memory block the calling thread.
+    The host memory has one half per direction.
     """
 
     def __init__(
         self,
-        host: _Host,
+        host: Tensor,
         device: Tensor,
         *,
+        copy: _Copy,
         request_bytes: int,
         count: int,
-        meet: Callable[[], object] = lambda: None,
+        meet: Callable[[], object],
     ) -> None:
-        self._host, self._count, self._device = host, count, device.device
-        self._meet = meet
+        self._copy, self._count, self._device, self._meet = copy, count, device.device, meet
         half = device.numel() // 2
         ends = [(0, request_bytes), (half, half + request_bytes)]
-        self._host_parts = [host.memory[begin:end] for begin, end in ends]
-        self._device_parts = [device[begin:end] for begin, end in ends]
-        self._streams = [_cuda.Stream(device.device) for _ in range(2)]
+        (host_out, host_back), (device_out, device_back) = (
+            [memory[begin:end] for begin, end in ends] for memory in (host, device)
+        )
+        self._pairs = [(host_out, device_out), (device_back, host_back)]
+        self._streams = [_cuda.Stream(device.device) for _ in self._pairs]
 
     def run(self, out: bool, back: bool) -> tuple[Times, Times]:
         """Return the completion times of (copies out, copies back); one or both directions run."""
@@ -242,24 +182,14 @@ class _Streams:
         self._meet()
         begin = [_cuda.Event(enable_timing=True) for _ in range(2)]
         done: list[list[Any]] = [[], []]
-        errors: list[Exception] = []
         wanted = [index for index, asked in enumerate((out, back)) if asked]
         ready = threading.Barrier(len(wanted))
 
         def feed(index: int) -> None:
-            try:
-                self._feed(index, ready=ready, begin=begin[index], done=done[index])
-            except (RuntimeError, threading.BrokenBarrierError) as error:
-                errors.append(error)
-                ready.abort()
+            ready.wait()
+            self._feed(index, begin=begin[index], done=done[index])
 
-        threads = [threading.Thread(target=feed, args=(index,)) for index in wanted]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
+        each_way(feed, wanted)
         _cuda.synchronize(self._device)
         # Both count from the earlier begin, or a direction that began later would seem faster.
         first = min(wanted, key=lambda index: begin[wanted[0]].elapsed_time(begin[index]))
@@ -268,59 +198,27 @@ class _Streams:
         )
         return out_s, back_s
 
-    def _feed(self, index: int, *, ready: threading.Barrier, begin: Any, done: list[Any]) -> None:
-        stream = self._streams[index]
-        copy = self._copy(index)
-        ready.wait()
+    def _feed(self, index: int, *, begin: Any, done: list[Any]) -> None:
+        (target, source), stream = self._pairs[index], self._streams[index]
         with _cuda.stream(stream):
             begin.record(stream)
             for _ in range(self._count):
-                copy()
+                self._copy(target, source, stream)
                 event = _cuda.Event(enable_timing=True)
                 event.record(stream)
                 done.append(event)
 
-    def _copy(self, index: int) -> Callable[[], object]:
-        pair = self._host_parts[index], self._device_parts[index]
-        target, source = pair if index == 0 else pair[::-1]
-        if not self._host.raw:
-            return lambda: target.copy_(source, non_blocking=True)
-        runtime, kind = _cupy().runtime, _TO_HOST if index == 0 else _TO_DEVICE
-        stream = self._streams[index].cuda_stream
-        addresses = target.data_ptr(), source.data_ptr()
-        return lambda: runtime.memcpyAsync(*addresses, target.numel(), kind, stream)
-
 
 @contextmanager
-def _registered_arena(
-    size_bytes: int, device: torch.device, *, numa_node: int | None
-) -> Iterator[tuple[Tensor, float]]:
+def _registered_arena(size_bytes: int, device: torch.device) -> Iterator[tuple[Tensor, float]]:
     """Yield the memory of a page-locked arena, and the seconds that page-locking took."""
-    with nullcontext() if numa_node is None else memory_of(numa_node):
-        arena = HostArena(size_bytes)
-    with arena:
-        memory = arena.tensor(0, (size_bytes,), torch.uint8)
-        runtime = _cuda.cudart()
-        start = time.perf_counter()
-        lock_pages(runtime, memory)
-        seconds = time.perf_counter() - start
-        try:
-            yield memory, seconds
-        finally:
-            _cuda.synchronize(device)
-            unlock_pages(runtime, memory)
-
-
-def _numa_nodes() -> list[int | None]:
-    """Return the NUMA nodes to take memory from; only None if there is one node."""
-    count = count_numa_nodes()
-    return [None] if count == 1 else list(range(count))
-
-
-def _cupy() -> Any:
-    """Return the module ``cupy.cuda``, or None if cupy is not installed."""
+    memory = HostArena(size_bytes).tensor(0, (size_bytes,), torch.uint8)
+    runtime = _cuda.cudart()
+    start = time.perf_counter()
+    lock_pages(runtime, memory)
+    seconds = time.perf_counter() - start
     try:
-        import cupy
-    except ImportError:
-        return None
-    return cupy.cuda
+        yield memory, seconds
+    finally:
+        _cuda.synchronize(device)
+        unlock_pages(runtime, memory)

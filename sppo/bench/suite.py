@@ -10,12 +10,16 @@ from typing import Any
 
 import torch
 
-from sppo.bench.attention import attention_points, measure_attention
+from sppo.bench.attention import (
+    DocumentSeconds,
+    attention_points,
+    measure_attention,
+    measure_documents,
+)
 from sppo.bench.attention_backends import BackendComparison
 from sppo.bench.attention_grid import AttentionGrid, attention_grid
 from sppo.bench.copies import CopyMeasurements
 from sppo.bench.disk import measure_disk
-from sppo.bench.documents import DocumentSeconds, measure_documents
 from sppo.bench.elementwise import measure_elementwise
 from sppo.bench.gemm import GemmGrid, gemm_grid, measure_gemm
 from sppo.bench.messages import MessageMeasurements, measure_messages
@@ -123,18 +127,15 @@ def measure(subjects: Sequence[str], request: BenchRequest, *, watcher: Watcher)
     start = time.perf_counter()
     rounds = Rounds(_QUICK_ROUNDS if request.quick else _ROUNDS)
     kernels = KernelBench(Operands(request.device), request.dtypes, rounds, watcher)
-    found = Measurements(request.device)
+    found: dict[str, Any] = {}
     for subject in subjects:
-        found = replace(found, **_SUBJECTS[subject](kernels, request))
+        found |= _SUBJECTS[subject](kernels, request)
+    measured = Measurements(request.device, **found)
     spreads = [*kernels.spreads]
-    spreads += [point.spread for copies in found.copies for point in copies.points]
-    spreads += [] if found.messages is None else [found.messages.spread]
-    spreads += [] if found.overlap is None else [point.spread for point in found.overlap.points]
-    return replace(found, spreads=tuple(spreads), wall_s=time.perf_counter() - start)
-
-
-def _gemm(kernels: KernelBench, request: BenchRequest) -> dict[str, Any]:
-    return {"gemm": measure_gemm(kernels, request.grids.gemm)}
+    spreads += [point.spread for copies in measured.copies for point in copies.points]
+    spreads += [] if measured.messages is None else [measured.messages.spread]
+    spreads += [] if measured.overlap is None else [p.spread for p in measured.overlap.points]
+    return replace(measured, spreads=tuple(spreads), wall_s=time.perf_counter() - start)
 
 
 def _attention(kernels: KernelBench, request: BenchRequest) -> dict[str, Any]:
@@ -144,14 +145,6 @@ def _attention(kernels: KernelBench, request: BenchRequest) -> dict[str, Any]:
     if request.device == "cpu":
         found["documents"] = measure_documents(kernels)
     return found
-
-
-def _elementwise(kernels: KernelBench, request: BenchRequest) -> dict[str, Any]:
-    return {"elementwise": measure_elementwise(kernels, quick=request.quick)}
-
-
-def _messages(kernels: KernelBench, request: BenchRequest) -> dict[str, Any]:
-    return {"messages": measure_messages(quick=request.quick, watcher=kernels.watcher)}
 
 
 def _copies(kernels: KernelBench, request: BenchRequest) -> dict[str, Any]:
@@ -181,10 +174,14 @@ def _overlap(kernels: KernelBench, request: BenchRequest) -> dict[str, Any]:
 
 
 _SUBJECTS: Mapping[str, Callable[[KernelBench, BenchRequest], dict[str, Any]]] = {
-    "gemm": _gemm,
+    "gemm": lambda kernels, request: {"gemm": measure_gemm(kernels, request.grids.gemm)},
     "attention": _attention,
-    "elementwise": _elementwise,
-    "messages": _messages,
+    "elementwise": lambda kernels, request: {
+        "elementwise": measure_elementwise(kernels, quick=request.quick)
+    },
+    "messages": lambda kernels, request: {
+        "messages": measure_messages(quick=request.quick, watcher=kernels.watcher)
+    },
     "pcie": _copies,
     "overlap": _overlap,
 }

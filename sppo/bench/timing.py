@@ -11,32 +11,21 @@ import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
 from sppo.bench.operands import Operands
 
 Call = Callable[[], object]
+Make = Callable[[], Call]
+"""Function that builds the operands of a call and returns the call. It runs in every round, so that
+only one call's operands exist at a time."""
 Key = TypeVar("Key", bound=Hashable)
 
 _WARM_S = 0.05
 """Duration of a call from which on later rounds need no warm-up call."""
 _LONG_S = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class TimedCase(Generic[Key]):
-    """One call to time.
-
-    Attributes:
-        key: Key of the case in the results.
-        make: Function that builds the operands and returns the call to time; run in every round,
-            so that only one case's operands exist at a time.
-    """
-
-    key: Key
-    make: Callable[[], Call]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +88,15 @@ class KernelBench:
     spreads: list[float] = field(default_factory=list)
 
     @torch.no_grad()
-    def time(self, subject: str, cases: Sequence[TimedCase[Key]]) -> Mapping[Key, Timing]:
+    def time(self, subject: str, cases: Mapping[Key, Make]) -> Mapping[Key, Timing]:
         """Time every case of a subject in every round and return the timings by key."""
-        seconds: dict[Key, list[float]] = {case.key: [] for case in cases}
-        assert len(seconds) == len(cases), "every case has a key of its own"
+        seconds: dict[Key, list[float]] = {key: [] for key in cases}
         self.watcher.begin(subject, total=len(cases) * self.rounds.count)
         for turn in range(self.rounds.count):
-            for case in cases:
-                so_far = seconds[case.key]
-                known_s = min(so_far, default=0.0)
+            for key, make in cases.items():
+                known_s = min(seconds[key], default=0.0)
                 if turn < self.rounds.count_long or known_s <= _LONG_S:
-                    so_far.append(self._time_round(case.make(), known_s=known_s))
+                    seconds[key].append(self._time_round(make(), known_s=known_s))
                 self.watcher.advance()
         timings = {
             key: Timing(statistics.median(values), min(values), max(values))

@@ -36,7 +36,6 @@ from sppo.checkpoint.manifest import FileSum, find_absence, sum_files, why_absen
 from sppo.checkpoint.newest import (
     Checkpoint,
     InvalidCheckpointError,
-    find_checkpoint,
     held_checkpoint,
     newest_valid,
 )
@@ -56,19 +55,6 @@ from sppo.config import RunConfig
 from sppo.output_file import write_json
 from sppo.units import MIB, format_bytes, format_duration
 from sppo.version import __version__
-
-__all__ = [
-    "MODEL_PREFIX",
-    "Checkpoint",
-    "CheckpointError",
-    "CheckpointManager",
-    "InvalidCheckpointError",
-    "StateBlock",
-    "find_checkpoint",
-    "read_model",
-    "read_weights",
-    "run_metadata",
-]
 
 MODEL_PREFIX = "model."
 """Prefix of the keys under which fp32 weights are saved."""

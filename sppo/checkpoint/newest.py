@@ -78,14 +78,8 @@ def held_checkpoint(path: Path | str) -> Iterator[Checkpoint]:
         InvalidCheckpointError: All checkpoints are damaged.
     """
     path = Path(path)
-    below = path / CHECKPOINTS_DIRECTORY
-    with ExitStack() as stack:
-        if below.is_dir():
-            checkpoint, _ = stack.enter_context(_newest_held(below))
-        elif (path / METADATA_FILE).exists() or is_step_name(path.name):
-            checkpoint = stack.enter_context(_one_held(path))
-        else:
-            checkpoint, _ = stack.enter_context(_newest_held(path))
+    place, is_one = _place(path)
+    with _one_held(place) if is_one else _newest_held(place) as (checkpoint, _):
         if checkpoint is None:
             raise _none_at(path)
         yield checkpoint
@@ -100,13 +94,17 @@ def check_any(path: Path | str) -> None:
     Raises:
         NoCheckpointError: There is no checkpoint, neither valid nor damaged.
     """
-    path = Path(path)
+    place, is_one = _place(Path(path))
+    if not is_one and not list_checkpoints(place):
+        raise _none_at(Path(path))
+
+
+def _place(path: Path) -> tuple[Path, bool]:
+    """Return the directory of checkpoints at ``path``, or ``path`` and True if it is to be one."""
     below = path / CHECKPOINTS_DIRECTORY
-    is_one = (path / METADATA_FILE).exists() or is_step_name(path.name)
-    if not (is_one and not below.is_dir()) and not list_checkpoints(
-        below if below.is_dir() else path
-    ):
-        raise _none_at(path)
+    if below.is_dir():
+        return below, False
+    return path, (path / METADATA_FILE).exists() or is_step_name(path.name)
 
 
 def _none_at(path: Path) -> NoCheckpointError:
@@ -184,8 +182,8 @@ def _newest(directory: Path, stack: ExitStack) -> tuple[Checkpoint | None, set[P
 
 
 @contextmanager
-def _one_held(path: Path) -> Iterator[Checkpoint]:
-    """Yield the verified checkpoint at ``path``; no run deletes the checkpoint in the context."""
+def _one_held(path: Path) -> Iterator[tuple[Checkpoint, set[Path]]]:
+    """Yield the checkpoint at ``path``, as :func:`_newest_held` does."""
     with held(path) as is_there:
         if not is_there:
             raise InvalidCheckpointError(
@@ -196,7 +194,7 @@ def _one_held(path: Path) -> Iterator[Checkpoint]:
             raise InvalidCheckpointError(
                 f"checkpoint {path} is damaged: {opened}; use another one" + _deleted(path)
             )
-        yield opened
+        yield opened, set()
 
 
 def _deleted(path: Path) -> str:

@@ -15,38 +15,22 @@ from sppo.cli.command_group import CommandGroup, Group
 from sppo.cli.exit_codes import exit_codes
 
 SUBCOMMANDS = {
-    "train": ("train", "Train a run; the same command continues a killed or stopped run."),
-    "eval": (
-        "evaluate",
-        "Report the loss of a run's newest weights on data.eval_tokens, by position in the"
-        " context.",
-    ),
-    "solve": (
-        "solve",
-        "Recommend degrees of parallelism, cuts, schedule and policy; predict time and memory.",
-    ),
-    "estimate": (
-        "estimate",
-        "Predict memory by bucket, as sppo train would plan the run; nothing is run.",
-    ),
-    "simulate": (
-        "simulate",
-        "Simulate, check and draw a pipeline schedule before it runs.",
-    ),
-    "bench": (
-        "bench",
-        "Measure kernels and copies on the GPU, or on CPU and disk without one.",
-    ),
-    "doctor": (
-        "doctor",
-        "Report what training and planning find on this machine, and how to add what is missing.",
-    ),
-    "data": ("data", "Write and describe the token data that runs read."),
-    "convert": ("convert", "Convert weights from and to Hugging Face."),
-    "config": ("config", "Look at a run file without running it."),
+    "train": "Train a run; the same command continues a killed or stopped run.",
+    "eval": "Report the loss of a run's newest weights on data.eval_tokens, by position in the"
+    " context.",
+    "solve": "Recommend degrees of parallelism, cuts, schedule and policy; predict time and"
+    " memory.",
+    "estimate": "Predict memory by bucket, as sppo train would plan the run; nothing is run.",
+    "simulate": "Simulate, check and draw a pipeline schedule before it runs.",
+    "bench": "Measure kernels and copies on the GPU, or on CPU and disk without one.",
+    "doctor": "Report what training and planning find on this machine, and how to add what is"
+    " missing.",
+    "data": "Write and describe the token data that runs read.",
+    "convert": "Convert weights from and to Hugging Face.",
+    "config": "Look at a run file without running it.",
 }
-"""Module in :mod:`sppo.cli` and help of each subcommand, by its name. A module has an ``app``,
-or one function of the same name."""
+"""Help of each subcommand by its name, which is also that of its module, but for eval. A module has
+an ``app``, or one function of its name."""
 
 
 class _LazyGroup(Group):
@@ -60,7 +44,7 @@ class _LazyGroup(Group):
 
 def subcommand(name: str) -> Any:
     """Import a subcommand of ``sppo`` and return it."""
-    module_name, _ = SUBCOMMANDS[name]
+    module_name = "evaluate" if name == "eval" else name
     with exit_codes():  # there may be too little memory even for the libraries
         module = import_module(f"sppo.cli.{module_name}")
     inner = getattr(module, "app", None)
@@ -104,5 +88,5 @@ def _named_only() -> None:
     """Stand for a subcommand that is not imported."""
 
 
-for _name, (_, _help) in SUBCOMMANDS.items():
+for _name, _help in SUBCOMMANDS.items():
     app.command(_name, help=_help)(_named_only)

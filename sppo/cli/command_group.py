@@ -6,10 +6,11 @@ argument whose name already says what it is, and puts braces around required arg
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
+from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
 if TYPE_CHECKING:
@@ -37,56 +38,7 @@ class CommandGroup(typer.Typer):
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Any], Any]:
         """Return a decorator that registers a function as a subcommand."""
-        return super().command(name, **{"cls": _Command, **settings})
-
-
-def usage_name(argument: Any) -> str:
-    """Return the name of an argument for the usage line, in brackets if it is optional."""
-    name = str(argument.metavar or argument.name.upper())
-    return name if argument.required or name.startswith("[") else f"[{name}]"
-
-
-class _Command(TyperCommand):
-    def get_params(self, ctx: Any) -> list[Any]:
-        return _without_types(super().get_params(ctx))
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, args)
-        except Exception as error:
-            if any("SECTION.KEY=VALUE" in str(p.metavar) for p in self.params):
-                _explain_run_key(error)
-            _word_plainly(error)
-            raise
-
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        arguments = [p for p in self.params if p.param_type_name == "argument"]
-        return [*map(usage_name, arguments), str(self.options_metavar)]
-
-
-class KeyCommand(_Command):
-    """Command with ``KEY=VALUE`` arguments; the keys are listed below its help.
-
-    Attributes:
-        keys: Section of the keys.
-    """
-
-    keys: ClassVar[type[Section]]
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the command line; an error about an option that is a key says how it is written."""
-        try:
-            return super().parse_args(ctx, args)
-        except Exception as error:
-            _explain_request_key(error, self.keys)
-            raise
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Print the help, then the keys."""
-        from sppo.cli.output.key_table import print_keys
-
-        super().format_help(ctx, formatter)
-        print_keys(self.keys)
+        return super().command(name, **{"cls": Command, **settings})
 
 
 class Group(TyperGroup):
@@ -97,31 +49,84 @@ class Group(TyperGroup):
         return _without_types(super().get_params(ctx))
 
 
-def _word_plainly(error: Any) -> None:
-    """Word what pydantic says about a value of an option or argument as problems of a run are."""
-    message = getattr(error, "message", "").removeprefix("Value error, ")
-    if message:
-        error.message = message.replace("Input should be", "must be", 1)
+class Command(TyperCommand):
+    """Command whose errors say how keys are written.
 
+    Attributes:
+        keys: Section of the ``KEY=VALUE`` arguments, whose keys are listed below the help; None
+            without such arguments.
+    """
 
-def _explain_run_key(error: Any) -> None:
-    """Extend the error about an unknown option that is a run-file key by how the key is written."""
-    from sppo.config.problems import KEY_PATHS
+    keys: ClassVar[type[Section] | None] = None
 
-    option = getattr(error, "option_name", "")
-    paths = KEY_PATHS.get(option.lstrip("-").rpartition(".")[2].replace("-", "_"))
-    if paths:
-        written = " or ".join(f"{path}=VALUE" for path in paths)
-        error.message += f"; a value of the run file is replaced by {written}"
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the options and arguments."""
+        return _without_types(super().get_params(ctx))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the command line; an error about an option that is a key says how it is written."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            self._explain(error)
+            raise
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the words of the usage line; optional arguments are in brackets."""
+        arguments = [p for p in self.params if p.param_type_name == "argument"]
+        names = [(str(p.metavar or p.name.upper()), p.required) for p in arguments]
+        brackets = (n if needed or n.startswith("[") else f"[{n}]" for n, needed in names)
+        return [*brackets, str(self.options_metavar)]
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help, then the keys."""
+        super().format_help(ctx, formatter)
+        if self.keys is not None:
+            from sppo.cli.printing import table  # tables take long to import
+
+            console = Console()
+            console.print("Keys", style="bold")
+            console.print(table(("key", "default", "meaning"), key_rows(self.keys), left=3))
+
+    def _explain(self, error: Any) -> None:
+        """Word an error as problems of a run are; say how a key that was an option is written."""
+        from sppo.config.problems import KEY_PATHS
+
+        message = getattr(error, "message", "").removeprefix("Value error, ")
+        if message:
+            error.message = message.replace("Input should be", "must be", 1)
+        key = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
+        paths = KEY_PATHS.get(key.rpartition(".")[2])
+        if self.keys is not None and key in self.keys.model_fields:
+            error.message += f"; a key is written {key}=VALUE"
+        elif paths and any("SECTION.KEY=VALUE" in str(p.metavar) for p in self.params):
+            written = " or ".join(f"{path}=VALUE" for path in paths)
+            error.message += f"; a value of the run file is replaced by {written}"
+        else:
+            return
         error.possibilities = None
 
 
-def _explain_request_key(error: Any, section: type[Section]) -> None:
-    """Extend the error about an unknown option that is a key of `section`."""
-    key = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
-    if key in section.model_fields:
-        error.message += f"; a key is written {key}=VALUE"
-        error.possibilities = None
+def key_command(section: type[Section]) -> type[Command]:
+    """Return the class of a command whose ``KEY=VALUE`` arguments have the keys of `section`."""
+    return type("KeyCommand", (Command,), {"keys": section})
+
+
+def key_rows(section: type[Section]) -> Iterator[tuple[str, str, str]]:
+    """Yield (key, default, meaning) of the keys of `section`; required keys come first."""
+    fields = section.model_fields
+    for key in sorted(fields, key=lambda key: not fields[key].is_required()):
+        field = fields[key]
+        default = "required" if field.is_required() else _default_text(field.default)
+        meaning = " ".join((field.description or "").split())
+        yield key, default, meaning.replace("``", "")
+
+
+def _default_text(value: object) -> str:
+    if value is None:
+        return ""
+    entries = value if isinstance(value, tuple) else (value,)
+    return ",".join(f"{v:g}" if isinstance(v, (int, float)) else str(v) for v in entries)
 
 
 def _without_types(parameters: list[Any]) -> list[Any]:
@@ -130,9 +135,5 @@ def _without_types(parameters: list[Any]) -> list[Any]:
         if getattr(parameter, "is_flag", False):
             parameter.metavar = ""
         elif parameter.param_type_name == "argument":
-            parameter.display_type_rich = _no_type
+            parameter.display_type_rich = lambda ctx: None
     return parameters
-
-
-def _no_type(ctx: Any) -> None:
-    """Return nothing as the type that typer shows in the help."""

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import typer
 
-from sppo.cli.arguments.common import Json, Overrides, RunFile
+from sppo.cli.arguments import Json, Overrides, RunFile
 from sppo.cli.command_group import CommandGroup
 from sppo.cli.exit_codes import exit_codes
-from sppo.cli.output.printing import print_json
+from sppo.cli.printing import print_json
 from sppo.config import ConfigError, load_run
 from sppo.config.huggingface_rope import ROPE_KEYS
 from sppo.config.problems import Problem
 from sppo.config.run import RunConfig
 from sppo.config.run_warnings import log_run_warnings
 from sppo.config.yaml_file import format_yaml
-from sppo.training.checks.input_checks import run_file_problems
+from sppo.training.input_checks import run_file_problems
 
 app = CommandGroup(help="Look at a run file without running it.")
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
 
 from sppo.checkpoint.newest import check_any
-from sppo.cli.arguments.common import Json
+from sppo.cli.arguments import Json
 from sppo.cli.command_group import CommandGroup
 from sppo.cli.exit_codes import exit_codes
-from sppo.cli.output.printing import print_json
+from sppo.cli.printing import Screen, Unbroken, emit
 from sppo.config.huggingface import hf_config, ignored_settings, model_fields, read_config
 from sppo.config.model import ModelConfig
 from sppo.config.problems import ConfigError, problems_of
@@ -21,9 +22,6 @@ from sppo.model.hf_extras import Extras, read_extras
 from sppo.model.hf_files import check_headers
 from sppo.output_file import check_unused_directory
 from sppo.units import counted, format_bytes, format_count, parse_size
-
-if TYPE_CHECKING:
-    from sppo.model.hf import SavedWeights
 
 app = CommandGroup(help="Convert weights from and to Hugging Face.")
 
@@ -68,24 +66,16 @@ def from_hf(
         config = read_config(source)
         model = _model(model_fields(config), source=source)
         check_headers(source, model)
-        from sppo.model.hf import open_hf_weights, save_hf_weights
+        from sppo.model.hf_reading import open_hf_weights
+        from sppo.model.hf_writing import DTYPES
 
         weights = open_hf_weights(source, model)
-        kind = _name_of(weights.dtype) if dtype is StoredType.KEEP else dtype.value
-        extras = read_extras(source)
-        saved = save_hf_weights(
-            destination,
-            weights,
-            model,
-            dtype=kind,
-            max_shard_bytes=max_shard_bytes,
-            token_ids=extras.token_ids,
-            extra_files=extras.files,
-        )
-    report = _report(source, destination, model=model, dtype=kind, saved=saved)
-    report["copied"] = [path.name for path in extras.files]
-    report["ignored"] = list(ignored_settings(config))
-    _show(report, json_output=json_output)
+        kind = dtype.value
+        if dtype is StoredType.KEEP:
+            kind = next(name for name, known in DTYPES.items() if known == weights.dtype)
+        values = _write(destination, weights, model, kind, max_shard_bytes, read_extras(source))
+    values |= {"source": str(source), "ignored": list(ignored_settings(config))}
+    emit(lambda: values, lambda: _screen(values), as_json=json_output)
 
 
 @app.command("to-hf")
@@ -132,7 +122,6 @@ def to_hf(
         chosen = None if tokenizer is None else _chosen_extras(tokenizer)
         check_any(source)
         from sppo.checkpoint.checkpoint import read_model
-        from sppo.model.hf import save_hf_weights
 
         metadata, weights = read_model(source)
         fields, trained_as = _trained(metadata, source=source)
@@ -141,26 +130,47 @@ def to_hf(
             fields["family"] = None if family == "auto" else family
         model = _model(fields, source=source)
         kind = trained_as if dtype is StoredType.KEEP else dtype.value
-        saved = save_hf_weights(
-            destination,
-            weights,
-            model,
-            dtype=kind,
-            max_shard_bytes=max_shard_bytes,
-            token_ids=extras.token_ids,
-            extra_files=extras.files,
-        )
-    report = _report(source, destination, model=model, dtype=kind, saved=saved)
-    report["copied"] = [path.name for path in extras.files]
-    report["missing"] = dict.fromkeys(extras.missing, reason)
-    report["step"] = metadata.get("step")
-    _show(report, json_output=json_output)
+        values = _write(destination, weights, model, kind, max_shard_bytes, extras)
+    values |= {"source": str(source), "step": metadata.get("step")}
+    values["missing"] = dict.fromkeys(extras.missing, reason)
+    emit(lambda: values, lambda: _screen(values), as_json=json_output)
     if extras.endless:
         typer.echo(
             f"warning: {extras.endless} has no eos_token_id, so programs that load this model "
             "never stop generating; --tokenizer DIR takes it from another model",
             err=True,
         )
+
+
+def _write(
+    destination: Path,
+    weights: Mapping[str, Any],
+    model: ModelConfig,
+    dtype: str,
+    max_shard_bytes: int,
+    extras: Extras,
+) -> dict[str, Any]:
+    """Write weights as a Hugging Face directory; return what was written as JSON values."""
+    from sppo.model.hf_writing import save_hf_weights
+
+    saved = save_hf_weights(
+        destination,
+        weights,
+        model,
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+        token_ids=extras.token_ids,
+        extra_files=extras.files,
+    )
+    return {
+        "destination": str(destination),
+        "family": hf_config(model, dtype=dtype)["model_type"],
+        "dtype": dtype,
+        "num_parameters": saved.num_parameters,
+        "total_bytes": saved.total_bytes,
+        "files": list(saved.files),
+        "copied": [path.name for path in extras.files],
+    }
 
 
 def _model(fields: dict[str, Any], *, source: Path) -> ModelConfig:
@@ -217,40 +227,17 @@ def _run_extras(from_hf: str | None) -> tuple[Extras, str]:
         return Extras(), f"model.from_hf: {error}"
 
 
-def _name_of(dtype: object) -> str:
-    from sppo.model.hf import DTYPES
-
-    return next(name for name, known in DTYPES.items() if known == dtype)
-
-
-def _report(
-    source: Path, destination: Path, *, model: ModelConfig, dtype: str, saved: SavedWeights
-) -> dict[str, Any]:
-    return {
-        "source": str(source),
-        "destination": str(destination),
-        "family": hf_config(model, dtype=dtype)["model_type"],
-        "dtype": dtype,
-        "num_parameters": saved.num_parameters,
-        "total_bytes": saved.total_bytes,
-        "files": list(saved.files),
-    }
-
-
-def _show(report: dict[str, Any], *, json_output: bool) -> None:
-    if json_output:
-        print_json(report, indent=2)
-        return
-    count = len(report["files"])
-    step = f" after step {report['step']}" if report.get("step") is not None else ""
-    typer.echo(
-        f"{report['destination']}: {report['family']}{step}, "
-        f"{format_count(report['num_parameters'])} parameters in {report['dtype']}, "
-        f"{format_bytes(report['total_bytes'])} in {counted(count, 'file')}"
+def _screen(values: dict[str, Any]) -> Screen:
+    """Yield what was written, taken along, missing and ignored."""
+    step = f" after step {values['step']}" if values.get("step") is not None else ""
+    yield Unbroken(
+        f"{values['destination']}: {values['family']}{step}, "
+        f"{format_count(values['num_parameters'])} parameters in {values['dtype']}, "
+        f"{format_bytes(values['total_bytes'])} in {counted(len(values['files']), 'file')}"
     )
-    if report["copied"]:
-        typer.echo(f"copied: {', '.join(report['copied'])}")
-    for name, reason in report.get("missing", {}).items():
-        typer.echo(f"missing: {name} ({reason})")
-    if report.get("ignored"):
-        typer.echo(f"not applied in training: {', '.join(report['ignored'])}")
+    if values["copied"]:
+        yield f"copied: {', '.join(values['copied'])}"
+    for name, reason in values.get("missing", {}).items():
+        yield f"missing: {name} ({reason})"
+    if values.get("ignored"):
+        yield f"not applied in training: {', '.join(values['ignored'])}"

@@ -2,40 +2,34 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
-from sppo.cli.arguments.common import Json
+from sppo.cli.arguments import Json
 from sppo.cli.command_group import CommandGroup
 from sppo.cli.exit_codes import exit_codes
-from sppo.cli.output.length_table import print_lengths
-from sppo.cli.output.printing import print_json, say_written
+from sppo.cli.printing import Screen, emit, item_table, print_json, written
 from sppo.config.base import MOST_TOKENS
 from sppo.data.preparation.prepare import PreparedTokens, PrepareProgress, prepare_tokens
 from sppo.data.preparation.tokenizers import EndOfDocument
-from sppo.data.samples.length_stats import document_lengths, length_stats
+from sppo.data.samples.length_stats import LengthStats, document_lengths, length_stats
 from sppo.data.tokens import open_tokens
 from sppo.output_file import FULL_ERRNOS, check_output_files
 from sppo.plots.lengths import length_plot
 from sppo.quoting import one_line
+from sppo.report.display import Display
 from sppo.report.lines import print_line
-from sppo.units import counted, format_bytes, format_count, format_tokens, parse_size
+from sppo.units import MIB, counted, format_bytes, format_count, format_tokens, parse_size
+
+_TELL_EVERY_S = 10.0
 
 app = CommandGroup(help="Write and describe the token data that runs read.")
 
@@ -97,7 +91,8 @@ def prepare(
 
     Example: sppo data prepare --tokenizer bytes --out data/stdlib --glob '*.py' DIRECTORY
     """
-    with exit_codes(), _disk_full_explained(out), _progress(quiet=json_output) as on_progress:
+    console = Console(stderr=True, quiet=json_output)
+    with exit_codes(), _disk_full_explained(out), _Tokenizing(console) as display:
         if tokenizer is None:
             raise ValueError(
                 "--tokenizer: how does text become ids? Write bytes, the path of a tokenizer.json, "
@@ -111,12 +106,13 @@ def prepare(
             vocab_size=vocab_size,
             end_of_document=_end_of_document(end_of_document),
             force=force,
-            on_progress=on_progress,
+            on_progress=display.show,
         )
     if json_output:
-        print_json(_json(prepared), indent=2)
-        return
-    print_line(_report(prepared), Console(), indent=13)
+        fields = asdict(prepared)
+        print_json({**fields.pop("meta"), **fields})
+    else:
+        print_line(_report(prepared), Console(), indent=13)
 
 
 @app.command()
@@ -153,11 +149,48 @@ def stats(
         found = length_stats(tokens, distribution, length=limit)
         if output is not None:
             length_plot(found, distribution, output)
-    if json_output:
-        print_json(asdict(found), indent=2)
-    else:
-        print_lengths(found, console=Console())
-        say_written(output)
+    emit(lambda: asdict(found), lambda: chain(_screen(found), written(output)), as_json=json_output)
+
+
+def _screen(found: LengthStats) -> Screen:
+    """Yield percentiles and buckets of document lengths, and the effect of a length limit."""
+    percentiles = ", ".join(f"{name} {n:,}" for name, n in found.length_percentiles.items())
+    yield (
+        f"{found.directory}: {counted(found.num_documents, 'document')}, "
+        f"{counted(found.num_tokens, 'token')} to train on (all but one of each document)"
+    )
+    yield f"length: mean {found.mean_length:,.1f}, {percentiles} tokens"
+    yield _labels_text(found)
+    columns = {
+        "up to": lambda bucket: format_tokens(bucket.up_to),
+        "documents": lambda bucket: f"{bucket.num_documents:,}",
+        "share": lambda bucket: f"{bucket.documents_share:.2%}",
+        "tokens": lambda bucket: format_count(bucket.num_tokens),
+        "share of tokens": lambda bucket: f"{bucket.tokens_share:.2%}",
+        "longer documents": lambda bucket: f"{bucket.longer_documents_share:.2%}",
+        "with tokens": lambda bucket: f"{bucket.longer_tokens_share:.2%}",
+    }
+    yield item_table(found.buckets, columns, left=0)
+    limit = found.limit
+    if limit is not None:
+        yield (
+            f"sequence.length {format_tokens(limit.length)}: longer documents "
+            f"{limit.num_longer_documents:,} ({limit.longer_documents_share:.2%}), with "
+            f"{limit.longer_tokens_share:.2%} of the tokens; samples of an epoch: "
+            f"{limit.num_samples_cut:,} with sequence.longer=cut, {limit.num_samples_drop:,} with "
+            "drop"
+        )
+
+
+def _labels_text(found: LengthStats) -> str:
+    """Return the number of labels that count, and of documents without such labels, as text."""
+    if not found.num_tokens:
+        return "no labels: no document has two tokens, so there is nothing to train on"
+    counting = "all labels count"
+    if found.has_loss_mask:
+        share = found.num_counting_labels / max(1, found.num_tokens)
+        counting = f"{found.num_counting_labels:,} of the labels count ({share:.1%})"
+    return f"{counting}; documents without any that counts: {found.num_documents_without_labels:,}"
 
 
 def _length(text: str | None) -> int | None:
@@ -201,61 +234,30 @@ def _disk_full_explained(out: Path) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def _progress(*, quiet: bool) -> Iterator[Callable[[PrepareProgress], None] | None]:
-    """Yield a progress callback: a bar on a terminal, else a line every ten seconds, on stderr."""
-    if quiet:
-        yield None
-    elif sys.stderr.isatty():
-        with _bar() as on_progress:
-            yield on_progress
-    else:
-        yield _lines()
+class _Tokenizing(Display):
+    """Progress of tokenizing: a bar in MiB on a terminal, else a line every ten seconds.
 
+    Args:
+        console: Console to write to.
+    """
 
-@contextmanager
-def _bar() -> Iterator[Callable[[PrepareProgress], None]]:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("tokenizing", total=None)
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        self._next_s = time.monotonic() + _TELL_EVERY_S
+        if self._progress is not None:
+            self._task = self._progress.add_task("MiB", total=None)
 
-        def show(progress: PrepareProgress) -> None:
-            bar.update(
-                task,
-                completed=progress.done_bytes,
-                total=progress.total_bytes,
-                description=f"{format_count(progress.num_tokens)} tokens",
-            )
-
-        yield show
-
-
-def _lines(*, every_s: float = 10.0) -> Callable[[PrepareProgress], None]:
-    next_s = time.monotonic() + every_s
-
-    def show(progress: PrepareProgress) -> None:
-        nonlocal next_s
-        now_s = time.monotonic()
-        if now_s >= next_s:
-            next_s = now_s + every_s
-            typer.echo(
-                f"{format_bytes(progress.done_bytes)} of {format_bytes(progress.total_bytes)},"
-                f" {format_count(progress.num_tokens)} tokens",
-                err=True,
-            )
-
-    return show
-
-
-def _json(prepared: PreparedTokens) -> dict[str, Any]:
-    fields = asdict(prepared)
-    return {**fields.pop("meta"), **fields}
+    def show(self, progress: PrepareProgress) -> None:
+        """Advance the bar, or print a line if it is time."""
+        now_s, tokens = time.monotonic(), f"{format_count(progress.num_tokens)} tokens"
+        if self._progress is not None:
+            done, total = progress.done_bytes // MIB, progress.total_bytes // MIB
+            text = f"{tokens}, of MiB"
+            self._progress.update(self._task, completed=done, total=total, description=text)
+        elif now_s >= self._next_s:
+            self._next_s = now_s + _TELL_EVERY_S
+            done, total = progress.done_bytes, progress.total_bytes
+            print_line(f"{format_bytes(done)} of {format_bytes(total)}, {tokens}", self._console)
 
 
 def _report(prepared: PreparedTokens) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,12 +12,13 @@ import typer
 from rich.console import Console
 
 from sppo.api import evaluate as evaluate_run
-from sppo.cli.arguments.common import Json, Overrides, RunFile
+from sppo.cli.arguments import Json, Overrides, RunFile
 from sppo.cli.exit_codes import exit_codes
-from sppo.cli.output.printing import print_json, say, say_written, table
+from sppo.cli.printing import Screen, emit, item_table, written
 from sppo.config import load_run
 from sppo.output_file import check_output_files
 from sppo.plots.positions import position_plot
+from sppo.report.lines import print_line
 from sppo.units import counted, format_count
 
 if TYPE_CHECKING:
@@ -58,31 +60,29 @@ def evaluate(
 
     sppo eval configs/run/tiny_cpu.yaml --sequences 4 --png loss_by_position.png
     """
-    console = Console(stderr=json_output)
     with exit_codes():
         run = load_run(run_file, overrides or ())
         check_output_files({"--png": png}, plots=["--png"], inputs=[run_file])
-
-        def show_progress(done: int, total: int) -> None:
-            if not json_output and done * _PROGRESS_LINES // total > (
-                (done - 1) * _PROGRESS_LINES // total
-            ):
-                say(console, f"sequence {done} of {total}")
-
-        result = evaluate_run(
+        found = evaluate_run(
             run,
             checkpoint=checkpoint,
             initial=initial,
             sequences=sequences,
-            on_sequence=show_progress,
+            on_sequence=None if json_output else _show_progress,
         )
         if png is not None:
-            _draw(result, png)
-    if json_output:
-        print_json(_without_nan(asdict(result)), indent=2)
-    else:
-        _show(result, console)
-        say_written(png)
+            _draw(found, png)
+    emit(
+        lambda: _without_nan(asdict(found)),
+        lambda: chain(_screen(found), written(png)),
+        as_json=json_output,
+    )
+
+
+def _show_progress(done: int, total: int) -> None:
+    """Print a line for every tenth of the sequences."""
+    if done * _PROGRESS_LINES // total > (done - 1) * _PROGRESS_LINES // total:
+        print_line(f"sequence {done} of {total}", Console())
 
 
 def _without_nan(value: Any) -> Any:
@@ -94,32 +94,33 @@ def _without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _draw(result: Evaluation, path: Path) -> None:
+def _draw(found: Evaluation, path: Path) -> None:
     """Draw the loss by position into `path`."""
-    kind = "held-out" if result.held_out else "training"
+    kind = "held-out" if found.held_out else "training"
     facts = (
-        f"loss {result.loss:.3f}",
-        f"perplexity {result.perplexity:.2f}",
-        f"{format_count(result.num_tokens)} {kind} tokens of {result.tokens_from}",
-        f"weights of step {result.step}",
+        f"loss {found.loss:.3f}",
+        f"perplexity {found.perplexity:.2f}",
+        f"{format_count(found.num_tokens)} {kind} tokens of {found.tokens_from}",
+        f"weights of step {found.step}",
     )
-    edges = [*(row.start for row in result.by_position), result.by_position[-1].end]
-    losses = [row.loss for row in result.by_position]
+    edges = [*(row.start for row in found.by_position), found.by_position[-1].end]
+    losses = [row.loss for row in found.by_position]
     position_plot(path, edges=edges, losses=losses, facts=facts)
 
 
-def _show(result: Evaluation, console: Console) -> None:
-    rows = (
-        [f"{row.start} to {row.end - 1}", str(row.num_tokens), f"{row.loss:.4f}"]
-        for row in result.by_position
-    )
-    say(console, "loss by position in the context")
-    console.print(table(["positions", "tokens", "loss"], rows, left=0))
-    sequences = counted(result.num_sequences, "sample" if result.are_samples else "sequence")
-    what = "held-out tokens" if result.held_out else "training tokens (no data.eval_tokens given)"
-    say(
-        console,
-        f"loss {result.loss:.4f}, perplexity {result.perplexity:.3f} over {result.num_tokens} "
-        f"{what} in {sequences} of {result.tokens_from}, weights of step {result.step} from "
-        f"{result.weights_from}",
+def _screen(found: Evaluation) -> Screen:
+    """Yield the loss by position, and of all tokens."""
+    yield "loss by position in the context"
+    columns = {
+        "positions": lambda row: f"{row.start} to {row.end - 1}",
+        "tokens": lambda row: str(row.num_tokens),
+        "loss": lambda row: f"{row.loss:.4f}",
+    }
+    yield item_table(found.by_position, columns, left=0)
+    sequences = counted(found.num_sequences, "sample" if found.are_samples else "sequence")
+    what = "held-out tokens" if found.held_out else "training tokens (no data.eval_tokens given)"
+    yield (
+        f"loss {found.loss:.4f}, perplexity {found.perplexity:.3f} over {found.num_tokens} {what} "
+        f"in {sequences} of {found.tokens_from}, weights of step {found.step} from "
+        f"{found.weights_from}"
     )

@@ -8,11 +8,12 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
 import typer
 
-from sppo.output_file import FULL_ERRNOS
+from sppo.output_file import named_errors
 from sppo.parallel.job.environment import is_started_rank
 from sppo.parallel.job.peer_errors import PeerLostError
 from sppo.planning.nothing_fits import NothingFitsError
@@ -35,10 +36,16 @@ MEANINGS = {
 }
 """Exit codes of all commands and their meanings."""
 
-_NO_ROOM = FULL_ERRNOS | {errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN}
-"""Error numbers of exhausted memory, disk space, open files or processes."""
+_ERRORS = {
+    NO_ROOM: "ENOSPC EDQUOT ENOMEM EMFILE ENFILE EAGAIN",
+    BAD_INPUT: "EACCES EPERM EROFS ENOENT ENOTDIR EISDIR EEXIST EBADF EBUSY ELOOP ENAMETOOLONG",
+    FAULT: "EIO EFBIG ESTALE ETIMEDOUT ENODEV ECHILD",
+}
+"""Names of system errors by exit code: exhausted memory, disk space, open files or processes; a bad
+path; a disk that fails during a run."""
+_CODES = {getattr(errno, name): code for code, names in _ERRORS.items() for name in names.split()}
 _LIMITS = ("Too many open files", "Resource temporarily unavailable", "can't start new thread")
-"""Messages of torch and Python for these limits, in errors without an error number."""
+"""Messages of torch and Python for exhausted limits, in errors without an error number."""
 _NO_MEMORY = (
     "not enough memory",
     "can't allocate memory",
@@ -48,31 +55,8 @@ _NO_MEMORY = (
 )
 """Messages of the memory pool in ``csrc``, of torch's own CPU allocator, and of the loading of a
 library when ``ulimit -v`` leaves no address space."""
-_BAD_PATH = frozenset(
-    {
-        errno.EACCES,
-        errno.EPERM,
-        errno.EROFS,
-        errno.ENOENT,
-        errno.ENOTDIR,
-        errno.EISDIR,
-        errno.EEXIST,
-        errno.EBADF,
-        errno.EBUSY,
-        errno.ELOOP,
-        errno.ENAMETOOLONG,
-    }
-)
-_FAULTS = frozenset(
-    {errno.EIO, errno.EFBIG, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV, errno.ECHILD}
-)
-"""Error numbers of a disk that fails during a run."""
-_CODES = {
-    **dict.fromkeys(_NO_ROOM, NO_ROOM),
-    **dict.fromkeys(_BAD_PATH, BAD_INPUT),
-    **dict.fromkeys(_FAULTS, FAULT),
-}
-"""Exit codes by error number."""
+_STANDARD_OUTPUT = Path("standard output")
+"""Name of standard output in errors."""
 
 
 @contextmanager
@@ -84,7 +68,7 @@ def exit_codes() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        fail(_with_notes(error), code=BAD_INPUT)
+        fail(_with_notes(str(error), error), code=BAD_INPUT)
     except NothingFitsError as error:
         fail(str(error), code=NO_PLAN)
     except MemoryError as error:
@@ -96,7 +80,7 @@ def exit_codes() -> Iterator[None]:
     except PeerLostError as error:
         if is_started_rank(os.environ):  # the launcher names the cause, and then this rank
             raise typer.Exit(FAULT) from None
-        fail(_with_notes(error), code=FAULT)
+        fail(_with_notes(str(error), error), code=FAULT)
     except (RuntimeError, ImportError) as error:
         limit = _exhausted_limit(error)
         if limit is None:
@@ -110,8 +94,15 @@ def standard_output() -> Iterator[None]:
 
     Commands print their results after their work, outside of :func:`exit_codes`.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout = _StandardOutput(sys.stdout)
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper):
+        sys.stdout = _StandardOutput(
+            out.buffer,
+            encoding=out.encoding,
+            errors=out.errors,
+            line_buffering=out.line_buffering,
+            write_through=out.write_through,
+        )
     try:
         yield
     except OSError as error:
@@ -125,32 +116,15 @@ def standard_output() -> Iterator[None]:
 class _StandardOutput(io.TextIOWrapper):
     """Standard output whose errors name "standard output" as the file."""
 
-    def __init__(self, stdout: io.TextIOWrapper) -> None:
-        super().__init__(
-            stdout.buffer,
-            encoding=stdout.encoding,
-            errors=stdout.errors,
-            line_buffering=stdout.line_buffering,
-            write_through=stdout.write_through,
-        )
-
     def write(self, text: str) -> int:
         """Write text as :meth:`io.TextIOWrapper.write` does."""
-        with _naming("standard output"):
+        with named_errors(_STANDARD_OUTPUT):
             return super().write(text)
 
     def flush(self) -> None:
         """Flush as :meth:`io.TextIOWrapper.flush` does."""
-        with _naming("standard output"):
+        with named_errors(_STANDARD_OUTPUT):
             super().flush()
-
-
-@contextmanager
-def _naming(name: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, name) from error
 
 
 def fail(message: str, *, code: int) -> NoReturn:
@@ -162,11 +136,11 @@ def fail(message: str, *, code: int) -> NoReturn:
 def _disk_fault(error: OSError) -> str:
     """Return the file name, the system's message and the notes of an error in one line."""
     where = f"{error.filename}: " if error.filename else ""
-    return "; ".join([f"{where}{error.strerror or error}", *getattr(error, "__notes__", [])])
+    return _with_notes(f"{where}{error.strerror or error}", error, between="; ")
 
 
-def _with_notes(error: BaseException) -> str:
-    return "\n".join([str(error), *getattr(error, "__notes__", [])])
+def _with_notes(text: str, error: BaseException, *, between: str = "\n") -> str:
+    return between.join([text, *getattr(error, "__notes__", [])])
 
 
 def _exhausted_limit(error: RuntimeError | ImportError) -> str | None:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from sppo.api import find_solution, plan_of
-from sppo.cli.arguments.common import Json, Overrides, RunFile
+from sppo.cli.arguments import Json, Overrides, RunFile
 from sppo.cli.exit_codes import NO_PLAN, exit_codes
-from sppo.cli.output.candidate import train_command
-from sppo.cli.output.corpus import CorpusReport, corpus_failure_json
-from sppo.cli.output.printing import Report, emit, print_json, working
-from sppo.cli.output.solution import SolutionReport, failure_json
+from sppo.cli.printing import emit, print_json, working
+from sppo.cli.solve_corpus import corpus_json, corpus_screen
+from sppo.cli.solve_report import Answer, train_command
+from sppo.cli.solve_stream import stream_json, stream_screen
 from sppo.config import load_run
 from sppo.output_file import check_output_files, write_json
 from sppo.planning.corpus.search import CorpusSolution
-from sppo.planning.improvements import improvements
+from sppo.planning.improvements import Improvement, improvements
 from sppo.planning.nothing_fits import NothingFitsError
 from sppo.planning.plan import plan_json
 from sppo.plots.step import step_plot
@@ -82,43 +83,36 @@ def solve(
             {"-o": output, "--png": png}, plots=["--png"], plans=["-o"], inputs=[run_file]
         )
         run = load_run(run_file, overrides or [])
-        samples = run.data.samples == "documents"
-        _check_options(samples, {"--lengths": lengths, "--png": png})
+        for option, value in {"--lengths": lengths, "--png": png}.items():
+            if value is not None and run.data.samples != "documents":
+                raise ValueError(
+                    f"{option}: only of data.samples=documents, and this run has the stream; leave "
+                    "it out (sppo simulate draws the step of a plan)"
+                )
         try:
             with working("searching for the fastest plan"):
                 solution = find_solution(run, lengths=lengths)
         except NothingFitsError as error:
             if not json_output:
                 raise
-            print_json(_failure_json(error))
+            print_json(_values(Answer(error.solution, changes=error.changes)))
             raise typer.Exit(NO_PLAN) from None
         if output is not None:
             write_json(output, plan_json(plan_of(solution)))
-        train = train_command(run_file, overrides or [], output=output)
+        paying: Sequence[Improvement] | None = () if explain else None
         if isinstance(solution, CorpusSolution):
-            report: Report = CorpusReport(solution, train, output, png, explain)
             if png is not None and solution.best is not None:
                 step_plot(solution.best.plans[0], png, source=solution.steps.source)
-        else:
-            paying = None
-            if explain:
-                with working("comparing with what was not asked for"):
-                    paying = improvements(solution)
-            report = SolutionReport(solution, train, output, paying)
-    emit(report, as_json=json_output)
+        elif explain:
+            with working("comparing with what was not asked for"):
+                paying = improvements(solution)
+        train = train_command(run_file, overrides or [], output=output)
+        answer = Answer(solution, (), train, output, png, paying)
+        screen = corpus_screen if isinstance(solution, CorpusSolution) else stream_screen
+        emit(partial(_values, answer), partial(screen, answer), as_json=json_output)
 
 
-def _check_options(samples: bool, options: Mapping[str, object]) -> None:
-    """Raise ValueError if an option was given that the kind of run does not have."""
-    for option, value in options.items():
-        if value is not None and not samples:
-            raise ValueError(
-                f"{option}: only of data.samples=documents, and this run has the stream; leave "
-                "it out (sppo simulate draws the step of a plan)"
-            )
-
-
-def _failure_json(error: NothingFitsError) -> dict[str, Any]:
-    if isinstance(error.solution, CorpusSolution):
-        return corpus_failure_json(error.solution, changes=error.changes)
-    return failure_json(error.solution, changes=error.changes)
+def _values(answer: Answer) -> dict[str, Any]:
+    """Return an answer as JSON values."""
+    of_samples = isinstance(answer.solution, CorpusSolution)
+    return corpus_json(answer) if of_samples else stream_json(answer)

@@ -23,16 +23,10 @@ _REPEATED_S = 0.2
 
 
 class Stopped(BaseException):
-    """Request to end the process. Not an error: ``except Exception`` does not catch it.
+    """Request to end the process. Not an error: ``except Exception`` does not catch it."""
 
-    Attributes:
-        number: Number of the signal.
-        advice: Text to print after the name of the signal.
-    """
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number, self.advice = number, ""
+    advice = ""
+    """Text that follows the name of the signal in the message."""
 
 
 @contextmanager
@@ -40,12 +34,14 @@ def stop_signals() -> Iterator[None]:
     """End the process on SIGTERM or SIGINT with a message and exit code; for the main thread.
 
     Unblocks both signals: a launcher blocks them for its ranks until the ranks can report a signal.
+    The handlers stay when the context ends, as the process then does.
 
     Raises:
         SystemExit: A signal arrived.
     """
     handler = _Handler()
-    previous = {number: signal.signal(number, handler.stop) for number in STOP_SIGNALS}
+    for number in STOP_SIGNALS:
+        signal.signal(number, handler.stop)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         yield
@@ -55,10 +51,6 @@ def stop_signals() -> Iterator[None]:
         # Any exception counts: a library may have replaced Stopped by an exception of its own.
         _say_stopped(handler.number, error.advice if isinstance(error, Stopped) else "")
         sys.exit(stopped_exit_code(handler.number))
-    finally:
-        if handler.number is None:
-            for number, before in previous.items():
-                signal.signal(number, before)
 
 
 class _Handler:
@@ -84,7 +76,7 @@ class _Handler:
         if _is_importing(frame):
             _say_stopped(number)
             os._exit(stopped_exit_code(number))
-        raise Stopped(number)
+        raise Stopped
 
 
 def _is_importing(frame: FrameType | None) -> bool:

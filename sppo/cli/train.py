@@ -5,28 +5,19 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from sppo.cli.arguments.common import Overrides, RunFile
-from sppo.cli.exit_codes import exit_codes, fail
+from sppo.cli.arguments import Overrides, RunFile
+from sppo.cli.exit_codes import FAULT, exit_codes, fail
 from sppo.cli.stop_signals import Stopped
 from sppo.config import load_run
-from sppo.parallel.job.environment import RankEnvironment
 from sppo.parallel.job.signals import stopped_exit_code
 from sppo.planning.plan import read_plan
 from sppo.training.start import ReadyRun, prepare_run, start_ranks, train_as_rank
-
-PlanFile = Annotated[
-    Path | None,
-    typer.Option("--plan", help="Follow this plan of sppo solve.", show_default=False),
-]
-
 
 _GOES_ON = ": the same command goes on from the newest checkpoint, or begins again"
 
@@ -34,7 +25,10 @@ _GOES_ON = ": the same command goes on from the newest checkpoint, or begins aga
 def train(
     run_file: RunFile,
     overrides: Overrides = None,
-    plan: PlanFile = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option("--plan", help="Follow this plan of sppo solve.", show_default=False),
+    ] = None,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")
     ] = False,
@@ -50,40 +44,30 @@ def train(
         sppo train configs/run/tiny_cpu.yaml train.steps=20
         sppo train configs/run/tiny_cpu.yaml parallel.pipeline_parallel_degree=2
     """
-    with exit_codes(), _stops_say(_GOES_ON):
+    with exit_codes():
         run = load_run(run_file, overrides or ())
         console = Console(quiet=quiet)
         chosen = None if plan is None else read_plan(plan)
-        ready = prepare_run(run, chosen, source=str(plan), console=console)
-        if ready.starts_ranks:
-            raise typer.Exit(start_ranks(ready, sys.argv[1:]))
-        _train_as_rank(ready, console)
+        try:
+            ready = prepare_run(run, chosen, source=str(plan), console=console)
+            if ready.starts_ranks:
+                raise typer.Exit(start_ranks(ready, sys.argv[1:]))
+            _train_as_rank(ready, console)
+        except Stopped as stopped:
+            stopped.advice = _GOES_ON
+            raise
 
 
 def _train_as_rank(ready: ReadyRun, console: Console) -> None:
     """Train as one rank of the run, or as its only rank, and end with the exit code of the run."""
-    from sppo.training.steps.nonfinite import NonFiniteError
+    from sppo.training.step import NonFiniteError
 
+    environment = ready.environment
+    is_ours = environment is None or environment.launcher == "sppo"
+    command = shlex.join(["sppo", *sys.argv[1:]]) if is_ours else "the same command"
     try:
-        outcome = train_as_rank(ready, console=console, command=_command(ready.environment))
+        outcome = train_as_rank(ready, console=console, command=command)
     except NonFiniteError as error:
-        fail(str(error), code=1)
+        fail(str(error), code=FAULT)
     if outcome.interrupted_by is not None:
         raise typer.Exit(stopped_exit_code(signal.Signals[outcome.interrupted_by]))
-
-
-@contextmanager
-def _stops_say(advice: str) -> Iterator[None]:
-    """Add `advice` to the message of a signal that ends the process within this context."""
-    try:
-        yield
-    except Stopped as stopped:
-        stopped.advice = advice
-        raise
-
-
-def _command(environment: RankEnvironment | None) -> str:
-    """Return the command line that continues this run."""
-    if environment is None or environment.launcher == "sppo":
-        return shlex.join(["sppo", *sys.argv[1:]])
-    return "the same command"

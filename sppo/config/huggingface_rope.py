@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from sppo.config.huggingface_values import Json, flag, integer, number, refusal, require
+from sppo.config.huggingface_settings import Json, flag, integer, number, refusal, require
 from sppo.config.model import ModelConfig, RopeScaling
 
 _SUPPORTED = "default, linear, llama3, yarn"
@@ -24,26 +24,35 @@ ROPE_KEYS: dict[str, tuple[str, ...]] = {
 ``config.json``."""
 
 
-def read_rope(config: Json) -> dict[str, Any]:
-    """Return ``rope_theta`` and ``rope_scaling`` of a parsed ``config.json`` as model fields.
+class Rope:
+    """Keys of rotary positions, for ``rope_theta`` and ``rope_scaling`` of a model."""
 
-    Raises:
-        ValueError: The rope type, or its variant, is not supported.
-    """
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(rope, dict):
-        raise refusal("rope_scaling", rope, "a mapping or null")
-    nested = [key for key, value in rope.items() if isinstance(value, dict)]
-    if nested:
-        raise refusal("rope_parameters for", nested, "one rotary setting for all layers")
-    _check_whole_head(config, rope)
-    theta = next(
-        (where for where in (rope, config) if where.get("rope_theta") is not None),
-        {"rope_theta": _DEFAULT_THETA},
-    )
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    scaling = None if kind == "default" else _read_scaling(kind, rope, config)
-    return {"rope_theta": number(theta, "rope_theta"), "rope_scaling": scaling}
+    def read(self, config: Json) -> dict[str, Any]:
+        """Return the model fields; raise ValueError for a type or variant not supported."""
+        rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        if not isinstance(rope, dict):
+            raise refusal("rope_scaling", rope, "a mapping or null")
+        nested = [key for key, value in rope.items() if isinstance(value, dict)]
+        if nested:
+            raise refusal("rope_parameters for", nested, "one rotary setting for all layers")
+        _check_whole_head(config, rope)
+        theta = {"rope_theta": _DEFAULT_THETA, **_given(config), **_given(rope)}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        scaling = None if kind == "default" else _read_scaling(kind, rope, config)
+        return {"rope_theta": number(theta, "rope_theta"), "rope_scaling": scaling}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the keys."""
+        scaling = model.rope_scaling
+        return {
+            "rope_theta": model.rope_theta,
+            "rope_scaling": None if scaling is None else _write_scaling(scaling),
+        }
+
+
+def _given(values: Json) -> Json:
+    """Return the values that are not null."""
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def _check_whole_head(config: Json, rope: Json) -> None:
@@ -65,7 +74,11 @@ def _read_scaling(kind: object, rope: Json, config: Json) -> dict[str, Any]:
     require(rope, ["factor"])
     scaling: dict[str, Any] = {"type": kind, "factor": number(rope, "factor")}
     if kind != "linear":
-        scaling["original_max_positions"] = _original_length(rope, config)
+        # The key beside the mapping takes precedence over the one in it, as in transformers.
+        original = {**_given(rope), **_given(config)}
+        beside = "original_max_position_embeddings"
+        key = beside if beside in original else "max_position_embeddings"
+        scaling["original_max_positions"] = integer(original, key)
     if kind == "llama3":
         require(rope, ROPE_KEYS[kind])
     scaling |= {
@@ -78,18 +91,6 @@ def _read_scaling(kind: object, rope: Json, config: Json) -> dict[str, Any]:
     return scaling
 
 
-def _original_length(rope: Json, config: Json) -> int:
-    """Return the context length before stretching.
-
-    The key beside the mapping takes precedence over the one in it, as in transformers.
-    """
-    key = "original_max_position_embeddings"
-    for where in (config, rope):
-        if where.get(key) is not None:
-            return integer(where, key)
-    return integer(config, "max_position_embeddings")
-
-
 def _read_yarn_variants(scaling: dict[str, Any], rope: Json) -> None:
     """Replace ``mscale / mscale_all_dim`` by the attention factor that they define."""
     if "attention_factor" in scaling or not (rope.get("mscale") and rope.get("mscale_all_dim")):
@@ -97,15 +98,6 @@ def _read_yarn_variants(scaling: dict[str, Any], rope: Json) -> None:
     log_factor = 0.1 * math.log(max(scaling["factor"], 1.0))
     over, under = (1 + log_factor * number(rope, key) for key in ("mscale", "mscale_all_dim"))
     scaling["attention_factor"] = over / under
-
-
-def write_rope(model: ModelConfig) -> dict[str, Any]:
-    """Return ``rope_theta`` and ``rope_scaling`` of `model` for a ``config.json``."""
-    scaling = model.rope_scaling
-    return {
-        "rope_theta": model.rope_theta,
-        "rope_scaling": None if scaling is None else _write_scaling(scaling),
-    }
 
 
 def _write_scaling(scaling: RopeScaling) -> dict[str, Any]:

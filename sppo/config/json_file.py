@@ -52,10 +52,8 @@ def parse_json(text: str | bytes, *, source: str, strict: bool = True) -> Any:
     """
     try:
         decoded = text if isinstance(text, str) else text.decode("utf-8-sig")
-        if not strict:
-            return json.loads(
-                decoded, parse_int=float
-            )  # Python refuses to read thousands of digits
+        if not strict:  # a float, since Python refuses to read integers of thousands of digits
+            return json.loads(decoded, parse_int=float)
         return json.loads(
             decoded,
             parse_int=_whole,

@@ -13,8 +13,6 @@ from sppo.config.loading import apply_overrides
 from sppo.config.problems import ConfigError, Problem, problems_of
 
 Request = TypeVar("Request", bound=Section)
-_REQUEST = "request"
-"""Name of the section of all keys, which no message shows."""
 
 
 def read_keys(
@@ -35,10 +33,8 @@ def read_keys(
     try:
         found = request.model_validate(values)
     except ValidationError as error:
-        keys = {_REQUEST: sorted(request.model_fields)}
-        for problem in problems_of(error, _REQUEST, keys=keys):
-            _, *names = problem.path.split(".")
-            key = names[0] if names else ""  # an entry of a list has the key of the list
+        for problem in problems_of(error, keys={"": sorted(request.model_fields)}):
+            key = problem.path.partition(".")[0]  # an entry of a list has the key of the list
             problems.append(replace(problem, path=key))
     if problems:
         raise ConfigError("the request", problems)

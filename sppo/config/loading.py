@@ -171,23 +171,12 @@ def check_run(
     try:
         run = RunConfig.model_validate(sections)
     except ValidationError as error:
-        found += _without_shape(problems_of(error))
+        found += problems_of(error)
     if not found:
         found += broken_rules(run)
     if found:
         raise ConfigError(source, found)
     return run
-
-
-def _without_shape(problems: list[Problem]) -> list[Problem]:
-    """Replace five missing shape fields by one problem, if nothing in the section names a model."""
-    missing = {f"model.{key}" for key in _SHAPE}
-    others = [problem for problem in problems if problem.path not in missing]
-    unsaid = [p for p in problems if p.path in missing and p.value == MISSING]
-    if len(unsaid) < len(missing):
-        return problems
-    rule = f"required: preset, or from_hf, or the fields {', '.join(_SHAPE)}"
-    return [Problem("model", MISSING, rule), *others]
 
 
 def expand_model(value: dict[str, Any], found: list[Problem]) -> dict[str, Any] | None:
@@ -213,6 +202,10 @@ def expand_model(value: dict[str, Any], found: list[Problem]) -> dict[str, Any] 
         except ValueError as error:
             found.append(Problem("model.from_hf", quoted(directory), str(error)))
             return None
+    if value.keys().isdisjoint(_SHAPE):
+        rule = f"required: preset, or from_hf, or the fields {', '.join(_SHAPE)}"
+        found.append(Problem("model", MISSING, rule))
+        return {**PRESETS["tiny"], **value}
     return value
 
 

@@ -106,33 +106,24 @@ KEY_PATHS = _key_paths()
 """Full paths, such as ``optimizer.lr``, of the keys of all sections, by their last word."""
 
 
-def problems_of(
-    error: ValidationError, section: str = "", *, keys: Keys = RUN_KEYS
-) -> list[Problem]:
+def problems_of(error: ValidationError, *within: str, keys: Keys = RUN_KEYS) -> list[Problem]:
     """Return one :class:`Problem` per path at which pydantic found an error.
 
     Args:
-        error: Error from validating a run or one of its sections, or a request.
-        section: Name of the section; "" for a run or a request.
+        error: Error from validating a run, one of its sections, or a request.
+        within: Name of the section; none for a run or a request.
         keys: Keys of every section by its path.
     """
     by_path: dict[tuple[str, ...], list[ErrorDetails]] = {}
     for detail in error.errors():
-        by_path.setdefault(_names(detail, section), []).append(detail)
+        # Without the names of branches of unions; an unknown key may have such a name.
+        names = list(filterfalse(_is_union_branch, (*within, *detail["loc"])))
+        if detail["type"] in _NO_SUCH_KEY and _is_union_branch(detail["loc"][-1]):
+            names.append(detail["loc"][-1])
+        by_path.setdefault(tuple(map(str, names)), []).append(detail)
     return [
         problem for names, details in by_path.items() for problem in _problem(details, names, keys)
     ]
-
-
-def _names(detail: ErrorDetails, section: str) -> tuple[str, ...]:
-    """Return the keys that lead to an error, without the names of branches of unions."""
-    place = (section, *detail["loc"]) if section else detail["loc"]
-    if not place:
-        return ()
-    *outer, last = place
-    is_key = detail["type"] in _NO_SUCH_KEY
-    inner = [last] if is_key or not _is_union_branch(last) else []
-    return tuple(str(part) for part in (*filterfalse(_is_union_branch, outer), *inner))
 
 
 def _is_union_branch(part: object) -> bool:

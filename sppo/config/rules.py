@@ -1,79 +1,86 @@
 """Rules about more than one key, or about more than the type of a key.
 
-Each rule reads a run whose sections were parsed, and yields a problem if the run breaks it.
+Each rule reads a run whose sections were parsed. If the run breaks it, the rule yields the path of
+a key and what to write instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 
-from sppo.config.huggingface_export import family_misfits
+from sppo.config.huggingface_families import FAMILIES
 from sppo.config.problems import MISSING, Problem
 from sppo.config.run import WITH_VIRTUAL_STAGES, RunConfig
 from sppo.quoting import quoted
+
+Broken = Iterator[tuple[str, str]]
+_AWAY = ("host", "disk")
 
 
 def broken_rules(run: RunConfig) -> Iterator[Problem]:
     """Yield the problem of every rule that `run` breaks."""
     for rule in _RULES:
-        yield from rule(run)
+        for path, text in rule(run):
+            value = attrgetter(path)(run)
+            written = quoted(list(value)) if isinstance(value, tuple) else str(value)
+            written = written.lower() if isinstance(value, bool) else written
+            yield Problem(path, MISSING if value is None else written, text)
 
 
-def _sequence_suits_samples(run: RunConfig) -> Iterator[Problem]:
+def _sequence_suits_samples(run: RunConfig) -> Broken:
     """``sequence.longer`` other than cut needs documents, and ``sequence.boundaries`` a stream.
 
     Sequences of a stream have one length; documents have different lengths.
     """
-    sequence = run.sequence
-    if run.data.samples == "stream" and sequence.longer != "cut":
-        rule = (
+    if run.data.samples == "stream" and run.sequence.longer != "cut":
+        yield (
+            "sequence.longer",
             "a stream is cut into sequences of one length; write data.samples=documents, or leave "
-            "it out"
+            "it out",
         )
-        yield Problem("sequence.longer", sequence.longer, rule)
-    if run.data.samples == "documents" and sequence.boundaries is not None:
-        rule = (
+    if run.data.samples == "documents" and run.sequence.boundaries is not None:
+        yield (
+            "sequence.boundaries",
             "data.samples=documents has samples of many lengths, which every step cuts anew; leave "
-            "one of the two keys out"
+            "one of the two keys out",
         )
-        yield Problem("sequence.boundaries", quoted(list(sequence.boundaries)), rule)
 
 
-def _step_suits_samples(run: RunConfig) -> Iterator[Problem]:
+def _step_suits_samples(run: RunConfig) -> Broken:
     """The size of a step is given in sequences of a stream, or in samples or tokens of documents.
 
     With ``data.samples=documents``, exactly one of ``train.samples_per_step`` and
     ``train.tokens_per_step`` is given.
     """
-    train = run.train
-    samples, tokens = train.samples_per_step, train.tokens_per_step
+    samples, tokens = run.train.samples_per_step, run.train.tokens_per_step
     if run.data.samples == "stream":
-        for key, value in (("samples_per_step", samples), ("tokens_per_step", tokens)):
-            if value is not None:
-                rule = (
+        for key in ("train.samples_per_step", "train.tokens_per_step"):
+            if attrgetter(key)(run) is not None:
+                yield (
+                    key,
                     "counts samples, and data.samples=stream has none; write "
-                    "data.samples=documents, or train.sequences_per_step instead"
+                    "data.samples=documents, or train.sequences_per_step instead",
                 )
-                yield Problem(f"train.{key}", str(value), rule)
         return
-    if train.sequences_per_step != 1:
-        rule = (
+    if run.train.sequences_per_step != 1:
+        yield (
+            "train.sequences_per_step",
             "counts sequences of a stream; with data.samples=documents leave it out, or write 1 "
-            "over what a run file has, and write train.samples_per_step or train.tokens_per_step"
+            "over what a run file has, and write train.samples_per_step or train.tokens_per_step",
         )
-        yield Problem("train.sequences_per_step", str(train.sequences_per_step), rule)
     if samples is None and tokens is None:
         rule = "data.samples=documents needs it or train.tokens_per_step; write one of the two"
-        yield Problem("train.samples_per_step", MISSING, rule)
+        yield "train.samples_per_step", rule
     elif samples is not None and tokens is not None:
-        rule = (
+        yield (
+            "train.tokens_per_step",
             f"train.samples_per_step={samples} says how large a step is, too; leave one of the two "
-            "keys out"
+            "keys out",
         )
-        yield Problem("train.tokens_per_step", str(tokens), rule)
 
 
-def _replicas_get_samples(run: RunConfig) -> Iterator[Problem]:
+def _replicas_get_samples(run: RunConfig) -> Broken:
     """With documents, every data-parallel replica gets at least one sample in every step.
 
     ``train.samples_per_step`` is at least the number of replicas, and ``train.tokens_per_step`` at
@@ -81,132 +88,122 @@ def _replicas_get_samples(run: RunConfig) -> Iterator[Problem]:
     """
     if run.data.samples == "stream":
         return
-    replicas = run.parallel.data_parallel_degree
+    replicas, length = run.parallel.data_parallel_degree, run.sequence.length
     samples, tokens = run.train.samples_per_step, run.train.tokens_per_step
     if samples is not None and samples < replicas:
-        rule = (
+        yield (
+            "train.samples_per_step",
             f"fewer than the {replicas} replicas of parallel.data_parallel_degree, each of which "
-            f"trains on a sample of every step; raise it to {replicas}"
+            f"trains on a sample of every step; raise it to {replicas}",
         )
-        yield Problem("train.samples_per_step", str(samples), rule)
-    least = run.sequence.length * replicas
-    if tokens is not None and tokens < least:
+    if tokens is not None and tokens < length * replicas:
         each = f" for each of {replicas} replicas" if replicas > 1 else ""
-        rule = (
-            f"must hold a sample of sequence.length = {run.sequence.length} tokens{each}; raise it "
-            f"to at least {least}, or shorten the samples"
+        yield (
+            "train.tokens_per_step",
+            f"must hold a sample of sequence.length = {length} tokens{each}; raise it to at least "
+            f"{length * replicas}, or shorten the samples",
         )
-        yield Problem("train.tokens_per_step", str(tokens), rule)
 
 
-def _replicas_share_no_step(run: RunConfig) -> Iterator[Problem]:
+def _replicas_share_no_step(run: RunConfig) -> Broken:
     """With documents and several replicas, ``parallel.zero`` is at most 1.
 
     The replicas run different programs, and synchronize only at the end of a step.
     """
-    zero, replicas = run.parallel.zero, run.parallel.data_parallel_degree
-    if run.data.samples == "documents" and zero >= 2 and replicas > 1:
-        rule = (
+    replicas = run.parallel.data_parallel_degree
+    if run.data.samples == "documents" and run.parallel.zero >= 2 and replicas > 1:
+        yield (
+            "parallel.zero",
             f"shards gradients over {replicas} data-parallel replicas, which meet in every action; "
             "with data.samples=documents each replica runs a program of its own, so they would "
-            "wait for each other; write parallel.zero=1, or parallel.data_parallel_degree=1"
+            "wait for each other; write parallel.zero=1, or parallel.data_parallel_degree=1",
         )
-        yield Problem("parallel.zero", str(zero), rule)
 
 
-def _cuts_tile(run: RunConfig) -> Iterator[Problem]:
+def _cuts_tile(run: RunConfig) -> Broken:
     """Every subsequence has a token; explicit cuts ascend from 0 to ``sequence.length``."""
     cuts, length = run.sequence.boundaries, run.sequence.length
     count = run.sequence.num_subsequences
     if cuts is None:
         if count != "auto" and count > length:
-            yield Problem(
-                "sequence.num_subsequences",
-                str(count),
-                f"more than the {length} tokens of a sequence; every subsequence needs one",
-            )
+            rule = f"more than the {length} tokens of a sequence; every subsequence needs one"
+            yield "sequence.num_subsequences", rule
         return
     ascending = all(a < b for a, b in zip(cuts, cuts[1:], strict=False))
     if len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != length or not ascending:
-        yield Problem(
-            "sequence.boundaries",
-            quoted(list(cuts)),
-            f"must rise from 0 to sequence.length = {length}, e.g. [0, {length // 2}, {length}]",
-        )
+        example = f"[0, {length // 2}, {length}]"
+        rule = f"must rise from 0 to sequence.length = {length}, e.g. {example}"
+        yield "sequence.boundaries", rule
     elif count not in ("auto", len(cuts) - 1):
-        yield Problem(
-            "sequence.num_subsequences",
-            str(count),
-            f"boundaries cut {len(cuts) - 1} subsequences; leave one of the two keys out",
-        )
+        rule = f"boundaries cut {len(cuts) - 1} subsequences; leave one of the two keys out"
+        yield "sequence.num_subsequences", rule
 
 
-def _multiplexing_agrees(run: RunConfig) -> Iterator[Problem]:
+def _multiplexing_agrees(run: RunConfig) -> Broken:
     """``parallel.multiplexed=on`` needs schedule auto or ``sppo_msp``; off excludes the latter."""
     asked, schedule = run.parallel.multiplexed, run.parallel.schedule
     if asked == "on" and schedule not in ("auto", "sppo_msp"):
         rule = f"parallel.schedule={schedule} shards no units; write auto, or leave one out"
-        yield Problem("parallel.multiplexed", "on", rule)
+        yield "parallel.multiplexed", rule
     elif asked == "off" and schedule == "sppo_msp":
         rule = "parallel.schedule=sppo_msp is multiplexed; write another schedule, or auto"
-        yield Problem("parallel.multiplexed", "off", rule)
+        yield "parallel.multiplexed", rule
 
 
-def _virtual_stages_are_served(run: RunConfig) -> Iterator[Problem]:
+def _virtual_stages_are_served(run: RunConfig) -> Broken:
     """Several virtual stages on a rank need a schedule that allows them."""
     virtual, schedule = run.parallel.virtual_stages, run.parallel.schedule
     if virtual not in ("auto", 1) and schedule not in ("auto", *WITH_VIRTUAL_STAGES):
-        rule = (
+        yield (
+            "parallel.virtual_stages",
             f"parallel.schedule={schedule} holds one stage on a rank; write auto or one of "
-            f"{', '.join(WITH_VIRTUAL_STAGES)}, or leave parallel.virtual_stages out"
+            f"{', '.join(WITH_VIRTUAL_STAGES)}, or leave parallel.virtual_stages out",
         )
-        yield Problem("parallel.virtual_stages", str(virtual), rule)
 
 
-def _layers_suffice(run: RunConfig) -> Iterator[Problem]:
+def _layers_suffice(run: RunConfig) -> Broken:
     """Every virtual stage has at least one layer."""
     virtual, ranks = run.parallel.virtual_stages, run.parallel.pipeline_parallel_degree
     layers = run.model.num_layers
     if virtual not in ("auto", 1) and ranks * int(virtual) > layers:
         on_ranks = "" if ranks == 1 else f" on each of {ranks} pipeline ranks"
-        yield Problem(
+        yield (
             "parallel.virtual_stages",
-            str(virtual),
             f"so many stages{on_ranks} need a layer each, and there are {layers}; lower "
             f"it to at most {max(1, layers // ranks)}",
         )
 
 
-def _kv_agrees(run: RunConfig) -> Iterator[Problem]:
+def _kv_agrees(run: RunConfig) -> Broken:
     """K and V are offloaded or recomputed only in the looped order with several virtual stages.
 
     Other orders use K and V of all layers of a rank at a time. With multiplexed sequence
     partitioning, K and V stay on the device.
     """
-    parallel, asked = run.parallel, run.activations.kv
-    if asked not in ("offload", "recompute"):
+    parallel = run.parallel
+    if run.activations.kv not in ("offload", "recompute"):
         return
     if parallel.virtual_stages == 1:
-        rule = (
+        yield (
+            "activations.kv",
             "parallel.virtual_stages=1 uses K and V of all layers at once; raise it, or leave one "
-            "of the two keys out"
+            "of the two keys out",
         )
-        yield Problem("activations.kv", asked, rule)
     elif parallel.schedule not in ("auto", "looped_bfs"):
-        rule = (
+        yield (
+            "activations.kv",
             f"parallel.schedule={parallel.schedule} uses K and V of several stages at once; write "
-            "looped_bfs or auto, or leave activations.kv out"
+            "looped_bfs or auto, or leave activations.kv out",
         )
-        yield Problem("activations.kv", asked, rule)
     elif parallel.multiplexed == "on":
-        rule = (
+        yield (
+            "activations.kv",
             "ranks that share units (parallel.multiplexed=on) have K and V on the device; leave "
-            "one of the two keys out"
+            "one of the two keys out",
         )
-        yield Problem("activations.kv", asked, rule)
 
 
-def _tiers_agree(run: RunConfig) -> Iterator[Problem]:
+def _tiers_agree(run: RunConfig) -> Broken:
     """Weights or gradients on host or disk need the optimizer on the same tier.
 
     The optimizer runs on the tier of its state. ``optimizer.offload`` stands for
@@ -215,82 +212,78 @@ def _tiers_agree(run: RunConfig) -> Iterator[Problem]:
     state, steps_at = run.state, run.state.optimizer
     if run.optimizer.offload and steps_at in ("device", "disk"):
         rule = f"is state.optimizer=host, and that key says {steps_at}; leave one of the two out"
-        yield Problem("optimizer.offload", "true", rule)
+        yield "optimizer.offload", rule
         return
     if run.optimizer.offload:
         steps_at = "host"
-    for part in ("weights", "gradients"):
-        tier = getattr(state, part)
-        if tier in ("host", "disk") and steps_at not in ("auto", tier):
-            rule = (
+    for key, tier in _away(run):
+        if steps_at not in ("auto", tier):
+            yield (
+                key,
                 f"the optimizer steps where its state is, and that is {steps_at}: write "
-                f"state.optimizer={tier} too, or leave one of the two keys out"
+                f"state.optimizer={tier} too, or leave one of the two keys out",
             )
-            yield Problem(f"state.{part}", tier, rule)
-    away = {state.weights, state.gradients} & {"host", "disk"}
-    if len(away) > 1:
+    if len({tier for _, tier in _away(run)}) > 1:
         rule = f"state.gradients={state.gradients}: what leaves the device goes to one tier"
-        yield Problem("state.weights", state.weights, rule)
+        yield "state.weights", rule
 
 
-def _stages_can_leave(run: RunConfig) -> Iterator[Problem]:
+def _stages_can_leave(run: RunConfig) -> Broken:
     """Weights or gradients on host or disk need several virtual stages on each rank.
 
     They leave the device one stage at a time. With multiplexed sequence partitioning, weights and
     gradients stay on the device.
     """
-    for part in ("weights", "gradients"):
-        tier = getattr(run.state, part)
-        if tier not in ("host", "disk"):
-            continue
+    for key, _ in _away(run):
         if run.parallel.virtual_stages == 1:
-            rule = (
+            yield (
+                key,
                 "leaves the device stage by stage, and with parallel.virtual_stages=1 a rank has "
-                "one; raise it, or leave one of the two keys out"
+                "one; raise it, or leave one of the two keys out",
             )
-            yield Problem(f"state.{part}", tier, rule)
         elif run.parallel.multiplexed == "on" or run.parallel.schedule == "sppo_msp":
-            rule = (
+            yield (
+                key,
                 "ranks that share units (multiplexed sequence partitioning) have weights and "
-                "gradients on the device; leave one of the two keys out"
+                "gradients on the device; leave one of the two keys out",
             )
-            yield Problem(f"state.{part}", tier, rule)
 
 
-def _disk_is_named(run: RunConfig) -> Iterator[Problem]:
+def _away(run: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield the keys of weights and gradients that are on host or disk, and their tiers."""
+    tiers = {"state.weights": run.state.weights, "state.gradients": run.state.gradients}
+    yield from ((key, tier) for key, tier in tiers.items() if tier in _AWAY)
+
+
+def _disk_is_named(run: RunConfig) -> Broken:
     """A disk tier needs the directory ``activations.disk``."""
-    for part in ("weights", "gradients", "optimizer"):
-        if getattr(run.state, part) == "disk" and run.activations.disk is None:
-            rule = "in which directory? write activations.disk=DIR, on a fast local disk"
-            yield Problem(f"state.{part}", "disk", rule)
+    for key in ("state.weights", "state.gradients", "state.optimizer"):
+        if attrgetter(key)(run) == "disk" and run.activations.disk is None:
+            yield key, "in which directory? write activations.disk=DIR, on a fast local disk"
 
 
-def _window_fits(run: RunConfig) -> Iterator[Problem]:
+def _window_fits(run: RunConfig) -> Broken:
     """``model.sliding_window_first_layer`` is at most the number of layers."""
-    first, layers = run.model.sliding_window_first_layer, run.model.num_layers
-    if first > layers:
-        rule = f"beyond the last of {layers} layers"
-        yield Problem("model.sliding_window_first_layer", str(first), rule)
+    if run.model.sliding_window_first_layer > run.model.num_layers:
+        rule = f"beyond the last of {run.model.num_layers} layers"
+        yield "model.sliding_window_first_layer", rule
 
 
-def _family_computes_it(run: RunConfig) -> Iterator[Problem]:
+def _family_computes_it(run: RunConfig) -> Broken:
     """The family that ``model.family`` names computes exactly this model, so it can be exported."""
     family = run.model.family
-    reasons = family_misfits(run.model, family) if family is not None else ()
+    reasons = () if family is None else tuple(FAMILIES[family].misfits(run.model))
     if reasons:
         rule = f"does not compute this model: {'; '.join(reasons)}; use another family, or null"
-        yield Problem("model.family", str(family), rule)
+        yield "model.family", rule
 
 
-def _positions_reach(run: RunConfig) -> Iterator[Problem]:
+def _positions_reach(run: RunConfig) -> Broken:
     """A sequence is at most as long as the table of learned positions."""
-    rows, length = run.model.max_positions, run.sequence.length
-    if run.model.position == "learned" and rows is not None and length > rows:
-        yield Problem(
-            "sequence.length",
-            str(length),
-            f"longer than the {rows} learned positions; raise model.max_positions or shorten it",
-        )
+    rows = run.model.max_positions
+    if run.model.position == "learned" and rows is not None and run.sequence.length > rows:
+        rule = f"longer than the {rows} learned positions; raise model.max_positions or shorten it"
+        yield "sequence.length", rule
 
 
 _RULES = (

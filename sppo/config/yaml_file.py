@@ -94,19 +94,19 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = read_text_file(path, most_bytes=_MOST_BYTES)
     except FileNotFoundError:
-        raise ConfigError(str(path), [Problem("", "", _not_found(path))]) from None
+        rule = _not_found(path)
     except OSError as error:
         rule = f"cannot be read: {error.strerror}"
-        raise ConfigError(str(path), [Problem("", "", rule)]) from None
     except NotTextError as error:
-        raise ConfigError(str(path), [Problem("", "", str(error))]) from None
-    value = parse_yaml(text, source=str(path))
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
+        rule = str(error)
+    else:
+        value = parse_yaml(text, source=str(path))
+        if value is None:
+            return {}
+        if isinstance(value, dict):
+            return value
         rule = "a run file is a mapping of sections: model, data, sequence, ..."
-        raise ConfigError(str(path), [Problem("", "", rule)])
-    return value
+    raise ConfigError(str(path), [Problem("", "", rule)])
 
 
 def _not_found(path: Path) -> str:

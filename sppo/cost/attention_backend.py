@@ -7,25 +7,23 @@ from sppo.cost.layer import Workload
 _MOST_HEAD_SIZE = {"cudnn": 128, "flash_attn_4": 128}
 _FLASH_HEAD_SIZE, _FLASH_MULTIPLE = 256, 8
 _HALF_BYTES = 2
-_ANY_CASE = ("triton", "torch_blocks")
 
 
 def planned_backend(workload: Workload) -> str:
     """Return the back end that the device names, or its fallback; a CPU has one back end.
 
     The fallback is torch's flash-attn 2 if the device names no back end, or one that does not
-    support the head size or the sliding window; and the Triton kernels if no flash kernel supports
-    the dtype and the head size. On the machine, :mod:`sppo.kernels.attention.choice` chooses.
+    support the head size or the sliding window; and blocks in plain torch operations if no flash
+    kernel supports the dtype and the head size. On the machine,
+    :mod:`sppo.kernels.attention.choice` chooses.
     """
     model, named = workload.model, workload.hardware.device.attention_backend
     if workload.hardware.device.kind == "cpu":
         return "cpu_flash"
-    if named in _ANY_CASE:
-        return named
     size = model.head_dim
     flash = workload.element_bytes == _HALF_BYTES and size % _FLASH_MULTIPLE == 0
-    if not flash or size > _FLASH_HEAD_SIZE:
-        return "triton"
+    if named == "torch_blocks" or not flash or size > _FLASH_HEAD_SIZE:
+        return "torch_blocks"
     too_large = size > _MOST_HEAD_SIZE.get(named, _FLASH_HEAD_SIZE)
     if not named or too_large or (named == "cudnn" and model.sliding_window is not None):
         return "torch_flash"

@@ -22,9 +22,10 @@ class SequenceOrder:
     """Order in which a run reads ``num_sequences`` training sequences, by position.
 
     Every epoch is a permutation of all sequences, so each is read exactly once per epoch. Elements
-    of the permutation are computed one by one by a Feistel network keyed by (seed, epoch), whose
-    cycle is walked until the value is in range (Black and Rogaway, "Ciphers with arbitrary finite
-    domains", 2002). It needs no table, and is the same on every machine and library version.
+    of the permutation are computed by a Feistel network keyed by (seed, epoch), whose cycle is
+    walked until the value is in range (Black and Rogaway, "Ciphers with arbitrary finite domains",
+    2002). It takes ``8 * sqrt(num_sequences)`` hashes per epoch, and is the same on every machine
+    and library version.
     """
 
     num_sequences: int
@@ -35,27 +36,8 @@ class SequenceOrder:
     def __post_init__(self) -> None:
         assert self.num_sequences >= 1, f"{self.num_sequences} sequences"
 
-    def epoch_of(self, position: int) -> int:
-        """Return the number of epochs completed before ``position``."""
-        return position // self.num_sequences
-
-    def sequence_index(self, position: int) -> int:
-        """Return the index of the sequence that is read after ``position`` others of the run."""
-        assert position >= 0, f"position {position}"
-        epoch, rank = divmod(position, self.num_sequences)
-        if not self.shuffle or self.num_sequences == 1:
-            return rank
-        value = self._permute(rank, epoch=epoch)
-        while value >= self.num_sequences:
-            value = self._permute(value, epoch=epoch)
-        return value
-
     def sequence_indices(self, position: int, count: int) -> NDArray[np.int64]:
-        """Return the sequences read at ``count`` positions from ``position`` on, int64 [count].
-
-        Equal to calls of :meth:`sequence_index`, but computed with tables of an epoch: about a
-        microsecond each, after ``8 * sqrt(num_sequences)`` hashes.
-        """
+        """Return the sequences read at ``count`` positions from ``position`` on, int64 [count]."""
         assert position >= 0, f"position {position}"
         parts = []
         while count > 0:
@@ -70,49 +52,28 @@ class SequenceOrder:
         values = np.arange(first, first + count, dtype=np.int64)
         if not self.shuffle or self.num_sequences == 1:
             return values
-        tables = _round_tables(self.seed, epoch, self._half_bits)
-        values = _permute_all(values, tables)
+        half_bits = max(_MIN_HALF_BITS, ((self.num_sequences - 1).bit_length() + 1) // 2)
+        tables = _round_tables(self.seed, epoch, half_bits)
+        values = _permute(values, tables)
         while len(outside := np.flatnonzero(values >= self.num_sequences)):
-            values[outside] = _permute_all(values[outside], tables)
+            values[outside] = _permute(values[outside], tables)
         return values
-
-    @property
-    def _half_bits(self) -> int:
-        """Number of bits in each half of a permuted value."""
-        return max(_MIN_HALF_BITS, ((self.num_sequences - 1).bit_length() + 1) // 2)
-
-    def _permute(self, value: int, *, epoch: int) -> int:
-        """Map a value of ``2 * half_bits`` bits by the bijection of an epoch.
-
-        At least ``num_sequences`` values have that many bits.
-        """
-        half_bits = self._half_bits
-        mask = (1 << half_bits) - 1
-        left, right = value >> half_bits, value & mask
-        for turn in range(_ROUNDS):
-            mixed = _mixed(self.seed, epoch, turn, right)
-            left, right = right, left ^ (mixed & mask)
-        return left << half_bits | right
-
-
-def _mixed(seed: int, epoch: int, turn: int, half: int) -> int:
-    """Return 64 pseudo-random bits for one half of a value, in one round of the network."""
-    key = f"{seed} {epoch} {turn} {half}".encode()
-    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
 
 
 @lru_cache(maxsize=4)
 def _round_tables(seed: int, epoch: int, half_bits: int) -> NDArray[np.int64]:
     """Return the round functions of an epoch as tables, int64 [rounds, 2^half_bits]."""
     size = 1 << half_bits
-    values = [
-        [_mixed(seed, epoch, turn, half) & (size - 1) for half in range(size)]
-        for turn in range(_ROUNDS)
-    ]
-    return np.array(values, dtype=np.int64)
+    tables = np.empty((_ROUNDS, size), dtype=np.int64)
+    for turn in range(_ROUNDS):
+        for half in range(size):
+            key = f"{seed} {epoch} {turn} {half}".encode()
+            mixed = hashlib.blake2b(key, digest_size=8).digest()
+            tables[turn, half] = int.from_bytes(mixed, "little") & (size - 1)
+    return tables
 
 
-def _permute_all(values: NDArray[np.int64], tables: NDArray[np.int64]) -> NDArray[np.int64]:
+def _permute(values: NDArray[np.int64], tables: NDArray[np.int64]) -> NDArray[np.int64]:
     """Map all ``values`` by the bijection of an epoch, given its tables."""
     size = tables.shape[1]
     left, right = values // size, values % size

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
+import numpy as np
+
 from sppo.config import RunConfig
-from sppo.data.preparation.model_tokenizer import check_same_vocabulary, check_tokenizer
-from sppo.data.samples.sample_table import SampleTable, check_samples, sample_table
-from sppo.data.tokens import TokenData, check_fits, open_tokens
+from sppo.config.model import ModelConfig
+from sppo.data.preparation.documents import reading
+from sppo.data.preparation.tokenizer_file import TOKENIZER_FILE, vocabulary_identity
+from sppo.data.samples.sample_table import (
+    SampleTable,
+    no_samples_problem,
+    sample_table,
+    stream_table,
+)
+from sppo.data.tokens import META_FILE, TokenData, open_tokens, read_meta
+
+_OTHER_FILES = (
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+    "spiece.model",
+)
+"""Tokenizer files of other formats, which only show that a model has a tokenizer."""
 
 
 def open_data(run: RunConfig, directory: str) -> TokenData:
@@ -19,7 +38,7 @@ def open_data(run: RunConfig, directory: str) -> TokenData:
     """
     data = open_tokens(Path(directory))
     check_tokenizer(data, run.model)
-    _check_tokens(run, data)
+    check_tokens(run, data)
     return data
 
 
@@ -35,24 +54,116 @@ def open_evaluated(run: RunConfig) -> TokenData:
 
 
 def samples_of(run: RunConfig, tokens: TokenData) -> SampleTable:
-    """Return the table of samples for a run with ``data.samples=documents``.
+    """Return the table of the samples of a run.
 
     Raises:
         ValueError: Some samples are longer than the run allows.
     """
-    return sample_table(
-        tokens.document_offsets, length=run.sequence.length, longer=run.sequence.longer
-    )
+    length, longer = run.sequence.length, run.sequence.longer
+    if run.data.samples == "stream":
+        return stream_table(tokens.num_tokens, length=length)
+    return sample_table(tokens.document_offsets, length=length, longer=longer)
 
 
-def _check_tokens(run: RunConfig, tokens: TokenData) -> None:
-    """Raise ValueError unless the run's model can read the tokens, and a sequence or sample exists.
+def check_tokens(run: RunConfig, tokens: TokenData) -> None:
+    """Raise ValueError unless the run's model can read the tokens, and there is a sample.
 
     Raises:
         ValueError: Some rules are broken; lists all of them, one per line.
     """
-    vocab_size = run.model.vocab_size
+    problems = []
+    meta, vocab_size = tokens.meta, run.model.vocab_size
+    if meta.max_id >= vocab_size:
+        problems.append(
+            f"{tokens.directory}: ids up to {meta.max_id} (tokenizer {meta.tokenizer.name}, "
+            f"vocabulary of {meta.vocab_size}), but model.vocab_size is {vocab_size}; an id must "
+            f"be below it. Set model.vocab_size to at least {meta.max_id + 1}, or prepare the data "
+            "with the model's tokenizer"
+        )
+    if samples_of(run, tokens).num_samples == 0:
+        problems.append(_why_no_sample(run, tokens))
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def _why_no_sample(run: RunConfig, tokens: TokenData) -> str:
+    """Return why token data has no sample, and what to change."""
     if run.data.samples == "documents":
-        check_samples(tokens, samples_of(run, tokens), vocab_size=vocab_size)
-    else:
-        check_fits(tokens, vocab_size=vocab_size, length=run.sequence.length)
+        return no_samples_problem(tokens.directory, np.asarray(tokens.document_offsets))
+    length, shorter = run.sequence.length, tokens.num_tokens - 1
+    fix = f"Set sequence.length to at most {shorter}, or prepare" if shorter else "Prepare"
+    return (
+        f"{tokens.directory}: {tokens.num_tokens} tokens, but a sequence of sequence.length "
+        f"{length} needs {length + 1} (inputs, and labels one token on). {fix} more data"
+    )
+
+
+def check_tokenizer(data: TokenData, model: ModelConfig) -> None:
+    """Raise ValueError unless ``data`` has the vocabulary of the weights that a run starts from.
+
+    Weights of ``model.from_hf`` were trained with the tokenizer in that directory. Nothing is
+    checked for random weights, which can learn any vocabulary, for data of ready-made ids, whose
+    vocabulary is unknown, and if no readable vocabulary is found.
+
+    Raises:
+        ValueError: The tokens are of another vocabulary.
+    """
+    if model.from_hf is None or data.meta.tokenizer.name == "ids":
+        return
+    directory = Path(model.from_hf)
+    ours, path = data.meta.tokenizer, directory / TOKENIZER_FILE
+    if not path.is_file():
+        others = [name for name in _OTHER_FILES if (directory / name).is_file()]
+        if others and ours.sha256 is None:
+            raise _refusal(data, directory, theirs=str(directory / others[0]), size=None)
+        return
+    with reading(path):
+        content = path.read_bytes()
+    if ours.sha256 == hashlib.sha256(content).hexdigest():
+        return
+    theirs = vocabulary_identity(content)
+    if theirs is None and ours.sha256 is not None:
+        return
+    if theirs is None or theirs.sha256 != ours.vocabulary_sha256:
+        size = None if theirs is None else theirs.size
+        raise _refusal(data, directory, theirs=str(path), size=size)
+
+
+def check_same_vocabulary(held_out: TokenData, *, training: Path) -> None:
+    """Raise ValueError unless held-out tokens have the vocabulary of the training tokens.
+
+    Nothing is checked if either data set has ready-made ids, whose vocabulary is unknown.
+
+    Args:
+        held_out: Tokens to evaluate on.
+        training: Directory of the training tokens; nothing is checked if it has none.
+
+    Raises:
+        ValueError: The tokens are of different vocabularies.
+    """
+    meta = training / META_FILE
+    if not meta.is_file():
+        return
+    with reading(meta):
+        theirs = read_meta(meta).tokenizer
+    ours = held_out.meta.tokenizer
+    if "ids" in (ours.name, theirs.name) or ours.sha256 == theirs.sha256:
+        return
+    if ours.vocabulary_sha256 is None or ours.vocabulary_sha256 != theirs.vocabulary_sha256:
+        raise ValueError(
+            f"data.eval_tokens {held_out.directory} are tokens of tokenizer {ours.name}, and the "
+            f"run is trained on those of {theirs.name} in {training}: prepare the "
+            "held-out text again, with the tokenizer of data.tokens"
+        )
+
+
+def _refusal(data: TokenData, directory: Path, *, theirs: str, size: int | None) -> ValueError:
+    ours = data.meta.tokenizer
+    size_text = "" if size is None else f" (vocabulary of {size})"
+    return ValueError(
+        f"{data.directory}: tokens of tokenizer {ours.name} (vocabulary of {data.vocab_size}), but "
+        f"the weights of model.from_hf={directory} know the ids of {theirs}{size_text}. Prepare "
+        f"the data with that: sppo data prepare --tokenizer {directory / TOKENIZER_FILE} --out DIR "
+        "FILE...; or start from random weights, with model.preset in place of from_hf. If the "
+        f"weights were made for these tokens, put their tokenizer.json into {directory}"
+    )

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
 from sppo.data.array_file import require_whole
 from sppo.data.tokens import LOSS_MASK_FILE, TOKENS_FILE, TokenData
-
-_NAMED = 4
 
 
 def read_ids(data: TokenData, low: int, high: int) -> NDArray[np.int64]:
@@ -58,12 +54,6 @@ def counting_tokens(data: TokenData, low: int, high: int) -> NDArray[np.bool_]:
         )
     counts: NDArray[np.bool_] = mask != 0
     return counts
-
-
-def few_of(indices: Sequence[int]) -> str:
-    """Return the first few indices of sequences or samples, and the number of others, as text."""
-    more = f" and {len(indices) - _NAMED} more" * (len(indices) > _NAMED)
-    return ", ".join(map(str, indices[:_NAMED])) + more
 
 
 def _check_ids(data: TokenData, ids: NDArray[np.int64], *, first: int) -> None:

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -24,6 +22,7 @@ from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from sppo.config.json_file import JsonError, read_json
+from sppo.config.problems import nearest
 from sppo.data.array_file import map_array
 from sppo.output_file import write_json
 from sppo.quoting import one_line, quoted
@@ -59,7 +58,7 @@ class TokenizerDescription:
     sha256: str | None = None
     """SHA-256 of the tokenizer file; None for the built-in tokenizers."""
     vocabulary_sha256: str | None = None
-    """Checksum of the vocabulary by id (:mod:`sppo.data.preparation.model_tokenizer`); None for the
+    """Checksum of the vocabulary by id (:mod:`sppo.data.preparation.tokenizer_file`); None for the
     built-in tokenizers, or if the file has no readable vocabulary."""
 
 
@@ -141,18 +140,12 @@ def open_tokens(directory: Path | str) -> TokenData:
     try:
         _check_files(directory)
         meta = read_meta(directory / META_FILE)
-        tokens = _map_tokens(directory / TOKENS_FILE, meta)
+        tokens = _map_flat(directory / TOKENS_FILE, meta.num_tokens, meta.token_dtype)
         offsets = _map_offsets(directory / DOCUMENTS_FILE, meta)
         loss_mask = _map_loss_mask(directory / LOSS_MASK_FILE, meta)
     except OSError as error:
         raise ValueError(f"{directory}: cannot be read: {error.strerror or error}") from None
-    return TokenData(
-        directory=directory,
-        meta=meta,
-        tokens=tokens,
-        document_offsets=offsets,
-        loss_mask=loss_mask,
-    )
+    return TokenData(directory, meta, tokens, offsets, loss_mask)
 
 
 def _check_files(directory: Path) -> None:
@@ -178,14 +171,12 @@ def _check_files(directory: Path) -> None:
 
 
 def _directory_beside(directory: Path) -> str:
-    """Return ``" Did you mean 'data/mine'?"`` if a directory beside it has a name like it."""
-    parent = directory.parent
+    """Return ``" Did you mean 'mine'?"`` if a directory beside it has a name like it."""
     try:
-        names = [path.name for path in parent.iterdir() if path.is_dir()]
+        names = [path.name for path in directory.parent.iterdir() if path.is_dir()]
     except OSError:
         return ""
-    close = get_close_matches(directory.name, names, n=1)
-    return f" Did you mean '{parent / close[0]}'?" if close else ""
+    return nearest(directory.name, names)
 
 
 def verify_tokens(data: TokenData) -> None:
@@ -213,45 +204,6 @@ def _verify(array: NDArray[Any], sha256: str, *, path: Path) -> None:
             f" {one_line(sha256, most=12)}...: the file has changed since it was written; copy it"
             " again or prepare it again with --force"
         )
-
-
-def check_fits(data: TokenData, *, vocab_size: int, length: int) -> None:
-    """Raise ValueError unless a model can read the ids and there is a training sequence.
-
-    Args:
-        data: Open token data.
-        vocab_size: Number of rows of the model's token embedding.
-        length: Number of tokens of one training sequence (S).
-
-    Raises:
-        ValueError: Some rules are broken; lists all of them, one per line.
-    """
-    problems = list(vocabulary_problems(data, vocab_size=vocab_size))
-    if data.num_tokens < length + 1:
-        problems.append(
-            f"{data.directory}: {data.num_tokens} tokens, but a sequence of"
-            f" sequence.length {length} needs {length + 1} (inputs, and labels one token on)."
-            f" {_shorter(data.num_tokens)}"
-        )
-    if problems:
-        raise ValueError("\n".join(problems))
-
-
-def vocabulary_problems(data: TokenData, *, vocab_size: int) -> Iterator[str]:
-    """Yield the reasons why a model with ``vocab_size`` embedding rows cannot read the ids."""
-    if data.meta.max_id >= vocab_size:
-        yield (
-            f"{data.directory}: ids up to {data.meta.max_id} (tokenizer"
-            f" {data.meta.tokenizer.name}, vocabulary of {data.vocab_size}), but model.vocab_size"
-            f" is {vocab_size}; an id must be below it. Set model.vocab_size to at least"
-            f" {data.meta.max_id + 1}, or prepare the data with the model's tokenizer"
-        )
-
-
-def _shorter(num_tokens: int) -> str:
-    if num_tokens < 2:
-        return "Prepare more data"
-    return f"Set sequence.length to at most {num_tokens - 1}, or prepare more data"
 
 
 def write_meta(path: Path, meta: TokenMeta) -> None:
@@ -294,16 +246,16 @@ def read_meta(path: Path) -> TokenMeta:
         ) from None
 
 
-def _map_tokens(path: Path, meta: TokenMeta) -> NDArray[np.unsignedinteger]:
-    expected_bytes = meta.num_tokens * meta.token_dtype.itemsize
+def _map_flat(path: Path, num_tokens: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    expected_bytes = num_tokens * dtype.itemsize
     actual_bytes = path.stat().st_size
     if actual_bytes != expected_bytes or expected_bytes == 0:
         raise ValueError(
-            f"{path}: {actual_bytes} bytes, but {META_FILE} says {meta.num_tokens} tokens of"
-            f" {meta.dtype} = {expected_bytes} bytes (at least one token): the file was cut or"
-            " replaced; copy it again or prepare it again with --force"
+            f"{path}: {actual_bytes} bytes, but {META_FILE} says {num_tokens} tokens of"
+            f" {dtype.name} = {expected_bytes} bytes (at least one token): the file was cut or"
+            f" replaced; copy it again or {_PREPARE_HINT}"
         )
-    return np.memmap(path, dtype=meta.token_dtype, mode="r")
+    return np.memmap(path, dtype=dtype, mode="r")
 
 
 def _map_loss_mask(path: Path, meta: TokenMeta) -> NDArray[np.uint8] | None:
@@ -319,13 +271,7 @@ def _map_loss_mask(path: Path, meta: TokenMeta) -> NDArray[np.uint8] | None:
             f"{path}: missing, and {META_FILE} says that there is a loss mask; copy it again or"
             f" {_PREPARE_HINT}"
         )
-    actual_bytes = path.stat().st_size
-    if actual_bytes != meta.num_tokens:
-        raise ValueError(
-            f"{path}: {actual_bytes} bytes, but {META_FILE} says {meta.num_tokens} tokens, of one"
-            f" byte each: the file was cut or replaced; copy it again or {_PREPARE_HINT}"
-        )
-    return np.memmap(path, dtype=np.uint8, mode="r")
+    return _map_flat(path, meta.num_tokens, np.dtype(np.uint8))
 
 
 def _map_offsets(path: Path, meta: TokenMeta) -> NDArray[np.int64]:
@@ -353,13 +299,12 @@ def _check_starts(offsets: NDArray[np.int64], meta: TokenMeta, *, path: Path) ->
     for first in range(0, len(offsets), _STARTS_BLOCK):
         block = np.ascontiguousarray(offsets[first : first + _STARTS_BLOCK])
         digest.update(block.data)
-        wrong = block <= np.concatenate([[before], block[:-1]])
+        previous = np.concatenate([[before], block[:-1]])
+        wrong = block <= previous
         if wrong.any():
             index = int(wrong.argmax())
-            previous = int(block[index - 1]) if index else before
-            raise _bad_start(
-                path, first + index, int(block[index]), f"the one before is {previous}"
-            )
+            rule = f"the one before is {int(previous[index])}"
+            raise _bad_start(path, first + index, int(block[index]), rule)
         before = int(block[-1])
     if offsets[0] != 0:
         raise _bad_start(path, 0, int(offsets[0]), "the first document starts at 0")

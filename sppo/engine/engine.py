@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,10 +30,8 @@ from sppo.engine.trace import ExecutedAction, Stopwatch, Trace
 from sppo.engine.unit import SequenceData, SequenceShard, Unit, units_of
 from sppo.kernels.attention.interface import Backend
 from sppo.kernels.cross_entropy import CROSS_ENTROPY, LossTerms
-from sppo.offload.copy_report import CopyReport, combined
-from sppo.offload.device_stores import ActivationStore, DeviceStore, LifoArenaStore
-from sppo.offload.held_bytes import HeldBytes
-from sppo.offload.offload_store import OffloadStore
+from sppo.offload.block_store import BlockStore
+from sppo.offload.copy_report import CopyReport
 from sppo.parallel.megatron import MegatronSequenceParallel
 from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.planning.partition import lengths_of
@@ -107,13 +106,11 @@ class Engine:
         policy: Activation policy, see :mod:`sppo.activations.policy`; ignored with `placements`.
         placements: Rows to retain, offload and recompute, by stage. All stages of all ranks must
             be given, because every rank must make the same program.
-        offloaded: Store for offloaded tensors of this rank's stages; closed with the engine.
+        offloaded: Store for offloaded tensors of this rank; closed with the engine.
         kv_offloaded: Stages, of all ranks, whose K and V leave the device between forward and
             backward.
         kv_recomputed: Stages, of all ranks, that recompute K and V before their backward; their
             layers retain their inputs.
-        offloaded_shards: Stores for offloaded tensors of this rank's MSP shards, by stage; closed
-            with the engine.
         streamed_weights: Weights that live in another tier and that the program fetches; `weights`
             must provide the same tensors to the stages. None if weights stay on the device.
         streamed_gradients: Gradient sums that live in another tier; `gradients` must provide the
@@ -141,8 +138,7 @@ class Engine:
         gradients: Mapping[str, Tensor] | GradientProvider | None,
         policy: str = "retain",
         placements: Mapping[int, PlacementOf] | None = None,
-        offloaded: OffloadStore | None = None,
-        offloaded_shards: Mapping[int, OffloadStore] | None = None,
+        offloaded: BlockStore | None = None,
         kv_offloaded: Collection[int] = (),
         kv_recomputed: Collection[int] = (),
         streamed_weights: StreamedWeights | None = None,
@@ -162,15 +158,18 @@ class Engine:
         self._shard = (
             SequenceShard() if exchange is None else SequenceShard(exchange.rank, exchange.degree)
         )
-        self._offloaded, self._offloaded_shards = offloaded, dict(offloaded_shards or {})
+        # A single stage takes saved tensors in reverse order of saving, so a stack fits. With
+        # several stages, the output of one stage is the saved input of the next, without a copy.
+        alone = pipeline.placement.num_stages == 1 and pipeline.schedule == ALONE.schedule
+        self._store = offloaded or BlockStore()
         self._offloads: tuple[Schedule, OffloadSchedule] | None = None
-        self._held = HeldBytes()
-        self._pooled = HeldBytes(self._held)
-        self._stages: dict[int, Stage] = {}
         self._weights = ResidentWeights(weights) if isinstance(weights, Mapping) else weights
         self._gradients = (
             ResidentGradients(gradients) if isinstance(gradients, Mapping) else gradients
         )
+        self._stacks = alone and self._weights.device.type == "cpu"
+        if self._stacks:
+            self._store.keep_in_stack(poison=debug)
         self._state = StateStreams(
             streamed_weights,
             streamed_gradients,
@@ -186,8 +185,8 @@ class Engine:
             streams_weights=streamed_weights is not None,
             streams_gradients=streamed_gradients is not None,
         )
-        self._msp: tuple[Schedule, MspExecutor] | None = None
-        self._kv = self._build_stages(
+        self._build_stages = partial(
+            self._built_stages,
             model,
             input_every=input_every,
             exchange=exchange,
@@ -195,11 +194,19 @@ class Engine:
             loss_terms=loss_terms,
             debug=debug,
         )
-        self._msp_stages = self._build_msp_stages(
-            model, exchange=exchange, attention_backend=attention_backend
+        self._build_msp_stages = partial(
+            self._built_msp_stages, model, exchange=exchange, attention_backend=attention_backend
         )
+        self._start_anew()
 
-    def _build_stages(
+    def _start_anew(self) -> None:
+        """Build the stages and their K/V store, all empty."""
+        self._stages = self._build_stages()
+        self._kv = next(iter(self._stages.values())).kv
+        self._msp_stages = self._build_msp_stages()
+        self._msp: tuple[Schedule, MspExecutor] | None = None
+
+    def _built_stages(
         self,
         model: ModelConfig,
         *,
@@ -208,25 +215,17 @@ class Engine:
         attention_backend: Backend,
         loss_terms: LossTerms,
         debug: bool,
-    ) -> KVStore:
-        """Build this rank's stages and return the K/V store that the stages share."""
+    ) -> dict[int, Stage]:
+        """Return new stages of this rank, which share a K/V store."""
         pipeline = self._pipeline
-        # A single stage takes saved tensors in reverse order of saving, so a stack fits. With
-        # several stages, the output of one stage is the saved input of the next, without a copy.
-        alone = pipeline.placement.num_stages == 1 and pipeline.schedule == ALONE.schedule
-        stacked = alone and self._weights.device.type == "cpu"
-        kv = None
+        stages: dict[int, Stage] = {}
+        kv: KVStore | None = None
         for index, layers in pipeline.layers(model.num_layers).items():
-            if stacked:
-                store: ActivationStore = LifoArenaStore(self._held, poison=debug)
-            else:
-                store = DeviceStore(self._pooled)
-            self._stages[index] = Stage(
+            stages[index] = Stage(
                 model,
                 weights=self._weights,
                 gradients=self._gradients,
-                activations=store,
-                offloaded=self._offloaded,
+                store=self._store,
                 kv=kv,
                 input_every=input_every,
                 layers=layers,
@@ -236,31 +235,28 @@ class Engine:
                 sends_keys=pipeline.msp_links is not None,
                 debug=debug,
             )
-            kv = self._stages[index].kv
-        assert kv is not None, "a rank has a stage"
-        return kv
+            kv = stages[index].kv
+        return stages
 
-    def _build_msp_stages(
+    def _built_msp_stages(
         self,
         model: ModelConfig,
         *,
         exchange: UlyssesAllToAll | MegatronSequenceParallel | None,
         attention_backend: Backend,
     ) -> Mapping[int, MspStage]:
-        """Build the stages that run MSP shards on this rank, for all stages; empty without MSP."""
+        """Return new stages that run MSP shards on this rank, for all stages; empty without MSP."""
         pipeline = self._pipeline
         if pipeline.msp_links is None:
             return {}
         assert not isinstance(exchange, MegatronSequenceParallel), "checked before training"
-        shard_store = DeviceStore(self._pooled)
         return {
             index: MspStage(
                 model,
                 layers=layers,
                 owner=self._stages.get(index),
                 gradients=self._gradients,
-                activations=shard_store,
-                offloaded=self._offloaded_shards.get(index),
+                store=self._store,
                 heads=exchange,
                 members=pipeline.msp_links.members,
                 dtype=self._weights.dtype,
@@ -292,8 +288,8 @@ class Engine:
             num_valid: Number of valid labels of all replicas; None if this replica is the only one.
             planned: Program and placements made for these sequences; None if all steps are alike.
             before_action: Called with the position and the action before each action; an error
-                that it raises aborts the step cleanly.
-            on_failure: Called with the error that ends the step, before the step is aborted.
+                that it raises ends the step, and the next step is as if this one never was.
+            on_failure: Called with the error that ends the step, before copies are waited for.
 
         Returns:
             Loss and executed actions of the step.
@@ -360,7 +356,7 @@ class Engine:
         Raises:
             MemoryError: The host lacks memory.
         """
-        if self._offloaded is None:
+        if not self._store.offloads:
             return
         units: dict[tuple[int, int], Unit] = {}
         for index, cuts in enumerate(boundaries):
@@ -368,21 +364,18 @@ class Engine:
             units |= units_of(index, SequenceData(no_tokens_S, no_tokens_S), cuts, self._shard)
         lengths = tuple(lengths_of(tuple(cuts)) for cuts in boundaries)
         step = self._programs.step(lengths, forward_only=False)
-        self._prepare(step, units, reserve=OffloadStore.reserve_host)
-        msp = self._msp_executor(step)
-        if msp is not None:
-            msp.prepare(units, reserve=OffloadStore.reserve_host)
+        self._prepare(step, units, reserve=BlockStore.reserve_host)
 
     def take_peaks(self) -> EnginePeaks:
         """Return the peaks since the last call, and reset them."""
         peaks = EnginePeaks(
-            self._held.peak,
+            self._store.held.peak,
             self._kv.held.peak,
-            self._pooled.peak,
+            0 if self._stacks else self._store.held.peak,
             self._weights.take_peak_bytes(),
             0 if self._gradients is None else self._gradients.take_peak_bytes(),
         )
-        for held in (self._held, self._pooled, self._kv.held):
+        for held in (self._store.held, self._kv.held):
             held.reset_peak()
         return peaks
 
@@ -393,17 +386,11 @@ class Engine:
 
     def take_copies(self) -> CopyReport:
         """Return the report of copies of offloaded tensors since the last call."""
-        return combined([store.take_report() for store in self._offload_stores])
+        return self._store.take_report()
 
     def close(self) -> None:
-        """Free threads, memory and files of the offload stores; repeated calls do nothing."""
-        for store in self._offload_stores:
-            store.close()
-
-    @property
-    def _offload_stores(self) -> list[OffloadStore]:
-        own = [] if self._offloaded is None else [self._offloaded]
-        return [*own, *self._offloaded_shards.values()]
+        """Free threads, memory and file of the offload store; repeated calls do nothing."""
+        self._store.close()
 
     def _check(
         self,
@@ -440,8 +427,11 @@ class Engine:
         schedule = step.program
         assert schedule.lengths == lengths, "the step was planned for other sequences"
         program = schedule.programs[self._pipeline.rank]
+        msp = self._msp_executor(step)
         if loss_scale is not None:
             self._prepare(step, units)
+        elif msp is not None:
+            msp.begin(units, training=False)
         self._weights.begin(self._visits(program, units))
         executor = Executor(
             schedule,
@@ -449,13 +439,23 @@ class Engine:
             stages=self._stages,
             p2p=self._pipeline.p2p,
             state=self._state,
-            msp=self._msp_executor(step),
+            msp=msp,
             stopwatch=self._stopwatch,
         )
-        output = executor.run(
-            units, loss_scale=loss_scale, before_action=before_action, on_failure=on_failure
-        )
+        try:
+            output = executor.run(
+                units, loss_scale=loss_scale, before_action=before_action, on_failure=on_failure
+            )
+        except BaseException:
+            self._give_up()
+            raise
         return schedule, output
+
+    def _give_up(self) -> None:
+        """Drop all that a failed step holds, unless the device does not answer and may use it."""
+        drained = [self._store.drain(), self._state.drain()]
+        if all(drained):
+            self._start_anew()
 
     def _visits(
         self, program: Sequence[Action], units: Mapping[tuple[int, int], Unit]
@@ -489,9 +489,9 @@ class Engine:
         step: PlannedStep,
         units: Mapping[tuple[int, int], Unit],
         *,
-        reserve: Callable[[OffloadStore, OffloadSchedule], None] = OffloadStore.prepare,
+        reserve: Callable[[BlockStore, OffloadSchedule], None] = BlockStore.prepare,
     ) -> None:
-        """Reserve memory on each stage for the units that run whole, and prepare the offloads."""
+        """Lay out what each stage saves, reserve memory for it, and prepare the offloads."""
         schedule = step.program
         for index, stage in self._stages.items():
             own = self._whole_units(schedule, index)
@@ -501,17 +501,21 @@ class Engine:
                 sequences_in_flight=sequences_in_flight(own),
                 kv_placement=kv_placement(own),
             )
-        if self._offloaded is None:
+        msp = self._msp_executor(step)
+        if msp is not None:
+            msp.begin(units, training=True)
+        if not self._store.offloads:
             return
         if self._offloads is None or self._offloads[0] is not schedule:
-            self._offloads = schedule, self._offload_schedule(schedule)
-        reserve(self._offloaded, self._offloads[1])  # same object for equal steps: store reuses it
+            self._offloads = schedule, self._offload_schedule(schedule, msp)
+        reserve(self._store, self._offloads[1])  # same object for equal steps: store reuses it
 
-    def _offload_schedule(self, schedule: Schedule) -> OffloadSchedule:
+    def _offload_schedule(self, schedule: Schedule, msp: MspExecutor | None) -> OffloadSchedule:
         """Return the offload schedule of all stages, with blocks in the order of their use."""
         layouts = {index: stage.layout for index, stage in self._stages.items()}
-        order = order_of_use(schedule.programs[self._pipeline.rank], layouts)
-        return offload_schedule(layouts.values(), order=order)
+        shards = {} if msp is None else msp.layouts
+        order = order_of_use(schedule.programs[self._pipeline.rank], layouts, shards=shards)
+        return offload_schedule([*layouts.values(), *shards.values()], order=order)
 
     def _whole_units(self, schedule: Schedule, stage: int) -> list[Action]:
         """Return the actions of one of this rank's stages that run whole units."""

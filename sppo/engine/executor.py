@@ -22,7 +22,6 @@ from sppo.engine.stage import Stage
 from sppo.engine.stage_buffers import LocalTokens, StageBuffers
 from sppo.engine.trace import HostStopwatch, Stopwatch, Trace
 from sppo.engine.unit import Unit
-from sppo.offload.offload_store import OffloadStore
 from sppo.parallel.pipeline_p2p import PipelineP2P
 from sppo.schedule.actions import WHOLE_STAGE_ACTIONS, Action, ActionKind
 from sppo.schedule.schedule import Schedule
@@ -111,9 +110,9 @@ class Executor:
             units: Data of the step by (sequence, subsequence).
             loss_scale: Factor of the summed loss in the gradient; None for a forward-only program.
             before_action: Called with the position and the action before each action; an error
-                that it raises aborts the step cleanly.
-            on_failure: Called with the error that ends the step, before the step is aborted: the
-                abort may wait for a device that no longer answers.
+                that it raises ends the step.
+            on_failure: Called with the error that ends the step, before the engine drains its
+                lanes, which may wait for a device that no longer answers.
 
         Returns:
             Losses and trace of the step.
@@ -132,17 +131,13 @@ class Executor:
             except BaseException as error:
                 error.add_note(self._context(position))
                 on_failure(error)
-                self._abort()
                 raise
         self._finish()
         return StepOutput(self._losses, trace)
 
     def _begin(self) -> None:
-        if self._msp is None:
-            self._buffers.begin(_own_tokens(self._units))
-            return
-        self._msp.begin(self._units, training=self._training)
-        self._buffers.begin(self._msp.tokens)
+        tokens = _own_tokens(self._units) if self._msp is None else self._msp.tokens
+        self._buffers.begin(tokens)
 
     def _await_input(self, action: Action) -> None:
         """Wait for the input of F or B from other ranks; for a shard, also for its MSP group."""
@@ -173,7 +168,8 @@ class Executor:
             defer_weights=deferred,
             restore_kv=partial(self._restore_kv, stage),
         )
-        self._restore_kv(stage)
+        if action.num_shards == 1:
+            self._restore_kv(stage)
         if dx is not None:
             self._buffers.put("grad", action, dx, first=first)
 
@@ -200,13 +196,9 @@ class Executor:
         self._buffers.receive(action, width=width, dtype=dtype)
 
     def _finish_offload(self, action: Action) -> None:
-        """Run a D2H: check that F has handed all layers of the unit to the copy queues."""
+        """Run a D2H; that of saved tensors was started layer by layer, by F."""
         if (action.kind, action.wire) in WHOLE_STAGE_ACTIONS:
             self._state.run(action)
-            return
-        stage = self._stage_of(action)
-        keys = stage.layout.kv_keys if action.wire == "kv" else stage.layout.saved_keys
-        _offloaded(stage, action).finish_offload(keys(action.unit))
 
     def _start_reload(self, action: Action) -> None:
         """Run an H2D: permit the unit's layers to return, as far ahead of B as memory allows."""
@@ -215,12 +207,11 @@ class Executor:
             return
         stage = self._stage_of(action)
         keys = stage.layout.kv_keys if action.wire == "kv" else stage.layout.saved_keys
-        _offloaded(stage, action).start_reload(keys(action.unit))
+        stage.store.permit(keys(action.unit))
 
     def _restore_kv(self, stage: Stage) -> None:
         """Restore the K and V, of any stage of the rank, whose blocks are the next to be used."""
-        store = stage.offloaded
-        while store is not None and (key := store.next_kv) is not None:
+        while (key := stage.store.next_kv) is not None:
             stage.restore_kv(key, self._units[key.sequence, key.subsequence].span)
 
     def _stage_of(self, action: Action) -> Stage:
@@ -246,14 +237,6 @@ class Executor:
             stage.assert_idle()
         self._state.finish()
 
-    def _abort(self) -> None:
-        self._buffers.abort()
-        if self._msp is not None:
-            self._msp.abort()
-        for stage in self._stages.values():
-            stage.abort()
-        self._state.abort()
-
     def _context(self, position: int) -> str:
         first = max(0, position - _SHOWN_AROUND_FAILURE)
         shown = self._program[first : position + _SHOWN_AROUND_FAILURE + 1]
@@ -262,11 +245,6 @@ class Executor:
             for i, action in enumerate(shown)
         ]
         return f"failed in action {position + 1} of {len(self._program)}: {' '.join(names)}"
-
-
-def _offloaded(stage: Stage, action: Action) -> OffloadStore:
-    assert stage.offloaded is not None, f"{action} on a stage without another tier"
-    return stage.offloaded
 
 
 def _own_tokens(units: Mapping[tuple[int, int], Unit]) -> LocalTokens:

@@ -25,7 +25,7 @@ from sppo.engine.attention.subsequence_attention import KVCacheAttention
 from sppo.engine.attention.ulysses_attention import UlyssesAttention
 from sppo.engine.providers.gradients import GradientProvider, gradients_of
 from sppo.engine.providers.weights import WeightPart, WeightProvider, visit
-from sppo.engine.saved_tensors import SavedTensors
+from sppo.engine.saved_tensors import cut, join
 from sppo.engine.unit import TokenSpan, Unit
 from sppo.kernels.attention.interface import Backend
 from sppo.kernels.cross_entropy import (
@@ -38,9 +38,8 @@ from sppo.kernels.rotary import RotaryTable
 from sppo.model.gradients import DeferredGradients, GradientSink, GradientSum
 from sppo.model.layer import Layer, Saved, SubsequenceAttention, Weights, norm, norm_backward
 from sppo.model.rope import rotary_table
-from sppo.offload.device_stores import ActivationStore, slot_bytes
-from sppo.offload.held_bytes import HeldBytes
-from sppo.offload.offload_store import OffloadStore
+from sppo.offload.block_store import BlockStore
+from sppo.offload.tensor_stack import stacked_bytes
 from sppo.parallel.megatron import MegatronSequenceParallel, ShardedTokens
 from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.schedule.actions import ActionKind, UnitKey
@@ -55,9 +54,7 @@ class Stage:
         weights: Provider of the stage's parameters, in the compute dtype.
         gradients: Provider of buffers to add gradients to, fp32 (fp64 for fp64); None for forward
             only.
-        activations: Store of saved tensors that stay on the device.
-        offloaded: Store of saved tensors that leave the device, shared by all stages of the rank;
-            None if none leaves.
+        store: Store of saved tensors, shared by all stages of the rank.
         kv: Store of keys and values, shared by all stages of the rank; None makes one for this
             stage.
         input_every: Save the input of every `input_every`-th layer only, where attention outputs
@@ -77,8 +74,7 @@ class Stage:
         *,
         weights: WeightProvider,
         gradients: GradientProvider | None,
-        activations: ActivationStore,
-        offloaded: OffloadStore | None = None,
+        store: BlockStore,
         kv: KVStore | None = None,
         input_every: int = 1,
         layers: range | None = None,
@@ -93,7 +89,8 @@ class Stage:
         self.model = model if self._tensor is None else self._tensor.sharding.own_model
         self._layers = range(model.num_layers) if layers is None else layers
         self._weights, self._gradients = weights, gradients
-        self._saved = SavedTensors(activations, offloaded)
+        self.store = store
+        """Store of saved tensors, shared by all stages of the rank."""
         self._backend: Backend = attention_backend
         self._loss_terms = loss_terms
         self.dtype = weights.dtype
@@ -115,7 +112,6 @@ class Stage:
         self._kv_placement: KVPlacement = "retained"
         self._token_losses: dict[tuple[int, int], Tensor] = {}
         self._deferred: dict[tuple[int, int], list[tuple[int, DeferredGradients]]] = {}
-        self._deferred_held = HeldBytes(activations.held)
 
     @cached_property
     def is_first(self) -> bool:
@@ -126,11 +122,6 @@ class Stage:
     def is_last(self) -> bool:
         """True if the stage holds the final norm and the head."""
         return self._layers.stop == self.model.num_layers
-
-    @property
-    def offloaded(self) -> OffloadStore | None:
-        """Store of saved tensors that leave the device; None if none leaves."""
-        return self._saved.offloaded
 
     def prepare(
         self,
@@ -157,7 +148,7 @@ class Stage:
         for unit in units.values():
             retained_bytes = self._retained_bytes(unit)
             by_sequence[unit.sequence] = by_sequence.get(unit.sequence, 0) + retained_bytes
-        self._saved.retained.reserve(max(by_sequence.values(), default=0) * sequences_in_flight)
+        self.store.reserve(max(by_sequence.values(), default=0) * sequences_in_flight)
 
     def restore_kv(self, key: ActivationKey, span: TokenSpan) -> None:
         """Copy offloaded K and V of one layer of a unit back into the rank's KV store.
@@ -166,10 +157,13 @@ class Stage:
             key: Key of the layer and unit; the units of a sequence come in ascending order.
             span: Span of the unit.
         """
-        assert self.offloaded is not None, "K and V come back from another tier"
-        kv = self.offloaded.take(key)
+        kv, _ = self.store.get(key)
         self._store_kv(key.layer, key.sequence, span, kv["keys"], kv["values"])
-        self.offloaded.release(key)
+        self.store.free(key)
+
+    def _offload_kv(self, key: ActivationKey, kv: Saved) -> None:
+        """Start to copy K and V of one layer of a unit to the other tier."""
+        self.store.put(key, offloaded=kv)
 
     def _step_layout(
         self,
@@ -244,12 +238,7 @@ class Stage:
                     keep=frozenset(offloaded | retained),
                 )
             if training:
-                self._saved.save(
-                    ActivationKey(*unit.key, index),
-                    saved,
-                    offloaded_rows=offloaded,
-                    retained_rows=retained,
-                )
+                self.store.put(ActivationKey(*unit.key, index), **cut(saved, offloaded, retained))
             del saved  # otherwise tensors that are not saved stay alive during the next layer
         if training and self._kv_placement != "retained" and unit.span.end == unit.span.length:
             self.release_sequence(unit.sequence)
@@ -288,7 +277,7 @@ class Stage:
         def take(key: ActivationKey) -> Saved:
             if restore_kv is not None:
                 restore_kv()
-            return self._saved.take_owned(key) if defer_weights else self._saved.take(key)
+            return join(*self.store.get(key, owned=defer_weights))
 
         taken: dict[int, Saved] = {}
         for index in reversed(self._layers):
@@ -307,7 +296,7 @@ class Stage:
                         rotary=rotary,
                         attention=attention,
                     )
-            self._saved.release(ActivationKey(*unit.key, index))
+            self.store.free(ActivationKey(*unit.key, index))
         if unit.span.start == 0:
             self.release_sequence(unit.sequence)
         if not self.is_first:
@@ -324,7 +313,7 @@ class Stage:
         """
         rotary = self._rotary(unit)
         for index in self._layers:
-            x = self._saved.retained.look_up(ActivationKey(*unit.key, index), "x_in")
+            x = self.store.peek(ActivationKey(*unit.key, index), "x_in")
             assert x is not None, f"layer {index} has not retained its input"
             assert x.shape[0] == unit.tokens_C.shape[0], f"layer {index} lacks rows of its input"
             with visit(self._weights, index) as weights:
@@ -344,7 +333,7 @@ class Stage:
     def weight_gradients(self, unit: Unit) -> None:
         """Compute the deferred weight gradients of a unit; once per unit."""
         for index, sink in reversed(self._deferred.pop(unit.key)):
-            self._deferred_held.add(-sink.operand_bytes)
+            self.store.held.add(-sink.operand_bytes)
             with gradients_of(self._provided_gradients, index) as totals:
                 sink.add_up(totals)
 
@@ -358,7 +347,7 @@ class Stage:
         sink = DeferredGradients()
         yield sink
         self._deferred.setdefault(unit.key, []).append((index, sink))
-        self._deferred_held.add(sink.operand_bytes)
+        self.store.held.add(sink.operand_bytes)
 
     @property
     def _provided_gradients(self) -> GradientProvider:
@@ -395,7 +384,8 @@ class Stage:
 
         Last stage only, once per unit.
         """
-        return self._saved.retained.take(self._head_key(unit))["dx"]
+        _, retained = self.store.get(self._head_key(unit))
+        return retained["dx"]
 
     def pop_losses(self, sequence: int, subsequence: int) -> Tensor:
         """Return the unscaled loss of each token of a unit, ``[C]``; last stage, once per unit."""
@@ -408,30 +398,16 @@ class Stage:
     def assert_idle(self) -> None:
         """Assert that the step left nothing over: every saved tensor was used exactly once."""
         leftovers = {
-            "activations": self._saved.num_entries,
+            "activations": self.store.num_entries,
             "sequences in the KV store": self.kv.num_sequences,
             "token losses": len(self._token_losses),
             "weight gradients": len(self._deferred),
         }
         assert not any(leftovers.values()), f"left over after the step: {leftovers}"
-        self._weights.assert_idle()
-        if self._gradients is not None:
-            self._gradients.assert_idle()
-
-    def abort(self) -> None:
-        """Drop all state of a failed step."""
-        self._deferred_held.clear()  # before the store, whose count includes these bytes
-        self._saved.abort()
-        self.kv.abort()
-        self._token_losses.clear()
-        self._deferred.clear()
-        self._weights.abort()
-        if self._gradients is not None:
-            self._gradients.abort()
 
     def _retained_bytes(self, unit: Unit) -> int:
         """Return the bytes that forward of ``unit`` leaves in the store on the device."""
-        head = slot_bytes((unit.tokens_C.shape[0], self.model.hidden_size), self.dtype.itemsize)
+        head = stacked_bytes((unit.tokens_C.shape[0], self.model.hidden_size), self.dtype.itemsize)
         return self.layout.retained_bytes(unit.key) + (head if self.is_last else 0)
 
     def _head_key(self, unit: Unit) -> ActivationKey:
@@ -456,9 +432,8 @@ class Stage:
         window = self.model.window_of(index)
         offload = None
         if saves_kv and self._kv_placement == "offloaded":
-            assert self.offloaded is not None, "K and V go to another tier"
             key = ActivationKey(*unit.key, index, is_kv=True)
-            offload = partial(self.offloaded.save, key)
+            offload = partial(self._offload_kv, key)
         stored = KVCacheAttention(
             self.kv, index, unit.sequence, unit.span, window, self._backend, offload
         )
@@ -529,5 +504,5 @@ class Stage:
             )
             sink = GradientSum(totals)
             dx = norm_backward(self.model, "final_norm", dhidden, x_CE, weights, sink)
-        self._saved.retained.save(self._head_key(unit), {"dx": dx})
+        self.store.put(self._head_key(unit), retained={"dx": dx})
         return losses

@@ -126,11 +126,6 @@ class StageBuffers:
         left += [f"not sent: {key}" for key, _ in self._outgoing]
         assert not left, f"left over after the step: {', '.join(left)}"
 
-    def abort(self) -> None:
-        """Drop all tensors of a failed step."""
-        for waiting in (self._here, self._expected, self._outgoing):
-            waiting.clear()
-
     def _key(self, wire: Wire, *, producer: int, unit: UnitKey) -> _InputKey:
         return _InputKey(wire, producer + (1 if wire == "act" else -1), unit)
 

@@ -40,7 +40,7 @@ from sppo.quoting import quoted
 DeviceKind = Literal["cuda", "cpu"]
 Provenance = Literal["measured", "calibrated", "analytic"]
 ATTENTION_BACKENDS = (
-    "cudnn", "flash_attn_2", "flash_attn_3", "flash_attn_4", "torch_flash", "triton", "torch_blocks"
+    "cudnn", "flash_attn_2", "flash_attn_3", "flash_attn_4", "torch_flash", "torch_blocks"
 )  # fmt: skip
 """Attention back ends of a GPU, as in :mod:`sppo.kernels.attention.choice`."""
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,6 @@ _SYSTEM_CALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}
 """System call numbers of set_mempolicy and get_mempolicy; the C library wraps neither."""
 _DEFAULT_POLICY, _PREFERRED_POLICY = 0, 1
 _MOST_NODES = 64
-_MASK_WORDS = 16
-"""Words of a bit mask of nodes, as many as any kernel may fill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,47 +105,18 @@ def stay_near(node: NumaNode) -> NumaNode:
     return NumaNode(node.index, frozenset(allowed))
 
 
-@contextmanager
-def memory_of(index: int) -> Iterator[None]:
-    """Prefer memory of node ``index`` in this thread and the threads that it starts meanwhile.
-
-    Raises:
-        MemoryError: The node has no memory, or the system does not allow a choice.
-    """
-    before = _policy()
-    if before is None or not _set_policy(_PREFERRED_POLICY, 1 << index):
-        raise MemoryError("no memory of this node can be asked for")
-    try:
-        yield
-    finally:
-        _set_policy(*before)
-
-
 def _prefer_memory_of(index: int) -> None:
     """Prefer memory of node ``index`` in this thread and the threads that it starts.
 
     Does nothing where the system does not allow it, or where a policy is already set (numactl).
     """
-    policy = _policy()
-    if policy is not None and policy[0] == _DEFAULT_POLICY and index < _MOST_NODES:
-        _set_policy(_PREFERRED_POLICY, 1 << index)
-
-
-def _policy() -> tuple[int, int] | None:
-    """Return this thread's memory policy and its bit mask of nodes; None if it cannot be read."""
     numbers = _SYSTEM_CALLS.get(platform.machine())
-    if numbers is None:
-        return None
-    policy, mask = ctypes.c_int(-1), (ctypes.c_ulong * _MASK_WORDS)()
-    code = ctypes.CDLL(None).syscall(
-        numbers[1], ctypes.byref(policy), mask, 8 * ctypes.sizeof(mask), None, 0
-    )
-    return (policy.value, mask[0]) if code == 0 else None
-
-
-def _set_policy(policy: int, mask: int) -> bool:
-    """Set this thread's memory policy; return whether the system accepts it."""
-    number, nodes = _SYSTEM_CALLS[platform.machine()][0], ctypes.c_ulong(mask)
-    # The kernel reads one bit less than the given number.
-    code = ctypes.CDLL(None).syscall(number, policy, ctypes.byref(nodes), _MOST_NODES + 1)
-    return int(code) == 0
+    if numbers is None or index >= _MOST_NODES:
+        return
+    set_policy, get_policy = numbers
+    system, policy = ctypes.CDLL(None), ctypes.c_int(-1)
+    code = system.syscall(get_policy, ctypes.byref(policy), None, 0, None, 0)
+    if code == 0 and policy.value == _DEFAULT_POLICY:
+        nodes = ctypes.c_ulong(1 << index)
+        # The kernel reads one bit less than the given number.
+        system.syscall(set_policy, _PREFERRED_POLICY, ctypes.byref(nodes), _MOST_NODES + 1)

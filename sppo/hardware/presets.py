@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from sppo.hardware.description import DeviceSpec, HardwareSpec, NetworkSpec, NodeSpec
 from sppo.hardware.preset_attention import AMPERE, BLACKWELL, HOPPER
@@ -16,23 +17,20 @@ _TFLOPS = 1e12
 def _accelerator(
     name: str,
     *,
-    memory_gib: int,
+    memory: tuple[int, float],
+    links: tuple[float, float],
     bf16_tflops: float,
     fp32_tflops: float,
     gemm_efficiency: float,
-    memory_gb_per_s: float,
     multiprocessors: int,
     pcie_gb_per_s: tuple[float, float],
-    nvlink_gb_per_s: float,
-    network_gb_per_s: float,
     attention: tuple[PublishedAttention, ...],
     attention_backend: str,
-    host_gib: int = 2048,
 ) -> HardwareSpec:
     both, alone = (rate * _GB for rate in pcie_gb_per_s)
     device = DeviceSpec(
         kind="cuda",
-        memory_bytes=memory_gib * GIB,
+        memory_bytes=memory[0] * GIB,
         reserved_bytes=4 * GIB,
         bf16_flops_per_s=bf16_tflops * _TFLOPS,
         fp32_flops_per_s=fp32_tflops * _TFLOPS,
@@ -40,14 +38,14 @@ def _accelerator(
         attention_efficiency=0.5,
         attention_backward_efficiency=0.4,
         num_multiprocessors=multiprocessors,
-        memory_bytes_per_s=0.8 * memory_gb_per_s * _GB,
+        memory_bytes_per_s=0.8 * memory[1] * _GB,
         kernel_s=3e-6,
         published_attention=attention,
         attention_backend=attention_backend,
     )
     node = NodeSpec(
         num_devices=8,
-        host_memory_bytes=host_gib * GIB,
+        host_memory_bytes=2048 * GIB,
         numa_nodes=2,
         d2h_bytes_per_s=both,
         h2d_bytes_per_s=both,
@@ -55,9 +53,9 @@ def _accelerator(
         h2d_alone_bytes_per_s=alone,
     )
     network = NetworkSpec(
-        intra_node_bytes_per_s=nvlink_gb_per_s * _GB,
+        intra_node_bytes_per_s=links[0] * _GB,
         intra_node_latency_s=10e-6,
-        inter_node_bytes_per_s=network_gb_per_s * _GB,
+        inter_node_bytes_per_s=links[1] * _GB,
         inter_node_latency_s=25e-6,
         communicator_bytes=656 * MIB,
     )
@@ -100,45 +98,31 @@ _LAPTOP = HardwareSpec(
     ),
 )
 
-# Bandwidths are per direction and device. Sources are in :mod:`sppo.hardware.preset_sources`.
+_AMPERE = partial(
+    _accelerator, bf16_tflops=312, fp32_tflops=19.5, gemm_efficiency=0.78, multiprocessors=108,
+    pcie_gb_per_s=(22, 25), attention=AMPERE, attention_backend="flash_attn_2",
+)  # fmt: skip
+_HOPPER = partial(
+    _accelerator, bf16_tflops=989, fp32_tflops=67, gemm_efficiency=0.76, multiprocessors=132,
+    pcie_gb_per_s=(45, 52), attention=HOPPER, attention_backend="cudnn",
+)  # fmt: skip
+_BLACKWELL = partial(
+    _accelerator, bf16_tflops=2250, fp32_tflops=75, gemm_efficiency=0.635, multiprocessors=148,
+    pcie_gb_per_s=(50, 58), attention=BLACKWELL, attention_backend="flash_attn_4",
+)  # fmt: skip
+
+# Memory in GiB and GB/s; links inside and between nodes in GB/s, per direction and device. Sources
+# are in :mod:`sppo.hardware.preset_sources`.
 PRESETS: Mapping[str, HardwareSpec] = {
     spec.name: spec
     for spec in (
-        _accelerator(
-            "a100-40g", memory_gib=40, bf16_tflops=312, fp32_tflops=19.5, gemm_efficiency=0.78,
-            memory_gb_per_s=1555, multiprocessors=108, pcie_gb_per_s=(22, 25), nvlink_gb_per_s=235,
-            network_gb_per_s=12.5, attention=AMPERE, attention_backend="flash_attn_2",
-        ),
-        _accelerator(
-            "a100-80g", memory_gib=80, bf16_tflops=312, fp32_tflops=19.5, gemm_efficiency=0.78,
-            memory_gb_per_s=2039, multiprocessors=108, pcie_gb_per_s=(22, 25), nvlink_gb_per_s=235,
-            network_gb_per_s=12.5, attention=AMPERE, attention_backend="flash_attn_2",
-        ),
-        _accelerator(
-            "a800-40g", memory_gib=40, bf16_tflops=312, fp32_tflops=19.5, gemm_efficiency=0.78,
-            memory_gb_per_s=1555, multiprocessors=108, pcie_gb_per_s=(22, 25), nvlink_gb_per_s=157,
-            network_gb_per_s=6.25, attention=AMPERE, attention_backend="flash_attn_2",
-        ),
-        _accelerator(
-            "a800", memory_gib=80, bf16_tflops=312, fp32_tflops=19.5, gemm_efficiency=0.78,
-            memory_gb_per_s=2039, multiprocessors=108, pcie_gb_per_s=(22, 25), nvlink_gb_per_s=157,
-            network_gb_per_s=12.5, attention=AMPERE, attention_backend="flash_attn_2",
-        ),
-        _accelerator(
-            "h100", memory_gib=80, bf16_tflops=989, fp32_tflops=67, gemm_efficiency=0.76,
-            memory_gb_per_s=3350, multiprocessors=132, pcie_gb_per_s=(45, 52), nvlink_gb_per_s=353,
-            network_gb_per_s=45, attention=HOPPER, attention_backend="cudnn",
-        ),
-        _accelerator(
-            "h200", memory_gib=141, bf16_tflops=989, fp32_tflops=67, gemm_efficiency=0.76,
-            memory_gb_per_s=4800, multiprocessors=132, pcie_gb_per_s=(45, 52), nvlink_gb_per_s=353,
-            network_gb_per_s=45, attention=HOPPER, attention_backend="cudnn",
-        ),
-        _accelerator(
-            "b200", memory_gib=180, bf16_tflops=2250, fp32_tflops=75, gemm_efficiency=0.635,
-            memory_gb_per_s=8000, multiprocessors=148, pcie_gb_per_s=(50, 58), nvlink_gb_per_s=706,
-            network_gb_per_s=45, attention=BLACKWELL, attention_backend="flash_attn_4",
-        ),
+        _AMPERE("a100-40g", memory=(40, 1555), links=(235, 12.5)),
+        _AMPERE("a100-80g", memory=(80, 2039), links=(235, 12.5)),
+        _AMPERE("a800-40g", memory=(40, 1555), links=(157, 6.25)),
+        _AMPERE("a800", memory=(80, 2039), links=(157, 12.5)),
+        _HOPPER("h100", memory=(80, 3350), links=(353, 45)),
+        _HOPPER("h200", memory=(141, 4800), links=(353, 45)),
+        _BLACKWELL("b200", memory=(180, 8000), links=(706, 45)),
         _LAPTOP,
     )
-}  # fmt: skip
+}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sppo.hardware.rates import Floats
+from sppo.hardware.rates import Floats, place
 
 PUBLISHED_BLOCKS = 2048
 """Thread blocks of the published measurements: 16Ki tokens and 16 heads of 128 in all
@@ -79,11 +79,8 @@ def published_rates(
     for row in rows:
         rates = row.backward_flops_per_s if backward else row.forward_flops_per_s
         by_size.append(np.interp(length, np.log(row.lengths), np.log(rates)))
-    sizes = np.log([row.head_size for row in rows])
-    place = float(np.clip(np.log(head_size), sizes[0], sizes[-1]))
-    low = min(int(np.searchsorted(sizes, place, side="right")), len(rows) - 1) - 1
-    if low < 0:
-        return np.exp(by_size[0])
-    weight = (place - sizes[low]) / (sizes[low + 1] - sizes[low])
-    mixed: Floats = np.exp(by_size[low] * (1 - weight) + by_size[low + 1] * weight)
+    sizes = np.array([row.head_size for row in rows], dtype=np.float64)
+    low, weight = place(sizes, np.array(float(head_size)))
+    high = min(int(low) + 1, len(rows) - 1)
+    mixed: Floats = np.exp(by_size[int(low)] * (1 - weight) + by_size[high] * weight)
     return mixed

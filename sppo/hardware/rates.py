@@ -10,9 +10,9 @@ costs such as waking threads show as lower rates of small shapes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,9 @@ Size = Annotated[int, Field(ge=1, le=1 << 48)]
 Product = Literal["forward", "input", "weight"]
 """Matrix product of a linear layer: its output, the gradient of its input, or the gradient of its
 weight added to the sum."""
+
+_P = TypeVar("_P")
+_K = TypeVar("_K", str, tuple[str, int], tuple[str, str])
 
 BLOCK_TOKENS = 128
 """Rows of a thread block's tile, in matrix products and in attention."""
@@ -52,12 +55,8 @@ class GemmPoint:
 
     def flops_per_s(self, product: Product) -> float:
         """Return the FLOPs per second of `product`."""
-        rates = {
-            "forward": self.forward_flops_per_s,
-            "input": self.input_flops_per_s,
-            "weight": self.weight_flops_per_s,
-        }
-        return rates[product]
+        rate: float = getattr(self, f"{product}_flops_per_s")
+        return rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +99,8 @@ class Grid:
 
     def at(self, row: Floats, column: Floats) -> Floats:
         """Return values at (row, column), interpolated in logarithms, constant beyond the ends."""
-        low_r, share_r = _place(self.rows, row)
-        low_c, share_c = _place(self.columns, column)
+        low_r, share_r = place(self.rows, row)
+        low_c, share_c = place(self.columns, column)
         high_r = np.minimum(low_r + 1, len(self.rows) - 1)
         high_c = np.minimum(low_c + 1, len(self.columns) - 1)
         logs = np.log(self.values)
@@ -111,7 +110,7 @@ class Grid:
         return result
 
 
-def _place(axis: Floats, value: Floats) -> tuple[npt.NDArray[np.intp], Floats]:
+def place(axis: Floats, value: Floats) -> tuple[npt.NDArray[np.intp], Floats]:
     """Return the index of the axis point at or below ``value``, and the next point's weight."""
     clamped = np.clip(value, axis[0], axis[-1])
     low = np.clip(np.searchsorted(axis, clamped, side="right") - 1, 0, max(0, len(axis) - 2))
@@ -148,15 +147,11 @@ def gemm_grids(points: Sequence[GemmPoint]) -> Mapping[tuple[str, Product], Grid
     products: tuple[Product, ...] = get_args(Product)
     return {
         (dtype, product): _grid(
-            [
-                (point.tokens, point.width, point.flops_per_s(product))
-                for point in points
-                if point.dtype == dtype
-            ],
+            [(p.tokens, p.width, p.flops_per_s(product)) for p in of_dtype],
             what=f"gemm_points of {dtype}",
             axes=("tokens", "width"),
         )
-        for dtype in sorted({point.dtype for point in points})
+        for dtype, of_dtype in _by(points, lambda point: point.dtype).items()
         for product in products
     }
 
@@ -175,18 +170,11 @@ def attention_grids(
         ValueError: Points are missing from a grid.
     """
     grids: dict[tuple[str, bool], dict[int, Grid]] = {}
-    for dtype, size in sorted({(point.dtype, point.head_size) for point in points}):
-        own = [point for point in points if (point.dtype, point.head_size) == (dtype, size)]
+    for (dtype, size), own in _by(points, lambda point: (point.dtype, point.head_size)).items():
         for backward in (False, True):
+            rates = [p.backward_flops_per_s if backward else p.forward_flops_per_s for p in own]
             grids.setdefault((dtype, backward), {})[size] = _grid(
-                [
-                    (
-                        point.queries,
-                        point.keys / point.queries,
-                        point.backward_flops_per_s if backward else point.forward_flops_per_s,
-                    )
-                    for point in own
-                ],
+                [(p.queries, p.keys / p.queries, rate) for p, rate in zip(own, rates, strict=True)],
                 what=f"attention_points of {dtype}, head size {size}",
                 axes=("queries", "keys per query"),
             )
@@ -201,11 +189,10 @@ def attention_rates(
     Rates are interpolated between the nearest two head sizes. A span longer than any measured span
     is divided into parts of measured length: see :func:`typical_keys`.
     """
-    sizes = np.array(list(grids), dtype=np.float64)
-    low, weight = _place(sizes, np.array(head_size, dtype=np.float64))
-    names = list(grids)
-    near = (names[int(low)], names[min(int(low) + 1, len(names) - 1)])
-    below, above = (_span_rates(grids[name], queries=queries, keys=keys) for name in near)
+    sizes = list(grids)
+    low, weight = place(np.array(sizes, dtype=np.float64), np.array(float(head_size)))
+    near = (sizes[int(low)], sizes[min(int(low) + 1, len(sizes) - 1)])
+    below, above = (_span_rates(grids[size], queries=queries, keys=keys) for size in near)
     rates: Floats = below ** (1 - weight) * above**weight
     return rates
 
@@ -238,16 +225,20 @@ def elementwise_grids(points: Sequence[ElementwisePoint]) -> Mapping[tuple[str, 
     """Return measured rates by number of elements, for each kernel and type."""
     return {
         (kernel, dtype): _grid(
-            [
-                (point.elements, 1, point.bytes_per_s)
-                for point in points
-                if (point.kernel, point.dtype) == (kernel, dtype)
-            ],
+            [(point.elements, 1, point.bytes_per_s) for point in own],
             what=f"elementwise_points of {kernel} in {dtype}",
             axes=("elements", "column"),
         )
-        for kernel, dtype in sorted({(point.kernel, point.dtype) for point in points})
+        for (kernel, dtype), own in _by(points, lambda p: (p.kernel, p.dtype)).items()
     }
+
+
+def _by(points: Sequence[_P], key: Callable[[_P], _K]) -> Mapping[_K, list[_P]]:
+    """Return the points by key, in ascending order of keys."""
+    found: dict[_K, list[_P]] = {}
+    for point in points:
+        found.setdefault(key(point), []).append(point)
+    return dict(sorted(found.items()))
 
 
 def _grid(

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import psutil
 
+from sppo.hardware.control_groups import memory_groups
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.rates import AttentionPoint, ElementwisePoint, GemmPoint
@@ -29,13 +30,9 @@ _CPU_INFO = Path("/proc/cpuinfo")
 _NODES = Path("/sys/devices/system/node")
 _HALF_FLAGS = frozenset(("avx512vl", "avx512bw", "avx512dq"))
 """x86 instruction sets with which oneDNN multiplies bf16 matrices, as torch checks."""
-_MEMBERSHIP = Path("/proc/self/cgroup")
-_CGROUPS = Path("/sys/fs/cgroup")
 C_HEAP_SHARE = 1.0
 """Memory that a C heap holds beyond the temporaries of a layer, as a fraction of the temporaries;
 calibrated on small Llama shapes, two cores."""
-# Control groups of version 1 state the largest number where there is no limit.
-_NO_LIMIT_BYTES = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,23 +192,17 @@ def find_gpus() -> Gpus | None:
         return None
     try:
         pynvml.nvmlInit()
+        try:
+            handles = _visible_gpus(pynvml)
+            if not handles:
+                return None
+            memory = pynvml.nvmlDeviceGetMemoryInfo(handles[0])
+            name = pynvml.nvmlDeviceGetName(handles[0])
+            return Gpus(name, len(handles), int(memory.total))
+        finally:
+            pynvml.nvmlShutdown()
     except pynvml.NVMLError:
         return None
-    try:
-        return _first_gpu(pynvml)
-    except pynvml.NVMLError:
-        return None
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _first_gpu(nvml: Any) -> Gpus | None:
-    handles = _visible_gpus(nvml)
-    if not handles:
-        return None
-    name = nvml.nvmlDeviceGetName(handles[0])
-    memory = int(nvml.nvmlDeviceGetMemoryInfo(handles[0]).total)
-    return Gpus(_text(name), len(handles), memory)
 
 
 def _visible_gpus(nvml: Any) -> list[Any]:
@@ -231,10 +222,7 @@ def _visible_gpus(nvml: Any) -> list[Any]:
         elif name.startswith("MIG-"):
             named = _instance(nvml, name)
         else:
-            uuids = [_text(nvml.nvmlDeviceGetUUID(gpu)) for gpu in gpus]
-            named = [
-                gpu for gpu, uuid in zip(gpus, uuids, strict=True) if name and uuid.startswith(name)
-            ]
+            named = [gpu for gpu in gpus if name and nvml.nvmlDeviceGetUUID(gpu).startswith(name)]
         if len(named) != 1:
             break
         found += named
@@ -247,10 +235,6 @@ def _instance(nvml: Any, uuid: str) -> list[Any]:
         return [nvml.nvmlDeviceGetHandleByUUID(uuid)]
     except nvml.NVMLError:
         return []
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
 
 
 def _nearest_preset(gpus: Gpus) -> tuple[HardwareSpec, bool]:
@@ -294,38 +278,6 @@ def usable_memory_bytes() -> int:
     return total if limit is None else min(total, limit)
 
 
-def control_group_limit_bytes(
-    *, membership: Path = _MEMBERSHIP, cgroups: Path = _CGROUPS
-) -> int | None:
-    """Return the lowest memory limit of this process's control groups, or None without a limit.
-
-    :mod:`sppo.kernels.native.machine_memory` returns the memory available now instead.
-
-    Args:
-        membership: File that names the control groups of this process.
-        cgroups: Directory in which control groups are mounted.
-    """
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return None
-    limits = []
-    for line in lines:
-        _, controllers, name = line.split(":", 2)
-        if not controllers:
-            limits += _limits(cgroups, name, file="memory.max")
-        elif "memory" in controllers.split(","):
-            limits += _limits(cgroups / "memory", name, file="memory.limit_in_bytes")
-    return min(limits, default=None)
-
-
-def _limits(top: Path, name: str, *, file: str) -> list[int]:
-    """Return the limits of group ``name`` and its parents; a container may see only ``top``."""
-    own = top / name.lstrip("/")
-    limits = []
-    for group in (own, *(above for above in own.parents if above.is_relative_to(top))):
-        try:
-            limits.append(int((group / file).read_text()))  # "max" where there is no limit
-        except (OSError, ValueError):
-            continue
-    return [limit for limit in limits if 0 < limit < _NO_LIMIT_BYTES]
+def control_group_limit_bytes() -> int | None:
+    """Return the lowest memory limit of this process's control groups, or None without a limit."""
+    return min((group.limit_bytes for group in memory_groups()), default=None)

@@ -19,7 +19,7 @@ Legend: C tokens, t tokens of a tile, r rows of a tile, E hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -103,11 +103,9 @@ def token_losses(
 ) -> Tensor:
     """Return the loss of each row, ``[t]`` in fp32 or better; the logits may be overwritten."""
     if fused(logits_tV):
-        from sppo.kernels.triton import cross_entropy
+        from sppo.kernels.triton.cross_entropy import cross_entropy
 
-        return cross_entropy.token_losses(
-            logits_tV, labels_t, label_smoothing=terms.label_smoothing, z_loss=terms.z_loss
-        )
+        return cross_entropy(logits_tV, labels_t, **asdict(terms))
     losses_t = _losses_of(logits_tV)
     for rows in row_tiles(logits_tV):
         losses_t[rows] = _LogitRows.of_(logits_tV[rows], labels_t[rows], terms).losses_r
@@ -122,15 +120,9 @@ def losses_to_gradient_(
     The losses are those of :func:`token_losses`, unscaled.
     """
     if fused(logits_tV):
-        from sppo.kernels.triton import cross_entropy
+        from sppo.kernels.triton.cross_entropy import cross_entropy
 
-        return cross_entropy.losses_to_gradient_(
-            logits_tV,
-            labels_t,
-            scale=scale,
-            label_smoothing=terms.label_smoothing,
-            z_loss=terms.z_loss,
-        )
+        return cross_entropy(logits_tV, labels_t, scale=scale, **asdict(terms))
     losses_t = _losses_of(logits_tV)
     for rows in row_tiles(logits_tV):
         losses_t[rows] = _rows_to_gradient_(logits_tV[rows], labels_t[rows], scale, terms)

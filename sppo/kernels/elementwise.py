@@ -33,65 +33,91 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def rms_norm(x_CE: Tensor, weight_E: Tensor, *, eps: float) -> Tensor:
-    """Return ``x / rms(x) * weight`` over the last dimension, in x's dtype."""
+def norm(x_CE: Tensor, weight_E: Tensor, bias_E: Tensor | None = None, *, eps: float) -> Tensor:
+    """Return the norm of ``x`` over the last dimension, in x's dtype: LayerNorm if there is a bias.
+
+    RMSNorm is ``x / rms(x) * weight``, LayerNorm ``(x - mean) / std * weight + bias``.
+    """
     if fused(x_CE):
         from sppo.kernels.triton import norms
 
-        return norms.rms_norm(x_CE, weight_E, eps=eps)
+        return norms.norm(x_CE, weight_E, bias_E, eps=eps)
+    if bias_E is not None:
+        return functional.layer_norm(x_CE, (x_CE.shape[-1],), weight_E, bias_E, eps)
     normed = torch.empty_like(x_CE)
     for rows in row_tiles(x_CE):
-        _rms_norm(x_CE[rows], weight_E, eps=eps, out_tE=normed[rows])
+        _norm_tile(x_CE[rows], weight_E, None, eps=eps, out_tE=normed[rows])
     return normed
 
 
-def add_rms_norm_(total_CE: Tensor, x_CE: Tensor, weight_E: Tensor, *, eps: float) -> Tensor:
-    """Add ``x_CE`` to ``total_CE`` in place and return :func:`rms_norm` of the rounded sum."""
+def add_norm_(
+    total_CE: Tensor, x_CE: Tensor, weight_E: Tensor, bias_E: Tensor | None = None, *, eps: float
+) -> Tensor:
+    """Add ``x_CE`` to ``total_CE`` in place and return the :func:`norm` of the rounded sum."""
     if fused_in_place(total_CE):
         from sppo.kernels.triton import norms
 
-        return norms.add_rms_norm_(total_CE, x_CE, weight_E, eps=eps)
+        return norms.add_norm_(total_CE, x_CE, weight_E, bias_E, eps=eps)
     normed = torch.empty_like(total_CE)
     for rows in row_tiles(total_CE):
-        _rms_norm(total_CE[rows].add_(x_CE[rows]), weight_E, eps=eps, out_tE=normed[rows])
+        total_tE = total_CE[rows].add_(x_CE[rows])
+        _norm_tile(total_tE, weight_E, bias_E, eps=eps, out_tE=normed[rows])
     return normed
 
 
-def _rms_norm(x_tE: Tensor, weight_E: Tensor, *, eps: float, out_tE: Tensor) -> None:
-    """Write the RMSNorm of one tile of tokens to ``out_tE``."""
-    torch.mul(x_tE, _inverse_rms(x_tE, eps), out=out_tE).mul_(weight_E)
+def _norm_tile(
+    x_tE: Tensor, weight_E: Tensor, bias_E: Tensor | None, *, eps: float, out_tE: Tensor
+) -> None:
+    """Write the norm of one tile of tokens to ``out_tE``."""
+    if bias_E is None:
+        torch.mul(x_tE, _inverse_rms(x_tE, eps), out=out_tE).mul_(weight_E)
+    else:
+        out_tE.copy_(functional.layer_norm(x_tE, (x_tE.shape[-1],), weight_E, bias_E, eps))
 
 
-def rms_norm_backward(
+def norm_backward(
     dy_CE: Tensor,
     x_CE: Tensor,
     weight_E: Tensor,
+    bias_E: Tensor | None = None,
     *,
     eps: float,
     dresidual_CE: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return (dx in x's dtype, dweight ``[E]`` in fp32) of :func:`rms_norm`.
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return (dx in x's dtype, dweight in fp32, dbias in fp32 or None) of :func:`norm`.
 
-    With n = x / rms(x) and g = dy * weight: dx = (g - n mean(g n)) / rms(x), dweight = sum dy n.
     ``dresidual_CE``, the gradient of x through the residual connection, is added to dx.
     """
     if fused(x_CE):
         from sppo.kernels.triton import norms
 
-        return norms.rms_norm_backward(dy_CE, x_CE, weight_E, eps=eps, dresidual_CE=dresidual_CE)
+        return norms.norm_backward(
+            dy_CE, x_CE, weight_E, bias_E, eps=eps, dresidual_CE=dresidual_CE
+        )
     dx = torch.empty_like(x_CE)
-    dweight = torch.zeros_like(weight_E, dtype=accumulation_dtype(x_CE.dtype))
+    sums = [
+        torch.zeros_like(x, dtype=accumulation_dtype(x_CE.dtype))
+        for x in (weight_E, bias_E)
+        if x is not None
+    ]
     for rows in row_tiles(x_CE):
-        dx_tile, dweight_tile = _rms_norm_backward(dy_CE[rows], x_CE[rows], weight_E, eps=eps)
+        if bias_E is None:
+            dx_tile, *of_tile = _rms_norm_backward(dy_CE[rows], x_CE[rows], weight_E, eps)
+        else:
+            dx_tile, *of_tile = _layer_norm_backward(dy_CE[rows], x_CE[rows], weight_E, bias_E, eps)
         dx[rows] = dx_tile if dresidual_CE is None else dx_tile.add_(dresidual_CE[rows])
-        dweight += dweight_tile
-    return dx, dweight
+        for total, part in zip(sums, of_tile, strict=True):
+            total += part
+    return dx, sums[0], None if bias_E is None else sums[1]
 
 
 def _rms_norm_backward(
-    dy_tE: Tensor, x_tE: Tensor, weight_E: Tensor, *, eps: float
+    dy_tE: Tensor, x_tE: Tensor, weight_E: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return (dx, dweight) of the RMSNorm of one tile, in fp32 or better."""
+    """Return (dx, dweight) of the RMSNorm of one tile, in fp32 or better.
+
+    With n = x / rms(x) and g = dy * weight: dx = (g - n mean(g n)) / rms(x), dweight = sum dy n.
+    """
     inverse = _inverse_rms(x_tE, eps)
     normed = x_tE * inverse
     product = dy_tE * normed
@@ -103,68 +129,22 @@ def _rms_norm_backward(
 
 def _inverse_rms(x_E: Tensor, eps: float) -> Tensor:
     """Return ``1 / rms(x)`` per row, ``[..., 1]`` in fp32 or better."""
-    norm: Tensor = torch.linalg.vector_norm(
+    length: Tensor = torch.linalg.vector_norm(
         x_E, dim=-1, keepdim=True, dtype=accumulation_dtype(x_E.dtype)
     )
-    return norm.square_().div_(x_E.shape[-1]).add_(eps).rsqrt_()
+    return length.square_().div_(x_E.shape[-1]).add_(eps).rsqrt_()
 
 
-def layer_norm(x_CE: Tensor, weight_E: Tensor, bias_E: Tensor, *, eps: float) -> Tensor:
-    """Return ``(x - mean) / std * weight + bias`` over the last dimension, in x's dtype."""
-    if fused(x_CE):
-        from sppo.kernels.triton import norms
-
-        return norms.layer_norm(x_CE, weight_E, bias_E, eps=eps)
-    return functional.layer_norm(x_CE, (x_CE.shape[-1],), weight_E, bias_E, eps)
-
-
-def add_layer_norm_(
-    total_CE: Tensor, x_CE: Tensor, weight_E: Tensor, bias_E: Tensor, *, eps: float
-) -> Tensor:
-    """Add ``x_CE`` to ``total_CE`` in place and return :func:`layer_norm` of the rounded sum."""
-    if fused_in_place(total_CE):
-        from sppo.kernels.triton import norms
-
-        return norms.add_layer_norm_(total_CE, x_CE, weight_E, bias_E, eps=eps)
-    normed, shape = torch.empty_like(total_CE), (total_CE.shape[-1],)
-    for rows in row_tiles(total_CE):
-        total_tE = total_CE[rows].add_(x_CE[rows])
-        normed[rows] = functional.layer_norm(total_tE, shape, weight_E, bias_E, eps)
-    return normed
-
-
-def layer_norm_backward(
-    dy_CE: Tensor,
-    x_CE: Tensor,
-    weight_E: Tensor,
-    bias_E: Tensor,
-    *,
-    eps: float,
-    dresidual_CE: Tensor | None = None,
+def _layer_norm_backward(
+    dy_tE: Tensor, x_tE: Tensor, weight_E: Tensor, bias_E: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dx in x's dtype, dweight, dbias in fp32) of :func:`layer_norm`.
-
-    ``dresidual_CE``, the gradient of x through the residual connection, is added to dx.
-    """
-    if fused(x_CE):
-        from sppo.kernels.triton import norms
-
-        return norms.layer_norm_backward(
-            dy_CE, x_CE, weight_E, bias_E, eps=eps, dresidual_CE=dresidual_CE
-        )
-    acc_dtype = accumulation_dtype(x_CE.dtype)
-    weight, bias = weight_E.to(acc_dtype), bias_E.to(acc_dtype)
-    dx, dweight, dbias = torch.empty_like(x_CE), torch.zeros_like(weight), torch.zeros_like(bias)
-    shape = [x_CE.shape[-1]]
-    for rows in row_tiles(x_CE):
-        dy, x = dy_CE[rows].to(acc_dtype), x_CE[rows].to(acc_dtype)
-        _, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
-        dx_tile, dweight_tile, dbias_tile = torch.ops.aten.native_layer_norm_backward(
-            dy, x, shape, mean, rstd, weight, bias, [True, True, True]
-        )
-        dx[rows] = dx_tile if dresidual_CE is None else dx_tile.add_(dresidual_CE[rows])
-        dweight += dweight_tile
-        dbias += dbias_tile
+    """Return (dx, dweight, dbias) of the LayerNorm of one tile, in fp32 or better."""
+    dtype, shape = accumulation_dtype(x_tE.dtype), [x_tE.shape[-1]]
+    dy, x, weight, bias = (t.to(dtype) for t in (dy_tE, x_tE, weight_E, bias_E))
+    _, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+    dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
+        dy, x, shape, mean, rstd, weight, bias, [True, True, True]
+    )
     return dx, dweight, dbias
 
 

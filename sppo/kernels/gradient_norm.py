@@ -1,8 +1,4 @@
-"""Norm of all gradients as one vector, and their scaling in place, without synchronisation.
-
-On a GPU :mod:`sppo.kernels.triton.gradient_norm` reads each gradient once for the norm, and reads
-and writes it once to scale it. The fallback are torch's functions over lists of tensors.
-"""
+"""Norm of all gradients as one vector, and their scaling in place, without synchronisation."""
 
 from __future__ import annotations
 
@@ -12,9 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from sppo.kernels.fused import fused_in_place
-
-_SUPPORTED_DTYPES = (torch.float32, torch.float64)
 _CPU_CHUNK, _DEVICE_CHUNK = 1 << 16, 1 << 24
 """Elements that are converted to float64 at a time: few enough for the cache of a CPU, and on a
 device so many that few kernels are launched."""
@@ -29,18 +22,14 @@ def total_norm(
         tensors: Tensors to read, at least one.
         after_each: Function to call after each tensor has been read; None reads all at once.
     """
-    if after_each is not None:
-        norms = []
-        for tensor in tensors:
-            norms.append(torch.linalg.vector_norm(tensor))
-            after_each()
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-        return norm
-    if _in_one_launch(tensors):
-        from sppo.kernels.triton import gradient_norm
-
-        return gradient_norm.total_norm(tensors)
-    return get_total_norm(tensors)
+    if after_each is None:
+        return get_total_norm(tensors)
+    norms = []
+    for tensor in tensors:
+        norms.append(torch.linalg.vector_norm(tensor))
+        after_each()
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
 
 
 def sum_of_squares(
@@ -80,23 +69,9 @@ def scale_(
             its value.
         after_each: Function to call after each tensor has been scaled; None scales all at once.
     """
-    if after_each is not None:
-        for tensor in tensors:
-            tensor.mul_(factor)
-            after_each()
-    elif _in_one_launch(tensors):
-        from sppo.kernels.triton import gradient_norm
-
-        gradient_norm.scale_(tensors, factor.to(tensors[0].device, non_blocking=True))
-    else:
+    if after_each is None:
         torch._foreach_mul_(list(tensors), factor)
-
-
-def _in_one_launch(tensors: Sequence[Tensor]) -> bool:
-    """Return whether a Triton kernel can process all ``tensors`` in one launch."""
-    return (
-        len({(x.device, x.dtype) for x in tensors}) == 1
-        and tensors[0].dtype in _SUPPORTED_DTYPES
-        and any(x.numel() for x in tensors)
-        and fused_in_place(*tensors)
-    )
+        return
+    for tensor in tensors:
+        tensor.mul_(factor)
+        after_each()

@@ -49,16 +49,12 @@ def accumulate_weight_gradient(total_OI: Tensor, dy_CO: Tensor, x_CI: Tensor) ->
     if total_OI.dtype == x_CI.dtype:
         total_OI.addmm_(dy_CO.t(), x_CI)
     elif x_CI.device.type == "cuda":
-        _add_product(total_OI, dy_CO.t(), x_CI)
+        # Half-precision operands multiplied and added in fp32, in one kernel of cuBLAS.
+        torch.addmm(total_OI, dy_CO.t(), x_CI, out_dtype=total_OI.dtype, out=total_OI)
     elif needs_casts(x_CI):
         add_product_by_casts(total_OI, dy_CO.t(), x_CI)
     else:
         _add_product_by_tiles(total_OI, dy_CO, x_CI)
-
-
-def _add_product(total_OI: Tensor, dy_OC: Tensor, x_CI: Tensor) -> None:
-    """Add the product of half-precision operands in fp32, in one kernel of cuBLAS."""
-    torch.addmm(total_OI, dy_OC, x_CI, out_dtype=total_OI.dtype, out=total_OI)
 
 
 def _add_product_by_tiles(total_OI: Tensor, dy_CO: Tensor, x_CI: Tensor) -> None:

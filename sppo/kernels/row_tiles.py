@@ -23,7 +23,9 @@ _ACCUMULATION_BYTES = 4
 def row_tiles(x: Tensor) -> Iterator[slice]:
     """Yield slices of the first dimension that tile ``x``; a single slice unless on a CPU."""
     rows = x.shape[0]
-    step = rows if x.device.type != "cpu" else rows_of_tile(x.numel() // max(1, rows))
+    step = rows
+    if rows and x.device.type == "cpu":
+        step = TILE_BYTES // (_ACCUMULATION_BYTES * max(1, x.numel() // rows))
     for start in range(0, rows, max(1, step)):
         yield slice(start, min(start + step, rows))
 
@@ -46,8 +48,3 @@ def accumulation_tiles(x: Tensor) -> Iterator[tuple[int | slice, ...]]:
     step = max(1, fitting)
     for start in range(0, rows, step):
         yield (slice(start, min(start + step, rows)),)
-
-
-def rows_of_tile(row_elements: int) -> int:
-    """Return the number of rows of ``row_elements`` each that fit one tile, at least one."""
-    return max(1, TILE_BYTES // (_ACCUMULATION_BYTES * max(1, row_elements)))

@@ -60,7 +60,7 @@ class DeferredGradients:
     Separates the weight-gradient half of a backward (zero bubble, Qi et al., 2024): :meth:`linear`
     stores its operands, which the sink owns (:class:`GradientSink`), and :meth:`add_up` multiplies
     them. Saved tensors in memory of a store are copied before the layer's backward begins, by
-    :meth:`sppo.engine.saved_tensors.SavedTensors.take_owned`. The small gradients of norms are
+    :meth:`sppo.offload.block_store.BlockStore.get`. The small gradients of norms are
     stored as well, so that all gradients of a layer are added at one time.
     """
 

@@ -81,18 +81,6 @@ def open_hf_weights(directory: Path, model: ModelConfig) -> HfWeights:
     return weights
 
 
-def load_hf_weights(directory: Path, model: ModelConfig) -> dict[str, Tensor]:
-    """Return all weights of ``directory`` by SPPO's names, in the order of ``parameter_shapes``.
-
-    Tensors are on the CPU, contiguous, in the stored type; memory peaks at one copy of the model
-    and one tensor.
-
-    Raises:
-        ValueError: See :func:`open_hf_weights`.
-    """
-    return dict(open_hf_weights(directory, model))
-
-
 def _read(stored: StoredTensor) -> Tensor:
     """Return the values of a stored tensor, in memory mapped from the file: clone to keep them.
 

@@ -171,7 +171,9 @@ class Layer:
         dk = self._unrotate_and_unnorm("k", dk, k_projected, weights, gradients, rotary)
         dn1 = self._projection_backward(dq, dk, dv, n1, weights, gradients)
         dn1 = self.tokens.scatter_sum(dn1)
-        return self._norm_backward("attention_norm", dn1, x_in, dx_mid, weights, gradients)
+        return norm_backward(
+            self.model, "attention_norm", dn1, x_in, weights, gradients, dresidual_CE=dx_mid
+        )
 
     def recompute_missing_rows(
         self,
@@ -191,7 +193,7 @@ class Layer:
         tokens = x_in.shape[0]
         cut = {name: rows for name, t in saved.items() if (rows := rows_of(name, t)) < tokens}
         for name in cut.keys() & {"q", "k"}:
-            n1 = self._norm("attention_norm", x_in[cut[name] :], weights)
+            n1 = norm(self.model, "attention_norm", x_in[cut[name] :], weights)
             rest = self._heads(name, n1, weights)
             if not self.model.qk_norm:
                 rest = self._norm_and_rotate(name, rest, weights, _later(rotary, cut[name]))
@@ -220,9 +222,8 @@ class Layer:
         done = saved["o"].shape[0] if "o" in saved else 0
         q = saved.get("q")
         if q is None:
-            q = self._heads(
-                "q", self._norm("attention_norm", saved["x_in"][done:], weights), weights
-            )
+            n1 = norm(self.model, "attention_norm", saved["x_in"][done:], weights)
+            q = self._heads("q", n1, weights)
         else:
             q = q[done:]
         if self.model.qk_norm or "q" not in saved:
@@ -302,7 +303,7 @@ class Layer:
     ) -> Tensor:
         if self.model.qk_norm:
             weight = weights[f"{name}_norm.weight"]
-            x_CHD = elementwise.rms_norm(x_CHD, weight, eps=self.model.norm_eps)
+            x_CHD = elementwise.norm(x_CHD, weight, eps=self.model.norm_eps)
         return x_CHD if rotary is None else rotate(x_CHD, rotary)
 
     def _attention_output(self, o_CQ: Tensor, weights: Weights) -> Tensor:
@@ -361,7 +362,9 @@ class Layer:
             add_input_gradient_(dn2, inner.dgate_CF, weights["gate.weight"])
         del inner
         dn2 = self.tokens.scatter_sum(dn2)
-        return self._norm_backward("mlp_norm", dn2, x_mid_CE, dy_CE, weights, gradients)
+        return norm_backward(
+            self.model, "mlp_norm", dn2, x_mid_CE, weights, gradients, dresidual_CE=dy_CE
+        )
 
     def _projection_backward(
         self,
@@ -395,7 +398,7 @@ class Layer:
             return d_CHD
         weight = weights[f"{name}_norm.weight"]
         assert projected_CHD is not None, "q/k-norm needs its input"
-        d_CHD, dweight = elementwise.rms_norm_backward(
+        d_CHD, dweight, _ = elementwise.norm_backward(
             d_CHD, projected_CHD, weight, eps=self.model.norm_eps
         )
         gradients.add(f"{name}_norm.weight", dweight)
@@ -403,24 +406,7 @@ class Layer:
 
     def _gathered_norm(self, name: str, x_CE: Tensor, weights: Weights) -> Tensor:
         """Return the norm of all tokens, ``[C, E]``, gathered for the projections."""
-        return self.tokens.gather(self._norm(name, x_CE, weights))
-
-    def _norm(self, name: str, x_CE: Tensor, weights: Weights) -> Tensor:
-        return norm(self.model, name, x_CE, weights)
-
-    def _norm_backward(
-        self,
-        name: str,
-        dy_CE: Tensor,
-        x_CE: Tensor,
-        dresidual_CE: Tensor,
-        weights: Weights,
-        gradients: GradientSink,
-    ) -> Tensor:
-        """Return the gradient of ``x_CE`` through the norm and the residual connection."""
-        return norm_backward(
-            self.model, name, dy_CE, x_CE, weights, gradients, dresidual_CE=dresidual_CE
-        )
+        return self.tokens.gather(norm(self.model, name, x_CE, weights))
 
 
 def token_dimension(name: str) -> int:
@@ -440,21 +426,15 @@ def _later(rotary: RotaryTable | None, row: int) -> RotaryTable | None:
 
 def norm(model: ModelConfig, name: str, x_CE: Tensor, weights: Weights) -> Tensor:
     """Return the model's norm of ``x_CE`` with the parameters called ``name``."""
-    weight = weights[f"{name}.weight"]
-    if model.norm == "rmsnorm":
-        return elementwise.rms_norm(x_CE, weight, eps=model.norm_eps)
-    return elementwise.layer_norm(x_CE, weight, weights[f"{name}.bias"], eps=model.norm_eps)
+    return elementwise.norm(x_CE, *_norm_parameters(name, weights), eps=model.norm_eps)
 
 
 def add_norm_(
     model: ModelConfig, name: str, total_CE: Tensor, x_CE: Tensor, weights: Weights
 ) -> Tensor:
     """Add ``x_CE`` to ``total_CE`` in place and return the :func:`norm` of the sum."""
-    weight = weights[f"{name}.weight"]
-    if model.norm == "rmsnorm":
-        return elementwise.add_rms_norm_(total_CE, x_CE, weight, eps=model.norm_eps)
-    bias = weights[f"{name}.bias"]
-    return elementwise.add_layer_norm_(total_CE, x_CE, weight, bias, eps=model.norm_eps)
+    parameters = _norm_parameters(name, weights)
+    return elementwise.add_norm_(total_CE, x_CE, *parameters, eps=model.norm_eps)
 
 
 def norm_backward(
@@ -471,16 +451,16 @@ def norm_backward(
 
     The result includes ``dresidual_CE``, the gradient through the residual connection.
     """
-    weight, eps = weights[f"{name}.weight"], model.norm_eps
-    if model.norm == "rmsnorm":
-        dx, dweight = elementwise.rms_norm_backward(
-            dy_CE, x_CE, weight, eps=eps, dresidual_CE=dresidual_CE
-        )
-    else:
-        bias = weights[f"{name}.bias"]
-        dx, dweight, dbias = elementwise.layer_norm_backward(
-            dy_CE, x_CE, weight, bias, eps=eps, dresidual_CE=dresidual_CE
-        )
-        gradients.add(f"{name}.bias", dbias)
+    parameters = _norm_parameters(name, weights)
+    dx, dweight, dbias = elementwise.norm_backward(
+        dy_CE, x_CE, *parameters, eps=model.norm_eps, dresidual_CE=dresidual_CE
+    )
     gradients.add(f"{name}.weight", dweight)
+    if dbias is not None:
+        gradients.add(f"{name}.bias", dbias)
     return dx
+
+
+def _norm_parameters(name: str, weights: Weights) -> tuple[Tensor, Tensor | None]:
+    """Return the weight, and the bias that LayerNorm has and RMSNorm has not."""
+    return weights[f"{name}.weight"], weights.get(f"{name}.bias")

@@ -13,7 +13,6 @@ import math
 import mmap
 import os
 import time
-import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -37,14 +36,11 @@ _log = logging.getLogger(__name__)
 
 
 class HostArena:
-    """``size_bytes`` of host memory, zero at first, resident until the arena is closed.
+    """``size_bytes`` of resident host memory, zero at first.
 
     An arena that may grow maps addresses for its largest size, and :meth:`make_resident` takes the
-    memory when it is needed.
-
-    After :meth:`close` the arena returns no more views, but existing views stay valid: the memory
-    is returned to the system with the last view, which a traceback may hold. :attr:`released` tells
-    whether the memory has been returned.
+    memory when it is needed. The memory is returned to the system with the arena and its last view,
+    which a traceback may hold.
 
     Args:
         size_bytes: Planned size; mapped in whole pages, huge ones where the system has them.
@@ -63,10 +59,7 @@ class HostArena:
         first_bytes = size_bytes if resident_bytes is None else resident_bytes
         room = memory_room()
         _check_room(first_bytes, room)
-        self._mapping: NDArray[np.uint8] | None = _map(size_bytes, room=room)
-        self.mapped_bytes = self._mapping.nbytes
-        """``size_bytes`` rounded up to whole pages, which a resident arena adds to the process."""
-        self._alive = weakref.ref(self._mapping)
+        self._mapping = _map(size_bytes, room=room)
         self._resident_bytes = 0
         self._touch(first_bytes)
 
@@ -74,7 +67,6 @@ class HostArena:
         """Make the bytes before ``end_bytes`` resident, as far as they are not yet.
 
         Raises:
-            ValueError: The arena is closed.
             MemoryError: The machine or its control group has less memory.
         """
         if end_bytes <= self._resident_bytes:
@@ -95,10 +87,9 @@ class HostArena:
             dtype: Type of the view.
 
         Raises:
-            ValueError: The arena is closed, the offset is not aligned, a size is negative, or the
-                view ends after the planned size.
+            ValueError: The offset is not aligned, a size is negative, or the view ends after the
+                planned size.
         """
-        mapping = self._mapped()
         if any(size < 0 for size in shape):
             raise ValueError(f"shape {tuple(shape)} has a negative size")
         if offset_bytes % ALIGNMENT_BYTES != 0:
@@ -108,32 +99,13 @@ class HostArena:
             raise ValueError(
                 f"bytes {offset_bytes} to {end_bytes} are not within the arena's {self.size_bytes}"
             )
-        view = torch.from_numpy(mapping[offset_bytes:end_bytes])
+        view = torch.from_numpy(self._mapping[offset_bytes:end_bytes])
         return view.view(dtype).view(tuple(shape))
 
     @property
     def address(self) -> int:
         """Address of the first byte, on a page boundary."""
-        return int(self._mapped().ctypes.data)
-
-    @property
-    def closed(self) -> bool:
-        """True if :meth:`close` was called."""
-        return self._mapping is None
-
-    @property
-    def released(self) -> bool:
-        """True if the memory was returned to the system: closed, and without views."""
-        return self._alive() is None
-
-    def close(self) -> None:
-        """Return no more views, and free the memory with the last view; may be repeated."""
-        self._mapping = None
-
-    def _mapped(self) -> NDArray[np.uint8]:
-        if self._mapping is None:
-            raise ValueError("the arena is closed; it gives no more views")
-        return self._mapping
+        return int(self._mapping.ctypes.data)
 
     def _touch(self, end_bytes: int) -> None:
         """Write a zero to each page before ``end_bytes`` that is not resident yet."""
@@ -141,7 +113,7 @@ class HostArena:
         end_bytes = -(-end_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if end_bytes <= begin_bytes:
             return
-        pages = self._mapped()[begin_bytes : end_bytes : mmap.PAGESIZE]
+        pages = self._mapping[begin_bytes : end_bytes : mmap.PAGESIZE]
         threads = _usable_cores()
         pages_per_block = _HUGE_PAGE_BYTES // mmap.PAGESIZE
         blocks = -(-len(pages) // pages_per_block)
@@ -159,12 +131,6 @@ class HostArena:
             time.perf_counter() - begin_s,
             threads,
         )
-
-    def __enter__(self) -> HostArena:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _usable_cores() -> int:

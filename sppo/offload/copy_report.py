@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 
@@ -49,24 +48,3 @@ class CopyReport:
         """The report of a CPU, where slots of blocks that leave are device memory, too."""
         device_bytes = self.device_bytes + self.host_bytes
         return replace(self, device_bytes=device_bytes, host_bytes=0)
-
-
-def combined(reports: Sequence[CopyReport]) -> CopyReport:
-    """Combine the reports of a rank's stores: sums of bytes and waits, maxima of busy times."""
-    if len(reports) == 1:
-        return reports[0]
-    out: Counter[str] = Counter()
-    back: Counter[str] = Counter()
-    for report in reports:
-        out.update(report.out_bytes)
-        back.update(report.back_bytes)
-    return CopyReport(
-        dict(out),
-        dict(back),
-        out_s=max((report.out_s for report in reports), default=0.0),
-        back_s=max((report.back_s for report in reports), default=0.0),
-        exposed_s=sum(report.exposed_s for report in reports),
-        host_bytes=sum(report.host_bytes for report in reports),
-        device_bytes=sum(report.device_bytes for report in reports),
-        disk_bytes=sum(report.disk_bytes for report in reports),
-    )

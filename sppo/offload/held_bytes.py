@@ -1,4 +1,4 @@
-"""Counter of bytes held and of their peak, in total and by part."""
+"""Counter of bytes held and of their peak."""
 
 from __future__ import annotations
 
@@ -8,14 +8,9 @@ from torch import Tensor
 
 
 class HeldBytes:
-    """Counter of the bytes held now and of their peak.
+    """Counter of the bytes held now and of their peak."""
 
-    Args:
-        whole: Counter of a larger whole, to which the bytes of this counter are added, too.
-    """
-
-    def __init__(self, whole: HeldBytes | None = None) -> None:
-        self._whole = whole
+    def __init__(self) -> None:
         self.now = 0
         """Bytes held now."""
         self.peak = 0
@@ -25,8 +20,6 @@ class HeldBytes:
         """Add ``num_bytes``, which may be negative."""
         self.now += num_bytes
         self.peak = max(self.peak, self.now)
-        if self._whole is not None:
-            self._whole.add(num_bytes)
 
     def add_tensors(self, tensors: Iterable[Tensor]) -> None:
         """Add the bytes of ``tensors``."""

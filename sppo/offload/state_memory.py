@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from sppo.offload.arena import ALIGNMENT_BYTES
 from sppo.offload.disk.mapped_file import MappedFile
-from sppo.offload.transfers import Transfers
+from sppo.offload.lane import Lane
+from sppo.output_file import FULL_ERRNOS
 from sppo.units import format_bytes
 
 
-class StateMemory(Protocol):
-    """Allocator of tensors in a tier."""
+class StateMemory:
+    """Allocator of tensors in host memory that a lane copies fast.
+
+    Args:
+        lane: Lane of the device that computes.
+    """
+
+    def __init__(self, lane: Lane | None = None) -> None:
+        self._lane, self._blocks = lane, 0
 
     def tensors(
         self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
@@ -29,53 +35,49 @@ class StateMemory(Protocol):
             MemoryError: The tier lacks memory, or the memory may not be page-locked.
             OSError: The disk lacks space.
         """
-        ...
+        begins, end = {}, 0
+        for name, shape in shapes.items():
+            begins[name] = end
+            end += -(-prod(shape) * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        block = self._block(max(1, end))
+        return {
+            name: block[begin : begin + prod(shapes[name]) * dtype.itemsize]
+            .view(dtype)
+            .view(shapes[name])
+            for name, begin in begins.items()
+        }
 
     def drop_pages(self) -> None:
         """Allow the tier to drop cached pages: the tensors are not used for a while."""
-        ...
+
+    def _block(self, size_bytes: int) -> Tensor:
+        assert self._lane is not None, "host memory is a lane's"
+        self._blocks += 1
+        return self._lane.host_memory(f"state {self._blocks}", size_bytes)
 
 
-class LockedHostMemory:
-    """:class:`StateMemory` in page-locked host memory, so that copies are asynchronous.
-
-    Args:
-        transfers: Transfers of the device that computes.
-    """
-
-    def __init__(self, transfers: Transfers) -> None:
-        self._transfers = transfers
-
-    def tensors(
-        self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
-    ) -> dict[str, Tensor]:
-        """Allocate tensors in page-locked host memory."""
-        return _views(self._transfers.memory(_block_bytes(shapes, dtype)), shapes, dtype)
-
-    def drop_pages(self) -> None:
-        """Do nothing: page-locked memory stays resident."""
-
-
-class DiskMemory:
-    """:class:`StateMemory` in nameless files of a directory.
+class DiskMemory(StateMemory):
+    """Allocator of tensors in nameless files of a directory.
 
     Args:
         directory: Directory on a fast local disk.
     """
 
     def __init__(self, directory: Path) -> None:
+        super().__init__()
         self._directory = directory
         self._files: list[MappedFile] = []
 
-    def tensors(
-        self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
-    ) -> dict[str, Tensor]:
-        """Allocate tensors in a new file."""
-        size_bytes = _block_bytes(shapes, dtype)
+    def drop_pages(self) -> None:
+        """Drop the pages of all files from the memory of this process."""
+        for file in self._files:
+            file.drop_pages()
+
+    def _block(self, size_bytes: int) -> Tensor:
         try:
             self._files.append(MappedFile(self._directory, size_bytes))
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in FULL_ERRNOS:
                 raise
             raise OSError(
                 error.errno,
@@ -83,36 +85,4 @@ class DiskMemory:
                 "free space, or keep more on the device (state.weights, gradients, optimizer)",
                 f"activations.disk={self._directory}",
             ) from None
-        return _views(self._files[-1].bytes_(), shapes, dtype)
-
-    def drop_pages(self) -> None:
-        """Drop the pages of all files from the memory of this process."""
-        for file in self._files:
-            file.drop_pages()
-
-
-def _begins(
-    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
-) -> tuple[dict[str, int], int]:
-    """Return the offset of each tensor in the block, and the size of the block, in bytes."""
-    begins, end = {}, 0
-    for name, shape in shapes.items():
-        begins[name] = end
-        end += -(-prod(shape) * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    return begins, end
-
-
-def _block_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
-    return max(1, _begins(shapes, dtype)[1])
-
-
-def _views(
-    block: Tensor, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
-) -> dict[str, Tensor]:
-    begins, _ = _begins(shapes, dtype)
-    return {
-        name: block[begins[name] : begins[name] + prod(shape) * dtype.itemsize]
-        .view(dtype)
-        .view(shape)
-        for name, shape in shapes.items()
-    }
+        return self._files[-1].bytes_()

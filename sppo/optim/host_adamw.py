@@ -20,7 +20,8 @@ from sppo.checkpoint.checkpoint import MODEL_PREFIX
 from sppo.config.run import OptimizerConfig
 from sppo.cost.memory.stage_memory import UPDATE_SLOTS
 from sppo.cost.parameters import is_decayed
-from sppo.offload.transfers import CopyHandle, Transfers
+from sppo.offload.lane import Event, Lane
+from sppo.offload.worker_pool import wait_for
 from sppo.optim.adamw import STEP_KEY, take_over
 from sppo.optim.fused_adamw import MOMENTS, FusedAdamW
 from sppo.optim.optimizer_rows import MASTER_DTYPE, OptimizerRows
@@ -69,7 +70,7 @@ class HostAdamW:
         config: Optimizer configuration, of which betas, eps and weight decay are used.
         rows: Masters and moments of the weights, with masters set to the fp32 values that the
             weights were rounded from.
-        transfers: Copies between the weights' device and the host.
+        lane: Lane between the weights' device and the host.
         bucket_elements: Most elements of a bucket.
 
     Raises:
@@ -82,13 +83,13 @@ class HostAdamW:
         *,
         config: OptimizerConfig,
         rows: OptimizerRows,
-        transfers: Transfers,
+        lane: Lane,
         bucket_elements: int = _BUCKET_ELEMENTS,
     ) -> None:
         shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
         assert shapes == rows.shapes, "rows are of the weights"
         self._weights = {name: weight.detach().view(-1) for name, weight in weights.items()}
-        self._rows, self._transfers, self._steps = rows, transfers, 0
+        self._rows, self._lane, self._steps = rows, lane, 0
         self._buckets = _cut(
             rows, weight_decay=config.weight_decay, bucket_elements=bucket_elements
         )
@@ -134,20 +135,19 @@ class HostAdamW:
         assert gradients.keys() == self._weights.keys(), "a gradient for every weight"
         flat = {name: gradient.view(-1) for name, gradient in gradients.items()}
         coming = self._fetch(0, flat)
-        going: list[CopyHandle] = []
+        going: list[Event] = []
         for index, (bucket, update) in enumerate(zip(self._buckets, self._updates, strict=True)):
             here = coming
             if index + 1 < len(self._buckets):
                 coming = self._fetch(index + 1, flat)
-            here.wait()
+            wait_for(here)
             update.step([self._gradients[index % _SLOTS][: bucket.elements]], lr=lr)
             if len(going) >= _SLOTS:
-                going[-_SLOTS].wait()  # its slot is reused for this bucket
+                wait_for(going[-_SLOTS])  # its slot is reused for this bucket
             going.append(self._upload(index))
             self._rows.drop_pages()
-        self._transfers.finish()
         for done in going[-_SLOTS:]:
-            done.wait()  # the next step, or load_state, reuses these slots
+            wait_for(done)  # the next step, or load_state, reuses these slots
         self._steps += 1
 
     def state(self) -> dict[str, Tensor]:
@@ -183,7 +183,8 @@ class HostAdamW:
         most = max(bucket.elements for bucket in self._buckets)
         dtypes = sorted({weight.dtype for weight in self._weights.values()}, key=str)
         sizes = [MASTER_DTYPE, *dtypes] * _SLOTS
-        memory = self._transfers.memory(sum(most * dtype.itemsize for dtype in sizes))
+        size_bytes = sum(most * dtype.itemsize for dtype in sizes)
+        memory = self._lane.host_memory("updates", size_bytes)
         views, begin = [], 0
         # Largest elements first, so that every view is aligned to its element size.
         order = sorted(range(len(sizes)), key=lambda index: -sizes[index].itemsize)
@@ -196,17 +197,16 @@ class HostAdamW:
         converted = [dict(zip(dtypes, slot[1:], strict=True)) for slot in slots]
         return [slot[0] for slot in slots], converted
 
-    def _fetch(self, index: int, gradients: Mapping[str, Tensor]) -> CopyHandle:
+    def _fetch(self, index: int, gradients: Mapping[str, Tensor]) -> Event:
         """Start to copy the gradients of one bucket from the device to its slot."""
         slot = self._gradients[index % _SLOTS]
-        return self._transfers.to_tier(
-            [
-                (slot[p.offset : p.offset + p.end - p.begin], gradients[p.name][p.begin : p.end])
-                for p in self._buckets[index].parts
-            ]
-        )
+        copies = [
+            (slot[p.offset : p.offset + p.end - p.begin], gradients[p.name][p.begin : p.end])
+            for p in self._buckets[index].parts
+        ]
+        return self._lane.out(copies, after=[self._lane.computed([])])
 
-    def _upload(self, index: int) -> CopyHandle:
+    def _upload(self, index: int) -> Event:
         """Round one bucket's masters into its slot, and start to copy them to the weights."""
         bucket, slot = self._buckets[index], self._weight_slots[index % _SLOTS]
         masters = self._rows.masters
@@ -217,14 +217,13 @@ class HostAdamW:
             staged = slot[target.dtype][place[0] : place[1]]
             staged.copy_(masters[bucket.begin + place[0] : bucket.begin + place[1]])
             copies.append((target, staged))
-        return self._transfers.to_device(copies)
+        return self._lane.back(copies, after=[self._lane.computed([])])
 
     @torch.no_grad()
     def _upload_all(self) -> None:
         for index in range(len(self._buckets)):
-            self._upload(index).wait()
+            wait_for(self._upload(index))
             self._rows.drop_pages()
-        self._transfers.finish()
 
 
 def _cut(rows: OptimizerRows, *, weight_decay: float, bucket_elements: int) -> list[_UpdateBucket]:

@@ -77,8 +77,7 @@ def _rows(elements: int) -> list[Tensor]:
     """Return rows of zeros for masters and both moments in host memory of exactly their size."""
     count = 1 + len(MOMENTS)
     size_bytes = count * elements * MASTER_DTYPE.itemsize
-    with HostArena(size_bytes) as arena:  # views keep the memory alive
-        memory = arena.tensor(0, (count, elements), MASTER_DTYPE)
+    memory = HostArena(size_bytes).tensor(0, (count, elements), MASTER_DTYPE)
     return list(memory.unbind())
 
 

@@ -6,12 +6,13 @@ same order. A rank without peers gets its own values back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from sppo.parallel.job.facts import difference_report
 from sppo.parallel.job.peer_errors import peer_errors
 from sppo.parallel.mesh import Mesh
 
@@ -55,6 +56,77 @@ class HostCollectives:
             value = box[0]
         assert value is not None, "rank 0 has something to say"
         return value
+
+    def check_same(self, facts: Mapping[str, str]) -> None:
+        """Raise ValueError unless all ranks have the same facts.
+
+        Args:
+            facts: Facts of this rank by name, such as the version of SPPO.
+
+        Raises:
+            ValueError: On every rank the same; names the ranks and facts that differ, with both
+                values.
+        """
+        report = difference_report(self.all_gather(dict(facts)))
+        if report:
+            raise ValueError(report)
+
+    def decided_by_main(self, decide: Callable[[], T]) -> T:
+        """Call `decide` on rank 0 and return its result, or raise its error, on every rank."""
+        decided: tuple[T | None, Exception | None] | None = None
+        if self._rank == 0:
+            try:
+                decided = decide(), None
+            except Exception as error:
+                decided = None, error
+        value, problem = self.broadcast(decided)
+        if problem is not None:
+            raise problem
+        return value  # type: ignore[return-value]  # T may itself be None
+
+    def done_by_all(self, act: Callable[[], T]) -> T:
+        """Call `act` on every rank and return its result; raise a failure of any rank on all.
+
+        Errors of the first rank that failed are raised, with its number unless it is rank 0.
+        """
+        done, problem = None, None
+        try:
+            done = act()
+        except Exception as error:
+            problem = error
+        for rank, failure in enumerate(self.all_gather(problem)):
+            if failure is None:
+                continue
+            if rank and type(failure) in (ValueError, MemoryError):
+                raise type(failure)(f"rank {rank}: {failure}")
+            raise failure
+        return done  # type: ignore[return-value]  # T may itself be None
+
+    def check_same_result(self, what: str, digest: str, *, replica: int | None = None) -> None:
+        """Raise ValueError unless all ranks computed the same `digest` from the same input.
+
+        Args:
+            what: Name of the digested object, for the message.
+            digest: Digest that this rank computed.
+            replica: Replica of this rank, to compare it with ranks of the same replica; None to
+                compare all ranks.
+
+        Raises:
+            ValueError: On every rank; names the ranks that differ from the first.
+        """
+        told = self.all_gather((replica, digest))
+        for replica in dict.fromkeys(whose for whose, _ in told):
+            first, *others = (rank for rank, (whose, _) in enumerate(told) if whose == replica)
+            different = [rank for rank in others if told[rank] != told[first]]
+            if not different:
+                continue
+            numbers = ", ".join(map(str, different))
+            who = f"rank {numbers} has" if len(different) == 1 else f"ranks {numbers} have"
+            of_replica = "" if replica is None else " of the same replica"
+            raise ValueError(
+                f"{who} made another {what} than rank {first}{of_replica}: do all machines run the "
+                "same versions of Python and numpy on the same kind of CPU?"
+            )
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""

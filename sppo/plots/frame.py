@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from sppo.units import format_tokens
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -19,8 +17,6 @@ _TITLE_PT = 15
 _WIDTH_INCHES, _DPI = 10, 160
 _TITLE_INCHES, _FACTS_INCHES, _LINE_INCHES = 0.345, 0.57, 0.2
 """Distance of the title and of the first line of facts from the top, and between two lines."""
-_MOST_LENGTHS = 14
-"""Largest number of marks on an axis of lengths."""
 
 
 def new_figure(*, height_inches: float = 5.625) -> Figure:
@@ -76,24 +72,6 @@ def hide_spines(axes: Axes, *sides: str) -> None:
     """Remove sides of the box around axes."""
     for side in sides:
         axes.spines[side].set_visible(False)
-
-
-def show_lengths(axes: Axes, *, longest: int) -> None:
-    """Make the horizontal axis one of lengths in tokens from 1 to `longest`, in powers of two."""
-    end = longest * 1.15
-    axes.set_xscale("log", base=2)
-    axes.set_xlim(1, end)
-    powers = range(longest.bit_length() + 1)
-    every = 1 + len(powers) // _MOST_LENGTHS
-    ticks = [1 << power for power in powers if power % every == 0 and 1 << power <= end]
-    axes.set_xticks(ticks, [format_tokens(tick) for tick in ticks])
-    axes.set_xticks([], minor=True)
-
-
-def show_shares(axes: Axes, *, top: float) -> None:
-    """Make the vertical axis one of shares from 0 to 100 %, drawn up to the share `top`."""
-    axes.set_ylim(0, top)
-    axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "25%", "50%", "75%", "100%"])
 
 
 def show_legend(axes: Axes, *, loc: Literal["lower left", "upper right"]) -> None:

@@ -16,8 +16,6 @@ from sppo.plots.frame import (
     clean_axes,
     new_figure,
     show_legend,
-    show_lengths,
-    show_shares,
     write_title,
 )
 from sppo.units import format_count, format_tokens
@@ -25,6 +23,8 @@ from sppo.units import format_count, format_tokens
 # Fractions of the figure: left edge, bottom edge, width, height.
 _AREA = (0.07, 0.13, 0.86, 0.66)
 _MOST_POINTS = 1000
+_MOST_MARKS = 14
+"""Largest number of marks on the axis of lengths."""
 
 
 def length_plot(stats: LengthStats, distribution: DocumentLengths, path: Path) -> None:
@@ -47,8 +47,9 @@ def length_plot(stats: LengthStats, distribution: DocumentLengths, path: Path) -
         xlabel="length, tokens",
         grid="both",
     )
-    show_lengths(axes, longest=max(2, stats.longest))
-    show_shares(axes, top=1.02)
+    _mark_lengths(axes, longest=max(2, stats.longest))
+    axes.set_ylim(0, 1.02)
+    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     show_legend(axes, loc="lower left")  # both curves are near 100 % there
     write_title(figure, "Lengths of documents", _facts(stats), left=_AREA[0])
     write_figure(path, figure)
@@ -80,6 +81,16 @@ def _draw_limit(axes: Any, limit: LimitStats) -> None:
         f"documents, {limit.longer_tokens_share:.2%} of tokens"
     )
     axes.axvline(limit.length, color=INK, lw=1.2, ls=(0, (4, 3)), label=text)
+
+
+def _mark_lengths(axes: Any, *, longest: int) -> None:
+    """Make the horizontal axis one of lengths from 1 to `longest`, marked at powers of two."""
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(1, longest * 1.15)
+    every = 1 + (longest.bit_length() + 1) // _MOST_MARKS
+    marks = [1 << power for power in range(0, longest.bit_length(), every)]
+    axes.set_xticks(marks, [format_tokens(mark) for mark in marks])
+    axes.set_xticks([], minor=True)
 
 
 def _facts(stats: LengthStats) -> list[str]:

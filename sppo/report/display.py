@@ -81,11 +81,7 @@ def _is_notebook_with_widgets(console: Console) -> bool:
 
 
 class Display:
-    """Progress bars on a terminal or in a notebook with widgets; none elsewhere.
-
-    Args:
-        console: Console to print to.
-    """
+    """Progress bars on a terminal or in a notebook with widgets; none elsewhere."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

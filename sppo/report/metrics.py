@@ -1,8 +1,4 @@
-"""Metrics of every step, and the file ``metrics.jsonl`` in which they are stored.
-
-Metrics are plain numbers. The caller reads them from the device once per step; no function of this
-module uses the device.
-"""
+"""Metrics of every step, and the files that store them: ``metrics.jsonl``, TensorBoard's events."""
 
 from __future__ import annotations
 
@@ -10,22 +6,38 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
-from sppo.output_file import write_text
+from sppo.output_file import named_errors, write_text
 
 _logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 
-_Count = Annotated[int, Field(ge=0, lt=1 << 53)]
-"""Number of tokens or bytes, of which a float is exact."""
+_TAGS = {
+    "loss": "train/loss",
+    "grad_norm": "train/grad_norm",
+    "lr": "train/lr",
+    "skipped": "train/skipped",
+    "step_s": "speed/step_s",
+    "predicted_step_s": "speed/predicted_step_s",
+    "tokens_per_s": "speed/tokens_per_s",
+    "mfu": "speed/mfu",
+    "hfu": "speed/hfu",
+    "exposed_copy_s": "speed/exposed_copy_s",
+    "copy_out_bytes_per_s": "speed/copy_out_bytes_per_s",
+    "copy_back_bytes_per_s": "speed/copy_back_bytes_per_s",
+    "device_peak_bytes": "memory/device_peak_bytes",
+    "host_peak_bytes": "memory/host_peak_bytes",
+    "offloaded_bytes": "memory/offloaded_bytes",
+}
+"""Names of metrics in TensorBoard."""
+
 _NanIfNull = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 """Number that may not be finite, and is null in the file then."""
 
@@ -34,7 +46,7 @@ _NanIfNull = Annotated[float, BeforeValidator(lambda value: math.nan if value is
 class StepMetrics:
     """Figures of one optimizer step, measured unless the field says otherwise."""
 
-    step: Annotated[int, Field(gt=0, lt=1 << 53)]
+    step: int
     """Number of the step, counted from 1."""
     loss: _NanIfNull
     """Mean cross entropy in nats per label; may be NaN or infinite in a step whose update was
@@ -43,9 +55,9 @@ class StepMetrics:
     """Global norm of the gradients before clipping."""
     lr: float
     """Scheduled learning rate of the step, also if the update was skipped."""
-    tokens: _Count
+    tokens: int
     """Tokens trained in the step, of all replicas, without padding."""
-    labels: _Count | None = None
+    labels: int | None = None
     """Number of valid labels, over which the loss is averaged: fewer than tokens with isolated
     documents or a loss mask, and 0 if no label counts. None in files of older versions."""
     step_s: float
@@ -61,13 +73,13 @@ class StepMetrics:
     hfu: float | None = None
     """Executed FLOPs per second, recomputation included, as a fraction of the peak of all
     devices; None on a CPU."""
-    device_peak_bytes: _Count | None = None
+    device_peak_bytes: int | None = None
     """Peak device memory in the step, on the rank with the highest; on a CPU the peak of the
     process's resident set."""
-    host_peak_bytes: _Count | None = None
+    host_peak_bytes: int | None = None
     """Host memory reserved for offloaded tensors, or for slots in front of a disk, with training
     state behind the device; sum over the ranks, 0 on a CPU."""
-    offloaded_bytes: _Count = 0
+    offloaded_bytes: int = 0
     """Bytes copied from the device to another tier in the step; sum over the ranks."""
     exposed_copy_s: float = 0.0
     """Time in which compute waited for copies, on the rank that waited longest."""
@@ -77,18 +89,18 @@ class StepMetrics:
     copy_back_bytes_per_s: float | None = None
     """Rate of copies back to the device on rank 0, while their slowest queue was busy; None if
     there were none."""
-    disk_peak_bytes: _Count = 0
+    disk_peak_bytes: int = 0
     """Bytes of the files of a disk tier, and of training state on the disk; sum over the ranks."""
-    samples: _Count | None = None
+    samples: int | None = None
     """Number of samples of the step; None, like all fields below but `skipped`, in a run of the
     token stream."""
-    split_subsequences: _Count | None = None
+    split_subsequences: int | None = None
     """Number of subsequences that are a slice of a long sample."""
-    batched_subsequences: _Count | None = None
+    batched_subsequences: int | None = None
     """Number of subsequences of short samples."""
-    hybrid_subsequences: _Count | None = None
+    hybrid_subsequences: int | None = None
     """Number of subsequences of the tail of a long sample and short samples."""
-    padding_tokens: _Count | None = None
+    padding_tokens: int | None = None
     """Number of padding tokens, which belong to no sample."""
     planned_bubble_fraction: float | None = None
     """Simulated idle share of pipeline ranks, mean over replicas; None without a pipeline."""
@@ -101,7 +113,7 @@ class StepMetrics:
     """Time in which the step waited for its plan, on the rank that waited longest."""
     uncorrected_step_s: float | None = None
     """Step time predicted by the cost model without correction by earlier steps."""
-    correction_steps: _Count | None = None
+    correction_steps: int | None = None
     """Number of earlier steps on which the correction is based, at most seven; 0 for no
     correction, as where it has not helped."""
     forward_correction: float | None = None
@@ -137,7 +149,11 @@ class JsonlSink:
     """
 
     def __init__(self, path: Path, *, resume_step: int) -> None:
-        _drop_after(path, step=resume_step)
+        if path.exists():
+            records = _records(path).items()
+            text = "".join(f"{line}\n" for step, (_, line) in records if step <= resume_step)
+            if text != path.read_text(encoding="utf-8", errors="replace"):
+                write_text(path, text)
         self._path = path
         self._file = path.open("ab", buffering=0)
 
@@ -159,6 +175,40 @@ class JsonlSink:
         self._file.close()
 
 
+class TensorBoardSink:
+    """Sink that writes metrics as scalars to event files, by a thread of TensorBoard.
+
+    Args:
+        directory: Directory of the event files, created if needed.
+        resume_step: Number of steps done before; TensorBoard hides earlier records of later steps.
+
+    Raises:
+        OSError: The directory cannot be written.
+    """
+
+    def __init__(self, directory: Path, *, resume_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._directory = directory
+        with named_errors(directory):
+            self._writer = SummaryWriter(str(directory), purge_step=resume_step + 1)
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Write the metrics of one step as scalars; unknown ones are left out."""
+        values = asdict(metrics)
+        with named_errors(self._directory):
+            for field, tag in _TAGS.items():
+                if values[field] is not None:
+                    self._writer.add_scalar(tag, float(values[field]), metrics.step)
+
+    def close(self) -> None:
+        """Close the event file."""
+        try:
+            self._writer.close()
+        except OSError as error:  # the run is over, and its state saved
+            _logger.warning("%s is incomplete: %s", self._directory, error.strerror)
+
+
 def read_metrics(path: Path) -> list[StepMetrics]:
     """Read the steps in a ``metrics.jsonl``, sorted by step.
 
@@ -170,10 +220,8 @@ def read_metrics(path: Path) -> list[StepMetrics]:
     """
     if not path.is_file():
         raise ValueError(f"{path}: no such file; a run writes {METRICS_FILE} into its output")
-    steps: dict[int, StepMetrics] = {}
-    for metrics, _ in _records(path):
-        steps[metrics.step] = metrics
-    return [steps[step] for step in sorted(steps)]
+    records = _records(path)
+    return [records[step][0] for step in sorted(records)]
 
 
 def finite_or_none(value: Any) -> Any:
@@ -181,41 +229,25 @@ def finite_or_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _drop_after(path: Path, *, step: int) -> None:
-    if not path.exists():
-        return
-    kept = {metrics.step: line for metrics, line in _records(path) if metrics.step <= step}
-    text = "".join(f"{line}\n" for line in kept.values())
-    if text != path.read_text(encoding="utf-8", errors="replace"):
-        write_text(path, text)
-
-
-def _records(path: Path) -> Iterator[tuple[StepMetrics, str]]:
-    """Yield (metrics, text) of each line that is the complete record of a step."""
+def _records(path: Path) -> dict[int, tuple[StepMetrics, str]]:
+    """Return the metrics in each line that is the complete record of a step, and the line."""
+    found: dict[int, tuple[StepMetrics, str]] = {}
     left_out: list[int] = []
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     for number, line in enumerate(lines, start=1):
-        if not line.strip("\0 \t\r"):  # a crash of the machine can leave zeros
-            continue
-        metrics = _parse(line)
-        if metrics is None:
-            left_out.append(number)
-        else:
-            yield metrics, line
+        try:
+            metrics = _ADAPTER.validate_json(line, strict=True)
+            found[metrics.step] = metrics, line
+        except ValidationError:
+            if line.strip("\0 \t\r"):  # a crash of the machine can leave zeros
+                left_out.append(number)
     if left_out:
         _logger.warning(
             "%s: %d of %d lines are left out, the first of them line %d: torn, or not the record "
             "of a step",
             path,
             len(left_out),
-            len(lines) - 1 if not lines[-1] else len(lines),
+            len(lines),
             left_out[0],
         )
-
-
-def _parse(line: str) -> StepMetrics | None:
-    """Return the metrics in a line; None if the line is not the complete record of a step."""
-    try:
-        return _ADAPTER.validate_json(line, strict=True)
-    except ValidationError:
-        return None
+    return found

@@ -1,18 +1,24 @@
-"""Summary of a run, as stored in ``run_summary.json``: what was reached, and how well predicted."""
+"""Summary of a run: what was reached, and how well predicted; ``run_summary.json`` and tables."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from sppo.output_file import write_json
+from sppo.report.lines import print_line
 from sppo.report.metrics import StepMetrics, finite_or_none
+from sppo.units import counted, format_bytes, format_count, format_duration
 
 _MOST_ENDS = 5  # steps averaged for the first and for the last loss, unless these would overlap
 
@@ -161,8 +167,9 @@ def run_summary(
     wall_s: float,
     memory_bytes: Mapping[str, Pair],
     phases_s: Mapping[str, Pair],
+    **known: Any,
 ) -> RunSummary:
-    """Return the summary of a run, without what only the process knows that ran its last steps.
+    """Return the summary of a run.
 
     Args:
         steps: Metrics of all steps of the run, those before a resumption included; may be empty.
@@ -170,6 +177,7 @@ def run_summary(
         wall_s: Wall time of this process, start and checkpoints included.
         memory_bytes: Peak by bucket, e.g. ``activations``.
         phases_s: Time of one step by phase, e.g. ``forward``.
+        known: Fields that only the process knows that ran the last steps.
     """
     losses = _finite(m.loss for m in steps)
     ends = max(1, min(_MOST_ENDS, len(losses) // 2))
@@ -193,25 +201,21 @@ def run_summary(
         prediction_error=_prediction_error(steps),
         phases_s=_finite_pairs(phases_s),
         memory_bytes=_finite_pairs(memory_bytes),
+        **known,
     )
 
 
-def summary_json(summary: RunSummary) -> dict[str, Any]:
-    """Return the content of ``run_summary.json``."""
-    found = asdict(summary)
-    for key in ("program_digest", "timeline"):
-        if found[key] is None:
-            del found[key]
-    return found
-
-
 def write_summary(summary: RunSummary, path: Path) -> None:
-    """Write a summary atomically.
+    """Write a summary atomically, without figures of the last step if the process ran none.
 
     Raises:
         OSError: The disk is full, or failed.
     """
-    write_json(path, summary_json(summary))
+    found = asdict(summary)
+    for key in ("program_digest", "timeline"):
+        if found[key] is None:
+            del found[key]
+    write_json(path, found)
 
 
 def read_summary(path: Path) -> RunSummary:
@@ -229,16 +233,11 @@ def _prediction_error(steps: Sequence[StepMetrics]) -> PredictionError | None:
     corrected = [m for m in steps if m.correction_steps]
     if not corrected:
         return None
-    return PredictionError(
-        len(corrected),
-        _median(_error(m.predicted_step_s, m.step_s) for m in corrected),
-        _median(_error(m.uncorrected_step_s, m.step_s) for m in corrected),
+    errors = (
+        _median(abs(p / m.step_s - 1) for m in corrected if (p := getattr(m, name)) is not None)
+        for name in ("predicted_step_s", "uncorrected_step_s")
     )
-
-
-def _error(predicted_s: float | None, measured_s: float) -> float:
-    """Return the absolute error of a predicted time, relative to the measured; NaN if unknown."""
-    return math.nan if predicted_s is None else abs(predicted_s / measured_s - 1)
+    return PredictionError(len(corrected), *errors)
 
 
 def _finite_pairs(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
@@ -260,3 +259,118 @@ def _largest(values: Iterable[int | None]) -> int | None:
 
 def _finite(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None and math.isfinite(value)]
+
+
+# Tables
+
+
+def print_summary(summary: RunSummary, *, console: Console) -> None:
+    """Print a summary as two tables: results, and predicted against measured figures."""
+    reached = _table(title=Text(f"Run {summary.name}", style="bold"))
+    reached.add_column()
+    reached.add_column(justify="right")
+    reached.show_header = False
+    for label, text in _facts(summary):
+        reached.add_row(label, text)
+    console.print(reached)
+    rows = list(_comparisons(summary))
+    if rows:
+        console.print(_compared(rows, predicted_for=summary.predicted_for))
+    if summary.timeline is not None:
+        print_line(_between_compute(summary.timeline), console)
+
+
+def _facts(summary: RunSummary) -> Iterator[tuple[str, str]]:
+    """Yield the name and the value, as text, of each result that is known."""
+    skipped = f" ({summary.skipped_steps} skipped)" if summary.skipped_steps else ""
+    yield "steps", f"{summary.steps}{skipped}"
+    yield "tokens", format_count(summary.tokens)
+    yield "wall time", format_duration(summary.wall_s)
+    if summary.loss_last is not None:
+        which = f"{summary.loss_steps} steps" if summary.loss_steps > 1 else "step"
+        ends = f"{summary.loss_first:.3f} → {summary.loss_last:.3f}"
+        yield f"loss, first and last {which}", ends
+    host_bytes = summary.host_peak_bytes or None  # a CPU has no host beside it
+    known: tuple[tuple[str, Any, Callable[[Any], str]], ...] = (
+        ("tokens/s (median)", summary.tokens_per_s, format_count),
+        ("MFU (median)", summary.mfu, _percent),
+        ("HFU (median)", summary.hfu, _percent),
+        ("device memory, peak", summary.device_peak_bytes, format_bytes),
+        ("host memory, peak", host_bytes, format_bytes),
+    )
+    for label, value, show in known:
+        if value is not None:
+            yield label, show(value)
+    error = summary.prediction_error
+    if error is not None and error.corrected is not None and error.uncorrected is not None:
+        of = f"{counted(error.steps, 'step')}, {_percent(error.uncorrected)} before correction"
+        yield "error of predicted steps (median)", f"{_percent(error.corrected)} ({of})"
+    if summary.offloaded_bytes_per_step:
+        yield "offloaded per step", format_bytes(int(summary.offloaded_bytes_per_step))
+
+
+def _compared(rows: Iterable[tuple[str, str, str, str]], *, predicted_for: str | None) -> Table:
+    machine = f", predicted for {predicted_for}" if predicted_for else ""
+    table = _table(title=f"Predicted against measured{machine}")
+    table.add_column()
+    for heading in ("predicted", "measured", "measured / predicted"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _comparisons(summary: RunSummary) -> Iterator[tuple[str, str, str, str]]:
+    """Yield the rows of the table of predicted against measured figures."""
+    copies, timeline = summary.copies, summary.timeline
+    times = {"step": summary.step_s, **summary.phases_s}
+    if copies is not None:
+        times["waiting for copies"] = copies.exposed_s
+    if timeline is not None:
+        times["actions of the last step"] = timeline.makespan_s
+    for name, pair in times.items():
+        if pair != Pair(None, None):
+            yield _row(f"{name} time", pair, show=format_duration)
+    if timeline is not None and timeline.pipeline_ranks > 1:
+        yield _row("idle share of a pipeline rank", timeline.bubble_fraction, show=_percent)
+    if copies is not None:
+        yield _row("copies out rate", copies.out_bytes_per_s, show=_rate)
+        yield _row("copies back rate", copies.back_bytes_per_s, show=_rate)
+        yield _row("disk file", copies.disk_bytes, show=format_bytes)
+    for name, pair in summary.memory_bytes.items():
+        yield _row(f"{name} memory", pair, show=format_bytes)
+
+
+def _between_compute(timeline: TimelineSummary) -> str:
+    """Return a sentence about the time of the last step between its compute actions."""
+    simulated_s, measured_s = timeline.with_measured_compute_s, timeline.makespan_s.measured
+    assert simulated_s is not None, "known with the timeline"
+    assert measured_s is not None, "known with the timeline"
+    return (
+        f"The last step took {format_duration(measured_s)}. Simulated with the measured times of "
+        f"its compute it takes {format_duration(simulated_s)}: the other "
+        f"{format_duration(max(0.0, measured_s - simulated_s))} passed between compute actions."
+    )
+
+
+def _row(name: str, pair: Pair, *, show: Callable[[Any], str]) -> tuple[str, str, str, str]:
+    predicted, measured = pair.predicted, pair.measured
+    known = predicted is not None and measured is not None and predicted > 0
+    return (
+        name.replace("_", " "),
+        "–" if predicted is None else show(predicted),
+        "–" if measured is None else show(measured),
+        f"{measured / predicted:.2f}" if known else "–",  # type: ignore[operator]  # both known
+    )
+
+
+def _table(*, title: str | Text) -> Table:
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{format_bytes(int(bytes_per_s))}/s"
+
+
+def _percent(fraction: float) -> str:
+    return f"{fraction:.1%}"

@@ -7,9 +7,8 @@ better.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -19,21 +18,19 @@ from sppo.checkpoint.checkpoint import read_weights
 from sppo.config import RunConfig
 from sppo.cost.layer import Workload
 from sppo.cost.memory.stage_memory import evaluation_bytes
-from sppo.data.run_tokens import open_evaluated, samples_of
-from sppo.data.samples.document_samples import DocumentSamples
-from sppo.data.sequences import count_sequences, training_sequence
-from sppo.data.tokens import TokenData
+from sppo.data.run_tokens import open_evaluated
+from sppo.data.sample_rows import TrainingData
 from sppo.engine.engine import Engine
-from sppo.engine.unit import SequenceData, document_positions
+from sppo.engine.unit import document_positions
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.file import hardware_for
 from sppo.kernels.labels import IGNORED_LABEL
 from sppo.planning.partition import lengths_of
 from sppo.planning.run_plan import evaluation_boundaries
 from sppo.quoting import quoted
-from sppo.training.checks.input_checks import check_weights, initial_weights
 from sppo.training.devices.device import Device
-from sppo.training.state_tensors import DTYPES, starting_weights
+from sppo.training.input_checks import check_weights, initial_weights
+from sppo.training.state import DTYPES, starting_weights
 from sppo.units import format_bytes
 
 _FIRST_BIN_TOKENS = 64
@@ -91,7 +88,7 @@ def evaluate(
 
     Args:
         run: Run configuration that passed
-            :func:`sppo.training.checks.input_checks.check_evaluation`.
+            :func:`sppo.training.input_checks.check_evaluation`.
         source: Path of a checkpoint, or of a run whose newest one is evaluated; None evaluates the
             initial weights of the run (``model.from_hf``, or random weights).
         device: Device that computes.
@@ -104,24 +101,26 @@ def evaluate(
         MemoryError: The evaluation does not fit in this machine's memory.
     """
     data = open_evaluated(run)
-    hardware = hardware_for(
-        run.hardware, this_machine=None if device.kind == "cpu" else device.machine()
-    )
+    machine = None if device.kind == "cpu" else device.machine()
+    hardware = hardware_for(run.hardware, this_machine=machine)
     boundaries = evaluation_boundaries(run, hardware=hardware)
     device.begin()
     _check_memory(run, hardware=hardware, boundaries=boundaries, device=device)
     weights, weights_from, step = _weights(run, source, device=device.torch_device)
     engine = Engine(run.model, weights=weights, gradients=None)
-    count, sequences = _evaluated_sequences(run, data, boundaries=boundaries, most=most)
-    losses_S, counts_S = _sum_by_position(
-        engine,
-        sequences,
-        count=count,
-        length=run.sequence.length,
-        device=device,
-        on_sequence=on_sequence,
-    )
-    are_samples = run.data.samples == "documents"
+    samples, are_samples = TrainingData.of(run, data), run.data.samples == "documents"
+    count = samples.num_samples if most is None else min(most, samples.num_samples)
+    losses_S = torch.zeros(run.sequence.length, dtype=torch.float64)
+    counts_S = torch.zeros(run.sequence.length, dtype=torch.int64)
+    done = 0
+    for own, cuts in _sequences(samples, count, boundaries=boundaries, packs=are_samples):
+        sequence = samples.row(own)
+        losses = engine.evaluate(device.put(sequence), cuts).double().cpu()
+        positions = document_positions(len(losses), sequence.document_starts)
+        losses_S.index_add_(0, positions, losses)
+        counts_S.index_add_(0, positions, (sequence.labels_S != IGNORED_LABEL).long())
+        done += len(own)
+        on_sequence(done, count)
     if not counts_S.any():
         counted = f"{count} {'samples' if are_samples else 'sequences'}"
         raise ValueError(_NO_LABEL.format(directory=data.directory, counted=counted))
@@ -140,31 +139,31 @@ def evaluate(
     )
 
 
-def _sum_by_position(
-    engine: Engine,
-    sequences: Iterator[_Sequence],
-    *,
-    count: int,
-    length: int,
-    device: Device,
-    on_sequence: Callable[[int, int], None],
-) -> tuple[Tensor, Tensor]:
-    """Run the forward of all sequences; sum losses and count valid labels by position.
+def _sequences(
+    samples: TrainingData, count: int, *, boundaries: tuple[int, ...], packs: bool
+) -> Iterator[tuple[list[int], tuple[int, ...]]]:
+    """Yield the samples of each sequence to evaluate, and its subsequence boundaries.
 
-    Returns:
-        Sums of the losses in float64, and numbers of valid labels, [length] each.
+    Args:
+        samples: Samples, or sequences of the stream, of which the first `count` are evaluated.
+        count: Number of samples to evaluate.
+        boundaries: Subsequence boundaries of a sequence of the run's full length.
+        packs: Pack samples, in their order, into sequences that are not longer than a subsequence;
+            a longer sample is a sequence of its own. False for sequences of the stream.
     """
-    losses_S = torch.zeros(length, dtype=torch.float64)
-    counts_S = torch.zeros(length, dtype=torch.int64)
-    done = 0
-    for part in sequences:
-        losses = engine.evaluate(device.put(part.sequence), part.boundaries).double().cpu()
-        positions = document_positions(len(losses), part.sequence.document_starts)
-        losses_S.index_add_(0, positions, losses)
-        counts_S.index_add_(0, positions, (part.sequence.labels_S != IGNORED_LABEL).long())
-        done += part.count
-        on_sequence(done, count)
-    return losses_S, counts_S
+    if not packs:
+        yield from (([index], boundaries) for index in range(count))
+        return
+    own: list[int] = []
+    most, tokens = max(lengths_of(boundaries)), 0
+    for index, length in enumerate(samples.lengths(range(count))):
+        if own and tokens + length > most:
+            yield own, (*range(0, tokens, most), tokens)
+            own, tokens = [], 0
+        own.append(index)
+        tokens += length
+    if own:
+        yield own, (*range(0, tokens, most), tokens)
 
 
 def loss_by_position(losses_S: Tensor, counts_S: Tensor) -> tuple[PositionLoss, ...]:
@@ -228,76 +227,3 @@ def _check_model(run: RunConfig, metadata: dict[str, object], path: Path) -> Non
             f"{path} holds another model: {'; '.join(sorted(different))}. "
             "Use the run file it was trained with"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Sequence:
-    """One sequence of an evaluation.
-
-    Attributes:
-        sequence: Tokens and labels.
-        boundaries: Boundaries of the subsequences.
-        count: Number of samples packed in the sequence; 1 for a sequence of the stream.
-    """
-
-    sequence: SequenceData
-    boundaries: tuple[int, ...]
-    count: int
-
-
-def _evaluated_sequences(
-    run: RunConfig, data: TokenData, *, boundaries: tuple[int, ...], most: int | None
-) -> tuple[int, Iterator[_Sequence]]:
-    """Return the number of sequences, or of samples, of an evaluation, and its sequences in order.
-
-    The data is read while the sequences are iterated over.
-
-    Args:
-        run: Validated run configuration.
-        data: Token data to evaluate.
-        boundaries: Subsequence boundaries of a sequence of the run's full length.
-        most: Largest number of sequences or samples, taken from the start of the data; None for
-            all.
-    """
-    if run.data.samples == "documents":
-        samples = DocumentSamples(
-            samples_of(run, data), data, seed=0, shuffle=False, samples_per_step=1
-        )
-        count = samples.num_samples if most is None else min(most, samples.num_samples)
-        return count, _packed(samples, count, tokens=max(lengths_of(boundaries)))
-    count = count_sequences(data, length=run.sequence.length)
-    count = count if most is None else min(most, count)
-    return count, _stream(run, data, count, boundaries)
-
-
-def _stream(
-    run: RunConfig, data: TokenData, count: int, boundaries: tuple[int, ...]
-) -> Iterator[_Sequence]:
-    length, isolate = run.sequence.length, run.data.isolate_documents
-    for index in range(count):
-        sequence = training_sequence(data, index, length=length, isolate_documents=isolate)
-        yield _Sequence(sequence, boundaries, 1)
-
-
-def _packed(samples: DocumentSamples, count: int, *, tokens: int) -> Iterator[_Sequence]:
-    """Yield sequences of at most `tokens` tokens of whole samples, and longer samples alone.
-
-    Samples keep their order; a sample of more than `tokens` tokens is cut into subsequences.
-    """
-    waiting: list[int] = []
-    room = tokens
-    for index, length in enumerate(samples.lengths(range(count))):
-        if waiting and length > room:
-            yield _sequence(samples, waiting, tokens)
-            waiting, room = [], tokens
-        waiting.append(index)
-        room -= length
-    if waiting:
-        yield _sequence(samples, waiting, tokens)
-
-
-def _sequence(samples: DocumentSamples, own: Sequence[int], tokens: int) -> _Sequence:
-    sequence = samples.row(own)
-    length = sequence.tokens_S.shape[0]
-    cuts = (*accumulate([tokens] * ((length - 1) // tokens), initial=0), length)
-    return _Sequence(sequence, cuts, len(own))

@@ -1,4 +1,4 @@
-"""Measured timeline of the last step of a run, for the ranks of one pipeline.
+"""Timelines of the last step of a run, planned and measured, for the ranks of one pipeline.
 
 Every rank records the start and the end of its actions by its own clock. Ranks of one machine have
 the same clock. The clocks of different machines are aligned at a barrier of all ranks, to about
@@ -10,40 +10,78 @@ from __future__ import annotations
 import logging
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 
 from sppo.engine.engine import StepResult
-from sppo.plots.timeline import write_png
+from sppo.planning.plan import ExecutionPlan
+from sppo.planning.simulated_run import simulated_plan
+from sppo.report.run_summary import Pair, RankPair, TimelineSummary
 from sppo.schedule.actions import Action
+from sppo.schedule.program import Case
+from sppo.schedule.simulation.simulate import simulate, step_seconds
 from sppo.schedule.timeline import Timeline, measured_timeline
-from sppo.timeline.chrome_trace import write_trace
-from sppo.training.job import Ranks
-from sppo.training.run_directory import TIMELINE_PLOT, TIMELINE_TRACE
+from sppo.training.job import Job
+from sppo.training.step import StepWork
 
 _log = logging.getLogger(__name__)
-
-_MOST_DRAWN = 4000
-"""Largest number of actions for which a PNG plot is drawn; the Chrome trace can be zoomed."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimelines:
-    """Timelines of one step of a pipeline.
-
-    Attributes:
-        planned: Simulated timeline.
-        measured: Measured timeline; a wait for a copy is part of the action that waited.
-        with_measured_compute_s: Simulated seconds of the step with its measured compute.
-        exposed_copy_s: Seconds that each pipeline rank waited for copies.
-    """
+    """One step of a pipeline's ranks, as planned and as executed."""
 
     planned: Timeline
+    """Simulated timeline."""
     measured: Timeline
-    with_measured_compute_s: float
-    exposed_copy_s: tuple[float, ...]
+    """Measured timeline; a wait for a copy is part of the action that waited."""
+    summary: TimelineSummary
+    """Figures of both."""
+
+
+def step_timelines(
+    job: Job,
+    plan: ExecutionPlan,
+    work: StepWork | None,
+    executed: StepResult | None,
+    *,
+    exposed_copy_s: float,
+) -> StepTimelines | None:
+    """Return the timelines of a step on rank 0, if one was executed. Collective.
+
+    The measured `idle_fraction` includes waits for copies, as the simulated one does; the measured
+    `bubble_fraction` counts only the gaps between actions.
+
+    Args:
+        job: Job that trains the run.
+        plan: Plan of the run.
+        work: Work of the step; None if no step was executed.
+        executed: Actions that this rank executed; None if no step was executed.
+        exposed_copy_s: Seconds that this rank waited for copies.
+    """
+    measured = executed_timeline(executed, job)
+    waited_s = job.peers.all_gather(exposed_copy_s)
+    if measured is None or work is None:
+        return None
+    if work.samples is None:
+        case = simulated_plan(plan).case
+    else:
+        step = work.samples.replica.plan
+        case = Case(step.program, step.evaluated.costs)
+    planned = simulate(case.schedule, costs=case.costs)
+    exposed_s = tuple(waited_s[rank] for rank in job.mesh.pipeline_ranks)
+    all_ranks_s = len(measured.ranks) * measured.makespan_s
+    exposed = sum(exposed_s) / all_ranks_s if all_ranks_s else 0.0
+    planned_waits_s = tuple(track.idle_s("copy") for track in planned.ranks)
+    summary = TimelineSummary(
+        idle_fraction=Pair(planned.bubble_fraction, measured.bubble_fraction + exposed),
+        exposed_copy_s_by_rank=RankPair(planned_waits_s, exposed_s),
+        pipeline_ranks=len(measured.ranks),
+        makespan_s=Pair(planned.makespan_s, measured.makespan_s),
+        with_measured_compute_s=step_seconds(measured, costs=case.costs),
+        bubble_fraction=Pair(planned.bubble_fraction, measured.bubble_fraction),
+    )
+    return StepTimelines(planned, measured, summary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,26 +98,26 @@ class _RankStep:
     """(start, end) of each action on the clock of the rank."""
 
 
-def executed_timeline(executed: StepResult | None, ranks: Ranks) -> Timeline | None:
+def executed_timeline(executed: StepResult | None, job: Job) -> Timeline | None:
     """Return the measured timeline of the first pipeline on rank 0, and None on other ranks.
 
     Collective: every rank must call it. Returns None on all ranks if no step was executed.
     """
-    if not ranks.peers.any(executed is not None):
+    if not job.peers.any(executed is not None):
         return None
     assert executed is not None, "all ranks have done the same steps"
-    ranks.peers.barrier()
+    job.peers.barrier()
     own = _RankStep(
         platform.node(),
         time.perf_counter(),
-        ranks.mesh.at.pipeline,
+        job.mesh.at.pipeline,
         tuple(done.action for done in executed.trace),
         tuple((done.start_s, done.finish_s) for done in executed.trace),
     )
-    steps = ranks.peers.all_gather(own)
-    if not ranks.is_main:
+    steps = job.peers.all_gather(own)
+    if not job.mesh.is_main:
         return None
-    pipeline = [steps[rank] for rank in ranks.mesh.pipeline_ranks]
+    pipeline = [steps[rank] for rank in job.mesh.pipeline_ranks]
     others = [n for n, s in enumerate(steps) if s.actions != pipeline[s.pipeline_rank].actions]
     if others:
         _log.warning("ranks %s executed another program than the first pipeline", others)
@@ -101,14 +139,3 @@ def _timeline(executed: StepResult, steps: Sequence[_RankStep]) -> Timeline:
     ]
     program = executed.schedule.with_programs([step.actions for step in steps])
     return measured_timeline(program, times_s=times)
-
-
-def timeline_writers(step: StepTimelines) -> dict[str, Callable[[Path], None]]:
-    """Return the functions that draw planned and measured timeline, by the name of their file."""
-    both = (step.planned, step.measured)
-    writers: dict[str, Callable[[Path], None]] = {
-        TIMELINE_TRACE: partial(write_trace, timelines=both),
-    }
-    if sum(timeline.schedule.num_actions for timeline in both) <= _MOST_DRAWN:
-        writers[TIMELINE_PLOT] = partial(write_png, timelines=both)
-    return writers

@@ -1,4 +1,4 @@
-"""All checks before the first step of a run, and the plan of its steps.
+"""All checks before the first step of a run that depend on memory, and the plan of its steps.
 
 Rank 0 checks the run and makes its plan for all ranks. Every rank opens the data and checks the
 memory, the disk and the attention of its own machine.
@@ -6,19 +6,29 @@ memory, the disk and the attention of its own machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import resource
+import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import islice, repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sppo.activations.subsequence_placement import check_whole_classes
 from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, METADATA_FILE, list_checkpoints
 from sppo.config import RunConfig
 from sppo.config.json_file import read_json
-from sppo.data.samples.document_samples import DocumentSamples
-from sppo.data.sequences import TrainingData
-from sppo.hardware.description import DeviceKind, HardwareSpec
+from sppo.cost.layer import ACCUMULATION_BYTES
+from sppo.cost.memory.process_growth import PLANNING_PROCESS_BYTES, REPORT_BYTES, step_bytes
+from sppo.cost.memory.stage_memory import checkpoint_bytes
+from sppo.cost.memory.tier_memory import SAVED_IN_BACKGROUND
+from sppo.cost.parameters import num_parameters
+from sppo.data.sample_rows import TrainingData
+from sppo.data.tokens import open_tokens
+from sppo.hardware.description import DeviceKind
+from sppo.offload.disk.disk_room import DiskRoom, is_memory, usable_directory
 from sppo.parallel.mesh_shape import MeshShape
 from sppo.parallel.stream_budget import StreamUse, check_streams
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
@@ -28,56 +38,57 @@ from sppo.planning.elastic.step_plan import step_planner
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.run_plan import plan_run
 from sppo.planning.search.choices import Degrees, multiplexed_problem, subsequence_problem
+from sppo.planning.too_large import tier_too_small
+from sppo.report.run_summary import AttentionSummary
 from sppo.schedule.msp_groups import msp_ranges
-from sppo.training.checks.attention_in_use import (
-    AttentionInUse,
-    check_attention,
-    load_attention,
-    with_attention_here,
-)
-from sppo.training.checks.input_checks import check_inputs, check_weights
-from sppo.training.checks.room_checks import (
-    FreeMemory,
-    check_disk,
-    check_first_checkpoint,
-    check_memory,
-    check_step_size,
-    find_free_memory,
-    load_libraries,
-)
-from sppo.training.devices.choose_device import machine_of_ranks
-from sppo.training.devices.device import Device
+from sppo.training.attention_in_use import check_attention, load_attention, with_attention_here
+from sppo.training.devices.device import machine_of_ranks
+from sppo.training.input_checks import check_inputs, check_labels, check_weights, input_facts
 from sppo.training.job import Job, mesh_shape
+from sppo.training.sample_steps import saved_history
 from sppo.training.state import may_offload
-from sppo.training.steps.corrections import saved_history
-from sppo.training.training_data import check_labels, input_facts, training_data
+from sppo.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class NextStep:
-    """First step of samples that a run, new or resumed, will execute.
-
-    Attributes:
-        number: Number of the step, counted from 1.
-        planned: Plan of the step for the first replica.
-    """
+    """First step of samples that a run, new or resumed, will execute."""
 
     number: int
+    """Number of the step, counted from 1."""
     planned: ReplicaPlan
+    """Plan of the step for the first replica."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedRun:
-    """Training data and plan of a run that passed all checks."""
+    """A run that passed all checks, with its training data and plan."""
 
-    data: TrainingData | DocumentSamples
+    job: Job
+    data: TrainingData
     plan: ExecutionPlan
     """Plan of every step; in a run of samples, of a step of the longest samples."""
-    attention: AttentionInUse
+    attention: AttentionSummary
     """Attention back ends of the plan and of this machine."""
     next_step: NextStep | None = None
     """First step of samples; None if all steps are done, or in a run of sequences, whose steps are
     alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class FreeMemory:
+    """Free memory and disk space of this machine."""
+
+    kind: DeviceKind
+    device_bytes: int
+    """Free memory of the device, for one rank."""
+    host_bytes: int
+    """Free host memory behind a GPU, for one rank; 0 on a CPU, whose device memory is the host's.
+    """
+    disk: DiskRoom
+    """Disk space of the disk tier, for all ranks."""
+    local_ranks: int
+    """Number of ranks on this machine."""
 
 
 def preflight(
@@ -91,159 +102,85 @@ def preflight(
         job: Job that trains the run.
         plan: Plan to follow; None to make one.
         checks_inputs: Rank 0 also makes the checks of
-            :func:`sppo.training.checks.input_checks.check_inputs`, which otherwise the process
-            made that the user started.
+            :func:`sppo.training.input_checks.check_inputs`, which otherwise the process made that
+            the user started.
 
     Raises:
         ValueError: An input or the plan breaks a rule; names the rule and the fix.
         MemoryError: The run does not fit in the memory of a rank.
     """
-    run, ranks, device = job.run, job.ranks, job.device
+    run, peers, device = job.run, job.peers, job.device
     if checks_inputs:
-        ranks.decided_by_main(lambda: check_inputs(run))
-    ranks.decided_by_main(lambda: check_weights(run))
-    training = ranks.done_by_all(lambda: training_data(run))
-    ranks.check_same_facts(lambda: input_facts(run, training.data))
-    ranks.decided_by_main(lambda: check_labels(training, steps=run.train.steps))
-    if isinstance(training, DocumentSamples):
-        run = run_of_longest_samples(run, longest=int(training.table.lengths.max()))
+        peers.decided_by_main(lambda: check_inputs(run))
+    peers.decided_by_main(lambda: check_weights(run))
+    data = peers.done_by_all(lambda: TrainingData.of(run, open_tokens(Path(run.data.tokens))))
+    if job.mesh.is_distributed:
+        peers.check_same(input_facts(run, data.data))
+    peers.decided_by_main(lambda: check_labels(data, steps=run.train.steps))
+    if run.data.samples == "documents":
+        run = run_of_longest_samples(run, longest=int(data.table.lengths.max()))
+    planned = replace(job, run=run)
     if device.kind == "cpu":
         load_libraries(tensorboard=run.train.tensorboard)
     load_attention(run, device)
-    ranks.peers.barrier()  # free memory is meaningful once every rank has loaded its libraries
-    free = find_free_memory(
-        run,
-        device,
-        local_ranks=ranks.local_ranks,
-        plans_ahead=isinstance(training, DocumentSamples) and run.planning.ahead,
-    )
-    plan = ranks.decided_by_main(lambda: _trainable_plan(job, run, plan, training, free=free))
+    peers.barrier()  # free memory is meaningful once every rank has loaded its libraries
+    plans_ahead = run.data.samples == "documents" and run.planning.ahead
+    free = find_free_memory(planned, plans_ahead=plans_ahead)
+    plan = peers.decided_by_main(lambda: _trainable_plan(planned, plan, data, free))
     # Every rank has read the free memory by now, and none has allocated any.
-    attention = ranks.done_by_all(lambda: _check_fits(run, plan, device, free=free))
-    ranks.decided_by_main(lambda: check_first_checkpoint(run))
-    next_step = ranks.decided_by_main(lambda: _next_step(run, training, plan))
-    return CheckedRun(training, plan, attention, next_step)
+    attention = peers.done_by_all(lambda: check_attention(run, plan, device))
+    peers.done_by_all(lambda: check_room(run, plan, free))
+    peers.decided_by_main(lambda: check_first_checkpoint(run))
+    next_step = peers.decided_by_main(lambda: _next_step(run, data, plan))
+    return CheckedRun(job, data, plan, attention, next_step)
+
+
+# The plan
 
 
 def _trainable_plan(
-    job: Job,
-    run: RunConfig,
-    plan: ExecutionPlan | None,
-    training: TrainingData | DocumentSamples,
-    *,
-    free: FreeMemory,
+    job: Job, plan: ExecutionPlan | None, data: TrainingData, free: FreeMemory
 ) -> ExecutionPlan:
     """Return the plan of a run, made for the free memory unless one is given.
 
     Args:
-        job: Job that trains the run.
-        run: Run configuration; in a run of samples, with the length of the longest sample.
+        job: Job of the run; in a run of samples, with the length of the longest sample.
         plan: Plan to follow; None to make one.
-        training: Training data of the run.
+        data: Training data of the run.
         free: Free memory of this machine.
 
     Raises:
         ValueError: Training does not support the plan, or no plan is possible.
         MemoryError: A step does not fit.
     """
-    device = job.device
+    run, device = job.run, job.device
     if device.kind == "cpu":
-        check_step_size(run, free)
+        _check_step_size(run, free)
     if plan is None:
-        num_ranks, local_ranks = MeshShape.of(run.parallel).num_ranks, job.ranks.local_ranks
+        num_ranks, local_ranks = MeshShape.of(run.parallel).num_ranks, job.local_ranks
         hardware = machine_of_ranks(run, device, num_ranks=num_ranks, local_ranks=local_ranks)
         hardware = with_attention_here(hardware, run, device)
+        available = free.device_bytes
         if device.kind == "cuda":  # a plan uses at most the usable memory
-            free = replace(free, device_bytes=min(free.device_bytes, hardware.device.usable_bytes))
-        plan = _planned(run, training, hardware=hardware, free=free)
+            available = min(available, hardware.device.usable_bytes)
+        limits: dict[str, Any] = {
+            "hardware": hardware,
+            "available_bytes": available,
+            "disk_bytes": free.disk.usable_bytes,  # of all ranks; the plan divides it
+            "host_bytes": free.host_bytes,
+        }
+        if run.data.samples == "documents":
+            # Also in a resumed run, so that it gets the same stages and continues bit for bit.
+            first = map(data.lengths, islice(data.steps(), STEPS))
+            plan = plan_samples(run, steps=tuple(first), **limits)
+        else:
+            plan = plan_run(run, **limits)
     check_trainable(run, plan, kind=device.kind)
     return plan
 
 
-def _planned(
-    run: RunConfig,
-    training: TrainingData | DocumentSamples,
-    *,
-    hardware: HardwareSpec,
-    free: FreeMemory,
-) -> ExecutionPlan:
-    """Make the plan of a run's steps; steps of samples are planned for the first few of them."""
-    limits: dict[str, Any] = {
-        "hardware": hardware,
-        "available_bytes": free.device_bytes,
-        "disk_bytes": free.disk.usable_bytes,  # of all ranks; the plan divides it
-        "host_bytes": free.host_bytes,
-    }
-    if not isinstance(training, DocumentSamples):
-        return plan_run(run, **limits)
-    return plan_samples(run, steps=tuple(_first_steps(training)), **limits)
-
-
-def _check_fits(
-    run: RunConfig, plan: ExecutionPlan, device: Device, *, free: FreeMemory
-) -> AttentionInUse:
-    """Check that a plan fits into the memory and the disk of this rank; return its attention."""
-    attention = check_attention(run, plan, device)
-    check_memory(run, plan, free)
-    check_disk(run, plan, free)
-    return attention
-
-
-def _first_steps(training: DocumentSamples) -> Iterator[tuple[int, ...]]:
-    """Yield the lengths of the samples of each of a run's first steps, in tokens.
-
-    A resumed run uses these steps, too, so it gets the same stages and continues bit for bit.
-    """
-    consumed = 0
-    for _ in range(STEPS):
-        samples = training.step_samples(consumed)
-        consumed += len(samples)
-        yield training.lengths(samples)
-
-
-def _next_step(
-    run: RunConfig, training: TrainingData | DocumentSamples, plan: ExecutionPlan
-) -> NextStep | None:
-    """Return the plan of the first step of samples to execute, after the newest checkpoint if any.
-
-    The checkpoint is not verified here, but when it is loaded. Returns None in a run of sequences,
-    and if all steps are done.
-
-    Raises:
-        MemoryError: The step does not fit.
-    """
-    if not isinstance(training, DocumentSamples):
-        return None
-    metadata = _newest_metadata(run)
-    done, consumed = int(metadata["step"]), int(metadata["sequences_consumed"])
-    if done >= run.train.steps:
-        return None
-    request = StepRequest(
-        training.lengths(training.step_samples(consumed)),
-        saved_history(metadata, plan=plan).previous,
-        corrects_plan=run.planning.corrected,
-    )
-    planner = step_planner(plan, background_saves=run.checkpoint.async_save)
-    return NextStep(done + 1, plan_replica(planner, request, replica=0))
-
-
-def _newest_metadata(run: RunConfig) -> Mapping[str, Any]:
-    """Return the metadata of the newest checkpoint, or of a new run if there is none."""
-    for _, path in list_checkpoints(Path(run.train.output) / CHECKPOINTS_DIRECTORY):
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            metadata = read_json(path / METADATA_FILE)
-            if type(metadata["step"]) is type(metadata["sequences_consumed"]) is int:
-                return dict(metadata)
-    return {"step": 0, "sequences_consumed": 0}
-
-
 def check_trainable(run: RunConfig, plan: ExecutionPlan, *, kind: DeviceKind) -> None:
     """Raise ValueError if training does not support a plan; the solver recommends no such plan.
-
-    Args:
-        run: Run configuration with the degrees of the plan.
-        plan: Plan to follow.
-        kind: Kind of the devices.
 
     Raises:
         ValueError: The plan breaks a rule; names the rule and the fix.
@@ -261,20 +198,208 @@ def check_trainable(run: RunConfig, plan: ExecutionPlan, *, kind: DeviceKind) ->
     if problem is not None:
         raise ValueError(problem)
     if kind == "cuda":
-        check_streams(mesh_shape(run), _stream_use(run, plan))
+        use = StreamUse(
+            ranges=msp_ranges(plan.program().msp_groups) if plan.uses_msp else [],
+            cuts_units=plan.uses_msp,
+            wraps=plan.virtual_stages > 1,
+            ties_ends=run.model.tie_embeddings,
+            gathers_weights=plan.zero == 3,
+            offloads=may_offload(run, plan),
+            offloads_state=plan.state.leaves_device,
+        )
+        check_streams(mesh_shape(run), use)
 
 
-def _stream_use(run: RunConfig, plan: ExecutionPlan) -> StreamUse:
-    """Return the features of a run that need CUDA streams."""
-    ranges: list[tuple[int, int]] = []
-    if plan.uses_msp:
-        ranges = msp_ranges(plan.program().msp_groups)
-    return StreamUse(
-        ranges=ranges,
-        cuts_units=plan.uses_msp,
-        wraps=plan.virtual_stages > 1,
-        ties_ends=run.model.tie_embeddings,
-        gathers_weights=plan.zero == 3,
-        offloads=may_offload(run, plan),
-        offloads_state=plan.state.leaves_device,
+def _next_step(run: RunConfig, data: TrainingData, plan: ExecutionPlan) -> NextStep | None:
+    """Return the plan of the first step of samples to execute, after the newest checkpoint if any.
+
+    The checkpoint is not verified here, but when it is loaded. Returns None in a run of sequences,
+    and if all steps are done.
+
+    Raises:
+        MemoryError: The step does not fit.
+    """
+    if run.data.samples == "stream":
+        return None
+    metadata = _newest_metadata(run)
+    done, consumed = int(metadata["step"]), int(metadata["sequences_consumed"])
+    if done >= run.train.steps:
+        return None
+    request = StepRequest(
+        data.lengths(data.step_samples(consumed)),
+        saved_history(metadata, plan=plan).previous,
+        corrects_plan=run.planning.corrected,
     )
+    planner = step_planner(plan, background_saves=run.checkpoint.async_save)
+    return NextStep(done + 1, plan_replica(planner, request, replica=0))
+
+
+def _newest_metadata(run: RunConfig) -> Mapping[str, Any]:
+    """Return the metadata of the newest checkpoint, or of a new run if there is none."""
+    for _, path in list_checkpoints(Path(run.train.output) / CHECKPOINTS_DIRECTORY):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            metadata = read_json(path / METADATA_FILE)
+            if type(metadata["step"]) is type(metadata["sequences_consumed"]) is int:
+                return dict(metadata)
+    return {"step": 0, "sequences_consumed": 0}
+
+
+# Free memory and disk space
+
+
+@cache
+def load_libraries(*, tensorboard: bool = False) -> None:
+    """Import the plotting libraries, which a run uses at its end, before free memory is measured.
+
+    They take tens of MiB. In a small container a plan that did not account for them would have the
+    run killed after its last step.
+
+    Args:
+        tensorboard: Also import the writer of TensorBoard's event files.
+    """
+    from matplotlib.backends import backend_agg  # noqa: F401
+
+    if tensorboard:
+        from torch.utils.tensorboard import SummaryWriter  # noqa: F401
+
+
+def find_free_memory(job: Job, *, plans_ahead: bool) -> FreeMemory:
+    """Return the memory and disk space that is free for the ranks on this machine.
+
+    Args:
+        job: Job that trains the run.
+        plans_ahead: Each rank has another process that plans its next step.
+    """
+    device, local_ranks, path = job.device, job.local_ranks, job.run.activations.disk
+    available = device.free_bytes(local_ranks=local_ranks)
+    host_bytes = device.host_tier_bytes(local_ranks=local_ranks)
+    if plans_ahead:
+        host_bytes = max(0, host_bytes - PLANNING_PROCESS_BYTES)
+        if device.kind == "cpu":
+            available = max(0, available - PLANNING_PROCESS_BYTES)
+    disk = DiskRoom(free_bytes=0) if path is None else usable_directory(Path(path))
+    return FreeMemory(device.kind, available, host_bytes, disk, local_ranks)
+
+
+def _check_step_size(run: RunConfig, free: FreeMemory) -> None:
+    """Raise MemoryError if the data and program of a step alone do not fit; builds neither."""
+    parallel, num_subsequences = run.parallel, run.sequence.num_subsequences
+    sequences = run.train.sequences_per_step // parallel.data_parallel_degree
+    units = sequences * (1 if num_subsequences == "auto" else num_subsequences)
+    tokens = sequences * run.sequence.length
+    is_pipeline = parallel.pipeline_parallel_degree > 1
+    needed = step_bytes(tokens=tokens, units=units, is_pipeline=is_pipeline)
+    if needed > free.device_bytes:
+        raise MemoryError(
+            f"train.sequences_per_step={run.train.sequences_per_step}: the tokens and the program "
+            f"of one step take {format_bytes(needed)} on a rank, and "
+            f"{format_bytes(free.device_bytes)} are available: lower it"
+        )
+
+
+def check_room(run: RunConfig, plan: ExecutionPlan, free: FreeMemory) -> None:
+    """Raise an error if a plan, which may be older than the run, does not fit on this machine.
+
+    Raises:
+        ValueError: The plan needs a disk, and the run names none.
+        MemoryError: Device memory, a GPU's host memory, disk space, or the limit on the size of a
+            file is too small.
+    """
+    _check_device(run, plan, free)
+    if free.kind == "cuda":
+        host = _host_buckets(run, plan)
+        _check_tier(run, plan, "host", buckets=host, room_bytes=free.host_bytes)
+    disk = max(plan.rank_tier_buckets("disk"), key=lambda buckets: sum(buckets.values()))
+    needed = sum(disk.values())
+    if not needed:
+        return
+    if run.activations.disk is None:
+        raise ValueError(
+            "the plan needs a disk: write activations.disk=DIR, on a fast local "
+            "disk, and solve again with it"
+        )
+    largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if resource.RLIM_INFINITY != largest < needed:
+        raise MemoryError(
+            f"the plan puts {format_bytes(needed)} on activations.disk={run.activations.disk}, "
+            f"and this process may write files of {format_bytes(largest)} at most: raise that "
+            "limit (ulimit -f), or offload less"
+        )
+    room_bytes = free.disk.usable_bytes // free.local_ranks
+    _check_tier(run, plan, "disk", buckets=disk, room_bytes=room_bytes)
+
+
+def _check_device(run: RunConfig, plan: ExecutionPlan, free: FreeMemory) -> None:
+    """Raise MemoryError if the plan does not fit in device memory."""
+    needed = max(stage.memory.device.total_bytes for stage in plan.stages)
+    if free.kind == "cpu":
+        needed = max(needed, REPORT_BYTES)
+    disk, available = run.activations.disk, free.device_bytes
+    if free.kind == "cpu" and disk is not None and is_memory(Path(disk)):
+        needed += max(sum(buckets.values()) for buckets in plan.rank_tier_buckets("disk"))
+        if needed > available:
+            raise MemoryError(
+                f"activations.disk={run.activations.disk} is a file system in memory: with what "
+                f"the plan puts there it needs {format_bytes(needed)}, and "
+                f"{format_bytes(available)} are available; name a directory on a disk"
+            )
+    if needed > available:
+        raise MemoryError(
+            f"the plan needs {format_bytes(needed)} for a sequence of {plan.boundaries[-1]} "
+            f"tokens, and {format_bytes(available)} are available: end other programs, or solve "
+            "again on this machine"
+        )
+
+
+def _host_buckets(run: RunConfig, plan: ExecutionPlan) -> Mapping[str, int]:
+    """Return the bytes, by bucket, of the rank that takes most host memory behind its GPU.
+
+    With ``checkpoint.async_save`` the copy of the state that is written in the background counts,
+    too, even if the plan was made without it.
+    """
+    saved = checkpoint_bytes(plan.candidate()) if run.checkpoint.async_save else repeat(0)
+    ranks = [
+        {**buckets, SAVED_IN_BACKGROUND: copied}
+        for buckets, copied in zip(plan.rank_tier_buckets("host"), saved, strict=False)
+    ]
+    return max(ranks, key=lambda buckets: sum(buckets.values()))
+
+
+def _check_tier(
+    run: RunConfig,
+    plan: ExecutionPlan,
+    place: Literal["host", "disk"],
+    *,
+    buckets: Mapping[str, int],
+    room_bytes: int,
+) -> None:
+    """Raise MemoryError if a rank stores more bytes in a tier, by bucket, than there is room."""
+    if sum(buckets.values()) > room_bytes:
+        raise MemoryError(
+            tier_too_small(
+                run,
+                plan.candidate(),
+                plan.placement(),
+                place=place,
+                buckets=buckets,
+                room_bytes=room_bytes,
+            )
+        )
+
+
+def check_first_checkpoint(run: RunConfig) -> None:
+    """Raise MemoryError if the disk of the output directory lacks space for a first checkpoint.
+
+    A run that has checkpoints is not checked: its next save removes what a killed save left behind.
+    """
+    config, directory = run.checkpoint, Path(run.train.output) / CHECKPOINTS_DIRECTORY
+    saves = config.at_end or config.every not in ("auto", 0)
+    if not saves or list_checkpoints(directory):
+        return
+    disk = shutil.disk_usage(next(path for path in directory.absolute().parents if path.is_dir()))
+    needed = 3 * ACCUMULATION_BYTES * num_parameters(run.model)  # weights and both moments
+    if disk.total and needed > disk.free:  # /proc and the like have no space at all, nor files
+        raise MemoryError(
+            f"a checkpoint takes {format_bytes(needed)}, and {format_bytes(disk.free)} are free "
+            f"for {directory}: free some space, or set train.output to another disk"
+        )

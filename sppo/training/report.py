@@ -1,67 +1,205 @@
-"""Report of a finished run: its files and plots, and predicted against measured figures."""
+"""What a run says: its setup before the first step; files, plots and figures at its end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from statistics import median
 
+import numpy as np
+import torch
 from rich.console import Console
 
 from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY
 from sppo.config import RunConfig
 from sppo.cost.memory.tier_memory import SAVED_IN_BACKGROUND
+from sppo.cost.parameters import num_parameters
 from sppo.cost.stage_cost import copy_bytes_per_s
+from sppo.data.sample_rows import TrainingData
 from sppo.offload.copy_report import CopyReport
+from sppo.parallel.mesh_shape import MeshShape
 from sppo.planning.plan import ExecutionPlan
+from sppo.plots.chrome_trace import write_trace
 from sppo.plots.loss import loss_plot
-from sppo.report.lines import print_line
+from sppo.plots.timeline import write_png
+from sppo.report.lines import print_line, print_titled
 from sppo.report.metrics import METRICS_FILE, StepMetrics, read_metrics
 from sppo.report.run_summary import (
     CopiesSummary,
     Pair,
-    RankPair,
     RunSummary,
-    TimelineSummary,
+    print_summary,
     read_summary,
     run_summary,
     write_summary,
 )
-from sppo.report.summary_tables import print_summary
-from sppo.training.executed_step import StepTimelines, timeline_writers
-from sppo.training.job import Job
-from sppo.training.preflight import CheckedRun
-from sppo.training.run_directory import LOSS_PLOT, RESULT_FILES, SUMMARY_FILE
-from sppo.training.steps.measured import predicted_and_measured
-from sppo.training.steps.outcome import TrainingOutcome
+from sppo.training.attention_in_use import attention_text
+from sppo.training.executed_step import StepTimelines
+from sppo.training.preflight import CheckedRun, NextStep
+from sppo.training.records import TrainingOutcome, predicted_and_measured
+from sppo.training.run_directory import (
+    LOSS_PLOT,
+    RESULT_FILES,
+    SUMMARY_FILE,
+    TIMELINE_PLOT,
+    TIMELINE_TRACE,
+)
+from sppo.units import counted, format_bytes, format_count, format_duration, format_tokens
 
+Writer = Callable[[Path], None]
+"""Function that writes a file."""
+
+_PHASES = ("forward", "backward", "data and update")
+_MOST_DRAWN = 4000
+"""Largest number of actions for which a PNG plot is drawn; the Chrome trace can be zoomed."""
 _WRITTEN = (*RESULT_FILES, CHECKPOINTS_DIRECTORY)
 """Names of entries of the output directory, in the order in which the report lists them."""
 
 
-def report(job: Job, checked: CheckedRun, outcome: TrainingOutcome, *, command: str) -> None:
+def announce(checked: CheckedRun) -> None:
+    """Print the model, the data, the cuts, the parallelism and the predicted memory of a run."""
+    for title, text in _start_lines(checked):
+        print_titled(title, text, checked.job.console)
+
+
+def _start_lines(checked: CheckedRun) -> Iterator[tuple[str, str]]:
+    """Yield the title and the text of each line."""
+    run, plan, data = checked.job.run, checked.plan, checked.data
+    name = run.model.preset or run.model.from_hf or "model"
+    yield (
+        "model",
+        f"{name}: {format_count(num_parameters(run.model))} parameters, {run.train.dtype} on "
+        f"{checked.job.device.describe()}, torch {torch.__version__}",
+    )
+    made_elsewhere = data.data.meta.tokenizer.name == "ids" and run.model.from_hf is not None
+    yield (
+        "data",
+        f"{format_count(data.data.num_tokens)} tokens in "
+        f"{counted(data.data.num_documents, 'document')}: {_epoch(run, data)}"
+        + (f"; ready-made ids, taken for those of {run.model.from_hf}" if made_elsewhere else ""),
+    )
+    if terms := run.train.beside_cross_entropy:
+        yield "loss", f"cross entropy with {terms}; sppo eval reports the cross entropy alone"
+    if run.data.samples == "documents":
+        yield from _packing(run, plan, checked.next_step)
+    else:
+        yield "cut", _cut(run, plan.lengths)
+    if parallelism := str(MeshShape.of(run.parallel)):
+        yield "parallel", f"{parallelism}; schedule {plan.schedule}"
+    of_longest = "of the longest samples alone " if run.data.samples == "documents" else ""
+    memory = plan.stages[0].memory.device
+    yield (
+        "policy",
+        f"{plan.policy}: predicted peak {of_longest}{format_bytes(memory.total_bytes)} "
+        f"({format_bytes(memory.activations_bytes)} activations, "
+        f"{format_bytes(memory.kv_bytes + memory.kv_gradients_bytes)} K/V)",
+    )
+    tiers = plan.state
+    if tiers.leaves_device:
+        behind = max(rank.tier_state_bytes for rank in plan.rank_memory)
+        where = f" ({run.activations.disk})" if tiers.tier == "disk" else ""
+        yield "state", f"{tiers.text()}{where}: {format_bytes(behind)}"
+    if plan.offloads_anything:
+        yield "offload", _offloads(run, plan)
+    yield "output", run.train.output
+    yield "attention", attention_text(checked.attention)
+
+
+def _epoch(run: RunConfig, data: TrainingData) -> str:
+    """Return the number and lengths of the sequences or samples of an epoch as text."""
+    if run.data.samples == "stream":
+        length = format_tokens(run.sequence.length)
+        return f"{counted(data.num_samples, 'sequence')} of {length} an epoch"
+    lengths, left_out = data.table.lengths, data.table.num_left_out
+    middle = np.percentile(lengths, (50, 90, 99), method="inverted_cdf").tolist()
+    return (
+        f"{format_count(data.num_samples)} samples of {int(lengths.min())} to "
+        f"{int(lengths.max())} tokens an epoch, mean {round(float(lengths.mean()))}, "
+        + ", ".join(f"p{share} {value}" for share, value in zip((50, 90, 99), middle, strict=True))
+        + (f" ({counted(left_out, 'document')} left out)" if left_out else "")
+    )
+
+
+def _cut(run: RunConfig, lengths: tuple[int, ...]) -> str:
+    """Return the cuts of the sequences as text."""
+    longest, shortest = max(lengths), min(lengths)
+    if len(lengths) == 1:
+        return f"nowhere: one subsequence of {longest} tokens"
+    tokens = str(longest) if longest == shortest else f"{longest} to {shortest}"
+    by = "boundaries" if run.sequence.boundaries is not None else run.sequence.partition
+    return f"{len(lengths)} subsequences of {tokens} tokens (sequence.partition={by})"
+
+
+def _packing(
+    run: RunConfig, plan: ExecutionPlan, next_step: NextStep | None
+) -> Iterator[tuple[str, str]]:
+    """Yield the lines about the packing of samples, and the next step if any is left."""
+    yield (
+        "cut",
+        f"samples into subsequences of at most about {max(plan.lengths)} tokens, packed anew for "
+        "every step",
+    )
+    if next_step is None:
+        return
+    planned, step = next_step.planned, next_step.planned.plan
+    replicas = run.parallel.data_parallel_degree
+    of_replica = f" on the first of {replicas} replicas" if replicas > 1 else ""
+    yield (
+        "step",
+        f"number {next_step.number}{of_replica}: {format_count(step.num_samples)} samples, "
+        f"{format_count(step.tokens)} tokens in {step.num_split} split, {step.num_batched} batched "
+        f"and {step.num_hybrid} hybrid subsequences; predicted "
+        f"{format_duration(planned.prediction.step_s)}, {step.bubble_fraction:.1%} idle, peak "
+        f"{format_bytes(step.device_peak_bytes)}",
+    )
+
+
+def _offloads(run: RunConfig, plan: ExecutionPlan) -> str:
+    """Return what is offloaded, and where to, as text."""
+    ratios = plan.predicted.offload_ratios
+    size = max(rank.tier_activations_bytes for rank in plan.rank_memory)
+    where = "host memory" if plan.activation_tier == "host" else run.activations.disk
+    what = f"{min(ratios):.0%} to {max(ratios):.0%} of what a subsequence saves"
+    if plan.kv == "offloaded":
+        others = plan.kv_of_stages.count("offloaded")
+        what += f"; K and V of {others} of {len(plan.stages)} stages"
+    return f"{format_bytes(size)} to {where} and back: {what}"
+
+
+# At the end
+
+
+def report(checked: CheckedRun, outcome: TrainingOutcome, *, command: str) -> None:
     """Write the summary and the plots of a run, and print the report.
 
     A run whose steps were all done by an earlier call keeps its summary. The state is saved
     already, so a file that cannot be written only causes a warning.
 
     Args:
-        job: Job that trained the run.
-        checked: Result of the checks of the same run.
+        checked: Run that was trained.
         outcome: Outcome of training.
         command: Command that resumes the run, named in the report of an interrupted run.
     """
-    run, console = job.run, job.console
+    run, console, output = checked.job.run, checked.job.console, outcome.output
+    draw_loss = partial(loss_plot, output / METRICS_FILE, terms=run.train.beside_cross_entropy)
     if _was_done(outcome):
-        _report_nothing_to_do(run, outcome, console=console)
+        print_line(
+            f"{output}: all {run.train.steps} steps were done before, nothing to do; "
+            "raise train.steps to go on",
+            console,
+        )
+        if not (output / LOSS_PLOT).exists():
+            _write({LOSS_PLOT: draw_loss}, outcome, console=console)
         return
-    output = outcome.output
     steps = read_metrics(output / METRICS_FILE)
     summary = summarize(steps, checked, outcome)
-    missing = _write(_writers(run, steps, summary, outcome), outcome, console=console)
+    writers: dict[str, Writer] = {SUMMARY_FILE: partial(write_summary, summary)}
+    if steps:
+        writers[LOSS_PLOT] = draw_loss
+    if outcome.timelines is not None:
+        writers |= _timeline_writers(outcome.timelines)
+    missing = _write(writers, outcome, console=console)
     print_summary(summary, console=console)
     written = [name for name in _WRITTEN if name not in missing and (output / name).exists()]
     print_line(f"{output}: {', '.join(written)}", console)
@@ -74,39 +212,17 @@ def report(job: Job, checked: CheckedRun, outcome: TrainingOutcome, *, command: 
         print_line(command, console, wraps=False)
 
 
-def _report_nothing_to_do(run: RunConfig, outcome: TrainingOutcome, *, console: Console) -> None:
-    """Print that all steps were done by an earlier call; draw the loss plot if it is missing."""
-    print_line(
-        f"{outcome.output}: all {run.train.steps} steps were done before, nothing to do; "
-        "raise train.steps to go on",
-        console,
-    )
-    if not (outcome.output / LOSS_PLOT).exists():
-        _write({LOSS_PLOT: _loss_writer(run, outcome)}, outcome, console=console)
-
-
-def _writers(
-    run: RunConfig,
-    steps: Sequence[StepMetrics],
-    summary: RunSummary,
-    outcome: TrainingOutcome,
-) -> dict[str, Callable[[Path], None]]:
-    """Return the functions that write the files of a run, by file name."""
-    writers: dict[str, Callable[[Path], None]] = {SUMMARY_FILE: partial(write_summary, summary)}
-    if steps:
-        writers[LOSS_PLOT] = _loss_writer(run, outcome)
-    if outcome.timelines is not None:
-        writers |= timeline_writers(outcome.timelines)
+def _timeline_writers(step: StepTimelines) -> dict[str, Writer]:
+    """Return the functions that draw planned and measured timeline, by the name of their file."""
+    both = (step.planned, step.measured)
+    writers: dict[str, Writer] = {TIMELINE_TRACE: partial(write_trace, timelines=both)}
+    if sum(timeline.schedule.num_actions for timeline in both) <= _MOST_DRAWN:
+        writers[TIMELINE_PLOT] = partial(write_png, timelines=both)
     return writers
 
 
-def _loss_writer(run: RunConfig, outcome: TrainingOutcome) -> Callable[[Path], None]:
-    metrics = outcome.output / METRICS_FILE
-    return partial(loss_plot, metrics, terms=run.train.beside_cross_entropy)
-
-
 def _write(
-    writers: Mapping[str, Callable[[Path], None]], outcome: TrainingOutcome, *, console: Console
+    writers: Mapping[str, Writer], outcome: TrainingOutcome, *, console: Console
 ) -> list[str]:
     """Write all files; warn of each that cannot be written, and return the names of these."""
     missing = []
@@ -145,29 +261,20 @@ def _was_done(outcome: TrainingOutcome) -> bool:
 def summarize(
     steps: Sequence[StepMetrics], checked: CheckedRun, outcome: TrainingOutcome
 ) -> RunSummary:
-    """Return the summary of a run, with figures of its last step if a timeline was measured.
-
-    Args:
-        steps: Metrics of all steps of the run.
-        checked: Result of the checks of the same run.
-        outcome: Outcome of training.
-    """
+    """Return the summary of a run, with figures of its last step if a timeline was measured."""
     plan, last = checked.plan, outcome.timelines
-    summary = run_summary(
+    return run_summary(
         steps,
         name=outcome.output.name,
         wall_s=outcome.wall_s,
         memory_bytes=_memory(outcome),
         phases_s=_phases(outcome),
-    )
-    return replace(
-        summary,
         predicted_for=plan.hardware.name_and_origin,
         attention=checked.attention,
         copies=copies_summary(plan, outcome.copies),
         interrupted_by=outcome.interrupted_by,
         program_digest=None if last is None else last.measured.schedule.digest(),
-        timeline=None if last is None else _timeline_summary(last),
+        timeline=None if last is None else last.summary,
     )
 
 
@@ -184,13 +291,12 @@ def _memory(outcome: TrainingOutcome) -> Mapping[str, Pair]:
 
 def _phases(outcome: TrainingOutcome) -> dict[str, Pair]:
     """Return (predicted, measured) median seconds of each phase; {} if no step was run."""
-    if not outcome.phases:
+    planned, measured = outcome.planned_phases_s, outcome.phases_s
+    if not measured:
         return {}
-    fields = {"forward": "forward_s", "backward": "backward_s", "data and update": "rest_s"}
-    planned, measured = outcome.planned_phases, outcome.phases
     return {
-        phase: Pair(median(map(attrgetter(name), planned)), median(map(attrgetter(name), measured)))
-        for phase, name in fields.items()
+        phase: Pair(median(step[i] for step in planned), median(step[i] for step in measured))
+        for i, phase in enumerate(_PHASES)
     }
 
 
@@ -220,24 +326,4 @@ def copies_summary(plan: ExecutionPlan, reports: Sequence[CopyReport]) -> Copies
         exposed_s=Pair(predicted.exposed_copy_s, median(report.exposed_s for report in reports)),
         host_bytes=Pair(host_bytes, last.host_bytes),
         disk_bytes=Pair(predicted.disk_peak_bytes, last.disk_bytes),
-    )
-
-
-def _timeline_summary(step: StepTimelines) -> TimelineSummary:
-    """Return the figures of the last step of a run.
-
-    The measured `idle_fraction` includes waits for copies, as the simulated one does; the measured
-    `bubble_fraction` counts only the gaps between actions.
-    """
-    planned, measured = step.planned, step.measured
-    step_s = len(measured.ranks) * measured.makespan_s
-    exposed = sum(step.exposed_copy_s) / step_s if step_s else 0.0
-    planned_waits_s = tuple(track.idle_s("copy") for track in planned.ranks)
-    return TimelineSummary(
-        idle_fraction=Pair(planned.bubble_fraction, measured.bubble_fraction + exposed),
-        exposed_copy_s_by_rank=RankPair(planned_waits_s, step.exposed_copy_s),
-        pipeline_ranks=len(measured.ranks),
-        makespan_s=Pair(planned.makespan_s, measured.makespan_s),
-        with_measured_compute_s=step.with_measured_compute_s,
-        bubble_fraction=Pair(planned.bubble_fraction, measured.bubble_fraction),
     )

@@ -7,13 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from sppo.checkpoint.checkpoint import CheckpointManager, run_metadata
 from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, list_checkpoints
+from sppo.checkpoint.state_block import StateBlock
 from sppo.data.tokens import TokenData
 from sppo.training.job import Job
 from sppo.training.run_directory import require_output
 from sppo.training.state import TrainingState
-from sppo.training.steps.nonfinite import nonfinite_place, nonfinite_state
+from sppo.training.step import first_of, is_finite, nonfinite_names
 
 _log = logging.getLogger(__name__)
 
@@ -22,24 +26,17 @@ CHECKPOINT_TIMEOUT_FACTOR = 10
 
 
 class RunCheckpoints:
-    """Checkpoints of one run.
-
-    Args:
-        job: Job that trains the run.
-        state: Training state of this rank.
-        output: Output directory of the run.
-        tokens: Token data of the run.
-    """
+    """Checkpoints of one run."""
 
     def __init__(self, job: Job, state: TrainingState, *, output: Path, tokens: TokenData) -> None:
-        run, ranks = job.run, job.ranks
-        self._run, self._ranks, self._state = run, ranks, state
+        run = job.run
+        self._run, self._peers, self._state = run, job.peers, state
         self._output, self._tokens = output, tokens
         self._manager = CheckpointManager(
             output / CHECKPOINTS_DIRECTORY,
             keep=run.checkpoint.keep,
             async_save=run.checkpoint.async_save,
-            group=ranks.mesh.groups.world,
+            group=job.mesh.groups.world,
             timeout_s=CHECKPOINT_TIMEOUT_FACTOR * run.parallel.timeout_s,
         )
 
@@ -55,7 +52,7 @@ class RunCheckpoints:
         """
         step, metadata = self._load()
         self._check_finite()
-        self._state.tensors.drop_pages()
+        self._state.drop_pages()
         return step, metadata
 
     def _load(self) -> tuple[int, Mapping[str, Any]]:
@@ -84,7 +81,7 @@ class RunCheckpoints:
         """
         run = self._run
         own = nonfinite_place(self._state.sharded.blocks(self._state.optimizer.state()))
-        found = [place for place in self._ranks.peers.all_gather(own) if place is not None]
+        found = [place for place in self._peers.all_gather(own) if place is not None]
         if found:
             raise ValueError(
                 f"{run.model.from_hf or run.train.output}: {found[0]}; training would keep it, and "
@@ -99,9 +96,9 @@ class RunCheckpoints:
             sequences_consumed: Number of sequences, or samples, that these steps consumed.
             more: Further metadata that the next steps need to resume.
         """
-        self._ranks.decided_by_main(lambda: require_output(self._output))
+        self._peers.decided_by_main(lambda: require_output(self._output))
         state = self._state.optimizer.state()
-        told = self._ranks.peers.all_gather(nonfinite_state(state))
+        told = self._peers.all_gather(nonfinite_state(state))
         problems = [problem for problem in told if problem is not None]
         if problems:
             return f"the state after step {step} is not saved; {problems[0]}"
@@ -112,7 +109,7 @@ class RunCheckpoints:
             more=more,
         )
         self._manager.save(self._state.sharded.saved(state), step=step, metadata=metadata)
-        self._state.tensors.drop_pages()
+        self._state.drop_pages()
         return None
 
     def wait(self) -> None:
@@ -122,4 +119,22 @@ class RunCheckpoints:
     def are_missing(self) -> bool:
         """Return whether the run has no checkpoint yet. Collective."""
         directory = self._manager.directory
-        return self._ranks.decided_by_main(lambda: not list_checkpoints(directory))
+        return self._peers.decided_by_main(lambda: not list_checkpoints(directory))
+
+
+def nonfinite_state(state: Mapping[str, Tensor]) -> str | None:
+    """Return the names of tensors with NaN or infinity, as a message; None if all are finite."""
+    bad = nonfinite_names(state)
+    return f"not finite: {first_of(bad)}" if bad else None
+
+
+def nonfinite_place(state: Mapping[str, StateBlock]) -> str | None:
+    """Return tensor and row of the first NaN or infinite value; None if all are finite."""
+    for name, block in state.items():
+        if block.tensor.numel() and not is_finite(block.tensor):
+            bad = ~torch.isfinite(block.tensor)
+            rows = bad.reshape(bad.shape[0], -1).any(1) if bad.dim() else bad.reshape(1)
+            first = int(rows.nonzero()[0]) + (block.offsets[0] if block.offsets else 0)
+            more = f" and {int(rows.sum()) - 1} more" if rows.sum() > 1 else ""
+            return f"{name} is not finite in row {first}{more} of {(*block.global_shape, 1)[0]}"
+    return None

@@ -43,27 +43,21 @@ _FILES = (CONFIG_FILE, PLAN_FILE, *RESULT_FILES)
 _PARTIAL_CONFIG = f"{CONFIG_FILE}{PARTIAL}"
 """Prefix of the names of unfinished configuration files, left by a run killed at its start."""
 
-# Keys that may change when a run is resumed: its length, how often it is saved and displayed, the
-# number of ranks, how sequences are cut and what is recomputed (none of which changes what is
-# learnt), and the data of evaluations.
-_MAY_CHANGE = (
-    ("data", "eval_tokens"),
-    ("parallel",),
-    ("sequence", "num_subsequences"),
-    ("sequence", "partition"),
-    ("sequence", "alignment"),
-    ("sequence", "boundaries"),
-    ("train", "steps"),
-    ("train", "tensorboard"),
-    ("train", "nonfinite"),
-    ("train", "max_nonfinite_steps"),
-    ("checkpoint",),
-    ("activations",),
-    ("state",),
-    ("optimizer", "offload"),
-    ("planning",),
-    ("hardware",),
+_MAY_CHANGE = frozenset(
+    {
+        *("activations", "checkpoint", "hardware", "parallel", "planning", "state"),
+        *("data.eval_tokens", "optimizer.offload"),
+        *(
+            f"sequence.{key}"
+            for key in ("num_subsequences", "partition", "alignment", "boundaries")
+        ),
+        *("train.steps", "train.tensorboard", "train.nonfinite", "train.max_nonfinite_steps"),
+        "train.output",
+    }
 )
+"""Sections and keys that may change when a run is resumed: its length, how often it is saved and
+displayed, the number of ranks, how sequences are cut and what is recomputed (none of which changes
+what is learnt), and the data of evaluations."""
 
 
 def check_output(run: RunConfig) -> None:
@@ -93,11 +87,7 @@ def check_output(run: RunConfig) -> None:
 
 
 def _check_places(output: Path) -> None:
-    """Raise ValueError if an existing entry prevents a run from writing its files.
-
-    Raises:
-        ValueError: A directory has the name of a file or vice versa, or an entry is read-only.
-    """
+    """Raise ValueError if an existing entry prevents a run from writing its files."""
     for name in _FILES:
         path = output / name
         if path.exists() and not path.is_file():
@@ -204,7 +194,7 @@ def _check_same(run: RunConfig, config: Path) -> None:
         ) from None
     if not isinstance(before, dict):
         raise ValueError(f"{config} is no run's configuration; choose another train.output")
-    differences = list(_differences(_completed(before, run), run.model_dump(mode="json"), ()))
+    differences = list(_differences(_completed(before, run), run.model_dump(mode="json")))
     if differences:
         listed = "\n".join(f"  {line}" for line in differences)
         raise ValueError(
@@ -231,11 +221,13 @@ def _completed(before: dict[str, Any], now: Section) -> dict[str, Any]:
     return completed
 
 
-def _differences(before: Any, now: Any, path: tuple[str, ...]) -> Iterator[str]:
-    if path in _MAY_CHANGE or path == ("train", "output"):
+def _differences(before: Any, now: Any, path: str = "") -> Iterator[str]:
+    """Yield a line for each key that may not change and has changed."""
+    if path in _MAY_CHANGE:
         return
     if isinstance(before, dict) and isinstance(now, dict):
         for key in sorted(before.keys() | now.keys()):
-            yield from _differences(before.get(key), now.get(key), (*path, key))
+            inner = f"{path}.{key}" if path else key
+            yield from _differences(before.get(key), now.get(key), inner)
     elif before != now:
-        yield f"{'.'.join(path)}: {quoted(before)} there, {quoted(now)} here"
+        yield f"{path}: {quoted(before)} there, {quoted(now)} here"

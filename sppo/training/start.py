@@ -35,40 +35,32 @@ from sppo.planning.plan import ExecutionPlan, check_program
 from sppo.planning.planned_keys import check_plan_fits
 from sppo.report.display import logging_to
 from sppo.report.lines import print_titled
-from sppo.training.checks.input_checks import check_inputs
+from sppo.training.input_checks import check_inputs
 from sppo.training.interruption import StopRequest
 
 if TYPE_CHECKING:
     from sppo.hardware.description import DeviceKind
-    from sppo.training.steps.outcome import TrainingOutcome
+    from sppo.training.records import TrainingOutcome
 
 
 @dataclass(frozen=True, slots=True)
 class ReadyRun:
-    """Run whose inputs were checked and that may be started.
-
-    Attributes:
-        run: Run configuration with the degrees of the plan.
-        plan: Plan to follow; None if the plan is made at the start.
-        environment: Place of this process among the ranks; None if the process trains alone or
-            starts the ranks.
-        chosen: Degrees that were chosen because the run leaves them out, by name.
-    """
+    """Run whose inputs were checked and that may be started."""
 
     run: RunConfig
+    """Run configuration with the degrees of the plan."""
     plan: ExecutionPlan | None
+    """Plan to follow; None if the plan is made at the start."""
     environment: RankEnvironment | None
+    """Place of this process among the ranks; None if the process trains alone or starts the ranks.
+    """
     chosen: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of ranks of the run."""
-        return MeshShape.of(self.run.parallel).num_ranks
+    """Degrees that were chosen because the run leaves them out, by name."""
 
     @property
     def starts_ranks(self) -> bool:
         """True if this process starts the ranks instead of training itself."""
-        return self.environment is None and self.num_ranks > 1
+        return self.environment is None and MeshShape.of(self.run.parallel).num_ranks > 1
 
 
 def prepare_run(
@@ -107,25 +99,21 @@ def prepare_run(
     else:
         _prepare_ranks(run, environment, console=console)
     with torch_kept_quiet(os.environ):
-        from sppo.training.devices.choose_device import (
-            chosen_degrees,
-            device_kind,
-            ranks_to_divide,
-        )
+        from sppo.training.devices import device as devices
     chosen: dict[str, int] = {}
     if plan is not None:
-        check_kind(plan, kind=device_kind(run), source=source)
-    elif ranks := ranks_to_divide(run, environment):
+        check_kind(plan, kind=devices.device_kind(run), source=source)
+    elif ranks := devices.ranks_to_divide(run, environment):
         if run.data.samples == "documents" and is_main:
             how = "as sppo solve does: this may take minutes"
             print_titled("degrees", f"planning drawn steps for {ranks} devices, {how}", console)
-        chosen = chosen_degrees(run, environment, ranks=ranks)
+        chosen = devices.chosen_degrees(run, environment, ranks=ranks)
         run = run.model_copy(update={"parallel": run.parallel.model_copy(update=chosen)})
         if is_main:
             degrees = str(MeshShape.of(run.parallel)) or "all 1"
             whose = f"chosen for {ranks} devices; those you write are kept"
             print_titled("degrees", f"{degrees}, {whose}", console)
-    if may_choose or chosen:
+    if may_choose:
         _prepare_ranks(run, environment, console=console)
     return ReadyRun(run, plan, environment, chosen)
 
@@ -161,9 +149,9 @@ def start_ranks(ready: ReadyRun, words: list[str]) -> int:
         ValueError: This machine has fewer GPUs than ranks.
         MemoryError: The limit of open files is too low.
     """
-    from sppo.training.devices.choose_device import check_devices
+    from sppo.training.devices.device import check_devices
 
-    num_ranks = ready.num_ranks
+    num_ranks = MeshShape.of(ready.run.parallel).num_ranks
     check_devices(ready.run, local_ranks=num_ranks)
     allow_connections(num_ranks)
     return run_ranks(
@@ -193,12 +181,11 @@ def train_as_rank(ready: ReadyRun, *, console: Console, command: str) -> Trainin
         OSError: The disk is full or fails.
     """
     with torch_kept_quiet(os.environ):
-        from sppo.training.announcement import announce
+        from sppo.training.devices.device import choose_device
+        from sppo.training.job import joined
         from sppo.training.preflight import preflight
-    from sppo.training.devices.choose_device import choose_device
-    from sppo.training.job import Job, joined
-    from sppo.training.report import report
-    from sppo.training.trainer import train as train_run
+        from sppo.training.report import announce, report
+        from sppo.training.trainer import train as train_run
 
     run, environment = ready.run, ready.environment
     is_main = environment is None or environment.rank == 0
@@ -206,17 +193,16 @@ def train_as_rank(ready: ReadyRun, *, console: Console, command: str) -> Trainin
     device = choose_device(run, environment=environment)
     with (
         logging_to(None if console.quiet else console),
-        joined(run, environment, device=device) as ranks,
+        joined(run, environment, device=device, console=console) as job,
     ):
-        job = Job(run, ranks, device, console)
         of_others = environment is not None and environment.launcher != "sppo"
         checked = preflight(job, ready.plan, checks_inputs=of_others)
-        announce(job, checked)
-        outcome = train_run(job, checked)
+        announce(checked)
+        outcome = train_run(checked)
         if is_main:
             # After the last step a signal is too late to change the outcome of the run.
             with StopRequest() if outcome.interrupted_by is None else nullcontext():
-                report(job, checked, outcome, command=command)
+                report(checked, outcome, command=command)
     return outcome
 
 
@@ -247,23 +233,13 @@ def followed_plan(run: RunConfig, plan: ExecutionPlan) -> RunConfig:
 
 
 def check_kind(plan: ExecutionPlan, *, kind: DeviceKind, source: str) -> None:
-    """Raise ValueError if a plan was made for the other kind of device.
-
-    Args:
-        plan: Plan to follow.
-        kind: Kind of the device that trains the run.
-        source: Name of the plan in the error message.
-
-    Raises:
-        ValueError: The plan was made for the other kind of device.
-    """
-    planned = plan.hardware
-    if planned.device.kind != kind:
+    """Raise ValueError if a plan was made for another kind of device than the run is trained on."""
+    if plan.hardware.device.kind != kind:
         here, hint = (
             ("the CPU", "hardware.preset=laptop-cpu") if kind == "cpu" else ("a GPU", "its preset")
         )
         raise ValueError(
-            f"{source} was made for {planned.name}, and this run is trained on {here}: solve "
+            f"{source} was made for {plan.hardware.name}, and this run is trained on {here}: solve "
             f"again with {hint}, or with a hardware.file of this machine, or keep the plan for "
             "sppo simulate"
         )

@@ -1,23 +1,36 @@
-"""Training state of one rank (weights, gradients, optimizer), and the engine that runs on it."""
+"""Training state of one rank: weights, gradients and optimizer in their tiers, and the engine."""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sppo.activations.subsequence_placement import planned_placement
 from sppo.config import RunConfig
+from sppo.cost.memory.stage_memory import DISK_UPDATE_ELEMENTS, MemoryBuckets
+from sppo.cost.parameters import parameter_shapes
+from sppo.cost.state_tiers import StateTiers
 from sppo.engine.engine import Engine
 from sppo.engine.pipeline import Pipeline
+from sppo.engine.providers.streamed_gradients import StreamedGradients
+from sppo.engine.providers.streamed_weights import StreamedWeights
 from sppo.kernels.cross_entropy import LossTerms
+from sppo.model.hf_reading import open_hf_weights
+from sppo.model.initialize import generate_weights_ahead
+from sppo.offload.copy_report import CopyReport
+from sppo.offload.lane import Lane
+from sppo.offload.state_memory import DiskMemory, StateMemory
 from sppo.optim.adamw import AdamW, clip_
 from sppo.optim.host_adamw import HostAdamW
+from sppo.optim.optimizer_rows import OptimizerRows
 from sppo.optim.sharded_state import ShardedState
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.job.timeouts import device_timeouts
@@ -28,37 +41,39 @@ from sppo.parallel.pipeline_p2p import PipelineLinks
 from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.planning.plan import ExecutionPlan
 from sppo.schedule.msp_groups import msp_ranges
-from sppo.training.devices.communicator_memory import communicators_measured
 from sppo.training.job import Job
-from sppo.training.state_tensors import StateTensors, make_state
+from sppo.units import format_bytes
+
+_log = logging.getLogger(__name__)
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
     """Tensors of one rank that training changes, and the engine that computes with them."""
 
-    tensors: StateTensors
-    engine: Engine
     sharded: ShardedState
-
-    @property
-    def weights(self) -> Mapping[str, Tensor]:
-        """Part of its stages' parameters that this rank holds, by global name."""
-        return self.tensors.weights
-
-    @property
-    def gradients(self) -> Mapping[str, Tensor]:
-        """fp32 sums of gradients over the step, by global name: whole, or this rank's rows."""
-        return self.tensors.gradients
-
-    @property
-    def optimizer(self) -> AdamW | HostAdamW:
-        """Optimizer of the rows that this rank updates."""
-        return self.tensors.optimizer
+    """Part of the state that this rank holds, and its exchange with other ranks."""
+    tiers: StateTiers
+    """Tiers of weights, gradients and optimizer state."""
+    weights: Mapping[str, Tensor]
+    """Part of its stages' parameters that this rank holds, in the compute dtype, by global name."""
+    gradients: Mapping[str, Tensor]
+    """fp32 sums of gradients over the step, by global name: whole, or this rank's rows."""
+    streamed_gradients: StreamedGradients | None
+    """Gradients that are copied from and to the device stage by stage; None if all stay there."""
+    optimizer: AdamW | HostAdamW
+    """Optimizer of the rows that this rank updates."""
+    memory: StateMemory | None
+    """Memory of the tier behind the device; None if all state stays on the device."""
+    lane: Lane | None
+    """Lane to and from that tier; None if all state stays on the device."""
+    engine: Engine
 
     def zero_gradients(self) -> None:
         """Zero the gradients on the device; those in another tier are overwritten by the step."""
-        if not self.tensors.tiers.streams_gradients:
+        if not self.tiers.streams_gradients:
             torch._foreach_zero_(list(self.gradients.values()))
 
     def finish_gradients(self, await_device: Callable[[], None]) -> None:
@@ -68,13 +83,12 @@ class TrainingState:
             await_device: Returns when the device has done all issued work, or raises an error.
                 Without this wait the host would block on copies of a rank that hangs.
         """
-        streamed = self.tensors.streamed_gradients
-        if streamed is None:
+        if self.streamed_gradients is None:
             self.sharded.finish(self.gradients)
             await_device()
             return
         await_device()
-        streamed.arrive()
+        self.streamed_gradients.arrive()
         self.sharded.finish(self.gradients)
 
     def norm(self, peers: HostCollectives) -> Tensor:
@@ -95,53 +109,112 @@ class TrainingState:
         clip_(own, norm=norm, clip_norm=clip_norm, after_each=self._after_each)
         self.optimizer.step(own, lr=lr)
         self.sharded.gather(self.weights)
-        self.tensors.drop_pages()
+        self.drop_pages()
 
-    def close(self) -> None:
-        """Free the threads, files and locked memory of the tiers; a second call does nothing."""
-        with closing(self.tensors):
-            self.engine.close()
+    def drop_pages(self) -> None:
+        """Release the memory that caches the file of the state; does nothing without a file."""
+        if self.memory is not None:
+            self.memory.drop_pages()
 
     @property
     def _after_each(self) -> Callable[[], None] | None:
         """Function to call after each gradient that is read from a file; None without a file."""
-        memory = self.tensors.memory
-        return memory.drop_pages if memory and self.tensors.tiers.gradients == "disk" else None
+        return self.drop_pages if self.tiers.gradients == "disk" else None
+
+    def close(self) -> None:
+        """Free the threads, files and locked memory of the tiers; a second call does nothing."""
+        with ExitStack() as stack:
+            if self.lane is not None:
+                stack.enter_context(closing(self.lane))
+            self.engine.close()
+
+    def add_tier_bytes(self, copies: CopyReport) -> CopyReport:
+        """Return `copies` with the state behind the device added to its host or disk bytes."""
+        behind = tensor_bytes(self.weights) * self.tiers.streams_weights
+        behind += tensor_bytes(self.gradients) * self.tiers.streams_gradients
+        if isinstance(self.optimizer, HostAdamW):
+            behind += self.optimizer.row_bytes
+        if self.tiers.optimizer == "disk":
+            return replace(copies, disk_bytes=copies.disk_bytes + behind)
+        return replace(copies, host_bytes=copies.host_bytes + behind)
+
+    @property
+    def device_bytes(self) -> tuple[int, int, int]:
+        """Bytes of (weights, gradients, optimizer states) that stay on the device."""
+        tiers, optimizer = self.tiers, self.optimizer
+        weights = 0 if tiers.streams_weights else tensor_bytes(self.weights)
+        gradients = 0 if tiers.streams_gradients else tensor_bytes(self.gradients)
+        if isinstance(optimizer, HostAdamW):
+            return weights, gradients, optimizer.bucket_bytes * (tiers.optimizer == "disk")
+        own = {t.untyped_storage()._cdata for t in self.weights.values()}
+        states = optimizer.state().items()
+        others = {n: t for n, t in states if t.untyped_storage()._cdata not in own}
+        return weights, gradients, tensor_bytes(others)
 
 
 def build_state(job: Job, plan: ExecutionPlan) -> TrainingState:
     """Build the state of a rank at step 0: initial weights, zero gradients, zero moments.
 
-    Args:
-        job: Job that trains the run; the groups of its mesh are connected here.
-        plan: Plan of the run.
+    The groups of the mesh are connected here.
+
+    Raises:
+        MemoryError: Device or host memory does not suffice, or may not be page-locked.
+        OSError: Disk space does not suffice.
     """
-    mesh, device = job.ranks.mesh, job.device
-    planned = plan.rank_memory[mesh.at.pipeline].device
-    with communicators_measured(mesh, device=device, planned=planned):
-        pipeline = _connect(job, plan)
+    run, device, tiers = job.run, job.device, plan.state
+    place, pipeline = device.torch_device, _connect(job, plan)
     sharded = ShardedState(
-        job.run.model,
-        mesh=mesh,
-        pipeline=pipeline,
-        device=device.torch_device,
-        zero=job.run.parallel.zero,
+        run.model, mesh=job.mesh, pipeline=pipeline, device=place, zero=run.parallel.zero
     )
-    tensors = make_state(job, plan.state, sharded)
-    device.trim()  # frees memory that only the initialization used
+    streamed: dict[str, Any] = {"stages": sharded.names_of_stages, "device": place}
+    streamed_weights = streamed_gradients = None
     with ExitStack() as on_failure:
-        on_failure.enter_context(closing(tensors))
-        engine = _build_engine(job, plan, tensors, sharded, pipeline)
+        memory, lane = _tier(job, tiers)
+        if lane is not None:
+            on_failure.enter_context(closing(lane))
+        weights, optimizer = _weights_and_optimizer(job, tiers, sharded, memory, lane)
+        gradients = _zero_gradients(tiers, sharded, memory=memory, place=place)
+        if lane is not None and tiers.streams_weights:
+            streamed_weights = StreamedWeights(weights, lane=lane, **streamed)
+        if lane is not None and tiers.streams_gradients:
+            streamed_gradients = StreamedGradients(gradients, lane=lane, **streamed)
+        device.trim()  # frees memory that only the initialization used
+        used = weights if streamed_weights is None else streamed_weights
+        summed = gradients if streamed_gradients is None else streamed_gradients
+        engine = Engine(
+            run.model,
+            weights=sharded.provider(used),
+            gradients=sharded.gradient_provider(summed),
+            streamed_weights=streamed_weights,
+            streamed_gradients=streamed_gradients,
+            pipeline=pipeline,
+            **_engine_options(job, plan),
+        )
         on_failure.enter_context(closing(engine))
         if device.kind == "cuda":  # page-locking takes long, and other ranks would wait in a step
             engine.reserve_host([plan.boundaries] * plan.sequences)
         on_failure.pop_all()
-    return TrainingState(tensors, engine, sharded)
+    return TrainingState(
+        sharded,
+        tiers,
+        weights,
+        gradients,
+        streamed_gradients,
+        optimizer,
+        memory,
+        lane,
+        engine,
+    )
 
 
 def _connect(job: Job, plan: ExecutionPlan) -> Pipeline:
-    """Connect the groups of the mesh, and return the rank's place in its pipeline."""
-    run, mesh, place = job.run, job.ranks.mesh, job.device.torch_device
+    """Connect the groups of the mesh, and return the rank's place in its pipeline.
+
+    Raises:
+        MemoryError: See :func:`check_communicators`.
+    """
+    run, mesh, place = job.run, job.mesh, job.device.torch_device
+    free_before = job.device.free_bytes(local_ranks=1)
     # Steps of samples are planned later, and may take much longer than a step of the longest ones.
     differ = run.data.samples == "documents"
     predicted_step_s = math.inf if differ else plan.predicted.step_s
@@ -158,6 +231,10 @@ def _connect(job: Job, plan: ExecutionPlan) -> Pipeline:
     msp_links = MspLinks(mesh, device=place) if plan.uses_msp else None
     if msp_links is not None:
         msp_links.connect(msp_ranges(program.msp_groups))
+    if mesh.uses_nccl:
+        planned = plan.rank_memory[mesh.at.pipeline].device
+        left_bytes = job.device.free_bytes(local_ranks=1)
+        check_communicators(free_before - left_bytes, left_bytes=left_bytes, planned=planned)
     return Pipeline(
         schedule=plan.schedule,
         num_ranks=mesh.shape.pipeline_parallel,
@@ -169,42 +246,61 @@ def _connect(job: Job, plan: ExecutionPlan) -> Pipeline:
     )
 
 
-def _build_engine(
-    job: Job,
-    plan: ExecutionPlan,
-    tensors: StateTensors,
-    sharded: ShardedState,
-    pipeline: Pipeline,
-) -> Engine:
-    """Build the engine of a rank, with the stores of its offloaded activations."""
-    run, device = job.run, job.device
-    disk = None if run.activations.disk is None else Path(run.activations.disk)
-    shard_stages = range(len(plan.stages) if plan.uses_msp else 0)
-    stores = device.offload_stores(
-        plan,
-        count=(1 + len(shard_stages)) * may_offload(run, plan),
-        disk=disk,
-        debug=run.activations.debug,
-        failed_step_timeout_s=job.failed_step_timeout_s,
+def check_communicators(taken_bytes: int, *, left_bytes: int, planned: MemoryBuckets) -> None:
+    """Compare the device memory that NCCL has taken for communicators with the plan.
+
+    Args:
+        taken_bytes: Device memory that the communicators took.
+        left_bytes: Free device memory after that.
+        planned: Memory of the rank's device in the plan.
+
+    Raises:
+        MemoryError: The memory that is left is less than the plan needs beside communicators.
+    """
+    expected = planned.communicators_bytes
+    needed = planned.total_bytes - expected
+    found = (
+        f"NCCL's communicators take {format_bytes(max(0, taken_bytes))} of the device, planned "
+        f"{format_bytes(expected)}"
     )
-    return Engine(
-        run.model,
-        weights=sharded.provider(tensors.used_weights),
-        gradients=sharded.gradient_provider(tensors.used_gradients),
-        streamed_weights=tensors.streamed_weights,
-        streamed_gradients=tensors.streamed_gradients,
-        placements={n: planned_placement(s.subsequences) for n, s in enumerate(plan.stages)},
-        offloaded=stores[0] if stores else None,
-        kv_offloaded=[n for n, kv in enumerate(plan.kv_of_stages) if kv == "offloaded"],
-        kv_recomputed=[n for n, kv in enumerate(plan.kv_of_stages) if kv == "recomputed"],
-        offloaded_shards=dict(zip(shard_stages, stores[1:], strict=False)),
-        input_every=run.activations.input_every,
-        pipeline=pipeline,
-        exchange=_exchange(run, job.ranks.mesh),
-        loss_terms=loss_terms(run),
-        stopwatch=device.stopwatch(),
-        debug=run.activations.debug,
+    remedy = (
+        "set NCCL_BUFFSIZE=2097152 in the environment of every rank (half of NCCL's largest "
+        "buffers), or solve again with a larger hardware.margin"
     )
+    if needed > left_bytes:
+        raise MemoryError(
+            f"{found}; the plan needs {format_bytes(needed)} beside them, and "
+            f"{format_bytes(left_bytes)} are left: {remedy}, or with parallel.multiplexed=off if "
+            "it is on"
+        )
+    if taken_bytes > expected:
+        _log.warning("%s: if memory runs out, %s", found, remedy)
+    else:
+        _log.info("%s", found)
+
+
+def _engine_options(job: Job, plan: ExecutionPlan) -> dict[str, Any]:
+    """Return the arguments of a rank's engine that do not depend on its tensors."""
+    run, device, disk = job.run, job.device, job.run.activations.disk
+    store = None
+    if may_offload(run, plan):
+        store = device.block_store(
+            plan,
+            disk=None if disk is None else Path(disk),
+            debug=run.activations.debug,
+            failed_step_timeout_s=job.failed_step_timeout_s,
+        )
+    return {
+        "placements": {n: planned_placement(s.subsequences) for n, s in enumerate(plan.stages)},
+        "offloaded": store,
+        "kv_offloaded": [n for n, kv in enumerate(plan.kv_of_stages) if kv == "offloaded"],
+        "kv_recomputed": [n for n, kv in enumerate(plan.kv_of_stages) if kv == "recomputed"],
+        "input_every": run.activations.input_every,
+        "exchange": _exchange(run, job.mesh),
+        "loss_terms": loss_terms(run),
+        "stopwatch": device.stopwatch(),
+        "debug": run.activations.debug,
+    }
 
 
 def may_offload(run: RunConfig, plan: ExecutionPlan) -> bool:
@@ -235,3 +331,105 @@ def _exchange(run: RunConfig, mesh: Mesh) -> UlyssesAllToAll | MegatronSequenceP
 def loss_terms(run: RunConfig) -> LossTerms:
     """Return the terms that training adds to the cross entropy."""
     return LossTerms(run.train.label_smoothing, run.train.z_loss)
+
+
+# Tensors in their tiers
+
+
+def _tier(job: Job, tiers: StateTiers) -> tuple[StateMemory | None, Lane | None]:
+    """Return the memory of the tier behind the device, and the lane to and from it."""
+    run, device, limit_s = job.run, job.device, job.failed_step_timeout_s
+    asked = {part: getattr(run.state, part) for part in ("weights", "gradients", "optimizer")}
+    if run.optimizer.offload:
+        asked["optimizer"] = "host"
+    for part, tier in asked.items():
+        if device.kind == "cpu" and tier == "host":
+            _log.info("state.%s=host: it stays, for a CPU's memory is the host's", part)
+    if not tiers.leaves_device:
+        return None, None
+    if "disk" in (tiers.weights, tiers.gradients, tiers.optimizer):
+        assert run.activations.disk is not None, "checked with the run file"
+        memory = DiskMemory(Path(run.activations.disk))
+        return memory, device.state_lane(memory, failed_step_timeout_s=limit_s)
+    lane = device.state_lane(None, failed_step_timeout_s=limit_s)
+    return StateMemory(lane), lane
+
+
+def _weights_and_optimizer(
+    job: Job,
+    tiers: StateTiers,
+    sharded: ShardedState,
+    memory: StateMemory | None,
+    lane: Lane | None,
+) -> tuple[Mapping[str, Tensor], AdamW | HostAdamW]:
+    """Return the weights of step 0 in their tier, and the optimizer of the rows of this rank.
+
+    The fp32 values that are rounded to narrower weights start as masters of the optimizer; those
+    of an offloaded optimizer are written where they stay, one by one.
+    """
+    run, place, dtype = job.run, job.device.torch_device, DTYPES[job.run.train.dtype]
+    on_disk, rows = tiers.optimizer == "disk", None
+    if tiers.offloads_optimizer:
+        rows = OptimizerRows(sharded.owned_shapes, memory=memory if on_disk else None)
+    weights: dict[str, Tensor] = {}
+    if tiers.streams_weights:
+        assert memory is not None, "a tier has memory"
+        weights = memory.tensors(sharded.resident_shapes, dtype)
+    masters: dict[str, Tensor] = {}
+    for name, whole in starting_weights(run, sharded.shapes):
+        weight = sharded.sharding.cut(name, whole)
+        if tiers.streams_weights:
+            weights[name].copy_(sharded.resident_part(name, weight.to(dtype)))
+        else:
+            weights[name] = sharded.resident_part(name, weight.to(device=place, dtype=dtype))
+        if rows is not None:
+            rows.fill(sharded.owned_rows({name: weight}))
+        elif dtype is not torch.float32:
+            masters |= sharded.owned_rows({name: weight.to(place)}, copy=True)
+    owned, config = sharded.owned_rows(weights), run.optimizer
+    if rows is None:
+        return weights, AdamW(owned, config=config, masters=masters or None)
+    assert lane is not None, "a tier has a lane"
+    bucket = {"bucket_elements": DISK_UPDATE_ELEMENTS} if on_disk else {}
+    return weights, HostAdamW(owned, config=config, rows=rows, lane=lane, **bucket)
+
+
+def _zero_gradients(
+    tiers: StateTiers, sharded: ShardedState, *, memory: StateMemory | None, place: torch.device
+) -> Mapping[str, Tensor]:
+    """Allocate the fp32 sums of gradients in their tier, all zero."""
+    shapes = sharded.gradient_shapes
+    if tiers.streams_gradients:
+        assert memory is not None, "a tier has memory"
+        return memory.tensors(shapes, torch.float32)
+    return {
+        name: torch.zeros(shape, dtype=torch.float32, device=place)
+        for name, shape in shapes.items()
+    }
+
+
+def starting_weights(
+    run: RunConfig, names: Iterable[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, fp32 weight) of step 0: from ``model.from_hf``, or random from the seed.
+
+    Args:
+        run: Validated run configuration.
+        names: Names of the weights to yield; None for all.
+    """
+    every = parameter_shapes(run.model)
+    shapes = every if names is None else {name: every[name] for name in names}
+    if run.model.from_hf is None:
+        threads = torch.get_num_threads()
+        yield from generate_weights_ahead(
+            shapes, model=run.model, seed=run.train.seed, threads=threads
+        )
+        return
+    stored = open_hf_weights(Path(run.model.from_hf), run.model)
+    for name in shapes:
+        yield name, stored[name].float()
+
+
+def tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Return the total bytes of `tensors`."""
+    return sum(t.numel() * t.element_size() for t in tensors.values())

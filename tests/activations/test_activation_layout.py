@@ -73,13 +73,18 @@ def test_sequences_in_flight_have_room_of_their_own_and_later_ones_use_it_again(
 def use_order(program):
     """Spelling of the blocks of two stages, of layers 3 to 5 and of layer 6, in order of use."""
     stages = {0: layout(2), 1: layout(2, layers=range(6, 7))}
-    keys = order_of_use(map(parse_action, program.split()), stages)
+    shards = {2: layout(2, layers=range(7, 9))}
+    keys = order_of_use(map(parse_action, program.split()), stages, shards=shards)
     return " ".join(f"{'kv' * k.is_kv}{k.sequence}.{k.subsequence}.{k.layer}" for k in keys)
 
 
 def test_backward_uses_the_blocks_of_its_layers_from_the_last_to_the_first():
     assert use_order("0F0.0 0D2H0.0 0H2D0.0 1B0.0 0B0.0") == "0.0.6 0.0.5 0.0.4 0.0.3"
-    assert use_order("2B0.0 0B0.0[0/2]") == "", "blocks of other stores"
+    assert use_order("2B0.0") == "", "another rank's"
+    assert (
+        use_order("0H2D_KV0.0 2F0.0[1/2] 2B0.0[1/2] 1B0.0")
+        == "0.0.8 0.0.7 0.0.6 kv0.0.3 kv0.0.4 kv0.0.5"
+    )
 
 
 def test_k_and_v_return_one_between_two_layers_and_the_rest_after_the_backward():

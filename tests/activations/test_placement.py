@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from sppo.activations.hybrid import choices, least_memory
 from sppo.activations.placement import (
     ROW_ALIGNMENT,
+    ActivationPlacement,
     alike_stages,
     first_of_each,
     prefix_rows,
@@ -25,7 +26,7 @@ from sppo.cost.layer import Workload
 from sppo.cost.stage_cost import row_bytes_of, stage_seconds
 from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.choices import Degrees
-from sppo.planning.search.evaluation import evaluate_candidate
+from sppo.planning.search.evaluation import evaluate_candidate, evaluate_placement
 from sppo.planning.search.simulated_candidate import simulate_candidate
 from sppo.units import GIB
 from tests.planning.cases import A100, machine, run_config
@@ -98,9 +99,9 @@ def is_whole(placement, tokens):
     return (fates == tokens[:, None]).any(axis=0)
 
 
-@settings(deadline=None, max_examples=examples(15, all=40))
+@settings(max_examples=examples(15, all=40))
 @given(seeds)
-def test_every_row_has_one_fate_and_inputs_are_never_recomputed(seed):
+def test_every_row_has_one_fate_and_one_class_at_most_is_cut(seed):
     inputs = random_inputs(seed)
     for placement in every_placement(inputs):
         for rows in (placement.retained, placement.offloaded, placement.recomputed):
@@ -109,22 +110,16 @@ def test_every_row_has_one_fate_and_inputs_are_never_recomputed(seed):
         assert (together == inputs.tokens[:, None]).all()
         assert (placement.tokens == inputs.tokens).all()
         assert not placement.recomputed[:, :, X_IN].any()
-
-
-@settings(deadline=None, max_examples=examples(15, all=40))
-@given(seeds)
-def test_at_most_one_class_is_cut_and_at_a_multiple_of_rows(seed):
-    inputs = random_inputs(seed)
-    for placement in every_placement(inputs):
-        whole = is_whole(placement, inputs.tokens)
-        assert ((~whole).sum(axis=2) <= 1).all()
-        cut = ~whole
+        cut = ~is_whole(placement, inputs.tokens)
+        assert (cut.sum(axis=2) <= 1).all()
         assert not (placement.offloaded[cut] % ROW_ALIGNMENT).any()
-        split = cut & (placement.retained > 0)
-        assert not (placement.recomputed[split] % ROW_ALIGNMENT).any()
+        assert not (placement.recomputed[cut & (placement.retained > 0)] % ROW_ALIGNMENT).any()
+    # The backward of the last subsequence starts at once.
+    for placement in (decide("sppo", inputs), *choices(inputs)):
+        assert not placement.offloaded[:, -1].any()
 
 
-@settings(deadline=None, max_examples=examples(15, all=40))
+@settings(max_examples=examples(15, all=40))
 @given(seeds)
 def test_nothing_is_cut_where_that_is_not_allowed(seed):
     inputs = random_inputs(seed, allow_partial=False)
@@ -132,16 +127,7 @@ def test_nothing_is_cut_where_that_is_not_allowed(seed):
         assert is_whole(placement, inputs.tokens).all()
 
 
-@settings(deadline=None, max_examples=examples(15, all=40))
-@given(seeds)
-def test_the_last_subsequence_stays(seed):
-    """Its backward starts at once."""
-    inputs = random_inputs(seed)
-    for placement in (decide("sppo", inputs), *choices(inputs)):
-        assert not placement.offloaded[:, -1].any()
-
-
-@settings(deadline=None, max_examples=examples(15, all=40))
+@settings(max_examples=examples(15, all=40))
 @given(seeds)
 def test_hybrid_leaves_everything_where_it_fits(seed):
     inputs = random_inputs(seed, room=1.001)
@@ -152,7 +138,7 @@ def test_hybrid_leaves_everything_where_it_fits(seed):
     assert not placement.offloads_anything
 
 
-@settings(deadline=None, max_examples=examples(30, all=100))
+@settings(max_examples=examples(30, all=100))
 @given(seeds)
 def test_all_choices_of_hybrid_stay_within_its_room(seed):
     inputs = random_inputs(seed)
@@ -162,7 +148,7 @@ def test_all_choices_of_hybrid_stay_within_its_room(seed):
         assert (in_tier <= inputs.tier_bytes).all()
 
 
-@settings(deadline=None, max_examples=examples(10, all=50))
+@settings(max_examples=examples(10, all=50))
 @given(seeds)
 def test_the_least_placement_keeps_nothing_that_frees_memory(seed):
     inputs = random_inputs(seed)
@@ -187,7 +173,7 @@ def value_of_rows(inputs):
     return np.where(held > 0, seconds / np.maximum(held, 1e-9), np.inf)
 
 
-@settings(deadline=None, max_examples=examples(30, all=200))
+@settings(max_examples=examples(30, all=200))
 @given(seeds)
 def test_no_exchange_of_rows_would_recompute_less(seed):
     """Whatever the device retains costs more to recompute per byte than what is recomputed."""
@@ -232,7 +218,7 @@ def test_half_of_the_attention_outputs_leave_a_quarter_of_attention_to_recompute
     assert recomputed <= inputs.attention_recompute_s.sum() / 4
 
 
-@settings(deadline=None, max_examples=examples(15, all=40))
+@settings(max_examples=examples(15, all=40))
 @given(seeds)
 def test_what_hides_is_what_the_paper_moves(seed):
     """alpha_i A_i = BW T_c, in whole rows: at most that, and less than a cut below it."""
@@ -321,21 +307,35 @@ def evaluated_by_policy(candidate, seconds):
     }
 
 
-@settings(deadline=None, max_examples=examples(10, all=25))
+@settings(max_examples=examples(10, all=25))
 @given(candidates())
 def test_hybrid_is_never_slower_than_what_else_fits(candidate):
+    """It waits and recomputes only where moving what hides does not do."""
+    hardware = candidate.workload.hardware
     found = evaluated_by_policy(candidate, stage_seconds(candidate))
-    hybrid = found.pop("hybrid")
-    for other in found.values():
-        if other.shortfall is None:
-            assert hybrid.shortfall is None
-            assert hybrid.time.step_s <= other.time.step_s * (1 + 1e-9)
+    hybrid = found["hybrid"]
+    for one in found.values():
+        if one.shortfall is not None:
+            assert one.shortfall.short_bytes > 0
+            continue
+        assert one.device_peak_bytes <= hardware.device.usable_bytes
+        assert one.host_peak_bytes <= hardware.host_bytes_per_device
+        assert hybrid.shortfall is None
+        assert hybrid.time.step_s <= one.time.step_s * (1 + 1e-9)
+    if any(name in found and found[name].shortfall is None for name in ("retain", "sppo")):
+        assert hybrid.time.exposed_copy_s == 0
+        assert not hybrid.placement.recomputed.any()
+    if found["retain"].shortfall is None:
+        assert hybrid.effective_policy == "retain"
 
 
-@settings(deadline=None, max_examples=examples(15, all=60))
+@settings(max_examples=examples(15, all=60))
 @given(candidates(), st.sampled_from(EVERY_POLICY[:-1]), st.floats(0, 0.1))
 def test_hybrid_fits_and_is_as_fast_where_another_fits_by_a_hair(candidate, policy, share):
-    """Whatever room it decides in: that allows for the largest working set of any placement."""
+    """Whatever room it decides in: that allows for the largest working set of any placement.
+
+    Where layers share inputs it fits as well, but may recompute all where attention could stay.
+    """
     offloads = policy in OFFLOADING_POLICIES
     assume(candidate.workload.hardware.node.host_memory_bytes or not offloads)
     roomy = evaluate_candidate(replace(with_memory(candidate, 1024 * GIB), policy=policy))
@@ -346,37 +346,51 @@ def test_hybrid_fits_and_is_as_fast_where_another_fits_by_a_hair(candidate, poli
     hybrid = found.pop("hybrid")
     assert hybrid.shortfall is None
     seconds = [simulate_candidate(one).step_s for one in found.values() if one.shortfall is None]
-    assert simulate_candidate(hybrid).step_s <= min(seconds) * 1.03
+    if candidate.input_every == 1:
+        assert simulate_candidate(hybrid).step_s <= min(seconds) * 1.03
+
+
+@settings(max_examples=examples(8, all=100))
+@given(candidates(), st.floats(0.1, 0.9), st.randoms(use_true_random=False))
+def test_no_exchange_of_rows_makes_a_step_faster(candidate, share, random):
+    """Rows that are kept for others that are recomputed, of any two stages or subsequences.
+
+    Within 0.3 %, by which values per byte differ from seconds of a step with idle ranks.
+    """
+    roomy = with_memory(candidate, 4096 * GIB)
+    least, most = (
+        evaluate_candidate(replace(roomy, policy=policy)).device_peak_bytes
+        for policy in ("recompute", "retain")
+    )
+    found = evaluate_candidate(with_memory(candidate, int(least + share * (most - least))))
+    assume(found.shortfall is None and found.placement.recomputed.any())
+    step_s = simulate_candidate(found).step_s
+    for _ in range(5):
+        exchanged = with_rows_exchanged(found.placement, random)
+        other = exchanged and evaluate_placement(found.candidate, exchanged)
+        if other and other.shortfall is None:
+            assert simulate_candidate(other).step_s >= step_s * (1 - 0.003)
+
+
+def with_rows_exchanged(placement, random):
+    """Rows of a class that one unit recomputes and another keeps, exchanged; None without any."""
+    name, index = random.choice(["retained", "offloaded"]), random.choice([ATTENTION, LINEAR])
+    tables = {n: getattr(placement, n).copy() for n in ("retained", "offloaded", "recomputed")}
+    kept, recomputed = tables[name][:, :, index], tables["recomputed"][:, :, index]
+    to_keep, to_recompute = np.argwhere(recomputed > 0).tolist(), np.argwhere(kept > 0).tolist()
+    if not to_keep or not to_recompute:
+        return None
+    one, other = tuple(random.choice(to_keep)), tuple(random.choice(to_recompute))
+    rows = min(recomputed[one], kept[other])
+    for unit, sign in ((one, 1), (other, -1)):
+        kept[unit] += sign * rows
+        recomputed[unit] -= sign * rows
+    return ActivationPlacement(**tables)
 
 
 def with_memory(candidate, memory_bytes):
     hardware = machine(candidate.workload.hardware, memory_bytes=memory_bytes)
     return replace(candidate, workload=replace(candidate.workload, hardware=hardware))
-
-
-@settings(deadline=None, max_examples=examples(10, all=25))
-@given(candidates())
-def test_what_fits_stays_within_every_budget(candidate):
-    hardware = candidate.workload.hardware
-    for found in evaluated_by_policy(candidate, stage_seconds(candidate)).values():
-        if found.shortfall is None:
-            assert found.device_peak_bytes <= hardware.device.usable_bytes
-            assert found.host_peak_bytes <= hardware.host_bytes_per_device
-        else:
-            assert found.shortfall.short_bytes > 0
-
-
-@settings(deadline=None, max_examples=examples(10, all=25))
-@given(candidates())
-def test_hybrid_waits_and_recomputes_only_where_moving_what_hides_does_not_do(candidate):
-    assume(candidate.workload.hardware.node.host_memory_bytes)
-    found = evaluated_by_policy(candidate, stage_seconds(candidate))
-    hybrid = found["hybrid"]
-    if found["retain"].shortfall is None or found["sppo"].shortfall is None:
-        assert hybrid.time.exposed_copy_s == 0
-        assert not hybrid.placement.recomputed.any()
-    if found["retain"].shortfall is None:
-        assert hybrid.effective_policy == "retain"
 
 
 def test_hybrid_recomputes_nothing_where_what_hides_fits_by_a_hair():

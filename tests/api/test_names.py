@@ -10,12 +10,6 @@ import pytest
 
 import sppo
 
-PLANNING = "import sppo, sys; {}; assert 'torch' not in sys.modules, 'torch was loaded'"
-SECTIONS = (
-    "{'model': {'preset': 'tiny'}, 'data': {'tokens': 'd'}, 'sequence': {'length': '16Ki'}, "
-    "'parallel': {'pipeline_parallel_degree': 2}, 'hardware': {'preset': 'laptop-cpu', 'nodes': 2}}"
-)
-
 
 def run(code: str) -> str:
     done = subprocess.run(
@@ -71,14 +65,6 @@ def test_waiting_threads_sleep_or_a_warning_says_why_not(given, first, says, mon
     # A module of this name in its place: nothing here needs torch itself.
     torch = "import sys; sys.modules['torch'] = None" if first == "torch" else ""
     assert run(f"{catch}\n{torch}\nimport sppo\n{TELL}") == f"{says}\n"
-
-
-def test_planning_needs_no_torch():
-    run(
-        PLANNING.format(
-            f"r = sppo.load_run({SECTIONS}); sppo.simulate(sppo.solve(r)); sppo.estimate(r)"
-        )
-    )
 
 
 @pytest.mark.parametrize(

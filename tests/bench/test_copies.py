@@ -9,11 +9,11 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
-from sppo.bench import disk, pcie
+from sppo.bench import disk
 from sppo.bench.copies import CopyMeasurements, CopyPoint, busy_rates, measure_point
 from sppo.bench.hardware_description import describe
 from sppo.bench.suite import Measurements
-from sppo.cli.output.bench_copies import copies_lines
+from sppo.cli.bench_tables import copies_screen
 from sppo.hardware.file import hardware_json, read_hardware
 from sppo.hardware.presets import PRESETS
 from sppo.offload.disk.disk_room import DiskRoom
@@ -70,7 +70,7 @@ def test_a_real_disk(tmp_path):
     assert min(rates) > 1e6
     assert found.first_write_bytes_per_s > 1e6
     assert "page cache" in found.where
-    assert "both at once: " in copies_lines(found)[-1]
+    assert "both at once: " in list(copies_screen(found))[-1]
 
 
 def test_an_error_of_the_disk_is_not_lost():
@@ -171,11 +171,3 @@ def test_plans_count_what_copies_cost_the_compute(tmp_path):
         steps.append(plan.predicted.step_s)
     moved = plan.predicted.disk_peak_bytes
     assert steps[1] - steps[0] == pytest.approx(2e-9 * moved, rel=0.05)
-
-
-def test_plans_use_an_arena_in_long_copies():
-    quick = CopyPoint("arena, cupy", 128 * MIB, 1, 9e9, 9e9, 9e9, 9e9)
-    small = replace(quick, how="arena", request_bytes=MIB)
-    near = replace(quick, how="arena", out_bytes_per_s=5e9, numa_node=1)
-    far = replace(near, back_bytes_per_s=4e9, numa_node=0)
-    assert pcie.best_of_planned([quick, small, far, near]) is near

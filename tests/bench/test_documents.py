@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sppo.bench.documents import DocumentSeconds, measure_documents
+from sppo.bench.attention import DocumentSeconds, measure_documents
 from sppo.bench.hardware_description import describe
 from sppo.bench.operands import Operands
 from sppo.bench.suite import Measurements
@@ -34,10 +34,10 @@ DEVICE = replace(
 def test_documents_are_timed_one_by_one(monkeypatch):
     def time(bench, subject, cases):
         assert subject == "documents"
-        for case in cases:
-            case.make()()
+        for make in cases.values():
+            make()()
         seconds = {"forward": 64e-5, "backward": 128e-5}
-        return {case.key: Timing(*[seconds[case.key[1]]] * 3) for case in cases}
+        return {key: Timing(*[seconds[key[1]]] * 3) for key in cases}
 
     monkeypatch.setattr(KernelBench, "time", time)
     found = measure_documents(bench_of(Operands("cpu"), Rounds()))

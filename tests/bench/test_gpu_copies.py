@@ -3,94 +3,28 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from sppo.bench import overlap, pcie
+from sppo.bench import overlap, pcie, processes
 from sppo.bench.copies import CopyMeasurements, CopyPoint
 from sppo.bench.operands import Operands
 from sppo.bench.overlap import MeasuredLayer, default_layer, measure_overlap
-from sppo.cli.output.bench_copies import copies_lines
+from sppo.cli.bench_tables import copies_screen
 from sppo.config.model import ModelConfig
-from sppo.offload.queues import cuda_queues
-from sppo.offload.queues.cuda_queues import CudaQueues
+from sppo.hardware.numa import NumaNode
+from sppo.offload import cuda_lane
+from sppo.offload.cuda_lane import CudaLane
 from sppo.units import MIB
 from tests.bench.test_timing import Watcher
-from tests.offload.queues.test_cuda_queues import on_gpu, runtime_without_a_gpu
+from tests.offload.test_cuda_lane import on_gpu, runtime_without_a_gpu
 
 CPU = torch.device("cpu")
 TWO = [torch.device("cuda", index) for index in range(2)]
-
-
-@pytest.fixture
-def no_gpu(monkeypatch):
-    """What the benchmarks ask of torch.cuda, on this process's memory."""
-    runtime = runtime_without_a_gpu()
-    runtime.get_device_name = lambda device: "no GPU"
-    runtime.Stream.cuda_stream = 0
-    for module in (pcie, overlap, cuda_queues):
-        monkeypatch.setattr(module, "_cuda", runtime)
-    monkeypatch.setattr(pcie, "_TORCH_MEMORY", {"pageable": False})
-    monkeypatch.setattr(pcie, "_QUICK_REQUESTS", (MIB,))
-    monkeypatch.setattr(pcie, "_QUICK_MOST_BYTES", 4 * MIB)
-    return runtime
-
-
-def measured_by(watcher):
-    return watcher.advanced == sum(total for _, total in watcher.begun)
-
-
-def test_everything_but_the_device(no_gpu, monkeypatch):
-    copied = []
-
-    def copy(target, source, size_bytes, kind, stream):
-        copied.append(kind)
-        ctypes.memmove(target, source, size_bytes)
-
-    cupy = SimpleNamespace(runtime=SimpleNamespace(memcpyAsync=copy))
-    monkeypatch.setattr(pcie, "_cupy", lambda: cupy)
-    monkeypatch.setattr(pcie, "_numa_nodes", lambda: [None, None])
-    watcher = Watcher()
-    found = pcie.measure_pcie([CPU], quick=True, watcher=watcher)
-    assert measured_by(watcher)
-    names = ["pageable", "arena", "arena, cupy", "arena, cupy"]
-    assert sorted(point.how for point in found.points) == sorted([*names, "arena"])
-    assert found.planned.how == "arena"
-    assert {kind: copied.count(kind) for kind in (1, 2)} == {1: 24, 2: 24}
-    assert not no_gpu.locked
-    assert any(line.startswith("page-locking an arena") for line in copies_lines(found))
-
-
-def test_a_node_without_memory_is_left_out(no_gpu, monkeypatch):
-    """GPUs of some machines are NUMA nodes, too."""
-
-    @contextmanager
-    def first_only(node):
-        if node == 1:
-            raise MemoryError("node 1 has none")
-        yield
-
-    monkeypatch.setattr(pcie, "memory_of", first_only)
-    monkeypatch.setattr(pcie, "_cupy", lambda: None)
-    monkeypatch.setattr(pcie, "_numa_nodes", lambda: [0, 1])
-    found = pcie.measure_pcie([CPU], quick=True, watcher=Watcher())
-    assert found.where.endswith("; not on NUMA node 1: node 1 has none")
-    assert found.planned.numa_node == 0
-    monkeypatch.setattr(pcie, "_numa_nodes", lambda: [1])
-    with pytest.raises(MemoryError, match="node 1 has none"):
-        pcie.measure_pcie([CPU], quick=True, watcher=Watcher())
-
-
-def test_memory_that_cannot_be_locked_is_said(no_gpu, monkeypatch):
-    refusing = runtime_without_a_gpu(register_fails=True)
-    monkeypatch.setattr(no_gpu, "cudart", refusing.cudart)
-    monkeypatch.setattr(pcie, "_numa_nodes", lambda: [None])
-    with pytest.raises(MemoryError, match="the NVIDIA driver refuses to page-lock"):
-        pcie.measure_pcie([CPU], quick=True, watcher=Watcher())
 
 
 class WorkerThread:
@@ -99,8 +33,8 @@ class WorkerThread:
     def __init__(self):
         self._executor = ThreadPoolExecutor(1)
 
-    def submit(self, function, *arguments, **named):
-        return self._executor.submit(function, *arguments, **named)
+    def submit(self, function, *arguments):
+        return self._executor.submit(function, *arguments)
 
     def result(self, future, *, timeout_s):
         return future.result(timeout_s)
@@ -110,65 +44,98 @@ class WorkerThread:
 
 
 @pytest.fixture
-def two_gpus(no_gpu, monkeypatch):
-    """Two devices, of which the second copies at half the rate; each is near a node of its own."""
-    near, meetings = [], []
-    no_gpu.get_device_properties = lambda device: SimpleNamespace(
-        pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=device.index
-    )
-    monkeypatch.setattr(pcie, "node_of_pci_device", lambda address: address)
-    monkeypatch.setattr(pcie, "stay_near", near.append)
-    monkeypatch.setattr(pcie, "WorkerProcess", WorkerThread)
+def near(monkeypatch):
+    """Nodes near which processes stay: each GPU has one of its own."""
+    nodes = []
+    monkeypatch.setattr(pcie, "pci_address", lambda properties: properties)
+    monkeypatch.setattr(pcie, "node_of_pci_device", lambda index: NumaNode(index, frozenset({0})))
+    monkeypatch.setattr(pcie, "stay_near", lambda node: nodes.append(node.index))
+    return nodes
 
-    def measured(device, *, nodes, quick, watcher, meet):
-        meetings.append(meet())
+
+@pytest.fixture
+def no_gpu(monkeypatch, near):
+    """What the benchmarks ask of torch.cuda, on this process's memory."""
+    runtime = runtime_without_a_gpu()
+    runtime.get_device_name = lambda device: "no GPU"
+    runtime.get_device_properties = lambda device: device.index or 0
+    for module in (pcie, overlap, cuda_lane):
+        monkeypatch.setattr(module, "_cuda", runtime)
+    monkeypatch.setattr(processes, "WorkerProcess", WorkerThread)
+    monkeypatch.setattr(pcie, "_QUICK_REQUESTS", (MIB // 2, MIB))
+    monkeypatch.setattr(pcie, "_QUICK_MOST_BYTES", 4 * MIB)
+    return runtime
+
+
+def measured_by(watcher):
+    return watcher.advanced == sum(total for _, total in watcher.begun)
+
+
+def copy_by_address(target, source, size, kind, stream):
+    """In place of cupy's `memcpyAsync`."""
+    assert kind == 4
+    ctypes.memmove(target, source, size)
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_everything_but_the_device(no_gpu, near, gpus, monkeypatch):
+    runtime = SimpleNamespace(memcpyAsync=copy_by_address)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(runtime=runtime))
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace())
+    watcher = Watcher()
+    devices = [torch.device("cpu", index) for index in range(gpus)]
+    found = pcie.measure_pcie(devices, quick=True, watcher=watcher)
+    assert measured_by(watcher)
+    assert [(point.how, point.request_bytes) for point in found.points] == [
+        (how, size) for how in ("arena", "arena, cupy") for size in (MIB // 2, MIB)
+    ]
+    assert found.planned is found.points[1]
+    assert found.where.endswith("the slowest of 2 GPUs at once") == (gpus == 2)
+    assert sorted(near) == list(range(gpus))
+    assert not no_gpu.locked
+    assert any(str(line).startswith("page-locking an arena") for line in copies_screen(found))
+
+
+def test_memory_that_cannot_be_locked_is_said(no_gpu, monkeypatch):
+    refusing = runtime_without_a_gpu(register_fails=True)
+    monkeypatch.setattr(no_gpu, "cudart", refusing.cudart)
+    with pytest.raises(MemoryError, match="the NVIDIA driver refuses to page-lock"):
+        pcie.measure_pcie([CPU], quick=True, watcher=Watcher())
+
+
+@pytest.fixture
+def two_gpus(no_gpu, monkeypatch):
+    """Measures two devices, of which the second copies at half the rate, once both are ready."""
+
+    def measured(device, barrier, quick):
+        barrier.wait(0.5)  # a thread that waits cannot be killed
         rate = 1e9 / (1 + device.index)
         point = CopyPoint("arena", MIB, 1, rate, rate, rate, rate)
         return CopyMeasurements("host", f"GPU {device.index}", (point,), planned=point)
 
     monkeypatch.setattr(pcie, "_measure", measured)
-    return SimpleNamespace(near=near, meetings=meetings)
+    return measured
 
 
-def test_gpus_are_measured_at_once_and_plans_use_the_slowest(two_gpus):
-    watcher = Watcher()
-    found = pcie.measure_pcie(TWO, quick=True, watcher=watcher)
-    assert measured_by(watcher)
-    assert sorted(two_gpus.meetings) == [0, 1], "each waits for the other"
-    assert sorted(two_gpus.near) == ["0000:1b:00.0", "0000:1b:01.0"]
+def test_plans_use_the_slowest_gpu(two_gpus):
+    found = pcie.measure_pcie(TWO, quick=True, watcher=Watcher())
     assert found.planned.out_bytes_per_s == 5e8
     assert found.where == "GPU 1, the slowest of 2 GPUs at once"
 
 
 def test_a_gpu_that_fails_ends_the_others(two_gpus, monkeypatch):
-    measured = pcie._measure
-
-    def fails(device, **how):
+    def fails(device, barrier, quick):
         if device.index == 1:
             raise MemoryError("nothing to lock")
-        return measured(device, **how)
+        return two_gpus(device, barrier, quick)
 
     monkeypatch.setattr(pcie, "_measure", fails)
     with pytest.raises(MemoryError, match="nothing to lock"):
         pcie.measure_pcie(TWO, quick=True, watcher=Watcher())
 
 
-def test_a_failed_copy_is_not_lost(no_gpu):
-    class Broken(RuntimeError):
-        pass
-
-    def broken(self, index):
-        raise Broken("no such address")
-
-    host = pcie._Host("arena", torch.zeros(8, dtype=torch.uint8))
-    streams = pcie._Streams(host, torch.zeros(8, dtype=torch.uint8), request_bytes=2, count=1)
-    streams._copy = broken.__get__(streams)
-    with pytest.raises(RuntimeError):
-        streams.run(True, True)
-
-
 def test_overlap_with_everything_but_the_device(no_gpu, monkeypatch):
-    monkeypatch.setattr(overlap, "_queues", lambda device: CudaQueues(CPU))
+    monkeypatch.setattr(overlap, "_lane", lambda device: CudaLane(CPU))
     monkeypatch.setattr(overlap, "_QUICK_TOKENS", {"cuda": (64,)})
     monkeypatch.setattr(overlap, "_QUICK_CONTEXTS", {"cuda": (0, 64)})
     operands = Operands("cpu")
@@ -189,19 +156,13 @@ def test_overlap_with_everything_but_the_device(no_gpu, monkeypatch):
     assert not no_gpu.locked
 
 
-def test_a_gpu_gets_a_larger_model():
-    assert default_layer("cuda").model.hidden_size > default_layer("cpu").model.hidden_size
-
-
 @on_gpu
 def test_a_real_link():
     watcher = Watcher()
-    found = pcie.measure_pcie([torch.device("cuda")], quick=True, watcher=watcher)
+    found = pcie.measure_pcie([torch.device("cuda", 0)], quick=True, watcher=watcher)
     assert measured_by(watcher)
     planned = found.planned
     assert min(planned.out_bytes_per_s, planned.back_bytes_per_s) > 1e9
-    pageable = next(point for point in found.points if point.how == "pageable")
-    assert planned.out_alone_bytes_per_s > pageable.out_alone_bytes_per_s
 
 
 @on_gpu

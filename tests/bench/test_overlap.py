@@ -1,8 +1,9 @@
-"""Copies that overlap compute: when copies are hidden, what they cost, and a real run of both."""
+"""Copies that overlap compute: what they cost, and a real run of both."""
 
 from __future__ import annotations
 
 import io
+import time
 from dataclasses import replace
 
 import pytest
@@ -10,23 +11,29 @@ import torch
 from rich.console import Console
 
 from sppo.bench import overlap
-from sppo.bench.break_even import BreakEven, OverlapPoint, break_even_tokens, break_evens
 from sppo.bench.hardware_description import describe
 from sppo.bench.operands import Operands
-from sppo.bench.overlap import MeasuredLayer, OverlapMeasurements, added_s_per_byte, measure_overlap
+from sppo.bench.overlap import (
+    MeasuredLayer,
+    OverlapMeasurements,
+    OverlapPoint,
+    added_s_per_byte,
+    measure_overlap,
+)
 from sppo.bench.suite import Measurements
-from sppo.cli.output.bench_copies import break_even_text, overlap_lines, print_overlap
-from sppo.cli.output.bench_report import unsteady_line
+from sppo.cli.bench_tables import overlap_screen, unsteady_line
+from sppo.cli.printing import print_screen
 from sppo.config.model import ModelConfig
 from sppo.hardware.presets import PRESETS
+from sppo.offload.disk import file_tier
 from tests.bench.test_timing import Watcher
 
 PRODUCTS_S, PAIR_S, COPY_S = 1e-6, 1e-8, 5e-6
-"""Per token, per (query, key) pair, per token: copies hide from a mean context of 400 on."""
+"""Per token, per (query, key) pair, per token."""
 
 
 def point(tokens, context, *, slower=1.0):
-    """A unit whose times follow the closed form exactly."""
+    """A unit whose time grows with its tokens and its pairs."""
     attention = PAIR_S * tokens * (context + tokens / 2)
     products = PRODUCTS_S * tokens
     return OverlapPoint(
@@ -47,7 +54,6 @@ OVERLAP = OverlapMeasurements(
     "bf16",
     "to a disk",
     (point(256, 0), point(1024, 0), point(256, 500)),
-    (BreakEven(0, 800.0, 300.0, True, False), BreakEven(500, 0.0, 0.0, True, True)),
     2e-10,
 )
 
@@ -55,7 +61,7 @@ OVERLAP = OverlapMeasurements(
 def test_a_narrow_terminal_cuts_no_word():
     console = Console(file=io.StringIO(), width=80)
     far = point(65536, 1 << 20, slower=1.684)
-    print_overlap(replace(OVERLAP, points=(*OVERLAP.points, far)), console=console)
+    print_screen(overlap_screen(replace(OVERLAP, points=(*OVERLAP.points, far))), console)
     text = console.file.getvalue()
     assert "…" not in text
     heading = next(line for line in text.splitlines() if line.startswith(" tokens"))
@@ -65,36 +71,6 @@ def test_a_narrow_terminal_cuts_no_word():
 def test_unsteady_timings_are_said_not_to_be_planned_with():
     assert unsteady_line([0.02, 0.1, 3.0]) is None
     assert "half of the timings lay more than 164% apart" in unsteady_line([0.1, 1.64, 2.0])
-
-
-@pytest.mark.parametrize(("context", "length"), [(0, 800), (100, 600), (390, 20)])
-def test_the_break_even_length_lies_where_the_mean_context_is_enough(context, length):
-    """Beyond and between measured lengths alike: c = 2 (400 - p)."""
-    longer, shorter = ([point(c, context) for c in row] for row in ((1000, 2000), (4, 8)))
-    between = [point(c, context) for c in (length - 10, length + 10)]
-    assert break_even_tokens(longer, ratio=1.0) == (pytest.approx(length), False)
-    assert break_even_tokens(shorter, ratio=1.0) == (pytest.approx(length), False)
-    assert break_even_tokens(between, ratio=1.0) == (pytest.approx(length), True)
-
-
-def test_every_length_hides_after_enough_context():
-    assert break_even_tokens([point(64, 400), point(128, 400)], ratio=1.0) == (0.0, True)
-    # A fifth of the bytes hides behind the products alone.
-    assert break_even_tokens([point(64, 0), point(128, 0)], ratio=0.2) == (0.0, True)
-
-
-def test_break_evens_are_told_by_context():
-    points = [point(c, p) for p in (500, 0) for c in (256, 1024)]
-    found = break_evens(points, kept_ratio=0.4)
-    assert [row.context for row in found] == [0, 500]
-    assert found[0].everything_tokens == pytest.approx(800)
-    assert found[0].everything_measured
-    assert found[0].kept_tokens == pytest.approx(200)  # mean context 100
-    assert not found[0].kept_measured
-    assert (found[1].everything_tokens, found[1].kept_tokens) == (0.0, 0.0)
-    texts = [break_even_text(t, measured=m) for t, m in ((0.0, True), (799.6, True), (0.2, False))]
-    assert texts == ["any", "800", "~1"]
-    assert "~ beyond" in overlap_lines(OVERLAP)[-1]
 
 
 def test_what_copies_cost_is_within_reason():
@@ -129,24 +105,20 @@ def test_a_real_layer_and_a_real_disk(operands, small, tmp_path):
     assert list(tmp_path.iterdir()) == []
     # x_in, q, o, x_mid of 64, up and gate of 128, bf16; lse of 4 heads, fp32.
     assert {p.moved_bytes / p.tokens for p in found.points} == {2 * (4 * 64 + 2 * 128) + 4 * 4}
-    assert {p.context for p in found.points} == {b.context for b in found.break_evens}
     for measured in found.points:
         times = (measured.compute_s, measured.copy_s, measured.compute_copying_s)
         assert min(times) > 0 <= measured.exposed_s
 
 
 def test_copies_that_take_longer_than_compute_are_exposed(operands, small, tmp_path, monkeypatch):
-    """A disk that needs 30 ms for a write, behind a unit that takes less."""
-    from sppo.offload.queues.thread_queues import ThreadQueues
+    """A disk that needs 60 ms for each of two writes at once, behind a unit that takes less."""
+    system_io = file_tier._system_io
 
-    class Slow(ThreadQueues):
-        def _transfer(self, offset_bytes, data, *, write):
-            import time
+    def slow(*arguments):
+        time.sleep(0.06)
+        return system_io(*arguments)
 
-            time.sleep(0.03)
-            super()._transfer(offset_bytes, data, write=write)
-
-    monkeypatch.setattr(overlap, "_queues", lambda device: Slow())
+    monkeypatch.setattr(file_tier, "_system_io", slow)
     monkeypatch.setattr(overlap, "_MOST_UNITS", 4)
     monkeypatch.setattr(overlap, "_QUICK_TOKENS", {"cpu": (64,)})
     monkeypatch.setattr(overlap, "_QUICK_CONTEXTS", {"cpu": (0,)})
@@ -165,17 +137,17 @@ def test_a_slow_device_gets_shorter_units(operands, small, monkeypatch):
     assert set(shapes) == {(256, 0), (256, 4096), (256, 16384), (1024, 0)}
     assert len(left_out) == 5
     assert left_out[0][:2] == (1024, 4096)
-    lines = overlap_lines(replace(OVERLAP, left_out=tuple(left_out)))
+    lines = list(overlap_screen(replace(OVERLAP, left_out=tuple(left_out))))
     assert "left out: 1Ki tokens after 4Ki, would take 1.29 s a unit" in lines
 
 
 def test_what_the_device_has_no_memory_for_is_left_out(operands, small, tmp_path, monkeypatch):
     whole = overlap.attention_forward
 
-    def attend(q, k, v):
-        if len(k) > 300:
+    def attend(call):
+        if call.num_keys > 300:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return whole(q, k, v)
+        return whole(call)
 
     monkeypatch.setattr(overlap, "attention_forward", attend)
     monkeypatch.setattr(overlap, "_QUICK_CONTEXTS", {"cpu": (0, 128)})

@@ -6,7 +6,7 @@ import pytest
 
 from sppo.bench import timing
 from sppo.bench.operands import Operands
-from sppo.bench.timing import KernelBench, Rounds, TimedCase, Timing
+from sppo.bench.timing import KernelBench, Rounds, Timing
 
 
 class Machine:
@@ -16,8 +16,11 @@ class Machine:
         self.now, self.log = 0.0, []
         monkeypatch.setattr(timing.time, "perf_counter", lambda: self.now)
 
-    def case(self, key, *seconds):
-        """A case that takes each of ``seconds`` in turn, one per round."""
+    def cases(self, **takes):
+        """Cases that take each of their seconds in turn, one per round."""
+        return {key: self._make(key, seconds) for key, seconds in takes.items()}
+
+    def _make(self, key, seconds):
         rounds = iter(seconds)
 
         def make():
@@ -30,7 +33,7 @@ class Machine:
 
             return call
 
-        return TimedCase(key, make)
+        return make
 
 
 class Watcher:
@@ -55,7 +58,7 @@ def bench_of(operands, rounds, watcher=None, *, dtypes=("fp32",)):
 
 def test_all_cases_take_turns(operands, monkeypatch):
     machine, watcher = Machine(monkeypatch), Watcher()
-    cases = [machine.case("a", 1.0, 5.0, 1.2), machine.case("b", 2.0, 2.0, 2.0)]
+    cases = machine.cases(a=(1.0, 5.0, 1.2), b=(2.0, 2.0, 2.0))
     bench = bench_of(operands, Rounds(count=3, window_s=0.0), watcher)
     found = bench.time("letters", cases)
     made = [line for line in machine.log if line.startswith("make")]
@@ -70,7 +73,7 @@ def test_all_cases_take_turns(operands, monkeypatch):
 
 def test_short_calls_are_warmed_up_and_repeated(operands, monkeypatch):
     machine = Machine(monkeypatch)
-    cases = [machine.case("a", 0.001, 0.001)]
+    cases = machine.cases(a=(0.001, 0.001))
     found = bench_of(operands, Rounds(count=2, window_s=0.01)).time("letters", cases)
     assert found["a"].median_s == pytest.approx(0.001)
     # Once to warm up and once to see how long it is, then a window; the second round knows that.
@@ -80,7 +83,7 @@ def test_short_calls_are_warmed_up_and_repeated(operands, monkeypatch):
 def test_long_calls_are_not_repeated(operands, monkeypatch):
     machine = Machine(monkeypatch)
     rounds, watcher = Rounds(count=4, count_long=3, window_s=0.01), Watcher()
-    bench_of(operands, rounds, watcher).time("letters", [machine.case("a", 1.0, 1.0, 1.0)])
+    bench_of(operands, rounds, watcher).time("letters", machine.cases(a=(1.0, 1.0, 1.0)))
     assert machine.log.count("a") == 3 + 1 + 1
     assert watcher.advanced == 4
 
@@ -90,10 +93,3 @@ def test_one_call_is_measured_warm(operands, monkeypatch):
     takes = iter([9.0, 0.5])
     call = lambda: setattr(machine, "now", machine.now + next(takes))  # noqa: E731
     assert bench_of(operands, Rounds()).time_once(call) == 0.5
-
-
-def test_keys_are_unique(operands, monkeypatch):
-    machine = Machine(monkeypatch)
-    cases = [machine.case("a", 1.0), machine.case("a", 1.0)]
-    with pytest.raises(AssertionError, match="a key of its own"):
-        bench_of(operands, Rounds()).time("letters", cases)

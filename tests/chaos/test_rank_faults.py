@@ -323,19 +323,3 @@ def test_a_broken_run_ends_as_it_must_and_resumes(fault, kind, tmp_path, pytestc
     assert not left_behind(tmp_path)
     assert not goes_on(tmp_path)
     assert not left_behind(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("ended", "told"),
-    [
-        (Ended(1, "error: rank 1 of 2 was killed by SIGKILL"), ""),
-        (Ended(None, ""), "it did not end within"),
-        (Ended(0, "killed by SIGKILL"), "exit code 0, not [1]"),
-        (Ended(1, "Traceback\nkilled by SIGKILL"), "a traceback"),
-        (Ended(1, "error: something else"), "['killed by SIGKILL'] not said"),
-    ],
-)
-def test_how_a_job_ended_is_judged(ended, told):
-    problem = ended.problem([1], "killed by SIGKILL")
-    assert problem.startswith(told)
-    assert bool(problem) == bool(told)

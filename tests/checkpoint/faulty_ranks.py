@@ -21,7 +21,8 @@ from torch.distributed import ProcessGroup
 from sppo.checkpoint import checkpoint as checkpoint_module
 from sppo.checkpoint import manifest as checkpoint_manifest
 from sppo.checkpoint import tensors as checkpoint_tensors
-from sppo.checkpoint.checkpoint import CheckpointError, InvalidCheckpointError
+from sppo.checkpoint.checkpoint import CheckpointError
+from sppo.checkpoint.newest import InvalidCheckpointError
 from sppo.checkpoint.state_block import StateBlock
 from tests.checkpoint.resharding_ranks import (
     cut_state,
@@ -114,7 +115,7 @@ def save_with_fault(
     load_and_compare(group, manager, "rows", step=1)
     manager.save(cut_state(group, "grid", step=3), step=3, metadata={})
     manager.wait()
-    load_and_compare(group, manager, "columns", step=3)
+    load_and_compare(group, manager, "grid", step=3)
     return {
         "type": type(raised).__name__,
         "text": str(raised),
@@ -156,7 +157,6 @@ def load_wrong(group: ProcessGroup, directory: str, fault: str) -> dict[str, Any
     """Load where rank 1 alone expects something else or sees nothing; what was raised."""
     manager = manager_of(group, directory)
     found = manager.latest_valid()
-    assert found is not None
     state = cut_state(group, "rows", step=1, make=lambda block: torch.full_like(block, -1))
     hidden: Any = patch.dict({})
     if dist.get_rank(group) == 1:

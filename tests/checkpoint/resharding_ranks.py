@@ -62,21 +62,12 @@ def box_of(layout: str, name: str, shape: torch.Size, *, rank: int, size: int) -
         return box
     if layout == "rows":
         box[0] = cut(shape[0], size)[rank]
-    elif layout == "columns":
-        box[-1] = cut(shape[-1], size)[rank]
     elif layout == "grid":  # two columns as far as there are ranks, replicas on an odd last one
         across = cut(shape[-1], min(size, 2))
         box[-1] = across[rank % len(across)]
         if len(shape) > 1:
             down = cut(shape[0], max(size // 2, 1))
             box[0] = down[rank // 2 % len(down)]
-    elif layout == "stages":  # each name on two neighbouring ranks: in halves or as replicas
-        first = len(name) % size
-        place = (rank - first) % size
-        if place > 1:
-            return None
-        if len(name) % 2 == 0 and size > 1:
-            box[0] = cut(shape[0], 2)[place]
     else:
         raise ValueError(layout)
     return box
@@ -209,7 +200,6 @@ def load_layouts(
     for source in saved:
         manager = manager_of(group, f"{directory}/{source}")
         found = manager.latest_valid()
-        assert found is not None
         assert found.step == 3
         assert found.metadata["by"] == source
         for layout in layouts:
@@ -222,7 +212,6 @@ def load_and_compare(
 ) -> int:
     """Fill blocks that hold something else; how many were right."""
     found = manager.latest_valid()
-    assert found is not None
     assert found.step == step, found
     state = cut_state(group, layout, step=step, make=lambda block: torch.full_like(block, -1))
     manager.load_into(found, state)
@@ -236,7 +225,6 @@ def load_newest(group: ProcessGroup | None, directory: str, layout: str) -> int:
     """Load in ``layout``; the step of what was found."""
     manager = manager_of(group, directory)
     found = manager.latest_valid()
-    assert found is not None
     load_and_compare(group, manager, layout, step=found.step)
     return found.step
 
@@ -245,7 +233,6 @@ def load_views(group: ProcessGroup | None, directory: str) -> None:
     """Load into columns of larger tensors, which must stay as they were beside them."""
     manager = manager_of(group, directory)
     found = manager.latest_valid()
-    assert found is not None
     for name, tensor in tensors_of(found.step).items():
         if tensor.dim() != 2:
             continue

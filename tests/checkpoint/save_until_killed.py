@@ -1,19 +1,17 @@
-"""Saves checkpoints in forked children and kills each: at random, or at its n-th system call.
+"""Saves a checkpoint in forked children and kills each at its n-th call that changes the disk.
 
-Run as ``python -m tests.checkpoint.save_until_killed DIRECTORY random|calls NUMBER``. One process
-pays for importing torch, then forks; the parent never computes, so the children inherit no threads.
-Prints one JSON object per child: the last step whose save returned before the kill.
+Run as ``python -m tests.checkpoint.save_until_killed DIRECTORY NUMBER``. One process pays for
+importing torch, then forks; the parent never computes, so the children inherit no threads. Prints
+one JSON object per child: the last step whose save returned before the kill.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,7 @@ def state_of(step: int) -> dict[str, torch.Tensor]:
     return {f"model.layers.{i}.weight": torch.full((256, 256), float(step)) for i in range(4)}
 
 
-def save_steps(directory: Path, *, last: int, report: int, async_save: bool) -> None:
+def save_steps(directory: Path, *, last: int, report: int, async_save: bool = False) -> None:
     """Resume and save every step, telling ``report`` (a pipe) each step that is safe."""
     manager = CheckpointManager(directory, keep=KEEP, async_save=async_save)
     found = manager.latest_valid()
@@ -41,8 +39,8 @@ def save_steps(directory: Path, *, last: int, report: int, async_save: bool) -> 
         os.write(report, step.to_bytes(8, "little"))
 
 
-def run_child(work: Callable[[int], None], *, kill_after_s: float | None) -> tuple[int, bool]:
-    """Fork, run ``work(pipe)``, perhaps kill; the last step reported, and whether it was killed."""
+def run_child(work: Callable[[int], None]) -> tuple[int, bool]:
+    """Fork and run ``work(pipe)``; the last step reported, and whether the child was killed."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -50,9 +48,6 @@ def run_child(work: Callable[[int], None], *, kill_after_s: float | None) -> tup
         work(writer)
         os._exit(0)
     os.close(writer)
-    if kill_after_s is not None:
-        time.sleep(kill_after_s)
-        os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     reported = b""
     while part := os.read(reader, 1 << 16):
@@ -62,11 +57,14 @@ def run_child(work: Callable[[int], None], *, kill_after_s: float | None) -> tup
 
 
 def die_at_call(number: int) -> None:
-    """Replace calls that change the disk by ones that kill this process at the ``number``-th."""
+    """Replace calls that change the disk by ones that kill this process at the ``number``-th.
+
+    Nothing is flushed: what a killed process has written is not lost, unlike after a power failure.
+    """
     left = [number]
 
-    def wrap(module: Any, name: str) -> None:
-        real = getattr(module, name)
+    def wrap(name: str) -> None:
+        real = getattr(os, name) if name != "fsync" else lambda descriptor: None
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             left[0] -= 1
@@ -74,50 +72,33 @@ def die_at_call(number: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return real(*args, **kwargs)
 
-        setattr(module, name, counted)
+        setattr(os, name, counted)
 
     for name in ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir"):
-        wrap(os, name)
+        wrap(name)
 
 
-def kill_at_random(directory: Path, number: int) -> None:
-    """``number`` runs after one another in the same directory, each killed at some moment."""
-    moments = random.Random(0)
-    for index in range(number):
+def main(directory: Path, number: int) -> None:
+    """From two checkpoints, save a third and die at call 0, 1, ... until a save gets through.
 
-        def work(pipe: int, background: bool = index % 2 == 1) -> None:
-            save_steps(directory, last=10**6, report=pipe, async_save=background)
-
-        step, _ = run_child(work, kill_after_s=moments.uniform(0.02, 0.25))
-        print(json.dumps({"step": step, "names": names(directory)}), flush=True)
-
-
-def kill_at_calls(directory: Path, number: int) -> None:
-    """From two checkpoints, save a third and die at call 0, 1, ... until a save gets through."""
+    Every other child saves in the background.
+    """
     template = directory / "template"
-    run_child(
-        lambda pipe: save_steps(template, last=2, report=pipe, async_save=False), kill_after_s=None
-    )
+    run_child(lambda pipe: save_steps(template, last=2, report=pipe))
     for call in range(number):
         copy = directory / f"call_{call}"
         shutil.copytree(template, copy)
 
         def work(pipe: int, call: int = call, copy: Path = copy) -> None:
             die_at_call(call)
-            save_steps(copy, last=3, report=pipe, async_save=False)
+            save_steps(copy, last=3, report=pipe, async_save=call % 2 == 1)
 
-        step, killed = run_child(work, kill_after_s=None)
+        step, killed = run_child(work)
         print(json.dumps({"call": call, "step": step, "killed": killed}), flush=True)
         if not killed:
             return
 
 
-def names(directory: Path) -> list[str]:
-    """What lies in ``directory``."""
-    return sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    mode = {"random": kill_at_random, "calls": kill_at_calls}[sys.argv[2]]
-    mode(Path(sys.argv[1]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

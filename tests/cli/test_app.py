@@ -36,15 +36,6 @@ def test_every_command_explains_itself(words):
     assert len(text.splitlines()) <= 100
 
 
-def test_help_shows_defaults_and_fills_its_lines(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    assert "[default: 5GiB]" in succeed("convert", "to-hf", "--help")
-    paragraphs = succeed("train", "--help").split("Usage: ")[1].split("\n\n")
-    lines = [line.strip() for line in "\n\n".join(paragraphs).splitlines()]
-    start = next(n for n, line in enumerate(lines) if line.startswith("Trains on the machine"))
-    assert all(len(line) > 60 for line in lines[start : start + 4]), lines[start : start + 4]
-
-
 def test_a_shell_completes_commands(monkeypatch):
     """As bash asks for it, once `sppo --install-completion` was called."""
     asked = {"_SPPO_COMPLETE": "complete_bash", "COMP_WORDS": "sppo data st", "COMP_CWORD": "2"}

@@ -3,12 +3,10 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import sppo
-from sppo.config.yaml_file import format_yaml, read_yaml
 from tests.conftest import write_run, write_tokens
 
 # One process for all cases: in it torch cannot be imported.
@@ -39,12 +37,12 @@ CASES = {
     "train run.yaml parallel.sequence_parallel_degree=3": "query heads cannot be sharded",
     "train run.yaml --plan nowhere.json": "nowhere.json",
     "train run.yaml --plan plan.json": "the plan was made for another run",
-    "train hf.yaml": "holds neither model.safetensors nor",
+    'train run.yaml model={"from_hf":"hf"}': "holds neither model.safetensors nor",
     "eval run.yaml": "To evaluate random weights of seed 0, which the run starts from",
     "eval run.yaml --checkpoint nowhere": "nowhere holds no checkpoint (no such directory)",
     "eval run.yaml --checkpoint out --initial": "leave one of the two out",
     "eval run.yaml --initial data.eval_tokens=nowhere": "nowhere: no such directory",
-    "eval hf.yaml --initial": "holds neither model.safetensors nor",
+    'eval run.yaml model={"from_hf":"hf"} --initial': "holds neither model.safetensors nor",
     "convert to-hf nowhere new": "nowhere holds no checkpoint (no such directory)",
     "convert to-hf nowhere tokens": "tokens is not empty",
     "convert from-hf hf new": "holds neither model.safetensors nor",
@@ -52,7 +50,10 @@ CASES = {
     "sppo.evaluate data.tokens=nowhere": "To evaluate random weights",
 }
 TWO_RANKS = "train run.yaml model.num_layers=2 parallel.pipeline_parallel_degree=2"
+RANKS = (TWO_RANKS, f"{TWO_RANKS} -q")
 """Right, so that torch is asked for."""
+PLANNED = ("solve run.yaml -o solved.json", "estimate run.yaml", "simulate solved.json")
+"""Needs no torch."""
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +74,11 @@ def told(tmp_path_factory):
         "num_attention_heads": 2,
     }
     (work / "hf/config.json").write_text(json.dumps(config))
-    (work / "hf.yaml").write_text("model: {from_hf: hf}\n" + _without_model(work / "run.yaml"))
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
-        input=json.dumps([case.split() for case in [*CASES, TWO_RANKS, f"{TWO_RANKS} -q"]]),
+        input=json.dumps(
+            [case.split() for case in [*CASES, TWO_RANKS, f"{TWO_RANKS} -q", *PLANNED]]
+        ),
         cwd=work,
         capture_output=True,
         text=True,
@@ -84,12 +86,6 @@ def told(tmp_path_factory):
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
-
-
-def _without_model(run_file: Path) -> str:
-    sections = read_yaml(run_file)
-    del sections["model"]
-    return format_yaml(sections)
 
 
 @pytest.mark.parametrize(("case", "says"), CASES.items())
@@ -104,3 +100,8 @@ def test_ranks_are_announced_before_torch_is_imported(told):
     assert out.startswith("start     2 ranks on this machine (pipeline 2): ")
     assert (code, said, len(out.splitlines())) == (1, "", 1), "it ended where torch was asked for"
     assert told[f"{TWO_RANKS} -q"] == [1, "", ""]
+
+
+@pytest.mark.parametrize("case", PLANNED)
+def test_planning_needs_no_torch(told, case):
+    assert told[case][0] == 0, told[case]

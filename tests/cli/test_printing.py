@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from sppo.cli.output import printing as module
+from sppo.cli import printing as module
 
 
 @pytest.mark.parametrize("text", ["solving for lab box [/red] two", "solving for [lab]"])

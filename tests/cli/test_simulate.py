@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from functools import partial
+from pathlib import Path
 
 import pytest
 
+from tests.cli.answers import answer, one_line
 from tests.conftest import call, refuse, succeed
 
 SHAPE = ("ranks=4", "sequences=1", "subsequences=8")
 CASE = ("schedule=sppo", *SHAPE)
 
 
-def report(*words):
-    return json.loads(succeed("simulate", *words, "--json"))
+report = partial(answer, "simulate")
 
 
 def test_json_has_the_promised_keys_and_numbers():
@@ -26,29 +28,6 @@ def test_json_has_the_promised_keys_and_numbers():
     assert numbers["device_peak_bytes"] == [8, 8, 8, 8]
     assert numbers["exposed_copy_s"] == [0, 0, 0, 0]
     assert numbers["provenance"] == "simulated"
-
-
-def test_msp_pays_for_messages():
-    free = report("schedule=sppo_msp", *SHAPE)
-    assert free["makespan_s"] == pytest.approx(25)
-    assert free["forward_makespan_s"] == pytest.approx(25 / 3)
-    priced = ("schedule=sppo_msp", *SHAPE, "latency=0.001", "weight_size=1")
-    paid = [report(*priced, f"bandwidth={rate}")["makespan_s"] for rate in (50, 2, 0.1)]
-    # With a price the outermost units alone are tried too, and they do better than all of them.
-    assert 24 < paid[0] < paid[1] < 33.1
-    assert paid[2] == report(*CASE, "latency=0.001")["makespan_s"]
-
-
-def test_keys_of_offload():
-    shape = ("schedule=sppo", "ranks=2", "sequences=1", "subsequences=4", "unit_sizes=3,2,1,1")
-    full = report(*shape, "offload_ratio=full")
-    adaptive = report(*shape, "offload_ratio=adaptive")
-    assert (full["makespan_s"], max(full["device_peak_bytes"])) == (21, 7)
-    assert (adaptive["makespan_s"], max(adaptive["device_peak_bytes"])) == (15, 5)
-    assert sum(adaptive["exposed_copy_s"]) == 0
-    one = ("schedule=sppo", "ranks=1", "sequences=1", "subsequences=4", "offload_ratio=1,1,1,0")
-    slow = report(*one, "d2h=2", "h2d=2", "keep_last=0")
-    assert (slow["makespan_s"], slow["device_peak_bytes"]) == (15, [3])
 
 
 def test_keys_of_costs():
@@ -160,10 +139,6 @@ def test_all_problems_of_an_abstract_case_are_listed_as_those_of_a_run_file():
         assert any(line.startswith(f"{key} ") and message in line for line in lines), word
 
 
-def test_a_number_of_too_many_digits_is_one_short_line():
-    assert len(refuse("simulate", *CASE, "ranks=" + "9" * 5000)) < 400
-
-
 def test_a_key_that_is_written_as_an_option_is_explained():
     text = " ".join(call("simulate", "--unit-costs", "1").stderr.replace("│", " ").split())
     assert "No such option: --unit-costs; a key is written unit_costs=VALUE" in text
@@ -173,11 +148,6 @@ def test_help_lists_the_keys():
     text = " ".join(succeed("simulate", "--help").split())
     assert "schedule required One of gpipe, 1f1b" in text
     assert "backward 2 Time of one B, without W." in text
-
-
-def test_a_plot_that_cannot_be_written_ends_with_2(tmp_path):
-    message = refuse("simulate", *CASE, "--png", tmp_path / "no" / "t.png")
-    assert "there is no directory" in message
 
 
 AXES = ("data", "pipeline", "sequence")
@@ -216,9 +186,44 @@ def test_a_run_file_with_the_costs_of_a_machine(tmp_path):
     assert "chosen by solve: parallel.data_parallel_degree" in text
 
 
-def test_an_override_may_name_a_file(tmp_path):
-    (tmp_path / "run.yaml").write_text(RUN, encoding="utf-8")
-    words = ("hardware.preset=null", "hardware.file=absent.json")
-    message = refuse("simulate", tmp_path / "run.yaml", *words)
-    assert "absent.json" in message
-    assert "two files" not in message
+# A plan
+
+
+@pytest.fixture(scope="module")
+def plan_text(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("solved")
+    (directory / "run.yaml").write_text(RUN)
+    words = ("parallel.pipeline_parallel_degree=4", "parallel.schedule=sppo")
+    succeed("solve", directory / "run.yaml", *words, "-o", directory / "plan.json")
+    return (directory / "plan.json").read_text()
+
+
+@pytest.fixture
+def plan(plan_text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("plan.json").write_text(plan_text)
+
+
+@pytest.mark.usefixtures("plan")
+def test_values_of_the_rank_table_stay_on_one_line(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = succeed("simulate", "plan.json").splitlines()
+    rows = [line.split() for line in lines if line.strip()[:1].isdigit()]
+    assert [row[0] for row in rows] == ["0", "1", "2", "3"]
+    assert all(row[-1] in {"GiB", "MiB"} for row in rows)
+    assert not any("…" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["sequence.length=32Ki"], "'sequence.length=32Ki': a plan has fixed it"),
+        (["ranks=2"], "'ranks=2' belongs to an abstract case, but plan.json has costs of a"),
+        (["--compare", "1f1b"], "use seq1f1b"),
+        (["--compare", "x"], "--compare 'x': not one of gpipe, 1f1b"),
+        (["other.json"], "two files, plan.json and other.json"),
+    ],
+)
+@pytest.mark.usefixtures("plan")
+def test_what_a_plan_has_fixed_cannot_be_asked_for(words, message):
+    assert message in one_line(refuse("simulate", "plan.json", *words))

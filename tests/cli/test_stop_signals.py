@@ -86,12 +86,3 @@ with stop_signals():
         time.sleep(60)
 """
     assert ended(code)[0] == -signal.SIGINT
-
-
-def test_handlers_come_back():
-    from sppo.cli.stop_signals import stop_signals
-
-    before = [signal.getsignal(number) for number in NUMBERS]
-    with stop_signals():
-        assert [signal.getsignal(number) for number in NUMBERS] != before
-    assert [signal.getsignal(number) for number in NUMBERS] == before

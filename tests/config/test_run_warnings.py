@@ -13,18 +13,27 @@ def warnings(length, **model):
     return list(run_warnings(load_run(run)))
 
 
-def test_positions_beyond_those_of_a_preset():
-    assert warnings(40960, preset="qwen3-8b") == []
-    (text,) = warnings(81921, preset="qwen3-8b")
-    assert "sequence.length 81921 is beyond the 40960 positions of this model" in text
-    assert "{type: yarn, factor: 3, original_max_positions: 40960}" in text
+YARN = {"type": "yarn", "factor": 2, "original_max_positions": 40960}
 
 
-def test_positions_that_are_stretched_too_little_or_enough():
-    scaling = {"type": "yarn", "factor": 2, "original_max_positions": 40960}
-    assert warnings(81920, preset="qwen3-8b", rope_scaling=scaling) == []
-    (text,) = warnings(131072, preset="qwen3-8b", rope_scaling=scaling)
-    assert "{type: yarn, factor: 4, original_max_positions: 40960}" in text
+@pytest.mark.parametrize(
+    ("length", "model", "advice"),
+    [
+        (40960, {}, None),
+        (81921, {}, "{type: yarn, factor: 3, original_max_positions: 40960}"),
+        (81920, {"rope_scaling": YARN}, None),
+        (
+            131072,
+            {"rope_scaling": YARN},
+            "{type: yarn, factor: 4, original_max_positions: 40960}",
+        ),
+    ],
+)
+def test_positions_beyond_those_of_a_preset(length, model, advice):
+    found = warnings(length, preset="qwen3-8b", **model)
+    assert [advice] == [text.partition("model.rope_scaling=")[2] for text in found] or not advice
+    assert bool(found) is bool(advice)
+    assert all(text.startswith(f"sequence.length {length} is beyond the ") for text in found)
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sppo.config.problems import ConfigError
 from sppo.config.yaml_file import parse_yaml, read_yaml
+from tests.tiers import examples
 
 
 def parse(text):
@@ -86,7 +87,7 @@ def test_a_key_given_twice_beside_a_merge_is_refused():
         ("a: *nowhere", "line 1", "undefined alias"),
         ("a: " + "9" * 5000, "", "digits"),
         ("a: \0", "", "not YAML text"),
-        ("[" * 5000, "", "nested too deeply"),
+        ("[" * 500, "", "nested too deeply"),
         ("a: 'open", "line 1", "quoted scalar"),
     ],
 )
@@ -98,6 +99,7 @@ def test_what_is_not_yaml(text, where, says):
     assert len(found.line()) < 200
 
 
+@settings(max_examples=examples(50, all=100))
 @given(st.text(alphabet=st.sampled_from("ab:-?[]{}<&*!|>'\"#%@,\n\t 0.~"), max_size=30) | st.text())
 @example("? !!map\n: 1")
 @example("<<: 1")

@@ -33,7 +33,7 @@ from sppo.kernels import elementwise
 from sppo.model import gradients, layer
 from sppo.model.gradients import zero_gradients
 from sppo.model.initialize import initial_weights
-from sppo.offload.device_stores import LifoArenaStore
+from sppo.offload.tensor_stack import TensorStack
 
 BASE = {
     "vocab_size": 48,
@@ -85,17 +85,18 @@ def counted(monkeypatch):
 
         monkeypatch.setattr(where, name, watched)
 
-    def norm(name, suffix=""):
-        def kernel(x, *args, dresidual_CE=None, **kwargs):
+    def norm(operands, suffix):
+        def kernel(*tensors, dresidual_CE=None, eps):
+            x, bias = tensors[0], (*tensors, None)[operands + 1]
             added = "" if dresidual_CE is None else "_add"
+            name = "rmsnorm" if bias is None else "layernorm"
             return ("head_norm" if x.dim() == 3 else name) + added + suffix, x.numel()
 
         return kernel
 
-    for function, name in (("rms_norm", "rmsnorm"), ("layer_norm", "layernorm")):
-        watch(elementwise, function, norm(name))
-        watch(elementwise, f"add_{function}_", norm(name, "_add"))
-        watch(elementwise, f"{function}_backward", norm(name, "_backward"))
+    watch(elementwise, "norm", norm(1, ""))
+    watch(elementwise, "add_norm_", norm(2, "_add"))
+    watch(elementwise, "norm_backward", norm(2, "_backward"))
     watch(elementwise, "activation", lambda gate, up, *, kind: (kind, up.numel()))
     watch(
         elementwise,
@@ -111,9 +112,9 @@ def counted(monkeypatch):
         lambda *a, k_CKD, v_CKD, **k: ("copy", k_CKD.numel() + v_CKD.numel()),
     )
     watch(
-        LifoArenaStore,
-        "save",
-        lambda store, key, tensors: (
+        TensorStack,
+        "push",
+        lambda stack, tensors: (
             "save",
             sum(t.numel() for name, t in tensors.items() if name not in ("lse", "dx")),
         ),

@@ -17,8 +17,8 @@ from sppo.cost.flops import (
     step_flops,
 )
 from sppo.cost.packed_sequence import parts_of_sequence
-from sppo.kernels.attention.reference import visible_pairs
 from tests.engine.models import VARIANTS, Trained, random_sequence, random_weights, tiny_model
+from tests.kernels.attention.reference import visible_pairs
 from tests.tiers import each_once
 
 

@@ -1,10 +1,8 @@
 from math import prod
 
 import pytest
-import torch
 
 from sppo.config import PRESETS
-from sppo.config.huggingface import hf_config
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import is_decayed, layer_shapes, num_parameters, parameter_shapes
 
@@ -30,17 +28,6 @@ def preset(name):
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_counts(name):
     assert num_parameters(preset(name)) == PUBLISHED[name]
-
-
-@pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen2.5-7b", "qwen3-0.6b", "mistral-7b"])
-def test_transformers_counts_the_same(name, monkeypatch):
-    transformers = pytest.importorskip("transformers")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    values = hf_config(preset(name), dtype="bf16")
-    config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    assert sum(p.numel() for p in model.parameters()) == PUBLISHED[name]
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sppo.data.samples import length_stats as length_stats_module
 from sppo.data.samples.length_stats import LengthStats, document_lengths, length_stats
 from sppo.data.samples.sample_table import sample_table
-from tests.data.test_sequences import stream_of
+from tests.data.streams import stream_of
+from tests.tiers import examples
 
 documents = st.lists(st.integers(1, 1300), min_size=1, max_size=12)
 
@@ -23,7 +24,7 @@ def stats_of(
 
 
 @given(documents, st.integers(1, 1400))
-def test_every_document_is_in_one_bucket(lengths: list[int], limit: int) -> None:
+def test_every_document_is_in_one_bucket(lengths, limit):
     stats = stats_of(lengths, length=limit)
     trained = [tokens - 1 for tokens in lengths]
     total = sum(trained)
@@ -39,7 +40,6 @@ def test_every_document_is_in_one_bucket(lengths: list[int], limit: int) -> None
         before = bucket.up_to
     assert before >= max(trained) == stats.longest == stats.length_percentiles["p100"]
     assert stats.num_tokens == stats.num_counting_labels == total
-    assert stats.limit is not None
     assert stats.limit.num_longer_documents == sum(tokens > limit for tokens in trained)
     offsets = np.cumsum([0, *lengths])
     cut, drop = (sample_table(offsets, length=limit, longer=word) for word in ("cut", "drop"))
@@ -47,8 +47,9 @@ def test_every_document_is_in_one_bucket(lengths: list[int], limit: int) -> None
     assert stats.limit.num_samples_drop == drop.num_samples
 
 
+@settings(max_examples=examples(30, all=100))
 @given(st.lists(st.lists(st.booleans(), min_size=1, max_size=5), min_size=1, max_size=20))
-def test_labels_that_count(masks: list[list[bool]]) -> None:
+def test_labels_that_count(masks):
     flat = [counts for mask in masks for counts in mask]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(length_stats_module, "_BLOCK_DOCUMENTS", 3)
@@ -61,7 +62,7 @@ def test_labels_that_count(masks: list[list[bool]]) -> None:
     assert whole.num_documents_without_labels == sum(len(mask) == 1 for mask in masks)
 
 
-def test_edges_of_buckets() -> None:
+def test_edges_of_buckets():
     def edges(longest: int) -> list[int]:
         return [bucket.up_to for bucket in stats_of([longest + 1]).buckets]
 

@@ -25,7 +25,7 @@ def label_positions(table: SampleTable) -> list[int]:
 
 
 @given(documents=documents, length=st.integers(1, 45))
-def test_cut_samples_have_every_label_once(documents: list[int], length: int) -> None:
+def test_cut_samples_have_every_label_once(documents, length):
     table = table_of(documents, length=length, longer="cut")
     starts = list(itertools.accumulate(documents, initial=0))
     firsts = set(starts[:-1])
@@ -38,7 +38,7 @@ def test_cut_samples_have_every_label_once(documents: list[int], length: int) ->
 
 
 @given(documents=documents, length=st.integers(1, 45))
-def test_dropped_are_the_longer_ones(documents: list[int], length: int) -> None:
+def test_dropped_are_the_longer_ones(documents, length):
     table = table_of(documents, length=length, longer="drop")
     starts = itertools.accumulate(documents, initial=0)
     kept = [(s, n - 1) for s, n in zip(starts, documents, strict=False) if 1 < n <= length + 1]
@@ -47,7 +47,7 @@ def test_dropped_are_the_longer_ones(documents: list[int], length: int) -> None:
 
 
 @given(documents=documents, length=st.integers(1, 45))
-def test_refused_where_one_is_longer(documents: list[int], length: int) -> None:
+def test_refused_where_one_is_longer(documents, length):
     longest = max(documents) - 1
     if longest <= length:
         table = table_of(documents, length=length, longer="refuse")
@@ -63,7 +63,7 @@ def test_refused_where_one_is_longer(documents: list[int], length: int) -> None:
     assert f"raise sequence.length to {longest}, or" in str(caught.value)
 
 
-def test_a_document_is_cut_with_one_token_shared() -> None:
+def test_a_document_is_cut_with_one_token_shared():
     #           0 | 1 ... 7: six inputs, six labels
     table = table_of([1, 7], length=4, longer="cut")
     assert table.starts.tolist() == [1, 5]
@@ -72,7 +72,7 @@ def test_a_document_is_cut_with_one_token_shared() -> None:
     assert table.starts.dtype == table.lengths.dtype == np.int64
 
 
-def test_no_samples_at_all() -> None:
+def test_no_samples_at_all():
     for longer in ("cut", "drop", "refuse"):
         table = table_of([1, 1], length=4, longer=longer)
         assert (table.num_samples, table.num_left_out) == (0, 2)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from sppo.data.samples.document_samples import DocumentSamples
+from sppo.data.sample_rows import TrainingData
 from sppo.data.samples.length_distributions import DISTRIBUTIONS
-from sppo.data.samples.sample_table import sample_table
 from sppo.data.samples.step_lengths import DRAWN_STEPS, drawn_steps, drawn_steps_if_there
 from sppo.data.tokens import open_tokens
 from tests.conftest import write_tokens
@@ -33,13 +29,7 @@ def tokens(tmp_path):
 def test_steps_are_the_first_that_training_runs(tokens, step):
     run = run_of(tokens, **step)
     data = open_tokens(tokens)
-    samples = DocumentSamples(
-        sample_table(data.document_offsets, length=32, longer="cut"),
-        data,
-        seed=0,
-        shuffle=True,
-        **step,
-    )
+    samples = TrainingData.of(run, data)
     found = drawn_steps(run)
     assert len(found.lengths) == DRAWN_STEPS
     position = 0
@@ -83,11 +73,6 @@ def test_mistakes_are_told(tmp_path, tokens):
         drawn_steps(run_of(tmp_path / "none"))
     with pytest.raises(ValueError, match="none of its 6 documents is a sample"):
         drawn_steps(run_of(tokens, length=1, longer="drop"))
-
-
-def test_torch_is_not_loaded():
-    code = "import sys, sppo.data.samples.step_lengths; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_directory_that_holds_no_token_data_has_no_steps(tmp_path):

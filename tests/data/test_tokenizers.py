@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+import sppo.data.preparation.ids_files as ids_module
 import sppo.data.preparation.tokenizers as tokenizers_module
-from sppo.data.preparation.prepare import prepare_tokens
+from sppo.data.preparation.ids_files import scan_ids
 from sppo.data.preparation.tokenizer_file import load_tokenizer_file
-from sppo.data.preparation.tokenizers import ByteTokenizer, EncodedShard, scan_ids
+from sppo.data.preparation.tokenizers import ByteTokenizer, EncodedShard
 
 hf = pytest.importorskip("tokenizers")
 
@@ -43,7 +44,7 @@ def _encode(tokenizer: Any, *paths: Path) -> list[list[int]]:
     return documents
 
 
-def test_file_tokenizer_adds_and_cuts_nothing(tmp_path: Path) -> None:
+def test_file_tokenizer_adds_and_cuts_nothing(tmp_path):
     _save_tokenizer(tmp_path / "tokenizer.json", added=["<|endoftext|>"])
     (tmp_path / "x.txt").write_text("a b a b b\n")
     (tmp_path / "y.jsonl").write_text('{"text": "b"}\n\n{"text": ""}\n')
@@ -57,17 +58,6 @@ def test_file_tokenizer_adds_and_cuts_nothing(tmp_path: Path) -> None:
     assert tokenizer.vocab_size == 5
 
 
-def test_file_tokenizer_end_to_end(tmp_path: Path) -> None:
-    _save_tokenizer(tmp_path / "t.json", added=["</s>"])
-    (tmp_path / "x.jsonl").write_text('{"text": "a b"}\n{"text": ""}\n{"text": "b"}\n')
-    prepared = prepare_tokens(
-        [tmp_path / "x.jsonl"], tokenizer=str(tmp_path / "t.json"), out=tmp_path / "out"
-    )
-    assert np.fromfile(tmp_path / "out/tokens.bin", np.uint16).tolist() == [1, 2, 4, 2, 4]
-    assert (prepared.meta.num_documents, prepared.num_empty_documents) == (2, 1)
-    assert prepared.meta.tokenizer.sha256 is not None
-
-
 @pytest.mark.parametrize(
     ("added", "words", "configured", "end"),
     [
@@ -78,9 +68,7 @@ def test_file_tokenizer_end_to_end(tmp_path: Path) -> None:
         (["<stop>"], ("a",), "<absent>", None),
     ],
 )
-def test_end_of_text(
-    tmp_path: Path, added: list[str], words: tuple[str, ...], configured: Any, end: str | None
-) -> None:
+def test_end_of_text(tmp_path, added, words, configured, end):
     made = _save_tokenizer(tmp_path / "tokenizer.json", added=added, words=words)
     if configured is not None:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": configured}))
@@ -89,7 +77,7 @@ def test_end_of_text(
     assert loaded.description.end_of_document == expected
 
 
-def test_end_of_document_given(tmp_path: Path) -> None:
+def test_end_of_document_given(tmp_path):
     _save_tokenizer(tmp_path / "tokenizer.json", added=["</s>"])
     name = str(tmp_path)
     assert load_tokenizer_file(name, end_of_document="none").description.end_of_document is None
@@ -98,7 +86,7 @@ def test_end_of_document_given(tmp_path: Path) -> None:
         load_tokenizer_file(name, end_of_document=5)
 
 
-def test_library_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_missing(tmp_path, monkeypatch):
     _save_tokenizer(tmp_path / "tokenizer.json", added=[])
     real_import = builtins.__import__
 
@@ -112,7 +100,7 @@ def test_library_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         load_tokenizer_file(str(tmp_path), end_of_document="auto")
 
 
-def test_not_a_tokenizer(tmp_path: Path) -> None:
+def test_not_a_tokenizer(tmp_path):
     with pytest.raises(ValueError, match="the directory holds no tokenizer.json"):
         load_tokenizer_file(str(tmp_path), end_of_document="auto")
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -130,16 +118,16 @@ def _pieces_of_each_document(pieces: list[EncodedShard]) -> list[int]:
     return counts
 
 
-def test_large_documents_pass_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_documents_pass_in_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizers_module, "_BLOCK_BYTES", 4)
-    monkeypatch.setattr(tokenizers_module, "_BLOCK_TOKENS", 4)
+    monkeypatch.setattr(ids_module, "_BLOCK_TOKENS", 4)
     (tmp_path / "a").write_bytes(bytes(range(10)))
     (tmp_path / "b").write_bytes(b"xy")
     np.save(tmp_path / "c.npy", np.arange(9))
     pieces = list(ByteTokenizer().encode([tmp_path / "a", tmp_path / "b"]))
     assert _pieces_of_each_document(pieces) == [3, 1]
     assert sum(piece.source_bytes for piece in pieces) == 12
-    ids = scan_ids([tmp_path / "c.npy"], vocab_size=None, end_of_document=None)
+    ids = scan_ids([tmp_path / "c.npy"], vocab_size=None, end_of_document="auto")
     pieces = list(ids.encode([tmp_path / "c.npy"]))
     assert _pieces_of_each_document(pieces) == [3]
     assert np.concatenate([piece.ids for piece in pieces]).tolist() == list(range(9))

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from sppo.data import tokens
-from sppo.data.preparation import token_writer, tokenizers
+from sppo.data.preparation import ids_files, token_writer
 from sppo.data.preparation.prepare import prepare_tokens
-from sppo.data.sequences import IGNORED_LABEL, training_sequence
+from sppo.data.run_tokens import check_tokens
 from sppo.data.stream import counting_tokens
 from sppo.data.tokens import (
     DOCUMENTS_FILE,
+    LOSS_MASK_FILE,
+    META_FILE,
     TOKEN_DATA_FILES,
     TOKENS_FILE,
-    TokenData,
-    check_fits,
     open_tokens,
     verify_tokens,
 )
 from tests.conftest import write_tokens
+from tests.data.streams import sequences_of, stream_of
+from tests.make import make_run
+
+DOCUMENTS = {"data": {"samples": "documents"}, "train": {"samples_per_step": 1}}
 
 
 def _prepare(tmp_path: Path, *documents: list[int], vocab_size: int | None = None) -> Path:
@@ -36,12 +40,14 @@ def _prepare(tmp_path: Path, *documents: list[int], vocab_size: int | None = Non
     return out
 
 
-def _edit_meta(directory: Path, **changes: object) -> None:
-    path = directory / "meta.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+def _prepare_masked(tmp_path: Path, *documents: tuple[list[int], list[bool] | None]) -> Path:
+    for number, (_, mask) in enumerate(documents):
+        if mask is not None:
+            np.save(tmp_path / f"{number}.mask.npy", np.array(mask, dtype=bool))
+    return _prepare(tmp_path, *(ids for ids, _ in documents))
 
 
-def test_round_trip(tmp_path: Path) -> None:
+def test_round_trip(tmp_path):
     data = open_tokens(_prepare(tmp_path, [5, 6, 7], [8], [9, 1]))
     assert data.tokens.tolist() == [5, 6, 7, 8, 9, 1]
     assert data.tokens.dtype == np.uint16
@@ -54,34 +60,61 @@ def test_round_trip(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("largest", "dtype"), [(65535, np.uint16), (65536, np.uint32), (2**32 - 1, np.uint32)]
 )
-def test_the_narrowest_type_that_holds_the_vocabulary(
-    tmp_path: Path, largest: int, dtype: type
-) -> None:
+def test_the_narrowest_type_that_holds_the_vocabulary(tmp_path, largest, dtype):
     data = open_tokens(_prepare(tmp_path, [0, largest]))
     assert data.tokens.dtype == dtype
     assert data.tokens.tolist() == [0, largest]
     assert data.meta.max_id == largest
 
 
-def test_missing_directory(tmp_path: Path) -> None:
+def test_missing_directory(tmp_path):
     with pytest.raises(ValueError, match=r"nowhere: no such directory; .*sppo data prepare"):
         open_tokens(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("name", ["tokens.bin", "documents.npy", "meta.json"])
-def test_missing_file(tmp_path: Path, name: str) -> None:
-    directory = _prepare(tmp_path, [1, 2, 3])
-    (directory / name).unlink()
-    with pytest.raises(ValueError, match=f"{name} missing"):
-        open_tokens(directory)
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[2] ^= 1
+    path.write_bytes(content)
 
 
-def test_truncated_tokens(tmp_path: Path) -> None:
-    directory = _prepare(tmp_path, [1, 2, 3])
-    with (directory / "tokens.bin").open("r+b") as file:
-        file.truncate(4)
-    with pytest.raises(ValueError, match=r"4 bytes, but meta.json says 3 tokens of uint16 = 6"):
-        open_tokens(directory)
+def _append(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + bytes(16))
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        (TOKENS_FILE, Path.unlink, "tokens.bin missing"),
+        (DOCUMENTS_FILE, Path.unlink, "documents.npy missing"),
+        (META_FILE, Path.unlink, "meta.json missing"),
+        (TOKENS_FILE, _cut, r"2 bytes, but meta.json says 3 tokens of uint16 = 6"),
+        (TOKENS_FILE, _flip, r"tokens.bin: sha256 .* has changed since"),
+        (DOCUMENTS_FILE, _append, r"documents.npy: damaged: 16 bytes follow the array"),
+        (
+            DOCUMENTS_FILE,
+            lambda path: np.save(path, np.array([0, 2, 3])),
+            "sha256 of its starts .* the file has changed since",
+        ),
+        (LOSS_MASK_FILE, Path.unlink, "missing, and meta.json says that there is a loss mask"),
+        (LOSS_MASK_FILE, _cut, "2 bytes, but meta.json says 3 tokens of uint8 = 3"),
+        (
+            LOSS_MASK_FILE,
+            lambda path: path.write_bytes(bytes([1, 1, 1])),
+            r"loss_mask.bin: sha256 .* has changed since",
+        ),
+    ],
+)
+def test_damaged_files(tmp_path, name, damage, message):
+    directory = _prepare_masked(tmp_path, ([1], None), ([2, 3], [True, False]))
+    verify_tokens(open_tokens(directory))
+    damage(directory / name)
+    with pytest.raises(ValueError, match=message):
+        verify_tokens(open_tokens(directory))
 
 
 @pytest.mark.parametrize(
@@ -96,22 +129,16 @@ def test_truncated_tokens(tmp_path: Path) -> None:
         ({"num_tokens": 10**30}, r"num_tokens 10+: .* less than or equal to"),
         ({"tokens_sha256": 3}, r"tokens_sha256 3: .* valid string"),
         ({"tokenizer": None}, r"tokenizer None: "),
+        ({"loss_mask_sha256": None}, "is one of other data"),
+        ({"loss_mask_sha256": 5}, "loss_mask_sha256 5: .* valid string"),
     ],
 )
-def test_faulty_meta(tmp_path: Path, changes: dict[str, object], message: str) -> None:
-    directory = _prepare(tmp_path, [1, 2, 3])
-    _edit_meta(directory, **changes)
+def test_faulty_meta(tmp_path, changes, message):
+    directory = _prepare_masked(tmp_path, ([1, 2, 3], [True, True, False]))
+    path = directory / META_FILE
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     with pytest.raises(ValueError, match=message):
         open_tokens(directory)
-
-
-def test_flipped_bit_is_found_by_verification(tmp_path: Path) -> None:
-    directory = _prepare(tmp_path, [1, 2, 3])
-    tokens = bytearray((directory / "tokens.bin").read_bytes())
-    tokens[2] ^= 1
-    (directory / "tokens.bin").write_bytes(tokens)
-    with pytest.raises(ValueError, match=r"tokens.bin: sha256 .* has changed since"):
-        verify_tokens(open_tokens(directory))
 
 
 @pytest.mark.parametrize(
@@ -126,9 +153,7 @@ def test_flipped_bit_is_found_by_verification(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("block", [1, 2, 1 << 20])
-def test_document_starts_ascend_inside_the_tokens(
-    tmp_path: Path, starts: list[int], message: str, block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_document_starts_ascend_inside_the_tokens(tmp_path, starts, message, block, monkeypatch):
     directory = _prepare(tmp_path, [1], [2], [3])
     np.save(directory / "documents.npy", np.array(starts))
     monkeypatch.setattr(tokens, "_STARTS_BLOCK", block)
@@ -136,94 +161,32 @@ def test_document_starts_ascend_inside_the_tokens(
         open_tokens(directory)
 
 
-def test_document_starts_end_with_their_file(tmp_path: Path) -> None:
-    directory = _prepare(tmp_path, [1], [2], [3])
-    with (directory / "documents.npy").open("ab") as file:
-        file.write(bytes(16))
-    with pytest.raises(ValueError, match=r"documents.npy: damaged: 16 bytes follow the array"):
-        open_tokens(directory)
+def test_data_from_before_starts_were_summed_is_read(tmp_path):
+    path = _prepare(tmp_path, [1, 2], [3]) / META_FILE
+    meta = json.loads(path.read_text())
+    del meta["documents_sha256"]
+    path.write_text(json.dumps(meta))
+    assert open_tokens(path.parent).document_offsets.tolist() == [0, 2, 3]
 
 
-def test_other_starts_that_ascend_are_found_by_their_checksum(tmp_path: Path) -> None:
-    directory = _prepare(tmp_path, [1, 2], [3])
-    np.save(directory / "documents.npy", np.array([0, 1, 3]))
-    with pytest.raises(ValueError, match="sha256 of its starts .* the file has changed since"):
-        open_tokens(directory)
-    meta = json.loads((directory / "meta.json").read_text())
-    del meta["documents_sha256"]  # as in data from before there was one
-    (directory / "meta.json").write_text(json.dumps(meta))
-    assert open_tokens(directory).document_offsets.tolist() == [0, 1, 3]
-
-
-def _prepare_masked(tmp_path: Path, *documents: tuple[list[int], list[bool] | None]) -> Path:
-    for number, (_, mask) in enumerate(documents):
-        if mask is not None:
-            np.save(tmp_path / f"{number}.mask.npy", np.array(mask, dtype=bool))
-    return _prepare(tmp_path, *(ids for ids, _ in documents))
-
-
-def test_loss_masks(tmp_path: Path) -> None:
-    directory = _prepare_masked(
-        tmp_path, ([5, 6], None), ([7, 8, 9], [False, True, False]), ([], []), ([1], None)
-    )
-    data = open_tokens(directory)
-    assert data.loss_mask is not None
-    assert data.loss_mask.tolist() == [1, 1, 0, 1, 0, 1]
-    assert isinstance(data.loss_mask, np.memmap)
-    verify_tokens(data)
-    sequence = training_sequence(data, 0, length=5, isolate_documents=False)
-    assert sequence.labels_S.tolist() == [6, IGNORED_LABEL, 8, IGNORED_LABEL, 1]
-
-
-def test_data_without_a_loss_mask_is_as_it_was(tmp_path: Path) -> None:
+def test_data_without_a_loss_mask_is_as_it_was(tmp_path):
     directory = _prepare(tmp_path, [1, 2, 3])
     assert {path.name for path in directory.iterdir()} == TOKEN_DATA_FILES
     assert "loss_mask_sha256" not in json.loads((directory / "meta.json").read_text())
     assert open_tokens(directory).loss_mask is None
 
 
-def test_a_loss_mask_longer_than_a_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_mask_longer_than_a_buffer(tmp_path, monkeypatch):
     monkeypatch.setattr(token_writer, "_BUFFER_BYTES", 16)
-    monkeypatch.setattr(tokenizers, "_BLOCK_TOKENS", 7)
+    monkeypatch.setattr(ids_files, "_BLOCK_TOKENS", 7)
     mask = [number % 3 > 0 for number in range(50)]
     directory = _prepare_masked(tmp_path, ([1] * 100, None), ([2] * 50, mask))
     data = open_tokens(directory)
-    assert data.loss_mask is not None
     assert data.loss_mask.tolist() == [1] * 100 + [int(counts) for counts in mask]
     verify_tokens(data)
 
 
-def _cut(path: Path) -> None:
-    os.truncate(path, 2)
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (Path.unlink, "missing, and meta.json says that there is a loss mask"),
-        (_cut, "2 bytes, but meta.json says 3 tokens, of one byte each"),
-        (lambda path: _edit_meta(path.parent, loss_mask_sha256=None), "is one of other data"),
-        (
-            lambda path: _edit_meta(path.parent, loss_mask_sha256=5),
-            "loss_mask_sha256 5: .* valid string",
-        ),
-    ],
-)
-def test_damaged_loss_masks(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
-    directory = _prepare_masked(tmp_path, ([1, 2, 3], [True, True, False]))
-    damage(directory / "loss_mask.bin")
-    with pytest.raises(ValueError, match=message):
-        open_tokens(directory)
-
-
-def test_a_changed_loss_mask_is_found_by_verification(tmp_path: Path) -> None:
-    directory = _prepare_masked(tmp_path, ([1, 2, 3], [True, True, False]))
-    (directory / "loss_mask.bin").write_bytes(bytes([1, 1, 1]))
-    with pytest.raises(ValueError, match=r"loss_mask.bin: sha256 .* has changed since"):
-        verify_tokens(open_tokens(directory))
-
-
-def test_a_loss_mask_has_no_other_bytes_than_0_and_1(tmp_path: Path) -> None:
+def test_a_loss_mask_has_no_other_bytes_than_0_and_1(tmp_path):
     directory = _prepare_masked(tmp_path, ([1, 2, 3], [True, True, False]))
     (directory / "loss_mask.bin").write_bytes(bytes([1, 7, 0]))
     data = open_tokens(directory)
@@ -232,26 +195,38 @@ def test_a_loss_mask_has_no_other_bytes_than_0_and_1(tmp_path: Path) -> None:
         counting_tokens(data, 0, 3)
 
 
-@pytest.fixture
-def four_tokens(tmp_path: Path) -> TokenData:
-    return open_tokens(_prepare(tmp_path, [1, 2, 3, 40], vocab_size=1000))
-
-
-def test_fits(four_tokens: TokenData) -> None:
-    check_fits(four_tokens, vocab_size=41, length=3)
-
-
-def test_wrong_vocabulary(four_tokens: TokenData) -> None:
-    with pytest.raises(
-        ValueError, match=r"ids up to 40 .*model.vocab_size is 40; .*to at least 41"
-    ):
-        check_fits(four_tokens, vocab_size=40, length=3)
-
-
-def test_sequence_longer_than_the_data(four_tokens: TokenData) -> None:
-    with pytest.raises(ValueError, match=r"4 tokens, .*length 4 needs 5 .*to at most 3") as caught:
-        check_fits(four_tokens, vocab_size=10, length=4)
-    assert "model.vocab_size" in str(caught.value), "both problems at once"
+@pytest.mark.parametrize(
+    ("documents", "keys", "words"),
+    [
+        ([41], {"sequence": {"length": 40}}, []),
+        ([41], {"model": {"vocab_size": 40}}, ["ids up to 40 ", "vocab_size is 40; ", "least 41"]),
+        (
+            [41],
+            {"model": {"vocab_size": 10}, "sequence": {"length": 41}},
+            ["41 tokens, ", "length 41 needs 42 (", "at most 40, or", "model.vocab_size"],
+        ),
+        ([1], {}, ["Prepare more data"]),
+        ([1, 1, 9], {"sequence": {"length": 4, "longer": "cut"}, **DOCUMENTS}, []),
+        (
+            [1, 1, 9],
+            {"sequence": {"length": 4, "longer": "drop"}, **DOCUMENTS, "model": {"vocab_size": 5}},
+            [
+                "none of its 3 documents is a sample",
+                "dropped: 1, without a label as they have one token: 2",
+                "raise sequence.length to at least 8, or write sequence.longer=cut",
+                "model.vocab_size is 5",
+            ],
+        ),
+        ([1, 1], DOCUMENTS, ["at most one token, which has no label; prepare other data"]),
+    ],
+)
+def test_data_that_a_run_cannot_use(documents, keys, words):
+    model = {"preset": "tiny", **keys.get("model", {})}
+    run = make_run(**{**keys, "model": model})
+    with pytest.raises(ValueError, match=".") if words else nullcontext() as caught:
+        check_tokens(run, stream_of(documents))
+    for word in words:
+        assert word in str(caught.value), "all problems at once"
 
 
 @pytest.mark.parametrize("name", [TOKENS_FILE, DOCUMENTS_FILE])
@@ -262,4 +237,4 @@ def test_a_file_that_is_cut_while_it_is_in_use_is_named(tmp_path, name):
     data = open_tokens(tmp_path / "data")
     os.truncate(tmp_path / "data" / name, 4096)
     with pytest.raises(ValueError, match=f"{name}: 4096 bytes, and there were .* cut while"):
-        training_sequence(data, 1000, length=64, isolate_documents=True)
+        sequences_of(data, 64, isolate_documents=True).row([1000])

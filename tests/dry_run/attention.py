@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from sppo.cost.live_sets.attention_scratch import backward_scratch_bytes
+from sppo.kernels.attention.block_attention import BlockAttention
+from sppo.kernels.attention.call import AttentionKernel
+from sppo.kernels.attention.choice import KERNELS
 from sppo.kernels.attention.cudnn_blocks import CudnnBlocks
 from sppo.kernels.attention.flash_packages import TorchFlash
-from sppo.kernels.attention.kernel import AttentionKernel, BlockAttention
 from sppo.kernels.attention.rectangle_attention import RectangleAttention
 
 
 def fake_attention(backend: str) -> AttentionKernel:
     """Return the replacement of a back end that :mod:`sppo.cost.attention_backend` may choose."""
-    if backend == "triton":
-        from sppo.kernels.attention.triton_blocks import TritonAttention
-
-        return TritonAttention()
+    if backend == "torch_blocks":
+        return KERNELS["torch_blocks"]
     kernel: Any = _WithScratch(CudnnBlocks() if backend == "cudnn" else TorchFlash(), backend)
     return BlockAttention(kernel) if backend == "cudnn" else RectangleAttention(kernel)
 
@@ -38,11 +38,10 @@ class _WithScratch:
         """Return an attribute of the kernel."""
         return getattr(self._kernel, name)
 
-    def backward(
-        self, do: Tensor, q: Tensor, k: Tensor, *others: Any, **options: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, call: Any, do: Tensor, *others: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the kernel's gradients of q, k and v, with scratch allocated during the call."""
-        tokens_first = q.dim() == 3
+        tokens_first = do.dim() == 3
+        q, k = (call.q_cND, call.k_tKD) if tokens_first else (call.q, call.k)
         (rows, heads), (keys, kv_heads) = (
             (x.shape[:2] if tokens_first else (x.shape[2], x.shape[0] * x.shape[1])) for x in (q, k)
         )
@@ -59,8 +58,6 @@ class _WithScratch:
             dtype=torch.uint8,
             device=q.device,
         )
-        gradients: tuple[Tensor, Tensor, Tensor] = self._kernel.backward(
-            do, q, k, *others, **options
-        )
+        gradients: tuple[Tensor, Tensor, Tensor] = self._kernel.backward(call, do, *others)
         del scratch
         return gradients

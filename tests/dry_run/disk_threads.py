@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-from sppo.offload.queues.copy_queues import Event
-from sppo.offload.queues.worker_queue import wait_for
+from sppo.offload.disk.file_tier import BusyTime
+from sppo.offload.lane import Event
+from sppo.offload.worker_pool import wait_for
 from tests.dry_run.recorder import Recorder
 from tests.dry_run.streams import Runtime, Worker
 from tests.dry_run.tensor_functions import HostBytes
@@ -26,42 +27,38 @@ class DoneWork(Future[None]):
         self._runtime.wait(self._runtime.host, self._clock, awaited=self._name)
 
 
-class InlineQueue:
-    """A :class:`sppo.offload.queues.worker_queue.WorkerQueue` that does submitted work at once.
+class InlinePool:
+    """A :class:`sppo.offload.worker_pool.WorkerPool` that does submitted work at once.
 
     Args:
-        name: Name of the fake thread.
-        runtime: Runtime whose host threads include the fake thread.
+        name: Name of the fake threads.
+        begin: Function that a thread calls first; not called.
+        runtime: Runtime whose host threads include the fake threads.
     """
 
-    def __init__(self, name: str, *, runtime: Runtime) -> None:
-        self._runtime, self._worker = runtime, Worker(name)
+    def __init__(self, name: str, *, begin: Callable[[], None], runtime: Runtime) -> None:
+        self._runtime, self._name = runtime, name
 
     def submit(self, work: Callable[[], None], *, after: Sequence[Event] = ()) -> Future[None]:
-        """Do ``work`` as the fake thread, after waiting for the events in ``after``."""
-        self._worker.learn(self._runtime.host.clock)
-        with self._runtime.on_host(self._worker):
+        """Do ``work`` in a fake thread of its own, after waiting for the events in ``after``."""
+        worker = Worker(self._name)
+        worker.learn(self._runtime.host.clock)
+        with self._runtime.on_host(worker):
             for event in after:
                 wait_for(event)
             work()
-            self._worker.work()
-        return DoneWork(self._runtime, self._worker)
+            worker.work()
+        return DoneWork(self._runtime, worker)
 
     def check(self) -> None:
         """Do nothing, since work in a fake thread raises where it is submitted."""
 
-    cancel = check
-
-    def wait_all(self, *, limit_s: float | None = None) -> bool:
+    def drain(self, *, limit_s: float | None = None) -> bool:
         """Return True, since all submitted work is done."""
         return True
 
     def close(self, *, waits: bool = True) -> None:
         """Do nothing, since there is no thread."""
-
-    def take_busy_s(self) -> float:
-        """Return 0, since fake work takes no time."""
-        return 0.0
 
 
 class FakeFile:
@@ -70,23 +67,29 @@ class FakeFile:
     Args:
         directory: Directory of the file; not used.
         size_bytes: Size of the file; not used.
+        pool: Fake threads.
         recorder: Recorder of the accesses to host memory.
     """
 
-    def __init__(self, directory: Path, size_bytes: int, *, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(
+        self, directory: Path, size_bytes: int, pool: InlinePool, *, recorder: Recorder
+    ) -> None:
+        self._pool, self._recorder = pool, recorder
+        self.writing, self.reading = BusyTime(), BusyTime()
 
-    def write(self, offset_bytes: int, data: HostBytes) -> FakeFile:
+    def write(self, offset_bytes: int, data: HostBytes, *, after: Sequence[Event]) -> Future[None]:
         """Record that a write to the file reads host memory."""
-        self._recorder.host_work("write to the file", reads=[data.tensor], writes=[])
-        return self
+        return self._pool.submit(
+            lambda: self._recorder.host_work("write to the file", reads=[data.tensor], writes=[]),
+            after=after,
+        )
 
-    def read(self, offset_bytes: int, data: HostBytes) -> FakeFile:
+    def read(self, offset_bytes: int, data: HostBytes, *, after: Sequence[Event]) -> Future[None]:
         """Record that a read from the file writes host memory."""
-        self._recorder.host_work("read from the file", reads=[], writes=[data.tensor])
-        return self
+        return self._pool.submit(
+            lambda: self._recorder.host_work("read from the file", reads=[], writes=[data.tensor]),
+            after=after,
+        )
 
-    def wait(self) -> None:
-        """Return at once."""
-
-    close = wait
+    def close(self) -> None:
+        """Do nothing, since there is no file."""

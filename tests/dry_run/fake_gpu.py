@@ -21,16 +21,16 @@ from sppo.cost.attention_backend import planned_backend
 from sppo.cost.layer import Workload
 from sppo.kernels import fused
 from sppo.kernels.attention import document_offsets, interface
-from sppo.kernels.attention.kernel import AttentionKernel
+from sppo.kernels.attention.call import AttentionKernel
 from sppo.model import rope
-from sppo.offload.queues import cuda_queues
+from sppo.offload import cuda_lane
 from sppo.optim import optimizer_rows
 from sppo.optim.fused_adamw import MOMENTS
-from sppo.training import state_tensors
+from sppo.training import state
 from sppo.training.devices import cuda_device
 from tests.dry_run.attention import fake_attention
 from tests.dry_run.communication import REBOUND, FakeRanks
-from tests.dry_run.disk_threads import FakeFile, InlineQueue
+from tests.dry_run.disk_threads import FakeFile, InlinePool
 from tests.dry_run.orderings import OrderingCheck
 from tests.dry_run.recorder import Recorder
 from tests.dry_run.streams import Runtime, Wait
@@ -127,20 +127,8 @@ def _replace_ranks(stack: ExitStack, recorder: Recorder, rank: int) -> None:
 def _replace_kernels(stack: ExitStack, recorder: Recorder, attention: AttentionKernel) -> None:
     stack.enter_context(patch.object(interface, "choose", lambda backend, case: attention))
     stack.enter_context(patch.object(fused, "_triton_works", lambda device: True))
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
-
-    major, minor = _CAPABILITY
-    target = GPUTarget("cuda", 10 * major + minor, 32)
-    asked = SimpleNamespace(get_current_target=lambda: target)
-    stack.enter_context(patch.object(driver, "_active", asked, create=True))
-    from sppo.kernels.triton import gradient_norm, visible_keys
-
-    for tables in (gradient_norm._cached_table, visible_keys._bounded):
-        tables.cache_clear()
-        stack.callback(tables.cache_clear)
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
         recorder.launch(self, dict(zip(self.arg_names, args, strict=False)) | named)
@@ -150,7 +138,7 @@ def _replace_kernels(stack: ExitStack, recorder: Recorder, attention: AttentionK
 
 
 def _replace_host(stack: ExitStack, recorder: Recorder) -> None:
-    def host_memory(queues: Any, size_bytes: int) -> Tensor:
+    def host_memory(lane: Any, name: str, size_bytes: int) -> Tensor:
         return recorder.ledger.page_lock(torch.empty(size_bytes, dtype=torch.uint8))
 
     def rows(elements: int) -> list[Tensor]:
@@ -162,12 +150,12 @@ def _replace_host(stack: ExitStack, recorder: Recorder) -> None:
         return ((name, torch.empty(shape)) for name, shape in shapes.items())
 
     replaced = (
-        (cuda_queues.CudaQueues, "host_memory", host_memory),
-        (cuda_queues, "WorkerQueue", partial(InlineQueue, runtime=recorder.runtime)),
-        (cuda_queues, "FileTier", partial(FakeFile, recorder=recorder)),
+        (cuda_lane.CudaLane, "host_memory", host_memory),
+        (cuda_lane, "WorkerPool", partial(InlinePool, runtime=recorder.runtime)),
+        (cuda_lane, "FileTier", partial(FakeFile, recorder=recorder)),
         (optimizer_rows, "_rows", rows),
         (cuda_device, "_page_locked", recorder.ledger.page_lock),
-        (state_tensors, "generate_weights_ahead", empty_weights),
+        (state, "generate_weights_ahead", empty_weights),
     )
     for where, name, other in replaced:
         stack.enter_context(patch.object(where, name, other))

@@ -15,17 +15,15 @@ from tests.dry_run.streams import Wait, Worker
 from tests.dry_run.traced_step import trace_step
 from tests.tiers import default_of
 
-OUT, BACK = "copy_streams 1", "copy_streams 2"
+OUT, BACK = "cuda_lane 1", "cuda_lane 2"
 IMPLIED = {
     ("*", OUT, BACK): "compute has used what came back before it makes what goes there",
     ("optimizer on the host", "host", BACK): "compute waits for the last copy up, and the host for "
     "the first one down behind that",
     ("optimizer on the host", "compute", BACK): "the host itself waits for the last copies up",
     ("s* on the host", "host", BACK): "weights are on the host, too: it copies them itself",
-    ("* a disk", "sppo write", "sppo out"): "where threads work at once nothing is issued late",
-    ("* a disk", "host", "sppo *"): "where threads work at once nothing is issued late",
-    ("* a disk", "sppo read", "sppo back"): "where threads work at once nothing is issued late",
-    ("* a disk", "sppo out", "sppo back"): "where threads work at once nothing is issued late",
+    ("* a disk", "host", "sppo disk"): "where threads work at once nothing is issued late",
+    ("K/V to a disk", "compute", OUT): "the host waits until a slot is written, and so copied out",
     ("multiplexed*", "compute", OUT): "the last sources of a shard come back through the other "
     "stream, for which compute waits, before their memory is used again",
     ("multiplexed*", BACK, "compute"): "so few shards use no slot of a ring twice in a step",
@@ -85,7 +83,7 @@ def whole_device(step):
 VALUE = "reading a value on host (reads)"
 KINDS = {
     "copy": ("to a disk", OUT, "compute"),
-    "host thread": ("to a disk", "sppo write", OUT),
+    "host thread": ("to a disk", "sppo disk", OUT),
     "message": ("multiplexed", "compute", "communicator pipeline 1 to 0"),
     "collective": ("zero 3", "compute", "communicator gathers of stage"),
 }

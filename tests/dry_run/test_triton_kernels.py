@@ -31,15 +31,15 @@ def test_every_pointer_is_read_or_written(kernel):
 
 
 def test_kernels_in_detail():
-    from sppo.kernels.triton.attention_forward import _forward_kernel
-    from sppo.kernels.triton.attention_key_gradient import key_gradient_kernel
+    from sppo.kernels.triton.cross_entropy import _cross_entropy_kernel
+    from sppo.kernels.triton.merge import _merge_kernel
 
-    forward = pointer_use(_forward_kernel)
-    assert pointers_of(forward.writes) == {"o_ptr", "lse_ptr"}
-    assert pointers_of(forward.reads) == {"q_ptr", "k_ptr", "v_ptr", "first_ptr"}
-    added = pointer_use(key_gradient_kernel)
-    assert pointers_of(added.writes) == {"dk_ptr", "dv_ptr"}
-    assert added.writes <= added.reads
+    merged = pointer_use(_merge_kernel)
+    assert pointers_of(merged.writes) == {"o_ptr", "lse_ptr"}
+    assert pointers_of(merged.reads) == {"o_ptr", "lse_ptr", "part_ptr", "part_lse_ptr"}
+    loss = pointer_use(_cross_entropy_kernel)  # by functions that it calls
+    assert pointers_of(loss.writes) == {"logits_ptr", "losses_ptr"}
+    assert pointers_of(loss.reads) == {"logits_ptr", "labels_ptr", "scale_ptr"}
 
 
 def pointers_of(names):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import cast
 
@@ -21,10 +21,10 @@ from sppo.parallel.mesh import Mesh
 from sppo.planning.elastic.step_plan import StepPlan, step_planner
 from sppo.planning.plan import ExecutionPlan
 from sppo.training.devices.cuda_device import CudaDevice
-from sppo.training.job import Job, Ranks, mesh_shape
+from sppo.training.job import Job, mesh_shape
+from sppo.training.records import MeasuredBuckets, predicted_and_measured
 from sppo.training.state import build_state
-from sppo.training.steps.measured import MeasuredBuckets, predicted_and_measured
-from sppo.training.steps.step import StepInput, run_step
+from sppo.training.step import StepInput, run_step
 from tests.dry_run.communication import FakeHostCollectives
 from tests.dry_run.fake_gpu import FakeGpu, fake_gpu
 from tests.dry_run.orderings import OrderingCheck
@@ -100,12 +100,11 @@ class _Training:
         self._run, self._plan, self._gpu = run, plan, gpu
         device = torch.device("cuda", 0)
         shape = mesh_shape(run)
-        ranks = Ranks.alone()
+        job = Job.alone(run, device=_FakeDevice(device), console=Console(quiet=True))
         if shape.num_ranks > 1:
             mesh = Mesh(shape, rank=rank, timeout_s=run.parallel.timeout_s, device=device)
-            ranks = Ranks(mesh, cast(HostCollectives, FakeHostCollectives()), ranks.progress)
-        self._mesh = ranks.mesh
-        self._job = Job(run, ranks, _FakeDevice(device), Console(quiet=True))
+            job = replace(job, mesh=mesh, peers=cast(HostCollectives, FakeHostCollectives()))
+        self._job, self._mesh = job, job.mesh
         self._state = build_state(self._job, plan)
         self._buckets = MeasuredBuckets()
         self._buckets.count_state(self._state)

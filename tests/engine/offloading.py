@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from sppo.activations.activation_layout import BlockLayout
-from sppo.activations.placement import ROW_ALIGNMENT, prefix_rows
 from sppo.activations.subsequence_placement import SubsequencePlacement
 from sppo.activations.tensor_classes import (
     ATTENTION,
     class_bytes_per_token,
     tensor_bytes_per_token,
 )
-from sppo.offload.offload_store import OffloadStore
-from sppo.offload.queues.thread_queues import ThreadQueues
+from sppo.offload.block_store import BlockStore
+from sppo.offload.cpu_lane import CpuLane
 from tests.engine.models import Trained
-from tests.offload.emulated_queues import SCHEDULERS, EmulatedQueues
+from tests.offload.emulated_lane import SCHEDULERS, EmulatedLane
 
 
 def with_offsets(model, rows, *, element_bytes, input_every=1):
@@ -38,7 +35,7 @@ def with_offsets(model, rows, *, element_bytes, input_every=1):
 class RatioRows:
     """The first ``ratio`` of what each subsequence but the last saves moves, most valuable first.
 
-    ``alignment`` replaces the 128 rows of real plans, so that tiny subsequences can be cut.
+    Classes are cut at any row, and not at each 128th as in real plans.
     """
 
     model: object
@@ -46,7 +43,6 @@ class RatioRows:
     ratio: float
     rest: str = "kept"
     last_too: bool = False
-    alignment: int = ROW_ALIGNMENT
     input_every: int = 1
 
     def __call__(self, lengths):
@@ -66,14 +62,9 @@ class RatioRows:
         )
 
     def _offloaded(self, tokens, sizes):
-        wanted = np.array([self.ratio * tokens * sizes.sum()])
-        if self.alignment == ROW_ALIGNMENT:
-            found = prefix_rows(wanted, rows=np.full((1, 3), tokens), row_bytes=sizes)
-            return tuple(int(n) for n in found[0])
-        left, offloaded = float(wanted[0]), []
+        left, offloaded = float(self.ratio * tokens * sizes.sum()), []
         for size in sizes:
             rows = min(tokens, int(left / size + 1e-9))
-            rows = rows if rows == tokens else rows // self.alignment * self.alignment
             offloaded.append(rows)
             left = left - rows * size if rows == tokens else 0.0
         return tuple(offloaded)
@@ -91,12 +82,12 @@ class FixedRows:
         return with_offsets(self.model, self.rows, element_bytes=self.element_bytes)
 
 
-def queues_of(name, *, directory=None, poison=True):
-    return ThreadQueues(poison=poison) if name == "threads" else EmulatedQueues(SCHEDULERS[name]())
+def lane_of(name):
+    return CpuLane() if name == "threads" else EmulatedLane(SCHEDULERS[name]())
 
 
-def offloading_trained(model, weights, rows, *, directory=None, queues="threads", lag=1, **options):
+def offloading_trained(model, weights, rows, *, directory=None, lane="threads", lag=1, **options):
     """An engine that moves what ``rows`` says, to a disk if there is a directory."""
-    store = OffloadStore(queues_of(queues), disk=directory, source_lag=lag, checksums=True)
+    store = BlockStore(lane_of(lane), disk=directory, source_lag=lag, debug=True)
     options.setdefault("placements", {0: rows})
     return Trained(model, weights, offloaded=store, **options)

@@ -16,10 +16,10 @@ from torch.nn import functional
 
 from sppo.config.model import ModelConfig
 from sppo.engine.unit import SequenceData, document_positions
-from sppo.kernels.attention.reference import visible_pairs
 from sppo.kernels.cross_entropy import CROSS_ENTROPY, LossTerms
 from sppo.kernels.labels import IGNORED_LABEL
 from sppo.model.rope import rotary_frequencies
+from tests.kernels.attention.reference import visible_pairs
 
 
 def reference_loss(

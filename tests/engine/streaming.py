@@ -13,25 +13,28 @@ from sppo.model.gradients import zero_gradients
 from sppo.parallel.megatron import WeightSharding
 
 
-class LateTransfers:
+class LateLane:
     """Copies run when they are waited for and not before; until then targets are NaN."""
 
     def __init__(self):
         self._waiting = []
 
-    def to_tier(self, copies):
-        return self.to_device(copies)
+    def computed(self, tensors):
+        return None
 
-    def to_device(self, copies):
+    def out(self, copies, *, after):
         for target, _ in copies:
             target.fill_(float("nan"))
         return _Late(self._waiting, list(copies))
 
-    def finish(self):
-        while self._waiting:
-            self._waiting[0].wait()
+    back = out
 
-    def wait_for_device(self):
+    def before_compute(self, event):
+        event.exception()
+
+    def drain(self):
+        while self._waiting:
+            self._waiting[0].exception()
         return True
 
 
@@ -40,13 +43,11 @@ class _Late:
         self._waiting, self._copies = waiting, copies
         waiting.append(self)
 
-    def wait(self):
+    def exception(self):
         """Run this and what was asked for before it."""
         while self in self._waiting:
             for target, source in self._waiting.pop(0)._copies:
                 target.copy_(source)
-
-    before_compute = wait
 
 
 def names_of_stages(model, pipeline):
@@ -59,50 +60,29 @@ def names_of_stages(model, pipeline):
 
 
 class Streamed:
-    """As :class:`tests.engine.models.Trained`; weights, gradients or both live in another tier."""
+    """As :class:`tests.engine.models.Trained`; weights and gradients live in another tier."""
 
-    def __init__(
-        self,
-        model,
-        weights,
-        *,
-        pipeline,
-        streams=("weights", "gradients"),
-        transfers=None,
-        **options,
-    ):
-        transfers, stages = transfers or LateTransfers(), names_of_stages(model, pipeline)
-        place = torch.device("cpu")
+    def __init__(self, model, weights, *, pipeline):
+        stages = names_of_stages(model, pipeline)
+        how = {"stages": stages, "device": torch.device("cpu"), "lane": LateLane()}
         self.gradients = zero_gradients(weights)
-        self.weights = self.sums = None
-        if "weights" in streams:
-            self.weights = StreamedWeights(
-                weights, stages=stages, device=place, transfers=transfers
-            )
-        if "gradients" in streams:
-            for total in self.gradients.values():
-                total.fill_(float("nan"))  # of the step before
-            self.sums = StreamedGradients(
-                self.gradients, stages=stages, device=place, transfers=transfers
-            )
+        for total in self.gradients.values():
+            total.fill_(float("nan"))  # of the step before
+        self.weights = StreamedWeights(weights, **how)
+        self.sums = StreamedGradients(self.gradients, **how)
         self.engine = Engine(
             model,
-            weights=ResidentWeights(weights if self.weights is None else self.weights),
-            gradients=ResidentGradients(self.gradients if self.sums is None else self.sums),
+            weights=ResidentWeights(self.weights),
+            gradients=ResidentGradients(self.sums),
             streamed_weights=self.weights,
             streamed_gradients=self.sums,
             pipeline=pipeline,
             debug=True,
-            **options,
         )
 
     def step(self, sequences, cuts, **options):
         """Mean loss and gradients of one step from zero."""
-        if self.sums is None:
-            for gradient in self.gradients.values():
-                gradient.zero_()
         done = self.engine.accumulate(sequences, cuts, **options)
-        if self.sums is not None:
-            self.sums.arrive()
+        self.sums.arrive()
         gradients = {name: gradient.clone() for name, gradient in self.gradients.items()}
         return done.total_loss / done.num_valid, gradients

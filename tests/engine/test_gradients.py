@@ -15,12 +15,12 @@ from tests.engine.models import (
     random_weights,
     tiny_model,
 )
+from tests.tiers import each_once
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("variant", "dtype"), each_once(VARIANTS, [torch.float64, torch.float32, torch.bfloat16])
+)
 def test_policies_agree_bit_for_bit(variant, dtype):
     """What is recomputed comes from the same rows by the same operations."""
     model = tiny_model(variant)
@@ -54,10 +54,3 @@ def test_a_step_without_labels_adds_nothing():
     loss, gradients = engine_step(model, random_weights(model), [without_labels(4)], [(0, 2, 4)])
     assert loss.isnan()  # the mean of nothing
     assert not any(gradient.any() for gradient in gradients.values())
-
-
-@pytest.mark.parametrize("cuts", [(0, 3), (1, 4), (0, 5)])
-def test_cuts_that_do_not_tile_are_refused(cuts):
-    model = tiny_model()
-    with pytest.raises(ValueError, match="do not tile a sequence of 4 tokens"):
-        engine_step(model, random_weights(model), [random_sequence(model, 4)], [cuts])

@@ -1,31 +1,27 @@
-"""Steps of several ranks that communicate by NCCL's rules: no order of messages may deadlock.
+"""Steps of several ranks whose messages run in NCCL's order: none may wait for each other.
 
 This also holds if all communicators of a rank share one stream, in the order in which the host
 issues communication: NCCL requires it of ranks with several communicators.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from sppo.engine.engine import Engine
-from sppo.parallel.job.peer_errors import PeerLostError
-from sppo.parallel.mesh import Mesh
-from sppo.parallel.pipeline_p2p import PipelineLinks, _Awaited
+from sppo.parallel import pipeline_p2p
 from sppo.schedule.actions import COMPUTE_KINDS
 from sppo.schedule.orders.names import WHOLE_SEQUENCES
-from tests.nccl_rules import RulesGroup, await_issued, nccl_rules
-from tests.random_training.oracle import first_state
+from tests.random_training.emulated_ranks import Order, run_emulated
 from tests.random_training.pinned_cases import GQA, THREE, TIED, TWO, WHOLE, case
-from tests.random_training.run_leg import run_leg
 from tests.random_training.training import faults_of
-from tests.ranks import RankPool
+from tests.random_training.turns import Deadlock
 from tests.tiers import default_of, exhaustive
 
-LIMIT_S = 1.0
-"""For what must not end."""
 SCHEDULES = (
     "sppo",
     "seq1f1b",
@@ -40,43 +36,37 @@ SCHEDULES = (
 
 
 @dataclass(frozen=True)
-class RuledRanks:
-    """Processes that talk as over NCCL, a stream for each communicator or one for all."""
+class OrderedRanks:
+    """Emulated ranks whose operations run in an order.
 
-    ranks: RankPool
-    streams: Literal["streams", "one stream"]
+    In one stream, compute waits for all that was issued before it, as late as a launch may be.
+    """
 
-    def run(self, function: Any, *arguments: Any, ranks: int) -> list[Any]:
-        return self.ranks.run(by_rules, self.streams, function, *arguments, ranks=ranks)
+    order: Order
 
+    def run(self, function: Callable[..., Any], *arguments: Any, ranks: int) -> list[Any]:
+        accumulate = Engine.accumulate
 
-def by_rules(rank, streams, function, *arguments):
-    """Launch as late as may be: compute waits for all that was issued before it on one stream."""
-    accumulate = Engine.accumulate
+        def late(index, action):
+            if action.kind in COMPUTE_KINDS and self.order == "rank":
+                pipeline_p2p.dist.wait_for_issued()
 
-    def late(index, action):
-        if action.kind in COMPUTE_KINDS:
-            await_issued()
+        def accumulated_late(engine, *data, **options):
+            return accumulate(engine, *data, **options, before_action=late)
 
-    def accumulated_late(engine, *data, **options):
-        return accumulate(engine, *data, **options, before_action=late)
-
-    with (
-        mock.patch.object(Engine, "accumulate", accumulated_late),
-        nccl_rules(one_stream=streams == "one stream"),
-    ):
-        return function(rank, *arguments)
+        with mock.patch.object(Engine, "accumulate", accumulated_late):
+            return run_emulated(function, *arguments, ranks=ranks, seed=0, order=self.order)
 
 
-@pytest.mark.parametrize("schedule", default_of(SCHEDULES, "seq_zb_h1", "interleaved_seq1f1b"))
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("num_ranks", [3, *exhaustive(2, 4)])
-@pytest.mark.parametrize("streams", ["streams", "one stream"])
-def test_every_schedule(ranks, schedule, num_ranks, streams):
+@pytest.mark.parametrize("order", ["communicator", "rank"])
+def test_every_schedule(schedule, num_ranks, order):
     virtual = 2 if schedule.startswith("interleaved") else 1
     cuts = WHOLE if schedule in WHOLE_SEQUENCES else THREE
     layers = num_ranks * virtual
     one = case(GQA, layers, pp=num_ranks, virtual=virtual, schedule=schedule, **cuts)
-    assert faults_of(one, RuledRanks(ranks, streams)) == []
+    assert faults_of(one, OrderedRanks(order)) == []
 
 
 @pytest.mark.parametrize("sequence_parallel", ["ulysses", *exhaustive("megatron")])
@@ -84,7 +74,7 @@ def test_every_schedule(ranks, schedule, num_ranks, streams):
 @pytest.mark.parametrize(
     "shape", [(1, 2, 2), *exhaustive((2, 2, 1), (2, 1, 2), (2, 2, 2))], ids=str
 )
-def test_every_axis(ranks, shape, zero, sequence_parallel):
+def test_every_axis(shape, zero, sequence_parallel):
     dp, pp, sp = shape
     one = case(
         TIED,
@@ -98,23 +88,19 @@ def test_every_axis(ranks, shape, zero, sequence_parallel):
         steps=2,
         **TWO,
     )
-    assert faults_of(one, RuledRanks(ranks, "one stream")) == []
+    assert faults_of(one, OrderedRanks("rank")) == []
+
+
+CUTS = (0, 9, 14, 21, 30)
 
 
 @pytest.mark.parametrize(
-    "shape",
-    [(1, 3, 1), *exhaustive((1, 2, 1), (1, 4, 1), (1, 3, 2), (2, 2, 2), (1, 8, 1))],
-    ids=str,
+    "shape", default_of([(1, 3, 1), (1, 2, 1), (1, 3, 2), (2, 2, 2), (1, 8, 1)], (1, 3, 1)), ids=str
 )
 @pytest.mark.parametrize(
-    "cuts",
-    [
-        (0, 9, 14, 21, 30),
-        *exhaustive((0, 9, 23), (0, 7, 12, 18, 22, 29, 34, 40, 45, 49)),
-    ],
-    ids=len,
+    "cuts", [CUTS, *exhaustive((0, 9, 23), (0, 7, 12, 18, 22, 29, 34, 40, 45, 49))], ids=len
 )
-def test_shards_of_units(ranks, shape, cuts):
+def test_shards_of_units(shape, cuts):
     dp, pp, sp = shape
     tokens_a_rank = 3 if sp > 1 else 1  # or shards of 3 x 2 ranks would be empty
     one = case(
@@ -125,63 +111,63 @@ def test_shards_of_units(ranks, shape, cuts):
         sp=sp,
         schedule="sppo_msp",
         cuts=tuple(tokens_a_rank * cut for cut in cuts),
-        other_cuts=tuple(tokens_a_rank * cut for cut in (0, 9, 14, 21, 30)),
+        other_cuts=tuple(tokens_a_rank * cut for cut in CUTS),
         replica_sequences=2,
     )
-    assert faults_of(one, RuledRanks(ranks, "one stream")) == []
+    assert faults_of(one, OrderedRanks("rank")) == []
 
 
-def receives_first(rank, one):
-    """A step that asks for the next message before it sends one; which message it lacks."""
-    send, receive, wait_all = PipelineLinks.send, PipelineLinks.receive, PipelineLinks.wait_all
-    wait, make_edges = _Awaited.wait, Mesh._make_edges
-    held = []
-
-    def send_held():
-        while held:
-            links, tensor, options = held.pop(0)
-            send(links, tensor, **options)
-
-    def send_later(self, tensor, **options):
-        send_held()
-        held.append((self, tensor, options))
-
-    def receive_then_send(self, shape, **options):
-        asked = receive(self, shape, **options)
-        send_held()
-        return asked
-
-    def after_sending(act):
-        def acted(self):
-            send_held()
-            return act(self)
-
-        return acted
-
-    def edges(self, *, wraps):
-        made = make_edges(self, wraps=wraps)
-        return {(a, b): made[min(a, b), max(a, b)] for a, b in made}
-
-    try:
-        with (
-            mock.patch.object(PipelineLinks, "send", send_later),
-            mock.patch.object(PipelineLinks, "receive", receive_then_send),
-            mock.patch.object(PipelineLinks, "wait_all", after_sending(wait_all)),
-            mock.patch.object(_Awaited, "wait", after_sending(wait)),
-            mock.patch.object(Mesh, "_make_edges", edges),
-            mock.patch.object(RulesGroup, "longest_s", LIMIT_S),
-        ):
-            run_leg(rank, one, 0, first_state(one), "")
-    except PeerLostError as error:
-        return str(error)
-    return ""
+def receives_first(rank):
+    """Both ask for the other's message, send their own, and wait."""
+    dist = pipeline_p2p.dist
+    group, found = dist.new_group([0, 1]), torch.zeros(1)
+    received = dist.irecv(found, 1 - rank, group=group)
+    sent = dist.isend(torch.full((1,), float(rank)), 1 - rank, group=group)
+    received.wait()
+    sent.wait()
+    return float(found)
 
 
-@pytest.mark.parametrize("ruled", [False, True])
-def test_an_order_that_blocks_over_nccl_alone_is_found(ranks, ruled):
-    """Both ends ask for a message before they send theirs: two directions, two communicators."""
-    one = case(GQA, 4, pp=2, schedule="seq1f1b", **THREE)
-    pool = RuledRanks(ranks, "streams") if ruled else ranks
-    said = pool.run(receives_first, one, ranks=2)
-    assert [(f"timed out after {LIMIT_S:g} s" in text) for text in said] == [ruled] * 2, said
-    assert ruled or said == ["", ""]
+def sends_crosswise(rank):
+    """Rank 0 sends to 2, then to 1; rank 2 waits for 1 first, and 1 for 0."""
+    dist = pipeline_p2p.dist
+    group, side, found = dist.new_group([0, 1, 2]), dist.new_group([1, 2]), torch.zeros(1)
+    if rank == 0:
+        works = [dist.isend(torch.ones(1), to, group=group) for to in (2, 1)]
+        return [work.wait() for work in works]
+    if rank == 1:
+        dist.recv(found, 0, group=group)
+        dist.send(found, 2, group=side)
+    else:
+        dist.recv(found, 1, group=side)
+        dist.recv(found, 0, group=group)
+    return float(found)
+
+
+def sums_behind_a_message(rank):
+    """One rank receives before it sums, the other sums before it sends: two communicators."""
+    dist = pipeline_p2p.dist
+    messages, sums, total = dist.new_group([0, 1]), dist.new_group([0, 1]), torch.ones(1)
+    asked = dist.irecv(torch.zeros(1), 1, group=messages) if rank == 0 else None
+    summed = dist.all_reduce(total, group=sums, async_op=True)
+    asked = asked or dist.isend(torch.ones(1), 0, group=messages)
+    summed.wait()
+    asked.wait()
+    return float(total)
+
+
+@pytest.mark.parametrize(
+    ("act", "ranks", "blocks_in"),
+    [
+        (receives_first, 2, ("communicator", "rank")),
+        (sends_crosswise, 3, ("communicator", "rank")),
+        (sums_behind_a_message, 2, ("rank",)),
+    ],
+)
+@pytest.mark.parametrize("order", ["any", "communicator", "rank"])
+def test_an_order_that_blocks_over_nccl_alone_is_found(act, ranks, blocks_in, order):
+    if order not in blocks_in:
+        assert len(run_emulated(act, ranks=ranks, seed=0, order=order)) == ranks
+        return
+    with pytest.raises(Deadlock):
+        run_emulated(act, ranks=ranks, seed=0, order=order)

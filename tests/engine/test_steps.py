@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sppo.activations.policy import POLICIES
+from sppo.activations.tensor_classes import tensor_bytes_per_token
 from sppo.engine.engine import Engine
 from tests.engine.models import (
     VARIANTS,
@@ -138,8 +139,9 @@ def test_a_failure_inside_a_kernel_leaves_the_engine_clean(trained):
 def test_what_is_left_over_is_noticed(trained):
     from sppo.activations.activation_layout import ActivationKey
 
-    trained.engine._stages[0]._saved.retained.reserve(64)
-    trained.engine._stages[0]._saved.retained.save(ActivationKey(0, 0, 0), {"x_in": torch.zeros(1)})
+    store = trained.engine._stages[0].store
+    store.reserve(64)
+    store.put(ActivationKey(0, 0, 0), retained={"x_in": torch.zeros(1)})
     with pytest.raises(AssertionError, match="left over after the step: {'activations': 1"):
         trained.engine._stages[0].assert_idle()
     data = two_sequences(trained.model)[1:]
@@ -173,16 +175,30 @@ def test_saved_tensors_hold_no_memory_but_their_own(policy, monkeypatch):
     """A view of something larger would make the count a lie."""
     model = tiny_model("gqa, q/k-norm")
     made = Trained(model, random_weights(model), policy=policy)
-    held, save = [], made.engine._stages[0]._saved.retained.save
+    store = made.engine._stages[0].store
+    held, put = [], store.put
 
-    def watch(key, tensors):
-        held.extend(tensors.items())
-        save(key, tensors)
+    def watch(key, *, retained, offloaded=None):
+        held.extend(retained.items())
+        put(key, retained=retained, offloaded=offloaded)
 
-    monkeypatch.setattr(made.engine._stages[0]._saved.retained, "save", watch)
+    monkeypatch.setattr(store, "put", watch)
     made.step([random_sequence(model, 17)], [CUTS])
     assert held
     for name, tensor in held:
         assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size(), name
     storages = [tensor.untyped_storage().data_ptr() for _, tensor in held]
     assert len(set(storages)) == len(storages)
+
+
+def test_only_the_inputs_of_some_layers_are_kept():
+    model = tiny_model(num_layers=5)
+    weights = random_weights(model)
+    sizes = tensor_bytes_per_token(model, element_bytes=8)
+    retained = {}
+    for every in (1, 2, 5):
+        made = Trained(model, weights, policy="keep_attention", input_every=every)
+        made.step([random_sequence(model, 17)], [CUTS])
+        retained[every] = made.engine.take_peaks().activations_bytes
+    assert retained[1] - retained[2] == 2 * 17 * sizes["x_in"]
+    assert retained[1] - retained[5] == 4 * 17 * sizes["x_in"]

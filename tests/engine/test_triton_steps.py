@@ -26,7 +26,7 @@ SOME_VARIANTS = (
 
 @pytest.fixture
 def triton_everywhere(monkeypatch):
-    """Also for norms, activations, rotary turns and the loss, which it serves on a GPU only."""
+    """As on a GPU: for norms, activations, rotary turns, the loss, and merges of attention."""
     need_triton("cpu")
     for module in (fused, elementwise, rotary, merged_output, cross_entropy):
         monkeypatch.setattr(module, "fused", lambda x: True)
@@ -39,6 +39,6 @@ def test_a_step_has_the_gradients_of_the_plain_model(variant, triton_everywhere)
     model = tiny_model(variant)
     weights = random_weights(model)
     sequences = [random_sequence(model, 23, starts=(0, 9))]
-    trained = Trained(model, weights, policy="recompute", attention_backend="triton")
+    trained = Trained(model, weights, policy="recompute", attention_backend="torch_blocks")
     ours = trained.step(sequences, [(0, 7, 8, 23)])
     assert_same_step(ours, autograd_step(model, weights, sequences), tolerance=1e-10)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 
 import pytest
 
 from experiments import harness
-from experiments.baseline_cost import baseline_memory, baseline_step, fits
 from experiments.baseline_methods import (
     ALST,
     FPDT,
@@ -18,8 +16,9 @@ from experiments.baseline_methods import (
     METHODS,
     RECOMPUTES,
     ULYSSES,
+    fits,
 )
-from experiments.baselines import HOST, SPPO, _paper_claims, baseline, baselines
+from experiments.baselines import HOST, SPPO, baseline, baselines, paper_claims
 from sppo.hardware.presets import PRESETS
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.feasibility import fits_at_all
@@ -28,6 +27,7 @@ from tests.make import make_run
 
 A100S = replace(PRESETS["a100-80g"], num_nodes=4)
 KIB = 1 << 10
+BY_NAME = {method.name: method for method in METHODS}
 
 
 def run_of(preset="gpt-7b", *, length=512 * KIB, virtual_stages=1, **sections):
@@ -36,66 +36,54 @@ def run_of(preset="gpt-7b", *, length=512 * KIB, virtual_stages=1, **sections):
     return make_run(preset, length=length, **{"parallel": parallel, **sections})
 
 
-def rows(run, hardware):
-    return {row.method: row for row in baselines(run, hardware=hardware)}
+def memory_of(name, degrees, *, length=256 * KIB):
+    method = BY_NAME[name]
+    return method.fullest(method.candidate(run_of(), A100S, degrees, length))
 
 
-@cache
-def of_the_paper(nodes):
-    """GPT-7B on so many nodes of eight A100-80GB."""
-    return rows(run_of(), replace(A100S, num_nodes=nodes))
-
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def paper():
-    return of_the_paper(4)
+    """GPT-7B on four nodes of eight A100-80GB."""
+    return {row.method: row for row in baselines(run_of(), A100S)}
 
 
-def test_the_longest_is_the_longest(paper):
-    for method in METHODS:
-        row = paper[method.name]
+def test_the_longest_is_the_longest_and_each_method_goes_further_than_the_one_before(paper):
+    for name, method in BY_NAME.items():
+        row = paper[name]
         # Found to within 1Ki, so the next but one does not fit.
         for tokens, does in ((row.longest_tokens, True), (row.longest_tokens + 2 * KIB, False)):
-            memory = baseline_memory(
-                run_of(), hardware=A100S, method=method, degrees=row.degrees, length=tokens
-            )
-            assert fits(memory, hardware=A100S) is does, method.name
+            candidate = method.candidate(run_of(), A100S, row.degrees, tokens)
+            assert fits(method.fullest(candidate), A100S) is does, name
+    order = (KEEPS_EVERYTHING, RECOMPUTES, MEGATRON_KEEPS, MEGATRON, ULYSSES, ALST, FPDT)
+    longest = [paper[name].longest_tokens for name in order]
+    assert longest == sorted(set(longest))
 
 
-def test_recomputing_goes_further_than_keeping_and_sharing_further_still(paper):
-    longest = {name: row.longest_tokens for name, row in paper.items()}
-    assert longest[KEEPS_EVERYTHING] < longest[RECOMPUTES] < longest[MEGATRON_KEEPS]
-    assert longest[MEGATRON_KEEPS] < longest[MEGATRON] < longest[ULYSSES]
-    assert longest[ULYSSES] < longest[ALST] < longest[FPDT]
-
-
-@pytest.mark.exhaustive
 def test_degrees_obey_the_rules_of_each_method(paper):
     assert paper[KEEPS_EVERYTHING].degrees == Degrees(32, 1, 1)
     assert paper[MEGATRON].degrees == Degrees(1, 4, 8)
     assert paper[ULYSSES].degrees == Degrees(1, 1, 32)
-    assert of_the_paper(16)[ULYSSES].degrees == Degrees(4, 1, 32)
-    assert row_of(ULYSSES, A100S, "llama-3.2-3b").degrees == Degrees(1, 1, 24)
-    assert row_of(MEGATRON, A100S, "llama-3.2-3b").degrees.sequence_parallel == 8
+    nodes = replace(A100S, num_nodes=16)
+    model, small = run_of().model, run_of("llama-3.2-3b").model
+    assert [*BY_NAME[ULYSSES].degrees(model, nodes)] == [Degrees(4, 1, 32)]
+    assert [*BY_NAME[ULYSSES].degrees(small, A100S)] == [Degrees(1, 1, 24)]
 
 
 def test_claims_of_the_paper_stand_beside_its_model_and_machine_only(paper):
-    assert paper[MEGATRON].paper == "896Ki"
-    assert paper[ULYSSES].paper == "32 ranks"
-    assert paper[SPPO].paper == "1Mi"
-    assert of_the_paper(16)[SPPO].paper == "4Mi"
+    claims = {name: row.paper for name, row in paper.items() if row.paper}
+    assert claims == {MEGATRON: "896Ki", ULYSSES: "32 ranks", SPPO: "1Mi"}
+    assert paper_claims(run_of(), replace(A100S, num_nodes=16)) == {SPPO: "4Mi"}
     for run, hardware in (
         (run_of("gpt-13b"), A100S),
         (run_of(), replace(PRESETS["h100"], num_nodes=4)),
         (run_of(), replace(A100S, num_nodes=8)),
     ):
-        assert _paper_claims(run, hardware) == {}
+        assert paper_claims(run, hardware) == {}
 
 
-@pytest.mark.parametrize(("nodes", "claimed"), [(4, 1024 * KIB), (16, 4096 * KIB)])
-def test_sppo_reaches_what_the_paper_claims(nodes, claimed):
-    found = of_the_paper(nodes)[SPPO].longest_tokens
-    assert claimed <= found <= 1.4 * claimed
+def test_sppo_reaches_what_the_paper_claims(paper):
+    assert 1024 * KIB <= paper[SPPO].longest_tokens <= 1.4 * 1024 * KIB
+    assert fits_at_all(run_of(length=4096 * KIB), replace(A100S, num_nodes=16))
 
 
 def test_several_stages_on_a_rank_reach_twice_as_far():
@@ -105,56 +93,47 @@ def test_several_stages_on_a_rank_reach_twice_as_far():
     assert not fits_at_all(run_of(length=2048 * KIB), A100S)
 
 
-def method_of(name):
-    return next(method for method in METHODS if method.name == name)
-
-
-def device_of(name, degrees, *, length=256 * KIB):
-    return baseline_memory(
-        run_of(), hardware=A100S, method=method_of(name), degrees=degrees, length=length
-    ).device
-
-
 def test_recomputing_holds_keys_and_values_of_one_layer():
-    one, length = Degrees(32, 1, 1), 256 * KIB
+    length = 256 * KIB
+    keeps, recomputes = (
+        memory_of(name, Degrees(32, 1, 1)).device for name in (KEEPS_EVERYTHING, RECOMPUTES)
+    )
     narrow = 2 * 4096 * 2 * length
-    assert device_of(RECOMPUTES, one).kv_bytes == narrow
-    assert device_of(KEEPS_EVERYTHING, one).kv_bytes == 32 * narrow
-    assert device_of(RECOMPUTES, one).kv_gradients_bytes == narrow
-    assert device_of(RECOMPUTES, one).activations_bytes == 2 * 4096 * 32 * length
+    assert keeps.kv_bytes == 32 * narrow
+    assert recomputes.kv_bytes == recomputes.kv_gradients_bytes == narrow
+    assert recomputes.activations_bytes == 2 * 4096 * 32 * length
+    parameters, layer = 6.65e9, 12 * 4096**2
+    assert recomputes.optimizer_bytes == pytest.approx(12 * parameters / 32, rel=0.01)
+    gradients = 4 * (parameters / 32 + 2 * layer)
+    assert recomputes.gradients_bytes == pytest.approx(gradients, rel=0.01)
 
 
 def test_groups_share_what_a_layer_saves():
     length = 256 * KIB
-    alone, shared = (device_of(ULYSSES, Degrees(1, 1, g)) for g in (1, 32))
+    alone, shared = (memory_of(ULYSSES, Degrees(1, 1, group)).device for group in (1, 32))
     assert shared.activations_bytes * 32 == alone.activations_bytes
     assert shared.kv_bytes * 32 == alone.kv_bytes
-    megatron = device_of(MEGATRON, Degrees(1, 4, 8))
+    megatron = memory_of(MEGATRON, Degrees(1, 4, 8)).device
     assert megatron.activations_bytes == 2 * 4096 * 8 * length // 8
     # Every device of the group gathers the whole residual stream, and its gradient.
     assert megatron.communication_bytes >= 2 * 2 * 4096 * length
 
 
-def test_states_are_shared_out():
-    plain = device_of(RECOMPUTES, Degrees(32, 1, 1))
-    parameters = 6.65e9
-    assert plain.optimizer_bytes == pytest.approx(12 * parameters / 32, rel=0.01)
-    layer = 12 * 4096**2
-    assert plain.gradients_bytes == pytest.approx(4 * (parameters / 32 + 2 * layer), rel=0.01)
-
-
-def test_a_machine_that_is_too_small():
-    tiny = replace(A100S, device=replace(A100S.device, memory_bytes=5 << 30))
-    found = rows(run_of(), replace(tiny, num_nodes=1))
-    assert found[KEEPS_EVERYTHING].longest_tokens == 0
-    assert found[KEEPS_EVERYTHING].degrees is None
-    assert found[SPPO].longest_tokens == 0
-
-
-@pytest.mark.exhaustive
-def test_cuts_written_for_another_length_are_left_out():
-    cut = run_of(sequence={"length": 4096, "boundaries": [0, 2048, 4096]}, length=4096)
-    assert rows(cut, A100S)[SPPO].longest_tokens > 512 * KIB
+def test_what_is_in_host_memory_is_not_on_the_device():
+    length = 1024 * KIB
+    ulysses, alst, fpdt = (
+        memory_of(name, Degrees(1, 1, 32), length=length) for name in (ULYSSES, ALST, FPDT)
+    )
+    inputs, state = 32 * 2 * 4096 * length // 32, 18 * 6.65e9 / 32
+    assert ulysses.device.activations_bytes == inputs
+    for memory in (alst, fpdt):
+        assert memory.device.activations_bytes == memory.device.optimizer_bytes == 0
+        assert memory.tier_activations_bytes == pytest.approx(inputs, rel=0.01)
+        assert memory.host_optimizer_bytes == pytest.approx(state, rel=0.01)
+    assert alst.device.kv_bytes == ulysses.device.kv_bytes
+    assert fpdt.device.kv_bytes == alst.device.kv_bytes * 2 // 16  # 16 chunks
+    assert fpdt.device.working_bytes < alst.device.working_bytes / 8
+    assert alst.device.working_bytes < ulysses.device.working_bytes
 
 
 def machine_of(preset, devices, *, nodes=1, host=2 << 40):
@@ -165,8 +144,8 @@ def machine_of(preset, devices, *, nodes=1, host=2 << 40):
     return replace(spec, device=device, node=node, num_nodes=nodes)
 
 
-def row_of(name, hardware, model="llama-3.1-8b"):
-    return baseline(run_of(model), hardware=hardware, method=method_of(name))
+def row_of(name, hardware, model="llama-3.1-8b", **options):
+    return baseline(run_of(model, **options), hardware, BY_NAME[name])
 
 
 PUBLISHED = {
@@ -185,62 +164,35 @@ PUBLISHED = {
 def test_others_go_as_far_as_they_say(name):
     """Of Llama-8B, to a tenth; one H100 ended at 555 000 tokens, not for want of memory."""
     method, preset, devices, nodes, tokens, at_least, at_most = PUBLISHED[name]
-    hardware = machine_of(preset, devices, nodes=nodes)
-    row = row_of(method, hardware)
+    row = row_of(method, machine_of(preset, devices, nodes=nodes))
     assert at_least * tokens <= row.longest_tokens <= at_most * tokens
-
-
-def test_what_is_in_host_memory_is_not_on_the_device():
-    degrees, length = Degrees(1, 1, 32), 1024 * KIB
-    shown = {
-        name: baseline_memory(
-            run_of(), hardware=A100S, method=method_of(name), degrees=degrees, length=length
-        )
-        for name in (ULYSSES, ALST, FPDT)
-    }
-    inputs = 32 * 2 * 4096 * length // 32
-    assert shown[ULYSSES].device.activations_bytes == inputs
-    for name in (ALST, FPDT):
-        assert shown[name].device.activations_bytes == 0
-        assert shown[name].device.optimizer_bytes == 0
-        assert shown[name].tier_activations_bytes == pytest.approx(inputs, rel=0.01)
-        state = 18 * 6.65e9 / 32
-        assert shown[name].host_optimizer_bytes == pytest.approx(state, rel=0.01)
-    assert shown[ALST].device.kv_bytes == shown[ULYSSES].device.kv_bytes
-    assert shown[FPDT].device.kv_bytes == shown[ALST].device.kv_bytes * 2 // 16  # 16 chunks
-    assert shown[FPDT].device.working_bytes < shown[ALST].device.working_bytes / 8
-    assert shown[ALST].device.working_bytes < shown[ULYSSES].device.working_bytes
-
-
-def test_a_host_that_is_too_small_ends_it_first():
-    hardware = machine_of("h100", 8, host=512 << 30)
-    row = row_of(FPDT, hardware)
-    assert row.largest_bucket == HOST
-    roomy = row_of(FPDT, machine_of("h100", 8, host=32 << 40))
-    assert roomy.longest_tokens > 4 * row.longest_tokens
-    assert roomy.largest_bucket != HOST
 
 
 @pytest.mark.parametrize(
     ("tokens", "devices", "measured_s"), [(500_000, 1, 1010), (3_700_000, 8, 3_700_000 / 8 / 72)]
 )
 def test_a_step_of_alst_takes_what_they_measured(tokens, devices, measured_s):
-    step = baseline_step(
-        run_of("llama-3.1-8b"),
-        hardware=machine_of("h100", devices),
-        method=method_of(ALST),
-        degrees=Degrees(1, 1, devices),
-        length=tokens,
-    )
-    assert step.step_s == pytest.approx(measured_s, rel=0.1)
-    assert step.tokens_per_s_per_gpu == pytest.approx(tokens / devices / step.step_s)
+    method, degrees = BY_NAME[ALST], Degrees(1, 1, devices)
+    hardware = machine_of("h100", devices)
+    candidate = method.candidate(run_of("llama-3.1-8b"), hardware, degrees, tokens)
+    assert method.step_s(candidate) == pytest.approx(measured_s, rel=0.1)
 
 
-def test_a_method_without_a_host_to_use_does_not_fit():
-    hardware = PRESETS["laptop-cpu"]
-    run = run_of("tiny-test", length=4096)
-    row = baseline(run, hardware=hardware, method=method_of(ALST))
-    assert (row.longest_tokens, row.step_s) == (0, None)
+def test_a_host_that_is_too_small_ends_it_first():
+    row = row_of(FPDT, machine_of("h100", 8, host=512 << 30))
+    assert row.largest_bucket == HOST
+    roomy = row_of(FPDT, machine_of("h100", 8, host=32 << 40))
+    assert roomy.longest_tokens > 4 * row.longest_tokens
+    assert roomy.largest_bucket != HOST
+
+
+@pytest.mark.parametrize("name", [KEEPS_EVERYTHING, ALST])
+def test_a_machine_that_is_too_small(name):
+    """Without memory for the state of the model, or without a host to use."""
+    a100 = replace(PRESETS["a100-80g"].device, memory_bytes=5 << 30)
+    tiny = PRESETS["laptop-cpu"] if name == ALST else replace(A100S, device=a100, num_nodes=1)
+    row = row_of(name, tiny, length=4096)
+    assert (row.longest_tokens, row.degrees, row.step_s) == (0, None, None)
 
 
 @pytest.mark.parametrize(

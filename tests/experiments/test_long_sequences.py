@@ -11,13 +11,14 @@ from experiments.long_sequences import Target
 from tests.tiers import exhaustive
 
 RUN = "configs/run/gpt_7b_512k_32gpu.yaml"
-SMALL = ("model.preset=tiny-gpt", "sequence.length=4Ki", "hardware.nodes=1")
-ONE_DEVICE = (*SMALL, "hardware.devices_per_node=1")
-RECOMPUTED = ("activations.policy=recompute",)
+ONE_DEVICE = (
+    f"{RUN} model.preset=tiny-gpt sequence.length=4Ki hardware.nodes=1 hardware.devices_per_node=1"
+)
+RECOMPUTED = "activations.policy=recompute"
 
 
 def test_a_target_beside_its_baseline():
-    target = Target("small", RUN, ONE_DEVICE, most_s=60.0, baseline=RECOMPUTED, least_ratio=1.0)
+    target = Target("small", ONE_DEVICE, most_s=60.0, baseline=RECOMPUTED, least_ratio=1.0)
     found = long_sequences.row(target)
     assert found["reached"]
     assert found["ratio"] == found["baseline"]["step_s"] / found["found"]["step_s"]
@@ -27,16 +28,16 @@ def test_a_target_beside_its_baseline():
 
 @pytest.mark.parametrize("limit", exhaustive({"most_s": 1e-9}, {"least_ratio": 1e9}))
 def test_what_is_missed_is_not_called_reached(limit):
-    baseline = RECOMPUTED if "least_ratio" in limit else ()
-    assert not long_sequences.row(Target("small", RUN, ONE_DEVICE, baseline=baseline, **limit))[
+    baseline = RECOMPUTED if "least_ratio" in limit else ""
+    assert not long_sequences.row(Target("small", ONE_DEVICE, baseline=baseline, **limit))[
         "reached"
     ]
 
 
 @pytest.mark.exhaustive
 def test_what_does_not_fit_says_why():
-    words = (*ONE_DEVICE, "model.preset=gpt-65b", "hardware.host_memory=8GiB", *RECOMPUTED)
-    found = long_sequences.row(Target("too long", RUN, words))
+    request = f"{ONE_DEVICE} model.preset=gpt-65b hardware.host_memory=8GiB {RECOMPUTED}"
+    found = long_sequences.row(Target("too long", request))
     assert not found["reached"]
     assert "needs" in found["found"]["reason"]
     assert found["found"]["advice"]
@@ -44,9 +45,9 @@ def test_what_does_not_fit_says_why():
 
 def test_a_refused_request_is_an_error():
     with pytest.raises(RuntimeError, match="sequence.length"):
-        long_sequences.row(Target("no request", RUN, ("sequence.length=0",)))
+        long_sequences.row(Target("no request", f"{RUN} sequence.length=0"))
 
 
 def test_run_files_of_targets_exist():
     for target in long_sequences.TARGETS:
-        assert (harness.ROOT / target.run_file).is_file()
+        assert (harness.ROOT / target.request.split()[0]).is_file()

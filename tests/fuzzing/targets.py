@@ -17,13 +17,11 @@ from sppo.cli.app import app
 from sppo.config.loading import check_run, load_run
 from sppo.config.yaml_file import format_yaml, read_yaml
 from sppo.data.preparation.documents import read_text
-from sppo.data.preparation.model_tokenizer import vocabulary_identity
+from sppo.data.preparation.ids_files import scan_ids
 from sppo.data.preparation.prepare import prepare_tokens
-from sppo.data.preparation.tokenizer_file import load_tokenizer_file
-from sppo.data.preparation.tokenizers import scan_ids
-from sppo.data.samples.document_samples import DocumentSamples
-from sppo.data.samples.sample_table import check_samples, sample_table
-from sppo.data.sequences import count_sequences, training_sequence
+from sppo.data.preparation.tokenizer_file import load_tokenizer_file, vocabulary_identity
+from sppo.data.run_tokens import check_tokens
+from sppo.data.sample_rows import TrainingData
 from sppo.data.tokens import open_tokens
 from sppo.hardware.file import hardware_json, read_hardware
 from sppo.hardware.presets import PRESETS
@@ -216,12 +214,14 @@ def token_data(draw: st.DrawFn, directory: Path) -> None:
         (place / file).unlink(missing_ok=True)
         (place / file).write_bytes(content)
     data = open_tokens(place)
-    for index in range(min(20, count_sequences(data, length=8))):
-        training_sequence(data, index, length=8, isolate_documents=True)
-    longer = draw(st.sampled_from(("cut", "drop")))
-    table = sample_table(data.document_offsets, length=16, longer=longer)
-    check_samples(data, table, vocab_size=64)
-    training = DocumentSamples(table, data, seed=0, shuffle=True, tokens_per_step=20)
+    kinds = (
+        {"data.isolate_documents": True},
+        {"data.samples": "documents", "sequence.longer": "cut", "train.samples_per_step": 3},
+        {"data.samples": "documents", "sequence.longer": "drop", "train.tokens_per_step": 20},
+    )
+    run = load_run({**RUN, "sequence": {"length": 8}, "train": {}}, draw(st.sampled_from(kinds)))
+    check_tokens(run, data)
+    training = TrainingData.of(run, data)
     training.row(training.step_samples(draw(st.integers(0, 9))))
 
 
@@ -234,7 +234,7 @@ def id_files(draw: st.DrawFn, directory: Path) -> None:
     data = damaged.read_bytes()
     damaged.unlink()
     damaged.write_bytes(draw(changed_bytes(data[:128])) + data[128:])
-    tokenizer = scan_ids([path], vocab_size=None, end_of_document=None)
+    tokenizer = scan_ids([path], vocab_size=None, end_of_document="auto")
     for _ in tokenizer.encode([path]):
         pass
 

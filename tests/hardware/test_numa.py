@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from sppo.hardware import numa
-from sppo.hardware.numa import NumaNode, cores_in, memory_of, node_of_pci_device, stay_near
+from sppo.hardware.numa import NumaNode, cores_in, node_of_pci_device, stay_near
 
 ADDRESS = "0000:1b:00.0"
 
@@ -86,17 +86,6 @@ def test_threads_of_a_process_stay_and_prefer_memory_there():
     assert done.returncode == 0, done.stderr
     policies = done.stdout.split()
     assert policies in (["1", "1"], ["-1", "-1"]), "preferred, or not allowed to ask"
-
-
-def test_memory_of_a_node_is_preferred_for_a_while():
-    before = numa._policy()
-    if before is None or not os.path.isdir("/sys/devices/system/node/node0"):
-        pytest.skip("the system shows no NUMA nodes, or no policy of memory")
-    with memory_of(0):
-        assert numa._policy() == (numa._PREFERRED_POLICY, 1)
-    assert numa._policy() == before
-    with pytest.raises(MemoryError, match="no memory of this node"), memory_of(63):
-        raise AssertionError("there is no such node")
 
 
 def test_a_process_that_may_not_use_the_cores_still_prefers_the_memory(monkeypatch):

@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 
 from sppo.config.run import HardwareConfig
-from sppo.hardware.file import hardware_for, hardware_json, read_hardware
-from sppo.hardware.presets import PRESETS
+from sppo.hardware.file import hardware_for
 from sppo.hardware.published_attention import PublishedAttention, published_rates
-from sppo.output_file import write_json
 
 ROWS = (
     PublishedAttention("b", 64, (1024, 4096), (100.0, 400.0), (50.0, 200.0), "a paper"),
@@ -72,8 +70,3 @@ def test_a_back_end_without_figures_is_refused(tmp_path):
         hardware_for(HardwareConfig(preset="a100-80g", attention="cudnn"))
     with pytest.raises(ValueError, match="its rate is not known there; leave the key out$"):
         hardware_for(HardwareConfig(preset="laptop-cpu", attention="cudnn"))
-
-
-def test_a_file_gives_them_back(tmp_path):
-    write_json(tmp_path / "h.json", hardware_json(PRESETS["h200"]))
-    assert read_hardware(tmp_path / "h.json") == PRESETS["h200"]

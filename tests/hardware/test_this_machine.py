@@ -13,7 +13,6 @@ from sppo.hardware import this_machine
 from sppo.hardware.presets import PRESETS
 from sppo.hardware.this_machine import (
     Gpus,
-    control_group_limit_bytes,
     count_numa_nodes,
     cpu_model,
     describe_gpus,
@@ -25,7 +24,7 @@ from sppo.hardware.this_machine import (
 from sppo.units import GIB
 
 
-def driver(*names: str | bytes, memory_gib: float = 80, fails: str | None = None) -> ModuleType:
+def driver(*names: str, memory_gib: float = 80, fails: str | None = None) -> ModuleType:
     """A pynvml that knows these GPUs, and whose call ``fails``."""
     module = ModuleType("pynvml")
 
@@ -80,7 +79,7 @@ def no_gpu(monkeypatch):
         ("NVIDIA A800-SXM4-80GB", 80, "a800"),
         ("NVIDIA H100 80GB HBM3", 79.6, "h100"),
         ("NVIDIA H200", 140.4, "h200"),
-        (b"NVIDIA B200", 179, "b200"),
+        ("NVIDIA B200", 179, "b200"),
     ],
 )
 def test_a_gpu_is_matched_by_name_and_memory(monkeypatch, name, gib, preset):
@@ -200,31 +199,6 @@ def test_memory_domains_are_counted(tmp_path):
     for name in ("node0", "node1", "possible"):
         (tmp_path / name).mkdir()
     assert count_numa_nodes(nodes=tmp_path) == 2
-
-
-def group(directory, *, file, limit):
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / file).write_text(f"{limit}\n")
-
-
-def test_the_tightest_control_group_limits(tmp_path):
-    membership, top = tmp_path / "cgroup", tmp_path / "groups"
-    membership.write_text("0::/outer/inner\n")
-    group(top / "outer/inner", file="memory.max", limit="max")
-    group(top / "outer", file="memory.max", limit=5000)
-    group(top, file="memory.max", limit=9000)
-    assert control_group_limit_bytes(membership=membership, cgroups=top) == 5000
-
-
-def test_version_1_groups_limit_too(tmp_path):
-    membership, top = tmp_path / "cgroup", tmp_path / "groups"
-    membership.write_text("5:cpu:/\n4:memory:/job\n0::/\n")
-    group(top / "memory/job", file="memory.limit_in_bytes", limit=7000)
-    group(top / "memory", file="memory.limit_in_bytes", limit=9223372036854771712)
-    assert control_group_limit_bytes(membership=membership, cgroups=top) == 7000
-    (top / "memory/job/memory.limit_in_bytes").unlink()
-    assert control_group_limit_bytes(membership=membership, cgroups=top) is None
-    assert control_group_limit_bytes(membership=tmp_path / "absent", cgroups=top) is None
 
 
 def test_a_limit_below_the_machines_memory_holds(monkeypatch, no_gpu):

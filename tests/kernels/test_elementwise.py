@@ -1,138 +1,123 @@
-"""Norms, activations, rotary turns and weight sums against autograd in float64.
+"""Norms, activations, rotary turns and merges, in torch and in Triton, against autograd in float64.
 
-1e-12 of the largest value: a handful of operations on rows of at most a hundred numbers. In bf16
-the result is one rounding away (2^-8 of each value) from what fp32 arithmetic gives.
+How far results may be off: see :mod:`tests.kernels.operands`.
 """
 
 import pytest
 import torch
 from torch.nn import functional
 
-from sppo.kernels import elementwise, linear, row_tiles
+from sppo.kernels import elementwise, row_tiles
+from sppo.kernels.attention.merged_output import MergedOutput
 from sppo.kernels.rotary import RotaryTable, rotate, rotate_backward
+from tests.kernels.operands import (
+    DTYPES,
+    TOLERANCE,
+    Guarded,
+    accumulation_tolerance,
+    assert_close,
+    dtype_name,
+    exact,
+    random,
+)
+from tests.tiers import each_once
 
-SHAPES = [(1, 7), (5, 24), (13, 1), (4, 3, 10)]
+SHAPES = [(1, 7), (37, 100), (5, 3, 64), (300, 33), (3, 4100)]
+EPS = 1e-5
+KINDS = ["swiglu", "gelu", "gelu_tanh"]
 
-
-def random(*shapes, seed=0, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes]
-
-
-def close(actual, expected, *, tolerance=1e-12):
-    scale = max(float(expected.abs().max()), 1e-3)
-    assert actual.shape == expected.shape
-    assert float((actual.double() - expected).abs().max()) <= tolerance * scale
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+each_norm = pytest.mark.parametrize("has_bias", [False, True], ids=["rms", "layer"])
+pytestmark = pytest.mark.usefixtures("_fresh_memory_is_poisoned")
 
 
 def by_autograd(function, inputs, dy):
-    leaves = [x.double().clone().requires_grad_() for x in inputs]
+    """The output and the gradients of some inputs, in float64."""
+    leaves = [x.requires_grad_() for x in exact(*inputs)]
     y = function(*leaves)
-    return y.detach(), torch.autograd.grad(y, leaves, dy.double())
+    return y.detach(), torch.autograd.grad(y, leaves, *exact(dy))
 
 
-def rms(x, weight):
-    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+def plain_norm(x, weight, bias=None):
+    x = x if bias is None else x - x.mean(-1, keepdim=True)
+    normed = x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
+    return normed if bias is None else normed + bias
 
 
-def centred(x, weight, bias):
-    x = x - x.mean(-1, keepdim=True)
-    return rms(x, weight) + bias
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
-def test_rms_norm(shape, size):
-    x, dy, weight = random(shape, shape, shape[-1:])
-    x = x * size
-    y, (dx, dweight) = by_autograd(rms, (x, weight), dy)
-    close(elementwise.rms_norm(x, weight, eps=1e-5), y)
-    ours = elementwise.rms_norm_backward(dy, x, weight, eps=1e-5)
-    close(ours[0], dx, tolerance=1e-11)  # near-cancellation in short rows
-    close(ours[1], dweight)
-
-
-@pytest.mark.parametrize("shape", [(1, 7), (5, 24), (9, 2)])
-def test_layer_norm(shape):
-    x, dy, weight, bias = random(shape, shape, shape[-1:], shape[-1:])
-    y, expected = by_autograd(centred, (x + 3, weight, bias), dy)
-    close(elementwise.layer_norm(x + 3, weight, bias, eps=1e-5), y)
-    ours = elementwise.layer_norm_backward(dy, x + 3, weight, bias, eps=1e-5)
-    for actual, gradient in zip(ours, expected, strict=True):
-        close(actual, gradient, tolerance=1e-10)  # two columns nearly cancel
-
-
-def parameters_of(name, size, *, dtype=torch.float64, seed=2):
-    """Weight, and bias where the norm has one."""
-    return random((size,), (size,), seed=seed, dtype=dtype)[: 1 if name == "rms_norm" else 2]
-
-
-@pytest.mark.parametrize("shape", [(1, 7), (5, 24), (4, 3, 10)])
-@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
-def test_a_residual_before_a_norm_and_around_it(name, shape):
-    """y = norm(h) and h itself, with h = a + b: what autograd finds for h is what reaches both."""
-    a, b, dy, dresidual = random(shape, shape, shape, shape)
-    parameters = parameters_of(name, shape[-1])
-    definition = rms if name == "rms_norm" else centred
-    y, expected = by_autograd(definition, (a + b, *parameters), dy)
-    total = a.clone()
-    close(getattr(elementwise, f"add_{name}_")(total, b, *parameters, eps=1e-5), y)
-    assert torch.equal(total, a + b)
-    before = dresidual.clone()
-    dx, *sums = getattr(elementwise, f"{name}_backward")(
-        dy, total, *parameters, eps=1e-5, dresidual_CE=dresidual
+def norm_operands(shape, *, has_bias, dtype, device):
+    """(x, dy, dresidual, parameters)."""
+    x, dy, dresidual, *parameters = random(
+        *[shape] * 3, *[shape[-1:]] * (1 + has_bias), dtype=dtype, device=device
     )
-    close(dx, expected[0] + dresidual, tolerance=1e-11)
-    for actual, gradient in zip(sums, expected[1:], strict=True):
-        close(actual, gradient, tolerance=1e-11)
+    return x + 3 * has_bias, dy, dresidual, parameters
+
+
+@each_norm
+@pytest.mark.parametrize(("shape", "dtype"), each_once(SHAPES, DTYPES), ids=str)
+def test_norms(shape, dtype, has_bias, device):
+    x, dy, dresidual, parameters = norm_operands(
+        shape, has_bias=has_bias, dtype=dtype, device=device
+    )
+    before = dresidual.clone()
+    expected, gradients = by_autograd(plain_norm, (x, *parameters), dy)
+    y = elementwise.norm(x, *parameters, eps=EPS)
+    dx, *sums = elementwise.norm_backward(dy, x, *parameters, eps=EPS)
+    assert y.dtype == dx.dtype == dtype
+    room = 2 if dtype == torch.float32 else 1  # chains of sums, and the mean that is taken off
+    assert_close(y, expected, tolerance=room * TOLERANCE[dtype])
+    assert_close(dx, gradients[0], tolerance=room * TOLERANCE[dtype])
+    assert (sums[1] is not None) == has_bias
+    for total, exact_total in zip(sums, gradients[1:], strict=False):
+        assert total.dtype == elementwise.accumulation_dtype(dtype)
+        assert_close(total, exact_total, tolerance=2 * accumulation_tolerance(dtype))
+    # A gradient around the norm is added before rounding, and changes no sum.
+    dx, *same = elementwise.norm_backward(dy, x, *parameters, eps=EPS, dresidual_CE=dresidual)
+    assert_close(dx, gradients[0] + exact(dresidual)[0], tolerance=room * TOLERANCE[dtype])
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(sums, same, strict=True))
     assert torch.equal(dresidual, before)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
-def test_a_norm_of_the_saved_sum_has_the_bits_of_the_norm_beside_the_addition(
-    name, dtype, monkeypatch
-):
-    a, b = random((70, 96), (70, 96), dtype=dtype)
-    parameters = parameters_of(name, 96, dtype=dtype)
-    for tile_bytes in (row_tiles.TILE_BYTES, 4 * 96 * 9):
-        monkeypatch.setattr(row_tiles, "TILE_BYTES", tile_bytes)
-        total = a.clone()
-        normed = getattr(elementwise, f"add_{name}_")(total, b, *parameters, eps=1e-5)
-        assert torch.equal(total, a + b)
-        assert torch.equal(normed, getattr(elementwise, name)(total, *parameters, eps=1e-5))
+@pytest.mark.parametrize("size", [1e-3, 1e3])
+def test_rms_norm_of_small_and_large_rows(size, device):
+    x, dy, weight = random((13, 1), (13, 1), (1,), dtype=torch.float64, device=device)
+    y, (dx, _) = by_autograd(plain_norm, (size * x, weight), dy)
+    assert_close(elementwise.norm(size * x, weight, eps=EPS), y, tolerance=1e-12)
+    ours, _, _ = elementwise.norm_backward(dy, size * x, weight, eps=EPS)
+    # One column nearly cancels.
+    assert float((ours.cpu() - dx).abs().max()) <= 1e-11 * max(float(dx.abs().max()), 1e-3)
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
-def test_what_goes_around_a_norm_is_added_before_rounding(name):
-    """2^-8 of the largest value: one rounding to bf16. After one of dx alone it would be two."""
-    x, dy, dresidual = random((33, 96), (33, 96), (33, 96), dtype=torch.bfloat16)
-    parameters = parameters_of(name, 96, dtype=torch.bfloat16)
-    definition = rms if name == "rms_norm" else centred
-    _y, expected = by_autograd(definition, (x, *parameters), dy)
-    dx = getattr(elementwise, f"{name}_backward")(
-        dy, x, *parameters, eps=1e-5, dresidual_CE=dresidual
-    )[0]
-    assert dx.dtype is torch.bfloat16
-    total = expected[0] + dresidual.double()
-    assert float(((dx.double() - total).abs() - 2**-8 * total.abs()).max()) <= 1e-5
+@each_norm
+@pytest.mark.parametrize(("shape", "dtype"), each_once(SHAPES, DTYPES), ids=str)
+def test_an_addition_before_a_norm(shape, dtype, has_bias, device):
+    """The norm is that of the sum as it was rounded, to the last bit."""
+    total, x, _, parameters = norm_operands(shape, has_bias=has_bias, dtype=dtype, device=device)
+    before, (expected,) = x.clone(), exact(total.double() + x.double())
+    normed = elementwise.add_norm_(total, x, *parameters, eps=EPS)
+    assert (total.dtype, normed.dtype) == (dtype, dtype)
+    assert_close(total, expected, tolerance=TOLERANCE[dtype])
+    assert torch.equal(normed, elementwise.norm(total, *parameters, eps=EPS))
+    assert torch.equal(x, before)
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
-def test_norms_in_bf16_compute_in_fp32(name):
-    parameters = random((96,), (96,), dtype=torch.bfloat16)[: 1 if name == "rms_norm" else 2]
-    x, dy = random((33, 96), (33, 96), seed=1, dtype=torch.bfloat16)
-    definition = rms if name == "rms_norm" else centred
-    y, expected = by_autograd(definition, (x, *parameters), dy)
-    ours = getattr(elementwise, name)(x, *parameters, eps=1e-5)
-    assert ours.dtype is torch.bfloat16
-    close(ours, y, tolerance=2**-7)  # rms_norm rounds before and after the weight
-    dx, *sums = getattr(elementwise, f"{name}_backward")(dy, x, *parameters, eps=1e-5)
-    assert dx.dtype is torch.bfloat16
-    close(dx, expected[0], tolerance=2**-8)
-    for actual, gradient in zip(sums, expected[1:], strict=True):
-        assert actual.dtype is torch.float32
-        close(actual, gradient, tolerance=1e-5)
+@each_norm
+@every_dtype
+def test_norms_keep_to_their_rows(dtype, has_bias, device):
+    x, dy, dresidual, parameters = norm_operands(
+        (9, 48), has_bias=has_bias, dtype=dtype, device=device
+    )
+    guarded = [Guarded(t) for t in (x, dy, dresidual)]
+    around = Guarded(dy.view(1, -1))  # rows in place are contiguous
+    ours, theirs = around.inside.view(9, 48), dy.clone()
+    x_, dy_, dresidual_ = (g.inside for g in guarded)
+    found = [elementwise.add_norm_(ours, x_, *parameters, eps=EPS), ours]
+    dense = [elementwise.add_norm_(theirs, x, *parameters, eps=EPS), theirs]
+    found += elementwise.norm_backward(dy_, x_, *parameters, eps=EPS, dresidual_CE=dresidual_)
+    dense += elementwise.norm_backward(dy, x, *parameters, eps=EPS, dresidual_CE=dresidual)
+    found.append(elementwise.norm(x_, *parameters, eps=EPS))
+    dense.append(elementwise.norm(x, *parameters, eps=EPS))
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(found, dense, strict=True))
+    assert all(g.intact() for g in (*guarded, around))
 
 
 def plain_activation(kind):
@@ -141,52 +126,36 @@ def plain_activation(kind):
     return lambda up: functional.gelu(up, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
-@pytest.mark.parametrize("kind", ["swiglu", "gelu", "gelu_tanh"])
-def test_activations(kind):
-    gate, up, dy = (3 * x for x in random((6, 11), (6, 11), (6, 11)))
-    inputs = (gate, up) if kind == "swiglu" else (up,)
-    y, expected = by_autograd(plain_activation(kind), inputs, dy)
+@every_dtype
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (13, 333)], ids=str)
+def test_activations(shape, kind, dtype, device):
+    gate, up, dhidden = (3 * x for x in random(shape, shape, shape, dtype=dtype, device=device))
     gate = gate if kind == "swiglu" else None
-    close(elementwise.activation(gate, up, kind=kind), y)
-    ours = elementwise.activation_backward_(dy, gate, up, kind=kind)
-    close(ours.hidden_CF, y)
-    close(ours.dup_CF, expected[-1])
-    if kind == "swiglu":
-        close(ours.dgate_CF, expected[0])
-    else:
-        assert ours.dgate_CF is None
-    assert (ours.hidden_CF is up, ours.dgate_CF is gate, ours.dup_CF is dy) == (True,) * 3
+    inputs = [x for x in (gate, up) if x is not None]
+    y, gradients = by_autograd(plain_activation(kind), inputs, dhidden)
+    tolerance = 2 * TOLERANCE[dtype]
+    assert_close(elementwise.activation(gate, up, kind=kind), y, tolerance=tolerance)
+    ours = elementwise.activation_backward_(dhidden, gate, up, kind=kind)
+    assert (ours.hidden_CF is up, ours.dgate_CF is gate, ours.dup_CF is dhidden) == (True,) * 3
+    assert_close(ours.hidden_CF, y, tolerance=tolerance)
+    assert_close(ours.dup_CF, gradients[-1], tolerance=tolerance)
+    if gate is not None:
+        assert_close(ours.dgate_CF, gradients[0], tolerance=tolerance)
 
 
-@pytest.mark.parametrize("kind", ["swiglu", "gelu_tanh"])
-def test_tiles_of_rows_make_no_difference(kind, monkeypatch):
-    def everything():
-        x, dy, up, dup = random((70, 96), (70, 96), (70, 40), (70, 40), dtype=torch.bfloat16)
-        gate = up.flip(0).clone() if kind == "swiglu" else None
-        (weight,) = random((96,), dtype=torch.bfloat16)
-        table = angles(70, 8)
-        inner = elementwise.activation_backward_(dup, gate, up, kind=kind)
-        return [
-            elementwise.rms_norm(x, weight, eps=1e-5),
-            *elementwise.rms_norm_backward(dy, x, weight, eps=1e-5),
-            *elementwise.layer_norm_backward(dy, x, weight, weight, eps=1e-5),
-            rotate(x.view(70, 12, 8), RotaryTable(table.cos.float(), table.sin.float())),
-            *(t for t in (inner.hidden_CF, inner.dgate_CF, inner.dup_CF) if t is not None),
-        ]
-
-    whole = everything()
-    monkeypatch.setattr(row_tiles, "TILE_BYTES", 4 * 96 * 9)  # 9 rows, 7 in the last
-    assert len([*row_tiles.row_tiles(torch.empty(70, 96))]) == 8
-    for one, tiled in zip(whole, everything(), strict=True):
-        if one.dtype == torch.bfloat16:
-            assert torch.equal(one, tiled)
-        else:  # sums over all rows
-            torch.testing.assert_close(one, tiled, rtol=1e-5, atol=1e-5)
-
-
-def angles(c, d, seed=3):
-    (x,) = random((c, 1, d // 2), seed=seed)
-    return RotaryTable(1.3 * (4 * x).cos(), 1.3 * (4 * x).sin())
+@every_dtype
+@pytest.mark.parametrize("kind", KINDS)
+def test_activations_far_out(kind, dtype, device):
+    up = torch.tensor([-1e4, -90.0, -1.0, 0.0, 1.0, 90.0, 1e4], device=device).to(dtype)
+    gate = up.clone() if kind == "swiglu" else None
+    up = torch.ones_like(up) if kind == "swiglu" else up
+    expected = plain_activation(kind)(*exact(*(x for x in (gate, up) if x is not None)))
+    hidden = elementwise.activation(gate, up, kind=kind)
+    assert_close(hidden, expected, tolerance=2 * TOLERANCE[dtype])
+    ours = elementwise.activation_backward_(torch.ones_like(up), gate, up, kind=kind)
+    results = (ours.hidden_CF, ours.dgate_CF, ours.dup_CF)
+    assert all(bool(torch.isfinite(x).all()) for x in results if x is not None)
 
 
 def by_matrices(x, table):
@@ -199,42 +168,68 @@ def by_matrices(x, table):
     return torch.cat([turned[..., 0], turned[..., 1]], -1)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 2), (7, 3, 10), (5, 2, 64)])
-def test_rotary(shape):
-    x, dy = random(shape, shape)
-    table = angles(shape[0], shape[2])
-    y, (dx,) = by_autograd(lambda x: by_matrices(x, table), (x,), dy)
-    close(rotate(x, table), y)
-    close(rotate_backward(dy, table), dx)
-
-
-def test_rotary_of_bf16_is_fp32_rounded_once():
-    (x,) = random((9, 2, 16), dtype=torch.bfloat16)
-    table = angles(9, 16)
-    narrow = RotaryTable(table.cos.float(), table.sin.float())
-    y = rotate(x, narrow)
-    assert y.dtype is torch.bfloat16
-    close(y, by_matrices(x.double(), table), tolerance=2**-8)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_weight_gradients_are_added_in_the_accumulator(dtype):
-    x, dy = random((50, 6), (50, 9), dtype=dtype)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    each_once([(1, 1, 2), (7, 3, 10), (13, 5, 96), (3, 33, 64)], DTYPES),
+    ids=str,
+)
+def test_rotary(shape, dtype, device):
     acc_dtype = elementwise.accumulation_dtype(dtype)
-    weight0, bias0 = random((9, 6), (9,), seed=7, dtype=acc_dtype)
-    weight, bias = weight0.clone(), bias0.clone()
-    linear.accumulate_weight_gradient(weight, dy, x)
-    linear.accumulate_bias_gradient(bias, dy)
-    tolerance = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 2**-8}[dtype]
-    close(weight - weight0, dy.double().T @ x.double(), tolerance=tolerance)
-    bias_tolerance = 1e-13 if dtype is torch.float64 else 1e-6
-    close(bias - bias0, dy.double().sum(0), tolerance=bias_tolerance)
+    x, dy = random(*[(*shape[:2], 2 * shape[2])] * 2, dtype=dtype, device=device)
+    x, dy = x[:, :, : shape[2]], dy[:, :, : shape[2]]
+    (angle,) = random((shape[0], 1, shape[2] // 2), dtype=acc_dtype, device=device, seed=1)
+    table = RotaryTable(1.3 * angle.cos(), 1.3 * angle.sin())
+    exact_table = RotaryTable(*exact(table.cos, table.sin))
+    y, (dx,) = by_autograd(lambda x: by_matrices(x, exact_table), (x,), dy)
+    for ours, expected in ((rotate(x, table), y), (rotate_backward(dy, table), dx)):
+        assert ours.dtype == dtype
+        assert_close(ours, expected, tolerance=TOLERANCE[dtype])
 
 
-def test_many_small_bf16_gradients_are_not_lost():
-    """512 subsequences of gradient 2^-9 on top of one: a sum in bf16 would stay at one."""
-    total = torch.ones(1, 1)
-    x = torch.full((1, 1), 2.0**-9, dtype=torch.bfloat16)
-    for _ in range(512):
-        linear.accumulate_weight_gradient(total, torch.ones_like(x), x)
-    assert total.item() == 2.0
+@every_dtype
+def test_merge(dtype, device):
+    acc_dtype = elementwise.accumulation_dtype(dtype)
+    q, first, part = random((6, 37, 24), (6, 37, 24), (37, 6, 24), dtype=dtype, device=device)
+    lse, part_lse = random((6, 37), (6, 37), dtype=acc_dtype, device=device, seed=1)
+    lse, part_lse, part = 20 * lse, 20 * part_lse, part.transpose(0, 1)
+    part_lse[0, 5:9] = float("-inf")  # queries that saw no key of the part
+    merged = MergedOutput(q, kv_heads=2)
+    merged.add(slice(0, 37), first.unflatten(0, (2, 3)), lse.unflatten(0, (2, 3)))
+    rows = slice(5, 30)
+    merged.add(rows, part[:, rows].unflatten(0, (2, 3)), part_lse[:, rows].unflatten(0, (2, 3)))
+    o, o_lse = merged.result(acc_dtype)
+    part_lse[:, :5] = part_lse[:, 30:] = float("-inf")
+    first, lse, part, part_lse = exact(first, lse, part, part_lse)
+    both = torch.logaddexp(lse, part_lse)
+    shares = [(x - both).exp().unsqueeze(-1) for x in (lse, part_lse)]
+    expected = (first * shares[0] + part * shares[1]).transpose(0, 1)
+    assert_close(o, expected, tolerance=accumulation_tolerance(dtype))
+    assert_close(o_lse, both, tolerance=accumulation_tolerance(dtype))
+
+
+@pytest.mark.parametrize("device", ["torch-cpu"], indirect=True)
+@pytest.mark.parametrize("kind", ["swiglu", "gelu_tanh"])
+def test_tiles_of_rows_make_no_difference(kind, monkeypatch, device):
+    def everything():
+        x, dy, up, dup, weight = random(
+            (70, 96), (70, 96), (70, 40), (70, 40), (96,), dtype=torch.bfloat16, device=device
+        )
+        gate = up.flip(0).clone() if kind == "swiglu" else None
+        (angle,) = random((70, 1, 4), dtype=torch.float32, device=device)
+        inner = elementwise.activation_backward_(dup, gate, up, kind=kind)
+        return [
+            elementwise.norm(x, weight, eps=EPS),
+            *elementwise.norm_backward(dy, x, weight, eps=EPS)[:2],
+            *elementwise.norm_backward(dy, x, weight, weight, eps=EPS),
+            rotate(x.view(70, 12, 8), RotaryTable(angle.cos(), angle.sin())),
+            *(t for t in (inner.hidden_CF, inner.dgate_CF, inner.dup_CF) if t is not None),
+        ]
+
+    whole = everything()
+    monkeypatch.setattr(row_tiles, "TILE_BYTES", 4 * 96 * 9)  # 9 rows, 7 in the last
+    assert len([*row_tiles.row_tiles(torch.empty(70, 96))]) == 8
+    for one, tiled in zip(whole, everything(), strict=True):
+        if one.dtype == torch.bfloat16:
+            assert torch.equal(one, tiled)
+        else:  # sums over all rows
+            torch.testing.assert_close(one, tiled, rtol=1e-5, atol=1e-5)

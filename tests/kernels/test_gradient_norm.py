@@ -1,4 +1,4 @@
-"""Sums of squares of gradients: exact, and without a copy of them."""
+"""Norms and sums of squares of gradients, and their scaling."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sppo.kernels import gradient_norm
-from sppo.kernels.gradient_norm import sum_of_squares
+from sppo.kernels.gradient_norm import scale_, sum_of_squares, total_norm
 from tests.kernels.allocations import peak_bytes
 
 SHAPES = [[(3, 5)], [(7,), (), (0, 4), (200, 700)], [(1, 1 << 16), (1 << 16, 1), (3, 1)]]
@@ -38,3 +38,19 @@ def test_a_bad_value_anywhere_shows(bad):
 def test_no_copy_of_the_gradients_is_made():
     gradients = [torch.ones(1 << 20), torch.ones(1 << 19)]
     assert peak_bytes(lambda: sum_of_squares(gradients)) < 9 * gradient_norm._CPU_CHUNK
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_the_norm_of_all_and_their_scaling(one_by_one):
+    tensors = [torch.randn(3, 5), torch.randn(0, 4), torch.randn(()), torch.randn(700, 20)[:, 3:9]]
+    read, scaled = [], []
+    exact = torch.cat([x.double().flatten() for x in tensors])
+    norm = total_norm(tensors, after_each=(lambda: read.append(1)) if one_by_one else None)
+    assert (norm.dtype, norm.shape) == (torch.float32, ())
+    assert float(norm) == pytest.approx(float(exact.norm()), rel=1e-5)
+    expected = [0.25 * x for x in tensors]
+    scale_(
+        tensors, torch.tensor(0.25), after_each=(lambda: scaled.append(1)) if one_by_one else None
+    )
+    assert all(torch.equal(a, b) for a, b in zip(tensors, expected, strict=True))
+    assert len(read) == len(scaled) == 4 * one_by_one

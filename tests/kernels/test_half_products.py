@@ -74,12 +74,6 @@ def test_every_product_of_a_linear_layer_is_rounded_once(
         assert torch.allclose(total.double(), exact, rtol=1e-5, atol=1e-5)
 
 
-def test_full_precision_is_left_to_torch():
-    x, weight = torch.randn(5, 4), torch.randn(3, 4)
-    assert torch.equal(linear.linear(x, weight), torch.nn.functional.linear(x, weight))
-    assert torch.equal(input_gradient(x[:, :3], weight), x[:, :3] @ weight)
-
-
 def test_a_product_takes_a_few_tiles_beside_its_result():
     x, weight = (torch.ones(n, 1000, dtype=torch.bfloat16) for n in (900, 2000))
     tile_bytes = 4 * half_products._TILE**2

@@ -5,7 +5,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sppo.config import PRESETS, ModelConfig
-from sppo.model.hf import load_hf_weights, open_hf_weights, save_hf_weights
+from sppo.model.hf_reading import open_hf_weights
+from sppo.model.hf_writing import save_hf_weights
 from sppo.model.initialize import initial_weights
 
 LLAMA = ModelConfig.model_validate({**PRESETS["tiny-test"], "tie_embeddings": True})
@@ -34,7 +35,7 @@ def test_prefix_may_be_absent(model, tmp_path):
         return {name.split(".", 1)[1]: tensor for name, tensor in tensors.items()}
 
     weights = published(tmp_path / "m", model, edit=strip)
-    assert_same(load_hf_weights(tmp_path / "m", model), weights)
+    assert_same(open_hf_weights(tmp_path / "m", model), weights)
 
 
 def test_constants_of_older_files_are_ignored(tmp_path):
@@ -43,13 +44,13 @@ def test_constants_of_older_files_are_ignored(tmp_path):
         tensors["transformer.h.0.attn.masked_bias"] = torch.tensor(-1e4)
 
     weights = published(tmp_path / "gpt2", GPT2, edit=add_masks)
-    assert_same(load_hf_weights(tmp_path / "gpt2", GPT2), weights)
+    assert_same(open_hf_weights(tmp_path / "gpt2", GPT2), weights)
 
     def add_frequencies(tensors):
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
 
     weights = published(tmp_path / "llama", LLAMA, edit=add_frequencies)
-    assert_same(load_hf_weights(tmp_path / "llama", LLAMA), weights)
+    assert_same(open_hf_weights(tmp_path / "llama", LLAMA), weights)
 
 
 def test_tied_head_may_be_stored_if_equal(tmp_path):
@@ -57,14 +58,14 @@ def test_tied_head_may_be_stored_if_equal(tmp_path):
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
     weights = published(tmp_path / "equal", LLAMA, edit=add_head)
-    assert_same(load_hf_weights(tmp_path / "equal", LLAMA), weights)
+    assert_same(open_hf_weights(tmp_path / "equal", LLAMA), weights)
 
     def add_other(tensors):
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
 
     published(tmp_path / "other", LLAMA, edit=add_other)
     with pytest.raises(ValueError, match="differs from the embedding"):
-        load_hf_weights(tmp_path / "other", LLAMA)
+        open_hf_weights(tmp_path / "other", LLAMA)
 
 
 def test_every_wrong_tensor_is_listed(tmp_path):
@@ -77,7 +78,7 @@ def test_every_wrong_tensor_is_listed(tmp_path):
 
     published(tmp_path / "m", LLAMA, edit=spoil)
     with pytest.raises(ValueError, match="does not hold the weights") as error:
-        load_hf_weights(tmp_path / "m", LLAMA)
+        open_hf_weights(tmp_path / "m", LLAMA)
     text = str(error.value)
     assert "missing: model.norm.weight [32]" in text
     assert "unknown: score.weight [2, 32]" in text
@@ -89,7 +90,7 @@ def test_every_wrong_tensor_is_listed(tmp_path):
 def test_a_long_list_is_cut(tmp_path):
     published(tmp_path / "m", LLAMA)
     with pytest.raises(ValueError, match="... and ") as error:
-        load_hf_weights(tmp_path / "m", GPT2)
+        open_hf_weights(tmp_path / "m", GPT2)
     assert len(str(error.value).splitlines()) < 24
 
 
@@ -99,7 +100,7 @@ def test_one_tensor_under_two_names(tmp_path):
 
     published(tmp_path / "m", LLAMA, edit=twice)
     with pytest.raises(ValueError, match=r"holds (model\.)?norm.weight, which model.safetensors"):
-        load_hf_weights(tmp_path / "m", LLAMA)
+        open_hf_weights(tmp_path / "m", LLAMA)
 
 
 def test_mixed_types_are_widened_to_hold_both(tmp_path):
@@ -112,15 +113,15 @@ def test_mixed_types_are_widened_to_hold_both(tmp_path):
 
 def test_no_weights_and_pickles(tmp_path):
     with pytest.raises(ValueError, match="neither model.safetensors nor"):
-        load_hf_weights(tmp_path, LLAMA)
+        open_hf_weights(tmp_path, LLAMA)
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(ValueError, match="pytorch_model.bin is a pickle"):
-        load_hf_weights(tmp_path, LLAMA)
+        open_hf_weights(tmp_path, LLAMA)
 
 
 def test_tensors_outlive_the_files(tmp_path):
     published(tmp_path / "m", LLAMA)
-    weights = load_hf_weights(tmp_path / "m", LLAMA)
+    weights = dict(open_hf_weights(tmp_path / "m", LLAMA))
     before = weights["embed.weight"].clone()
     path = tmp_path / "m" / "model.safetensors"
     with path.open("r+b") as file:

@@ -6,8 +6,9 @@ import torch
 from sppo.config.huggingface import read_model_fields
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import parameter_shapes
-from sppo.model.hf import load_hf_weights, open_hf_weights, save_hf_weights
-from tests.model.hf_models import FAMILIES, tiny_hf_model
+from sppo.model.hf_reading import open_hf_weights
+from sppo.model.hf_writing import save_hf_weights
+from tests.model.hf_models import tiny_hf_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -48,7 +49,7 @@ def test_round_trip_is_exact(family, options, tmp_path):
     read = ModelConfig.model_validate(read_model_fields(tmp_path / "published"))
     assert read == model
 
-    weights = load_hf_weights(tmp_path / "published", read)
+    weights = open_hf_weights(tmp_path / "published", read)
     assert {name: tuple(w.shape) for name, w in weights.items()} == parameter_shapes(read)
     assert list(weights) == list(parameter_shapes(read))
     save_hf_weights(tmp_path / "ours", weights, read, dtype="fp32", max_shard_bytes=10_000)
@@ -85,7 +86,7 @@ def test_llama_names(tmp_path):
     """A pair of names swapped both ways would pass the round trip."""
     theirs, model = tiny_hf_model("llama")
     theirs.save_pretrained(tmp_path)
-    weights = load_hf_weights(tmp_path, model)
+    weights = open_hf_weights(tmp_path, model)
     for ours, name in LLAMA_NAMES.items():
         assert torch.equal(weights[ours], theirs.get_parameter(name)), ours
 
@@ -93,7 +94,7 @@ def test_llama_names(tmp_path):
 def test_qwen3_norms(tmp_path):
     theirs, model = tiny_hf_model("qwen3")
     theirs.save_pretrained(tmp_path)
-    weights = load_hf_weights(tmp_path, model)
+    weights = open_hf_weights(tmp_path, model)
     attention = theirs.model.layers[2].self_attn
     assert torch.equal(weights["layers.2.q_norm.weight"], attention.q_norm.weight)
     assert torch.equal(weights["layers.2.k_norm.weight"], attention.k_norm.weight)
@@ -103,7 +104,7 @@ def test_qwen3_norms(tmp_path):
 def test_gpt2_is_transposed_and_split(tmp_path):
     theirs, model = tiny_hf_model("gpt2")
     theirs.save_pretrained(tmp_path)
-    weights = load_hf_weights(tmp_path, model)
+    weights = open_hf_weights(tmp_path, model)
     block = theirs.transformer.h[1]
     x = torch.randn(5, 24)
     q, k, v = block.attn.c_attn(x).split(24, dim=-1)
@@ -120,7 +121,7 @@ def test_gpt2_is_transposed_and_split(tmp_path):
     assert all(weight.is_contiguous() for weight in weights.values())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_stored_type_is_kept(family, tmp_path):
     theirs, model = tiny_hf_model(family)
     theirs.to(torch.bfloat16).save_pretrained(tmp_path / "published")

@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 
 from sppo.config import PRESETS, ModelConfig
 from sppo.model import hf_writing
-from sppo.model.hf import load_hf_weights, save_hf_weights
-from sppo.model.hf_writing import plan_shards
+from sppo.model.hf_reading import open_hf_weights
+from sppo.model.hf_writing import plan_shards, save_hf_weights
 from sppo.model.initialize import initial_weights
 
 MODEL = ModelConfig.model_validate(PRESETS["tiny-test"])
@@ -70,7 +70,7 @@ def test_layout_of_one_file(tmp_path, weights):
     assert config["torch_dtype"] == "bfloat16"
     with safe_open(tmp_path / "m" / "model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
-    stored = load_hf_weights(tmp_path / "m", MODEL)
+    stored = open_hf_weights(tmp_path / "m", MODEL)
     assert all(torch.equal(stored[name], w.bfloat16()) for name, w in weights.items())
 
 

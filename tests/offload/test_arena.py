@@ -50,13 +50,12 @@ def resident_set_bytes() -> int:
 @pytest.mark.parametrize("size", [1, PAGE, PAGE + 1, 2 * MIB, 5 * MIB + 12345])
 def test_every_planned_byte_is_resident_and_zero(monkeypatch, size, threads):
     monkeypatch.setattr(arena_module, "_usable_cores", lambda: threads)
-    with HostArena(size) as arena:
-        assert arena.size_bytes == size
-        assert arena.mapped_bytes == -(-size // PAGE) * PAGE
-        whole = arena.tensor(0, (size,), torch.uint8)
-        assert whole.data_ptr() % PAGE == 0
-        assert resident_pages(whole.data_ptr(), arena.mapped_bytes) * PAGE == arena.mapped_bytes
-        assert not whole.any()
+    arena = HostArena(size)
+    assert arena.size_bytes == size
+    whole = arena.tensor(0, (size,), torch.uint8)
+    assert whole.data_ptr() % PAGE == 0
+    assert resident_pages(whole.data_ptr(), size) == -(-size // PAGE)
+    assert not whole.any()
 
 
 def test_an_arena_grows_where_it_is(monkeypatch):
@@ -73,40 +72,39 @@ def test_an_arena_grows_where_it_is(monkeypatch):
 
 def test_the_resident_set_grows_by_the_arena_and_falls_again():
     size, noise = 96 * MIB + 3, 2 * MIB
-    HostArena(MIB).close()  # what is loaded with the first one is not the arena's
+    HostArena(MIB)  # what is loaded with the first one is not the arena's
     gc.collect()
     before = resident_set_bytes()
     arena = HostArena(size)
-    assert abs(resident_set_bytes() - before - arena.mapped_bytes) < noise
+    assert abs(resident_set_bytes() - before - size) < noise
     for _ in range(3):
         arena.tensor(0, (size,), torch.uint8).fill_(255)
-    assert abs(resident_set_bytes() - before - arena.mapped_bytes) < noise
-    arena.close()
-    assert arena.released
+    assert abs(resident_set_bytes() - before - size) < noise
+    del arena
     assert abs(resident_set_bytes() - before) < noise
 
 
 def test_memory_comes_back_clean():
     """A poisoned arena leaves nothing in the next one, even where the system reuses the place."""
     for _ in range(4):
-        with HostArena(4 * MIB) as arena:
-            values = arena.tensor(0, (MIB,), torch.float32)
-            assert not values.any()
-            values.fill_(float("nan"))
-            del values
+        arena = HostArena(4 * MIB)
+        values = arena.tensor(0, (MIB,), torch.float32)
+        assert not values.any()
+        values.fill_(float("nan"))
+        del values
 
 
 def test_views_share_the_memory_and_nothing_else():
-    with HostArena(MIB) as arena:
-        whole = arena.tensor(0, (MIB // 4,), torch.float32)
-        part = arena.tensor(4096, (3, 5), torch.float32)
-        part.copy_(torch.arange(15.0).view(3, 5))
-        assert torch.equal(whole[1024:1039], torch.arange(15.0))
-        assert whole.count_nonzero() == 14
-        assert part.is_contiguous()
-        assert part.untyped_storage().nbytes() == 60
-        assert whole._version == 0  # writing a part is no news to what autograd saved elsewhere
-        assert arena.tensor(4096, (15,), torch.float32).data_ptr() == part.data_ptr()
+    arena = HostArena(MIB)
+    whole = arena.tensor(0, (MIB // 4,), torch.float32)
+    part = arena.tensor(4096, (3, 5), torch.float32)
+    part.copy_(torch.arange(15.0).view(3, 5))
+    assert torch.equal(whole[1024:1039], torch.arange(15.0))
+    assert whole.count_nonzero() == 14
+    assert part.is_contiguous()
+    assert part.untyped_storage().nbytes() == 60
+    assert whole._version == 0  # writing a part is no news to what autograd saved elsewhere
+    assert arena.tensor(4096, (15,), torch.float32).data_ptr() == part.data_ptr()
 
 
 @pytest.mark.parametrize(
@@ -114,88 +112,49 @@ def test_views_share_the_memory_and_nothing_else():
 )
 @pytest.mark.parametrize("shape", [(), (7,), (2, 0, 3), (4, 3, 2)])
 def test_every_type_and_shape(dtype, shape):
-    with HostArena(PAGE) as arena:
-        view = arena.tensor(ALIGNMENT_BYTES, shape, dtype)
-        assert (view.dtype, view.shape) == (dtype, torch.Size(shape))
-        view.fill_(1)
-        used = view.numel() * dtype.itemsize
-        stored = arena.tensor(0, (PAGE,), torch.uint8)
-        assert not stored[:ALIGNMENT_BYTES].any()
-        assert not stored[ALIGNMENT_BYTES + used :].any()
-        again = arena.tensor(ALIGNMENT_BYTES, shape, dtype)
-        assert torch.equal(again, torch.ones(shape, dtype=dtype))
+    arena = HostArena(PAGE)
+    view = arena.tensor(ALIGNMENT_BYTES, shape, dtype)
+    assert (view.dtype, view.shape) == (dtype, torch.Size(shape))
+    view.fill_(1)
+    used = view.numel() * dtype.itemsize
+    stored = arena.tensor(0, (PAGE,), torch.uint8)
+    assert not stored[:ALIGNMENT_BYTES].any()
+    assert not stored[ALIGNMENT_BYTES + used :].any()
+    again = arena.tensor(ALIGNMENT_BYTES, shape, dtype)
+    assert torch.equal(again, torch.ones(shape, dtype=dtype))
 
 
 def test_the_bounds_are_the_planned_ones():
     size = PAGE + 64
-    with HostArena(size) as arena:
-        assert arena.tensor(PAGE, (16,), torch.float32).numel() == 16
-        assert arena.tensor(size, (0,), torch.float32).numel() == 0
-        past = rf"bytes {PAGE} to {PAGE + 68} are not within the arena's {size}"
-        with pytest.raises(ValueError, match=past):
-            arena.tensor(PAGE, (17,), torch.float32)
-        with pytest.raises(ValueError, match="not within"):
-            arena.tensor(2 * PAGE, (0,), torch.float32)
-        with pytest.raises(ValueError, match="not within"):
-            arena.tensor(-64, (1,), torch.float32)
-        with pytest.raises(ValueError, match="not within"):
-            arena.tensor(0, (1 << 40, 1 << 40), torch.float32)
-        with pytest.raises(ValueError, match="offset 32 is not a multiple of 64 bytes"):
-            arena.tensor(32, (1,), torch.float32)
-        with pytest.raises(ValueError, match="negative size"):
-            arena.tensor(0, (-1, -1), torch.float32)
+    arena = HostArena(size)
+    assert arena.tensor(PAGE, (16,), torch.float32).numel() == 16
+    assert arena.tensor(size, (0,), torch.float32).numel() == 0
+    past = rf"bytes {PAGE} to {PAGE + 68} are not within the arena's {size}"
+    with pytest.raises(ValueError, match=past):
+        arena.tensor(PAGE, (17,), torch.float32)
+    with pytest.raises(ValueError, match="not within"):
+        arena.tensor(2 * PAGE, (0,), torch.float32)
+    with pytest.raises(ValueError, match="not within"):
+        arena.tensor(-64, (1,), torch.float32)
+    with pytest.raises(ValueError, match="not within"):
+        arena.tensor(0, (1 << 40, 1 << 40), torch.float32)
+    with pytest.raises(ValueError, match="offset 32 is not a multiple of 64 bytes"):
+        arena.tensor(32, (1,), torch.float32)
+    with pytest.raises(ValueError, match="negative size"):
+        arena.tensor(0, (-1, -1), torch.float32)
 
 
-def test_closing_waits_for_the_last_view():
+def test_the_memory_goes_with_the_last_view():
     arena = HostArena(MIB)
     first = arena.tensor(0, (PAGE,), torch.uint8)
     rows = arena.tensor(PAGE, (4, 16), torch.float32)[1:3].t()
     address = first.data_ptr()
-    arena.close()
-    assert arena.closed
-    assert not arena.released
+    del arena
     rows.fill_(2.0)
     assert rows.sum() == 64.0
     del first
     assert is_mapped(address)
     del rows
-    assert arena.released
-    assert not is_mapped(address)
-
-
-def test_closing_twice_is_closing_once():
-    arena = HostArena(MIB)
-    assert not arena.closed
-    arena.close()
-    arena.close()
-    assert arena.released
-    with pytest.raises(ValueError, match="closed"):
-        arena.tensor(0, (1,), torch.uint8)
-
-
-def test_an_exception_ends_the_arena_and_stays_itself():
-    """The traceback holds the view, and with it the memory, until it is gone."""
-    arena = HostArena(MIB)
-
-    def layer() -> None:
-        with arena:
-            view = arena.tensor(0, (16,), torch.float32)
-            raise RuntimeError(f"layer {view.numel()}")
-
-    with pytest.raises(RuntimeError, match="layer 16") as caught:
-        layer()
-    assert arena.closed
-    assert not arena.released
-    del caught
-    gc.collect()
-    assert arena.released
-
-
-def test_a_dropped_arena_gives_its_memory_back():
-    arena = HostArena(MIB)
-    address = arena.tensor(0, (1,), torch.uint8).data_ptr()
-    assert is_mapped(address)
-    del arena
     assert not is_mapped(address)
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from sppo.offload import page_lock
+from sppo.offload.cuda_lane import copy_in_pieces
 from sppo.offload.locked_arena import LockedArena
 from sppo.offload.page_lock import CHUNK_BYTES, PIECE_BYTES
-from sppo.offload.queues.copy_streams import copy_in_pieces
 from sppo.units import GIB
 
 ROOM = 1.2

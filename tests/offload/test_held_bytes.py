@@ -1,29 +1,18 @@
-"""Bytes held at the same time: parts count as the whole tensor, and peaks are of one moment."""
+"""Bytes held at the same time, and their peak."""
 
 import torch
 
 from sppo.offload.held_bytes import HeldBytes
 
 
-def test_the_peak_of_a_whole_is_not_the_sum_of_the_peaks_of_its_parts():
-    whole = HeldBytes()
-    first, second = HeldBytes(whole), HeldBytes(whole)
-    first.add(10)
-    first.add(-8)
-    second.add_tensors([torch.zeros(2, dtype=torch.float32)])
-    assert (whole.now, whole.peak) == (10, 10)
-    assert (first.peak, second.peak) == (10, 8)
-    second.remove_tensors([torch.zeros(2, dtype=torch.float32)])
-    whole.reset_peak()
-    assert (whole.now, whole.peak, second.peak) == (2, 2, 8)
-
-
-def test_what_is_cleared_is_subtracted_from_the_whole_once():
-    whole = HeldBytes()
-    part = HeldBytes(whole)
-    inner = HeldBytes(part)
-    part.add(5)
-    inner.add(3)
-    inner.clear()
-    part.clear()
-    assert (whole.now, part.now, inner.now) == (0, 0, 0)
+def test_the_peak_is_of_one_moment():
+    held = HeldBytes()
+    held.add(10)
+    held.add(-8)
+    held.add_tensors([torch.zeros(2, dtype=torch.float32)])
+    assert (held.now, held.peak) == (10, 10)
+    held.remove_tensors([torch.zeros(2, dtype=torch.float32)])
+    held.reset_peak()
+    assert (held.now, held.peak) == (2, 2)
+    held.clear()
+    assert (held.now, held.peak) == (0, 2)

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from sppo.offload import locked_arena, page_lock
+from sppo.offload import cuda_lane, locked_arena, page_lock
+from sppo.offload.cuda_lane import copy_in_pieces
 from sppo.offload.locked_arena import LockedArena
 from sppo.offload.page_lock import CHUNK_BYTES, PIECE_BYTES, lock_pages, spans, unlock_pages
-from sppo.offload.queues import copy_streams
-from sppo.offload.queues.copy_streams import copy_in_pieces
 from sppo.units import GIB
-from tests.offload.queues.test_cuda_queues import runtime_without_a_gpu
+from tests.offload.test_cuda_lane import runtime_without_a_gpu
 
 _NO_RESERVE = 0x4000
 """MAP_NORESERVE of Linux, which the mmap of later versions of Python has."""
@@ -60,7 +59,7 @@ def test_a_chunk_that_the_driver_refuses_unlocks_the_others(large, monkeypatch):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_memory_grows_in_place_and_no_copy_spans_two_locked_ranges(seed, monkeypatch):
-    for module in (page_lock, locked_arena, copy_streams):
+    for module in (page_lock, locked_arena, cuda_lane):
         monkeypatch.setattr(module, "PIECE_BYTES", _PIECE)
     monkeypatch.setattr(page_lock, "CHUNK_BYTES", 4 * _PIECE)
     runtime, chosen = runtime_without_a_gpu(), random.Random(seed)

@@ -8,42 +8,22 @@ import pytest
 import torch
 
 from sppo.cost.state_tiers import ON_DEVICE
-from sppo.offload import transfers as host_transfers
-from sppo.offload.queues import cuda_queues
-from sppo.offload.transfers import CudaTransfers
+from sppo.offload import cuda_lane
+from sppo.offload.cpu_lane import CpuLane
+from sppo.offload.cuda_lane import CudaLane
 from sppo.optim.adamw import AdamW
 from sppo.optim.host_adamw import HostAdamW
 from sppo.optim.optimizer_rows import OptimizerRows
 from sppo.planning.plan import read_plan
 from tests.conftest import succeed
-from tests.offload.queues.test_cuda_queues import on_gpu, runtime_without_a_gpu
+from tests.offload.test_cuda_lane import on_gpu, runtime_without_a_gpu
 from tests.optim.test_adamw import CONFIG, SHAPES, _tensors
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-class ImmediateTransfers:
-    """Where host and device are one: a copy is done when it is asked for."""
-
-    def memory(self, size_bytes):
-        return torch.empty(size_bytes, dtype=torch.uint8)
-
-    def to_tier(self, copies):
-        for target, source in copies:
-            target.copy_(source)
-        return self
-
-    to_device = to_tier
-
-    def wait(self):
-        pass
-
-    def finish(self):
-        pass
-
-
-class LazyTransfers:
-    """Copies run as late as whoever asked for them allows, and sources are forgotten soon.
+class LazyLane:
+    """Copies run as late as whoever asked for them allows, and memory is no number at first.
 
     Whoever reads or overwrites without waiting gets other numbers.
     """
@@ -51,25 +31,24 @@ class LazyTransfers:
     def __init__(self):
         self._waiting = []
 
-    def memory(self, size_bytes):
+    def host_memory(self, name, size_bytes):
         return torch.full((size_bytes,), 0xFF, dtype=torch.uint8)
 
-    def to_tier(self, copies):
-        return Later(self, list(copies), self._waiting)
+    def computed(self, tensors):
+        return None
 
-    to_device = to_tier
+    def out(self, copies, *, after):
+        return Later(list(copies), self._waiting)
 
-    def finish(self):
-        while self._waiting:
-            self._waiting[0].wait()
+    back = out
 
 
 class Later:
-    def __init__(self, transfers, copies, waiting):
+    def __init__(self, copies, waiting):
         self._copies, self._queue = copies, waiting
         waiting.append(self)
 
-    def wait(self):
+    def exception(self):
         """This and what was asked for before it."""
         while self in self._queue:
             first = self._queue.pop(0)
@@ -77,7 +56,7 @@ class Later:
                 target.copy_(source)
 
 
-def pair(dtype, *, transfers, bucket_elements, given_masters=True):
+def pair(dtype, *, lane, bucket_elements, given_masters=True):
     """Both optimizers on equal weights of their own."""
     masters = _tensors(0)
     narrow = None if dtype is torch.float32 or not given_masters else masters
@@ -94,7 +73,7 @@ def pair(dtype, *, transfers, bucket_elements, given_masters=True):
                 host,
                 config=CONFIG,
                 rows=rows,
-                transfers=transfers,
+                lane=lane,
                 bucket_elements=bucket_elements,
             ),
         ),
@@ -108,11 +87,11 @@ def assert_equal(left, right):
 
 
 @pytest.mark.parametrize("bucket_elements", [64, 1000, 1 << 24])
-@pytest.mark.parametrize("transfers", [ImmediateTransfers, LazyTransfers])
+@pytest.mark.parametrize("lane", [CpuLane, LazyLane])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_same_bits_as_on_the_device(dtype, transfers, bucket_elements):
+def test_the_same_bits_as_on_the_device(dtype, lane, bucket_elements):
     (device, plain), (host, offloaded) = pair(
-        DTYPES[dtype], transfers=transfers(), bucket_elements=bucket_elements
+        DTYPES[dtype], lane=lane(), bucket_elements=bucket_elements
     )
     assert_equal(device, host)
     for step in range(4):
@@ -125,7 +104,7 @@ def test_the_same_bits_as_on_the_device(dtype, transfers, bucket_elements):
 
 
 def test_buckets_hold_every_element_once_and_one_kind():
-    _, (_, optimizer) = pair(torch.bfloat16, transfers=ImmediateTransfers(), bucket_elements=500)
+    _, (_, optimizer) = pair(torch.bfloat16, lane=CpuLane(), bucket_elements=500)
     covered = {name: torch.zeros(torch.Size(shape).numel()) for name, shape in SHAPES.items()}
     ends = [0]
     for bucket in optimizer._buckets:
@@ -143,9 +122,7 @@ def test_buckets_hold_every_element_once_and_one_kind():
 
 def test_odd_buckets_are_within_one_rounding():
     """Elements that fill no vector of the CPU may be rounded once less, or more."""
-    (device, plain), (host, offloaded) = pair(
-        torch.float32, transfers=ImmediateTransfers(), bucket_elements=37
-    )
+    (device, plain), (host, offloaded) = pair(torch.float32, lane=CpuLane(), bucket_elements=37)
     for step in range(3):
         for optimizer in (plain, offloaded):
             optimizer.step(_tensors(step + 1), lr=1e-2)
@@ -163,9 +140,7 @@ def test_on_a_cpu_it_changes_nothing_and_says_so(work, caplog):
 
 def test_checkpoints_go_both_ways():
     """What one saves the other goes on from, as if it had been there all the time."""
-    (device, plain), (host, offloaded) = pair(
-        torch.bfloat16, transfers=LazyTransfers(), bucket_elements=320
-    )
+    (device, plain), (host, offloaded) = pair(torch.bfloat16, lane=LazyLane(), bucket_elements=320)
     offloaded.step(_tensors(1), lr=1e-2)
     plain.load_state({key: tensor.clone() for key, tensor in offloaded.state().items()})
     assert plain.steps == 1
@@ -184,7 +159,7 @@ def test_checkpoints_go_both_ways():
 
 def test_masters_are_widened_weights_where_none_are_given():
     (device, _), (host, offloaded) = pair(
-        torch.bfloat16, transfers=ImmediateTransfers(), bucket_elements=100, given_masters=False
+        torch.bfloat16, lane=CpuLane(), bucket_elements=100, given_masters=False
     )
     assert_equal(device, host)
     state = offloaded.state()
@@ -195,12 +170,9 @@ def test_masters_are_widened_weights_where_none_are_given():
 def test_the_copies_of_a_gpu_without_one(monkeypatch):
     """Streams that run at once: the bookkeeping, the locked memory, the same bits."""
     runtime = runtime_without_a_gpu()
-    for module in (cuda_queues, host_transfers):
-        monkeypatch.setattr(module, "_cuda", runtime)
-    transfers = CudaTransfers(torch.device("cpu"))
-    (device, plain), (host, offloaded) = pair(
-        torch.bfloat16, transfers=transfers, bucket_elements=320
-    )
+    monkeypatch.setattr(cuda_lane, "_cuda", runtime)
+    lane = CudaLane(torch.device("cpu"), is_timed=False)
+    (device, plain), (host, offloaded) = pair(torch.bfloat16, lane=lane, bucket_elements=320)
     assert len(runtime.locked) == 1
     for optimizer in (plain, offloaded):
         optimizer.step(_tensors(1), lr=1e-2)
@@ -213,13 +185,11 @@ def test_a_gpu_gets_the_weights_of_the_host():
     device = torch.device("cuda")
     masters = _tensors(0)
     results = []
-    for where, transfers in ((device, CudaTransfers(device)), ("cpu", ImmediateTransfers())):
+    for where, lane in ((device, CudaLane(device)), ("cpu", CpuLane())):
         weights = {name: master.to(where, torch.bfloat16) for name, master in masters.items()}
         rows = OptimizerRows(SHAPES)
         rows.fill(masters)
-        optimizer = HostAdamW(
-            weights, config=CONFIG, rows=rows, transfers=transfers, bucket_elements=320
-        )
+        optimizer = HostAdamW(weights, config=CONFIG, rows=rows, lane=lane, bucket_elements=320)
         for step in range(3):
             gradients = {name: g.to(where) for name, g in _tensors(step + 1).items()}
             optimizer.step(gradients, lr=1e-2)

@@ -15,13 +15,14 @@ from sppo.hardware.presets import PRESETS
 from sppo.parallel.megatron import MegatronSequenceParallel, WeightSharding
 from sppo.parallel.mesh_shape import Coordinates, MeshShape
 from tests.engine.models import VARIANTS, random_weights, tiny_model
+from tests.tiers import each_once
 
 PARTS = [(4, 4), (3, 2), (1, 2), (5, 5, 5), (2, 3, 3)]
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
-@pytest.mark.parametrize("degree", [1, 2, 4, 8])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("variant", "degree", "kv_heads"), each_once(VARIANTS, [1, 2, 4, 8], [8, 1, 4, 2, 1])
+)
 def test_parts_tile_every_parameter(variant, degree, kv_heads):
     sizes = {"num_heads": 8, "head_size": 4, "mlp_size": 24, "num_kv_heads": kv_heads}
     model = tiny_model(variant, **sizes)
@@ -104,9 +105,9 @@ def test_narrow_sums_are_rounded_once(ranks):
         assert (own == 1.0 + 2.0**-7).all()
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 8])
-@pytest.mark.parametrize("degree", [1, 2, 4])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("variant", "degree", "kv_heads"), each_once(VARIANTS, [1, 2, 4, 8], [8, 1, 4, 2, 1])
+)
 def test_the_planner_counts_what_the_first_rank_holds(variant, degree, kv_heads):
     sizes = {"num_heads": 8, "head_size": 4, "mlp_size": 24, "num_kv_heads": kv_heads}
     model = tiny_model(variant, num_layers=3, **sizes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +17,6 @@ from sppo.hardware.presets import PRESETS
 from sppo.parallel import mesh as mesh_module
 from sppo.parallel.mesh import Mesh
 from sppo.parallel.mesh_shape import Coordinates, MeshShape
-from sppo.parallel.pipeline_p2p import PipelineLinks
 from sppo.parallel.stream_budget import StreamCount, StreamUse, check_streams, count_streams
 
 GPU = torch.device("cuda", 3)
@@ -144,32 +142,6 @@ def test_communicators_are_made_in_an_order_that_ends(groups, shape, wraps):
     assert in_rendezvous(lists)
 
 
-@pytest.mark.parametrize("wraps", [False, True])
-@pytest.mark.parametrize("size", range(2, 9))
-def test_first_messages_may_each_wait_for_the_other_end(groups, monkeypatch, size, wraps):
-    """A rank greets edge by edge; a send over NCCL may last until the receive is posted."""
-    meshes, _ = groups(MeshShape(1, size, 1), wraps=wraps, device=GPU)
-    greeted = []
-
-    def send(self, tensor, *, receiver, what):
-        greeted[-1].append(((self._here, receiver), "message"))
-
-    def receive(self, shape, *, dtype, sender, what):
-        greeted[-1].append(((sender, self._here), "message"))
-        return _Here()
-
-    monkeypatch.setattr(PipelineLinks, "send", send)
-    monkeypatch.setattr(PipelineLinks, "receive", receive)
-    for mesh in meshes:
-        greeted.append([])
-        PipelineLinks(mesh, device=torch.device("cpu"))
-    assert in_rendezvous(greeted)
-    edges = {edge for items in greeted for edge, _ in items}
-    forward = {*pairwise(range(size))}
-    wrapping = {(size - 1, 0), (0, size - 1)} if wraps else set()
-    assert edges == forward | {(b, a) for a, b in forward} | wrapping
-
-
 def test_messages_beside_compute_do_not_wait_for_it_and_take_few_multiprocessors(groups):
     """Gathers of MSP shards, which compute waits for, may take every multiprocessor instead."""
     _, asked = groups(
@@ -260,8 +232,3 @@ def test_planned_ranges_have_streams():
     too_many = [*ranges, *((0, last) for last in range(1, 5))]
     with pytest.raises(ValueError, match="CUDA streams"):
         check_streams(MeshShape(2, 32, 2), StreamUse(ranges=too_many, **more))
-
-
-class _Here:
-    def wait(self):
-        """The message is there."""

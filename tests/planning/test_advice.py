@@ -33,15 +33,15 @@ def advised(run):
 
 
 @cache
-def too_long(length):
+def too_long(length, memory_gib=8, host_gib=16):
     """A run that does not fit, on little memory, and what would: by change."""
     few_layers = {"preset": "llama-3.2-1b", "num_layers": 4, "vocab_size": 16384}
     run = request(few_layers, length=length)
     hardware = machine(
         hardware_for(run.hardware),
-        memory_bytes=8 * GIB,
+        memory_bytes=memory_gib * GIB,
         reserved_bytes=0,
-        host_memory_bytes=16 * GIB,
+        host_memory_bytes=host_gib * GIB,
     )
     advice = {advice.change: advice for advice in what_would_fit(run, hardware=hardware)}
     return run, hardware, advice
@@ -77,7 +77,7 @@ def test_a_million_tokens_on_one_node_need_the_host_and_how_much_of_it():
 
 
 def test_the_smallest_cluster_is_the_smallest():
-    run, hardware, advice = too_long("768Ki")
+    run, hardware, advice = too_long("160Ki", memory_gib=4, host_gib=2)
     change = next(change for change in advice if change.startswith("hardware.nodes="))
     nodes = int(change.partition("=")[2])
     assert nodes > 2

@@ -18,8 +18,9 @@ from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.simulated_candidate import simulate_candidate, simulated_device_bytes
 from sppo.planning.search.solver import Solution, solve
 from sppo.planning.simulated_run import simulated_plan, simulated_run
+from sppo.schedule.orders.names import WHOLE_SEQUENCES
 from sppo.schedule.simulation.simulate import simulate
-from sppo.training.checks.input_checks import degree_problems
+from sppo.training.input_checks import degree_problems
 from sppo.training.preflight import check_trainable
 from sppo.training.start import followed_plan
 from tests.planning.cases import run_config
@@ -153,6 +154,7 @@ def test_answers_fit_are_best_and_agree(seed: int, work: Counter[str]):
             continue
         solved += 1
         fits_and_is_best(solution)
+        keeps_what_is_written(run, solution)
         agrees_with_its_plan(run, solution)
         is_trained(run, solution)
         # Of the request as it is the commands ask the solver again, so once for each seed.
@@ -177,6 +179,26 @@ def fits_and_is_best(solution: Solution) -> None:
     for listed in solution.runners_up:  # slower by up to that for less host memory alone
         as_fast = listed.step_s <= best.step_s
         assert not as_fast or listed.node_host_bytes >= best.node_host_bytes
+
+
+def keeps_what_is_written(run: RunConfig, solution: Solution) -> None:
+    """Every key of the run that is not left to the solver has its value in all that is listed."""
+    parallel, asked = run.parallel, run.sequence.num_subsequences
+    for listed in (solution.best, *solution.runners_up, *solution.by_num_subsequences):
+        candidate, degrees = listed.candidate, listed.degrees
+        for name, chosen in (
+            ("pipeline_parallel_degree", degrees.pipeline_parallel),
+            ("sequence_parallel_degree", degrees.sequence_parallel),
+        ):
+            assert name in parallel.open_degrees or getattr(parallel, name) == chosen
+        for written, chosen in (
+            (parallel.schedule, candidate.schedule),
+            (parallel.virtual_stages, candidate.virtual_stages),
+            (1 if parallel.schedule in WHOLE_SEQUENCES else asked, len(candidate.lengths)),
+            (run.activations.policy, candidate.policy),
+            (run.state.optimizer, candidate.state.optimizer),
+        ):
+            assert written in ("auto", chosen)
 
 
 def agrees_with_its_plan(run: RunConfig, solution: Solution) -> None:
@@ -204,7 +226,7 @@ def is_trained(run: RunConfig, solution: Solution) -> None:
     check_trainable(followed, plan, kind=plan.hardware.device.kind)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", default_of(range(12), *range(5)))
 def test_what_is_recommended_is_trained_where_many_ranks_share_few_tokens(seed: int):
     dice = random.Random(f"trained {seed}")
     parallel: dict[str, object] = {"virtual_stages": dice.choice([1, 2, "auto"])}

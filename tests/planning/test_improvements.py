@@ -67,10 +67,10 @@ CUT_IN_TWO = request(parallel=STAGES, sequence={"boundaries": [0, 4096, 65536]})
 )
 def test_what_is_listed_pays_as_much_as_it_says(run_and_key):
     run, key = run_and_key
-    found = {
-        improvement.change.partition("=")[0]: improvement
-        for improvement in improvements(solved(run))
-    }
+    listed = improvements(solved(run))
+    gains = [improvement.gain for improvement in listed]
+    assert gains == sorted(gains, reverse=True)
+    found = {improvement.change.partition("=")[0]: improvement for improvement in listed}
     improvement = found[key]
     assert improvement.gain >= WORTH_IT
     gained = rate(followed(run, improvement.change)) / rate(run)
@@ -78,10 +78,9 @@ def test_what_is_listed_pays_as_much_as_it_says(run_and_key):
     assert improvement.gain * (1 - 1e-9) <= gained <= improvement.gain * 1.1
 
 
-def test_the_best_is_listed_first_and_a_good_answer_has_none():
-    gains = [improvement.gain for improvement in improvements(solved(request(nodes=2)))]
-    assert gains == sorted(gains, reverse=True)
-    assert improvements(solved(request(train={"sequences_per_step": 8}))) == ()
+def test_a_good_answer_has_none():
+    busy = request(devices=1, length="16Ki", train={"sequences_per_step": 8})
+    assert improvements(solved(busy)) == ()
 
 
 def test_changes_are_priced_with_units_cut_over_ranks_as_the_answer_is():

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from sppo.activations.tensor_classes import X_IN
-from sppo.cli.output.candidate import candidate_json, policy_text
+from sppo.cli.candidate import policy_text
+from sppo.cli.solve_stream import candidate_json
 from sppo.hardware.file import hardware_for
 from sppo.hardware.presets import PRESETS
 from sppo.output_file import write_json

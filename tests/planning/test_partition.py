@@ -43,17 +43,6 @@ def test_values_worked_out_by_hand(length, alignment, lengths):
     assert lengths_of(cut(length, len(lengths), alignment)) == lengths
 
 
-def imbalance(length, num_subsequences, alignment):
-    costs = [cost(b) - cost(a) for a, b in pairwise(cut(length, num_subsequences, alignment))]
-    return max(costs) * len(costs) / sum(costs) - 1
-
-
-def test_rounding_errors_do_not_pile_up():
-    """0.68 percent where flooring each length leaves 3.1, and 0.04 percent at 1Mi."""
-    assert imbalance(131072, 8, 128) == pytest.approx(0.0068, abs=2e-4)
-    assert imbalance(1 << 20, 8, 128) == pytest.approx(0.0004, abs=1e-4)
-
-
 requests = st.tuples(st.integers(1, 5000), st.integers(1, 300), st.integers(1, 600)).filter(
     lambda request: request[1] <= request[0]
 )
@@ -67,7 +56,7 @@ def assert_tiles(boundaries, length, num_subsequences):
     assert all(type(b) is int for b in boundaries)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=60)
 @given(requests, costs, costs)
 def test_any_request_is_tiled(request, linear, quadratic):
     length, num_subsequences, alignment = request
@@ -81,7 +70,7 @@ def test_any_request_is_tiled(request, linear, quadratic):
     )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=60)
 @given(st.integers(1000, 10**7), st.integers(1, 64), st.integers(0, 9))
 def test_pieces_cost_the_same_but_for_rounding(length, num_subsequences, power):
     """Each cut moves by half an alignment at most, where a token costs a + bS at most."""
@@ -95,7 +84,7 @@ def test_pieces_cost_the_same_but_for_rounding(length, num_subsequences, power):
     assert all(abs(cost(b) - cost(a) - share) <= slack for a, b in pairwise(boundaries))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=60)
 @given(st.integers(1, 10**6), st.integers(1, 200))
 def test_equal_lengths_differ_by_one_token(length, num_subsequences):
     if num_subsequences > length:
@@ -104,7 +93,7 @@ def test_equal_lengths_differ_by_one_token(length, num_subsequences):
     assert max(lengths) - min(lengths) <= 1
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=60)
 @given(requests)
 def test_alignment_is_halved_only_until_pieces_fit(request):
     length, num_subsequences, alignment = request
@@ -122,31 +111,14 @@ def test_alignment_is_halved_only_until_pieces_fit(request):
         alignment //= 2
 
 
-def test_alignment_halves_step_by_step():
-    assert boundaries_by_length(1000, num_subsequences=4, alignment=128) == (0, 256, 512, 768, 1000)
-    assert boundaries_by_length(100, num_subsequences=4, alignment=128) == (0, 32, 48, 80, 100)
-    assert boundaries_by_length(7, num_subsequences=7, alignment=128) == tuple(range(8))
-
-
 @pytest.mark.parametrize("length", [1, 2, 37, 4096])
 def test_a_token_each(length):
     """Equal FLOPs would leave late pieces empty; they are spread over what there is."""
     assert cut(length, length, 128, 0.0, 1.0) == tuple(range(length + 1))
 
 
-def test_many_pieces_of_a_long_sequence():
-    assert_tiles(cut(1 << 22, 4096, 128), 1 << 22, 4096)
-    assert_tiles(cut(100_003, 100_000, 128), 100_003, 100_000)
-
-
 def test_without_attention_cost_pieces_are_equal():
     assert cut(1000, 7, 1, 5.0, 0.0) == boundaries_by_length(1000, num_subsequences=7)
-
-
-def test_the_first_piece_is_the_longest():
-    lengths = lengths_of(cut(65536, 8, 128))
-    assert list(lengths) == sorted(lengths, reverse=True)
-    assert lengths[0] > 1.5 * lengths[-1]
 
 
 def test_more_pieces_than_tokens_is_refused():

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from sppo.config import load_run, run_sections
-from sppo.hardware.file import hardware_for
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.make_plan import make_plan
 from sppo.planning.plan import PLAN_VERSION, plan_json, read_plan
@@ -21,7 +20,7 @@ from sppo.planning.search.evaluation import evaluate_candidate
 from sppo.planning.simulated_run import simulated_plan
 from sppo.schedule.simulation.simulate import simulate
 from sppo.units import GIB
-from tests.planning.cases import machine, run_config, solved
+from tests.planning.cases import machine, run_config
 
 
 def offloading_run(**sections):
@@ -91,14 +90,6 @@ def test_a_plan_holds_the_candidate_it_was_made_of():
         assert (getattr(placement, name) == getattr(evaluated.placement, name)).all()
     again = evaluate_candidate(PLAN.candidate())
     assert again.device_peak_bytes == PLAN.predicted.device_peak_bytes
-
-
-def test_slots_lie_one_behind_the_other():
-    for stage in PLAN.stages:
-        offsets = [part.slot_offset_bytes for part in stage.subsequences]
-        assert offsets == sorted(offsets)
-        assert offsets[0] == 0
-        assert offsets[-1] <= stage.memory.tier_activations_bytes
 
 
 def _set(*keys, value):
@@ -215,24 +206,6 @@ def test_what_a_plan_does_not_rest_on_may_change():
     )
     assert "lr" not in json.dumps(planned_part(RUN))
     assert "timeout_s" not in json.dumps(planned_part(RUN))
-
-
-def test_of_the_parallel_keys_only_the_timeout_is_left_out():
-    every = set(RUN.parallel.model_dump())
-    assert every - set(planned_part(RUN)["parallel"]) == {"timeout_s"}
-
-
-@pytest.mark.parametrize("sections", [{}, {"train": {"sequences_per_step": 2}}])
-def test_a_plan_simulated_takes_what_it_predicts(sections):
-    """To the last digit."""
-    run = offloading_run(**sections)
-    solution = solved(run, hardware=hardware_for(run.hardware))
-    plan = make_plan(run, solution.best)
-    case = simulated_plan(plan).case
-    assert simulate(case.schedule, costs=case.costs).makespan_s == pytest.approx(
-        plan.predicted.step_s, rel=1e-9
-    )
-    assert plan.predicted.simulated
 
 
 def test_a_plan_that_waits_for_copies_predicts_the_wait():

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sppo.cost.memory.tier_memory import SAVED_IN_BACKGROUND, tier_buckets
 from sppo.cost.stage_cost import copy_bytes_per_s, state_copy_engines
 from sppo.hardware.presets import PRESETS
 from sppo.output_file import write_json
@@ -57,15 +56,7 @@ def request(length="128Ki", *, activations=None, state=None, **sections):
     )
 
 
-def behind(evaluated, place):
-    candidate = evaluated.candidate
-    return [
-        tier_buckets(held, place, activations=candidate.tier, state=candidate.state)
-        for held in evaluated.memory
-    ]
-
-
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(
     device=st.integers(8, 40),
     host=st.sampled_from((0, 3, 12, 17, 24, 64)),
@@ -192,24 +183,6 @@ def test_what_moves_to_the_disk_leaves_the_host_and_nothing_else():
     assert host.disk_peak_bytes == near.staging_bytes == 0
     assert far.device == near.device
     assert np.array_equal(disk.placement.offloaded, host.placement.offloaded)
-
-
-@pytest.mark.parametrize("tier", ["device", "disk"])
-def test_a_save_in_the_background_takes_host_memory_wherever_activations_go(tier):
-    run = request("8Ki", activations={"tier": tier}, checkpoint={"async_save": True})
-    copied = 12 * 1_235_814_400
-    roomy, small = (one_gpu(device=40, host=copied / GIB + more) for more in (1, -1))
-    best = solve(run, hardware=roomy).best
-    assert behind(best, "host")[0][SAVED_IN_BACKGROUND] == copied
-    assert best.node_host_bytes >= copied
-    refused = solve(run, hardware=small)
-    assert refused.best is None
-    short = min((one.shortfall for one in refused.rejected), key=lambda one: one.short_bytes)
-    assert short.place == "host"
-    room = {"available_bytes": 40 * GIB, "disk_bytes": 64 * GIB}
-    with pytest.raises(MemoryError, match=r"write checkpoint\.async_save=false"):
-        plan_run(run, hardware=small, host_bytes=small.node.host_memory_bytes, **room)
-    plan_run(run, hardware=roomy, host_bytes=roomy.node.host_memory_bytes, **room)
 
 
 def test_each_tier_that_is_short_is_said_with_what_is_in_it():

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from sppo.schedule.orders.names import LOOPED, WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES, order_of
-from tests.offload.emulated_queues import SCHEDULERS
+from tests.offload.emulated_lane import SCHEDULERS
 from tests.random_training.case import FAMILIES, ROPES, Case, Leg, Samples, Shape
 
 T = TypeVar("T")

@@ -5,17 +5,21 @@ data of a message or a collective moves at a moment that a seed chooses, between
 call and the first wait, and received memory is NaN until the receiver has waited. Memory that is
 changed during a transfer, or read before it has arrived, therefore shows in the results, and does
 so again with the same seed.
+
+On request, operations run in the order of NCCL instead, each after the one before it in its stream
+has ended: a send with the matching receive, a collective once all its ranks have reached it. Ranks
+that wait for each other then are a :class:`tests.random_training.turns.Deadlock`.
 """
 
 from __future__ import annotations
 
 import pickle
 import sys
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
@@ -27,13 +31,20 @@ from sppo.parallel import collectives
 from sppo.schedule.schedule import Schedule
 from tests.random_training.turns import Turns
 
+Order = Literal["any", "communicator", "rank"]
+"""Which operations of a rank run in the order in which they are issued: none, as over gloo; those
+of one communicator, as over NCCL; those of all its communicators, as if they shared one stream. The
+last is the worst order that ``NCCL_LAUNCH_ORDER_IMPLICIT`` can cause."""
 
-def run_emulated(function: Callable[..., Any], *arguments: Any, ranks: int, seed: int) -> list[Any]:
+
+def run_emulated(
+    function: Callable[..., Any], *arguments: Any, ranks: int, seed: int, order: Order = "any"
+) -> list[Any]:
     """What ``function(rank, *arguments)`` returns on each of ``ranks`` emulated ranks."""
     if ranks == 1:
         return [function(0, *arguments)]
     turns = Turns(ranks, seed=seed)
-    with _in_place_of_torch(Distributed(turns)), _same_for_all_ranks():
+    with _in_place_of_torch(Distributed(turns, order=order)), _same_for_all_ranks():
         return turns.run(lambda rank: function(rank, *arguments))
 
 
@@ -81,8 +92,11 @@ def _in_place_of_torch(emulated: Distributed) -> Iterator[None]:
 class Group:
     """A communicator as one of its ranks sees it."""
 
-    def __init__(self, ranks: tuple[int, ...], *, number: int, here: int) -> None:
+    def __init__(
+        self, ranks: tuple[int, ...], *, number: int, here: int, is_for_hosts: bool
+    ) -> None:
         self.ranks, self.key, self._here = ranks, (ranks, number), here
+        self.is_for_hosts = is_for_hosts
         self.calls = 0
 
     def size(self) -> int:
@@ -100,6 +114,7 @@ class _Message:
     sent: Tensor | None = None
     received: Tensor | None = None
     offloaded: bool = False
+    num_ranks: int = 2
 
     def is_posted(self) -> bool:
         return self.sent is not None and self.received is not None
@@ -119,9 +134,55 @@ class _Call:
     """One collective: what every rank gave, and what every rank gets."""
 
     late: bool
+    num_ranks: int
     name: str = ""
     given: dict[int, Any] = field(default_factory=dict)
     results: list[Any] | None = None
+
+    def is_posted(self) -> bool:
+        return len(self.given) == self.num_ranks
+
+
+class _Streams:
+    """Operations that have not run, in the order in which each rank issued them.
+
+    Args:
+        order: which operations of a rank have an order.
+    """
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._left: defaultdict[Any, deque[_Message | _Call]] = defaultdict(deque)
+
+    def put(self, operation: _Message | _Call, *, rank: int, group: Group) -> None:
+        if self._order == "rank" and not group.is_for_hosts:
+            self._left[rank].append(operation)
+        elif self._order == "communicator":
+            self._left[rank, group.key].append(operation)
+
+    def has_run(self, operation: _Message | _Call) -> bool:
+        self._run()
+        return operation.is_posted() and not any(operation in left for left in self._left.values())
+
+    def has_run_all(self, rank: int) -> bool:
+        """Whether nothing is left in the stream of a rank whose communicators share one."""
+        self._run()
+        return not self._left[rank]
+
+    def _run(self) -> None:
+        """Run what is the first of each of its ranks, until there is no more."""
+        while True:
+            firsts = Counter(left[0] for left in self._left.values() if left)
+            ready = {
+                operation
+                for operation, streams in firsts.items()
+                if operation.is_posted() and streams == operation.num_ranks
+            }
+            if not ready:
+                return
+            for left in self._left.values():
+                if left and left[0] in ready:
+                    left.popleft()
 
 
 @dataclass(eq=False)
@@ -145,17 +206,26 @@ class Distributed:
     ReduceOp = torch.distributed.ReduceOp
     ProcessGroup = Group
 
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
+    def __init__(self, turns: Turns, *, order: Order = "any") -> None:
+        self._turns, self._streams = turns, _Streams(order)
         self._groups_made: Counter[tuple[int, tuple[int, ...]]] = Counter()
         self._messages: dict[Any, list[_Message]] = {}
         self._posted: Counter[Any] = Counter()
         self._calls: dict[Any, _Call] = {}
 
-    def new_group(self, ranks: Sequence[int], **_: Any) -> Group:
+    def new_group(self, ranks: Sequence[int], *, backend: str | None = None, **_: Any) -> Group:
         here, members = self._turns.here, tuple(ranks)
         self._groups_made[here, members] += 1
-        return Group(members, number=self._groups_made[here, members], here=here)
+        number = self._groups_made[here, members]
+        return Group(members, number=number, here=here, is_for_hosts=backend == "gloo")
+
+    def wait_for_issued(self) -> None:
+        """Block this rank until all that it issued has run, as a kernel does whose code is loaded.
+
+        Data arrives only where somebody waits for it.
+        """
+        here = self._turns.here
+        self._turns.wait(lambda: self._streams.has_run_all(here), "what it issued before")
 
     # Messages
 
@@ -186,13 +256,14 @@ class Distributed:
             queue.append(_Message(late=self._turns.random.random() < 0.7))
         message = queue[place]
         setattr(message, end, tensor)
-        if message.is_posted() and not message.late:
+        self._streams.put(message, rank=self._turns.here, group=group)
+        if self._streams.has_run(message) and not message.late:
             message.move()
         return message
 
     def _message_work(self, message: _Message, what: str) -> _Work:
         def complete() -> None:
-            self._turns.wait(message.is_posted, what)
+            self._turns.wait(lambda: self._streams.has_run(message), what)
             message.move()
 
         return _Work(complete, lambda: message.offloaded)
@@ -318,24 +389,23 @@ class Distributed:
         group.calls += 1
         call = self._calls.setdefault(
             (group.key, group.calls),
-            _Call(late=self._turns.random.random() < 0.7, name=name),
+            _Call(self._turns.random.random() < 0.7, group.size(), name=name),
         )
         assert call.name == name, f"rank {self._turns.here} calls {name}, others {call.name}"
         place = group.rank()
         call.given[place] = given
-
-        def is_posted() -> bool:
-            return len(call.given) == group.size()
+        self._streams.put(call, rank=self._turns.here, group=group)
 
         def finish() -> None:
             if call.results is None:
                 call.results = combine([call.given[rank] for rank in range(group.size())])
 
-        if is_posted() and not call.late:
+        if self._streams.has_run(call) and not call.late:
             finish()
 
         def complete() -> None:
-            self._turns.wait(is_posted, f"{name} of ranks {group.ranks}")
+            what = f"{name} of ranks {group.ranks}"
+            self._turns.wait(lambda: self._streams.has_run(call), what)
             finish()
             assert call.results is not None
             if call.given[place] is not _TAKEN:

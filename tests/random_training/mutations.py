@@ -17,8 +17,8 @@ import torch
 from sppo.engine import engine, stage
 from sppo.engine.attention import subsequence_attention as span_attention
 from sppo.engine.providers.sharded_gradients import ShardedGradients
-from sppo.engine.saved_tensors import SavedTensors
 from sppo.model.gradients import DeferredGradients
+from sppo.offload.block_store import BlockStore
 from sppo.optim.adamw import AdamW
 from sppo.optim.sharded_state import ShardedState
 from sppo.parallel import pipeline_p2p
@@ -57,7 +57,8 @@ def lent_operands() -> Iterator[None]:
 
 def lent_saved_tensors() -> Any:
     """Deferred weight gradients keep saved tensors that a store lends."""
-    return patch.object(SavedTensors, "take_owned", SavedTensors.take)
+    get = BlockStore.get
+    return patch.object(BlockStore, "get", lambda store, key, *, owned=False: get(store, key))
 
 
 def message_not_awaited() -> Any:
@@ -166,10 +167,10 @@ def prefix_without_dk() -> Iterator[None]:
     """What a subsequence adds to the key gradients of earlier ones is lost."""
     backward = span_attention.attention_backward
 
-    def forgetful(do: Any, q: Any, k: Any, *rest: Any, dk_TKD: Any, **options: Any) -> Any:
+    def forgetful(call: Any, *rest: Any, dk_TKD: Any, **options: Any) -> Any:
         before = dk_TKD.clone()
-        dq = backward(do, q, k, *rest, dk_TKD=dk_TKD, **options)
-        start = dk_TKD.shape[0] - q.shape[0]
+        dq = backward(call, *rest, dk_TKD=dk_TKD, **options)
+        start = call.num_keys - call.num_queries
         dk_TKD[:start] = before[:start]
         return dq
 
@@ -225,8 +226,9 @@ def window_one_short() -> Iterator[None]:
     """A sliding window is one token shorter in a backward than in its forward."""
     backward = span_attention.attention_backward
 
-    def shorter(*arguments: Any, window: int | None, **options: Any) -> Any:
-        return backward(*arguments, window=window and max(1, window - 1), **options)
+    def shorter(call: Any, *rest: Any, **options: Any) -> Any:
+        window = call.window and max(1, call.window - 1)
+        return backward(replace(call, window=window), *rest, **options)
 
     with patch.object(span_attention, "attention_backward", shorter):
         yield

@@ -20,7 +20,7 @@ from sppo.engine.pipeline import Pipeline
 from sppo.engine.providers.streamed_gradients import StreamedGradients
 from sppo.engine.providers.streamed_weights import StreamedWeights
 from sppo.model.gradients import zero_gradients
-from sppo.offload.offload_store import OffloadStore
+from sppo.offload.block_store import BlockStore
 from sppo.optim.adamw import AdamW, clip_
 from sppo.optim.learning_rate import learning_rate
 from sppo.optim.sharded_state import ShardedState
@@ -30,8 +30,8 @@ from sppo.parallel.mesh import Mesh, alone
 from sppo.parallel.msp_exchange import MspLinks
 from sppo.parallel.pipeline_p2p import PipelineLinks
 from sppo.parallel.ulysses import UlyssesAllToAll
-from tests.engine.offloading import RatioRows, queues_of
-from tests.engine.streaming import LateTransfers
+from tests.engine.offloading import RatioRows, lane_of
+from tests.engine.streaming import LateLane
 from tests.random_training.case import DTYPES, Case, Leg
 from tests.random_training.samples import planned_samples
 
@@ -122,14 +122,13 @@ class _Rank:
         )
         self._resume(shared, state)
         self._shared = shared
-        how = {"stages": shared.names_of_stages, "device": cpu, "transfers": LateTransfers()}
+        how = {"stages": shared.names_of_stages, "device": cpu, "lane": LateLane()}
         streamed_weights = streamed_gradients = None
         if "weights" in leg.streams:
             streamed_weights = StreamedWeights(self._weights, **how)
         if "gradients" in leg.streams:
             streamed_gradients = StreamedGradients(self._gradients, **how)
         self._streamed_gradients = streamed_gradients
-        lent = range(leg.num_stages) if msp_links is not None else ()
         self._engine = Engine(
             model,
             weights=shared.provider(streamed_weights or self._weights),
@@ -138,7 +137,6 @@ class _Rank:
             streamed_gradients=streamed_gradients,
             placements=dict.fromkeys(range(leg.num_stages), rows_of_leg(leg, model, dtype)),
             offloaded=_store(leg, disk) if leg.tier else None,
-            offloaded_shards={stage: _store(leg, disk) for stage in lent if leg.tier},
             kv_offloaded=leg.kv_offloaded,
             kv_recomputed=leg.kv_recomputed,
             input_every=leg.input_every,
@@ -256,15 +254,13 @@ def rows_of_leg(leg: Leg, model: ModelConfig, dtype: torch.dtype) -> PlacementOf
         leg.ratio,
         rest=leg.policy,
         last_too=leg.last_too,
-        alignment=1,
         input_every=leg.input_every,
     )
 
 
-def _store(leg: Leg, disk: str) -> OffloadStore:
-    queues = queues_of(leg.queues, poison=leg.debug)
+def _store(leg: Leg, disk: str) -> BlockStore:
     directory = Path(disk) if leg.tier == "disk" else None
-    return OffloadStore(queues, disk=directory, source_lag=leg.lag, checksums=leg.debug)
+    return BlockStore(lane_of(leg.queues), disk=directory, source_lag=leg.lag, debug=leg.debug)
 
 
 def _exchange(leg: Leg, model: ModelConfig, mesh: Mesh) -> Any:

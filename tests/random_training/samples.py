@@ -17,7 +17,7 @@ from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.cost.state_tiers import StateTiers
 from sppo.data.order import SequenceOrder
-from sppo.data.samples.document_samples import DocumentSamples
+from sppo.data.sample_rows import TrainingData
 from sppo.data.samples.sample_table import SampleTable, sample_table
 from sppo.engine.step_programs import PlannedStep
 from sppo.engine.unit import SequenceData
@@ -161,13 +161,13 @@ def _base(leg: Leg, model: ModelConfig) -> Candidate:
     )
 
 
-def _document_samples(case: Case) -> DocumentSamples:
+def _document_samples(case: Case) -> TrainingData:
     samples = _samples(case)
     table: SampleTable = sample_table(
         np.array(_offsets(samples), dtype=np.int64), length=samples.longest, longer=samples.longer
     )
     data: Any = None  # tokens come from the case
-    return DocumentSamples(
+    return TrainingData(
         table,
         data,
         seed=case.seed,

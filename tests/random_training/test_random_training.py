@@ -16,7 +16,7 @@ from tests.random_training.case import Case, Leg, Shape
 from tests.random_training.draw import draw
 from tests.random_training.emulated_ranks import Distributed, run_emulated
 from tests.random_training.mutations import MUTATIONS
-from tests.random_training.pinned_cases import FURTHER, PINNED
+from tests.random_training.pinned_cases import PINNED
 from tests.random_training.training import faults_of
 from tests.random_training.turns import Deadlock, Turns
 from tests.tiers import default_of, examples, exhaustive
@@ -50,36 +50,9 @@ def test_ranks_that_are_processes(ranks):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("name", default_of(PINNED, *(PINNED.keys() - {*FURTHER})))
+@pytest.mark.parametrize("name", PINNED)
 def test_every_number_of_a_pinned_training(name):
     assert faults_of(PINNED[name]) == []
-
-
-def choices_of(cases):
-    """Each value that a leg or a model has of what it can choose."""
-    chosen = (
-        "dp",
-        "pp",
-        "sp",
-        "sequence_parallel",
-        "schedule",
-        "zero",
-        "policy",
-        "tier",
-        "streams",
-    )
-    shaped = ("family", "tied", "rope")
-    return {
-        (name, getattr(part, name))
-        for case in cases
-        for part, names in ((case.legs[0], chosen), (case.model, shaped))
-        for name in names
-    }
-
-
-def test_the_default_tier_meets_every_choice():
-    default = [case for name, case in PINNED.items() if name not in FURTHER]
-    assert choices_of(default) == choices_of(PINNED.values())
 
 
 @pytest.mark.parametrize(

@@ -70,8 +70,8 @@ def log(monkeypatch):
     return log
 
 
-@pytest.mark.parametrize("width", [80, 200])
-def test_messages_stand_above_bars_that_leave_nothing_behind(log, monkeypatch, width):
+def test_messages_stand_above_bars_that_leave_nothing_behind(log, monkeypatch):
+    width = 80
     terminal = _Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     console = Console(file=terminal, force_terminal=True, width=width, color_system=None)

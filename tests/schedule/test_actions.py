@@ -28,19 +28,6 @@ def test_text_form_of_every_kind():
     ]
 
 
-def test_actions_are_ordered_hashable_values():
-    first, second = Action(ActionKind.B, 0, 0, 1), Action(ActionKind.F, 0, 0, 0)
-    assert sorted([second, first]) == [first, second]
-    assert {first: 1}[Action(ActionKind.B, 0, 0, 1)] == 1
-    with pytest.raises(AttributeError):
-        first.stage = 3
-
-
-def test_unit_of_a_reduction_is_our_own_mistake():
-    with pytest.raises(AssertionError, match="REDUCE of stage 5 names no sequence"):
-        _ = Action(ActionKind.REDUCE, 5).unit
-
-
 def test_stages_go_round_the_ranks():
     placement = Placement(3, 2)
     assert [placement.rank_of(stage) for stage in range(6)] == [0, 1, 2, 0, 1, 2]

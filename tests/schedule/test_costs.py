@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sppo.schedule.abstract import AbstractCase, abstract_case, compared_case
-from sppo.schedule.costs import CopyEngines, Link, Links, abstract_costs, with_offload
+from sppo.schedule.costs import CopyEngines, Link, abstract_costs, with_offload
 from sppo.schedule.simulation.simulate import simulate
 
 
@@ -45,13 +45,6 @@ def test_wrong_tables_are_refused(table, message):
 def test_wrong_links_are_refused(make):
     with pytest.raises(ValueError, match="must be"):
         make()
-
-
-def test_links_of_a_pair_and_of_all_others():
-    near = Link(1.0, 2.0)
-    links = Links(Link(5.0), {(0, 1): near})
-    assert links.link(0, receiver=1) is near
-    assert links.link(1, receiver=0).latency_s == 5.0
 
 
 def test_offload_moves_a_share_of_the_activations():

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 
 import pytest
@@ -8,10 +7,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from sppo.schedule.actions import ActionKind
-from sppo.schedule.checks.validate import find_violations, validate
+from sppo.schedule.checks.deadlock import check_deadlock_free
+from sppo.schedule.checks.validate import validate
 from sppo.schedule.encoding import B, F
 from sppo.schedule.generate import generate
-from sppo.schedule.orders.names import WITH_VIRTUAL_STAGES, schedule_names
+from sppo.schedule.orders.names import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES, schedule_names
 from sppo.schedule.orders.rank_orders import encoded_orders
 from sppo.schedule.orders.steps import sequence_groups
 from sppo.schedule.transfers.communication import place_messages
@@ -20,7 +20,7 @@ from tests.schedule.pacing import forwards_between, most_forwards
 from tests.tiers import examples
 
 ragged = st.lists(
-    st.lists(st.integers(6, 40), min_size=1, max_size=7).map(tuple), min_size=1, max_size=6
+    st.lists(st.integers(6, 40), min_size=1, max_size=8).map(tuple), min_size=1, max_size=10
 ).map(tuple)
 
 
@@ -28,31 +28,23 @@ def order(schedule, rank, kinds="FBW"):
     return [str(a) for a in schedule.programs[rank] if a.kind.value in kinds]
 
 
-def test_interleaved_is_valid_on_the_whole_grid():
-    ranks, pieces = range(1, examples(5, all=7)), range(1, examples(6, all=8))
-    grid = itertools.product(ranks, range(1, 4), range(1, examples(5, all=7)), pieces)
-    bad = {
-        (p, v, m, n): found
-        for p, v, m, n in grid
-        if (found := find_violations(make("interleaved_seq1f1b", p=p, v=v, m=m, n=n)))
-    }
-    assert not bad
-
-
-@settings(deadline=None, max_examples=examples(50, all=150))
-@given(st.sampled_from(SUBSEQUENCE_SCHEDULES), st.integers(1, 6), st.integers(1, 3), ragged)
-def test_any_ragged_request_gives_a_valid_program(name, p, v, lengths):
+@settings(max_examples=examples(60, all=400))
+@given(st.sampled_from(schedule_names()), st.integers(1, 6), st.integers(1, 4), ragged)
+def test_any_ragged_request_gives_a_valid_program_that_no_queue_blocks(name, p, v, lengths):
     v = v if name in WITH_VIRTUAL_STAGES else 1
+    lengths = [own[:1] for own in lengths] if name in WHOLE_SEQUENCES else lengths
     schedule = generate(name, num_ranks=p, num_virtual=v, lengths=lengths)
     validate(schedule)
-    validate(place_messages(schedule))
+    sent = place_messages(schedule)
+    validate(sent)
+    check_deadlock_free(sent)
     counts = Counter(a.kind for program in schedule.programs for a in program)
     if name != "sppo_msp":
         assert counts[ActionKind.F] == counts[ActionKind.B] == p * v * schedule.num_units
     assert counts[ActionKind.REDUCE] == p * v
 
 
-@settings(deadline=None, max_examples=examples(25, all=60))
+@settings(max_examples=examples(25, all=60))
 @given(st.sampled_from(SUBSEQUENCE_SCHEDULES), st.integers(1, 5), st.integers(1, 3), ragged)
 def test_forward_only_programs_are_valid_and_hold_only_forwards(name, p, v, lengths):
     v = v if name in WITH_VIRTUAL_STAGES else 1
@@ -61,7 +53,7 @@ def test_forward_only_programs_are_valid_and_hold_only_forwards(name, p, v, leng
     assert {a.kind for program in schedule.programs for a in program} == {ActionKind.F}
 
 
-@settings(deadline=None, max_examples=examples(25, all=60))
+@settings(max_examples=examples(25, all=60))
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 8))
 def test_peak_in_flight_of_seq1f1b(p, m, n):
     schedule = make("seq1f1b", p=p, m=m, n=n)
@@ -91,15 +83,7 @@ def test_a_long_sequence_holds_no_more_once_it_is_through_on_several_stages():
     assert max(held[kinds.index("B") + 9 :]) == 5
 
 
-@settings(deadline=None, max_examples=examples(25, all=200))
-@given(st.integers(2, 5), st.integers(2, 4), st.lists(st.integers(1, 8), min_size=1, max_size=10))
-def test_interleaved_sequences_of_any_number_of_subsequences_run(p, v, counts):
-    lengths = [(8,) * count for count in counts]
-    schedule = generate("interleaved_seq1f1b", num_ranks=p, num_virtual=v, lengths=lengths)
-    validate(place_messages(schedule))
-
-
-@settings(deadline=None, max_examples=examples(25, all=100))
+@settings(max_examples=examples(25, all=100))
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 6), st.integers(1, 8))
 def test_equal_sequences_pair_up_after_a_constant_warm_up(p, v, m, n):
     """With groups of G units, (v - 1) * G + N - 1 forwards on the last rank, more on others."""
@@ -113,7 +97,7 @@ def test_equal_sequences_pair_up_after_a_constant_warm_up(p, v, m, n):
         assert own == [F] * warmup + [F, B] * pairs + [B] * warmup
 
 
-@settings(deadline=None, max_examples=examples(25, all=150))
+@settings(max_examples=examples(25, all=150))
 @given(
     st.sampled_from(["sppo", "seq1f1b", "seq_zb_h1", "gpipe"]),
     st.integers(1, 5),
@@ -229,8 +213,3 @@ def test_a_request_that_cannot_be_served_says_what_to_change(name, rest, message
     request = {"p": 2, "n": 1, "m": 2, **rest}
     with pytest.raises(ValueError, match=message):
         make(name, **request)
-
-
-def test_every_name_generates():
-    for name in schedule_names():
-        validate(make(name, p=2, n=1, m=2))

@@ -18,7 +18,7 @@ def edges_of(*waits: tuple[int, int, float]) -> Edges:
     return Edges.of(*ends, lag_s=np.array(lags, dtype=np.float64))
 
 
-@settings(deadline=None, max_examples=examples(40, all=200))
+@settings(max_examples=examples(40, all=200))
 @given(st.integers(1, 30), st.integers(1, 4), st.integers(0, 2**32 - 1))
 def test_every_service_ends_with_the_latest_of_its_waits(services, num_ranks, seed):
     dice = np.random.default_rng(seed)

@@ -49,7 +49,7 @@ def test_every_action_is_read_back(data):
     assert parse_action(str(action)) == action
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.sampled_from(SUBSEQUENCE_SCHEDULES),
     st.integers(1, 4),

@@ -29,13 +29,13 @@ def test_the_rehearsal_fills_the_report(tmp_path):
     found = json.loads((tmp_path / "report.json").read_text())
     assert found["failed"] == []
     assert done.returncode == 0, done.stderr
-    (compared,) = found["losses"]
+    (compared,) = found["cases"]
     assert compared["largest_difference"] == 0.0
-    assert [row["run"] for row in found["memory"]] == ["retain", "offload_all"]
-    assert found["memory"][0]["memory_bytes"]["weights"]["measured"] > 0
-    (times,) = found["times"]
-    assert min(times["over_least_step_s"].values()) == 1.0
-    assert times["copies"]["offload_all"]["exposed_s"]["measured"] >= 0
+    runs = compared["runs"]
+    assert list(runs) == ["retain", "offload_all"]
+    assert runs["retain"]["memory_bytes"]["weights"]["measured"] > 0
+    assert min(run["over_least_step_s"] for run in runs.values()) == 1.0
+    assert runs["offload_all"]["copies"]["exposed_s"]["measured"] >= 0
     (beside,) = found["transformers"]
     assert beside["step_s"] > 0
     assert len(beside["loss"]) == 2

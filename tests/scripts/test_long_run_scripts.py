@@ -53,9 +53,12 @@ def test_one_gpu_plans_a_million_tokens(tmp_path):
 @pytest.mark.parametrize(
     ("size", "variables", "ranks"),
     [
-        ("1node", {"SPPO_DEVICES": "4"}, 4),
+        pytest.param("1node", {"SPPO_DEVICES": "4"}, 4, marks=pytest.mark.exhaustive),
         ("cluster", {"SLURM_JOB_NUM_NODES": "3", "SLURM_GPUS_ON_NODE": "2"}, 6),
-        ("cluster", {"SPPO_NODES": "1", "SLURM_JOB_NUM_NODES": "3"}, 8),
+        pytest.param(
+            *("cluster", {"SPPO_NODES": "1", "SLURM_JOB_NUM_NODES": "3"}, 8),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_every_device_of_the_job_is_planned_for(tmp_path, size, variables, ranks):

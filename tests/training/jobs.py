@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,32 +21,31 @@ from sppo.training import trainer
 from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.devices.device import Device
 from sppo.training.evaluation import Evaluation, evaluate
-from sppo.training.job import Job, Ranks, mesh_shape
+from sppo.training.job import Job, mesh_shape
 from sppo.training.preflight import CheckedRun, preflight
+from sppo.training.records import TrainingOutcome
 from sppo.training.report import report
-from sppo.training.steps.outcome import TrainingOutcome
 
 
 def job_alone(
     run: RunConfig, *, device: Device | None = None, console: Console | None = None
 ) -> Job:
     """Job of a process that trains alone; it prints nothing without a console."""
-    return Job(run, Ranks.alone(), device or CpuDevice(), console or Console(quiet=True))
+    console = console or Console(quiet=True)
+    return Job.alone(run, device=device or CpuDevice(), console=console)
 
 
 def job_of_rank(run: RunConfig, rank: int, *, device: Device | None = None) -> Job:
     """Job of one of the run's ranks, all of them on this machine."""
     shape, device = mesh_shape(run), device or CpuDevice()
     mesh = Mesh(shape, rank=rank, timeout_s=30.0, device=device.group_device)
-    ranks = Ranks(mesh, HostCollectives(mesh), RankProgress.create(None), shape.num_ranks)
-    return Job(run, ranks, device, Console(quiet=True))
+    peers, progress = HostCollectives(mesh), RankProgress.create(None)
+    return Job(run, device, Console(quiet=True), mesh, peers, progress, shape.num_ranks)
 
 
 def job_beside(run: RunConfig, *, local_ranks: int, device: Device | None = None) -> Job:
     """Job of a process that is alone and shares its machine, as far as checks and plans know."""
-    ranks = Ranks.alone()
-    ranks = Ranks(ranks.mesh, ranks.peers, ranks.progress, local_ranks)
-    return Job(run, ranks, device or CpuDevice(), Console(quiet=True))
+    return replace(job_alone(run, device=device), local_ranks=local_ranks)
 
 
 def train_alone(
@@ -58,9 +58,9 @@ def train_alone(
     """Train in this process, and write the report if asked."""
     job = job_alone(run, device=device, console=console)
     checked = preflight(job)
-    outcome = trainer.train(job, checked)
+    outcome = trainer.train(checked)
     if reports:
-        report(job, checked, outcome, command="the same command")
+        report(checked, outcome, command="the same command")
     return outcome
 
 
@@ -79,9 +79,9 @@ def train_rank(
     ):
         job = job_of_rank(load_run(Path("run.yaml"), arguments), rank, device=device)
         checked = preflight(job)
-        outcome = trainer.train(job, checked)
-        if reports and job.ranks.is_main:
-            report(job, checked, outcome, command="the same command")
+        outcome = trainer.train(checked)
+        if reports and job.mesh.is_main:
+            report(checked, outcome, command="the same command")
         return checked, outcome
 
 

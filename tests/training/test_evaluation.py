@@ -10,15 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sppo.config import load_run
-from sppo.data.sequences import training_sequence
+from sppo.data.sample_rows import TrainingData
 from sppo.data.tokens import open_tokens
 from sppo.kernels.labels import IGNORED_LABEL
 from sppo.kernels.native.machine_memory import MemoryRoom
 from sppo.training import evaluation
 from sppo.training.devices import cpu_device
 from sppo.training.evaluation import loss_by_position
-from sppo.training.state_tensors import starting_weights
-from sppo.training.training_data import training_data
+from sppo.training.state import starting_weights
 from tests.conftest import LENGTH, write_tokens
 from tests.engine.reference import reference_token_losses
 from tests.training.jobs import evaluate_initial
@@ -27,16 +26,11 @@ from tests.training.jobs import evaluate_initial
 def directly(run, *, sequences):
     """(losses, counts) at each position by the plain model."""
     weights = {name: weight.double() for name, weight in starting_weights(run)}
-    data = open_tokens(run.data.tokens)
+    data = TrainingData.of(run, open_tokens(run.data.tokens))
     losses = torch.zeros(run.sequence.length, dtype=torch.float64)
     counts = torch.zeros(run.sequence.length)
     for index in range(sequences):
-        sequence = training_sequence(
-            data,
-            index,
-            length=run.sequence.length,
-            isolate_documents=run.data.isolate_documents,
-        )
+        sequence = data.row([index])
         losses += reference_token_losses(run.model, weights, sequence)
         counts += sequence.labels_S != IGNORED_LABEL
     return losses, counts
@@ -59,7 +53,9 @@ def test_as_the_plain_model_says(work, run_file, isolate):
 
 def test_bins_as_the_plain_model_says(work, run_file):
     run = load_run(run_file(sequence={"length": 300, "num_subsequences": 5}))
-    result = evaluate_initial(run, most=2)
+    seen = []
+    result = evaluate_initial(run, most=2, on_sequence=lambda *pair: seen.append(pair))
+    assert seen == [(1, 2), (2, 2)]
     losses, counts = directly(run, sequences=2)
     assert [(row.start, row.end) for row in result.by_position] == [
         (0, 64),
@@ -89,7 +85,7 @@ def test_samples_as_the_plain_model_says(work, run_file):
     run = load_run(run_file(data=data, train=train, sequence={"num_subsequences": 3}))
     result = evaluate_initial(run)
     weights = {name: weight.double() for name, weight in starting_weights(run)}
-    samples = training_data(run)
+    samples = TrainingData.of(run, open_tokens(run.data.tokens))
     losses, counts = torch.zeros(LENGTH, dtype=torch.float64), torch.zeros(LENGTH)
     for index in range(samples.num_samples):
         alone = samples.row([index])
@@ -103,25 +99,12 @@ def test_samples_as_the_plain_model_says(work, run_file):
     assert few.num_tokens == sum(samples.lengths([0, 1]))
 
 
-def test_bf16_is_close(work, run_file):
-    wide = evaluate_initial(load_run(run_file()), most=3)
-    narrow = evaluate_initial(load_run(run_file(train={"dtype": "bf16"})), most=3)
-    assert narrow.loss != wide.loss
-    assert narrow.loss == pytest.approx(wide.loss, rel=1e-2)
-
-
 def test_no_label_that_counts(work, run_file):
     starts = tuple(range(1, 2 * LENGTH + 1))
     write_tokens(work / "words", num_tokens=2 * LENGTH + 1, documents=starts)
     run = load_run(run_file(data={"tokens": "words", "isolate_documents": True}))
     with pytest.raises(ValueError, match="no label of its first 2 sequences counts"):
         evaluate_initial(run)
-
-
-def test_progress(work, run_file):
-    seen = []
-    evaluate_initial(load_run(run_file()), most=3, on_sequence=lambda *pair: seen.append(pair))
-    assert seen == [(1, 3), (2, 3), (3, 3)]
 
 
 @given(st.lists(st.tuples(st.floats(0, 9), st.integers(0, 3)), min_size=1, max_size=700))

@@ -9,18 +9,16 @@ import pytest
 from sppo.config import load_run
 from sppo.data.tokens import open_tokens
 from sppo.parallel.host_collectives import HostCollectives
-from sppo.parallel.job.flight_record import RankProgress
 from sppo.parallel.mesh import Mesh
 from sppo.parallel.mesh_shape import MeshShape
-from sppo.training.job import Ranks, _configuration
-from sppo.training.training_data import fingerprint, input_facts
+from sppo.training.input_checks import fingerprint, input_facts
+from sppo.training.job import _configuration
 from tests.conftest import write_tokens
 from tests.training.whole_runs.test_parallel_runs import overrides, train_as
 
 
 def ranks_of(rank, count):
-    mesh = Mesh(MeshShape(data_parallel=count), rank=rank, timeout_s=30.0)
-    return Ranks(mesh, HostCollectives(mesh), RankProgress.create(None), count)
+    return HostCollectives(Mesh(MeshShape(data_parallel=count), rank=rank, timeout_s=30.0))
 
 
 def refusal(act):
@@ -31,8 +29,8 @@ def refusal(act):
 
 def different_schedules(rank):
     ranks = ranks_of(rank, 3)
-    ranks.check_same("schedule", "the same")
-    return refusal(lambda: ranks.check_same("schedule", "odd" if rank == 1 else "usual"))
+    ranks.check_same_result("schedule", "the same")
+    return refusal(lambda: ranks.check_same_result("schedule", "odd" if rank == 1 else "usual"))
 
 
 def main_fails(rank):
@@ -57,17 +55,6 @@ def one_fails(rank):
     return refusal(lambda: ranks.done_by_all(fail_on_rank_1))
 
 
-def figures(rank):
-    peers = ranks_of(rank, 3).peers
-    return (
-        peers.total([rank, 0.5]),
-        peers.largest([-rank, rank]),
-        peers.any(rank == 2),
-        peers.any(False),
-        peers.all_gather(f"rank {rank}"),
-    )
-
-
 def test_a_schedule_of_one_rank_alone_is_refused_by_all(ranks):
     for told in ranks.run(different_schedules, ranks=3):
         assert told.startswith("rank 1 has made another schedule than rank 0")
@@ -79,21 +66,6 @@ def test_what_rank_0_raises_is_raised_by_all(ranks):
 
 def test_what_one_rank_raises_is_raised_by_all_with_its_number(ranks):
     assert ranks.run(one_fails, ranks=3) == ["rank 1: no such directory"] * 3
-
-
-def test_figures_are_the_same_on_every_rank(ranks):
-    expected = ([3.0, 1.5], [0.0, 2.0], True, False, ["rank 0", "rank 1", "rank 2"])
-    assert ranks.run(figures, ranks=3) == [expected] * 3
-
-
-def test_a_rank_that_is_alone_asks_itself():
-    ranks = Ranks.alone()
-    ranks.check_same("schedule", "any")
-    assert ranks.decided_by_main(lambda: 3) == 3
-    assert ranks.peers.total([2.0]) == [2.0]
-    assert ranks.peers.all_gather("me") == ["me"]
-    with pytest.raises(ValueError, match="no"):
-        ranks.decided_by_main(lambda: int("no"))
 
 
 def train_on_own_data(rank, directory, paths):
@@ -122,11 +94,6 @@ def test_ranks_with_different_tokens_refuse_before_anything_is_made(ranks, copie
     assert "data.tokens, tokens_sha256: " in said[0]
     assert " on rank 0, " in said[0]
     assert not (copies / "out").exists()
-
-
-def test_ranks_with_different_documents_refuse(ranks, copies):
-    said = ranks.run(train_on_own_data, copies, ["tokens", "documents"], ranks=2)
-    assert "data.tokens, documents: 1 on rank 0, 2 on rank 1" in said[0]
 
 
 def test_ranks_may_read_equal_copies_in_different_places(ranks, copies):
@@ -158,6 +125,7 @@ def test_a_fingerprint_of_a_large_file(tmp_path):
     assert fingerprint(file) != before
 
 
+@pytest.mark.exhaustive
 def test_what_rank_0_refuses_for_all_is_told_once(work, run_file):
     """Found on the ranks, which know of memory and tiers, and before anything is made."""
     run_file(model={"num_layers": 2})

@@ -10,10 +10,9 @@ from rich.console import Console
 from sppo.config import load_run
 from sppo.report.metrics import JsonlSink, StepMetrics
 from sppo.training.preflight import preflight
+from sppo.training.records import Baseline, MeasuredBuckets, TrainingOutcome
 from sppo.training.report import report
 from sppo.training.run_directory import note_configuration
-from sppo.training.steps.measured import MeasuredBuckets, StepPhases
-from sppo.training.steps.outcome import Baseline, TrainingOutcome
 from tests.conftest import tree
 from tests.training.jobs import job_alone, summary
 
@@ -45,7 +44,7 @@ def outcome_of(work, *, first=0, done=4, interrupted_by=None):
         interrupted_by,
         wall_s=2.0,
         peak_bytes=350,
-        phases=[StepPhases(0.1, 0.3, 0.05 * step) for step in range(first, done)],
+        phases_s=[(0.1, 0.3, 0.05 * step) for step in range(first, done)],
         buckets=MeasuredBuckets(1, 2, 3, 4, 5),
     )
 
@@ -55,10 +54,10 @@ def told(run, outcome):
     job = job_alone(run, console=Console(file=screen, width=120))
     checked = preflight(job)
     predicted = checked.plan.predicted
-    phases = StepPhases(predicted.forward_s, predicted.backward_s, predicted.update_s)
-    outcome.planned_phases = [phases] * len(outcome.phases)
+    phases_s = (predicted.forward_s, predicted.backward_s, predicted.update_s)
+    outcome.planned_phases_s = [phases_s] * len(outcome.phases_s)
     outcome.most_planned = checked.plan.stages[0].memory.device
-    report(job, checked, outcome, command="the same command")
+    report(checked, outcome, command="the same command")
     return screen.getvalue()
 
 
@@ -79,22 +78,16 @@ def test_a_whole_run(work, run):
     assert found["phases_s"]["data and update"]["measured"] == pytest.approx(0.075)
 
 
-def test_a_run_that_was_stopped(work, run):
-    text = told(run, outcome_of(work, done=2, interrupted_by="SIGTERM"))
-    assert "stopped by SIGTERM after step 2 of 4, 2 left; to go on:\nthe same command" in text
+@pytest.mark.parametrize("done", [2, 0])
+def test_a_run_that_was_stopped_and_resumed(work, run, done):
+    text = told(run, outcome_of(work, done=done, interrupted_by="SIGTERM"))
+    left = (
+        f"stopped by SIGTERM after step {done} of 4, {4 - done} left; to go on:\nthe same command"
+    )
+    assert left in text
+    assert (work / "out/loss.png").exists() == (done > 0)
     assert summary(work / "out")["interrupted_by"] == "SIGTERM"
-
-
-def test_a_run_that_was_stopped_before_its_first_step(work, run):
-    text = told(run, outcome_of(work, done=0, interrupted_by="SIGINT"))
-    assert "out: metrics.jsonl, run_summary.json\n" in text, text
-    assert not (work / "out/loss.png").exists()
-    assert "stopped by SIGINT after step 0 of 4" in text
-
-
-def test_a_resumed_run_is_summed_up_as_a_whole(work, run):
-    told(run, outcome_of(work, done=2, interrupted_by="SIGTERM"))
-    told(run, outcome_of(work, first=2, done=4))
+    told(run, outcome_of(work, first=done, done=4))
     found = summary(work / "out")
     assert (found["steps"], found["interrupted_by"]) == (4, None)
 

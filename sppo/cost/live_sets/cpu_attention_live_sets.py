@@ -8,19 +8,17 @@ The functions yield live bytes with a name; the largest counts
 from __future__ import annotations
 
 from collections.abc import Iterator
-from enum import Enum, auto
 from functools import partial
 from math import gcd
-from typing import NamedTuple
 
 from sppo.cost.layer import ACCUMULATION_BYTES
 from sppo.cost.live_sets.attention_block_sizes import (
-    BAND_ROWS,
     CAUSAL_TOKENS,
     HALF_TOKENS,
-    PREFIX_KEYS,
+    Block,
+    BlockKind,
     first_half,
-    largest_square,
+    largest_blocks,
 )
 from sppo.cost.live_sets.cpu_scratch import cast_bytes, flash_bytes, flash_output_bytes
 from sppo.cost.live_sets.tensor_sizes import TensorSizes
@@ -33,31 +31,12 @@ _FLASH_COMPUTE_BYTES = 450 << 10
 :func:`sppo.cost.live_sets.cpu_scratch.flash_bytes`; measured with torch 2.13."""
 
 
-class _Kind(Enum):
-    FULL = auto()
-    CAUSAL = auto()
-    BAND = auto()
-
-
-class _Block(NamedTuple):
-    """Block of the attention matrix; ``FULL`` is a rectangle in which every query sees every key.
-
-    The key heads of a rectangle are as they are, and the query heads of a key head are folded into
-    its rows. The other kinds have as many key heads as query heads.
-    """
-
-    name: str
-    kind: _Kind
-    rows: int
-    keys: int
-
-
 def attention_forward(s: TensorSizes) -> Iterator[tuple[str, int]]:
     """Yield the live bytes of an attention forward, without q, k and v."""
     # Queries by head, the running output and its lse.
     merged = s.fp32_query_bytes + s.lse_bytes
     base = s.query_bytes + merged
-    for block in _blocks(s):
+    for block in largest_blocks(s):
         folded = _folded_rows(s, block)
         o = _row_bytes(s, block.rows, s.element_bytes)
         lse = s.pooled(block.rows * _heads(s) * ACCUMULATION_BYTES)
@@ -65,7 +44,7 @@ def attention_forward(s: TensorSizes) -> Iterator[tuple[str, int]]:
         scratch = flash_bytes(s, folded, block.keys, buffers=1) + flash_output_bytes(s, folded)
         yield block.name, held + scratch
         yield f"mask of {block.name}", base + _masking_bytes(s, block)
-        if block.kind is _Kind.CAUSAL or (block.kind is _Kind.FULL and s.prefix):
+        if block.kind is BlockKind.CAUSAL or (block.kind is BlockKind.FULL and s.prefix):
             yield f"merging {block.name}", base + _merging_bytes(s, block)
     yield "output", merged + s.query_bytes
 
@@ -74,36 +53,18 @@ def attention_backward(s: TensorSizes) -> Iterator[tuple[str, int]]:
     """Yield the live bytes of an attention backward, without q, o and do."""
     # Queries, outputs and their gradients by head, and the sum of dq.
     base = 3 * s.query_bytes + s.fp32_query_bytes
-    for block in _blocks(s):
+    for block in largest_blocks(s):
         for name, live in _block_backward(s, block, is_cast=s.is_half and s.casts):
             yield name, base + live
         yield f"mask of {block.name}", base + _masking_bytes(s, block)
     rest = s.tokens * s.degree % HALF_TOKENS
     if s.is_half and not s.casts and rest:
-        block = _Block("a small causal square", _Kind.CAUSAL, rest, rest)
+        block = Block("a small causal square", BlockKind.CAUSAL, rest, rest)
         for name, live in _block_backward(s, block, is_cast=True):
             yield name, base + live
 
 
-def _blocks(s: TensorSizes) -> Iterator[_Block]:
-    """Yield the largest blocks of every kind."""
-    rows, window = s.tokens * s.degree, s.model.sliding_window
-    square = largest_square(rows)
-    yield _Block("a causal square", _Kind.CAUSAL, square, square)
-    if rows > CAUSAL_TOKENS:
-        keys = first_half(rows)
-        yield _Block("half of a square", _Kind.FULL, rows - keys, keys)
-    prefix = s.prefix
-    if window is not None and s.model.sliding_window_first_layer == 0:
-        prefix = min(prefix, window)
-    if prefix:
-        yield _Block("the prefix", _Kind.FULL, rows, min(prefix, PREFIX_KEYS))
-    if window is not None and s.seen_keys > window:
-        band = min(rows, BAND_ROWS)
-        yield _Block("a band", _Kind.BAND, band, min(s.seen_keys, band + window - 1))
-
-
-def _merging_bytes(s: TensorSizes, block: _Block) -> int:
+def _merging_bytes(s: TensorSizes, block: Block) -> int:
     """Return the bytes of merging the output of a block with the output of earlier keys.
 
     These are the output and its lse, three tensors of weights, and a tile of the output in fp32.
@@ -117,7 +78,7 @@ def _merging_bytes(s: TensorSizes, block: _Block) -> int:
     return o + 4 * lse + _gathered_bytes(s, block, tensors=1) + cast_bytes(s, o)
 
 
-def _block_backward(s: TensorSizes, block: _Block, *, is_cast: bool) -> Iterator[tuple[str, int]]:
+def _block_backward(s: TensorSizes, block: Block, *, is_cast: bool) -> Iterator[tuple[str, int]]:
     """Yield the live bytes of the backward of one block.
 
     Args:
@@ -150,39 +111,41 @@ def _block_backward(s: TensorSizes, block: _Block, *, is_cast: bool) -> Iterator
         yield f"adding {block.name}", parts * of_rows + of_keys + adding
 
 
-def _whole_keys(block: _Block, multiple: int) -> int:
+def _whole_keys(block: Block, multiple: int) -> int:
     """Return the keys of a block that is cut, or if it is a band extended, to whole multiples."""
     keys = block.keys // multiple * multiple
-    return keys + multiple if block.kind is _Kind.BAND and keys < block.keys else keys
+    return keys + multiple if block.kind is BlockKind.BAND and keys < block.keys else keys
 
 
-def _key_sum_bytes(s: TensorSizes, block: _Block, gradient_bytes: int) -> int:
+def _key_sum_bytes(s: TensorSizes, block: Block, gradient_bytes: int) -> int:
     """Return the scratch of adding dk, or dv, in half precision to its sum in fp32.
 
     The query heads of a key head are summed in fp32 first, unless the block is a rectangle.
     """
     cast = cast_bytes(s, gradient_bytes)
-    has_sum = block.kind is not _Kind.FULL and _group(s) > 1
+    has_sum = block.kind is not BlockKind.FULL and _group(s) > 1
     return cast + cast // _group(s) if has_sum else cast
 
 
-def _operand_bytes(s: TensorSizes, block: _Block, *, is_cast: bool) -> int:
+def _operand_bytes(s: TensorSizes, block: Block, *, is_cast: bool) -> int:
     """Return the bytes of the copies of a block's operands, and of its mask, in backward.
 
-    If the operands are cast, all but q are freed in half precision as soon as they are cast.
+    If the operands are cast, all but q and the mask are freed in half precision as soon as they are
+    cast.
     """
+    mask = _mask_bytes(s, block)
     if not is_cast:
-        return _gathered_bytes(s, block, tensors=3) + _mask_bytes(s, block)
+        return _gathered_bytes(s, block, tensors=3) + mask
     rows = _gathered_bytes(s, block, tensors=1)
     rows += 3 * _row_bytes(s, block.rows, ACCUMULATION_BYTES)
     of_head = s.model.head_dim * ACCUMULATION_BYTES
     keys = 2 * s.pooled(block.keys * _key_heads(s) * of_head)
-    return rows + keys + _mask_bytes(s, block) // s.element_bytes * ACCUMULATION_BYTES
+    return rows + keys + mask + mask // s.element_bytes * ACCUMULATION_BYTES
 
 
-def _multiplies_apart(s: TensorSizes, block: _Block) -> bool:
+def _multiplies_apart(s: TensorSizes, block: Block) -> bool:
     """Return whether the kernel allocates the product of o and do, as for several heads."""
-    heads = _key_heads(s) if block.kind is _Kind.FULL else _group(s)
+    heads = _key_heads(s) if block.kind is BlockKind.FULL else _group(s)
     return heads > 1 or _key_parts(s, block) > 1
 
 
@@ -191,13 +154,13 @@ def _row_bytes(s: TensorSizes, rows: int, element_bytes: int) -> int:
     return s.pooled(rows * _heads(s) * s.model.head_dim * element_bytes)
 
 
-def _key_gradient_bytes(s: TensorSizes, block: _Block, keys: int, element_bytes: int) -> int:
+def _key_gradient_bytes(s: TensorSizes, block: Block, keys: int, element_bytes: int) -> int:
     """Return the bytes of dk and dv together for some keys of a block."""
-    heads = _key_heads(s) if block.kind is _Kind.FULL else _heads(s)
+    heads = _key_heads(s) if block.kind is BlockKind.FULL else _heads(s)
     return 2 * s.pooled(keys * heads * s.model.head_dim * element_bytes)
 
 
-def _gathered_bytes(s: TensorSizes, block: _Block, *, tensors: int) -> int:
+def _gathered_bytes(s: TensorSizes, block: Block, *, tensors: int) -> int:
     """Return the bytes of q, or of q, o and do, whose rows are put together by key head.
 
     Args:
@@ -205,31 +168,31 @@ def _gathered_bytes(s: TensorSizes, block: _Block, *, tensors: int) -> int:
         block: Block to compute; only a rectangle of some of the rows has copies.
         tensors: Number of tensors that are held while the kernel runs.
     """
-    is_part = block.kind is _Kind.FULL and block.rows < s.tokens * s.degree
+    is_part = block.kind is BlockKind.FULL and block.rows < s.tokens * s.degree
     return tensors * _row_bytes(s, block.rows, s.element_bytes) * (is_part and _group(s) > 1)
 
 
-def _mask_bytes(s: TensorSizes, block: _Block) -> int:
+def _mask_bytes(s: TensorSizes, block: Block) -> int:
     """Return the bytes of the mask of a band; 0 for the other kinds."""
-    return s.pooled(block.rows * block.keys * s.element_bytes) * (block.kind is _Kind.BAND)
+    return s.pooled(block.rows * block.keys * s.element_bytes) * (block.kind is BlockKind.BAND)
 
 
-def _masking_bytes(s: TensorSizes, block: _Block) -> int:
+def _masking_bytes(s: TensorSizes, block: Block) -> int:
     """Return the bytes of making the mask of a band: three masks of bools, or one and the mask."""
     pairs = s.pooled(block.rows * block.keys)
-    return max(3, 1 + s.element_bytes) * pairs * (block.kind is _Kind.BAND)
+    return max(3, 1 + s.element_bytes) * pairs * (block.kind is BlockKind.BAND)
 
 
-def _key_parts(s: TensorSizes, block: _Block) -> int:
+def _key_parts(s: TensorSizes, block: Block) -> int:
     """Return the number of parts of the keys of a rectangle, which gives all threads equal work."""
-    if block.kind is not _Kind.FULL:
+    if block.kind is not BlockKind.FULL:
         return 1
     wanted = s.threads // gcd(_key_heads(s), s.threads)
     return max(1, min(wanted, block.keys // LEAST_PART_KEYS))
 
 
-def _folded_rows(s: TensorSizes, block: _Block) -> int:
-    return block.rows * _group(s) if block.kind is _Kind.FULL else block.rows
+def _folded_rows(s: TensorSizes, block: Block) -> int:
+    return block.rows * _group(s) if block.kind is BlockKind.FULL else block.rows
 
 
 def _heads(s: TensorSizes) -> int:

@@ -8,7 +8,7 @@
 * A borrower holds the weights of the layer and of the next one, and K and V of the layer; in
   forward those of the next layer, too, which are sent with the weights.
 
-Legend: see :mod:`sppo.cost.live_sets.cpu_live_sets`; T tokens up to the end of the unit.
+Legend: see :mod:`sppo.cost.live_sets.layer_live_sets`; T tokens up to the end of the unit.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Memory of the ranks of a pipeline with multiplexed sequence partitioning (MSP).
 
 A rank holds the saved tensors of units of its own stages that it runs whole, and of shards that it
-runs, whether of its own stages or as a borrower. The shards of each stage have slots and tier
-extents separate from those of whole units. More tensors are live while a shard runs than while a
-unit as long runs (:mod:`sppo.cost.live_sets.shard_live_sets`).
+runs, whether of its own stages or as a borrower. All of them share the slots of the rank, and the
+shards of each stage have tier extents of their own. More tensors are live while a shard runs than
+while a unit as long runs (:mod:`sppo.cost.live_sets.shard_live_sets`).
 
 Sequences of a program with MSP run one after another, so fewer are held at once.
 
@@ -106,22 +106,18 @@ class _Rank:
     def _room(self) -> tuple[int, int, int, int]:
         """Return the bytes of device slots, of D2H sources, of staging slots, and in the tier.
 
-        The rank's own stages share the slots of whole units; each has its own extents in the tier.
+        All blocks share the slots; whole units and shards of each stage have their own extents.
         """
-        whole = [self._whole_blocks(stage) for stage in self._own]
-        longest = max(self._own, key=lambda stage: len(self._candidate.stages[stage]))
-        rooms = [self._slots_bytes(longest, max(map(_largest, whole)))]
-        tier = sum(map(_tier_bytes, whole)) * self._sequences
-        for stage in sorted({shard.stage for shard in self._program.shards.values()}):
-            blocks = {
-                (shard.sequence, shard.subsequence): self._shard_blocks(shard)
-                for shard in self._program.shards.values()
-                if shard.stage == stage
-            }
-            rooms.append(self._slots_bytes(stage, _largest(blocks)))
-            tier += _tier_bytes(blocks)
-        copies, leaving, staging = map(sum, zip(*rooms, strict=True))
-        return copies, leaving, staging, tier
+        whole = {stage: self._whole_blocks(stage) for stage in self._own}
+        shards: dict[int, dict[UnitKey, Sequence[int]]] = {}
+        for shard in self._program.shards.values():
+            unit = shard.sequence, shard.subsequence
+            shards.setdefault(shard.stage, {})[unit] = self._shard_blocks(shard)
+        blocks = [*whole.values(), *shards.values()]
+        longest = max((*whole, *shards), key=lambda stage: len(self._candidate.stages[stage]))
+        tier = sum(map(_tier_bytes, whole.values())) * self._sequences
+        tier += sum(map(_tier_bytes, shards.values()))
+        return *self._slots_bytes(longest, max(map(_largest, blocks))), tier
 
     def _slots_bytes(self, stage: int, block_bytes: int) -> tuple[int, int, int]:
         """Return the bytes of slots on the device, of D2H sources, and of staging slots."""

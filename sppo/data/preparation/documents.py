@@ -1,12 +1,12 @@
 """Finding the files to tokenize, and reading documents from them.
 
-A file is one document, except for ``.jsonl`` files, in which each line is one: ``{"text": ...}``.
+A file is one document, unless each of its rows is: in a ``.jsonl`` file a line ``{"text": ...}``.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -14,8 +14,6 @@ from pathlib import Path
 
 from sppo.config.json_file import JsonError, parse_json
 from sppo.quoting import one_line
-
-JSONL_SUFFIX = ".jsonl"
 
 _SHOWN_PATHS = 5
 _HEAD_BYTES = 1 << 16
@@ -30,15 +28,6 @@ class TextDocument:
     """Path of the file, with the line number for ``.jsonl``."""
     source_bytes: int
     """Bytes of input of the document, line ends included."""
-
-
-@dataclass(frozen=True, slots=True)
-class ByteBlock:
-    """Block of the bytes of a document."""
-
-    data: bytes
-    source_bytes: int
-    ends_document: bool
 
 
 def find_files(
@@ -58,7 +47,7 @@ def find_files(
     Raises:
         ValueError: A path does not exist or is not a regular file, or no file was found.
     """
-    missing = [str(path) for path in inputs if not _exists(path)]
+    missing = [str(path) for path in inputs if not exists(path)]
     if missing:
         more = f" and {len(missing) - _SHOWN_PATHS} more" if len(missing) > _SHOWN_PATHS else ""
         shown = ", ".join(map(one_line, missing[:_SHOWN_PATHS]))
@@ -82,7 +71,8 @@ def find_files(
     return tuple(found)
 
 
-def _exists(path: Path) -> bool:
+def exists(path: Path) -> bool:
+    """Return whether there is a file or directory; raise ValueError if this cannot be told."""
     with reading(path):
         return path.exists()
 
@@ -137,7 +127,7 @@ def check_text_files(paths: Sequence[Path]) -> None:
         ValueError: A file is not text.
     """
     for path in paths:
-        if path.suffix == JSONL_SUFFIX:
+        if holds_rows(path):
             continue
         with reading(path), path.open("rb") as file:
             position = file.read(_HEAD_BYTES).find(b"\0")
@@ -157,32 +147,17 @@ def read_text(paths: Sequence[Path]) -> Iterator[TextDocument]:
         ValueError: A file is unreadable or not UTF-8, or a line of a ``.jsonl`` file is invalid.
     """
     for path in paths:
-        if path.suffix == JSONL_SUFFIX:
-            yield from _read_lines(path)
+        if holds_rows(path):
+            yield from _ROW_READERS[path.suffix](path)
         else:
             with reading(path):
                 data = path.read_bytes()
             yield TextDocument(_decode(data, path), str(path), len(data))
 
 
-def read_bytes(paths: Sequence[Path], *, block_bytes: int) -> Iterator[ByteBlock]:
-    """Yield the documents of files as bytes, in blocks of at most ``block_bytes``.
-
-    A line of a ``.jsonl`` file is always one block.
-
-    Raises:
-        ValueError: A file is unreadable, or a line of a ``.jsonl`` file is invalid.
-    """
-    for path in paths:
-        if path.suffix == JSONL_SUFFIX:
-            for document in _read_lines(path):
-                data = document.text.encode("utf-8")
-                yield ByteBlock(data, document.source_bytes, ends_document=True)
-            continue
-        with reading(path), path.open("rb") as file:
-            while data := file.read(block_bytes):
-                yield ByteBlock(data, len(data), ends_document=False)
-        yield ByteBlock(b"", 0, ends_document=True)
+def holds_rows(path: Path) -> bool:
+    """Return whether each row of a file is a document, instead of the file."""
+    return path.suffix in _ROW_READERS
 
 
 def _read_lines(path: Path) -> Iterator[TextDocument]:
@@ -191,6 +166,10 @@ def _read_lines(path: Path) -> Iterator[TextDocument]:
             if line.strip():
                 source = f"{path}:{number}"
                 yield TextDocument(_text_of(line, source), source, len(line))
+
+
+_ROW_READERS: Mapping[str, Callable[[Path], Iterator[TextDocument]]] = {".jsonl": _read_lines}
+"""Readers of the rows of files, by suffix."""
 
 
 def _text_of(line: bytes, source: str) -> str:

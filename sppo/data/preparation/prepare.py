@@ -7,9 +7,10 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sppo.data.preparation.documents import check_text_files, find_files, reading
-from sppo.data.preparation.mask_files import without_masks
+from sppo.data.preparation.ids_files import scan_ids, without_masks
 from sppo.data.preparation.token_writer import (
     TokenWriter,
     check_destination,
@@ -23,14 +24,13 @@ from sppo.data.preparation.tokenizers import (
     ByteTokenizer,
     EndOfDocument,
     Tokenizer,
-    check_end_of_document,
-    scan_ids,
+    end_id,
 )
 from sppo.data.tokens import META_FILE, TokenData, TokenMeta, open_tokens, verify_tokens
 from sppo.units import KIB, MIB, counted
 
-PERCENTILES = (0, 10, 50, 90, 99, 100)
-LONG_TOKENS = (16 * KIB, 128 * KIB, MIB)
+_PERCENTILES = (0, 10, 50, 90, 99, 100)
+_LONG_TOKENS = (16 * KIB, 128 * KIB, MIB)
 """Lengths in tokens above which long documents are counted."""
 
 
@@ -103,7 +103,7 @@ def prepare_tokens(
     paths = find_files([Path(path) for path in inputs], globs=globs, exclude=out)
     if tokenizer == "ids":
         paths = without_masks(paths)
-    source_bytes = _total_bytes(paths)
+    source_bytes = sum(map(_size_bytes, paths))
     with temporary_sibling(out) as temporary:
         chosen = choose_tokenizer(
             tokenizer, paths=paths, vocab_size=vocab_size, end_of_document=end_of_document
@@ -142,28 +142,21 @@ def choose_tokenizer(
         ValueError: There is no such tokenizer, or another option does not apply to it.
     """
     if name == "ids":
-        end = None if isinstance(end_of_document, str) else end_of_document
-        return scan_ids(paths, vocab_size=vocab_size, end_of_document=end)
+        return scan_ids(paths, vocab_size=vocab_size, end_of_document=end_of_document)
     if vocab_size is not None:
         raise ValueError(
             f"--vocab-size {vocab_size}: only for --tokenizer ids; --tokenizer {name} has its own"
             " vocabulary. Leave it out"
         )
-    if name != "bytes":
-        return load_tokenizer_file(name, end_of_document=end_of_document)
-    if end_of_document == "auto":
-        return ByteTokenizer(BYTE_END_OF_DOCUMENT)
-    if end_of_document == "none":
-        return ByteTokenizer(None)
-    return ByteTokenizer(check_end_of_document(end_of_document, vocab_size=BYTE_VOCAB_SIZE))
+    if name == "bytes":
+        own, size = BYTE_END_OF_DOCUMENT, BYTE_VOCAB_SIZE
+        return ByteTokenizer(end_id(end_of_document, own=own, vocab_size=size))
+    return load_tokenizer_file(name, end_of_document=end_of_document)
 
 
-def _total_bytes(paths: Sequence[Path]) -> int:
-    total_bytes = 0
-    for path in paths:
-        with reading(path):
-            total_bytes += path.stat().st_size
-    return total_bytes
+def _size_bytes(path: Path) -> int:
+    with reading(path):
+        return path.stat().st_size
 
 
 def _write(
@@ -233,7 +226,6 @@ def _summary(
     data: TokenData, *, unchanged: bool, num_files: int, num_empty: int, source_bytes: int
 ) -> PreparedTokens:
     lengths = np.diff(data.document_offsets)
-    percentiles = np.percentile(lengths, PERCENTILES, method="inverted_cdf")
     return PreparedTokens(
         directory=str(data.directory),
         unchanged=unchanged,
@@ -242,14 +234,17 @@ def _summary(
         num_empty_documents=num_empty,
         source_bytes=source_bytes,
         tokens_bytes=data.num_tokens * data.tokens.itemsize,
-        document_tokens_percentiles={
-            f"p{percent}": int(value)
-            for percent, value in zip(PERCENTILES, percentiles, strict=True)
-        },
+        document_tokens_percentiles=percentiles(lengths),
         documents_longer_than={
-            str(tokens): int(np.count_nonzero(lengths > tokens)) for tokens in LONG_TOKENS
+            str(tokens): int(np.count_nonzero(lengths > tokens)) for tokens in _LONG_TOKENS
         },
         num_counting_tokens=(
             None if data.loss_mask is None else int(np.count_nonzero(data.loss_mask))
         ),
     )
+
+
+def percentiles(lengths: NDArray[np.int64]) -> dict[str, int]:
+    """Return the lengths at p0, p10, p50, p90, p99 and p100, each of which occurs."""
+    values = np.percentile(lengths, _PERCENTILES, method="inverted_cdf").tolist()
+    return {f"p{at}": int(value) for at, value in zip(_PERCENTILES, values, strict=True)}

@@ -8,7 +8,7 @@ import shutil
 import uuid
 from array import array
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -47,32 +47,23 @@ class TokenWriter:
         self._vocab_size = vocab_size
         self._description = description
         self._dtype = np.dtype(dtype_name(vocab_size)).newbyteorder("<")
-        self._file = (directory / TOKENS_FILE).open("wb", buffering=_BUFFER_BYTES)
-        self._digest = hashlib.sha256()
-        self._mask: _LossMaskWriter | None = None
+        self._tokens = _SummedFile(directory / TOKENS_FILE)
+        self._mask: _SummedFile | None = None
         self._last_counts = True
         self._offsets = array("q", [0])
-        self._num_tokens = 0
-        self._num_empty = 0
         self._max_id = 0
+        self.num_tokens = 0
+        """Number of tokens written so far."""
+        self.num_empty = 0
+        """Number of documents left out because they were empty."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
-        if self._mask is not None:
-            self._mask.file.close()
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens written so far."""
-        return self._num_tokens
-
-    @property
-    def num_empty(self) -> int:
-        """Number of documents left out because they were empty."""
-        return self._num_empty
+        for file in (self._tokens, self._mask):
+            if file is not None:
+                file.close()
 
     def append(self, ids: NDArray[Any], counts: NDArray[np.bool_] | None = None) -> None:
         """Append ids to the current document.
@@ -94,49 +85,45 @@ class TokenWriter:
                 f"id {low if low < 0 else high} is outside the vocabulary of {self._vocab_size};"
                 " an input file changed while it was read; run the command again"
             )
-        block = np.ascontiguousarray(ids, dtype=self._dtype)
-        self._digest.update(block.data)
-        self._file.write(block.data)
-        self._append_mask(len(block), counts)
-        self._num_tokens += len(block)
+        if counts is not None and self._mask is None:
+            self._mask = _SummedFile(self._directory / LOSS_MASK_FILE)
+            self._append_counting(self.num_tokens)
+        self._tokens.append(np.ascontiguousarray(ids, dtype=self._dtype))
+        if counts is None:
+            self._append_counting(len(ids))
+        elif self._mask is not None:
+            self._mask.append(np.ascontiguousarray(counts).view(np.uint8))
+        self._last_counts = counts is None or bool(counts[-1])
+        self.num_tokens += len(ids)
         self._max_id = max(self._max_id, high)
 
-    def _append_mask(self, num_tokens: int, counts: NDArray[np.bool_] | None) -> None:
-        """Append to the loss mask, which is created when the first tokens have a mask."""
-        if counts is not None and self._mask is None:
-            self._mask = _LossMaskWriter(self._directory / LOSS_MASK_FILE)
-            self._mask.append_counting(self._num_tokens)
-        self._last_counts = counts is None or bool(counts[-1])
+    def _append_counting(self, num_tokens: int) -> None:
+        """Append tokens that all count to the loss mask, if there is one."""
         if self._mask is None:
             return
-        if counts is None:
-            self._mask.append_counting(num_tokens)
-        else:
-            self._mask.append(counts)
+        for start in range(0, num_tokens, _BUFFER_BYTES):
+            self._mask.append(np.ones(min(_BUFFER_BYTES, num_tokens - start), dtype=np.uint8))
 
     def end_document(self) -> None:
         """End the current document, and append its end id; an empty document is left out.
 
         Predicting the end id counts in the loss if predicting the token before does.
         """
-        if self._num_tokens == self._offsets[-1]:
-            self._num_empty += 1
+        if self.num_tokens == self._offsets[-1]:
+            self.num_empty += 1
             return
         if self._description.end_of_document is not None:
             end = np.array([self._description.end_of_document])
             self.append(end, None if self._last_counts else np.array([False]))
-        self._offsets.append(self._num_tokens)
+        self._offsets.append(self.num_tokens)
 
-    def finish(self) -> TokenMeta:
+    def finish(self) -> None:
         """Write ``documents.npy`` and ``meta.json``, and flush all files to the disk.
 
         Raises:
             OSError: The disk is full, or failed.
         """
-        assert self._offsets[-1] == self._num_tokens, "finish() inside a document"
-        _flush_to_disk(self._file)
-        if self._mask is not None:
-            _flush_to_disk(self._mask.file)
+        assert self._offsets[-1] == self.num_tokens, "finish() inside a document"
         starts = np.frombuffer(self._offsets, dtype=np.int64)
         with (self._directory / DOCUMENTS_FILE).open("wb") as file:
             np.save(file, starts)
@@ -146,34 +133,33 @@ class TokenWriter:
             dtype=dtype_name(self._vocab_size),
             vocab_size=self._vocab_size,
             max_id=self._max_id,
-            num_tokens=self._num_tokens,
+            num_tokens=self.num_tokens,
             num_documents=len(self._offsets) - 1,
-            tokens_sha256=self._digest.hexdigest(),
+            tokens_sha256=self._tokens.finish(),
             tokenizer=self._description,
             documents_sha256=hashlib.sha256(starts.data).hexdigest(),
-            loss_mask_sha256=None if self._mask is None else self._mask.digest.hexdigest(),
+            loss_mask_sha256=None if self._mask is None else self._mask.finish(),
         )
         write_meta(self._directory / META_FILE, meta)
-        return meta
 
 
-class _LossMaskWriter:
-    """Writer that appends to ``loss_mask.bin``, one byte per token."""
+class _SummedFile:
+    """File that arrays are appended to, with its checksum."""
 
     def __init__(self, path: Path) -> None:
-        self.file = path.open("wb", buffering=_BUFFER_BYTES)
-        self.digest = hashlib.sha256()
+        self._file = path.open("wb", buffering=_BUFFER_BYTES)
+        self._digest = hashlib.sha256()
+        self.close = self._file.close
 
-    def append(self, counts: NDArray[np.bool_]) -> None:
-        """Append the mask of tokens, [n]."""
-        block = np.ascontiguousarray(counts).view(np.uint8)
-        self.digest.update(block.data)
-        self.file.write(block.data)
+    def append(self, block: NDArray[Any]) -> None:
+        """Append a contiguous array, [n]."""
+        self._digest.update(block.data)
+        self._file.write(block.data)
 
-    def append_counting(self, num_tokens: int) -> None:
-        """Append ``num_tokens`` tokens that all count."""
-        for start in range(0, num_tokens, _BUFFER_BYTES):
-            self.append(np.ones(min(_BUFFER_BYTES, num_tokens - start), dtype=np.bool_))
+    def finish(self) -> str:
+        """Flush the file to the disk, and return its SHA-256."""
+        _flush_to_disk(self._file)
+        return self._digest.hexdigest()
 
 
 def _flush_to_disk(file: Any) -> None:
@@ -244,16 +230,10 @@ def temporary_sibling(out: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         for parent in missing_parents:
-            _remove_if_empty(parent)
+            with suppress(OSError):  # not empty, or never made
+                parent.rmdir()
         raise
     shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _remove_if_empty(directory: Path) -> None:
-    try:
-        directory.rmdir()
-    except OSError:
-        return
 
 
 def move_into_place(temporary: Path, out: Path) -> None:

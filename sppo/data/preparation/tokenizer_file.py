@@ -1,8 +1,9 @@
-"""Tokenizers of the ``tokenizers`` library: loads ``tokenizer.json`` and its end-of-text token."""
+"""Tokenizers of the ``tokenizers`` library: loading, end-of-text token, and vocabulary."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -10,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from sppo.config.json_file import read_json
+from sppo.config.json_file import parse_json, read_json
 from sppo.data.preparation.documents import TextDocument, read_text, reading
-from sppo.data.preparation.model_tokenizer import TOKENIZER_FILE, vocabulary_identity
-from sppo.data.preparation.tokenizers import EncodedShard, EndOfDocument, check_end_of_document
+from sppo.data.preparation.tokenizers import EncodedShard, EndOfDocument, end_id
 from sppo.data.tokens import TokenizerDescription
 from sppo.quoting import one_line
 
+TOKENIZER_FILE = "tokenizer.json"
 END_OF_TEXT_TOKENS = (
     "<|end_of_text|>",  # Llama 3
     "<|endoftext|>",  # GPT-2, Qwen, Phi
@@ -86,12 +87,8 @@ def load_tokenizer_file(name: str, *, end_of_document: EndOfDocument) -> FileTok
         raise ValueError(f"{path}: its vocabulary is empty; give a trained tokenizer")
     # Ids may have gaps, so the count of tokens is not enough.
     vocab_size = max(vocabulary.values()) + 1
-    if end_of_document == "auto":
-        end = _end_of_text(backend, vocabulary=vocabulary, folder=path.parent)
-    elif end_of_document == "none":
-        end = None
-    else:
-        end = check_end_of_document(end_of_document, vocab_size=vocab_size)
+    own = _end_of_text(backend, vocabulary=vocabulary, folder=path.parent)
+    end = end_id(end_of_document, own=own, vocab_size=vocab_size)
     identity = vocabulary_identity(data)
     description = TokenizerDescription(
         name=name,
@@ -158,3 +155,43 @@ def _configured_end(path: Path) -> str:
         return ""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else ""
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyIdentity:
+    """Size of a vocabulary, and SHA-256 of its tokens.
+
+    Tokenizer files with the same vocabulary may differ: a chat model adds special tokens and a
+    template, and a file that was saved again has other white space.
+    """
+
+    sha256: str
+    """SHA-256 of the tokens by id, added tokens left out."""
+    size: int
+    """Largest id + 1, added tokens included."""
+
+
+def vocabulary_identity(data: bytes) -> VocabularyIdentity | None:
+    """Return the identity of the vocabulary in a ``tokenizer.json``; None if none can be read.
+
+    Args:
+        data: Contents of the file. The vocabulary is a mapping to ids (BPE, WordPiece, WordLevel)
+            or a list of [word, score] (Unigram).
+    """
+    try:
+        content = parse_json(data, source="tokenizer.json")
+        words = _words(content["model"]["vocab"])
+        added = [int(token["id"]) for token in content.get("added_tokens") or ()]
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return None
+    if not words:
+        return None
+    digest = hashlib.sha256(json.dumps(words).encode()).hexdigest()
+    return VocabularyIdentity(digest, max(words[-1][0], *added, 0) + 1)
+
+
+def _words(vocabulary: Any) -> list[tuple[int, str]]:
+    """Return (id, word) of all words of a vocabulary, sorted by id."""
+    if isinstance(vocabulary, dict):
+        return sorted((int(number), str(word)) for word, number in vocabulary.items())
+    return [(number, str(word)) for number, (word, *_) in enumerate(vocabulary)]

@@ -6,19 +6,20 @@ Torch is not needed, and memory is 24 bytes per document.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sppo.data.preparation.prepare import PERCENTILES
+from sppo.data.preparation.prepare import percentiles
 from sppo.data.stream import counting_tokens
 from sppo.data.tokens import TokenData
 from sppo.units import KIB
 
-_SHORT = (10, 50, 100, 200, 500)
-"""Upper lengths of the first buckets; those of further buckets double from 1 Ki on."""
+_EDGES = (10, 50, 100, 200, 500, *(KIB << power for power in range(40)))
+"""Upper lengths of buckets."""
 _BLOCK_DOCUMENTS = 1 << 16
 
 
@@ -131,9 +132,9 @@ def length_stats(
         distribution: Lengths of its documents.
         length: A ``sequence.length`` for which figures are added; None for none.
     """
-    lengths = distribution.lengths
     counting, without = _count_labels(data)
-    percentiles = np.percentile(lengths, PERCENTILES, method="inverted_cdf")
+    longest = int(distribution.lengths[-1])
+    edges = _EDGES[: bisect_left(_EDGES, longest) + 1]
     return LengthStats(
         directory=str(data.directory),
         num_documents=data.num_documents,
@@ -142,12 +143,9 @@ def length_stats(
         has_loss_mask=data.loss_mask is not None,
         num_documents_without_labels=without,
         mean_length=distribution.num_tokens / data.num_documents,
-        longest=int(lengths[-1]),
-        length_percentiles={
-            f"p{percent}": int(value)
-            for percent, value in zip(PERCENTILES, percentiles, strict=True)
-        },
-        buckets=_buckets(distribution),
+        longest=longest,
+        length_percentiles=percentiles(distribution.lengths),
+        buckets=tuple(_bucket(distribution, low, high) for low, high in pairwise([-1, *edges])),
         limit=None if length is None else _limit_stats(distribution, length=length),
     )
 
@@ -157,39 +155,24 @@ def _count_labels(data: TokenData) -> tuple[int, int]:
     counting, without = 0, 0
     for first in range(0, data.num_documents, _BLOCK_DOCUMENTS):
         offsets = np.asarray(data.document_offsets[first : first + _BLOCK_DOCUMENTS + 1])
-        if data.loss_mask is None:
-            labels = np.diff(offsets) - 1
-        else:
-            counts = counting_tokens(data, int(offsets[0]), int(offsets[-1]))
-            starts = offsets[:-1] - offsets[0]
-            labels = np.add.reduceat(counts, starts, dtype=np.int64) - counts[starts]
+        counts = counting_tokens(data, int(offsets[0]), int(offsets[-1]))
+        starts = offsets[:-1] - offsets[0]
+        labels = np.add.reduceat(counts, starts, dtype=np.int64) - counts[starts]
         counting += int(labels.sum())
         without += int(np.count_nonzero(labels == 0))
     return counting, without
 
 
-def _buckets(distribution: DocumentLengths) -> tuple[LengthBucket, ...]:
-    """Return all buckets, up to the bucket with the longest document."""
-    longest = int(distribution.lengths[-1])
-    edges = list(_SHORT)
-    while edges[-1] < longest:
-        edges.append(KIB if len(edges) == len(_SHORT) else 2 * edges[-1])
-    while len(edges) > 1 and edges[-2] >= longest:
-        edges.pop()
-    return tuple(_bucket(distribution, low=low, high=high) for low, high in pairwise([-1, *edges]))
-
-
-def _bucket(distribution: DocumentLengths, *, low: int, high: int) -> LengthBucket:
+def _bucket(distribution: DocumentLengths, low: int, high: int) -> LengthBucket:
     """Return the bucket of the documents longer than ``low`` and at most ``high`` long."""
     (before, tokens_before), (within, tokens_within) = map(distribution.up_to, (low, high))
-    documents, tokens = within - before, tokens_within - tokens_before
     longer_documents, longer_tokens = distribution.shares_longer(high)
     return LengthBucket(
         up_to=high,
-        num_documents=documents,
-        num_tokens=tokens,
-        documents_share=documents / distribution.num_documents,
-        tokens_share=tokens / max(1, distribution.num_tokens),
+        num_documents=within - before,
+        num_tokens=tokens_within - tokens_before,
+        documents_share=(within - before) / distribution.num_documents,
+        tokens_share=(tokens_within - tokens_before) / max(1, distribution.num_tokens),
         longer_documents_share=longer_documents,
         longer_tokens_share=longer_tokens,
     )
@@ -198,8 +181,7 @@ def _bucket(distribution: DocumentLengths, *, low: int, high: int) -> LengthBuck
 def _limit_stats(distribution: DocumentLengths, *, length: int) -> LimitStats:
     """Return the figures for one ``sequence.length``."""
     lengths = distribution.lengths
-    within, _ = distribution.up_to(length)
-    without_labels, _ = distribution.up_to(0)
+    (within, _), (without_labels, _) = map(distribution.up_to, (length, 0))
     documents_share, tokens_share = distribution.shares_longer(length)
     return LimitStats(
         length=length,

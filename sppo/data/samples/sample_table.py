@@ -1,7 +1,9 @@
 """Table of the positions and lengths of all samples in the token stream.
 
-A sample is a document, or a part of one, that is trained on by itself. All tokens of a sample but
-the last are inputs, and all but the first are labels, so a sample of n tokens has length n - 1.
+A sample is what is trained on by itself: a document or a part of one, or a sequence of fixed length
+that is cut from the stream across documents. All tokens of a sample but the last are inputs, and
+all but the first are labels, so a sample of n tokens has length n - 1. Successive samples of the
+stream, or of one document, share a token, so that no label is lost.
 """
 
 from __future__ import annotations
@@ -11,19 +13,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sppo.data.tokens import TokenData, vocabulary_problems
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleTable:
     """Positions and lengths of the samples of token data, in the order of the stream."""
 
-    starts: NDArray[np.int64]
+    starts: NDArray[np.int64] | range
     """[num_samples] Position of the first input token of each sample in the stream."""
     lengths: NDArray[np.int64]
     """[num_samples] Number of inputs of each sample, at least 1."""
-    num_left_out: int
+    num_left_out: int = 0
     """Number of documents that give no sample: of one token, which has no label, or dropped."""
+    noun: str = "sample"
+    """Name of a sample in messages."""
 
     @property
     def num_samples(self) -> int:
@@ -31,11 +33,16 @@ class SampleTable:
         return len(self.starts)
 
 
-def sample_table(document_offsets: NDArray[np.int64], *, length: int, longer: str) -> SampleTable:
-    """Return the table of the samples of a stream.
+def stream_table(num_tokens: int, *, length: int) -> SampleTable:
+    """Return the table of the samples of ``length`` tokens in a stream, whose rest is not used."""
+    count = (num_tokens - 1) // length
+    starts = range(0, count * length, length)
+    lengths = np.broadcast_to(np.int64(length), len(starts))
+    return SampleTable(starts, lengths, noun="sequence")
 
-    Two successive samples that are cut from one document share a token, the last label of the first
-    and the first input of the second, so that no label is lost.
+
+def sample_table(document_offsets: NDArray[np.int64], *, length: int, longer: str) -> SampleTable:
+    """Return the table of the samples of a stream that are documents.
 
     Args:
         document_offsets: [num_documents + 1] Position of the first token of each document, then
@@ -74,24 +81,6 @@ def no_samples_problem(source: object, document_offsets: NDArray[np.int64]) -> s
         f"token: {len(lengths) - dropped}; raise sequence.length to at least "
         f"{int(lengths[lengths > 0].min())}, or write sequence.longer=cut"
     )
-
-
-def check_samples(data: TokenData, table: SampleTable, *, vocab_size: int) -> None:
-    """Raise ValueError unless a model can read the ids and there is at least one sample.
-
-    Args:
-        data: Open token data.
-        table: Samples of the data.
-        vocab_size: Number of rows of the model's token embedding.
-
-    Raises:
-        ValueError: Some rules are broken; lists all of them, one per line.
-    """
-    problems = list(vocabulary_problems(data, vocab_size=vocab_size))
-    if table.num_samples == 0:
-        problems.append(no_samples_problem(data.directory, np.asarray(data.document_offsets)))
-    if problems:
-        raise ValueError("\n".join(problems))
 
 
 def _refuse_longer(lengths: NDArray[np.int64], *, length: int) -> None:

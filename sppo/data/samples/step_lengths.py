@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -47,12 +48,8 @@ def drawn_steps(run: RunConfig, *, distribution: str | None = None) -> DrawnStep
         samples_per_step=run.train.samples_per_step,
         tokens_per_step=run.train.tokens_per_step,
     )
-    lengths, position = [], 0
-    for _ in range(DRAWN_STEPS):
-        chosen = samples.step_samples(position)
-        lengths.append(samples.lengths(chosen))
-        position += len(chosen)
-    return DrawnSteps(source, description, tuple(lengths))
+    lengths = tuple(map(samples.lengths, islice(samples.steps(), DRAWN_STEPS)))
+    return DrawnSteps(source, description, lengths)
 
 
 def drawn_steps_if_there(run: RunConfig) -> DrawnSteps | None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sppo.config.base import MOST_SAMPLES
 from sppo.data.order import SequenceOrder
@@ -33,7 +32,7 @@ class StepSamples:
     """Largest number of tokens of a step, which has at least one sample; None for no limit."""
 
     def __post_init__(self) -> None:
-        assert self.num_samples >= 1, "check_samples() comes first"
+        assert self.num_samples >= 1, "check_tokens() comes first"
         given = (self.samples_per_step, self.tokens_per_step)
         assert given.count(None) == 1, f"samples_per_step, tokens_per_step: {given}"
 
@@ -47,10 +46,6 @@ class StepSamples:
         """Order of the samples over the positions of the run."""
         return SequenceOrder(self.num_samples, seed=self.seed, shuffle=self.shuffle)
 
-    def epoch_of(self, position: int) -> int:
-        """Return the epoch, counted from 0, of the sample at ``position``."""
-        return self.order.epoch_of(position)
-
     def step_samples(self, position: int) -> tuple[int, ...]:
         """Return the indices of the samples of the step that begins at ``position``, in order.
 
@@ -62,36 +57,27 @@ class StepSamples:
         count = self.samples_per_step or self._samples_within_limit(position)
         return tuple(self.order.sequence_indices(position, count).tolist())
 
+    def steps(self) -> Iterator[tuple[int, ...]]:
+        """Yield the samples of each step from the beginning of the run on, without an end."""
+        position = 0
+        while True:
+            samples = self.step_samples(position)
+            yield samples
+            position += len(samples)
+
     def _samples_within_limit(self, position: int) -> int:
         """Return the number of samples from ``position`` on within the limits of a step, or 1."""
-        looked_at = self._expected_samples
-        while (count := self._count_within_limit(self._token_ends(position, looked_at))) is None:
-            if looked_at >= MOST_SAMPLES:
-                return MOST_SAMPLES
+        limit = self.tokens_per_step
+        assert limit is not None, "asked for only with tokens_per_step"
+        expected = limit * self.num_samples // int(self.table.lengths.sum())
+        looked_at = expected + expected // _SPARE + 1
+        while True:
+            samples = self.order.sequence_indices(position, looked_at)
+            ends = np.cumsum(self.table.lengths[samples])
+            within = int(np.searchsorted(ends, limit, side="right"))
+            if within < looked_at or looked_at >= MOST_SAMPLES:
+                return min(max(1, within), MOST_SAMPLES)
             looked_at *= 2
-        return min(count, MOST_SAMPLES)
-
-    @property
-    def _expected_samples(self) -> int:
-        """Number of samples of mean length within ``tokens_per_step``, and a few more."""
-        assert self.tokens_per_step is not None, "asked for only with tokens_per_step"
-        expected = self.tokens_per_step * self.num_samples // int(self.table.lengths.sum())
-        return expected + expected // _SPARE + 1
-
-    def _token_ends(self, position: int, count: int) -> NDArray[np.int64]:
-        """Return the cumulative lengths of ``count`` samples from ``position`` on, [count]."""
-        samples = self.order.sequence_indices(position, count)
-        return np.cumsum(self.table.lengths[samples])
-
-    def _count_within_limit(self, ends: NDArray[np.int64]) -> int | None:
-        """Return the number of samples within ``tokens_per_step``; None if ``ends`` has too few.
-
-        Args:
-            ends: [count] Cumulative lengths of the samples.
-        """
-        assert self.tokens_per_step is not None, "asked for only with tokens_per_step"
-        within = int(np.searchsorted(ends, self.tokens_per_step, side="right"))
-        return None if within == len(ends) else max(1, within)
 
     def lengths(self, samples: Sequence[int]) -> tuple[int, ...]:
         """Return the length of each sample: the number of its inputs, and of its labels."""

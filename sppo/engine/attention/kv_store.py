@@ -129,12 +129,6 @@ class KVStore:
                     self.held.remove_tensors([buffer])
                     self._spare.setdefault((buffer.shape[0], buffer.dtype), []).append(buffer)
 
-    def abort(self) -> None:
-        """Drop all buffers after a failed step."""
-        self._entries.clear()
-        self._spare.clear()
-        self.held.clear()
-
     @property
     def row_bytes(self) -> int:
         """Bytes of K of one token and layer; V has as many."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sppo.engine.attention.kv_store import KVStore
 from sppo.engine.unit import TokenSpan
+from sppo.kernels.attention.call import AttentionCall
 from sppo.kernels.attention.interface import Backend, attention_backward, attention_forward
 from sppo.kernels.attention.kv_layout import copy_by_token
 
@@ -42,41 +43,27 @@ class KVCacheAttention:
 
     def recompute(self, q_CND: Tensor) -> tuple[Tensor, Tensor]:
         """Return (o, lse) of the last queries of the span, recomputed from the stored K and V."""
-        k, v = self.store.prefix(self.layer, self.sequence, end=self.span.end)
-        return attention_forward(
-            q_CND,
-            k,
-            v,
-            window=self.window,
-            document_starts=self._documents(),
-            backend=self.backend,
-        )
+        return attention_forward(self._call(q_CND), self.backend)
 
     def backward(
         self, do_CND: Tensor, q_CND: Tensor, o_CND: Tensor, lse_NC: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv) of the subsequence; add dk and dv of its prefix to the store."""
         start, end = self.span.start, self.span.end
-        k, v = self.store.prefix(self.layer, self.sequence, end=end)
+        call = self._call(q_CND)
         dk, dv = self.store.prefix_gradients(self.layer, self.sequence, start=start, end=end)
         dq = attention_backward(
-            do_CND,
-            q_CND,
-            k,
-            v,
-            o_CND,
-            lse_NC,
-            dk_TKD=dk,
-            dv_TKD=dv,
-            window=self.window,
-            document_starts=self._documents(),
-            backend=self.backend,
+            call, do_CND, o_CND, lse_NC, dk_TKD=dk, dv_TKD=dv, backend=self.backend
         )
         return (
             dq,
-            copy_by_token(dk[start:], dtype=k.dtype),
-            copy_by_token(dv[start:], dtype=v.dtype),
+            copy_by_token(dk[start:], dtype=call.k_TKD.dtype),
+            copy_by_token(dv[start:], dtype=call.v_TKD.dtype),
         )
+
+    def _call(self, q_CND: Tensor) -> AttentionCall:
+        k, v = self.store.prefix(self.layer, self.sequence, end=self.span.end)
+        return AttentionCall(q_CND, k, v, window=self.window, document_starts=self._documents())
 
     def _documents(self) -> tuple[int, ...]:
         return tuple(start for start in self.span.document_starts if start < self.span.end)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sppo.engine.attention.kv_store import KVStore
 from sppo.engine.msp.shard import MspShard, Run
+from sppo.kernels.attention.call import AttentionCall
 from sppo.kernels.attention.interface import Backend, attention_backward, attention_forward
 from sppo.kernels.elementwise import accumulation_dtype
 from sppo.offload.held_bytes import HeldBytes
@@ -35,7 +36,7 @@ class MspAttention:
             without a saved attention output.
         store: KV store of the stage; None on a borrower.
         layer: Index of the layer in the model.
-        window: See :func:`sppo.kernels.attention.interface.attention_forward`.
+        window: See :class:`sppo.kernels.attention.call.AttentionCall`.
         shape: (K, D) inside attention.
         dtype: Type of keys and values.
         device: Device of all tensors.
@@ -168,23 +169,12 @@ class MspAttention:
 
     def _attend(self, q_CND: Tensor, shard_tokens: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Return (o, lse) of the last ``shard_tokens`` tokens of every run, as shards of tokens."""
-        assert self._kv is not None, "keys and values are here"
-        k, v = self._kv
-        outputs = []
-        for q_run, run in zip(
-            torch.split(q_CND, list(shard_tokens)), self._own_runs(), strict=True
-        ):
-            if q_run.shape[0]:
-                outputs.append(
-                    attention_forward(
-                        q_run,
-                        k[: run.end],
-                        v[: run.end],
-                        window=self._window,
-                        document_starts=self._documents(run.end),
-                        backend=self._backend,
-                    )
-                )
+        q_runs = torch.split(q_CND, list(shard_tokens))
+        outputs = [
+            attention_forward(self._call(q_run, run), self._backend)
+            for q_run, run in zip(q_runs, self._own_runs(), strict=True)
+            if q_run.shape[0]
+        ]
         o = torch.cat([o for o, _ in outputs])
         lse = torch.cat([lse for _, lse in outputs], dim=1)
         if self._heads is None:
@@ -198,25 +188,20 @@ class MspAttention:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq of the shard's queries, and their part of dk_TKD and dv_TKD."""
         assert self._kv is not None, "fetch() comes before backward"
-        k, v = self._kv
         acc_dtype = accumulation_dtype(self._dtype)
-        dk, dv = (torch.zeros(k.shape, dtype=acc_dtype, device=k.device) for _ in range(2))
+        dk, dv = (torch.zeros(x.shape, dtype=acc_dtype, device=x.device) for x in self._kv)
         self._hold(dk, dv)
         shard_tokens = list(self._shard.shard_tokens)
         split = [torch.split(t, shard_tokens) for t in (do_CND, q_CND, o_CND)]
         lse_runs = torch.split(lse_NC, shard_tokens, dim=1)
         dqs = [
             attention_backward(
+                self._call(q_run.contiguous(), run),
                 do_run.contiguous(),
-                q_run.contiguous(),
-                k[: run.end],
-                v[: run.end],
                 o_run.contiguous(),
                 lse_run.contiguous(),
                 dk_TKD=dk[: run.end],
                 dv_TKD=dv[: run.end],
-                window=self._window,
-                document_starts=self._documents(run.end),
                 backend=self._backend,
             )
             for do_run, q_run, o_run, lse_run, run in zip(
@@ -246,8 +231,12 @@ class MspAttention:
     def _own_runs(self) -> tuple[Run, ...]:
         return self._shard.runs(self._shard.shard_index)
 
-    def _documents(self, end: int) -> tuple[int, ...]:
-        return tuple(start for start in self._shard.span.document_starts if start < end)
+    def _call(self, q_run: Tensor, run: Run) -> AttentionCall:
+        """Return the call of the last queries of a run."""
+        assert self._kv is not None, "keys and values are here"
+        k, v = (x[: run.end] for x in self._kv)
+        documents = tuple(s for s in self._shard.span.document_starts if s < run.end)
+        return AttentionCall(q_run, k, v, window=self._window, document_starts=documents)
 
     def _empty(self, tokens: int) -> tuple[Tensor, Tensor]:
         k, v = (

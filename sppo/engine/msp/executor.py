@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from sppo.activations.activation_layout import OffloadSchedule, offload_schedule
+from sppo.activations.activation_layout import ActivationLayout
 from sppo.activations.subsequence_placement import SubsequencePlacement
 from sppo.engine.msp.shard import MspShard, cut_shard, local_tokens
 from sppo.engine.msp.stage import MspStage
 from sppo.engine.unit import Unit
-from sppo.offload.offload_store import OffloadStore
 from sppo.parallel.msp_exchange import MspExchange
 from sppo.schedule.actions import Action, ActionKind, UnitKey
 from sppo.schedule.msp_groups import MspGroup
@@ -49,39 +48,24 @@ class MspExecutor:
             if action.kind is ActionKind.B and action.num_shards > 1
         ]
         self._units: Mapping[UnitKey, Unit] = {}
-        self._offloads: dict[int, OffloadSchedule] = {}
 
     def begin(self, units: Mapping[UnitKey, Unit], *, training: bool) -> None:
-        """Start a step of ``units``; in training, also reserve memory and prepare the offloads."""
+        """Start a step of ``units``; in training, also lay out the tensors that shards save."""
         self._units = units
-        if training:
-            self.prepare(units)
-
-    def prepare(
-        self,
-        units: Mapping[UnitKey, Unit],
-        *,
-        reserve: Callable[[OffloadStore, OffloadSchedule], None] = OffloadStore.prepare,
-    ) -> None:
-        """Reserve memory for a training step of ``units``.
-
-        Args:
-            units: Units of the step.
-            reserve: Function that reserves memory of a store for its offloaded tensors.
-        """
-        self._units = units
+        if not training:
+            return
         for index, stage in self._stages.items():
             own = [action for action in self._backwards if action.stage == index]
             stage.prepare(
                 {action.unit: self.shard(action) for action in own},
                 placements=self._placements[index],
             )
-            if stage.offloaded is None:
-                continue
-            if index not in self._offloads:
-                order = [key for action in own for key in stage.layout.saved_keys(action.unit)]
-                self._offloads[index] = offload_schedule([stage.layout], order=order)
-            reserve(stage.offloaded, self._offloads[index])
+
+    @property
+    def layouts(self) -> dict[int, ActivationLayout]:
+        """Layout of the tensors that this rank's shards save, by stage that it runs shards of."""
+        run = sorted({action.stage for action in self._backwards})
+        return {index: self._stages[index].layout for index in run}
 
     def barrier(self, action: Action) -> None:
         """Make compute wait for the other ranks of the action's MSP group."""
@@ -110,11 +94,6 @@ class MspExecutor:
         """Assert that the step left nothing over on any stage."""
         for stage in self._stages.values():
             stage.assert_idle()
-
-    def abort(self) -> None:
-        """Drop all state of a failed step."""
-        for stage in self._stages.values():
-            stage.abort()
 
     def _group(self, action: Action) -> MspGroup:
         return self._schedule.msp_groups[self._schedule.slot(action.stage, action.unit)]

@@ -25,9 +25,8 @@ from sppo.engine.stage import Stage
 from sppo.engine.unit import Unit
 from sppo.kernels.attention.interface import Backend
 from sppo.model.gradients import GradientSink
-from sppo.offload.device_stores import ActivationStore
+from sppo.offload.block_store import BlockStore
 from sppo.offload.held_bytes import HeldBytes
-from sppo.offload.offload_store import OffloadStore
 from sppo.parallel.msp_exchange import TokenMembers
 from sppo.parallel.ulysses import UlyssesAllToAll
 
@@ -50,8 +49,7 @@ class MspStage(Stage):
         layers: Layers of the stage.
         owner: Stage that runs whole units, on the rank that owns it; None on borrowers.
         gradients: Provider of the owner's fp32 sums; None in evaluation.
-        activations: Store of the shards' saved tensors that stay on the device.
-        offloaded: Store of the shards' saved tensors that leave the device; None if none leaves.
+        store: Store of saved tensors, shared by all stages of the rank.
         heads: Ulysses all-to-all among the ranks over which tokens are sharded; None if they are
             not.
         members: The same ranks; each sends and receives its part of the rows of the weights.
@@ -67,8 +65,7 @@ class MspStage(Stage):
         layers: range,
         owner: Stage | None,
         gradients: GradientProvider | None,
-        activations: ActivationStore,
-        offloaded: OffloadStore | None = None,
+        store: BlockStore,
         heads: UlyssesAllToAll | None,
         members: TokenMembers,
         dtype: torch.dtype,
@@ -81,8 +78,7 @@ class MspStage(Stage):
             model,
             weights=self._msp_weights,
             gradients=gradients,
-            activations=activations,
-            offloaded=offloaded,
+            store=store,
             layers=layers,
             exchange=heads,
             attention_backend=attention_backend,
@@ -131,12 +127,6 @@ class MspStage(Stage):
         self._msp_weights.connect(_shard(unit).exchange)
         self._msp_weights.begin(reversed(self._layers))
         return super().backward(unit, dy_CE)
-
-    def abort(self) -> None:
-        """Drop all state of a failed step."""
-        super().abort()
-        self._ahead.clear()
-        self._borrowed.clear()
 
     def embed(self, unit: Unit) -> Tensor:
         """Return this shard of the first stage's input, computed and scattered by the owner."""

@@ -102,18 +102,6 @@ class MspWeights:
         self._held_layers -= 1
         self._in_use.clear()
 
-    def assert_idle(self) -> None:
-        """Assert that all announced layers were taken."""
-        assert not self._coming, "weights of shards are left over"
-        assert not self._order, "weights of shards are left over"
-
-    def abort(self) -> None:
-        """Drop all state of a failed step."""
-        self._coming.clear()
-        self._order.clear()
-        self._in_use = {}
-        self._held_layers = 0
-
     def take_peak_bytes(self) -> int:
         """Return 0: `most_layers` counts the layers held instead."""
         return 0

@@ -57,7 +57,8 @@ class GatheredWeights:
 
     def begin(self, visits: Iterable[WeightPart]) -> None:
         """Start to gather the first of ``visits``."""
-        self.assert_idle()
+        left = {"held": self._held_part, "announced": self._next}
+        assert all(part is None for part in left.values()), f"weights left over: {left}"
         self._visits = iter(visits)
         self._next = next(self._visits, None)
         self._fetch_ahead()
@@ -80,17 +81,6 @@ class GatheredWeights:
         self._held.clear()  # the stage holds the same dict: frees the tensors in any case
         self._held_part = None
         self._fetch_ahead()
-
-    def assert_idle(self) -> None:
-        """Assert that all announced parts were taken and released."""
-        left = {"held": self._held_part, "announced": self._next}
-        assert all(part is None for part in left.values()), f"weights left over: {left}"
-
-    def abort(self) -> None:
-        """Drop all weights that are held or in flight."""
-        self._visits, self._next = iter(()), None
-        self._ahead, self._held_part = None, None
-        self._held.clear()
 
     def take_peak_bytes(self) -> int:
         """Return the peak bytes of gathered weights plus streamed rows since the last call."""

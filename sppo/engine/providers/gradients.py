@@ -39,14 +39,6 @@ class GradientProvider(Protocol):
         """Wait until all released gradients are in the sums, and started reductions are done."""
         ...
 
-    def assert_idle(self) -> None:
-        """Assert, after a step, that all parts were released and reduced."""
-        ...
-
-    def abort(self) -> None:
-        """Drop all gradients that are held or in flight, after a failed step."""
-        ...
-
     def take_peak_bytes(self) -> int:
         """Return the peak bytes of temporary gradients on the device since the last call."""
         ...
@@ -95,12 +87,6 @@ class ResidentGradients:
         """Wait for all started reductions."""
         if self._wait_reductions is not None:
             self._wait_reductions()
-
-    def assert_idle(self) -> None:
-        """Do nothing: no part is ever held."""
-
-    def abort(self) -> None:
-        """Do nothing: the sums stay allocated."""
 
     def take_peak_bytes(self) -> int:
         """Return the peak bytes of streamed sums since the last call; 0 if none are streamed."""

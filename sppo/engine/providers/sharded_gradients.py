@@ -96,17 +96,6 @@ class ShardedGradients:
         """Wait until all released gradients are added to the shards."""
         self._finish()
 
-    def assert_idle(self) -> None:
-        """Assert that all parts were released and all reductions were waited for."""
-        left = {"taken": self._taken_part, "under way": len(self._under_way) or None}
-        assert all(value is None for value in left.values()), f"gradients left over: {left}"
-
-    def abort(self) -> None:
-        """Drop all gradients that are held or in flight."""
-        self._taken.clear()
-        self._taken_part = None
-        self._forming, self._under_way = [], []
-
     def take_peak_bytes(self) -> int:
         """Return the peak bytes of whole gradients plus streamed shards since the last call."""
         peak, self._peak_bytes = self._peak_bytes, 0

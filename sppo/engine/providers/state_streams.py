@@ -57,17 +57,27 @@ class StateStreams:
             self.provider.wait_reductions()
 
     def finish(self) -> None:
-        """End a step: free streamed weights, and assert that all streamed gradients have left."""
+        """End a step: free streamed weights, and assert that all streamed gradients have left.
+
+        The last copies of gradients may be in flight until :meth:`StreamedGradients.arrive`.
+        """
         self._reduced.clear()
         if self.weights is not None:
             self.weights.free_device_copies()
         if self.gradients is not None:
-            self.gradients.assert_idle()
+            left = self.gradients.names_here
+            assert not left, f"gradients left on the device: {left[:3]}"
 
-    def abort(self) -> None:
-        """Free device memory after a failed step, unless the device no longer answers."""
+    def drain(self) -> bool:
+        """Wait for the copies of a failed step, and free device memory.
+
+        Returns:
+            Whether the device answers; if not, it may still use the memory, which is kept.
+        """
         self._reduced.clear()
-        if self.weights is not None:
-            self.weights.abort()
-        if self.gradients is not None:
-            self.gradients.abort()
+        for streamed in (self.weights, self.gradients):
+            if streamed is not None:
+                if not streamed.lane.drain():
+                    return False
+                streamed.free_device_copies()
+        return True

@@ -12,7 +12,8 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from sppo.offload.transfers import CopyHandle, Transfers
+from sppo.offload.lane import Event, Lane
+from sppo.offload.worker_pool import wait_for
 
 
 class StreamedGradients(Mapping[str, Tensor]):
@@ -26,7 +27,7 @@ class StreamedGradients(Mapping[str, Tensor]):
             them.
         stages: Global names of the parameters of each stage.
         device: Device that computes.
-        transfers: Copies between the device and the other tier.
+        lane: Lane between the device and the other tier.
     """
 
     def __init__(
@@ -35,10 +36,10 @@ class StreamedGradients(Mapping[str, Tensor]):
         *,
         stages: Mapping[int, Collection[str]],
         device: torch.device,
-        transfers: Transfers,
+        lane: Lane,
     ) -> None:
         self.dtype, self.device = next(iter(sums.values())).dtype, device
-        self._sums, self._transfers = sums, transfers
+        self._sums, self.lane = sums, lane
         owners: dict[str, int] = {}
         users: dict[str, int] = {}
         for stage in sorted(stages):
@@ -51,15 +52,15 @@ class StreamedGradients(Mapping[str, Tensor]):
             self._owned[owner].append(name)
         self._stage_of = owners
         self._here: dict[str, Tensor] = {}
-        self._coming: dict[int, CopyHandle] = {}
-        self._leaving: tuple[CopyHandle, list[Tensor]] | None = None
+        self._coming: dict[int, Event] = {}
+        self._leaving: tuple[Event, list[Tensor]] | None = None
         self._peak_bytes = 0
 
     def __getitem__(self, name: str) -> Tensor:
         """Return the sum to add to; compute issued from now on waits for the copy to the device."""
         done = self._coming.pop(self._stage_of[name], None)
         if done is not None:
-            done.before_compute()
+            self.lane.before_compute(done)
         if name not in self._here:
             self._here[name] = torch.zeros_like(self._sums[name], device=self.device)
             self._count()
@@ -84,7 +85,8 @@ class StreamedGradients(Mapping[str, Tensor]):
         names = [name for name in self._owned[stage] if complete or name not in self._shared]
         copies = [(self._sums[name], self[name]) for name in names]
         self._make_room()
-        self._leaving = self._transfers.to_tier(copies), [source for _, source in copies]
+        sources = [source for _, source in copies]
+        self._leaving = self.lane.out(copies, after=[self.lane.computed(sources)]), sources
         for name in names:
             del self._here[name]
 
@@ -94,14 +96,10 @@ class StreamedGradients(Mapping[str, Tensor]):
         names = [name for name in self._owned[stage] if name not in self._shared]
         for name in names:
             self._here[name] = torch.empty_like(self._sums[name], device=self.device)
-        self._coming[stage] = self._transfers.to_device(
-            [(self._here[n], self._sums[n]) for n in names]
+        self._coming[stage] = self.lane.back(
+            [(self._here[n], self._sums[n]) for n in names], after=[self.lane.computed([])]
         )
         self._count()
-
-    def assert_idle(self) -> None:
-        """Assert that all sums have left; the last copies may be in flight until :meth:`arrive`."""
-        assert not self._here, f"gradients left on the device: {sorted(self._here)[:3]}"
 
     def arrive(self) -> None:
         """Block the host until all sums are in the other tier and may be read there.
@@ -109,15 +107,18 @@ class StreamedGradients(Mapping[str, Tensor]):
         The device must have finished the step: the wait has no timeout.
         """
         if self._leaving is not None:
-            self._leaving[0].wait()
+            wait_for(self._leaving[0])
         self._make_room()
 
-    def abort(self) -> None:
-        """Free device memory after a failed step, unless the device no longer answers."""
-        if not self._transfers.wait_for_device():
-            return
+    @property
+    def names_here(self) -> list[str]:
+        """Names of the sums on the device that are not leaving."""
+        return [*self._here]
+
+    def free_device_copies(self) -> None:
+        """Free all sums on the device, after a failed step."""
         for done in self._coming.values():
-            done.before_compute()
+            self.lane.before_compute(done)
         self._coming.clear()
         self._make_room()
         self._here.clear()
@@ -133,7 +134,9 @@ class StreamedGradients(Mapping[str, Tensor]):
             return
         done, tensors = self._leaving
         self._leaving = None
-        done.before_compute()  # ordering with compute suffices: only compute reuses the memory
+        self.lane.before_compute(
+            done
+        )  # ordering with compute suffices: only compute reuses the memory
         tensors.clear()
 
     def _count(self) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from sppo.offload.transfers import CopyHandle, Transfers
+from sppo.offload.lane import Event, Lane
 from sppo.schedule.actions import RESIDENT_STAGES
 
 
@@ -24,7 +24,7 @@ class StreamedWeights(Mapping[str, Tensor]):
             fetch, so that the next step sees an update in place.
         stages: Global names of the parameters of each stage; two stages may share a parameter.
         device: Device that computes.
-        transfers: Copies between the other tier and the device.
+        lane: Lane between the device and the other tier.
     """
 
     def __init__(
@@ -33,13 +33,13 @@ class StreamedWeights(Mapping[str, Tensor]):
         *,
         stages: Mapping[int, Collection[str]],
         device: torch.device,
-        transfers: Transfers,
+        lane: Lane,
     ) -> None:
         self.dtype, self.device = next(iter(rows.values())).dtype, device
-        self._rows, self._stages, self._transfers = rows, stages, transfers
+        self._rows, self._stages, self.lane = rows, stages, lane
         self._named: list[int] = []
         self._here: dict[str, Tensor] = {}
-        self._coming: dict[int, CopyHandle] = {}
+        self._coming: dict[int, Event] = {}
         self._peak_bytes = 0
 
     def fetch(self, stage: int) -> None:
@@ -47,7 +47,7 @@ class StreamedWeights(Mapping[str, Tensor]):
         self._named = [*self._named, stage][-RESIDENT_STAGES:]
         kept = {name for named in self._named for name in self._stages[named]}
         for left in [one for one in self._coming if one not in self._named]:
-            self._coming.pop(left).before_compute()
+            self.lane.before_compute(self._coming.pop(left))
         for name in [name for name in self._here if name not in kept]:
             del self._here[name]
         wanted = [name for name in self._stages[stage] if name not in self._here]
@@ -55,8 +55,8 @@ class StreamedWeights(Mapping[str, Tensor]):
             return
         for name in wanted:
             self._here[name] = torch.empty_like(self._rows[name], device=self.device)
-        self._coming[stage] = self._transfers.to_device(
-            [(self._here[n], self._rows[n]) for n in wanted]
+        self._coming[stage] = self.lane.back(
+            [(self._here[n], self._rows[n]) for n in wanted], after=[self.lane.computed([])]
         )
         held = sum(tensor.numel() for tensor in self._here.values()) * self.dtype.itemsize
         self._peak_bytes = max(self._peak_bytes, held)
@@ -65,7 +65,7 @@ class StreamedWeights(Mapping[str, Tensor]):
         """Return a parameter of a fetched stage; compute issued from now on waits for its copy."""
         arrived = [stage for stage in self._coming if name in self._stages[stage]]
         for stage in arrived:
-            self._coming.pop(stage).before_compute()
+            self.lane.before_compute(self._coming.pop(stage))
         return self._here[name]
 
     def has(self, names: Iterable[str]) -> bool:
@@ -83,15 +83,12 @@ class StreamedWeights(Mapping[str, Tensor]):
     def free_device_copies(self) -> None:
         """Free all weights on the device, at the end of a step."""
         for done in self._coming.values():
-            done.before_compute()  # ordering with compute suffices: only compute reuses the memory
+            self.lane.before_compute(
+                done
+            )  # ordering with compute suffices: only compute reuses the memory
         self._coming.clear()
         self._named.clear()
         self._here.clear()
-
-    def abort(self) -> None:
-        """Free device memory after a failed step, unless the device no longer answers."""
-        if self._transfers.wait_for_device():
-            self.free_device_copies()
 
     def take_peak_bytes(self) -> int:
         """Return the peak bytes on the device since the last call."""

@@ -43,7 +43,7 @@ class WeightProvider(Protocol):
         ...
 
     def begin(self, visits: Iterable[WeightPart]) -> None:
-        """Prepare for a step.
+        """Prepare for a step, before which all parts of an earlier step were taken and released.
 
         Args:
             visits: Parts that the step will take, in order; a part may occur several times. An
@@ -57,14 +57,6 @@ class WeightProvider(Protocol):
 
     def release(self, part: WeightPart) -> None:
         """Release the weights of ``part`` that :meth:`take` returned."""
-        ...
-
-    def assert_idle(self) -> None:
-        """Assert, after a step, that all announced parts were taken and released."""
-        ...
-
-    def abort(self) -> None:
-        """Drop all weights that are held or in flight, after a failed step."""
         ...
 
     def take_peak_bytes(self) -> int:
@@ -101,12 +93,6 @@ class ResidentWeights:
 
     def release(self, part: WeightPart) -> None:
         """Do nothing: releasing a part frees no weights."""
-
-    def assert_idle(self) -> None:
-        """Do nothing: no part is ever held."""
-
-    def abort(self) -> None:
-        """Do nothing: nothing is in flight."""
 
     def take_peak_bytes(self) -> int:
         """Return the peak bytes of streamed weights since the last call; 0 if none are streamed."""

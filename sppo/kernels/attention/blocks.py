@@ -23,7 +23,7 @@ from math import ceil
 # query groups. Limits from 1024 to 8192 measured alike on a CPU, within its noise.
 MAX_CAUSAL_TOKENS = 2048
 # Squares are halved at a multiple of this number, so that tokens beyond the multiples of a kernel
-# (`BlockKernel.backward_token_multiple`) are at the end of a span only.
+# (`BlockAttention.backward_multiple`) are at the end of a span only.
 HALF_UNIT_TOKENS = 256
 # A longer prefix is read in parts of this many keys. Temporaries of a kernel are as long as its
 # keys; if they grew with every subsequence, an allocator could never reuse the freed ones.
@@ -81,14 +81,7 @@ def attention_blocks(
         window: Number of keys that a query sees, its own included; None for all.
         document_starts: Ascending positions where documents start; a query sees its own document
             only.
-
-    Raises:
-        ValueError: More queries than keys, an empty span, or a window below one.
     """
-    if not 1 <= num_queries <= num_keys:
-        raise ValueError(f"a span of {num_queries} queries cannot end at key {num_keys}")
-    if window is not None and window < 1:
-        raise ValueError(f"window {window} hides a query from itself; use at least 1")
     start = num_keys - num_queries
     blocks: list[Block] = []
     for first, last in documents_in_span(start, num_keys, document_starts):

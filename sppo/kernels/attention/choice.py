@@ -10,7 +10,7 @@ once per case, with the rejected back ends and the reasons, as a debug message i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
@@ -19,9 +19,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sppo.kernels.attention.cpu_flash import CpuFlash
-from sppo.kernels.attention.kernel import AttentionKernel, BlockAttention, Reference
-from sppo.kernels.attention.rectangle_attention import RectangleAttention, RectangleKernel
+from sppo.kernels.attention.block_attention import BlockAttention
+from sppo.kernels.attention.call import AttentionCall, AttentionKernel
+from sppo.kernels.attention.cpu_flash import CpuFlash, backward_multiple
+from sppo.kernels.attention.cudnn_blocks import CudnnBlocks
+from sppo.kernels.attention.flash_packages import (
+    FLASH_ATTN_2,
+    FLASH_ATTN_3,
+    FLASH_ATTN_4,
+    TorchFlash,
+)
+from sppo.kernels.attention.rectangle_attention import RectangleAttention
+from sppo.kernels.attention.torch_blocks import TorchBlocks
 
 BackendName = Literal[
     "cpu_flash",
@@ -30,9 +39,7 @@ BackendName = Literal[
     "flash_attn_2",
     "torch_flash",
     "cudnn",
-    "triton",
     "torch_blocks",
-    "reference",
 ]
 
 _log = logging.getLogger(__name__)
@@ -88,8 +95,6 @@ class Capability:
     single_tokens: bool = True
     compute_majors: tuple[int, ...] | None = None
     """Major numbers of the compute capabilities that the back end is built for; None for all."""
-    automatic: bool = True
-    """True if ``auto`` may choose the back end."""
 
 
 CAPABILITIES: Mapping[BackendName, Capability] = {
@@ -108,13 +113,21 @@ CAPABILITIES: Mapping[BackendName, Capability] = {
     "cudnn": Capability(
         ("cuda",), _HALF, None, 128, 8, window=False, single_tokens=False, compute_majors=_MAJORS
     ),
-    # On an H100 in fp32 they take 0.3 to 0.9 of the time of Triton's kernels (docs/results.md).
     "torch_blocks": Capability(("cpu", "cuda"), _ALL),
-    "triton": Capability(("cuda", "cpu"), _ALL, "triton", 256),
-    "reference": Capability(("cpu", "cuda"), _ALL, automatic=False),
 }
 """Capabilities of all back ends, in ``auto``'s order of preference on devices except Hopper."""
 
+
+KERNELS: Mapping[BackendName, AttentionKernel] = {
+    "cpu_flash": BlockAttention(CpuFlash(), backward_multiple),
+    "flash_attn_3": RectangleAttention(FLASH_ATTN_3),
+    "flash_attn_4": RectangleAttention(FLASH_ATTN_4),
+    "flash_attn_2": RectangleAttention(FLASH_ATTN_2),
+    "torch_flash": RectangleAttention(TorchFlash()),
+    "cudnn": BlockAttention(CudnnBlocks()),
+    "torch_blocks": BlockAttention(TorchBlocks()),
+}
+"""All back ends, which import their packages when they are first called."""
 
 _HOPPER = 9
 _BEFORE_ON_HOPPER: tuple[BackendName, BackendName] = ("cudnn", "flash_attn_2")
@@ -129,7 +142,7 @@ def choose(backend: BackendName | Literal["auto"], case: AttentionCase) -> Atten
     Raises:
         ValueError: A back end that does not exist or does not support the case.
     """
-    return load(chosen_name(backend, case))
+    return KERNELS[chosen_name(backend, case)]
 
 
 @lru_cache(maxsize=64)
@@ -149,7 +162,7 @@ def chosen_name(backend: BackendName | Literal["auto"], case: AttentionCase) -> 
 def _automatic(case: AttentionCase) -> BackendName:
     passed_over: list[str] = []
     for name in preference(case.device):
-        reason = why_not_here(name, case) if _may(name) else "is not for auto"
+        reason = why_not_here(name, case)
         if reason is None:
             others = "".join(f"; {text}" for text in passed_over)
             _log.log(
@@ -157,7 +170,7 @@ def _automatic(case: AttentionCase) -> BackendName:
                 "attention back end on %s: %s (torch %s)%s", case, name, torch.__version__, others,
             )  # fmt: skip
             return name
-        if case.device.type in CAPABILITIES[name].devices and _may(name):
+        if case.device.type in CAPABILITIES[name].devices:
             passed_over.append(f"{name} {reason}")
     raise ValueError(f"no attention back end for {case}: {'; '.join(passed_over)}")
 
@@ -170,10 +183,6 @@ def preference(device: torch.device) -> tuple[BackendName, ...]:
         names.remove(first)
         names.insert(names.index(second), first)
     return tuple(names)
-
-
-def _may(name: BackendName) -> bool:
-    return CAPABILITIES[name].automatic
 
 
 def why_not(name: BackendName, case: AttentionCase) -> str | None:
@@ -197,7 +206,7 @@ def why_not(name: BackendName, case: AttentionCase) -> str | None:
         major, minor = torch.cuda.get_device_capability(case.device)
         if major not in able.compute_majors:
             return f"is not for compute capability {major}.{minor}"
-    return _why_not_triton(case.device) if name == "triton" else None
+    return None
 
 
 def why_not_here(name: BackendName, case: AttentionCase) -> str | None:
@@ -211,14 +220,6 @@ def why_not_here(name: BackendName, case: AttentionCase) -> str | None:
     return reason
 
 
-def _why_not_triton(device: torch.device) -> str | None:
-    if device.type == "cuda":
-        return None
-    from sppo.kernels.triton.launch import INTERPRETED
-
-    return None if INTERPRETED else "runs on cpu under its interpreter only"
-
-
 @lru_cache(maxsize=16)
 def is_installed(module: str) -> bool:
     """Return whether ``module`` can be found, without importing it; its parents are imported."""
@@ -228,63 +229,37 @@ def is_installed(module: str) -> bool:
         return False
 
 
-@lru_cache(maxsize=16)
-def load(name: BackendName) -> AttentionKernel:
-    """Return the back end called ``name``, importing the modules that it needs."""
-    if name == "cpu_flash":
-        return BlockAttention(CpuFlash())
-    if name == "reference":
-        return Reference()
-    if name == "triton":
-        from sppo.kernels.attention.triton_blocks import TritonAttention
-
-        return TritonAttention()
-    if name == "cudnn":
-        from sppo.kernels.attention.cudnn_blocks import CudnnBlocks
-
-        return BlockAttention(CudnnBlocks())
-    if name == "torch_blocks":
-        from sppo.kernels.attention.torch_blocks import TorchBlocks
-
-        return BlockAttention(TorchBlocks())
-    from sppo.kernels.attention import flash_packages
-
-    kernels: dict[str, Callable[[], RectangleKernel]] = {
-        "flash_attn_2": flash_packages.FlashAttn2,
-        "flash_attn_3": flash_packages.FlashAttn3,
-        "flash_attn_4": flash_packages.FlashAttn4,
-        "torch_flash": flash_packages.TorchFlash,
-    }
-    return RectangleAttention(kernels[name]())
-
-
 @torch.no_grad()
 def error_on_a_small_case(name: BackendName, case: AttentionCase) -> str | None:
-    """Run a back end on a small problem like ``case`` and compare it with the reference.
+    """Run a back end on a small problem like ``case``; compare it with ``torch_blocks`` in float64.
 
     Returns:
         The exception or the excessive error as the end of a sentence; None if results are right.
     """
     random = torch.Generator().manual_seed(0)
     heads = _SMALL_KV_HEADS * case.group
-    documents = _DOCUMENTS if CAPABILITIES[name].single_tokens else _DOCUMENTS[:1]
     do, q = (_random(random, _SMALL_QUERIES, heads, case) for _ in range(2))
     k, v = (_random(random, _SMALL_KEYS, _SMALL_KV_HEADS, case) for _ in range(2))
-    try:
-        kernel = load(name)
-        if isinstance(kernel, RectangleAttention):
-            kernel = replace(kernel, max_backward_keys=_SMALL_PART, max_forward_keys=_SMALL_PART)
-        ours = _forward_and_backward(kernel, (do, q, k, v), window=case.window, documents=documents)
-    except Exception as error:  # third-party packages may raise anything
-        first_line = (str(error).splitlines() or [""])[0]
-        return f"fails on a small case with {type(error).__name__}: {first_line}"
-    acc_dtype = tuple(x.cpu().double() for x in (do, q, k, v))
-    exact = _forward_and_backward(Reference(), acc_dtype, window=case.window, documents=documents)
-    bound = _MAX_ROUNDOFFS[case.dtype] * torch.finfo(case.dtype).eps / 2
-    for what, value in exact.items():
-        error_of = _relative_error(ours[what].cpu().double(), value)
-        if not error_of <= bound:
-            return f"is wrong on a small case: relative error {error_of:.1e} of {what}"
+    window = _SMALL_WINDOW if case.window else None
+    kernel = KERNELS[name]
+    if isinstance(kernel, RectangleAttention):
+        kernel = replace(kernel, max_backward_keys=_SMALL_PART, max_forward_keys=_SMALL_PART)
+    for documents in _DOCUMENTS if CAPABILITIES[name].single_tokens else _DOCUMENTS[:1]:
+        call = AttentionCall(q, k, v, window=window, document_starts=documents)
+        try:
+            ours = _forward_and_backward(kernel, call, do)
+        except Exception as error:  # third-party packages may raise anything
+            first_line = (str(error).splitlines() or [""])[0]
+            return f"fails on a small case with {type(error).__name__}: {first_line}"
+        q64, k64, v64, do64 = (x.cpu().double() for x in (q, k, v, do))
+        call = replace(call, q_CND=q64, k_TKD=k64, v_TKD=v64)
+        exact = _forward_and_backward(KERNELS["torch_blocks"], call, do64)
+        bound = _MAX_ROUNDOFFS[case.dtype] * torch.finfo(case.dtype).eps / 2
+        for what, value in exact.items():
+            error_of = _relative_error(ours[what].cpu().double(), value)
+            if not error_of <= bound:
+                how = f" with {len(documents)} documents" if len(documents) > 1 else ""
+                return f"is wrong on a small case: relative error {error_of:.1e} of {what}{how}"
     return None
 
 
@@ -303,29 +278,11 @@ def _random(generator: torch.Generator, tokens: int, heads: int, case: Attention
 
 
 def _forward_and_backward(
-    kernel: AttentionKernel,
-    operands: tuple[Tensor, ...],
-    *,
-    window: bool,
-    documents: Iterable[tuple[int, ...]],
+    kernel: AttentionKernel, call: AttentionCall, do: Tensor
 ) -> dict[str, Tensor]:
-    """Return outputs and gradients by name for each entry of ``documents`` (document starts).
-
-    ``operands`` are (do, q, k, v).
-    """
-    do, q, k, v = operands
-    acc_dtype = torch.promote_types(k.dtype, torch.float32)
-    results: dict[str, Tensor] = {}
-    for starts in documents:
-        reach = _SMALL_WINDOW if window else None
-        scale = q.shape[2] ** -0.5
-        o, lse = kernel.forward(q, k, v, scale=scale, window=reach, document_starts=starts)
-        dk, dv = (torch.zeros(x.shape, dtype=acc_dtype, device=x.device) for x in (k, v))
-        dq = kernel.backward(
-            do, q, k, v, o, lse, dk_TKD=dk, dv_TKD=dv,
-            scale=scale, window=reach, document_starts=starts,
-        )  # fmt: skip
-        named = {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
-        how = f" with {len(starts)} documents" if len(starts) > 1 else ""
-        results |= {what + how: value for what, value in named.items()}
-    return results
+    """Return outputs and gradients by name."""
+    o, lse = kernel.forward(call)
+    acc_dtype = torch.promote_types(do.dtype, torch.float32)
+    dk, dv = (torch.zeros_like(x, dtype=acc_dtype) for x in (call.k_TKD, call.v_TKD))
+    dq = kernel.backward(call, do, o, lse, dk_TKD=dk, dv_TKD=dv)
+    return {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}

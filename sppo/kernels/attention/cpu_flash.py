@@ -21,6 +21,7 @@ import math
 import torch
 from torch import Tensor
 
+from sppo.kernels.attention.block_attention import BlockCall
 from sppo.kernels.half_products import cpu_multiplies
 from sppo.kernels.row_tiles import row_tiles
 
@@ -32,32 +33,23 @@ HALF_BACKWARD_TOKENS = 256
 _HALF = (torch.bfloat16, torch.float16)
 
 
+def backward_multiple(dtype: torch.dtype) -> int | None:
+    """Return HALF_BACKWARD_TOKENS if backward multiplies in half precision, else None."""
+    return HALF_BACKWARD_TOKENS if dtype in _HALF and cpu_multiplies(dtype) else None
+
+
 class CpuFlash:
     """Block kernel over ``aten::_scaled_dot_product_flash_attention_for_cpu``."""
 
-    def backward_token_multiple(self, dtype: torch.dtype) -> int | None:
-        """Return HALF_BACKWARD_TOKENS if backward multiplies in half precision, else None."""
-        return HALF_BACKWARD_TOKENS if dtype in _HALF and cpu_multiplies(dtype) else None
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, call: BlockCall) -> tuple[Tensor, Tensor]:
         """Return (o, lse) of one block by torch's CPU flash attention."""
-        o, lse = _FORWARD(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+        o, lse = _FORWARD(
+            call.q, call.k, call.v, 0.0, call.causal, attn_mask=call.mask, scale=call.scale
+        )
         return o, lse
 
     def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        *,
-        causal: bool,
-        mask: Tensor | None,
-        scale: float,
+        self, call: BlockCall, do: Tensor, o: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv) of one block by torch's CPU flash attention.
 
@@ -65,19 +57,23 @@ class CpuFlash:
         are computed and returned in fp32, as are all blocks on a CPU without products in half
         precision; dq of a backward in parts of keys is fp32 or better.
         """
-        if q.dtype in _HALF and not self._multiplies(q, k):
+        q, k, v, mask = call.q, call.k, call.v, call.mask
+        if q.dtype in _HALF and not _multiplies(q, k):
             do, q, k, v, o = (_cast(x) for x in (do, q, k, v, o))
             mask = None if mask is None else _cast(mask)
-        parts = 1 if causal or mask is not None else _key_parts(q, k)
+        parts = 1 if call.causal or mask is not None else _key_parts(q, k)
         if parts == 1:
-            dq, dk, dv = _BACKWARD(do, q, k, v, o, lse, 0.0, causal, attn_mask=mask, scale=scale)
+            dq, dk, dv = _BACKWARD(
+                do, q, k, v, o, lse, 0.0, call.causal, attn_mask=mask, scale=call.scale
+            )
             return dq, dk, dv
-        return _backward_in_parts(do, q, k, v, o, lse, scale=scale, parts=parts)
+        return _backward_in_parts(do, q, k, v, o, lse, scale=call.scale, parts=parts)
 
-    def _multiplies(self, q: Tensor, k: Tensor) -> bool:
-        """Return whether backward multiplies the rows and keys of a block in half precision."""
-        multiple = self.backward_token_multiple(q.dtype)
-        return multiple is not None and not (q.shape[2] % multiple or k.shape[2] % multiple)
+
+def _multiplies(q: Tensor, k: Tensor) -> bool:
+    """Return whether backward multiplies the rows and keys of a block in half precision."""
+    multiple = backward_multiple(q.dtype)
+    return multiple is not None and not (q.shape[2] % multiple or k.shape[2] % multiple)
 
 
 def _cast(x: Tensor) -> Tensor:

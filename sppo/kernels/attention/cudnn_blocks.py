@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sppo.kernels.attention.block_attention import BlockCall
+
 
 class CudnnBlocks:
     """Block kernel over ``aten::_scaled_dot_product_cudnn_attention``.
@@ -15,52 +17,38 @@ class CudnnBlocks:
     def __init__(self) -> None:
         self._lse_columns = True
 
-    def backward_token_multiple(self, dtype: torch.dtype) -> int | None:
-        """Return None: backward supports any number of tokens."""
-        return None
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, call: BlockCall) -> tuple[Tensor, Tensor]:
         """Return (o, lse) of one block by torch's cuDNN attention."""
+        q, k, v = call.q, _dense(call.k), _dense(call.v)
         o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            q, _dense(k), _dense(v), mask, True, 0.0, causal, False, scale=scale
+            q, k, v, call.mask, True, 0.0, call.causal, False, scale=call.scale
         )
         self._lse_columns = lse.dim() == q.dim()
         return o, lse.reshape(q.shape[:-1])
 
     def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        *,
-        causal: bool,
-        mask: Tensor | None,
-        scale: float,
+        self, call: BlockCall, do: Tensor, o: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv) of one block by torch's cuDNN attention."""
+        q, k, v = call.q, _dense(call.k), _dense(call.v)
         no_dropout = torch.empty((), dtype=torch.int64, device=q.device)  # never read
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             do,
             q,
-            _dense(k),
-            _dense(v),
+            k,
+            v,
             o,
             lse.contiguous().unsqueeze(-1) if self._lse_columns else lse.contiguous(),
             no_dropout,
             no_dropout,
-            mask,
+            call.mask,
             None,
             None,
             q.shape[2],
             k.shape[2],
             0.0,
-            causal,
-            scale=scale,
+            call.causal,
+            scale=call.scale,
         )
         return dq, dk, dv
 

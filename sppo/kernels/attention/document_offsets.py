@@ -14,8 +14,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from sppo.kernels.host_tables import on_device, stream_number
-
 
 @dataclass(frozen=True, slots=True)
 class DocumentOffsets:
@@ -43,7 +41,8 @@ def document_offsets(
         keys: Number of keys of each document, at least its number of queries.
         device: Device of the call.
     """
-    return _offsets(tuple(queries), tuple(keys), device, stream_number(device))
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _offsets(tuple(queries), tuple(keys), device, stream)
 
 
 @lru_cache(maxsize=16)
@@ -53,5 +52,7 @@ def _offsets(
     """Return the offsets for calls on ``stream``: the tensors are written on it and read there."""
     del stream
     both = torch.tensor([list(accumulate(x, initial=0)) for x in (queries, keys)]).to(torch.int32)
-    on = on_device(both, device)
+    if device.type == "cuda":  # a copy from pageable memory would block the host
+        both = both.pin_memory()
+    on = both.to(device, non_blocking=True)
     return DocumentOffsets(on[0], on[1], max(queries), max(keys))

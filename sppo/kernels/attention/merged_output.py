@@ -36,7 +36,9 @@ class MergedOutput:
             self._seen[rows] = [True] * o_KGrD.shape[2]
             return
         if fused(so_far):
-            _merge_at_once(so_far, lse, o_KGrD, lse_KGr)
+            from sppo.kernels.triton.merge import merge_
+
+            merge_(*(x.flatten(0, 1) for x in (so_far, lse, o_KGrD, lse_KGr)))
             return
         both = torch.logaddexp(lse, lse_KGr)
         kept, added = ((part - both).exp_().unsqueeze(-1) for part in (lse, lse_KGr))
@@ -49,21 +51,6 @@ class MergedOutput:
         """Return (o_CND in ``dtype``, lse_NC) of all rows."""
         assert all(self._seen), "every query sees at least itself"
         return tokens_first(self._o_KGCD.flatten(0, 1), dtype), self._lse_KGC.flatten(0, 1)
-
-
-def _merge_at_once(
-    o_KGrD: Tensor, lse_KGr: Tensor, part_KGrD: Tensor, part_lse_KGr: Tensor
-) -> None:
-    from sppo.kernels.triton.merge import merge_
-
-    kv_heads, group, rows, head_size = o_KGrD.shape
-    heads = kv_heads * group
-    merge_(
-        o_KGrD.view(heads, rows, head_size),
-        lse_KGr.view(heads, rows),
-        part_KGrD.reshape(heads, rows, head_size),
-        part_lse_KGr.reshape(heads, rows),
-    )
 
 
 def tokens_first(x_NCD: Tensor, dtype: torch.dtype) -> Tensor:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from sppo.kernels.attention.blocks import documents_in_span
+from sppo.kernels.attention.call import AttentionCall
 from sppo.kernels.attention.document_offsets import DocumentOffsets, document_offsets
 from sppo.kernels.attention.merged_output import MergedOutput
 
@@ -31,44 +32,35 @@ MAX_FORWARD_ELEMENTS = 1 << 30
 """Most elements of the keys of one forward call without a window."""
 
 
-class RectangleKernel(Protocol):
-    """Kernel of one rectangle of attention; ``causal`` is aligned at the bottom right.
+@dataclass(frozen=True, slots=True, eq=False)
+class RectangleCall:
+    """Attention of one rectangle, or of several, concatenated along rows and keys."""
 
-    A call with ``documents`` computes several rectangles, concatenated along rows and keys.
-    """
+    q_cND: Tensor
+    k_tKD: Tensor
+    v_tKD: Tensor
+    causal: bool
+    """Whether a query sees no later keys; aligned at the bottom right."""
+    window: int | None
+    scale: float
+    documents: DocumentOffsets | None = None
+    """Offsets of several rectangles; None for one."""
+
+
+class RectangleKernel(Protocol):
+    """Kernel of one rectangle of attention."""
 
     @property
     def takes_documents(self) -> bool:
         """True if calls may have ``documents``."""
         ...
 
-    def forward(
-        self,
-        q_cND: Tensor,
-        k_tKD: Tensor,
-        v_tKD: Tensor,
-        *,
-        causal: bool,
-        window: int | None,
-        scale: float,
-        documents: DocumentOffsets | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, call: RectangleCall) -> tuple[Tensor, Tensor]:
         """Return (o_cND, lse_Nc in fp32)."""
         ...
 
     def backward(
-        self,
-        do_cND: Tensor,
-        q_cND: Tensor,
-        k_tKD: Tensor,
-        v_tKD: Tensor,
-        o_cND: Tensor,
-        lse_Nc: Tensor,
-        *,
-        causal: bool,
-        window: int | None,
-        scale: float,
-        documents: DocumentOffsets | None = None,
+        self, call: RectangleCall, do_cND: Tensor, o_cND: Tensor, lse_Nc: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv) like q, k, v; ``o`` and ``lse`` are those over all keys."""
         ...
@@ -128,7 +120,7 @@ def joined(parts: Iterable[Rectangle]) -> list[Rectangle]:
 
 @dataclass(frozen=True, slots=True)
 class RectangleAttention:
-    """:class:`sppo.kernels.attention.kernel.AttentionKernel` over a :class:`RectangleKernel`."""
+    """:class:`sppo.kernels.attention.call.AttentionKernel` over a :class:`RectangleKernel`."""
 
     kernel: RectangleKernel
     max_backward_keys: int | None = None
@@ -136,106 +128,79 @@ class RectangleAttention:
     max_forward_keys: int | None = None
     """Most keys of one forward call; None for those of :data:`MAX_FORWARD_ELEMENTS`."""
 
-    def forward(
-        self,
-        q_CND: Tensor,
-        k_TKD: Tensor,
-        v_TKD: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        document_starts: tuple[int, ...],
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
         """Return (o_CND, lse_NC), with one call per document or one call for all documents."""
-        max_keys = self.max_forward_keys or MAX_FORWARD_ELEMENTS // k_TKD[0].numel()
-        parts = self._rectangles(q_CND, k_TKD, window, document_starts, max_keys=max_keys)
-
-        def output(r: Rectangle) -> tuple[Tensor, Tensor]:
-            return self.kernel.forward(
-                q_CND[r.q0 : r.q1], k_TKD[r.k0 : r.k1], v_TKD[r.k0 : r.k1],
-                causal=r.causal, window=window, scale=scale, **_documents(r, q_CND.device),
-            )  # fmt: skip
-
+        max_keys = self.max_forward_keys or MAX_FORWARD_ELEMENTS // call.k_TKD[0].numel()
+        parts = self._rectangles(call, max_keys=max_keys)
         if len(parts) == 1:
-            return output(parts[0])
+            return self.kernel.forward(_operands(parts[0], call))
         if all(r.causal for r in parts):
-            outputs = [output(r) for r in parts]
+            outputs = [self.kernel.forward(_operands(r, call)) for r in parts]
             return torch.cat([o for o, _ in outputs]), torch.cat([lse for _, lse in outputs], dim=1)
-        merged = MergedOutput(q_CND.transpose(0, 1), kv_heads=q_CND.shape[1])
+        merged = MergedOutput(call.q_CND.transpose(0, 1), kv_heads=call.heads)
         for r in reversed(parts):  # causal rectangles cover all rows, so they come first
-            o_cND, lse_Nc = output(r)
+            o_cND, lse_Nc = self.kernel.forward(_operands(r, call))
             rows = slice(r.q0, r.q1)
             merged.add(rows, o_cND.transpose(0, 1).unsqueeze(1), lse_Nc.unsqueeze(1))
             del o_cND, lse_Nc  # freed before the next part is computed
-        return merged.result(q_CND.dtype)
+        return merged.result(call.q_CND.dtype)
 
     def backward(
         self,
+        call: AttentionCall,
         do_CND: Tensor,
-        q_CND: Tensor,
-        k_TKD: Tensor,
-        v_TKD: Tensor,
         o_CND: Tensor,
         lse_NC: Tensor,
         *,
         dk_TKD: Tensor,
         dv_TKD: Tensor,
-        scale: float,
-        window: int | None,
-        document_starts: tuple[int, ...],
     ) -> Tensor:
         """Return dq_CND, computed by rectangles; add to ``dk_TKD`` and ``dv_TKD``."""
-        max_keys = self.max_backward_keys or MAX_BACKWARD_KEYS
-        parts = self._rectangles(q_CND, k_TKD, window, document_starts, max_keys=max_keys)
+        parts = self._rectangles(call, max_keys=self.max_backward_keys or MAX_BACKWARD_KEYS)
         dq_CND: Tensor | None = None
         for r in parts:
             rows, keys = slice(r.q0, r.q1), slice(r.k0, r.k1)
             dq, dk, dv = self.kernel.backward(
-                do_CND[rows],
-                q_CND[rows],
-                k_TKD[keys],
-                v_TKD[keys],
-                o_CND[rows],
-                lse_NC[:, rows].contiguous(),
-                causal=r.causal,
-                window=window,
-                scale=scale,
-                **_documents(r, q_CND.device),
+                _operands(r, call), do_CND[rows], o_CND[rows], lse_NC[:, rows].contiguous()
             )
             dk_TKD[keys].add_(dk)
             dv_TKD[keys].add_(dv)
             if len(parts) == 1:
                 return dq
             if dq_CND is None:
-                dq_CND = torch.zeros(q_CND.shape, dtype=lse_NC.dtype, device=q_CND.device)
+                dq_CND = torch.zeros(do_CND.shape, dtype=lse_NC.dtype, device=do_CND.device)
             dq_CND[rows].add_(dq)
             del dq, dk, dv  # freed before the next part is computed
         assert dq_CND is not None, "every query sees at least itself"
-        return dq_CND.to(q_CND.dtype)
+        return dq_CND.to(call.q_CND.dtype)
 
-    def _rectangles(
-        self,
-        q_CND: Tensor,
-        k_TKD: Tensor,
-        window: int | None,
-        document_starts: tuple[int, ...],
-        *,
-        max_keys: int | None,
-    ) -> list[Rectangle]:
+    def _rectangles(self, call: AttentionCall, *, max_keys: int) -> list[Rectangle]:
         parts = rectangles(
-            q_CND.shape[0],
-            k_TKD.shape[0],
-            window=window,
-            document_starts=document_starts,
+            call.num_queries,
+            call.num_keys,
+            window=call.window,
+            document_starts=call.document_starts,
             max_keys=max_keys,
         )
         return joined(parts) if self.kernel.takes_documents else list(parts)
 
 
-def _documents(part: Rectangle, device: torch.device) -> dict[str, DocumentOffsets]:
-    """Return the kernel's ``documents`` argument for joined rectangles; none for a single one."""
-    if not part.documents:
-        return {}
-    queries = [one.q1 - one.q0 for one in part.documents]
-    keys = [one.k1 - one.k0 for one in part.documents]
-    return {"documents": document_offsets(queries, keys, device)}
+def _operands(part: Rectangle, call: AttentionCall) -> RectangleCall:
+    """Return the kernel's call for one rectangle, or for joined ones, with their offsets."""
+    keys = slice(part.k0, part.k1)
+    documents = None
+    if part.documents:
+        documents = document_offsets(
+            [one.q1 - one.q0 for one in part.documents],
+            [one.k1 - one.k0 for one in part.documents],
+            call.q_CND.device,
+        )
+    return RectangleCall(
+        call.q_CND[part.q0 : part.q1],
+        call.k_TKD[keys],
+        call.v_TKD[keys],
+        part.causal,
+        call.window,
+        call.factor,
+        documents,
+    )

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from sppo.kernels.attention.block_attention import BlockCall
 from sppo.units import MIB
 
 TILE_BYTES = 64 * MIB
@@ -20,52 +21,37 @@ TILE_BYTES = 64 * MIB
 class TorchBlocks:
     """Block kernel of matrix products, computed in fp32 or better."""
 
-    def backward_token_multiple(self, dtype: torch.dtype) -> int | None:
-        """Return None: backward supports any number of tokens."""
-        return None
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, call: BlockCall) -> tuple[Tensor, Tensor]:
         """Return (o, lse) of one block by plain torch operations, tile by tile."""
-        acc_dtype = torch.promote_types(q.dtype, torch.float32)
-        k, v = k.to(acc_dtype), v.to(acc_dtype)
+        q, acc_dtype = call.q, torch.promote_types(call.q.dtype, torch.float32)
+        k, v = call.k.to(acc_dtype), call.v.to(acc_dtype)
         o = torch.empty_like(q)
         lse = torch.empty(q.shape[:-1], dtype=acc_dtype, device=q.device)
         for rows in _tiles(q, k):
-            scores = _scores(q, k, rows, causal=causal, mask=mask, scale=scale)
+            scores = _scores(call, k, rows)
             lse[:, :, rows] = scores.logsumexp(-1)
             weights = scores.sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
             o[:, :, rows] = (weights @ v).to(o.dtype)
+            del scores, weights  # before the next tile is made
         return o, lse
 
     def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        *,
-        causal: bool,
-        mask: Tensor | None,
-        scale: float,
+        self, call: BlockCall, do: Tensor, o: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv) of one block in fp32 or better, tile by tile."""
-        acc_dtype = torch.promote_types(q.dtype, torch.float32)
-        k, v = k.to(acc_dtype), v.to(acc_dtype)
+        q, acc_dtype = call.q, torch.promote_types(call.q.dtype, torch.float32)
+        k, v = call.k.to(acc_dtype), call.v.to(acc_dtype)
         dq = torch.empty(q.shape, dtype=acc_dtype, device=q.device)
         dk, dv = (torch.zeros(x.shape, dtype=acc_dtype, device=q.device) for x in (k, v))
         for rows in _tiles(q, k):
             do_rows, q_rows = do[:, :, rows].to(acc_dtype), q[:, :, rows].to(acc_dtype)
-            scores = _scores(q, k, rows, causal=causal, mask=mask, scale=scale)
-            weights = scores.sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
+            weights = _scores(call, k, rows).sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
             dv += weights.transpose(-1, -2) @ do_rows
             delta = (do_rows * o[:, :, rows]).sum(-1, keepdim=True)
-            dscores = (do_rows @ v.transpose(-1, -2)).sub_(delta).mul_(weights).mul_(scale)
+            dscores = (do_rows @ v.transpose(-1, -2)).sub_(delta).mul_(weights).mul_(call.scale)
             dq[:, :, rows] = dscores @ k
             dk += dscores.transpose(-1, -2) @ q_rows
+            del weights, dscores  # before the next tile is made
         return dq, dk, dv
 
 
@@ -77,15 +63,13 @@ def _tiles(q: Tensor, k: Tensor) -> Iterator[slice]:
         yield slice(start, min(start + step, rows))
 
 
-def _scores(
-    q: Tensor, k: Tensor, rows: slice, *, causal: bool, mask: Tensor | None, scale: float
-) -> Tensor:
+def _scores(call: BlockCall, k: Tensor, rows: slice) -> Tensor:
     """Return the scores ``[batch, heads, rows, t]`` in k's dtype, minus infinity where masked."""
-    scores = (q[:, :, rows].to(k.dtype) @ k.transpose(-1, -2)).mul_(scale)
-    if mask is not None:
-        scores.add_(mask[:, :, rows])
-    if causal:
-        row = torch.arange(rows.start, rows.stop, device=q.device).unsqueeze(1)
-        hidden = torch.arange(k.shape[2], device=q.device) > row
+    scores = (call.q[:, :, rows].to(k.dtype) @ k.transpose(-1, -2)).mul_(call.scale)
+    if call.mask is not None:
+        scores.add_(call.mask[:, :, rows])
+    if call.causal:
+        row = torch.arange(rows.start, rows.stop, device=k.device).unsqueeze(1)
+        hidden = torch.arange(k.shape[2], device=k.device) > row
         scores.masked_fill_(hidden, float("-inf"))
     return scores

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch  # noqa: F401 (loads the library that the pool is linked against)
 
@@ -32,21 +32,6 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's mallopt, as in malloc.h."""
 _LEAST_MAPPED_BYTES = 1 << 20
 
-_FIGURES = (
-    "used_bytes",
-    "used_peak_bytes",
-    "resident_bytes",
-    "resident_peak_bytes",
-    "returned_bytes",
-    "blocks",
-)
-
-
-class _MemoryStruct(ctypes.Structure):
-    """C struct ``sppo_cpu_memory`` of csrc/cpu_allocator.h."""
-
-    _fields_ = tuple((name, ctypes.c_uint64) for name in _FIGURES)
-
 
 @dataclass(frozen=True, slots=True)
 class CpuMemory:
@@ -64,6 +49,12 @@ class CpuMemory:
     """Number of blocks allocated since the start."""
 
 
+class _MemoryStruct(ctypes.Structure):
+    """C struct ``sppo_cpu_memory`` of csrc/cpu_allocator.h, with the fields of CpuMemory."""
+
+    _fields_ = tuple((field.name, ctypes.c_uint64) for field in fields(CpuMemory))
+
+
 class CpuAllocator:
     """Pool that allocates torch's CPU tensors; created by :func:`install_cpu_allocator`."""
 
@@ -74,7 +65,7 @@ class CpuAllocator:
         """Return the pool's current memory figures."""
         struct = _MemoryStruct()
         self._library.sppo_cpu_allocator_statistics(ctypes.byref(struct))
-        return CpuMemory(*(int(getattr(struct, name)) for name in _FIGURES))
+        return CpuMemory(*(int(getattr(struct, field.name)) for field in fields(CpuMemory)))
 
     def reset_peak(self) -> None:
         """Set both peaks to the current values."""

@@ -1,7 +1,6 @@
 """Available memory: limits of the machine, of control groups and of the process.
 
-Containers limit memory by control groups, of which two versions are in use; the limits of all
-groups above the process apply. ``ulimit -v`` and ``-d`` limit the address space of one process.
+``ulimit -v`` and ``-d`` limit the address space of one process.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from sppo.hardware.control_groups import memory_groups
 from sppo.units import GIB, MIB, format_bytes
 
 LIBRARY_BYTES = 240 * MIB
@@ -20,10 +20,7 @@ LIBRARY_BYTES = 240 * MIB
 LIBRARY_ADDRESS_BYTES = GIB
 """Address space of the libraries of a training process and their threads, in bytes."""
 
-_CGROUPS = Path("/sys/fs/cgroup")
-_MEMBERSHIP = Path("/proc/self/cgroup")
 _STATUS = Path("/proc/self/status")
-_NO_LIMIT_BYTES = 1 << 60  # version 1 states "no limit" as the largest number
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,56 +115,7 @@ def status_bytes(name: str, *, status: Path = _STATUS) -> int | None:
     return 1024 * int(found[1]) if found else None
 
 
-def control_group_room(*, membership: Path = _MEMBERSHIP, cgroups: Path = _CGROUPS) -> int | None:
-    """Return the least bytes left in any of this process's control groups; None without a limit.
-
-    Args:
-        membership: Path of the file that names the groups.
-        cgroups: Mount point of the groups' files.
-    """
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return None
-    rooms: list[int | None] = []
-    for line in lines:
-        _, controllers, name = line.split(":", 2)
-        if not controllers:
-            rooms += [_room_v2(group) for group in _groups(cgroups, name)]
-        elif "memory" in controllers.split(","):
-            rooms += [_room_v1(group) for group in _groups(cgroups / "memory", name)]
+def control_group_room() -> int | None:
+    """Return the least bytes left in any of this process's control groups; None without a limit."""
+    rooms = (group.room_bytes() for group in memory_groups())
     return min((room for room in rooms if room is not None), default=None)
-
-
-def _groups(top: Path, name: str) -> list[Path]:
-    """Return group ``name`` and all groups above; in a container only ``top`` may be visible."""
-    own = top / name.lstrip("/")
-    return [own, *(group for group in own.parents if group.is_relative_to(top))]
-
-
-def _room_v2(group: Path) -> int | None:
-    """Return the bytes left to ``group``, cached files included; None without a limit."""
-    try:
-        limit = int((group / "memory.max").read_text())  # ValueError for "max": no limit
-        current = int((group / "memory.current").read_text())
-        stat = _statistics(group)
-        return limit - current + stat["active_file"] + stat["inactive_file"]
-    except (OSError, ValueError, KeyError):
-        return None
-
-
-def _room_v1(group: Path) -> int | None:
-    try:
-        limit = int((group / "memory.limit_in_bytes").read_text())
-        current = int((group / "memory.usage_in_bytes").read_text())
-        stat = _statistics(group)
-        if limit >= _NO_LIMIT_BYTES:
-            return None
-        return limit - current + stat["total_active_file"] + stat["total_inactive_file"]
-    except (OSError, ValueError, KeyError):
-        return None
-
-
-def _statistics(group: Path) -> dict[str, int]:
-    lines = (group / "memory.stat").read_text().splitlines()
-    return {name: int(value) for name, value in (line.split() for line in lines)}

@@ -141,45 +141,38 @@ def _cross_entropy_kernel(
             )
 
 
-def token_losses(
-    logits_tV: Tensor, labels_t: Tensor, *, label_smoothing: float, z_loss: float
+def cross_entropy(
+    logits_tV: Tensor,
+    labels_t: Tensor,
+    *,
+    label_smoothing: float,
+    z_loss: float,
+    scale: float | None = None,
 ) -> Tensor:
-    """Return the losses ``[t]`` of a tile of logits, which are not modified."""
-    return _launch(row_major(logits_tV), labels_t, None, smoothing=label_smoothing, z_loss=z_loss)
+    """Return the losses ``[t]`` of a tile of logits.
 
-
-def losses_to_gradient_(
-    logits_tV: Tensor, labels_t: Tensor, *, scale: float, label_smoothing: float, z_loss: float
-) -> Tensor:
-    """Return the losses ``[t]`` of a tile of logits; overwrite the logits with the gradient.
-
-    Rows must be contiguous. Rows with an ignored label become zeros, whatever their logits are.
+    With a ``scale``, the logits, whose rows must be contiguous, are overwritten with the gradient
+    of ``scale * losses.sum()``: rows with an ignored label with zeros, whatever they hold.
     """
+    if scale is None:
+        logits_tV = row_major(logits_tV)
     assert logits_tV.stride(-1) == 1, "what is written in place cannot be copied first"
-    return _launch(logits_tV, labels_t, scale, smoothing=label_smoothing, z_loss=z_loss)
-
-
-def _launch(
-    logits_tV: Tensor, labels_t: Tensor, scale: float | None, *, smoothing: float, z_loss: float
-) -> Tensor:
-    """Return the losses; with a ``scale`` overwrite the logits with the gradient.
-
-    The scale is passed as a tensor, because Triton rounds float arguments to fp32.
-    """
     tokens, vocabulary = logits_tV.shape
     acc_dtype, device = torch.promote_types(logits_tV.dtype, torch.float32), logits_tV.device
     losses_t = torch.empty(tokens, dtype=acc_dtype, device=device)
     block = min(_MOST_BLOCK, max(_LEAST_BLOCK, triton.next_power_of_2(vocabulary)))
+    # A tensor, because Triton rounds float arguments to fp32.
+    scale_1 = None if scale is None else torch.full((1,), scale, dtype=acc_dtype, device=device)
     with on_device_of(logits_tV):
         _cross_entropy_kernel[(tokens,)](
             logits_tV,
             labels_t.contiguous(),
-            None if scale is None else torch.full((1,), scale, dtype=acc_dtype, device=device),
+            scale_1,
             losses_t,
             vocabulary,
             logits_tV.stride(0),
             IGNORED=IGNORED_LABEL,
-            LABEL_SMOOTHING=smoothing,
+            LABEL_SMOOTHING=label_smoothing,
             Z_LOSS=z_loss,
             GRADIENT=scale is not None,
             BLOCK=block,

@@ -9,14 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sppo.kernels.triton.launch import (
-    accumulation_type,
-    block_size,
-    load_rows,
-    on_device_of,
-    row_major,
-    store_rows,
-)
+from sppo.kernels.triton.launch import accumulation_type, on_device_of, row_major
 
 _QUERIES = 32
 
@@ -39,7 +32,7 @@ def _merge_kernel(
     QUERIES: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
-    query_m = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
+    query_m = tl.program_id(0).to(tl.int64) * QUERIES + tl.arange(0, QUERIES)
     head = tl.program_id(1).to(tl.int64)
     d_D = tl.arange(0, BLOCK)
     real_m = query_m < num_queries
@@ -54,12 +47,13 @@ def _merge_kernel(
     added_m = tl.exp(part_lse_m - larger_m)
     total_m = kept_m + added_m
     scale_m = 1.0 / tl.where(total_m == 0.0, 1.0, total_m)
-    o_mD = load_rows(o_ptr, query_m, num_queries, o_query, d_D, SIZE, FIT=False).to(ACC_DTYPE)
-    part_mD = load_rows(
-        part_ptr + head * part_head, query_m, num_queries, part_query, d_D, SIZE, FIT=False
-    ).to(ACC_DTYPE)
+    inside_mD = real_m[:, None] & (d_D[None, :] < SIZE)
+    o_at_mD = o_ptr + query_m[:, None] * o_query + d_D[None, :]
+    part_at_mD = part_ptr + head * part_head + query_m[:, None] * part_query + d_D[None, :]
+    o_mD = tl.load(o_at_mD, mask=inside_mD, other=0.0).to(ACC_DTYPE)
+    part_mD = tl.load(part_at_mD, mask=inside_mD, other=0.0).to(ACC_DTYPE)
     o_mD = o_mD * (kept_m * scale_m)[:, None] + part_mD * (added_m * scale_m)[:, None]
-    store_rows(o_ptr, query_m, num_queries, o_query, d_D, o_mD, SIZE)
+    tl.store(o_at_mD, o_mD.to(o_ptr.dtype.element_ty), mask=inside_mD)
     tl.store(lse_ptr + query_m, larger_m + tl.log(total_m), mask=real_m)
 
 
@@ -87,7 +81,7 @@ def merge_(o_HrD: Tensor, lse_Hr: Tensor, part_HrD: Tensor, part_lse_Hr: Tensor)
             *part_HrD.stride()[:2],
             part_lse_Hr.stride(0),
             SIZE=head_size,
-            BLOCK=block_size(head_size),
+            BLOCK=triton.next_power_of_2(head_size),
             QUERIES=_QUERIES,
             ACC_DTYPE=accumulation_type(lse_Hr.dtype),
         )

@@ -138,56 +138,18 @@ def _norm_backward_kernel(
         tl.store(dbias_ptr + partial_E, dbias_E, mask=column_E < size)
 
 
-def rms_norm(x_CE: Tensor, weight_E: Tensor, *, eps: float) -> Tensor:
-    """Return the RMSNorm of rows ``[C, E]``, rounded once, at the end."""
-    return _norm(_rows(x_CE), None, weight_E, None, eps=eps).view(x_CE.shape)
-
-
-def add_rms_norm_(total_CE: Tensor, x_CE: Tensor, weight_E: Tensor, *, eps: float) -> Tensor:
-    """Add ``x`` to the contiguous ``total`` in place; return the RMSNorm of the rounded sum."""
-    total_RE = _rows_in_place(total_CE)
-    return _norm(total_RE, _rows(x_CE), weight_E, None, eps=eps).view(total_CE.shape)
-
-
-def layer_norm(x_CE: Tensor, weight_E: Tensor, bias_E: Tensor, *, eps: float) -> Tensor:
-    """Return the LayerNorm of rows ``[C, E]``, rounded once, at the end."""
+def norm(x_CE: Tensor, weight_E: Tensor, bias_E: Tensor | None, *, eps: float) -> Tensor:
+    """Return the RMSNorm of rows ``[C, E]``, or with a bias the LayerNorm, rounded at the end."""
     return _norm(_rows(x_CE), None, weight_E, bias_E, eps=eps).view(x_CE.shape)
 
 
-def add_layer_norm_(
-    total_CE: Tensor, x_CE: Tensor, weight_E: Tensor, bias_E: Tensor, *, eps: float
+def add_norm_(
+    total_CE: Tensor, x_CE: Tensor, weight_E: Tensor, bias_E: Tensor | None, *, eps: float
 ) -> Tensor:
-    """Add ``x`` to the contiguous ``total`` in place; return the LayerNorm of the rounded sum."""
-    total_RE = _rows_in_place(total_CE)
+    """Add ``x`` to the contiguous ``total`` in place; return the norm of the rounded sum."""
+    assert total_CE.is_contiguous(), "what is written in place cannot be copied first"
+    total_RE = total_CE.view(-1, total_CE.shape[-1])
     return _norm(total_RE, _rows(x_CE), weight_E, bias_E, eps=eps).view(total_CE.shape)
-
-
-def rms_norm_backward(
-    dy_CE: Tensor,
-    x_CE: Tensor,
-    weight_E: Tensor,
-    *,
-    eps: float,
-    dresidual_CE: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients (dx_CE plus ``dresidual_CE``, dweight_E) of :func:`rms_norm`."""
-    dx, sums = _norm_backward(dy_CE, x_CE, weight_E, dresidual_CE, eps=eps, centred=False)
-    return dx, sums[0]
-
-
-def layer_norm_backward(
-    dy_CE: Tensor,
-    x_CE: Tensor,
-    weight_E: Tensor,
-    bias_E: Tensor,
-    *,
-    eps: float,
-    dresidual_CE: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients (dx_CE plus ``dresidual_CE``, dweight_E, dbias_E) of layer_norm."""
-    del bias_E
-    dx, sums = _norm_backward(dy_CE, x_CE, weight_E, dresidual_CE, eps=eps, centred=True)
-    return dx, sums[0], sums[1]
 
 
 def _norm(
@@ -218,17 +180,17 @@ def _norm(
     return y_RE
 
 
-def _norm_backward(
+def norm_backward(
     dy_CE: Tensor,
     x_CE: Tensor,
     weight_E: Tensor,
-    dresidual_CE: Tensor | None,
+    bias_E: Tensor | None,
     *,
     eps: float,
-    centred: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return (dx plus the residual's gradient, parameter gradients ``[1 or 2, E]``)."""
-    dy_RE, x_RE = _rows(dy_CE), _rows(x_CE)
+    dresidual_CE: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the gradients (dx_CE plus ``dresidual_CE``, dweight_E, dbias_E or None)."""
+    dy_RE, x_RE, centred = _rows(dy_CE), _rows(x_CE), bias_E is not None
     dresidual_RE = None if dresidual_CE is None else _rows(dresidual_CE)
     num_rows, size = x_RE.shape
     cut = _cut(size, **_BACKWARD_TILE)
@@ -258,13 +220,8 @@ def _norm_backward(
             ACC_DTYPE=accumulation_type(x_RE.dtype),
             **cut,
         )
-    return dx_RE.view(x_CE.shape), partial.sum(1)
-
-
-def _rows_in_place(x_CE: Tensor) -> Tensor:
-    """Return a view ``[R, E]`` of a contiguous tensor."""
-    assert x_CE.is_contiguous(), "what is written in place cannot be copied first"
-    return x_CE.view(-1, x_CE.shape[-1])
+    sums = partial.sum(1)
+    return dx_RE.view(x_CE.shape), sums[0], sums[1] if centred else None
 
 
 def _rows(x_CE: Tensor) -> Tensor:

@@ -14,22 +14,24 @@ import mmap
 import os
 import tempfile
 import threading
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+import time
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sppo.offload.disk.disk_room import disk_room, is_memory
+from sppo.offload.lane import Event
+from sppo.offload.worker_pool import WorkerPool
 from sppo.output_file import FULL_ERRNOS
 from sppo.units import MIB, format_bytes
 
 SECTOR_BYTES = 4096
 """Unit of offsets, sizes and addresses: what bypasses the page cache moves whole sectors."""
-THREADS = 4
-"""Number of pieces that the disk serves at once."""
 PIECE_BYTES = 8 * MIB
 """Largest piece of a transfer; several threads serve the pieces of one transfer."""
 _NO_ROOM = "offload less, free space, or name a directory on another disk"
@@ -43,7 +45,6 @@ _ADVICE = {
     errno.EROFS: _NOT_ALLOWED,
     errno.EFBIG: "the file system, or ulimit -f, takes no file of that size",
     errno.EIO: "the disk is faulty (see dmesg): name a directory on another one",
-    errno.ECANCELED: "the tier was closed before it was done",
     **dict.fromkeys(FULL_ERRNOS, _NO_ROOM),
 }
 _OTHER_ADVICE = "name a directory on another file system"
@@ -52,25 +53,24 @@ _log = logging.getLogger(__name__)
 
 
 class Transfer:
-    """Read or write in flight, made by :class:`FileTier`."""
+    """Read or write in flight, made by :class:`FileTier`; an :class:`sppo.offload.lane.Event`."""
 
-    def __init__(self, pieces: list[Future[None]], *, name: str) -> None:
-        self._pieces, self._name = pieces, name
+    def __init__(self, pieces: Sequence[Future[None]]) -> None:
+        self._pieces = pieces
 
-    def wait(self) -> None:
-        """Wait until all bytes are transferred; may be called again.
+    def done(self) -> bool:
+        """Return, without waiting, whether all bytes are transferred or the transfer failed."""
+        return all(piece.done() for piece in self._pieces)
 
-        Raises:
-            OSError: The disk failed, or the tier was closed before the end. A failed read leaves
-                its array undefined; a failed write leaves its range of the tier undefined.
+    def exception(self) -> BaseException | None:
+        """Wait until the transfer has ended; return its error, None if there was none.
+
+        A failed read leaves its memory undefined; a failed write leaves its range of the tier
+        undefined.
         """
-        # Of all pieces, before an error is raised: until then the array belongs to the transfer.
+        # Of all pieces: until the last one has ended, the memory belongs to the transfer.
         errors = [_error_of(piece) for piece in self._pieces]
-        for error in errors:
-            if isinstance(error, OSError):
-                raise _fault(error.errno, f"{self._name} failed") from error
-            if error is not None:
-                raise error
+        return next((error for error in errors if error is not None), None)
 
 
 class FileTier:
@@ -84,6 +84,7 @@ class FileTier:
     Args:
         directory: Existing, writable directory on the disk to use.
         size_bytes: Planned size; rounded up to whole sectors.
+        pool: Threads that transfer the pieces.
 
     Raises:
         ValueError: The size is below 1.
@@ -91,15 +92,16 @@ class FileTier:
             left behind.
     """
 
-    def __init__(self, directory: Path | str, size_bytes: int) -> None:
+    def __init__(self, directory: Path | str, size_bytes: int, pool: WorkerPool) -> None:
         if size_bytes < 1:
             raise ValueError(f"size_bytes={size_bytes}; a file tier has at least 1 byte")
         self.directory = Path(directory)
         self.size_bytes = whole_sectors(size_bytes)
+        self._pool = pool
         self._file = _open(self.directory, self.size_bytes)
         self.direct = _pass_page_cache(self._file.fileno())
         """True if transfers bypass the page cache."""
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="sppo file tier")
+        self.writing, self.reading = BusyTime(), BusyTime()
         if is_memory(self.directory):
             _log.warning(
                 "%s is memory, not a disk: what is offloaded there frees none", self.directory
@@ -107,60 +109,50 @@ class FileTier:
         elif not self.direct:
             _log.info("no transfers past the page cache in %s", self.directory)
 
-    def write(self, offset_bytes: int, array: NDArray[np.uint8]) -> Transfer:
+    def write(
+        self, offset_bytes: int, array: NDArray[np.uint8], *, after: Sequence[Event] = ()
+    ) -> Transfer:
         """Start to write all of ``array``, which must not change until the transfer is done.
 
         Args:
             offset_bytes: First byte of the file to write, a multiple of :data:`SECTOR_BYTES`.
             array: Whole sectors, in memory that begins at a multiple of their size.
+            after: Events that the transfer waits for.
 
-        Raises:
-            ValueError: The tier is closed, the range is not within the tier, or ``array`` does not
-                consist of whole sectors of contiguous uint8.
         """
-        return self._start("writing", offset_bytes, array)
+        return self._start(offset_bytes, array, after, write=True)
 
-    def read(self, offset_bytes: int, array: NDArray[np.uint8]) -> Transfer:
+    def read(
+        self, offset_bytes: int, array: NDArray[np.uint8], *, after: Sequence[Event] = ()
+    ) -> Transfer:
         """Start to read into all of ``array``, which is undefined until the transfer is done.
 
-        Bytes that were never written read as zeros. Takes the arguments of :meth:`write`, and
-        raises its errors.
+        Bytes that were never written read as zeros. Takes the arguments of :meth:`write`.
         """
-        return self._start("reading", offset_bytes, array)
+        return self._start(offset_bytes, array, after, write=False)
 
-    def _start(self, verb: str, offset_bytes: int, array: NDArray[np.uint8]) -> Transfer:
-        if self._file.closed:
-            raise ValueError("the file tier is closed; it moves no more bytes")
-        self._check(offset_bytes, array)
+    def _start(
+        self, offset_bytes: int, array: NDArray[np.uint8], after: Sequence[Event], *, write: bool
+    ) -> Transfer:
+        sizes = (offset_bytes, array.nbytes, array.ctypes.data)
+        assert not any(n % SECTOR_BYTES for n in sizes), f"{sizes} are not whole sectors"
+        assert 0 <= offset_bytes <= self.size_bytes - array.nbytes, "a range of the tier"
         memory, failed = array.reshape(-1).data, threading.Event()
-        pieces = [
-            self._threads.submit(
-                self._move,
-                memory[begin : begin + PIECE_BYTES],
-                offset_bytes + begin,
-                write=verb == "writing",
-                failed=failed,
-            )
-            for begin in range(0, array.nbytes, PIECE_BYTES)
-        ]
-        size = format_bytes(array.nbytes)
-        name = f"{verb} {size} at byte {offset_bytes} of the file tier in {self.directory}"
-        return Transfer(pieces, name=name)
-
-    def _check(self, offset_bytes: int, array: NDArray[np.uint8]) -> None:
-        """Raise ValueError unless a range of the file and an array can be transferred."""
-        if array.dtype != np.uint8 or not array.flags.c_contiguous:
-            raise ValueError(f"a file tier moves contiguous bytes, not {array.dtype} as it is here")
-        if any(n % SECTOR_BYTES for n in (offset_bytes, array.nbytes, array.ctypes.data)):
-            raise ValueError(
-                f"{array.nbytes} bytes from byte {offset_bytes}, address {array.ctypes.data}: a "
-                f"file tier moves whole sectors of {SECTOR_BYTES} bytes"
-            )
-        end_bytes = offset_bytes + array.nbytes
-        if offset_bytes < 0 or end_bytes > self.size_bytes:
-            raise ValueError(
-                f"bytes {offset_bytes} to {end_bytes} are not within the tier's {self.size_bytes}"
-            )
+        return Transfer(
+            [
+                self._pool.submit(
+                    partial(
+                        self._move,
+                        memory[begin : begin + PIECE_BYTES],
+                        offset_bytes + begin,
+                        write=write,
+                        failed=failed,
+                    ),
+                    after=after,
+                )
+                for begin in range(0, array.nbytes, PIECE_BYTES)
+            ]
+        )
 
     def _move(
         self, piece: memoryview, offset_bytes: int, *, write: bool, failed: threading.Event
@@ -170,44 +162,61 @@ class FileTier:
             return
         file, moved = self._file.fileno(), 0
         try:
-            while moved < len(piece):
-                count = _system_io(file, write, piece[moved:], offset_bytes + moved)
-                if count == 0:  # the file has its full size, so an end of file is an error
-                    raise OSError(errno.EIO, os.strerror(errno.EIO))
-                moved += count
-            if not self.direct:
-                _leave_page_cache(file, write, offset_bytes, len(piece))
+            with self.writing if write else self.reading:
+                while moved < len(piece):
+                    count = _system_io(file, write, piece[moved:], offset_bytes + moved)
+                    if count == 0:  # the file has its full size, so an end of file is an error
+                        raise OSError(errno.EIO, os.strerror(errno.EIO))
+                    moved += count
+                if not self.direct:
+                    _leave_page_cache(file, write, offset_bytes, len(piece))
+        except OSError as error:
+            failed.set()
+            what = f"{'writing' if write else 'reading'} {format_bytes(len(piece))} at byte "
+            fault = _fault(error.errno, f"the disk failed while {what}{offset_bytes}")
+            fault.filename = str(self.directory)
+            raise fault from None
         except BaseException:
             failed.set()
             raise
 
-    def close(self, *, cancel: bool = False) -> None:
-        """Finish all transfers, end the threads and free the space; repeated calls do nothing.
-
-        Args:
-            cancel: Cancel pieces that no thread has started; waiting for them then raises.
-        """
-        self._threads.shutdown(cancel_futures=cancel)
+    def close(self) -> None:
+        """Free the space; no transfer may be in flight. Repeated calls do nothing."""
         self._file.close()
 
-    def __enter__(self) -> FileTier:
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close(cancel=error is not None)
+class BusyTime:
+    """Seconds in which at least one thread was in the context of this object."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside, self._since_s, self._total_s = 0, 0.0, 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._since_s = time.perf_counter()
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._total_s += time.perf_counter() - self._since_s
+
+    def take_s(self) -> float:
+        """Return the seconds since the last call, once no thread is inside."""
+        with self._lock:
+            total_s, self._total_s = self._total_s, 0.0
+        return total_s
 
 
 def _error_of(piece: Future[None]) -> BaseException | None:
     """Wait until a piece has ended, and return its error."""
     try:
         return piece.exception()
-    except CancelledError:
-        return OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+    except CancelledError as error:
+        return error
 
 
 def whole_sectors(size_bytes: int) -> int:

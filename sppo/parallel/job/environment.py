@@ -155,6 +155,39 @@ def child_environment(
     return child
 
 
+def threads_of_gpu_rank(
+    place: RankEnvironment,
+    environ: Mapping[str, str],
+    *,
+    cores: int,
+    ranks_near: int,
+    allowed_cores: int,
+) -> int:
+    """Return OMP_NUM_THREADS if the user has set it, or the rank's share of its cores.
+
+    torchrun sets OMP_NUM_THREADS=1 unless it is set, which cannot be told from a 1 that the user
+    sets. Ranks that update on the CPU would be several times slower, so that 1 counts as not set.
+
+    Args:
+        place: Place of the rank in its job.
+        environ: Environment variables.
+        cores: Cores that the rank uses.
+        ranks_near: Ranks of this machine that would use the same cores. Tasks to which srun gives
+            cores of their own share none.
+        allowed_cores: Cores that the launcher allows the rank to use.
+    """
+    given = environ.get(_THREADS, "").split(",")[0].strip()
+    if given.isdecimal() and int(given) > (place.launcher == "torchrun"):
+        return min(int(given), cores)
+    of_node = environ.get("SLURM_CPUS_ON_NODE", "")
+    has_own = (
+        place.launcher == "slurm"
+        and of_node.isdecimal()
+        and allowed_cores * place.local_world_size <= int(of_node)
+    )
+    return max(1, cores if has_own else cores // ranks_near)
+
+
 def is_started_rank(environ: Mapping[str, str]) -> bool:
     """Return whether this process is a rank that ``sppo`` started, and reports the end of."""
     return _MARKER in environ

@@ -1,19 +1,12 @@
-"""Rendezvous of the ranks of a job, with a check that versions and configurations are equal.
-
-Versions and configurations are compared through the rendezvous store, before any process group
-exists. The comparison needs no device and no collective, which might hang between two versions.
-"""
+"""Rendezvous of the ranks of a job, and what a rank says if others do not come."""
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -27,47 +20,33 @@ _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _LOOPBACKS = ("lo", "lo0")
 _CONNECT_S = 5.0
 """Seconds beyond the timeout in which torch may itself report that no process listens."""
-_VERDICT_S = 5.0
-"""Seconds that other ranks wait longer than rank 0, and that rank 0 waits for them to read its
-verdict."""
-_MOST_LINES = 15
 _OTHER_PROGRAM = ("EADDRINUSE", "Ping failed")
 """Parts of error messages if another program uses the port: on the serving rank, on the others."""
 
 
-def connect(
-    environment: RankEnvironment,
-    *,
-    backend: Literal["gloo", "nccl"],
-    timeout_s: float,
-    facts: Mapping[str, str] | None = None,
-) -> None:
-    """Join the default process group of torch.distributed as a rank of the job.
+def connect(environment: RankEnvironment, *, timeout_s: float) -> None:
+    """Join the default process group of torch.distributed, over gloo, as a rank of the job.
 
     The default group is not bound to a device: torch splits all other groups off a bound group,
     which needs every rank, while :class:`sppo.parallel.mesh.Mesh` makes groups of members only.
 
     Args:
         environment: Rank of this process, and the address of the rendezvous.
-        backend: Back end of the default group.
         timeout_s: Longest time in seconds that a rank waits for others, here and in all operations
             of the group.
-        facts: Values by name that must be equal on all ranks, such as the version of SPPO.
 
     Raises:
-        ValueError: The port is in use, the master has no address, or facts differ. If facts differ,
-            every rank raises the same error, with the ranks and both values of each fact.
+        ValueError: The port is in use, or the master has no address.
         PeerLostError: Other ranks did not connect in time.
     """
     store = _connect_to_store(environment, timeout_s=timeout_s)
     rank, world_size = environment.rank, environment.world_size
-    if facts is not None:
-        _check_same_facts(store, facts, rank=rank, world_size=world_size, timeout_s=timeout_s)
-    if backend == "gloo" and environment.is_one_machine:
+    _wait_for_all(store, rank=rank, world_size=world_size, timeout_s=timeout_s)
+    if environment.is_one_machine:
         use_loopback()
     with _interface_named(environment), peer_errors("connecting to the other ranks"):
         dist.init_process_group(
-            backend,
+            "gloo",
             store=store,
             rank=rank,
             world_size=world_size,
@@ -100,98 +79,23 @@ def disconnect() -> None:
         dist.destroy_process_group()
 
 
-def flat_facts(values: Mapping[str, Any], *, prefix: str = "") -> dict[str, str]:
-    """Return nested ``values`` as one fact per leaf, so that differences are reported by key.
-
-    For example ``{"a.b": "1"}`` for ``{"a": {"b": 1}}``.
-    """
-    facts: dict[str, str] = {}
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            facts |= flat_facts(value, prefix=f"{name}.")
-        else:
-            facts[name] = json.dumps(value)
-    return facts
-
-
-def difference_report(facts: Sequence[Mapping[str, str]]) -> str:
-    """Return the error message for ranks with different facts; "" if all ranks have equal facts.
-
-    Args:
-        facts: Facts of every rank, in order of rank.
-    """
-    lines = [f"  {line}" for line in _differences(facts)]
-    if not lines:
-        return ""
-    if len(lines) > _MOST_LINES:
-        lines[_MOST_LINES:] = [f"  and {len(lines) - _MOST_LINES} more"]
-    return (
-        "the ranks of a job must all run the same, and these do not:\n"
-        + "\n".join(lines)
-        + "\nstart every rank from the same installation with the same command and the same data"
-    )
-
-
-def _differences(facts: Sequence[Mapping[str, str]]) -> Iterator[str]:
-    """Yield one line for each value that differs from the value on rank 0."""
-    for name in dict.fromkeys(name for values in facts for name in values):
-        expected = facts[0].get(name, "nothing")
-        others: dict[str, list[str]] = {}
-        for rank, values in enumerate(facts):
-            value = values.get(name, "nothing")
-            if value != expected:
-                others.setdefault(value, []).append(str(rank))
-        for value, ranks in others.items():
-            who = f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
-            yield f"{name}: {expected} on rank 0, {value} on {who}"
-
-
-def _check_same_facts(
-    store: Store, facts: Mapping[str, str], *, rank: int, world_size: int, timeout_s: float
-) -> None:
-    """Send facts to rank 0, which compares them; raise its verdict on every rank."""
-    store = PrefixStore("sppo agreement", store)
-    with peer_errors("telling rank 0 what this rank runs"):
+def _wait_for_all(store: Store, *, rank: int, world_size: int, timeout_s: float) -> None:
+    """Wait until every rank has reached the store; the error names those that have not."""
+    store = PrefixStore("sppo arrivals", store)
+    with peer_errors("telling the other ranks that this rank is there"):
         # Ranks that torchrun restarts find the keys of earlier attempts in its store.
         attempt = store.add(f"calls of rank {rank}", 1)
         keys = [f"call {attempt} rank {other}" for other in range(world_size)]
-        store.set(keys[rank], json.dumps(dict(facts)))
-    verdict_key = f"call {attempt} verdict"
-    if rank == 0:
-        verdict = _verdict(store, keys, timeout_s=timeout_s)
-        store.set(verdict_key, json.dumps(verdict))
-        if verdict["different"]:
-            # The store may end with rank 0, so the others must read first.
-            with suppress(PeerLostError), peer_errors("waiting for the others to read"):
-                read_keys = [f"{key} has read" for key in keys[1:]]
-                store.wait(read_keys, timedelta(seconds=_VERDICT_S))
-    else:
-        with peer_errors(f"waiting {timeout_s:g} s for rank 0 to compare what all ranks run"):
-            store.wait([verdict_key], timedelta(seconds=timeout_s + _VERDICT_S))
-            verdict = json.loads(store.get(verdict_key))
-            store.set(f"{keys[rank]} has read", "")
-    if verdict["missing"]:
-        raise PeerLostError(verdict["missing"])
-    if verdict["different"]:
-        raise ValueError(verdict["different"])
-
-
-def _verdict(store: Store, keys: Sequence[str], *, timeout_s: float) -> dict[str, str]:
-    """Return the verdict of rank 0: empty texts if all ranks connected with equal facts."""
-    deadline = time.monotonic() + timeout_s
-    facts = []
-    for rank, key in enumerate(keys):
-        missing = f"rank {rank} did not come within {timeout_s:g} s"
-        # A key that exists is found even if no time is left.
-        left_s = max(0.01, deadline - time.monotonic())
-        try:
-            with peer_errors(missing):
-                store.wait([key], timedelta(seconds=left_s))
-        except PeerLostError:
-            return {"missing": f"{missing} (parallel.timeout_s)", "different": ""}
-        facts.append(json.loads(store.get(key)))
-    return {"missing": "", "different": difference_report(facts)}
+        store.set(keys[rank], "")
+    try:
+        with peer_errors("waiting for the other ranks"):
+            store.wait(keys, timedelta(seconds=timeout_s))
+    except PeerLostError:
+        missing = [other for other, key in enumerate(keys) if not store.check([key])]
+        who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+        raise PeerLostError(
+            f"{who} did not come within {timeout_s:g} s (parallel.timeout_s)"
+        ) from None
 
 
 def _connect_to_store(environment: RankEnvironment, *, timeout_s: float) -> TCPStore:

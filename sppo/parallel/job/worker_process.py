@@ -88,8 +88,9 @@ class WorkerProcess:
 
     def close(self) -> None:
         """Kill the worker; the next call to :meth:`submit` starts another one."""
-        if self._context.process is not None:
-            self._context.process.kill()
+        process = self._context.process
+        if process is not None and process.pid is not None:  # its start may have failed
+            process.kill()
         if self._executor is not None:
             self._executor.shutdown(cancel_futures=True)
         self._executor = self._context.process = None

@@ -25,14 +25,25 @@ from sppo.kernels.native.process_memory import (
     reset_peak,
     resident_bytes,
 )
-from sppo.offload.offload_store import OffloadStore
-from sppo.offload.queues.thread_queues import ThreadQueues
+from sppo.offload.block_store import BlockStore
+from sppo.offload.cpu_lane import CpuLane, MappedFileLane
+from sppo.offload.lane import Lane
 from sppo.offload.state_memory import StateMemory
-from sppo.offload.transfers import ThreadTransfers, Transfers
 from sppo.parallel.job.environment import RankEnvironment
 from sppo.planning.plan import ExecutionPlan
-from sppo.training.devices.pool_use import PoolUse
 from sppo.units import counted
+
+
+@dataclass(frozen=True, slots=True)
+class PoolUse:
+    """Memory that tensors use in the pool of the device's allocator."""
+
+    used_bytes: int
+    """Bytes used now."""
+    used_peak_bytes: int
+    """Peak of the bytes used since the device reset it."""
+    resident_peak_bytes: int | None = None
+    """Peak of the bytes that the pool has from the system, used or free; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,33 +154,28 @@ class CpuDevice:
         """Return a stopwatch that reads the host's clock."""
         return HostStopwatch()
 
-    def transfers(
+    def state_lane(
         self, memory: StateMemory | None, *, failed_step_timeout_s: float | None
-    ) -> Transfers:
-        """Return the copies of training state to and from a file, by threads.
+    ) -> Lane:
+        """Return the lane of training state to and from a file.
 
         Args:
             memory: Memory of the state in a file.
             failed_step_timeout_s: Has no effect: threads never wait for another rank.
         """
         assert memory is not None, "host memory is the device's own"
-        return ThreadTransfers(memory.drop_pages)
+        return MappedFileLane(memory.drop_pages)
 
-    def offload_stores(
+    def block_store(
         self,
         plan: ExecutionPlan,
         *,
-        count: int,
         disk: Path | None,
         debug: bool,
         failed_step_timeout_s: float | None,
-    ) -> list[OffloadStore]:
-        """Return stores that offload to a disk, each with its own worker threads."""
-        if not count:
-            return []
+    ) -> BlockStore:
+        """Return a store that offloads to a disk."""
         assert disk is not None, "checked before training"
-        # Compute waits for each copy out (source_lag=0). Into a free staging slot that is a memory
-        # copy, which takes the same cores either way. If the disk is slow and no slot is free,
-        # running ahead would hold the offloaded tensors of one layer more than planned.
-        queues = (ThreadQueues(poison=debug) for _ in range(count))
-        return [OffloadStore(own, disk=disk, source_lag=0, checksums=debug) for own in queues]
+        # Compute waits for each copy out. If it ran ahead where the disk is slow and no slot is
+        # free, it would hold the offloaded tensors of one layer more than planned.
+        return BlockStore(CpuLane(), disk=disk, source_lag=0, debug=debug)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -30,14 +30,14 @@ from sppo.hardware.this_machine import (
 )
 from sppo.kernels.native.machine_memory import memory_room
 from sppo.kernels.peak import measure_matmul_flops_per_s
-from sppo.offload.offload_store import OffloadStore
-from sppo.offload.queues.copy_streams import CopyStreams, wait_with_timeout
-from sppo.offload.queues.cuda_queues import CudaQueues
+from sppo.offload.block_store import BlockStore
+from sppo.offload.cuda_lane import CudaLane
+from sppo.offload.device_wait import wait_with_timeout
+from sppo.offload.lane import Lane
 from sppo.offload.state_memory import StateMemory
-from sppo.offload.transfers import CudaTransfers, Transfers
-from sppo.parallel.job.environment import RankEnvironment
+from sppo.parallel.job.environment import RankEnvironment, threads_of_gpu_rank
 from sppo.planning.plan import ExecutionPlan
-from sppo.training.devices.pool_use import PoolUse
+from sppo.training.devices.cpu_device import PoolUse
 from sppo.units import format_bytes
 
 _cuda: Any = torch.cuda  # parts of it have no types
@@ -113,6 +113,7 @@ class CudaDevice:
         if environment is not None:
             threads = threads_of_gpu_rank(
                 environment,
+                os.environ,
                 cores=cores,
                 ranks_near=self._ranks_near(node, environment.local_world_size),
                 allowed_cores=allowed,
@@ -229,10 +230,10 @@ class CudaDevice:
         """Return a stopwatch that records CUDA events."""
         return CudaStopwatch(self.torch_device)
 
-    def transfers(
+    def state_lane(
         self, memory: StateMemory | None, *, failed_step_timeout_s: float | None
-    ) -> Transfers:
-        """Return the copies of training state to and from page-locked host memory, on two streams.
+    ) -> Lane:
+        """Return the lane of training state to and from page-locked host memory.
 
         Args:
             memory: None: the tier is host memory, not a file.
@@ -240,40 +241,35 @@ class CudaDevice:
                 None for no limit.
         """
         assert memory is None, "what leaves a GPU goes to host memory"
-        return CudaTransfers(self.torch_device, failed_step_timeout_s=failed_step_timeout_s)
+        return CudaLane(
+            self.torch_device, is_timed=False, failed_step_timeout_s=failed_step_timeout_s
+        )
 
-    def offload_stores(
+    def block_store(
         self,
         plan: ExecutionPlan,
         *,
-        count: int,
         disk: Path | None,
         debug: bool,
         failed_step_timeout_s: float | None,
-    ) -> list[OffloadStore]:
-        """Return stores that offload to page-locked host memory, or through it to a disk.
+    ) -> BlockStore:
+        """Return a store that offloads to page-locked host memory, or through it to a disk.
 
         Args:
             plan: Plan of the run.
-            count: Number of stores to return; 0 if nothing is offloaded.
             disk: Directory of a disk tier; None without one.
             debug: Verify checksums of the copies back, and overwrite each slot after its use.
             failed_step_timeout_s: Longest time in seconds to wait for the copies of a failed step;
                 None for no limit.
         """
-        if not count:
-            return []
         assert disk is not None or plan.activation_tier != "disk", "checked before training"
-        streams = CopyStreams(_cuda, self.torch_device, failed_step_timeout_s=failed_step_timeout_s)
-        most_host_bytes = self.host_tier_bytes(local_ranks=1)
-        queues = (
-            CudaQueues(
-                self.torch_device, streams=streams, most_host_bytes=most_host_bytes, poison=debug
-            )
-            for _ in range(count)
+        lane = CudaLane(
+            self.torch_device,
+            most_host_bytes=self.host_tier_bytes(local_ranks=1),
+            failed_step_timeout_s=failed_step_timeout_s,
         )
         disk = disk if plan.activation_tier == "disk" else None
-        return [OffloadStore(own, disk=disk, checksums=debug) for own in queues]
+        return BlockStore(lane, disk=disk, debug=debug)
 
     def _put(self, tensor: Tensor) -> Tensor:
         """Copy `tensor` to the GPU asynchronously; torch frees the page-locked copy after that."""
@@ -301,40 +297,3 @@ def _warn_of_far_cores(index: int) -> None:
 def _node_of(device: torch.device) -> NumaNode | None:
     """Return the NUMA node of a GPU; None if the machine does not tell it."""
     return node_of_pci_device(pci_address(_cuda.get_device_properties(device)))
-
-
-_THREADS = "OMP_NUM_THREADS"
-
-
-def threads_of_gpu_rank(
-    environment: RankEnvironment,
-    *,
-    cores: int,
-    ranks_near: int,
-    allowed_cores: int,
-    environ: Mapping[str, str] = os.environ,
-) -> int:
-    """Return OMP_NUM_THREADS if the user has set it, or the rank's share of its cores.
-
-    torchrun sets OMP_NUM_THREADS=1 unless it is set, which cannot be told from a 1 that the user
-    sets. Ranks that update on the CPU would be several times slower, so that 1 counts as not set.
-
-    Args:
-        environment: Place of the rank in its job.
-        cores: Cores that the rank uses.
-        ranks_near: Ranks of this machine that would use the same cores. Tasks to which srun gives
-            cores of their own share none.
-        allowed_cores: Cores that the launcher allows the rank to use.
-        environ: Environment variables.
-    """
-    launcher = environment.launcher
-    given = environ.get(_THREADS, "").split(",")[0].strip()
-    if given.isdecimal() and int(given) > (launcher == "torchrun"):
-        return min(int(given), cores)
-    of_node = environ.get("SLURM_CPUS_ON_NODE", "")
-    has_own = (
-        launcher == "slurm"
-        and of_node.isdecimal()
-        and allowed_cores * environment.local_world_size <= int(of_node)
-    )
-    return max(1, cores if has_own else cores // ranks_near)

@@ -8,8 +8,10 @@ from sppo.cost.live_sets.cpu_attention_live_sets import attention_backward, atte
 from sppo.cost.live_sets.tensor_sizes import TensorSizes
 from sppo.kernels import half_products
 from sppo.kernels.attention import cpu_flash
-from sppo.kernels.attention.kernel import BlockAttention
-from sppo.kernels.native.cpu_allocator import install_cpu_allocator
+from sppo.kernels.attention.call import AttentionCall
+from sppo.kernels.attention.choice import KERNELS
+from tests.cost.pool import peak_beyond, threads
+from tests.tiers import each_once
 
 HEAD = 64
 HEADS = 8
@@ -29,41 +31,22 @@ CASES = {
 DTYPES = {"cast": torch.bfloat16, "fp32": torch.float32}
 
 
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("kind", DTYPES)
-@pytest.mark.parametrize("case", CASES)
-def test_it_is_what_the_allocator_hands_out(monkeypatch, threads, case, kind):
-    allocator = install_cpu_allocator()
-    if allocator is None:
-        pytest.skip("torch's CPU tensors live in the C heap here")
+@pytest.mark.parametrize(("case", "kind"), each_once(CASES, DTYPES))
+def test_it_is_what_the_allocator_hands_out(monkeypatch, case, kind):
     for module in (half_products, cpu_flash):
         monkeypatch.setattr(module, "cpu_multiplies", lambda dtype: dtype is torch.float32)
     key_heads, tokens, prefix, num_threads, window = CASES[case]
-    threads(num_threads)
     dtype = DTYPES[kind]
     q, do = (torch.randn(tokens, HEADS, HEAD).to(dtype) for _ in range(2))
     k, v = (torch.randn(prefix + tokens, key_heads, HEAD).to(dtype) for _ in range(2))
     dk, dv = (torch.zeros(k.shape) for _ in range(2))
-    attention = BlockAttention(cpu_flash.CpuFlash())
-    options = {"scale": 0.125, "window": window, "document_starts": (0,)}
+    attention, call = KERNELS["cpu_flash"], AttentionCall(q, k, v, window=window)
 
-    def peak(function):
-        before = allocator.memory().used_bytes
-        allocator.reset_peak()
-        kept = function()
-        return allocator.memory().used_peak_bytes - before, kept
-
-    seen_forward, (o, lse) = peak(lambda: attention.forward(q, k, v, **options))
-    seen_backward, _ = peak(
-        lambda: attention.backward(do, q, k, v, o, lse, dk_TKD=dk, dv_TKD=dv, **options)
-    )
-
+    with threads(num_threads):
+        seen_forward, (o, lse) = peak_beyond(lambda: attention.forward(call))
+        seen_backward, _ = peak_beyond(
+            lambda: attention.backward(call, do, o, lse, dk_TKD=dk, dv_TKD=dv)
+        )
     model = ModelConfig(
         vocab_size=64, hidden_size=HEADS * HEAD, num_layers=1, num_heads=HEADS,
         num_kv_heads=key_heads, mlp_size=64, sliding_window=window,

@@ -1,7 +1,7 @@
 """Predicted working set against the allocations of torch's CPU allocator during training."""
 
-import gc
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
@@ -27,10 +27,11 @@ from sppo.hardware.presets import PRESETS
 from sppo.kernels import half_products, row_tiles
 from sppo.kernels.attention import blocks as attention_blocks
 from sppo.kernels.attention import cpu_flash, rectangle_attention
-from sppo.kernels.native.cpu_allocator import LEAST_POOLED_BYTES, install_cpu_allocator
+from sppo.kernels.native.cpu_allocator import LEAST_POOLED_BYTES
 from sppo.model.gradients import zero_gradients
 from sppo.model.initialize import initial_weights
-from sppo.training.state_tensors import DTYPES
+from sppo.training.state import DTYPES
+from tests.cost.pool import peak_beyond, peak_of_step, threads
 from tests.tiers import each_once
 
 LLAMA = {"hidden_size": 512, "num_heads": 8, "num_kv_heads": 2, "mlp_size": 1408}
@@ -60,25 +61,12 @@ THREADS_BYTES = 1 << 20
 """Scratch of threads that need not have theirs at the same time."""
 
 
-@pytest.fixture
-def two_threads():
-    """Two threads of torch, as the preset has: scratch of kernels depends on their number."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(threads)
-
-
 def model_of(shape: str) -> ModelConfig:
     return ModelConfig(num_layers=LAYERS, **SHAPES[shape])
 
 
 def measured(model, *, dtype, policy, lengths, input_every):
-    """Peak of a step beyond what outlives it, after a first step that builds what stays."""
-    allocator = install_cpu_allocator()
-    if allocator is None:
-        pytest.skip("torch's CPU tensors live in the C heap here")
-    gc.collect()  # engines of earlier tests, which would go during the step
+    """Peak of a step beyond what outlives it."""
     weights = {n: w.to(DTYPES[dtype]) for n, w in initial_weights(model, seed=0).items()}
     engine = Engine(
         model,
@@ -88,14 +76,8 @@ def measured(model, *, dtype, policy, lengths, input_every):
         input_every=input_every,
     )
     tokens = torch.arange(sum(lengths) + 1) % model.vocab_size
-    cuts = [0]
-    for length in lengths:
-        cuts.append(cuts[-1] + length)
-    for _ in range(2):
-        allocator.reset_peak()
-        engine.accumulate([SequenceData(tokens[:-1], tokens[1:])], [cuts])
-    memory = allocator.memory()
-    return memory.used_peak_bytes - memory.used_bytes
+    cuts = [*accumulate(lengths, initial=0)]
+    return peak_of_step(engine, SequenceData(tokens[:-1], tokens[1:]), cuts)
 
 
 def machine():
@@ -130,7 +112,7 @@ def live(moment):
 @pytest.mark.parametrize(
     ("shape", "policy", "dtype"), each_once(SHAPES, POLICIES, ["bf16", "fp32"])
 )
-def test_it_is_what_the_allocator_hands_out(two_threads, shape, policy, dtype):
+def test_it_is_what_the_allocator_hands_out(shape, policy, dtype):
     case = {"dtype": dtype, "policy": policy, "lengths": (800, 1024), "input_every": 1}
     seen = measured(model_of(shape), **case)
     moment = predicted(model_of(shape), **case)
@@ -145,7 +127,7 @@ def test_it_is_what_the_allocator_hands_out(two_threads, shape, policy, dtype):
         pytest.param("one key head", (2304,), marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_cpu_without_products_in_half_precision(monkeypatch, two_threads, shape, lengths):
+def test_a_cpu_without_products_in_half_precision(monkeypatch, shape, lengths):
     for module in (half_products, cpu_flash):
         monkeypatch.setattr(module, "cpu_multiplies", lambda dtype: dtype is torch.float32)
     case = {"dtype": "bf16", "policy": "retain", "lengths": lengths, "input_every": 1}
@@ -164,12 +146,7 @@ def test_a_cpu_without_products_in_half_precision(monkeypatch, two_threads, shap
 )
 def test_squares_that_are_halved_and_layers_that_share_an_input(lengths, policy, input_every):
     case = {"dtype": "bf16", "policy": policy, "lengths": lengths, "input_every": input_every}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        seen = measured(model_of("llama"), **case)
-    finally:
-        torch.set_num_threads(threads)
+    seen = measured(model_of("llama"), **case)
     moment = predicted(model_of("llama"), **case)
     assert seen == pytest.approx(moment.live_bytes, rel=0.05, abs=THREADS_BYTES), moment
 
@@ -202,22 +179,13 @@ def test_the_bound_holds_whatever_is_recomputed(shape, input_every):
 
 
 def test_an_evaluation_needs_what_is_predicted():
-    allocator = install_cpu_allocator()
-    if allocator is None:
-        pytest.skip("torch's CPU tensors live in the C heap here")
     model, lengths = model_of("llama"), (1024, 1024)
-    gc.collect()
-    before = allocator.memory().used_bytes
+    tokens = torch.arange(2049) % model.vocab_size
+    data = SequenceData(tokens[:-1], tokens[1:])
     weights = {n: w.to(DTYPES["bf16"]) for n, w in initial_weights(model, seed=0).items()}
     engine = Engine(model, weights=weights, gradients=None)
-    tokens = torch.arange(2049) % model.vocab_size
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        allocator.reset_peak()
-        engine.evaluate(SequenceData(tokens[:-1], tokens[1:]), (0, 1024, 2048))
-    finally:
-        torch.set_num_threads(threads)
-    seen = allocator.memory().used_peak_bytes - before
-    workload = Workload(model, machine())
-    assert evaluation_bytes(workload, lengths=lengths) == pytest.approx(seen, rel=0.03)
+    with threads(2):
+        seen, _ = peak_beyond(lambda: engine.evaluate(data, (0, 1024, 2048)))
+    seen += sum(weight.nbytes for weight in weights.values())
+    found = evaluation_bytes(Workload(model, machine()), lengths=lengths)
+    assert found == pytest.approx(seen, rel=0.03)

@@ -17,7 +17,7 @@ from tests.planning.cases import machine, run_config
 MODEL = run_config("llama-3.2-1b").model
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=40),
     stages=st.integers(1, 3),

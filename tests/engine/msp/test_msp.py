@@ -3,19 +3,18 @@
 :mod:`tests.random_training.pinned_cases` has those.
 """
 
+from contextlib import ExitStack
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sppo.cost.live_sets.shard_live_sets import BORROWED_LAYERS
 from sppo.engine.msp.attention import MspAttention
 from sppo.engine.msp.shard import MspShard
 from tests.random_training.case import Shape
-from tests.random_training.oracle import first_state
+from tests.random_training.emulated_ranks import Distributed
 from tests.random_training.pinned_cases import MSP, case
-from tests.random_training.run_leg import run_leg
 from tests.random_training.training import results_of
 from tests.tiers import exhaustive
 
@@ -75,30 +74,30 @@ class NoIndices(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def without_host_waits(rank, one):
-    """A step in which attention uses no indices and no rank holds up its host for the others."""
+def without_indices(act):
+    """The function with nothing in it that makes or uses an index tensor."""
 
-    def attend(act):
-        def watched(self, *arguments):
-            with NoIndices():
-                return act(self, *arguments)
+    def watched(self, *arguments):
+        with NoIndices():
+            return act(self, *arguments)
 
-        return watched
-
-    forward, backward = (attend(getattr(MspAttention, name)) for name in ("_share", "_complete"))
-    taken, barrier = attend(MspShard.take), mock.Mock(side_effect=AssertionError("a barrier"))
-    with (
-        mock.patch.object(MspAttention, "_share", forward),
-        mock.patch.object(MspAttention, "_complete", backward),
-        mock.patch.object(MspShard, "take", taken),
-        mock.patch.object(dist, "barrier", barrier),
-    ):
-        return len(run_leg(rank, one, 0, first_state(one), ""))
+    return watched
 
 
-def test_no_host_waits_for_another(ranks):
+def test_no_host_waits_for_another():
+    """Attention uses no indices, and no rank holds up its host at a barrier."""
     one = case(KEYS_OF_TWO, 2, pp=2, sp=2, schedule="sppo_msp", cuts=(0, 17, 33, 49, 60))
-    assert ranks.run(without_host_waits, one, ranks=4) == [1] * 4
+    with ExitStack() as stack:
+        for where, name in (
+            (MspAttention, "_share"),
+            (MspAttention, "_complete"),
+            (MspShard, "take"),
+        ):
+            watched = without_indices(getattr(where, name))
+            stack.enter_context(mock.patch.object(where, name, watched))
+        barrier = mock.patch.object(Distributed, "barrier", side_effect=AssertionError)
+        stack.enter_context(barrier)
+        assert len(results_of(one)) == 4
 
 
 def test_the_file_holds_what_a_rank_runs_and_no_more(tmp_path):

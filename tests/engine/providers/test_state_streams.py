@@ -122,63 +122,33 @@ def test_a_step_that_fails_leaves_nothing_behind():
 
 
 class NoAnswer:
-    """Copies of a device that no longer answers: to wait for one, or let compute wait, may hang."""
+    """Lane of a device that no longer answers: a wait for a copy may hang, also one of compute."""
 
-    def to_device(self, copies):
+    def computed(self, tensors):
         return self
 
-    to_tier = to_device
+    def out(self, copies, *, after):
+        return self
 
-    def wait(self):
+    back = out
+
+    def before_compute(self, event):
         raise AssertionError("waits for a device that no longer answers")
 
-    before_compute = wait
-
-    def wait_for_device(self):
+    def drain(self):
         return False
 
 
 def test_what_a_device_that_no_longer_answers_may_use_stays():
     rows = {"first": torch.ones(3), "second": torch.ones(3)}
     how = {"stages": {0: ["first"], 1: ["second"]}, "device": torch.device("cpu")}
-    weights = StreamedWeights(rows, **how, transfers=NoAnswer())
-    sums = StreamedGradients(rows, **how, transfers=NoAnswer())
+    weights = StreamedWeights(rows, **how, lane=NoAnswer())
+    sums = StreamedGradients(rows, **how, lane=NoAnswer())
     weights.fetch(0)
     sums.bring_back(1)
     sums.leave(0, complete=True)
-    StateStreams(weights, sums).abort()
+    assert not StateStreams(weights, sums).drain()
     assert weights.has(["first"])
     assert [*sums._here] == ["second"]
     assert sums._leaving is not None
     assert sums._leaving[1]
-
-
-def test_copies_are_actions_of_the_program():
-    model = tiny_model("gqa, q/k-norm", num_layers=3)
-    streamed = Streamed(model, random_weights(model), pipeline=looped(3))
-    schedule = streamed.engine.schedule([(9, 14)])
-    executed = []
-    streamed.step(
-        [random_sequence(model, 23)],
-        [(0, 9, 23)],
-        before_action=lambda position, action: executed.append(action),
-    )
-    assert tuple(executed) == schedule.programs[0]
-    copies = [str(a) for a in executed if a.kind in (ActionKind.D2H, ActionKind.H2D)]
-    assert copies == [
-        *("0H2D_WEIGHTS", "1H2D_WEIGHTS", "2H2D_WEIGHTS", "1H2D_WEIGHTS"),
-        *("2D2H_GRADIENTS", "0H2D_WEIGHTS", "1D2H_GRADIENTS", "0D2H_GRADIENTS"),
-    ]
-
-
-def test_an_update_in_the_tier_is_seen_by_the_next_step():
-    model = tiny_model("gqa, q/k-norm", num_layers=3)
-    weights = random_weights(model)
-    streamed = Streamed(model, weights, pipeline=looped(3))
-    data, cuts = [random_sequence(model, 23)], [(0, 9, 23)]
-    streamed.step(data, cuts)
-    with torch.no_grad():
-        for weight in weights.values():
-            weight.mul_(0.9)
-    expected = Trained(model, weights, pipeline=looped(3)).step(data, cuts)
-    assert_equal_bits(streamed.step(data, cuts), expected)

@@ -1,16 +1,19 @@
 """Choice of an attention back end: the table, the rule of ``auto``, and the trial on a case."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
 
 from sppo.kernels.attention import choice as attention_choice
 from sppo.kernels.attention import interface
+from sppo.kernels.attention.block_attention import BlockAttention
+from sppo.kernels.attention.call import AttentionCall
 from sppo.kernels.attention.choice import CAPABILITIES, AttentionCase, choose, chosen_name, why_not
 from sppo.kernels.attention.interface import attention_forward
-from sppo.kernels.attention.kernel import BlockAttention, Reference
 from sppo.kernels.attention.torch_blocks import TorchBlocks
+from tests.kernels.attention.reference import Definition
 from tests.tiers import each_once
 
 GPU = torch.device("cuda", 0)
@@ -71,13 +74,27 @@ def test_cudnn_goes_before_flash_attn_2_on_hopper_alone(
     assert chosen_name("auto", case(window=window)) == chosen
 
 
-def test_a_gpu_never_falls_back_to_quadratic_memory(gpu):
-    gpu.update({name: "fails" for name in CAPABILITIES if name not in ("reference",)})
+def test_a_gpu_without_a_back_end_is_refused(gpu):
+    gpu.update(dict.fromkeys(CAPABILITIES, "fails"))
     with pytest.raises(ValueError, match="no attention back end for cuda.*torch_blocks fails"):
         chosen_name("auto", case())
     gpu.pop("torch_blocks")
     assert chosen_name("auto", case()) == "torch_blocks"
-    assert chosen_name("reference", case()) == "reference"
+
+
+@pytest.mark.parametrize(
+    ("capability", "options"),
+    [
+        ((9, 0), {"dtype": torch.float32}),
+        ((10, 0), {"dtype": torch.float64, "window": True, "single_tokens": True}),
+        ((8, 0), {"head_size": 36}),
+        ((9, 0), {"head_size": 264, "window": True}),
+        ((7, 5), {"dtype": torch.float16, "single_tokens": True}),
+    ],
+)
+def test_plain_operations_compute_what_no_fast_kernel_takes(gpu, monkeypatch, capability, options):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert chosen_name("auto", case(**options)) == "torch_blocks"
 
 
 @pytest.mark.parametrize(
@@ -90,20 +107,12 @@ def test_a_gpu_never_falls_back_to_quadratic_memory(gpu):
         ("torch_flash", {"head_size": 36}, "takes head sizes divisible by 8, not 36"),
         ("cudnn", {"window": True}, "has no sliding window"),
         ("cudnn", {"single_tokens": True}, "takes no blocks of one token"),
-        ("triton", {"head_size": 512}, "takes heads of up to 256"),
     ],
 )
 def test_the_table_says_why_not(gpu, name, options, reason):
     assert reason in why_not(name, case(**options))
     with pytest.raises(ValueError, match=f"attention back end {name} {reason}"):
         choose(name, case(**options))
-
-
-def test_compute_capability_counts(gpu, monkeypatch):
-    assert why_not("flash_attn_3", case()) is None
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert why_not("flash_attn_3", case()) == "is not for compute capability 8.0"
-    assert why_not("flash_attn_2", case()) is None
 
 
 @pytest.mark.parametrize(
@@ -119,17 +128,8 @@ def test_compute_capability_counts(gpu, monkeypatch):
         (64, 8256, (0, 100, 8240), True),
     ],
 )
-def test_blocks_of_one_token_are_told(monkeypatch, queries, keys, documents, single):
-    asked = []
-
-    def choose(backend, case):
-        asked.append(case.single_tokens)
-        return Reference()
-
-    monkeypatch.setattr(interface, "choose", choose)
-    q, kv = torch.zeros(queries, 1, 8), torch.zeros(keys, 1, 8)
-    attention_forward(q, kv, kv, document_starts=documents)
-    assert asked == [single]
+def test_blocks_of_one_token_are_told(queries, keys, documents, single):
+    assert interface.may_have_single_tokens(queries, keys, documents) == single
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_cudnn_computes_spans_inside_one_document(gpu, monkeypatch, documents, c
     monkeypatch.setattr(torch.Tensor, "device", property(lambda _: GPU), raising=False)
     monkeypatch.setattr(interface, "choose", lambda *asked: taken.append(chosen_name(*asked)))
     with pytest.raises(AttributeError):  # no kernel was loaded
-        attention_forward(q, k, k, document_starts=documents)
+        attention_forward(AttentionCall(q, k, k, document_starts=documents))
     assert taken == [chosen]
 
 
@@ -161,22 +161,14 @@ def test_what_is_not_installed_is_not_taken(gpu, monkeypatch):
 def test_an_unknown_back_end_is_refused_with_the_known_ones():
     q = torch.zeros(2, 1, 8)
     with pytest.raises(ValueError, match="no attention back end is called fast; there are auto,"):
-        attention_forward(q, q, q, backend="fast")
-
-
-def test_spans_and_windows_that_make_no_sense_are_refused():
-    q = torch.zeros(3, 1, 8)
-    with pytest.raises(ValueError, match="a span of 3 queries cannot end at key 2"):
-        attention_forward(q, q[:2], q[:2])
-    with pytest.raises(ValueError, match="window 0 hides a query from itself"):
-        attention_forward(q, q, q, window=0)
+        attention_forward(AttentionCall(q, q, q), "fast")
 
 
 class ForgetsAKey(TorchBlocks):
     """A package with an off-by-one."""
 
-    def backward(self, do, q, k, v, o, lse, **options):
-        dq, dk, dv = super().backward(do, q, k, v, o, lse, **options)
+    def backward(self, *operands):
+        dq, dk, dv = super().backward(*operands)
         dk[:, :, -1] = 0
         return dq, dk, dv
 
@@ -184,16 +176,16 @@ class ForgetsAKey(TorchBlocks):
 class ForgetsTheThirdTile(TorchBlocks):
     """A loop over tiles of 128 keys that ends too early."""
 
-    def forward(self, q, k, v, **options):
-        if k.shape[2] > 256 and not options["causal"] and options["mask"] is None:
-            k, v = k[:, :, :256], v[:, :, :256]
-        return super().forward(q, k, v, **options)
+    def forward(self, call):
+        if call.k.shape[2] > 256 and not call.causal and call.mask is None:
+            call = replace(call, k=call.k[:, :, :256], v=call.v[:, :, :256])
+        return super().forward(call)
 
 
 class Raises(TorchBlocks):
     """A package that changed its interface."""
 
-    def forward(self, q, k, v, **options):
+    def forward(self, call):
         raise TypeError("forward() got an unexpected keyword\nand more")
 
 
@@ -202,14 +194,13 @@ class Raises(TorchBlocks):
     each_once([torch.bfloat16, torch.float32, torch.float64], [False, True]),
 )
 def test_the_small_case_finds_what_is_wrong(monkeypatch, dtype, window):
-    small = case("cpu", dtype=dtype, head_size=64, group=2, window=window)
+    small = case("cpu", dtype=dtype, head_size=16, group=2, window=window)
 
     def found(kernel):
-        monkeypatch.setattr(attention_choice, "load", lambda name: kernel)
-        return attention_choice.error_on_a_small_case("triton", small)
+        monkeypatch.setitem(attention_choice.KERNELS, "cpu_flash", kernel)
+        return attention_choice.error_on_a_small_case("cpu_flash", small)
 
-    assert found(Reference()) is None
-    assert found(BlockAttention(TorchBlocks())) is None
+    assert found(Definition()) is None
     assert "is wrong on a small case: relative error" in found(BlockAttention(ForgetsAKey()))
     if not window:
         third = found(BlockAttention(ForgetsTheThirdTile()))
@@ -234,13 +225,3 @@ def test_a_package_that_fails_to_import_is_not_installed(tmp_path, monkeypatch):
     assert not attention_choice.is_installed("broken_package.part")
     assert not attention_choice.is_installed("json.no_such_part")
     assert attention_choice.is_installed("json.decoder")
-
-
-def test_triton_on_a_cpu_needs_its_interpreter(monkeypatch):
-    pytest.importorskip("triton")
-    from sppo.kernels.triton import launch
-
-    monkeypatch.setattr(launch, "INTERPRETED", False)
-    assert why_not("triton", case("cpu")) == "runs on cpu under its interpreter only"
-    monkeypatch.setattr(launch, "INTERPRETED", True)
-    assert why_not("triton", case("cpu")) is None

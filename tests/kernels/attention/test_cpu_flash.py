@@ -9,24 +9,16 @@ from sppo.config.model import ModelConfig
 from sppo.engine.engine import Engine
 from sppo.engine.unit import SequenceData
 from sppo.kernels.attention import cpu_flash
-from sppo.kernels.attention.cpu_flash import HALF_BACKWARD_TOKENS, CpuFlash
-from sppo.kernels.attention.kernel import BlockAttention
-from sppo.kernels.attention.torch_blocks import TorchBlocks
+from sppo.kernels.attention.call import AttentionCall
+from sppo.kernels.attention.choice import KERNELS
+from sppo.kernels.attention.cpu_flash import HALF_BACKWARD_TOKENS
 from sppo.kernels.native.process_memory import resident_bytes
 from sppo.model.gradients import zero_gradients
 from sppo.model.initialize import initial_weights
 from sppo.units import MIB
+from tests.kernels.attention.reference import computed, exactly
 
 LENGTH = 1024
-
-
-def gradients(kernel, q, k, v, do, *, window, starts):
-    options = {"scale": 0.125, "window": window, "document_starts": starts}
-    attention = BlockAttention(kernel)
-    o, lse = attention.forward(q, k, v, **options)
-    dk, dv = (torch.zeros(x.shape, dtype=torch.float32) for x in (k, v))
-    dq = attention.backward(do, q, k, v, o, lse, dk_TKD=dk, dv_TKD=dv, **options)
-    return dq, dk, dv
 
 
 @pytest.mark.parametrize("multiplies", [True, False])
@@ -38,11 +30,10 @@ def test_gradients_of_odd_shapes_in_bf16(monkeypatch, window, group, multiplies)
     queries, keys = 2 * HALF_BACKWARD_TOKENS + 37, 5 * HALF_BACKWARD_TOKENS + 11
     q, do = (torch.randn(queries, 2 * group, 64, dtype=torch.bfloat16) for _ in range(2))
     k, v = (torch.randn(keys, 2, 64, dtype=torch.bfloat16) for _ in range(2))
-    options = {"window": window, "starts": (0, 130, 700, keys - 400)}
-    found = gradients(CpuFlash(), q, k, v, do, **options)
-    wanted = gradients(TorchBlocks(), *(x.double() for x in (q, k, v, do)), **options)
-    for x, exact in zip(found, wanted, strict=True):
-        assert (x.double() - exact).norm() / exact.norm() < 1e-2
+    call = AttentionCall(q, k, v, window=window, document_starts=(0, 130, 700, keys - 400))
+    found = computed(KERNELS["cpu_flash"], call, do)
+    for name, exact in computed(KERNELS["torch_blocks"], exactly(call), do.double()).items():
+        assert (found[name].double() - exact).norm() / exact.norm() < 1e-2
 
 
 def step(engine, seed):
@@ -53,6 +44,7 @@ def step(engine, seed):
     engine.accumulate([data], [(0, LENGTH // 2, LENGTH)])
 
 
+@pytest.mark.exhaustive
 def test_many_document_lengths_do_not_grow_the_process():
     """oneDNN compiles for every shape of a product and frees nothing."""
     model = ModelConfig(

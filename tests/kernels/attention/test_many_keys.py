@@ -1,4 +1,4 @@
-"""Keys of more elements than 32 bits can count, on a GPU: every fast back end against Triton's."""
+"""Keys of more elements than 32 bits can count, on a GPU: fast back ends against torch_blocks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sppo.kernels.attention import rectangle_attention
+from sppo.kernels.attention.call import AttentionCall
 from sppo.kernels.attention.interface import attention_backward, attention_forward
 from tests.kernels.places import CUDA_BACKENDS, NO_GPU, need_backend
 
@@ -13,14 +14,15 @@ pytestmark = [pytest.mark.gpu, NO_GPU]
 QUERIES, HEADS, KV_HEADS, SIZE = 256, 32, 8, 128
 ELEMENTS_OF_32_BITS = 1 << 31
 ROUNDOFF = 2.0**-8
-FAST = [name for name in CUDA_BACKENDS if name not in ("triton", "torch_blocks")]
+FAST = [name for name in CUDA_BACKENDS if name != "torch_blocks"]
 
 
 def attend(backend, do, q, k, v):
     """(o, lse, dq, dk of the first keys, dk of the last keys)."""
-    o, lse = attention_forward(q, k, v, backend=backend)
+    call = AttentionCall(q, k, v)
+    o, lse = attention_forward(call, backend)
     dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
-    dq = attention_backward(do, q, k, v, o, lse, dk_TKD=dk, dv_TKD=dv, backend=backend)
+    dq = attention_backward(call, do, o, lse, dk_TKD=dk, dv_TKD=dv, backend=backend)
     return o, lse, dq, dk[:QUERIES].clone(), dk[-QUERIES:].clone()
 
 
@@ -36,8 +38,7 @@ def attend(backend, do, q, k, v):
 @pytest.mark.parametrize("backend", FAST)
 def test_no_key_is_lost(backend, beyond, whole, monkeypatch):
     options = {"dtype": torch.bfloat16, "head_size": SIZE, "group": HEADS // KV_HEADS}
-    for name in (backend, "triton"):
-        need_backend(name, "cuda", **options)
+    need_backend(backend, "cuda", **options)
     if whole:
         monkeypatch.setattr(rectangle_attention, "MAX_FORWARD_ELEMENTS", 1 << 62)
     keys = ELEMENTS_OF_32_BITS // (KV_HEADS * SIZE) + beyond
@@ -48,7 +49,7 @@ def test_no_key_is_lost(backend, beyond, whole, monkeypatch):
         for shape in shapes
     ]
     operands[1].mul_(4)  # a peaked softmax: every key counts
-    expected = attend("triton", *operands)
+    expected = attend("torch_blocks", *operands)
     for ours, theirs in zip(attend(backend, *operands), expected, strict=True):
         error = (ours.float() - theirs.float()).norm() / theirs.float().norm()
         assert error <= 8 * ROUNDOFF

@@ -69,19 +69,6 @@ def test_pool_is_clean_under_sanitizers(tmp_path, sanitizer):
     assert (checked.returncode, checked.stdout) == (0, "ok\n"), checked.stderr
 
 
-def test_cmake_offers_the_sanitizers(tmp_path):
-    cxx_compiler()
-    cmake = shutil.which("cmake")
-    if cmake is None:
-        pytest.skip("no cmake")
-    configure = [cmake, "-S", ROOT, "-B", tmp_path, "-DSPPO_SANITIZE=undefined"]
-    subprocess.run(configure, check=True, capture_output=True)
-    build = [cmake, "--build", tmp_path, "--target", "memory_pool_check"]
-    subprocess.run(build, check=True, capture_output=True)
-    done = subprocess.run([tmp_path / "memory_pool_check"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
-
-
 def test_tensors_live_in_the_pool_and_leave_it(library):
     """And what is refused is an error."""
     run(

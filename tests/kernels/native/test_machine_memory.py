@@ -1,9 +1,8 @@
-"""Memory that a process may use: limits of control groups of both versions, and of a NUMA node."""
+"""Memory that a process may use, under all limits together."""
 
 from __future__ import annotations
 
 import resource
-from pathlib import Path
 from unittest import mock
 
 import psutil
@@ -13,62 +12,10 @@ from sppo.kernels.native.machine_memory import (
     MemoryRoom,
     address_room,
     check_room_for_libraries,
-    control_group_room,
     memory_room,
 )
 
 GIB = 1 << 30
-
-
-def group_v2(path: Path, *, limit: int | str, current: int, files: int = 0) -> None:
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "memory.max").write_text(f"{limit}\n")
-    (path / "memory.current").write_text(f"{current}\n")
-    (path / "memory.stat").write_text(f"anon 1\nactive_file {files}\ninactive_file {files}\n")
-
-
-def group_v1(path: Path, *, limit: int, current: int, files: int = 0) -> None:
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "memory.limit_in_bytes").write_text(f"{limit}\n")
-    (path / "memory.usage_in_bytes").write_text(f"{current}\n")
-    stat = f"active_file 7\ntotal_active_file {files}\ntotal_inactive_file {files}\n"
-    (path / "memory.stat").write_text(stat)
-
-
-def room(tmp_path: Path, membership: str) -> int | None:
-    (tmp_path / "membership").write_text(membership)
-    return control_group_room(membership=tmp_path / "membership", cgroups=tmp_path / "cgroup")
-
-
-def test_the_strictest_group_above_the_process_holds(tmp_path):
-    top = tmp_path / "cgroup"
-    group_v2(top / "a/b/c", limit="max", current=5 * GIB)
-    group_v2(top / "a/b", limit=8 * GIB, current=6 * GIB, files=GIB // 2)
-    group_v2(top / "a", limit=6 * GIB, current=4 * GIB)
-    group_v2(top / "other", limit=1, current=0)
-    assert room(tmp_path, "0::/a/b/c\n") == 2 * GIB
-    group_v2(top / "a/b", limit=8 * GIB, current=6 * GIB)
-    group_v2(top / "a", limit=9 * GIB, current=6 * GIB)
-    assert room(tmp_path, "0::/a/b/c\n") == 2 * GIB
-
-
-def test_groups_of_version_1(tmp_path):
-    top = tmp_path / "cgroup/memory"
-    group_v1(top, limit=9223372036854771712, current=5 * GIB)
-    group_v1(top / "job", limit=4 * GIB, current=3 * GIB, files=GIB // 4)
-    membership = "8:pids:/job\n4:cpu,memory:/job\n0::/\n"
-    assert room(tmp_path, membership) == GIB + GIB // 2
-    assert room(tmp_path, "4:memory:/\n0::/\n") is None
-
-
-def test_a_container_sees_its_own_group_at_the_top(tmp_path):
-    group_v1(tmp_path / "cgroup/memory", limit=4 * GIB, current=GIB)
-    assert room(tmp_path, "4:memory:/path/on/the/host\n") == 3 * GIB
-
-
-def test_no_groups_no_limit(tmp_path):
-    assert room(tmp_path, "0::/a\n") is None
-    assert control_group_room(membership=tmp_path / "none") is None
 
 
 def test_the_room_is_the_least_of_all():

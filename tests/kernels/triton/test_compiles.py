@@ -15,10 +15,6 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "scripts/compiled_kernels.py"
 KERNELS = {
-    "forward_kernel",
-    "delta_kernel",
-    "query_gradient_kernel",
-    "key_gradient_kernel",
     "norm_kernel",
     "norm_backward_kernel",
     "turn_kernel",
@@ -26,13 +22,9 @@ KERNELS = {
     "activation_backward_kernel",
     "merge_kernel",
     "cross_entropy_kernel",
-    "squares_kernel",
-    "root_kernel",
-    "scale_kernel",
 }
 SHARED_KIB = {80: 163, 86: 99, 90: 227, 100: 227, 120: 99}
 """Of one program, by compute capability without its point."""
-VECTOR_BITS = 128
 
 
 def compiled(tmp_path, capability, launches):
@@ -54,13 +46,7 @@ def assert_fit(kernels, *, capability):
 @pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_kernels_compile_and_fit(tmp_path):
-    kernels = compiled(tmp_path, 90, "few")
-    assert_fit(kernels, capability=90)
-    read_whole_tiles = {"forward_kernel", "query_gradient_kernel", "key_gradient_kernel"}
-    for kernel in kernels:
-        if kernel["kernel"] in read_whole_tiles:
-            assert kernel["widest_load_bits"] == VECTOR_BITS
-            assert kernel["products"] > 0
+    assert_fit(compiled(tmp_path, 90, "few"), capability=90)
 
 
 @pytest.mark.slow
@@ -73,7 +59,7 @@ def test_what_a_training_launches_spills_nothing(tmp_path, capability):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("capability", SHARED_KIB)
-def test_every_dtype_and_head_size_compiles_and_fits(tmp_path, capability):
+def test_every_dtype_compiles_and_fits(tmp_path, capability):
     assert_fit(compiled(tmp_path, capability, "all"), capability=capability)
 
 
@@ -83,25 +69,10 @@ def test_spills_end_the_script_with_an_error(monkeypatch, capsys, bytes_stored):
     monkeypatch.syspath_prepend(SCRIPT.parent)
     names = runpy.run_path(str(SCRIPT))
     fields = names["CompiledKernel"].__dataclass_fields__
-    kernel = names["CompiledKernel"](**dict.fromkeys(fields, 0) | {"kernel": "forward_kernel"})
+    kernel = names["CompiledKernel"](**dict.fromkeys(fields, 0) | {"kernel": "norm_kernel"})
     spilling = replace(kernel, spill_store_bytes=bytes_stored)
     monkeypatch.setitem(names["main"].__globals__, "compiled_kernels", lambda *_: [spilling])
-    ends = pytest.raises(SystemExit, match="registers spill: forward_kernel; give")
+    ends = pytest.raises(SystemExit, match="registers spill: norm_kernel; give")
     with ends if bytes_stored else nullcontext():
         names["main"]()
-    assert "forward_kernel" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("line", "bits"),
-    [
-        ("ld.global.v4.b32 {%r1}, [%rd1];", 128),
-        ("ld.global.L1::evict_first.v2.b32 {%r1}, [%rd1];", 64),
-        ("ld.global.b16 {%rs1}, [%rd1];", 16),
-        ("cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;", 128),
-        ("st.global.v4.b32 [%rd1], {%r1};", 0),
-    ],
-)
-def test_the_width_of_a_load_is_read_from_ptx(monkeypatch, line, bits):
-    monkeypatch.syspath_prepend(SCRIPT.parent)
-    assert runpy.run_path(str(SCRIPT))["_widest_load"](line) == bits
+    assert "norm_kernel" in capsys.readouterr().out

@@ -9,6 +9,7 @@ from sppo.parallel.job.environment import (
     expand_hosts,
     nccl_dump_prefix,
     rank_environment,
+    threads_of_gpu_rank,
     with_module_path,
 )
 
@@ -215,3 +216,26 @@ def test_ranks_find_modules_where_this_process_does(tmp_path, monkeypatch):
     found = with_module_path({"PYTHONPATH": "elsewhere", "HOME": "/root"})
     here = str(tmp_path)
     assert found == {"PYTHONPATH": f"{here}:/usr/lib/python3:{here}/beside", "HOME": "/root"}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "given", "allowed", "threads"),
+    [
+        ("torchrun", "1", 112, 14),  # torchrun's 1
+        ("torchrun", "8", 112, 8),
+        ("torchrun", None, 112, 14),
+        ("sppo", "14", 112, 14),
+        ("sppo", "1", 112, 1),
+        ("slurm", None, 112, 14),  # --cpu-bind=none
+        ("slurm", None, 14, 14),
+        ("slurm", "4,2", 112, 4),
+        ("slurm", "99", 14, 14),
+    ],
+)
+def test_ranks_share_the_cores_next_to_their_gpus(launcher, given, allowed, threads):
+    """Eight ranks on two sockets of 56 cores, with four GPUs each."""
+    place = RankEnvironment(1, 8, 1, 8, "127.0.0.1", 1, launcher)
+    environ = {"OMP_NUM_THREADS": given or "", "SLURM_CPUS_ON_NODE": "112"}
+    cores = min(56, allowed)
+    found = threads_of_gpu_rank(place, environ, cores=cores, ranks_near=4, allowed_cores=allowed)
+    assert found == threads

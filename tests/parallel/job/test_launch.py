@@ -246,14 +246,6 @@ def test_ranks_end_with_a_starter_that_is_killed(script, tmp_path):
     wait_for(lambda: all(not psutil.pid_exists(pid) or _is_zombie(pid) for pid in pids))
 
 
-def test_the_command_runs_as_a_module():
-    done = subprocess.run(
-        [sys.executable, "-m", "sppo", "--version"], capture_output=True, text=True, cwd=ROOT
-    )
-    assert done.returncode == 0
-    assert done.stdout.startswith("sppo ")
-
-
 def test_a_rank_whose_starter_is_gone_already_does_not_begin():
     command = [sys.executable, str(launch._WRAPPER), "1", sys.executable, "-c", "print('began')"]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from sppo.data.samples.length_distributions import draw
 from sppo.hardware.run_hardware import run_hardware
@@ -14,7 +12,6 @@ from sppo.planning.corpus.search import DrawnSteps, plan_of_longest, solve_corpu
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.planned_keys import check_plan_fits
 from tests.make import make_run
-from tests.tiers import examples
 
 LONGEST = 32768
 MODEL = {
@@ -51,9 +48,9 @@ def solved(steps=None, **asked):
     return solve_corpus(run, hardware=machine, steps=steps or steps_of())
 
 
-@pytest.mark.parametrize("devices", [1, 2, 8])
-def test_every_replica_fits_in_every_drawn_step(devices):
-    found = solved(devices=devices, memory_gib=12)
+@pytest.mark.parametrize(("devices", "memory_gib"), [(1, 12), (2, 12), (8, 6)])
+def test_every_replica_fits_in_every_drawn_step(devices, memory_gib):
+    found = solved(devices=devices, memory_gib=memory_gib)
     best = found.best
     assert best.degrees.num_devices <= devices
     assert len(best.plans) == 2
@@ -67,24 +64,6 @@ def test_every_replica_fits_in_every_drawn_step(devices):
     assert all(plan.evaluated.device_peak_bytes <= budget for plan in best.plans)
 
 
-@settings(max_examples=examples(2, all=40))
-@given(
-    st.lists(st.integers(1, LONGEST), min_size=4, max_size=30),
-    st.sampled_from([4, 6, 10]),
-)
-def test_what_is_recommended_fits(lengths, memory_gib):
-    found = solved(DrawnSteps("x", "x", (tuple(lengths),)), memory_gib=memory_gib)
-    if found.best is None:
-        assert found.rejected
-        return
-    best = found.best
-    budget = best.planner.base.budget_bytes
-    for replica in best.planner.divided(lengths):
-        plan = best.planner.plan([lengths[index] for index in replica])
-        assert plan.evaluated.shortfall is None
-        assert plan.evaluated.device_peak_bytes <= budget
-
-
 def test_the_best_is_the_fastest_of_those_planned():
     found = solved(devices=8)
     seconds = [way.seconds for way in (found.best, *found.runners_up)]
@@ -94,14 +73,6 @@ def test_the_best_is_the_fastest_of_those_planned():
     assert found.num_planned >= 4
     # A closed form is near what is simulated, so it may choose what is simulated.
     assert found.best.closed_s == pytest.approx(found.best.seconds, rel=0.3)
-
-
-def test_the_same_request_has_the_same_answer():
-    one, other = solved(), solved()
-    assert one.best.degrees == other.best.degrees
-    assert [plan.digest for plan in one.best.plans] == [plan.digest for plan in other.best.plans]
-    assert plan_of_longest(one) == plan_of_longest(other)
-    assert one.rejected == other.rejected
 
 
 def test_degrees_that_are_written_are_conditions():
@@ -120,7 +91,7 @@ def test_replicas_have_a_sample_each():
 
 
 def test_a_longest_sample_that_fits_nowhere_is_told():
-    found = solved(memory_gib=0.25)
+    found = solved(devices=2, memory_gib=0.25)
     assert found.best is None
     nearest = found.rejected[0]
     assert nearest.shortfall.short_bytes == min(

@@ -10,7 +10,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sppo.cost.deferred_weights import weight_operand_bytes
@@ -109,9 +109,7 @@ def of_units(choice, diagonals, of_diagonals):
     return levels
 
 
-@settings(
-    deadline=None, max_examples=examples(12, all=300), suppress_health_check=[HealthCheck.too_slow]
-)
+@settings(max_examples=examples(12, all=300))
 @given(small_choices())
 def test_of_every_choice_for_a_small_step_none_that_fits_adds_less(given_choice):
     choice, room = given_choice
@@ -131,9 +129,7 @@ def test_of_every_choice_for_a_small_step_none_that_fits_adds_less(given_choice)
     assert added_by(choice, diagonals, levels) == pytest.approx(min(sums), rel=1e-6, abs=1e-9)
 
 
-@settings(
-    deadline=None, max_examples=examples(40, all=400), suppress_health_check=[HealthCheck.too_slow]
-)
+@settings(max_examples=examples(40, all=400))
 @given(small_choices())
 def test_units_are_lowered_only_where_there_is_room_and_nobody_waits(given_choice):
     choice, room = given_choice

@@ -59,7 +59,7 @@ def placed(packed: PackedSamples):
     ]
 
 
-@settings(deadline=None, max_examples=examples(20, all=300))
+@settings(max_examples=examples(20, all=300))
 @given(meshes())
 def test_a_mesh_ends_with_the_longest_sample(made):
     _, mesh, longest, degree = made
@@ -68,18 +68,17 @@ def test_a_mesh_ends_with_the_longest_sample(made):
     assert min(mesh.slices[:-1], default=degree) >= degree  # a short last one joins another
 
 
-@settings(deadline=None, max_examples=examples(20, all=300))
+@settings(max_examples=examples(25, all=300))
 @given(packings())
-def test_every_sample_is_packed_whole_and_once(packing):
-    lengths, packed, _, _ = packing
+def test_samples_are_whole_once_and_cut_at_the_mesh(packing):
+    lengths, packed, mesh, degree = packing
     samples = [pair for pair in placed(packed) if pair[0] != PADDING]
     assert sorted(samples) == sorted(enumerate(lengths))
-
-
-@settings(deadline=None, max_examples=examples(20, all=300))
-@given(packings())
-def test_cuts_are_those_of_the_mesh_and_within_limits(packing):
-    _, packed, mesh, degree = packing
+    # Padding is for steps that ranks cannot share.
+    assert packed.padding_tokens == max(0, degree - sum(lengths))
+    assert packed.padding_tokens == sum(n for index, n in placed(packed) if index == PADDING)
+    counts = [len(sequence.lengths) for sequence in packed.sequences]
+    assert counts == sorted(counts, reverse=True)
     for sequence in packed.sequences:
         assert min(sequence.lengths) >= degree
         # A tail that is too short to be shared joins a slice, and so do samples.
@@ -87,27 +86,12 @@ def test_cuts_are_those_of_the_mesh_and_within_limits(packing):
         ends = [*accumulate(sequence.lengths)]
         assert tuple(ends[:-1]) == mesh.ends[: len(ends) - 1]
         assert len(ends) == 1 or ends[-2] < sequence.samples[0]
-
-
-@settings(deadline=None, max_examples=examples(20, all=300))
-@given(packings())
-def test_no_two_tails_share_a_subsequence(packing):
-    _, packed, _, _ = packing
-    for sequence in packed.sequences:
-        for parts in sequence.parts():
-            assert all(begin == 0 for begin, _ in parts[1:])
+        # No two tails share a subsequence.
+        assert all(begin == 0 for parts in sequence.parts() for begin, _ in parts[1:])
         assert sum(len(parts) - 1 for parts in sequence.parts()[:-1]) == 0
 
 
-@settings(deadline=None, max_examples=examples(20, all=300))
-@given(packings())
-def test_padding_is_for_steps_that_ranks_cannot_share(packing):
-    lengths, packed, _, degree = packing
-    assert packed.padding_tokens == max(0, degree - sum(lengths))
-    assert packed.padding_tokens == sum(n for index, n in placed(packed) if index == PADDING)
-
-
-@settings(deadline=None, max_examples=examples(15, all=150))
+@settings(max_examples=examples(15, all=150))
 @given(meshes(), st.data())
 def test_packing_depends_on_lengths_alone(made, data):
     cost, mesh, longest, degree = made
@@ -121,11 +105,3 @@ def test_packing_depends_on_lengths_alone(made, data):
     packed = pack(range(len(lengths)))
     assert pack(range(len(lengths))) == packed
     assert pack(order).sequences == packed.sequences
-
-
-@settings(deadline=None, max_examples=examples(15, all=150))
-@given(packings())
-def test_sequences_of_most_subsequences_come_first(packing):
-    _, packed, _, _ = packing
-    counts = [len(sequence.lengths) for sequence in packed.sequences]
-    assert counts == sorted(counts, reverse=True)

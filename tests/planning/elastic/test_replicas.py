@@ -1,7 +1,7 @@
 """Samples divided over replicas: each sample once, no replica far above the others."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sppo.planning.elastic.replicas import divide_samples
@@ -9,7 +9,6 @@ from sppo.planning.elastic.replicas import divide_samples
 SECONDS = st.floats(1e-6, 1e3)
 
 
-@settings(deadline=None)
 @given(st.lists(SECONDS, min_size=1, max_size=60), st.integers(1, 8))
 def test_every_sample_goes_to_one_replica_and_none_has_a_third_too_much(seconds, replicas):
     replicas = min(replicas, len(seconds))
@@ -40,7 +39,6 @@ def best(seconds, replicas):
     return min(max(total) for total in totals)
 
 
-@settings(deadline=None)
 @given(st.lists(SECONDS, min_size=4, max_size=40))
 def test_equal_costs_are_divided_alike_every_time(seconds):
     assert divide_samples(seconds, replicas=4) == divide_samples(list(seconds), replicas=4)

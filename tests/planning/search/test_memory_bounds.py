@@ -17,7 +17,7 @@ WHOLE_UNITS = tuple(schedule for schedule in SCHEDULES if schedule != "sppo_msp"
 POLICIES = ("retain", "keep_attention", "recompute", "sppo", "offload_all", "hybrid")
 
 
-@settings(max_examples=examples(40, all=800), deadline=None)
+@settings(max_examples=examples(40, all=800))
 @given(candidates(schedules=WHOLE_UNITS, policies=("auto",)), st.sampled_from(POLICIES))
 def test_no_placement_lacks_less_than_the_bound(candidate: Candidate, policy: str):
     found = evaluate_candidate(replace(candidate, policy=policy))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -11,8 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sppo.hardware.file import hardware_for
-from sppo.planning.make_plan import make_plan
-from sppo.planning.plan import plan_json
 from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.division import divide, rejection_of
@@ -40,8 +37,8 @@ def small(*, length="64Ki", nodes=1, **sections):
 
 
 @cache
-def answer(model="gpt-7b", length="512Ki", nodes=4):
-    return solved(request(model, length=length, nodes=nodes))
+def answer(length="1Mi"):
+    return solved(request(length=length))
 
 
 def with_subsequences(evaluated, num_subsequences):
@@ -71,19 +68,8 @@ def test_gpt_7b_on_32_gpus_is_shared_out_as_in_the_paper(length):
     assert best.step_s <= theirs.step_s * (1 + 1e-9)
 
 
-@pytest.mark.exhaustive
-def test_a_million_tokens_on_32_gpus_and_four_million_on_128():
-    million = answer(length="1Mi").best
-    assert million.effective_policy == "hybrid"
-    assert million.time.exposed_copy_s == 0
-    four = answer(length="4Mi", nodes=16).best
-    assert four.degrees.num_devices == 128
-    assert four.shortfall is None
-
-
-@pytest.mark.parametrize("length", ["512Ki", "1Mi"])
-def test_time_over_the_number_of_pieces_is_u_shaped(length):
-    found = answer(length=length).by_num_subsequences
+def test_time_over_the_number_of_pieces_is_u_shaped():
+    found = answer().by_num_subsequences
     steps = [evaluated.step_s for evaluated in found]
     least = steps.index(min(steps))
     assert [len(evaluated.candidate.lengths) for evaluated in found] == sorted(
@@ -92,26 +78,6 @@ def test_time_over_the_number_of_pieces_is_u_shaped(length):
     assert all(a > b for a, b in pairwise(steps[: least + 1]))
     assert all(a < b for a, b in pairwise(steps[least:]))
     assert steps[-1] > 1.1 * min(steps)
-
-
-def test_few_pieces_leave_bubbles():
-    """(p - 1) / N of the paper: 3 / 8 of the work for four stages and eight pieces."""
-    few = with_subsequences(answer().best, 8)
-    bubble = few.simulated.bubble_fraction
-    assert bubble / (1 - bubble) == pytest.approx(3 / 8, rel=0.15)
-
-
-def test_fewer_key_heads_leave_more_room():
-    """Llama 3.1 8B keeps a quarter of GPT-7B's keys and values: it fits where that does not."""
-    memory = machine(memory_bytes=38 * GIB, nodes=4, host_memory_bytes=0)
-    fits = {
-        name: solved(
-            request(name, length="512Ki", parallel={"virtual_stages": 1}), hardware=memory
-        ).best
-        is not None
-        for name in ("gpt-7b", "llama-3.1-8b")
-    }
-    assert fits == {"gpt-7b": False, "llama-3.1-8b": True}
 
 
 # What holds for every request.
@@ -185,7 +151,7 @@ better_machines = (
 )
 
 
-@settings(deadline=None, max_examples=examples(2, all=5))
+@settings(max_examples=examples(2, all=5))
 @given(*better_machines)
 def test_a_better_machine_is_not_slower(asked, what, factor):
     """By more than closed forms are off, which choose placements, or by few values of N."""
@@ -197,28 +163,12 @@ def test_a_better_machine_is_not_slower(asked, what, factor):
         assert after.best.step_s <= before.best.step_s * SEVERAL
 
 
-def test_the_same_request_has_the_same_answer():
-    run = small(length="256Ki", train={"sequences_per_step": 2})
-    plans = [plan_json(make_plan(run, solved(run).best)) for _ in range(2)]
-    assert plans[0] == plans[1]
-
-
 def test_what_wins_was_simulated_and_the_closed_form_said_so():
-    for length in ("512Ki", "1Mi"):
-        solution = answer(length=length)
-        assert solution.best.simulated is not None
-        for evaluated in (solution.best, *solution.runners_up):
-            if evaluated.candidate.schedule == "sppo":
-                assert evaluated.step_s == pytest.approx(evaluated.time.step_s, rel=1e-9)
-
-
-def test_several_sequences_are_simulated_until_none_can_be_faster():
-    run = request("llama-3.2-1b", length="128Ki", nodes=1, train={"sequences_per_step": 4})
-    solution = solved(run)
-    assert_sound(solution)
+    solution = answer()
     assert solution.best.simulated is not None
-    others = [replace(evaluated, simulated=None) for evaluated in solution.runners_up]
-    assert all(solution.best.step_s <= evaluated.step_s * SEVERAL for evaluated in others)
+    for evaluated in (solution.best, *solution.runners_up):
+        if evaluated.candidate.schedule == "sppo":
+            assert evaluated.step_s == pytest.approx(evaluated.time.step_s, rel=1e-9)
 
 
 def test_every_way_to_share_out_the_devices_is_answered_for():
@@ -233,18 +183,8 @@ def test_every_way_to_share_out_the_devices_is_answered_for():
     assert all(rejection.num_subsequences for rejection in short)
 
 
-@pytest.mark.parametrize(
-    ("model", "sections"),
-    [
-        ("gpt-7b", {}),
-        ("gpt-7b", {"activations": {"kv": "retain"}}),
-        ("gpt-7b", {"parallel": {"multiplexed": "on"}}),
-        ("llama-3.1-8b", {"train": {"sequences_per_step": 4}}),
-    ],
-)
-def test_what_cannot_fit_lacks_at_least_the_bound(model, sections):
-    run = request(model, **sections)
-    divisions, _ = divide(run, hardware=hardware_for_request())
+def test_what_cannot_fit_lacks_at_least_the_bound():
+    divisions, _ = divide(request(), hardware=hardware_for_request())
     lacking = [division for division in divisions if not division.fits]
     bounds = [(one, bound) for one in lacking if (bound := one.least_rejection()) is not None]
     assert bounds
@@ -257,34 +197,9 @@ def test_what_cannot_fit_lacks_at_least_the_bound(model, sections):
 # What a run writes is a condition.
 
 
-def test_degrees_that_are_written_are_kept():
-    solution = solved(small(parallel={"pipeline_parallel_degree": 4}))
-    assert {o.degrees.pipeline_parallel for o in all_candidates(solution)} == {4}
-    degrees = {
-        "pipeline_parallel_degree": 2,
-        "sequence_parallel_degree": 2,
-        "data_parallel_degree": 1,
-    }
-    one = solved(small(parallel=degrees))
-    assert one.best.degrees == Degrees(1, 2, 2)
-    assert one.runners_up == ()
-
-
 def test_cuts_that_are_written_are_kept():
     solution = solved(small(sequence={"boundaries": [0, 30000, 50001, 65536]}))
     assert {o.candidate.lengths for o in all_candidates(solution)} == {(30000, 20001, 15535)}
-    solution = solved(small(sequence={"num_subsequences": 6}))
-    assert {len(o.candidate.lengths) for o in all_candidates(solution)} == {6}
-
-
-def test_a_policy_that_is_written_is_kept():
-    found = {
-        policy: solved(small(activations={"policy": policy}))
-        for policy in ("auto", "recompute", "sppo")
-    }
-    for policy in ("recompute", "sppo"):
-        assert {o.candidate.policy for o in all_candidates(found[policy])} == {policy}
-    assert found["recompute"].best.step_s > found["auto"].best.step_s
 
 
 def test_sequences_are_shared_out_over_replicas():
@@ -293,12 +208,6 @@ def test_sequences_are_shared_out_over_replicas():
     refused = solved(small(parallel={"data_parallel_degree": 2}))
     assert refused.best is None
     assert "is not a multiple of 2 replicas" in refused.rejected[0].reason
-
-
-def test_schedules_for_whole_sequences_are_not_cut():
-    for schedule in ("1f1b", "zb_h1"):
-        solution = solved(small(parallel={"schedule": schedule}))
-        assert {o.candidate.lengths for o in all_candidates(solution)} == {(65536,)}
 
 
 def test_tiers_that_are_written_are_kept():
@@ -317,26 +226,10 @@ def test_tiers_that_are_written_are_kept():
         used(tier="host", host_memory=0)
 
 
-def test_optimizer_states_need_a_host_to_go_to():
-    run = small(optimizer={"offload": True})
-    assert solved(run).best.host_peak_bytes > 0
-    with pytest.raises(
-        ValueError, match="state.optimizer=host keeps .* host memory, and a100-80g has"
-    ):
-        solved(run, hardware=machine(host_memory_bytes=0))
-
-
 def test_more_devices_than_there_are_is_refused():
     parallel = {"pipeline_parallel_degree": 8, "sequence_parallel_degree": 8}
     with pytest.raises(ValueError, match="degree 8 x parallel.*degree 8 needs 64 devices, and"):
         solved(small(parallel=parallel))
-
-
-def test_what_does_not_fit_is_explained():
-    solution = solved(request(length="1Mi", nodes=1), hardware=machine(memory_bytes=12 * GIB))
-    assert solution.best is None
-    assert solution.runners_up == solution.by_num_subsequences == ()
-    assert all(rejection.reason for rejection in solution.rejected)
 
 
 def test_a_written_schedule_is_not_faster_than_the_free_choice_of_many_units():

@@ -205,16 +205,6 @@ def test_the_best_number_of_subsequences_is_taken_where_one_stage_does_not_fit()
     assert solution.best.candidate.lengths == fastest.candidate.lengths
 
 
-def test_a_host_that_takes_the_optimizer_and_no_more_gets_it():
-    run = run_config(
-        "llama-3.1-8b",
-        length="8Ki",
-        hardware={"preset": "h100", "devices_per_node": 1, "host_memory": "110GiB"},
-    )
-    alone = machine(H100, num_devices=1, host_memory_bytes=110 << 30)
-    assert solve(run, hardware=alone).best.candidate.state == HOST
-
-
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_masters_are_in_the_tier_whatever_the_weights_are(dtype):
     one = candidate(HOST)

@@ -14,7 +14,7 @@ from tests.tiers import examples
 ROUNDING = 1e-9
 
 
-@settings(deadline=None, max_examples=examples(60, all=400))
+@settings(max_examples=examples(60, all=400))
 @given(candidates(schedules=SCHEDULES))
 def test_no_simulation_is_faster_than_its_bound(candidate: Candidate):
     evaluated = simulate_candidate(evaluate_candidate(candidate))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sppo.schedule.actions import Action, ActionKind, Cut, Placement
+from sppo.schedule.actions import Cut
 from sppo.schedule.checks.validate import find_violations, validate
 from sppo.schedule.checks.violations import ScheduleError
 from sppo.schedule.encoding import MalformedActionError
@@ -136,38 +136,6 @@ def test_orders_that_wait_for_each_other():
     assert violation.rule == "no deadlock"
     assert "rank 0 at action 2, 0B0.0" in violation.text
     assert (violation.rank, violation.index) == (0, 1)
-
-
-def megatron_interleaved(p, v, n, m):
-    """The order of the released Seq1F1B: groups of p *units*, not of whole sequences."""
-    programs = []
-    units = [(s, i) for s in range(m) for i in range(n)]
-    back = [(s, i) for s in range(m) for i in reversed(range(n))]
-    groups = [slice(k, k + p) for k in range(0, len(units), p)]
-    for rank in range(p):
-        forward = [(c, u) for g in groups for c in range(v) for u in units[g]]
-        backward = [(c, u) for g in groups for c in reversed(range(v)) for u in back[g]]
-        warmup = (v - 1) * p + 2 * (p - rank - 1) + n - 1
-        order = [("F", s) for s in forward[:warmup]]
-        for index, step in enumerate(forward[warmup:]):
-            order += [("F", step), ("B", backward[index])]
-        order += [("B", s) for s in backward[len(forward) - warmup :]]
-        programs.append(tuple(Action(ActionKind(k), c * p + rank, *unit) for k, (c, unit) in order))
-    return Schedule.of_actions("megatron", Placement(p, v), ((16,) * n,) * m, tuple(programs))
-
-
-def test_groups_of_units_run_a_backward_before_its_sequence_is_through():
-    """p2 v2 N4 M4 with groups of p units: silently wrong gradients in the released code."""
-    violations = find_violations(megatron_interleaved(2, 2, 4, 4))
-    assert {v.rule for v in violations} == {"backward order"}
-    assert not find_violations(megatron_interleaved(2, 2, 2, 4))
-
-
-def test_a_short_last_group_deadlocks():
-    """p8 v3 N4 M3 in groups of 8 units: two sequences, then one."""
-    (violation,) = find_violations(megatron_interleaved(8, 3, 4, 3))
-    assert violation.rule == "no deadlock"
-    validate(make("interleaved_seq1f1b", p=8, v=3, n=4, m=3))
 
 
 def test_cuts_must_fit_their_units():

@@ -5,31 +5,14 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.checks.deadlock import check_deadlock_free
 from sppo.schedule.checks.validate import validate
-from sppo.schedule.generate import generate
 from sppo.schedule.program_text import parse_program
 from sppo.schedule.simulation.clock import DeadlockError
 from sppo.schedule.transfers.communication import place_messages
-from tests.schedule.cases import SUBSEQUENCE_SCHEDULES, make, play
-from tests.tiers import examples
-
-ragged = st.lists(
-    st.lists(st.integers(6, 40), min_size=1, max_size=6).map(tuple), min_size=1, max_size=4
-).map(tuple)
-
-
-@settings(deadline=None, max_examples=examples(25, all=60))
-@given(st.sampled_from(SUBSEQUENCE_SCHEDULES), st.integers(1, 5), st.integers(1, 3), ragged)
-def test_receiving_from_the_senders_side_never_blocks(name, p, v, lengths):
-    v = v if name.startswith("interleaved") else 1
-    schedule = place_messages(generate(name, num_ranks=p, num_virtual=v, lengths=lengths))
-    validate(schedule)
-    check_deadlock_free(schedule)
+from tests.schedule.cases import make, play
 
 
 def test_a_deadlock_names_where_the_ranks_stand():

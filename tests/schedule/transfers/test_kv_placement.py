@@ -64,7 +64,7 @@ def test_without_a_backward_before_they_come_back_at_once():
     )
 
 
-@settings(deadline=None, max_examples=examples(35, all=100))
+@settings(max_examples=examples(35, all=100))
 @given(
     st.sampled_from(("looped_bfs", "interleaved_seq1f1b", "sppo")),
     st.integers(1, 4),

@@ -13,7 +13,7 @@ from sppo.parallel import mesh as mesh_module
 from sppo.parallel.mesh import Mesh
 from sppo.parallel.mesh_shape import MeshShape
 from sppo.parallel.msp_exchange import MspLinks
-from sppo.training.devices.communicator_memory import communicators_measured
+from sppo.training.state import check_communicators
 from sppo.units import MIB
 
 EACH = 100 * MIB
@@ -59,10 +59,10 @@ def connect(connected, *, communicators_bytes, beside_bytes):
         }
     )
     mesh = Mesh(MeshShape(2, 3, 2), rank=1, timeout_s=1.0, device=CPU)
-    device = SimpleNamespace(free_bytes=lambda local_ranks: FREE - len(connected) * EACH)
-    with communicators_measured(mesh, device=device, planned=planned):
-        mesh.connect(ties_ends=True, cuts_units=True).send_first_messages()
-        MspLinks(mesh, device=CPU).connect([(0, 1), (0, 2)])
+    mesh.connect(ties_ends=True, cuts_units=True).send_first_messages()
+    MspLinks(mesh, device=CPU).connect([(0, 1), (0, 2)])
+    taken = len(connected) * EACH
+    check_communicators(taken, left_bytes=FREE - taken, planned=planned)
 
 
 def test_every_group_of_collectives_is_connected_before_it_is_measured(connected, caplog):

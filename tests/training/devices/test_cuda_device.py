@@ -26,9 +26,8 @@ from sppo.planning.plan import read_plan
 from sppo.schedule.actions import Action, ActionKind
 from sppo.training import preflight as preflight_module
 from sppo.training import trainer
-from sppo.training.devices import choose_device as choose_device_module
 from sppo.training.devices import cuda_device
-from sppo.training.devices.choose_device import check_devices, choose_device, device_kind
+from sppo.training.devices import device as devices
 from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.devices.cuda_device import (
     ALLOCATOR_VARIABLES,
@@ -36,15 +35,15 @@ from sppo.training.devices.cuda_device import (
     CudaDevice,
     prepare_cuda,
 )
+from sppo.training.devices.device import check_devices, choose_device, device_kind
 from sppo.training.preflight import preflight
 from sppo.training.run_checkpoints import RunCheckpoints
-from sppo.training.start import check_kind, followed_plan
-from sppo.training.steps.warm_up import warm_up
+from sppo.training.start import check_kind
+from sppo.training.trainer import warm_up
 from sppo.units import GIB, MIB
 from tests import fake_cuda
 from tests.conftest import refuse, succeed, write_run
-from tests.fake_cuda import NAME, fake_gpu, steps_lock_nothing
-from tests.tiers import each_once, exhaustive
+from tests.fake_cuda import NAME, fake_gpu
 from tests.training.jobs import (
     evaluate_initial,
     job_alone,
@@ -70,9 +69,7 @@ def gpus(monkeypatch):
     """A machine on which torch sees two GPUs; none may be used."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: GPUS)
-    monkeypatch.setattr(
-        choose_device_module, "device_kind", device_kind
-    )  # whatever conftest makes of it
+    monkeypatch.setattr(devices, "device_kind", device_kind)  # whatever conftest makes of it
 
 
 def run_of(work, output="out", **sections):
@@ -93,13 +90,10 @@ def train(run, device):
 # Which device
 
 
-def test_a_gpu_is_used_where_there_is_one(work, gpus):
+def test_a_gpu_is_used_where_there_is_one(work, gpus, monkeypatch):
     device = choose_device(run_of(work), environment=place(local_rank=1, local_ranks=2))
     assert device == CudaDevice(torch.device("cuda:1"))
     assert device.group_device == torch.device("cuda:1")
-
-
-def test_without_one_the_cpu_is(work, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device(run_of(work)) == CpuDevice()
 
@@ -159,20 +153,19 @@ def test_settings_of_the_user_stay(monkeypatch, no_settings, given):
         assert said.endswith(f"allocator, {given}=mine")
 
 
-def test_the_stores_of_a_rank_share_two_streams():
+def test_the_store_of_a_rank_has_two_streams():
     plan = SimpleNamespace(offloads_anything=True, activation_tier="host")
     with fake_gpu() as (device, runtime):
         made = mock.Mock(side_effect=runtime.Stream)
         runtime.Stream = made
         options = {"disk": None, "debug": False, "failed_step_timeout_s": 5.0}
-        assert len(device.offload_stores(plan, count=17, **options)) == 17
+        device.block_store(plan, **options)
         assert made.call_count == 2
-        plan.offloads_anything = False
-        assert device.offload_stores(plan, count=0, **options) == []
 
 
-def test_a_rank_stays_next_to_its_gpu(monkeypatch):
+def test_a_rank_stays_next_to_its_gpu_and_shares_its_cores(monkeypatch):
     node, threads = NumaNode(1, frozenset({4, 5})), [8]
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     monkeypatch.setattr(
@@ -180,9 +173,11 @@ def test_a_rank_stays_next_to_its_gpu(monkeypatch):
     )
     with fake_gpu() as (device, runtime):
         device.begin()
-    assert runtime.counts.set_to == [device.torch_device]
-    assert runtime.counts.near == [node]
-    assert threads == [8, 2], "no more than there are cores"
+        runtime.device_count = lambda: 2  # both next to the same node
+        device.begin(place(local_ranks=2))
+    assert runtime.counts.set_to == [device.torch_device] * 2
+    assert runtime.counts.near == [node, node]
+    assert threads == [8, 2, 1], "no more than there are cores"
 
 
 def test_a_rank_that_is_bound_far_from_its_gpu_says_so(monkeypatch, caplog):
@@ -197,66 +192,7 @@ def test_a_rank_that_is_bound_far_from_its_gpu_says_so(monkeypatch, caplog):
     assert "--distribution=block:block" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("launcher", "given", "allowed", "threads"),
-    [
-        ("torchrun", "1", 112, 14),  # torchrun's 1
-        ("torchrun", "8", 112, 8),
-        ("torchrun", None, 112, 14),
-        ("sppo", "14", 112, 14),
-        ("sppo", "1", 112, 1),
-        ("slurm", None, 112, 14),  # --cpu-bind=none
-        ("slurm", None, 14, 14),
-        ("slurm", "4,2", 112, 4),
-        ("slurm", "99", 14, 14),
-    ],
-)
-def test_ranks_share_the_cores_next_to_their_gpus(monkeypatch, launcher, given, allowed, threads):
-    """Eight ranks on two sockets of 56 cores, with four GPUs each."""
-    monkeypatch.setenv("OMP_NUM_THREADS", given or "")
-    monkeypatch.setenv("SLURM_CPUS_ON_NODE", "112")
-    place = RankEnvironment(1, 8, 1, 8, "127.0.0.1", 1, launcher)
-    nodes = [NumaNode(0, frozenset(range(56))), NumaNode(1, frozenset(range(56, 112)))]
-    addresses = {f"0000:{index:02x}:00.0": nodes[index // 4] for index in range(8)}
-    monkeypatch.setattr(cuda_device, "node_of_pci_device", addresses.get)
-    monkeypatch.setattr(cuda_device, "count_cores", lambda: allowed)
-    chosen = []
-    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    kept = nodes[0] if allowed == 112 else NumaNode(0, frozenset(range(allowed)))
-    with fake_gpu() as (_, runtime):
-        monkeypatch.setattr(cuda_device, "stay_near", lambda node: kept)
-        runtime.device_count = lambda: 8
-        runtime.get_device_properties = lambda device: SimpleNamespace(
-            pci_domain_id=0, pci_bus_id=device.index, pci_device_id=0
-        )
-        CudaDevice(torch.device("cuda", 1)).begin(place)
-    assert chosen == [threads]
-
-
 # What a run does with it
-
-
-@pytest.mark.parametrize(
-    "activations",
-    [
-        {"policy": "offload_all", "tier": "host", "debug": True},
-        {"policy": "offload_all", "tier": "disk", "disk": "spill"},
-        *exhaustive({"policy": "retain"}, {"offload_ratio": 0.6}, {"policy": "sppo"}),
-    ],
-    ids=str,
-)
-def test_the_training_is_that_of_the_cpu(work, activations):
-    train(run_of(work, output="cpu"), CpuDevice())
-    with fake_gpu() as (device, runtime), steps_lock_nothing(runtime):
-        outcome, found = train(run_of(work, activations=activations), device)
-        assert runtime.locked == set()
-    assert losses(work / "out") == losses(work / "cpu")
-    offloaded = activations.get("policy") != "retain"
-    assert all((record["offloaded_bytes"] > 0) == offloaded for record in found)
-    assert list((work / "spill").iterdir()) == []
-    on_disk = activations.get("tier") == "disk"
-    assert all((record["disk_peak_bytes"] > 0) == on_disk for record in found)
-    assert outcome.last_step.forward_s > 0 < outcome.last_step.backward_s
 
 
 IN_HOST_MEMORY = {
@@ -266,44 +202,6 @@ IN_HOST_MEMORY = {
         "parallel": {"virtual_stages": 3},
     },
 }
-
-
-@pytest.mark.parametrize(("which", "dtype"), each_once(IN_HOST_MEMORY, ["bf16", "fp32"]))
-def test_state_in_host_memory_trains_as_on_the_cpu_and_is_unlocked(work, which, dtype):
-    sections = {**IN_HOST_MEMORY[which], "train": {"dtype": dtype}}
-    on_device = {**sections, "state": {}, "optimizer": {}}
-    train(run_of(work, output="cpu", **on_device), CpuDevice())
-    with fake_gpu() as (device, runtime):
-        train(run_of(work, **sections), device)
-        assert runtime.locked_sizes
-        assert runtime.locked == set()
-    assert losses(work / "out") == losses(work / "cpu")
-
-
-@pytest.mark.parametrize("which", ["all", *exhaustive("optimizer")])
-def test_activations_go_to_a_disk_beside_state_in_host_memory(work, which):
-    """Bit for bit what is learnt with everything on the device; each tier holds what is planned."""
-    sections = {**IN_HOST_MEMORY[which], "train": {"dtype": "bf16"}}
-    on_device = {**sections, "state": {}, "optimizer": {}}
-    kv = "offload" if which == "all" else "auto"
-    offloading = {"policy": "offload_all", "kv": kv, "tier": "disk", "disk": "spill"}
-    with fake_gpu() as (device, runtime):
-        train(run_of(work, output="near", **on_device), device)
-        run = run_of(work, activations=offloading, **sections)
-        plan = preflight(job_alone(run, device=device)).plan
-        assert (plan.activation_tier, plan.state.tier) == ("disk", "host")
-        outcome, _ = train(run, device)
-        assert len(runtime.locked_sizes) > 1
-        assert runtime.locked == set()
-    assert losses(work / "out") == losses(work / "near")
-    assert list((work / "spill").iterdir()) == []
-    copies = summary(work / "out")["copies"]
-    for place in ("host_bytes", "disk_bytes"):
-        assert copies[place]["measured"] == copies[place]["predicted"] > 0
-    (held,) = plan.rank_memory
-    assert copies["disk_bytes"]["predicted"] == held.tier_activations_bytes
-    assert copies["host_bytes"]["predicted"] == held.tier_state_bytes + held.staging_bytes
-    assert sum(outcome.copies[-1].out_bytes.values()) > 0
 
 
 @pytest.mark.parametrize("which", IN_HOST_MEMORY)
@@ -341,7 +239,7 @@ def test_the_host_waits_for_the_device_only_between_steps(work, monkeypatch):
         job = job_alone(run, device=device)
         checked = preflight(job)
         monkeypatch.setattr(Engine, "accumulate", accumulate)
-        trainer.train(job, checked)
+        trainer.train(checked)
         assert runtime.counts.set_to == [device.torch_device]
         assert runtime.counts.waits > 0
     first, *others = waits
@@ -387,8 +285,8 @@ def test_evaluation_is_that_of_the_cpu(work):
 
 def test_the_command_says_what_it_trains_on_and_where_tensors_go(work, monkeypatch):
     with fake_gpu() as (device, _):
-        monkeypatch.setattr(choose_device_module, "device_kind", lambda run: "cuda")
-        monkeypatch.setattr(choose_device_module, "choose_device", lambda run, **_: device)
+        monkeypatch.setattr(devices, "device_kind", lambda run: "cuda")
+        monkeypatch.setattr(devices, "choose_device", lambda run, **_: device)
         offloading = ("train", "run.yaml", "activations.policy=offload_all")
         said = succeed(*offloading)
         assert f"fp32 on {NAME} (cpu), torch" in said
@@ -418,33 +316,20 @@ def test_no_plan_fills_what_the_driver_and_others_need(work):
 
 
 def test_host_memory_is_shared_by_the_ranks_of_a_machine(work, monkeypatch):
-    monkeypatch.setattr(
-        "sppo.training.devices.cuda_device.memory_room", lambda: MemoryRoom(machine_bytes=100_000)
-    )
+    """A ratio that fits is named, whether the plan is made now or was made before."""
     run = run_of(work, activations={"policy": "offload_all"})
+    room = "sppo.training.devices.cuda_device.memory_room"
     with fake_gpu() as (device, _):
+        before = preflight(job_alone(run, device=device)).plan
+        monkeypatch.setattr(room, lambda: MemoryRoom(machine_bytes=100_000))
         assert device.host_tier_bytes(local_ranks=2) == 42_500
-        with pytest.raises(
-            MemoryError, match="offload_all offloads .* to host memory, of which"
-        ) as e:
-            preflight(job_alone(run, device=device))
-    ratio = float(str(e.value).split("offload_ratio=")[1].split(" ")[0])
-    run = run_of(work, activations={"offload_ratio": ratio})
-    with fake_gpu() as (device, _):
+        for plan in (before, None):
+            with pytest.raises(MemoryError, match="offloads .* to host memory, of which") as error:
+                preflight(job_alone(run, device=device), plan)
+        ratio = float(str(error.value).split("offload_ratio=")[1].split(" ")[0])
+        run = run_of(work, activations={"offload_ratio": ratio})
         plan = preflight(job_alone(run, device=device)).plan
     assert 0 < plan.predicted.host_peak_bytes <= 85_000
-
-
-def test_a_plan_made_before_may_take_more_of_the_host_than_is_free_now(work, monkeypatch):
-    run = run_of(work, activations={"policy": "offload_all"})
-    with fake_gpu() as (device, _):
-        plan = preflight(job_alone(run, device=device)).plan
-        monkeypatch.setattr(
-            "sppo.training.devices.cuda_device.memory_room",
-            lambda: MemoryRoom(machine_bytes=100_000),
-        )
-        with pytest.raises(MemoryError, match="offloads .* to host memory, of which .* would fit"):
-            preflight(job_alone(run, device=device), plan)
 
 
 @pytest.mark.parametrize("planned", [False, True])
@@ -495,24 +380,12 @@ def test_a_plan_that_moves_to_a_disk_needs_a_directory(work):
             preflight(job_alone(run_of(work, activations=offloading), device=device), plan)
 
 
-def test_a_cpu_has_no_host_tier(work):
-    error = refuse("train", "run.yaml", "activations.tier=host")
-    assert "activations.tier=host on a CPU, whose device memory is the host's" in error
-    assert not (work / "out").exists()
-
-
-def test_a_plan_is_for_one_kind_of_machine(work):
-    run = run_of(work, hardware={"preset": "h200", "devices_per_node": 1})
-    succeed("solve", "run.yaml", "-o", "plan.json")
-    plan = read_plan(work / "plan.json")
-    followed_plan(run, plan)
-    check_kind(plan, kind="cuda", source="plan.json")
-    assert plan.activation_tier == "host"
-    with pytest.raises(ValueError, match="plan.json was made for h200, and this run is trained on"):
-        check_kind(plan, kind="cpu", source="plan.json")
+def test_a_plan_of_a_cpu_is_not_for_a_gpu(work):
     succeed("solve", "run.yaml", "hardware.preset=laptop-cpu", "-o", "cpu.json")
+    plan = read_plan(work / "cpu.json")
+    check_kind(plan, kind="cpu", source="cpu.json")
     with pytest.raises(ValueError, match="laptop-cpu, and this run is trained on a GPU"):
-        check_kind(read_plan(work / "cpu.json"), kind="cuda", source="cpu.json")
+        check_kind(plan, kind="cuda", source="cpu.json")
 
 
 # Clocks

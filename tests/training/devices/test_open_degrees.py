@@ -13,11 +13,10 @@ from sppo.config import load_run
 from sppo.hardware import this_machine
 from sppo.hardware.this_machine import Gpus
 from sppo.planning.chosen_run import ChosenRun
-from sppo.training import start
-from sppo.training.checks import input_checks
-from sppo.training.devices import choose_device
-from sppo.training.devices.choose_device import chosen_degrees, ranks_to_divide
+from sppo.training import input_checks, start
+from sppo.training.devices import device as devices
 from sppo.training.devices.cuda_device import CudaDevice
+from sppo.training.devices.device import chosen_degrees, ranks_to_divide
 from sppo.training.start import prepare_run, start_ranks
 from sppo.units import GIB
 from tests.conftest import write_run
@@ -87,7 +86,7 @@ def test_a_launcher_gives_the_number_of_ranks(gpus):
 def test_ranks_start_with_the_degrees_that_were_announced(work, gpus, monkeypatch):
     run = load_run(write_run(work / "run.yaml", model={"num_layers": 2}))
     console = Console(record=True, width=200)
-    monkeypatch.setattr(choose_device, "with_chosen_degrees", _pipeline_of_two)
+    monkeypatch.setattr(devices, "with_chosen_degrees", _pipeline_of_two)
     ready = prepare_run(run, None, source="", console=console)
     assert ready.starts_ranks
     assert ready.run.parallel.pipeline_parallel_degree == 2
@@ -108,7 +107,7 @@ def _pipeline_of_two(run, **_):
 def test_a_run_continues_on_other_devices(work, monkeypatch):
     run = load_run(write_run(work / "run.yaml", model={"num_layers": 2}, train={"steps": 2}))
     assert sppo.train(run, progress=False).steps == 2
-    monkeypatch.setattr(choose_device, "count_devices", lambda run: 2)
+    monkeypatch.setattr(devices, "count_devices", lambda run: 2)
     monkeypatch.setattr(start, "find_gpus", lambda: GPUS)
     longer = load_run(run, {"train.steps": 3})
     assert sppo.train(longer, progress=False).steps == 3

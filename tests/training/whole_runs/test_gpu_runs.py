@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from sppo.config import load_run
-from sppo.offload.transfers import CudaTransfers
+from sppo.offload.cuda_lane import CudaLane
 from sppo.training import trainer
 from sppo.training.devices import cuda_device
-from sppo.training.devices.choose_device import choose_device
 from sppo.training.devices.cpu_device import CpuDevice
+from sppo.training.devices.device import choose_device
 from sppo.training.job import FAILED_STEP_TIMEOUT_S
 from tests.fake_cuda import fake_gpu, steps_lock_nothing
+from tests.tiers import default_of
 from tests.training.jobs import evaluate_initial, losses, summary, train_alone, train_rank
 from tests.training.whole_runs.test_parallel_runs import MODEL, alone, assert_like_alone, overrides
 
@@ -85,12 +86,12 @@ IN_HOST_MEMORY = {
 
 def train_with_state_in_host_memory(rank, directory, arguments):
     """Steps done by one rank, and how long it would wait for a device that stands still."""
-    with mock.patch.object(cuda_device, "CudaTransfers", wraps=CudaTransfers) as made:
+    with mock.patch.object(cuda_device, "CudaLane", wraps=CudaLane) as made:
         _, steps, _ = train_on_a_fake_gpu(rank, directory, arguments)
     return steps, made.call_args.kwargs["failed_step_timeout_s"]
 
 
-@pytest.mark.parametrize("which", IN_HOST_MEMORY)
+@pytest.mark.parametrize("which", default_of(IN_HOST_MEMORY, "all"))
 def test_ranks_unlock_the_state_that_they_keep_in_host_memory(ranks, work, run_file, which):
     shape, how = IN_HOST_MEMORY[which]
     run_file(model=MODEL, train={"steps": 2, "dtype": "bf16", "sequences_per_step": 2})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -10,9 +11,7 @@ from rich.console import Console
 
 from sppo.config import load_run
 from sppo.engine.engine import Engine
-from sppo.engine.executor import Executor
 from sppo.engine.stage import Stage
-from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.job import timed_call
 from sppo.parallel.job.environment import RankEnvironment
 from sppo.parallel.job.failure_report import RankEnd
@@ -23,9 +22,10 @@ from sppo.training import job as job_module
 from sppo.training import state, trainer
 from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.devices.cuda_device import CudaDevice
-from sppo.training.job import Job, Ranks, joined
+from sppo.training.job import joined
 from sppo.training.preflight import preflight
 from tests.conftest import write_run
+from tests.training.jobs import job_alone
 from tests.training.whole_runs.test_gpu_runs import train_on_a_fake_gpu
 
 
@@ -43,39 +43,24 @@ def run(work, monkeypatch):
     return load_run(write_run(work / "run.yaml", model={"num_layers": 2}))
 
 
-def train(run, record):
-    mesh = alone()
-    noted = Ranks(mesh, HostCollectives(mesh), RankProgress.create(record))
-    job = Job(run, noted, CpuDevice(), Console(quiet=True))
-    trainer.train(job, preflight(job))
-
-
-def noted_when(monkeypatch, owner, name, record):
-    """What the record says at the first call of a method that may wait for a device."""
-    original, found = getattr(owner, name), []
+@pytest.mark.parametrize(
+    ("owner", "part", "waits"), [(Stage, "forward", "_give_up"), (state, "clip_", "close")]
+)
+def test_a_failure_is_noted_before_the_device_is_waited_for(
+    run, work, monkeypatch, owner, part, waits
+):
+    """In a step before what it holds is dropped, after one before the engine is closed."""
+    record, original, found = work / "record", getattr(Engine, waits), []
 
     def look(self):
         found.append(read_progress(record))
         return original(self)
 
-    monkeypatch.setattr(owner, name, look)
-    return found
-
-
-def test_what_fails_in_a_step_is_noted_before_the_step_is_given_up(run, work, monkeypatch):
-    found = noted_when(monkeypatch, Executor, "_abort", work / "record")
-    monkeypatch.setattr(Stage, "forward", fail)
+    monkeypatch.setattr(Engine, waits, look)
+    monkeypatch.setattr(owner, part, fail)
+    job = replace(job_alone(run), progress=RankProgress.create(record))
     with pytest.raises(OddError):
-        train(run, work / "record")
-    assert [(note.state, note.message) for note in found] == [("failed", "OddError: at odds")]
-    assert found[0].action == "0F0.0"
-
-
-def test_what_fails_between_steps_is_noted_before_the_engine_is_closed(run, work, monkeypatch):
-    found = noted_when(monkeypatch, Engine, "close", work / "record")
-    monkeypatch.setattr(state, "clip_", fail)
-    with pytest.raises(OddError):
-        train(run, work / "record")
+        trainer.train(preflight(job))
     assert [(note.state, note.message) for note in found] == [("failed", "OddError: at odds")]
 
 
@@ -103,6 +88,7 @@ def test_a_device_that_waits_for_another_rank_for_too_long_is_a_lost_rank(ranks,
     assert RankEnd(0, 1, 0.0, False, read_progress(path)).timeout == "timed out after 50000 s"
 
 
+QUIET = Console(quiet=True)
 PLACE = RankEnvironment(0, 2, 0, 2, "here", 1, "torchrun")
 
 
@@ -116,7 +102,8 @@ def test_a_rank_that_is_half_connected_ends_without_pythons_shutdown(run, monkey
     monkeypatch.setattr(timed_call, "_without_shutdown", timed_call.Event())
     monkeypatch.setattr(job_module, "connect", lambda *_, **__: None)
     monkeypatch.setattr(job_module, part, lambda *_, **__: fail())
-    with pytest.raises(OddError), joined(of_two_ranks(run), PLACE, device=CpuDevice()):
+    two, device = of_two_ranks(run), CpuDevice()
+    with pytest.raises(OddError), joined(two, PLACE, device=device, console=QUIET):
         pass
     assert timed_call._ends_at_once()
 
@@ -129,9 +116,9 @@ def test_only_ranks_with_a_gpu_end_without_pythons_shutdown(run, monkeypatch, on
     monkeypatch.setattr(job_module, "Mesh", lambda *_, **__: alone())
     device = CpuDevice(group_device=torch.device("cuda", 0) if on_gpu else None)
     two = of_two_ranks(run)
-    with joined(two, PLACE, device=device):
+    with joined(two, PLACE, device=device, console=QUIET):
         pass
     assert not timed_call._ends_at_once()
-    with pytest.raises(OddError), joined(two, PLACE, device=device):
+    with pytest.raises(OddError), joined(two, PLACE, device=device, console=QUIET):
         fail()
     assert timed_call._ends_at_once() == on_gpu

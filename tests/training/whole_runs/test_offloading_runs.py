@@ -1,4 +1,4 @@
-"""Runs that offload saved activations to a disk: the same training; messages; bad disks."""
+"""Runs that offload to a disk: what is refused before the start, and disks that are bad."""
 
 from __future__ import annotations
 
@@ -11,80 +11,103 @@ import pytest
 from sppo.config import load_run
 from sppo.kernels.native.machine_memory import MemoryRoom
 from sppo.offload.disk import disk_room as disk
+from sppo.offload.disk import file_tier, mapped_file
 from sppo.offload.disk.disk_room import DiskRoom
-from sppo.offload.disk.file_tier import FileTier
 from sppo.planning.run_plan import USABLE_FRACTION
-from sppo.training.checks import room_checks
+from sppo.training import preflight as preflight_module
+from sppo.training import trainer
+from sppo.training.interruption import StopRequest
 from sppo.training.preflight import preflight
-from tests.conftest import refuse, succeed, write_run
-from tests.tiers import default_of, exhaustive
-from tests.training.jobs import job_alone, losses, records, summary, train_alone
+from tests.conftest import call, refuse, succeed, write_run
+from tests.tiers import exhaustive
+from tests.training.jobs import job_alone, losses, records
 
-OFFLOADING = {
-    "offload_all": {"policy": "offload_all"},
-    "sppo": {"policy": "sppo"},
-    "a ratio": {"offload_ratio": 0.6},
-    "everything by ratio": {"offload_ratio": 1.0, "tier": "disk"},
-    "debug": {"policy": "offload_all", "debug": True},
-    "input_every": {"policy": "offload_all", "input_every": 2},
-}
 MODEL = {"preset": "tiny-test", "vocab_size": 32, "num_layers": 3}
+BLOCKS_OF_A_STEP = 2 * 4
+"""K and V of two of three layers, of four subsequences."""
+KV = {"kv": "offload", "policy": "keep_attention"}
+STATE = {"weights": "disk", "gradients": "disk", "optimizer": "disk"}
 
 
 @pytest.fixture(autouse=True)
-def _quick(work, monkeypatch):
+def _spill(work):
     (work / "spill").mkdir()
 
 
-def offloading_run(work, output="out", *, sequence=None, **activations):
-    sections = {"activations": {"disk": "spill", **activations}, "train": {"output": output}}
-    if sequence is not None:
-        sections |= {"sequence": sequence}
-    return write_run(work / "run.yaml", model=MODEL, **sections)
+def run_of(
+    work, output="out", *, stages=1, state=None, sequence=None, parallel=None, **activations
+):
+    sections = {} if sequence is None else {"sequence": sequence}
+    return write_run(
+        work / f"{output}.yaml",
+        model=MODEL,
+        parallel={"virtual_stages": stages, **(parallel or {})},
+        activations={"disk": "spill", **activations},
+        state=state or {},
+        train={"output": output},
+        **sections,
+    )
 
 
-@pytest.mark.parametrize("name", default_of(OFFLOADING, "a ratio"))
-def test_training_is_that_of_keeping_everything(work, name):
-    activations = OFFLOADING[name]
-    every = {"input_every": activations.get("input_every", 1)}
-    succeed("train", offloading_run(work, output="kept", policy="retain", **every))
-    said = succeed("train", offloading_run(work, **activations))
-    assert losses(work / "out") == losses(work / "kept")
-    assert "to spill and back: " in said
-    assert "waiting for copies time" in said
-    for record in records(work / "out"):
-        assert record["offloaded_bytes"] > 0
-        assert record["exposed_copy_s"] >= 0
-        assert record["disk_peak_bytes"] > record["host_peak_bytes"] == 0
-    assert {record["offloaded_bytes"] for record in records(work / "kept")} == {0}
-    assert list((work / "spill").iterdir()) == []
+def planned(run_file):
+    return preflight(job_alone(load_run(run_file))).plan
 
 
-def test_a_plan_that_moves_is_followed(work):
-    """Made by the solver for a machine with too little memory to keep everything."""
-    run_file = offloading_run(work, offload_ratio=0.5)
-    succeed("solve", run_file, "-o", "plan.json")
-    succeed("train", run_file, "--plan", "plan.json")
-    succeed("train", offloading_run(work, output="kept", policy="retain"))
-    assert losses(work / "out") == losses(work / "kept")
-    assert records(work / "out")[0]["offloaded_bytes"] > 0
+def set_disk(monkeypatch, free_bytes):
+    monkeypatch.setattr(disk, "disk_room", lambda directory: DiskRoom(free_bytes=free_bytes))
 
 
-def test_a_plan_for_a_gpu_is_not_followed_on_the_cpu(work):
-    run_file = offloading_run(work, offload_ratio=0.5)
-    gpu = ("hardware.preset=h100", "hardware.devices_per_node=1")
-    succeed("solve", run_file, *gpu, "-o", "plan.json")
-    error = refuse("train", run_file, *gpu, "--plan", "plan.json")
-    assert "plan.json was made for h100" in error
-    assert "solve again with hardware.preset=laptop-cpu" in error
+# Before the start
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"disk": "nowhere"}, "activations.disk=nowhere: no such directory; make it"),
+        ({"disk": "run.yaml"}, "activations.disk=run.yaml: not a directory"),
+        ({"disk": None, "policy": "sppo"}, "name a disk directory (activations.disk)"),
+        ({"disk": None, "offload_ratio": 0.5}, "name a disk directory (activations.disk)"),
+        ({"disk": None, "tier": "disk"}, "activations.tier=disk without a directory"),
+        ({"tier": "host"}, "activations.tier=host on a CPU, whose device memory is the host's"),
+        ({"stages": 3, "disk": None, "kv": "offload"}, "no tier to offload K and V to"),
+        ({"stages": 3, "kv": "recompute", "input_every": 2}, "write activations.input_every=1"),
+        ({"stages": 9}, "there are 3"),
+        ({"kv": "recompute"}, "uses K and V of all layers at once"),
+        (
+            {"stages": 3, "kv": "recompute", "parallel": {"schedule": "interleaved_seq1f1b"}},
+            "uses K and V of several stages at once",
+        ),
+        ({"stages": 3, "state": {**STATE, "optimizer": "device"}}, "state.optimizer=disk"),
+        ({"stages": 3, "state": {**STATE, "gradients": "host"}}, "one tier"),
+        ({"state": {"weights": "disk"}}, "stage by stage"),
+        ({"disk": None, "state": {"optimizer": "disk"}}, "activations.disk=DIR"),
+        (
+            {
+                "state": {"gradients": "disk"},
+                "parallel": {"multiplexed": "on", "virtual_stages": "auto"},
+            },
+            "share units",
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused(work, keys, says):
+    assert says in " ".join(refuse("train", run_of(work, **keys)).split())
     assert not (work / "out").exists()
 
 
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_directory_that_cannot_be_written_is_refused(work):
+    (work / "spill").chmod(0o500)
+    error = refuse("train", run_of(work, policy="offload_all"))
+    assert "no file can be made there (Permission denied)" in error
+
+
 def test_a_file_system_in_memory_counts_as_memory(work, monkeypatch):
-    run_file = offloading_run(work, policy="offload_all")
-    needed = preflight(job_alone(load_run(run_file))).plan.stages[0].memory
-    monkeypatch.setattr(room_checks, "is_memory", lambda directory: True)
-    preflight(job_alone(load_run(run_file)))
+    run_file = run_of(work, policy="offload_all")
+    needed = planned(run_file).stages[0].memory
+    monkeypatch.setattr(preflight_module, "is_memory", lambda directory: True)
+    planned(run_file)
     room = needed.device.total_bytes + needed.tier_activations_bytes
     monkeypatch.setattr(
         "sppo.training.devices.cpu_device.memory_room", lambda: MemoryRoom(room - 1)
@@ -97,64 +120,39 @@ def test_a_limit_on_files_is_found_before_the_first_step(work, monkeypatch):
     whole = resource.getrlimit
     limits = {resource.RLIMIT_FSIZE: (100_000, 100_000)}
     monkeypatch.setattr(resource, "getrlimit", lambda which: limits.get(which) or whole(which))
-    error = refuse("train", offloading_run(work, policy="offload_all"), code=4)
+    error = refuse("train", run_of(work, policy="offload_all"), code=4)
     assert "may write files of 97.7 KiB at most" in error
     assert not (work / "out").exists()
 
 
-def test_buckets_and_copies_are_those_predicted(work):
-    run = load_run(offloading_run(work, policy="offload_all"))
-    plan = preflight(job_alone(run)).plan
-    outcome = train_alone(run, reports=True)
-    device = plan.stages[0].memory.device
-    assert outcome.buckets.copies_bytes == device.copies_bytes > 0
-    saved = device.activations_bytes + device.loss_gradient_bytes
-    assert outcome.buckets.activations_bytes == saved
-    told = summary(work / "out")
-    copies = told["copies"]
-    assert copies["disk_bytes"]["measured"] == copies["disk_bytes"]["predicted"] > 0
-    assert copies["host_bytes"] == {"measured": 0, "predicted": 0}
-    assert copies["out_bytes"].keys() == {"x_in", "attention", "linear"}
-    assert copies["out_bytes"] == copies["back_bytes"]
-    pair = told["memory_bytes"]["copies"]
-    assert pair["measured"] == pair["predicted"]
-
-
-def test_what_fits_is_not_moved(work):
-    succeed("train", offloading_run(work))
-    assert {record["offloaded_bytes"] for record in records(work / "out")} == {0}
-
-
 @pytest.mark.parametrize(
-    ("activations", "says"),
+    ("keys", "free_bytes", "says"),
     [
-        ({"disk": "nowhere"}, "activations.disk=nowhere: no such directory; make it"),
-        ({"disk": "run.yaml"}, "activations.disk=run.yaml: not a directory"),
-        ({"disk": None, "policy": "sppo"}, "name a disk directory (activations.disk)"),
-        ({"disk": None, "offload_ratio": 0.5}, "name a disk directory (activations.disk)"),
-        ({"disk": None, "tier": "disk"}, "activations.tier=disk without a directory"),
-        ({"tier": "host"}, "activations.tier"),
+        ({"policy": "offload_all"}, 100_000, "activations.policy=offload_all offloads"),
+        (
+            {"kv": "offload", "policy": "offload_all", "stages": 3},
+            150_000,
+            "with K and V (32.0 KiB, activations.kv) to activations.disk=spill",
+        ),
     ],
+    ids=str,
 )
-def test_what_cannot_be_moved_to_is_refused(work, activations, says):
-    assert says in refuse("train", offloading_run(work, **activations))
-    assert not (work / "out").exists()
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_directory_that_cannot_be_written_is_refused(work):
-    (work / "spill").chmod(0o500)
-    error = refuse("train", offloading_run(work, policy="offload_all"))
-    assert "no file can be made there (Permission denied)" in error
-
-
-def test_a_disk_that_is_too_small_is_refused(work, monkeypatch):
-    monkeypatch.setattr(disk, "disk_room", lambda directory: DiskRoom(free_bytes=100_000))
-    error = refuse("train", offloading_run(work, policy="offload_all"), code=4)
-    assert "activations.policy=offload_all offloads" in error
-    assert "activations.offload_ratio=0." in error
+def test_a_ratio_that_fits_on_a_small_disk_is_named(work, monkeypatch, keys, free_bytes, says):
+    set_disk(monkeypatch, free_bytes)
+    error = refuse("train", run_of(work, **keys), code=4)
+    assert says in error
     ratio = float(error.split("offload_ratio=")[1].split(" ")[0])
-    succeed("train", offloading_run(work, offload_ratio=ratio))
+    assert ratio > 0
+    assert planned(
+        run_of(work, **{**keys, "policy": "auto"}, offload_ratio=ratio)
+    ).offloads_anything
+
+
+def test_a_disk_too_small_for_keys_is_refused(work, monkeypatch):
+    set_disk(monkeypatch, 20_000)
+    error = refuse("train", run_of(work, stages=3, **KV), code=4)
+    assert "activations.kv=retain or recompute offloads no K and V" in error
+    assert planned(run_of(work, stages=3, **{**KV, "kv": "recompute"}))
 
 
 @pytest.mark.parametrize(
@@ -162,42 +160,112 @@ def test_a_disk_that_is_too_small_is_refused(work, monkeypatch):
     [{"policy": "offload_all"}, *exhaustive({"offload_ratio": 0.5}, {"tier": "disk"})],
 )
 def test_a_full_disk_is_not_called_missing(work, monkeypatch, activations):
-    monkeypatch.setattr(disk, "disk_room", lambda directory: DiskRoom(free_bytes=0))
-    error = refuse("train", offloading_run(work, **activations), code=4)
+    set_disk(monkeypatch, 0)
+    error = refuse("train", run_of(work, **activations), code=4)
     assert "activations.disk=spill: the disk is full; free space" in error
-    succeed("train", offloading_run(work))
+    assert not planned(run_of(work)).offloads_anything
 
 
-def test_a_disk_that_fails_ends_the_run_and_the_next_goes_on(work, monkeypatch):
-    original = FileTier.write
+def test_a_disk_without_room_for_the_state_is_refused(work, monkeypatch):
+    def full(descriptor, offset, size):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    def failing(self, offset_bytes, array):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    with monkeypatch.context() as patch:
+        patch.setattr(mapped_file.os, "posix_fallocate", full)
+        text = refuse("train", run_of(work, stages=3, state=STATE), code=4)
+    assert "activations.disk=spill: no room for" in text
+    assert "state.weights" in text
+    assert not os.listdir(work / "spill")
+    few = DiskRoom(free_bytes=1000)
+    monkeypatch.setattr(preflight_module, "usable_directory", lambda directory: few)
+    text = refuse("train", run_of(work, "other", stages=3, state=STATE), code=4)
+    assert "the section state moves" in text
+    assert "activations.disk=spill" in text
+    assert not (work / "other").exists()
 
-    monkeypatch.setattr(FileTier, "write", failing)
-    error = refuse("train", offloading_run(work, policy="offload_all"), code=1)
-    assert "spill: the disk failed while writing" in error
-    monkeypatch.setattr(FileTier, "write", original)
-    succeed("train", offloading_run(work, policy="offload_all"))
-    succeed("train", offloading_run(work, output="kept", policy="retain"))
-    assert losses(work / "out") == losses(work / "kept")
+
+# Plans
+
+
+def test_a_plan_that_moves_is_followed_on_its_kind_of_device(work):
+    """Made by the solver for a machine with too little memory to keep everything."""
+    run_file = run_of(work, offload_ratio=0.5)
+    succeed("solve", run_file, "-o", "plan.json")
+    succeed("train", run_file, "--plan", "plan.json")
+    assert records(work / "out")[0]["offloaded_bytes"] > 0
+    gpu = ("hardware.preset=h100", "hardware.devices_per_node=1", "train.output=gpu")
+    succeed("solve", run_file, *gpu, "-o", "gpu.json")
+    error = refuse("train", run_file, *gpu, "--plan", "gpu.json")
+    assert "gpu.json was made for h100" in error
+    assert "solve again with hardware.preset=laptop-cpu" in error
+    assert not (work / "gpu").exists()
 
 
 def test_hybrid_moves_what_does_not_fit(work, monkeypatch):
     """Memory for two thirds of what is saved: some is offloaded, nothing recomputed."""
     long = {"length": 512, "num_subsequences": 16}
-    keeping = offloading_run(work, sequence=long, policy="retain")
-    device = preflight(job_alone(load_run(keeping))).plan.stages[0].memory.device
-    succeed("train", offloading_run(work, output="kept", sequence=long, policy="retain"))
+    device = planned(run_of(work, sequence=long, policy="retain")).stages[0].memory.device
     usable = device.total_bytes - device.activations_bytes // 3
     room = MemoryRoom(int(usable / USABLE_FRACTION) + 1)
     monkeypatch.setattr("sppo.training.devices.cpu_device.memory_room", lambda: room)
-    monkeypatch.setattr(room_checks, "REPORT_BYTES", 0)  # plots would need more than this run
-    run_file = offloading_run(work, sequence=long)
-    plan = preflight(job_alone(load_run(run_file))).plan
+    monkeypatch.setattr(preflight_module, "REPORT_BYTES", 0)  # plots would need more than this run
+    run_file = run_of(work, sequence=long)
+    plan = planned(run_file)
     assert plan.policy == "hybrid"
     assert plan.predicted.device_peak_bytes <= usable
     assert not any(any(part.recomputed) for part in plan.stages[0].subsequences)
-    succeed("train", run_file)
-    assert losses(work / "out") == losses(work / "kept")
+    succeed("train", run_file, "train.steps=1")
     assert 0 < records(work / "out")[0]["offloaded_bytes"] < device.activations_bytes
+
+
+# During the run
+
+
+@pytest.mark.parametrize("verb", ["writing", *exhaustive("reading")])
+def test_a_disk_that_fails_ends_the_run_and_the_next_goes_on(work, monkeypatch, verb):
+    """The first step that is lost is the one under way: the third, behind a checkpoint."""
+    succeed("train", run_of(work, "plain", policy="keep_attention"))
+    run_file, calls = run_of(work, stages=3, **KV), 0
+    original = file_tier._system_io
+
+    def failing(file, write, memory, offset_bytes):
+        nonlocal calls
+        calls += write == (verb == "writing")
+        if calls > 2 * BLOCKS_OF_A_STEP + 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(file, write, memory, offset_bytes)
+
+    monkeypatch.setattr(trainer, "warm_up", lambda run, **_: None)  # a step of another model
+    monkeypatch.setattr(file_tier, "_system_io", failing)
+    ended = call("train", run_file, "checkpoint.every=1")
+    assert ended.exit_code == 4  # as on every full disk
+    (error,) = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+    assert f"spill: the disk failed while {verb}" in error
+    assert "No space left on device" in error
+    assert "Traceback" not in ended.output
+    monkeypatch.setattr(file_tier, "_system_io", original)
+    said = succeed("train", run_file, "checkpoint.every=1")
+    assert "step 3/4" in said
+    assert "step 2/4" not in said
+    assert list((work / "spill").iterdir()) == []
+    assert losses(work / "out") == losses(work / "plain")
+
+
+@pytest.mark.exhaustive
+def test_an_interrupted_step_loses_nothing(work, monkeypatch):
+    """A signal in the middle of a step: what was done is saved, and the run goes on from there."""
+    succeed("train", run_of(work, "plain", policy="keep_attention"))
+    original, seen = StopRequest.check, []
+
+    def check(request):
+        seen.append(request)
+        if len(seen) == 60:
+            request.signal_name = "SIGTERM"
+        original(request)
+
+    run_file = run_of(work, stages=3, state=STATE, policy="keep_attention", kv="retain")
+    with monkeypatch.context() as patch:
+        patch.setattr(StopRequest, "check", check)
+        call("train", run_file)
+    succeed("train", run_file)
+    assert losses(work / "out") == losses(work / "plain")

@@ -15,8 +15,8 @@ import torch
 from sppo.checkpoint.checkpoint import read_model
 from sppo.config import load_run
 from sppo.planning.plan import plan_json, read_plan
-from sppo.training import step_loop
-from sppo.training.checks.input_checks import check_inputs
+from sppo.training import trainer
+from sppo.training.input_checks import check_inputs
 from sppo.training.job import mesh_shape
 from sppo.training.preflight import preflight
 from sppo.training.start import followed_plan
@@ -228,8 +228,8 @@ def test_references_are_what_they_should_be(reference):
 def save_by_own_clock(rank, directory, arguments):
     """A rank of a run; by the clock of rank 0 alone a checkpoint is due before every step."""
     with (
-        mock.patch.object(step_loop, "AUTOMATIC_S", 0.0 if rank == 0 else math.inf),
-        mock.patch.object(step_loop, "SAVING_SHARE", math.inf),
+        mock.patch.object(trainer, "AUTOMATIC_S", 0.0 if rank == 0 else math.inf),
+        mock.patch.object(trainer, "SAVING_SHARE", math.inf),
     ):
         return train_as(rank, directory, arguments)
 
@@ -278,16 +278,14 @@ def test_weights_that_cannot_be_shared_out_are_refused(work, run_file, fields, d
     assert not Path("out").exists()
 
 
-def megatron_plan():
-    """A run with sharded weights, and its plan."""
+def test_a_plan_with_weights_shared_out_is_taken_unless_it_recomputes_part_of_a_class(work):
     layers = {"model.num_layers": 1}
     run = load_run(Path("run.yaml"), overrides((1, 1, 2), 1, **MEGATRON, **layers))
-    return run, preflight(job_alone(run)).plan
-
-
-def test_a_plan_that_recomputes_part_of_a_class_is_refused(work):
-    run, plan = megatron_plan()
-    assert plan.sequence_parallel == "megatron"
+    plan = preflight(job_alone(run)).plan
+    Path("plan.json").write_text(json.dumps(plan_json(plan)))
+    read = read_plan(Path("plan.json"))
+    assert read == plan
+    assert followed_plan(run, read).parallel.sequence_parallel == "megatron"
     (stage,) = plan.stages
     first, *others = stage.subsequences
     tokens = first.retained[0]
@@ -297,11 +295,3 @@ def test_a_plan_that_recomputes_part_of_a_class_is_refused(work):
     plan = replace(plan, stages=(replace(stage, subsequences=(cut, *others)),))
     with pytest.raises(ValueError, match=f"recomputes {tokens - 8} of {tokens} rows of linear"):
         preflight(job_alone(run), plan)
-
-
-def test_a_plan_with_weights_shared_out_is_taken(work, tmp_path):
-    run, plan = megatron_plan()
-    (tmp_path / "plan.json").write_text(json.dumps(plan_json(plan)))
-    read = read_plan(tmp_path / "plan.json")
-    assert read == plan
-    assert followed_plan(run, read).parallel.sequence_parallel == "megatron"

@@ -33,7 +33,7 @@ def working_bytes(rank, directory):
         pytest.param("retain", "on", 1, marks=pytest.mark.exhaustive),
         ("keep_attention", "on", 2),
         pytest.param("retain", "off", 2, marks=pytest.mark.exhaustive),
-        ("recompute", "off", 1),
+        pytest.param("recompute", "off", 1, marks=pytest.mark.exhaustive),
     ],
 )
 def test_two_ranks_take_what_is_planned(ranks, tmp_path, policy, multiplexed, sequences):

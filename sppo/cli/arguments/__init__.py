@@ -1,1 +1,0 @@
-"""Arguments and options of commands: declaration, parsing and checks."""

@@ -1,0 +1,283 @@
+"""Report of ``sppo bench``: measured rates by subject, and the description made of them."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sppo.bench.attention_backends import BackendComparison, BackendRate
+from sppo.bench.attention_grid import AttentionShape
+from sppo.bench.copies import CopyMeasurements
+from sppo.bench.overlap import OverlapMeasurements
+from sppo.bench.suite import Measurements
+from sppo.cli.printing import Screen, Unbroken, item_table, table
+from sppo.hardware.description import HardwareSpec
+from sppo.hardware.file import hardware_json
+from sppo.hardware.rates import ElementwisePoint, GemmPoint
+from sppo.kernels.attention.choice import BackendName
+from sppo.units import counted, format_bytes, format_count, format_duration, format_tokens
+
+NOT_MEASURED = "–"
+_TERA_FROM = 1e13
+_STEADY = 0.25
+"""Median spread above which figures are too unsteady to plan with; a choice, not measured."""
+_MOST_BEHIND = 0.03
+"""Fraction of time by which ``auto``'s back end may exceed the fastest and count as equal."""
+_AUTOMATIC_MARK = "*"
+
+
+def bench_json(found: Measurements, spec: HardwareSpec, output: Path | None) -> dict[str, Any]:
+    """Return the description of the machine and all measurements as JSON values.
+
+    Args:
+        found: All measurements.
+        spec: Description of the machine with the measured rates.
+        output: File that the description was written to; None if there is none.
+    """
+    values: dict[str, Any] = {
+        "device": found.device,
+        "wall_s": found.wall_s,
+        "num_timings": len(found.spreads),
+        "worst_spread": max(found.spreads),
+        "output": None if output is None else str(output),
+        "hardware": hardware_json(spec),
+    }
+    if found.backends is not None:
+        values["attention_backends"] = [rate.as_json() for rate in found.backends.rates]
+    if found.copies:
+        values["copies"] = [asdict(copies) for copies in found.copies]
+    others = {"messages": found.messages, "overlap": found.overlap}
+    return values | {name: asdict(of) for name, of in others.items() if of is not None}
+
+
+def bench_screen(found: Measurements, output: Path | None) -> Screen:
+    """Yield the rates of each subject, a summary, and a warning if they were unsteady."""
+    if found.gemm:
+        yield from _gemm(found.gemm)
+    if found.backends is not None:
+        yield from attention_screen(found.backends)
+    if found.elementwise:
+        yield from _elementwise(found.elementwise)
+    if found.messages is not None:
+        yield (
+            f"messages between two ranks: {found.messages.bytes_per_s / 1e9:.2f} GB/s, "
+            f"{format_duration(found.messages.latency_s)} for a small one; a byte takes "
+            f"{found.messages.compute_s_per_byte * 1e9:.2f} ns of compute on each end"
+        )
+    for copies in found.copies:
+        yield from copies_screen(copies)
+    if found.overlap is not None:
+        yield from overlap_screen(found.overlap)
+    yield (
+        f"measured {len(found.spreads)} kernels, copies and shapes on {found.device} in "
+        f"{format_duration(found.wall_s)}; slowest round over fastest: "
+        f"{statistics.median(found.spreads):.0%} apart in the median, "
+        f"{max(found.spreads):.0%} at worst"
+    )
+    warning = unsteady_line(found.spreads)
+    if warning is not None:
+        yield warning
+    if output is not None:
+        doubt = "" if warning is None else ", with the unsteady figures above"
+        yield Unbroken(f"written {output}{doubt}")
+        yield Unbroken(f"in a run file: hardware: {{file: {output}}}")
+
+
+def unsteady_line(spreads: Sequence[float]) -> str | None:
+    """Return a warning if the timings are too unsteady to plan with, else None.
+
+    Args:
+        spreads: Difference between the slowest and fastest round of each timing, relative to the
+            median.
+    """
+    median = statistics.median(spreads)
+    if median <= _STEADY:
+        return None
+    return (
+        f"warning: half of the timings lay more than {median:.0%} apart, so other programs kept "
+        "this machine busy, and plans from these figures are off as much: end them and measure "
+        "again"
+    )
+
+
+# Rates of kernels
+
+
+def _gemm(points: Sequence[GemmPoint]) -> Screen:
+    unit, name = _flops_unit(point.forward_flops_per_s for point in points)
+    yield f"Linear layers, {name}, measured: output / input gradient / weight gradient"
+    rates = {
+        (p.dtype, p.tokens, p.width): (
+            p.forward_flops_per_s,
+            p.input_flops_per_s,
+            p.weight_flops_per_s,
+        )
+        for p in points
+    }
+    widths = sorted({point.width for point in points})
+    rows = (
+        [
+            dtype,
+            format_tokens(tokens),
+            *(_rates_text(rates.get((dtype, tokens, width), ()), unit=unit) for width in widths),
+        ]
+        for dtype, tokens in dict.fromkeys((p.dtype, p.tokens) for p in points)
+    )
+    yield table(("dtype", "tokens", *(f"width {width}" for width in widths)), rows)
+
+
+def _elementwise(points: Sequence[ElementwisePoint]) -> Screen:
+    yield (
+        "Element-wise kernels, GB/s of the bytes they must read and write, by type and elements, "
+        "measured"
+    )
+    columns = sorted({(p.dtype, p.elements) for p in points})
+    rates = {(p.kernel, p.dtype, p.elements): (p.bytes_per_s,) for p in points}
+    rows = (
+        [kernel, *(_rates_text(rates.get((kernel, *column), ())) for column in columns)]
+        for kernel in dict.fromkeys(point.kernel for point in points)
+    )
+    headings = ("kernel", *(f"{dtype} {format_count(elements)}" for dtype, elements in columns))
+    yield table(headings, rows)
+
+
+def _flops_unit(rates: Iterable[float]) -> tuple[float, str]:
+    """Return (divisor, name) of the unit of rates: TFLOP/s from 10 TFLOP/s on, else GFLOP/s."""
+    return (1e12, "TFLOP/s") if max(rates) >= _TERA_FROM else (1e9, "GFLOP/s")
+
+
+def _rates_text(rates: Iterable[float], *, unit: float = 1e9) -> str:
+    """Return ``123 / 4.5``: rates in ``unit``, whole numbers from ten on, two digits below."""
+    values = [rate / unit for rate in rates]
+    return " / ".join(f"{v:.0f}" if v >= 9.95 else f"{v:.2g}" for v in values) or NOT_MEASURED
+
+
+# Attention: a row per shape, a column per back end
+
+
+def attention_screen(found: BackendComparison) -> Screen:
+    """Yield a row per shape and a column per back end, then the loss of ``auto`` and the gaps."""
+    unit, name = _flops_unit(rate.forward_flops_per_s for rate in found.rates)
+    by_shape = found.by_shape
+
+    def cell(shape: AttentionShape, backend: BackendName) -> str:
+        rates = by_shape[shape]
+        if backend not in rates:
+            return NOT_MEASURED
+        rate = rates[backend]
+        text = _rates_text((rate.forward_flops_per_s, rate.backward_flops_per_s), unit=unit)
+        if rate is _fastest(rates) and len(rates) > 1:
+            text = f"[bold]{text}[/bold]"
+        # A blank in place of the mark keeps the figures aligned.
+        return f"{text} {_AUTOMATIC_MARK if backend == found.automatic[shape] else ' '}"
+
+    title = f"Attention over visible pairs, {name}, measured: forward / backward"
+    yield f"{title}; the fastest in bold"
+    columns: dict[str, Callable[[AttentionShape], str]] = {
+        "dtype": lambda shape: shape.dtype,
+        "heads": lambda shape: str(shape.heads),
+        "size": lambda shape: str(shape.head_size),
+        "queries": lambda shape: format_tokens(shape.queries),
+        "keys": lambda shape: format_tokens(shape.keys),
+    }
+    for backend in found.backends:
+        columns[backend] = partial(cell, backend=backend)
+    yield item_table(by_shape, columns)
+    yield automatic_line(found)
+    gaps = Counter((name, reason) for (name, _), reason in found.left_out.items())
+    for (name, reason), count in gaps.items():
+        yield f"{NOT_MEASURED} {name} {reason}: {counted(count, 'shape')}"
+
+
+def automatic_line(found: BackendComparison) -> str:
+    """Return a line that compares ``auto``'s back end with the fastest: forward plus backward."""
+    mark = f"{_AUTOMATIC_MARK} what auto takes"
+    behind = {
+        shape: rates[found.automatic[shape]].both_s / _fastest(rates).both_s - 1
+        for shape, rates in found.by_shape.items()
+        if found.automatic[shape] in rates and len(rates) > 1
+    }
+    if not behind:
+        return f"{mark}: no shape was timed with it and another back end"
+    within = sum(value <= _MOST_BEHIND for value in behind.values())
+    line = f"{mark}: within {_MOST_BEHIND:.0%} of the fastest on {within} of {len(behind)} shapes"
+    if within == len(behind):
+        return line
+    worst = max(behind, key=lambda shape: behind[shape])
+    fastest = _fastest(found.by_shape[worst]).backend
+    return f"{line}, at worst {behind[worst]:.0%} slower than {fastest} ({worst})"
+
+
+def _fastest(rates: Mapping[BackendName, BackendRate]) -> BackendRate:
+    return min(rates.values(), key=lambda rate: rate.both_s)
+
+
+# Copies, alone and behind compute
+
+
+def copies_screen(found: CopyMeasurements) -> Screen:
+    """Yield the rates of copies to one tier, and the rates that plans will use."""
+    out, back = ("write", "read") if found.tier == "disk" else ("D2H", "H2D")
+    yield f"Copies, GB/s, measured: {out} or {back} alone, and both at once"
+    columns = {
+        "through": lambda point: point.how,
+        "request": lambda point: format_bytes(point.request_bytes),
+        "in flight": lambda point: str(point.in_flight),
+        "node": lambda point: NOT_MEASURED if point.numa_node is None else str(point.numa_node),
+        out: lambda point: _giga(point.out_alone_bytes_per_s),
+        back: lambda point: _giga(point.back_alone_bytes_per_s),
+        f"both: {out}": lambda point: _giga(point.out_bytes_per_s),
+        f"both: {back}": lambda point: _giga(point.back_bytes_per_s),
+    }
+    if all(point.numa_node is None for point in found.points):
+        del columns["node"]
+    yield item_table(found.points, columns)
+    planned = found.planned
+    yield found.where
+    if found.first_write_bytes_per_s:
+        rate = _giga(found.first_write_bytes_per_s)
+        yield f"first write of space that was only set aside: {rate} GB/s"
+    if found.register_s_per_gib:
+        yield f"page-locking an arena: {format_duration(found.register_s_per_gib)} per GiB"
+    yield (
+        f"plans use {planned.how}, requests of {format_bytes(planned.request_bytes)}, both at "
+        f"once: {_giga(planned.out_bytes_per_s)} GB/s out, {_giga(planned.back_bytes_per_s)} back"
+    )
+
+
+def overlap_screen(found: OverlapMeasurements) -> Screen:
+    """Yield the copies that overlap with a layer's forward, and what they cost its compute."""
+    yield (
+        "Compute alone, copy alone, and both: how much of the copy is exposed, and the change of "
+        "compute's time: all of it, matrix products, attention; measured"
+    )
+    changes = {
+        "tokens": lambda point: format_tokens(point.tokens),
+        "after": lambda point: format_tokens(point.context),
+        "compute": lambda point: format_duration(point.compute_s),
+        "copy": lambda point: format_duration(point.copy_s),
+        "exposed": lambda point: format_duration(point.exposed_s),
+        "change": lambda point: f"{point.slowdown:+.1%}",
+        "products": lambda point: f"{point.products_copying_s / point.products_s - 1:+.1%}",
+        "attention": lambda point: f"{point.attention_copying_s / point.attention_s - 1:+.1%}",
+    }
+    yield item_table(found.points, changes, left=0)
+    per_token = format_bytes(found.points[0].moved_bytes / found.points[0].tokens)
+    yield (
+        f"the forward of one layer of {found.model}, {found.dtype}; everything it saves, "
+        f"{per_token} a token, copied {found.where}"
+    )
+    yield f"compute that a copied byte costs, for plans: {found.added_s_per_byte * 1e9:.2g} ns"
+    for tokens, context, reason in found.left_out:
+        where = f"{format_tokens(tokens)} tokens after {format_tokens(context)}"
+        yield f"left out: {where}, would take {reason}"
+
+
+def _giga(rate: float) -> str:
+    value = rate / 1e9
+    return f"{value:.1f}" if value >= 9.95 else f"{value:.2f}"

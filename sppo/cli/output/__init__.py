@@ -1,1 +1,0 @@
-"""Lines, tables and JSON that the commands print."""

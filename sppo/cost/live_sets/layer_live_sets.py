@@ -1,0 +1,110 @@
+"""Live sets of a layer and of the loss: the tensors that are live at each point of a pass.
+
+On a GPU a tensor is freed with its last reference, and chains of element-wise operations are one
+kernel each and take no memory. On a CPU these chains count as tiles (:mod:`sppo.kernels.row_tiles`)
+and torch's kernels with their observed scratch (:mod:`sppo.cost.live_sets.cpu_scratch`, whose
+functions return 0 for a GPU).
+
+*Retained* classes (`TensorSizes.retained`), which stay in memory of torch's allocator from forward
+to backward, count as held during the whole forward and backward of their unit
+(:mod:`sppo.cost.memory.units_in_flight`). So the live bytes here are reduced, in a forward by
+tensors that the layer has yet to save, in a backward by tensors that it has already freed.
+
+Legend: C tokens of the subsequence on one device, E hidden, Q = N D query width, K D key width, F
+MLP width, V vocabulary, e element bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+
+from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN
+from sppo.cost.layer import ACCUMULATION_BYTES
+from sppo.cost.live_sets import cpu_attention_live_sets, gpu_attention_live_sets
+from sppo.cost.live_sets.cpu_scratch import (
+    mlp_gradient_bytes,
+    product_bytes,
+    tiles_bytes,
+    weight_gradient_bytes,
+)
+from sppo.cost.live_sets.tensor_sizes import TensorSizes
+from sppo.cost.logits_tile import tile_tokens
+
+Named = tuple[str, int]
+"""Name of a point of a pass, and live bytes at this point."""
+
+
+def layer_forward(s: TensorSizes, *, recomputed: frozenset[int]) -> Iterator[Named]:
+    """Yield the live sets of a layer's forward."""
+    norm_inputs = s.query_bytes + s.key_bytes if s.model.qk_norm else 0
+    queries = 0 if LINEAR in recomputed else norm_inputs or s.query_bytes
+    outputs = 0 if ATTENTION in recomputed else s.query_bytes + s.lse_bytes
+    to_save = (queries + s.hidden_bytes + s.gates_bytes) * (LINEAR in s.retained)
+    to_save += outputs * (ATTENTION in s.retained)
+    base = s.rotary_bytes + s.hidden_bytes * (X_IN not in s.retained) - to_save
+    inputs = s.query_bytes + 2 * s.key_bytes
+    yield "projections", base + s.hidden_bytes + inputs + product_bytes(s)
+    normed = s.query_bytes if s.model.qk_norm else 0
+    turned = inputs + s.query_bytes + normed + tiles_bytes(s, 2, width=s.model.hidden_size)
+    yield "rotation", base + turned
+    base_attention = base + inputs + (queries if s.model.qk_norm else 0)
+    for name, live in _attention(s).attention_forward(s):
+        yield f"attention forward, {name}", base_attention + live
+    base += queries + outputs + s.hidden_bytes  # x_mid
+    yield "MLP inputs", base + s.hidden_bytes + s.gates_bytes + product_bytes(s)
+    yield "MLP output", base + s.gates_bytes + s.mlp_bytes + s.hidden_bytes + product_bytes(s)
+
+
+def layer_backward(
+    s: TensorSizes, *, recomputed: frozenset[int], input_every: int, layers: int
+) -> Iterator[Named]:
+    """Yield the live sets of a layer's backward."""
+    own_linear, own_attention = LINEAR in recomputed, ATTENTION in recomputed
+    interval = 1 if own_attention else min(input_every, layers)
+    below = s.hidden_bytes + (s.hidden_bytes + s.gates_bytes if own_linear else 0)
+    base = s.rotary_bytes + (interval - 1) * below + s.hidden_bytes  # n1
+    # Gradient from the layer above: the last layer's is saved, and another's takes the place of the
+    # freed input of the layer above.
+    if layers > interval and X_IN not in s.freed:
+        base += s.hidden_bytes
+    if own_linear:
+        turned = 2 * s.query_bytes + tiles_bytes(s, 2, width=s.model.num_heads * s.model.head_dim)
+        # A CPU norms and rotates one tile at a time.
+        turned += s.query_bytes if s.model.qk_norm and not s.threads else 0
+        yield "rotation recomputed", base + turned
+    queries = s.query_bytes * (own_linear + s.model.qk_norm)
+    if own_attention:
+        for name, live in _attention(s).attention_forward(s):
+            yield f"attention recomputed, {name}", base + queries + live
+    base += queries + (s.query_bytes + s.lse_bytes if own_attention else 0)
+    inner = s.hidden_bytes + s.mlp_bytes  # n2, dhidden
+    inner += s.hidden_bytes + s.gates_bytes if own_linear else 0  # x_mid, gate and up
+    tiles = tiles_bytes(s, 3, width=s.model.mlp_size) * s.element_bytes // ACCUMULATION_BYTES
+    yield "activation backward", base + inner + tiles
+    yield "MLP backward", base + inner + s.hidden_bytes + mlp_gradient_bytes(s)  # dn2
+    freed = (s.gates_bytes + s.hidden_bytes) * (LINEAR in s.freed)
+    base += s.hidden_bytes + s.query_bytes - freed  # dx_mid, do
+    for name, live in _attention(s).attention_backward(s):
+        yield f"attention backward, {name}", base + live
+
+
+def loss(s: TensorSizes) -> Iterator[Named]:
+    """Yield the live sets of the final norm, the head and the loss, forward and backward in one.
+
+    On a GPU, the resulting gradient of the last layer's output is saved and counts as held from the
+    begin of the unit.
+    """
+    vocabulary, hidden = s.model.vocab_size, s.model.hidden_size
+    of_tile = tile_tokens(vocabulary, element_bytes=s.element_bytes, device=s.device)
+    logits = min(s.tokens, of_tile) * vocabulary * s.element_bytes
+    # Output of the last layer, its norm, and on a CPU the norm's gradient.
+    base = s.rotary_bytes + (3 if s.threads else 2) * s.hidden_bytes
+    yield "logits", base + logits + tiles_bytes(s, 1, width=vocabulary) * s.is_half
+    yield "logit gradients", base + logits + weight_gradient_bytes(s, vocabulary, hidden)
+    yield "final norm", base + s.hidden_bytes + tiles_bytes(s, 5, width=hidden)
+
+
+def _attention(s: TensorSizes) -> ModuleType:
+    """Return the module with the live sets of attention on the device."""
+    return cpu_attention_live_sets if s.threads else gpu_attention_live_sets

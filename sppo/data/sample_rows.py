@@ -1,0 +1,121 @@
+"""Samples of every step of a run, with their tokens and labels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sppo.config import RunConfig
+from sppo.data.run_tokens import samples_of
+from sppo.data.samples.step_samples import StepSamples
+from sppo.data.stream import counting_tokens, document_starts, read_ids
+from sppo.data.tokens import TokenData
+from sppo.engine.unit import SequenceData
+from sppo.kernels.labels import IGNORED_LABEL
+
+_NAMED = 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainingData(StepSamples):
+    """Samples of every step of a run, with their tokens."""
+
+    data: TokenData
+    """Open token data that holds the samples."""
+    isolate_documents: bool = False
+    """Whether each document within a sample of the stream is trained on as if alone: attention
+    restarts at its first token, which is nobody's label."""
+
+    @classmethod
+    def of(cls, run: RunConfig, data: TokenData) -> Self:
+        """Return the training data of a run, whose token data is `data`.
+
+        Raises:
+            ValueError: Some samples are longer than the run allows.
+        """
+        train, is_stream = run.train, run.data.samples == "stream"
+        return cls(
+            samples_of(run, data),
+            data,
+            seed=train.seed,
+            shuffle=run.data.shuffle,
+            samples_per_step=train.sequences_per_step if is_stream else train.samples_per_step,
+            tokens_per_step=train.tokens_per_step,
+            isolate_documents=is_stream and run.data.isolate_documents,
+        )
+
+    def num_labels(self, samples: Sequence[int]) -> int:
+        """Return the number of valid labels of some samples."""
+        if self.data.loss_mask is None and not self.isolate_documents:
+            return sum(self.lengths(samples))
+        return sum(int(np.count_nonzero(self._counts(sample))) for sample in samples)
+
+    def has_labels(self, position: int) -> bool:
+        """Return whether the step at ``position`` has a valid label."""
+        return any(self.num_labels([sample]) for sample in self.step_samples(position))
+
+    def why_no_labels(self, position: int) -> str:
+        """Return why the step at ``position`` has no valid label; called only for such a step."""
+        samples = self.step_samples(position)
+        named = ", ".join(map(str, samples[:_NAMED]))
+        more = f" and {len(samples) - _NAMED} more" * (len(samples) > _NAMED)
+        first = "with data.isolate_documents the first token of a document is nobody's label"
+        if self.data.loss_mask is None:
+            why = f"all documents there have one token, and {first}"
+        else:
+            why = "the loss mask excludes them" + f", and {first}" * self.isolate_documents
+        where = f"{self.table.noun} {named}{more} of {self.data.directory}"
+        return f"no label counts in {where}: {why}"
+
+    def row(self, samples: Sequence[int]) -> SequenceData:
+        """Return the packed sequence of some samples, each isolated from the others.
+
+        Attention and positions must restart at ``document_starts``: the first token of every
+        sample, and of every isolated document. Labels that do not count are
+        :data:`IGNORED_LABEL`.
+
+        Raises:
+            ValueError: An id is larger than any that was written, or a file has become shorter.
+        """
+        assert samples, "a row has at least one sample"
+        tokens, labels, starts = [], [], []
+        begin = 0
+        for sample, length in zip(samples, self.lengths(samples), strict=True):
+            first = self._first(sample)
+            ids = read_ids(self.data, first, first + length + 1)
+            tokens.append(ids[:-1])
+            labels.append(np.where(self._counts(sample), ids[1:], IGNORED_LABEL))
+            inner = self._inner_starts(sample) - first
+            starts += [begin, *(begin + inner[inner < length]).tolist()]
+            begin += length
+        return SequenceData(
+            tokens_S=torch.from_numpy(np.concatenate(tokens)),
+            labels_S=torch.from_numpy(np.concatenate(labels)),
+            document_starts=tuple(starts),
+        )
+
+    def _first(self, sample: int) -> int:
+        """Return the position of the first token of a sample in the stream."""
+        return int(self.table.starts[sample])
+
+    def _counts(self, sample: int) -> NDArray[np.bool_]:
+        """Return which labels of a sample are valid, bool [length]."""
+        first = self._first(sample) + 1
+        counts = counting_tokens(self.data, first, first + int(self.table.lengths[sample]))
+        counts[self._inner_starts(sample) - first] = False
+        return counts
+
+    def _inner_starts(self, sample: int) -> NDArray[np.int64]:
+        """Return the positions in the stream of the sample's labels that begin a document, int64.
+
+        Empty unless documents are isolated.
+        """
+        if not self.isolate_documents:
+            return np.empty(0, dtype=np.int64)
+        first = self._first(sample) + 1
+        return document_starts(self.data, first, first + int(self.table.lengths[sample]))

@@ -1,1 +1,0 @@
-"""Copy queues: ordered asynchronous copies between the device, host memory and disk."""

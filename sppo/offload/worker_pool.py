@@ -1,0 +1,192 @@
+"""Threads that run host work which waits for events.
+
+Work waits for the events it depends on and then runs; its future is an event for later work. If an
+event failed, the dependent work fails, too, so work never runs on wrong data.
+
+Futures are those of `concurrent.futures`, but its executor is not used: a signal handler may raise
+anywhere in ``ThreadPoolExecutor.submit``, which then keeps its locks, and aborting the step would
+deadlock. Here work is enqueued by a single call into C.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future, wait
+from itertools import cycle
+from queue import SimpleQueue
+
+from sppo.offload.lane import Event
+
+THREADS = 4
+"""Threads of a pool: pieces that a disk serves at once."""
+_CANCELLED = "left out: the step failed"
+
+
+class WorkerPool:
+    """Threads that run work in turn; the work given to one thread runs in order.
+
+    When the pool is garbage-collected, the threads end after all submitted work. The interpreter
+    does not wait for the threads at exit.
+
+    Args:
+        name: Name of the threads.
+        threads: Number of threads.
+        begin: Function that every thread calls first; None for none.
+    """
+
+    def __init__(
+        self, name: str, *, threads: int = THREADS, begin: Callable[[], None] | None = None
+    ) -> None:
+        self._cancelled = False
+        self._error: BaseException | None = None
+        # Entries refer to the pool and threads do not, so that an idle pool can be collected.
+        self._queues: list[_Queue] = [SimpleQueue() for _ in range(threads)]
+        self._turns = cycle(self._queues)
+        self._threads = [
+            threading.Thread(target=_serve, args=(queue,), name=f"{name} {index}", daemon=True)
+            for index, queue in enumerate(self._queues)
+        ]
+        for thread, queue in zip(self._threads, self._queues, strict=True):
+            thread.start()
+            weakref.finalize(self, queue.put, None).atexit = False
+        # Thread.is_alive is not safe in code that signal handlers may interrupt.
+        self._process: int | None = os.getpid()
+        if begin is not None:
+            for queue in self._queues:
+                self._enqueue(queue, begin)
+
+    def submit(self, work: Callable[[], None], *, after: Sequence[Event] = ()) -> Future[None]:
+        """Give ``work`` to the next thread, to run after its earlier work and the events ``after``.
+
+        Returns:
+            Future of the work. :func:`wait_for` raises its error; a
+            :class:`concurrent.futures.CancelledError` means that the work was skipped.
+
+        Raises:
+            RuntimeError: The pool is closed, or belongs to the process that forked this one.
+        """
+        if not self._has_threads:
+            raise RuntimeError("the pool has no threads any more")
+        return self._enqueue(next(self._turns), work, after)
+
+    def check(self) -> None:
+        """Raise the first error since the last :meth:`drain`, if any."""
+        error = self._error
+        if error is not None:
+            raise _copied(error)
+
+    def drain(self, *, limit_s: float | None = None) -> bool:
+        """Skip all work that has not started, wait for the other work, and drop errors.
+
+        Args:
+            limit_s: Longest wait in seconds; None for no limit.
+
+        Returns:
+            Whether all work has ended. If not, work that has not started is still skipped.
+        """
+        self._cancelled = True
+        if self._has_threads:
+            # New work: a caller that was interrupted while submitting has no last future.
+            marks = [self._enqueue(queue, _nothing) for queue in self._queues]
+            if wait(marks, timeout=limit_s).not_done:
+                return False
+        self._error, self._cancelled = None, False
+        return True
+
+    def close(self, *, waits: bool = True) -> None:
+        """Skip all work that has not started, and end the threads; may be repeated.
+
+        Args:
+            waits: Whether to wait until the threads have ended.
+        """
+        self._cancelled, self._process = True, None
+        for queue in self._queues:
+            queue.put(None)
+        for thread in self._threads if waits else ():
+            thread.join()
+
+    @property
+    def _has_threads(self) -> bool:
+        """True if the pool is open and belongs to this process: forks do not inherit threads."""
+        return self._process == os.getpid()
+
+    def _enqueue(
+        self, queue: _Queue, work: Callable[[], None], after: Sequence[Event] = ()
+    ) -> Future[None]:
+        future: Future[None] = Future()
+        queue.put((future, work, after, self))
+        return future
+
+    def _error_of(self, work: Callable[[], None], after: Sequence[Event]) -> BaseException | None:
+        """Run work in a thread and return its error, None if there was none.
+
+        The error is recorded before the future is done: the waiter may call :meth:`drain`, and an
+        error recorded later would fail the next step.
+        """
+        try:
+            for event in after:
+                wait_for(event)
+            if self._cancelled:
+                raise CancelledError(_CANCELLED)
+            work()
+        except BaseException as error:
+            # Drop frames, also those of chained errors, because they keep tensors alive.
+            error.__traceback__ = error.__context__ = error.__cause__ = None
+            if self._error is None:
+                self._error = error
+            return error
+        return None
+
+
+_Queue = SimpleQueue[tuple[Future[None], Callable[[], None], Sequence[Event], WorkerPool] | None]
+
+
+def wait_for(event: Event) -> None:
+    """Wait until ``event`` is reached.
+
+    Raises:
+        OSError: A disk failed in the work or in work that it depends on.
+        CancelledError: The work was skipped.
+    """
+    error = event.exception()
+    if error is not None:
+        try:
+            raise _copied(error)
+        finally:
+            del error  # breaks the reference cycle of frame and error
+
+
+def _serve(queue: _Queue) -> None:
+    """Run the work of a queue until the pool is dropped or closed; the body of a thread.
+
+    References to work and events are dropped before the future is done, and the future has none.
+    """
+    while (entry := queue.get()) is not None:
+        future, work, after, pool = entry
+        error = pool._error_of(work, after)
+        del entry, work, after, pool
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
+        del future, error  # otherwise kept alive until the next work is submitted
+
+
+def _nothing() -> None:
+    """Do nothing, as work that only marks a point in the queue."""
+
+
+def _copied(error: BaseException) -> BaseException:
+    """Return a copy of a thread's error to raise in another thread.
+
+    The original would accumulate the frames of every thread that raises it, and keep their tensors
+    alive. Errors of other types than OSError and CancelledError are not copied.
+    """
+    if isinstance(error, OSError):
+        return OSError(error.errno, error.strerror or str(error), error.filename)
+    if isinstance(error, CancelledError):
+        return CancelledError(_CANCELLED)
+    return error

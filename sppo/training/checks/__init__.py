@@ -1,1 +1,0 @@
-"""Checks before a run starts: inputs, plan, and the memory and disk space available."""

@@ -1,0 +1,375 @@
+"""What is kept of the steps of a run: metrics over all ranks, lines and files, peaks of memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sppo.cost.memory.process_growth import POOL_FREE_BYTES
+from sppo.cost.memory.stage_memory import MemoryBuckets
+from sppo.engine.engine import EnginePeaks, StepResult
+from sppo.offload.copy_report import CopyReport
+from sppo.planning.elastic.step_plan import StepPlan
+from sppo.report.display import TrainingDisplay
+from sppo.report.metrics import METRICS_FILE, JsonlSink, StepMetrics, TensorBoardSink
+from sppo.report.step_line import step_line
+from sppo.training.devices.cpu_device import PoolUse
+from sppo.training.executed_step import StepTimelines
+from sppo.training.job import Job
+from sppo.training.run_directory import TENSORBOARD_DIRECTORY
+from sppo.training.state import TrainingState
+from sppo.training.step import DoneStep, Phases, StepWork
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """State of a rank's device before the model is built."""
+
+    held_bytes: int = 0
+    """Device memory that the process holds after the warm-up; on a CPU, resident memory."""
+    warm_up_bytes: int = 0
+    """Part of `held_bytes` that the warm-up allocated permanently; 0 on a GPU."""
+    file_bytes: int = 0
+    """Resident pages of files before the warm-up; 0 on a GPU."""
+    capacity_bytes: int = 0
+    """Device memory that the process may use in total."""
+    peak_flops_per_s: float | None = None
+    """Measured FLOPs per second of matrix products on this device; None on a CPU."""
+
+
+@dataclass(slots=True)
+class MeasuredBuckets:
+    """Peaks of device memory in bytes, by memory bucket."""
+
+    weights_bytes: int = 0
+    """Bytes of the weights that stay on the device, and of weights gathered while in use."""
+    gradients_bytes: int = 0
+    """Bytes of the gradients that stay on the device, and of whole gradients until reduced."""
+    optimizer_bytes: int = 0
+    kv_bytes: int = 0
+    activations_bytes: int = 0
+    copies_bytes: int = 0
+    """Bytes of the slots that offloaded tensors pass through."""
+    kept_weights_bytes: int = 0
+    """Bytes of the weights that stay on the device."""
+    kept_gradients_bytes: int = 0
+    """Bytes of the gradients that stay on the device."""
+    working_bytes: int | None = None
+    """Bytes of the working set; None if tensors are in the C heap, which does not count them."""
+    free_bytes: int = 0
+    """Bytes that the pool of the allocator has from the system beyond those of tensors."""
+
+    @property
+    def counted_bytes(self) -> int:
+        """Sum of all buckets, in bytes."""
+        state = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+        saved = self.kv_bytes + self.activations_bytes + self.copies_bytes
+        return state + saved + (self.working_bytes or 0)
+
+    def count_state(self, state: TrainingState) -> None:
+        """Count the weights, gradients and optimizer states that stay on the device."""
+        weights, gradients, self.optimizer_bytes = state.device_bytes
+        self.kept_weights_bytes = self.weights_bytes = weights
+        self.kept_gradients_bytes = self.gradients_bytes = gradients
+
+    def count_step(self, peaks: EnginePeaks, *, copies_bytes: int, pool: PoolUse | None) -> None:
+        """Raise the peaks of the buckets to those of one step.
+
+        Args:
+            peaks: Peaks that the engine counted.
+            copies_bytes: Bytes of the slots on the device.
+            pool: Use of the allocator's pool at the end of the step. The working set is its peak
+                less its use at the end and less the bytes that the engine counts. None if the
+                allocator does not count its use.
+        """
+        weights = self.kept_weights_bytes + peaks.gathered_bytes
+        self.weights_bytes = max(self.weights_bytes, weights)
+        gradients = self.kept_gradients_bytes + peaks.whole_gradients_bytes
+        self.gradients_bytes = max(self.gradients_bytes, gradients)
+        self.kv_bytes = max(self.kv_bytes, peaks.kv_bytes)
+        self.activations_bytes = max(self.activations_bytes, peaks.activations_bytes)
+        self.copies_bytes = max(self.copies_bytes, copies_bytes)
+        if pool is not None:
+            counted = peaks.pooled_activations_bytes + peaks.gathered_bytes
+            counted += peaks.whole_gradients_bytes
+            working = pool.used_peak_bytes - pool.used_bytes - counted
+            self.working_bytes = max(self.working_bytes or 0, working)
+            if pool.resident_peak_bytes is not None:
+                free = pool.resident_peak_bytes - pool.used_peak_bytes
+                self.free_bytes = max(self.free_bytes, free)
+
+
+@dataclass(slots=True)
+class TrainingOutcome:
+    """Steps, measurements and end of one call of :func:`sppo.training.trainer.train`."""
+
+    output: Path
+    base: Baseline
+    """State of the device before the model was built."""
+    first_step: int
+    """Number of steps done before this call."""
+    done_steps: int
+    """Number of steps done in total, those before this call included."""
+    interrupted_by: str | None = None
+    """Signal, or write error, that ended the run early; None if the run was not interrupted."""
+    saved: bool = True
+    """True if the state at the end is in a checkpoint."""
+    wall_s: float = 0.0
+    file_bytes: int = 0
+    """Growth of the resident pages of libraries since the beginning of the warm-up; on a CPU."""
+    peak_bytes: int = 0
+    """Largest device memory held by this rank in any step."""
+    phases_s: list[Phases] = field(default_factory=list)
+    """Measured seconds by phase, of the slowest rank, one entry per step of this call."""
+    planned_phases_s: list[Phases] = field(default_factory=list)
+    """Predicted seconds by phase, one entry per step of this call."""
+    buckets: MeasuredBuckets = field(default_factory=MeasuredBuckets)
+    """Measured peaks of memory by bucket."""
+    most_planned: MemoryBuckets | None = None
+    """Predicted memory of the step that is predicted to need most."""
+    copies: list[CopyReport] = field(default_factory=list)
+    """Copies of this rank, one entry per step of this call."""
+    last_work: StepWork | None = None
+    """Work of the last step of this call; None before the first."""
+    last_step: StepResult | None = None
+    """Actions that this rank executed in its last step, with their times."""
+    timelines: StepTimelines | None = None
+    """Timelines of the last step of the first pipeline; None except on rank 0."""
+
+    def add(self, work: StepWork, done: DoneStep, phases_s: Phases, *, peak_bytes: int) -> None:
+        """Add a step: its copies, phases and peak, and as planned."""
+        self.last_work, self.last_step = work, done.result
+        self.copies.append(done.copies)
+        self.peak_bytes = max(self.peak_bytes, peak_bytes)
+        self.phases_s.append(phases_s)
+        self.planned_phases_s.append(work.phases_s)
+        most = self.most_planned
+        if most is None or work.memory.total_bytes > most.total_bytes:
+            self.most_planned = work.memory
+
+
+def predicted_and_measured(
+    predicted: MemoryBuckets, measured: MeasuredBuckets, *, all_bytes: int
+) -> dict[str, tuple[int, int]]:
+    """Return (predicted, measured) bytes by bucket, as far as the device can separate buckets.
+
+    Args:
+        predicted: Predicted memory buckets.
+        measured: Peaks of the buckets over all steps.
+        all_bytes: Peak memory of the process, less what it held before it trained, and less pages
+            of libraries, which the system shares and can drop.
+    """
+    if measured.working_bytes is None:
+        rest = {
+            "working set and heap": (
+                predicted.working_bytes
+                + predicted.communication_bytes
+                + predicted.heap_bytes
+                + predicted.growth_bytes,
+                max(0, all_bytes - measured.counted_bytes),
+            )
+        }
+    else:
+        # The plan counts an allowance for free memory of a pool as growth of the process.
+        allowance = POOL_FREE_BYTES if measured.free_bytes else 0
+        free = {"free in the pool": (allowance, measured.free_bytes)} if allowance else {}
+        rest = {
+            # Buffers of messages and exchanged tensors cannot be separated from it.
+            "working set": (
+                predicted.working_bytes + predicted.communication_bytes,
+                measured.working_bytes,
+            ),
+            "process growth": (
+                predicted.growth_bytes + predicted.heap_bytes - allowance,
+                # Negative where the system took back pages that count as held in a bucket.
+                max(0, all_bytes - measured.counted_bytes - measured.free_bytes),
+            ),
+            **free,
+        }
+    copies = predicted.copies_bytes, measured.copies_bytes
+    return {
+        "weights": (predicted.weights_bytes, measured.weights_bytes),
+        "gradients": (predicted.gradients_bytes, measured.gradients_bytes),
+        "optimizer": (predicted.optimizer_bytes, measured.optimizer_bytes),
+        "K/V and gradients": (predicted.kv_bytes + predicted.kv_gradients_bytes, measured.kv_bytes),
+        "activations": (
+            predicted.activations_bytes + predicted.loss_gradient_bytes,
+            measured.activations_bytes,
+        ),
+        **({"copies": copies} if any(copies) else {}),
+        **rest,
+        # Torch does not count the memory that NCCL allocates.
+        "all": (predicted.total_bytes - predicted.communicators_bytes, all_bytes),
+    }
+
+
+def _packing(plan: StepPlan, done: DoneStep, job: Job) -> dict[str, Any]:
+    """Return metrics of packing and idle time in a step of samples. Collective."""
+    shape = job.mesh.shape
+    busy_s, actions_s = job.peers.total(
+        [done.result.forward_s + done.result.backward_s, done.seconds - done.rest_s]
+    )
+    samples, split, batched, hybrid, padding, bubble = _of_replicas(
+        job,
+        *(plan.num_samples, plan.num_split, plan.num_batched, plan.num_hybrid),
+        plan.packed.padding_tokens,
+        plan.bubble_fraction,
+    )
+    bubbles = {
+        "planned_bubble_fraction": bubble / shape.data_parallel,
+        "bubble_fraction": max(0.0, 1 - busy_s / actions_s),
+    }
+    return {
+        "samples": int(samples),
+        "split_subsequences": int(split),
+        "batched_subsequences": int(batched),
+        "hybrid_subsequences": int(hybrid),
+        "padding_tokens": int(padding),
+        **(bubbles if shape.pipeline_parallel > 1 else {}),
+        "program_digest": job.peers.broadcast(plan.program.digest()),
+    }
+
+
+def _of_replicas(job: Job, *values: float) -> Sequence[float]:
+    """Return the sum of each value over all replicas. Collective."""
+    return job.peers.total([value * job.mesh.speaks_for_replica for value in values])
+
+
+_STANDARD_OUTPUT = "standard output"
+
+
+class StepRecords:
+    """Records of the steps of one run; rank 0 writes the files.
+
+    A failure to write does not end the step: :attr:`failure` holds the first error, and the run
+    ends after its state is saved.
+    """
+
+    def __init__(self, job: Job, outcome: TrainingOutcome) -> None:
+        self._job, self._run, self._outcome = job, job.run, outcome
+        self._first_step = outcome.first_step
+        self._started = time.perf_counter()
+        self._sinks: list[JsonlSink | TensorBoardSink] = []
+        self.display = TrainingDisplay(
+            job.console, total_steps=job.run.train.steps, first_step=outcome.first_step
+        )
+        self.failure: OSError | None = None
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Open the files and the display for the duration of the context. Collective."""
+        self._started = time.perf_counter()
+        with ExitStack() as stack:
+            self._job.peers.decided_by_main(lambda: self._open_sinks(stack))
+            stack.enter_context(self.display)
+            yield
+
+    def _open_sinks(self, stack: ExitStack) -> None:
+        """Open the files of metrics, which ``stack`` closes."""
+        output, done = self._outcome.output, self._first_step
+        jsonl = JsonlSink(output / METRICS_FILE, resume_step=done)
+        self._sinks.append(stack.enter_context(closing(jsonl)))
+        if self._run.train.tensorboard:
+            events = TensorBoardSink(output / TENSORBOARD_DIRECTORY, resume_step=done)
+            self._sinks.append(stack.enter_context(closing(events)))
+
+    def measured(
+        self, work: StepWork, done: DoneStep, *, lr: float, learnt: Mapping[str, Any]
+    ) -> StepMetrics:
+        """Return the metrics of a step, and add its measurements to the outcome. Collective.
+
+        Times, device memory and waits are maxima over all ranks; offloaded bytes and the bytes in
+        host memory and on disks are sums over all ranks. Only the rates of copies are those of this
+        rank.
+
+        Args:
+            work: Work of the step.
+            done: Results of the step on this rank.
+            lr: Scheduled learning rate, also if the update was skipped.
+            learnt: Metrics of the correction of predicted times.
+        """
+        peers, result, copies = self._job.peers, done.result, done.copies
+        own_peak = self._job.device.peak_bytes()
+        forward_s, backward_s, rest_s, seconds, peak, exposed_s, predicted_s, waited_s = (
+            peers.largest(
+                [
+                    *(result.forward_s, result.backward_s, done.rest_s, done.seconds),
+                    *(own_peak, copies.exposed_s, work.step_s),
+                    0.0 if work.samples is None else work.samples.wait_s,
+                ]
+            )
+        )
+        offloaded, host_bytes, disk_bytes = peers.total(
+            [copies.total_out_bytes, copies.host_bytes, copies.disk_bytes]
+        )
+        self._outcome.add(work, done, (forward_s, backward_s, rest_s), peak_bytes=own_peak)
+        tokens, model_flops, executed_flops = _of_replicas(
+            self._job, work.tokens, work.model_flops, work.executed_flops
+        )
+        peak_flops_per_s = self._outcome.base.peak_flops_per_s
+        most_flops = (
+            peak_flops_per_s and peak_flops_per_s * self._job.mesh.shape.num_ranks * seconds
+        )
+        packing = (
+            {} if work.samples is None else _packing(work.samples.replica.plan, done, self._job)
+        )
+        return StepMetrics(
+            step=work.number,
+            loss=done.sums.loss,
+            grad_norm=done.sums.norm,
+            lr=lr,
+            tokens=int(tokens),
+            labels=done.sums.num_valid,
+            step_s=seconds,
+            tokens_per_s=tokens / seconds,
+            mfu=most_flops and model_flops / most_flops,
+            hfu=most_flops and executed_flops / most_flops,
+            predicted_step_s=predicted_s,
+            device_peak_bytes=int(peak),
+            host_peak_bytes=int(host_bytes),
+            offloaded_bytes=int(offloaded),
+            exposed_copy_s=exposed_s,
+            copy_out_bytes_per_s=copies.out_bytes_per_s or None,
+            copy_back_bytes_per_s=copies.back_bytes_per_s or None,
+            disk_peak_bytes=int(disk_bytes),
+            skipped=done.lr is None,
+            planning_wait_s=None if work.samples is None else waited_s,
+            **packing,
+            **learnt,
+        )
+
+    def record(self, metrics: StepMetrics) -> None:
+        """Write the metrics of a step to the files, and show them on the display."""
+        total = self._run.train.steps
+        done, left = metrics.step - self._first_step, total - metrics.step
+        per_step_s = (time.perf_counter() - self._started) / done
+        line = step_line(
+            metrics,
+            total_steps=total,
+            memory_capacity_bytes=self._outcome.base.capacity_bytes,
+            eta_s=per_step_s * left if left else None,
+            width=self.display.width,
+        )
+        with self._recording(str(self._outcome.output / METRICS_FILE)):
+            for sink in self._sinks:
+                sink.write(metrics)
+        with self._recording(_STANDARD_OUTPUT):
+            self.display.step_done(line)
+
+    def say(self, text: str) -> None:
+        """Print a line above the display; may be called within a step."""
+        with self._recording(_STANDARD_OUTPUT):
+            self.display.say(text)
+
+    @contextmanager
+    def _recording(self, where: str) -> Iterator[None]:
+        """Keep the first OSError raised in the context as :attr:`failure`."""
+        try:
+            yield
+        except OSError as error:
+            named = OSError(error.errno, error.strerror, error.filename or where)
+            self.failure = self.failure or named

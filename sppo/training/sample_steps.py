@@ -1,0 +1,394 @@
+"""Steps of samples: their work, planned while the step before runs, and corrected predictions.
+
+Another process gets only the planner and the request, so its plan equals the one that this process
+would make. If there is no plan when a step begins, this process makes it. Corrections of predicted
+times by measured ones are the same on all ranks, and are saved in checkpoints.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import astuple, replace
+from typing import Any
+
+import torch
+
+from sppo.cost.flops import sample_flops
+from sppo.cost.memory.process_growth import code_bytes
+from sppo.cost.memory.stage_memory import MemoryBuckets
+from sppo.data.sample_rows import TrainingData
+from sppo.engine.step_programs import PlannedStep
+from sppo.engine.trace import ExecutedAction
+from sppo.engine.unit import SequenceData
+from sppo.kernels.labels import IGNORED_LABEL
+from sppo.parallel.host_collectives import HostCollectives
+from sppo.parallel.job.worker_process import WorkerLostError, WorkerProcess
+from sppo.planning.elastic.packing import PADDING
+from sppo.planning.elastic.replica_plan import ReplicaPlan, StepRequest, plan_pickled, plan_replica
+from sppo.planning.elastic.step_correction import (
+    ActionSums,
+    CorrectionHistory,
+    StepCorrection,
+    StepFigures,
+)
+from sppo.planning.elastic.step_plan import StepPlan, StepPlanner, step_planner
+from sppo.planning.plan import ExecutionPlan
+from sppo.schedule.actions import ActionKind
+from sppo.schedule.costs import Costs
+from sppo.training.job import Job
+from sppo.training.step import DoneStep, StepSource, StepWork, TakenPlan
+
+_PROCESSES = 2
+"""Number of failed processes after which no other is started."""
+
+
+class StepPlans:
+    """Source of the plans of one replica's steps; must be closed at the end of the run.
+
+    Args:
+        planner: Planner of the run's steps.
+        replica: Index of the replica.
+        ahead: Whether another process makes plans while steps run.
+        limit_s: Longest time in seconds that a step waits for that process.
+        any_rank: Returns whether its argument is true on any rank. Collective.
+    """
+
+    def __init__(
+        self,
+        planner: StepPlanner,
+        *,
+        replica: int,
+        ahead: bool,
+        limit_s: float,
+        any_rank: Callable[[bool], bool],
+    ) -> None:
+        self._planner, self._replica = planner, replica
+        self._pickled = pickle.dumps(planner)
+        self._limit_s, self._any_rank = limit_s, any_rank
+        self._ahead = ahead
+        self._worker = WorkerProcess() if ahead else None
+        self._failures = 0
+        self._begun: tuple[StepRequest, Future[ReplicaPlan]] | None = None
+        self._note = ""
+        """Message on a failure since the last plan was taken; "" if none."""
+
+    def begin(self, request: StepRequest) -> None:
+        """Submit a step to the planning process; does nothing without one."""
+        if self._worker is None:
+            return
+        try:
+            future = self._worker.submit(
+                plan_pickled, self._pickled, request, replica=self._replica
+            )
+            self._begun = request, future
+        except WorkerLostError as error:
+            self._failed(str(error))
+
+    def take(self, request: StepRequest) -> TakenPlan:
+        """Return the plan of a step, equal to one made without a planning process.
+
+        If planning exceeds the limit on any rank, all ranks plan by a smaller search instead.
+
+        Raises:
+            MemoryError: No plan fits.
+        """
+        start, late, found = time.perf_counter(), False, None
+        begun, self._begun = self._begun, None
+        was_there = begun is not None and begun[0] == request and begun[1].done()
+        if begun is not None and begun[0] == request:
+            try:
+                found = self._result(begun[1])
+            except TimeoutError:
+                late = True
+                self._stop()
+                self._note = (
+                    f"its plan was not there after {self._limit_s:g} s (planning.limit_s), so it "
+                    "is planned by a smaller search"
+                )
+        planner = self._planner
+        if self._ahead and self._any_rank(late):
+            planner, found = replace(planner, quick=True), None
+        waited = found is None or not was_there
+        if found is None:
+            found = plan_replica(planner, request, replica=self._replica)
+        note, self._note = self._note, ""
+        return TakenPlan(found, time.perf_counter() - start if waited else 0.0, note)
+
+    def _result(self, future: Future[ReplicaPlan]) -> ReplicaPlan | None:
+        """Return the plan from the other process; None if that process failed.
+
+        Raises:
+            TimeoutError: The plan was not ready within the limit.
+        """
+        assert self._worker is not None, "what was begun has a process"
+        try:
+            return self._worker.result(future, timeout_s=self._limit_s)
+        except TimeoutError:
+            raise
+        except MemoryError:  # does not fit: planning here raises it again
+            return None
+        except WorkerLostError as error:
+            self._failed(str(error))
+        except Exception as error:  # of any kind: the step is planned here
+            self._failed(f"failed ({type(error).__name__}: {error})")
+        return None
+
+    def _failed(self, how: str) -> None:
+        """Close the failed process, and note the failure and its consequence."""
+        self._failures += 1
+        self._stop()
+        if self._failures == _PROCESSES:
+            self._worker = None
+        then = "another one is started" if self._worker is not None else "so is every other step"
+        self._note = (
+            f"the process that plans ahead {how}: this step is planned when it begins, and {then}"
+        )
+
+    def _stop(self) -> None:
+        self._begun = None
+        if self._worker is not None:
+            self._worker.close()
+
+    def close(self) -> None:
+        """End the planning process."""
+        self._stop()
+        self._worker = None
+
+
+_log = logging.getLogger(__name__)
+
+_SAVED = "step_correction"
+"""Key of the correction history in a checkpoint's metadata."""
+_FORWARDS = (ActionKind.F,)
+_BACKWARDS = (ActionKind.B, ActionKind.W, ActionKind.KV)
+
+
+class SampleSteps(StepSource):
+    """Source of steps of samples, which are divided over replicas, packed, and planned.
+
+    Args:
+        job: Job that trains the run.
+        data: Samples of the run.
+        plan: Plan of the run.
+        metadata: Metadata of the checkpoint from which the run resumes; {} without one.
+    """
+
+    def __init__(
+        self, job: Job, data: TrainingData, plan: ExecutionPlan, metadata: Mapping[str, Any]
+    ) -> None:
+        run, mesh, peers = job.run, job.mesh, job.peers
+        self._run, self._data, self._mesh = run, data, mesh
+        history = saved_history(metadata, plan=plan)
+        self._corrections = Corrections(history, plan=plan, peers=peers)
+        self._plans = StepPlans(
+            step_planner(plan, background_saves=run.checkpoint.async_save),
+            replica=mesh.at.data,
+            ahead=run.planning.ahead,
+            # A rank that plans after the limit needs time before the other ranks time out.
+            limit_s=min(run.planning.limit_s, run.parallel.timeout_s / 2),
+            any_rank=peers.any,
+        )
+        self._lengths: set[int] = set()
+
+    def work(self, step: int, *, consumed: int) -> StepWork:
+        """Take the plan of a step, start the planning of the next, and read the samples.
+
+        Raises:
+            MemoryError: No plan fits.
+        """
+        samples = self._data.step_samples(consumed)
+        taken = self._plans.take(self._request(samples, self._corrections.current))
+        if step + 1 < self._run.train.steps:
+            following = self._data.step_samples(consumed + len(samples))
+            self._plans.begin(self._request(following, self._corrections.following))
+        plan, prediction = taken.replica.plan, taken.replica.prediction
+        own = [samples[index] for index in taken.replica.replicas[self._mesh.at.data]]
+        own_lengths = self._data.lengths(own)
+        sequences = [
+            self._sequence([own[index] for index in packed if index != PADDING], planned.tokens)
+            for packed, planned in zip(plan.packed.samples, plan.sequences, strict=True)
+        ]
+        return StepWork(
+            number=step + 1,
+            sequences=sequences,
+            boundaries=[sequence.boundaries for sequence in plan.sequences],
+            num_valid=sum(sequence.num_valid for sequence in sequences),
+            planned=PlannedStep(plan.program, plan.placements),
+            consumed=samples,
+            tokens=sum(own_lengths),
+            model_flops=sample_flops(self._run.model, own_lengths),
+            executed_flops=plan.executed_flops,
+            step_s=prediction.step_s,
+            phases_s=prediction.phases_s,
+            memory=self._memory(plan),
+            samples=taken,
+        )
+
+    def _request(self, samples: Sequence[int], correction: StepCorrection) -> StepRequest:
+        lengths, corrects_plan = self._data.lengths(samples), self._run.planning.corrected
+        return StepRequest(lengths, correction, corrects_plan=corrects_plan)
+
+    def _memory(self, plan: StepPlan) -> MemoryBuckets:
+        """Return the predicted memory of this rank.
+
+        Includes the code that oneDNN compiled for subsequence lengths of earlier steps, which is
+        never freed.
+        """
+        candidate = plan.evaluated.candidate
+        self._lengths.update(candidate.lengths)
+        device = plan.evaluated.memory[self._mesh.at.pipeline].device
+        taken = code_bytes(candidate.workload, lengths=self._lengths)
+        taken -= code_bytes(candidate.workload, lengths=candidate.lengths)
+        return replace(device, growth_bytes=device.growth_bytes + taken)
+
+    def _sequence(self, samples: Sequence[int], tokens: int) -> SequenceData:
+        """Read the samples of one packed sequence, and pad it to `tokens` tokens."""
+        row = self._data.row(samples)
+        missing = tokens - row.tokens_S.shape[0]
+        if not missing:
+            return row
+        return SequenceData(
+            torch.cat([row.tokens_S, row.tokens_S.new_zeros(missing)]),
+            torch.cat([row.labels_S, row.labels_S.new_full((missing,), IGNORED_LABEL)]),
+            (*row.document_starts, tokens - missing),
+        )
+
+    def learn(self, work: StepWork, done: DoneStep) -> Mapping[str, Any]:
+        """Correct the predictions of steps after the next; return metrics of this step."""
+        assert work.samples is not None, "every step of samples is planned"
+        return self._corrections.learn(done, work.samples)
+
+    def saved(self) -> Mapping[str, Any]:
+        """Return the history by which predictions are corrected."""
+        return self._corrections.saved()
+
+    def close(self) -> None:
+        """End the process that plans ahead."""
+        self._plans.close()
+
+
+class Corrections:
+    """Corrects the predicted times of a run's steps by the measured times of earlier steps.
+
+    The correction of a step is fixed when the step before it begins, because planning of the step
+    may begin then.
+
+    Args:
+        history: Figures of the steps before.
+        plan: Plan of the run.
+        peers: Collectives over all ranks, which call :meth:`learn` together.
+    """
+
+    def __init__(
+        self, history: CorrectionHistory, *, plan: ExecutionPlan, peers: HostCollectives
+    ) -> None:
+        self._history, self._plan, self._peers = history, plan, peers
+        self.current: StepCorrection = history.previous
+        """Correction for the step that begins or runs now."""
+
+    @property
+    def following(self) -> StepCorrection:
+        """Correction for the step after the one that begins or runs now."""
+        return self._history.current
+
+    def learn(self, done: DoneStep, taken: TakenPlan) -> dict[str, Any]:
+        """Add the measured times of a step to the history, and return its metrics. Collective."""
+        prediction = taken.replica.prediction
+        self.current = self._history.current
+        self._history = self._history.after(self._figures(done, taken))
+        seconds, step_s, uncorrected_s = self._peers.largest(
+            [done.seconds, prediction.step_s, prediction.uncorrected_s]
+        )
+        correction = prediction.correction
+        return {
+            "uncorrected_step_s": uncorrected_s,
+            "correction_steps": correction.steps,
+            "forward_correction": correction.compute.forward,
+            "backward_correction": correction.compute.backward,
+            "waiting_correction": correction.waiting,
+            "predicted_rest_s": prediction.phases_s[-1],
+            "prediction_error": step_s / seconds - 1,
+        }
+
+    def _figures(self, done: DoneStep, taken: TakenPlan) -> StepFigures:
+        """Return the figures of a step over all ranks, bit-identical on each. Collective."""
+        prediction, trace = taken.replica.prediction, done.result.trace
+        own = [
+            *astuple(action_sums(trace, prediction.uncorrected, kinds=_FORWARDS)),
+            *astuple(action_sums(trace, prediction.uncorrected, kinds=_BACKWARDS)),
+            done.seconds - done.rest_s,
+            prediction.uncorrected_actions_s,
+            done.rest_s - taken.wait_s,
+            1.0,
+        ]
+        *sums, actions_s, predicted_s, rest_s, count = self._peers.total(own)
+        return StepFigures.of(
+            ActionSums(*sums[:2]),
+            ActionSums(*sums[2:]),
+            actions=actions_s / predicted_s,
+            rest_s=rest_s / count,
+        )
+
+    def saved(self) -> dict[str, Any]:
+        """Return the history as an entry of a checkpoint's metadata."""
+        return {_SAVED: {"of": _key(self._plan), "steps": self._history.as_json()}}
+
+
+def saved_history(metadata: Mapping[str, Any], *, plan: ExecutionPlan) -> CorrectionHistory:
+    """Return the correction history in a checkpoint's metadata.
+
+    The history is empty if the checkpoint has none, or has one of other degrees of parallelism or
+    other hardware.
+
+    Args:
+        metadata: Metadata of the checkpoint; {} without a checkpoint.
+        plan: Plan of the resumed run.
+    """
+    saved = metadata.get(_SAVED)
+    try:
+        if saved is not None and saved["of"] == _key(plan):
+            return CorrectionHistory.from_json(saved["steps"])
+    except (ValueError, KeyError, TypeError) as error:
+        _log.warning(
+            "predictions begin without correction: %s of the checkpoint: %s", _SAVED, error
+        )
+    return CorrectionHistory()
+
+
+def _key(plan: ExecutionPlan) -> dict[str, Any]:
+    """Return the hardware and degrees of a plan; measured times apply only if these are equal."""
+    hardware = plan.hardware
+    return {
+        "hardware": f"{hardware.name} ({hardware.provenance})",
+        "data_parallel_degree": plan.data_parallel_degree,
+        "pipeline_parallel_degree": plan.pipeline_parallel_degree,
+        "sequence_parallel_degree": plan.sequence_parallel_degree,
+        "sequence_parallel": plan.sequence_parallel,
+    }
+
+
+def action_sums(
+    trace: Sequence[ExecutedAction], costs: Costs, *, kinds: Collection[ActionKind]
+) -> ActionSums:
+    """Sum measured seconds and uncorrected costs of the actions of some kinds that a rank ran."""
+    done = [one for one in trace if one.action.kind in kinds]
+    halves = any(one.action.kind == ActionKind.W for one in done)
+    seconds = {
+        ActionKind.F: costs.forward_s,
+        ActionKind.B: costs.backward_s if halves else costs.backward_s + costs.weight_s,
+        ActionKind.W: costs.weight_s,
+        ActionKind.KV: costs.kv_recompute_s,
+    }
+    units = {one.action.unit for one in trace if one.action.kind == ActionKind.F}  # all of the step
+    places = {unit: index for index, unit in enumerate(sorted(units))}
+    return ActionSums(
+        sum(one.finish_s - one.start_s for one in done),
+        sum(
+            float(seconds[one.action.kind][one.action.stage, places[one.action.unit]])
+            for one in done
+        ),
+    )

@@ -1,0 +1,325 @@
+"""One training step of a rank: its work, its run, and whether its update is skipped.
+
+A step is the same on a GPU, on a CPU and on fake tensors.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sppo.config import RunConfig
+from sppo.cost.flops import step_flops
+from sppo.cost.memory.stage_memory import MemoryBuckets
+from sppo.cost.stage_cost import executed_flops
+from sppo.data.sample_rows import TrainingData
+from sppo.engine.engine import EnginePeaks, StepResult
+from sppo.engine.step_programs import PlannedStep
+from sppo.engine.unit import SequenceData
+from sppo.offload.copy_report import CopyReport
+from sppo.parallel.host_collectives import HostCollectives
+from sppo.parallel.job.peer_errors import LATE, PeerLostError
+from sppo.parallel.job.timeouts import device_timeouts
+from sppo.planning.elastic.replica_plan import ReplicaPlan
+from sppo.planning.plan import ExecutionPlan
+from sppo.schedule.actions import Action
+from sppo.training.job import Job
+from sppo.training.state import TrainingState
+
+_NAMED = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInput:
+    """Sequences that a step of one replica trains on."""
+
+    number: int
+    """Number of the step, counted from 1."""
+    sequences: Sequence[SequenceData]
+    """Sequences of this replica."""
+    boundaries: Sequence[Sequence[int]]
+    """Subsequence boundaries of each sequence."""
+    num_valid: int
+    """Number of valid labels of this replica."""
+    step_s: float
+    """Predicted seconds of the step."""
+    planned: PlannedStep | None = None
+    """Program and placements of this step; None to follow the engine's own plan."""
+
+
+Phases = tuple[float, float, float]
+"""Seconds of the forwards, of the backwards, and of the rest of a step: reading data, reducing
+gradients over ranks, clipping and the update."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TakenPlan:
+    """Plan of a step, with the time that the step waited for planning."""
+
+    replica: ReplicaPlan
+    """Division of the samples over replicas, and the plan of this replica."""
+    wait_s: float
+    """Seconds that the step waited for the plan; 0 if it was ready."""
+    note: str = ""
+    """Message on a failure of planning ahead; "" if none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWork(StepInput):
+    """Work of one step of one replica: its data, plan and predictions."""
+
+    consumed: Sequence[int]
+    """Numbers of the sequences, or samples, that all replicas consume."""
+    tokens: int
+    """Number of tokens of this replica, without padding."""
+    model_flops: int
+    """Model FLOPs of this replica's step."""
+    executed_flops: int
+    """FLOPs of this replica's step, recomputation included."""
+    phases_s: Phases
+    """Predicted seconds by phase."""
+    memory: MemoryBuckets
+    """Predicted memory of this rank's device."""
+    samples: TakenPlan | None = None
+    """Plan of this step of samples; None if all steps are alike."""
+
+
+class StepSource(ABC):
+    """Source of the work of every step, for one rank."""
+
+    @abstractmethod
+    def work(self, step: int, *, consumed: int) -> StepWork:
+        """Return the work of a step.
+
+        Args:
+            step: Number of the step, counted from 0.
+            consumed: Number of sequences, or samples, that all earlier steps consumed.
+
+        Raises:
+            MemoryError: No plan of the step fits.
+        """
+
+    def learn(self, work: StepWork, done: DoneStep) -> Mapping[str, Any]:
+        """Learn from the measured times of a step, and return further metrics. Collective."""
+        return {}
+
+    def saved(self) -> Mapping[str, Any]:
+        """Return the state that a resumed run needs, for the metadata of a checkpoint."""
+        return {}
+
+    def close(self) -> None:  # noqa: B027 - most sources prepare nothing
+        """End the preparation of further steps; no work may be requested after that."""
+
+
+class SequenceSteps(StepSource):
+    """Source of steps of the token stream, whose sequences have one length; all steps are alike."""
+
+    def __init__(self, job: Job, data: TrainingData, plan: ExecutionPlan) -> None:
+        run, mesh = job.run, job.mesh
+        self._data, self._plan, self._mesh = data, plan, mesh
+        self._count = run.train.sequences_per_step // mesh.shape.data_parallel
+        length, predicted = run.sequence.length, plan.predicted
+        self._same: dict[str, Any] = {
+            "boundaries": [plan.boundaries] * self._count,
+            "tokens": self._count * length,
+            "model_flops": step_flops(run.model, length=length, sequences=self._count),
+            "executed_flops": executed_flops(plan.candidate(), plan.placement()),
+            "step_s": predicted.step_s,
+            "phases_s": (predicted.forward_s, predicted.backward_s, predicted.update_s),
+            "memory": plan.rank_memory[mesh.at.pipeline].device,
+        }
+        """Fields of the work that are the same in all steps."""
+
+    def work(self, step: int, *, consumed: int) -> StepWork:
+        """Return the work of a step."""
+        indices = self._data.step_samples(consumed)
+        first = self._mesh.at.data * self._count
+        own = [self._data.row([index]) for index in indices[first : first + self._count]]
+        num_valid = sum(sequence.num_valid for sequence in own)
+        return StepWork(
+            number=step + 1, sequences=own, num_valid=num_valid, consumed=indices, **self._same
+        )
+
+
+# The run of a step
+
+
+@dataclass(frozen=True, slots=True)
+class StepSums:
+    """Loss and gradients of a step, reduced over all ranks, from which its update is decided."""
+
+    num_valid: int
+    """Number of valid labels of all replicas."""
+    loss: float
+    """Mean loss over these labels; NaN if there is none."""
+    norm: float
+    """Euclidean norm of the gradients of all ranks."""
+    gradients: Mapping[str, Tensor]
+    """Gradients of the rows that this rank updates, by global name."""
+
+
+@dataclass(frozen=True, slots=True)
+class DoneStep:
+    """Results and times of one step on this rank."""
+
+    result: StepResult
+    sums: StepSums
+    lr: float | None
+    """Learning rate of the update; None if the update was skipped."""
+    copies: CopyReport
+    """Copies of offloaded tensors, with the state behind the device."""
+    peaks: EnginePeaks
+    seconds: float
+    """Duration of the whole step."""
+    rest_s: float
+    """Part of `seconds` outside of the program's actions."""
+
+
+def run_step(
+    job: Job,
+    state: TrainingState,
+    work: StepInput,
+    *,
+    began_s: float,
+    before_action: Callable[[int, Action], None],
+    decide: Callable[[StepSums], float | None],
+) -> DoneStep:
+    """Zero, accumulate and reduce gradients, clip them, and update. Collective.
+
+    Args:
+        job: Job that trains the run.
+        state: Training state of this rank.
+        work: Sequences of this replica.
+        began_s: Clock (`time.perf_counter`) at the begin of the step, before its data was read.
+        before_action: Called before each action of the program, with its position and the action.
+        decide: Returns the learning rate of the update, or None to skip the update.
+
+    Raises:
+        PeerLostError: The device, which may wait for other ranks, made no progress for too long.
+    """
+    device, peers = job.device, job.peers
+    (num_valid,) = map(int, peers.total([work.num_valid * job.mesh.speaks_for_replica]))
+    state.zero_gradients()
+    begin = time.perf_counter()
+    result = state.engine.accumulate(
+        [device.put(sequence) for sequence in work.sequences],
+        work.boundaries,
+        num_valid=num_valid,
+        planned=work.planned,
+        before_action=before_action,
+        on_failure=job.progress.failed,
+    )
+    actions_s = time.perf_counter() - begin
+    state.finish_gradients(lambda: _await_device(job, work, result))
+    norm = state.norm(peers)
+    (total_loss,) = peers.total([float(result.total_loss)])
+    loss = total_loss / num_valid if num_valid else math.nan
+    sums = StepSums(num_valid, loss, float(norm), state.sharded.owned_rows(state.gradients))
+    lr = decide(sums)
+    if lr is not None:
+        clip_norm = job.run.optimizer.clip_norm
+        state.update(sums.gradients, norm=norm, clip_norm=clip_norm, lr=lr)
+    device.synchronize()
+    seconds = time.perf_counter() - began_s
+    copies = state.add_tier_bytes(state.engine.take_copies())
+    copies = copies.without_host if device.kind == "cpu" else copies
+    peaks = state.engine.take_peaks()
+    return DoneStep(result, sums, lr, copies, peaks, seconds, seconds - actions_s)
+
+
+def _await_device(job: Job, work: StepInput, result: StepResult) -> None:
+    """Wait for the work issued to this rank's device, which may wait for other ranks.
+
+    Raises:
+        PeerLostError: The device made no progress for too long.
+    """
+    if not job.mesh.is_distributed:
+        return
+    limit_s = device_timeouts(
+        job.run.parallel.timeout_s, predicted_step_s=work.step_s
+    ).stall_timeout_s
+    if not job.device.wait_with_timeout(result.executed.marks, stall_timeout_s=limit_s):
+        raise PeerLostError(
+            f"step {work.number}: waiting for this rank's device, which waits for another rank: "
+            f"timed out after {limit_s:g} s{LATE}"
+        )
+
+
+# Steps that are not finite
+
+
+class NonFiniteError(RuntimeError):
+    """Training stopped because losses, gradients or the state were not finite."""
+
+
+class NonFiniteGuard:
+    """Decides for each step whether its update may be applied.
+
+    Args:
+        run: Run configuration, with the limit on steps in a row whose updates are skipped.
+        peers: Collectives over all ranks, which decide together.
+    """
+
+    def __init__(self, run: RunConfig, peers: HostCollectives) -> None:
+        self._peers = peers
+        self._limit = 0 if run.train.nonfinite == "stop" else run.train.max_nonfinite_steps
+        self._in_a_row = 0
+
+    @property
+    def failing(self) -> bool:
+        """True if the last step was not finite."""
+        return self._in_a_row > 0
+
+    def problem(self, step: int, sums: StepSums) -> str | None:
+        """Return why the update of a step must be skipped; None if loss and norm are finite.
+
+        Args:
+            step: Number of the step, counted from 1.
+            sums: Loss and gradients of the step.
+
+        Raises:
+            NonFiniteError: More steps in a row were not finite than allowed.
+        """
+        if math.isfinite(sums.loss) and math.isfinite(sums.norm):
+            self._in_a_row = 0
+            return None
+        self._in_a_row += 1
+        told = self._peers.all_gather(nonfinite_names(sums.gradients))
+        bad = sorted({name for names in told for name in names})
+        where = f"not finite in the gradients of {first_of(bad)}"
+        culprits = where if bad else "every gradient is finite"
+        report = f"step {step}: loss {sums.loss}, gradient norm {sums.norm}; {culprits}"
+        if self._in_a_row > self._limit:
+            raise NonFiniteError(
+                f"{report}. {self._in_a_row} such steps in a row, train.max_nonfinite_steps and "
+                f"train.nonfinite allow {self._limit}. Earlier checkpoints are untouched; start "
+                "anew in another train.output with a lower optimizer.lr, longer "
+                "optimizer.warmup_steps, or train.dtype=fp32"
+            )
+        return f"{report}. The update is skipped"
+
+
+def nonfinite_names(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the tensors that have NaN or infinite values."""
+    return [name for name, tensor in tensors.items() if not is_finite(tensor)]
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether all values are finite.
+
+    NaN and infinity show in the minimum and maximum, which need no temporary memory.
+    """
+    return all(bool(torch.isfinite(extreme)) for extreme in tensor.aminmax())
+
+
+def first_of(names: Sequence[str]) -> str:
+    """Return the first few of some names as text, and how many more there are."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{', '.join(names[:_NAMED])}{more}"

@@ -1,1 +1,0 @@
-"""Steps of a run: their work, planning ahead, execution, measurement and non-finite guard."""

@@ -1,0 +1,46 @@
+"""Planned memory of attention in plain torch operations, against what its calls allocate."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sppo.config.model import ModelConfig
+from sppo.cost.live_sets import gpu_attention_live_sets as planned
+from sppo.cost.live_sets.tensor_sizes import TensorSizes
+from sppo.kernels.attention import torch_blocks
+from sppo.kernels.attention.call import AttentionCall
+from sppo.kernels.attention.choice import KERNELS
+from tests.kernels.allocations import peak_bytes
+
+HEAD_SIZE = 32
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "prefix", "heads", "window"),
+    [
+        (torch.float32, 2100, 0, (4, 1), None),
+        (torch.float32, 512, 2048, (4, 4), None),
+        (torch.float32, 512, 2048, (8, 2), 400),
+        (torch.bfloat16, 512, 2048, (8, 2), None),
+    ],
+)
+def test_torch_blocks_take_what_is_planned(monkeypatch, dtype, tokens, prefix, heads, window):
+    for module in (torch_blocks, planned):
+        monkeypatch.setattr(module, "TILE_BYTES", 1 << 19)
+    keys = tokens + prefix
+    do, q = (torch.randn(tokens, heads[0], HEAD_SIZE).to(dtype) for _ in range(2))
+    k, v = (torch.randn(keys, heads[1], HEAD_SIZE).to(dtype) for _ in range(2))
+    attention, call = KERNELS["torch_blocks"], AttentionCall(q, k, v, window=window)
+    o, lse = attention.forward(call)
+    dk, dv = (torch.zeros(k.shape) for _ in range(2))
+    model = ModelConfig(
+        vocab_size=64, hidden_size=heads[0] * HEAD_SIZE, num_layers=1, num_heads=heads[0],
+        num_kv_heads=heads[1], mlp_size=64, sliding_window=window,
+    )  # fmt: skip
+    sizes = TensorSizes(model, tokens, prefix, dtype.itemsize, "cuda", 0, backend="torch_blocks")
+    forward = peak_bytes(lambda: attention.forward(call))
+    assert forward <= 1.02 * max(live for _, live in planned.attention_forward(sizes))
+    backward = peak_bytes(lambda: attention.backward(call, do, o, lse, dk_TKD=dk, dv_TKD=dv))
+    expected = max(live for _, live in planned.attention_backward(sizes))
+    assert backward == pytest.approx(expected, rel=0.03)

@@ -1,0 +1,56 @@
+"""Token data without files, and the training data of its samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sppo.data.sample_rows import TrainingData
+from sppo.data.samples.sample_table import sample_table, stream_table
+from sppo.data.tokens import TokenData, TokenizerDescription, TokenMeta
+
+
+def stream_of(
+    lengths: list[int], *, max_id: int | None = None, loss_mask: list[bool] | None = None
+) -> TokenData:
+    """Documents of the given lengths; the token at position p of the stream is p."""
+    tokens = np.arange(sum(lengths), dtype=np.uint32)
+    meta = TokenMeta(
+        format_version=1,
+        dtype="uint32",
+        vocab_size=len(tokens),
+        max_id=len(tokens) - 1 if max_id is None else max_id,
+        num_tokens=len(tokens),
+        num_documents=len(lengths),
+        tokens_sha256="",
+        tokenizer=TokenizerDescription(name="ids", end_of_document=None),
+    )
+    return TokenData(
+        directory=Path("tokens"),
+        meta=meta,
+        tokens=tokens,
+        document_offsets=np.cumsum([0, *lengths]),
+        loss_mask=None if loss_mask is None else np.array(loss_mask, dtype=np.uint8),
+    )
+
+
+def sequences_of(data: TokenData, length: int, **options: Any) -> TrainingData:
+    """Sequences of ``length`` tokens cut from the stream, one in a step unless told otherwise."""
+    options = {"samples_per_step": 1, "seed": 7, "shuffle": False, **options}
+    return TrainingData(stream_table(data.num_tokens, length=length), data, **options)
+
+
+def documents_of(
+    lengths: list[int],
+    *,
+    length: int = 12,
+    longer: str = "cut",
+    loss_mask: list[bool] | None = None,
+    **options: Any,
+) -> TrainingData:
+    """Documents of the given lengths as samples."""
+    data = stream_of(lengths, loss_mask=loss_mask)
+    table = sample_table(data.document_offsets, length=length, longer=longer)
+    return TrainingData(table, data, **{"seed": 7, "shuffle": True, **options})

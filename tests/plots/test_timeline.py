@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sppo.plots.timeline_report import timeline_report
+from sppo.schedule.costs import abstract_costs
+from sppo.schedule.simulation.simulate import simulate
+from sppo.schedule.timeline import Idle, measured_timeline
+from tests.schedule.cases import make, play
+
+
+def test_a_measured_timeline_has_the_same_numbers_as_the_simulated_one():
+    schedule = make("seq1f1b", p=2, n=2, m=2)
+    planned = play(schedule)
+    times = [
+        list(zip(track.start_s.tolist(), track.finish_s.tolist(), strict=True))
+        for track in planned.ranks
+    ]
+    measured = measured_timeline(schedule, times_s=times)
+    assert measured.provenance == "measured"
+    assert measured.makespan_s == planned.makespan_s
+    assert measured.bubble_fraction == pytest.approx(planned.bubble_fraction)
+    assert [t.peak_in_flight for t in measured.ranks] == [t.peak_in_flight for t in planned.ranks]
+    assert timeline_report(measured)["device_peak_bytes"] == [0, 0]
+
+
+def test_measured_waits_keep_their_cause():
+    schedule = make("sppo", p=1, n=1, m=1, forward_only=True)
+    waits = [[Idle(0.0, 1.0, "copy")]]
+    timeline = measured_timeline(schedule, times_s=[[(1.0, 2.0)]], waits=waits)
+    assert timeline.ranks[0].idle_s("copy") == 1
+    assert timeline.ranks[0].idle_s("bubble") == timeline.ranks[0].idle_s("communication") == 0
+
+
+def test_a_measurement_of_another_program_is_refused():
+    schedule = make("sppo", p=1, n=2, m=1)
+    with pytest.raises(ValueError, match="rank 0 measured 1 actions of a program of 5"):
+        measured_timeline(schedule, times_s=[[(0.0, 1.0)]])
+
+
+def test_the_report_has_what_the_command_line_promises():
+    report = timeline_report(play(make("sppo", p=4, n=8, m=1)))
+    assert report["makespan_s"] == 33
+    assert report["bubble_fraction"] == pytest.approx(9 / 33)
+    assert report["bubble_ratio"] == pytest.approx(3 / 8)
+    assert report["peak_in_flight"] == report["device_peak_bytes"] == [8, 8, 8, 8]
+    assert report["idle_s"] == [9, 9, 9, 9]
+    assert report["exposed_copy_s"] == [0, 0, 0, 0]
+    assert report["device_peak_bytes_by_bucket"]["activations"] == [8, 8, 8, 8]
+
+
+def test_memory_over_time_has_one_value_per_moment():
+    track = play(make("seq1f1b", p=2, n=2, m=4)).ranks[0].memory["total"]
+    assert np.all(np.diff(track.times_s) > 0)
+    assert track.values_bytes[-1] == 0
+    assert track.peak_bytes == 3
+
+
+def test_a_step_without_time_has_no_bubble():
+    schedule = make("sppo", p=2, n=1, m=1)
+    costs = abstract_costs(2, num_units=1, forward_s=0.0, backward_s=0.0)
+    timeline = simulate(schedule, costs=costs)
+    assert timeline.makespan_s == timeline.bubble_fraction == timeline.bubble_ratio == 0

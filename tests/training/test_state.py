@@ -1,0 +1,55 @@
+"""Memory that the state of a run takes while it is created."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+
+from sppo.config import load_run
+from sppo.training import state as state_module
+from sppo.training.devices.cpu_device import CpuDevice
+from sppo.training.preflight import preflight
+from sppo.training.state import build_state, starting_weights
+from tests.conftest import write_run
+from tests.fake_cuda import fake_gpu
+from tests.training.jobs import job_alone
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_start_holds_one_parameter_beside_the_rows_of_the_optimizer(work, monkeypatch, tier):
+    """Masters are written where they stay: together they would be a third of the rows again."""
+    left = []
+
+    def watched(run, names):
+        made = []
+        for name, weight in starting_weights(run, names):
+            left.append(sum(other() is not None for other in made))
+            made.append(weakref.ref(weight))
+            yield name, weight
+            del weight
+
+    monkeypatch.setattr(state_module, "starting_weights", watched)
+    (work / "spill").mkdir()
+    run = load_run(
+        write_run(
+            work / "run.yaml",
+            state={"optimizer": tier},
+            activations={"disk": "spill"} if tier == "disk" else {},
+            train={"dtype": "bf16"},
+        )
+    )
+    with fake_gpu() as (gpu, _):
+        device = gpu if tier == "host" else CpuDevice()
+        job = job_alone(run, device=device)
+        plan = preflight(job).plan
+        state = build_state(job, plan)
+        state.close()
+    assert len(left) > 5
+    assert max(left) <= 1
+    masters = state.optimizer.state()
+    assert plan.state.optimizer == tier
+    for name, weight in starting_weights(run):
+        assert torch.equal(masters[f"model.{name}"], weight)
+        assert torch.equal(state.weights[name], weight.bfloat16())

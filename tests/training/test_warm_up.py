@@ -1,0 +1,33 @@
+"""Warm-up: it runs what the run runs later."""
+
+from sppo.config import load_run
+from sppo.engine import stage
+from sppo.kernels.cross_entropy import LossTerms
+from sppo.training.devices.cpu_device import CpuDevice
+from sppo.training.trainer import warm_up
+from tests.conftest import write_run
+
+
+def test_a_rank_warms_up_with_its_share_of_a_subsequence_and_the_terms_of_the_loss(
+    work, monkeypatch
+):
+    """All of it might not fit; a kernel is compiled for each number of rows, and for the terms."""
+    seen, terms_seen, taken = set(), set(), stage.linear_cross_entropy_with_gradient
+
+    def watched(hidden_CH, *args, terms, **options):
+        seen.add(len(hidden_CH))
+        terms_seen.add(terms)
+        return taken(hidden_CH, *args, terms=terms, **options)
+
+    monkeypatch.setattr(stage, "linear_cross_entropy_with_gradient", watched)
+    run = load_run(
+        write_run(
+            work / "run.yaml",
+            model={"preset": "tiny-test", "vocab_size": 32, "num_layers": 2},
+            parallel={"sequence_parallel_degree": 2},
+            train={"label_smoothing": 0.1, "z_loss": 1e-4},
+        )
+    )
+    warm_up(run, lengths=(400, 301), device=CpuDevice())
+    assert seen == {64, 200, 151}
+    assert terms_seen == {LossTerms(0.1, 1e-4)}
