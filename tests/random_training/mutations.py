@@ -62,7 +62,7 @@ def lent_saved_tensors() -> Any:
 
 def message_not_awaited() -> Any:
     """A received tensor is used before it is here."""
-    return patch.object(pipeline_p2p._Awaited, "wait", lambda self: self.tensor)
+    return patch.object(pipeline_p2p.RecvHandle, "wait", lambda self: self.tensor)
 
 
 @contextmanager
