@@ -257,6 +257,7 @@ class Engine:
                 owner=self._stages.get(index),
                 gradients=self._gradients,
                 store=self._store,
+                kv=self._kv,
                 heads=exchange,
                 members=pipeline.msp_links.members,
                 dtype=self._weights.dtype,

@@ -21,8 +21,8 @@ from sppo.activations.subsequence_placement import SubsequencePlacement, check_w
 from sppo.activations.tensor_classes import tensor_bytes_per_token
 from sppo.config.model import ModelConfig
 from sppo.engine.attention.kv_store import KVStore
-from sppo.engine.attention.subsequence_attention import KVCacheAttention
-from sppo.engine.attention.ulysses_attention import UlyssesAttention
+from sppo.engine.attention.prefix_attention import PrefixAttention
+from sppo.engine.attention.unit_kv import StoredKV, UnitKV
 from sppo.engine.providers.gradients import GradientProvider, gradients_of
 from sppo.engine.providers.weights import WeightPart, WeightProvider, visit
 from sppo.engine.saved_tensors import cut, join
@@ -429,19 +429,22 @@ class Stage:
         return Layer(self.model, ShardedTokens(self._tensor, unit.shard_tokens))
 
     def _attention(self, unit: Unit, index: int, *, saves_kv: bool = False) -> SubsequenceAttention:
-        window = self.model.window_of(index)
+        return PrefixAttention(
+            self._unit_kv(unit, index, saves_kv=saves_kv),
+            unit.runs,
+            self._unsaved_attention_tokens(unit),
+            self._heads,
+            window=self.model.window_of(index),
+            document_starts=unit.span.document_starts,
+            backend=self._backend,
+        )
+
+    def _unit_kv(self, unit: Unit, index: int, *, saves_kv: bool) -> UnitKV:
+        """Return keys and values of a layer; with ``saves_kv``, those of the unit may leave."""
         offload = None
         if saves_kv and self._kv_placement == "offloaded":
-            key = ActivationKey(*unit.key, index, is_kv=True)
-            offload = partial(self._offload_kv, key)
-        stored = KVCacheAttention(
-            self.kv, index, unit.sequence, unit.span, window, self._backend, offload
-        )
-        if self._heads is None:
-            return stored
-        return UlyssesAttention(
-            stored, self._heads, unit.shard_tokens, self._unsaved_attention_tokens(unit)
-        )
+            offload = partial(self._offload_kv, ActivationKey(*unit.key, index, is_kv=True))
+        return StoredKV(self.kv, index, unit.sequence, unit.span, offload)
 
     def _unsaved_attention_tokens(self, unit: Unit) -> tuple[int, ...]:
         """Return for each rank how many of its last tokens have no saved attention output."""

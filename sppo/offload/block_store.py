@@ -307,9 +307,11 @@ class BlockStore:
         block = self._blocks.pop(key)
         if not block.tensors:
             return {}
-        while block.back is None:
+        if block.back is None:
             assert block.ring is not None, f"{key} has no ring slot: too many are in use"
-            self._copy_back()
+            self._copy_back()  # keys are read in the order of use: this is the first
+            self._bring_back()
+        assert block.back is not None, "what is read first is used first"
         assert block.ring is not None, "a block in the ring is on its way back"
         self._lane.before_compute(block.back)
         del self._occupied[block.extent.offset_bytes]
@@ -426,7 +428,8 @@ class BlockStore:
                 break  # not saved yet: belongs to a later sequence
             if block.tensors:
                 ring = self._ring[self._brought_back % len(self._ring)]
-                if key not in self._permitted or ring.is_full:
+                is_staging_full = bool(self._reading) and self._next_staging.is_full
+                if key not in self._permitted or ring.is_full or is_staging_full:
                     break
                 self._fetch(block, ring)
                 self._brought_back += 1
@@ -468,11 +471,15 @@ class BlockStore:
         """
         if self._disk is None:
             return Slot(self._memory["host"][extent.offset_bytes : sum(extent)])
-        slot = self._staging[self._staged % len(self._staging)]
+        slot = self._next_staging
         self._staged += 1
         while slot.is_full:
             self._copy_back()
         return slot
+
+    @property
+    def _next_staging(self) -> Slot:
+        return self._staging[self._staged % len(self._staging)]
 
     def _make_room(self, schedule: OffloadSchedule) -> None:
         """Free all slots, and replace memory and file if they are too small for ``schedule``."""

@@ -103,7 +103,7 @@ def test_the_grids_are_complete(operands):
     measured = {
         "gemm_points": gemm.measure_gemm(bench, gemm.gemm_grid("cpu", quick=True))
         + gemm.measure_gemm(bf16, gemm.gemm_grid("cpu", quick=True)),
-        "attention_points": attention.attention_points(compared, shapes),
+        "attention_points": attention.attention_points(compared),
         "elementwise_points": elementwise.measure_elementwise(bf16, quick=True),
     }
     device = replace(CPU, **measured)
@@ -113,7 +113,7 @@ def test_the_grids_are_complete(operands):
     assert watcher.advanced == sum(total for _, total in watcher.begun)
 
 
-def test_a_slow_device_gets_smaller_shapes_where_none_were_asked_for(operands, monkeypatch):
+def test_a_slow_device_gets_smaller_shapes(operands, monkeypatch):
     monkeypatch.setattr(KernelBench, "time_once", lambda bench, call: 10.0)
     monkeypatch.setattr(
         KernelBench, "time", lambda bench, subject, cases: dict.fromkeys(cases, timing(1))
@@ -122,8 +122,6 @@ def test_a_slow_device_gets_smaller_shapes_where_none_were_asked_for(operands, m
     grid = gemm.gemm_grid("cpu", quick=False)
     points = gemm.measure_gemm(bench, grid)
     assert len({point.width for point in points}) == 2
-    all_points = gemm.measure_gemm(bench, replace(grid, fixed=True))
-    assert {point.width for point in all_points} == set(grid.widths)
     replace(CPU, gemm_points=points)  # has no hole
 
 

@@ -126,7 +126,7 @@ CALLS: Mapping[str, Call] = {
 }
 """Functions and classes below ``torch``, and the arguments that SPPO passes."""
 ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
-    "cuda.Stream": ("wait_event", "wait_stream", "synchronize", "query"),
+    "cuda.Stream": ("wait_event", "synchronize", "query"),
     "cuda.Event": ("record", "wait", "query", "synchronize", "elapsed_time"),
 }
 """Attributes that objects below ``torch`` must have."""

@@ -333,6 +333,20 @@ def test_the_ring_takes_as_many_layers_as_may_be_in_use_at_once():
             store.free(key)
 
 
+def test_a_staging_slot_that_is_being_read_into_holds_nobody_up():
+    """The block of the second layer is read once the first one is used."""
+    lane, store = made("disk", "lazy", debug=True)
+    order = unit_keys(0, 0, backward=True)
+    store.prepare(schedule(order, staging_slots=1))
+    for key in unit_keys(0, 0):
+        store.put(key, offloaded=tensors_of(key))
+    store.permit(order)
+    assert [read.done() for read in lane._pending["read"]] == [False]
+    for key in order:
+        assert torch.equal(store.get(key)[0].get("lse", LONE), tensors_of(key).get("lse", LONE))
+        store.free(key)
+
+
 def test_k_and_v_are_next_only_at_their_place_and_once_they_may_return():
     store = BlockStore(EmulatedLane(Lazy()))
     saved, kv = ActivationKey(0, 0, 0), ActivationKey(0, 0, 0, is_kv=True)

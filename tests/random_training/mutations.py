@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 
 from sppo.engine import engine, stage
-from sppo.engine.attention import subsequence_attention as span_attention
+from sppo.engine.attention import prefix_attention, unit_kv
 from sppo.engine.providers.sharded_gradients import ShardedGradients
 from sppo.model.gradients import DeferredGradients
 from sppo.offload.block_store import BlockStore
@@ -49,7 +49,7 @@ def lent_operands() -> Iterator[None]:
 
     with (
         patch.object(DeferredGradients, "linear", linear),
-        patch.object(span_attention, "copy_by_token", by_token),
+        patch.object(unit_kv, "copy_by_token", by_token),
     ):
         yield
 
@@ -164,7 +164,7 @@ def positions_from_subsequence() -> Iterator[None]:
 @contextmanager
 def prefix_without_dk() -> Iterator[None]:
     """What a subsequence adds to the key gradients of earlier ones is lost."""
-    backward = span_attention.attention_backward
+    backward = prefix_attention.attention_backward
 
     def forgetful(call: Any, *rest: Any, dk_TKD: Any, **options: Any) -> Any:
         before = dk_TKD.clone()
@@ -173,13 +173,13 @@ def prefix_without_dk() -> Iterator[None]:
         dk_TKD[:start] = before[:start]
         return dq
 
-    with patch.object(span_attention, "attention_backward", forgetful):
+    with patch.object(prefix_attention, "attention_backward", forgetful):
         yield
 
 
 def documents_not_isolated() -> Any:
     """Recomputed attention and its backward look across the starts of documents."""
-    return patch.object(span_attention.KVCacheAttention, "_documents", lambda self: (0,))
+    return patch.object(prefix_attention.PrefixAttention, "_documents", lambda self, end: (0,))
 
 
 def norm_of_own_gradients() -> Any:
@@ -223,13 +223,13 @@ def weights_not_gathered() -> Any:
 @contextmanager
 def window_one_short() -> Iterator[None]:
     """A sliding window is one token shorter in a backward than in its forward."""
-    backward = span_attention.attention_backward
+    backward = prefix_attention.attention_backward
 
     def shorter(call: Any, *rest: Any, **options: Any) -> Any:
         window = call.window and max(1, call.window - 1)
         return backward(replace(call, window=window), *rest, **options)
 
-    with patch.object(span_attention, "attention_backward", shorter):
+    with patch.object(prefix_attention, "attention_backward", shorter):
         yield
 
 

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import layer_shapes
-from sppo.engine.msp.attention import MspAttention
+from sppo.engine.attention.kv_store import KVStore
 from sppo.engine.msp.shard import MspShard
+from sppo.engine.msp.shared_kv import SharedKV
 from sppo.engine.msp.weights import MspGradients, MspWeights
 from sppo.engine.providers.gradients import GradientProvider, gradients_of
 from sppo.engine.stage import Stage
@@ -50,6 +51,7 @@ class MspStage(Stage):
         owner: Stage that runs whole units, on the rank that owns it; None on borrowers.
         gradients: Provider of the owner's fp32 sums; None in evaluation.
         store: Store of saved tensors, shared by all stages of the rank.
+        kv: Store of keys and values, shared by all stages of the rank.
         heads: Ulysses all-to-all among the ranks over which tokens are sharded; None if they are
             not.
         members: The same ranks; each sends and receives its part of the rows of the weights.
@@ -66,6 +68,7 @@ class MspStage(Stage):
         owner: Stage | None,
         gradients: GradientProvider | None,
         store: BlockStore,
+        kv: KVStore,
         heads: UlyssesAllToAll | None,
         members: TokenMembers,
         dtype: torch.dtype,
@@ -79,15 +82,14 @@ class MspStage(Stage):
             weights=self._msp_weights,
             gradients=gradients,
             store=store,
+            kv=kv,
             layers=layers,
             exchange=heads,
             attention_backend=attention_backend,
         )
         self._owner, self._members = owner, members
-        if owner is not None:
-            self.kv = owner.kv
         self._shapes, self._borrowed = layer_shapes(model), HeldBytes()
-        self._ahead: dict[int, MspAttention] = {}
+        self._ahead: dict[int, SharedKV] = {}
 
     @property
     def most_held(self) -> MspMemory:
@@ -104,7 +106,7 @@ class MspStage(Stage):
         shard = _shard(unit)
 
         def prefix(index: int) -> tuple[Tensor, ...]:
-            self._ahead[index] = self._piece_attention(shard, index)
+            self._ahead[index] = self._shared_kv(shard, index)
             return self._ahead[index].prefix()
 
         self._msp_weights.connect(shard.exchange, also=prefix)
@@ -162,26 +164,19 @@ class MspStage(Stage):
         parts = None if whole_CE is None else list(torch.split(whole_CE, list(shard.sizes)))
         return shard.exchange.scatter(parts, own)
 
-    def _attention(self, unit: Unit, index: int, *, saves_kv: bool = False) -> MspAttention:
+    def _unit_kv(self, unit: Unit, index: int, *, saves_kv: bool) -> SharedKV:
         if index in self._ahead:  # in forward
             return self._ahead.pop(index)
-        attention = self._piece_attention(_shard(unit), index)
-        attention.fetch()
-        return attention
+        kv = self._shared_kv(_shard(unit), index)
+        kv.fetch()
+        return kv
 
-    def _piece_attention(self, shard: MspShard, index: int) -> MspAttention:
-        model, heads = self.model, self._heads
-        return MspAttention(
+    def _shared_kv(self, shard: MspShard, index: int) -> SharedKV:
+        return SharedKV(
             shard,
-            heads=heads,
-            unsaved_attention_tokens=self._unsaved_attention_tokens(shard),
-            store=None if self._owner is None else self.kv,
             layer=index,
-            window=model.window_of(index),
-            shape=(model.kv_heads if heads is None else heads.shard.keys, model.head_dim),
-            dtype=self._weights.dtype,
-            device=self._weights.device,
-            backend=self._backend,
+            window=self.model.window_of(index),
+            store=self.kv,
             borrowed=self._borrowed,
         )
 

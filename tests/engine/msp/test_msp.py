@@ -10,8 +10,8 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sppo.cost.live_sets.shard_live_sets import BORROWED_LAYERS
-from sppo.engine.msp.attention import MspAttention
 from sppo.engine.msp.shard import MspShard
+from sppo.engine.msp.shared_kv import SharedKV
 from tests.random_training.case import Shape
 from tests.random_training.emulated_ranks import Distributed
 from tests.random_training.pinned_cases import MSP, case
@@ -89,8 +89,8 @@ def test_no_host_waits_for_another():
     one = case(KEYS_OF_TWO, 2, pp=2, sp=2, schedule="sppo_msp", cuts=(0, 17, 33, 49, 60))
     with ExitStack() as stack:
         for where, name in (
-            (MspAttention, "_share"),
-            (MspAttention, "_complete"),
+            (SharedKV, "write"),
+            (SharedKV, "complete"),
             (MspShard, "take"),
         ):
             watched = without_indices(getattr(where, name))

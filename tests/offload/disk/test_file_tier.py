@@ -126,35 +126,6 @@ def test_many_in_flight_against_plain_memory(opened):
         assert np.array_equal(whole, model)
 
 
-def test_many_threads_ask_at_once(opened):
-    size = 100 * KIB
-    tier = opened(8 * size)
-
-    def work(number: int) -> None:
-        sent, back = some_bytes(size), some_bytes(size)
-        for round_ in range(20):
-            sent.fill(8 * round_ + number)
-            wait_for(tier.read(number * size, back, after=[tier.write(number * size, sent)]))
-            same.append(np.array_equal(sent, back))
-
-    same: list[bool] = []
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert same == [True] * 160
-
-
-def test_two_tiers_in_one_directory_never_meet(opened):
-    one, other = opened(), opened()
-    wait_for(one.write(0, some_bytes(MIB, seed=1)))
-    wait_for(other.write(0, some_bytes(MIB, seed=2)))
-    back = some_bytes(MIB)
-    wait_for(one.read(0, back))
-    assert np.array_equal(back, some_bytes(MIB, seed=1))
-
-
 def test_the_space_is_taken_at_once_and_nothing_stays_in_the_page_cache(opened):
     before = nameless_files()
     tier = opened(SIZE - 1)
@@ -412,10 +383,3 @@ def test_a_killed_process_leaves_nothing(tmp_path):
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_program_may_end_or_drop_a_tier_with_requests_in_flight(tmp_path):
-    code = SCRIPT + "del tier\nfor one in transfers: wait_for(one)\n" + SCRIPT
-    words = [sys.executable, "-c", code, tmp_path]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "ready\nready\n", "")
