@@ -22,7 +22,7 @@ from sppo.engine.stage import Stage
 from sppo.engine.stage_buffers import LocalTokens, StageBuffers
 from sppo.engine.trace import HostStopwatch, Stopwatch, Trace
 from sppo.engine.unit import Unit
-from sppo.parallel.pipeline_p2p import PipelineP2P
+from sppo.parallel.pipeline_p2p import PipelineLinks
 from sppo.schedule.actions import WHOLE_STAGE_ACTIONS, Action, ActionKind
 from sppo.schedule.schedule import Schedule
 
@@ -61,7 +61,7 @@ class Executor:
         *,
         rank: int,
         stages: Mapping[int, Stage],
-        p2p: PipelineP2P | None = None,
+        p2p: PipelineLinks | None = None,
         state: StateStreams | None = None,
         msp: MspExecutor | None = None,
         stopwatch: Stopwatch | None = None,
