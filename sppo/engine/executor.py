@@ -19,7 +19,7 @@ from sppo.engine.stage import Stage
 from sppo.engine.stage_buffers import StageBuffers
 from sppo.engine.step_units import StepUnits
 from sppo.engine.trace import HostStopwatch, Stopwatch, Trace
-from sppo.parallel.pipeline_p2p import PipelineP2P
+from sppo.parallel.pipeline_p2p import PipelineLinks
 from sppo.schedule.actions import WHOLE_STAGE_ACTIONS, Action, ActionKind
 from sppo.schedule.schedule import Schedule
 
@@ -49,7 +49,7 @@ class Executor:
         rank: int,
         units: StepUnits,
         message: tuple[int, torch.dtype],
-        p2p: PipelineP2P | None = None,
+        p2p: PipelineLinks | None = None,
         state: StateStreams | None = None,
         stopwatch: Stopwatch | None = None,
     ) -> None:

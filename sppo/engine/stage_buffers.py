@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sppo.parallel.pipeline_p2p import PipelineP2P, RecvHandle
+from sppo.parallel.pipeline_p2p import PipelineLinks, RecvHandle
 from sppo.schedule.actions import Action, ActionKind, UnitKey, Wire
 from sppo.schedule.msp_groups import Route
 from sppo.schedule.schedule import Schedule
@@ -43,7 +43,7 @@ class StageBuffers:
     """
 
     def __init__(
-        self, schedule: Schedule, *, rank: int, p2p: PipelineP2P | None, local: LocalTokens
+        self, schedule: Schedule, *, rank: int, p2p: PipelineLinks | None, local: LocalTokens
     ) -> None:
         self._schedule, self._rank, self._p2p, self._local = schedule, rank, p2p, local
         self._here: dict[_InputKey, dict[int, Tensor]] = {}

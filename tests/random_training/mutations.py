@@ -23,8 +23,7 @@ from sppo.optim.adamw import AdamW
 from sppo.optim.sharded_state import ShardedState
 from sppo.parallel import pipeline_p2p
 from sppo.parallel.data_parallel import GradientReducer
-from sppo.parallel.gradient_reduce_scatter import GradientMessage
-from sppo.parallel.parameter_all_gather import AllGatherHandle
+from sppo.parallel.shard_messages import GradientMessage, ParameterMessage
 from tests.random_training.case import Case
 
 Mutation = Callable[[], AbstractContextManager[Any]]
@@ -63,7 +62,7 @@ def lent_saved_tensors() -> Any:
 
 def message_not_awaited() -> Any:
     """A received tensor is used before it is here."""
-    return patch.object(pipeline_p2p._Awaited, "wait", lambda self: self.tensor)
+    return patch.object(pipeline_p2p.RecvHandle, "wait", lambda self: self.tensor)
 
 
 @contextmanager
@@ -93,7 +92,7 @@ def buckets_not_awaited() -> Any:
 @contextmanager
 def gathers_not_awaited() -> Iterator[None]:
     """Weights of ZeRO-3 are used before they are here."""
-    finish = AllGatherHandle.finish
+    finish = ParameterMessage.finish
 
     def finish_early(self: Any) -> Any:
         work, self._work = self._work, _Nothing()
@@ -102,7 +101,7 @@ def gathers_not_awaited() -> Iterator[None]:
         finally:
             self._work = work
 
-    with patch.object(AllGatherHandle, "finish", finish_early):
+    with patch.object(ParameterMessage, "finish", finish_early):
         yield
 
 
