@@ -9,7 +9,7 @@ Legend: c tokens of this rank, C tokens of all runs, N query heads, K key/value 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +35,7 @@ class PrefixAttention:
         window: Number of keys that a query sees, its own included; None for all.
         document_starts: Ascending positions; a query sees its own document only.
         backend: See :func:`sppo.kernels.attention.interface.attention_forward`.
+        offload: Function that offloads K and V of the unit in forward; None if they stay.
     """
 
     kv: UnitKV
@@ -44,15 +45,24 @@ class PrefixAttention:
     window: int | None = None
     document_starts: tuple[int, ...] = (0,)
     backend: Backend = "auto"
+    offload: Callable[[dict[str, Tensor]], None] | None = None
 
     def forward(self, q_cND: Tensor, k_cKD: Tensor, v_cKD: Tensor) -> tuple[Tensor, Tensor]:
         """Provide k and v of the unit to all later units, and return (o_cND, lse_Nc)."""
         if self.heads is not None:
             q_cND, k_cKD, v_cKD = self.heads.inputs_to_heads(q_cND, k_cKD, v_cKD, self._tokens)
         self.kv.write(k_cKD, v_cKD)
+        if self.offload is not None:
+            self.offload({"keys": k_cKD, "values": v_cKD})
         found = self._attend(q_cND, self._tokens)
         self.kv.release()
         return found
+
+    def provide(self, k_cKD: Tensor, v_cKD: Tensor) -> None:
+        """Provide k and v of the unit to all units again, without attention."""
+        if self.heads is not None:
+            k_cKD, v_cKD = self.heads.keys_to_heads(k_cKD, v_cKD, self._tokens)
+        self.kv.write(k_cKD, v_cKD)
 
     def recompute(self, q_cND: Tensor) -> tuple[Tensor, Tensor]:
         """Return (o_cND, lse_Nc) of this rank's tokens whose output was not saved."""

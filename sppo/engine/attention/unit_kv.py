@@ -6,7 +6,6 @@ the unit, K key/value heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -63,8 +62,6 @@ class StoredKV:
     layer: int
     sequence: int
     span: TokenSpan
-    offload: Callable[[dict[str, Tensor]], None] | None = None
-    """Function that offloads K and V of the unit in forward; None if they stay."""
 
     @property
     def first_key(self) -> int:
@@ -72,7 +69,7 @@ class StoredKV:
         return 0
 
     def write(self, k_cKD: Tensor, v_cKD: Tensor) -> None:
-        """Store keys and values of all tokens of the unit; start to offload them, if they leave."""
+        """Store keys and values of all tokens of the unit."""
         span = self.span
         self.store.write(
             self.layer,
@@ -82,8 +79,6 @@ class StoredKV:
             k_CKD=k_cKD,
             v_CKD=v_cKD,
         )
-        if self.offload is not None:
-            self.offload({"keys": k_cKD, "values": v_cKD})
 
     def read(self) -> tuple[Tensor, Tensor]:
         """Return views of the stored keys and values."""

@@ -23,7 +23,19 @@ WeightPart = int | Literal["embedding", "head"]
 and learned positions, "head" the final norm and the projection to the vocabulary."""
 
 
-class WeightProvider(Protocol):
+class PartProvider(Protocol):
+    """Provider of the weights of one part after another."""
+
+    def take(self, part: WeightPart) -> Mapping[str, Tensor]:
+        """Return the weights of ``part``, by name within the layer, or else by global name."""
+        ...
+
+    def release(self, part: WeightPart) -> None:
+        """Release the weights of ``part`` that :meth:`take` returned."""
+        ...
+
+
+class WeightProvider(PartProvider, Protocol):
     """Provider of the weights of a rank's stages, in the compute dtype.
 
     A step calls :meth:`begin` first, then :meth:`take` and :meth:`release` for every visit in the
@@ -49,21 +61,13 @@ class WeightProvider(Protocol):
         """
         ...
 
-    def take(self, part: WeightPart) -> Mapping[str, Tensor]:
-        """Return the weights of ``part``, by name within the layer, or else by global name."""
-        ...
-
-    def release(self, part: WeightPart) -> None:
-        """Release the weights of ``part`` that :meth:`take` returned."""
-        ...
-
     def take_peak_bytes(self) -> int:
         """Return the peak bytes of temporary weights on the device since the last call."""
         ...
 
 
 @contextmanager
-def visit(weights: WeightProvider, part: WeightPart) -> Iterator[Mapping[str, Tensor]]:
+def visit(weights: PartProvider, part: WeightPart) -> Iterator[Mapping[str, Tensor]]:
     """Take the weights of ``part`` for the duration of the context."""
     try:
         yield weights.take(part)
