@@ -16,13 +16,12 @@ from math import prod
 import torch
 from torch import Tensor
 
-from sppo.checkpoint.checkpoint import MODEL_PREFIX
 from sppo.config.run import OptimizerConfig
 from sppo.cost.memory.stage_memory import UPDATE_SLOTS
 from sppo.cost.parameters import is_decayed
 from sppo.offload.lane import Event, Lane
 from sppo.offload.worker_pool import wait_for
-from sppo.optim.adamw import STEP_KEY, take_over
+from sppo.optim.adamw import checkpoint_state, take_over
 from sppo.optim.fused_adamw import MOMENTS, FusedAdamW
 from sppo.optim.optimizer_rows import MASTER_DTYPE, OptimizerRows
 
@@ -103,11 +102,6 @@ class HostAdamW:
         return self._steps
 
     @property
-    def host_bytes(self) -> int:
-        """Bytes of masters, moments and staging slots."""
-        return self.row_bytes + self.staging_bytes
-
-    @property
     def row_bytes(self) -> int:
         """Bytes of masters and moments."""
         return self._rows.size_bytes
@@ -121,8 +115,8 @@ class HostAdamW:
     @property
     def staging_bytes(self) -> int:
         """Bytes of the staging slots for gradients and weights of buckets."""
-        slots = [*self._gradients, *(part for slot in self._weight_slots for part in slot.values())]
-        return sum(part.numel() * part.element_size() for part in slots)
+        slots = self._gradients, self._weight_slots
+        return sum(slot.numel() * slot.element_size() for slot in slots)
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], *, lr: float) -> None:
@@ -153,12 +147,8 @@ class HostAdamW:
     def state(self) -> dict[str, Tensor]:
         """Return the checkpoint state, as :meth:`sppo.optim.adamw.AdamW.state`; on the host."""
         rows = self._rows
-        state = {f"{MODEL_PREFIX}{name}": rows.view(rows.masters, name) for name in self._weights}
-        for moment, row in zip(MOMENTS, rows.moments, strict=True):
-            for name in self._weights:
-                state[f"optimizer.{moment}.{name}"] = rows.view(row, name)
-        state[STEP_KEY] = torch.tensor(self._steps)
-        return state
+        moments = {name: rows.views(row) for name, row in zip(MOMENTS, rows.moments, strict=True)}
+        return checkpoint_state(rows.views(rows.masters), moments, steps=self._steps)
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -178,24 +168,17 @@ class HostAdamW:
             weight_decay=bucket.weight_decay,
         )
 
-    def _staging(self) -> tuple[list[Tensor], list[dict[torch.dtype, Tensor]]]:
-        """Allocate staging slots for gradients, and for weights by dtype; one pair per slot."""
+    def _staging(self) -> tuple[Tensor, Tensor]:
+        """Allocate staging slots, one per row, for the gradients and for the weights of buckets."""
         most = max(bucket.elements for bucket in self._buckets)
-        dtypes = sorted({weight.dtype for weight in self._weights.values()}, key=str)
-        sizes = [MASTER_DTYPE, *dtypes] * _SLOTS
-        size_bytes = sum(most * dtype.itemsize for dtype in sizes)
+        dtype = next(iter(self._weights.values())).dtype
+        behind_gradients = _SLOTS * most * MASTER_DTYPE.itemsize
+        size_bytes = behind_gradients + _SLOTS * most * dtype.itemsize
         memory = self._lane.host_memory("updates", size_bytes)
-        views, begin = [], 0
-        # Largest elements first, so that every view is aligned to its element size.
-        order = sorted(range(len(sizes)), key=lambda index: -sizes[index].itemsize)
-        for index in order:
-            end = begin + most * sizes[index].itemsize
-            views.append((index, memory[begin:end].view(sizes[index])))
-            begin = end
-        parts = [view for _, view in sorted(views, key=lambda item: item[0])]
-        slots = [parts[i : i + 1 + len(dtypes)] for i in range(0, len(parts), 1 + len(dtypes))]
-        converted = [dict(zip(dtypes, slot[1:], strict=True)) for slot in slots]
-        return [slot[0] for slot in slots], converted
+        gradients, weights = memory[:behind_gradients], memory[behind_gradients:size_bytes]
+        return gradients.view(MASTER_DTYPE).view(_SLOTS, most), weights.view(dtype).view(
+            _SLOTS, most
+        )
 
     def _fetch(self, index: int, gradients: Mapping[str, Tensor]) -> Event:
         """Start to copy the gradients of one bucket from the device to its slot."""
@@ -213,9 +196,9 @@ class HostAdamW:
         copies = []
         for part in bucket.parts:
             target = self._weights[part.name][part.begin : part.end]
-            place = part.offset, part.offset + part.end - part.begin
-            staged = slot[target.dtype][place[0] : place[1]]
-            staged.copy_(masters[bucket.begin + place[0] : bucket.begin + place[1]])
+            begin, end = part.offset, part.offset + part.end - part.begin
+            staged = slot[begin:end]
+            staged.copy_(masters[bucket.begin + begin : bucket.begin + end])
             copies.append((target, staged))
         return self._lane.back(copies, after=[self._lane.computed([])])
 

@@ -51,6 +51,10 @@ class OptimizerRows:
         begin, shape = self.begins[name], self.shapes[name]
         return row[begin : begin + prod(shape)].view(shape)
 
+    def views(self, row: Tensor) -> dict[str, Tensor]:
+        """Return the :meth:`view` of every parameter in a row, by name."""
+        return {name: self.view(row, name) for name in self.shapes}
+
     def fill(self, masters: Mapping[str, Tensor]) -> None:
         """Copy masters of parameters, by global name, into the row of masters."""
         for name, master in masters.items():
